@@ -1,0 +1,66 @@
+# One word for each thing a developer does. `make help` lists them.
+
+PYTHON ?= python3
+VENV ?= .venv
+WORKERS ?= 2
+BIN := $(VENV)/bin
+STAMP := $(VENV)/installed
+
+# One thread for each test process: with WORKERS of them, more would only wait for one another.
+TEST_ENV := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false
+
+.PHONY: help venv demo test test-gpu bench-gpu check format soak bench clean
+
+help:  ## list the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ -/'
+
+venv: $(STAMP)  ## make the environment in .venv and install everything into it
+
+# torch comes first and alone: what it needs is by far the largest part, and it decides the build (CPU or CUDA) of this machine.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Headrace needs Python 3.11 or newer, found " + sys.version.split()[0] + "; run: make PYTHON=python3.12 ...")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: $(STAMP)  ## fine-tune a small model through all three tiers, kill it, resume it, use it
+	$(BIN)/python demo/demo.py
+
+test: $(STAMP)  ## all quick tests (minutes)
+	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) -m "not soak and not gpu"
+
+# GPU_PYTHON names an environment that has torch, transformers, numba and pytest already: nothing is installed then.
+GPU_ENV := $(if $(GPU_PYTHON),,$(STAMP))
+GPU_RUN := $(or $(GPU_PYTHON),$(BIN)/python)
+HAS_GPU = $(GPU_RUN) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'
+
+test-gpu: $(GPU_ENV)  ## tests that need a CUDA device
+	@if $(HAS_GPU); then $(GPU_RUN) -m pytest -m gpu tests/gpu tests/update; else echo "test-gpu: no CUDA device here; nothing was tested"; fi
+
+bench-gpu: $(GPU_ENV)  ## Headrace on a GPU capped to 8, 16 and 24 GiB, beside plain PyTorch (8 minutes); SCRATCH=directory
+	@mkdir -p bench-results
+	@$(GPU_RUN) bench/gpu.py --scratch $(or $(SCRATCH),bench-results) --output bench-results/gpu
+
+check: $(STAMP)  ## formatting, lint, types, layers (seconds)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(TEST_ENV) $(BIN)/python -m pytest tests/style
+
+format: $(STAMP)  ## format the code
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+soak: $(STAMP)  ## long stress runs (an hour)
+	$(TEST_ENV) $(BIN)/python -m pytest -m soak --timeout=7200
+
+bench: $(STAMP)  ## what this machine can do, and Headrace beside plain PyTorch; SCRATCH=directory on the disk to measure
+	@mkdir -p bench-results
+	$(BIN)/python bench/limits.py --scratch $(or $(SCRATCH),bench-results) --output bench-results/limits.json
+	$(BIN)/python bench/compare.py --scratch $(or $(SCRATCH),bench-results) --output bench-results/compare --size S \
+		--tokens-per-step 2048 --contestants headrace,plain
+
+clean:  ## remove the environment and what runs left in this tree
+	rm -rf $(VENV) demo-run bench-results .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,107 @@
+"""The simulator against published measurements: prints the table of `docs/published.md`.
+
+    python bench/published.py                               # print
+    python bench/published.py --output docs/published.md    # write
+
+Needs no GPU and takes half a minute. Exit code 1 if a point that the constants saw is off by more than 10 %.
+"""
+
+import argparse
+import math
+from functools import lru_cache
+from pathlib import Path
+
+from transformers import GPT2Config
+
+from headrace import AdamW
+from headrace.model import Chain, profile
+from headrace.plan.footprint import Allowance
+from headrace.plan.forecast import forecast
+from headrace.plan.published import (
+    COMPUTE_FLOPS_PER_SECOND,
+    READ_BYTES_PER_SECOND,
+    WRITE_BYTES_PER_SECOND,
+    Point,
+    Shape,
+    compare,
+    fuyou_ceilings,
+    table,
+)
+from headrace.plan.search import Problem, Workload, make_plan
+from headrace.spec.errors import PlanInfeasible
+from headrace.spec.sizes import GIB
+
+TOLERANCE = 0.10
+
+HEADER = """# The simulator against published measurements
+
+Fuyou's own policy (whole batch layer by layer, optimizer behind backward only) on one RTX 4090 with 12 SSDs, sequence length
+1024, as a program on the virtual clock of `headrace plan`. Published figures: the raw data of the Fuyou papers (arXiv
+2403.06504). Three constants stand for that system, the same for every line: {compute:.0f} TFLOPS of compute, {read:.0f} GB/s
+read and {write:.0f} GB/s written. They were chosen on the 13B lines, with the 175B lines as a check (compute and write agree
+with a fit of a closed formula to all published points). TFLOPS count 6 operations per parameter and token.
+
+The Headrace column is the same machine with the same three constants under Headrace's own plan and program, for a GPT-2 block
+of that width from transformers, 22 GiB of device and 700 GiB of host memory allowed (nan: it does not fit). Where it differs:
+
+- Small batches are bound by the SSDs in both. Headrace's bf16 weight is half of its master and weights stay in host memory as
+  far as they fit: 10 to 14 bytes per parameter read and 12 written instead of 16 and 14, and writes run on into the next
+  forward.
+- Large batches are bound by compute. The compute constant is an effective rate of 6 operations per parameter and token in
+  which Fuyou's own recompute is hidden; Headrace's recompute is counted on top of it, so this column is too low there by up to
+  a third. What replay saves depends on how much of it the plan can keep: at batch 128 little beside the block inputs fits.
+
+Made by `python bench/published.py --output docs/published.md`.
+
+"""
+
+
+@lru_cache
+def chain_of(shape: Shape) -> Chain:
+    config = GPT2Config(
+        n_embd=shape.hidden_size,
+        n_layer=shape.num_layers,
+        n_head=shape.hidden_size // 128,
+        n_positions=1024,
+        vocab_size=shape.vocabulary,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+    )
+    return Chain.from_config(config, "bfloat16", AdamW())
+
+
+def headrace_seconds(point: Point) -> float:
+    """Return the forecast step time of Headrace's plan for a published point, NaN where it does not fit."""
+    chain = chain_of(point.shape)
+    costs = lru_cache(lambda sequences: profile(chain, sequences, 1024))
+    problem = Problem(
+        layouts=chain.layouts,
+        costs_of=costs,
+        workload=Workload(tokens_per_step=point.tokens, sequence_length=1024, clip=False),
+        allowance=Allowance(host_bytes=700 * GIB, device_bytes=22 * GIB, runtime_bytes=GIB, cores=52),
+    )
+    try:
+        return forecast(make_plan(problem, fuyou_ceilings()), fuyou_ceilings()).step_seconds
+    except PlanInfeasible:
+        return math.nan
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, help="write the page here instead of printing it")
+    arguments = parser.parse_args()
+    rows = compare(headrace_seconds)
+    page = HEADER.format(
+        compute=COMPUTE_FLOPS_PER_SECOND / 1e12, read=READ_BYTES_PER_SECOND / 1e9, write=WRITE_BYTES_PER_SECOND / 1e9
+    ) + table(rows)
+    if arguments.output is None:
+        print(page, end="")
+    else:
+        arguments.output.parent.mkdir(parents=True, exist_ok=True)
+        arguments.output.write_text(page, encoding="utf-8")
+    return int(any(row.point.fitted and abs(row.ratio - 1) > TOLERANCE for row in rows))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

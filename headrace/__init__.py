@@ -1,0 +1,23 @@
+"""Headrace: fine-tune language models many times larger than the GPU's memory on one machine.
+
+`Engine` is loaded when it is first asked for: torch takes a second, and the command line's help should not.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from headrace.spec.budget import Budget
+from headrace.spec.optimizer import AdamW, ParameterGroup, Schedule
+
+if TYPE_CHECKING:
+    from headrace.engine import Engine
+
+__all__ = ["AdamW", "Budget", "Engine", "ParameterGroup", "Schedule"]
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    if name != "Engine":
+        raise AttributeError(f"module 'headrace' has no attribute {name!r}")
+    from headrace.engine import Engine
+
+    return Engine

@@ -1,0 +1,90 @@
+"""Loads, and how fast they run: alone, and two at once.
+
+Invariant: a rate is that of whole units of work over the time they took; while two run together, neither is counted for a
+moment in which the other has stopped.
+"""
+
+import statistics
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+# No rate is infinite, however coarse the clock.
+_LEAST_SECONDS = 1e-9
+
+
+class Load(Protocol):
+    """Work of one kind on one part of the machine, done again and again."""
+
+    def unit(self) -> float:
+        """Do one unit and return its amount: operations or bytes. Returns when it is done, not when it is issued."""
+
+
+def rate_of(load: Load, seconds: float) -> float:
+    """Return what `load` does per second, over whole units for at least `seconds`."""
+    return rates_together([load], seconds)[0]
+
+
+def rates_together(loads: Sequence[Load], seconds: float) -> list[float]:
+    """Return what each of `loads` does per second while all run at once, each in a thread of its own.
+
+    A load that has done its `seconds` goes on uncounted until the others have, too.
+
+    Raises:
+        whatever a load raises; the others are ended first.
+    """
+    rates = [0.0] * len(loads)
+    errors: list[BaseException] = []
+    left = len(loads)
+    lock, start, over = threading.Lock(), threading.Barrier(len(loads)), threading.Event()
+
+    def run(index: int) -> None:
+        nonlocal left
+        try:
+            start.wait()
+            begin, amount, counted = time.perf_counter(), 0.0, False
+            while not over.is_set():
+                amount += loads[index].unit()
+                elapsed = time.perf_counter() - begin
+                if not counted and elapsed >= seconds:
+                    rates[index], counted = amount / max(elapsed, _LEAST_SECONDS), True
+                    with lock:
+                        left -= 1
+                        if left == 0:
+                            over.set()
+        except BaseException as error:
+            errors.append(error)
+            over.set()
+
+    threads = [threading.Thread(target=run, args=(index,), name="headrace calibrate") for index in range(len(loads))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return rates
+
+
+def interleaved_medians(measures: Sequence[Callable[[], Sequence[float]]], rounds: int) -> list[list[float]]:
+    """Run all `measures` in turn, `rounds` times over, and return the median of each figure of each.
+
+    In turn, so that a slow phase of the machine falls on all of them and not on one.
+    """
+    found: list[list[Sequence[float]]] = [[] for _ in measures]
+    for _ in range(rounds):
+        for index, measure in enumerate(measures):
+            found[index].append(measure())
+    return [[statistics.median(figures) for figures in zip(*repeats, strict=True)] for repeats in found]
+
+
+def seconds_of(action: Callable[[], object], repeats: int) -> float:
+    """Return the median of the seconds that `action` takes, after a first time that is not counted."""
+    action()
+    taken = []
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        action()
+        taken.append(time.perf_counter() - begin)
+    return max(statistics.median(taken), _LEAST_SECONDS)

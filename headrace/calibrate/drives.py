@@ -1,0 +1,134 @@
+"""SSD directories: sustained reads and writes through the I/O engine, and what a commit costs.
+
+Invariant: nothing is left behind in a directory; no more than a tenth of its free space is used meanwhile.
+"""
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+
+from headrace.calibrate.base import seconds_of
+from headrace.ioengine import BLOCK_BYTES, DirectFile, DirectoryFacts, ThreadEngine, describe_directory
+from headrace.machine import huge_page_buffer
+from headrace.spec.errors import DiskFull, StorageError
+from headrace.spec.sizes import MIB, format_bytes
+
+_LARGEST_FILE_BYTES = 4 << 30
+_LEAST_FILE_BYTES = 64 * MIB
+_FREE_SHARE = 10
+_TRANSFER_BYTES = 16 * MIB
+# Transfers under way at once, about what the engine's lanes keep.
+_TRANSFERS = 4
+_LATENCY_REPEATS = 30
+_COMMIT_REPEATS = 7
+
+
+class Drive:
+    """A file on one directory, larger than caches where there is room, for `DriveLoad`s. A context manager.
+
+    Raises:
+        StorageError: the directory cannot be written to.
+        DiskFull: there is hardly any space.
+    """
+
+    def __init__(self, directory: Path, most_bytes: int = _LARGEST_FILE_BYTES) -> None:
+        self.facts = _checked(directory)
+        size_bytes = min(most_bytes, self.facts.free_bytes // _FREE_SHARE) // _TRANSFER_BYTES * _TRANSFER_BYTES
+        self._closers = contextlib.ExitStack()
+        try:
+            folder = self._closers.enter_context(tempfile.TemporaryDirectory(prefix=".headrace-bench-", dir=directory))
+            self.folder = Path(folder)
+            self.file = DirectFile.create(self.folder / "data", size_bytes)
+            self._closers.callback(self.file.close)
+            self.engine = self._closers.enter_context(ThreadEngine())
+        except BaseException:
+            self._closers.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._closers.close()
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Size of the file system that the directory is on."""
+        status = os.statvfs(self.folder)
+        return status.f_blocks * status.f_frsize
+
+    def fill(self) -> None:
+        """Write the whole file once: what was never written is not read from the drive."""
+        load = DriveLoad([self], write=True)
+        for _ in range(-(-self.file.size_bytes // (_TRANSFERS * _TRANSFER_BYTES))):
+            load.unit()
+        self.file.sync()
+
+    def transfer_seconds(self) -> float:
+        """Return what a read takes besides moving its bytes: the time of the smallest one, through the engine."""
+        block = huge_page_buffer(BLOCK_BYTES)
+        offsets = _cycle(self.file.size_bytes, _TRANSFER_BYTES)
+        return seconds_of(lambda: self.engine.read([(self.file, next(offsets), block)]).wait(), _LATENCY_REPEATS)
+
+    def commit_seconds(self) -> float:
+        """Return what makes a step durable: the data's flush, a record, and the record's."""
+        data = huge_page_buffer(BLOCK_BYTES)
+        data[:] = 1
+        record = self.folder / "record"
+
+        def commit() -> None:
+            self.engine.write([(self.file, 0, data)]).wait()
+            self.file.sync()
+            with open(record, "wb") as file:
+                file.write(bytes(data))
+                file.flush()
+                os.fsync(file.fileno())
+
+        return seconds_of(commit, _COMMIT_REPEATS)
+
+
+class DriveLoad:
+    """Reads or writes the files of drives in order, over and over, several transfers under way; direct I/O, huge pages."""
+
+    def __init__(self, drives: Sequence[Drive], *, write: bool) -> None:
+        self._drives, self._write = tuple(drives), write
+        self._buffers = [huge_page_buffer(_TRANSFER_BYTES) for _ in range(_TRANSFERS * len(self._drives))]
+        for index, buffer in enumerate(self._buffers):
+            # Some drives compress, and none keeps what it has seen before.
+            buffer[:] = np.random.default_rng(index).integers(0, 256, buffer.size, dtype=np.uint8)
+        self._offsets = [_cycle(drive.file.size_bytes, _TRANSFER_BYTES) for drive in self._drives]
+
+    def unit(self) -> float:
+        """Move all buffers once; returns their bytes."""
+        tickets = []
+        for index, buffer in enumerate(self._buffers):
+            drive, offsets = self._drives[index % len(self._drives)], self._offsets[index % len(self._drives)]
+            submit = drive.engine.write if self._write else drive.engine.read
+            tickets.append(submit([(drive.file, next(offsets), buffer)]))
+        for ticket in tickets:
+            ticket.wait()
+        return float(len(self._buffers) * _TRANSFER_BYTES)
+
+
+def _checked(directory: Path) -> DirectoryFacts:
+    facts = describe_directory(directory)
+    if not facts.writable:
+        what = "cannot be written to" if facts.is_directory else "no such directory"
+        raise StorageError(f"{directory}: {what}; name a directory on the SSD that runs may use")
+    if facts.free_bytes < _FREE_SHARE * _LEAST_FILE_BYTES:
+        raise DiskFull(
+            f"{directory}: {format_bytes(facts.free_bytes)} free, "
+            f"{format_bytes(_FREE_SHARE * _LEAST_FILE_BYTES)} are needed to measure it"
+        )
+    return facts
+
+
+def _cycle(size_bytes: int, step_bytes: int) -> Iterator[int]:
+    while True:
+        yield from range(0, size_bytes - step_bytes + 1, step_bytes)

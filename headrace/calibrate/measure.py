@@ -1,0 +1,292 @@
+"""The ceilings of this machine, measured: each part alone, pairs of parts at once, and fixed costs of operations.
+
+What is run is what training runs: blocks through the model's code, the update kernel, the engine's copies and its I/O.
+Invariant: the result passes the checks of `Ceilings.from_json`; measuring takes about `seconds_budget`, and leaves nothing.
+"""
+
+import contextlib
+import platform
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import psutil
+import torch
+
+from headrace.calibrate.base import Load, interleaved_medians, rates_together, seconds_of
+from headrace.calibrate.compute import BlockLoad
+from headrace.calibrate.drives import Drive, DriveLoad
+from headrace.calibrate.memory import CopyLoad, DrainLoad, StreamLoad, UpdateBuffers, UpdateLoad
+from headrace.machine import CpuMachine, CudaMachine, Machine, available_memory_bytes
+from headrace.spec.ceilings import Ceilings
+from headrace.spec.errors import ConfigError
+from headrace.spec.events import Notice, Sink
+from headrace.spec.layout import PLANE_SETS, UNIT_ALIGNMENT
+from headrace.spec.program import Lane
+from headrace.spec.sizes import MIB
+
+_ROUNDS = 3
+# Beyond this share of its own rate a lane counts as undisturbed: it is within what repeats differ by.
+_UNDISTURBED = 0.97
+_LEAST_SHARE = 0.01
+# Shapes of the block that is measured: hidden size and tokens. The largest that one turn has time for is taken.
+_SHAPES_CPU = ((256, 256), (1024, 512), (2048, 1024))
+_SHAPES_GPU = ((1024, 2048), (4096, 2048))
+_LAUNCH_SHAPE = (64, 16)
+_LAUNCH_REPEATS = 15
+# Larger than any cache; smaller where memory is scarce.
+_STREAM_BYTES = 512 * MIB
+_UPDATE_ELEMENTS = 16 * MIB
+_COPY_BYTES = 128 * MIB
+_MEMORY_SHARE = 16
+# A quick look does not write gigabytes.
+_QUICK_SECONDS = 20.0
+_QUICK_FILE_BYTES = 256 * MIB
+_FILE_BYTES = 4096 * MIB
+# Part of the time that is left for what is built and filled before.
+_SETUP_SHARE = 0.25
+_DEFAULT_DTYPE = "bfloat16"
+
+
+def measure_machine(directories: Sequence[Path], *, seconds_budget: float = 100, sink: Sink | None = None) -> Ceilings:
+    """Measure this machine and its SSD `directories`; `sink` gets a notice per phase.
+
+    With little time (below 20 s) blocks and files are smaller and fewer repeats are taken: rough, but of the right order.
+    Every directory's file is written over and over for up to a third of the time.
+
+    Raises:
+        ConfigError: no directory, or no time.
+        StorageError: a directory cannot be written to, or has no space.
+    """
+    if not directories or seconds_budget <= 0:
+        raise ConfigError(
+            f"bench machine: {len(directories)} SSD directories and {seconds_budget} seconds given; needs one of each"
+        )
+    with contextlib.ExitStack() as stack:
+        return _Bench(directories, seconds_budget, sink, stack).measure()
+
+
+@dataclass(frozen=True, slots=True)
+class _Figures:
+    """Rates by name, and for each pair of lanes what each kept of its own rate."""
+
+    rates: dict[str, float]
+    shares: dict[tuple[str, str], tuple[float, float]]
+
+
+class _Bench:
+    """The loads of one machine, built once; closed by `stack`."""
+
+    def __init__(self, directories: Sequence[Path], seconds: float, sink: Sink | None, stack: contextlib.ExitStack) -> None:
+        self._seconds, self._sink, self._stack = seconds, sink, stack
+        self._directories = tuple(directories)
+        self._quick = seconds < _QUICK_SECONDS
+        self._machine: Machine = CudaMachine() if torch.cuda.is_available() else CpuMachine()
+        stack.callback(self._machine.release_host_buffers)
+        self._gpu = self._machine.device.type == "cuda"
+        self._cores = torch.get_num_threads()
+        self._scarce_bytes = available_memory_bytes() // _MEMORY_SHARE
+        self._loads: dict[str, Load] = {}
+        self._drives: list[Drive] = []
+
+    def measure(self) -> Ceilings:
+        """Build, warm up, measure, and put together."""
+        self._say("SSDs: writing test files")
+        self._open_drives()
+        self._say("memory: building buffers and compiling the update kernel")
+        self._build_memory()
+        self._say("compute: building a block for each dtype")
+        launch_seconds = self._build_compute()
+        overheads = {
+            "launch_seconds": launch_seconds,
+            "transfer_seconds": max(drive.transfer_seconds() for drive in self._drives),
+            "commit_seconds": max(drive.commit_seconds() for drive in self._drives),
+        }
+        for load in self._loads.values():
+            load.unit()
+        self._say(f"measuring {len(self._loads)} parts alone and {len(self._pairs())} pairs at once")
+        return self._ceilings(self._run(), overheads)
+
+    # -- loads ----------------------------------------------------------------------------------------------------------
+
+    def _open_drives(self) -> None:
+        most_bytes = _QUICK_FILE_BYTES if self._quick else _FILE_BYTES
+        for index, directory in enumerate(self._directories):
+            drive = self._stack.enter_context(Drive(directory, most_bytes))
+            drive.fill()
+            self._drives.append(drive)
+            self._loads[f"read {index}"] = DriveLoad([drive], write=False)
+            self._loads[f"write {index}"] = DriveLoad([drive], write=True)
+        # One directory is all of them.
+        together = len(self._drives) > 1
+        for lane, name, write in ((Lane.SSD_READ, "read 0", False), (Lane.SSD_WRITE, "write 0", True)):
+            self._loads[lane] = DriveLoad(self._drives, write=write) if together else self._loads[name]
+
+    def _build_memory(self) -> None:
+        smaller = 8 if self._quick else 1
+        elements = min(_UPDATE_ELEMENTS // smaller, self._scarce_bytes // 16) // UNIT_ALIGNMENT * UNIT_ALIGNMENT
+        # As many threads as plans use where compute needs the others; alone, also one and all.
+        parameters = UpdateBuffers(elements)
+        for name, threads in ((Lane.UPDATE, max(1, self._cores // 2)), ("update 1", 1), ("update all", self._cores)):
+            update = UpdateLoad(parameters, threads)
+            self._stack.callback(update.close)
+            self._loads[name] = update
+        stream = StreamLoad(min(_STREAM_BYTES // smaller, self._scarce_bytes), self._cores)
+        self._stack.callback(stream.close)
+        self._loads["stream"] = stream
+        num_bytes = min(_COPY_BYTES // smaller, self._scarce_bytes) // 4096 * 4096
+        self._loads[Lane.HOST_TO_DEVICE] = CopyLoad(self._machine, Lane.HOST_TO_DEVICE, num_bytes)
+        self._loads[Lane.DEVICE_TO_HOST] = (
+            CopyLoad(self._machine, Lane.DEVICE_TO_HOST, num_bytes) if self._gpu else DrainLoad(num_bytes // 4)
+        )
+
+    def _build_compute(self) -> float:
+        """Add a block per dtype that works here; return the seconds of an operation that computes next to nothing."""
+        launch = BlockLoad(self._machine, _DEFAULT_DTYPE, hidden_size=_LAUNCH_SHAPE[0], tokens=_LAUNCH_SHAPE[1])
+        launch_seconds = seconds_of(launch.unit, _LAUNCH_REPEATS) / 2
+        hidden_size, tokens = self._block_shape()
+        for dtype in PLANE_SETS:
+            # Not every processor's library has every product in 16 bits.
+            with contextlib.suppress(RuntimeError, NotImplementedError):
+                load = BlockLoad(self._machine, dtype, hidden_size=hidden_size, tokens=tokens)
+                load.unit()
+                self._loads[Lane.COMPUTE if dtype == _DEFAULT_DTYPE else f"compute {dtype}"] = load
+        return launch_seconds
+
+    def _block_shape(self) -> tuple[int, int]:
+        """Return the largest shape of which a unit takes no longer than a turn, judged by the smaller ones."""
+        turn = self._turn_seconds()
+        shapes = _SHAPES_GPU if self._gpu else _SHAPES_CPU
+        chosen = shapes[0]
+        if self._quick:
+            return chosen
+        for shape, larger in pairwise(shapes):
+            load = BlockLoad(self._machine, _DEFAULT_DTYPE, hidden_size=shape[0], tokens=shape[1])
+            work = (larger[0] / shape[0]) ** 2 * larger[1] / shape[1]
+            if seconds_of(load.unit, 2) * work > turn:
+                break
+            chosen = larger
+        return chosen
+
+    # -- measuring ------------------------------------------------------------------------------------------------------
+
+    def _pairs(self) -> list[tuple[str, str]]:
+        """Return what is measured together: each drive's and the link's directions, and lanes that may disturb each other."""
+        drives = [(f"read {index}", f"write {index}") for index in range(len(self._drives))]
+        moving: list[tuple[str, str]] = [(Lane.HOST_TO_DEVICE, Lane.DEVICE_TO_HOST)]
+        with_compute = (Lane.UPDATE, Lane.SSD_READ, Lane.SSD_WRITE, Lane.HOST_TO_DEVICE, Lane.DEVICE_TO_HOST)
+        with_update = (Lane.SSD_READ, Lane.SSD_WRITE, Lane.HOST_TO_DEVICE, Lane.DEVICE_TO_HOST)
+        moving += [(Lane.COMPUTE, lane) for lane in with_compute]
+        moving += [(Lane.UPDATE, lane) for lane in with_update]
+        return drives + moving
+
+    def _rounds(self) -> int:
+        return 1 if self._quick else _ROUNDS
+
+    def _turn_seconds(self) -> float:
+        # Parts: two for each drive, and about ten more.
+        turns = self._rounds() * (3 * len(self._directories) + 22)
+        return (1 - _SETUP_SHARE) * self._seconds / turns
+
+    def _run(self) -> _Figures:
+        turn, pairs = self._turn_seconds(), self._pairs()
+
+        def measure(*names: str) -> Callable[[], Sequence[float]]:
+            return lambda: rates_together([self._loads[name] for name in names], turn)
+
+        measures = [*(measure(name) for name in self._loads), *(measure(*pair) for pair in pairs)]
+        medians = interleaved_medians(measures, self._rounds())
+        rates = {name: figures[0] for name, figures in zip(self._loads, medians, strict=False)}
+        together = medians[len(self._loads) :]
+        shares = {
+            pair: (figures[0] / rates[pair[0]], figures[1] / rates[pair[1]])
+            for pair, figures in zip(pairs, together, strict=True)
+        }
+        return _Figures(rates, shares)
+
+    # -- results --------------------------------------------------------------------------------------------------------
+
+    def _ceilings(self, found: _Figures, overheads: dict[str, float]) -> Ceilings:
+        rates = found.rates
+        per_core = rates["update 1"]
+        update = max(rates["update all"], rates[Lane.UPDATE], per_core)
+        inward, outward = rates[Lane.HOST_TO_DEVICE], rates[Lane.DEVICE_TO_HOST]
+        values = {
+            "name": f"{self._title()}, {len(self._drives)} SSD {'directory' if len(self._drives) == 1 else 'directories'}",
+            "has_device": self._gpu,
+            "device_memory_bytes": self._machine.device_memory_bytes()[1] if self._gpu else 0,
+            "host_memory_bytes": psutil.virtual_memory().total,
+            "cores": self._cores,
+            "flops_per_second": self._flops_per_second(rates, overheads["launch_seconds"]),
+            "host_to_device_bytes_per_second": inward,
+            "device_to_host_bytes_per_second": outward,
+            "both_ways_bytes_per_second": _both(found, Lane.HOST_TO_DEVICE, Lane.DEVICE_TO_HOST),
+            # The kernel counts each byte as the stream does; whichever got more out of the bus shows what the bus can do.
+            "host_memory_bytes_per_second": max(rates["stream"], update),
+            "update_bytes_per_second": update,
+            "update_bytes_per_second_per_core": per_core,
+            "drives": [self._drive(found, index) for index in range(len(self._drives))],
+            "slowdowns": self._slowdowns(found),
+            "sources": self._sources(),
+            **overheads,
+        }
+        return Ceilings.from_json(values)
+
+    def _title(self) -> str:
+        if self._gpu:
+            return torch.cuda.get_device_name(self._machine.device)
+        return f"{platform.machine()} CPU with {self._cores} threads"
+
+    def _flops_per_second(self, rates: dict[str, float], launch_seconds: float) -> dict[str, float]:
+        """Return rates without what the simulator adds to each operation: a unit is two, forward and backward."""
+        flops = {}
+        for dtype in PLANE_SETS:
+            name = Lane.COMPUTE if dtype == _DEFAULT_DTYPE else f"compute {dtype}"
+            load = self._loads.get(name)
+            if isinstance(load, BlockLoad):
+                unit_seconds = load.flops / rates[name]
+                flops[dtype] = load.flops / max(unit_seconds - 2 * launch_seconds, unit_seconds / 2)
+        return flops
+
+    def _drive(self, found: _Figures, index: int) -> dict[str, float | int]:
+        read, write = f"read {index}", f"write {index}"
+        return {
+            "read_bytes_per_second": found.rates[read],
+            "write_bytes_per_second": found.rates[write],
+            "mixed_bytes_per_second": _both(found, read, write),
+            "capacity_bytes": self._drives[index].capacity_bytes,
+        }
+
+    def _slowdowns(self, found: _Figures) -> dict[str, dict[str, float]]:
+        """Return what is left of each lane's rate beside another, without what sharing the memory bus explains already."""
+        lanes = {str(lane) for lane in Lane}
+        bus = max(found.rates["stream"], found.rates["update all"])
+        slowdowns: dict[str, dict[str, float]] = {}
+        for (one, other), shares in found.shares.items():
+            if not {one, other} <= lanes or (one, other) == (Lane.HOST_TO_DEVICE, Lane.DEVICE_TO_HOST):
+                continue
+            explained = 1.0
+            if Lane.COMPUTE not in (one, other):
+                explained = min(1.0, bus / (found.rates[one] + found.rates[other]))
+            for lane, beside, share in ((one, other, shares[0]), (other, one, shares[1])):
+                kept = max(_LEAST_SHARE, share / explained)
+                if kept < _UNDISTURBED:
+                    slowdowns.setdefault(str(lane), {})[str(beside)] = round(kept, 4)
+        return slowdowns
+
+    def _sources(self) -> dict[str, str]:
+        how = f"median of {self._rounds()} interleaved turns of {self._turn_seconds():.2g} s, torch {torch.__version__}"
+        kept = "a rough look" if self._quick else "measured"
+        directories = {f"drives[{index}]": str(path.resolve()) for index, path in enumerate(self._directories)}
+        return {"all figures": f"{kept} by headrace bench machine: {how}", **directories}
+
+    def _say(self, text: str) -> None:
+        if self._sink is not None:
+            self._sink(Notice(text=text, level="info"))
+
+
+def _both(found: _Figures, one: str, other: str) -> float:
+    """Return the total of two directions at once; noise above the sum of the two alone is cut."""
+    first, second = found.shares[one, other]
+    return min(1.0, first) * found.rates[one] + min(1.0, second) * found.rates[other]

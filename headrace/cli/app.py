@@ -1,0 +1,215 @@
+"""The commands of `headrace`. Each says what it takes and hands over; the work is elsewhere.
+
+Invariant: nothing heavy is imported before a command runs, so that `headrace --help` answers at once.
+"""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+import headrace
+from headrace.cli.environment import set_defaults
+from headrace.cli.errors import leave, plain_usage_errors, plainly
+from headrace.cli.reporting import report
+
+app = typer.Typer(
+    name="headrace",
+    help="Fine-tune language models many times larger than the GPU's memory: GPU, CPU and NVMe scheduled together.",
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+bench_app = typer.Typer(help="Measure.", no_args_is_help=True)
+app.add_typer(bench_app, name="bench")
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line `arguments` (default: this process's) and exit."""
+    set_defaults()
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    with plain_usage_errors():
+        # Not standalone, because that mode spreads a usage error over several lines of its own form.
+        code = app(words or ["--help"], prog_name="headrace", standalone_mode=False)
+    raise SystemExit(code or 0)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"headrace {headrace.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _common(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+) -> None:
+    pass
+
+
+@app.command()
+@plainly
+def train(
+    context: typer.Context,
+    words: Annotated[
+        list[str], typer.Argument(metavar="RUN.YAML | MODEL DATA...", help="A YAML file, or model and data; then key=value.")
+    ],
+    output: Annotated[Path | None, typer.Option(help="Run directory; must not exist. Default: runs/MODEL-DATA.")] = None,
+    ssd: Annotated[list[Path] | None, typer.Option(help="Directory on an SSD for the state; give several to stripe.")] = None,
+    host_memory: Annotated[str | None, typer.Option(help="Main memory the process may use, such as 16GiB.")] = None,
+    device_memory: Annotated[str | None, typer.Option(help="GPU memory; without a GPU, a device tier of that size.")] = None,
+    tokens_per_step: Annotated[int | None, typer.Option(help="Tokens of one optimizer step.")] = None,
+    sequence_length: Annotated[int | None, typer.Option(help="Tokens of one row.")] = None,
+    max_steps: Annotated[int | None, typer.Option(help="Steps of the run; wins over --epochs.")] = None,
+    epochs: Annotated[float | None, typer.Option(help="Passes over the data. Default: 1.")] = None,
+    learning_rate: Annotated[float | None, typer.Option(help="Default: 1e-5.")] = None,
+    weight_decay: Annotated[float | None, typer.Option(help="Not applied to norms and biases. Default: 0.")] = None,
+    warmup_steps: Annotated[int | None, typer.Option(help="Steps of linear rise of the learning rate. Default: 0.")] = None,
+    lr_schedule: Annotated[str | None, typer.Option(help="constant, linear or cosine. Default: constant.")] = None,
+    max_grad_norm: Annotated[float | None, typer.Option(help="Clip to this global norm; 0 for none. Default: 1.")] = None,
+    compute_dtype: Annotated[str | None, typer.Option(help="bfloat16, float32 or float16. Default: bfloat16.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Order of the data and dropout. Default: 0.")] = None,
+    packing: Annotated[bool | None, typer.Option(help="Several samples in a row. Default: where the model can.")] = None,
+    checkpoint_every: Annotated[int | None, typer.Option(help="Commit every so many steps. Default: by the plan.")] = None,
+    machine: Annotated[str | None, typer.Option(help="Machine profile. Default: what `bench machine` kept.")] = None,
+    report_to: Annotated[list[str] | None, typer.Option(help="tensorboard or trace; may be given twice.")] = None,
+    keep_state: Annotated[bool | None, typer.Option(help="Keep the state on the SSDs after the end.")] = None,
+) -> None:
+    """Fine-tune a model. Every option can also stand in the YAML file, or be given as key=value (with _ for -)."""
+    from headrace.cli.runs import run_config, start
+
+    given = {name: value for name, value in context.params.items() if name != "words" and value not in (None, [], ())}
+    start(run_config(words, given))
+
+
+@app.command()
+@plainly
+def resume(run_directory: Annotated[Path, typer.Argument(metavar="RUN_DIR")]) -> None:
+    """Go on with a run after its last committed step: after a crash, Ctrl-C, a power cut."""
+    from headrace.cli.runs import go_on
+
+    go_on(run_directory)
+
+
+@app.command()
+@plainly
+def export(
+    run_directory: Annotated[Path, typer.Argument(metavar="RUN_DIR")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to write; must not exist.")],
+) -> None:
+    """Write the model of a run, finished or not, as an ordinary Hugging Face directory."""
+    from headrace.cli.runs import export_run
+
+    export_run(run_directory, out)
+    typer.echo(f"wrote {out}")
+
+
+@app.command()
+@plainly
+def data(
+    source: Annotated[str, typer.Argument(metavar="RUN_DIR | FILE", help="A run, or data as `train` takes it.")],
+    model: Annotated[Path | None, typer.Option(help="Model directory whose tokenizer reads FILE.")] = None,
+    show: Annotated[int, typer.Option(min=0, help="Samples to print.")] = 3,
+    sequence_length: Annotated[int | None, typer.Option(help="Tokens of one row.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Show what will be trained on: real samples with the trained tokens marked, lengths, totals."""
+    from headrace.cli.samples import show_samples
+
+    show_samples(source, model=model, count=show, sequence_length=sequence_length, as_json=as_json)
+
+
+@app.command()
+@plainly
+def doctor(
+    ssd: Annotated[list[Path] | None, typer.Option(help="Directory to look at and measure; repeatable.")] = None,
+    measure: Annotated[bool, typer.Option(help="Measure the speed of each directory (a few seconds each).")] = True,
+    as_json: Json = False,
+) -> None:
+    """Say what this machine is and can do. Paste the output into bug reports."""
+    from headrace.cli.machine_sheet import machine_sheet, sheet_text
+
+    sheet: dict[str, Any] = machine_sheet(tuple(ssd or ()), measure=measure)
+    if as_json:
+        import json
+
+        typer.echo(json.dumps(sheet, indent=2))
+    else:
+        typer.echo(sheet_text(sheet))
+
+
+@app.command()
+@plainly
+def clean(
+    directories: Annotated[list[Path], typer.Argument(metavar="DIR...", help="SSD directories or run directories.")],
+    unfinished: Annotated[bool, typer.Option("--unfinished", help="Also remove runs that could be resumed.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list.")] = False,
+) -> None:
+    """Remove state that dead runs left on SSDs. Runs in use, and runs that can be resumed, are left alone."""
+    from headrace.cli.cleaning import clean_up
+
+    missing = [directory for directory in directories if not directory.is_dir()]
+    if missing:
+        leave(f"{missing[0]}: no such directory; name the SSD or run directories to clean", 2)
+    for line in clean_up(directories, unfinished=unfinished, dry_run=dry_run):
+        typer.echo(line)
+
+
+app.command()(report)
+
+
+@app.command()
+@plainly
+def plan(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Directory, config.json, or OWNER/NAME on the Hub.")],
+    data: Annotated[list[Path] | None, typer.Option(help="Data of the run: its length is one pass. Repeatable.")] = None,
+    tokens_per_step: Annotated[int | None, typer.Option(help="Tokens of one optimizer step. Default: 8 rows.")] = None,
+    sequence_length: Annotated[int | None, typer.Option(help="Tokens of one row. Default: up to 2048.")] = None,
+    ssd: Annotated[
+        list[Path] | None, typer.Option(help="Directory on an SSD for the state; repeatable. Default: here.")
+    ] = None,
+    host_memory: Annotated[str | None, typer.Option(help="Main memory of the process. Default: 70 % of what is free.")] = None,
+    device_memory: Annotated[str | None, typer.Option(help="GPU memory. Default: 90 % of what is free.")] = None,
+    machine: Annotated[
+        str | None, typer.Option(metavar="NAME|FILE", help="Plan for another machine, such as rtx4090-4ssd. Default: this one.")
+    ] = None,
+    max_steps: Annotated[int | None, typer.Option(help="Steps of the run, for hours and wear.")] = None,
+    max_grad_norm: Annotated[float, typer.Option(help="Clip to this global norm; 0 for none.")] = 1.0,
+    compute_dtype: Annotated[str, typer.Option(help="bfloat16, float32 or float16.")] = "bfloat16",
+    as_json: Json = False,
+) -> None:
+    """Say whether a model fits, how fast it will be, and what limits it. Needs config.json only, no weights."""
+    from headrace.cli.planning import make_report, report_text
+
+    report = make_report(
+        model,
+        data=data or (),
+        tokens_per_step=tokens_per_step,
+        sequence_length=sequence_length,
+        ssd=ssd or (),
+        host_memory=host_memory,
+        device_memory=device_memory,
+        machine=machine,
+        max_steps=max_steps,
+        max_grad_norm=max_grad_norm,
+        compute_dtype=compute_dtype,
+    )
+    typer.echo(report_text(report, as_json=as_json))
+
+
+@bench_app.command("machine")
+@plainly
+def bench_machine(
+    ssd: Annotated[list[Path] | None, typer.Option(help="Directory on an SSD; repeatable. Default: the current one.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Profile to write. Default: where `plan` and `train` look.")] = None,
+    seconds: Annotated[float, typer.Option(help="About how long to measure. Writes to the SSDs a third of the time.")] = 100.0,
+    as_json: Json = False,
+) -> None:
+    """Measure what this machine can do, for plans: compute, memory, copies, SSDs, alone and at once."""
+    from headrace.cli.planning import bench_machine as measure
+
+    typer.echo(measure(ssd or (), output, seconds=seconds, as_json=as_json))

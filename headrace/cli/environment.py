@@ -1,0 +1,35 @@
+"""The only place that reads or sets the process environment.
+
+Invariant: what a user has set is never overruled. Must run before torch is imported, because OpenMP reads its settings once.
+"""
+
+import os
+from pathlib import Path
+
+# Idle OpenMP threads otherwise spin on the cores that the update and the SSD threads could use (docs/decisions/0003).
+_DEFAULTS = {
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "GOMP_SPINCOUNT": "0",
+    # Large tensors on huge pages: freed ones go back to the kernel at once (machine/host.py), and fresh pages cost less so.
+    "THP_MEM_ALLOC_ENABLE": "1",
+    "TOKENIZERS_PARALLELISM": "true",
+    "TRANSFORMERS_VERBOSITY": "error",
+}
+
+
+def set_defaults() -> None:
+    """Set what makes the libraries behave, where the user has not."""
+    for name, value in _DEFAULTS.items():
+        os.environ.setdefault(name, value)
+
+
+def cache_directory() -> Path:
+    """Return where tokenised data is kept between runs: `$XDG_CACHE_HOME/headrace`, else `~/.cache/headrace`."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "headrace"
+
+
+def machine_profile_path() -> Path:
+    """Return where `headrace bench machine` keeps its figures: `$XDG_CONFIG_HOME/headrace`, else `~/.config/headrace`."""
+    base = os.environ.get("XDG_CONFIG_HOME")
+    return (Path(base) if base else Path.home() / ".config") / "headrace" / "machine.json"

@@ -1,0 +1,63 @@
+"""Errors to one plain line and an exit code.
+
+Invariant: what a user or a disk can cause never shows a traceback, what is our own mistake always does. Exit codes: 2 for
+anything refused, 130 and 143 for an interrupted run, as shells have them.
+"""
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from typing import NoReturn, ParamSpec, TypeVar
+
+from headrace.spec.errors import InputError, PlanInfeasible, StepFailed, StorageError
+
+REFUSED = 2
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def plainly(command: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Return `command` with its expected errors said in one line on stderr."""
+
+    @functools.wraps(command)
+    def run(*arguments: _P.args, **options: _P.kwargs) -> _R:
+        try:
+            return command(*arguments, **options)
+        except (InputError, PlanInfeasible, StorageError) as error:
+            leave(str(error), REFUSED)
+        except StepFailed as error:
+            cause = error.__cause__
+            while cause is not None and not isinstance(cause, StorageError):
+                cause = cause.__cause__
+            if cause is None:
+                raise
+            leave(
+                f"{error}: {cause}; the last committed step is safe: remove the cause, then headrace resume",
+                REFUSED,
+            )
+        except KeyboardInterrupt:
+            leave("interrupted", 130)
+
+    return run
+
+
+@contextlib.contextmanager
+def plain_usage_errors() -> Iterator[None]:
+    """Say what is wrong with the words of a command line in one line too, with the place of the help."""
+    try:
+        yield
+    except Exception as error:
+        # Known by what it offers: Typer brings its own copy of Click in some versions and imports it in others.
+        message = getattr(error, "format_message", None)
+        if message is None:
+            raise
+        path = getattr(getattr(error, "ctx", None), "command_path", "headrace")
+        leave(f"{message().rstrip('.')}; see `{path} --help`", REFUSED)
+
+
+def leave(message: str, exit_code: int) -> NoReturn:
+    """Say `message` as one line on stderr and end the process with `exit_code`."""
+    sys.stderr.write(f"error: {' '.join(message.split())}\n")
+    raise SystemExit(exit_code)

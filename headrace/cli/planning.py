@@ -1,0 +1,142 @@
+"""`headrace plan` and `headrace bench machine`: what would happen, and what this machine can do.
+
+Invariant: where a profile is kept is decided here and nowhere below; a plan without `--machine` is for this machine.
+"""
+
+import json
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from headrace.calibrate import measure_machine
+from headrace.cli.environment import cache_directory, machine_profile_path
+from headrace.plan.profiles import load_profile
+from headrace.planning import PlanReport, explain, plan_model
+from headrace.spec.budget import Budget
+from headrace.spec.ceilings import Ceilings
+from headrace.spec.errors import ConfigError, StorageError
+from headrace.spec.events import Event, Notice
+from headrace.spec.sizes import format_bytes, format_seconds
+
+
+def make_report(
+    model: str,
+    *,
+    data: Sequence[Path],
+    tokens_per_step: int | None,
+    sequence_length: int | None,
+    ssd: Sequence[Path],
+    host_memory: str | None,
+    device_memory: str | None,
+    machine: str | None,
+    max_steps: int | None,
+    max_grad_norm: float,
+    compute_dtype: str,
+) -> PlanReport:
+    """Return the answer for `headrace plan`'s options. With `data`, the length of the run is one pass over it.
+
+    Raises:
+        InputError: model, data, machine or a number cannot be used.
+        StorageError: an SSD directory cannot be used.
+    """
+    ceilings = _ceilings(machine)
+    here = machine is None
+    budget = Budget(device=device_memory, host=host_memory, ssd=tuple(ssd) or ((Path.cwd(),) if here else ()))
+    if data and max_steps is None:
+        tokens_per_step, sequence_length, max_steps = _epoch(Path(model), data, tokens_per_step, sequence_length)
+    return plan_model(
+        model,
+        budget,
+        ceilings=ceilings,
+        here=here,
+        tokens_per_step=tokens_per_step,
+        sequence_length=sequence_length,
+        clip=max_grad_norm > 0,
+        compute_dtype=compute_dtype,
+        max_steps=max_steps,
+    )
+
+
+def report_text(report: PlanReport, *, as_json: bool) -> str:
+    """Return the report as JSON or as the table."""
+    return json.dumps(report.to_json(), indent=2) if as_json else explain(report)
+
+
+def bench_machine(directories: Sequence[Path], output: Path | None, *, seconds: float, as_json: bool) -> str:
+    """Measure this machine, write its profile to `output` (default: where `plan` looks), and return what to print.
+
+    Raises:
+        StorageError: a directory cannot be measured, or the profile cannot be written.
+    """
+    path = output or machine_profile_path()
+    ceilings = measure_machine(tuple(directories) or (Path.cwd(),), seconds_budget=seconds, sink=_say)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(ceilings.to_json(), indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise StorageError(f"{path}: cannot be written ({error.strerror}); name another --output") from error
+    return json.dumps(ceilings.to_json(), indent=2) if as_json else f"{ceilings_text(ceilings)}\nwritten   {path}"
+
+
+def ceilings_text(ceilings: Ceilings) -> str:
+    """Return a profile as lines for people."""
+    rates = [
+        ("host to device", ceilings.host_to_device_bytes_per_second),
+        ("device to host", ceilings.device_to_host_bytes_per_second),
+        ("both at once", ceilings.both_ways_bytes_per_second),
+        ("host memory", ceilings.host_memory_bytes_per_second),
+        ("update", ceilings.update_bytes_per_second),
+        ("update, one core", ceilings.update_bytes_per_second_per_core),
+    ]
+    for index, drive in enumerate(ceilings.drives):
+        rates.append((f"ssd {index} read", drive.read_bytes_per_second))
+        rates.append((f"ssd {index} write", drive.write_bytes_per_second))
+        rates.append((f"ssd {index} both", drive.mixed_bytes_per_second))
+    overheads = (
+        ("an operation", ceilings.launch_seconds),
+        ("a transfer", ceilings.transfer_seconds),
+        ("a commit", ceilings.commit_seconds),
+    )
+    lines = [f"machine   {ceilings.name}, {format_bytes(ceilings.host_memory_bytes)} of memory"]
+    lines += [f"{dtype:<18} {rate / 1e12:8.3g} TFLOP/s" for dtype, rate in ceilings.flops_per_second.items()]
+    lines += [f"{name:<18} {rate / 1e9:8.3g} GB/s" for name, rate in rates]
+    lines += [f"{name:<18} {_duration(seconds):>8}" for name, seconds in overheads]
+    for lane, others in ceilings.slowdowns.items():
+        lines.append(f"{lane} keeps " + ", ".join(f"{share:.0%} beside {other}" for other, share in others.items()))
+    return "\n".join(lines)
+
+
+def _ceilings(machine: str | None) -> Ceilings | None:
+    """Return the profile named, else this machine's if it was measured."""
+    if machine is not None:
+        return load_profile(machine)
+    kept = machine_profile_path()
+    return load_profile(kept) if kept.exists() else None
+
+
+def _epoch(
+    model: Path, data: Sequence[Path], tokens_per_step: int | None, sequence_length: int | None
+) -> tuple[int | None, int | None, int]:
+    """Return tokens per step, sequence length and steps of one pass over the data, as training would have them."""
+    from headrace.training import RunConfig  # late: it brings the data libraries
+    from headrace.training.data import with_lengths
+    from headrace.training.prepare import open_stream
+
+    if not model.is_dir():
+        raise ConfigError(f"data: the steps of a pass need the model's tokenizer, and {model} is no model directory")
+    values = {"model": model, "data": [str(path) for path in data], "cache": cache_directory()}
+    lengths = {"tokens_per_step": tokens_per_step, "sequence_length": sequence_length}
+    config = with_lengths(RunConfig.of(values | {name: value for name, value in lengths.items() if value is not None}))
+    return config.tokens_per_step, config.sequence_length, max(1, math.ceil(open_stream(config).steps_per_epoch))
+
+
+def _say(event: Event) -> None:
+    if isinstance(event, Notice):
+        sys.stderr.write(f"{event.text}\n")
+
+
+def _duration(seconds: float) -> str:
+    return (
+        f"{seconds * 1e6:.0f} us" if seconds < 1e-3 else f"{seconds * 1e3:.2g} ms" if seconds < 1 else format_seconds(seconds)
+    )

@@ -1,0 +1,33 @@
+"""`headrace report`: the page of a run, its figures as JSON, its operations as a trace.
+
+Invariant: a run directory is only read; the one file that is written by default is `report.html` in it.
+"""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from headrace.cli.errors import plainly
+
+
+@plainly
+def report(
+    run_directory: Annotated[Path, typer.Argument(metavar="RUN_DIR")],
+    out: Annotated[Path | None, typer.Option(help="HTML file to write. Default: RUN_DIR/report.html.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON; a page only with --out.")] = False,
+    trace: Annotated[Path | None, typer.Option(help="Also write the last steps as a trace for ui.perfetto.dev.")] = None,
+) -> None:
+    """Write one HTML page about a run: a step's lanes, rates, memory, loss, what limits it, SSD wear. Opens without network."""
+    from headrace.pages import read_run, summary, write_report, write_trace
+
+    if out is not None or not as_json:
+        page = write_report(run_directory, out)
+        # With --json stdout is for the figures alone.
+        typer.echo(f"wrote {page}", err=as_json)
+    if trace is not None:
+        typer.echo(f"wrote {write_trace(run_directory, trace)}", err=as_json)
+    if as_json:
+        import json
+
+        typer.echo(json.dumps(summary(read_run(run_directory)), indent=2))

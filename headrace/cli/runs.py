@@ -1,0 +1,111 @@
+"""`train`, `resume` and `export`: from words to a `RunConfig`, and the run shown on this terminal.
+
+Invariant: options win over key=value words, these over the YAML file.
+"""
+
+import contextlib
+import re
+import shutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from headrace.cli.environment import cache_directory, machine_profile_path
+from headrace.cli.errors import leave
+from headrace.report import LineProgress, LiveProgress, Reporter
+from headrace.spec.errors import ConfigError, RunDirectoryError
+from headrace.training import Interrupted, RunConfig, RunDirectory, resume, train
+from headrace.training.base import StateKind
+from headrace.training.config import parse_changes, read_yaml
+from headrace.training.prepare import default_output
+
+_CHANGE = re.compile(r"^[A-Za-z_-]+=")
+
+
+class Terminal:
+    """Shows a run on stdout: a live line where that is a terminal, plain lines elsewhere."""
+
+    def say(self, text: str) -> None:
+        """Print `text`."""
+        sys.stdout.write(text + "\n")
+        sys.stdout.flush()
+
+    def progress(self, total_steps: int) -> Reporter:
+        """Return the progress of a run."""
+        console = Console()
+        return LiveProgress(console, total_steps) if console.is_terminal else LineProgress(sys.stdout, total_steps)
+
+
+def run_config(words: Sequence[str], options: Mapping[str, Any]) -> RunConfig:
+    """Return the configuration of `RUN.YAML | MODEL DATA...`, `key=value` words and options.
+
+    Raises:
+        ConfigError: the words are neither, or see `RunConfig.of`.
+    """
+    changes = parse_changes([word for word in words if _CHANGE.match(word)])
+    places = [word for word in words if not _CHANGE.match(word)]
+    values: dict[str, Any] = {"cache": cache_directory()}
+    if machine_profile_path().exists():
+        values["machine"] = str(machine_profile_path())
+    source = "options"
+    if len(places) == 1 and Path(places[0]).suffix in (".yaml", ".yml"):
+        source = places[0]
+        values |= read_yaml(Path(source))
+    elif len(places) >= 2:
+        values |= {"model": places[0], "data": places[1:]}
+    elif places:
+        raise ConfigError(f"found only {places[0]!r}; give a RUN.YAML, or a MODEL directory and one or more DATA files")
+    return RunConfig.of(values | changes | dict(options), source=source)
+
+
+def start(config: RunConfig) -> None:
+    """Train; a stop signal ends the process with 130 or 143."""
+    with _stops(RunDirectory(config.output or default_output(config))):
+        train(config, display=Terminal())
+
+
+def go_on(run_directory: Path) -> None:
+    """Resume; a stop signal ends the process with 130 or 143."""
+    with _stops(RunDirectory(run_directory)):
+        resume(run_directory, display=Terminal())
+
+
+@contextlib.contextmanager
+def _stops(run: RunDirectory) -> Iterator[None]:
+    """End the process as shells expect it, with a word about how to go on where there is something to go on with."""
+    try:
+        yield
+    except Interrupted as stop:
+        leave(str(stop), stop.exit_code)
+    except KeyboardInterrupt:  # before the first step, or while the model is written
+        how = f"go on with: headrace resume {run.path}" if run.config.exists() else "nothing was begun"
+        leave(f"interrupted; {how}", 130)
+
+
+def export_run(run_directory: Path, out: Path) -> None:
+    """Write the newest committed weights of a run to `out`; of a finished run, its final model.
+
+    Raises:
+        RunDirectoryError: `out` exists, or the run has no weights yet.
+    """
+    if out.exists():
+        raise RunDirectoryError(f"{out} exists; name a directory that does not, nothing was written")
+    run = RunDirectory(run_directory.absolute())
+    run.read_config()  # says so if this is no run at all
+
+    from headrace.training.engines import headrace_engines  # late, because it imports the kernels' compiler
+
+    engines = headrace_engines()
+    kind = engines.state_of(run.path)
+    if kind is StateKind.COMMITTED:
+        with engines.resume(run.path) as engine:
+            engine.save_pretrained(out.absolute())
+    elif run.final.is_dir():
+        beside = out.with_name(out.name + ".partial")
+        shutil.copytree(run.final, beside)
+        beside.rename(out)
+    else:
+        raise RunDirectoryError(f"{run.path}: the run was stopped before its first commit; `headrace resume` begins it again")

@@ -1,0 +1,138 @@
+"""Rows of each kind to token ids and a mask of what is trained.
+
+text: every token, with the end-of-sequence token appended. prompt + completion: the completion and that token.
+messages: see `chat.py`. input_ids: where `labels` is not -100. The invariant: only what the kind promises is trained.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from itertools import islice
+from typing import Any
+
+from headrace.data.base import IGNORED, Kind, Row, Tokenizer
+from headrace.data.chat import Encoded, Template, encode_chat, encode_chat_completion
+from headrace.spec.errors import DataError, ModelError
+
+_ROWS_AT_ONCE = 512
+_LARGEST_ID = 2**31 - 1
+
+
+def encode_rows(kind: Kind, rows: Iterable[Row], tokenizer: Tokenizer) -> Iterator[Encoded]:
+    """Yield ids and mask of each row, in order. Fast tokenizers get many texts at once and use all cores.
+
+    Raises:
+        DataError: a sample that is not what its columns promise, with its place.
+        ModelError: the tokenizer lacks an end-of-sequence token or a chat template that the samples need.
+    """
+    encode = _encoder(kind, tokenizer)
+    remaining = iter(rows)
+    while chunk := list(islice(remaining, _ROWS_AT_ONCE)):
+        yield from encode(chunk)
+
+
+def _encoder(kind: Kind, tokenizer: Tokenizer) -> Callable[[list[Row]], list[Encoded]]:
+    match kind:
+        case Kind.TOKENS:
+            return lambda rows: [_encode_tokens(row) for row in rows]
+        case Kind.CHAT:
+            template = Template.of(tokenizer)
+            return lambda rows: [encode_chat(row, template) for row in rows]
+        case Kind.COMPLETION:
+            return partial(_encode_completions, tokenizer=tokenizer)
+        case Kind.TEXT:
+            return partial(_encode_texts, tokenizer=tokenizer)
+
+
+def _encode_texts(rows: list[Row], *, tokenizer: Tokenizer) -> list[Encoded]:
+    eos = _eos(tokenizer)
+    ids = _tokenize([_string(row, "text") for row in rows], tokenizer)
+    ended = [tokens if tokens[-1:] == [eos] else [*tokens, eos] for tokens in ids]
+    return [(tokens, [True] * len(tokens)) for tokens in ended]
+
+
+def _encode_completions(rows: list[Row], *, tokenizer: Tokenizer) -> list[Encoded]:
+    chats = [isinstance(row.values["prompt"], list) and isinstance(row.values["completion"], list) for row in rows]
+    strings = iter(_encode_string_pairs([row for row, chat in zip(rows, chats, strict=True) if not chat], tokenizer))
+    if not any(chats):
+        return list(strings)
+    template = Template.of(tokenizer)
+    return [encode_chat_completion(row, template) if chat else next(strings) for row, chat in zip(rows, chats, strict=True)]
+
+
+def _encode_string_pairs(rows: list[Row], tokenizer: Tokenizer) -> list[Encoded]:
+    if not rows:
+        return []
+    eos = _eos(tokenizer)
+    prompts = [_string(row, "prompt") for row in rows]
+    completions = [_string(row, "completion") for row in rows]
+    starts = [_without_last(ids, eos) for ids in _tokenize(prompts, tokenizer)]
+    together = _tokenize([prompt + completion for prompt, completion in zip(prompts, completions, strict=True)], tokenizer)
+    apart = _tokenize(completions, tokenizer, add_special_tokens=False)
+    encoded = []
+    for start, whole, rest in zip(starts, together, apart, strict=True):
+        # Tokenised together, the completion has the pieces it would have in running text. Where a token straddles the border,
+        # the prompt keeps the pieces it has when it stands alone, as it will when the model is asked.
+        ids = whole if whole[: len(start)] == start else start + rest
+        ids = [*_without_last(ids, eos), eos]
+        encoded.append((ids, [False] * len(start) + [True] * (len(ids) - len(start))))
+    return encoded
+
+
+def _encode_tokens(row: Row) -> Encoded:
+    ids = _integers(row, "input_ids")
+    wrong = next((token for token in ids if not 0 <= token <= _LARGEST_ID), None)
+    if wrong is not None:
+        raise DataError(f"{row.place}: input_ids holds {wrong}; token ids lie between 0 and {_LARGEST_ID}. Correct the sample")
+    if row.values.get("labels") is None:
+        return ids, [True] * len(ids)
+    labels = _integers(row, "labels")
+    if len(labels) != len(ids):
+        raise DataError(f"{row.place}: {len(ids)} input_ids but {len(labels)} labels; both must have the same length")
+    for index, (token, label) in enumerate(zip(ids, labels, strict=True)):
+        if label not in (IGNORED, token):
+            raise DataError(
+                f"{row.place}: labels[{index}] is {label}, input_ids[{index}] is {token}; a label must be {IGNORED} or the "
+                "input id at the same place (the model shifts labels itself). Do not shift labels beforehand"
+            )
+    return ids, [label != IGNORED for label in labels]
+
+
+def _integers(row: Row, column: str) -> list[int]:
+    found = row.values[column]
+    if not isinstance(found, list) or not all(type(value) is int for value in found):
+        raise DataError(f"{row.place}: {column} must be a list of integers, found {type(found).__name__} {str(found)[:60]!r}")
+    return found
+
+
+def _string(row: Row, column: str) -> str:
+    found = row.values[column]
+    if not isinstance(found, str):
+        raise DataError(
+            f"{row.place}: {column} must be a string, found {type(found).__name__} {str(found)[:60]!r}. "
+            "Correct or remove the sample"
+        )
+    try:
+        found.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{row.place}: {column} holds half a character at {error.start} ({error.reason}); correct the sample"
+        ) from error
+    return found
+
+
+def _tokenize(texts: list[str], tokenizer: Tokenizer, **options: Any) -> list[list[int]]:
+    # verbose=False: longer than the model's maximum is no news here, samples are cut to sequence_length later.
+    ids: list[list[int]] = tokenizer(texts, return_attention_mask=False, verbose=False, **options)["input_ids"]
+    return [list(tokens) for tokens in ids]
+
+
+def _without_last(ids: list[int], token: int) -> list[int]:
+    return ids[:-1] if ids[-1:] == [token] else ids
+
+
+def _eos(tokenizer: Tokenizer) -> int:
+    if tokenizer.eos_token_id is None:
+        raise ModelError(
+            "the tokenizer has no eos_token, so the model could not learn where a text ends; set it in tokenizer_config.json"
+        )
+    return tokenizer.eos_token_id

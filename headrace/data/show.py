@@ -1,0 +1,96 @@
+"""What will be trained on, for people: samples with their trained parts told apart, lengths, and totals. No colour, no output.
+
+The invariant: what is shown comes from the same token sets and rows that training takes, never from the files.
+"""
+
+from dataclasses import dataclass
+from itertools import groupby
+
+import numpy as np
+
+from headrace.data.base import DataSpec, Tokenizer
+from headrace.data.packing import packed_rows
+from headrace.data.tokens import TokenSet
+
+Segment = tuple[str, bool]
+"""A piece of text, and whether the model is trained to write it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """Totals of a data set. `efficiency` is the share of the positions of an epoch's `rows` that hold a token.
+
+    `kinds` counts samples read by their columns, `dropped_samples` had nothing to train, `cut_tokens` were beyond the length.
+    """
+
+    samples: int
+    dropped_samples: int
+    tokens: int
+    trained_tokens: int
+    cut_samples: int
+    cut_tokens: int
+    longest_tokens: int
+    rows: int
+    steps_per_epoch: float
+    efficiency: float
+    kinds: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class LengthBin:
+    """`samples` samples have from `least_tokens` to `most_tokens` tokens, both included."""
+
+    least_tokens: int
+    most_tokens: int
+    samples: int
+
+
+def render_samples(tokens: TokenSet, tokenizer: Tokenizer, count: int, *, start: int = 0) -> list[list[Segment]]:
+    """Return the text of `count` samples from `start` on as segments. Special tokens are spelled out."""
+    return [_segments(tokens, tokenizer, index) for index in range(start, min(start + count, len(tokens)))]
+
+
+def summarize(tokens: TokenSet, spec: DataSpec) -> Summary:
+    """Return the totals of `tokens` as `spec` lays them out in epoch 0."""
+    info = tokens.info
+    lengths = tokens.lengths
+    rows = len(tokens)
+    # Unpacked rows are padded to the longest of their batch, but what a budget has to provide for is a full row.
+    if spec.packing:
+        rows = len(packed_rows(lengths, spec.sequence_length, seed=spec.seed if spec.shuffle else None, epoch=0))
+    return Summary(
+        samples=info.samples,
+        dropped_samples=info.dropped_samples,
+        tokens=info.tokens,
+        trained_tokens=info.trained_tokens,
+        cut_samples=info.cut_samples,
+        cut_tokens=info.cut_tokens,
+        longest_tokens=int(lengths.max()),
+        rows=rows,
+        steps_per_epoch=rows / spec.rows_per_step,
+        efficiency=info.tokens / (rows * spec.sequence_length),
+        kinds=dict(info.kinds),
+    )
+
+
+def length_histogram(tokens: TokenSet, num_bins: int = 10) -> list[LengthBin]:
+    """Return at most `num_bins` bins of equal width (the last may be narrower) from 1 token to the longest sample."""
+    lengths = tokens.lengths
+    longest = int(lengths.max())
+    width = -(-longest // num_bins)
+    counts = np.bincount((lengths - 1) // width)
+    return [LengthBin(i * width + 1, min((i + 1) * width, longest), int(count)) for i, count in enumerate(counts)]
+
+
+def _segments(tokens: TokenSet, tokenizer: Tokenizer, index: int) -> list[Segment]:
+    sample = tokens.sample(index)
+    ids = sample.input_ids.tolist()
+    segments: list[Segment] = []
+    shown = stop = 0
+    for trained, run in groupby(sample.trained.tolist()):
+        stop += len(list(run))
+        # Decoded from the start each time: pieces decoded alone lose the blank before a word.
+        text = str(tokenizer.decode(ids[:stop], skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        segments.append((text[shown:], trained))
+        shown = len(text)
+    return segments

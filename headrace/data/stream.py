@@ -1,0 +1,191 @@
+"""Token sets to batches, endlessly; where the stream stands is a small value that a run commits with its weights.
+
+The invariant: after `restore(state)` come the batches that followed when `state()` was taken, bit for bit, or `restore` raises.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.data.base import IGNORED, Batch, DataSpec
+from headrace.data.packing import EpochRows, packed_rows, single_rows
+from headrace.data.tokens import TokenSet
+from headrace.spec.errors import DataError
+
+_COUNTERS = ("steps", "tokens", "trained_tokens")
+
+
+class BatchStream:
+    """Batches of `spec.rows_per_step` rows each, epoch after epoch; a step that an epoch cannot fill goes on in the next.
+
+    Cost: an epoch's rows are laid out when its first batch is asked for, about a second for a million samples when packed.
+    """
+
+    def __init__(self, tokens: TokenSet, spec: DataSpec) -> None:
+        """Start at the first row of epoch 0.
+
+        Raises:
+            DataError: no samples, or samples longer than a row.
+        """
+        if len(tokens) == 0:
+            raise DataError("the token set holds no sample; at least one is needed")
+        longest = int(tokens.lengths.max())
+        if longest > spec.sequence_length:
+            raise DataError(
+                f"a sample has {longest} tokens, a row only {spec.sequence_length}: they were tokenised for sequence_length "
+                f"{tokens.info.sequence_length}. Tokenise them again for {spec.sequence_length}"
+            )
+        self._tokens = tokens
+        self._spec = spec
+        self._epoch = 0
+        self._row_index = 0
+        self._rows = self._lay_out(0)
+        self._rows_of_first_epoch = len(self._rows)
+        self._counters = dict.fromkeys(_COUNTERS, 0)
+
+    @property
+    def steps_per_epoch(self) -> float:
+        """Steps of the first epoch. Later ones are packed otherwise and may differ by a few rows."""
+        return self._rows_of_first_epoch / self._spec.rows_per_step
+
+    @property
+    def epoch(self) -> float:
+        """Epochs given out: 1.25 is a quarter into the second."""
+        return self._epoch + self._row_index / len(self._rows)
+
+    def next_batch(self) -> Batch:
+        """Return the next step's rows and move on."""
+        rows = [self._next_row() for _ in range(self._spec.rows_per_step)]
+        batch = (
+            packed_batch(self._tokens, rows, self._spec.sequence_length)
+            if self._spec.packing
+            else padded_batch(self._tokens, rows)
+        )
+        self._counters["steps"] += 1
+        self._counters["tokens"] += batch.num_tokens
+        self._counters["trained_tokens"] += batch.num_trained_tokens
+        return batch
+
+    def state(self) -> dict[str, Any]:
+        """Return where the stream stands, as a value that JSON can hold."""
+        return {
+            **self._identity(),
+            "epoch": self._epoch,
+            "row_index": self._row_index,
+            "row_checksum": self._rows.checksum,
+            "counters": dict(self._counters),
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go to where `state` was taken. Cost: the layout of one epoch; no batch is made again.
+
+        `tokens_per_step` may differ from then: the next rows are the same.
+
+        Raises:
+            DataError: other samples, another sequence length, seed or order than then, or no state of a stream. The stream then
+                stays where it was.
+        """
+        for name, value in self._identity().items():
+            if name not in state or state[name] != value:
+                raise DataError(
+                    f"cannot continue the data where the run stopped: {name} was {state.get(name, '(unknown)')!r}, now it is "
+                    f"{value!r}. Give the same data, tokenizer and data options, or start a new run"
+                )
+        try:
+            epoch, row_index, checksum = int(state["epoch"]), int(state["row_index"]), int(state["row_checksum"])
+            counters = {name: int(state["counters"][name]) for name in _COUNTERS}
+        except (KeyError, TypeError, ValueError) as error:
+            raise DataError(f"the position in the data is damaged ({error!r}), found {dict(state)}; start a new run") from error
+        rows = self._lay_out(epoch) if epoch >= 0 else None
+        if rows is None or rows.checksum != checksum or not 0 <= row_index <= len(rows):
+            raise DataError(
+                f"cannot continue the data where the run stopped: epoch {epoch}, row {row_index} of the saved position does "
+                "not lie in the order that this version makes (another NumPy?); use the versions that the run began with"
+            )
+        self._epoch, self._row_index, self._rows, self._counters = epoch, row_index, rows, counters
+
+    def _identity(self) -> dict[str, Any]:
+        spec = self._spec
+        return {
+            "samples_digest": self._tokens.info.digest,
+            "sequence_length": spec.sequence_length,
+            "seed": spec.seed,
+            "packing": spec.packing,
+            "shuffle": spec.shuffle,
+        }
+
+    def _lay_out(self, epoch: int) -> EpochRows:
+        seed = self._spec.seed if self._spec.shuffle else None
+        if self._spec.packing:
+            return packed_rows(self._tokens.lengths, self._spec.sequence_length, seed=seed, epoch=epoch)
+        return single_rows(len(self._tokens), seed=seed, epoch=epoch)
+
+    def _next_row(self) -> NDArray[np.int64]:
+        if self._row_index == len(self._rows):
+            self._rows = self._lay_out(self._epoch + 1)
+            self._epoch += 1
+            self._row_index = 0
+        row = self._rows.row(self._row_index)
+        self._row_index += 1
+        return row
+
+
+def packed_batch(tokens: TokenSet, rows: list[NDArray[np.int64]], sequence_length: int) -> Batch:
+    """Return rows of `sequence_length` with the samples of each of `rows` one after the other, positions restarting at each.
+
+    What is left of a row is padding that counts its positions as a sample of its own, so that nothing attends to it.
+    """
+    shape = (len(rows), sequence_length)
+    input_ids = np.full(shape, tokens.info.pad_id, dtype=np.int64)
+    labels = np.full(shape, IGNORED, dtype=np.int64)
+    position_ids = np.empty(shape, dtype=np.int64)
+    num_tokens = 0
+    for row, samples in enumerate(rows):
+        at = 0
+        for index in samples.tolist():
+            length = _fill(tokens, index, input_ids[row, at:], labels[row, at:])
+            position_ids[row, at : at + length] = np.arange(length)
+            at += length
+        position_ids[row, at:] = np.arange(sequence_length - at)
+        num_tokens += at
+    return _batch(input_ids, labels, num_tokens, position_ids=position_ids)
+
+
+def padded_batch(tokens: TokenSet, rows: list[NDArray[np.int64]]) -> Batch:
+    """Return one row for each of `rows` (of one sample each), padded on the right to the longest of them."""
+    samples = [int(row[0]) for row in rows]
+    shape = (len(samples), max(int(tokens.offsets[index + 1] - tokens.offsets[index]) for index in samples))
+    input_ids = np.full(shape, tokens.info.pad_id, dtype=np.int64)
+    labels = np.full(shape, IGNORED, dtype=np.int64)
+    attention_mask = np.zeros(shape, dtype=np.int64)
+    for row, index in enumerate(samples):
+        attention_mask[row, : _fill(tokens, index, input_ids[row], labels[row])] = 1
+    return _batch(input_ids, labels, int(attention_mask.sum()), attention_mask=attention_mask)
+
+
+def _fill(tokens: TokenSet, index: int, input_ids: NDArray[np.int64], labels: NDArray[np.int64]) -> int:
+    sample = tokens.sample(index)
+    length = len(sample.input_ids)
+    input_ids[:length] = sample.input_ids
+    labels[:length] = np.where(sample.trained, sample.input_ids, IGNORED)
+    return length
+
+
+def _batch(
+    input_ids: NDArray[np.int64],
+    labels: NDArray[np.int64],
+    num_tokens: int,
+    *,
+    position_ids: NDArray[np.int64] | None = None,
+    attention_mask: NDArray[np.int64] | None = None,
+) -> Batch:
+    return Batch(
+        input_ids=input_ids,
+        labels=labels,
+        position_ids=position_ids,
+        attention_mask=attention_mask,
+        num_tokens=num_tokens,
+        num_trained_tokens=int(np.count_nonzero(labels != IGNORED)),
+    )

@@ -1,0 +1,256 @@
+"""Tokenised samples as three flat arrays, in memory or mapped from a directory.
+
+    tokens   int32, all samples one after the other
+    trained  one bit for each token, eight to a byte, first token in the highest bit
+    offsets  int64, samples + 1 of them: sample i is tokens[offsets[i]:offsets[i + 1]]
+
+The invariant: a directory under its final name is complete; it is written beside it, made durable, and renamed. The first
+token of a sample is never trained, so the number of set bits is the number of targets.
+"""
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Self, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.data.base import Sample
+from headrace.spec.errors import DataError, DiskFull
+from headrace.spec.sizes import format_bytes
+
+FORMAT_VERSION = 1
+_FLUSH_TOKENS = 1 << 20
+_FILES = ("tokens", "trained", "offsets")
+_T = TypeVar("_T", bound=np.generic)
+
+
+class NothingTrained(DataError):
+    """All samples together have no trained token."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenInfo:
+    """What tokenising made and what it left out.
+
+    `cut_tokens` were beyond `sequence_length`, in `cut_samples` samples; `dropped_samples` had no trained token (left); `kinds`
+    counts the samples read by their columns. `digest` is of the arrays: equal digests, equal samples in equal order.
+    """
+
+    sequence_length: int
+    samples: int
+    tokens: int
+    trained_tokens: int
+    cut_samples: int
+    cut_tokens: int
+    dropped_samples: int
+    pad_id: int
+    kinds: dict[str, int]
+    digest: str
+    version: int = FORMAT_VERSION
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSet:
+    """All samples of a data set. `trained_bits` is uint8, `offsets` int64; see the module."""
+
+    tokens: NDArray[np.int32]
+    trained_bits: NDArray[np.uint8]
+    offsets: NDArray[np.int64]
+    info: TokenInfo
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Tokens of each sample, shape `(samples,)`."""
+        return np.diff(self.offsets)
+
+    def sample(self, index: int) -> Sample:
+        """Return sample `index`."""
+        start, stop = int(self.offsets[index]), int(self.offsets[index + 1])
+        bits = np.unpackbits(self.trained_bits[start // 8 : -(-stop // 8)])
+        return Sample(self.tokens[start:stop], bits[start % 8 : start % 8 + stop - start].astype(np.bool_))
+
+    @classmethod
+    def open(cls, directory: Path) -> "TokenSet":
+        """Map the arrays of `directory`.
+
+        Raises:
+            DataError: a file is missing, of the wrong length, or of another version.
+        """
+        try:
+            info = TokenInfo(**json.loads((directory / "info.json").read_text()))
+            tokens = _mapped(directory / "tokens", np.dtype(np.int32), info.tokens)
+            bits = _mapped(directory / "trained", np.dtype(np.uint8), -(-info.tokens // 8))
+            offsets = _mapped(directory / "offsets", np.dtype(np.int64), info.samples + 1)
+        except (OSError, ValueError, TypeError) as error:
+            raise DataError(
+                f"{directory}: not a complete token cache ({error}); delete the directory to tokenise again"
+            ) from error
+        return cls(tokens, bits, offsets, info)
+
+
+class TokenWriter:
+    """Writes a token directory, a bounded number of tokens at a time. A context manager; `finish` completes it."""
+
+    def __init__(self, directory: Path, *, sequence_length: int, pad_id: int) -> None:
+        directory.mkdir(parents=True)
+        self._directory = directory
+        self._sequence_length = sequence_length
+        self._pad_id = pad_id
+        self._files: dict[str, IO[bytes]] = {name: (directory / name).open("wb") for name in _FILES}
+        self._digest = hashlib.sha256()
+        self._tokens: list[int] = []
+        self._trained: list[bool] = []
+        self._offsets: list[int] = [0]
+        self._count = _Counts()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for file in self._files.values():
+            file.close()
+
+    def add(self, ids: list[int], trained: list[bool], kind: str) -> None:
+        """Append a sample, cut to `sequence_length`, unless nothing in it is left to train."""
+        self._count.kinds[kind] += 1
+        cut = len(ids) - self._sequence_length
+        # The first token has nothing before it to be predicted from.
+        targets = [False, *trained[1 : self._sequence_length]]
+        num_targets = sum(targets)
+        if cut > 0:
+            self._count.cut_samples += 1
+            self._count.cut_tokens += cut
+        if num_targets == 0:
+            self._count.dropped_samples += 1
+            return
+        self._count.samples += 1
+        self._count.tokens += len(targets)
+        self._count.trained_tokens += num_targets
+        self._tokens += ids[: self._sequence_length]
+        self._trained += targets
+        self._offsets.append(self._count.tokens)
+        if len(self._tokens) >= _FLUSH_TOKENS:
+            self._flush(len(self._tokens) // 8 * 8)
+
+    def finish(self) -> TokenInfo:
+        """Write the rest and the record, and make all of it durable."""
+        self._flush(len(self._tokens))
+        info = TokenInfo(
+            sequence_length=self._sequence_length,
+            pad_id=self._pad_id,
+            digest=self._digest.hexdigest(),
+            **(asdict(self._count) | {"kinds": dict(self._count.kinds)}),
+        )
+        for file in self._files.values():
+            file.flush()
+            os.fsync(file.fileno())
+        with (self._directory / "info.json").open("w") as record:
+            json.dump(asdict(info), record, indent=1)
+            record.flush()
+            os.fsync(record.fileno())
+        return info
+
+    def _flush(self, count: int) -> None:
+        # Whole bytes of mask only, save at the end: the next sample's bits go on where these stop.
+        self._write("tokens", np.array(self._tokens[:count], dtype=np.int32))
+        self._write("trained", np.packbits(np.array(self._trained[:count], dtype=np.bool_)))
+        self._write("offsets", np.array(self._offsets, dtype=np.int64))
+        del self._tokens[:count], self._trained[:count]
+        self._offsets.clear()
+
+    def _write(self, name: str, values: NDArray[np.generic]) -> None:
+        self._files[name].write(values.tobytes())
+        self._digest.update(name.encode() + len(values).to_bytes(8, "little") + values.tobytes())
+
+
+@dataclass(slots=True)
+class _Counts:
+    samples: int = 0
+    tokens: int = 0
+    trained_tokens: int = 0
+    cut_samples: int = 0
+    cut_tokens: int = 0
+    dropped_samples: int = 0
+    kinds: Counter[str] = field(default_factory=Counter)
+
+
+def write_tokens(
+    directory: Path, samples: Iterable[tuple[list[int], list[bool], str]], *, sequence_length: int, pad_id: int = 0
+) -> TokenInfo:
+    """Write `samples` (ids, mask, kind) as the token directory `directory`, which appears complete or not at all.
+
+    Effects: makes `directory` and, while writing, a neighbour that ends in `.partial`, which a failure may have left.
+
+    Raises:
+        DataError: no sample has a trained token.
+        DiskFull: no space left below the directory.
+    """
+    partial = directory.with_name(directory.name + ".partial")
+    _remove(partial)
+    try:
+        with TokenWriter(partial, sequence_length=sequence_length, pad_id=pad_id) as writer:
+            for ids, trained, kind in samples:
+                writer.add(ids, trained, kind)
+            info = writer.finish()
+        if info.samples == 0:
+            raise NothingTrained(_nothing_trained(info))
+        _remove(directory)
+        partial.rename(directory)
+        _sync_directory(directory.parent)
+    except BaseException as error:
+        _remove(partial)
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            raise DiskFull(_disk_full(directory)) from error
+        raise
+    return info
+
+
+def _nothing_trained(info: TokenInfo) -> str:
+    return (
+        f"no token of the data set is trained: of {sum(info.kinds.values())} samples ({', '.join(info.kinds)}), "
+        f"{info.dropped_samples} had no target, {info.cut_samples} of them after being cut to sequence_length "
+        f"{info.sequence_length}. Raise sequence_length, or look at the samples and at the chat template"
+    )
+
+
+def _disk_full(directory: Path) -> str:
+    free_bytes = shutil.disk_usage(directory.parent).free
+    return (
+        f"{directory.parent}: no space left for the token cache, which takes 4 bytes and one bit a token (now free: "
+        f"{format_bytes(free_bytes)}); make room there or choose another cache directory"
+    )
+
+
+def _mapped(path: Path, dtype: np.dtype[_T], count: int) -> NDArray[_T]:
+    found = path.stat().st_size
+    if found != count * dtype.itemsize:
+        raise ValueError(f"{path.name} has {found} bytes, expected {count * dtype.itemsize}")
+    return np.memmap(path, dtype=dtype, mode="r", shape=(count,))
+
+
+def _remove(directory: Path) -> None:
+    # Only files of ours, one level deep: a wrong path must not cost a user more than that.
+    if directory.is_dir():
+        for name in (*_FILES, "info.json"):
+            (directory / name).unlink(missing_ok=True)
+        directory.rmdir()
+
+
+def _sync_directory(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,580 @@
+"""The engine: builds the parts, owns them, and offers steps, resume and export. The only place where parts meet."""
+
+import contextlib
+import gc
+import math
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from headrace.flow.batch import checked_batch, split_batch
+from headrace.flow.buffers import Buffers
+from headrace.flow.commit import write_resident_states
+from headrace.flow.execute import Interpreter, OverlappedInterpreter, PlainInterpreter
+from headrace.flow.load import UnitReader, import_model
+from headrace.flow.state import Parts, StepState, Verdict
+from headrace.flow.step import run_step
+from headrace.ioengine import measure_directory, striping_weights
+from headrace.machine import (
+    CpuMachine,
+    CudaMachine,
+    Machine,
+    MemoryMeter,
+    available_memory_bytes,
+    process_status_bytes,
+    return_freed_memory,
+)
+from headrace.model import (
+    Chain,
+    Checkpoint,
+    Exporter,
+    profile,
+    self_check,
+    shift_labels,
+)
+from headrace.plan.base import Plan
+from headrace.plan.footprint import Allowance
+from headrace.plan.memory import scratch_bytes
+from headrace.plan.program import Carry, build_program, build_tail, cold_carry
+from headrace.plan.search import Problem, Workload, make_plan
+from headrace.spec.budget import Budget
+from headrace.spec.ceilings import Ceilings
+from headrace.spec.costs import ModelCosts
+from headrace.spec.errors import DataError, RunDirectoryError
+from headrace.spec.events import Event, Sink, StepResult
+from headrace.spec.layout import PLANE_SETS, chunk_ranges
+from headrace.spec.optimizer import AdamW, Schedule
+from headrace.spec.program import Lane, Program
+from headrace.spec.settings import Settings
+from headrace.store import StateStore
+from headrace.update import AdamWRule, LossScale, StepHyper, Updater
+
+_MEASURE_BYTES = 64 << 20
+# Operations of the SSD lanes that may be under way at once; each is cut into pieces by the I/O engine besides.
+_LANE_WIDTHS = {Lane.SSD_READ: 2, Lane.SSD_WRITE: 3}
+
+
+class Engine:
+    """Fine-tunes one model out of core. Use as a context manager, or `close` it.
+
+    `step` runs one optimizer step over a whole batch. Updates of the last blocks, and the commit, may still be under way
+    when it returns; `flush` waits for them. A step whose gradient is not finite changes nothing and says so.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        store_of: Callable[["Engine"], StateStore],
+        sink: Sink | None,
+        adjust_plan: Callable[[Plan], Plan] | None = None,
+    ) -> None:
+        self.settings = settings
+        self._adjust_plan = adjust_plan
+        self._user_sink = sink
+        self._closers = contextlib.ExitStack()
+        return_freed_memory()
+        try:
+            self._checkpoint = Checkpoint.open(Path(settings.model_dir))
+            self_check(self._checkpoint.config)
+            self.chain = Chain.from_config(self._checkpoint.config, settings.compute_dtype, settings.optimizer)
+            self._weights = self.chain.attach(self._checkpoint)
+            self.machine = _machine(settings)
+            self.chain.move_buffers(self.machine.device)
+            self._costs: dict[tuple[int, int], ModelCosts] = {}
+            self._runtime_bytes: int | None = None
+            self._updater = Updater(AdamWRule(settings.compute_dtype), max(1, torch.get_num_threads() // 2))
+            self._closers.callback(self._updater.close)
+            self.plan: Plan | None = None  # a resumed run has its plan in the record
+            self.store = store_of(self)
+            self._closers.callback(self.store.close)
+            self._check_layouts()
+            self._read_record()
+            self._meter = MemoryMeter()
+            self._closers.callback(self._meter.close)
+            self._parts: Parts | None = None
+            self._interpreter: Interpreter | None = None
+            self._pending: Verdict | None = None
+            self._last: Verdict | None = None
+            self._closed = False
+            self._programs: dict[tuple[int, Carry], tuple[Program, Carry]] = {}
+        except BaseException:
+            self._closers.close()
+            raise
+
+    # -- opening ----------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def open(
+        cls,
+        model_dir: str | Path,
+        budget: Budget | None = None,
+        optimizer: AdamW | None = None,
+        *,
+        run_directory: str | Path | None = None,
+        schedule: Schedule | None = None,
+        max_grad_norm: float | None = None,
+        compute_dtype: str = "bfloat16",
+        tokens_per_step: int | None = None,
+        sequence_length: int | None = None,
+        seed: int = 0,
+        checkpoint_every: int | None = None,
+        interpreter: str = "overlapped",
+        gradient_dtype: str | None = None,
+        machine: Ceilings | None = None,
+        sink: Sink | None = None,
+        adjust_plan: Callable[[Plan], Plan] | None = None,
+    ) -> "Engine":
+        """Import a Hugging Face model directory into a new store and return the engine that trains it.
+
+        `run_directory` holds the run's records (default: a temporary folder, removed by `close`); the budget's SSD directories
+        hold the state (default: the run directory). Without `tokens_per_step` the plan is made for the first batch.
+        `gradient_dtype="float32"` drains gradients unrounded (default: in the compute dtype, summed in fp32 before).
+        `machine` are measured ceilings, by which the plan is chosen (`headrace bench machine`; None: a nominal machine).
+        `adjust_plan` may change the plan before anything is built: for experiments with placements that the planner would not
+        choose.
+
+        Raises:
+            InputError: the model, a directory or an option cannot be used; nothing has been allocated or written.
+            PlanInfeasible: the budget is too small; the message says what would do.
+        """
+        budget = budget or Budget()
+        settings = Settings(
+            model_dir=str(Path(model_dir).resolve()),
+            device_bytes=budget.device_bytes,
+            host_bytes=budget.host_bytes,
+            optimizer=optimizer or AdamW(),
+            schedule=schedule or Schedule(),
+            max_grad_norm=max_grad_norm,
+            compute_dtype=compute_dtype,
+            tokens_per_step=tokens_per_step,
+            sequence_length=sequence_length,
+            seed=seed,
+            checkpoint_every=checkpoint_every,
+            interpreter=interpreter,
+            gradient_dtype=gradient_dtype,
+            machine=machine.to_json() if machine else None,
+        )
+        temporary = tempfile.TemporaryDirectory(prefix="headrace-") if run_directory is None else None
+        directory = Path(run_directory) if run_directory is not None else Path(temporary.name if temporary else "")
+
+        def create(engine: "Engine") -> StateStore:
+            if tokens_per_step is not None:
+                engine.plan = engine._make_plan(tokens_per_step, sequence_length or tokens_per_step)
+            new = not directory.exists()
+            if not budget.ssd:
+                directory.mkdir(parents=True, exist_ok=True)  # the state lies in the run directory itself
+            try:
+                store = engine._create_store(directory, budget.ssd or (directory,))
+            except BaseException:
+                if new and directory.exists():
+                    directory.rmdir()
+                raise
+            try:
+                import_model(engine._weights, engine.chain, store, engine._record(None))
+            except BaseException:
+                store.remove()
+                raise
+            return store
+
+        try:
+            engine = cls(settings, create, sink, adjust_plan)
+        except BaseException:
+            if temporary is not None:
+                temporary.cleanup()
+            raise
+        if temporary is not None:
+            engine._closers.callback(temporary.cleanup)
+            engine._closers.callback(engine.store.remove)
+        return engine
+
+    @classmethod
+    def resume(cls, run_directory: str | Path, *, sink: Sink | None = None, verify: bool = True) -> "Engine":
+        """Return the engine of an existing run, at its last committed step. `verify` reads and checks the whole state first.
+
+        Raises:
+            RunDirectoryError: no run, another format version, or in use by another process.
+            CorruptData: a state record does not have the checksum it was written with (unit, file, offset, both checksums).
+        """
+        store = StateStore.open(Path(run_directory), sink=sink or _silent)
+        try:
+            identity = store.record.get("settings")
+            if not isinstance(identity, dict):
+                raise RunDirectoryError(f"{run_directory}: its newest record holds no settings; it cannot be resumed")
+            if verify:
+                store.verify()
+            return cls(Settings.from_json(identity), lambda engine: store, sink)
+        except BaseException:
+            store.close()
+            raise
+
+    def _create_store(self, directory: Path, ssd: tuple[Path, ...]) -> StateStore:
+        plan = self.plan
+        return StateStore.create(
+            directory,
+            ssd,
+            self.chain.layouts,
+            PLANE_SETS[self.settings.compute_dtype],
+            chunk_elements=self._chunk_elements(),
+            scratch_bytes=scratch_bytes(plan) if plan else 0,
+            weights=_striping(ssd),
+            identity={"model": self.settings.model_dir},
+            sink=self._emit,
+        )
+
+    def _check_layouts(self) -> None:
+        """Refuse to read one model's state as another's."""
+        if tuple(self.store.manifest.layouts) != tuple(self.chain.layouts):
+            raise RunDirectoryError(
+                f"{self.settings.model_dir}: its parameters are not those that this run's state was laid out for "
+                f"({len(self.store.manifest.layouts)} units in the run, {len(self.chain.layouts)} in the model); "
+                "put the model back that the run was started with"
+            )
+
+    def _read_record(self) -> None:
+        record = self.store.record
+        self.num_steps = int(record["num_steps"])
+        self._num_updates = int(record["num_updates"])
+        self.position: Any = record.get("position")
+        scale = record.get("loss_scale")
+        self._loss_scale = LossScale.from_json(scale) if scale else None
+        if record.get("plan"):
+            self.plan = Plan.from_json(record["plan"])
+
+    # -- planning ---------------------------------------------------------------------------------------------------
+
+    def _make_plan(self, tokens_per_step: int, sequence_length: int) -> Plan:
+        workload = Workload(
+            tokens_per_step=tokens_per_step,
+            sequence_length=sequence_length,
+            clip=self.settings.max_grad_norm is not None,
+            checkpoint_every=self.settings.checkpoint_every,
+        )
+        host_bytes = self.settings.host_bytes or int(0.7 * available_memory_bytes())
+        device_bytes = self.settings.device_bytes
+        if device_bytes is None and self.machine.separate_device:
+            device_bytes = int(0.9 * self.machine.device_memory_bytes()[0])
+
+        def costs_of(sequences: int) -> ModelCosts:
+            key = (sequences, sequence_length)
+            if key not in self._costs:
+                self._costs[key] = profile(self.chain, sequences, sequence_length)
+            return self._costs[key]
+
+        allowance = Allowance(
+            host_bytes=host_bytes,
+            device_bytes=device_bytes,
+            runtime_bytes=self._runtime(lambda: costs_of(1)),
+            cores=torch.get_num_threads(),
+            chunk_elements=self._chunk_elements() if hasattr(self, "store") else None,
+            device_overhead_bytes=self.machine.device_overhead_bytes,
+        )
+
+        problem = Problem(
+            layouts=self.chain.layouts,
+            costs_of=costs_of,
+            workload=workload,
+            allowance=allowance,
+            compute_dtype=self.settings.compute_dtype,
+            gradient_dtype=self.settings.gradient_dtype,
+        )
+        machine = Ceilings.from_json(self.settings.machine) if self.settings.machine else None
+        plan = make_plan(problem, machine)
+        return self._adjust_plan(plan) if self._adjust_plan else plan
+
+    def _runtime(self, profile_model: Callable[[], object]) -> int:
+        """Return what the interpreter and its libraries take, measured once: after all that compiles or loads has done so."""
+        if self._runtime_bytes is None:
+            profile_model()
+            self._updater.warm_up()
+            gc.collect()
+            self._runtime_bytes = process_status_bytes("RssAnon")
+        return self._runtime_bytes
+
+    def _chunk_elements(self) -> int:
+        if hasattr(self, "store"):
+            return self.store.manifest.chunk_elements
+        if self.plan is not None:
+            return self.plan.chunk_elements
+        return min(4 << 20, max(layout.num_elements for layout in self.chain.layouts))
+
+    def _ready(self, sequences: int, length: int) -> Parts:
+        """Return the parts for a batch of this shape, with a larger plan than before if the batch needs one."""
+        plan = self.plan
+        if plan is None or length > plan.sequence_length or sequences * length > plan.tokens_per_step:
+            self.flush()
+            self._drop_buffers()
+            plan = self.plan = self._make_plan(
+                max(sequences * length, plan.tokens_per_step if plan else 0)
+                if not plan or length <= plan.sequence_length
+                else sequences * length,
+                max(length, plan.sequence_length if plan else 0),
+            )
+        if self._parts is None:
+            self._build_parts(plan)
+        assert self._parts is not None
+        return self._parts
+
+    def _build_parts(self, plan: Plan) -> None:
+        self.store.grow_scratch(scratch_bytes(plan))
+        self._updater.warm_up()
+        self._parts = Parts(
+            plan=plan,
+            chain=self.chain,
+            machine=self.machine,
+            buffers=Buffers(plan, self.machine),
+            store=self.store,
+            updater=self._updater,
+            seed=self.settings.seed,
+            sink=self._emit,
+        )
+        interpreter = OverlappedInterpreter if self.settings.interpreter == "overlapped" else PlainInterpreter
+        self._interpreter = (
+            OverlappedInterpreter(self.machine, self._user_sink, _LANE_WIDTHS)
+            if interpreter is OverlappedInterpreter
+            else PlainInterpreter(self.machine, self._user_sink)
+        )
+        self._load_residents()
+
+    def _drop_buffers(self) -> None:
+        if self._interpreter is not None:
+            self._interpreter.close()
+        self._parts = self._interpreter = None
+        self.machine.release_host_buffers()
+        self._programs.clear()
+
+    def _load_residents(self) -> None:
+        """Read what lives in memory from the store's newest version: at the start, and after a step was taken back."""
+        assert self._parts is not None
+        parts = self._parts
+        self._carry = cold_carry(parts.plan)
+        for unit in parts.plan.resident_units:
+            into = parts.buffers.resident_host_weights(unit)
+            parts.store.read_weights(unit, into).wait()
+            if parts.plan.separate_device:
+                source = torch.from_numpy(into).view(parts.buffers.dtype)
+                with self.machine.lane(Lane.HOST_TO_DEVICE):
+                    self.machine.copy(parts.buffers.resident_weights[unit], source)
+                    event = self.machine.record(Lane.HOST_TO_DEVICE)
+                if event is not None:
+                    event.synchronize()
+        width = parts.plan.planes.state_bytes_per_element
+        for unit in parts.plan.resident_states:
+            states = parts.buffers.resident_states[unit]
+            for chunk, (start, stop) in enumerate(chunk_ranges(parts.plan.units[unit].num_elements, parts.plan.chunk_elements)):
+                parts.store.read_states(unit, chunk, states[start * width : stop * width]).wait()
+
+    # -- stepping ---------------------------------------------------------------------------------------------------
+
+    def step(self, batch: Mapping[str, torch.Tensor], *, position: Any = None) -> StepResult:
+        """Run one optimizer step over a whole batch and return its loss, gradient norm, tokens and seconds.
+
+        `batch`: `input_ids`, `labels` (-100: not trained), optional `attention_mask` and `position_ids`, integer tensors of
+        (sequences, length). The loss is the mean over the step's trained tokens, whatever the split into micro-batches.
+        `position` is stored with the step (the data position; see `Engine.position`).
+
+        Raises:
+            DataError: shapes do not agree, or no token is trained.
+            StepFailed: a lane failed (its cause is chained); the last committed step is untouched, `resume` goes on from it.
+        """
+        started, cpu_batch = time.perf_counter(), checked_batch(batch)
+        parts = self._ready(*cpu_batch["input_ids"].shape)
+        self._meter.reset()
+        read, written = self.store.bytes_read, self.store.bytes_written
+        micro_batches = split_batch(cpu_batch, parts.plan.micro_batch_sequences, self.machine.device)
+        shifted = torch.split(shift_labels(cpu_batch["labels"]), parts.plan.micro_batch_sequences)
+        targets = [target.to(self.machine.device) for target in shifted]
+        columns = [(target >= 0).any(dim=0).tolist() for target in shifted]
+        trained = sum(int((target >= 0).sum()) for target in shifted)
+        if trained == 0:
+            raise DataError(
+                f"step {self.num_steps}: none of the batch's {cpu_batch['labels'].numel()} labels is trained (all -100)"
+            )
+        verdict = self._verdict(position)
+        state = StepState(parts, micro_batches, targets, columns, trained, verdict, self._pending)
+        program, carry = self._program(len(micro_batches))
+        assert self._interpreter is not None
+        run_step(program, state, self._interpreter)
+        self._carry = carry
+        self._finish(verdict)
+        loss = float(state.loss_sum) / trained if state.loss_sum is not None else math.nan
+        if state.aside_loss is not None:
+            loss += float(state.aside_loss)
+        result = StepResult(
+            step=verdict.step,
+            loss=loss,
+            grad_norm=verdict.grad_norm,
+            learning_rate=verdict.hyper.learning_rate,
+            tokens=cpu_batch["input_ids"].numel(),
+            trained_tokens=trained,
+            seconds=time.perf_counter() - started,
+            skipped=verdict.skipped,
+            loss_scale=verdict.loss_scale.scale if verdict.loss_scale else None,
+            bytes_read={"ssd": self.store.bytes_read - read},
+            bytes_written={"ssd": self.store.bytes_written - written},
+            peak_bytes=self._peak_bytes(parts.plan),
+        )
+        self._emit(result)
+        return result
+
+    def _peak_bytes(self, plan: Plan) -> dict[str, int]:
+        """Return the measured peaks. Of a device tier inside host memory the planned bytes are taken off the host's."""
+        host = self._meter.peak_bytes()
+        if self.machine.device.type == "cuda":
+            return {"device": self.machine.device_peak_bytes(), "host": host}
+        return {"host": host - plan.peak("device")} if plan.separate_device else {"host": host}
+
+    def _verdict(self, position: Any) -> Verdict:
+        plan, optimizer = self.plan, self.settings.optimizer
+        assert plan is not None
+        if self.settings.compute_dtype == "float16" and self._loss_scale is None:
+            self._loss_scale = LossScale()
+        scale = self._loss_scale.scale if self._loss_scale else 1.0
+        return Verdict(
+            step=self.num_steps,
+            num_updates=self._num_updates,
+            hyper=StepHyper(
+                learning_rate=optimizer.lr * self.settings.schedule.factor(self.num_steps),
+                beta1=optimizer.betas[0],
+                beta2=optimizer.betas[1],
+                eps=optimizer.eps,
+                step=self._num_updates + 1,
+                gradient_scale=1.0 / scale,
+            ),
+            loss_scale=self._loss_scale,
+            max_grad_norm=self.settings.max_grad_norm,
+            durable=(self.num_steps + 1) % plan.checkpoint_every == 0,
+            record=lambda verdict: self._record(verdict, position),
+        )
+
+    def _record(self, verdict: Verdict | None, position: Any = None) -> dict[str, Any]:
+        """Return the payload of a commit: where the run stands after the step of `verdict` (None: after the import)."""
+        scale = self._after(verdict) if verdict else None
+        return {
+            "settings": self.settings.to_json(),
+            "plan": self.plan.to_json() if self.plan else None,
+            "num_steps": verdict.step + 1 if verdict else 0,
+            "num_updates": verdict.num_updates_after if verdict else 0,
+            "position": position,
+            "loss_scale": scale.to_json() if scale else None,
+        }
+
+    @staticmethod
+    def _after(verdict: Verdict) -> LossScale | None:
+        return verdict.loss_scale.after(verdict.skipped is None) if verdict.loss_scale else None
+
+    def _program(self, num_micro: int) -> tuple[Program, Carry]:
+        key = (num_micro, self._carry)
+        if key not in self._programs:
+            if len(self._programs) > 16:  # the steady state repeats itself; odd batch shapes need not pile up
+                self._programs.clear()
+            assert self.plan is not None
+            self._programs[key] = build_program(self.plan, num_micro, self._carry)
+        return self._programs[key]
+
+    def _finish(self, verdict: Verdict) -> None:
+        """Move on to the next step; with immediate updates a skipped step is taken back here."""
+        assert self.plan is not None
+        assert self._interpreter is not None
+        self.num_steps += 1
+        self._last = verdict
+        self._num_updates = verdict.num_updates_after
+        self._loss_scale = self._after(verdict)
+        if self.plan.update_policy == "deferred":
+            self._pending = verdict
+        elif verdict.skipped is not None:
+            self._interpreter.wait()
+            self.store.abandon()
+            self.store.commit(verdict.record(verdict))
+            self._load_residents()
+
+    def flush(self) -> None:
+        """Finish everything under way and make the newest step durable."""
+        if self._parts is None or self._interpreter is None:
+            return
+        if self._pending is not None:
+            self._pending.durable = True
+            program, self._carry = build_tail(self._parts.plan, self._carry)
+            run_step(program, StepState(self._parts, [], [], [], 1, self._pending, self._pending), self._interpreter)
+            self._pending = None
+        self._interpreter.wait()
+        if self._last is not None and int(self.store.record["num_steps"]) < self.num_steps:
+            write_resident_states(self._parts)
+            self.store.commit(self._last.record(self._last))
+
+    # -- results ----------------------------------------------------------------------------------------------------
+
+    @property
+    def step_index(self) -> int:
+        """Number of steps done."""
+        return self.num_steps
+
+    @property
+    def supports_packing(self) -> bool:
+        """Whether samples may share a row, told apart by restarting position ids alone."""
+        return self.chain.supports_packing
+
+    def save_pretrained(self, out_dir: str | Path) -> None:
+        """Write the newest weights as an ordinary Hugging Face directory, in constant memory.
+
+        Tensors have the names, layout and dtype of the checkpoint that was opened; tokenizer files come along.
+        """
+        self.flush()
+        reader = UnitReader(self.store, self.chain.layouts)
+        Exporter(self._checkpoint, self.chain, Path(out_dir), read_unit=reader).write()
+
+    # -- ends -------------------------------------------------------------------------------------------------------
+
+    def remove_state(self) -> None:
+        """Close the engine and delete its files on the SSDs. What was exported stays."""
+        self._shut_down()
+        self.store.remove()
+        self._closers.close()
+
+    def close(self) -> None:
+        """Make the newest step durable and end all threads; after a failed step, end them without."""
+        if self._closed:
+            return
+        try:
+            if self._interpreter is not None and self._interpreter.failure is None:
+                self.flush()
+        finally:
+            self._shut_down()
+            self._closers.close()
+
+    def _shut_down(self) -> None:
+        self._closed = True
+        self._drop_buffers()
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _emit(self, event: Event) -> None:
+        if self._user_sink is not None:
+            self._user_sink(event)
+
+
+def _striping(directories: tuple[Path, ...]) -> list[int] | None:
+    """Return how much of the state each directory gets: in proportion to what it measures, reading and writing at once."""
+    if len(directories) < 2 or not all(directory.is_dir() for directory in directories):
+        return None  # one directory gets all; a bad one is the store's to refuse
+    return list(
+        striping_weights([measure_directory(directory, _MEASURE_BYTES).mixed_bytes_per_second for directory in directories])
+    )
+
+
+def _silent(event: Event) -> None:
+    """The sink of those who do not listen."""
+
+
+def _machine(settings: Settings) -> Machine:
+    if torch.cuda.is_available():
+        return CudaMachine(memory_limit_bytes=settings.device_bytes)
+    return CpuMachine(separate_device=settings.device_bytes is not None)

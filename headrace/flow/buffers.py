@@ -1,0 +1,120 @@
+"""The buffers of a plan, taken from one arena per tier, as the handlers want them: NumPy on the host, torch for compute."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from headrace.machine import Arena, Bytes, Machine
+from headrace.plan.base import Plan
+from headrace.plan.memory import PAGE_BYTES, arena_bytes, buffer_groups
+from headrace.spec.sizes import round_up
+
+TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+# How NumPy sees a gradient: it has no bfloat16, so the bits.
+GRADIENT_VIEWS: dict[str, np.dtype[Any]] = {
+    "bfloat16": np.dtype(np.uint16),
+    "float16": np.dtype(np.float16),
+    "float32": np.dtype(np.float32),
+}
+
+
+class _DeviceArena:
+    """The same as `Arena` for memory that only torch can name."""
+
+    def __init__(self, machine: Machine, num_bytes: int) -> None:
+        self._memory = machine.device_buffer(max(num_bytes, PAGE_BYTES))
+        self._used_bytes = 0
+
+    def take(self, num_bytes: int) -> torch.Tensor:
+        start = self._used_bytes
+        self._used_bytes += round_up(num_bytes, PAGE_BYTES)
+        if self._used_bytes > self._memory.numel():
+            raise AssertionError(f"device arena of {self._memory.numel()} bytes is smaller than the plan's buffers")
+        # `.data`: views of one tensor share a version counter; autograd would take a write to one buffer for one to all.
+        return self._memory[start : start + num_bytes].data
+
+
+class Buffers:
+    """All buffers of a run. Index them with the slots of an operation.
+
+    `host_weights[slot]`, `states[slot]`, `gradients[slot]`, `stash[slot]` are uint8 arrays; `device_weights[slot]` and
+    `accumulator` are torch tensors in compute's (or the gradient's) dtype on the device.
+    """
+
+    def __init__(self, plan: Plan, machine: Machine) -> None:
+        self.plan = plan
+        self._groups = buffer_groups(plan)
+        self._host = Arena("host", arena_bytes(plan, "host"), machine.host_buffer)
+        self._device = _DeviceArena(machine, arena_bytes(plan, "device")) if plan.separate_device else None
+        self.dtype = TORCH_DTYPES[plan.compute_dtype]
+        self.gradient_dtype = TORCH_DTYPES[plan.gradient_dtype]
+        self.host_weights = self._take_host("host_weights")
+        self.states = self._take_host("states")
+        self.stash = self._take_host("stash")
+        self.host_stash = {block: self._take_host(f"stash.{block}") for block in plan.blocks_stashed_on("host")}
+        self.gradients = self._take_gradients()
+        self.resident_states = {unit: self._take_host(f"resident_states.{unit}")[0] for unit in plan.resident_states}
+        self.staging = self._take_host("resident_staging")[0] if plan.separate_device else None
+        if plan.separate_device:
+            self.device_weights = [tensor.view(self.dtype) for tensor in self._take_compute("device_weights")]
+        else:
+            self.device_weights = [_as_tensor(buffer, self.dtype) for buffer in self.host_weights]
+        self.resident_weights = self._split_residents(self._take_compute("resident_weights")[0])
+        accumulators = self._take_compute("accumulator")
+        self.accumulator = (
+            accumulators[0].view(torch.float32 if plan.accumulate else self.gradient_dtype) if accumulators else None
+        )
+        self._resident_accumulator = self._take_compute("resident_accumulator")[0].view(torch.float32)
+
+    def resident_accumulator(self, unit: int) -> torch.Tensor:
+        """Return the fp32 gradient accumulator of a resident unit. Without tied weights both units use the same memory."""
+        start = self.plan.units[0].num_elements if unit and self.plan.tied else 0
+        return self._resident_accumulator[start : start + self.plan.units[unit].num_elements]
+
+    def resident_host_weights(self, unit: int) -> Bytes:
+        """Return where the host updates a resident unit's weights: in place, or in the staging buffer."""
+        num_bytes = self.plan.units[unit].num_elements * self.plan.planes.weight.bytes_per_element
+        if self.staging is not None:
+            return self.staging[:num_bytes]
+        return self.resident_weights[unit].view(torch.uint8).numpy()
+
+    def gradient(self, unit: int, slot: int) -> NDArray[Any]:
+        """Return a drained gradient as NumPy sees it (bfloat16: the bits)."""
+        dtype = GRADIENT_VIEWS[self.plan.gradient_dtype]
+        return self.gradients[slot][: self.plan.units[unit].num_elements * dtype.itemsize].view(dtype)
+
+    def gradient_tensor(self, unit: int, slot: int) -> torch.Tensor:
+        """Return a drained gradient as torch sees it."""
+        num_bytes = self.plan.units[unit].num_elements * self.plan.gradient_bytes_per_element
+        return _as_tensor(self.gradients[slot][:num_bytes], self.gradient_dtype)
+
+    def _take_host(self, name: str) -> list[Bytes]:
+        group = self._groups.get(name)
+        return [self._host.take(group.num_bytes, name) for _ in range(group.count)] if group else []
+
+    def _take_compute(self, name: str) -> list[torch.Tensor]:
+        group = self._groups.get(name)
+        if group is None:
+            return []
+        if self._device is not None:
+            return [self._device.take(group.num_bytes) for _ in range(group.count)]
+        return [torch.from_numpy(buffer) for buffer in self._take_host(name)]
+
+    def _take_gradients(self) -> list[Bytes]:
+        if "gradients" in self._groups:
+            return self._take_host("gradients") + self._take_host("resident_gradient")
+        return [self._take_host(f"gradient.{unit}")[0] for unit in range(len(self.plan.units))]
+
+    def _split_residents(self, memory: torch.Tensor) -> dict[int, torch.Tensor]:
+        flat, start, parts = memory.view(self.dtype), 0, {}
+        for unit in self.plan.resident_units:
+            stop = start + self.plan.units[unit].num_elements
+            parts[unit] = flat[start:stop]
+            start = stop
+        return parts
+
+
+def _as_tensor(buffer: Bytes, dtype: torch.dtype) -> torch.Tensor:
+    return torch.from_numpy(buffer).view(dtype)

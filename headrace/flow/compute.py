@@ -1,0 +1,185 @@
+"""The model runs: prologue, blocks and epilogue forward, then backward, each block recomputed from its input.
+
+All micro-batches pass through one block before the next (block-major; GreedySnake calls it vertical), so a block's weights are
+bound once per pass. No autograd graph outlives an operation, so a slot may be refilled as soon as its operations are done.
+"""
+
+from contextlib import nullcontext
+
+import torch
+
+from headrace.flow.state import Package, StepState
+from headrace.model import Record, Replay, block_seed
+from headrace.spec.layout import ParameterSpec
+from headrace.spec.program import Op
+
+# Elements of a gradient that are added at once: enough for all threads, a few megabytes of copies.
+_ADD_ELEMENTS = 1 << 20
+
+
+def prologue(state: StepState, op: Op) -> None:
+    """Micro-batch -> input of the first block, and what each block is called with besides."""
+    _seed(state, 0, op.micro)
+    with torch.no_grad(), _Bound(state, op, 0, gradients=False):
+        result = state.parts.chain.prologue(state.micro_batches[op.micro])
+    state.calls[op.micro] = result.calls
+    state.inputs[1, op.micro] = result.hidden
+
+
+def forward(state: StepState, op: Op) -> None:
+    """Block input -> block output, without a graph; the input and the chosen operator outputs are left for backward."""
+    plan, block = state.plan, op.unit - 1
+    hidden = state.inputs.pop((op.unit, op.micro))
+    _seed(state, op.unit, op.micro)
+    record = Record(frozenset(plan.kept[block])) if plan.kept[block] or plan.skipped[block] else None
+    with torch.no_grad(), _Bound(state, op, op.unit, gradients=False), record or nullcontext():
+        result = state.parts.chain.block(block, hidden, state.calls[op.micro][block])
+    package = Package(hidden, {})
+    # Ordinals were chosen for a sequence of operators; a device that runs another one gets a plain recompute.
+    if record is not None and tuple(record.names) == plan.operators[block]:
+        package = Package(hidden, record.kept, frozenset(plan.skipped[block]))
+    if result.asides:
+        state.asides[op.unit, op.micro] = result.asides
+    waiting = state.recalled if plan.stash_tiers[block] == "device" else state.packages
+    waiting[op.unit, op.micro] = package
+    state.inputs[op.unit + 1, op.micro] = result.hidden
+
+
+def epilogue(state: StepState, op: Op) -> None:
+    """Final hidden states -> loss and its gradient, a chunk of positions at a time: the logits never exist whole."""
+    parts, plan = state.parts, state.plan
+    hidden = state.inputs.pop((plan.num_blocks + 1, op.micro))
+    batch, targets = state.micro_batches[op.micro], state.targets[op.micro]
+    gradient = torch.zeros_like(hidden)
+    positions = max(1, plan.loss_chunk_tokens // hidden.shape[0])
+    with torch.enable_grad(), _Bound(state, op, 0, gradients=plan.tied), _Bound(state, op, plan.num_blocks + 1, gradients=True):
+        for start in range(0, hidden.shape[1], positions):
+            span = slice(start, start + positions)
+            if not any(state.trained_columns[op.micro][span]):
+                continue  # nothing is trained here: no loss, no gradient
+            part = hidden[:, span].detach().requires_grad_()
+            loss = parts.chain.loss_sum(batch.input_ids[:, span], part, targets[:, span])
+            (loss * state.loss_multiplier).backward()  # type: ignore[no-untyped-call]
+            assert part.grad is not None
+            gradient[:, span] = part.grad
+            total = loss.detach().double()
+            state.loss_sum = total if state.loss_sum is None else state.loss_sum + total
+        if state.asides and op.micro == len(state.micro_batches) - 1:
+            _aside_gradients(state)
+    state.hidden_gradients[op.micro] = gradient
+
+
+def backward(state: StepState, op: Op) -> None:
+    """Recompute a block from its input, then its gradients: of the input for the block before, of the weights to the sink.
+
+    Kept outputs are handed back instead of computed; outputs that no gradient depends on are not computed at all.
+    """
+    package = state.recalled.pop((op.unit, op.micro))
+    hidden = package.hidden.detach().requires_grad_()
+    replay = Replay(package.kept, package.skipped) if package.kept or package.skipped else nullcontext()
+    del package
+    _seed(state, op.unit, op.micro)
+    with torch.enable_grad(), _Bound(state, op, op.unit, gradients=True):
+        with replay:
+            result = state.parts.chain.block(op.unit - 1, hidden, state.calls[op.micro][op.unit - 1])
+        del replay
+        outputs = [result.hidden, *result.asides]
+        gradients = [state.hidden_gradients.pop(op.micro), *state.aside_gradients.pop((op.unit, op.micro), ())]
+        del result
+        torch.autograd.backward(outputs[: len(gradients)], gradients)
+    assert hidden.grad is not None
+    state.hidden_gradients[op.micro] = hidden.grad
+
+
+def prologue_backward(state: StepState, op: Op) -> None:
+    """Gradient of the first block's input -> gradients of the embedding."""
+    _seed(state, 0, op.micro)
+    with torch.enable_grad(), _Bound(state, op, 0, gradients=True):
+        result = state.parts.chain.prologue(state.micro_batches[op.micro])
+        gradient = state.hidden_gradients.pop(op.micro)
+        if result.hidden.requires_grad:
+            result.hidden.backward(gradient)  # type: ignore[no-untyped-call]
+    del state.calls[op.micro]
+
+
+class _Bound:
+    """A unit's parameters as views of its slot, while in the context; with `gradients`, those go to the accumulator.
+
+    In the direct case (one micro-batch, no separate device) the accumulator is the drained gradient's own buffer.
+    """
+
+    def __init__(self, state: StepState, op: Op, unit: int, *, gradients: bool) -> None:
+        self._state, self._op, self._unit, self._gradients = state, op, unit, gradients
+
+    def __enter__(self) -> None:
+        state, unit = self._state, self._unit
+        if unit >= len(state.plan.units):
+            return
+        flat = self._weights()
+        if not self._gradients:
+            state.parts.chain.bind(unit, flat, None)
+            return
+        accumulator, delivered = self._accumulator(), state.delivered[unit]
+
+        def sink(parameter: ParameterSpec, gradient: torch.Tensor) -> None:
+            into = accumulator[parameter.offset : parameter.offset + parameter.num_elements]
+            if parameter.name in delivered:
+                _add(into, gradient.reshape(-1))
+            else:  # adding to zero, without the zero
+                into.copy_(gradient.reshape(-1))
+                delivered.add(parameter.name)
+
+        state.parts.chain.bind(unit, flat, sink)
+
+    def __exit__(self, *_: object) -> None:
+        if self._unit < len(self._state.plan.units):
+            self._state.parts.chain.release(self._unit)
+
+    def _weights(self) -> torch.Tensor:
+        buffers, plan = self._state.parts.buffers, self._state.plan
+        if self._unit in plan.resident_units:
+            return buffers.resident_weights[self._unit]
+        slot = self._op.device_slot if plan.separate_device else self._op.host_slot
+        return buffers.device_weights[slot][: plan.units[self._unit].num_elements]
+
+    def _accumulator(self) -> torch.Tensor:
+        buffers, plan = self._state.parts.buffers, self._state.plan
+        if self._unit in plan.resident_units:
+            return buffers.resident_accumulator(self._unit)
+        if buffers.accumulator is not None:
+            return buffers.accumulator[: plan.units[self._unit].num_elements]
+        return buffers.gradient_tensor(self._unit, self._op.gradient_slot)
+
+
+def _add(into: torch.Tensor, gradient: torch.Tensor) -> None:
+    """Add in pieces: for another dtype torch makes a copy of all that it adds, in the sum's dtype."""
+    for start in range(0, into.numel(), _ADD_ELEMENTS):
+        into[start : start + _ADD_ELEMENTS].add_(gradient[start : start + _ADD_ELEMENTS])
+
+
+def _aside_gradients(state: StepState) -> None:
+    """The auxiliary loss over the whole step, so that any split into micro-batches gives the same loss."""
+    micros = range(len(state.micro_batches))
+    blocks = sorted({block for block, _ in state.asides})
+    leaves = {key: tuple(aside.detach().requires_grad_() for aside in asides) for key, asides in state.asides.items()}
+    masks = [batch.attention_mask for batch in state.micro_batches]
+    mask = None if masks[0] is None else torch.cat([part.flatten() for part in masks if part is not None])
+    with torch.enable_grad():
+        joined = [
+            torch.cat(routers) for block in blocks for routers in zip(*(leaves[block, micro] for micro in micros), strict=True)
+        ]
+        loss = state.parts.chain.aside_loss(joined, mask)
+        scale = state.verdict.loss_scale.scale if state.verdict.loss_scale else 1.0
+        (loss * scale).backward()  # type: ignore[no-untyped-call]
+    state.aside_loss = loss.detach()
+    for key, tensors in leaves.items():
+        state.aside_gradients[key] = tuple(
+            torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in tensors
+        )
+    state.asides.clear()
+
+
+def _seed(state: StepState, unit: int, micro: int) -> None:
+    """Dropout draws the same numbers in forward and recompute, whatever ran between: the seed is a function of the place."""
+    if state.parts.chain.has_dropout:
+        torch.manual_seed(block_seed(state.parts.seed, state.verdict.step, unit, micro))

@@ -1,0 +1,90 @@
+"""Gradients go: accumulator -> 16 bits in host memory; their norm decides what becomes of them."""
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from headrace.flow.state import StepState
+from headrace.plan.memory import held_gradient_bytes, stash_scratch_bytes
+from headrace.spec.program import Op
+from headrace.update import clip_factor, square_sum
+
+# Conversion goes in pieces so small that torch keeps to this thread; compute owns the others.
+_CONVERT_ELEMENTS = 32768
+# On a GPU in pieces that fill it, but take little memory of it: what is converted lies there until it is copied.
+_DEVICE_CONVERT_ELEMENTS = 4 << 20
+
+
+def drain(state: StepState, op: Op) -> None:
+    """Bring a unit's gradient into its host buffer in the drained dtype, zero what got none, and take its square sum."""
+    parts, plan = state.parts, state.plan
+    accumulator = _accumulator(state, op.unit)
+    gradient = parts.buffers.gradient(op.unit, op.gradient_slot)
+    if accumulator is not None:
+        into = parts.buffers.gradient_tensor(op.unit, op.gradient_slot)
+        if plan.separate_device:
+            piece = _CONVERT_ELEMENTS if accumulator.device.type == "cpu" else _DEVICE_CONVERT_ELEMENTS
+            for start in range(0, into.numel(), piece):
+                part = slice(start, start + piece)
+                parts.machine.copy(into[part], accumulator[part].to(into.dtype))
+            event = parts.machine.record(op.lane)
+            if event is not None:
+                event.synchronize()  # the square sum below reads it on the host
+        else:
+            for start in range(0, into.numel(), _CONVERT_ELEMENTS):
+                into[start : start + _CONVERT_ELEMENTS].copy_(accumulator[start : start + _CONVERT_ELEMENTS])
+    _zero_the_rest(state, op.unit, gradient)
+    state.square_sums[op.unit] = square_sum(gradient)
+
+
+def hold(state: StepState, op: Op) -> None:
+    """Write a drained gradient to the SSD, until the norm is known."""
+    state.parts.store.scratch_write(*_held(state, op)).wait()
+
+
+def unhold(state: StepState, op: Op) -> None:
+    """Read a held gradient back."""
+    state.parts.store.scratch_read(*_held(state, op)).wait()
+
+
+def decide(state: StepState, op: Op) -> None:
+    """Global norm over all units -> clip factor, or skip. The order of the sum is fixed, so the bits are."""
+    verdict = state.verdict
+    total = math.sqrt(math.fsum(state.square_sums[unit] for unit in sorted(state.square_sums)))
+    scale = verdict.loss_scale.scale if verdict.loss_scale else 1.0
+    verdict.grad_norm = total / scale
+    factor = clip_factor(verdict.grad_norm, verdict.max_grad_norm)
+    if factor is None:
+        verdict.skipped = f"gradient norm is {verdict.grad_norm}" + (f" at loss scale {scale:g}" if verdict.loss_scale else "")
+    elif factor != 1.0:
+        verdict.hyper = dataclasses.replace(verdict.hyper, gradient_scale=verdict.hyper.gradient_scale * factor)
+
+
+def _accumulator(state: StepState, unit: int) -> torch.Tensor | None:
+    buffers = state.parts.buffers
+    if unit in state.plan.resident_units:
+        return buffers.resident_accumulator(unit)
+    return None if buffers.accumulator is None else buffers.accumulator[: state.plan.units[unit].num_elements]
+
+
+def _zero_the_rest(state: StepState, unit: int, gradient: NDArray[Any]) -> None:
+    """Padding between parameters, and parameters that nothing reached, have no gradient: the buffer may hold an older one."""
+    stop = 0
+    delivered = state.delivered[unit]
+    for parameter in state.parts.chain.layouts[unit].parameters:
+        gradient[stop : parameter.offset] = 0
+        stop = parameter.offset + parameter.num_elements
+        if parameter.name not in delivered:
+            gradient[parameter.offset : stop] = 0
+    gradient[stop:] = 0
+
+
+def _held(state: StepState, op: Op) -> tuple[int, NDArray[np.uint8]]:
+    plan = state.plan
+    offset = stash_scratch_bytes(plan) + sum(held_gradient_bytes(plan, unit) for unit in range(op.unit))
+    buffer = state.parts.buffers.gradients[op.gradient_slot]
+    return offset, buffer[: held_gradient_bytes(plan, op.unit)]

@@ -1,0 +1,135 @@
+"""What the operations of one step share: the parts of the engine, and the step's own tensors and results."""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from headrace.flow.buffers import Buffers
+from headrace.machine import Machine
+from headrace.model import Chain, MicroBatch
+from headrace.plan.base import Plan
+from headrace.spec.events import Sink
+from headrace.store import StateStore
+from headrace.update import LossScale, StepHyper, Updater
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The engine's parts, the same for every step."""
+
+    plan: Plan
+    chain: Chain
+    machine: Machine
+    buffers: Buffers
+    store: StateStore
+    updater: Updater
+    seed: int
+    sink: Sink
+
+
+@dataclass
+class Verdict:
+    """What becomes of a step's gradients. Filled in by `decide`; read by the update and the commit.
+
+    `hyper.gradient_scale` is 1/loss scale times the clip factor. `record` makes the commit's payload once the verdict is known.
+    """
+
+    step: int
+    num_updates: int  # applied before this step
+    hyper: StepHyper
+    loss_scale: LossScale | None
+    max_grad_norm: float | None
+    durable: bool  # whether this step is a checkpoint
+    record: Callable[["Verdict"], dict[str, Any]]
+    grad_norm: float = 0.0
+    skipped: str | None = None
+
+    @property
+    def num_updates_after(self) -> int:
+        """Updates applied after this step."""
+        return self.num_updates + (self.skipped is None)
+
+
+class _Hole:
+    """Where a tensor was taken out of a package; not `None`, which some operators return among their outputs."""
+
+
+HOLE = _Hole()
+
+
+@dataclass(frozen=True, slots=True)
+class Package:
+    """What a block leaves for its backward: its input, kept operator outputs (ordinal -> operator, output), and the ordinals
+    that recompute may skip.
+    """
+
+    hidden: torch.Tensor
+    kept: Mapping[int, tuple[Any, Any]]
+    skipped: frozenset[int] = frozenset()
+
+    def like(self, change: Callable[[Any], Any]) -> "Package":
+        """Return a package of the same form with `change` applied to each tensor (or hole of one), in a fixed order.
+
+        Tensors that are not where the block's input is stay as they are: attention may give its random state on the CPU.
+        """
+        here = self.hidden.device if isinstance(self.hidden, torch.Tensor) else None
+
+        def visit(value: Any) -> Any:
+            if value is HOLE or (isinstance(value, torch.Tensor) and value.device == here):
+                return change(value)
+            return tuple(visit(item) for item in value) if isinstance(value, tuple) else value
+
+        hidden = change(self.hidden)
+        kept = {ordinal: (operator, visit(out)) for ordinal, (operator, out) in self.kept.items()}
+        return Package(hidden, kept, self.skipped)
+
+
+@dataclass
+class StepState:
+    """One step: its micro-batches, the tensors under way, its verdict and that of the step before.
+
+    Lanes hand tensors to one another through these dictionaries; the program orders who puts and who takes.
+    """
+
+    parts: Parts
+    micro_batches: list[MicroBatch]
+    targets: list[torch.Tensor]
+    trained_columns: list[list[bool]]  # per micro-batch, on the host: asking the device for it would stop compute
+    trained_tokens: int
+    verdict: Verdict
+    pending: Verdict | None  # deferred: the step whose updates this step's program carries out
+    inputs: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)  # hidden states by (coming unit, micro-batch)
+    calls: dict[int, Any] = field(default_factory=dict)  # micro-batch -> what each block is called with
+    packages: dict[tuple[int, int], Package] = field(default_factory=dict)  # made by forward, on their way to the stash
+    layouts: dict[tuple[int, int], tuple[Package, list[Any]]] = field(default_factory=dict)  # of stash buffers
+    recalled: dict[tuple[int, int], Package] = field(default_factory=dict)  # ready for backward
+    hidden_gradients: dict[int, torch.Tensor] = field(default_factory=dict)
+    asides: dict[tuple[int, int], tuple[torch.Tensor, ...]] = field(default_factory=dict)
+    aside_gradients: dict[tuple[int, int], tuple[torch.Tensor, ...]] = field(default_factory=dict)
+    delivered: dict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
+    loss_sum: torch.Tensor | None = None
+    aside_loss: torch.Tensor | None = None
+    square_sums: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def plan(self) -> Plan:
+        """The run's plan."""
+        return self.parts.plan
+
+    @property
+    def loss_multiplier(self) -> float:
+        """What the sum of token losses is multiplied by before backward: token mean, times the loss scale."""
+        scale = self.verdict.loss_scale.scale if self.verdict.loss_scale else 1.0
+        return scale / self.trained_tokens
+
+    @property
+    def updating(self) -> Verdict:
+        """The verdict by which this program's update operations go."""
+        return self.verdict if self.plan.update_policy == "immediate" else self._pending()
+
+    def _pending(self) -> Verdict:
+        assert self.pending is not None, "a deferred program has updates only after a step"
+        return self.pending

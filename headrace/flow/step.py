@@ -1,0 +1,48 @@
+"""One optimizer step. This is the first page to read.
+
+A step's program (plan/program.py) lists operations; each names a verb, and each verb is one function of this package:
+
+    fetch.py     weights come            ssd -> host -> device
+    compute.py   the model runs          prologue, blocks and epilogue; backward recomputes each block from its input
+    stash.py     block inputs wait       device -> host -> ssd, and back for backward
+    drain.py     gradients go            device -> host; the global norm decides: clip, or skip
+    update.py    states come and go      ssd -> AdamW in place -> ssd, chunk by chunk
+    commit.py    the step is durable     one record
+
+An interpreter (execute.py) performs them: overlapped, a thread or more per lane, or plain, one after the other. Same bits.
+"""
+
+from collections.abc import Callable
+
+from headrace.flow import commit, compute, drain, fetch, stash, update
+from headrace.flow.execute import Interpreter, Run
+from headrace.flow.state import StepState
+from headrace.spec.program import Op, Program, Verb
+
+HANDLERS: dict[Verb, Callable[[StepState, Op], None]] = {
+    Verb.PROLOGUE: compute.prologue,
+    Verb.FETCH: fetch.fetch,
+    Verb.UPLOAD: fetch.upload,
+    Verb.FORWARD: compute.forward,
+    Verb.STASH: stash.stash,
+    Verb.SPILL: stash.spill,
+    Verb.UNSPILL: stash.unspill,
+    Verb.RECALL: stash.recall,
+    Verb.EPILOGUE: compute.epilogue,
+    Verb.BACKWARD: compute.backward,
+    Verb.PROLOGUE_BACKWARD: compute.prologue_backward,
+    Verb.DRAIN: drain.drain,
+    Verb.HOLD: drain.hold,
+    Verb.UNHOLD: drain.unhold,
+    Verb.DECIDE: drain.decide,
+    Verb.READ_STATES: update.read_states,
+    Verb.UPDATE: update.update,
+    Verb.WRITE_STATES: update.write_states,
+    Verb.WRITE_WEIGHTS: update.write_weights,
+    Verb.COMMIT: commit.commit,
+}
+
+
+def run_step(program: Program, state: StepState, interpreter: Interpreter) -> Run:
+    """Run one step's program. On return the loss and the norm are known; updates and commit may still be under way."""
+    return interpreter.run(program, lambda op: HANDLERS[op.verb](state, op), state.verdict.step)

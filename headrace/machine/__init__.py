@@ -1,0 +1,28 @@
+"""What the hardware can do, behind one protocol."""
+
+from headrace.machine.arena import Arena
+from headrace.machine.base import DeviceEvent, Machine
+from headrace.machine.cpu import CpuMachine
+from headrace.machine.cuda import CudaMachine
+from headrace.machine.host import (
+    Bytes,
+    available_memory_bytes,
+    huge_page_buffer,
+    process_status_bytes,
+    return_freed_memory,
+)
+from headrace.machine.meter import MemoryMeter
+
+__all__ = [
+    "Arena",
+    "Bytes",
+    "CpuMachine",
+    "CudaMachine",
+    "DeviceEvent",
+    "Machine",
+    "MemoryMeter",
+    "available_memory_bytes",
+    "huge_page_buffer",
+    "process_status_bytes",
+    "return_freed_memory",
+]

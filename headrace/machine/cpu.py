@@ -1,0 +1,62 @@
+"""The CPU as the device.
+
+Without a device budget, device memory *is* host memory: nothing is copied. With one, a separate arena in host memory plays the
+device, so that the whole three-tier path runs, with real copies, on any machine.
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+
+import numpy as np
+import torch
+
+from headrace.machine.base import DeviceEvent
+from headrace.machine.host import Bytes, available_memory_bytes, huge_page_buffer
+from headrace.spec.program import Lane
+
+
+class CpuMachine:
+    """`separate_device=True` gives the CPU a device arena of its own inside host memory."""
+
+    def __init__(self, *, separate_device: bool = False) -> None:
+        self.device = torch.device("cpu")
+        self.separate_device = separate_device
+        self.device_overhead_bytes = 0
+
+    def host_buffer(self, num_bytes: int) -> Bytes:
+        """Return huge-page host memory."""
+        return huge_page_buffer(num_bytes)
+
+    def device_buffer(self, num_bytes: int) -> torch.Tensor:
+        """Return host memory that stands for the device's."""
+        return torch.from_numpy(huge_page_buffer(num_bytes))
+
+    def lane(self, lane: Lane) -> AbstractContextManager[object]:
+        """Work happens where it is called."""
+        return nullcontext()
+
+    def record(self, lane: Lane) -> DeviceEvent | None:
+        """Issuing is finishing."""
+        return None
+
+    def wait(self, event: DeviceEvent, lane: Lane) -> None:
+        """Never needed; there are no events."""
+        event.synchronize()
+
+    def copy(self, into: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy on this thread alone: torch's own copy would start a second team of threads beside compute's."""
+        np.copyto(into.view(torch.uint8).numpy(), source.view(torch.uint8).numpy())
+
+    def lend(self, tensor: torch.Tensor, lane: Lane) -> None:
+        """Nothing to say: lanes finish where they issue."""
+
+    def release_host_buffers(self) -> None:
+        """Nothing is pinned."""
+
+    def device_memory_bytes(self) -> tuple[int, int]:
+        """Return what is available of host memory."""
+        available = available_memory_bytes()
+        return available, available
+
+    def device_peak_bytes(self) -> int:
+        """Device memory is host memory here; the host's peak counts it."""
+        return 0

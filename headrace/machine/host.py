@@ -1,0 +1,79 @@
+"""Host memory: page-aligned buffers on huge pages, and what the kernel says about this process and machine.
+
+Huge pages are the point: O_DIRECT transfers into 4 KiB pages cost several times the CPU and, on virtual disks, half the
+throughput (measured: `docs/decisions/0003`). A mapping must be private and anonymous for the kernel to use them.
+"""
+
+import ctypes
+import mmap
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+Bytes = NDArray[np.uint8]
+
+_HUGE_PAGE_BYTES = 2 << 20
+
+
+def huge_page_buffer(num_bytes: int) -> Bytes:
+    """Return `num_bytes` of zeroed memory that starts on a huge-page border.
+
+    Nothing is resident until it is touched. The mapping lives as long as the array or a view of it.
+    """
+    mapping = mmap.mmap(-1, num_bytes + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    whole = np.frombuffer(mapping, dtype=np.uint8)
+    start = -whole.ctypes.data % _HUGE_PAGE_BYTES
+    whole_pages_bytes = num_bytes // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES
+    # Not the tail: a huge page there would make more resident than was asked for.
+    if hasattr(mmap, "MADV_HUGEPAGE") and whole_pages_bytes:
+        mapping.madvise(mmap.MADV_HUGEPAGE, start, whole_pages_bytes)
+    return whole[start : start + num_bytes]
+
+
+def return_freed_memory() -> bool:
+    """Make the C library give large freed blocks back to the kernel at once; returns whether it could be asked to.
+
+    glibc keeps freed blocks of up to 32 MiB for itself, in pieces that later requests do not fit: measured on blocks of 50 M
+    parameters, 0.5 GiB above what is alive (LOG.md, 2026-11-21). A budget cannot be kept like that. The price is fresh pages
+    for each large tensor, some per cent of a step; huge pages for torch's allocator make most of it good.
+    """
+    threshold_bytes, mmap_threshold, trim_threshold = 256 << 10, -3, -1
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):  # another C library
+        return False
+    return bool(mallopt(mmap_threshold, threshold_bytes)) and bool(mallopt(trim_threshold, threshold_bytes))
+
+
+def process_status_bytes(field: str) -> int:
+    """Return a memory field of this process (`RssAnon`, `VmRSS`, `VmHWM`, ...) in bytes, 0 where the kernel has none."""
+    try:
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith(field + ":"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return 0
+
+
+def available_memory_bytes() -> int:
+    """Return what this process may still take: the kernel's estimate, or the control group's rest where that is less."""
+    available = 1 << 62
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                available = int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    for limit_file, usage_file in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        try:
+            limit, usage = Path(limit_file).read_text().strip(), int(Path(usage_file).read_text())
+        except (OSError, ValueError):
+            continue
+        if limit.isdigit() and int(limit) < 1 << 60:
+            available = min(available, max(0, int(limit) - usage))
+    return available

@@ -1,0 +1,45 @@
+"""A Hugging Face model as prologue, blocks, epilogue: flat layouts, safetensors in and out, costs."""
+
+from headrace.model.batch import IGNORED, BlockResult, MicroBatch, PrologueResult, shift_labels
+from headrace.model.binding import GradientSink
+from headrace.model.blocks import Blocks, find_blocks
+from headrace.model.chain import Chain, block_seed
+from headrace.model.checkpoint import Checkpoint, check_tokenizer
+from headrace.model.export import Exporter
+from headrace.model.importing import import_unit
+from headrace.model.matching import WeightMap, load_buffers, match_weights
+from headrace.model.probe import Traits, probe, self_check
+from headrace.model.profile import profile
+from headrace.model.replay import Record, Replay, ReplayMismatch, find_skippable
+from headrace.model.skeleton import build_skeleton
+from headrace.model.taps import BlockCall
+
+__all__ = [
+    "IGNORED",
+    "BlockCall",
+    "BlockResult",
+    "Blocks",
+    "Chain",
+    "Checkpoint",
+    "Exporter",
+    "GradientSink",
+    "MicroBatch",
+    "PrologueResult",
+    "Record",
+    "Replay",
+    "ReplayMismatch",
+    "Traits",
+    "WeightMap",
+    "block_seed",
+    "build_skeleton",
+    "check_tokenizer",
+    "find_blocks",
+    "find_skippable",
+    "import_unit",
+    "load_buffers",
+    "match_weights",
+    "probe",
+    "profile",
+    "self_check",
+    "shift_labels",
+]

@@ -1,0 +1,41 @@
+"""The values that go into and come out of a chain."""
+
+from dataclasses import dataclass
+
+import torch
+
+from headrace.model.taps import BlockCall
+
+# Targets with this value are not trained on: the convention of torch and transformers.
+IGNORED = -100
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Some sequences of a step. All tensors are (b, T) int64; labels are not shifted, -100 where nothing is trained."""
+
+    input_ids: torch.Tensor
+    labels: torch.Tensor
+    attention_mask: torch.Tensor | None = None
+    position_ids: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PrologueResult:
+    """First hidden states (b, T, hidden) and, per block, what it is called with besides hidden states."""
+
+    hidden: torch.Tensor
+    calls: tuple[BlockCall, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockResult:
+    """Hidden states (b, T, hidden) after a block, and what it hands aside: router logits (b·T, experts), if collected."""
+
+    hidden: torch.Tensor
+    asides: tuple[torch.Tensor, ...] = ()
+
+
+def shift_labels(labels: torch.Tensor) -> torch.Tensor:
+    """Return targets (b, T): the label of the next position, -100 in the last column."""
+    return torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)

@@ -1,0 +1,96 @@
+"""Bind a model's parameters to flat buffers, unit by unit, and release them again.
+
+Invariant: a parameter is either a view of the buffer that its unit is bound to, or on the meta device; no parameter outlives
+its buffer. Binding replaces the `Parameter` objects, it never writes into storage that a live graph may refer to.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from headrace.spec.errors import ModelError, StepFailed
+from headrace.spec.layout import ParameterSpec, UnitLayout
+
+GradientSink = Callable[[ParameterSpec, torch.Tensor], None]
+
+
+class Binding:
+    """Which unit of a model is bound to which buffer. `layouts` name every parameter of `model` once."""
+
+    def __init__(self, model: nn.Module, layouts: Sequence[UnitLayout], dtype: torch.dtype) -> None:
+        self._layouts = tuple(layouts)
+        self._dtype = dtype
+        self._owners = parameter_owners(model)
+        self._meta = {name: getattr(*places[0]) for name, places in self._owners.items()}
+        self._bound: set[int] = set()
+
+    def bind(self, unit: int, flat: torch.Tensor, sink: GradientSink | None) -> None:
+        """Make the parameters of `unit` views of `flat`, a 1-D tensor of the compute dtype with the layout's elements.
+
+        With a `sink`, each gradient is handed over as soon as it is complete for the running backward, and dropped; a parameter
+        used in several backwards of a step is handed over in each. Without, the parameters need no gradient.
+
+        Raises:
+            ModelError: `flat` has another length, shape or dtype than the layout asks for.
+        """
+        layout = self._layouts[unit]
+        if flat.dtype != self._dtype or flat.dim() != 1 or flat.numel() != layout.num_elements or not flat.is_contiguous():
+            raise ModelError(
+                f"unit {unit} ({layout.name}): expected a contiguous 1-D tensor of {layout.num_elements} x {self._dtype}, "
+                f"found shape {tuple(flat.shape)} of {flat.dtype}"
+            )
+        for spec in layout.parameters:
+            view = flat.detach()[spec.offset : spec.offset + spec.num_elements].view(spec.shape)
+            parameter = nn.Parameter(view, requires_grad=sink is not None)
+            if sink is not None:
+                parameter.register_post_accumulate_grad_hook(_hand_over(spec, sink))  # type: ignore[no-untyped-call]
+            self._place(spec.name, parameter)
+        self._bound.add(unit)
+
+    def release(self, unit: int) -> None:
+        """Put the parameters of `unit` back on the meta device. Releasing an unbound unit does nothing."""
+        for spec in self._layouts[unit].parameters:
+            self._place(spec.name, self._meta[spec.name])
+        self._bound.discard(unit)
+
+    def require(self, *units: int) -> None:
+        """Raise `StepFailed` unless all `units` are bound."""
+        for unit in units:
+            if unit not in self._bound:
+                raise StepFailed(
+                    f"unit {unit} ({self._layouts[unit].name}) is used, but not bound; bound are {sorted(self._bound)}: "
+                    "fetch and bind it first"
+                )
+
+    def _place(self, name: str, parameter: nn.Parameter) -> None:
+        for module, attribute in self._owners[name]:
+            module._parameters[attribute] = parameter
+
+
+def parameter_owners(model: nn.Module) -> Mapping[str, Sequence[tuple[nn.Module, str]]]:
+    """Return, per parameter, the modules and attributes that hold it; tied parameters are one, under their first name."""
+    owners: dict[str, list[tuple[nn.Module, str]]] = {}
+    names: dict[int, str] = {}
+    for module_name, module in model.named_modules():
+        for attribute, parameter in module._parameters.items():
+            if parameter is not None:
+                name = names.setdefault(id(parameter), f"{module_name}.{attribute}" if module_name else attribute)
+                owners.setdefault(name, []).append((module, attribute))
+    return owners
+
+
+def parameter_aliases(model: nn.Module) -> dict[str, str]:
+    """Return, for every name of every parameter, the first name: the name in the layouts."""
+    names: dict[int, str] = {}
+    return {name: names.setdefault(id(parameter), name) for name, parameter in model.named_parameters(remove_duplicate=False)}
+
+
+def _hand_over(spec: ParameterSpec, sink: GradientSink) -> Callable[[Any], None]:
+    def hook(parameter: Any) -> None:
+        gradient = parameter.grad
+        parameter.grad = None
+        sink(spec, gradient)
+
+    return hook

@@ -1,0 +1,83 @@
+"""Find the repeated blocks of a causal language model, or say why it cannot be done.
+
+Invariant: what is returned is the one outermost module list whose members transformers itself treats as indivisible; a model
+for which that is ambiguous is refused, never guessed.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from headrace.spec.errors import ModelError
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """The repeated blocks: the dotted name of their list in the model, and the modules in order."""
+
+    name: str
+    modules: tuple[nn.Module, ...]
+
+
+def check_architecture(config: Any) -> None:
+    """Refuse configurations that do not describe a plain causal language model of transformers.
+
+    Raises:
+        ModelError: encoder-decoder, remote code, quantised weights, layer dropping, or no causal language model class.
+    """
+    name = f"{type(config).__name__} (model_type {getattr(config, 'model_type', None)!r})"
+    if getattr(config, "is_encoder_decoder", False):
+        raise ModelError(f"{name} is an encoder-decoder model; only decoder-only causal language models can be fine-tuned")
+    if config.get_text_config() is not config:
+        raise ModelError(f"{name} describes a model of several parts ({', '.join(config.sub_configs)}); give its text model")
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ModelError(
+            f"{name} has no causal language model class in the installed transformers; "
+            "remote code is never run: use an architecture of transformers, or a newer transformers"
+        )
+    if getattr(config, "quantization_config", None) is not None:
+        method = config.quantization_config
+        method = method.get("quant_method") if isinstance(method, dict) else type(method).__name__
+        raise ModelError(f"{name} holds quantised weights ({method}); give the model with float32, float16 or bfloat16 weights")
+    layer_drop = getattr(config, "layerdrop", 0.0) or 0.0
+    if layer_drop > 0:
+        raise ModelError(f"{name} has layerdrop {layer_drop}: blocks skipped at random are not supported; set it to 0")
+
+
+def find_blocks(model: nn.Module) -> Blocks:
+    """Return the decoder blocks of `model`.
+
+    Candidates are the outermost module lists all of whose members are of a class in `_no_split_modules`; they are checked
+    against the lists of `GradientCheckpointingLayer`s, transformers' own mark for a repeated layer.
+
+    Raises:
+        ModelError: none or several are found, or the two marks disagree; the message names the lists.
+    """
+    indivisible = set(getattr(model, "_no_split_modules", None) or ())
+    lists = _outermost_lists(model)
+    by_class = {name for name, members in lists.items() if all(type(member).__name__ in indivisible for member in members)}
+    by_layer = {
+        name for name, members in lists.items() if all(isinstance(member, GradientCheckpointingLayer) for member in members)
+    }
+    found = by_class & by_layer or (by_class or by_layer if not (by_class and by_layer) else set())
+    if len(found) != 1:
+        described = ", ".join(f"{name} ({len(members)} x {type(members[0]).__name__})" for name, members in lists.items())
+        raise ModelError(
+            f"{type(model).__name__}: expected one list of decoder blocks, found {sorted(found) or 'none'}; "
+            f"indivisible modules are {sorted(indivisible)}, module lists are {described or 'none'}; "
+            "this architecture cannot be split into blocks"
+        )
+    name = found.pop()
+    return Blocks(name, tuple(lists[name]))
+
+
+def _outermost_lists(model: nn.Module) -> dict[str, nn.ModuleList]:
+    """Return non-empty module lists that lie in no other module list, by name."""
+    lists: dict[str, nn.ModuleList] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) and not any(name.startswith(f"{outer}.") for outer in lists):
+            lists[name] = module
+    return lists

@@ -1,0 +1,202 @@
+"""A causal language model of transformers as a chain of units that can be run in any order, one bound at a time.
+
+Unit 0 is the prologue (everything outside the blocks that is used before them, a tied head included), units 1..L are the
+blocks, unit L+1 is the epilogue, if anything is used after the blocks only. Design section 3. Invariant: what a unit computes
+is what the unmodified model computes there, gradients included.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from headrace.model.batch import BlockResult, MicroBatch, PrologueResult
+from headrace.model.binding import Binding, GradientSink
+from headrace.model.blocks import find_blocks
+from headrace.model.checkpoint import Checkpoint
+from headrace.model.matching import WeightMap, load_buffers, match_weights
+from headrace.model.probe import Traits, probe
+from headrace.model.runner import Runner
+from headrace.model.skeleton import build_skeleton
+from headrace.model.taps import BlockCall
+from headrace.spec.errors import ConfigError, ModelError
+from headrace.spec.layout import PLANE_SETS, UnitLayout, lay_out
+from headrace.spec.optimizer import AdamW
+
+
+class Chain:
+    """What the engine runs. Build it with `Chain.from_config`; no weight is materialised, units are bound to buffers.
+
+    Attributes:
+        config: the configuration as given.
+        model: the skeleton: the transformers model whose unbound parameters are on the meta device.
+        compute_dtype, dtype: name and torch dtype of the weights that compute uses; `device`: where the buffers are.
+        layouts: one per unit; `num_blocks` blocks; `unit_names`; `has_epilogue_unit`.
+        tied: whether input embedding and head are one parameter.
+        has_dropout: whether a block or the prologue draws random numbers in training mode: seed before each run of a unit.
+        collects_asides: whether blocks hand router logits aside for an auxiliary loss.
+        supports_packing, packing_reason: whether several samples may share a row with restarting positions, and why not.
+    """
+
+    def __init__(self, config: Any, skeleton: Any, traits: Traits, *, compute_dtype: str, optimizer: AdamW) -> None:
+        self.config = config
+        self.model = skeleton
+        self.compute_dtype = compute_dtype
+        self.dtype: torch.dtype = getattr(torch, compute_dtype)
+        self.device = torch.device("cpu")
+        blocks = find_blocks(skeleton)
+        self.layouts = _lay_out_units(skeleton, blocks.name, traits, optimizer)
+        self.num_blocks = len(blocks.modules)
+        self.unit_names = tuple(layout.name for layout in self.layouts)
+        self.has_epilogue_unit = len(self.layouts) == self.num_blocks + 2
+        self.tied = _is_tied(skeleton)
+        self.has_dropout = _draws_random_numbers(skeleton)
+        self.supports_packing = traits.supports_packing
+        self.packing_reason = traits.packing_reason
+        collect = bool(getattr(config, "output_router_logits", False))
+        self._runner = Runner(skeleton, blocks.modules, returns_tuple=traits.returns_tuple, collect_asides=collect)
+        self.collects_asides = self._runner.collects_asides
+        self._attached: WeightMap | None = None
+        self._binding = Binding(skeleton, self.layouts, self.dtype)
+        self._resident = (0, self.num_blocks + 1) if self.has_epilogue_unit else (0,)
+
+    @classmethod
+    def from_config(cls, config: Any, compute_dtype: str, optimizer: AdamW) -> "Chain":
+        """Return the chain of the model that `config`, a configuration of transformers, describes.
+
+        Raises:
+            ConfigError: `compute_dtype` is not one of the plane sets.
+            ModelError: the architecture cannot be run block by block; the message says why.
+        """
+        if compute_dtype not in PLANE_SETS:
+            raise ConfigError(f"compute_dtype: {compute_dtype!r} is not one of {', '.join(PLANE_SETS)}")
+        skeleton = build_skeleton(config, getattr(torch, compute_dtype))
+        return cls(config, skeleton, probe(config), compute_dtype=compute_dtype, optimizer=optimizer)
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the hidden states between blocks."""
+        return int(self.config.get_text_config().hidden_size)
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of the model, tied ones counted once, without padding."""
+        return sum(layout.num_parameters for layout in self.layouts)
+
+    def bind(self, unit: int, flat: torch.Tensor, gradient_sink: GradientSink | None) -> None:
+        """Make the parameters of `unit` views of `flat` (1-D, compute dtype). See `Binding.bind`."""
+        self._binding.bind(unit, flat, gradient_sink)
+
+    def release(self, unit: int) -> None:
+        """Make the parameters of `unit` meta again: running it is an error until it is bound."""
+        self._binding.release(unit)
+
+    def attach(self, checkpoint: Checkpoint) -> WeightMap:
+        """Match the tensors of `checkpoint` with the parameters, once, and load the persistent buffers that it holds.
+
+        To be called before the first step, also when weights come from elsewhere: some buffers (router corrections) are in no
+        unit. Nothing but headers and those buffers is read.
+
+        Raises:
+            ModelError: the checkpoint does not fit the model; the message names what is missing or of another shape.
+        """
+        if self._attached is None or self._attached.checkpoint is not checkpoint:
+            weights = match_weights(checkpoint, self.model)
+            load_buffers(weights)
+            self._attached = weights
+        return self._attached
+
+    def move_buffers(self, device: torch.device | str) -> None:
+        """Move all buffers (rotary tables, scales, router corrections) to `device`, where the chain runs from here on."""
+        self.device = torch.device(device)
+        for module in self.model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = buffer.to(device)
+
+    def prologue(self, batch: MicroBatch) -> PrologueResult:
+        """Run everything before the blocks, with a graph if gradients are enabled. Needs unit 0."""
+        self._binding.require(0)
+        return self._runner.prologue(batch)
+
+    def block(self, index: int, hidden: torch.Tensor, call: BlockCall) -> BlockResult:
+        """Run block `index` (0..num_blocks-1, unit index+1) on hidden states (b, T, hidden). Needs that unit."""
+        self._binding.require(index + 1)
+        return self._runner.block(index, hidden, call)
+
+    def loss_sum(self, input_ids: torch.Tensor, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Return the sum of token cross-entropies of a chunk of positions, float32. Needs prologue and epilogue units.
+
+        Shapes: ids and targets (b, C), hidden (b, C, hidden). Ids only feed code whose result is dropped.
+        """
+        self._binding.require(*self._resident)
+        return self._runner.loss_sum(input_ids, hidden, targets)
+
+    def aside_loss(self, asides: Sequence[torch.Tensor], attention_mask: torch.Tensor | None) -> torch.Tensor:
+        """Return coefficient times the model's auxiliary loss over a whole step.
+
+        `asides`: router logits (N, experts), one tensor per router in block order, N all tokens of all micro-batches in order;
+        `attention_mask` (N,) with 0 for padding, or None. Its gradient is *not* to be divided by the number of trained tokens.
+        """
+        self._binding.require(*self._resident)
+        return self._runner.aside_loss(asides, attention_mask)
+
+
+def block_seed(seed: int, step: int, unit: int, micro: int) -> int:
+    """Return the generator seed (63 bits) for running `unit` on micro-batch `micro` of `step`.
+
+    A function of the position only, so that recomputation in backward and a resumed run draw the same numbers.
+    """
+    text = f"{seed}/{step}/{unit}/{micro}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+
+
+def _lay_out_units(model: nn.Module, blocks_name: str, traits: Traits, optimizer: AdamW) -> tuple[UnitLayout, ...]:
+    """Sort the parameters of `model` into units and place them."""
+    _refuse_shared_between_blocks(model, blocks_name)
+    num_blocks = len(model.get_submodule(blocks_name))  # type: ignore[arg-type]
+    units: list[list[tuple[str, tuple[int, ...], tuple[float, float]]]] = [[] for _ in range(num_blocks + 2)]
+    for name, parameter in model.named_parameters():
+        entry = (name, tuple(parameter.shape), optimizer.group_of(name, parameter.dim()))
+        unit = _block_of(name, blocks_name)
+        if unit is None:
+            unit = num_blocks if name in traits.epilogue_names else -1
+        units[unit + 1].append(entry)
+    names = ["prologue", *(f"block.{index}" for index in range(num_blocks)), "epilogue"]
+    laid_out = [lay_out(name, parameters) for name, parameters in zip(names, units, strict=True)]
+    return tuple(laid_out if units[-1] else laid_out[:-1])
+
+
+def _block_of(name: str, blocks_name: str) -> int | None:
+    if not name.startswith(f"{blocks_name}."):
+        return None
+    return int(name[len(blocks_name) + 1 :].split(".", 1)[0])
+
+
+def _refuse_shared_between_blocks(model: nn.Module, blocks_name: str) -> None:
+    first: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        other = first.setdefault(id(parameter), name)
+        if _block_of(name, blocks_name) != _block_of(other, blocks_name):
+            raise ModelError(
+                f"{type(model).__name__}: {other} and {name} are one parameter; "
+                "models whose blocks share parameters are not supported"
+            )
+
+
+def _is_tied(model: Any) -> bool:
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    return head is not None and embedding.weight is head.weight
+
+
+def _draws_random_numbers(model: nn.Module) -> bool:
+    """Say whether any module holds a positive dropout or jitter rate; transformers keeps some as plain attributes."""
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
+            return True
+        for name, value in vars(module).items():
+            if isinstance(value, float) and value > 0 and ("dropout" in name or "pdrop" in name or "jitter" in name):
+                return True
+    return False

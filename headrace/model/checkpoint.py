@@ -1,0 +1,119 @@
+"""A Hugging Face model directory: configuration, shards, and which tensor lies where.
+
+Only headers are read. Invariant: an opened checkpoint has every tensor that its index promises, whole.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import transformers
+from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer
+
+from headrace.model.safetensors_file import StoredTensor, read_header
+from headrace.spec.errors import ModelError
+
+_SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True, eq=False)
+class Checkpoint:
+    """A model directory whose headers have been read and checked. `tensors` are by stored name."""
+
+    directory: Path
+    config: Any = field(repr=False)
+    tensors: Mapping[str, StoredTensor] = field(repr=False)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.num_bytes for tensor in self.tensors.values())
+
+    @classmethod
+    def open(cls, directory: str | Path) -> "Checkpoint":
+        """Read the configuration and the headers of the weight files in `directory`.
+
+        Raises:
+            ModelError: no such directory, no or bad `config.json`, no safetensors weights, a shard or tensor that is missing or
+                truncated; the message names the file, the bytes expected and found.
+        """
+        directory = Path(directory)
+        if not directory.is_dir():
+            raise ModelError(
+                f"model {str(directory)!r}: no such directory; give a local model directory, nothing is downloaded"
+            )
+        config = _read_config(directory)
+        tensors: dict[str, StoredTensor] = {}
+        index = _read_index(directory)
+        for name in dict.fromkeys(index.values()) if index else [_SINGLE]:
+            if not (directory / name).is_file():
+                raise ModelError(f"{directory}: weight file {name}, named in {_INDEX}, is missing; fetch it again")
+            tensors.update(read_header(directory / name))
+        missing = sorted(set(index) - set(tensors))
+        if missing:
+            first = missing[0]
+            raise ModelError(
+                f"{directory / index[first]}: tensor {first} ({len(missing)} in all) is in {_INDEX}, not in the file; "
+                "fetch file and index again, from the same place"
+            )
+        return cls(directory, config, tensors)
+
+
+def _read_config(directory: Path) -> Any:
+    if not (directory / "config.json").is_file():
+        raise ModelError(f"{directory}: no config.json; expected a Hugging Face model directory")
+    try:
+        return AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # transformers raises many kinds for what a file may hold
+        raise ModelError(f"{directory / 'config.json'}: {_refusal(directory, error)}") from error
+
+
+def _refusal(directory: Path, error: Exception) -> str:
+    """Return why transformers does not take the configuration, shorter than its own words where the reason is the usual one."""
+    try:
+        model_type = json.loads((directory / "config.json").read_text(encoding="utf-8")).get("model_type")
+    except (OSError, ValueError, AttributeError):
+        model_type = None
+    if isinstance(model_type, str) and model_type not in CONFIG_MAPPING:
+        return (
+            f"model_type {model_type!r} is unknown to transformers {transformers.__version__}; the model may need a newer "
+            "transformers, or code of its own, which is never run"
+        )
+    return f"transformers does not accept it: {error}"
+
+
+def _read_index(directory: Path) -> dict[str, str]:
+    """Return tensor name -> file name, empty for a model in one file."""
+    path = directory / _INDEX
+    if not path.is_file():
+        if (directory / _SINGLE).is_file():
+            return {}
+        others = sorted(file.name for file in directory.iterdir() if file.suffix in (".bin", ".pt", ".safetensors", ".gguf"))
+        raise ModelError(
+            f"{directory}: neither {_SINGLE} nor {_INDEX}; found {', '.join(others[:5]) or 'no weight files'}; "
+            "save the model with save_pretrained(safe_serialization=True)"
+        )
+    try:
+        mapping = json.loads(path.read_text())["weight_map"]
+        return {str(key): str(value) for key, value in mapping.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"{path}: expected a JSON object with a weight_map, found {error!r}") from error
+
+
+def check_tokenizer(directory: str | Path) -> None:
+    """Check that transformers can load a tokenizer from `directory`, without network.
+
+    Raises:
+        ModelError: there is none, or it cannot be loaded.
+    """
+    directory = Path(directory)
+    names = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tiktoken.model")
+    if not any((directory / name).is_file() for name in names):
+        raise ModelError(f"{directory}: no tokenizer; expected one of {', '.join(names)}: copy it from the original model")
+    try:
+        AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # transformers and tokenizers raise many kinds for broken files
+        raise ModelError(f"{directory}: the tokenizer cannot be loaded: {error}") from error

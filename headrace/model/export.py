@@ -1,0 +1,176 @@
+"""Write a trained model as an ordinary Hugging Face directory, in the layout and dtypes it came in.
+
+Units are asked for one at a time and streamed tensor by tensor: memory is one unit and a few dozen megabytes. What was not
+trained (buffers, tensors that the architecture does not use, tokenizer, configuration) is copied. Invariant: the directory
+appears whole or not at all.
+"""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from headrace.model.chain import Chain
+from headrace.model.checkpoint import Checkpoint
+from headrace.model.encoding import take
+from headrace.model.importing import at_least_1d, parameter_view, rows_per_piece
+from headrace.model.matching import Conversion, Piece, WeightMap, reverse_conversion
+from headrace.model.safetensors_file import StoredTensor, read_bytes
+from headrace.model.shard_writer import ShardWriter, plan_shards
+from headrace.spec.errors import DiskFull, ModelError, RunDirectoryError
+from headrace.spec.layout import UnitLayout
+from headrace.spec.sizes import format_bytes
+
+UnitPlanes = tuple[np.ndarray, np.ndarray | None]
+ReadUnit = Callable[[int], UnitPlanes]
+
+# Everything in a model directory that is no weight in any framework's format.
+_COPIED_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".spm", ".py")
+_COPIED_NAMES = ("LICENSE", "LICENSE.md", "NOTICE", "USE_POLICY.md", "additional_chat_templates")
+
+
+class Exporter:
+    """Exports a chain whose weights came from `checkpoint` to `out_dir`, which must not exist or be empty.
+
+    `read_unit(unit)` returns the flat weight plane of a unit and the plane that completes its master (or None); the arrays are
+    used until the next call. Shards hold about `shard_bytes` (decimal gigabytes are usual).
+    """
+
+    def __init__(
+        self, checkpoint: Checkpoint, chain: Chain, out_dir: str | Path, read_unit: ReadUnit, *, shard_bytes: int = 5 * 10**9
+    ) -> None:
+        self._weights = chain.attach(checkpoint)
+        self._chain = chain
+        self._out = Path(out_dir)
+        self._read_unit = read_unit
+        self._shard_bytes = shard_bytes
+
+    def write(self) -> Path:
+        """Write the directory and return its path.
+
+        Raises:
+            RunDirectoryError: `out_dir` exists and is not empty.
+            DiskFull: there is not enough space beside it; nothing has been written.
+            ModelError: a weight cannot be stored in the dtype it came in.
+        """
+        if self._out.exists() and (not self._out.is_dir() or any(self._out.iterdir())):
+            raise RunDirectoryError(f"export to {self._out}: it exists and is not empty; choose another directory")
+        self._out.parent.mkdir(parents=True, exist_ok=True)
+        self._check_space()
+        partial = Path(tempfile.mkdtemp(prefix=f".{self._out.name}.partial-", dir=self._out.parent))
+        try:
+            self._write_weights(partial)
+            _copy_files(self._weights.checkpoint.directory, partial)
+            partial.chmod(0o755)  # mkdtemp makes it private
+            _sync_directory(partial)
+            os.replace(partial, self._out)
+            _sync_directory(self._out.parent)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+        return self._out
+
+    def _check_space(self) -> None:
+        needed_bytes = self._weights.checkpoint.num_bytes
+        free_bytes = shutil.disk_usage(self._out.parent).free
+        if free_bytes < needed_bytes:
+            raise DiskFull(
+                f"export to {self._out}: needs {needed_bytes} bytes ({format_bytes(needed_bytes)}), "
+                f"free are {free_bytes} ({format_bytes(free_bytes)}); free some space or choose another directory"
+            )
+
+    def _write_weights(self, directory: Path) -> None:
+        weights, layouts = self._weights, self._chain.layouts
+        keys = [[stored for _, stored in _keys_of(weights, layout)] for layout in layouts]
+        copied = [*weights.buffers.values(), *weights.unused]
+        order = [key for unit in keys for key in unit] + copied
+        tensors = [weights.checkpoint.tensors[key] for key in order]
+        writer = ShardWriter(directory, plan_shards(tensors, self._shard_bytes))
+        try:
+            for unit, layout in enumerate(layouts):
+                planes = self._read_unit(unit)
+                made: dict[str, np.ndarray] = {}
+                for source, key in _keys_of(weights, layout):
+                    stored = weights.checkpoint.tensors[key]
+                    if isinstance(source, Piece):
+                        writer.write(key, _encode(layout, source, stored, planes))
+                    else:
+                        made = made if key in made else _convert_back(weights, source, layout, planes)
+                        writer.write(key, [made.pop(key)])
+            for key in copied:
+                writer.write(key, read_bytes(weights.checkpoint.tensors[key]))
+            writer.finish()
+        finally:
+            writer.close()
+
+
+def _keys_of(weights: WeightMap, layout: UnitLayout) -> Iterator[tuple[Piece | Conversion, str]]:
+    """Yield where each stored tensor of a unit comes from, in the order in which it is written."""
+    names = {spec.name for spec in layout.parameters}
+    for spec in layout.parameters:
+        for piece in (*weights.pieces.get(spec.name, ()), *weights.copies.get(spec.name, ())):
+            yield piece, piece.key
+    for conversion in weights.conversions:
+        if conversion.parameters[0] in names:
+            for keys in conversion.sources.values():
+                for key in keys:
+                    yield conversion, key
+
+
+def _encode(layout: UnitLayout, piece: Piece, stored: StoredTensor, planes: UnitPlanes) -> Iterator[np.ndarray]:
+    """Yield a stored tensor's bits, some rows at a time."""
+    spec = next(spec for spec in layout.parameters if spec.name == piece.parameter)
+    weight = at_least_1d(parameter_view(planes[0], spec)[piece.index])
+    master = None if planes[1] is None else at_least_1d(parameter_view(planes[1], spec)[piece.index])
+    step = rows_per_piece(weight.shape)
+    for start in range(0, weight.shape[0], step):
+        rows = slice(start, start + step)
+        try:
+            yield take(weight[rows], None if master is None else master[rows], stored.dtype)
+        except ModelError as error:
+            raise ModelError(f"export: {piece.key}: {error}") from error
+
+
+def _convert_back(weights: WeightMap, conversion: Conversion, layout: UnitLayout, planes: UnitPlanes) -> dict[str, np.ndarray]:
+    """Run transformers' operations backwards on the whole parameters, in float32; return bits by stored name."""
+    specs = {spec.name: spec for spec in layout.parameters}
+    tensors = {}
+    for name in conversion.parameters:
+        weight = parameter_view(planes[0], specs[name])
+        master = None if planes[1] is None else parameter_view(planes[1], specs[name])
+        dtype = "F32" if any(_dtype(weights, key) != "BF16" for key in conversion.renamed.values()) else "BF16"
+        bits = np.ascontiguousarray(take(weight, master, dtype))
+        tensors[name] = torch.from_numpy(bits.view(np.int16) if dtype == "BF16" else bits)
+    made = {}
+    for key, tensor in reverse_conversion(conversion, weights.model, tensors).items():
+        bits = tensor.contiguous().numpy()
+        made[key] = bits if bits.dtype == np.int16 else take(bits, None, _dtype(weights, key))
+    return made
+
+
+def _dtype(weights: WeightMap, key: str) -> str:
+    return weights.checkpoint.tensors[key].dtype
+
+
+def _copy_files(source: Path, target: Path) -> None:
+    """Copy configuration, tokenizer, chat template and licence; no weights, no index."""
+    for path in sorted(source.iterdir()):
+        wanted = path.name in _COPIED_NAMES or path.suffix in _COPIED_SUFFIXES
+        if not wanted or path.name.endswith(".index.json"):
+            continue
+        if path.is_dir():
+            shutil.copytree(path, target / path.name)
+        else:
+            shutil.copyfile(path, target / path.name)
+
+
+def _sync_directory(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

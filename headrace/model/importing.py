@@ -1,0 +1,118 @@
+"""Fill a unit's flat buffers from a checkpoint.
+
+Every parameter is read row by row in bounded pieces and converted on the way, so that importing needs the unit's buffers and a
+few dozen megabytes, whatever the model. Invariant: the planes hold the stored values exactly, or `ModelError` names the tensor.
+"""
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+
+from headrace.model.encoding import float32_of, put
+from headrace.model.matching import Conversion, Piece, WeightMap, read_whole, run_conversion
+from headrace.model.safetensors_file import read_rows
+from headrace.spec.errors import ModelError
+from headrace.spec.layout import ParameterSpec, UnitLayout
+
+_STORED_NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
+_ROWS_AT_A_TIME_ELEMENTS = 1 << 20
+
+
+def import_unit(weights: WeightMap, layout: UnitLayout, weight_out: np.ndarray, master_out: np.ndarray | None) -> bool:
+    """Fill the planes of one unit: `weight_out` and, if the plane set has one, the plane that completes the master.
+
+    Both are 1-D with the layout's number of elements: uint16 `hi` and int16 `lo` (bfloat16 compute), float32 and None, or
+    float16 and float32 master. Padding becomes 0. Returns whether `master_out` is None or all zero: whether the weight plane
+    alone is the master.
+
+    Raises:
+        ModelError: a stored value is NaN, infinite or out of range, or a tied parameter is stored twice with different values.
+    """
+    for plane in (weight_out, master_out):
+        if plane is not None and plane.shape != (layout.num_elements,):
+            raise ModelError(f"{layout.name}: expected planes of {layout.num_elements} elements, found shape {plane.shape}")
+        if plane is not None:
+            _clear_padding(layout, plane)
+    specs = {spec.name: spec for spec in layout.parameters}
+    for spec in layout.parameters:
+        for piece in weights.pieces.get(spec.name, ()):
+            _import_piece(weights, spec, piece, weight_out, master_out)
+        for piece in weights.copies.get(spec.name, ()):
+            _check_copy(weights, piece, weights.pieces[spec.name][0])
+    for conversion in weights.conversions:
+        if any(name in specs for name in conversion.parameters):
+            _import_conversion(weights, conversion, specs, weight_out, master_out)
+    return master_out is None or not master_out.any()
+
+
+def parameter_view(plane: np.ndarray, spec: ParameterSpec) -> np.ndarray:
+    """Return the view of a flat plane that is the parameter, in its shape."""
+    return plane[spec.offset : spec.offset + spec.num_elements].reshape(spec.shape)
+
+
+def at_least_1d(view: np.ndarray) -> np.ndarray:
+    """Return a view whose first dimension can be sliced: scalars get one."""
+    return view.reshape(1) if view.ndim == 0 else view
+
+
+def rows_per_piece(shape: tuple[int, ...]) -> int:
+    """Return how many rows of a tensor are converted at a time, so that temporaries stay small."""
+    return max(1, _ROWS_AT_A_TIME_ELEMENTS // max(1, math.prod(shape[1:])))
+
+
+def _clear_padding(layout: UnitLayout, plane: np.ndarray) -> None:
+    end = 0
+    for spec in layout.parameters:
+        plane[end : spec.offset] = 0
+        end = spec.offset + spec.num_elements
+    plane[end:] = 0
+
+
+def _import_piece(
+    weights: WeightMap, spec: ParameterSpec, piece: Piece, weight_out: np.ndarray, master_out: np.ndarray | None
+) -> None:
+    stored = weights.checkpoint.tensors[piece.key]
+    weight = at_least_1d(parameter_view(weight_out, spec)[piece.index])
+    master = None if master_out is None else at_least_1d(parameter_view(master_out, spec)[piece.index])
+    for start, stop, rows in read_rows(stored):
+        try:
+            put(rows, stored.dtype, weight[start:stop], None if master is None else master[start:stop])
+        except ModelError as error:
+            raise ModelError(f"{stored.path}: {piece.key}: {error} in rows {start} to {stop}") from error
+
+
+def _check_copy(weights: WeightMap, copy: Piece, first: Piece) -> None:
+    """Refuse a tied parameter that is stored twice with different values: transformers would not tie it."""
+    stored, other = (weights.checkpoint.tensors[piece.key] for piece in (copy, first))
+    same = stored.dtype == other.dtype and all(
+        np.array_equal(float32_of(one, stored.dtype), float32_of(two, stored.dtype))
+        for (_, _, one), (_, _, two) in zip(read_rows(stored), read_rows(other), strict=True)
+    )
+    if not same:
+        raise ModelError(
+            f"{stored.path}: {copy.key} and {first.key} differ, but the configuration ties them; "
+            "set tie_word_embeddings to false in config.json to train them apart"
+        )
+
+
+def _import_conversion(
+    weights: WeightMap,
+    conversion: Conversion,
+    specs: dict[str, ParameterSpec],
+    weight_out: np.ndarray,
+    master_out: np.ndarray | None,
+) -> None:
+    made: dict[str, Any] = run_conversion(conversion, weights.model, lambda key: read_whole(weights.checkpoint.tensors[key]))
+    for name, tensor in zip(conversion.parameters, made.values(), strict=True):
+        if name not in specs:
+            raise ModelError(f"{conversion.target}: its stored tensors make {name} too, which lies in another unit")
+        dtype = _STORED_NAMES[tensor.dtype]
+        values = (tensor.contiguous().view(torch.int16) if dtype == "BF16" else tensor).numpy()
+        values = values.view(np.uint16) if dtype == "BF16" else values
+        master = None if master_out is None else parameter_view(master_out, specs[name])
+        try:
+            put(values, dtype, parameter_view(weight_out, specs[name]), master)
+        except ModelError as error:
+            raise ModelError(f"{name}, made from {', '.join(conversion.sources)}: {error}") from error

@@ -1,0 +1,281 @@
+"""Find out by trying what the chain must know about an architecture, on a tiny instance of it.
+
+Invariant: nothing about an architecture is written down here; a family that transformers adds tomorrow is treated the same, or
+refused with the reason.
+"""
+
+import json
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, cast
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from headrace.model.batch import IGNORED, MicroBatch, shift_labels
+from headrace.model.blocks import check_architecture, find_blocks
+from headrace.model.runner import Runner
+from headrace.model.tiny import shrink
+from headrace.spec.errors import ModelError
+
+# Two samples of unequal length, longer than the tiny sliding window, so that windows and packing are seen.
+_LENGTHS = (13, 10)
+# Sums in another order: measured 3e-8 on 25 architectures in float32; a lost gradient is larger by orders of magnitude.
+_RELATIVE_TOLERANCE = 1e-4
+
+
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """What trying told: what a block returns, which parameters come after the blocks only, whether samples can be packed.
+
+    `blocks_name` is the dotted name of the list of blocks. `packing_reason` says why packing is not possible, if so.
+    """
+
+    blocks_name: str
+    returns_tuple: bool
+    epilogue_names: frozenset[str]
+    supports_packing: bool
+    packing_reason: str
+
+
+def probe(config: Any) -> Traits:
+    """Return the traits of the architecture of `config`. Cached by architecture and structure.
+
+    Raises:
+        ModelError: the architecture is refused, cannot be shrunk, or cannot be run block by block.
+    """
+    check_architecture(config)
+    return _probe(cast(Hashable, type(config)), architecture_key(config))
+
+
+def self_check(config: Any) -> None:
+    """Compare loss and all gradients of a block-major run with plain `loss.backward()`, in float32, on a tiny instance.
+
+    Two micro-batches of unequal length against one padded batch and the model's own loss, auxiliary loss included.
+
+    Raises:
+        ModelError: they differ; the message names the parameter and both numbers.
+    """
+    check_architecture(config)
+    reason = _self_check(cast(Hashable, type(config)), architecture_key(config))
+    if reason:
+        raise ModelError(f"{type(config).__name__}: cannot be trained block by block: {reason}")
+
+
+def architecture_key(config: Any) -> str:
+    """Return what tells architectures and structures apart: the shrunk configuration."""
+    return json.dumps(shrink(config).to_dict(), sort_keys=True, default=str)
+
+
+def _tiny_model(config_class: type, key: str) -> Any:
+    values = {name: value for name, value in json.loads(key).items() if name not in ("transformers_version", "dtype")}
+    config = config_class(**values)
+    config.use_cache = False
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        try:
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
+        except Exception as error:  # whatever the architecture's own code raises for sizes it cannot have
+            raise ModelError(f"{config_class.__name__}: cannot build a tiny instance for checking: {error!r}") from error
+        with torch.no_grad():
+            for parameter in model.parameters():  # away from the initial values: near those, mistakes are invisible
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model.float().train()
+
+
+def tiny_runner(config_class: type, key: str) -> Runner:
+    """Return a tiny float32 instance of an architecture, ready to be run block by block."""
+    model = _tiny_model(config_class, key)
+    blocks = find_blocks(model).modules
+    seen: list[bool] = []
+    handle = blocks[0].register_forward_hook(lambda module, args, out: seen.append(isinstance(out, tuple)))
+    try:
+        with torch.no_grad():
+            model(input_ids=tiny_samples(model)[0].input_ids, use_cache=False, **_without_asides(model))
+    except Exception as error:  # the architecture's own code, on sizes that it may not like
+        raise ModelError(f"{config_class.__name__}: its tiny instance does not run: {error!r}") from error
+    finally:
+        handle.remove()
+    if not seen:
+        raise ModelError(f"{config_class.__name__}: its forward does not call its first block")
+    collect = bool(getattr(model.config, "output_router_logits", False))
+    model.config.output_router_logits = False
+    return Runner(model, blocks, returns_tuple=seen[0], collect_asides=collect)
+
+
+def _without_asides(model: Any) -> dict[str, Any]:
+    return {"output_router_logits": False} if getattr(model.config, "output_router_logits", False) else {}
+
+
+def tiny_samples(model: Any) -> list[MicroBatch]:
+    """Return two samples of unequal length for a tiny instance."""
+    generator = torch.Generator().manual_seed(1)
+    high = model.get_input_embeddings().weight.shape[0]
+    ids = [torch.randint(2, high, (1, length), generator=generator) for length in _LENGTHS]
+    return [MicroBatch(sample, sample, torch.ones_like(sample)) for sample in ids]
+
+
+@lru_cache(maxsize=64)
+def _probe(config_class: type, key: str) -> Traits:
+    runner = tiny_runner(config_class, key)
+    _check_causal(runner)
+    packs, reason = _check_packing(runner)
+    return Traits(find_blocks(runner.model).name, runner.returns_tuple, frozenset(_epilogue_names(runner)), packs, reason)
+
+
+def _epilogue_names(runner: Runner) -> set[str]:
+    """Return parameters with a gradient from after the blocks and none from before them."""
+    sample = tiny_samples(runner.model)[0]
+    first = runner.prologue(sample).hidden
+    if first.requires_grad:
+        first.square().sum().backward()  # type: ignore[no-untyped-call]
+    before = _names_with_gradient(runner.model)
+    runner.model.zero_grad()
+    final = first.detach().requires_grad_()
+    runner.loss_sum(sample.input_ids, final, shift_labels(sample.labels)).backward()  # type: ignore[no-untyped-call]
+    if final.grad is None:
+        raise ModelError(f"{type(runner.model).__name__}: the loss does not depend on the last block's hidden states")
+    return _names_with_gradient(runner.model) - before
+
+
+def _names_with_gradient(model: nn.Module) -> set[str]:
+    return {name for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+@torch.no_grad()
+def _run_blocks(runner: Runner, batch: MicroBatch) -> torch.Tensor:
+    start = runner.prologue(batch)
+    hidden = start.hidden
+    for index, call in enumerate(start.calls):
+        hidden = runner.block(index, hidden, call).hidden
+    return hidden
+
+
+def _check_causal(runner: Runner) -> None:
+    """Raise `ModelError` if a token changes what earlier positions compute."""
+    sample = tiny_samples(runner.model)[0]
+    other = sample.input_ids.clone()
+    other[:, -1] = torch.where(other[:, -1] == 2, 3, 2)
+    seen, changed = (_run_blocks(runner, MicroBatch(ids, ids))[:, :-1] for ids in (sample.input_ids, other))
+    difference = float((seen - changed).abs().max())
+    if difference > 1e-4 * float(seen.abs().max()):
+        raise ModelError(
+            f"{type(runner.model).__name__}: the last token changes earlier positions by {difference:.2g}; "
+            "only causal (left-to-right) models can be fine-tuned; set is_decoder if the configuration has it"
+        )
+
+
+def _check_packing(runner: Runner) -> tuple[bool, str]:
+    """Say whether samples packed into one row with restarting positions stay apart, and if not, why."""
+    samples = tiny_samples(runner.model)
+    ids = torch.cat([sample.input_ids for sample in samples], dim=1)
+    positions = torch.cat([torch.arange(length) for length in _LENGTHS])[None]
+    try:
+        packed = _run_blocks(runner, MicroBatch(ids, ids, None, positions))
+    except (TypeError, ValueError, RuntimeError, IndexError) as error:
+        return False, f"positions cannot be given: {error}"
+    alone = torch.cat([_run_blocks(runner, MicroBatch(one.input_ids, one.labels)) for one in samples], dim=1)
+    difference = float((packed - alone).abs().max())
+    if difference > 1e-4 * float(alone.abs().max()):
+        return False, f"samples in one row see each other: block outputs differ by {difference:.2g}"
+    return True, ""
+
+
+@lru_cache(maxsize=64)
+def _self_check(config_class: type, key: str) -> str:
+    runner = tiny_runner(config_class, key)
+    model, samples = runner.model, tiny_samples(runner.model)
+    expected_loss = _plain_loss(runner, samples)
+    expected_loss.backward()  # type: ignore[no-untyped-call]
+    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
+    model.zero_grad(set_to_none=True)
+    loss, expected_value = block_major_backward(runner, samples), float(expected_loss.detach())
+    if abs(loss - expected_value) > _RELATIVE_TOLERANCE * abs(expected_value):
+        return f"loss {loss:.6f} block by block, {expected_value:.6f} plainly"
+    largest = max(float(grad.abs().max()) for grad in expected.values() if grad is not None)
+    for name, parameter in model.named_parameters():
+        plain, ours = expected[name], parameter.grad
+        plain = torch.zeros_like(parameter) if plain is None else plain
+        difference = float((plain - (0 if ours is None else ours)).abs().max())
+        if not difference <= _RELATIVE_TOLERANCE * float(plain.abs().max()) + 1e-6 * largest:
+            return f"gradient of {name} differs by {difference:.2g} (largest element {float(plain.abs().max()):.2g})"
+    return ""
+
+
+def _plain_loss(runner: Runner, samples: Sequence[MicroBatch]) -> torch.Tensor:
+    """Return the model's own loss of the samples as one padded batch."""
+    length = max(_LENGTHS)
+
+    def pad(rows: list[torch.Tensor], value: int) -> torch.Tensor:
+        return torch.cat([nn.functional.pad(row, (0, length - row.shape[1]), value=value) for row in rows])
+
+    wanted = {"output_router_logits": True} if runner.collects_asides else {}
+    loss: torch.Tensor = runner.model(
+        input_ids=pad([sample.input_ids for sample in samples], 0),
+        attention_mask=pad([torch.ones_like(sample.input_ids) for sample in samples], 0),
+        labels=pad([sample.labels for sample in samples], IGNORED),
+        use_cache=False,
+        **wanted,
+    ).loss
+    return loss
+
+
+def block_major_backward(runner: Runner, batches: Sequence[MicroBatch]) -> float:
+    """Run forward and backward of `batches` block by block, gradients into `.grad`; return the token-mean loss.
+
+    The reference of what the engine does, without streaming: all micro-batches pass a block before the next is touched.
+    """
+    trained = sum(int((shift_labels(batch.labels) != IGNORED).sum()) for batch in batches)
+    inputs, calls, asides = _forward_all(runner, batches)
+    aside_gradients, loss = _aside_gradients(runner, asides, batches)
+    gradients = []
+    for batch, hidden in zip(batches, inputs[-1], strict=True):
+        final = hidden.requires_grad_()
+        part = runner.loss_sum(batch.input_ids, final, shift_labels(batch.labels)) / trained
+        part.backward()  # type: ignore[no-untyped-call]
+        loss += float(part.detach())
+        gradients.append(final.grad)
+    for index in reversed(range(len(runner.blocks))):
+        for micro in range(len(batches)):
+            hidden = inputs[index][micro].detach().requires_grad_()
+            result = runner.block(index, hidden, calls[micro][index])
+            torch.autograd.backward(
+                [result.hidden, *result.asides], [gradients[micro], *(grads[micro] for grads in aside_gradients[index])]
+            )
+            gradients[micro] = hidden.grad
+    for batch, gradient in zip(batches, gradients, strict=True):
+        first = runner.prologue(batch).hidden
+        if first.requires_grad:
+            first.backward(gradient)  # type: ignore[no-untyped-call]
+    return loss
+
+
+@torch.no_grad()
+def _forward_all(runner: Runner, batches: Sequence[MicroBatch]) -> tuple[list[list[torch.Tensor]], list[Any], list[Any]]:
+    """Return hidden states [block][micro-batch], calls [micro-batch][block], asides [block][micro-batch]."""
+    starts = [runner.prologue(batch) for batch in batches]
+    inputs = [[start.hidden for start in starts]]
+    calls = [start.calls for start in starts]
+    asides = []
+    for index in range(len(runner.blocks)):
+        results = [runner.block(index, inputs[-1][micro], calls[micro][index]) for micro in range(len(batches))]
+        inputs.append([result.hidden.detach() for result in results])
+        asides.append([result.asides for result in results])
+    return inputs, calls, asides
+
+
+def _aside_gradients(
+    runner: Runner, asides: list[list[tuple[torch.Tensor, ...]]], batches: Sequence[MicroBatch]
+) -> tuple[list[list[tuple[torch.Tensor, ...]]], float]:
+    """Return gradients [block][aside][micro-batch] of the auxiliary loss over the whole step, and the loss."""
+    joined = [[torch.cat(parts).requires_grad_() for parts in zip(*block, strict=True)] for block in asides]
+    flat = [logits for block in joined for logits in block]
+    if not flat:
+        return [[] for _ in asides], 0.0
+    masks = [torch.ones_like(b.input_ids) if b.attention_mask is None else b.attention_mask for b in batches]
+    loss = runner.aside_loss(flat, torch.cat([mask.flatten() for mask in masks]))
+    gradients = iter(torch.autograd.grad(loss, flat))
+    rows = [mask.numel() for mask in masks]
+    return [[tuple(torch.split(next(gradients), rows)) for _ in block] for block in joined], float(loss.detach())

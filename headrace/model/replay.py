@@ -1,0 +1,206 @@
+"""Replay: in recompute, hand back operator outputs that forward kept, instead of computing them again.
+
+A recording dispatch mode keeps the outputs of chosen operators in forward, which runs without a graph; in backward the block
+runs again under a replaying mode that returns them in the same order, so only the rest is computed. Gradients are bit-identical
+to full recompute, because the same numbers enter the same graph. This one mechanism covers recomputation (nothing kept),
+activation swapping (Fuyou: outputs kept on host or SSD) and everything between.
+
+Operators are named by their *ordinal*: the position among the replayable operator calls of one run of the block.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from headrace.spec.errors import HeadraceError
+
+Output = torch.Tensor | tuple[Any, ...]
+
+_aten = torch.ops.aten
+
+
+def _replayable() -> frozenset[Any]:
+    """Return the operators whose outputs may be kept: functional, deterministic, expensive for their size.
+
+    Views and in-place operators are not here (they alias what they get), nor random ones (their state is the seed's business).
+    Operators that this build of torch does not have are left out.
+    """
+    names = (
+        "mm.default",
+        "addmm.default",
+        "bmm.default",
+        "baddbmm.default",
+        "convolution.default",
+        "_grouped_mm.default",
+        "_scaled_dot_product_flash_attention_for_cpu.default",
+        "_scaled_dot_product_flash_attention.default",
+        "_scaled_dot_product_efficient_attention.default",
+        "_scaled_dot_product_cudnn_attention.default",
+    )
+    found = []
+    for name in names:
+        packet, overload = name.rsplit(".", 1)
+        operator = getattr(getattr(_aten, packet, None), overload, None)
+        if operator is not None:
+            found.append(operator)
+    return frozenset(found)
+
+
+REPLAYABLE = _replayable()
+
+
+class ReplayMismatch(HeadraceError, RuntimeError):
+    """The block ran other operators in recompute than in forward; replaying would give wrong gradients."""
+
+
+def operator_name(func: Any) -> str:
+    """Return an operator's name; all forms of fused attention have one, for which of them runs is the device's choice."""
+    name = str(func)
+    return "attention" if "scaled_dot_product" in name else name
+
+
+class Record(TorchDispatchMode):
+    """Keep the outputs of the operators at `chosen` ordinals in `kept` (ordinal -> operator and output).
+
+    `names` lists what ran, in order: ordinals mean nothing if it is not what they were chosen for.
+    """
+
+    def __init__(self, chosen: frozenset[int]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.kept: dict[int, tuple[Any, Output]] = {}
+        self.names: list[str] = []
+        self._chosen = chosen
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func not in REPLAYABLE:
+            return func(*args, **(kwargs or {}))
+        ordinal = len(self.names)
+        self.names.append(operator_name(func))
+        if ordinal not in self._chosen:
+            return func(*args, **(kwargs or {}))
+        out = _call_for_backward(func, args, kwargs or {})
+        self.kept[ordinal] = (func, out)
+        return out
+
+
+class Replay(TorchDispatchMode):
+    """Return kept outputs instead of computing them; `skipped` ordinals return memory that was never written.
+
+    A skipped operator is one whose output no gradient depends on (`find_skippable`): it is neither kept nor computed.
+    """
+
+    def __init__(self, kept: Mapping[int, tuple[Any, Output]], skipped: frozenset[int] = frozenset()) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._kept, self._skipped, self._next = kept, skipped, 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func not in REPLAYABLE:
+            return func(*args, **(kwargs or {}))
+        ordinal, self._next = self._next, self._next + 1
+        if ordinal in self._kept:
+            recorded, out = self._kept[ordinal]
+            if recorded is not func:
+                raise ReplayMismatch(
+                    f"operator {ordinal} of the block was {recorded} in forward and is {func} in recompute; "
+                    "switch replay off for this model (replay: none)"
+                )
+            return out
+        if ordinal in self._skipped and func in _SHAPES:
+            return _SHAPES[func](args)
+        return func(*args, **(kwargs or {}))
+
+
+def _call_for_backward(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Output:
+    """Forward runs without a graph, where attention on a GPU leaves out what only its backward needs; ask for it."""
+    out: Output = func(*with_log_sumexp(func, args), **kwargs)
+    return out
+
+
+def with_log_sumexp(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the positional arguments of `func` with `compute_log_sumexp` on, where it has one (it is never by keyword)."""
+    names = [argument.name for argument in func._schema.arguments]
+    if "compute_log_sumexp" not in names:
+        return args
+    position = names.index("compute_log_sumexp")
+    return (*args[:position], True, *args[position + 1 :])
+
+
+def _matrix_shape(args: tuple[Any, ...]) -> torch.Tensor:
+    left, right = args[-2:]
+    empty: torch.Tensor = left.new_empty((*left.shape[:-1], right.shape[-1]))
+    return empty
+
+
+# Operators that can be skipped: the shape of their output follows from their inputs.
+_SHAPES: dict[Any, Callable[[tuple[Any, ...]], torch.Tensor]] = {
+    _aten.mm.default: _matrix_shape,
+    _aten.addmm.default: _matrix_shape,
+    _aten.bmm.default: _matrix_shape,
+}
+
+
+class Poison(TorchDispatchMode):
+    """Replace the output of one operator by NaN, to see which gradients depend on it."""
+
+    def __init__(self, ordinal: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._ordinal, self._next = ordinal, 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func in REPLAYABLE:
+            if self._next == self._ordinal and func in _SHAPES:
+                out = torch.full_like(out, float("nan"))
+            self._next += 1
+        return out
+
+
+def count_operators(run: Callable[[], object]) -> list[Any]:
+    """Return the replayable operators that `run` calls, in order; the index is the ordinal."""
+
+    class Count(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()  # type: ignore[no-untyped-call]
+            self.seen: list[Any] = []
+
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        ) -> Any:
+            if func in REPLAYABLE:
+                self.seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Count() as count:
+        run()
+    seen: list[Any] = count.seen
+    return seen
+
+
+def find_skippable(
+    forward: Callable[[], torch.Tensor], backward: Callable[[torch.Tensor], list[torch.Tensor]]
+) -> frozenset[int]:
+    """Return the ordinals whose output no gradient depends on, found by trying.
+
+    `forward` runs the block with a graph and returns its output; `backward` takes that output and returns all gradients (of
+    the input and of the parameters) for a fixed output gradient. An output is skippable if NaN in its place changes no
+    gradient: the last projection of a block, whose result only the next block wants, is the usual case.
+    """
+    operators = count_operators(forward)
+    wanted = backward(forward())
+    skippable = set()
+    for ordinal, operator in enumerate(operators):
+        if operator not in _SHAPES:
+            continue
+        with Poison(ordinal):
+            out = forward()
+        if all(torch.equal(got, want) for got, want in zip(backward(out), wanted, strict=True)):
+            skippable.add(ordinal)
+    return frozenset(skippable)

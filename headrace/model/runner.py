@@ -1,0 +1,123 @@
+"""Run an unmodified causal language model in three parts: what lies before its blocks, each block, what lies after.
+
+Knows nothing of units or flat buffers: weights are whatever the modules hold. Invariant: only the part asked for is computed,
+by the model's own code, and everything that carries a gradient out of it is returned.
+"""
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers.modeling_outputs import MoeModelOutputWithPast
+
+from headrace.model.batch import IGNORED, BlockResult, MicroBatch, PrologueResult
+from headrace.model.taps import BlockCall, Taps
+from headrace.spec.errors import ModelError
+
+
+class Runner:
+    """Runs the parts of `model`, whose repeated blocks are `blocks`, in any order.
+
+    `returns_tuple` says what a block returns. With `collect_asides` the router logits of each block are caught.
+    """
+
+    def __init__(self, model: Any, blocks: Sequence[nn.Module], *, returns_tuple: bool, collect_asides: bool = False) -> None:
+        self.model = model
+        self.blocks = tuple(blocks)
+        self.returns_tuple = returns_tuple
+        self.collects_asides = collect_asides and _has_aside_loss(model)
+        self._asides: list[torch.Tensor] | None = None
+        if self.collects_asides:
+            self._hook_routers()
+
+    def prologue(self, batch: MicroBatch) -> PrologueResult:
+        """Run everything before the blocks: embedding, masks, rotary tables."""
+        inputs = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
+        if batch.position_ids is not None:
+            inputs["position_ids"] = batch.position_ids
+        with Taps(self.blocks, self.returns_tuple) as taps:
+            self.model(**inputs, use_cache=False)
+        if taps.hidden is None or len(taps.calls) != len(self.blocks):
+            raise ModelError(
+                f"{type(self.model).__name__}: its forward called {len(taps.calls)} of {len(self.blocks)} blocks; "
+                "a model that skips or repeats blocks cannot be run block by block"
+            )
+        return PrologueResult(taps.hidden, tuple(taps.calls))
+
+    def block(self, index: int, hidden: torch.Tensor, call: BlockCall) -> BlockResult:
+        """Run block `index` (from 0) on hidden states (b, T, hidden)."""
+        asides: list[torch.Tensor] = []
+        self._asides = asides
+        try:
+            out = self.blocks[index](hidden, *call.args, **call.kwargs)
+        finally:
+            self._asides = None
+        return BlockResult(out[0] if isinstance(out, tuple) else out, tuple(asides))
+
+    def loss_sum(self, input_ids: torch.Tensor, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Return the sum of token cross-entropies (float32 scalar) of a chunk of positions.
+
+        `input_ids` and `targets` are (b, C), `hidden` the final hidden states (b, C, hidden). Norm, head, soft-capping and
+        scaling are the model's own; logits exist for the chunk only.
+        """
+        with Taps(self.blocks, self.returns_tuple, inject=hidden):
+            logits = self.model(input_ids=input_ids, use_cache=False).logits
+        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+
+    def aside_loss(self, asides: Sequence[torch.Tensor], attention_mask: torch.Tensor | None) -> torch.Tensor:
+        """Return the model's own auxiliary loss times its coefficient, over all tokens given.
+
+        `asides` are router logits (N, experts), one tensor per router, in block order; `attention_mask` is (N,) or None, with 0
+        for padding. The base model is stood in for, so that the head class computes the loss from these logits.
+        """
+        if not self.collects_asides or not asides:
+            raise ModelError(f"{type(self.model).__name__}: no router logits are collected (output_router_logits is off)")
+        model = self.model
+        head = model.get_output_embeddings().weight
+        base = getattr(model, model.base_model_prefix)
+        stand_in = MoeModelOutputWithPast(
+            last_hidden_state=torch.zeros(1, 1, head.shape[-1], dtype=head.dtype, device=head.device),
+            router_logits=tuple(asides),
+        )
+        base.forward = lambda *args, **kwargs: stand_in
+        try:
+            mask = None if attention_mask is None else attention_mask.reshape(1, -1)
+            ids = torch.zeros(1, 1, dtype=torch.int64, device=asides[0].device)
+            loss = model(input_ids=ids, attention_mask=mask, output_router_logits=True, use_cache=False).aux_loss
+        finally:
+            del base.__dict__["forward"]
+        coefficient = getattr(model, "router_aux_loss_coef", None)
+        return torch.as_tensor((model.config.router_aux_loss_coef if coefficient is None else coefficient) * loss)
+
+    def _hook_routers(self) -> None:
+        specs = (getattr(self.model, "_can_record_outputs", None) or {}).get("router_logits", ())
+        found = 0
+        for spec in specs if isinstance(specs, list | tuple) else (specs,):
+            target = getattr(spec, "target_class", spec)
+            position = getattr(spec, "index", 1)
+            path = getattr(spec, "layer_name", None)
+            for block in self.blocks:
+                for name, module in block.named_modules():
+                    wanted = isinstance(target, type) and isinstance(module, target) and (not path or path.strip(".") in name)
+                    if wanted:
+                        module.register_forward_hook(self._catch(position))
+                        found += 1
+        if not found:
+            raise ModelError(
+                f"{type(self.model).__name__}: output_router_logits is on, but transformers names no router inside the blocks; "
+                "turn it off to train without the auxiliary loss"
+            )
+
+    def _catch(self, position: int) -> Any:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            if self._asides is not None:
+                self._asides.append(output[position] if isinstance(output, tuple) else output)
+
+        return hook
+
+
+def _has_aside_loss(model: Any) -> bool:
+    return "output_router_logits" in inspect.signature(type(model).forward).parameters

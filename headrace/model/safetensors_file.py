@@ -1,0 +1,140 @@
+"""Read safetensors files: the header, and tensors by offset in bounded pieces.
+
+Parsed here (8 bytes of length, JSON, data) because nothing of a file may stay mapped or cached: a memory map of a 350 GB model
+counts as resident memory when it is touched. Invariant: a tensor is only described if the file holds all of its bytes.
+"""
+
+import json
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from headrace.spec.errors import ModelError
+from headrace.spec.sizes import MIB, format_bytes
+
+# safetensors name -> bytes per element; names that are not here have unknown size and are refused.
+_ELEMENT_BYTES = {
+    **dict.fromkeys(("F64", "I64", "U64", "C64"), 8),
+    **dict.fromkeys(("F32", "I32", "U32"), 4),
+    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 2),
+    **dict.fromkeys(("I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
+}
+# What weights may be stored as, and the NumPy dtype that holds the bits.
+WEIGHT_DTYPES: dict[str, np.dtype[Any]] = {
+    "BF16": np.dtype(np.uint16),
+    "F16": np.dtype(np.float16),
+    "F32": np.dtype(np.float32),
+}
+_LARGEST_HEADER_BYTES = 100 * MIB  # the limit of the safetensors library
+_PIECE_BYTES = 4 * MIB
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor in a file: `num_bytes` bytes from `offset` of `path`, row-major; `dtype` is the safetensors name."""
+
+    key: str
+    path: Path
+    offset: int
+    num_bytes: int
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def read_header(path: Path) -> dict[str, StoredTensor]:
+    """Return the tensors of a safetensors file by name.
+
+    Raises:
+        ModelError: the file is missing, no safetensors file, truncated or has bytes that belong to no tensor.
+    """
+    try:
+        found_bytes = path.stat().st_size
+        with path.open("rb") as file:
+            header_bytes = int.from_bytes(file.read(8), "little")
+            if found_bytes < 8 or header_bytes > min(found_bytes - 8, _LARGEST_HEADER_BYTES):
+                raise ModelError(
+                    f"{path}: expected a safetensors file, found {found_bytes} bytes that begin with a header length of "
+                    f"{header_bytes}; the file is truncated or of another kind: fetch it again"
+                )
+            header = json.loads(file.read(header_bytes))
+    except OSError as error:
+        raise ModelError(f"{path}: cannot read weights: {error.strerror}") from error
+    except ValueError as error:
+        raise error if isinstance(error, ModelError) else ModelError(f"{path}: its header is no JSON: {error}") from error
+    if not isinstance(header, dict):
+        raise ModelError(f"{path}: expected a JSON object as header, found {type(header).__name__}")
+    start = 8 + header_bytes
+    tensors = {key: _describe(path, key, entry, start) for key, entry in header.items() if key != "__metadata__"}
+    expected_bytes = max((tensor.offset + tensor.num_bytes for tensor in tensors.values()), default=start)
+    if expected_bytes != found_bytes:
+        raise ModelError(
+            f"{path}: its header asks for {expected_bytes} bytes ({format_bytes(expected_bytes)}), "
+            f"found {found_bytes} ({format_bytes(found_bytes)}); fetch the file again"
+        )
+    return tensors
+
+
+def _describe(path: Path, key: str, entry: Any, start: int) -> StoredTensor:
+    try:
+        dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+        expected_bytes = math.prod(shape) * _ELEMENT_BYTES[dtype]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ModelError(f"{path}: tensor {key} has a header entry that is not understood: {entry!r}") from error
+    if end - begin != expected_bytes or begin < 0:
+        raise ModelError(f"{path}: tensor {key} ({dtype} {shape}) needs {expected_bytes} bytes, its entry holds {end - begin}")
+    return StoredTensor(key, path, start + begin, expected_bytes, dtype, shape)
+
+
+def read_rows(tensor: StoredTensor, piece_bytes: int = _PIECE_BYTES) -> Iterator[tuple[int, int, np.ndarray]]:
+    """Yield `(start, stop, rows)` over the first dimension of a weight tensor, about `piece_bytes` at a time.
+
+    `rows` holds the bits (bfloat16 as uint16) in the tensor's shape; it is overwritten by the next piece. Pages read are
+    dropped from the page cache: each byte of a checkpoint is read once.
+    """
+    dtype = WEIGHT_DTYPES[tensor.dtype]
+    shape = tensor.shape or (1,)
+    row_bytes = math.prod(shape[1:]) * dtype.itemsize
+    rows_per_piece = max(1, min(shape[0], piece_bytes // max(1, row_bytes)))
+    buffer = np.empty((rows_per_piece, *shape[1:]), dtype)
+    descriptor = os.open(tensor.path, os.O_RDONLY)
+    try:
+        for start in range(0, shape[0], rows_per_piece):
+            stop = min(start + rows_per_piece, shape[0])
+            rows = buffer[: stop - start]
+            _read_into(descriptor, tensor, tensor.offset + start * row_bytes, rows)
+            yield start, stop, rows
+    finally:
+        os.close(descriptor)
+
+
+def read_bytes(tensor: StoredTensor, piece_bytes: int = _PIECE_BYTES) -> Iterator[np.ndarray]:
+    """Yield the bytes of a tensor of any dtype, a piece at a time."""
+    buffer = np.empty(min(piece_bytes, max(1, tensor.num_bytes)), np.uint8)
+    descriptor = os.open(tensor.path, os.O_RDONLY)
+    try:
+        for start in range(0, tensor.num_bytes, piece_bytes):
+            piece = buffer[: min(piece_bytes, tensor.num_bytes - start)]
+            _read_into(descriptor, tensor, tensor.offset + start, piece)
+            yield piece
+    finally:
+        os.close(descriptor)
+
+
+def _read_into(descriptor: int, tensor: StoredTensor, offset: int, out: np.ndarray) -> None:
+    """Fill `out` from the file, however many calls that takes, and drop the pages behind."""
+    view = memoryview(out.reshape(-1).view(np.uint8).data)
+    done = 0
+    while done < len(view):
+        count = os.preadv(descriptor, [view[done:]], offset + done)
+        if count == 0:
+            raise ModelError(
+                f"{tensor.path}: tensor {tensor.key}: wanted {len(view)} bytes at {offset}, found {done}; the file shrank"
+            )
+        done += count
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(descriptor, offset, len(view), os.POSIX_FADV_DONTNEED)

@@ -1,0 +1,97 @@
+"""Build a model of transformers without its weights: parameters on the meta device, buffers real.
+
+Invariant: no weight is ever materialised, however large the model; every buffer (rotary tables, embedding scales, router
+corrections) holds the value that the architecture gives it, because most are in no checkpoint.
+"""
+
+import copy
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.overrides import TorchFunctionMode
+from transformers import AutoModelForCausalLM
+
+from headrace.model.blocks import check_architecture
+from headrace.spec.errors import ModelError
+
+# A large uninitialised tensor is a weight, not a table, and so is a large one of three dimensions (experts): made on meta at
+# once. Without this, constructing Llama 4 Scout writes 200 GB of zeros, one block at a time (141 s measured).
+_LARGE_ELEMENTS = 1 << 20
+_FILLED = (torch.zeros, torch.ones, torch.randn, torch.rand)
+
+
+class _LargeOnMeta(TorchFunctionMode):
+    """Make large tensors that can only be weights on the meta device."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if (func is torch.empty or func in _FILLED) and "device" not in kwargs:
+            shape = kwargs.get("size", args[0] if len(args) == 1 and isinstance(args[0], tuple | list) else args)
+            if torch.Size(shape).numel() >= _LARGE_ELEMENTS and (func is torch.empty or len(shape) > 2):
+                kwargs["device"] = "meta"
+        return func(*args, **kwargs)
+
+
+def _to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> Any:
+    """Replace a parameter that is being registered by one on the meta device."""
+    if parameter is None or parameter.device.type == "meta":
+        return None
+    return nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+
+
+def build_skeleton(config: Any, dtype: torch.dtype) -> Any:
+    """Return the causal language model that `config` describes, in training mode, without weights.
+
+    The configuration is copied; attention is `sdpa` where the architecture has it, the key-value cache is off. Router logits
+    are not collected by the model (the chain does): the flag is cleared in the copy.
+
+    Raises:
+        ModelError: the architecture is refused, or transformers cannot build it from this configuration.
+    """
+    check_architecture(config)
+    config = copy.deepcopy(config)
+    config.use_cache = False
+    if getattr(config, "output_router_logits", False):
+        config.output_router_logits = False
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=[]))  # construction must not move the caller's generator
+        stack.callback(register_module_parameter_registration_hook(_to_meta).remove)
+        stack.enter_context(_LargeOnMeta())
+        model = _from_config(config, dtype)
+    _keep_buffers_exact(model)
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    return model.train()
+
+
+def _from_config(config: Any, dtype: torch.dtype) -> Any:
+    try:
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False)
+    except ValueError as error:
+        if "scaled_dot_product_attention" not in str(error):
+            raise ModelError(f"{type(config).__name__}: transformers cannot build the model: {error}") from error
+    except Exception as error:  # whatever a broken configuration triggers inside the architecture's own code
+        raise ModelError(f"{type(config).__name__}: transformers cannot build the model: {error!r}") from error
+    return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager", trust_remote_code=False)
+
+
+def _keep_buffers_exact(model: Any) -> None:
+    """Check that buffers are real, and keep in float32 those that the architecture wants so.
+
+    Raises:
+        ModelError: a buffer has no value without the weights.
+    """
+    keep = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    for module_name, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            full_name = f"{module_name}.{name}"
+            if buffer.device.type == "meta":
+                raise ModelError(f"{type(model).__name__}: buffer {full_name} has no value of its own; not supported")
+            if buffer.is_floating_point() and any(part in full_name.split(".") for part in keep):
+                module._buffers[name] = buffer.float()

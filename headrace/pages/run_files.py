@@ -1,0 +1,117 @@
+"""What a run directory holds that a report can use. Nothing is computed here.
+
+Invariant: only the absence of the directory is an error. A file that is missing or unreadable becomes a sentence in `missing`,
+which the page shows in the place of what it would have drawn.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+from headrace.plan.base import Plan
+from headrace.report.lanes import LANES_NAME, TIMELINE_NAME, Recording, read_recording
+from headrace.report.metrics import Record, read_metrics
+from headrace.spec.ceilings import Ceilings
+from headrace.spec.errors import HeadraceError, RunDirectoryError
+
+METRICS_NAME = "metrics.jsonl"
+PLAN_NAME = "plan.json"
+MACHINE_NAME = "machine.json"
+CONFIG_NAME = "config.yaml"
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFiles:
+    """The files of a run. `missing` says, by file name, why one is not there and what makes it."""
+
+    directory: Path
+    metrics: tuple[Record, ...] = ()
+    lanes: tuple[Record, ...] = ()
+    recording: Recording | None = None
+    plan: Plan | None = None
+    ceilings: Ceilings | None = None
+    options: dict[str, Any] | None = None
+    missing: dict[str, str]
+
+    @property
+    def total_steps(self) -> int | None:
+        """Steps of the whole run, None where the options are not known."""
+        steps = (self.options or {}).get("max_steps")
+        return steps if isinstance(steps, int) else None
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether a GPU computed: only then is device memory measured."""
+        return any("device" in record.get("peak_bytes", {}) for record in self.metrics[-1:])
+
+
+def read_run(directory: str | Path) -> RunFiles:
+    """Return what `directory` holds.
+
+    Raises:
+        RunDirectoryError: no such directory, or nothing in it that a run writes.
+    """
+    path = Path(directory)
+    if not path.is_dir():
+        raise RunDirectoryError(f"{path}: no such run directory; name the directory that `headrace train` wrote (--output)")
+    names = (METRICS_NAME, LANES_NAME, TIMELINE_NAME, PLAN_NAME, CONFIG_NAME)
+    if not any((path / name).exists() for name in names):
+        raise RunDirectoryError(f"{path}: is no run directory: it holds none of {', '.join(names)}")
+    missing: dict[str, str] = {}
+
+    def read(name: str, reader: Callable[[Path], _T], advice: str) -> _T | None:
+        file = path / name
+        if not file.exists():
+            missing[name] = f"{name} is missing: {advice}."
+            return None
+        try:
+            return reader(file)
+        except (HeadraceError, OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
+            missing[name] = f"{name} cannot be read ({' '.join(str(error).split())}): {advice}."
+            return None
+
+    return RunFiles(
+        directory=path,
+        metrics=tuple(read(METRICS_NAME, _steps, "a run writes it when its first step is done") or ()),
+        lanes=tuple(read(LANES_NAME, _lane_lines, "a run writes it when its lanes are recorded") or ()),
+        recording=read(TIMELINE_NAME, read_recording, "a run writes it when its lanes are recorded"),
+        plan=read(
+            PLAN_NAME, lambda file: Plan.from_json(json.loads(file.read_text("utf-8"))), "a run writes it when it starts"
+        ),
+        ceilings=read(
+            MACHINE_NAME,
+            lambda file: Ceilings.from_json(json.loads(file.read_text("utf-8"))),
+            "it is the machine profile; copy the file that `headrace bench machine` makes into the run directory",
+        ),
+        options=read(CONFIG_NAME, _options, "a run started by `headrace train` writes it"),
+        missing=missing,
+    )
+
+
+def _steps(path: Path) -> list[Record]:
+    return _with_fields(read_metrics(path), ("step", "seconds", "tokens"))
+
+
+def _lane_lines(path: Path) -> list[Record]:
+    return _with_fields(read_metrics(path), ("step", "seconds", "lanes"))
+
+
+def _with_fields(records: list[Record], names: tuple[str, ...]) -> list[Record]:
+    for number, record in enumerate(records, start=1):
+        if not isinstance(record, dict) or (absent := [name for name in names if name not in record]):
+            found = f"has no {', '.join(absent)}" if isinstance(record, dict) else f"is {record!r}"
+            raise ValueError(f"line {number} {found}")
+    return records
+
+
+def _options(path: Path) -> dict[str, Any]:
+    values = yaml.safe_load(path.read_text("utf-8"))
+    if not isinstance(values, dict):
+        raise ValueError("not a list of options")
+    return values

@@ -1,0 +1,31 @@
+"""The recorded steps as a Chrome trace, after the run: what `report_to: trace` writes while it goes on.
+
+Invariant: the trace has the operations of `timeline.json`, each once, on the lanes on which they ran.
+"""
+
+from pathlib import Path
+
+from headrace.report.lanes import TIMELINE_NAME, read_recording
+from headrace.report.trace import TraceFile
+from headrace.spec.errors import RunDirectoryError
+
+
+def write_trace(run_directory: str | Path, out: str | Path) -> Path:
+    """Write the newest recorded steps of a run as a trace for https://ui.perfetto.dev and return its path.
+
+    Raises:
+        RunDirectoryError: the run has recorded no operations, or the file cannot be written.
+    """
+    recording = read_recording(Path(run_directory) / TIMELINE_NAME)
+    path = Path(out)
+    try:
+        trace = TraceFile(path)
+    except OSError as error:
+        raise RunDirectoryError(
+            f"trace: {path} cannot be written ({error.strerror}); give another file with --trace"
+        ) from error
+    ops = [op for step in recording.steps for op in step.ops]
+    for op in sorted(ops, key=lambda op: op.stop_seconds):  # by end, as the lanes report them
+        trace(op)
+    trace.close()
+    return path

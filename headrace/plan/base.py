@@ -1,0 +1,184 @@
+"""The plan: a frozen value that says what lives where, how large every buffer is, and what the step's program looks like.
+
+It is made before anything is allocated, it is printed to the user, and the engine runs inside its numbers.
+"""
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+from headrace.spec.layout import PLANE_SETS, PlaneSet, chunk_ranges
+from headrace.spec.sizes import format_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unit:
+    """A unit as the plan sees it: a name and a number of elements (with padding) and of parameters (without)."""
+
+    name: str
+    num_elements: int
+    num_parameters: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Every choice of a run. Units are: 0 the prologue, 1..num_blocks the blocks, then (if there is one) the epilogue.
+
+    `update_policy` is *immediate* (a unit's update starts when its gradient has been drained, behind backward; the default
+    without clipping) or *deferred* (gradients are held in tier `held_gradients` until the global norm is known; updates run
+    behind the next forward: exact clipping).
+    `host_slots` buffers hold blocks' weights in host memory; as many blocks as there are slots need not be read again at
+    the turn from forward to backward and from step to step, so this number is also the weight cache.
+    """
+
+    compute_dtype: str
+    gradient_dtype: str
+    separate_device: bool
+    units: tuple[Unit, ...]
+    num_blocks: int
+    tied: bool
+
+    sequence_length: int
+    tokens_per_step: int
+    micro_batch_sequences: int
+    num_micro_batches: int
+    hidden_size_bytes: int  # of one token's hidden state
+    loss_chunk_tokens: int
+
+    update_policy: str
+    held_gradients: str
+    checkpoint_every: int
+
+    host_slots: int
+    device_slots: int
+    prefetch: int
+    chunk_elements: int
+    state_slots: int
+    gradient_slots: int
+    resident_states: tuple[int, ...]
+    accumulate: bool
+
+    stash_tiers: tuple[str, ...]  # per block: where its input and kept outputs wait for backward
+    stash_slots: int
+    kept: tuple[tuple[int, ...], ...]  # per block: ordinals of the operator outputs that are kept and replayed
+    kept_bytes: tuple[int, ...]  # per block: of those outputs, one micro-batch
+    skipped: tuple[tuple[int, ...], ...]  # per block: ordinals that recompute leaves out, for nothing needs them
+    operators: tuple[tuple[str, ...], ...]  # per block: the operators that the ordinals count
+
+    compute_threads: int
+    update_threads: int
+    forward_flops: tuple[float, ...] = ()  # per unit, of one micro-batch
+    epilogue_flops: float = 0.0  # forward, of one micro-batch
+    spared_flops: tuple[float, ...] = ()  # per block: of one micro-batch's recompute, by replaying and skipping
+
+    peak_bytes: dict[str, dict[str, int]] = field(default_factory=dict)
+    allowed_bytes: dict[str, int] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    @property
+    def planes(self) -> PlaneSet:
+        """The planes that follow from the compute dtype."""
+        return PLANE_SETS[self.compute_dtype]
+
+    @property
+    def has_epilogue(self) -> bool:
+        """Whether parameters are used after the blocks only (false for some tied models)."""
+        return len(self.units) == self.num_blocks + 2
+
+    @property
+    def resident_units(self) -> tuple[int, ...]:
+        """The units whose weights stay on the device: prologue and epilogue."""
+        return (0, self.num_blocks + 1) if self.has_epilogue else (0,)
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of the model."""
+        return sum(unit.num_parameters for unit in self.units)
+
+    @property
+    def gradient_bytes_per_element(self) -> int:
+        """Bytes of a drained gradient element."""
+        return 4 if self.gradient_dtype == "float32" else 2
+
+    @property
+    def largest_block_elements(self) -> int:
+        """Elements of the largest block: the size of a weight slot."""
+        return max(unit.num_elements for unit in self.units[1 : self.num_blocks + 1])
+
+    @property
+    def hidden_bytes(self) -> int:
+        """Bytes of the hidden states of one micro-batch."""
+        return self.micro_batch_sequences * self.sequence_length * self.hidden_size_bytes
+
+    def stash_bytes(self, block: int) -> int:
+        """Bytes that wait for backward per micro-batch of `block` (1..num_blocks): its input and its kept outputs."""
+        return self.hidden_bytes + self.kept_bytes[block - 1]
+
+    def blocks_stashed_on(self, tier: str) -> list[int]:
+        """Blocks (1..num_blocks) whose inputs wait on `tier`."""
+        return [index for index, home in enumerate(self.stash_tiers, start=1) if home == tier]
+
+    def num_chunks(self, unit: int) -> int:
+        """Number of chunks in which `unit` is updated."""
+        return len(chunk_ranges(self.units[unit].num_elements, self.chunk_elements))
+
+    def chunk(self, unit: int, chunk: int) -> tuple[int, int]:
+        """Elements `[start, stop)` of a chunk."""
+        start = chunk * self.chunk_elements
+        return start, min(start + self.chunk_elements, self.units[unit].num_elements)
+
+    def peak(self, tier: str) -> int:
+        """Planned peak bytes of a tier."""
+        return sum(self.peak_bytes.get(tier, {}).values())
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the plan as plain JSON values."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> "Plan":
+        """Inverse of `to_json`."""
+        known = dict(values)
+        known["units"] = tuple(Unit(**unit) for unit in known["units"])
+        for name in ("resident_states", "notes", "forward_flops", "stash_tiers", "kept_bytes", "spared_flops"):
+            known[name] = tuple(known[name])
+        for name in ("kept", "skipped", "operators"):
+            known[name] = tuple(tuple(items) for items in known[name])
+        return cls(**known)
+
+    def _explain_stash(self) -> str:
+        homes = [f"{len(blocks)} on {tier}" for tier in ("device", "host", "ssd") if (blocks := self.blocks_stashed_on(tier))]
+        kept = sum(len(ordinals) for ordinals in self.kept)
+        return f"inputs of blocks: {', '.join(homes)}; {kept} operator outputs kept ({format_bytes(self._kept_total())} a step)"
+
+    def _kept_total(self) -> int:
+        return sum(self.kept_bytes) * self.num_micro_batches
+
+    def explain(self) -> str:
+        """Return the plan as the table that `headrace train` prints before it starts."""
+        lines = [
+            f"model    {_count(self.num_parameters)} parameters, {self.num_blocks} blocks, {self.compute_dtype} compute",
+            f"step     {self.tokens_per_step} tokens = {self.num_micro_batches} micro-"
+            f"batch{'es' if self.num_micro_batches > 1 else ''} of {self.micro_batch_sequences} x {self.sequence_length}",
+            f"update   {self.update_policy}"
+            + (f", gradients held on {self.held_gradients}" if self.update_policy == "deferred" else ", behind backward")
+            + f"; every {'step' if self.checkpoint_every == 1 else f'{self.checkpoint_every} steps'} a checkpoint",
+            f"slots    {self.host_slots} blocks in host memory"
+            + (f", {self.device_slots} on the device" if self.separate_device else "")
+            + f"; states of {len(self.resident_states)} of {len(self.units)} units in memory",
+            f"replay   {self._explain_stash()}",
+        ]
+        for tier, rows in self.peak_bytes.items():
+            allowed = self.allowed_bytes.get(tier)
+            of = f" of {format_bytes(allowed)}" if allowed else ""
+            parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in rows.items() if size)
+            lines.append(f"{tier:<8} {format_bytes(self.peak(tier))}{of}: {parts}")
+        lines += [f"note     {note}" for note in self.notes]
+        return "\n".join(lines)
+
+
+def _count(number: int) -> str:
+    for factor, letter in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= factor:
+            return f"{number / factor:.3g} {letter}"
+    return str(number)

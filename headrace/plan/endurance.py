@@ -1,0 +1,108 @@
+"""How much of its drives' rated life a run uses.
+
+Drives wear by bytes written; makers warrant a number of them (TBW). Data are striped over the drives in proportion to their
+bandwidth, so the drive that wears out first is the one with the least rating for its share, and it is the one reported.
+Only what the program writes is counted: what the drive writes on top of it (write amplification) is within the rating's test
+method, and large sequential writes such as these stay below that.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from headrace.spec.ceilings import Drive
+from headrace.spec.sizes import format_seconds
+
+# TLC drives for desktops are warranted for 600 TB per TB of capacity, nearly all of them; data-centre drives for thrice that.
+TYPICAL_WRITES_OF_CAPACITY = 600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endurance:
+    """What a run writes. Shares and lives are those of the drive that wears out first.
+
+    `rating_is_typical` says that its rating was not given and the typical one was taken.
+    """
+
+    written_bytes_per_step: float
+    num_steps: int
+    step_seconds: float
+    drive: int
+    drive_written_bytes: float
+    drive_rated_bytes: float
+    rating_is_typical: bool
+
+    @property
+    def written_bytes(self) -> float:
+        """Bytes that the run writes, over all drives."""
+        return self.written_bytes_per_step * self.num_steps
+
+    @property
+    def written_terabytes(self) -> float:
+        """The same in TB (10^12 bytes), the unit of ratings."""
+        return self.written_bytes / 1e12
+
+    @property
+    def run_seconds(self) -> float:
+        """Seconds that the run takes."""
+        return self.step_seconds * self.num_steps
+
+    @property
+    def run_hours(self) -> float:
+        """Hours that the run takes."""
+        return self.run_seconds / 3600
+
+    @property
+    def share_of_rating(self) -> float:
+        """Part of the drive's rated life that the run uses: 0.1 is a tenth, above 1 is more than is warranted."""
+        return self.drive_written_bytes / self.drive_rated_bytes
+
+    @property
+    def steps_in_rating(self) -> float:
+        """Steps until a new drive has reached its rating; infinite if nothing is written."""
+        return self.num_steps / self.share_of_rating if self.drive_written_bytes else math.inf
+
+    def explain(self) -> str:
+        """Return the forecast in one line."""
+        rating = f"{self.drive_rated_bytes / 1e12:.0f} TB, {'typical of its size' if self.rating_is_typical else 'rated'}"
+        if not self.drive_written_bytes:
+            return f"{format_seconds(self.run_seconds)} for {self.num_steps} steps; nothing is written to the SSDs"
+        return (
+            f"{format_seconds(self.run_seconds)} for {self.num_steps} steps; {self.written_terabytes:.3g} TB written, "
+            f"{self.share_of_rating:.1%} of the endurance of SSD {self.drive} ({rating}), "
+            f"which lasts for {self.steps_in_rating:.3g} such steps"
+        )
+
+
+def endurance(drives: Sequence[Drive], written_bytes_per_step: float, *, num_steps: int, step_seconds: float) -> Endurance:
+    """Forecast the wear of `drives` by a run of `num_steps` steps.
+
+    Raises:
+        ValueError: no drives, or a number is negative or not finite, or there are no steps.
+    """
+    if not drives or num_steps < 1:
+        raise ValueError(f"endurance: {len(drives)} drives and {num_steps} steps given; at least one of each is needed")
+    if not (0 <= written_bytes_per_step < math.inf and 0 <= step_seconds < math.inf):
+        raise ValueError(
+            f"endurance: {written_bytes_per_step!r} bytes and {step_seconds!r} seconds per step given; "
+            "both must be finite and not negative"
+        )
+    bandwidth = sum(drive.write_bytes_per_second for drive in drives)
+    written = [written_bytes_per_step * num_steps * drive.write_bytes_per_second / bandwidth for drive in drives]
+    rated = [_rated_bytes(drive) for drive in drives]
+    worst = max(range(len(drives)), key=lambda index: written[index] / rated[index])
+    return Endurance(
+        written_bytes_per_step=written_bytes_per_step,
+        num_steps=num_steps,
+        step_seconds=step_seconds,
+        drive=worst,
+        drive_written_bytes=written[worst],
+        drive_rated_bytes=rated[worst],
+        rating_is_typical=drives[worst].rated_endurance_bytes is None,
+    )
+
+
+def _rated_bytes(drive: Drive) -> float:
+    if drive.rated_endurance_bytes is not None:
+        return drive.rated_endurance_bytes
+    return TYPICAL_WRITES_OF_CAPACITY * drive.capacity_bytes

@@ -1,0 +1,99 @@
+"""What a plan takes of each tier at its peak: buffers (exact, from `memory`), tensors that compute makes, the interpreter.
+
+The promise of the planner rests here: measured peak <= planned peak, tested in real processes.
+"""
+
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from headrace.plan.base import Plan
+from headrace.plan.memory import buffer_groups, scratch_bytes
+from headrace.spec.costs import ModelCosts
+from headrace.spec.sizes import MIB
+
+# Measured (LOG.md, 2026-11-21): oneDNN keeps 0.7 to 1 MiB of code for each shape of a bfloat16 product; lanes and programs
+# leave 3 MiB, freed tensors too small to go back to the kernel up to 11 MiB.
+_KERNEL_BYTES = 3 * MIB // 4
+_SMALL_BYTES = 16 * MIB
+# oneDNN keeps 1024 of them at most.
+_MOST_PRODUCTS = 340
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Allowance:
+    """What a run may use. `runtime_bytes` of host memory are taken by the interpreter and its libraries already."""
+
+    host_bytes: int
+    device_bytes: int | None
+    runtime_bytes: int
+    cores: int
+    chunk_elements: int | None = None  # fixed by a store that exists already
+    device_overhead_bytes: int = 0  # taken on the device by libraries and the allocator, besides tensors
+
+
+def with_footprint(plan: Plan, costs: ModelCosts, allowance: Allowance) -> Plan:
+    """Return `plan` with its peak bytes per tier and purpose filled in."""
+    rows: dict[str, dict[str, int]] = {"host": {"runtime": allowance.runtime_bytes}}
+    if plan.separate_device:
+        rows = {"device": {}, **rows}
+    for group in buffer_groups(plan).values():
+        rows[group.tier][group.purpose] = rows[group.tier].get(group.purpose, 0) + group.total_bytes
+    compute = rows["device" if plan.separate_device else "host"]
+    compute["activations"] = compute.get("activations", 0) + _activation_bytes(plan, costs)
+    compute["workspace"] = _workspace_bytes(plan, costs)
+    # Where a GPU multiplies, the host's matrix library stays idle.
+    rows["host"]["libraries"] = _SMALL_BYTES + (0 if allowance.device_overhead_bytes else _kernel_bytes(costs))
+    if plan.separate_device and allowance.device_overhead_bytes:
+        rows["device"]["libraries"] = _library_bytes(plan, compute, allowance.device_overhead_bytes)
+    weight_and_states = sum(unit.num_elements for unit in plan.units) * plan.planes.bytes_per_element
+    rows["ssd"] = {"states, two slots": 2 * weight_and_states, "scratch": scratch_bytes(plan)}
+    allowed = {"host": allowance.host_bytes}
+    if allowance.device_bytes is not None:
+        allowed["device"] = allowance.device_bytes
+    return replace(plan, peak_bytes=rows, allowed_bytes=allowed)
+
+
+def _kernel_bytes(costs: ModelCosts) -> int:
+    """Return what the CPU's matrix library keeps after the first step: code for each shape, forward and two gradients."""
+    if costs.compute_dtype != "bfloat16":
+        return 0
+    products = {
+        (operator.name, operator.flops, operator.output_bytes)
+        for block in costs.blocks
+        for operator in block.operators
+        if operator.name != "attention"
+    }
+    return 3 * (min(len(products), _MOST_PRODUCTS) + 1) * _KERNEL_BYTES  # one more: the head
+
+
+def _activation_bytes(plan: Plan, costs: ModelCosts) -> int:
+    """Hidden states of the step on the device: where compute is, its gradient, what waits for the stash or stays."""
+    on_device = sum(plan.stash_bytes(block) for block in plan.blocks_stashed_on("device"))
+    away = [plan.stash_bytes(block) for block in range(1, plan.num_blocks + 1) if plan.stash_tiers[block - 1] != "device"]
+    # Compute is at most one block ahead of the stash.
+    return plan.num_micro_batches * (2 * plan.hidden_bytes + on_device + 2 * max(away, default=0) + costs.call_bytes)
+
+
+def _library_bytes(plan: Plan, device: dict[str, int], overhead_bytes: int) -> int:
+    """Return what a GPU takes beyond live tensors: what attention makes inside its backward (fp32 sums of three inputs'
+    gradients), what the copy lanes have in flight, and an eighth of what comes and goes, for the allocator's rounding.
+    """
+    in_flight = 2 * max(plan.stash_bytes(block) for block in range(1, plan.num_blocks + 1))
+    return overhead_bytes + 6 * plan.hidden_bytes + in_flight + (device["activations"] + device["workspace"]) // 8
+
+
+def _workspace_bytes(plan: Plan, costs: ModelCosts) -> int:
+    epilogue = epilogue_workspace_bytes(costs, plan.loss_chunk_tokens)
+    blocks = max(max(block.forward_workspace_bytes, block.backward_workspace_bytes) for block in costs.blocks)
+    return max(epilogue, blocks, costs.prologue_workspace_bytes, costs.prologue_backward_workspace_bytes)
+
+
+def epilogue_workspace_bytes(costs: ModelCosts, tokens: int) -> int:
+    """Return the epilogue's peak for a chunk of `tokens`; the straight line between samples is above a convex curve."""
+    samples = costs.epilogue_workspace_bytes
+    if tokens <= samples[0][0]:
+        return samples[0][1]
+    for (low, low_bytes), (high, high_bytes) in pairwise(samples):
+        if tokens <= high:
+            return low_bytes + (high_bytes - low_bytes) * (tokens - low) // (high - low)
+    return samples[-1][1] * tokens // samples[-1][0]

@@ -1,0 +1,210 @@
+"""What a plan will do on a machine: seconds per step, SSD traffic, and what limits it, from the simulated interpreter.
+
+The programs simulated are those that the engine will run, except that work is cut more coarsely where there is very much of
+it: a unit's update into fewer, larger chunks, a block's micro-batches into fewer, larger ones, several blocks into one, with
+the same floating-point operations, bytes and launches in all. Without this a 175B step has a hundred thousand operations.
+Buffers that hold a chunk or an input grow with it, so a coarse forecast lets reads run ahead further than the engine's own
+buffers do, and is too fast: by up to 6 % at the default and 15 % at a quarter of it where updates are immediate, 2.5 % and 4 %
+where they are deferred (48 blocks, two machines, 4 to 64 micro-batches).
+
+Invariant: a function of plan and ceilings alone; `lower_bound_seconds <= step_seconds`. No clock, no files, no torch.
+"""
+
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+from headrace.plan.base import Plan
+from headrace.plan.program import build_program, cold_carry
+from headrace.plan.simulate import LaneUse, Timeline, simulate
+from headrace.spec.ceilings import Ceilings
+from headrace.spec.layout import UNIT_ALIGNMENT
+from headrace.spec.program import Lane, Program
+from headrace.spec.sizes import round_up
+
+# Programs are built until one repeats; some placements take a few steps to settle, a few never do.
+_MOST_PROGRAMS = 12
+# Operations of one program above which work is cut more coarsely, and how coarsely at most: with fewer pieces per unit than
+# these, reading, updating and writing one unit would no longer overlap.
+_MOST_OPERATIONS = 6000
+_LEAST_CHUNKS = 4
+_LEAST_MICRO_BATCHES = 4
+_LEAST_BLOCKS = 12
+# Operations for a chunk (read, update, two writes), and for a micro-batch of a block (forward, stash, recall, backward).
+_PER_CHUNK, _PER_MICRO_BATCH = 4, 4
+_PAIRS = ((Lane.SSD_READ, Lane.SSD_WRITE), (Lane.HOST_TO_DEVICE, Lane.DEVICE_TO_HOST))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """A step in the steady state. Bytes are per step, over all SSD directories.
+
+    `bottleneck` is the lane that limits the step, `explanation` the same in words. `utilisation` is the share of the step
+    for which each lane is busy. No machine with these ceilings can do the step's work in less than `lower_bound_seconds`,
+    however well it overlaps: what lies between the two is waiting.
+    """
+
+    step_seconds: float
+    tokens_per_second: float
+    ssd_bytes_read_per_step: int
+    ssd_bytes_written_per_step: int
+    bottleneck: Lane
+    explanation: str
+    utilisation: dict[Lane, float]
+    lower_bound_seconds: float
+    timeline: Timeline
+
+
+def forecast(plan: Plan, ceilings: Ceilings, *, most_operations: int = _MOST_OPERATIONS) -> Forecast:
+    """Simulate consecutive steps of `plan` on a machine with `ceilings`.
+
+    A step of more than about `most_operations` is cut more coarsely. The default takes 0.4 s; a search that compares many
+    plans may ask for fewer: 1500 take 0.1 s, however large the model.
+
+    Raises:
+        ConfigError: the profile has no matrix rate for the plan's compute dtype.
+    """
+    resident_bytes = _checkpointed_bytes(plan)
+    # A commit writes the states that live in memory besides; what it takes is spread over the steps between two commits.
+    commit_seconds = ceilings.commit_seconds + resident_bytes / ceilings.ssd_write_bytes_per_second
+    coarse = _coarsened(plan, ceilings, most_operations)
+    timeline = simulate(
+        _programs(coarse),
+        replace(ceilings, commit_seconds=commit_seconds),
+        compute_dtype=plan.compute_dtype,
+        compute_threads=plan.compute_threads,
+        update_threads=plan.update_threads,
+    )
+    return Forecast(
+        step_seconds=timeline.step_seconds,
+        tokens_per_second=plan.tokens_per_step / timeline.step_seconds,
+        ssd_bytes_read_per_step=timeline.lanes[Lane.SSD_READ].bytes,
+        ssd_bytes_written_per_step=timeline.lanes[Lane.SSD_WRITE].bytes + resident_bytes,
+        bottleneck=timeline.bottleneck,
+        explanation=timeline.explanation,
+        utilisation={lane: use.utilisation for lane, use in timeline.lanes.items()},
+        lower_bound_seconds=_lower_bound_seconds(timeline.lanes, ceilings),
+        timeline=timeline,
+    )
+
+
+def _checkpointed_bytes(plan: Plan) -> int:
+    """Return the bytes of the states that live in memory which a step writes, on average, for its checkpoint."""
+    elements = sum(plan.units[unit].num_elements for unit in plan.resident_states)
+    return elements * plan.planes.state_bytes_per_element // plan.checkpoint_every
+
+
+def _programs(plan: Plan) -> list[Program]:
+    """Return consecutive programs from a cold start until they repeat; where they do, thrice the one that does."""
+    programs: list[Program] = []
+    carry = cold_carry(plan)
+    while len(programs) < _MOST_PROGRAMS:
+        program, after = build_program(plan, plan.num_micro_batches, carry)
+        if after == carry:
+            # What is built from equal knowledge is equal, and how it began does not matter to the steady state.
+            return [program] * 3
+        programs.append(program)
+        carry = after
+    return programs
+
+
+def _coarsened(plan: Plan, ceilings: Ceilings, most_operations: int) -> Plan:
+    """Return a plan with the same work in fewer operations, or the plan itself if it has few."""
+    chunks = sum(plan.num_chunks(unit) for unit in range(len(plan.units)))
+    if _PER_CHUNK * chunks + _PER_MICRO_BATCH * plan.num_blocks * plan.num_micro_batches <= most_operations:
+        return plan
+    plan = _merged(plan, ceilings, most_operations // (_PER_CHUNK * _LEAST_CHUNKS + _PER_MICRO_BATCH * _LEAST_MICRO_BATCHES))
+    per_micro = _PER_MICRO_BATCH * plan.num_blocks
+    joined = max(1, plan.num_micro_batches // max(_LEAST_MICRO_BATCHES, most_operations // (3 * per_micro)))
+    plan = _joined(plan, -(-plan.num_micro_batches // joined), ceilings)
+    left = most_operations - per_micro * plan.num_micro_batches
+    pieces = max(_LEAST_CHUNKS, left // (_PER_CHUNK * len(plan.units)))
+    chunk_elements = max(plan.chunk_elements, round_up(-(-plan.largest_block_elements // pieces), UNIT_ALIGNMENT))
+    # Of the larger buffers no more than are needed to read, update and write at once: there is less memory ahead in truth.
+    slots = plan.state_slots if chunk_elements == plan.chunk_elements else min(plan.state_slots, 3)
+    return replace(plan, chunk_elements=chunk_elements, state_slots=slots)
+
+
+def _merged(plan: Plan, ceilings: Ceilings, most_blocks: int) -> Plan:
+    """Return a plan in which neighbouring blocks whose inputs wait in one place are one, so that few are left."""
+    size = -(-plan.num_blocks // max(_LEAST_BLOCKS, most_blocks))
+    if size == 1:
+        return plan
+    runs = [[block for block, _ in run] for _, run in groupby(enumerate(plan.stash_tiers), key=lambda pair: pair[1])]
+    groups = [run[start : start + size] for run in runs for start in range(0, len(run), size)]
+    launches = ceilings.launch_seconds * ceilings.matrix_flops_per_second(plan.compute_dtype)
+    share = len(groups) / plan.num_blocks
+    # Of the blocks as many are resident as before, in proportion, the shallow ones; what lies behind them moves down.
+    residents = round(share * len([unit for unit in plan.resident_states if 1 <= unit <= plan.num_blocks]))
+    around = [unit for unit in plan.resident_states if not 1 <= unit <= plan.num_blocks]
+    moved = [unit if unit == 0 else unit - plan.num_blocks + len(groups) for unit in around]
+    return replace(
+        plan,
+        num_blocks=len(groups),
+        units=(
+            plan.units[0],
+            *(
+                replace(
+                    plan.units[group[0] + 1],
+                    num_elements=sum(plan.units[block + 1].num_elements for block in group),
+                    num_parameters=sum(plan.units[block + 1].num_parameters for block in group),
+                )
+                for group in groups
+            ),
+            *plan.units[plan.num_blocks + 1 :],
+        ),
+        host_slots=max(plan.prefetch + 1, round(plan.host_slots * share)),
+        resident_states=(*range(1, 1 + residents), *moved),
+        stash_tiers=tuple(plan.stash_tiers[group[0]] for group in groups),
+        kept=((),) * len(groups),
+        kept_bytes=tuple(
+            sum(plan.kept_bytes[block] for block in group) + (len(group) - 1) * plan.hidden_bytes for group in groups
+        ),
+        forward_flops=(
+            plan.forward_flops[0],
+            *(sum(plan.forward_flops[block + 1] for block in group) + (len(group) - 1) * launches / 2 for group in groups),
+            *plan.forward_flops[plan.num_blocks + 1 :],
+        )
+        if plan.forward_flops
+        else (),
+        spared_flops=tuple(sum(plan.spared_flops[block] for block in group) for group in groups) if plan.spared_flops else (),
+    )
+
+
+def _joined(plan: Plan, count: int, ceilings: Ceilings) -> Plan:
+    """Return a plan with `count` larger micro-batches."""
+    # Exactly the whole step's work, also where the count is not a multiple.
+    factor = plan.num_micro_batches / count
+    # Launches that joining takes away come back as the operations that compute could have done meanwhile.
+    launches = (factor - 1) * ceilings.launch_seconds * ceilings.matrix_flops_per_second(plan.compute_dtype)
+    return replace(
+        plan,
+        num_micro_batches=count,
+        hidden_size_bytes=round(plan.hidden_size_bytes * factor),
+        kept_bytes=tuple(round(size * factor) for size in plan.kept_bytes),
+        # Forward and backward together count four times the forward; their launches are two.
+        forward_flops=tuple(flops * factor + launches / 2 for flops in plan.forward_flops),
+        spared_flops=tuple(flops * factor for flops in plan.spared_flops),
+        epilogue_flops=plan.epilogue_flops * factor + launches / 3,
+    )
+
+
+def _lower_bound_seconds(lanes: dict[Lane, LaneUse], ceilings: Ceilings) -> float:
+    """Return what the busiest lane takes alone; for two lanes that share a drive or a link, what both take at best."""
+    bounds = [use.alone_seconds for use in lanes.values()]
+    rates = (
+        (
+            ceilings.ssd_read_bytes_per_second + ceilings.ssd_write_bytes_per_second,
+            ceilings.ssd_mixed_bytes_per_second,
+        ),
+        (
+            ceilings.host_to_device_bytes_per_second + ceilings.device_to_host_bytes_per_second,
+            ceilings.both_ways_bytes_per_second,
+        ),
+    )
+    for (one, other), (alone, together) in zip(_PAIRS, rates, strict=True):
+        first, second = lanes[one].alone_seconds, lanes[other].alone_seconds
+        kept = min(1.0, together / alone)  # of its own rate, while the other runs
+        # Overlapping pays as long as both keep more than half of their rates.
+        saved = max(0.0, 2 - 1 / kept) * min(first, second)
+        bounds.append(first + second - saved)
+    return max(bounds)

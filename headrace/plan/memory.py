@@ -1,0 +1,102 @@
+"""Every buffer of a plan, with its tier and exact size. The flow takes these buffers and no others; the plan sums them."""
+
+from dataclasses import dataclass
+
+from headrace.plan.base import Plan
+from headrace.spec.sizes import round_up
+
+PAGE_BYTES = 4096
+TENSOR_ALIGNMENT_BYTES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class BufferGroup:
+    """`count` buffers of `num_bytes` each, in `tier`, for `purpose` (a key of `Plan.peak_bytes`)."""
+
+    tier: str
+    purpose: str
+    count: int
+    num_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes that the arena gives out for the group: each buffer starts on a page."""
+        return self.count * round_up(self.num_bytes, PAGE_BYTES)
+
+
+def buffer_groups(plan: Plan) -> dict[str, BufferGroup]:
+    """Return the groups by name. The compute tier is `device` where that is separate, else `host`."""
+    compute_tier = "device" if plan.separate_device else "host"
+    weight, gradient = plan.planes.weight.bytes_per_element, plan.gradient_bytes_per_element
+    state = plan.planes.state_bytes_per_element
+    block = plan.largest_block_elements
+    residents = [plan.units[unit].num_elements for unit in plan.resident_units]
+    groups = {
+        "host_weights": BufferGroup("host", "weights", plan.host_slots, block * weight),
+        "states": BufferGroup("host", "states", plan.state_slots, plan.chunk_elements * state),
+        "resident_weights": BufferGroup(compute_tier, "weights", 1, sum(residents) * weight),
+        "resident_accumulator": BufferGroup(
+            compute_tier, "gradients", 1, (sum(residents) if plan.tied else max(residents)) * 4
+        ),
+    }
+    if plan.separate_device:
+        groups["device_weights"] = BufferGroup("device", "weights", plan.device_slots, block * weight)
+        groups["resident_staging"] = BufferGroup("host", "weights", 1, max(residents) * weight)
+    if plan.accumulate or plan.separate_device:
+        groups["accumulator"] = BufferGroup(compute_tier, "gradients", 1, block * (4 if plan.accumulate else gradient))
+    if plan.update_policy == "deferred" and plan.held_gradients == "host":
+        for unit, layout in enumerate(plan.units):
+            groups[f"gradient.{unit}"] = BufferGroup("host", "gradients", 1, layout.num_elements * gradient)
+    else:
+        groups["gradients"] = BufferGroup("host", "gradients", plan.gradient_slots, block * gradient)
+        groups["resident_gradient"] = BufferGroup("host", "gradients", 1, max(residents) * gradient)
+    for unit in plan.resident_states:
+        groups[f"resident_states.{unit}"] = BufferGroup("host", "states", 1, plan.units[unit].num_elements * state)
+    for block in plan.blocks_stashed_on("host"):
+        groups[f"stash.{block}"] = BufferGroup("host", "activations", plan.num_micro_batches, stash_slot_bytes(plan, block))
+    spilled = plan.blocks_stashed_on("ssd")
+    if spilled:
+        largest = max(stash_slot_bytes(plan, block) for block in spilled)
+        groups["stash"] = BufferGroup("host", "activations", plan.stash_slots, largest)
+    return groups
+
+
+def arena_bytes(plan: Plan, tier: str) -> int:
+    """Return the size of a tier's arena."""
+    return sum(group.total_bytes for group in buffer_groups(plan).values() if group.tier == tier)
+
+
+def scratch_bytes(plan: Plan) -> int:
+    """Return the bytes on the SSD for block inputs and held gradients: not durable, no second slot."""
+    return stash_scratch_bytes(plan) + held_scratch_bytes(plan)
+
+
+def stash_scratch_bytes(plan: Plan) -> int:
+    """Return the bytes of all block inputs of a step on the SSD."""
+    return sum(plan.num_micro_batches * stash_slot_bytes(plan, block) for block in plan.blocks_stashed_on("ssd"))
+
+
+def stash_slot_bytes(plan: Plan, block: int) -> int:
+    """Return the bytes of one micro-batch's input and kept outputs of `block`, each tensor on a cache line, in whole pages."""
+    tensors = 2 * len(plan.kept[block - 1]) + 1  # attention keeps a second output
+    return round_up(plan.stash_bytes(block) + tensors * TENSOR_ALIGNMENT_BYTES, PAGE_BYTES)
+
+
+def stash_offset(plan: Plan, block: int, micro: int) -> int:
+    """Return where a block's stash lies in the scratch space."""
+    before = sum(
+        plan.num_micro_batches * stash_slot_bytes(plan, other) for other in plan.blocks_stashed_on("ssd") if other < block
+    )
+    return before + micro * stash_slot_bytes(plan, block)
+
+
+def held_scratch_bytes(plan: Plan) -> int:
+    """Return the bytes of all held gradients on the SSD."""
+    if plan.update_policy != "deferred" or plan.held_gradients != "ssd":
+        return 0
+    return sum(held_gradient_bytes(plan, unit) for unit in range(len(plan.units)))
+
+
+def held_gradient_bytes(plan: Plan, unit: int) -> int:
+    """Return the bytes of one unit's drained gradient, rounded to a page."""
+    return round_up(plan.units[unit].num_elements * plan.gradient_bytes_per_element, PAGE_BYTES)

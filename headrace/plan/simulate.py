@@ -1,0 +1,387 @@
+"""The simulated interpreter: programs on a virtual clock, at the rates that a machine profile declares.
+
+This is the planner's time model (design section 6). It runs the very operations that the engine will run: each lane works
+through its own in program order, and an operation starts when its lane is free and all that it comes after is complete. As in
+the engine, a program starts only when the last but one is complete.
+
+Operations that run at once may slow one another: reads and writes of one drive, both directions of a link, lanes that share
+cores or memory bandwidth. So an operation has an amount of work, in seconds that it takes alone, and a speed of at most 1 that
+changes whenever another lane starts or stops; its duration is found by running events, not fixed beforehand.
+
+Invariant: the result is a function of programs and ceilings alone. Where nothing slows anything, faster lanes never make
+any operation later (start times are maxima of sums). Where lanes do share, work that is done earlier can get in the way of
+work that matters more, in the model as on a real machine; the tests state how little that is.
+
+No clock, no files, no torch.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+from headrace.spec.ceilings import Ceilings
+from headrace.spec.errors import StepFailed
+from headrace.spec.program import Lane, Op, Program, Verb
+
+LANES = tuple(Lane)
+_PLACE = {lane: place for place, lane in enumerate(LANES)}
+# Two steps count as equally long below this relative difference: far above rounding, far below what anybody plans by.
+_SETTLED = 1e-4
+# As many steps in a row; two alike may be chance while a backlog of the cold start still drains.
+_ALIKE = 3
+# Rounds after which a step time that still swings between several values is averaged instead.
+_MOST_ROUNDS = 12
+# A lane that is busy for less than this share of the step does not limit it by itself.
+_SATURATED = 0.85
+
+_WORDS = {
+    Lane.COMPUTE: "compute",
+    Lane.SSD_READ: "SSD reads",
+    Lane.SSD_WRITE: "SSD writes",
+    Lane.HOST_TO_DEVICE: "host-to-device copies",
+    Lane.DEVICE_TO_HOST: "device-to-host copies",
+    Lane.UPDATE: "the CPU's update kernel",
+    Lane.COMMIT: "commits",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """When operation `op` of program number `program` ran."""
+
+    program: int
+    op: Op
+    start_seconds: float
+    stop_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaneUse:
+    """What one lane did in the measured step. `alone_seconds` is what its work takes if no other lane slows it."""
+
+    busy_seconds: float
+    alone_seconds: float
+    utilisation: float
+    bytes: int
+    flops: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """What a simulation found.
+
+    `step_seconds` is the time per step in the steady state; `lanes` and `explain` speak of program number `measured`.
+    `finish_seconds` has, per program, when its last operation stopped. `settled` is false if steps do not (yet) repeat in time.
+    """
+
+    step_seconds: float
+    finish_seconds: tuple[float, ...]
+    measured: int
+    settled: bool
+    ops: tuple[Timed, ...]
+    lanes: dict[Lane, LaneUse]
+    bottleneck: Lane
+    explanation: str
+
+    def step_ops(self) -> tuple[Timed, ...]:
+        """Return the operations of the measured program, in program order."""
+        return tuple(timed for timed in self.ops if timed.program == self.measured)
+
+
+def simulate(
+    programs: Sequence[Program],
+    ceilings: Ceilings,
+    *,
+    compute_dtype: str = "bfloat16",
+    compute_threads: int | None = None,
+    update_threads: int | None = None,
+) -> Timeline:
+    """Run consecutive steps on the virtual clock and return when everything happened.
+
+    At least three programs are needed: the first starts cold. If the last two are equal the last is repeated until three
+    take equally long (a dozen rounds at most), and the step measured is one that has a successor beside it; otherwise
+    it is the last. `compute_threads` counts on machines without a device only. Cost: some 100 000 operations per second.
+
+    Raises:
+        ConfigError: the profile has no matrix rate for `compute_dtype`.
+        StepFailed: a program is malformed: an operation waits for one that does not precede it.
+        ValueError: fewer than three programs.
+    """
+    if len(programs) < 3:
+        raise ValueError(f"simulate: {len(programs)} programs given, at least 3 are needed to find the steady state")
+    rates = _Rates(ceilings, compute_dtype, compute_threads, update_threads)
+    clock = _Clock(rates)
+    given, repeats = len(programs), programs[-1] == programs[-2]
+    going_on = repeats
+    clock.admit(programs[0])
+    clock.admit(programs[1])
+    while clock.run_until_complete():
+        admitted = len(clock.programs)
+        if admitted < given:
+            clock.admit(programs[admitted])
+        elif going_on:
+            # Decided once: without a successor the last steps run differently again.
+            going_on = admitted < given + _MOST_ROUNDS and not clock.settled(since=given - 2)
+            if going_on:
+                clock.admit(programs[-1])
+    # The very last program has no successor that competes with it, so a repeated one is not the one to measure.
+    measured = len(clock.programs) - (2 if repeats else 1)
+    return _timeline(clock, measured, repeats=repeats, given=given)
+
+
+class _Rates:
+    """Work and speeds of operations under given ceilings."""
+
+    def __init__(self, ceilings: Ceilings, compute_dtype: str, compute_threads: int | None, update_threads: int | None) -> None:
+        self.ceilings = ceilings
+        self.flops_per_second = ceilings.matrix_flops_per_second(compute_dtype)
+        if compute_threads is not None and not ceilings.has_device:
+            self.flops_per_second *= min(1.0, compute_threads / ceilings.cores)
+        update_rate = ceilings.update_bytes_per_second
+        if update_threads is not None:
+            update_rate = min(update_rate, update_threads * ceilings.update_bytes_per_second_per_core)
+        self.bytes_per_second = {
+            Lane.SSD_READ: ceilings.ssd_read_bytes_per_second,
+            Lane.SSD_WRITE: ceilings.ssd_write_bytes_per_second,
+            Lane.HOST_TO_DEVICE: ceilings.host_to_device_bytes_per_second,
+            Lane.DEVICE_TO_HOST: ceilings.device_to_host_bytes_per_second,
+            Lane.UPDATE: update_rate,
+        }
+        self.shares = {
+            (Lane.SSD_READ, Lane.SSD_WRITE): ceilings.ssd_mixed_bytes_per_second,
+            (Lane.HOST_TO_DEVICE, Lane.DEVICE_TO_HOST): ceilings.both_ways_bytes_per_second,
+        }
+        self.speeds: Callable[[int], tuple[float, ...]] = cache(self._speeds)
+
+    def alone_seconds(self, op: Op) -> float:
+        """Return what `op` takes if nothing else runs."""
+        ceilings = self.ceilings
+        if op.verb is Verb.COMMIT:
+            return ceilings.commit_seconds
+        if op.lane is Lane.COMPUTE:
+            return ceilings.launch_seconds + op.flops / self.flops_per_second
+        if op.lane is Lane.UPDATE:
+            return op.bytes / self.bytes_per_second[Lane.UPDATE]
+        if op.lane is Lane.COMMIT:
+            return 0.0
+        return ceilings.transfer_seconds + op.bytes / self.bytes_per_second[op.lane]
+
+    def shared_factor(self, pair: tuple[Lane, Lane]) -> float:
+        """Return the share of its own rate that each lane of a pair keeps while both are busy."""
+        one, other = pair
+        return min(1.0, self.shares[pair] / (self.bytes_per_second[one] + self.bytes_per_second[other]))
+
+    def _speeds(self, busy: int) -> tuple[float, ...]:
+        """Return the speed of each lane while the lanes of bit mask `busy` are busy."""
+        active = [lane for lane in LANES if busy >> _PLACE[lane] & 1]
+        speed = dict.fromkeys(LANES, 1.0)
+        for lane in active:
+            slowdowns = self.ceilings.slowdowns.get(lane, {})
+            for other in active:
+                speed[lane] *= slowdowns.get(other, 1.0)
+        for pair in self.shares:
+            if all(lane in active for lane in pair):
+                for lane in pair:
+                    speed[lane] *= self.shared_factor(pair)
+        # Every byte that a transfer or the update moves crosses the host's memory bus once.
+        moving = [lane for lane in active if lane in self.bytes_per_second]
+        traffic = sum(speed[lane] * self.bytes_per_second[lane] for lane in moving)
+        # A lane alone is measured with the bus under it, so only lanes together can ask for too much.
+        if len(moving) > 1 and traffic > self.ceilings.host_memory_bytes_per_second:
+            for lane in moving:
+                speed[lane] *= self.ceilings.host_memory_bytes_per_second / traffic
+        return tuple(speed[lane] for lane in LANES)
+
+
+class _Clock:
+    """The event loop. At most one operation per lane is under way, so a scan over seven lanes beats a heap."""
+
+    def __init__(self, rates: _Rates) -> None:
+        self.rates = rates
+        self.programs: list[Program] = []
+        self.done: list[bytearray] = []
+        self.left: list[int] = []
+        self.start: list[list[float]] = []
+        self.stop: list[list[float]] = []
+        self.finish: list[float] = []
+        self.now = 0.0
+        count = len(LANES)
+        self.queue: list[list[tuple[int, Op]]] = [[] for _ in range(count)]
+        self.head = [0] * count
+        self.waiting = [0] * count  # dependencies of the head that are known to be done
+        self.busy = 0
+        self.speed = [1.0] * count
+        self.due = [0.0] * count  # when the lane's operation stops if no speed changes
+
+    def admit(self, program: Program) -> None:
+        """Append a program to the lanes' queues."""
+        number = len(self.programs)
+        _check(program, number, len(self.programs[-1].ops) if number else None)
+        self.programs.append(program)
+        self.done.append(bytearray(len(program.ops)))
+        self.left.append(len(program.ops))
+        self.start.append([0.0] * len(program.ops))
+        self.stop.append([0.0] * len(program.ops))
+        for op in program.ops:
+            self.queue[_PLACE[op.lane]].append((number, op))
+
+    def settled(self, since: int) -> bool:
+        """Whether steps have repeated in time from program `since` on, for long enough not to be chance."""
+        if len(self.finish) <= since + _ALIKE:
+            return False
+        return _agree([self.period(len(self.finish) - 1 - back) for back in range(_ALIKE)])
+
+    def period(self, number: int) -> float:
+        """Seconds from the end of program `number - 1` to the end of program `number`."""
+        return self.finish[number] - self.finish[number - 1]
+
+    def run_until_complete(self) -> bool:
+        """Run events until the oldest unfinished program is complete; False if there is none."""
+        number = len(self.finish)
+        if number == len(self.programs):
+            return False
+        while self.left[number]:
+            self._start_ready()
+            self._advance()
+        # Not before its predecessors: a short program may overtake the one before it.
+        self.finish.append(max([*self.stop[number], *self.finish[-1:]], default=0.0))
+        return True
+
+    def _start_ready(self) -> None:
+        busy = self.busy
+        for place in range(len(LANES)):
+            if not busy >> place & 1 and self._ready(place):
+                number, op = self.queue[place][self.head[place]]
+                self.start[number][op.index] = self.now
+                self.due[place] = self.now + self.rates.alone_seconds(op)
+                self.speed[place] = 1.0
+                self.busy |= 1 << place
+        self._set_speeds()
+
+    def _ready(self, place: int) -> bool:
+        """Whether the head of a lane may start. What was seen done is not looked at again: one look per dependency."""
+        if self.head[place] == len(self.queue[place]):
+            return False
+        number, op = self.queue[place][self.head[place]]
+        seen, here = self.waiting[place], len(op.after)
+        done = self.done[number]
+        while seen < here and done[op.after[seen]]:
+            seen += 1
+        if seen >= here and number:
+            before, end = self.done[number - 1], here + len(op.after_previous)
+            while seen < end and before[op.after_previous[seen - here]]:
+                seen += 1
+            self.waiting[place] = seen
+            return seen == end
+        self.waiting[place] = seen
+        return seen >= here
+
+    def _set_speeds(self) -> None:
+        for place, speed in enumerate(self.rates.speeds(self.busy)):
+            # Left alone where nothing changes, so that undisturbed operations take exactly their own seconds.
+            if self.busy >> place & 1 and speed != self.speed[place]:
+                self.due[place] = self.now + (self.due[place] - self.now) * self.speed[place] / speed
+                self.speed[place] = speed
+
+    def _advance(self) -> None:
+        """Move to the next end of an operation and complete all that end then."""
+        under_way = [place for place in range(len(LANES)) if self.busy >> place & 1]
+        self.now = max(self.now, min(self.due[place] for place in under_way))
+        for place in under_way:
+            if self.due[place] <= self.now:
+                number, op = self.queue[place][self.head[place]]
+                self.stop[number][op.index] = self.now
+                self.done[number][op.index] = 1
+                self.left[number] -= 1
+                self.head[place] += 1
+                self.waiting[place] = 0
+                self.busy &= ~(1 << place)
+
+
+def _check(program: Program, number: int, previous: int | None) -> None:
+    """Refuse a program that could not run: with dependencies that point backwards some lane can always go on."""
+    for index, op in enumerate(program.ops):
+        if op.index != index:
+            raise StepFailed(f"program {number}: the operation in place {index} ({op.label}) calls itself number {op.index}")
+        wrong = [ref for ref in op.after if not 0 <= ref < index]
+        if previous is not None:
+            wrong += [ref for ref in op.after_previous if not 0 <= ref < previous]
+        if wrong:
+            raise StepFailed(
+                f"program {number}: operation {index} ({op.label}) waits for {wrong}; "
+                f"it can wait for 0..{index - 1} and, in the program before, for 0..{(previous or 0) - 1}"
+            )
+
+
+def _timeline(clock: _Clock, measured: int, *, repeats: bool, given: int) -> Timeline:
+    settled = not repeats or (measured > _ALIKE and _agree([clock.period(measured - back) for back in range(_ALIKE)]))
+    period = clock.period(measured)
+    if not settled:
+        first = max(1, (given + measured) // 2)
+        period = (clock.finish[measured] - clock.finish[first - 1]) / (measured - first + 1)
+    ops = clock.programs[measured].ops
+    spans = {
+        lane: [(clock.start[measured][op.index], clock.stop[measured][op.index]) for op in ops if op.lane is lane]
+        for lane in LANES
+    }
+    alone = {lane: sum(clock.rates.alone_seconds(op) for op in ops if op.lane is lane) for lane in LANES}
+    busy = {lane: sum(stop - start for start, stop in spans[lane]) for lane in LANES}
+    # While a backlog of the cold start drains, steps end faster than their work takes; no later step can.
+    step_seconds = max(period, *alone.values(), *busy.values())
+    lanes = {
+        lane: LaneUse(
+            busy_seconds=busy[lane],
+            alone_seconds=alone[lane],
+            utilisation=busy[lane] / step_seconds if step_seconds else 0.0,
+            bytes=sum(op.bytes for op in ops if op.lane is lane),
+            flops=sum(op.flops for op in ops if op.lane is lane),
+        )
+        for lane in LANES
+    }
+    bottleneck, explanation = _explain(clock.rates, lanes, spans, step_seconds)
+    return Timeline(
+        step_seconds=step_seconds,
+        finish_seconds=tuple(clock.finish),
+        measured=measured,
+        settled=settled,
+        ops=tuple(
+            Timed(number, op, clock.start[number][op.index], clock.stop[number][op.index])
+            for number, program in enumerate(clock.programs)
+            for op in program.ops
+        ),
+        lanes=lanes,
+        bottleneck=bottleneck,
+        explanation=explanation,
+    )
+
+
+def _agree(values: list[float]) -> bool:
+    return max(values) - min(values) <= _SETTLED * max(values)
+
+
+def _explain(
+    rates: _Rates, lanes: dict[Lane, LaneUse], spans: dict[Lane, list[tuple[float, float]]], step_seconds: float
+) -> tuple[Lane, str]:
+    """Return the lane that limits the step, and why in words."""
+    bottleneck = max(LANES, key=lambda lane: lanes[lane].utilisation)
+    share, words = lanes[bottleneck].utilisation, _WORDS[bottleneck]
+    for pair, place in zip(rates.shares, ("drives", "link"), strict=True):
+        # Two directions in turn keep what they share busy although neither is; only the union shows it.
+        together = _union_seconds(sorted([*spans[pair[0]], *spans[pair[1]]])) / step_seconds if step_seconds else 0.0
+        if rates.shared_factor(pair) < 1 and together > share + 1e-9:
+            bottleneck = max(pair, key=lambda lane: lanes[lane].utilisation)
+            share, words = min(1.0, together), f"{_WORDS[pair[0]]} and {_WORDS[pair[1]].split()[-1]}, which share the {place}"
+    if share >= _SATURATED:
+        return bottleneck, f"limited by {words}: busy {share:.0%} of the step"
+    return bottleneck, (
+        f"no part is busy all the time: the most is {words} with {share:.0%} of the step, "
+        "and the rest is waiting for one another; more memory for buffers or more tokens per step would help"
+    )
+
+
+def _union_seconds(spans: list[tuple[float, float]]) -> float:
+    total, reached = 0.0, 0.0
+    for start, stop in spans:
+        total += max(0.0, stop - max(start, reached))
+        reached = max(reached, stop)
+    return total

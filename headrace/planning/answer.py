@@ -1,0 +1,292 @@
+"""Does it fit, how fast, what limits it, and what else would fit: every answer from shapes and a machine profile.
+
+Invariant: the placement is `make_plan`'s and the times are the simulator's, as for a run; nothing is estimated beside them.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headrace.machine import process_status_bytes
+from headrace.model import Chain, profile
+from headrace.plan.base import Plan
+from headrace.plan.endurance import endurance
+from headrace.plan.footprint import Allowance
+from headrace.plan.forecast import Forecast, forecast
+from headrace.plan.search import (
+    Problem,
+    Workload,
+    filled,
+    fits,
+    make_plan,
+    nominal_ceilings,
+    placements_of,
+    plan_of,
+)
+from headrace.planning.allowances import (
+    default_device_bytes,
+    default_device_overhead_bytes,
+    default_host_bytes,
+    default_ssd_bytes,
+)
+from headrace.planning.config import check_positions, position_limit, read_config
+from headrace.planning.report import Alternative, PlanReport
+from headrace.planning.variants import Question, nearest_variants
+from headrace.spec.budget import Budget
+from headrace.spec.ceilings import Ceilings
+from headrace.spec.costs import ModelCosts
+from headrace.spec.errors import ConfigError, PlanInfeasible
+from headrace.spec.optimizer import AdamW
+from headrace.spec.program import Lane
+from headrace.spec.sizes import format_bytes
+
+_SEQUENCE_LENGTH = 2048
+_ROWS = 8
+# Steps that wear is stated for when the length of the run is not known.
+_STEPS = 1000
+# Forecasts that are only compared with one another may be coarser.
+_COARSE_OPERATIONS = 1000
+# Placements of a variant that are compared.
+_MOST_PLACEMENTS = 4
+# From generous buffers to the leanest, as `placements_of` counts them.
+_THRIFTS = (0, 1, 2)
+
+
+def plan_model(
+    model: str | Path,
+    budget: Budget | None = None,
+    *,
+    ceilings: Ceilings | None = None,
+    here: bool = True,
+    tokens_per_step: int | None = None,
+    sequence_length: int | None = None,
+    clip: bool = True,
+    checkpoint_every: int | None = None,
+    compute_dtype: str = "bfloat16",
+    max_steps: int | None = None,
+    variants_seconds: float = 4.0,
+) -> PlanReport:
+    """Plan the training of `model` (a directory, a config.json, or OWNER/NAME on the Hub) within `budget`.
+
+    `ceilings` is the machine; without it times are those of a nominal one, and the report says so. `here` says that it is this
+    machine, so that budgets that are not given follow from what is free now. `max_steps` is the length of the run, for hours
+    and wear. Where the model does not fit, the search for variants that do ends after about `variants_seconds`.
+
+    Raises:
+        ModelError: there is no configuration, or its architecture cannot be run block by block.
+        InputError: lengths or budgets that cannot be.
+        StorageError: an SSD directory of the budget cannot be used.
+    """
+    if max_steps is not None and max_steps < 1:
+        raise ConfigError(f"max_steps: {max_steps} given; a run has at least 1 step")
+    budget = budget or Budget()
+    config = read_config(model)
+    workload = _workload(config, tokens_per_step, sequence_length, clip=clip, checkpoint_every=checkpoint_every)
+    chain = Chain.from_config(config, compute_dtype, AdamW())
+    allowance = _allowance(budget, ceilings, here=here)
+    question = Question(workload=workload, allowance=allowance, ssd_bytes=default_ssd_bytes(ceilings, budget.ssd))
+    planner = _Planner(chain, question, ceilings)
+    report = PlanReport(
+        model=type(chain.model).__name__,
+        parameters=chain.num_parameters,
+        compute_dtype=compute_dtype,
+        tokens_per_step=workload.tokens_per_step,
+        sequence_length=workload.sequence_length,
+        machine=planner.ceilings.name,
+        measured=ceilings is not None,
+        allowed_bytes=question.allowed_bytes,
+    )
+    try:
+        plan = planner.plan(question)
+    except PlanInfeasible as error:
+        deadline = time.monotonic() + variants_seconds
+        found = nearest_variants(question, error, planner.quick_plan, lambda: time.monotonic() > deadline)
+        variants = tuple(planner.alternative(*variant) for variant in found)
+        return replace(report, reason=str(error), needed_bytes={error.tier: error.needed_bytes}, alternatives=variants)
+    return _with_times(report, plan, planner.ceilings, max_steps or _STEPS)
+
+
+def _with_times(report: PlanReport, plan: Plan, ceilings: Ceilings, num_steps: int) -> PlanReport:
+    found = forecast(plan, ceilings)
+    written, seconds = found.ssd_bytes_written_per_step, found.step_seconds
+    return replace(
+        report,
+        plan=plan,
+        needed_bytes={tier: plan.peak(tier) for tier in plan.peak_bytes},
+        forecast=found,
+        endurance=endurance(ceilings.drives, written, num_steps=num_steps, step_seconds=seconds),
+        doubled=_doubled(plan, ceilings, found),
+    )
+
+
+def _workload(
+    config: Any, tokens_per_step: int | None, sequence_length: int | None, *, clip: bool, checkpoint_every: int | None
+) -> Workload:
+    if sequence_length is None:
+        # As long as the model and the step allow, up to the default; a step given decides where it is shorter.
+        limits = (position_limit(config), tokens_per_step)
+        sequence_length = min([_SEQUENCE_LENGTH, *(limit for limit in limits if limit is not None)])
+    workload = Workload(
+        tokens_per_step=_ROWS * sequence_length if tokens_per_step is None else tokens_per_step,
+        sequence_length=sequence_length,
+        clip=clip,
+        checkpoint_every=checkpoint_every,
+    )
+    check_positions(config, sequence_length)
+    return workload
+
+
+def _allowance(budget: Budget, ceilings: Ceilings | None, *, here: bool) -> Allowance:
+    device_bytes = budget.device_bytes
+    if device_bytes is None:
+        device_bytes = default_device_bytes(ceilings, here=here)
+    elif ceilings is not None and ceilings.has_device and device_bytes > ceilings.device_memory_bytes:
+        raise ConfigError(
+            f"device memory: {format_bytes(device_bytes)} given, "
+            f"{ceilings.name} has {format_bytes(ceilings.device_memory_bytes)}"
+        )
+    host_bytes = budget.host_bytes
+    if host_bytes is None:
+        host_bytes = default_host_bytes(ceilings, here=here)
+    return Allowance(
+        host_bytes=host_bytes,
+        device_bytes=device_bytes,
+        runtime_bytes=process_status_bytes("RssAnon"),
+        cores=torch.get_num_threads() if here or ceilings is None else ceilings.cores,
+        device_overhead_bytes=default_device_overhead_bytes(ceilings, here=here),
+    )
+
+
+class _Planner:
+    """Plans for one model: its costs by micro-batch are profiled once each."""
+
+    def __init__(self, chain: Chain, question: Question, ceilings: Ceilings | None) -> None:
+        self._chain = chain
+        self._costs: dict[tuple[int, int], ModelCosts] = {}
+        self.ceilings = ceilings or nominal_ceilings(self._problem(question))
+
+    def plan(self, question: Question) -> Plan:
+        """Return the plan for `question`.
+
+        Raises:
+            PlanInfeasible: memory or SSD space is too small.
+        """
+        plan = make_plan(self._problem(question), self.ceilings)
+        _check_space(plan, question.ssd_bytes)
+        return plan
+
+    def quick_plan(self, question: Question) -> Plan:
+        """Return a plan for `question` without the search for what to replay: one that fits, not the fastest.
+
+        Raises:
+            PlanInfeasible: memory or SSD space is too small.
+        """
+        problem = self._problem(question)
+        choices = (choice for thrift in _THRIFTS for choice in placements_of(problem, thrift))
+        fitting = (plan for plan in (plan_of(problem, choice) for choice in choices) if fits(plan))
+        chosen = [filled(problem, plan) for plan in islice(fitting, _MOST_PLACEMENTS)]
+        if not chosen:
+            return self.plan(question)  # says why nothing fits
+        best = min(chosen, key=self._seconds) if len(chosen) > 1 else chosen[0]
+        _check_space(best, question.ssd_bytes)
+        return best
+
+    def _problem(self, question: Question) -> Problem:
+        length = question.workload.sequence_length
+
+        def costs_of(sequences: int) -> ModelCosts:
+            key = (sequences, length)
+            if key not in self._costs:
+                self._costs[key] = profile(self._chain, sequences, length)
+            return self._costs[key]
+
+        return Problem(
+            layouts=self._chain.layouts,
+            costs_of=costs_of,
+            workload=question.workload,
+            allowance=question.allowance,
+            compute_dtype=self._chain.compute_dtype,
+        )
+
+    def _seconds(self, plan: Plan) -> float:
+        return forecast(plan, self.ceilings, most_operations=_COARSE_OPERATIONS).step_seconds
+
+    def alternative(self, change: str, options: dict[str, Any], plan: Plan) -> Alternative:
+        """Return a variant with its times."""
+        found = forecast(plan, self.ceilings, most_operations=_COARSE_OPERATIONS)
+        return Alternative(
+            change=change,
+            options=options,
+            step_seconds=found.step_seconds,
+            tokens_per_second=found.tokens_per_second,
+            peak_bytes={tier: plan.peak(tier) for tier in plan.peak_bytes},
+        )
+
+
+def _check_space(plan: Plan, allowed_bytes: int | None) -> None:
+    needed_bytes = plan.peak("ssd")
+    if allowed_bytes is not None and needed_bytes > allowed_bytes:
+        raise PlanInfeasible(
+            f"ssd: {format_bytes(needed_bytes)} are needed, {format_bytes(allowed_bytes)} may be used; free some space, "
+            "or add a drive with another --ssd",
+            tier="ssd",
+            needed_bytes=needed_bytes,
+            allowed_bytes=allowed_bytes,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Resource:
+    """What can be bought, the lanes that it serves, and the machine with twice of it."""
+
+    words: str
+    lanes: tuple[Lane, ...]
+    double: Callable[[Ceilings], Ceilings]
+
+
+def _twice(*names: str) -> Callable[[Ceilings], Ceilings]:
+    return lambda ceilings: replace(ceilings, **{name: 2 * getattr(ceilings, name) for name in names})
+
+
+_RESOURCES = (
+    _Resource(
+        "compute",
+        (Lane.COMPUTE,),
+        lambda ceilings: replace(
+            ceilings, flops_per_second={dtype: 2 * rate for dtype, rate in ceilings.flops_per_second.items()}
+        ),
+    ),
+    _Resource(
+        "SSDs",
+        (Lane.SSD_READ, Lane.SSD_WRITE),
+        lambda ceilings: replace(ceilings, drives=ceilings.drives * 2),
+    ),
+    _Resource(
+        "host-device link",
+        (Lane.HOST_TO_DEVICE, Lane.DEVICE_TO_HOST),
+        _twice("host_to_device_bytes_per_second", "device_to_host_bytes_per_second", "both_ways_bytes_per_second"),
+    ),
+    _Resource(
+        "CPU cores and host memory bandwidth",
+        (Lane.UPDATE,),
+        _twice("update_bytes_per_second", "update_bytes_per_second_per_core", "host_memory_bytes_per_second"),
+    ),
+)
+
+
+def _doubled(plan: Plan, ceilings: Ceilings, found: Forecast) -> dict[str, float]:
+    """Return the seconds per step with twice of each resource that the step keeps busy, the busiest first."""
+    coarse = forecast(plan, ceilings, most_operations=_COARSE_OPERATIONS).step_seconds
+    share = {resource.words: max(found.utilisation[lane] for lane in resource.lanes) for resource in _RESOURCES}
+    times = {}
+    for resource in sorted(_RESOURCES, key=lambda resource: -share[resource.words]):
+        if share[resource.words] > 0.2:  # else it hides behind others entirely
+            faster = forecast(plan, resource.double(ceilings), most_operations=_COARSE_OPERATIONS).step_seconds
+            # Only the ratio is taken from the coarse ones.
+            times[resource.words] = found.step_seconds * min(1.0, faster / coarse)
+    return times

@@ -1,0 +1,30 @@
+"""Events of a run to progress, JSON lines, trainer state, TensorBoard and timelines. Each reporter is a sink: a callable."""
+
+from headrace.report.card import CardFacts, model_card
+from headrace.report.lanes import LanesFile, read_recording
+from headrace.report.metrics import MetricsFile, metrics_record, read_metrics
+from headrace.report.outcome import planned_and_measured
+from headrace.report.progress import LineProgress, LiveProgress
+from headrace.report.sinks import Reporter, Reporters
+from headrace.report.tensorboard import TensorBoard
+from headrace.report.trace import TraceFile
+from headrace.report.trainer_state import TrainerStateFile, trainer_state
+
+__all__ = [
+    "CardFacts",
+    "LanesFile",
+    "LineProgress",
+    "LiveProgress",
+    "MetricsFile",
+    "Reporter",
+    "Reporters",
+    "TensorBoard",
+    "TraceFile",
+    "TrainerStateFile",
+    "metrics_record",
+    "model_card",
+    "planned_and_measured",
+    "read_metrics",
+    "read_recording",
+    "trainer_state",
+]

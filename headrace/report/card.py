@@ -1,0 +1,66 @@
+"""The model card (`README.md`) of a finished run: what was trained, on what, how.
+
+Invariant: it states only what the run's own records say; nothing about quality or use is invented.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from headrace.report.metrics import Record
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CardFacts:
+    """What a card needs: names for people (no paths), versions, the resolved options, and the step records."""
+
+    name: str
+    base_model: str
+    data: tuple[str, ...]
+    versions: Mapping[str, str]
+    options: Mapping[str, Any]
+    records: Sequence[Record]
+
+
+def model_card(facts: CardFacts) -> str:
+    """Return the card as Markdown with the metadata block that the Hugging Face Hub reads."""
+    metadata = ["---", "library_name: transformers", "pipeline_tag: text-generation"]
+    # The Hub accepts only `owner/name` here; a folder of somebody's machine means nothing to it.
+    if facts.base_model.count("/") == 1:
+        metadata.append(f"base_model: {facts.base_model}")
+    metadata += ["tags:", "- headrace", "---", ""]
+    data = ", ".join(f"`{name}`" for name in facts.data)
+    sections = [
+        f"# {facts.name}",
+        "",
+        f"Fine-tuned from `{facts.base_model}` on {data} with Headrace: every parameter, by exact AdamW with an fp32 master.",
+        "",
+        *_results(facts.records),
+        "## Training options",
+        "",
+        "| option | value |",
+        "|---|---|",
+        *(f"| {name} | {json.dumps(value)} |" for name, value in facts.options.items()),
+        "",
+        "## Versions",
+        "",
+        *(f"- {name} {version}" for name, version in facts.versions.items()),
+        "",
+    ]
+    return "\n".join(metadata + sections)
+
+
+def _results(records: Sequence[Record]) -> list[str]:
+    if not records:
+        return []
+    first, last = records[0], records[-1]
+    skipped = sum("skipped" in record for record in records)
+    return [
+        "## Result",
+        "",
+        f"- steps: {last['step']}" + (f" ({skipped} skipped)" if skipped else ""),
+        f"- tokens: {sum(record['tokens'] for record in records)}",
+        f"- training loss: {first['loss']} in the first step, {last['loss']} in the last",
+        "",
+    ]

@@ -1,0 +1,104 @@
+"""`metrics.jsonl`: one JSON object for each step, the record of the run that everything else is drawn from.
+
+Invariant: each step occurs once, in order, also after crashes. A resumed run drops the lines of steps that were not committed
+(and a half-written last line) before it writes its first own.
+"""
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any, TextIO
+
+from headrace.spec.errors import RunDirectoryError
+from headrace.spec.events import Committed, Event, StepResult
+
+Record = dict[str, Any]
+
+
+def metrics_record(result: StepResult, *, epoch: float | None = None) -> Record:
+    """Return the line of one step. Values that are no numbers (a loss of NaN) become null, so that the file is strict JSON."""
+    record: Record = {
+        "step": result.step,
+        "epoch": None if epoch is None else round(epoch, 6),
+        "loss": _finite(result.loss),
+        "grad_norm": _finite(result.grad_norm),
+        "lr": result.learning_rate,
+        "tokens": result.tokens,
+        "trained_tokens": result.trained_tokens,
+        "seconds": round(result.seconds, 6),
+        "tokens_per_second": round(result.tokens_per_second, 3),
+    }
+    if result.skipped is not None:
+        record["skipped"] = result.skipped
+    if result.loss_scale is not None:
+        record["loss_scale"] = result.loss_scale
+    for name in ("bytes_read", "bytes_written", "peak_bytes"):
+        record[name] = dict(getattr(result, name))
+    return record
+
+
+def read_metrics(path: Path) -> list[Record]:
+    """Return the records of `path` in order, an empty list if there is no such file.
+
+    What follows the last good line is left out: a process killed while writing leaves half a line, a power cut may leave zeros.
+
+    Raises:
+        RunDirectoryError: a line before the last good one is not JSON.
+    """
+    if not path.exists():
+        return []
+    records: list[Record] = []
+    bad: tuple[int, str] | None = None
+    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            bad = bad or (number, error.msg)
+            continue
+        if bad is not None:
+            raise RunDirectoryError(f"{path}, line {bad[0]}: not JSON ({bad[1]}); restore the file or remove the line")
+        records.append(record)
+    return records
+
+
+class MetricsFile:
+    """Appends one line for each `StepResult`.
+
+    `committed_steps` is the number of steps whose effect is durable: lines of later steps are removed, because these steps will
+    be done again. `steps_per_epoch` gives each line its epoch.
+    """
+
+    def __init__(self, path: Path, *, committed_steps: int = 0, steps_per_epoch: float | None = None) -> None:
+        self._steps_per_epoch = steps_per_epoch
+        self.records = [record for record in read_metrics(path) if record["step"] <= committed_steps]
+        _write_atomically(path, "".join(json.dumps(record) + "\n" for record in self.records))
+        self._file: TextIO = path.open("a", encoding="utf-8")
+
+    def __call__(self, event: Event) -> None:
+        """Write the line of a step at once, so that a reader (or a crash) sees every finished step."""
+        if isinstance(event, StepResult):
+            record = metrics_record(event, epoch=event.step / self._steps_per_epoch if self._steps_per_epoch else None)
+            self.records.append(record)
+            self._file.write(json.dumps(record) + "\n")
+            self._file.flush()
+        elif isinstance(event, Committed):
+            os.fsync(self._file.fileno())  # the record of a durable step should survive a power cut as the step does
+
+    def close(self) -> None:
+        """Make the file durable and close it."""
+        if not self._file.closed:
+            os.fsync(self._file.fileno())
+            self._file.close()
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    beside = path.with_name(path.name + ".new")
+    beside.write_text(text, encoding="utf-8")
+    beside.replace(path)

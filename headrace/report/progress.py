@@ -1,0 +1,127 @@
+"""Progress that a person reads: one live line in a terminal, one plain line for each step elsewhere.
+
+Invariant: nothing is swallowed. Skipped steps and notices are always stated, on lines of their own.
+"""
+
+import statistics
+from collections import deque
+from collections.abc import Callable
+from typing import TextIO
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TextColumn
+
+from headrace.spec.events import Event, Notice, StepResult
+from headrace.spec.sizes import format_seconds
+
+_ETA_WINDOW_STEPS = 20
+
+
+class StepClock:
+    """Remaining time from the median of the last steps: the first step (kernels compile, caches fill) does not distort it.
+
+    Only steps of this process count, so the estimate is right after a resume too.
+    """
+
+    def __init__(self, total_steps: int) -> None:
+        self._total_steps = total_steps
+        self._seconds: deque[float] = deque(maxlen=_ETA_WINDOW_STEPS)
+
+    def remaining_seconds(self, result: StepResult) -> float:
+        """Take a finished step and return the seconds that the rest of the run is expected to take."""
+        self._seconds.append(result.seconds)
+        return max(0, self._total_steps - result.step) * statistics.median(self._seconds)
+
+
+def step_words(result: StepResult, *, total_steps: int, remaining_seconds: float) -> str:
+    """Return the line of one step: step, loss, gradient norm, learning rate, speed, time left, bytes over the SSDs (10^9)."""
+    words = [f"step {result.step:>{len(str(total_steps))}}/{total_steps}", f"loss {result.loss:.4f}"]
+    if result.grad_norm is not None:
+        words.append(f"grad norm {result.grad_norm:.3g}")
+    words += [f"lr {result.learning_rate:.3g}", f"{rate_words(result.tokens_per_second)}", format_seconds(result.seconds)]
+    if result.loss_scale is not None:
+        words.append(f"loss scale {result.loss_scale:g}")
+    if "ssd" in result.bytes_read or "ssd" in result.bytes_written:
+        read, written = result.bytes_read.get("ssd", 0), result.bytes_written.get("ssd", 0)
+        words.append(traffic_words(read, written))
+    if result.step < total_steps:
+        words.append(f"{format_seconds(remaining_seconds)} left")
+    if result.skipped is not None:
+        words.append(f"SKIPPED: {result.skipped}")
+    return "  ".join(words)
+
+
+def rate_words(tokens_per_second: float) -> str:
+    """Return a speed with three significant digits or whole tokens, never as a power of ten."""
+    return f"{tokens_per_second:.0f} tokens/s" if tokens_per_second >= 100 else f"{tokens_per_second:.3g} tokens/s"
+
+
+def traffic_words(read_bytes: float, written_bytes: float) -> str:
+    """Return what went over the SSDs, in powers of ten as drives are sold and rated."""
+    return f"ssd {_decimal(read_bytes)} read {_decimal(written_bytes)} written"
+
+
+def _decimal(num_bytes: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if num_bytes < 999.5:
+            return f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.3g} TB"
+
+
+class LineProgress:
+    """Writes one line for each step and each notice to `stream`: for logs, pipes and continuous integration."""
+
+    def __init__(self, stream: TextIO, total_steps: int) -> None:
+        self._stream, self._total_steps, self._clock = stream, total_steps, StepClock(total_steps)
+
+    def __call__(self, event: Event) -> None:
+        """Take an event."""
+        if isinstance(event, StepResult):
+            remaining = self._clock.remaining_seconds(event)
+            self._write(step_words(event, total_steps=self._total_steps, remaining_seconds=remaining))
+        elif isinstance(event, Notice):
+            self._write(f"{event.level}: {event.text}")
+
+    def close(self) -> None:
+        """Flush; the stream is the caller's."""
+        self._stream.flush()
+
+    def _write(self, line: str) -> None:
+        self._stream.write(line + "\n")
+        self._stream.flush()  # a log that lags behind is no progress
+
+
+class LiveProgress:
+    """One line at the bottom of a terminal: a bar and the words of the last step. Notices and skipped steps scroll above it."""
+
+    def __init__(self, console: Console, total_steps: int, *, done_steps: int = 0) -> None:
+        self._total_steps, self._clock = total_steps, StepClock(total_steps)
+        # A column of our own words instead of rich's: its speed and time estimates count from the start of the process.
+        self._progress = Progress(BarColumn(bar_width=20), TextColumn("{task.description}", markup=False), console=console)
+        self._task = self._progress.add_task("first step ...", total=total_steps, completed=done_steps)
+        self._started = False
+
+    def __call__(self, event: Event) -> None:
+        """Take an event."""
+        if isinstance(event, Notice):
+            style = "yellow" if event.level == "warning" else "dim"
+            self._progress.console.print(f"[{style}]{event.level}: {escape(event.text)}[/]", highlight=False)
+        elif isinstance(event, StepResult):
+            if not self._started:
+                self._progress.start()
+                self._started = True
+            remaining = self._clock.remaining_seconds(event)
+            words = step_words(event, total_steps=self._total_steps, remaining_seconds=remaining)
+            if event.skipped is not None:
+                self._progress.console.print(f"[yellow]{escape(words)}[/]", highlight=False)
+            self._progress.update(self._task, completed=event.step, description=words)
+
+    def close(self) -> None:
+        """Leave the last line standing and give the terminal back."""
+        self._progress.stop()
+
+
+ProgressFactory = Callable[[int, int], LineProgress | LiveProgress]
+"""From (total steps, steps done) to the progress of a run."""

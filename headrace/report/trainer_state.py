@@ -1,0 +1,85 @@
+"""`trainer_state.json` in the form of Hugging Face's Trainer, so that tools which plot its `log_history` work on our runs.
+
+Invariant: the file is derived from the records of `metrics.jsonl` alone and replaced as a whole, so it never disagrees with
+them and is never half written.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from headrace.report.metrics import Record
+from headrace.spec.events import Event, StepResult
+
+
+def trainer_state(
+    records: Sequence[Record], *, max_steps: int, num_train_epochs: float, train_batch_size: int
+) -> dict[str, Any]:
+    """Return the fields of `transformers.TrainerState`; `train_batch_size` counts rows of a step."""
+    last = records[-1] if records else {}
+    return {
+        "best_global_step": None,
+        "best_metric": None,
+        "best_model_checkpoint": None,
+        "epoch": last.get("epoch") or 0.0,
+        "eval_steps": 500,
+        "global_step": last.get("step", 0),
+        "is_hyper_param_search": False,
+        "is_local_process_zero": True,
+        "is_world_process_zero": True,
+        "log_history": [_log_entry(record) for record in records],
+        "logging_steps": 1,
+        "max_steps": max_steps,
+        "num_input_tokens_seen": sum(record["tokens"] for record in records),
+        "num_train_epochs": num_train_epochs,
+        "save_steps": 1,
+        "stateful_callbacks": {},
+        "total_flos": 0,
+        "train_batch_size": train_batch_size,
+        "trial_name": None,
+        "trial_params": None,
+    }
+
+
+def _log_entry(record: Record) -> dict[str, Any]:
+    names = {"epoch": "epoch", "step": "step", "loss": "loss", "grad_norm": "grad_norm", "learning_rate": "lr"}
+    return {theirs: record.get(ours) for theirs, ours in names.items()}
+
+
+class TrainerStateFile:
+    """Rewrites the file from `records` when a step ends and `every_seconds` have passed, and on close.
+
+    The whole history is written each time, hence not after every step: for a long run that would be quadratic.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        records: Sequence[Record],
+        *,
+        max_steps: int,
+        num_train_epochs: float,
+        train_batch_size: int,
+        clock: Callable[[], float],
+        every_seconds: float = 30.0,
+    ) -> None:
+        self._path, self._records, self._clock, self._every_seconds = path, records, clock, every_seconds
+        self._fixed = {"max_steps": max_steps, "num_train_epochs": num_train_epochs, "train_batch_size": train_batch_size}
+        self._written_at = float("-inf")
+
+    def __call__(self, event: Event) -> None:
+        """Take the end of a step."""
+        if isinstance(event, StepResult) and self._clock() - self._written_at >= self._every_seconds:
+            self._write()
+
+    def close(self) -> None:
+        """Write the final state."""
+        self._write()
+
+    def _write(self) -> None:
+        state = trainer_state(self._records, **self._fixed)  # type: ignore[arg-type]  # keys are the keyword names
+        beside = self._path.with_name(self._path.name + ".new")
+        beside.write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
+        beside.replace(self._path)
+        self._written_at = self._clock()

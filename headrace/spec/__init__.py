@@ -1,0 +1,1 @@
+"""The vocabulary: sizes, budgets, planes, layouts, programs, events, errors. Standard library only."""

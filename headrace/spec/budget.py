@@ -1,0 +1,35 @@
+"""How much of each tier a run may use."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from headrace.spec.sizes import parse_bytes
+
+TIERS = ("device", "host", "ssd")
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class Budget:
+    """Bytes of device memory and of this process's host memory, and the SSD directories.
+
+    `device=None` means: no separate device tier (the CPU computes in host memory), or, on a machine with a GPU, 90 % of what is
+    free there. `host=None` means 70 % of the available memory. `ssd=()` means a folder inside the run directory.
+    On a machine without a GPU a given `device` makes a separate device tier inside host memory, so that the whole
+    three-tier path runs anywhere.
+    """
+
+    device_bytes: int | None
+    host_bytes: int | None
+    ssd: tuple[Path, ...]
+
+    def __init__(
+        self,
+        device: str | int | None = None,
+        host: str | int | None = None,
+        ssd: Sequence[str | Path] = (),
+    ) -> None:
+        set_field = object.__setattr__  # frozen: fields are set once, here
+        set_field(self, "device_bytes", None if device is None else parse_bytes(device, name="device memory"))
+        set_field(self, "host_bytes", None if host is None else parse_bytes(host, name="host memory"))
+        set_field(self, "ssd", tuple(Path(directory) for directory in ssd))

@@ -1,0 +1,281 @@
+"""What a machine can do at most: rates, capacities, overheads, and how much its parts slow one another.
+
+`Ceilings` is a value that is measured (`headrace bench machine`), shipped with the package (`plan/profiles`) or written by
+hand, and it is all that the planner and the simulated interpreter know of the hardware. The invariant: an instance holds
+only figures that can be true. A missing, unknown or absurd one is refused by the name of its field, because a planner fed a
+zero or a NaN would still print a plan.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from headrace.spec.errors import ConfigError
+from headrace.spec.layout import PLANE_SETS
+from headrace.spec.program import Lane
+
+# Largest believable figures: a rack of the fastest hardware of 2026 lies below each, a slip of the unit above.
+_MOST_FLOPS_PER_SECOND = 1e17
+_MOST_BYTES_PER_SECOND = 2e13
+_MOST_DRIVE_BYTES_PER_SECOND = 1e12  # one directory may be a stripe over many drives
+_MOST_BYTES = 1e16
+_MOST_ENDURANCE_BYTES = 1e19
+_MOST_CORES = 4096
+_MOST_OVERHEAD_SECONDS = 10.0
+# Two rates measured together may exceed the sum of the two measured alone by noise, not by more.
+_NOISE = 1.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drive:
+    """One SSD directory. `mixed_bytes_per_second` is the total of both directions when reads and writes run at once.
+
+    `rated_endurance_bytes` is what the maker warrants to be writable over the drive's life (TBW), None where not known.
+    """
+
+    read_bytes_per_second: float
+    write_bytes_per_second: float
+    mixed_bytes_per_second: float
+    capacity_bytes: int
+    rated_endurance_bytes: float | None = None
+
+    @classmethod
+    def from_json(cls, values: object, *, where: str) -> "Drive":
+        """Return the drive that `values` describe; `where` names the place in errors, such as `rig: drives[0]`.
+
+        Raises:
+            ConfigError: a figure is missing, unknown or absurd.
+        """
+        figures = _mapping(values, where=where)
+        _refuse_unknown(figures, {each.name for each in fields(cls)}, where=where)
+        rates = {name: _figure(figures, name, where=where, most=_MOST_DRIVE_BYTES_PER_SECOND) for name in _DRIVE_RATES}
+        _refuse_excess(rates, _DRIVE_RATES[2], _DRIVE_RATES[:2], where=where)
+        endurance = figures.get("rated_endurance_bytes")
+        if endurance is not None:
+            endurance = _figure(figures, "rated_endurance_bytes", where=where, most=_MOST_ENDURANCE_BYTES)
+        capacity_bytes = _whole(figures, "capacity_bytes", where=where, most=_MOST_BYTES)
+        return cls(**rates, capacity_bytes=capacity_bytes, rated_endurance_bytes=endurance)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the drive as plain JSON values."""
+        return {each.name: getattr(self, each.name) for each in fields(self)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ceilings:
+    """A machine profile. Make one with `from_json`, which checks the figures.
+
+    `flops_per_second` maps a compute dtype (`bfloat16`, ...) to the sustained rate of large matrix products, counting two
+    operations per multiply-add. `both_ways_bytes_per_second` is the total over the host-device link when both directions run at
+    once. `update_bytes_per_second` counts all memory traffic of the update kernel (26 bytes per parameter with bfloat16) on
+    all cores. `slowdowns[a][b]` is the share of its own rate that lane `a` keeps while lane `b` is busy (1 where absent).
+    `has_device` is false where the CPU computes; the link's figures are then those of copies inside host memory.
+    `sources` says of each figure where it comes from.
+    """
+
+    name: str
+    has_device: bool
+    device_memory_bytes: int
+    host_memory_bytes: int
+    cores: int
+    flops_per_second: Mapping[str, float]
+    host_to_device_bytes_per_second: float
+    device_to_host_bytes_per_second: float
+    both_ways_bytes_per_second: float
+    host_memory_bytes_per_second: float
+    update_bytes_per_second: float
+    update_bytes_per_second_per_core: float
+    drives: tuple[Drive, ...]
+    launch_seconds: float = 0.0  # added to each operation of the compute lane
+    transfer_seconds: float = 0.0  # added to each copy, read and write
+    commit_seconds: float = 0.0
+    slowdowns: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    sources: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def ssd_read_bytes_per_second(self) -> float:
+        """Read rate of all drives together: data are striped in proportion to bandwidth, so the rates add up."""
+        return sum(drive.read_bytes_per_second for drive in self.drives)
+
+    @property
+    def ssd_write_bytes_per_second(self) -> float:
+        """Write rate of all drives together."""
+        return sum(drive.write_bytes_per_second for drive in self.drives)
+
+    @property
+    def ssd_mixed_bytes_per_second(self) -> float:
+        """Total rate of all drives while reads and writes run at once."""
+        return sum(drive.mixed_bytes_per_second for drive in self.drives)
+
+    @property
+    def ssd_capacity_bytes(self) -> int:
+        """Capacity of all drives together."""
+        return sum(drive.capacity_bytes for drive in self.drives)
+
+    def matrix_flops_per_second(self, compute_dtype: str) -> float:
+        """Return the sustained matrix rate for `compute_dtype`.
+
+        Raises:
+            ConfigError: the profile has no figure for it.
+        """
+        if compute_dtype not in self.flops_per_second:
+            known = ", ".join(sorted(self.flops_per_second))
+            raise ConfigError(
+                f"{self.name}: flops_per_second has no figure for {compute_dtype!r}, only for {known}; "
+                "add it to the profile or choose another compute dtype"
+            )
+        return self.flops_per_second[compute_dtype]
+
+    @classmethod
+    def from_json(cls, values: object) -> "Ceilings":
+        """Return the ceilings that `values` (a parsed JSON object, as `to_json` makes) describe.
+
+        Raises:
+            ConfigError: a figure is missing, unknown, not a number, not positive, or beyond what hardware can do; the message
+                names the field and shows the value.
+        """
+        figures = _mapping(values, where="machine profile")
+        name = figures.get("name")
+        if not isinstance(name, str) or not name:
+            raise ConfigError(f"machine profile: name is {name!r}; write a text that names the machine")
+        _refuse_unknown(figures, {each.name for each in fields(cls)}, where=name)
+        has_device = figures.get("has_device")
+        if not isinstance(has_device, bool):
+            raise ConfigError(f"{name}: has_device is {has_device!r}; write true (a GPU) or false (the CPU computes)")
+        rates = {rate: _figure(figures, rate, where=name, most=_MOST_BYTES_PER_SECOND) for rate in _RATES}
+        _refuse_excess(rates, _LINK[2], _LINK[:2], where=name)
+        _refuse_excess(rates, "update_bytes_per_second_per_core", ("update_bytes_per_second",), where=name)
+        _refuse_excess(rates, "update_bytes_per_second", ("host_memory_bytes_per_second",), where=name)
+        return cls(
+            name=name,
+            has_device=has_device,
+            device_memory_bytes=_device_memory(figures, has_device=has_device, where=name),
+            host_memory_bytes=_whole(figures, "host_memory_bytes", where=name, most=_MOST_BYTES),
+            cores=_whole(figures, "cores", where=name, most=_MOST_CORES),
+            flops_per_second=_flops(figures, where=name),
+            drives=_drives(figures, where=name),
+            slowdowns=_slowdowns(figures, where=name),
+            sources=_sources(figures, where=name),
+            **rates,
+            **{overhead: _overhead(figures, overhead, where=name) for overhead in _OVERHEADS},
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the ceilings as plain JSON values; `from_json` gives an equal instance back."""
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        values["flops_per_second"] = dict(self.flops_per_second)
+        values["drives"] = [drive.to_json() for drive in self.drives]
+        values["slowdowns"] = {lane: dict(factors) for lane, factors in self.slowdowns.items()}
+        values["sources"] = dict(self.sources)
+        return values
+
+
+_DRIVE_RATES = ("read_bytes_per_second", "write_bytes_per_second", "mixed_bytes_per_second")
+_LINK = ("host_to_device_bytes_per_second", "device_to_host_bytes_per_second", "both_ways_bytes_per_second")
+_RATES = (
+    *_LINK,
+    "host_memory_bytes_per_second",
+    "update_bytes_per_second",
+    "update_bytes_per_second_per_core",
+)
+_OVERHEADS = ("launch_seconds", "transfer_seconds", "commit_seconds")
+
+
+def _mapping(values: object, *, where: str) -> Mapping[str, Any]:
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{where}: expected an object with named figures, found {values!r}")
+    return values
+
+
+def _refuse_unknown(figures: Mapping[str, Any], known: set[str], *, where: str) -> None:
+    unknown = sorted(str(name) for name in figures if name not in known)
+    if unknown:
+        raise ConfigError(f"{where}: unknown field {', '.join(unknown)}; the fields are {', '.join(sorted(known))}")
+
+
+def _number(figures: Mapping[str, Any], name: str, *, where: str) -> float:
+    """Return figure `name` if it is a finite number."""
+    if name not in figures:
+        raise ConfigError(f"{where}: {name} is missing; measure it with 'headrace bench machine' or write it into the profile")
+    value = figures[name]
+    # A bool is an int to Python, and 10**400 has no float; neither is a figure.
+    if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) > 1e300 or not math.isfinite(value):
+        raise ConfigError(f"{where}: {name} is {value!r}; write a finite number")
+    return value
+
+
+def _figure(figures: Mapping[str, Any], name: str, *, where: str, most: float) -> float:
+    """Return figure `name` if it lies in `(0, most]`."""
+    value = _number(figures, name, where=where)
+    if not 0 < value <= most:
+        raise ConfigError(f"{where}: {name} is {value!r}; it must be above 0 and at most {most:.3g} (is the unit right?)")
+    return float(value)
+
+
+def _whole(figures: Mapping[str, Any], name: str, *, where: str, most: float) -> int:
+    value = _figure(figures, name, where=where, most=most)
+    if value != int(value):
+        raise ConfigError(f"{where}: {name} is {value!r}; it must be a whole number")
+    return int(figures[name])
+
+
+def _overhead(figures: Mapping[str, Any], name: str, *, where: str) -> float:
+    """Return an overhead: unlike a rate it may be zero, and is when absent."""
+    value = _number(figures, name, where=where) if name in figures else 0.0
+    if not 0 <= value <= _MOST_OVERHEAD_SECONDS:
+        raise ConfigError(f"{where}: {name} is {value!r}; it must be between 0 and {_MOST_OVERHEAD_SECONDS:.3g} seconds")
+    return float(value)
+
+
+def _refuse_excess(rates: Mapping[str, float], together: str, alone: tuple[str, ...], *, where: str) -> None:
+    limit = sum(rates[name] for name in alone)
+    if rates[together] > _NOISE * limit:
+        raise ConfigError(
+            f"{where}: {together} is {rates[together]:.4g}, more than {' + '.join(alone)} = {limit:.4g}; measure them again"
+        )
+
+
+def _device_memory(figures: Mapping[str, Any], *, has_device: bool, where: str) -> int:
+    if has_device:
+        return _whole(figures, "device_memory_bytes", where=where, most=_MOST_BYTES)
+    value = figures.get("device_memory_bytes", 0)
+    if isinstance(value, bool) or value != 0:
+        raise ConfigError(f"{where}: device_memory_bytes is {value!r} but has_device is false; write 0, or has_device true")
+    return 0
+
+
+def _flops(figures: Mapping[str, Any], *, where: str) -> dict[str, float]:
+    rates = _mapping(figures.get("flops_per_second"), where=f"{where}: flops_per_second")
+    _refuse_unknown(rates, set(PLANE_SETS), where=f"{where}: flops_per_second")
+    if not rates:
+        raise ConfigError(f"{where}: flops_per_second is empty; give a figure for one of {', '.join(PLANE_SETS)} at least")
+    return {name: _figure(rates, name, where=f"{where}: flops_per_second", most=_MOST_FLOPS_PER_SECOND) for name in rates}
+
+
+def _drives(figures: Mapping[str, Any], *, where: str) -> tuple[Drive, ...]:
+    drives = figures.get("drives")
+    if not isinstance(drives, list | tuple) or not drives:
+        raise ConfigError(f"{where}: drives is {drives!r}; write a list with one object per SSD directory")
+    return tuple(Drive.from_json(drive, where=f"{where}: drives[{index}]") for index, drive in enumerate(drives))
+
+
+def _slowdowns(figures: Mapping[str, Any], *, where: str) -> dict[str, dict[str, float]]:
+    where = f"{where}: slowdowns"
+    lanes = {str(lane) for lane in Lane}
+    slowdowns = {}
+    table = _mapping(figures.get("slowdowns", {}), where=where)
+    _refuse_unknown(table, lanes, where=where)
+    for lane in table:
+        others = _mapping(table[lane], where=f"{where}[{lane}]")
+        _refuse_unknown(others, lanes - {lane}, where=f"{where}[{lane}]")
+        slowdowns[lane] = {other: _figure(others, other, where=f"{where}[{lane}]", most=1.0) for other in others}
+    return slowdowns
+
+
+def _sources(figures: Mapping[str, Any], *, where: str) -> dict[str, str]:
+    sources = _mapping(figures.get("sources", {}), where=f"{where}: sources")
+    for name, source in sources.items():
+        if not isinstance(source, str):
+            raise ConfigError(f"{where}: sources[{name}] is {source!r}; write a text")
+    return dict(sources)

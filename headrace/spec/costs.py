@@ -1,0 +1,52 @@
+"""What a model costs to run, as numbers: the planner's input. Made by `model.costs` from shapes alone."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperatorCosts:
+    """One replayable operator call of a block on one micro-batch; its index in `BlockCosts.operators` is its ordinal."""
+
+    name: str
+    flops: float
+    output_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockCosts:
+    """One block on one micro-batch."""
+
+    num_elements: int
+    num_parameters: int
+    forward_flops: float
+    forward_workspace_bytes: int  # peak of live tensors beyond weights and the input, without autograd
+    backward_workspace_bytes: int  # the same for recompute and backward, gradients of parameters as they are made included
+    operators: tuple[OperatorCosts, ...] = ()
+    skippable: tuple[int, ...] = ()  # ordinals whose output no gradient depends on
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelCosts:
+    """A model on micro-batches of `sequences` x `length` tokens. `*_workspace_bytes` are peaks of live tensors."""
+
+    name: str
+    compute_dtype: str
+    sequences: int
+    length: int
+    hidden_size_bytes: int  # of one token
+    prologue_elements: int
+    prologue_parameters: int
+    epilogue_elements: int
+    epilogue_parameters: int
+    tied: bool
+    blocks: tuple[BlockCosts, ...]
+    prologue_workspace_bytes: int
+    prologue_backward_workspace_bytes: int
+    epilogue_workspace_bytes: tuple[tuple[int, int], ...]  # (tokens of a chunk, peak bytes), rising; convex between
+    epilogue_flops_per_token: float
+    call_bytes: int  # masks and rotary tables of one micro-batch, kept through the step
+
+    @property
+    def num_parameters(self) -> int:
+        """Exact number of parameters."""
+        return self.prologue_parameters + self.epilogue_parameters + sum(block.num_parameters for block in self.blocks)

@@ -1,0 +1,77 @@
+"""Every error that Headrace raises on purpose.
+
+    HeadraceError
+      InputError(ValueError)          something the user gave: model, data, option, path, run directory
+        ModelError                    model directory, configuration, architecture, weight files, tokenizer
+        DataError                     samples and batches
+        ConfigError                   options and units
+        RunDirectoryError             a run directory that exists, is locked, or is no run
+      PlanInfeasible(ValueError)      a budget is too small: tier, needed, allowed, what would fit
+      StorageError(OSError)
+        ShortTransfer                 path, offset, wanted, got
+        CorruptData                   unit, path, offset, checksum stored and computed
+        DeviceStalled(TimeoutError)   path, waited, limit
+        DiskFull                      path, needed, free
+      StepFailed(RuntimeError)        a lane of the running step failed; the committed state is untouched
+
+Each message says what was asked, what was found and what to do. The command line turns `InputError`, `PlanInfeasible` and
+`StorageError` into one line on stderr and exit code 2.
+"""
+
+
+class HeadraceError(Exception):
+    """Base of all errors raised on purpose."""
+
+
+class InputError(HeadraceError, ValueError):
+    """Something the user gave cannot be used as it is."""
+
+
+class ModelError(InputError):
+    """A model directory, configuration, architecture, weight file or tokenizer cannot be used."""
+
+
+class DataError(InputError):
+    """Samples or a batch cannot be used."""
+
+
+class ConfigError(InputError):
+    """An option, a key or a unit is not understood."""
+
+
+class RunDirectoryError(InputError):
+    """A run directory exists already, is locked, or is no run of this program."""
+
+
+class PlanInfeasible(HeadraceError, ValueError):
+    """The model and the tokens do not fit into the budgets. Raised before anything is allocated."""
+
+    def __init__(self, message: str, *, tier: str, needed_bytes: int, allowed_bytes: int) -> None:
+        super().__init__(message)
+        self.tier = tier
+        self.needed_bytes = needed_bytes
+        self.allowed_bytes = allowed_bytes
+
+
+class StorageError(HeadraceError, OSError):
+    """Bytes could not be moved to or from a file."""
+
+
+class ShortTransfer(StorageError):
+    """A read or write moved fewer bytes than asked."""
+
+
+class CorruptData(StorageError):
+    """Bytes read back do not have the checksum they were written with."""
+
+
+class DeviceStalled(StorageError, TimeoutError):
+    """A read or write did not finish within the deadline."""
+
+
+class DiskFull(StorageError):
+    """A file system has less free space than needed."""
+
+
+class StepFailed(HeadraceError, RuntimeError):
+    """A lane of the running step failed. Its cause is chained; the last committed state is untouched."""

@@ -1,0 +1,88 @@
+"""One step as a program: operations with lanes, dependencies and buffer slots (design section 6).
+
+The planner emits it; three interpreters run it: overlapped (threads and streams), plain (in order), simulated (virtual clock).
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Lane(StrEnum):
+    """A resource that works through its operations in program order."""
+
+    COMPUTE = "compute"
+    SSD_READ = "ssd-read"
+    SSD_WRITE = "ssd-write"
+    HOST_TO_DEVICE = "host-to-device"
+    DEVICE_TO_HOST = "device-to-host"
+    UPDATE = "update"
+    COMMIT = "commit"
+
+
+class Verb(StrEnum):
+    """What an operation does. `flow/` has one handler for each."""
+
+    PROLOGUE = "prologue"  # micro-batch -> first hidden states
+    FETCH = "fetch"  # unit's weights: ssd -> host slot
+    UPLOAD = "upload"  # unit's weights: host slot -> device slot
+    FORWARD = "forward"  # block, one micro-batch
+    STASH = "stash"  # block input: device -> host
+    SPILL = "spill"  # block input: host -> ssd
+    UNSPILL = "unspill"  # block input: ssd -> host
+    RECALL = "recall"  # block input: host -> device
+    EPILOGUE = "epilogue"  # norm, head, loss and their gradients, one micro-batch
+    BACKWARD = "backward"  # block, one micro-batch: recompute (or replay) and gradients
+    PROLOGUE_BACKWARD = "prologue-backward"
+    DRAIN = "drain"  # unit's gradient: device -> host, to 16 bits
+    HOLD = "hold"  # unit's drained gradient: host -> ssd, until the norm is known
+    UNHOLD = "unhold"  # and back
+    DECIDE = "decide"  # gradient norm -> clip factor, or skip
+    READ_STATES = "read-states"  # a chunk's states: ssd -> staging
+    UPDATE = "update"  # a chunk: one pass of the rule over planes and gradient
+    WRITE_STATES = "write-states"  # a chunk's new states: staging -> ssd, other slot
+    WRITE_WEIGHTS = "write-weights"  # a chunk's new weights: host slot -> ssd, other slot
+    COMMIT = "commit"  # everything durable, then the record
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Op:
+    """One operation. `after` and `after_previous` are indices of operations of this and of the previous program.
+
+    Slots are indices into pools of buffers of planned size, -1 where the verb uses none: `host_slot` and `device_slot` hold a
+    block's weights, `state_slot` a chunk's states, `gradient_slot` a unit's drained gradient, `stash_slot` one block input on
+    its way to or from the SSD. `bytes` is what crosses the lane; `flops` what compute does.
+    """
+
+    index: int
+    verb: Verb
+    lane: Lane
+    unit: int = -1
+    micro: int = -1
+    chunk: int = -1
+    host_slot: int = -1
+    device_slot: int = -1
+    state_slot: int = -1
+    gradient_slot: int = -1
+    stash_slot: int = -1
+    phase: str = "forward"
+    bytes: int = 0
+    flops: float = 0.0
+    after: tuple[int, ...] = ()
+    after_previous: tuple[int, ...] = ()
+
+    @property
+    def label(self) -> str:
+        """A short name for traces and errors, such as `update unit 3 chunk 0`."""
+        places = (("unit", self.unit), ("micro", self.micro), ("chunk", self.chunk))
+        return " ".join([str(self.verb), *(f"{word} {value}" for word, value in places if value >= 0)])
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """Operations in an order in which one thread may run them; every lane runs its own in this order."""
+
+    ops: tuple[Op, ...]
+
+    def lane(self, lane: Lane) -> tuple[Op, ...]:
+        """Return the operations of one lane, in order."""
+        return tuple(op for op in self.ops if op.lane is lane)

@@ -1,0 +1,49 @@
+"""What a run was opened with: all that `resume` needs besides the state."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from headrace.spec.errors import ConfigError
+from headrace.spec.optimizer import AdamW, ParameterGroup, Schedule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What a run was opened with: all that `resume` needs besides the state. JSON round trip."""
+
+    model_dir: str
+    device_bytes: int | None
+    host_bytes: int | None
+    optimizer: AdamW
+    schedule: Schedule
+    max_grad_norm: float | None
+    compute_dtype: str
+    tokens_per_step: int | None
+    sequence_length: int | None
+    seed: int
+    checkpoint_every: int | None
+    interpreter: str
+    gradient_dtype: str | None = None  # of drained gradients; None: the compute dtype
+    machine: dict[str, Any] | None = None  # measured ceilings, as JSON
+
+    def __post_init__(self) -> None:
+        if self.gradient_dtype not in (None, "float32", self.compute_dtype):
+            raise ConfigError(
+                f"gradient_dtype: {self.gradient_dtype!r} is neither float32 nor the compute dtype {self.compute_dtype}"
+            )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> "Settings":
+        """Inverse of `to_json`."""
+        known = dict(values)
+        optimizer = dict(known["optimizer"])
+        optimizer["betas"] = tuple(optimizer["betas"])
+        optimizer["groups"] = tuple(ParameterGroup(**group) for group in optimizer["groups"])
+        known["optimizer"] = AdamW(**optimizer)
+        known["schedule"] = Schedule(**known["schedule"])
+        return cls(**known)

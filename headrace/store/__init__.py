@@ -1,0 +1,28 @@
+"""Where each plane of each unit lives on SSD: slots, commits, checksums, scratch."""
+
+from headrace.store.checksum import checksum, checksum_reference
+from headrace.store.directories import Leftover, OpenFile, find_leftovers, open_direct, remove_leftover
+from headrace.store.lock import lock_holder
+from headrace.store.manifest import Manifest, read_manifest
+from headrace.store.places import GroupKind, GroupPlace, Places, place_units
+from headrace.store.state import StateStore
+from headrace.store.verify import Progress
+
+__all__ = [
+    "GroupKind",
+    "GroupPlace",
+    "Leftover",
+    "Manifest",
+    "OpenFile",
+    "Places",
+    "Progress",
+    "StateStore",
+    "checksum",
+    "checksum_reference",
+    "find_leftovers",
+    "lock_holder",
+    "open_direct",
+    "place_units",
+    "read_manifest",
+    "remove_leftover",
+]

@@ -1,0 +1,167 @@
+"""SSD directories: whether they will do, the folders we make in them, and what dead runs left there.
+
+Invariant: nothing is created before every directory is known to be fit and to have space for all that goes there.
+"""
+
+import contextlib
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from headrace.ioengine import BlockFile, DirectFile, DirectoryFacts, describe_directory
+from headrace.spec.errors import ConfigError, DiskFull, StorageError
+from headrace.spec.events import Notice, Sink
+from headrace.spec.sizes import format_bytes
+from headrace.store.lock import lock_holder
+from headrace.store.manifest import MANIFEST_NAME, data_folder, sync_directory
+
+# Opens the file at a path; makes it, with so many bytes reserved, where the second argument is not None.
+OpenFile = Callable[[Path, int | None], BlockFile]
+
+_OWNER_NAME = "owner.json"
+
+
+def open_direct(path: Path, create_bytes: int | None) -> BlockFile:
+    """Open or create a `DirectFile`: what a store uses unless it is told otherwise."""
+    return DirectFile.open(path) if create_bytes is None else DirectFile.create(path, create_bytes)
+
+
+def check_directories(directories: Sequence[Path], needed_bytes: Sequence[int], *, allow_in_memory: bool, sink: Sink) -> None:
+    """Refuse directories that are missing, no directories, read-only, named twice, in memory, or too full.
+
+    Raises:
+        ConfigError: a directory cannot be used.
+        DiskFull: not enough space; names what each file system needs and has.
+    """
+    if not directories:
+        raise ConfigError("no SSD directory given; name at least one")
+    facts = [_check_one(directory, allow_in_memory) for directory in directories]
+    seen: dict[tuple[int, int], Path] = {}
+    needed_of_device: dict[int, int] = {}
+    for fact, num_bytes in zip(facts, needed_bytes, strict=True):
+        status = os.stat(fact.path)
+        twin = seen.setdefault((status.st_dev, status.st_ino), fact.path)
+        if twin is not fact.path:
+            raise ConfigError(f"{fact.path} and {twin} are the same directory; name each SSD directory once")
+        needed_of_device[status.st_dev] = needed_of_device.get(status.st_dev, 0) + num_bytes
+    _check_space(facts, needed_bytes, needed_of_device)
+    if len(needed_of_device) < len(facts):
+        sink(Notice(text="some SSD directories are on the same file system; striping over them brings no speed"))
+    for fact in facts:
+        if fact.in_memory:
+            sink(Notice(text=f"{fact.path}: {fact.file_system} lies in memory: the state is lost with a power cut"))
+        elif not fact.takes_direct:
+            sink(Notice(text=f"{fact.path}: {fact.file_system} refuses O_DIRECT; buffered input and output is slower"))
+
+
+def _check_one(directory: Path, allow_in_memory: bool) -> DirectoryFacts:
+    fact = describe_directory(directory)
+    if not fact.exists:
+        raise ConfigError(f"{directory}: SSD directory does not exist; create it or name another")
+    if not fact.is_directory:
+        raise ConfigError(f"{directory}: expected a directory, found a file; name a directory")
+    if fact.refusal:
+        raise ConfigError(
+            f"{directory}: SSD directory cannot be written to ({fact.refusal}); change its permissions or name another"
+        )
+    if fact.in_memory and not allow_in_memory:
+        raise ConfigError(f"{directory}: {fact.file_system} lies in memory, not on an SSD; name a directory on a drive")
+    return fact
+
+
+def _check_space(facts: Sequence[DirectoryFacts], needed_bytes: Sequence[int], needed_of_device: dict[int, int]) -> None:
+    short = False
+    rows = []
+    for fact, num_bytes in zip(facts, needed_bytes, strict=True):
+        short |= needed_of_device[os.stat(fact.path).st_dev] > fact.free_bytes
+        rows.append(f"{fact.path}: {format_bytes(num_bytes)} needed, {format_bytes(fact.free_bytes)} free")
+    if short:
+        total = format_bytes(sum(needed_bytes))
+        raise DiskFull(f"the state needs {total} on SSD; " + "; ".join(rows) + "; free some space or add a directory")
+
+
+def make_folders(directories: Sequence[Path], run_directory: Path, run_id: str) -> None:
+    """Make the folder of run `run_id` in each directory, with a note of the run it belongs to.
+
+    Raises:
+        StorageError: a folder cannot be made.
+    """
+    owner = json.dumps({"run_id": run_id, "run_directory": str(run_directory.resolve())})
+    for directory in directories:
+        folder = data_folder(directory, run_id)
+        try:
+            folder.mkdir()
+            (folder / _OWNER_NAME).write_text(owner)
+            sync_directory(folder)
+            sync_directory(directory)
+        except OSError as error:
+            raise StorageError(f"{folder}: cannot be made: {error.strerror}; name another SSD directory") from error
+
+
+def remove_folders(directories: Sequence[Path], run_id: str) -> None:
+    """Remove what `make_folders` and the store put into `directories`; nothing else."""
+    for directory in directories:
+        _remove_folder(data_folder(directory, run_id))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leftover:
+    """A data folder that no process works on. `resumable` says whether its run directory still knows it."""
+
+    folder: Path
+    run_directory: Path
+    num_bytes: int
+    resumable: bool
+
+
+def find_leftovers(directories: Sequence[Path]) -> list[Leftover]:
+    """List the data folders in `directories` whose run no living process holds. Changes nothing."""
+    found = []
+    for directory in directories:
+        for folder in sorted(directory.glob("headrace-*")):
+            try:
+                owner = json.loads((folder / _OWNER_NAME).read_text())
+                run_id, run_directory = str(owner["run_id"]), Path(owner["run_directory"])
+            except (OSError, ValueError, KeyError, TypeError):
+                continue  # none of ours, or not enough known to call it dead
+            if lock_holder(run_directory) is not None:
+                continue
+            data = folder / "data"
+            found.append(
+                Leftover(
+                    folder=folder,
+                    run_directory=run_directory,
+                    num_bytes=data.stat().st_size if data.exists() else 0,
+                    resumable=_run_id_in(run_directory) == run_id,
+                )
+            )
+    return found
+
+
+def remove_leftover(leftover: Leftover) -> None:
+    """Remove a data folder that `find_leftovers` listed.
+
+    Raises:
+        ConfigError: a process has taken up its run since.
+    """
+    holder = lock_holder(leftover.run_directory)
+    if holder is not None:
+        raise ConfigError(f"{leftover.folder}: its run is in use by process {holder} again; nothing was removed")
+    _remove_folder(leftover.folder)
+
+
+def _remove_folder(folder: Path) -> None:
+    for name in ("data", _OWNER_NAME):
+        (folder / name).unlink(missing_ok=True)
+    with contextlib.suppress(FileNotFoundError):
+        folder.rmdir()
+
+
+def _run_id_in(run_directory: Path) -> str | None:
+    try:
+        fields = json.loads((run_directory / MANIFEST_NAME).read_text())
+        return str(fields["run_id"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

@@ -1,0 +1,113 @@
+"""The manifest of a store, `state.json`: all that must be known to find every byte again. Written once.
+
+Invariant: when the manifest exists, every file that it names exists at full size.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from headrace.spec.errors import RunDirectoryError
+from headrace.spec.layout import GroupRange, ParameterSpec, Plane, PlaneSet, UnitLayout
+
+MANIFEST_FORMAT = 1
+MANIFEST_NAME = "state.json"
+RECORD_NAMES = ("commit.0", "commit.1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """What a store was created with. `identity` is the caller's: model, data, options."""
+
+    run_id: str
+    layouts: tuple[UnitLayout, ...]
+    planes: PlaneSet
+    chunk_elements: int
+    scratch_bytes: int
+    stripe_bytes: int
+    weights: tuple[int, ...]
+    directories: tuple[Path, ...]
+    identity: Mapping[str, Any]
+
+    def data_paths(self) -> tuple[Path, ...]:
+        """Return the data file in each directory."""
+        return tuple(data_folder(directory, self.run_id) / "data" for directory in self.directories)
+
+
+def data_folder(directory: Path, run_id: str) -> Path:
+    """Return the folder of run `run_id` inside an SSD directory."""
+    return directory / f"headrace-{run_id}"
+
+
+def write_manifest(run_directory: Path, manifest: Manifest) -> None:
+    """Write `state.json` so that it is there as a whole or not at all, and survives a power cut."""
+    fields = {"format": MANIFEST_FORMAT, **asdict(manifest), "directories": [str(path) for path in manifest.directories]}
+    content = json.dumps(fields, indent=1)
+    temporary = run_directory / (MANIFEST_NAME + ".new")
+    with temporary.open("w") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.rename(run_directory / MANIFEST_NAME)
+    sync_directory(run_directory)
+
+
+def read_manifest(run_directory: Path) -> Manifest:
+    """Read `state.json` of `run_directory`.
+
+    Raises:
+        RunDirectoryError: there is none, it is damaged, or another version wrote it.
+    """
+    path = run_directory / MANIFEST_NAME
+    try:
+        fields = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise RunDirectoryError(
+            f"{run_directory}: no run of Headrace, {MANIFEST_NAME} is missing; name a run directory"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise RunDirectoryError(f"{path}: cannot be read as JSON: {error}; restore the file") from error
+    found_format = fields.get("format") if isinstance(fields, dict) else None
+    if found_format != MANIFEST_FORMAT:
+        raise RunDirectoryError(
+            f"{path}: format {found_format!r}, this version reads format {MANIFEST_FORMAT}; use the version that wrote it"
+        )
+    try:
+        return _parse(fields)
+    except (KeyError, TypeError, ValueError) as error:
+        raise RunDirectoryError(f"{path}: damaged, {type(error).__name__}: {error}; restore the file") from error
+
+
+def sync_directory(directory: Path) -> None:
+    """Make the names in `directory` survive a power cut."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _parse(fields: dict[str, Any]) -> Manifest:
+    planes = fields["planes"]
+    return Manifest(
+        run_id=fields["run_id"],
+        layouts=tuple(_parse_layout(layout) for layout in fields["layouts"]),
+        planes=PlaneSet(
+            planes["compute_dtype"], Plane(**planes["weight"]), tuple(Plane(**plane) for plane in planes["states"])
+        ),
+        chunk_elements=fields["chunk_elements"],
+        scratch_bytes=fields["scratch_bytes"],
+        stripe_bytes=fields["stripe_bytes"],
+        weights=tuple(fields["weights"]),
+        directories=tuple(Path(text) for text in fields["directories"]),
+        identity=fields["identity"],
+    )
+
+
+def _parse_layout(fields: dict[str, Any]) -> UnitLayout:
+    parameters = tuple(ParameterSpec(**{**spec, "shape": tuple(spec["shape"])}) for spec in fields["parameters"])
+    groups = tuple(GroupRange(**group) for group in fields["groups"])
+    return UnitLayout(fields["name"], parameters, groups, fields["num_elements"])

@@ -1,0 +1,350 @@
+"""The durable state of a run: weights and optimizer states of every unit, two slots each, committed step by step.
+
+Safe to call from several threads: reads never wait for a commit; writes do. Invariant: whatever happens between two commits,
+opening the run again yields the state of the last commit, bit for bit.
+"""
+
+import contextlib
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from headrace.ioengine import Bytes, DoneTicket, ThreadEngine, Ticket
+from headrace.spec.errors import StorageError
+from headrace.spec.events import Notice, Sink
+from headrace.spec.layout import PlaneSet, UnitLayout
+from headrace.spec.sizes import MIB
+from headrace.store.checksum import checksum
+from headrace.store.directories import OpenFile, open_direct
+from headrace.store.manifest import Manifest
+from headrace.store.parts import StoreParts, StoreRequest, create_parts, open_parts
+from headrace.store.places import GroupPlace
+from headrace.store.record import CommitRecord, pack_record
+from headrace.store.slots import VIRGIN, GroupSlots
+from headrace.store.verify import Progress, verify_groups
+
+
+class StateStore:
+    """The state of one run on its SSD directories. Make one with `StateStore.create` or `StateStore.open`.
+
+    Units are indices into `layouts`, chunks into `spec.layout.chunk_ranges(num_elements, chunk_elements)`. Buffers are
+    contiguous 1-D uint8 arrays, aligned to 4096 bytes; they belong to the transfer until its ticket is done.
+    """
+
+    def __init__(self, parts: StoreParts, newest: CommitRecord | None) -> None:
+        self._parts = parts
+        self._newest = newest
+        self._scratch_bytes = parts.manifest.scratch_bytes
+        groups = parts.places.groups
+        versions = newest.groups if newest else [None] * len(groups)
+        self._slots = {
+            place: GroupSlots(f"unit {place.unit_name}, {place.kind}", place.num_chunks, version)
+            for place, version in zip(groups, versions, strict=True)
+        }
+        self._writes: dict[tuple[GroupPlace, int], Ticket] = {}
+        self._reads: dict[GroupPlace, list[tuple[int, Sequence[int], Ticket]]] = {place: [] for place in groups}
+        # Writers, commit and abandon exclude one another; `_table` guards the tables for as long as a look-up takes.
+        self._writing = threading.RLock()
+        self._table = threading.Lock()
+        self._record_in_doubt = False
+        self._unsynced_error: StorageError | None = None
+        self._closed = False
+
+    @classmethod
+    def create(
+        cls,
+        run_directory: Path,
+        directories: Sequence[Path],
+        layouts: Sequence[UnitLayout],
+        planes: PlaneSet,
+        *,
+        chunk_elements: int,
+        scratch_bytes: int,
+        sink: Sink,
+        weights: Sequence[int] | None = None,
+        identity: Mapping[str, Any] | None = None,
+        allow_tmpfs: bool = False,
+        stripe_bytes: int = 8 * MIB,
+        open_file: OpenFile = open_direct,
+        engine: ThreadEngine | None = None,
+    ) -> Self:
+        """Reserve space for two slots of every unit and for scratch, striped over `directories` by `weights` (equal if None).
+
+        `identity` is kept as given (JSON). `open_file` and `engine` replace the files and the threads; an engine given is not
+        closed with the store.
+
+        Raises:
+            ConfigError, DiskFull: a directory or a size will not do; nothing was made.
+            RunDirectoryError: the run directory holds a run already, or is in use.
+            StorageError: a file could not be made; what had been is removed again.
+        """
+        request = StoreRequest(
+            directories=directories,
+            layouts=layouts,
+            planes=planes,
+            chunk_elements=chunk_elements,
+            scratch_bytes=scratch_bytes,
+            stripe_bytes=stripe_bytes,
+            weights=weights,
+            identity=identity or {},
+            allow_tmpfs=allow_tmpfs,
+        )
+        return cls(create_parts(Path(run_directory), request, open_file=open_file, engine=engine, sink=sink), None)
+
+    @classmethod
+    def open(
+        cls, run_directory: Path, *, sink: Sink, open_file: OpenFile = open_direct, engine: ThreadEngine | None = None
+    ) -> Self:
+        """Open the run at its last commit.
+
+        Raises:
+            RunDirectoryError: no run, another format, in use, never committed, or a data file missing or too short.
+            CorruptData: a commit record is damaged, and so are the data of the other one.
+        """
+        parts, newest, damaged = open_parts(Path(run_directory), open_file=open_file, engine=engine, sink=sink)
+        store = cls(parts, newest)
+        for file in parts.volume.files:
+            if not file.direct:
+                sink(Notice(text=f"{file.path}: its file system refuses O_DIRECT; buffered input and output is slower"))
+        if damaged:
+            # Either the record being written at a crash is torn: then the other's data are whole. Or the newest was
+            # damaged later: then the other's slots may have been written to since. Only the checksums can tell.
+            sink(Notice(text=f"{run_directory}: one commit record is damaged; going back to the other and verifying its data"))
+            try:
+                store.verify()
+            except BaseException:
+                store.close()
+                raise
+        return store
+
+    @property
+    def manifest(self) -> Manifest:
+        """What the store was created with."""
+        return self._parts.manifest
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """A copy of what the last commit was given; empty before the first."""
+        return dict(self._newest.payload) if self._newest else {}
+
+    @property
+    def committed_version(self) -> int:
+        """Number of commits so far."""
+        return self._newest.sequence if self._newest else 0
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes that the engine read."""
+        return self._parts.engine.bytes_read
+
+    @property
+    def bytes_written(self) -> int:
+        """Bytes that the engine wrote, without commit records."""
+        return self._parts.engine.bytes_written
+
+    def read_weights(self, unit: int, into: Bytes) -> Ticket:
+        """Start reading the whole weight plane of `unit`: its newest complete version, zeros if it was never written.
+
+        Waits for writes of that version that are under way.
+
+        Raises:
+            StorageError: `into` has another size, a write of that version failed, or the next version is half written over it.
+        """
+        place = self._parts.places.weights[unit]
+        return self._read(place, range(place.num_chunks), into)
+
+    def read_states(self, unit: int, chunk: int, into: Bytes) -> Ticket:
+        """Start reading all state planes of one chunk, back to back in `planes.states` order. Else as `read_weights`."""
+        place = self._parts.places.states[unit]
+        return self._read(place, range(place.num_chunks)[chunk : chunk + 1], into)
+
+    def write_weights(self, unit: int, chunk: int, data: Bytes) -> Ticket:
+        """Start writing the weights of one chunk to the slot that is not committed, and take its checksum.
+
+        Waits for transfers that are under way in the same place.
+
+        Raises:
+            StorageError: `data` has another size, or a commit failed and neither was repeated nor abandoned.
+        """
+        return self._write(self._parts.places.weights[unit], chunk, data)
+
+    def write_states(self, unit: int, chunk: int, data: Bytes) -> Ticket:
+        """Start writing all state planes of one chunk, back to back in `planes.states` order. Else as `write_weights`."""
+        return self._write(self._parts.places.states[unit], chunk, data)
+
+    def commit(self, record: Mapping[str, Any]) -> None:
+        """Make all writes so far durable, together with `record` (JSON). Units not written keep their version.
+
+        After an error the last commit stands; call `commit` again, or `abandon`.
+
+        Raises:
+            StorageError: a write failed, a unit is written in part, or the drive failed.
+            TypeError: `record` is not JSON.
+        """
+        with self._writing:
+            if self._unsynced_error is not None:
+                raise StorageError("writes were lost when they were to be made durable; abandon them") from self._unsynced_error
+            sequence = self.committed_version + 1
+            groups = tuple(slots.newest(sequence) for slots in self._slots.values())
+            newest = CommitRecord(run_id=self.manifest.run_id, sequence=sequence, payload=dict(record), groups=groups)
+            content = pack_record(newest)
+            for ticket in self._writes.values():
+                ticket.wait()
+            self._sync_data()
+            self._record_in_doubt = True
+            self._parts.records.write(sequence, content)
+            with self._table:
+                for slots, version in zip(self._slots.values(), groups, strict=True):
+                    slots.commit(version)
+                self._writes.clear()
+                self._newest = newest
+            self._record_in_doubt = False
+
+    def abandon(self) -> None:
+        """Forget all writes since the last commit; reads see the committed version again.
+
+        Raises:
+            DeviceStalled: a write is still under way after the deadline.
+            StorageError: a commit failed before, and its record cannot be erased.
+        """
+        with self._writing:
+            for ticket in self._writes.values():
+                _settle(ticket)
+            if self._record_in_doubt:
+                # The record may be on the drive, whole: then it would come back once its slots are written over.
+                self._parts.records.erase(self.committed_version + 1)
+                self._record_in_doubt = False
+            self._unsynced_error = None
+            with self._table:
+                for slots in self._slots.values():
+                    slots.abandon()
+                self._writes.clear()
+
+    def verify(self, progress: Progress | None = None) -> None:
+        """Read everything of the committed version and compare checksums. Writes wait meanwhile.
+
+        Raises:
+            CorruptData: names unit, planes, file, offset, stored and computed checksum.
+        """
+        with self._writing:
+            groups = [(place, slots.committed) for place, slots in self._slots.items()]
+            verify_groups(self._parts.volume, groups, progress)
+
+    def scratch_read(self, offset: int, into: Bytes) -> Ticket:
+        """Start reading scratch bytes: not durable, not checked, not ordered with writes under way."""
+        return self._parts.volume.read(self._scratch_offset(offset, into), into)
+
+    def scratch_write(self, offset: int, data: Bytes) -> Ticket:
+        """Start writing scratch bytes."""
+        return self._parts.volume.write(self._scratch_offset(offset, data), data)
+
+    def grow_scratch(self, scratch_bytes: int) -> None:
+        """Make the scratch region at least `scratch_bytes` long, until the store is closed.
+
+        Raises:
+            DiskFull: there is not that much space; the region stays as it was.
+        """
+        with self._writing:
+            if scratch_bytes > self._scratch_bytes:
+                self._parts.volume.extend(self._parts.places.durable_bytes + scratch_bytes)
+                self._scratch_bytes = scratch_bytes
+
+    def close(self) -> None:
+        """Finish transfers under way, close the files and free the lock. Does not commit. A second call does nothing."""
+        if not self._closed:
+            self._closed = True
+            self._settle_all()
+            self._parts.close()
+
+    def remove(self) -> None:
+        """Close, then delete data files, their folders and the records."""
+        # The lock file is held until the last file is gone, so that nobody opens what is being removed.
+        if not self._closed:
+            self._closed = True
+            self._settle_all()
+            try:
+                self._parts.remove()
+            finally:
+                self._parts.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _read(self, place: GroupPlace, chunks: Sequence[int], into: Bytes) -> Ticket:
+        _check_size(place, into, sum(place.chunk_bytes(chunk) for chunk in chunks))
+        with self._table:
+            slots = self._slots[place]
+            slot = slots.slot_to_read(chunks)
+            if slot != VIRGIN and chunks:
+                if slot == slots.slot_to_write:
+                    for chunk in chunks:
+                        self._writes[place, chunk].wait()
+                ticket = self._parts.volume.read(place.offset(slot, chunks[0]), into)
+                under_way = [entry for entry in self._reads[place] if not entry[2].done]
+                self._reads[place] = [*under_way, (slot, chunks, ticket)]
+                return ticket
+        into.fill(0)
+        return DoneTicket()
+
+    def _write(self, place: GroupPlace, chunk: int, data: Bytes) -> Ticket:
+        _check_size(place, data, place.chunk_bytes(chunk))
+        value = checksum(data)
+        with self._writing:
+            if self._record_in_doubt:
+                raise StorageError(
+                    f"unit {place.unit_name}, {place.kind}: the last commit failed while its record was written; "
+                    "commit again or abandon before writing"
+                )
+            with self._table:
+                slots = self._slots[place]
+                slot = slots.slot_to_write
+                earlier = self._writes.get((place, chunk))
+                if earlier is not None:
+                    _settle(earlier)
+                for read_slot, read_chunks, ticket in self._reads[place]:
+                    if read_slot == slot and chunk in read_chunks:
+                        _settle(ticket)
+                ticket = self._parts.volume.write(place.offset(slot, chunk), data)
+                slots.note_write(chunk, value)
+                self._writes[place, chunk] = ticket
+                return ticket
+
+    def _sync_data(self) -> None:
+        try:
+            self._parts.volume.sync()
+        except StorageError as error:
+            # The kernel reports lost writes once; a second sync would succeed without them.
+            self._unsynced_error = error
+            raise
+
+    def _scratch_offset(self, offset: int, buffer: Bytes) -> int:
+        if offset < 0 or offset + buffer.size > self._scratch_bytes:
+            raise StorageError(f"scratch bytes {offset} to {offset + buffer.size} asked, the region has {self._scratch_bytes}")
+        return self._parts.places.durable_bytes + offset
+
+    def _settle_all(self) -> None:
+        reads = [ticket for entries in self._reads.values() for _, _, ticket in entries]
+        for ticket in [*self._writes.values(), *reads]:
+            with contextlib.suppress(StorageError):
+                ticket.wait()
+
+
+def _settle(ticket: Ticket) -> None:
+    """Wait until `ticket` is done, failed or not; raise only if it is not."""
+    try:
+        ticket.wait()
+    except StorageError:
+        if not ticket.done:
+            raise
+
+
+def _check_size(place: GroupPlace, buffer: Bytes, expected_bytes: int) -> None:
+    if buffer.size != expected_bytes:
+        raise StorageError(
+            f"unit {place.unit_name}, {place.kind}: buffer of {buffer.size} bytes, expected {expected_bytes}; "
+            "cut it to the chunk's size"
+        )

@@ -1,0 +1,86 @@
+"""The real engine for the loop. Imported late: this is what pulls in the model library and the kernels' compiler.
+
+Invariant: only here does the loop's side know the names of the engine's own files.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from headrace.engine import Engine
+from headrace.model import Chain, Checkpoint
+from headrace.spec.errors import RunDirectoryError
+from headrace.spec.events import Sink
+from headrace.spec.layout import UnitLayout
+from headrace.spec.optimizer import AdamW
+from headrace.store import find_leftovers, read_manifest, remove_leftover
+from headrace.store.manifest import MANIFEST_NAME, RECORD_NAMES
+from headrace.training.base import Engines, StateKind
+from headrace.training.run_directory import RunDirectory
+
+
+def headrace_engines() -> Engines:
+    """Return the engines of this package."""
+    return Engines(Engine.open, resume, supports_packing, state_of, discard)
+
+
+def resume(run_directory: Path, *, sink: Sink | None = None) -> Engine:
+    """Return `Engine.resume`, after a look at whether the model directory is still the one that the run began with.
+
+    The weights come from the state; but the model directory gives the architecture, and its tensors' names for the export.
+
+    Raises:
+        RunDirectoryError, CorruptData: see `Engine.resume`; or the model is another one.
+        ModelError: the model directory is gone or damaged.
+    """
+    manifest, config = read_manifest(run_directory), RunDirectory(run_directory).read_config()
+    begun_with = Path(str(manifest.identity["model"]))
+    if config.model.resolve() != begun_with:
+        raise RunDirectoryError(
+            f"{run_directory}: config.yaml names the model {config.model}, the run began with {begun_with}; "
+            "name that one again, or begin another run"
+        )
+    chain = Chain.from_config(Checkpoint.open(begun_with).config, config.compute_dtype, AdamW())
+    found, expected = _shapes(chain.layouts), _shapes(manifest.layouts)
+    if found != expected:
+        name = min(found.keys() ^ expected.keys() or {name for name in found if found[name] != expected[name]})
+        raise RunDirectoryError(
+            f"{run_directory}: {begun_with} now holds another model than the run began with: {name} was "
+            f"{expected.get(name, 'not there')}, is {found.get(name, 'not there')}; put the model of the run back there"
+        )
+    return Engine.resume(run_directory, sink=sink)
+
+
+def _shapes(layouts: Sequence[UnitLayout]) -> dict[str, tuple[int, ...]]:
+    return {parameter.name: parameter.shape for layout in layouts for parameter in layout.parameters}
+
+
+def supports_packing(model: Path) -> bool:
+    """Return whether the architecture of a model directory keeps samples of one row apart by their positions alone.
+
+    Raises:
+        ModelError: the architecture is not supported, or its files are damaged.
+    """
+    return Chain.from_config(Checkpoint.open(model).config, "float32", AdamW()).supports_packing
+
+
+def state_of(run_directory: Path) -> StateKind:
+    """Return what the run directory holds for `Engine.resume`."""
+    if not (run_directory / MANIFEST_NAME).exists():
+        return StateKind.NONE
+    records = [run_directory / name for name in RECORD_NAMES]
+    committed = any(record.exists() and record.stat().st_size > 0 for record in records)
+    return StateKind.COMMITTED if committed else StateKind.BEGUN
+
+
+def discard(run_directory: Path) -> None:
+    """Remove the engine's files of a run from its SSD directories and from `run_directory`.
+
+    Raises:
+        ConfigError: a living process holds the run.
+    """
+    if (run_directory / MANIFEST_NAME).exists():
+        for leftover in find_leftovers(read_manifest(run_directory).directories):
+            if leftover.run_directory == run_directory.resolve():
+                remove_leftover(leftover)
+    for name in (MANIFEST_NAME, *RECORD_NAMES):
+        (run_directory / name).unlink(missing_ok=True)

@@ -1,0 +1,43 @@
+"""The end of a run: the model as an ordinary Hugging Face directory, its card, and the SSD space given back.
+
+Invariant: the state is removed only after the model lies complete in `final/`; interrupted anywhere, `resume` ends it again.
+"""
+
+from importlib.metadata import PackageNotFoundError, version
+
+from headrace.report import CardFacts, model_card
+from headrace.report.metrics import Record
+from headrace.training.base import RunningEngine
+from headrace.training.config import RunConfig
+from headrace.training.run_directory import RunDirectory
+
+# Places on somebody's machine: of no use to a reader of the card, and private.
+_NOT_ON_CARD = {"model", "data", "output", "ssd", "cache", "keep_state", "report_to", "interpreter"}
+
+
+def write_final(engine: RunningEngine, run: RunDirectory, config: RunConfig, records: list[Record]) -> None:
+    """Export the model to `final/` with its card; unless `keep_state`, remove the run's state (closes the engine)."""
+    if not run.final.exists():  # the export appears complete or not at all: one that is there is done
+        engine.save_pretrained(run.final)
+    facts = CardFacts(
+        name=run.path.name,
+        base_model=config.model.name,
+        data=tuple(name.rstrip("/").rpartition("/")[2] for name in config.data),
+        versions=installed_versions(),
+        options=config.model_dump(mode="json", exclude=_NOT_ON_CARD),
+        records=records,
+    )
+    (run.final / "README.md").write_text(model_card(facts), encoding="utf-8")
+    if not config.keep_state:
+        engine.remove_state()
+
+
+def installed_versions() -> dict[str, str]:
+    """Return the versions of the packages that decide the numbers. Packages that run from a source tree may have none."""
+    versions = {}
+    for name in ("headrace", "torch", "transformers", "numba"):
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            versions[name] = "not installed as a package"
+    return versions

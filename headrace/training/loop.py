@@ -1,0 +1,237 @@
+"""The run from first to last step: `train` begins one, `resume` goes on with one. This is the page to read first.
+
+Invariant: the position in the data is committed with the step that consumed it, so a resumed run sees the next sample and no
+sample twice; `metrics.jsonl` has each step once.
+"""
+
+import signal
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from headrace.data import BatchStream
+from headrace.machine import process_status_bytes
+from headrace.plan.base import Plan
+from headrace.plan.forecast import forecast
+from headrace.plan.profiles import load_profile
+from headrace.report import LanesFile, MetricsFile, Reporters, TensorBoard, TraceFile, TrainerStateFile, planned_and_measured
+from headrace.spec.errors import RunDirectoryError
+from headrace.spec.events import Committed, Event, OpDone, Sink, StepResult
+from headrace.spec.sizes import format_seconds
+from headrace.training.base import Display, Engines, NoDisplay, RunningEngine, StateKind
+from headrace.training.config import RunConfig
+from headrace.training.data import tensors_of
+from headrace.training.finish import write_final
+from headrace.training.prepare import check, open_stream, prepare
+from headrace.training.run_directory import RunDirectory
+from headrace.training.signals import Interrupted, StopRequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    """A run that is done: its directory, its model, and the number of steps it took."""
+
+    run_directory: Path
+    final: Path
+    steps: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Run:
+    """What one process works with. `total_steps` is `config.max_steps`, decided."""
+
+    config: RunConfig
+    directory: RunDirectory
+    stream: BatchStream
+    total_steps: int
+    display: Display
+    engines: Engines
+
+
+def train(config: RunConfig, *, display: Display | None = None, engines: Engines | None = None) -> Finished:
+    """Run `config` from the first step to the last and return where the model is.
+
+    Raises:
+        InputError: model, data, options or run directory cannot be used; nothing is left behind.
+        PlanInfeasible: the budgets are too small.
+        StorageError, StepFailed: the run broke; `resume` goes on after the cause is removed.
+        Interrupted: SIGINT or SIGTERM came; the run can be resumed.
+    """
+    checked, directory = check(config)
+    engines = engines or _engines()
+    resolved, stream = prepare(checked, directory, engines)
+    run = _run(resolved, directory, stream, display, engines)
+    made = directory.write_config(resolved)
+    return _begin(run, on_failure=lambda: directory.forget(made))
+
+
+def resume(run_directory: str | Path, *, display: Display | None = None, engines: Engines | None = None) -> Finished:
+    """Go on with a run after its last committed step, whatever ended it, and return where the model is.
+
+    Raises:
+        RunDirectoryError: no run, a finished one, or one that another process works on.
+        CorruptData: the state does not have the checksums it was written with.
+        DataError: the data is not what the run began with.
+        Interrupted: as for `train`.
+    """
+    directory = RunDirectory(Path(run_directory).absolute())
+    config = directory.read_config()
+    engines = engines or _engines()
+    kind = engines.state_of(directory.path)
+    if kind is StateKind.NONE and directory.final.exists():
+        raise RunDirectoryError(f"{directory.path}: the run is finished; its model is in {directory.final}")
+    run = _run(config, directory, open_stream(config), display, engines)
+    if kind is not StateKind.COMMITTED:
+        engines.discard(directory.path)  # killed while the model was imported: there is nothing to go on from
+        return _begin(run)
+    with ExitStack() as stack:
+        reporters = _reporters(run, stack)
+        engine = stack.enter_context(engines.resume(directory.path, sink=_for_people(reporters)))
+        if engine.position is not None:
+            run.stream.restore(engine.position["data"])
+        run.display.say(f"resuming {directory.path} after step {engine.step_index} of {run.total_steps}")
+        return _drive(run, engine, reporters)
+
+
+def _begin(run: _Run, on_failure: Callable[[], None] | None = None) -> Finished:
+    """Open a new engine and drive it. `on_failure` undoes what was made before, if the engine cannot be opened."""
+    config = run.config
+    with ExitStack() as stack:
+        reporters = _reporters(run, stack)
+        try:
+            engine = run.engines.open(
+                config.model,
+                config.budget,
+                config.optimizer,
+                run_directory=run.directory.path,
+                schedule=config.schedule(run.total_steps),
+                max_grad_norm=config.max_grad_norm or None,
+                compute_dtype=config.compute_dtype,
+                tokens_per_step=config.tokens_per_step,
+                sequence_length=config.sequence_length,
+                seed=config.seed,
+                checkpoint_every=config.checkpoint_every,
+                interpreter=config.interpreter,
+                machine=load_profile(config.machine) if config.machine else None,
+                sink=_for_people(reporters),
+            )
+        except BaseException:
+            if on_failure is not None:
+                on_failure()
+            raise
+        stack.enter_context(engine)
+        return _drive(run, engine, reporters)
+
+
+def _drive(run: _Run, engine: RunningEngine, reporters: Reporters) -> Finished:
+    """Take the steps that are left, then finish. The engine and the reporters are closed by the caller, in this order."""
+    if engine.plan is not None:
+        run.display.say(engine.plan.explain())
+        run.directory.write_plan(engine.plan.to_json())
+        _say_forecast(run, engine.plan.to_json())
+    metrics = _files(run, reporters, engine.step_index)
+    started = time.monotonic()
+    with StopRequest() as stop:
+        while engine.step_index < run.total_steps and stop.received is None:
+            batch = tensors_of(run.stream.next_batch())
+            result = engine.step(batch, position={"data": run.stream.state()})
+            reporters(replace(result, step=engine.step_index))
+        engine.flush()
+        if stop.received is not None:
+            raise _interrupted(run, engine.step_index, stop.received)
+    if engine.plan is not None:
+        planned = {tier: sum(rows.values()) for tier, rows in engine.plan.to_json()["peak_bytes"].items()}
+        run.display.say(planned_and_measured(planned, metrics.records))
+    steps = engine.step_index
+    write_final(engine, run.directory, run.config, metrics.records)
+    run.display.say(f"done: {steps} steps, {format_seconds(time.monotonic() - started)}; model in {run.directory.final}")
+    return Finished(run_directory=run.directory.path, final=run.directory.final, steps=steps)
+
+
+def _say_forecast(run: _Run, plan: dict[str, Any]) -> None:
+    """Tell what a step should take, if the machine was measured, and leave its figures for `headrace report`."""
+    if run.config.machine is None:
+        return
+    machine = load_profile(run.config.machine)
+    run.directory.write_machine(machine.to_json())
+    expected = forecast(Plan.from_json(plan), machine)
+    run.display.say(f"forecast {format_seconds(expected.step_seconds)} a step; {expected.explanation}")
+
+
+def _run(config: RunConfig, directory: RunDirectory, stream: BatchStream, display: Display | None, engines: Engines) -> _Run:
+    if config.max_steps is None:
+        raise RunDirectoryError(f"{directory.config}: max_steps is missing; restore the file as the run wrote it")
+    return _Run(
+        config=config,
+        directory=directory,
+        stream=stream,
+        total_steps=config.max_steps,
+        display=display or NoDisplay(),
+        engines=engines,
+    )
+
+
+def _reporters(run: _Run, stack: ExitStack) -> Reporters:
+    """Return the reporters, so far those for the eye: what the engine has to say while it opens is shown too."""
+    reporters = Reporters()
+    stack.callback(reporters.close)
+    reporters.add(run.display.progress(run.total_steps))
+    return reporters
+
+
+def _files(run: _Run, reporters: Reporters, done_steps: int) -> MetricsFile:
+    """Add the reporters that write files, each without what belongs to steps after `done_steps`."""
+    directory, config = run.directory, run.config
+    steps_per_epoch = run.stream.steps_per_epoch
+    metrics = reporters.add(MetricsFile(directory.metrics, committed_steps=done_steps, steps_per_epoch=steps_per_epoch))
+    reporters.add(
+        TrainerStateFile(
+            directory.trainer_state,
+            metrics.records,
+            max_steps=run.total_steps,
+            num_train_epochs=run.total_steps / steps_per_epoch,
+            train_batch_size=(config.tokens_per_step or 0) // (config.sequence_length or 1),
+            clock=time.monotonic,
+        )
+    )
+    reporters.add(LanesFile(directory.path, committed_steps=done_steps, memory=_memory_in_use))
+    if "tensorboard" in config.report_to:
+        reporters.add(TensorBoard(directory.tensorboard, committed_steps=done_steps))
+    if "trace" in config.report_to:
+        reporters.add(TraceFile(directory.trace(done_steps)))
+    return metrics
+
+
+def _memory_in_use() -> dict[str, int]:
+    return {"host": process_status_bytes("RssAnon")}  # the same figure as the measured peaks
+
+
+def _for_people(reporters: Reporters) -> Sink:
+    """Return the engine's sink: steps are counted from 1; results come from the loop, which knows them first."""
+
+    def emit(event: Event) -> None:
+        if isinstance(event, OpDone | Committed):
+            reporters(replace(event, step=event.step + 1))
+        elif not isinstance(event, StepResult):
+            reporters(event)
+
+    return emit
+
+
+def _interrupted(run: _Run, step: int, number: int) -> Interrupted:
+    return Interrupted(
+        f"{signal.Signals(number).name}: stopped after step {step} of {run.total_steps}, which is committed; "
+        f"go on with: headrace resume {run.directory.path}",
+        signal_number=number,
+        step=step,
+    )
+
+
+def _engines() -> Engines:
+    # Late, because it imports the model library and the kernels' compiler; bad options should be refused before that.
+    from headrace.training.engines import headrace_engines
+
+    return headrace_engines()

@@ -1,0 +1,134 @@
+"""What lies where in a run directory, and when a directory may become one.
+
+    config.yaml          every option as it was resolved
+    metrics.jsonl        one line for each step
+    trainer_state.json   the same in Hugging Face's form
+    plan.json            the plan that the engine ran inside
+    lanes.jsonl          what each lane did, one line for each step
+    timeline.json        the operations of the last two steps
+    report.html          on request: `headrace report`
+    tensorboard/, trace.json    on request
+    final/               the finished model, an ordinary Hugging Face directory
+
+The engine keeps its records beside these. Invariant: a directory that has anything in it is never taken for a new run.
+"""
+
+import contextlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headrace.spec.errors import InputError, RunDirectoryError
+from headrace.training.config import RunConfig
+
+
+@dataclass(frozen=True, slots=True)
+class RunDirectory:
+    """The places in the run directory `path`."""
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        """The resolved options."""
+        return self.path / "config.yaml"
+
+    @property
+    def metrics(self) -> Path:
+        """The record of steps."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def trainer_state(self) -> Path:
+        """The record of steps in Hugging Face's form."""
+        return self.path / "trainer_state.json"
+
+    @property
+    def plan(self) -> Path:
+        """The plan that the engine ran inside."""
+        return self.path / "plan.json"
+
+    @property
+    def tensorboard(self) -> Path:
+        """TensorBoard's event files."""
+        return self.path / "tensorboard"
+
+    @property
+    def final(self) -> Path:
+        """The finished model."""
+        return self.path / "final"
+
+    def trace(self, done_steps: int) -> Path:
+        """The timeline; a resumed run writes another file and leaves the first."""
+        return self.path / ("trace.json" if done_steps == 0 else f"trace-from-step-{done_steps}.json")
+
+    def check_new(self) -> None:
+        """Raise RunDirectoryError unless the directory is missing or empty."""
+        if self.path.exists() and not self.path.is_dir():
+            raise RunDirectoryError(f"output: {self.path} is a file; name a directory that does not exist yet")
+        if self.path.is_dir() and any(self.path.iterdir()):
+            found = f"a run{self._of_model()}" if self.config.exists() else "other files"
+            advice = f"`headrace resume {self.path}` goes on with it, or " if self.config.exists() else ""
+            raise RunDirectoryError(
+                f"output: {self.path} exists and holds {found}; {advice}name another directory with --output"
+            )
+
+    def _of_model(self) -> str:
+        try:
+            return f" of {self.read_config().model}"
+        except InputError:
+            return ""  # written by another version, or damaged: still a run
+
+    def read_config(self) -> RunConfig:
+        """Return the options of the run.
+
+        Raises:
+            RunDirectoryError: the directory is missing or is no run.
+        """
+        if not self.path.is_dir():
+            raise RunDirectoryError(f"{self.path}: no such directory; give the directory that `headrace train` wrote")
+        if not self.config.exists():
+            raise RunDirectoryError(
+                f"{self.path}: no run ({self.config.name} is missing); give a directory that `headrace train` wrote"
+            )
+        return RunConfig.from_yaml(self.config)
+
+    def write_config(self, config: RunConfig) -> tuple[Path, ...]:
+        """Make the directory, write the options, and return the directories that had to be made, the innermost first.
+
+        Raises:
+            RunDirectoryError: the directory cannot be made, or not written to.
+        """
+        made = tuple(path for path in (self.path, *self.path.parents) if not path.exists())
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            _replace(self.config, config.to_yaml())
+        except OSError as error:
+            self.forget(made)
+            raise RunDirectoryError(
+                f"output: {self.path} cannot be written ({error.strerror}); name another directory with --output"
+            ) from error
+        return made
+
+    def write_plan(self, values: Mapping[str, Any]) -> None:
+        """Write the plan's plain values, for `headrace report`."""
+        _replace(self.plan, json.dumps(values) + "\n")
+
+    def write_machine(self, values: Mapping[str, Any]) -> None:
+        """Write the ceilings that the plan was made for, for `headrace report`."""
+        _replace(self.path / "machine.json", json.dumps(values) + "\n")
+
+    def forget(self, made: Sequence[Path]) -> None:
+        """Undo `write_config`, which returned `made`, after the run could not be started. Nothing else is touched."""
+        with contextlib.suppress(OSError):
+            self.config.unlink(missing_ok=True)
+            for directory in made:
+                directory.rmdir()
+
+
+def _replace(path: Path, text: str) -> None:
+    beside = path.with_name(path.name + ".new")
+    beside.write_text(text, encoding="utf-8")
+    beside.replace(path)

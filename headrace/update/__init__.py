@@ -1,0 +1,38 @@
+"""The update: AdamW over planes, its norm and clipping, on the CPU and on a device."""
+
+from headrace.update.adamw import AdamWRule
+from headrace.update.base import (
+    GRADIENT_DTYPES,
+    Coefficients,
+    StepHyper,
+    UpdateRule,
+    adamw_coefficients,
+    group_pieces,
+)
+from headrace.update.clip import LossScale, clip_factor
+from headrace.update.norm import BLOCK_ELEMENTS, add_block_sums, block_square_sums, square_sum
+from headrace.update.on_device import DeviceUpdater
+from headrace.update.parallel import Updater
+from headrace.update.split import join_master, round_to_bfloat16, split_master, widen_bfloat16
+
+__all__ = [
+    "BLOCK_ELEMENTS",
+    "GRADIENT_DTYPES",
+    "AdamWRule",
+    "Coefficients",
+    "DeviceUpdater",
+    "LossScale",
+    "StepHyper",
+    "UpdateRule",
+    "Updater",
+    "adamw_coefficients",
+    "add_block_sums",
+    "block_square_sums",
+    "clip_factor",
+    "group_pieces",
+    "join_master",
+    "round_to_bfloat16",
+    "split_master",
+    "square_sum",
+    "widen_bfloat16",
+]

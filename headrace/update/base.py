@@ -1,0 +1,150 @@
+"""What an update rule is: the values of one step, and the contract that every rule keeps.
+
+Not here: arithmetic on arrays (`kernels` on the CPU, `reference` on tensors) and threads (`parallel`).
+
+Invariant: all forms of a rule take their scalars from one `Coefficients`, rounded to fp32 once, so they cannot differ in them.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.spec.errors import ConfigError
+from headrace.spec.layout import GroupRange, PlaneSet
+
+# NumPy types of a gradient; uint16 stands for bfloat16 bits.
+GRADIENT_DTYPES = ("uint16", "float32", "float16")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepHyper:
+    """The scalars of one update.
+
+    `step` counts applied updates from 1: the first is 1, a skipped step does not count. `gradient_scale` multiplies the
+    gradient before all else: the clip factor divided by the loss scale.
+
+    Raises:
+        ConfigError: `step` below 1, or a scalar that is not finite.
+    """
+
+    learning_rate: float
+    beta1: float
+    beta2: float
+    eps: float
+    step: int
+    gradient_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.step < 1:
+            raise ConfigError(f"step: updates are counted from 1, found {self.step}")
+        scalars = (self.learning_rate, self.beta1, self.beta2, self.eps, self.gradient_scale)
+        if not all(math.isfinite(scalar) for scalar in scalars):
+            raise ConfigError(f"expected finite scalars for the update; skip the step instead: {self}")
+
+
+@dataclass(frozen=True, slots=True)
+class Coefficients:
+    """The scalars as the element loop uses them, each exactly representable in fp32.
+
+    g = gradient * gradient_scale
+    m = (g if from_gradient else m) + (g - m) * moment
+    v = v * keep + (g * gain) * g
+    p = p * decay - (m * rate) / (sqrt(v) * correction + eps)
+    """
+
+    gradient_scale: float
+    decay: float
+    from_gradient: float
+    moment: float
+    keep: float
+    gain: float
+    rate: float
+    correction: float
+    eps: float
+
+    def vector(self) -> NDArray[np.float32]:
+        """Return the fields in order as float32, which is how the compiled loops take them."""
+        return np.array(astuple(self), np.float32)
+
+
+def adamw_coefficients(hyper: StepHyper, weight_decay: float, learning_rate_scale: float) -> Coefficients:
+    """Return the scalars of AdamW (Loshchilov & Hutter 2019, algorithm 2), as `torch.optim.AdamW` defines them.
+
+    Computed in double precision, then rounded to fp32 once. The first moment is interpolated from its nearer end, as
+    `torch.lerp` does: with `beta1 = 0` it is the gradient itself. Where torch divides by `sqrt(1 - beta2^step)`, the loop
+    multiplies by its inverse: one division less, and torch on a GPU divides by a scalar in the same way.
+    """
+    learning_rate = hyper.learning_rate * learning_rate_scale
+    toward = 1.0 - hyper.beta1
+    near = toward < 0.5
+    exact = (
+        hyper.gradient_scale,
+        1.0 - learning_rate * weight_decay,
+        0.0 if near else 1.0,
+        toward if near else -hyper.beta1,
+        hyper.beta2,
+        1.0 - hyper.beta2,
+        learning_rate / (1.0 - hyper.beta1**hyper.step),
+        1.0 / math.sqrt(1.0 - hyper.beta2**hyper.step),
+        hyper.eps,
+    )
+    return Coefficients(*(float(np.float32(value)) for value in exact))
+
+
+def group_pieces(groups: Sequence[GroupRange], start: int, stop: int) -> list[GroupRange]:
+    """Return the parts of `groups` inside elements `[start, stop)` of a unit, in order.
+
+    Raises:
+        ConfigError: the groups leave a gap in the range or overlap: some element would be updated never, or twice.
+    """
+    pieces: list[GroupRange] = []
+    reached = start
+    for group in sorted(groups, key=lambda group: group.start):
+        piece = replace(group, start=max(group.start, start), stop=min(group.stop, stop))
+        if piece.start >= piece.stop:
+            continue
+        if piece.start != reached:
+            break
+        pieces.append(piece)
+        reached = piece.stop
+    if reached != stop:
+        found = ", ".join(f"[{group.start}, {group.stop})" for group in groups)
+        raise ConfigError(
+            f"update of elements [{start}, {stop}): expected groups without gap or overlap, found {found or 'none'}"
+        )
+    return pieces
+
+
+class UpdateRule(Protocol):
+    """Changes weights and states by one gradient, element by element: no element depends on another.
+
+    So any cut of a range into pieces, in any order and in any threads, gives the same bits.
+    """
+
+    @property
+    def planes(self) -> PlaneSet:
+        """The planes that the rule reads and writes."""
+        ...
+
+    def apply(
+        self,
+        weight: NDArray[Any],
+        states: tuple[NDArray[Any], ...],
+        gradient: NDArray[Any],
+        hyper: StepHyper,
+        weight_decay: float,
+        learning_rate_scale: float,
+    ) -> None:
+        """Update `weight` and `states` in place. One thread, without the GIL.
+
+        Shapes: all `(n,)`, contiguous, not overlapping. `weight` has the type of `planes.weight`, `states` those of
+        `planes.states` in order; `gradient` is uint16 (bfloat16 bits), float32 or float16.
+
+        Raises:
+            ConfigError: an array of another type or length; nothing has been changed then.
+        """
+        ...

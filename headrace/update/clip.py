@@ -1,0 +1,78 @@
+"""What the gradient's norm decides: the factor on the gradient, or that the step is skipped; and the loss scale of float16.
+
+Invariant: a gradient with an infinity or a NaN never reaches an update.
+"""
+
+import math
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from headrace.spec.errors import ConfigError
+
+# As torch.nn.utils.clip_grad_norm_: keeps a norm of zero from being a divisor.
+_NORM_GUARD = 1e-6
+# Below 1 the scale would make gradients smaller than they are; beyond 2^32 float16 gradients overflow at any useful size.
+_SMALLEST_SCALE, _LARGEST_SCALE = 1.0, 2.0**32
+
+
+def clip_factor(total_norm: float, max_norm: float | None) -> float | None:
+    """Return the factor on the gradient, at most 1, or None: the norm is not finite and the step must be skipped.
+
+    The rule of `torch.nn.utils.clip_grad_norm_`, in double precision: `max_norm / (total_norm + 1e-6)`, clamped to 1.
+    `total_norm` is the 2-norm of the unscaled gradient over all units; `max_norm=None` clips nothing.
+
+    Raises:
+        ConfigError: `max_norm` is not positive.
+    """
+    if max_norm is not None and not max_norm > 0:
+        raise ConfigError(f"max_grad_norm: expected a positive number or none, found {max_norm}")
+    if not math.isfinite(total_norm):
+        return None
+    return 1.0 if max_norm is None else min(1.0, max_norm / (total_norm + _NORM_GUARD))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossScale:
+    """The dynamic loss scale of float16 compute (Micikevicius et al. 2018): a value; each step makes the next.
+
+    The loss is multiplied by `scale` and the gradient divided by it. `good_steps` counts steps since the last change.
+
+    Raises:
+        ConfigError: a field that cannot make a working scale.
+    """
+
+    scale: float = 2.0**16
+    good_steps: int = 0
+    growth: float = 2.0
+    backoff: float = 0.5
+    growth_interval_steps: int = 2000
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.scale) and self.scale > 0 and self.growth > 1 and 0 < self.backoff < 1):
+            raise ConfigError(f"loss scale: expected scale > 0, growth > 1 and 0 < backoff < 1, found {self}")
+        if not 0 <= self.good_steps < self.growth_interval_steps:
+            raise ConfigError(f"loss scale: expected 0 <= good_steps < growth_interval_steps, found {self}")
+
+    def after(self, step_ok: bool) -> "LossScale":
+        """Return the scale for the next step: smaller at once if gradients overflowed, larger after a row of good steps."""
+        if not step_ok:
+            return replace(self, scale=max(self.scale * self.backoff, _SMALLEST_SCALE), good_steps=0)
+        if self.good_steps + 1 < self.growth_interval_steps:
+            return replace(self, good_steps=self.good_steps + 1)
+        return replace(self, scale=min(self.scale * self.growth, _LARGEST_SCALE), good_steps=0)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields as a JSON object."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> "LossScale":
+        """Return the value that `to_json` wrote.
+
+        Raises:
+            ConfigError: unknown or missing fields, or values that cannot be.
+        """
+        if set(fields) != set(cls.__dataclass_fields__):
+            expected = ", ".join(sorted(cls.__dataclass_fields__))
+            raise ConfigError(f"loss scale: expected the fields {expected}; found {', '.join(sorted(fields))}")
+        return cls(**fields)

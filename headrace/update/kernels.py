@@ -1,0 +1,264 @@
+"""Every compiled loop of the update: AdamW over the three plane sets, the split master, square sums.
+
+For whom: `adamw`, `split` and `norm`, which check what they are given; nothing is checked here, and an index out of range would
+corrupt memory. Not here: threads. A loop runs on one core without the GIL; `parallel` runs several at once.
+
+Invariant: an element's new value depends on that element and the coefficients alone, by IEEE operations of fp32, each rounded
+once, in the order written. So no `fastmath` and no contraction to fused multiply-add: the bits are those of `reference`,
+however a range is cut and whatever the width of the registers.
+
+All loops are in this one file because numba's cache on disk notices a change only of the file that a loop stands in.
+
+Legend: `gradient` is uint16 (bfloat16 bits), int16 (float16 bits: the type alone tells the two apart) or float32; `k` is the
+float32 vector `Coefficients.vector()`.
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numpy as np
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba import njit, types
+from numba.extending import intrinsic
+
+from headrace.spec.layout import UNIT_ALIGNMENT
+
+# A block of the square sum: the largest length that divides every chunk a unit can be cut into.
+BLOCK_ELEMENTS = UNIT_ALIGNMENT
+# Independent fp64 accumulators of a block. Fixed, not the register width, so that the sum is the same on every machine;
+# 64 hide the latency of an addition whose operand travels through the first-level cache.
+LANES = 64
+
+_Loop = TypeVar("_Loop", bound=Callable[..., Any])
+
+
+def _compiled(loop: _Loop) -> _Loop:
+    """Compile `loop` at its first call; keep the machine code on disk where a directory for it can be written."""
+    options = {"nogil": True, "error_model": "numpy"}  # "python" would test every divisor for zero, and not vectorise
+    try:
+        compiled: _Loop = njit(cache=True, **options)(loop)
+    except RuntimeError:  # numba finds no writable cache directory: a read-only installation without a home directory
+        compiled = njit(**options)(loop)
+    return compiled
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _as_float(context: Any, bits: Any) -> Any:
+    """Reinterpret uint32 as float32."""
+    return types.float32(types.uint32), lambda ctx, builder, sig, args: builder.bitcast(args[0], ir.FloatType())
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _as_bits(context: Any, value: Any) -> Any:
+    """Reinterpret float32 as uint32."""
+    return types.uint32(types.float32), lambda ctx, builder, sig, args: builder.bitcast(args[0], ir.IntType(32))
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _join(context: Any, hi: Any, lo: Any) -> Any:
+    """Return the float32 whose bits are `(hi << 16) + lo`."""
+
+    # Written in LLVM's language because numba widens every integer operation to 64 bits, which halves the vector width.
+    def lower(ctx: Any, builder: Any, sig: Any, args: Any) -> Any:
+        word = ir.IntType(32)
+        high = builder.shl(builder.zext(args[0], word), ir.Constant(word, 16))
+        return builder.bitcast(builder.add(high, builder.sext(args[1], word)), ir.FloatType())
+
+    return types.float32(types.uint16, types.int16), lower
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _high(context: Any, value: Any) -> Any:
+    """Return the bfloat16 bits of a float32, rounded half away from zero; `value` must not be NaN."""
+
+    def lower(ctx: Any, builder: Any, sig: Any, args: Any) -> Any:
+        word = ir.IntType(32)
+        rounded = builder.add(builder.bitcast(args[0], word), ir.Constant(word, 0x8000))
+        return builder.trunc(builder.lshr(rounded, ir.Constant(word, 16)), ir.IntType(16))
+
+    return types.uint16(types.float32), lower
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _low(context: Any, value: Any) -> Any:
+    """Return what `_high` leaves of a float32: `bits - (hi << 16)`, which is the lower half of its bits read as int16."""
+
+    def lower(ctx: Any, builder: Any, sig: Any, args: Any) -> Any:
+        return builder.trunc(builder.bitcast(args[0], ir.IntType(32)), ir.IntType(16))
+
+    return types.int16(types.float32), lower
+
+
+def _lower_from_bfloat16(ctx: Any, builder: Any, sig: Any, args: Any) -> Any:
+    """Emit the float32 that bfloat16 bits stand for."""
+    word = ir.IntType(32)
+    return builder.bitcast(builder.shl(builder.zext(args[0], word), ir.Constant(word, 16)), ir.FloatType())
+
+
+def _lower_from_float16(ctx: Any, builder: Any, sig: Any, args: Any) -> Any:
+    """Emit the float32 that float16 bits stand for.
+
+    By integer operations and one exact multiplication, because LLVM's own conversion calls a C library function, which numba
+    does not have, on processors without the instruction.
+    """
+    word, real = ir.IntType(32), ir.FloatType()
+    # Widened with its sign and shifted, the sign lies at the top and the magnitude in place.
+    moved = builder.shl(builder.sext(args[0], word), ir.Constant(word, 13))
+    signed = builder.and_(moved, ir.Constant(word, 0x8FFFE000))
+    # The exponent bias of float32 is greater by 112. A subnormal float16 is a subnormal float32 here; the product is normal.
+    scaled = builder.bitcast(builder.fmul(builder.bitcast(signed, real), ir.Constant(real, 2.0**112)), word)
+    magnitude = builder.and_(signed, ir.Constant(word, 0x7FFFFFFF))
+    special = builder.icmp_unsigned(">=", magnitude, ir.Constant(word, 0x7C00 << 13))
+    exponent = builder.select(special, ir.Constant(word, 0x7F800000), ir.Constant(word, 0))
+    return builder.bitcast(builder.or_(scaled, exponent), real)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _narrow_float16(context: Any, value: Any) -> Any:
+    """Return the float16 bits nearest to a float32, ties to even; beyond 65520 infinity; NaN becomes the quiet NaN 0x7E00."""
+
+    def lower(ctx: Any, builder: Any, sig: Any, args: Any) -> Any:
+        word, real = ir.IntType(32), ir.FloatType()
+        bits = builder.bitcast(args[0], word)
+        magnitude = builder.and_(bits, ir.Constant(word, 0x7FFFFFFF))
+        # Adding just less than half of the last place kept, plus that place's bit, rounds to nearest even.
+        odd = builder.and_(builder.lshr(magnitude, ir.Constant(word, 13)), ir.Constant(word, 1))
+        rebiased = builder.add(builder.sub(magnitude, ir.Constant(word, 112 << 23)), ir.Constant(word, 0xFFF))
+        normal = builder.lshr(builder.add(rebiased, odd), ir.Constant(word, 13))
+        # Below 2^-14 the last place is 2^-24, which is the last place of float32 at 0.5: the addition does the rounding.
+        shifted = builder.fadd(builder.bitcast(magnitude, real), ir.Constant(real, 0.5))
+        tiny = builder.sub(builder.bitcast(shifted, word), ir.Constant(word, 0x3F000000))
+        finite = builder.select(builder.icmp_unsigned("<", magnitude, ir.Constant(word, 113 << 23)), tiny, normal)
+        huge = builder.icmp_unsigned(">=", magnitude, ir.Constant(word, 0x47800000))
+        nan = builder.icmp_unsigned(">", magnitude, ir.Constant(word, 0x7F800000))
+        special = builder.select(nan, ir.Constant(word, 0x7E00), ir.Constant(word, 0x7C00))
+        sign = builder.lshr(builder.and_(bits, ir.Constant(word, 0x80000000)), ir.Constant(word, 16))
+        return builder.trunc(builder.or_(builder.select(huge, special, finite), sign), ir.IntType(16))
+
+    return types.uint16(types.float32), lower
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _widen(context: Any, element: Any) -> Any:
+    """Return an element of `gradient` as float32, by its type: see the legend."""
+    if element == types.uint16:
+        return types.float32(element), _lower_from_bfloat16
+    if element == types.int16:
+        return types.float32(element), _lower_from_float16
+    return types.float32(types.float32), lambda ctx, builder, sig, args: args[0]
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _not_nan(context: Any, value: Any) -> Any:
+    """Return `value`, or the quiet NaN 0x7FC00000 for any NaN: a larger payload would round to minus zero in bfloat16."""
+
+    def lower(ctx: Any, builder: Any, sig: Any, args: Any) -> Any:
+        quiet = builder.bitcast(ir.Constant(ir.IntType(32), 0x7FC00000), ir.FloatType())
+        return builder.select(builder.fcmp_unordered("uno", args[0], args[0]), quiet, args[0])
+
+    return types.float32(types.float32), lower
+
+
+@_compiled
+def adamw_bfloat16(hi: Any, lo: Any, m: Any, v: Any, gradient: Any, k: Any) -> None:
+    """AdamW on the split master, in place: 26 bytes of memory traffic per element with a bfloat16 gradient."""
+    scale, decay, toward, moment, keep, gain, rate, correction, eps = k[0], k[1], k[2], k[3], k[4], k[5], k[6], k[7], k[8]
+    for i in range(hi.size):
+        g = _widen(gradient[i]) * scale
+        p = _join(hi[i], lo[i]) * decay
+        m_new = (g if toward != 0 else m[i]) + (g - m[i]) * moment
+        v_new = v[i] * keep + (g * gain) * g
+        p = _not_nan(p - (m_new * rate) / (np.sqrt(v_new) * correction + eps))
+        m[i] = m_new
+        v[i] = v_new
+        hi[i] = _high(p)
+        lo[i] = _low(p)
+
+
+@_compiled
+def adamw_float32(w: Any, m: Any, v: Any, gradient: Any, k: Any) -> None:
+    """AdamW on fp32 weights, in place."""
+    scale, decay, toward, moment, keep, gain, rate, correction, eps = k[0], k[1], k[2], k[3], k[4], k[5], k[6], k[7], k[8]
+    for i in range(w.size):
+        g = _widen(gradient[i]) * scale
+        m_new = (g if toward != 0 else m[i]) + (g - m[i]) * moment
+        v_new = v[i] * keep + (g * gain) * g
+        w[i] = w[i] * decay - (m_new * rate) / (np.sqrt(v_new) * correction + eps)
+        m[i] = m_new
+        v[i] = v_new
+
+
+@_compiled
+def adamw_float16(w16: Any, w: Any, m: Any, v: Any, gradient: Any, k: Any) -> None:
+    """AdamW on the fp32 master `w`, in place; `w16` (uint16, float16 bits) becomes its nearest float16."""
+    scale, decay, toward, moment, keep, gain, rate, correction, eps = k[0], k[1], k[2], k[3], k[4], k[5], k[6], k[7], k[8]
+    for i in range(w.size):
+        g = _widen(gradient[i]) * scale
+        m_new = (g if toward != 0 else m[i]) + (g - m[i]) * moment
+        v_new = v[i] * keep + (g * gain) * g
+        p = w[i] * decay - (m_new * rate) / (np.sqrt(v_new) * correction + eps)
+        m[i] = m_new
+        v[i] = v_new
+        w[i] = p
+        w16[i] = _narrow_float16(p)
+
+
+@_compiled
+def split(master: Any, hi: Any, lo: Any) -> None:
+    """Write the two halves of float32 `master` to `hi` and `lo`."""
+    for i in range(master.size):
+        value = _not_nan(master[i])
+        hi[i] = _high(value)
+        lo[i] = _low(value)
+
+
+@_compiled
+def join(hi: Any, lo: Any, master: Any) -> None:
+    """Write the float32 that `hi` and `lo` are the halves of to `master`."""
+    for i in range(master.size):
+        master[i] = _join(hi[i], lo[i])
+
+
+@_compiled
+def widen(bits: Any, values: Any) -> None:
+    """Write what bfloat16 (uint16) or float16 (int16) `bits` stand for to float32 `values`."""
+    for i in range(values.size):
+        values[i] = _widen(bits[i])
+
+
+@_compiled
+def narrow_bfloat16(values: Any, bits: Any) -> None:
+    """Write the bfloat16 nearest to each float32, ties to even, to uint16 `bits`."""
+    for i in range(bits.size):
+        word = _as_bits(_not_nan(values[i]))
+        bits[i] = np.uint16((word + np.uint32(0x7FFF) + ((word >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
+
+
+@_compiled
+def block_square_sums(gradient: Any, sums: Any) -> None:
+    """Write the sum of squares of each block of `gradient` to `sums`: in fp64, where a square of an fp32 number is exact.
+
+    Element `j` of a block is added to lane `j % LANES`; then the lanes are added in order.
+    """
+    lanes = np.empty(LANES, np.float64)
+    for index in range(sums.size):
+        block = gradient[index * BLOCK_ELEMENTS : (index + 1) * BLOCK_ELEMENTS]
+        lanes[:] = 0.0
+        for row in range((block.size + LANES - 1) // LANES):
+            # A slice starts at index 0, so numba sees that no index is negative; sums of indices would not vectorise.
+            part = block[row * LANES : (row + 1) * LANES]
+            for lane in range(part.size):
+                value = np.float64(_widen(part[lane]))
+                lanes[lane] += value * value
+        total = 0.0
+        for lane in range(LANES):
+            total += lanes[lane]
+        sums[index] = total
+
+
+@_compiled
+def add_in_order(sums: Any, carry: Any) -> Any:
+    """Return `carry` plus all `sums`, added one after the other."""
+    for i in range(sums.size):
+        carry += sums[i]
+    return carry

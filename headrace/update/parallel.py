@@ -1,0 +1,120 @@
+"""Apply an update rule to a range of a unit, with several threads.
+
+Not here: which range, when and where its bytes come from; that is the program's business.
+
+Invariant: every element of the range is updated exactly once, with the coefficients of its own group, and when `update_range`
+returns or raises no thread touches the arrays any more.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.spec.errors import ConfigError
+from headrace.spec.layout import UNIT_ALIGNMENT, GroupRange
+from headrace.spec.sizes import round_up
+from headrace.update.base import GRADIENT_DTYPES, StepHyper, UpdateRule, group_pieces
+from headrace.update.norm import square_sum
+
+# Shares per thread: a thread that the system interrupts leaves its remaining shares to the others.
+_SHARES_PER_THREAD = 4
+# Smallest share worth handing out: about 60 microseconds of work, against some microseconds for the hand-over.
+_SMALLEST_SHARE_ELEMENTS = 64 * UNIT_ALIGNMENT
+
+
+class Updater:
+    """Applies `rule` with `threads` threads: the caller and `threads - 1` of its own. A context manager.
+
+    Several threads may call `update_range` at once on different ranges; each works itself, and they share the others.
+
+    Raises:
+        ConfigError: `threads` below 1.
+    """
+
+    def __init__(self, rule: UpdateRule, threads: int) -> None:
+        if threads < 1:
+            raise ConfigError(f"update threads: expected at least 1, found {threads}")
+        self.rule = rule
+        self.threads = threads
+        self._pool = ThreadPoolExecutor(max(1, threads - 1), thread_name_prefix="headrace-update")
+
+    def __enter__(self) -> "Updater":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let running work finish and end the threads; closing twice is harmless."""
+        self._pool.shutdown(wait=True)
+
+    def warm_up(self) -> None:
+        """Compile the rule and the norm for each type of gradient, so that the first step does not wait."""
+        planes = self.rule.planes
+        hyper = StepHyper(learning_rate=0.0, beta1=0.9, beta2=0.95, eps=1e-8, step=1)
+        for dtype in GRADIENT_DTYPES:
+            weight = np.zeros(UNIT_ALIGNMENT, planes.weight.dtype)
+            states = tuple(np.zeros(UNIT_ALIGNMENT, plane.dtype) for plane in planes.states)
+            gradient = np.zeros(UNIT_ALIGNMENT, dtype)
+            self.rule.apply(weight, states, gradient, hyper, 0.0, 1.0)
+            square_sum(gradient)
+
+    def update_range(
+        self,
+        weight: NDArray[Any],
+        states: tuple[NDArray[Any], ...],
+        gradient: NDArray[Any],
+        hyper: StepHyper,
+        groups: Sequence[GroupRange],
+        start: int,
+        stop: int,
+    ) -> None:
+        """Update elements `[start, stop)` of a unit in place; the same bits for any `threads` and any cut of the unit.
+
+        Shapes: all arrays `(stop - start,)`, index 0 is the unit's element `start`. Types: see `UpdateRule.apply`.
+
+        Raises:
+            ConfigError: arrays of another length, or groups that do not cover the range; nothing has been changed then.
+        """
+        for name, array in (("weight", weight), ("gradient", gradient), *((f"state {i}", s) for i, s in enumerate(states))):
+            if array.shape != (stop - start,):
+                raise ConfigError(
+                    f"update of elements [{start}, {stop}): {name} must have shape ({stop - start},), found {array.shape}"
+                )
+        shares = deque(self._shares(group_pieces(groups, start, stop), stop - start))
+
+        def work() -> None:
+            while shares:
+                try:
+                    share = shares.popleft()
+                except IndexError:  # another thread took the last one
+                    return
+                part = slice(share.start - start, share.stop - start)
+                parts = tuple(state[part] for state in states)
+                self.rule.apply(weight[part], parts, gradient[part], hyper, share.weight_decay, share.learning_rate_scale)
+
+        futures = [self._pool.submit(work) for _ in range(min(self.threads, len(shares)) - 1)]
+        try:
+            work()
+        finally:
+            wait(futures)  # all of them, before an error leaves: the caller may reuse the buffers
+        for future in futures:
+            future.result()
+
+    def _shares(self, pieces: Sequence[GroupRange], num_elements: int) -> list[GroupRange]:
+        """Cut `pieces` at multiples of `UNIT_ALIGNMENT` of the unit, so that no two threads write to one page."""
+        num_shares = 1 if self.threads == 1 else self.threads * _SHARES_PER_THREAD
+        share_elements = max(round_up(-(-num_elements // num_shares), UNIT_ALIGNMENT), _SMALLEST_SHARE_ELEMENTS)
+        shares = []
+        for piece in pieces:
+            begin = piece.start
+            while begin < piece.stop:
+                end = min((begin // UNIT_ALIGNMENT * UNIT_ALIGNMENT) + share_elements, piece.stop)
+                shares.append(replace(piece, start=begin, stop=end))
+                begin = end
+        return shares

@@ -1,0 +1,125 @@
+"""Rates are what they claim, together and alone; a quick look at this machine gives a profile that plans can use."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from headrace.calibrate import measure_machine, rate_of, rates_together
+from headrace.calibrate.base import interleaved_medians, seconds_of
+from headrace.calibrate.compute import BlockLoad
+from headrace.calibrate.drives import Drive, DriveLoad
+from headrace.calibrate.memory import DrainLoad, StreamLoad, UpdateBuffers, UpdateLoad
+from headrace.machine import CpuMachine
+from headrace.model import profile
+from headrace.spec.ceilings import Ceilings
+from headrace.spec.errors import ConfigError, StorageError
+from headrace.spec.events import Event, Notice
+
+
+class Sleeper:
+    """Does `amount` in `seconds`, without a core."""
+
+    def __init__(self, seconds: float, amount: float = 1.0) -> None:
+        self.seconds, self.amount, self.units = seconds, amount, 0
+
+    def unit(self) -> float:
+        self.units += 1
+        time.sleep(self.seconds)
+        return self.amount
+
+
+class Broken:
+    def unit(self) -> float:
+        raise OSError("no such drive")
+
+
+def test_a_rate_is_amount_over_time() -> None:
+    assert rate_of(Sleeper(0.01, 5.0), 0.1) == pytest.approx(500, rel=0.3)
+
+
+def test_the_quicker_load_goes_on_until_the_slower_is_done() -> None:
+    quick, slow = Sleeper(0.005), Sleeper(0.2)
+    rates = rates_together([quick, slow], 0.02)
+    assert quick.units >= 20  # it ran beside the slow one's whole unit
+    assert rates[0] == pytest.approx(200, rel=0.4)
+    assert rates[1] == pytest.approx(5, rel=0.3)
+
+
+def test_an_error_ends_all_loads_and_is_raised() -> None:
+    with pytest.raises(OSError, match="no such drive"):
+        rates_together([Sleeper(0.001), Broken()], 60.0)
+
+
+def test_rounds_are_interleaved_and_medians_taken() -> None:
+    order: list[str] = []
+    values = iter([1.0, 100.0, 3.0])
+
+    def first() -> list[float]:
+        order.append("first")
+        return [next(values)]
+
+    def second() -> list[float]:
+        order.append("second")
+        return [7.0, 8.0]
+
+    assert interleaved_medians([first, second], 3) == [[3.0], [7.0, 8.0]]
+    assert order == ["first", "second"] * 3
+
+
+def test_the_first_time_is_not_counted() -> None:
+    waits = iter([0.3, 0.01, 0.01, 0.01])
+    assert seconds_of(lambda: time.sleep(next(waits)), 3) < 0.1
+
+
+def test_a_block_counts_forward_recompute_and_backward() -> None:
+    load = BlockLoad(CpuMachine(), "float32", hidden_size=64, tokens=32)
+    # Products of the projections and the MLP alone, four times over; attention comes on top.
+    products = 2 * 32 * (4 * 64 * 64 + 3 * 64 * 172)
+    assert load.unit() == load.flops
+    assert 4 * products < load.flops < 4 * products * 1.3
+    assert profile(load._chain, 1, 32).blocks[0].forward_flops * 4 == load.flops
+
+
+def test_memory_loads_count_what_crosses_the_bus() -> None:
+    buffers = UpdateBuffers(4096)
+    before = buffers.weight.copy()
+    update = UpdateLoad(buffers, 2)
+    stream = StreamLoad(1 << 16, 2)
+    assert update.unit() == 26 * 4096
+    assert (buffers.weight != before).any()
+    assert stream.unit() == 2 << 16
+    assert DrainLoad(40000).unit() == 80000
+    update.close()
+    stream.close()
+
+
+def test_a_drive_is_read_and_written_and_left_clean(tmp_path: Path) -> None:
+    with Drive(tmp_path, 64 << 20) as drive:
+        drive.fill()
+        assert DriveLoad([drive], write=False).unit() == DriveLoad([drive, drive], write=True).unit() / 2 == 64 << 20
+        assert 0 < drive.transfer_seconds() < 10
+        assert 0 < drive.commit_seconds() < 10
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_quick_look_gives_a_profile(tmp_path: Path) -> None:
+    told: list[Event] = []
+    ceilings = measure_machine([tmp_path], seconds_budget=1.0, sink=told.append)
+    assert Ceilings.from_json(ceilings.to_json()) == ceilings
+    assert ceilings.flops_per_second.keys() >= {"bfloat16", "float32"}
+    assert "rough" in ceilings.sources["all figures"]
+    assert ceilings.sources["drives[0]"] == str(tmp_path)
+    assert len(ceilings.drives) == 1
+    assert ceilings.launch_seconds > 0
+    assert ceilings.commit_seconds > 0
+    assert len(told) >= 4
+    assert all(isinstance(event, Notice) and event.level == "info" for event in told)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_cannot_be_measured_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="0 SSD directories"):
+        measure_machine([])
+    with pytest.raises(StorageError, match="no such directory"):
+        measure_machine([tmp_path / "nowhere"])

@@ -1,0 +1,65 @@
+"""`headrace clean`: what dead runs left is listed and removed; what lives or can be resumed stays.
+
+Run: pytest tests/cli/test_cli_clean.py
+"""
+
+import shutil
+
+import pytest
+from bad_worlds import World, listing
+
+from headrace.cli import main
+from headrace.store import StateStore
+
+
+def clean(world: World, *words: object) -> str:
+    assert world.capsys is not None
+    world.capsys.readouterr()
+    with pytest.raises(SystemExit) as left:
+        main(["clean", *(str(word) for word in words)])
+    assert not left.value.code
+    return world.capsys.readouterr().out
+
+
+def test_a_run_that_can_be_resumed_is_kept_and_the_way_is_named(ran: World) -> None:
+    before = listing(ran.folder)
+    said = clean(ran, ran.ssd)
+    assert f"headrace resume {ran.run}" in said
+    assert "1 that can be resumed kept (--unfinished removes them)" in said
+    assert listing(ran.folder) == before
+
+
+@pytest.mark.parametrize("where", ["ssd", "run"])
+def test_unfinished_removes_state_and_records_and_no_more(ran: World, where: str) -> None:
+    before = listing(ran.folder)
+    words = (getattr(ran, where), "--unfinished")
+    assert "would remove" in clean(ran, *words, "--dry-run")
+    assert listing(ran.folder) == before
+    assert "1 leftover removed" in clean(ran, *words)
+    assert list(ran.ssd.iterdir()) == []
+    gone = set(before) - set(listing(ran.folder))
+    assert all(name.startswith("ssd/headrace-") or name in {"run/state.json", "run/commit.0", "run/commit.1"} for name in gone)
+    assert (ran.run / "final" / "config.json").exists()
+
+
+def test_the_state_of_a_run_directory_that_is_gone_is_removed(ran: World) -> None:
+    shutil.rmtree(ran.run)
+    said = clean(ran, ran.ssd)
+    assert "1 leftover removed" in said
+    assert str(ran.run) in said
+    assert list(ran.ssd.iterdir()) == []
+
+
+def test_a_run_in_use_is_left_alone(ran: World) -> None:
+    store = StateStore.open(ran.run, sink=lambda event: None)
+    try:
+        before = listing(ran.folder)
+        assert "0 leftovers removed" in clean(ran, ran.ssd, "--unfinished")
+        assert listing(ran.folder) == before
+    finally:
+        store.close()
+
+
+def test_a_damaged_manifest_is_said_plainly(ran: World) -> None:
+    (ran.run / "state.json").write_text("{")
+    assert "state.json" in ran.refused("clean", ran.run)

@@ -1,0 +1,292 @@
+"""The command line from outside: one line and exit code 2 for what is refused, a frozen list of flags, a fast --help.
+
+Run: pytest tests/cli
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.text import Text
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from headrace.cli import main
+from headrace.cli.environment import cache_directory
+from headrace.cli.errors import plainly
+from headrace.cli.machine_sheet import cgroup_limit_bytes, machine_sheet, sheet_text
+from headrace.cli.runs import run_config
+from headrace.cli.samples import marked
+from headrace.spec.errors import ConfigError, DiskFull, StepFailed
+from headrace.training import RunConfig
+
+TRAIN_FLAGS = {
+    "--checkpoint-every",
+    "--compute-dtype",
+    "--device-memory",
+    "--epochs",
+    "--help",
+    "--host-memory",
+    "--keep-state",
+    "--learning-rate",
+    "--lr-schedule",
+    "--machine",
+    "--max-grad-norm",
+    "--max-steps",
+    "--no-keep-state",
+    "--no-packing",
+    "--output",
+    "--packing",
+    "--report-to",
+    "--seed",
+    "--sequence-length",
+    "--ssd",
+    "--tokens-per-step",
+    "--warmup-steps",
+    "--weight-decay",
+}
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=280, special_tokens=["<eos>"], initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(["water"], trainer)
+    directory = tmp_path / "model"
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>").save_pretrained(str(directory))
+    (directory / "config.json").write_text('{"model_type": "llama", "vocab_size": 512, "max_position_embeddings": 128}')
+    return directory
+
+
+def run(*words: object) -> int:
+    with pytest.raises(SystemExit) as left:
+        main([str(word) for word in words])
+    return int(left.value.code or 0)
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    assert run(*words) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: ")
+    assert captured.err.count("\n") == 1
+    return captured.err
+
+
+class TestRefusals:
+    def test_an_unknown_key_names_the_nearest(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        (tmp_path / "run.yaml").write_text("model: m\ndata: d\nlearning_rat: 1e-4\n")
+        assert "'learning_rate'" in refusal(capsys, "train", tmp_path / "run.yaml")
+        assert "'learning_rate'" in refusal(capsys, "train", "m", "d", "lr=1e-4")
+
+    def test_sixteen_is_no_size(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert "'sixteen' is not a size" in refusal(capsys, "train", "m", "d", "--host-memory", "sixteen")
+
+    @pytest.mark.parametrize("words", [("train", "model-only"), ("train", "nowhere", "d.jsonl"), ("resume", "nowhere")])
+    def test_missing_places(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        assert words[1] in refusal(capsys, *words)
+        assert list(tmp_path.iterdir()) == []
+
+    def test_a_run_directory_in_use_is_left_alone(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        (tmp_path / "run").mkdir()
+        (tmp_path / "run" / "precious").write_text("x")
+        assert "--output" in refusal(capsys, "train", "m", "d", "--output", tmp_path / "run")
+        assert (tmp_path / "run" / "precious").read_text() == "x"
+
+    def test_export_never_overwrites(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert "exists" in refusal(capsys, "export", tmp_path / "run", tmp_path)
+        assert "no such directory" in refusal(capsys, "export", tmp_path / "run", tmp_path / "out")
+
+    def test_an_unknown_option_is_exit_code_2(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert run("train", "m", "d", "--lerning-rate", "1") == 2
+        assert "lerning-rate" in capsys.readouterr().err
+
+    def test_data_of_a_file_needs_a_model(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert "--model" in refusal(capsys, "data", tmp_path / "d.jsonl")
+
+    def test_cleaning_a_missing_directory(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert "no such directory" in refusal(capsys, "clean", tmp_path / "nothing")
+
+
+class TestErrorsToWords:
+    def test_a_full_disk_in_the_middle_of_a_step_is_said_plainly(self, capsys: pytest.CaptureFixture[str]) -> None:
+        @plainly
+        def command() -> None:
+            try:
+                raise DiskFull("/nvme0: 10 bytes needed,\n0 free")
+            except DiskFull as cause:
+                raise StepFailed("step 7, lane ssd-write") from cause
+
+        with pytest.raises(SystemExit) as left:
+            command()
+        assert left.value.code == 2
+        words = capsys.readouterr().err
+        assert "step 7, lane ssd-write" in words
+        assert "10 bytes needed, 0 free" in words
+        assert "headrace resume" in words
+
+    @pytest.mark.parametrize("error", [StepFailed("lane compute failed"), ZeroDivisionError("ours")])
+    def test_our_own_mistakes_keep_their_traceback(self, error: Exception) -> None:
+        @plainly
+        def command() -> None:
+            raise error
+
+        with pytest.raises(type(error)):
+            command()
+
+    def test_an_interrupt_is_130(self, capsys: pytest.CaptureFixture[str]) -> None:
+        @plainly
+        def command() -> None:
+            raise KeyboardInterrupt
+
+        with pytest.raises(SystemExit) as left:
+            command()
+        assert left.value.code == 130
+
+
+class TestWords:
+    def test_options_win_over_words_over_the_file(self, tmp_path: Path) -> None:
+        path = tmp_path / "run.yaml"
+        path.write_text("model: m\ndata: d\nseed: 1\nepochs: 2\nmax_steps: 3\n")
+        config = run_config([str(path), "epochs=4", "max-steps=5"], {"max_steps": 6})
+        assert (config.seed, config.epochs, config.max_steps) == (1, 4, 6)
+        assert config.cache == cache_directory()
+
+    def test_model_and_several_data_files(self) -> None:
+        config = run_config(["m", "a.jsonl", "b.jsonl", "ssd=[/x, /y]"], {})
+        assert (config.model, config.data, config.ssd) == (Path("m"), ("a.jsonl", "b.jsonl"), (Path("/x"), Path("/y")))
+
+    def test_a_lone_word_is_refused(self) -> None:
+        with pytest.raises(ConfigError, match=r"RUN\.YAML"):
+            run_config(["m"], {})
+
+    def test_the_flags_are_frozen_and_each_is_a_key(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert run("train", "--help") == 0
+        flags = set(re.findall(r"--[a-z][a-z-]+", capsys.readouterr().out)) - {"--for"}
+        assert flags - {"--epochs."} == TRAIN_FLAGS
+        keys = {flag[2:].removeprefix("no-").replace("-", "_") for flag in TRAIN_FLAGS - {"--help"}}
+        assert keys <= RunConfig.model_fields.keys()
+
+
+class TestStart:
+    def test_help_is_fast_and_imports_nothing_heavy(self) -> None:
+        code = (
+            "import sys\nfrom headrace.cli import main\n"
+            "try:\n main(['--help'])\nexcept SystemExit:\n pass\n"
+            "print([m for m in ('torch', 'transformers', 'numba', 'numpy', 'pydantic', 'datasets') if m in sys.modules])"
+        )
+        best = min(self.timed(code) for _ in range(2))
+        assert best < 0.5
+
+    def timed(self, code: str) -> float:
+        started = time.monotonic()
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        assert done.stdout.rstrip().endswith("[]")
+        return time.monotonic() - started
+
+    def test_the_environment_is_set_but_never_overruled(self) -> None:
+        code = (
+            "import os\nfrom headrace.cli.environment import set_defaults\nset_defaults()\n"
+            "print(os.environ['OMP_WAIT_POLICY'], os.environ['GOMP_SPINCOUNT'])"
+        )
+        environment = {**os.environ, "OMP_WAIT_POLICY": "ACTIVE"}
+        environment.pop("GOMP_SPINCOUNT", None)
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+        assert done.stdout.split() == ["ACTIVE", "0"]
+
+    def test_the_version(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert run("--version") == 0
+        assert re.fullmatch(r"headrace \d+\.\d+\.\d+\n", capsys.readouterr().out)
+
+
+class TestDoctor:
+    def test_json_has_what_the_issue_names(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert run("doctor", "--json", "--no-measure", "--ssd", tmp_path) == 0
+        sheet = json.loads(capsys.readouterr().out)
+        assert {"headrace", "python", "torch", "transformers", "numba"} <= sheet["versions"].keys()
+        assert sheet["memory"]["total_bytes"] > sheet["memory"]["available_bytes"] > 0
+        assert sheet["cpu"]["usable_cores"] >= 1
+        (directory,) = sheet["ssd"]
+        assert directory["is_directory"]
+        assert directory["writable"]
+        assert directory["free_bytes"] > 0
+        assert list(tmp_path.iterdir()) == []
+
+    def test_text_says_the_same(self, tmp_path: Path) -> None:
+        sheet = machine_sheet((tmp_path, tmp_path / "missing"), measure=False)
+        text = sheet_text(sheet)
+        assert f"{tmp_path}: {sheet['ssd'][0]['file_system']}" in text
+        assert "missing: no such directory" in text
+        assert sheet["versions"]["torch"] in text
+
+    @pytest.mark.parametrize(
+        ("files", "membership", "limit"),
+        [
+            ({"memory.max": "max"}, "0::/", None),
+            ({"memory.max": "max", "a/memory.max": "4096", "a/b/memory.max": "8192"}, "0::/a/b", 4096),
+            ({"memory/memory.limit_in_bytes": "9223372036854771712"}, "5:memory:/x", None),
+            ({"memory/x/memory.limit_in_bytes": "2048"}, "6:cpu,cpuacct:/x\n5:memory:/x", 2048),
+            ({"memory.max": "512"}, "0::/host/path/not/mounted/here", 512),
+        ],
+    )
+    def test_the_least_limit_of_all_control_groups_counts(
+        self, tmp_path: Path, files: dict[str, str], membership: str, limit: int | None
+    ) -> None:
+        for name, text in files.items():
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text(text + "\n")
+        assert cgroup_limit_bytes(tmp_path, membership) == limit
+
+
+class TestData:
+    def test_trained_parts_are_marked_and_totals_given(
+        self, tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        rows = [{"prompt": f"question {i}? ", "completion": f"answer {i}"} for i in range(5)]
+        (tmp_path / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        assert run("data", tmp_path / "d.jsonl", "--model", model, "--show", 2) == 0
+        out = capsys.readouterr().out
+        assert "question 0? ⟦answer 0<eos>⟧" in out
+        assert "question 2" not in out
+        assert "samples   5" in out
+
+    def test_json_for_scripts(self, tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        (tmp_path / "d.jsonl").write_text('{"text": "water [bold] flows"}\n')
+        assert run("data", tmp_path / "d.jsonl", "--model", model, "--json") == 0
+        values = json.loads(capsys.readouterr().out)
+        assert values["summary"]["samples"] == 1
+        assert "".join(segment["text"] for segment in values["samples"][0]) == "water [bold] flows<eos>"
+
+    def test_a_malformed_line_is_named(self, tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        (tmp_path / "d.jsonl").write_text('{"text": "good"}\n{"text": \n')
+        words = refusal(capsys, "data", tmp_path / "d.jsonl", "--model", model)
+        assert "d.jsonl" in words
+        assert "2" in words
+
+    @given(st.lists(st.tuples(st.text(max_size=20), st.booleans()), max_size=6))
+    def test_marking_keeps_every_character(self, segments: list[tuple[str, bool]]) -> None:
+        text = "".join(piece for piece, _ in segments)
+        assert marked(segments, colour=True).plain == Text(text).plain
+        assert re.sub("[⟦⟧]", "", marked(segments, colour=False).plain) == re.sub("[⟦⟧]", "", Text(text).plain)
+
+
+def test_clean_says_when_there_is_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("clean", tmp_path) == 0
+    assert capsys.readouterr().out == "0 leftovers removed, 0 B freed\n"

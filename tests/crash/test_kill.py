@@ -1,0 +1,96 @@
+"""A training process is killed with SIGKILL at random moments and resumed until it ends: the final weights are, byte for byte,
+those of a run that nobody disturbed. Ten kills in `make test`, a hundred in `make soak`.
+"""
+
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import time
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import pytest
+import torch
+import trainee
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+STEPS = 40
+
+# Children are forked from a server that has imported everything, so that a hundred starts cost seconds, not many minutes.
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(["trainee", "headrace.engine", "transformers.models.llama.modeling_llama"])
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = LlamaConfig(
+        vocab_size=384,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(3)
+    path = tmp_path_factory.mktemp("model")
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(path)
+    return path
+
+
+def start(model: Path, folder: Path, clip: float) -> BaseProcess:
+    folder.mkdir(exist_ok=True)
+    (folder / "ready").unlink(missing_ok=True)
+    arguments = (str(model), str(folder / "run"), str(folder / "out"), STEPS, clip)
+    process = PROCESSES.Process(target=trainee.main, args=arguments)
+    process.start()
+    return process
+
+
+def finish(process: BaseProcess) -> None:
+    process.join(120)
+    assert process.exitcode == 0
+
+
+def weights_of(folder: Path) -> bytes:
+    return (folder / "out" / "model.safetensors").read_bytes()
+
+
+def kill_and_resume(model: Path, folder: Path, clip: float, kills: int, seed: int) -> bytes:
+    """Return the weights of a run that was killed `kills` times on its way."""
+    dice = random.Random(seed)
+    for _ in range(kills):
+        process = start(model, folder, clip)
+        while not (folder / "ready").exists():
+            assert process.exitcode is None, "it died before it was killed"
+            time.sleep(0.002)
+        # From before the first step to some steps on: moments inside steps, between them, and in the midst of commits.
+        time.sleep(dice.random() * 0.15)
+        os.kill(process.pid or 0, signal.SIGKILL)
+        process.join()
+        if (folder / "out").exists():  # it got to the end before it was killed: begin anew
+            shutil.rmtree(folder)
+    finish(start(model, folder, clip))
+    return weights_of(folder)
+
+
+@pytest.mark.timeout(280)
+@pytest.mark.parametrize("clip", [0.0, 0.5], ids=["immediate", "deferred"])
+def test_killed_runs_end_like_unbroken_ones(clip: float, model: Path, tmp_path: Path) -> None:
+    unbroken = tmp_path / "unbroken"
+    finish(start(model, unbroken, clip))
+    expected = weights_of(unbroken)
+    assert kill_and_resume(model, tmp_path / "killed", clip, kills=6, seed=int(10 * clip)) == expected
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("clip", [0.0, 0.5], ids=["immediate", "deferred"])
+def test_a_hundred_kills(clip: float, model: Path, tmp_path: Path) -> None:
+    unbroken = tmp_path / "unbroken"
+    finish(start(model, unbroken, clip))
+    expected = weights_of(unbroken)
+    for round_number in range(10):
+        folder = tmp_path / f"killed{round_number}"
+        assert kill_and_resume(model, folder, clip, kills=5, seed=1000 + round_number) == expected

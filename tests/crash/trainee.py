@@ -1,0 +1,41 @@
+"""A training process to be killed: opens or resumes a run, steps to the end, exports.
+
+It makes the file `ready` in the run's parent when the engine is open. The data position travels in the record, so a resumed run
+goes on with the next batch.
+"""
+
+from pathlib import Path
+
+import torch
+
+import headrace
+from headrace.engine import Engine
+
+
+def batch(seed: int) -> dict[str, torch.Tensor]:
+    ids = torch.randint(2, 384, (4, 24), generator=torch.Generator().manual_seed(seed))
+    return {"input_ids": ids, "labels": ids}
+
+
+def main(model: str, run: str, out: str, steps: int, clip: float) -> None:
+    torch.set_num_threads(1)
+    run_directory = Path(run)
+    if (run_directory / "commit.0").exists():
+        engine = Engine.resume(run_directory)
+        assert engine.step_index == 0 or engine.position == {"next": engine.step_index}
+    else:
+        engine = Engine.open(
+            model,
+            headrace.Budget(host="2GiB"),
+            headrace.AdamW(lr=1e-3, weight_decay=0.1),
+            run_directory=run_directory,
+            max_grad_norm=clip or None,
+            tokens_per_step=96,
+            sequence_length=24,
+        )
+    with engine:
+        (run_directory.parent / "ready").touch()
+        while engine.step_index < steps:
+            seed = engine.step_index
+            engine.step(batch(seed), position={"next": seed + 1})
+        engine.save_pretrained(out)

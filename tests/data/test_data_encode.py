@@ -1,0 +1,200 @@
+"""Rows to tokens and masks. Run: pytest tests/data/test_data_encode.py"""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from made_tokenizers import COUNTING, PLAIN, STRICT, TAGGED, THINKING, make_tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from headrace.data.base import Kind, Row
+from headrace.data.encode import encode_rows
+from headrace.spec.errors import DataError, ModelError
+
+EOS = "<|eos|>"
+PLAIN_TOKENIZER = make_tokenizer(PLAIN)
+
+
+def encode(kind, values, tokenizer):
+    return next(encode_rows(kind, [Row("file, line 1", values)], tokenizer))
+
+
+def trained_texts(ids, trained, tokenizer):
+    """The maximal runs of trained tokens, decoded."""
+    runs, run = [], []
+    for token, target in [*zip(ids, trained, strict=True), (0, False)]:
+        if target:
+            run.append(token)
+        elif run:
+            runs.append(tokenizer.decode(run))
+            run = []
+    return runs
+
+
+def chat(*turns):
+    roles = ("user", "assistant")
+    return [{"role": roles[index % 2], "content": turn} for index, turn in enumerate(turns)]
+
+
+def test_text_is_trained_whole_and_ends_with_eos_once():
+    tokenizer = make_tokenizer()
+    for text in ("the fox", "the fox" + EOS):
+        ids, trained = encode(Kind.TEXT, {"text": text}, tokenizer)
+        assert tokenizer.decode(ids) == "the fox" + EOS
+        assert all(trained)
+        assert len(trained) == len(ids)
+
+
+@given(prompt=st.text(max_size=20), completion=st.text(max_size=20))
+@settings(max_examples=30, deadline=None)
+def test_of_a_prompt_with_completion_exactly_the_completion_and_eos_are_trained(prompt, completion):
+    tokenizer = PLAIN_TOKENIZER
+    ids, trained = encode(Kind.COMPLETION, {"prompt": prompt, "completion": completion}, tokenizer)
+    prompt_ids = tokenizer(prompt)["input_ids"]
+    assert ids[: len(prompt_ids)] == prompt_ids
+    assert trained == [False] * len(prompt_ids) + [True] * (len(ids) - len(prompt_ids))
+    assert ids[-1] == tokenizer.eos_token_id
+    assert tokenizer.decode(ids, clean_up_tokenization_spaces=False) == prompt + completion + EOS
+
+
+def test_a_token_over_the_border_of_prompt_and_completion_is_split_there():
+    tokenizer = make_tokenizer()
+    together = tokenizer("headrace")["input_ids"]
+    ids, trained = encode(Kind.COMPLETION, {"prompt": "headr", "completion": "ace"}, tokenizer)
+    assert together[: len(tokenizer("headr")["input_ids"])] != tokenizer("headr")["input_ids"], "the case this test is about"
+    assert trained_texts(ids, trained, tokenizer) == ["ace" + EOS]
+
+
+def test_prompt_and_completion_may_be_messages_and_may_mix_with_strings():
+    rows = [
+        Row("1", {"prompt": "the", "completion": " fox"}),
+        Row("2", {"prompt": chat("hi"), "completion": chat("", "water")[1:]}),
+        Row("3", {"prompt": "lazy", "completion": " dog"}),
+    ]
+    encoded = list(encode_rows(Kind.COMPLETION, rows, PLAIN_TOKENIZER))
+    texts = [trained_texts(ids, trained, PLAIN_TOKENIZER) for ids, trained in encoded]
+    assert texts == [[" fox" + EOS], ["water<|end|>\n"], [" dog" + EOS]]
+
+
+@pytest.mark.parametrize(
+    ("template", "ending"),
+    [(TAGGED, ["<|end|>", "<|end|>"]), (PLAIN, ["<|end|>\n", "<|end|>\n"]), (THINKING, ["<|end|>", "<|end|>\n"])],
+)
+def test_only_the_assistants_turns_are_trained(template, ending):
+    tokenizer = make_tokenizer(template)
+    ids, trained = encode(Kind.CHAT, {"messages": chat("two?", "four", "why?", "two and two")}, tokenizer)
+    thought = "<think>\n\n</think>\n\n" if template is THINKING else ""
+    assert trained_texts(ids, trained, tokenizer) == ["four" + ending[0], thought + "two and two" + ending[1]]
+    assert tokenizer.decode(ids).startswith("<|start|>user\ntwo?<|end|>\n<|start|>assistant\nfour<|end|>")
+
+
+@given(turns=st.lists(st.text(alphabet="the foxü\n", min_size=1, max_size=8), min_size=2, max_size=6))
+@settings(max_examples=30, deadline=None)
+def test_turns_found_by_rendering_are_those_that_tags_mark(turns):
+    tagged, plain = make_tokenizer(TAGGED), PLAIN_TOKENIZER
+    ids, by_tags = encode(Kind.CHAT, {"messages": chat(*turns)}, tagged)
+    same_ids, by_rendering = encode(Kind.CHAT, {"messages": chat(*turns)}, plain)
+    assert ids == same_ids
+    newline = plain("\n")["input_ids"]
+    # The rendering also has the newline that follows the end mark; the tags of this template leave it out.
+    extra = [index for index, (a, b) in enumerate(zip(by_tags, by_rendering, strict=True)) if a != b]
+    assert all(by_rendering[index] and [ids[index]] == newline and by_tags[index - 1] for index in extra)
+
+
+def test_a_tokenizer_that_cannot_follow_tags_finds_the_turns_by_rendering():
+    class Slow(PreTrainedTokenizerFast):
+        is_fast = False
+
+    tokenizer = make_tokenizer(TAGGED)
+    tokenizer.__class__ = Slow
+    ids, trained = encode(Kind.CHAT, {"messages": chat("two?", "four")}, tokenizer)
+    assert trained_texts(ids, trained, tokenizer) == ["four<|end|>\n"]
+
+
+def test_an_assistant_may_speak_first_and_twice():
+    tokenizer = make_tokenizer(PLAIN)
+    messages = [{"role": "assistant", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+    ids, trained = encode(Kind.CHAT, {"messages": messages}, tokenizer)
+    assert trained_texts(ids, trained, tokenizer)[-1].endswith("ho<|end|>\n")
+
+
+def test_null_fields_of_messages_do_not_reach_the_template():
+    tokenizer = make_tokenizer(
+        "{% for m in messages %}{{ m.keys() | list | join(',') }};{% endfor %}{% generation %}x{% endgeneration %}"
+    )
+    messages = [{"role": "user", "content": "a", "name": None}, {"role": "assistant", "content": "b"}]
+    ids, _ = encode(Kind.CHAT, {"messages": messages}, tokenizer)
+    assert tokenizer.decode(ids) == "role,content;role,content;x"
+
+
+def test_tools_reach_the_template():
+    tokenizer = make_tokenizer("{{ tools | length }} tools {% generation %}{{ messages[1].content }}{% endgeneration %}")
+    tool = {
+        "type": "function",
+        "function": {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}}},
+    }
+    ids, trained = encode(Kind.CHAT, {"messages": chat("a", "b"), "tools": [tool, tool]}, tokenizer)
+    assert tokenizer.decode(ids) == "2 tools b"
+    assert any(trained)
+
+
+def test_labels_decide_what_of_ready_tokens_is_trained():
+    tokenizer = make_tokenizer()
+    assert encode(Kind.TOKENS, {"input_ids": [5, 6, 7], "labels": [-100, 6, -100]}, tokenizer) == (
+        [5, 6, 7],
+        [False, True, False],
+    )
+    assert encode(Kind.TOKENS, {"input_ids": [5, 6], "labels": None}, tokenizer) == ([5, 6], [True, True])
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "found"),
+    [
+        (Kind.TEXT, {"text": 5}, "text must be a string, found int '5'"),
+        (Kind.TEXT, {"text": ["a"]}, "text must be a string, found list"),
+        (Kind.TEXT, {"text": "a\ud800"}, "half a character at 1"),
+        (Kind.COMPLETION, {"prompt": "a", "completion": chat("b")}, "completion must be a string, found list"),
+        (Kind.COMPLETION, {"prompt": chat("a"), "completion": []}, "completion must be a non-empty list"),
+        (Kind.CHAT, {"messages": "hello"}, "messages must be a non-empty list of messages, found str"),
+        (Kind.CHAT, {"messages": ["hello"]}, r"messages\[0\] must be an object"),
+        (Kind.CHAT, {"messages": [{"role": "user"}]}, r"messages\[0\] must be an object with a string role and a content"),
+        (Kind.CHAT, {"messages": [{"role": 1, "content": "a"}]}, r"messages\[0\]"),
+        (Kind.CHAT, {"messages": chat("only me")}, "no message has the role 'assistant' .found user"),
+        (Kind.TOKENS, {"input_ids": "abc"}, "input_ids must be a list of integers, found str"),
+        (Kind.TOKENS, {"input_ids": [1, True]}, "must be a list of integers"),
+        (Kind.TOKENS, {"input_ids": [1, -1]}, "input_ids holds -1"),
+        (Kind.TOKENS, {"input_ids": [1, 2**31]}, "input_ids holds 2147483648"),
+        (Kind.TOKENS, {"input_ids": [1, 2], "labels": [1]}, "2 input_ids but 1 labels"),
+        (Kind.TOKENS, {"input_ids": [1, 2], "labels": [2, -100]}, r"labels\[0\] is 2, input_ids\[0\] is 1"),
+    ],
+)
+def test_a_bad_sample_is_named_with_what_was_found(kind, values, found):
+    with pytest.raises(DataError, match="file, line 1: .*" + found):
+        encode(kind, values, PLAIN_TOKENIZER)
+
+
+def test_a_template_that_tells_turns_not_apart_is_refused_with_a_way_out():
+    with pytest.raises(DataError, match=r"cannot tell which tokens of message 1 .*generation %} tags"):
+        encode(Kind.CHAT, {"messages": chat("a", "b")}, make_tokenizer(COUNTING))
+    with pytest.raises(DataError, match="cannot tell"):
+        encode(Kind.COMPLETION, {"prompt": chat("a"), "completion": chat("a", "b")[1:]}, make_tokenizer(COUNTING))
+
+
+def test_what_the_template_refuses_is_passed_on_with_the_place():
+    messages = [{"role": "tool", "content": "a"}, {"role": "assistant", "content": "b"}]
+    with pytest.raises(DataError, match=r"file, line 1: the chat template refuses .*no tools.*tool, assistant"):
+        encode(Kind.CHAT, {"messages": messages}, make_tokenizer(STRICT))
+
+
+def test_a_tokenizer_without_template_or_eos_is_refused_where_the_data_needs_one():
+    with pytest.raises(ModelError, match="no chat template"):
+        encode(Kind.CHAT, {"messages": chat("a", "b")}, make_tokenizer())
+    for kind, values in ((Kind.TEXT, {"text": "a"}), (Kind.COMPLETION, {"prompt": "a", "completion": "b"})):
+        with pytest.raises(ModelError, match="no eos_token"):
+            encode(kind, values, make_tokenizer(eos=False))
+    assert encode(Kind.TOKENS, {"input_ids": [1]}, make_tokenizer(eos=False)) == ([1], [True])
+
+
+def test_many_rows_come_back_in_order():
+    rows = [Row(str(index), {"text": f"fox {index}"}) for index in range(1100)]
+    texts = [PLAIN_TOKENIZER.decode(ids) for ids, _ in encode_rows(Kind.TEXT, rows, PLAIN_TOKENIZER)]
+    assert texts == [f"fox {index}{EOS}" for index in range(1100)]

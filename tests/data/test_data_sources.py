@@ -1,0 +1,158 @@
+"""Files to rows. Run: pytest tests/data/test_data_sources.py"""
+
+import json
+
+import datasets
+import pytest
+
+from headrace.data.base import Kind
+from headrace.data.sources import find_sources, read_rows
+from headrace.spec.errors import DataError
+
+
+def values(path, tmp_path):
+    return [row.values for source in find_sources([str(path)], tmp_path / "cache") for row in read_rows(source)[1]]
+
+
+def kind_of(path, tmp_path):
+    return read_rows(find_sources([str(path)], tmp_path / "cache")[0])[0]
+
+
+def write(path, text):
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def texts():
+    return [{"text": "one"}, {"text": "2020-01-01"}, {"text": "drei ü"}]
+
+
+def test_json_lines_and_arrays_and_tables_hold_the_same_rows(tmp_path, texts):
+    lines = write(tmp_path / "a.jsonl", "\n".join(map(json.dumps, texts)) + "\n\n")
+    array = write(tmp_path / "b.json", json.dumps(texts, indent=1))
+    lines_in_json = write(tmp_path / "c.json", lines.read_text())
+    table = tmp_path / "d.parquet"
+    data = datasets.Dataset.from_list(texts)
+    data.to_parquet(table)
+    data.save_to_disk(tmp_path / "saved")
+    datasets.DatasetDict(train=data).save_to_disk(tmp_path / "split")
+    arrow = next((tmp_path / "saved").glob("*.arrow"))
+    for path in (lines, array, lines_in_json, table, arrow, tmp_path / "saved", tmp_path / "split"):
+        assert [dict(row) for row in values(path, tmp_path)] == texts, path
+
+
+def test_a_byte_order_mark_is_skipped(tmp_path):
+    for name in ("a.jsonl", "a.json"):
+        path = tmp_path / name
+        path.write_bytes(b"\xef\xbb\xbf" + b'{"text": "x"}\n')
+        assert values(path, tmp_path) == [{"text": "x"}]
+
+
+def test_a_directory_is_searched_in_sorted_order_without_hidden_files(tmp_path):
+    (tmp_path / "data" / "sub").mkdir(parents=True)
+    (tmp_path / "data" / ".hidden").mkdir()
+    write(tmp_path / "data" / "b.jsonl", '{"text": "second"}')
+    write(tmp_path / "data" / "a.jsonl", '{"text": "first"}')
+    write(tmp_path / "data" / "sub" / "c.jsonl", '{"text": "third"}')
+    write(tmp_path / "data" / ".hidden" / "d.jsonl", '{"text": "never"}')
+    write(tmp_path / "data" / "README.md", "about")
+    assert [row["text"] for row in values(tmp_path / "data", tmp_path)] == ["first", "second", "third"]
+
+
+@pytest.mark.parametrize(
+    ("columns", "kind"),
+    [
+        ({"text": "x"}, Kind.TEXT),
+        ({"messages": [], "text": "x", "prompt": "y"}, Kind.CHAT),
+        ({"prompt": "x", "completion": "y", "id": 3}, Kind.COMPLETION),
+        ({"input_ids": [1], "labels": [1]}, Kind.TOKENS),
+        ({"messages": None, "text": "x"}, Kind.TEXT),
+    ],
+)
+def test_the_kind_follows_from_the_columns(tmp_path, columns, kind):
+    assert kind_of(write(tmp_path / "a.jsonl", json.dumps(columns)), tmp_path) is kind
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("", ["a.jsonl", "no samples", "text | messages"]),
+        ("\n \n", ["no samples"]),
+        ('{"text": "x"}\n{"text": "y"\n', ["a.jsonl, line 2", "not JSON", "column"]),
+        ('{"text": "x"}\n\n["y"]\n', ["a.jsonl, line 3", "expected a JSON object", "list"]),
+        ('{"text": "x"}\n{"words": "y"}\n', ["a.jsonl, line 2", "text missing", "'words'"]),
+        ('{"text": "x"}\n{"text": null}\n', ["a.jsonl, line 2", "text missing or null"]),
+        ('{"prompt": "x", "answer": "y"}\n', ["a.jsonl, line 1", "'prompt', 'answer'", "prompt + completion"]),
+        ("[" * 100_000, ["a.jsonl, line 1"]),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path, text, parts):
+    path = write(tmp_path / "a.jsonl", text)
+    with pytest.raises(DataError) as caught:
+        values(path, tmp_path)
+    assert all(part in str(caught.value) for part in parts), caught.value
+
+
+def test_bytes_that_are_not_utf8_are_named(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "x"}\n{"text": "\xff\xfe"}\n')
+    with pytest.raises(DataError, match=r"a\.jsonl, line 2: not UTF-8"):
+        values(path, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
+@pytest.mark.parametrize("content", [b"", b"no table at all" * 10])
+def test_a_damaged_table_is_named(tmp_path, name, content):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=name):
+        values(tmp_path / name, tmp_path)
+
+
+def test_a_bad_row_of_a_table_is_named(tmp_path):
+    datasets.Dataset.from_list([{"text": "x"}, {"text": None}]).to_parquet(tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"a\.parquet, row 1: text missing or null"):
+        values(tmp_path / "a.parquet", tmp_path)
+
+
+@pytest.mark.parametrize("name", ["missing.jsonl", "some/missing.jsonl", "nothing here", "/no/such/place"])
+def test_a_missing_path_is_named_without_asking_the_network(tmp_path, name):
+    with pytest.raises(DataError, match="no such file or directory"):
+        find_sources([name], tmp_path)
+
+
+def test_a_hub_name_that_cannot_be_had_is_an_error_with_its_cause(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(DataError, match=r"owner/name: no such file.*Hub"):
+        find_sources(["owner/name"], tmp_path)
+
+
+def test_unknown_files_and_empty_directories_are_refused_with_what_is_accepted(tmp_path):
+    write(tmp_path / "notes.txt", "x")
+    with pytest.raises(DataError, match=r"'\.txt' are not read; expected \.jsonl"):
+        find_sources([str(tmp_path / "notes.txt")], tmp_path)
+    with pytest.raises(DataError, match=r"found \.txt"):
+        find_sources([str(tmp_path)], tmp_path)
+
+
+def test_a_file_that_may_not_be_read_is_named(tmp_path, monkeypatch):
+    path = write(tmp_path / "a.jsonl", '{"text": "x"}')
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    with pytest.raises(DataError, match=r"a\.jsonl: this user may not read"):
+        find_sources([str(path)], tmp_path)
+
+
+def test_a_saved_dictionary_without_train_is_refused(tmp_path):
+    datasets.DatasetDict(test=datasets.Dataset.from_list([{"text": "x"}])).save_to_disk(tmp_path / "split")
+    with pytest.raises(DataError, match="no split 'train', found test"):
+        values(tmp_path / "split", tmp_path)
+
+
+def test_reading_tables_leaves_the_settings_of_datasets_and_writes_no_copy(tmp_path):
+    datasets.Dataset.from_list([{"text": "x"}] * 3).to_parquet(tmp_path / "a.parquet")
+    before = datasets.logging.get_verbosity(), datasets.utils.are_progress_bars_disabled()
+    files = set(tmp_path.rglob("*"))
+    assert len(values(tmp_path / "a.parquet", tmp_path)) == 3
+    assert (datasets.logging.get_verbosity(), datasets.utils.are_progress_bars_disabled()) == before
+    assert set(tmp_path.rglob("*")) == files

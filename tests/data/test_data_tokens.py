@@ -1,0 +1,224 @@
+"""The token cache: what is stored, when it is used again, what is left out. Run: pytest tests/data/test_data_tokens.py"""
+
+import errno
+import json
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from made_tokenizers import PLAIN, TAGGED, make_tokenizer, make_tokens
+
+from headrace.data import DataSpec, TokenSet, load_tokens, tokenize, tokens, write_tokens
+from headrace.spec.errors import ConfigError, DataError, DiskFull
+
+SAMPLES = st.lists(
+    st.lists(st.tuples(st.integers(0, 2**31 - 1), st.booleans()), min_size=0, max_size=12).map(
+        lambda pairs: ([token for token, _ in pairs], [trained for _, trained in pairs])
+    ),
+    min_size=1,
+    max_size=30,
+)
+
+
+@pytest.fixture
+def spec(tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_text("".join(json.dumps({"text": f"the quick fox {index}"}) + "\n" for index in range(20)))
+    return DataSpec(paths=(str(path),), sequence_length=64, tokens_per_step=128)
+
+
+def ids_of(made: TokenSet) -> list[list[int]]:
+    return [made.sample(index).input_ids.tolist() for index in range(len(made))]
+
+
+def cached(cache):
+    return sorted(path.name for path in cache.iterdir() if path.is_dir())
+
+
+@given(samples=SAMPLES, length=st.integers(2, 12), flush=st.integers(1, 40))
+@settings(max_examples=50, deadline=None)
+def test_what_is_written_is_read_back_for_any_samples(tmp_path_factory, samples, length, flush):
+    directory = tmp_path_factory.mktemp("tokens") / "set"
+    kept = [(ids[:length], [False, *trained[1:length]]) for ids, trained in samples if any(trained[1:length])]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tokens, "_FLUSH_TOKENS", flush)
+        if not kept:
+            with pytest.raises(DataError, match="no token of the data set is trained"):
+                make_tokens(directory, samples, length)
+            assert not list(directory.parent.iterdir())
+            return
+        made = make_tokens(directory, samples, length)
+    assert ids_of(made) == [ids for ids, _ in kept]
+    assert [made.sample(index).trained.tolist() for index in range(len(made))] == [trained for _, trained in kept]
+    assert made.info.tokens == len(made.tokens) == sum(len(ids) for ids, _ in kept)
+    assert made.info.trained_tokens == sum(sum(trained) for _, trained in kept)
+    assert made.info.dropped_samples == len(samples) - len(kept)
+    assert made.info.cut_tokens == sum(max(0, len(ids) - length) for ids, _ in samples)
+    assert made.lengths.tolist() == [len(ids) for ids, _ in kept]
+
+
+def test_the_digest_tells_samples_apart_and_the_names_of_files_do_not_matter(tmp_path):
+    one = make_tokens(tmp_path / "a", [([1, 2, 3], [True] * 3)], 8)
+    same = make_tokens(tmp_path / "b", [([1, 2, 3], [True] * 3)], 8)
+    masked = make_tokens(tmp_path / "c", [([1, 2, 3], [True, False, True])], 8)
+    split = make_tokens(tmp_path / "d", [([1, 2], [True] * 2), ([3, 4], [True] * 2)], 8)
+    joined = make_tokens(tmp_path / "e", [([1, 2, 3, 4], [True] * 4)], 8)
+    assert one.info.digest == same.info.digest
+    assert len({made.info.digest for made in (one, masked, split, joined)}) == 4
+
+
+def test_the_second_run_takes_the_cache_and_does_not_tokenise(tmp_path, spec, monkeypatch):
+    tokenizer = make_tokenizer()
+    first = load_tokens(spec, tokenizer, tmp_path / "cache")
+
+    def never(*arguments):
+        raise AssertionError("tokenised again")
+
+    monkeypatch.setattr(tokenize, "encode_rows", never)
+    again = load_tokens(spec, tokenizer, tmp_path / "cache")
+    assert ids_of(again) == ids_of(first)
+    assert isinstance(again.tokens, np.memmap)
+
+
+def test_a_tokenizer_loaded_anew_finds_the_cache(tmp_path, spec):
+    make_tokenizer(PLAIN).save_pretrained(tmp_path / "model")
+    load = type(make_tokenizer()).from_pretrained
+    load_tokens(spec, load(tmp_path / "model"), tmp_path / "cache")
+    load_tokens(spec, load(tmp_path / "model"), tmp_path / "cache")
+    assert len(cached(tmp_path / "cache")) == 1
+
+
+def test_any_change_of_file_tokenizer_template_or_length_is_tokenised_anew(tmp_path, spec):
+    cache = tmp_path / "cache"
+    first = load_tokens(spec, make_tokenizer(), cache)
+    load_tokens(replace(spec, sequence_length=32), make_tokenizer(), cache)
+    load_tokens(spec, make_tokenizer(PLAIN), cache)
+    load_tokens(spec, make_tokenizer(TAGGED), cache)
+    longer = make_tokenizer()
+    longer.add_tokens(["fox"])
+    load_tokens(spec, longer, cache)
+    path = tmp_path / "data.jsonl"
+    path.write_text(path.read_text().replace("quick", "query"))
+    os.utime(path, ns=(1, 1))
+    changed = load_tokens(spec, make_tokenizer(), cache)
+    assert len(cached(cache)) == 6
+    assert ids_of(changed) != ids_of(first)
+
+
+def test_options_that_do_not_change_tokens_share_the_cache(tmp_path, spec):
+    for other in (spec, replace(spec, seed=7), replace(spec, packing=False), replace(spec, tokens_per_step=64)):
+        load_tokens(other, make_tokenizer(), tmp_path / "cache")
+    assert len(cached(tmp_path / "cache")) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "harm"),
+    [(name, harm) for name in ("tokens", "trained", "offsets", "info.json") for harm in ("gone", "short")]
+    + [("info.json", "other")],
+)
+def test_a_damaged_cache_is_named_when_opened_and_made_again_when_used(tmp_path, spec, name, harm):
+    whole = load_tokens(spec, make_tokenizer(), tmp_path / "cache")
+    expected = ids_of(whole)
+    directory = tmp_path / "cache" / cached(tmp_path / "cache")[0]
+    file = directory / name
+    if harm == "gone":
+        file.unlink()
+    else:
+        file.write_bytes(file.read_bytes()[:-1] if harm == "short" else b'{"other": 1}')
+    with pytest.raises(DataError, match="not a complete token cache"):
+        TokenSet.open(directory)
+    assert ids_of(load_tokens(spec, make_tokenizer(), tmp_path / "cache")) == expected
+    assert ids_of(TokenSet.open(directory)) == expected
+
+
+def test_a_failure_while_tokenising_leaves_nothing_behind(tmp_path, spec):
+    path = tmp_path / "data.jsonl"
+    path.write_text(path.read_text() + "{broken\n")
+    with pytest.raises(DataError, match=r"data\.jsonl, line 21"):
+        load_tokens(spec, make_tokenizer(), tmp_path / "cache")
+    assert cached(tmp_path / "cache") == []
+
+
+def test_a_full_disk_is_a_named_error_and_leaves_nothing_behind(tmp_path, monkeypatch):
+    def full(*arguments):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(tokens.TokenWriter, "_write", full)
+    with pytest.raises(DiskFull, match="no space left for the token cache"):
+        write_tokens(tmp_path / "set", [([1, 2], [True, True], "text")], sequence_length=4)
+    assert not list(tmp_path.iterdir())
+
+
+def test_of_two_that_ask_at_once_one_tokenises_and_the_other_waits(tmp_path, spec, monkeypatch):
+    encode_rows, calls = tokenize.encode_rows, []
+
+    def slow(*arguments):
+        calls.append(arguments)
+        time.sleep(0.2)
+        return encode_rows(*arguments)
+
+    monkeypatch.setattr(tokenize, "encode_rows", slow)
+    with ThreadPoolExecutor(2) as pool:
+        sets = list(
+            pool.map(lambda tokenizer: load_tokens(spec, tokenizer, tmp_path / "cache"), [make_tokenizer(), make_tokenizer()])
+        )
+    assert len(calls) == 1
+    assert ids_of(sets[0]) == ids_of(sets[1])
+
+
+def test_what_a_killed_process_left_half_written_is_replaced(tmp_path):
+    partial = tmp_path / "set.partial"
+    partial.mkdir()
+    (partial / "tokens").write_bytes(b"half")
+    write_tokens(tmp_path / "set", [([1, 2], [True, True], "text")], sequence_length=4)
+    assert ids_of(TokenSet.open(tmp_path / "set")) == [[1, 2]]
+    assert not partial.exists()
+
+
+def test_long_samples_are_cut_and_counted_and_those_left_without_target_dropped(tmp_path, spec):
+    path = tmp_path / "data.jsonl"
+    rows = [
+        {"input_ids": [1] * 70},
+        {"input_ids": [2] * 70, "labels": [-100] * 65 + [2] * 5},
+        {"input_ids": [3] * 10, "labels": [-100] * 10},
+        {"input_ids": [4]},
+        {"input_ids": []},
+    ]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    info = load_tokens(spec, make_tokenizer(), tmp_path / "cache").info
+    assert (info.samples, info.tokens, info.trained_tokens) == (1, 64, 63)
+    assert (info.cut_samples, info.cut_tokens, info.dropped_samples) == (2, 12, 4)
+    assert info.kinds == {"input_ids": 5}
+
+
+def test_a_data_set_with_nothing_to_train_is_refused_with_the_numbers(tmp_path, spec):
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"prompt": "%s", "completion": "x"}' % ("the " * 500))
+    with pytest.raises(DataError, match=r"of 1 samples .prompt . completion.*1 of them after being cut to sequence_length 64"):
+        load_tokens(spec, make_tokenizer(), tmp_path / "cache")
+
+
+def test_files_of_different_kinds_make_one_set(tmp_path, spec):
+    (tmp_path / "more.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+    both = load_tokens(replace(spec, paths=(*spec.paths, str(tmp_path / "more.jsonl"))), make_tokenizer(), tmp_path / "cache")
+    assert both.info.kinds == {"text": 20, "prompt + completion": 1}
+    assert len(both) == 21
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        ({"paths": ()}, "no file"),
+        ({"sequence_length": 1}, "sequence_length: 1"),
+        ({"tokens_per_step": 63}, "63 is less than one row of sequence_length 64"),
+        ({"seed": -1}, "found -1"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(spec, change, found):
+    with pytest.raises(ConfigError, match=found):
+        replace(spec, **change)

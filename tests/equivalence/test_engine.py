@@ -1,0 +1,269 @@
+"""The engine trains like plain PyTorch, and where things are placed changes nothing: the same bits."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import MODELS, PlainTrainer, batch_of
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+import headrace
+from headrace.engine import Engine
+from headrace.plan.base import Plan
+from headrace.spec.events import StepResult
+
+ROWS, LENGTH = 6, 32
+
+
+def train(
+    path: Path,
+    run_directory: Path,
+    *,
+    steps: int = 3,
+    adjust: dict[str, Any] | None = None,
+    budget: headrace.Budget | None = None,
+    padded: bool = False,
+    export: Path | None = None,
+    **options: Any,
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Return losses and final weights of a short run."""
+
+    def adjust_plan(plan: Plan) -> Plan:
+        changes = {name: value(plan) if callable(value) else value for name, value in (adjust or {}).items()}
+        return dataclasses.replace(plan, **changes)
+
+    out = export or run_directory.parent / f"{run_directory.name}-out"
+    with Engine.open(
+        path,
+        budget or headrace.Budget(host="4GiB"),
+        headrace.AdamW(lr=1e-3, weight_decay=0.1),
+        run_directory=run_directory,
+        tokens_per_step=ROWS * LENGTH,
+        sequence_length=LENGTH,
+        adjust_plan=adjust_plan,
+        **options,
+    ) as engine:
+        losses = [engine.step(batch_of(ROWS, LENGTH, seed, padded=padded)).loss for seed in range(steps)]
+        engine.save_pretrained(out)
+    weights: dict[str, torch.Tensor] = {}
+    for shard in sorted(out.glob("*.safetensors")):
+        weights |= load_file(shard)
+    return losses, weights
+
+
+def micro_batches(rows: int) -> dict[str, Any]:
+    count = -(-ROWS // rows)
+    return {"micro_batch_sequences": rows, "num_micro_batches": count, "accumulate": count > 1}
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if "dropout" not in name])
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_float32_training_is_plain_pytorch(
+    name: str, clip: float | None, model_dir: Callable[..., Path], tmp_path: Path
+) -> None:
+    path = model_dir(name)
+    plain = PlainTrainer(path, 1e-3, 0.1, clip)
+    expected = [plain.step(batch_of(ROWS, LENGTH, seed))[0] for seed in range(3)]
+    losses, _ = train(
+        path, tmp_path / "run", compute_dtype="float32", max_grad_norm=clip, export=tmp_path / "out", adjust=micro_batches(2)
+    )
+    assert losses == pytest.approx(expected, rel=2e-6)
+    ours = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    for (key, got), want in zip(ours.named_parameters(), plain.model.parameters(), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=2e-5, msg=lambda text, key=key: f"{key}: {text}")
+
+
+def test_padded_batches_are_plain_pytorch(model_dir: Callable[..., Path], tmp_path: Path) -> None:
+    path = model_dir("llama")
+    plain = PlainTrainer(path, 1e-3, 0.1, None)
+    expected = [plain.step(batch_of(ROWS, LENGTH, seed, padded=True))[0] for seed in range(3)]
+    losses, _ = train(path, tmp_path / "run", compute_dtype="float32", padded=True, adjust=micro_batches(4))
+    assert losses == pytest.approx(expected, rel=2e-6)
+
+
+PLACEMENTS: dict[str, dict[str, Any]] = {
+    "plain": {"interpreter": "plain"},
+    "two-slots": {"adjust": {"host_slots": 2, "prefetch": 1, "state_slots": 1, "gradient_slots": 1, "resident_states": ()}},
+    "all-slots": {"adjust": {"host_slots": 4}},
+    "stash-ssd": {"adjust": {"stash_tiers": ("ssd",) * 4, "stash_slots": 2}},
+    "stash-mixed": {"adjust": {"stash_tiers": ("ssd", "device", "ssd", "device"), "stash_slots": 3}},
+    "replay-all": {"adjust": {"kept": lambda plan: tuple(tuple(range(len(names))) for names in plan.operators)}},
+    "replay-some-ssd": {
+        "adjust": {
+            "kept": ((0, 3), (), (2,), (1, 4, 5)),
+            "kept_bytes": (1 << 17,) * 4,
+            "stash_tiers": ("ssd",) * 4,
+            "stash_slots": 4,
+        }
+    },
+    "recompute-all": {"adjust": {"skipped": ((),) * 4}},
+    "device-tier": {"budget": {"device": "1GiB"}},
+    "device-tier-ssd": {
+        "budget": {"device": "1GiB"},
+        "adjust": {
+            "stash_tiers": ("host", "ssd", "ssd", "device"),
+            "stash_slots": 2,
+            "device_slots": 2,
+            "host_slots": 2,
+            "prefetch": 1,
+        },
+    },
+    "device-tier-plain": {"budget": {"device": "1GiB"}, "interpreter": "plain"},
+    "three-directories": {"directories": 3},
+    "small-chunks": {"adjust": {"chunk_elements": 2048}},
+    "gradients-on-ssd": {"adjust": {"held_gradients": "ssd", "resident_states": ()}},
+    "states-in-memory": {"adjust": {"resident_states": lambda plan: tuple(range(len(plan.units)))}},
+    "every-third-step": {"checkpoint_every": 3},
+}
+
+
+@pytest.mark.parametrize("clip", [None, 0.5], ids=["immediate", "deferred"])
+@pytest.mark.parametrize("name", ["llama", "llama-tied", "gpt2-dropout"])
+def test_placement_changes_nothing(name: str, clip: float | None, model_dir: Callable[..., Path], tmp_path: Path) -> None:
+    path = model_dir(name, "bfloat16")
+    blocks = 3 if "gpt2" in name else 4
+    base = train(path, tmp_path / "base", max_grad_norm=clip, adjust=micro_batches(2), steps=4)
+    for number, (placement, options) in enumerate(PLACEMENTS.items()):
+        if clip is None and "states" in placement:
+            continue  # with immediate updates states stay on the SSD: a step back must be possible
+        options = {key: dict(value) if isinstance(value, dict) else value for key, value in options.items()}
+        changes = {**micro_batches(2), **options.pop("adjust", {})}
+        changes = {
+            key: value[:blocks]
+            if isinstance(value, tuple) and key in ("stash_tiers", "kept", "kept_bytes", "skipped")
+            else value
+            for key, value in changes.items()
+        }
+        folders = [tmp_path / f"ssd{number}-{index}" for index in range(options.pop("directories", 1))]
+        for folder in folders:
+            folder.mkdir()
+        budget = headrace.Budget(host="4GiB", ssd=folders, **options.pop("budget", {}))
+        got = train(path, tmp_path / f"run{number}", max_grad_norm=clip, adjust=changes, budget=budget, steps=4, **options)
+        assert got[0] == base[0], f"{placement}: losses differ"
+        for key, want in base[1].items():
+            assert torch.equal(got[1][key], want), f"{placement}: {key} differs"
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 6])
+def test_any_split_gives_the_same_loss(rows: int, model_dir: Callable[..., Path], tmp_path: Path) -> None:
+    """Token-weighted: rows with few trained tokens weigh less, whatever micro-batch they fall in."""
+    path = model_dir("mixtral-aux")
+    plain = PlainTrainer(path, 1e-3, 0.1, None)
+    expected = [plain.step(batch_of(ROWS, LENGTH, seed))[0] for seed in range(2)]
+    losses, _ = train(path, tmp_path / "run", steps=2, compute_dtype="float32", adjust=micro_batches(rows))
+    assert losses == pytest.approx(expected, rel=2e-6)
+
+
+def test_bfloat16_follows_a_float32_master(model_dir: Callable[..., Path], tmp_path: Path) -> None:
+    """Two hundred steps of bf16 compute end near where float32 training ends: the master keeps what bf16 would lose."""
+    path = model_dir("llama", "bfloat16")
+    plain = PlainTrainer(path, 1e-3, 0.1, None)
+    expected = [plain.step(batch_of(ROWS, LENGTH, seed % 4))[0] for seed in range(200)]
+    with Engine.open(
+        path, headrace.Budget(host="4GiB"), headrace.AdamW(lr=1e-3, weight_decay=0.1), run_directory=tmp_path / "run"
+    ) as engine:
+        losses = [engine.step(batch_of(ROWS, LENGTH, seed % 4)).loss for seed in range(200)]
+    assert losses[0] == pytest.approx(expected[0], rel=2e-3)
+    worst = max(abs(got - want) / want for got, want in zip(losses, expected, strict=True) if want > 0.5)
+    assert worst < 0.03, f"largest relative difference {worst:.3f}"
+
+
+def test_gradients_can_be_drained_in_float32(model_dir: Callable[..., Path], tmp_path: Path) -> None:
+    """Micro-batches are summed in fp32 either way; without rounding the sum to bf16 the weights differ, and little."""
+    path = model_dir("llama", "bfloat16")
+    rounded = train(path, tmp_path / "a", adjust=micro_batches(2))
+    exact = train(path, tmp_path / "b", adjust=micro_batches(2), gradient_dtype="float32")
+    assert exact[0] == pytest.approx(rounded[0], rel=1e-3)
+    assert any(not torch.equal(exact[1][key], rounded[1][key]) for key in rounded[1])
+
+
+def test_float16_overflow_skips_the_step_and_halves_the_scale(model_dir: Callable[..., Path], tmp_path: Path) -> None:
+    path = model_dir("llama")
+    events = []
+    with Engine.open(
+        path,
+        headrace.Budget(host="4GiB"),
+        headrace.AdamW(lr=1e-3),
+        run_directory=tmp_path / "run",
+        compute_dtype="float16",
+        sink=lambda event: events.append(event) if isinstance(event, StepResult) else None,
+    ) as engine:
+        engine._loss_scale = dataclasses.replace(engine._loss_scale or _fresh_scale(), scale=2.0**26)
+        results = [engine.step(batch_of(ROWS, LENGTH, 0)) for _ in range(16)]
+    skipped = [result for result in results if result.skipped]
+    assert skipped, "a loss scale of 2^26 must overflow float16"
+    assert skipped[0].loss_scale == 2 * results[1].loss_scale
+    # A skipped step changes nothing: the loss is the same until the first step that is applied.
+    assert len({result.loss for result in results[: len(skipped) + 1]}) == 1
+    assert results[-1].loss < results[0].loss
+    assert [event.step for event in events if event.skipped] == [result.step for result in skipped]
+
+
+def _fresh_scale() -> Any:
+    from headrace.update import LossScale
+
+    return LossScale()
+
+
+@pytest.mark.parametrize("clip", [None, 1.0], ids=["immediate", "deferred"])
+def test_a_gradient_that_is_not_finite_skips_the_step(
+    clip: float | None, model_dir: Callable[..., Path], tmp_path: Path
+) -> None:
+    path = model_dir("llama", "bfloat16")
+    with Engine.open(
+        path, headrace.Budget(host="4GiB"), headrace.AdamW(lr=1e-3), run_directory=tmp_path / "run", max_grad_norm=clip
+    ) as engine:
+        first = engine.step(batch_of(ROWS, LENGTH, 0))
+        block = engine.chain.block
+
+        def poisoned(index: int, hidden: torch.Tensor, call: Any) -> Any:
+            result = block(index, hidden, call)
+            if index == 1 and torch.is_grad_enabled():
+                result.hidden.register_hook(lambda gradient: gradient * float("nan"))
+            return result
+
+        engine.chain.block = poisoned  # type: ignore[method-assign]
+        bad = engine.step(batch_of(ROWS, LENGTH, 1))
+        engine.chain.block = block  # type: ignore[method-assign]
+        again = engine.step(batch_of(ROWS, LENGTH, 1))
+    assert first.skipped is None
+    assert bad.skipped is not None
+    assert again.skipped is None
+    assert again.loss == bad.loss, "the skipped step changed the weights"
+
+
+def test_a_step_can_be_resumed_bit_for_bit(model_dir: Callable[..., Path], tmp_path: Path) -> None:
+    path = model_dir("gpt2-dropout", "bfloat16")
+    options = {"tokens_per_step": ROWS * LENGTH, "sequence_length": LENGTH, "max_grad_norm": 1.0}
+    unbroken, weights = train(path, tmp_path / "whole", steps=4, max_grad_norm=1.0)
+    with Engine.open(
+        path, headrace.Budget(host="4GiB"), headrace.AdamW(lr=1e-3, weight_decay=0.1), run_directory=tmp_path / "run", **options
+    ) as engine:
+        losses = [engine.step(batch_of(ROWS, LENGTH, seed), position={"next": seed + 1}).loss for seed in range(2)]
+    with Engine.resume(tmp_path / "run") as engine:
+        assert engine.step_index == 2
+        assert engine.position == {"next": 2}
+        losses += [engine.step(batch_of(ROWS, LENGTH, seed)).loss for seed in range(2, 4)]
+        engine.save_pretrained(tmp_path / "out")
+    assert losses == unbroken
+    for key, want in weights.items():
+        assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")[key], want), key
+
+
+def test_batches_that_cannot_be_used_are_refused(model_dir: Callable[..., Path], tmp_path: Path) -> None:
+    batch = batch_of(2, 16, 0)
+    with Engine.open(model_dir("llama"), headrace.Budget(host="4GiB"), run_directory=tmp_path / "run") as engine:
+        with pytest.raises(ValueError, match="none of the batch's 32 labels is trained"):
+            engine.step({**batch, "labels": torch.full_like(batch["labels"], -100)})
+        with pytest.raises(ValueError, match="position_ids must be an integer tensor"):
+            engine.step({**batch, "position_ids": torch.zeros(2, 5, dtype=torch.long)})
+        with pytest.raises(ValueError, match="unknown keys"):
+            engine.step({**batch, "token_type_ids": batch["labels"]})
+        with pytest.raises(ValueError, match="needs input_ids and labels"):
+            engine.step({"input_ids": batch["input_ids"]})
+        # and the engine still works
+        assert engine.step(batch).loss > 0

@@ -1,0 +1,54 @@
+"""Directories are described and measured, and left as they were. Run: pytest tests/ioengine/test_measure.py"""
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from headrace.ioengine import describe_directory, measure_directory
+from headrace.spec.errors import DiskFull, StorageError
+from headrace.spec.sizes import MIB
+
+
+def test_speeds_are_measured_and_nothing_stays(tmp_path: Path) -> None:
+    measured = measure_directory(tmp_path, 4 * MIB)
+    assert min(measured) > 1e5
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_stays_after_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "pwritev", fail)
+    with pytest.raises(StorageError, match="Input/output error"):
+        measure_directory(tmp_path, 4 * MIB)
+    monkeypatch.setattr(os, "posix_fallocate", lambda *args: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space")))
+    with pytest.raises(DiskFull):
+        measure_directory(tmp_path, 4 * MIB)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_is_described(tmp_path: Path) -> None:
+    facts = describe_directory(tmp_path)
+    assert facts.exists
+    assert facts.is_directory
+    assert facts.writable
+    assert facts.free_bytes > 0
+    assert facts.file_system
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_no_directory_is_described_without_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    missing, file = describe_directory(tmp_path / "nothing"), describe_directory(tmp_path / "file")
+    assert (missing.exists, missing.is_directory, missing.writable) == (False, False, False)
+    assert (file.exists, file.is_directory, file.writable) == (True, False, False)
+    with pytest.raises(StorageError, match="cannot create a file"):
+        measure_directory(tmp_path / "nothing", 4 * MIB)
+
+
+@pytest.mark.skipif(not os.path.ismount("/dev/shm"), reason="no tmpfs at /dev/shm here")
+def test_memory_is_told_from_a_drive() -> None:
+    assert describe_directory(Path("/dev/shm")).in_memory

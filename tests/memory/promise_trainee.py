@@ -1,0 +1,59 @@
+"""Trains for a few steps in a process of its own that has imported nothing yet, and prints its plan's peaks as JSON.
+
+Asked for the least budget (`host_bytes` null), it lets the planner refuse until it names one that it accepts.
+"""
+
+import json
+import sys
+from typing import Any
+
+import torch
+
+import headrace
+from headrace.engine import Engine
+from headrace.spec.errors import PlanInfeasible
+
+# What the interpreter may hold more at one opening than at the one before.
+BETWEEN_OPENINGS_BYTES = 1 << 20
+
+
+def open_engine(case: dict[str, Any]) -> tuple[Engine, int]:
+    """Return the engine and the host budget that it runs in."""
+    host_bytes = case["host_bytes"] or 1
+    for _ in range(8):
+        try:
+            engine = Engine.open(
+                case["model"],
+                headrace.Budget(host=host_bytes, device=case["device_bytes"]),
+                headrace.AdamW(lr=1e-3),
+                run_directory=case["run"],
+                max_grad_norm=case["clip"],
+                compute_dtype=case["dtype"],
+                tokens_per_step=case["tokens"],
+                sequence_length=case["length"],
+            )
+            return engine, host_bytes
+        except PlanInfeasible as refusal:
+            if case["host_bytes"] or refusal.tier != "host":
+                raise
+            host_bytes = refusal.needed_bytes + BETWEEN_OPENINGS_BYTES
+    raise AssertionError(f"the planner refuses the {host_bytes} bytes that it asked for")
+
+
+def main() -> None:
+    case = json.loads(sys.argv[1])
+    engine, host_bytes = open_engine(case)
+    with engine:
+        positions = (torch.arange(case["length"]) % (case["length"] // 2)).expand(case["tokens"] // case["length"], -1)
+        for seed in range(case["steps"]):
+            ids = torch.randint(2, 4000, positions.shape, generator=torch.Generator().manual_seed(seed))
+            batch = {"input_ids": ids, "labels": ids}
+            engine.step(batch | {"position_ids": positions} if case["packed"] else batch)
+        plan = engine.plan
+    assert plan is not None
+    rows = {tier: plan.peak_bytes[tier] for tier in plan.peak_bytes if tier != "ssd"}
+    print(json.dumps({"host_bytes": host_bytes, "rows": rows}))
+
+
+if __name__ == "__main__":
+    main()

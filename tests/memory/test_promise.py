@@ -1,0 +1,158 @@
+"""Measured peak <= planned peak <= budget, in real processes, from their first moment: imports and the model's import included.
+
+The least budget is asked of the planner itself, so that these are budgets that just fit.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Case:
+    """`host_mib` and `device_mib`: budgets; no host budget means the least that the planner accepts."""
+
+    shape: str
+    host_mib: int | None
+    tokens: int = 1024
+    length: int = 256
+    clip: float | None = None
+    dtype: str = "bfloat16"
+    device_mib: int | None = None
+    packed: bool = False
+    steps: int = 2
+
+
+# hidden, blocks, vocabulary, tied
+SHAPES = {
+    "narrow": (256, 8, 4096, False),
+    "wide": (512, 4, 16384, False),
+    "tied": (384, 6, 8192, True),
+    "big": (2048, 4, 32000, False),
+}
+QUICK = [
+    Case("narrow", None),
+    Case("narrow", 700),
+    Case("narrow", None, device_mib=200),
+    Case("wide", None),
+    Case("wide", None, clip=1.0),
+    Case("wide", 600, clip=1.0, packed=True),
+    Case("tied", None, dtype="float32"),
+    Case("tied", None, packed=True, length=512),
+]
+LONG = [
+    Case("wide", None, tokens=4096, length=1024, steps=6),
+    Case("wide", 900, tokens=4096, length=1024, device_mib=400, steps=6),
+    Case("big", None, tokens=2048, length=512),
+    Case("big", 2560, tokens=2048, length=512, clip=1.0),
+    Case("big", 4096, tokens=4096, length=1024),
+]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+def model_of(models: Path, shape: str) -> Path:
+    hidden, blocks, vocabulary, tied = SHAPES[shape]
+    path = models / shape
+    if not path.exists():
+        config = LlamaConfig(
+            vocab_size=vocabulary,
+            hidden_size=hidden,
+            intermediate_size=11 * hidden // 4,
+            num_hidden_layers=blocks,
+            num_attention_heads=hidden // 64,
+            num_key_value_heads=hidden // 64,
+            tie_word_embeddings=tied,
+        )
+        torch.manual_seed(5)
+        AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(path)
+    return path
+
+
+def anonymous_bytes(process_id: int) -> int:
+    """Return `RssAnon` of another process, 0 once it has ended."""
+    try:
+        for line in Path(f"/proc/{process_id}/status").read_text().splitlines():
+            if line.startswith("RssAnon:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return 0
+
+
+def train(case: Case, model: Path, folder: Path) -> tuple[int, int, dict[str, dict[str, int]]]:
+    """Return the process's peak of anonymous memory, its host budget, and the plan's rows."""
+    values = asdict(case) | {"model": str(model), "run": str(folder / "run")}
+    values["host_bytes"] = None if case.host_mib is None else case.host_mib * MIB
+    values["device_bytes"] = None if case.device_mib is None else case.device_mib * MIB
+    command = [sys.executable, str(Path(__file__).with_name("promise_trainee.py")), json.dumps(values)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True, cwd=folder) as process:
+        peak = 0
+        while process.poll() is None:
+            peak = max(peak, anonymous_bytes(process.pid))
+            time.sleep(0.005)
+        assert process.stdout is not None
+        said = process.stdout.read()
+    assert process.returncode == 0
+    answer = json.loads(said.splitlines()[-1])
+    return peak, answer["host_bytes"], answer["rows"]
+
+
+def check(case: Case, models: Path, folder: Path) -> None:
+    peak, host_bytes, rows = train(case, model_of(models, case.shape), folder)
+    planned = {tier: sum(sizes.values()) for tier, sizes in rows.items()}
+    both = sum(planned.values())
+    told = f"measured {peak / MIB:.1f} MiB, planned {both / MIB:.1f} MiB: {rows}"
+    assert peak > rows["host"]["runtime"], "the sampler saw nothing of the run"
+    assert peak <= both, told
+    assert planned["host"] <= host_bytes, told
+    assert planned.get("device", 0) <= (case.device_mib or 0) * MIB, told
+    if both > rows["host"]["runtime"] + 1024 * MIB:
+        assert peak >= 0.85 * both, f"the plan is padded: {told}"
+
+
+@pytest.mark.parametrize("case", QUICK, ids=str)
+def test_a_process_stays_inside_its_plan(case: Case, models: Path, tmp_path: Path) -> None:
+    check(case, models, tmp_path)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("case", LONG, ids=str)
+def test_a_larger_process_stays_inside_its_plan(case: Case, models: Path, tmp_path: Path) -> None:
+    check(case, models, tmp_path)
+
+
+def test_a_budget_too_small_is_refused_before_anything_is_written(models: Path, tmp_path: Path) -> None:
+    from headrace import Budget
+    from headrace.engine import Engine
+    from headrace.spec.errors import PlanInfeasible
+
+    ssd = tmp_path / "ssd"
+    ssd.mkdir()
+    with pytest.raises(PlanInfeasible) as refusal:
+        Engine.open(
+            model_of(models, "wide"),
+            Budget(host="1MiB", ssd=[ssd]),
+            run_directory=tmp_path / "run",
+            tokens_per_step=512,
+            sequence_length=256,
+        )
+    assert refusal.value.needed_bytes > refusal.value.allowed_bytes == MIB
+    assert not (tmp_path / "run").exists()
+    assert list(ssd.iterdir()) == []

@@ -1,0 +1,54 @@
+"""Save stock models, and import what was saved."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tiny_architectures import CONFIGS, make_config, make_plain
+
+from headrace.model import Chain, Checkpoint, import_unit
+from headrace.spec.layout import PLANE_SETS
+from headrace.spec.optimizer import AdamW
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+def save(tmp_path: Path, name: str = "llama", dtype: str = "bfloat16", **options: Any) -> tuple[Path, Any]:
+    """Save a stock model with save_pretrained; return its directory and configuration."""
+    config = make_config(CONFIGS[name])
+    model = make_plain(config, DTYPES[dtype])
+    with torch.no_grad():
+        for buffer_name, buffer in model.named_buffers():
+            if buffer_name.endswith("e_score_correction_bias"):
+                buffer.copy_(torch.rand_like(buffer))
+    model.save_pretrained(tmp_path / "model", **options)
+    return tmp_path / "model", config
+
+
+def import_all(directory: Path, compute_dtype: str) -> tuple[Checkpoint, Chain, list[Any], list[bool]]:
+    checkpoint = Checkpoint.open(directory)
+    chain = Chain.from_config(checkpoint.config, compute_dtype, AdamW())
+    weights = chain.attach(checkpoint)
+    planes, exact = [], []
+    kinds = PLANE_SETS[compute_dtype]
+    master = next((plane for plane in kinds.states if plane.name in ("lo", "w")), None)
+    for layout in chain.layouts:
+        weight = np.full(layout.num_elements, 77, kinds.weight.dtype)
+        rest = None if master is None else np.full(layout.num_elements, 77, master.dtype)
+        exact.append(import_unit(weights, layout, weight, rest))
+        planes.append((weight, rest))
+    return checkpoint, chain, planes, exact
+
+
+def values_of(chain: Chain, planes: list[Any]) -> dict[str, torch.Tensor]:
+    """The exact float32 master of every parameter, computed the slow way."""
+    out = {}
+    for layout, (weight, master) in zip(chain.layouts, planes, strict=True):
+        if weight.dtype == np.uint16:
+            flat = ((weight.astype(np.int64) << 16) + master.astype(np.int64)).astype(np.uint32).view(np.float32)
+        else:
+            flat = weight if master is None else master
+        for spec in layout.parameters:
+            out[spec.name] = torch.from_numpy(flat[spec.offset : spec.offset + spec.num_elements].reshape(spec.shape).copy())
+    return out

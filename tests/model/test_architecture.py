@@ -1,0 +1,128 @@
+"""What is refused, and that trying finds what is wrong."""
+
+import resource
+from typing import Any
+
+import pytest
+import torch
+from tiny_architectures import CONFIGS, make_config
+from torch import nn
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+from headrace.model import Chain, build_skeleton, find_blocks, probe, self_check
+from headrace.model import probe as probe_function
+from headrace.model.tiny import shrink
+from headrace.spec.errors import ModelError
+from headrace.spec.optimizer import AdamW
+
+
+def test_self_check_passes(case: Any) -> None:
+    self_check(make_config(case))
+
+
+def test_encoder_decoder_is_refused() -> None:
+    with pytest.raises(ModelError, match="encoder-decoder"):
+        Chain.from_config(CONFIG_MAPPING["t5"](), "float32", AdamW())
+
+
+def test_bidirectional_is_refused() -> None:
+    with pytest.raises(ModelError, match="causal"):
+        Chain.from_config(CONFIG_MAPPING["bert"](), "float32", AdamW())
+
+
+def test_no_causal_class_is_refused() -> None:
+    with pytest.raises(ModelError, match="no causal language model class"):
+        Chain.from_config(CONFIG_MAPPING["vit"](), "float32", AdamW())
+
+
+def test_quantised_weights_are_refused() -> None:
+    config = make_config(CONFIGS["llama"])
+    config.quantization_config = {"quant_method": "gptq", "bits": 4}
+    with pytest.raises(ModelError, match="gptq"):
+        build_skeleton(config, torch.float32)
+
+
+def test_layer_dropping_is_refused() -> None:
+    config = make_config(CONFIGS["opt"])
+    config.layerdrop = 0.1
+    with pytest.raises(ModelError, match=r"layerdrop 0\.1"):
+        build_skeleton(config, torch.float32)
+
+
+def test_several_lists_of_blocks_are_refused() -> None:
+    model = AutoModelForCausalLM.from_config(make_config(CONFIGS["llama"]))
+    model.more = nn.ModuleList(list(model.model.layers)[:2])
+    with pytest.raises(ModelError, match=r"more.*LlamaDecoderLayer"):
+        find_blocks(model)
+
+
+def test_no_list_of_blocks_is_refused() -> None:
+    model = AutoModelForCausalLM.from_config(make_config(CONFIGS["llama"]))
+    del model.model.layers
+    with pytest.raises(ModelError, match="found none"):
+        find_blocks(model)
+
+
+def test_blocks_are_found(case: Any) -> None:
+    config = make_config(case)
+    blocks = find_blocks(build_skeleton(config, torch.float32))
+    assert len(blocks.modules) == config.num_hidden_layers
+
+
+def test_self_check_sees_a_block_that_depends_on_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """State handed from block to block behind the back of the arguments breaks any other order of running."""
+    from transformers.models.glm.modeling_glm import GlmDecoderLayer
+
+    original, carried = GlmDecoderLayer.forward, []
+
+    def forward(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        carried.append(float(hidden_states.detach().mean()))
+        return original(self, hidden_states, *args, **kwargs) * (1.0 + 0.1 * (len(carried) % 3))
+
+    monkeypatch.setattr(GlmDecoderLayer, "forward", forward)
+    config = CONFIG_MAPPING["glm"](
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        vocab_size=100,
+        pad_token_id=0,
+    )
+    with pytest.raises(ModelError, match="cannot be trained block by block"):
+        self_check(config)
+
+
+def test_shrinking_keeps_structure() -> None:
+    small = shrink(CONFIG_MAPPING["gemma3_text"]())
+    assert set(small.layer_types) == {"sliding_attention", "full_attention"}
+    assert small.num_key_value_heads < small.num_attention_heads
+    projected = shrink(CONFIG_MAPPING["opt"](hidden_size=1024, word_embed_proj_dim=512))
+    assert projected.word_embed_proj_dim < projected.hidden_size
+    dense_then_sparse = shrink(CONFIG_MAPPING["deepseek_v3"]())
+    assert 0 < dense_then_sparse.first_k_dense_replace < dense_then_sparse.num_hidden_layers
+
+
+def test_traits_are_cached() -> None:
+    assert probe(make_config(CONFIGS["llama"])) is probe_function(make_config(CONFIGS["llama"]))
+
+
+def test_a_model_larger_than_memory_needs_none() -> None:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    chain = Chain.from_config(CONFIG_MAPPING["deepseek_v3"](num_hidden_layers=8), "bfloat16", AdamW())
+    grown_bytes = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+    assert chain.num_parameters > 50e9
+    assert grown_bytes < 500e6
+
+
+def test_skeleton_has_real_buffers_and_meta_parameters(case: Any) -> None:
+    config = make_config(case)
+    skeleton = build_skeleton(config, torch.bfloat16)
+    assert all(p.device.type == "meta" and not p.requires_grad for p in skeleton.parameters())
+    stock = dict(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).named_buffers())
+    ours = dict(skeleton.named_buffers())
+    assert set(ours) == set(stock)
+    for name, buffer in ours.items():
+        assert torch.equal(buffer.float(), stock[name].float()), name
+    assert skeleton.training

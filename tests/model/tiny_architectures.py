@@ -1,0 +1,114 @@
+"""Tiny configurations of the architectures under test, and the plain models they describe."""
+
+from typing import Any
+
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+from headrace.model import Chain, MicroBatch
+
+_BASE = {
+    "vocab_size": 160,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+_HEAD = {**_BASE, "head_dim": 16}
+_NO_GROUPS = {key: value for key, value in _BASE.items() if key != "num_key_value_heads"}
+_GPT2 = {"vocab_size": 160, "n_embd": 32, "n_layer": 3, "n_head": 4, "bos_token_id": 1, "eos_token_id": 1}
+_GPT2_PLAIN = {**_GPT2, "resid_pdrop": 0.0, "attn_pdrop": 0.0, "embd_pdrop": 0.0}
+_OPT = {**_NO_GROUPS, "ffn_dim": 48, "dropout": 0.0, "word_embed_proj_dim": 32}
+_OPT.pop("intermediate_size")
+_MIXTRAL = {**_BASE, "num_local_experts": 4, "num_experts_per_tok": 2}
+_QWEN3_MOE = {**_HEAD, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_ROUTED = {"output_router_logits": True, "router_aux_loss_coef": 0.3}
+_DEEPSEEK = {
+    **_BASE,
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 4,
+    "n_group": 2,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "first_k_dense_replace": 1,
+}
+
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", _BASE),
+    "llama-tied": ("llama", {**_BASE, "tie_word_embeddings": True}),
+    "qwen2": ("qwen2", {**_BASE, "tie_word_embeddings": True}),
+    "qwen3": ("qwen3", _HEAD),
+    "gemma2": ("gemma2", {**_HEAD, "sliding_window": 8}),
+    "gemma3": ("gemma3_text", {**_HEAD, "sliding_window": 8, "num_hidden_layers": 6}),
+    "phi3": ("phi3", {**_BASE, "pad_token_id": 0}),
+    "mistral": ("mistral", {**_BASE, "sliding_window": 8}),
+    "gpt2": ("gpt2", _GPT2_PLAIN),
+    "opt": ("opt", _OPT),
+    "opt-projected": ("opt", {**_OPT, "word_embed_proj_dim": 16}),
+    "gpt-neox": ("gpt_neox", _NO_GROUPS),
+    "bloom": ("bloom", {"vocab_size": 160, "hidden_size": 32, "n_layer": 3, "n_head": 4}),
+    "falcon": ("falcon", {"vocab_size": 160, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}),
+    "granite": ("granite", {**_BASE, "logits_scaling": 4.0, "embedding_multiplier": 2.0, "residual_multiplier": 0.5}),
+    "mixtral": ("mixtral", _MIXTRAL),
+    "mixtral-routed": ("mixtral", {**_MIXTRAL, **_ROUTED}),
+    "qwen3-moe": ("qwen3_moe", _QWEN3_MOE),
+    "qwen3-moe-routed": ("qwen3_moe", {**_QWEN3_MOE, **_ROUTED, "mlp_only_layers": [1]}),
+    "olmoe": ("olmoe", {**_BASE, "num_experts": 4, "num_experts_per_tok": 2, **_ROUTED}),
+    "deepseek-v3": ("deepseek_v3", _DEEPSEEK),
+    "gpt-oss": ("gpt_oss", {**_HEAD, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8}),
+}
+DROPOUT_GPT2 = ("gpt2", _GPT2)
+
+
+def make_config(case: tuple[str, dict[str, Any]]) -> Any:
+    config = CONFIG_MAPPING[case[0]](**case[1])
+    config.use_cache = False
+    return config
+
+
+def make_plain(config: Any, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
+    """A stock model with weights far from their initial values, in which mistakes would hide."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=None)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.08)
+    for parameter in model.parameters():  # not the buffers: rotary tables stay float32 in a stock bfloat16 model
+        parameter.data = parameter.data.to(dtype)
+    return model.train()
+
+
+def make_batches(padded: bool, seed: int = 3) -> list[MicroBatch]:
+    """Micro-batches of unequal size and length, with untrained positions and, if wanted, padding on the right."""
+    generator = torch.Generator().manual_seed(seed)
+    batches = []
+    for rows, length in ((2, 17), (1, 12), (3, 14)):
+        ids = torch.randint(2, 160, (rows, length), generator=generator)
+        labels = ids.clone()
+        labels[:, :3] = -100
+        mask = None
+        if padded:
+            mask = torch.ones_like(ids)
+            mask[-1, length - 4 :] = 0
+            labels[mask == 0] = -100
+        batches.append(MicroBatch(ids, labels, mask))
+    return batches
+
+
+def flats_of(chain: Chain, plain: Any) -> list[torch.Tensor]:
+    """The weights of `plain` in the chain's flat layouts."""
+    state = dict(plain.named_parameters())
+    flats = []
+    for layout in chain.layouts:
+        flat = torch.zeros(layout.num_elements, dtype=chain.dtype)
+        for spec in layout.parameters:
+            flat[spec.offset : spec.offset + spec.num_elements] = state[spec.name].detach().flatten()
+        flats.append(flat)
+    return flats

@@ -1,0 +1,46 @@
+"""Small plans for tests, without a model."""
+
+from typing import Any
+
+from headrace.plan.base import Plan, Unit
+
+
+def small_plan(num_blocks: int = 4, **changes: Any) -> Plan:
+    units = num_blocks + 2
+    values: dict[str, Any] = {
+        "compute_dtype": "bfloat16",
+        "gradient_dtype": "bfloat16",
+        "separate_device": False,
+        "units": tuple(Unit(name=f"unit{index}", num_elements=8192, num_parameters=8000) for index in range(units)),
+        "num_blocks": num_blocks,
+        "tied": False,
+        "sequence_length": 64,
+        "tokens_per_step": 128,
+        "micro_batch_sequences": 1,
+        "num_micro_batches": 2,
+        "hidden_size_bytes": 128,
+        "loss_chunk_tokens": 64,
+        "update_policy": "immediate",
+        "held_gradients": "host",
+        "checkpoint_every": 1,
+        "host_slots": 3,
+        "device_slots": 0,
+        "prefetch": 1,
+        "chunk_elements": 4096,
+        "state_slots": 3,
+        "gradient_slots": 2,
+        "resident_states": (),
+        "stash_tiers": ("device",) * num_blocks,
+        "stash_slots": 0,
+        "kept": ((),) * num_blocks,
+        "kept_bytes": (0,) * num_blocks,
+        "skipped": ((),) * num_blocks,
+        "operators": ((),) * num_blocks,
+        "accumulate": True,
+        "compute_threads": 1,
+        "update_threads": 1,
+        "forward_flops": (0.0,) + (1e6,) * num_blocks + (0.0,),
+        "epilogue_flops": 1e6,
+    }
+    values.update(changes)
+    return Plan(**values)

@@ -1,0 +1,135 @@
+"""The forecast: exact on plans that a hand can count, bounded from below, monotone, and quick for 96 blocks."""
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from machines import machine
+from plans import small_plan
+
+from headrace.plan.base import Plan, Unit
+from headrace.plan.forecast import forecast
+from headrace.plan.program import build_program, cold_carry
+from headrace.spec.ceilings import Ceilings
+from headrace.spec.errors import ConfigError
+from headrace.spec.program import Lane
+
+
+def large_plan(num_blocks: int = 96, micro: int = 32, elements: int = 900_000_000 // 2048 * 2048, **changes: Any) -> Plan:
+    units = [Unit(name=f"unit{index}", num_elements=elements, num_parameters=elements) for index in range(num_blocks + 2)]
+    values: dict[str, Any] = {
+        "separate_device": True,
+        "device_slots": 3,
+        "units": tuple(units),
+        "num_micro_batches": micro,
+        "tokens_per_step": 2048 * micro,
+        "sequence_length": 2048,
+        "hidden_size_bytes": 16384,
+        "chunk_elements": 8 << 20,
+        "stash_tiers": ("host",) * num_blocks,
+        "forward_flops": (0.0,) + (2.0 * elements * 2048,) * num_blocks + (0.0,),
+        "epilogue_flops": 1e12,
+        "compute_threads": 8,
+        "update_threads": 8,
+    }
+    return small_plan(num_blocks, **(values | changes))
+
+
+def test_a_step_limited_by_compute_takes_its_operations() -> None:
+    plan = small_plan(forward_flops=(0.0, *(1e12,) * 4, 0.0), epilogue_flops=1e12)
+    found = forecast(plan, machine(compute=1e12))
+    # Forward 1, backward 3 (with the recompute), the head 3: of each of two micro-batches.
+    assert found.step_seconds == pytest.approx(2 * (4 * (1 + 3) + 3), rel=1e-3)
+    assert found.bottleneck is Lane.COMPUTE
+    assert found.tokens_per_second == pytest.approx(plan.tokens_per_step / found.step_seconds)
+    assert found.utilisation[Lane.COMPUTE] == pytest.approx(1.0, abs=1e-3)
+
+
+def test_bytes_are_those_of_the_repeating_program() -> None:
+    plan = small_plan()
+    carry = cold_carry(plan)
+    for _ in range(5):
+        program, carry = build_program(plan, plan.num_micro_batches, carry)
+    found = forecast(plan, machine())
+    assert found.ssd_bytes_read_per_step == sum(op.bytes for op in program.lane(Lane.SSD_READ))
+    assert found.ssd_bytes_written_per_step == sum(op.bytes for op in program.lane(Lane.SSD_WRITE)) == 6 * 8192 * 12
+
+
+def test_resident_states_are_written_at_checkpoints() -> None:
+    every = {"update_policy": "deferred", "host_slots": 4, "resident_states": tuple(range(6))}
+    one = forecast(small_plan(**every), machine(write=1e6))
+    ten = forecast(small_plan(**every, checkpoint_every=10), machine(write=1e6))
+    states = 6 * 8192 * 10
+    assert one.ssd_bytes_written_per_step == 6 * 8192 * 2 + states
+    assert ten.ssd_bytes_written_per_step == 6 * 8192 * 2 + states // 10
+    assert one.step_seconds > states / 1e6 > ten.step_seconds
+
+
+def test_the_commit_and_launches_cost_what_the_profile_says() -> None:
+    quick = forecast(small_plan(), machine(commit_seconds=0.0))
+    assert forecast(small_plan(), machine(commit_seconds=2.0)).step_seconds >= 2.0 > quick.step_seconds
+    plan = small_plan(forward_flops=(0.0,) * 6, epilogue_flops=0.0)
+    launches = 2 * (2 * 4 + 3) + 1
+    assert forecast(plan, machine(launch_seconds=1.0)).step_seconds == pytest.approx(launches, rel=1e-3)
+
+
+@pytest.mark.parametrize("profile", [machine(), machine(compute=2e14), machine(read=2e9, write=2e9, mixed=3e9)])
+def test_a_cut_into_fewer_operations_keeps_time_and_bytes(profile: Ceilings) -> None:
+    plan = large_plan(12, micro=12, elements=80 << 20, chunk_elements=1 << 20, state_slots=4)
+    fine, coarse = (forecast(plan, profile, most_operations=most) for most in (10**6, 2000))
+    assert len(coarse.timeline.step_ops()) <= 2100 < len(fine.timeline.step_ops())
+    assert coarse.step_seconds == pytest.approx(fine.step_seconds, rel=0.1)
+    assert coarse.ssd_bytes_read_per_step == fine.ssd_bytes_read_per_step
+    assert coarse.ssd_bytes_written_per_step == fine.ssd_bytes_written_per_step
+
+
+def test_launches_survive_the_cut() -> None:
+    plan = large_plan(20, micro=64, forward_flops=(0.0,) * 22, epilogue_flops=0.0, elements=2048, chunk_elements=2048)
+    found = forecast(plan, machine(launch_seconds=0.1), most_operations=3000)
+    assert len(found.timeline.step_ops()) < 64 * 20 * 2
+    assert found.step_seconds == pytest.approx(0.1 * 64 * (2 * 20 + 2), rel=0.05)
+
+
+def test_ninety_six_blocks_take_less_than_a_second() -> None:
+    started = time.process_time()
+    found = forecast(large_plan(), machine(compute=1.5e14, read=7e9, write=6e9))
+    assert time.process_time() - started < 3.0  # about 1 s on an idle core
+    assert found.lower_bound_seconds <= found.step_seconds
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    compute=st.floats(1e8, 1e11),
+    read=st.floats(1e6, 1e9),
+    write=st.floats(1e6, 1e9),
+    share=st.floats(0.3, 1.0),
+    deferred=st.booleans(),
+    stash=st.sampled_from(("device", "ssd")),
+)
+def test_no_forecast_beats_its_lower_bound(
+    compute: float, read: float, write: float, share: float, deferred: bool, stash: str
+) -> None:
+    plan = small_plan(
+        update_policy="deferred" if deferred else "immediate",
+        stash_tiers=(stash,) * 4,
+        stash_slots=3 if stash == "ssd" else 0,
+    )
+    found = forecast(plan, machine(compute=compute, read=read, write=write, mixed=share * (read + write)))
+    assert found.lower_bound_seconds <= found.step_seconds * (1 + 1e-6)
+    assert found.lower_bound_seconds > 0
+
+
+def test_a_machine_without_a_device_shares_its_cores() -> None:
+    shared = machine(has_device=False, device_memory_bytes=0, slowdowns={"compute": {"update": 0.5}})
+    alone = machine(has_device=False, device_memory_bytes=0)
+    plan = small_plan(forward_flops=(0.0, *(2e10,) * 4, 0.0), compute_threads=8)
+    slow = replace(plan, units=tuple(replace(unit, num_elements=1 << 24) for unit in plan.units), chunk_elements=1 << 22)
+    assert forecast(slow, shared).step_seconds > 1.05 * forecast(slow, alone).step_seconds
+
+
+def test_an_unknown_compute_dtype_is_refused() -> None:
+    with pytest.raises(ConfigError, match="float32"):
+        forecast(small_plan(compute_dtype="float32", gradient_dtype="float32"), machine())

@@ -1,0 +1,75 @@
+"""The profiles that come with the package load, are sourced, and errors list the names."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from headrace.plan.profiles import load_profile, profile_names
+from headrace.spec.ceilings import Ceilings, Drive
+from headrace.spec.errors import ConfigError
+
+PROMISED = [
+    f"{gpu}-{drives}ssd"
+    for gpu in ("rtx4090", "rtx3090", "rtx4060-laptop", "a100-80g", "h100", "h200")
+    for drives in (1, 4, 12)
+]
+
+
+def test_the_promised_names_are_listed():
+    assert sorted(profile_names()) == sorted(PROMISED)
+
+
+@pytest.mark.parametrize("name", PROMISED)
+def test_every_figure_of_a_packaged_profile_has_its_source(name: str):
+    ceilings = load_profile(name)
+    assert ceilings.name == name
+    assert len(ceilings.drives) == int(name.split("-")[-1].removesuffix("ssd"))
+    without = {"name", "has_device", "drives", "sources"}
+    named = {field.name for field in dataclasses.fields(Ceilings)} - without
+    named |= {f"drives.{field.name}" for field in dataclasses.fields(Drive)}
+    assert set(ceilings.sources) == named
+    assert all(len(source) > 5 for source in ceilings.sources.values())
+
+
+def test_variants_differ_in_drives_only():
+    one, four = load_profile("rtx4090-1ssd"), load_profile("rtx4090-4ssd")
+    assert four.ssd_read_bytes_per_second == pytest.approx(4 * one.ssd_read_bytes_per_second)
+    assert dataclasses.replace(four, name=one.name, drives=one.drives) == one
+
+
+def test_a_written_profile_loads_back(tmp_path: Path):
+    ceilings = load_profile("h100-4ssd")
+    path = tmp_path / "machine.json"
+    path.write_text(json.dumps(ceilings.to_json()))
+    assert load_profile(path) == ceilings
+    assert load_profile(str(path)) == ceilings
+
+
+@pytest.mark.parametrize("name", ["rtx9090-1ssd", "rtx4090", "rtx4090-0ssd", "rtx4090-99ssd", "", "../rtx4090-1ssds", "ssd"])
+def test_an_unknown_name_gets_the_list(name: str):
+    with pytest.raises(ConfigError) as caught:
+        load_profile(name)
+    assert "rtx4090-12ssd" in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b"[" * 100_000], ids=["empty", "open", "binary", "deep"])
+def test_a_file_that_is_not_json_is_refused(tmp_path: Path, content: bytes):
+    path = tmp_path / "machine.json"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match="not JSON"):
+        load_profile(path)
+
+
+def test_a_missing_file_is_refused(tmp_path: Path):
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_profile(tmp_path / "none.json")
+
+
+def test_a_nan_in_a_file_is_refused_by_name(tmp_path: Path):
+    values = load_profile("h100-4ssd").to_json()
+    path = tmp_path / "machine.json"
+    path.write_text(json.dumps(values | {"update_bytes_per_second": float("nan")}))
+    with pytest.raises(ConfigError, match="update_bytes_per_second is nan"):
+        load_profile(path)

@@ -1,0 +1,244 @@
+"""The step's program is right for every plan: each operation finds in its buffers what it needs, and no two operations that
+touch the same buffer, one of them writing, are left unordered. Checked symbolically over several steps, for random plans.
+"""
+
+from collections import defaultdict
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plans import small_plan
+
+from headrace.plan.base import Plan
+from headrace.plan.program import build_program, build_tail, cold_carry
+from headrace.spec.program import Lane, Op, Program, Verb
+
+IN_ORDER_LANES = {Lane.COMPUTE, Lane.UPDATE, Lane.COMMIT, Lane.HOST_TO_DEVICE, Lane.DEVICE_TO_HOST}
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    num_blocks = draw(st.integers(2, 6))
+    separate = draw(st.booleans())
+    prefetch = draw(st.integers(0, 2))
+    policy = draw(st.sampled_from(["immediate", "deferred"]))
+    homes = st.sampled_from(["device", "host", "ssd"] if separate else ["device", "ssd"])
+    stash = tuple(draw(st.lists(homes, min_size=num_blocks, max_size=num_blocks)))
+    units = num_blocks + 2
+    resident = draw(st.sets(st.integers(0, units - 1))) if policy == "deferred" else set()
+    return small_plan(
+        num_blocks,
+        separate_device=separate,
+        prefetch=prefetch,
+        host_slots=draw(st.integers(max(2, prefetch + 1), num_blocks + 2)),
+        device_slots=draw(st.integers(prefetch + 1, num_blocks + 1)) if separate else 0,
+        update_policy=policy,
+        held_gradients=draw(st.sampled_from(["host", "ssd"])),
+        stash_tiers=stash,
+        stash_slots=draw(st.integers(2, 5)) if "ssd" in stash else 0,
+        state_slots=draw(st.integers(1, 4)),
+        gradient_slots=draw(st.integers(1, 3)),
+        accumulate=draw(st.booleans()),
+        resident_states=tuple(sorted(resident)),
+    )
+
+
+def programs_of(plan: Plan, steps: int, num_micro: int) -> list[Program]:
+    carry, programs = cold_carry(plan), []
+    for _ in range(steps):
+        program, carry = build_program(plan, num_micro, carry)
+        programs.append(program)
+    programs.append(build_tail(plan, carry)[0])
+    return programs
+
+
+class Memory:
+    """What each buffer holds while the programs run in order. A content is (what, unit, chunk or micro, version or step)."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.buffer: dict[tuple, object] = {}
+        self.ssd_weights: dict[int, dict[int, int]] = {
+            unit: dict.fromkeys(range(plan.num_chunks(unit)), 0) for unit in range(len(plan.units))
+        }
+        self.ssd_states = {(unit, chunk): 0 for unit, chunks in self.ssd_weights.items() for chunk in chunks}
+        for unit in plan.resident_units:
+            self.buffer["resident", unit] = (unit, dict(self.ssd_weights[unit]))
+        self.versions = dict.fromkeys(range(len(plan.units)), 0)
+
+    def host_key(self, op: Op) -> tuple:
+        if op.host_slot >= 0:
+            return ("host", op.host_slot)
+        return ("staging",) if self.plan.separate_device else ("resident", op.unit)
+
+
+def perform(memory: Memory, op: Op, step: int) -> list[tuple]:
+    """Check and change the contents that `op` touches; return its accesses: (buffer, writes) or (buffer, writes, chunk)."""
+    plan, buffer, unit = memory.plan, memory.buffer, op.unit
+    tail = [("gradient", op.gradient_slot)] if op.gradient_slot >= 0 else []
+    if op.verb is Verb.FETCH:
+        key = memory.host_key(op)
+        buffer[key] = (unit, dict(memory.ssd_weights[unit]))
+        return [(key, True), (("ssd weights", unit), False)]
+    if op.verb is Verb.UPLOAD:
+        source, into = memory.host_key(op), ("device", op.device_slot) if op.device_slot >= 0 else ("resident", unit)
+        held, chunks = buffer[source]
+        assert held == unit
+        buffer[into] = (unit, dict(chunks))
+        return [(source, False), (into, True)]
+    if op.verb in (Verb.FORWARD, Verb.BACKWARD):
+        key = ("device", op.device_slot) if plan.separate_device else ("host", op.host_slot)
+        held, chunks = buffer[key]
+        assert held == unit, f"{op.label} finds unit {held} in {key}"
+        assert set(chunks.values()) == {step}, f"{op.label} at step {step} computes with versions {chunks}"
+        accesses = [(key, False)]
+        if op.verb is Verb.FORWARD:
+            buffer["input", unit, op.micro] = step
+            return [*accesses, (("hidden", op.micro), True)]
+        tier = plan.stash_tiers[unit - 1]
+        if tier == "ssd" and not plan.separate_device:
+            assert buffer["stash", op.stash_slot] == (unit, op.micro, step)
+            accesses.append((("stash", op.stash_slot), False))
+        elif tier != "device":
+            assert buffer["recalled", unit, op.micro] == step
+        direct = not plan.accumulate and not plan.separate_device
+        return [*accesses, (tail[0] if direct else ("accumulator",), True), (("hidden", op.micro), True)]
+    if op.verb in (Verb.PROLOGUE, Verb.PROLOGUE_BACKWARD, Verb.EPILOGUE):
+        used = (0,) if op.verb is not Verb.EPILOGUE else plan.resident_units
+        for resident in used:
+            held, chunks = buffer["resident", resident]
+            assert held == resident
+            assert set(chunks.values()) == {step}, f"{op.label} at step {step} computes with versions {chunks}"
+        accesses = [(("resident", resident), False) for resident in used]
+        return accesses + ([(("resident accumulator",), True)] if op.verb is not Verb.PROLOGUE else [])
+    if op.verb in (Verb.STASH, Verb.SPILL, Verb.UNSPILL, Verb.RECALL):
+        key = ("stash", op.stash_slot) if op.stash_slot >= 0 else ("stash of", unit, op.micro)
+        place = ("ssd stash", unit, op.micro)
+        content = (unit, op.micro, step)
+        if op.verb is Verb.STASH:
+            buffer[key] = content
+            return [(key, True)]
+        if op.verb is Verb.UNSPILL:
+            assert buffer[place] == content
+            buffer[key] = content
+            return [(place, False), (key, True)]
+        assert buffer[key] == content, f"{op.label} finds {buffer[key]}"
+        if op.verb is Verb.SPILL:
+            buffer[place] = content
+            return [(key, False), (place, True)]
+        buffer["recalled", unit, op.micro] = step
+        return [(key, False)]
+    if op.verb is Verb.DRAIN:
+        resident = unit in plan.resident_units
+        buffer[tail[0]] = (unit, step)
+        source = ("resident accumulator",) if resident else ("accumulator",)
+        direct = not resident and not plan.accumulate and not plan.separate_device
+        return [(tail[0], True)] + ([] if direct else [(source, False)])
+    if op.verb is Verb.HOLD:
+        assert buffer[tail[0]] == (unit, step)
+        buffer["held", unit] = (unit, step)
+        return [(tail[0], False), (("held", unit), True)]
+    if op.verb is Verb.UNHOLD:
+        buffer[tail[0]] = buffer["held", unit]
+        return [(("held", unit), False), (tail[0], True)]
+    if op.verb is Verb.READ_STATES:
+        key = ("states", op.state_slot)
+        buffer[key] = (unit, op.chunk, memory.ssd_states[unit, op.chunk])
+        return [(("ssd states", unit, op.chunk), False), (key, True)]
+    if op.verb is Verb.UPDATE:
+        of_step = step if plan.update_policy == "immediate" else step - 1
+        assert buffer[tail[0]] == (unit, of_step), f"{op.label} at step {step} uses the gradient {buffer[tail[0]]}"
+        key = memory.host_key(op)
+        held, chunks = buffer[key]
+        assert held == unit
+        assert chunks[op.chunk] == of_step
+        chunks[op.chunk] = of_step + 1
+        accesses = [(tail[0], False), (key, True, op.chunk)]
+        if op.state_slot >= 0:
+            state = ("states", op.state_slot)
+            assert buffer[state] == (unit, op.chunk, of_step)
+            buffer[state] = (unit, op.chunk, of_step + 1)
+            return [*accesses, (state, True)]
+        return [*accesses, (("resident states", unit, op.chunk), True)]
+    if op.verb is Verb.WRITE_STATES:
+        key = ("states", op.state_slot)
+        held, chunk, version = buffer[key]
+        assert (held, chunk) == (unit, op.chunk)
+        memory.ssd_states[unit, op.chunk] = version
+        return [(key, False), (("ssd states", unit, op.chunk), True), (("target slot",), False)]
+    if op.verb is Verb.WRITE_WEIGHTS:
+        key = memory.host_key(op)
+        held, chunks = buffer[key]
+        assert held == unit
+        memory.ssd_weights[unit][op.chunk] = chunks[op.chunk]
+        return [(key, False, op.chunk), (("ssd weights", unit), True, op.chunk), (("target slot",), False)]
+    if op.verb is Verb.COMMIT:
+        of_step = step if plan.update_policy == "immediate" else step - 1
+        assert {version for chunks in memory.ssd_weights.values() for version in chunks.values()} == {of_step + 1}
+        resident = set(plan.resident_states)
+        assert {version for (held, _), version in memory.ssd_states.items() if held not in resident} <= {of_step + 1}
+        return [(("resident states", held, chunk), False) for held in resident for chunk in range(plan.num_chunks(held))] + [
+            (("target slot",), True)
+        ]
+    assert op.verb is Verb.DECIDE
+    return [(("verdict", step), True)]
+
+
+@settings(max_examples=150, deadline=None)
+@given(plans(), st.integers(1, 3))
+def test_each_operation_finds_what_it_needs_and_conflicts_are_ordered(plan: Plan, num_micro: int) -> None:
+    memory = Memory(plan)
+    before: list[int] = []  # per operation of all programs: the set of those that surely happen before it, as bits
+    accesses: dict[tuple, list[tuple[int, bool, list[int]]]] = defaultdict(list)
+    starts, lane_last = [], {}
+    for step, program in enumerate(programs_of(plan, 4, num_micro)):
+        starts.append(len(before))
+        # A program starts when the last but one is complete.
+        complete = (1 << starts[-2]) - 1 if step >= 1 else 0
+        for op in program.ops:
+            assert all(index < op.index for index in op.after)
+            number = starts[-1] + op.index
+            known = complete
+            waits = [starts[-1] + index for index in op.after] + [starts[-2] + index for index in op.after_previous]
+            if op.lane in IN_ORDER_LANES and op.lane in lane_last:
+                waits.append(lane_last[op.lane])
+            for wait in waits:
+                known |= before[wait] | (1 << wait)
+            before.append(known)
+            lane_last[op.lane] = number
+            for key, writes, *part in perform(memory, op, step):
+                for other, other_writes, other_part in accesses[key]:
+                    apart = part and other_part and part != other_part  # chunks of one buffer
+                    if (writes or other_writes) and not (known >> other) & 1 and not apart:
+                        raise AssertionError(
+                            f"step {step}: {op.label} is not ordered after operation {other}; both touch {key}"
+                        )
+                accesses[key].append((number, writes, part))
+
+
+def test_weights_are_read_twice_and_written_once_without_a_cache() -> None:
+    plan = small_plan(6, host_slots=2, prefetch=1)
+    program = programs_of(plan, 5, 2)[3]
+    fetched = [op.unit for op in program.ops if op.verb is Verb.FETCH]
+    # Two slots: the turn from forward to backward and the one from step to step find two blocks each where they are.
+    assert len(fetched) == 2 * 6 - 4
+
+
+def test_a_slot_for_each_block_ends_all_reading_of_weights() -> None:
+    plan = small_plan(5, host_slots=5)
+    program = programs_of(plan, 4, 1)[2]
+    assert not [op for op in program.ops if op.verb is Verb.FETCH]
+
+
+@pytest.mark.parametrize("policy", ["immediate", "deferred"])
+def test_the_program_repeats_itself(policy: str) -> None:
+    programs = programs_of(small_plan(5, update_policy=policy), 10, 2)
+    assert programs[7] in (programs[8], programs[6])
+
+
+def test_the_first_deferred_step_updates_nothing_and_the_tail_updates_everything() -> None:
+    plan = small_plan(3, update_policy="deferred")
+    first, *_, tail = programs_of(plan, 1, 1)
+    assert not [op for op in first.ops if op.verb is Verb.UPDATE]
+    assert {op.unit for op in tail.ops if op.verb is Verb.UPDATE} == set(range(5))
+    assert tail.ops[-1].verb is Verb.COMMIT

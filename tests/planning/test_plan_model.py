@@ -1,0 +1,159 @@
+"""`plan_model`: from a config.json and a machine to a report that adds up, explains itself, and offers what fits."""
+
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from planned_models import gpt3_175b, llama_70b, llama_small, saved
+
+from headrace.plan.base import Plan
+from headrace.plan.profiles import load_profile
+from headrace.planning import PlanReport, explain, plan_model
+from headrace.spec.budget import Budget
+from headrace.spec.ceilings import Ceilings
+from headrace.spec.errors import ConfigError, InputError, StorageError
+from headrace.spec.program import Lane
+
+
+@pytest.fixture(scope="module")
+def rig() -> Ceilings:
+    return load_profile("rtx4090-4ssd")
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved(tmp_path_factory.mktemp("models") / "small", llama_small())
+
+
+@pytest.fixture(scope="module")
+def report(small: Path, rig: Ceilings) -> PlanReport:
+    return plan_model(small, Budget(), ceilings=rig, here=False, tokens_per_step=4096, sequence_length=512, max_steps=200)
+
+
+def test_a_small_model_fits_and_every_figure_is_there(report: PlanReport) -> None:
+    values = json.loads(json.dumps(report.to_json()))
+    assert values["fits"] is True
+    layer = 4 * 256 * 256 + 3 * 256 * 688 + 2 * 256
+    assert values["parameters"] == 6 * layer + 2 * 1000 * 256 + 256
+    assert values["step_seconds"] > 0
+    assert values["tokens_per_second"] == pytest.approx(4096 / values["step_seconds"])
+    assert values["lower_bound_seconds"] <= values["step_seconds"]
+    assert values["ssd_bytes_written_per_step"] >= 12 * values["parameters"]
+    assert values["alternatives"] == []
+    assert values["machine"] == "rtx4090-4ssd"
+    assert values["num_steps"] == 200
+    assert values["run_hours"] == pytest.approx(200 * values["step_seconds"] / 3600)
+    assert isinstance(values["bottleneck"], str)
+    assert Plan.from_json(values["plan"]) == report.plan
+
+
+def test_peaks_are_the_plans_and_within_the_defaults(report: PlanReport, rig: Ceilings) -> None:
+    assert report.plan is not None
+    assert report.allowed_bytes["device"] == int(0.9 * rig.device_memory_bytes)
+    assert report.allowed_bytes["host"] == int(0.7 * rig.host_memory_bytes)
+    assert report.allowed_bytes["ssd"] == int(0.9 * rig.ssd_capacity_bytes)
+    for tier, allowed in report.allowed_bytes.items():
+        assert report.needed_bytes[tier] == report.plan.peak(tier) <= allowed
+
+
+def test_the_table_shows_tiers_time_limit_and_wear(report: PlanReport) -> None:
+    text = explain(report)
+    for words in ("fits      yes", "device", "host", "ssd", "weights", "states", "free", "per step", "tokens/s", "200 steps"):
+        assert words in text
+    assert report.forecast is not None
+    assert report.forecast.explanation in text
+
+
+def test_twice_of_the_bottleneck_helps_most(report: PlanReport) -> None:
+    assert report.forecast is not None
+    assert report.doubled
+    assert all(0 < seconds <= report.forecast.step_seconds for seconds in report.doubled.values())
+    lanes = {Lane.COMPUTE: "compute", Lane.SSD_READ: "SSDs", Lane.SSD_WRITE: "SSDs"}
+    if report.forecast.bottleneck in lanes and report.forecast.utilisation[report.forecast.bottleneck] > 0.9:
+        assert min(report.doubled, key=lambda words: report.doubled[words]) == lanes[report.forecast.bottleneck]
+
+
+def test_without_a_profile_the_machine_is_called_nominal(small: Path, tmp_path: Path) -> None:
+    found = plan_model(small, Budget(host="8GiB", ssd=[tmp_path]), tokens_per_step=1024, sequence_length=512)
+    assert found.fits
+    assert found.measured is False
+    assert "headrace bench machine" in explain(found)
+
+
+def test_what_does_not_fit_comes_with_variants_that_do(small: Path, rig: Ceilings) -> None:
+    options: dict[str, Any] = {"ceilings": rig, "here": False, "variants_seconds": 60.0}
+    asked = {"tokens_per_step": 8192, "sequence_length": 1024}
+    leanest = plan_model(small, Budget(device="1MiB"), **options, **asked).needed_bytes["device"]
+    device = leanest - (1 << 20)
+    refused = plan_model(small, Budget(device=device), **options, **asked)
+    assert not refused.fits
+    assert refused.plan is None
+    assert refused.needed_bytes["device"] > refused.allowed_bytes["device"]
+    assert "device memory" in refused.reason
+    assert {"device_memory", "sequence_length"} <= {name for found in refused.alternatives for name in found.options}
+    for alternative in refused.alternatives:
+        budget = Budget(device=alternative.options.get("device_memory", device), host=alternative.options.get("host_memory"))
+        lengths = {
+            name: alternative.options[name] for name in ("tokens_per_step", "sequence_length") if name in alternative.options
+        }
+        again = plan_model(
+            small,
+            budget,
+            **options,
+            **(asked | lengths),
+            clip="max_grad_norm" not in alternative.options,
+        )
+        assert again.fits, alternative.change
+        assert alternative.change in explain(refused)
+        assert alternative.step_seconds > 0
+
+
+def test_too_little_ssd_space_is_found_here_and_not_in_the_run(small: Path, rig: Ceilings) -> None:
+    drive = replace(rig.drives[0], capacity_bytes=50 << 20)
+    found = plan_model(small, Budget(), ceilings=replace(rig, drives=(drive,)), here=False, tokens_per_step=1024)
+    assert not found.fits
+    assert found.reason.startswith("ssd")
+    assert any("ssd_space" in alternative.options for alternative in found.alternatives)
+
+
+@pytest.mark.parametrize(("config", "parameters"), [(llama_70b(), 70_553_706_496), (gpt3_175b(), 174_604_259_328)])
+def test_the_largest_models_are_answered_in_time(tmp_path: Path, rig: Ceilings, config: Any, parameters: int) -> None:
+    model = saved(tmp_path / "large", config)
+    started = time.process_time()
+    found = plan_model(model / "config.json", Budget(host="110GiB"), ceilings=rig, here=False)
+    assert time.process_time() - started < 20  # below 10 on an idle core; shared ones take longer
+    assert found.parameters == parameters
+    assert found.tokens_per_step == 8 * 2048
+    assert found.fits or found.alternatives
+    if found.forecast:
+        assert found.forecast.ssd_bytes_written_per_step >= 12 * parameters
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sequence_length": 2048}, "more than the 1024 positions"),
+        ({"tokens_per_step": 1000, "sequence_length": 300}, "not a multiple"),
+        ({"tokens_per_step": -4, "sequence_length": 4}, "must be positive"),
+        ({"max_steps": 0}, "at least 1 step"),
+        ({"compute_dtype": "int8"}, "int8"),
+        ({"budget": Budget(device="1TiB")}, "rtx4090-4ssd has"),
+    ],
+)
+def test_what_cannot_be_is_refused(small: Path, rig: Ceilings, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        plan_model(small, **({"budget": Budget(), "ceilings": rig, "here": False} | options))
+
+
+@pytest.mark.parametrize("size", ["0", "-1GiB", "many"])
+def test_budgets_that_cannot_be_are_refused(size: str) -> None:
+    with pytest.raises(ConfigError, match="host memory"):
+        Budget(host=size)
+
+
+def test_an_ssd_directory_that_is_none_is_refused(small: Path, rig: Ceilings, tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="no such directory"):
+        plan_model(small, Budget(ssd=[tmp_path / "nowhere"]), ceilings=rig)

@@ -1,0 +1,304 @@
+"""Reporters: records without duplicates, HF-readable state, valid traces, words that state everything.
+
+Run: pytest tests/report
+"""
+
+import io
+import json
+import math
+import tempfile
+import threading
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+from transformers import TrainerState
+
+from headrace.report import (
+    CardFacts,
+    LineProgress,
+    LiveProgress,
+    MetricsFile,
+    Reporters,
+    TensorBoard,
+    TraceFile,
+    TrainerStateFile,
+    metrics_record,
+    model_card,
+    planned_and_measured,
+    read_metrics,
+)
+from headrace.report.progress import StepClock
+from headrace.spec.errors import RunDirectoryError
+from headrace.spec.events import Committed, Event, Notice, OpDone, StepResult
+
+
+def step(number: int, **changes: object) -> StepResult:
+    values: dict[str, object] = {
+        "step": number,
+        "loss": 3.0 / number,
+        "grad_norm": 1.5,
+        "learning_rate": 1e-5,
+        "tokens": 512,
+        "trained_tokens": 500,
+        "seconds": 2.0,
+        "bytes_read": {"ssd": 14_000_000_000},
+        "bytes_written": {"ssd": 12_000_000_000},
+        "peak_bytes": {"host": 1 << 30},
+    }
+    return StepResult(**(values | changes))
+
+
+def operation(label: str, lane: str, start: float, stop: float, **changes: object) -> OpDone:
+    values: dict[str, object] = {"step": 1, "verb": label.split()[0], "unit": 0, "micro": -1, "chunk": -1, "bytes": 0}
+    return OpDone(label=label, lane=lane, start_seconds=start, stop_seconds=stop, **(values | changes))
+
+
+class TestMetrics:
+    def test_a_line_has_every_field_the_issue_names(self) -> None:
+        record = metrics_record(step(1), epoch=0.5)
+        wanted = {"step", "loss", "grad_norm", "lr", "tokens", "seconds", "bytes_read", "bytes_written", "peak_bytes"}
+        assert wanted <= record.keys()
+        assert record["tokens_per_second"] == 256.0
+
+    def test_values_that_are_no_numbers_are_strict_json_null(self) -> None:
+        record = metrics_record(step(1, loss=math.nan, grad_norm=math.inf, skipped="gradient norm is inf"))
+        text = json.dumps(record, allow_nan=False)
+        assert json.loads(text)["loss"] is None
+        assert record["skipped"] == "gradient norm is inf"
+
+    @given(first=st.integers(0, 12), committed=st.integers(0, 12), second=st.integers(0, 5), torn=st.booleans())
+    def test_a_resumed_file_has_each_step_once_and_in_order(
+        self, tmp_path_factory: pytest.TempPathFactory, first: int, committed: int, second: int, torn: bool
+    ) -> None:
+        path = tmp_path_factory.mktemp("run") / "metrics.jsonl"
+        committed = min(first, committed)
+        before = MetricsFile(path)
+        for number in range(1, first + 1):
+            before(step(number))
+        before.close()
+        if torn:
+            with path.open("a") as file:
+                file.write('{"step": 99, "lo')
+        after = MetricsFile(path, committed_steps=committed)
+        for number in range(committed + 1, committed + second + 1):
+            after(step(number))
+        after.close()
+        assert [record["step"] for record in read_metrics(path)] == list(range(1, committed + second + 1))
+        assert after.records == read_metrics(path)
+
+    def test_a_broken_line_in_the_middle_is_named(self, tmp_path: Path) -> None:
+        path = tmp_path / "metrics.jsonl"
+        path.write_text('{"step": 1}\n{"ste\n{"step": 3}\n')
+        with pytest.raises(RunDirectoryError, match="line 2"):
+            read_metrics(path)
+
+    def test_zeros_that_a_power_cut_left_behind_are_dropped(self, tmp_path: Path) -> None:
+        path = tmp_path / "metrics.jsonl"
+        path.write_bytes(b'{"step": 1}\n\0\0\0\0\n\0\0')
+        assert read_metrics(path) == [{"step": 1}]
+
+    def test_a_line_is_readable_before_the_file_is_closed(self, tmp_path: Path) -> None:
+        metrics = MetricsFile(tmp_path / "metrics.jsonl", steps_per_epoch=4)
+        metrics(step(1))
+        metrics(Committed(step=1, seconds=0.1))
+        assert read_metrics(tmp_path / "metrics.jsonl")[0]["epoch"] == 0.25
+        metrics.close()
+        metrics.close()
+
+
+class TestTrainerState:
+    def test_stock_transformers_reads_it(self, tmp_path: Path) -> None:
+        path = tmp_path / "trainer_state.json"
+        records = [metrics_record(step(number), epoch=number / 4) for number in (1, 2, 3)]
+        TrainerStateFile(path, records, max_steps=8, num_train_epochs=2, train_batch_size=4, clock=lambda: 0.0).close()
+        state = TrainerState.load_from_json(str(path))
+        assert (state.global_step, state.max_steps, state.epoch) == (3, 8, 0.75)
+        assert [entry["loss"] for entry in state.log_history] == [3.0, 1.5, 1.0]
+        assert state.num_input_tokens_seen == 3 * 512
+
+    def test_it_is_not_rewritten_at_every_step(self, tmp_path: Path) -> None:
+        now = [0.0]
+        records = [metrics_record(step(1))]
+        path = tmp_path / "trainer_state.json"
+        sink = TrainerStateFile(path, records, max_steps=8, num_train_epochs=1, train_batch_size=4, clock=lambda: now[0])
+        sink(step(1))
+        records.append(metrics_record(step(2)))
+        now[0] = 1.0
+        sink(step(2))
+        assert json.loads(path.read_text())["global_step"] == 1
+        now[0] = 31.0
+        sink(step(2))
+        assert json.loads(path.read_text())["global_step"] == 2
+
+
+class TestProgress:
+    def test_a_line_says_everything_about_a_step(self) -> None:
+        stream = io.StringIO()
+        progress = LineProgress(stream, total_steps=10)
+        progress(step(2))
+        line = stream.getvalue()
+        for words in ("step  2/10", "loss 1.5000", "grad norm 1.5", "lr 1e-05", "256 tokens/s", "2.0 s", "16.0 s left"):
+            assert words in line
+        assert "ssd 14 GB read 12 GB written" in line
+
+    def test_skipped_steps_and_notices_are_stated(self) -> None:
+        stream = io.StringIO()
+        progress = LineProgress(stream, total_steps=10)
+        progress(step(3, skipped="gradient norm is nan", grad_norm=math.nan))
+        progress(Notice(text="the file system refuses O_DIRECT"))
+        first, second = stream.getvalue().splitlines()
+        assert "SKIPPED: gradient norm is nan" in first
+        assert second == "warning: the file system refuses O_DIRECT"
+
+    def test_a_long_first_step_does_not_spoil_the_time_left(self) -> None:
+        clock = StepClock(total_steps=10)
+        assert clock.remaining_seconds(step(1, seconds=100.0)) == 900
+        clock.remaining_seconds(step(2))
+        assert clock.remaining_seconds(step(3)) == 14
+
+    def test_the_live_line_shows_words_literally_and_survives_two_closes(self) -> None:
+        stream = io.StringIO()
+        progress = LiveProgress(Console(file=stream, force_terminal=True, width=250), total_steps=10)
+        progress(Notice(text="folder [/nvme0] is slow"))
+        progress(step(1))
+        progress(step(2, skipped="overflow [fp16]"))
+        progress.close()
+        progress.close()
+        assert "[/nvme0]" in stream.getvalue()
+        assert "overflow [fp16]" in stream.getvalue()
+
+
+class TestTrace:
+    def read(self, path: Path) -> list[dict[str, Any]]:
+        return json.loads(path.read_text())
+
+    def test_lanes_are_threads_and_times_are_microseconds(self, tmp_path: Path) -> None:
+        trace = TraceFile(tmp_path / "trace.json")
+        trace(operation("fetch unit 1", "ssd-read", 100.0, 100.5, bytes=1_000_000_000))
+        trace(operation("forward unit 1", "compute", 100.25, 101.0, micro=2))
+        trace.close()
+        trace.close()
+        entries = self.read(tmp_path / "trace.json")
+        names = {entry["tid"]: entry["args"]["name"] for entry in entries if entry["name"] == "thread_name"}
+        fetch, forward = [entry for entry in entries if entry["ph"] == "X"]
+        assert (names[fetch["tid"]], names[forward["tid"]]) == ("ssd-read", "compute")
+        assert (fetch["dur"], forward["ts"] - fetch["ts"]) == (500_000.0, 250_000.0)
+        assert fetch["args"]["gigabytes_per_second"] == 2.0
+        assert forward["args"] == {"step": 1, "unit": 0, "micro": 2}
+
+    @given(
+        st.lists(
+            st.tuples(st.integers(0, 50), st.integers(0, 20), st.sampled_from(["ssd-read", "ssd-write", "lane of tomorrow"])),
+            max_size=30,
+        )
+    )
+    def test_slices_of_a_thread_never_overlap(self, spans: list[tuple[int, int, str]]) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            trace = TraceFile(Path(folder) / "trace.json")
+            for start, length, lane in spans:
+                trace(operation("fetch", lane, float(start), float(start + length)))
+            trace.close()
+            entries = self.read(Path(folder) / "trace.json")
+        names = {entry["tid"]: entry["args"]["name"] for entry in entries if entry["name"] == "thread_name"}
+        slices = [entry for entry in entries if entry["ph"] == "X"]
+        assert len(slices) == len(spans)
+        for thread, name in names.items():
+            own = sorted((entry["ts"], entry["ts"] + entry["dur"]) for entry in slices if entry["tid"] == thread)
+            assert own
+            assert all(one[1] <= other[0] for one, other in pairwise(own))
+            assert name.rstrip(" 0123456789") in {"ssd-read", "ssd-write", "lane of tomorrow"}
+
+    def test_a_lane_has_no_more_threads_than_it_does_at_once(self, tmp_path: Path) -> None:
+        trace = TraceFile(tmp_path / "trace.json")
+        for start in range(4):
+            trace(operation("fetch", "ssd-read", start, start + 1.5))
+        trace.close()
+        names = {entry["args"]["name"] for entry in self.read(tmp_path / "trace.json") if entry["name"] == "thread_name"}
+        assert names == {"ssd-read", "ssd-read 2"}
+
+    def test_only_the_first_steps_are_kept(self, tmp_path: Path) -> None:
+        trace = TraceFile(tmp_path / "trace.json", max_steps=2)
+        for number in (5, 6, 7, 5):
+            trace(operation("commit", "commit", number, number + 0.1, step=number))
+        trace.close()
+        kept = [entry["args"]["step"] for entry in self.read(tmp_path / "trace.json") if entry["ph"] == "X"]
+        assert kept == [5, 6, 5]
+
+    def test_an_unfinished_trace_needs_only_its_bracket(self, tmp_path: Path) -> None:
+        trace = TraceFile(tmp_path / "trace.json")
+        trace(operation("commit", "commit", 1.0, 2.0))
+        trace(Committed(step=1, seconds=1.0))
+        assert json.loads((tmp_path / "trace.json").read_text() + "]")
+        trace.close()
+
+
+def test_tensorboard_gets_the_scalars_and_purges_after_resume(tmp_path: Path) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    first = TensorBoard(tmp_path)
+    for number in (1, 2, 3):
+        first(step(number))
+    first.close()
+    resumed = TensorBoard(tmp_path, committed_steps=2)
+    resumed(step(3, loss=0.25))
+    resumed.close()
+    events = accumulator.EventAccumulator(str(tmp_path))
+    events.Reload()
+    losses = {event.step: event.value for event in events.Scalars("train/loss")}
+    assert losses == {1: 3.0, 2: 1.5, 3: 0.25}
+    assert len(events.Scalars("train/loss")) == 3
+
+
+class Exclusive:
+    """A reporter that notes when it is entered while it is busy."""
+
+    def __init__(self) -> None:
+        self.inside, self.overlaps, self.seen, self.closed = threading.Semaphore(1), 0, 0, 0
+
+    def __call__(self, event: Event) -> None:
+        if not self.inside.acquire(blocking=False):
+            self.overlaps += 1
+            return
+        time.sleep(0)  # give other threads the chance to enter
+        self.seen += 1
+        self.inside.release()
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def test_reporters_are_never_entered_twice_at_once_and_closed_once() -> None:
+    hub = Reporters()
+    first, second = hub.add(Exclusive()), hub.add(Exclusive())
+    threads = [threading.Thread(target=lambda: [hub(step(1)) for _ in range(200)]) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    hub.close()
+    hub.close()
+    for reporter in (first, second):
+        assert (reporter.overlaps, reporter.seen, reporter.closed) == (0, 800, 1)
+
+
+def test_outcome_names_every_planned_tier() -> None:
+    records = [metrics_record(step(number)) for number in (1, 2, 3)]
+    text = planned_and_measured({"host": 2 << 30, "ssd": 5 << 30}, records)
+    assert "host     peak planned 2 GiB, measured 1 GiB" in text
+    assert "ssd      peak planned 5 GiB, not measured" in text
+    assert "skipped  0 of 3" in text
+
+
+def test_the_card_states_what_the_records_say_and_no_local_path_as_base_model() -> None:
+    records = [metrics_record(step(1)), metrics_record(step(2, skipped="overflow"))]
+    facts = {"data": ("train.jsonl",), "versions": {"torch": "2.13.0"}, "options": {"epochs": 1}, "records": records}
+    card = model_card(CardFacts(name="tuned", base_model="tiny-llama", **facts))
+    assert "base_model:" not in card
+    assert "steps: 2 (1 skipped)" in card
+    assert "| epochs | 1 |" in card
+    assert "base_model: owner/name" in model_card(CardFacts(name="tuned", base_model="owner/name", **facts))

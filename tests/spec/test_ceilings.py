@@ -1,0 +1,171 @@
+"""A machine profile holds only figures that can be true; every other is refused by the name of its field."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.spec.ceilings import Ceilings, Drive
+from headrace.spec.errors import ConfigError
+
+
+def profile(**changes: Any) -> dict[str, Any]:
+    values: dict[str, Any] = {
+        "name": "rig",
+        "has_device": True,
+        "device_memory_bytes": 24 << 30,
+        "host_memory_bytes": 64 << 30,
+        "cores": 16,
+        "flops_per_second": {"bfloat16": 150e12, "float32": 70e12},
+        "host_to_device_bytes_per_second": 24e9,
+        "device_to_host_bytes_per_second": 23e9,
+        "both_ways_bytes_per_second": 40e9,
+        "host_memory_bytes_per_second": 70e9,
+        "update_bytes_per_second": 60e9,
+        "update_bytes_per_second_per_core": 30e9,
+        "drives": [drive(), drive(rated_endurance_bytes=None)],
+        "launch_seconds": 1e-4,
+        "transfer_seconds": 0,
+        "commit_seconds": 0.01,
+        "slowdowns": {"compute": {"update": 0.8}},
+        "sources": {"cores": "counted"},
+    }
+    return values | changes
+
+
+def drive(**changes: Any) -> dict[str, Any]:
+    values = {
+        "read_bytes_per_second": 7e9,
+        "write_bytes_per_second": 5e9,
+        "mixed_bytes_per_second": 8e9,
+        "capacity_bytes": 2 * 10**12,
+        "rated_endurance_bytes": 1.2e15,
+    }
+    return values | changes
+
+
+REQUIRED = sorted(set(profile()) - {"launch_seconds", "transfer_seconds", "commit_seconds", "slowdowns", "sources"})
+NUMBERS = [name for name in REQUIRED if isinstance(profile()[name], int | float) and name != "has_device"]
+ABSURD = [0, -1, float("nan"), float("inf"), -float("inf"), 1e40, 10**400, "24GB", None, True, [1]]
+
+
+def test_json_round_trip_gives_an_equal_profile():
+    ceilings = Ceilings.from_json(profile())
+    assert Ceilings.from_json(json.loads(json.dumps(ceilings.to_json()))) == ceilings
+    assert ceilings.drives[1].rated_endurance_bytes is None
+
+
+def test_drives_are_pooled():
+    ceilings = Ceilings.from_json(profile())
+    assert ceilings.ssd_read_bytes_per_second == 14e9
+    assert ceilings.ssd_write_bytes_per_second == 10e9
+    assert ceilings.ssd_mixed_bytes_per_second == 16e9
+    assert ceilings.ssd_capacity_bytes == 4 * 10**12
+
+
+@pytest.mark.parametrize("name", REQUIRED)
+def test_a_missing_figure_is_named(name: str):
+    values = profile()
+    del values[name]
+    with pytest.raises(ConfigError, match=name):
+        Ceilings.from_json(values)
+
+
+@pytest.mark.parametrize("absurd", ABSURD, ids=str)
+@pytest.mark.parametrize("name", NUMBERS)
+def test_an_absurd_figure_is_named(name: str, absurd: object):
+    with pytest.raises(ConfigError, match=name):
+        Ceilings.from_json(profile(**{name: absurd}))
+
+
+@pytest.mark.parametrize("absurd", [value for value in ABSURD if value is not None], ids=str)
+@pytest.mark.parametrize("name", sorted(drive()))
+def test_an_absurd_figure_of_a_drive_is_named_with_its_place(name: str, absurd: object):
+    with pytest.raises(ConfigError, match=rf"drives\[1\]: {name}"):
+        Ceilings.from_json(profile(drives=[drive(), drive(**{name: absurd})]))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"drives": []}, "drives"),
+        ({"drives": {}}, "drives"),
+        ({"drives": [7]}, r"drives\[0\]"),
+        ({"flops_per_second": {}}, "flops_per_second is empty"),
+        ({"flops_per_second": {"int3": 1e12}}, "int3"),
+        ({"flops_per_second": {"bfloat16": 0}}, "flops_per_second: bfloat16"),
+        ({"flops_per_second": 150e12}, "flops_per_second"),
+        ({"both_ways_bytes_per_second": 60e9}, "both_ways_bytes_per_second"),
+        ({"drives": [drive(mixed_bytes_per_second=15e9)]}, "mixed_bytes_per_second"),
+        ({"update_bytes_per_second_per_core": 90e9}, "update_bytes_per_second_per_core"),
+        ({"update_bytes_per_second": 90e9}, "update_bytes_per_second"),
+        ({"has_device": 1}, "has_device"),
+        ({"has_device": False}, "device_memory_bytes"),
+        ({"device_memory_bytes": 0}, "device_memory_bytes"),
+        ({"cores": 1.5}, "cores"),
+        ({"commit_seconds": -1}, "commit_seconds"),
+        ({"launch_seconds": float("nan")}, "launch_seconds"),
+        ({"transfer_seconds": 60}, "transfer_seconds"),
+        ({"slowdowns": {"gpu": {}}}, "gpu"),
+        ({"slowdowns": {"compute": {"compute": 0.5}}}, "compute"),
+        ({"slowdowns": {"compute": {"update": 1.2}}}, r"slowdowns\[compute\]: update"),
+        ({"slowdowns": {"compute": 0.5}}, r"slowdowns\[compute\]"),
+        ({"sources": {"cores": 3}}, r"sources\[cores\]"),
+        ({"name": ""}, "name"),
+        ({"speed": 1}, "speed"),
+    ],
+)
+def test_contradictions_are_named(changes: dict[str, Any], words: str):
+    with pytest.raises(ConfigError, match=words):
+        Ceilings.from_json(profile(**changes))
+
+
+@pytest.mark.parametrize("values", [None, [], 3, "rig"], ids=str)
+def test_a_profile_that_is_no_object_is_refused(values: object):
+    with pytest.raises(ConfigError, match="object"):
+        Ceilings.from_json(values)
+
+
+def test_a_machine_whose_cpu_computes_has_no_device_memory():
+    values = profile(has_device=False)
+    del values["device_memory_bytes"]
+    ceilings = Ceilings.from_json(values)
+    assert not ceilings.has_device
+    assert ceilings.device_memory_bytes == 0
+
+
+def test_optional_figures_may_be_left_out():
+    values = profile()
+    for name in ("launch_seconds", "transfer_seconds", "commit_seconds", "slowdowns", "sources"):
+        del values[name]
+    ceilings = Ceilings.from_json(values)
+    assert (ceilings.launch_seconds, ceilings.slowdowns) == (0.0, {})
+
+
+def test_an_unmeasured_dtype_is_named_with_the_measured_ones():
+    with pytest.raises(ConfigError, match=r"'float16'.*bfloat16, float32"):
+        Ceilings.from_json(profile()).matrix_flops_per_second("float16")
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@given(name=st.sampled_from(sorted(profile())), value=json_values)
+def test_any_value_in_any_field_is_taken_or_refused_by_name(name: str, value: object):
+    try:
+        Ceilings.from_json(profile(**{name: value}))
+    except ConfigError as error:
+        assert str(error)  # noqa: PT017 - both outcomes are fine, any other exception is not
+
+
+@given(st.floats(1e6, 1e10), st.floats(1e6, 1e10), st.floats(0.1, 1))
+def test_a_drive_round_trips(read: float, write: float, share: float):
+    values = drive(read_bytes_per_second=read, write_bytes_per_second=write, mixed_bytes_per_second=share * (read + write))
+    made = Drive.from_json(values, where="here")
+    assert Drive.from_json(made.to_json(), where="here") == made

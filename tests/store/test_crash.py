@@ -1,0 +1,171 @@
+"""Power cuts at every write and every sync: the store opens at step t or t+1, byte for byte.
+
+Run: pytest tests/store/test_crash.py
+
+A cut may lose any of the writes since the last sync, and tear one of them at any block: each file keeps the old bytes of such
+writes, and the cut puts a random choice of them back.
+"""
+
+import random
+import threading
+from pathlib import Path
+
+import pytest
+from store_world import holds_step, make_store, open_store, quick_engine, write_step
+
+from headrace.ioengine import BlockFile, Bytes
+from headrace.machine.host import huge_page_buffer
+from headrace.spec.errors import RunDirectoryError, StorageError
+from headrace.store import open_direct
+
+
+class PowerGone(StorageError):
+    """What every operation says after the cut."""
+
+
+class PowerSupply:
+    """Counts writes and syncs of all files; fails at number `cut_at` and ever after."""
+
+    def __init__(self, cut_at: int, seed: int) -> None:
+        self.cut_at = cut_at
+        self.random = random.Random(seed)
+        self.calls = 0
+        self.files: list[FragileFile] = []
+        self.lock = threading.Lock()
+
+    def draw(self) -> None:
+        """Let one operation happen, or fail as everything does after the cut. Called with the lock held."""
+        self.calls += 1
+        if self.calls > self.cut_at:
+            raise PowerGone("the power is gone")
+
+    def cut(self) -> None:
+        """Put back what the drives had not yet kept."""
+        for file in self.files:
+            file.lose_unsynced(self.random)
+
+    def open_file(self, path: Path, create_bytes: int | None) -> BlockFile:
+        self.files.append(FragileFile(open_direct(path, create_bytes), self))
+        return self.files[-1]
+
+
+class FragileFile:
+    """A file whose writes since the last sync can be lost."""
+
+    def __init__(self, inner: BlockFile, supply: PowerSupply) -> None:
+        self.inner, self.supply = inner, supply
+        self.path, self.direct = inner.path, inner.direct
+        self.unsynced: list[tuple[int, Bytes]] = []
+
+    @property
+    def size_bytes(self) -> int:
+        return self.inner.size_bytes
+
+    def read_into(self, offset: int, into: Bytes) -> None:
+        self.inner.read_into(offset, into)
+
+    def write_from(self, offset: int, data: Bytes) -> None:
+        with self.supply.lock:
+            before = huge_page_buffer(data.size)
+            self.inner.read_into(offset, before)
+            self.unsynced.append((offset, before))  # the very write that is cut may be on the drive in part
+            if self.supply.calls <= self.supply.cut_at:
+                self.inner.write_from(offset, data)
+            self.supply.draw()
+
+    def extend(self, size_bytes: int) -> None:
+        self.inner.extend(size_bytes)
+
+    def sync(self) -> None:
+        with self.supply.lock:
+            self.supply.draw()
+            self.inner.sync()
+            self.unsynced.clear()
+
+    def close(self) -> None:
+        """Stays open for `lose_unsynced`."""
+
+    def lose_unsynced(self, chance: random.Random) -> None:
+        for offset, before in reversed(self.unsynced):
+            for start in range(0, before.size, 4096):
+                if chance.random() < 0.5:
+                    self.inner.write_from(offset + start, before[start : start + 4096])
+        self.inner.close()
+
+
+def run_until_cut(folder: Path, cut_at: int, seed: int) -> tuple[int, int, int]:
+    """Run three steps; return the last step whose commit returned, the last whose commit began, and the calls used."""
+    supply = PowerSupply(cut_at, seed)
+    returned = begun = 0
+    with quick_engine() as engine:
+        store = make_store(folder, open_file=supply.open_file, engine=engine)
+        try:
+            for step in (1, 2, 3):
+                write_step(store, step)
+                begun = step
+                store.commit({"step": step})
+                returned = step
+        except PowerGone:
+            pass
+        finally:
+            store.close()
+    supply.cut()
+    return returned, begun, supply.calls
+
+
+def test_a_power_cut_at_any_moment_leaves_the_old_or_the_new_step(tmp_path: Path) -> None:
+    outcomes = set()
+    cut_at, finished = 0, False
+    while not finished:
+        folder = tmp_path / str(cut_at)
+        folder.mkdir()
+        returned, begun, calls = run_until_cut(folder, cut_at, seed=cut_at)
+        finished = calls <= cut_at
+        try:
+            with open_store(folder) as store:
+                found = store.record["step"]
+                assert returned <= found <= begun, f"cut at {cut_at}"
+                assert holds_step(store, found), f"cut at {cut_at}"
+                store.verify()
+                write_step(store, found + 1)  # and the run goes on
+                store.commit({"step": found + 1})
+        except RunDirectoryError:
+            found = 0
+            assert returned == 0, f"cut at {cut_at}: step {returned} is lost"
+        outcomes.add((found, returned, begun))
+        cut_at += 1
+    assert cut_at > 50
+    # Both sides of the moment have been seen: a commit cut off that is there, and one that is not.
+    assert {(1, 1, 2), (2, 2, 2), (2, 2, 3), (3, 3, 3)} <= outcomes
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_power_cut_inside_the_record_tears_it_and_the_store_opens(tmp_path: Path, seed: int) -> None:
+    # The writes and syncs of a step without a cut, up to the write of its record.
+    _, _, calls = run_until_cut(tmp_path, 10_000, seed)
+    (tmp_path / "again").mkdir()
+    record_write = calls - 2
+    returned, begun, _ = run_until_cut(tmp_path / "again", record_write, seed)
+    assert (returned, begun) == (2, 3)
+    with open_store(tmp_path / "again") as store:
+        found = store.record["step"]
+        assert found in (2, 3)
+        assert holds_step(store, found)
+
+
+def test_a_record_torn_at_any_byte_gives_the_old_or_the_new_step(tmp_path: Path) -> None:
+    with make_store(tmp_path) as store:
+        for step in (1, 2):
+            write_step(store, step)
+            store.commit({"step": step})
+        before = (tmp_path / "run" / "commit.1").read_bytes()
+        write_step(store, 3)
+        store.commit({"step": 3})
+    path = tmp_path / "run" / "commit.1"
+    after = path.read_bytes()
+    length = max(index for index, (old, new) in enumerate(zip(before, after, strict=True)) if old != new) + 1
+    for cut in [*range(0, length, 37), length - 1, length]:
+        path.write_bytes(after[:cut] + before[cut:])
+        with open_store(tmp_path) as store:
+            assert store.record["step"] == (3 if cut == length else 2)
+            assert holds_step(store, store.record["step"])

@@ -1,0 +1,243 @@
+"""Bad directories, locks, manifests and leftovers: one clear message each, before anything is made.
+
+Run: pytest tests/store/test_directories.py
+"""
+
+import errno
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from store_world import LAYOUTS, PLANES, holds_step, ignore, make_store, open_store, write_step
+
+from headrace.ioengine import BlockFile
+from headrace.spec.errors import ConfigError, DiskFull, HeadraceError, RunDirectoryError, StorageError
+from headrace.spec.events import Event, Notice
+from headrace.store import StateStore, find_leftovers, lock_holder, open_direct, read_manifest, remove_leftover
+
+
+def files_under(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+def refused(tmp_path: Path, error: type[HeadraceError], match: str, **changes: object) -> None:
+    for name in ("ssd0", "ssd1"):
+        (tmp_path / name).mkdir(exist_ok=True)
+    before = files_under(tmp_path)
+    with pytest.raises(error, match=match):
+        make_store(tmp_path, **changes)
+    assert files_under(tmp_path) == before
+
+
+def test_a_missing_directory_is_refused(tmp_path: Path) -> None:
+    refused(
+        tmp_path, ConfigError, "nothing: SSD directory does not exist", directories=[tmp_path / "ssd0", tmp_path / "nothing"]
+    )
+
+
+def test_no_directory_and_wrong_weights_are_refused(tmp_path: Path) -> None:
+    refused(tmp_path, ConfigError, "no SSD directory given", directories=[], weights=None)
+    refused(tmp_path, ConfigError, "2 SSD directories and 3 striping weights", weights=[1, 1, 1])
+    refused(tmp_path, StorageError, r"expected one integer >= 1 per file, found \[1, 0\]", weights=[1, 0])
+
+
+def test_a_file_in_place_of_a_directory_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    refused(tmp_path, ConfigError, "expected a directory, found a file", directories=[tmp_path / "ssd0", tmp_path / "file"])
+
+
+def test_a_directory_named_twice_is_refused_even_through_a_link(tmp_path: Path) -> None:
+    (tmp_path / "ssd0").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "ssd0")
+    for twin in (tmp_path / "ssd0", tmp_path / "link", tmp_path / "ssd0" / ".." / "ssd0"):
+        refused(tmp_path, ConfigError, "are the same directory", directories=[tmp_path / "ssd0", twin])
+
+
+def test_a_read_only_directory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read_only(*args: object, **kwargs: object) -> str:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr("tempfile.mkdtemp", read_only)  # permissions do not bind a superuser
+    refused(tmp_path, ConfigError, "cannot be written to")
+
+
+@pytest.mark.skipif(not os.path.ismount("/dev/shm"), reason="no tmpfs at /dev/shm here")
+def test_memory_is_refused_unless_allowed_and_then_warned_of(tmp_path: Path) -> None:
+    folder = Path("/dev/shm") / f"headrace-test-{os.getpid()}"
+    folder.mkdir()
+    try:
+        refused(tmp_path, ConfigError, "tmpfs lies in memory", directories=[folder], weights=None, allow_tmpfs=False)
+        events: list[Event] = []
+        with make_store(tmp_path, directories=[folder], weights=None, sink=events.append) as store:
+            write_step(store, 1)
+            store.commit({"step": 1})
+        assert any(isinstance(event, Notice) and "lies in memory" in event.text for event in events)
+        with open_store(tmp_path) as store:
+            assert holds_step(store, 1)
+            store.remove()
+    finally:
+        shutil.rmtree(folder)
+
+
+def test_too_little_space_names_needed_and_free_for_each_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refused(tmp_path, DiskFull, r"ssd0: .*TiB needed, .* free; .*ssd1: .*TiB needed", scratch_bytes=1 << 60)
+    # Both together do not fit on the file system that they share, though each alone would.
+    real = os.statvfs
+
+    def small(path: object) -> os.statvfs_result:
+        fields = list(real(path))  # type: ignore[arg-type]
+        fields[0:2], fields[4] = [4096, 4096], 40
+        return os.statvfs_result(fields)
+
+    monkeypatch.setattr(os, "statvfs", small)
+    refused(tmp_path, DiskFull, "the state needs", scratch_bytes=4096)
+
+
+def test_unit_sizes_are_checked_first(tmp_path: Path) -> None:
+    refused(tmp_path, ConfigError, "chunk of 1000 elements", chunk_elements=1000)
+
+
+@pytest.mark.parametrize("failing", ["ssd0", "ssd1", "commit.0", "commit.1", "state.json"])
+def test_a_creation_that_fails_midway_removes_what_it_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    def open_file(path: Path, create_bytes: int | None) -> BlockFile:
+        if failing in path.parts:
+            raise DiskFull(f"{path}: {create_bytes} bytes needed, 0 bytes free")
+        return open_direct(path, create_bytes)
+
+    if failing == "state.json":
+        monkeypatch.setattr("headrace.store.parts.write_manifest", lambda *args: open_file(Path(failing), 0))
+    refused(tmp_path, DiskFull, failing, open_file=open_file)
+    assert lock_holder(tmp_path / "run") is None
+
+
+def test_an_identity_that_is_not_json_leaves_nothing(tmp_path: Path) -> None:
+    for name in ("ssd0", "ssd1"):
+        (tmp_path / name).mkdir()
+    before = files_under(tmp_path)
+    with pytest.raises(TypeError):
+        make_store(tmp_path, identity={"model": object()})
+    assert files_under(tmp_path) == before
+
+
+def test_a_run_directory_with_a_run_is_refused(tmp_path: Path) -> None:
+    make_store(tmp_path).close()
+    refused(tmp_path, RunDirectoryError, "holds a run already")
+
+
+def test_two_directories_on_one_file_system_are_noted(tmp_path: Path) -> None:
+    events: list[Event] = []
+    make_store(tmp_path, sink=events.append).close()
+    assert any(isinstance(event, Notice) and "same file system" in event.text for event in events)
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
+    for folder in (tmp_path, tmp_path / "nothing"):
+        before = files_under(tmp_path)
+        with pytest.raises(RunDirectoryError, match=r"no run of Headrace, state\.json is missing"):
+            StateStore.open(folder, sink=ignore)
+        assert files_under(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda fields: {**fields, "format": 99}, "format 99, this version reads format 1"),
+        (lambda fields: [], "format None"),
+        (lambda fields: {key: value for key, value in fields.items() if key != "planes"}, "damaged, KeyError"),
+        (lambda fields: {**fields, "layouts": [1]}, "damaged, TypeError"),
+    ],
+)
+def test_another_format_or_a_damaged_manifest_is_refused(tmp_path: Path, change, match: str) -> None:
+    make_store(tmp_path).close()
+    path = tmp_path / "run" / "state.json"
+    path.write_text(json.dumps(change(json.loads(path.read_text()))))
+    with pytest.raises(RunDirectoryError, match=match):
+        open_store(tmp_path)
+    path.write_text("{")
+    with pytest.raises(RunDirectoryError, match="cannot be read as JSON"):
+        open_store(tmp_path)
+
+
+def test_the_manifest_survives_the_file(tmp_path: Path) -> None:
+    with make_store(tmp_path) as store:
+        found = read_manifest(tmp_path / "run")
+        assert found == replace(store.manifest, identity=dict(store.manifest.identity))
+        assert (found.layouts, found.planes) == (LAYOUTS, PLANES)
+
+
+def test_missing_and_short_data_files_are_named(tmp_path: Path) -> None:
+    with make_store(tmp_path) as store:
+        write_step(store, 1)
+        store.commit({"step": 1})
+        path = store.manifest.data_paths()[1]
+    size = path.stat().st_size
+    os.truncate(path, size - 4096)
+    with pytest.raises(RunDirectoryError, match=rf"{path} has {size - 4096} bytes .* expected {size}"):
+        open_store(tmp_path)
+    path.unlink()
+    with pytest.raises(RunDirectoryError, match=f"its data file {path} is missing"):
+        open_store(tmp_path)
+    assert lock_holder(tmp_path / "run") is None
+
+
+def test_a_second_store_is_refused_with_the_holder(tmp_path: Path) -> None:
+    with make_store(tmp_path) as store:
+        write_step(store, 1)
+        store.commit({"step": 1})
+        with pytest.raises(RunDirectoryError, match=f"in use by process {os.getpid()}"):
+            open_store(tmp_path)
+        assert holds_step(store, 1)
+    open_store(tmp_path).close()
+
+
+def test_the_lock_goes_with_the_process(tmp_path: Path) -> None:
+    code = (
+        "import sys, time\nfrom pathlib import Path\nfrom headrace.store.lock import RunLock\n"
+        "lock = RunLock(Path(sys.argv[1]))\nprint('held', flush=True)\ntime.sleep(60)"
+    )
+    with make_store(tmp_path) as store:
+        store.commit({})
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "run")], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"held\n"
+        assert lock_holder(tmp_path / "run") == process.pid
+        with pytest.raises(RunDirectoryError, match=f"in use by process {process.pid}"):
+            open_store(tmp_path)
+        process.kill()
+    open_store(tmp_path).close()
+
+
+def test_leftovers_are_listed_and_removed_and_living_runs_are_not(tmp_path: Path) -> None:
+    (tmp_path / "ssd0" / "headrace-notes").mkdir(parents=True)  # somebody else's
+    directories = [tmp_path / "ssd0"]
+    with make_store(tmp_path, directories=directories, weights=None) as store:
+        assert find_leftovers(directories) == []
+        path = store.manifest.data_paths()[0]
+    (found,) = find_leftovers(directories)
+    assert (found.folder, found.run_directory, found.resumable) == (path.parent, (tmp_path / "run").resolve(), True)
+    assert found.num_bytes == path.stat().st_size
+    with make_store(tmp_path / "ssd0", directories=[tmp_path / "ssd1"], weights=None):
+        assert len(find_leftovers([*directories, tmp_path / "ssd1"])) == 1
+    (tmp_path / "run" / "state.json").unlink()
+    (found,) = find_leftovers(directories)
+    assert not found.resumable
+    remove_leftover(found)
+    assert find_leftovers(directories) == []
+    assert [entry.name for entry in (tmp_path / "ssd0").iterdir() if entry.name.startswith("headrace")] == ["headrace-notes"]
+
+
+def test_a_leftover_that_was_taken_up_again_stays(tmp_path: Path) -> None:
+    with make_store(tmp_path) as store:
+        store.commit({})
+    found = find_leftovers([tmp_path / "ssd0"])[0]
+    with open_store(tmp_path) as store:
+        with pytest.raises(ConfigError, match=f"in use by process {os.getpid()}"):
+            remove_leftover(found)
+        store.verify()

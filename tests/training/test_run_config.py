@@ -1,0 +1,111 @@
+"""Options: units, keys, values, YAML there and back.
+
+Run: pytest tests/training/test_run_config.py
+"""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.spec.errors import ConfigError
+from headrace.training import RunConfig
+from headrace.training.config import parse_changes
+
+NEEDED = {"model": "m", "data": "d.jsonl"}
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"), [("16G", 16 << 30), ("16GiB", 16 << 30), ("16gb", 16 * 10**9), ("1.5 GiB", 3 << 29), (4096, 4096)]
+)
+def test_sizes_are_understood(text: object, num_bytes: int) -> None:
+    assert RunConfig.of(NEEDED | {"host_memory": text}).host_memory == num_bytes
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"host_memory": "sixteen"}, ["host_memory", "'sixteen' is not a size"]),
+        ({"learning_rat": 1}, ["'learning_rat'", "'learning_rate'"]),
+        ({"lr": 1}, ["'lr'", "'learning_rate'"]),
+        ({"output-dir": "x"}, ["'output-dir'", "'output'"]),
+        ({"xyzzy": 1}, ["'xyzzy'", "known keys are model, data"]),
+        ({"max_steps": 0}, ["max_steps", "0"]),
+        ({"learning_rate": "fast"}, ["learning_rate", "'fast'"]),
+        ({"learning_rate": float("nan")}, ["learning_rate", "nan"]),
+        ({"compute_dtype": "int8"}, ["compute_dtype", "'int8'", "bfloat16"]),
+        ({"lr_schedule": "step"}, ["lr_schedule", "'step'", "cosine"]),
+        ({"report_to": "wandb"}, ["report_to", "'wandb'", "tensorboard"]),
+        ({"sequence_length": 100, "tokens_per_step": 250}, ["tokens_per_step: 250", "sequence_length 100", "use 200"]),
+        ({"parameter_groups": [{"patern": "x"}]}, ["parameter_groups.0", "patern"]),
+    ],
+)
+def test_what_is_not_understood_is_named_in_one_line(change: dict[str, object], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        RunConfig.of(NEEDED | change, source="run.yaml")
+    message = str(caught.value)
+    assert message.startswith("run.yaml: ")
+    assert "\n" not in message
+    assert all(word in message for word in words), message
+
+
+def test_a_missing_key_is_named() -> None:
+    with pytest.raises(ConfigError, match="model is missing"):
+        RunConfig.of({"data": "x"})
+
+
+def test_short_names_of_dtypes_and_single_paths() -> None:
+    config = RunConfig.of(NEEDED | {"compute_dtype": "bf16", "ssd": "/a"})
+    assert (config.compute_dtype, config.ssd, config.data) == ("bfloat16", (Path("/a"),), ("d.jsonl",))
+
+
+@given(
+    learning_rate=st.floats(0, 1),
+    tokens=st.integers(1, 64).map(lambda rows: rows * 128),
+    seed=st.integers(0, 2**32),
+    ssd=st.lists(st.sampled_from(["/a", "/b c", "/ü"]), unique=True),
+    packing=st.none() | st.booleans(),
+    clip=st.none() | st.floats(0, 10),
+)
+def test_yaml_there_and_back_is_the_same(tmp_path_factory: pytest.TempPathFactory, tokens: int, **values: object) -> None:
+    values = {"ssd": values.pop("ssd"), "max_grad_norm": values.pop("clip")} | values
+    config = RunConfig.of(NEEDED | values | {"tokens_per_step": tokens, "sequence_length": 128, "host_memory": "3GiB"})
+    path = tmp_path_factory.mktemp("config") / "run.yaml"
+    path.write_text(config.to_yaml(), encoding="utf-8")
+    assert RunConfig.from_yaml(path) == config
+
+
+def test_changes_win_over_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("model: m\ndata: [a.jsonl, b.jsonl]\nlearning_rate: 1e-5\n")
+    changes = parse_changes(["learning-rate=3e-4", "ssd=[/a, /b]", "packing=false", "output=runs/x=y"])
+    config = RunConfig.from_yaml(path, changes)
+    assert (config.learning_rate, config.packing, config.output) == (3e-4, False, Path("runs/x=y"))
+    assert config.ssd == (Path("/a"), Path("/b"))
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [(None, "cannot be read"), ("a: [1", "not YAML"), ("- 1\n", "found a list"), ("model: m\ndatas: x\n", "'data'")],
+)
+def test_unusable_files_are_named(tmp_path: Path, content: str | None, words: str) -> None:
+    path = tmp_path / "run.yaml"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(ConfigError, match=words) as caught:
+        RunConfig.from_yaml(path)
+    assert str(path) in str(caught.value)
+
+
+def test_words_without_an_equals_sign_are_refused() -> None:
+    with pytest.raises(ConfigError, match="expected key=value"):
+        parse_changes(["fast"])
+
+
+def test_parameter_groups_reach_the_optimizer() -> None:
+    config = RunConfig.of(
+        NEEDED | {"parameter_groups": [{"pattern": "embed", "learning_rate_scale": 0.1}], "weight_decay": 0.1}
+    )
+    assert config.optimizer.group_of("model.embed_tokens.weight", 2) == (0.1, 0.1)
+    assert config.optimizer.group_of("model.norm.weight", 1) == (1.0, 0.0)

@@ -1,0 +1,205 @@
+"""The run from outside: what lies in the run directory, stops and resumes, steps and epochs, refusals.
+
+Run: pytest tests/training
+"""
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from training_fakes import FakeHost, Screen, write_data, write_model
+from transformers import TrainerState
+
+from headrace.report import read_metrics
+from headrace.spec.errors import ConfigError, DataError, ModelError, PlanInfeasible, RunDirectoryError, StepFailed
+from headrace.spec.events import Notice, OpDone, StepResult
+from headrace.training import Interrupted, RunConfig, resume, train
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> dict[str, Any]:
+    (tmp_path / "model").mkdir()
+    return {
+        "model": write_model(tmp_path / "model"),
+        "data": str(write_data(tmp_path / "data.jsonl")),
+        "output": tmp_path / "run",
+        "cache": tmp_path / "cache",
+        "sequence_length": 32,
+        "tokens_per_step": 64,
+        "max_steps": 8,
+    }
+
+
+def broken() -> None:
+    raise StepFailed("lane ssd-write failed")
+
+
+class TestARun:
+    def test_leaves_what_the_issue_promises(self, options: dict[str, Any]) -> None:
+        screen, host = Screen(), FakeHost()
+        done = train(RunConfig.of(options | {"report_to": ["tensorboard", "trace"]}), display=screen, engines=host.engines())
+        run = options["output"]
+        assert (done.final, done.steps) == (run / "final", 8)
+        assert [record["step"] for record in read_metrics(run / "metrics.jsonl")] == list(range(1, 9))
+        state = TrainerState.load_from_json(str(run / "trainer_state.json"))
+        assert (state.global_step, state.max_steps, len(state.log_history)) == (8, 8, 8)
+        steps_in_trace = {entry["args"].get("step") for entry in json.loads((run / "trace.json").read_text())}
+        assert set(range(1, 9)) <= steps_in_trace
+        assert list((run / "tensorboard").iterdir())
+        assert "library_name: transformers" in (run / "final" / "README.md").read_text()
+        assert not (run / "fake.json").exists()
+        assert host.made[0].closed
+
+    def test_shows_plan_notices_steps_and_planned_against_measured(self, options: dict[str, Any]) -> None:
+        screen = Screen()
+        train(RunConfig.of(options), display=screen, engines=FakeHost().engines())
+        assert "plan: everything fits" in screen.said
+        assert any("planned 2 KiB, measured 1.95 KiB" in text for text in screen.said)
+        assert screen.events[0] == Notice(text="a notice while opening")
+        assert [event.step for event in screen.events if isinstance(event, StepResult)] == list(range(1, 9))
+        assert [event.step for event in screen.events if isinstance(event, OpDone)] == list(range(1, 9))
+        assert screen.events[-1] == Notice(text="closed")
+
+    def test_keeps_the_state_where_asked(self, options: dict[str, Any]) -> None:
+        train(RunConfig.of(options | {"keep_state": True}), engines=FakeHost().engines())
+        assert (options["output"] / "fake.json").exists()
+
+    def test_hands_the_options_to_the_engine(self, options: dict[str, Any]) -> None:
+        host = FakeHost()
+        more = {"learning_rate": 3e-4, "warmup_steps": 2, "lr_schedule": "cosine", "max_grad_norm": 0, "host_memory": "2GiB"}
+        train(RunConfig.of(options | more), engines=host.engines())
+        opened = host.opened[0]
+        assert opened["optimizer"].lr == 3e-4
+        assert (opened["schedule"].kind, opened["schedule"].total_steps, opened["schedule"].warmup_steps) == ("cosine", 8, 2)
+        assert opened["max_grad_norm"] is None
+        assert opened["budget"].host_bytes == 2 << 30
+        assert (opened["tokens_per_step"], opened["sequence_length"]) == (64, 32)
+
+    def test_one_epoch_is_the_default_and_shows_every_sample_once(self, options: dict[str, Any]) -> None:
+        host = FakeHost(packing=False)
+        del options["max_steps"]
+        done = train(RunConfig.of(options), engines=host.engines())
+        assert done.steps == 20  # 40 samples, unpacked, 2 rows a step
+        records = read_metrics(options["output"] / "metrics.jsonl")
+        assert records[-1]["epoch"] == 1.0
+
+    def test_the_resolved_options_repeat_the_run(self, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(options["model"].parent)
+        train(RunConfig.of(options | {"model": "model", "data": "data.jsonl"}), engines=FakeHost().engines())
+        config = RunConfig.from_yaml(options["output"] / "config.yaml")
+        assert (config.packing, config.max_steps) == (True, 8)
+        assert config.model == options["model"]
+        assert config.data == (options["data"],)
+        again = train(
+            RunConfig.of(dict(config) | {"output": options["output"].with_name("again")}), engines=FakeHost().engines()
+        )
+        assert (again.final / "weights").read_text() == (options["output"] / "final" / "weights").read_text()
+
+
+class TestResume:
+    def unbroken(self, options: dict[str, Any]) -> str:
+        done = train(RunConfig.of(options | {"output": options["output"].with_name("unbroken")}), engines=FakeHost().engines())
+        return (done.final / "weights").read_text()
+
+    @pytest.mark.parametrize("at", [0, 3, 7])
+    def test_after_a_broken_step_every_batch_comes_exactly_once(self, options: dict[str, Any], at: int) -> None:
+        run = options["output"]
+        with pytest.raises(StepFailed):
+            train(RunConfig.of(options), engines=FakeHost(script={at: broken}).engines())
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write('{"step": 99, "loss": 0}\n{"st')  # a step that was never committed, and half a line
+        done = resume(run, engines=FakeHost().engines())
+        assert (done.final / "weights").read_text() == self.unbroken(options)
+        assert [record["step"] for record in read_metrics(run / "metrics.jsonl")] == list(range(1, 9))
+
+    @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+    def test_a_signal_lets_the_step_finish_and_says_how_to_go_on(
+        self, options: dict[str, Any], number: signal.Signals, code: int
+    ) -> None:
+        before = signal.getsignal(number)
+        host = FakeHost(script={2: lambda: os.kill(os.getpid(), number)})
+        with pytest.raises(Interrupted, match=r"step 3 of 8.*headrace resume") as caught:
+            train(RunConfig.of(options), engines=host.engines())
+        assert (caught.value.exit_code, caught.value.step) == (code, 3)
+        assert host.made[0].closed
+        assert signal.getsignal(number) is before
+        done = resume(options["output"], engines=FakeHost().engines())
+        assert (done.final / "weights").read_text() == self.unbroken(options)
+
+    def test_a_run_whose_export_was_cut_off_is_finished_without_a_step(self, options: dict[str, Any]) -> None:
+        train(RunConfig.of(options | {"keep_state": True}), engines=FakeHost().engines())
+        (options["output"] / "final" / "README.md").unlink()
+        host = FakeHost(script=dict.fromkeys(range(20), broken))
+        assert resume(options["output"], engines=host.engines()).steps == 8
+        assert (options["output"] / "final" / "README.md").exists()
+
+    def test_a_run_killed_before_its_first_commit_begins_again(self, options: dict[str, Any]) -> None:
+        with pytest.raises(StepFailed):
+            train(RunConfig.of(options), engines=FakeHost(script={0: broken}).engines())
+        host = FakeHost()
+        assert not (options["output"] / "fake.json").exists()
+        assert resume(options["output"], engines=host.engines()).steps == 8
+        assert host.discarded == [options["output"]]
+
+    def test_a_finished_run_says_where_its_model_is(self, options: dict[str, Any]) -> None:
+        train(RunConfig.of(options), engines=FakeHost().engines())
+        with pytest.raises(RunDirectoryError, match=r"finished; its model is in .*final"):
+            resume(options["output"], engines=FakeHost().engines())
+
+    def test_changed_data_is_refused(self, options: dict[str, Any]) -> None:
+        with pytest.raises(StepFailed):
+            train(RunConfig.of(options), engines=FakeHost(script={3: broken}).engines())
+        write_data(Path(options["data"]), samples=30)
+        with pytest.raises(DataError, match="digest"):
+            resume(options["output"], engines=FakeHost().engines())
+
+    @pytest.mark.parametrize("there", [True, False])
+    def test_a_directory_that_is_no_run_is_refused(self, tmp_path: Path, there: bool) -> None:
+        path = tmp_path / "elsewhere"
+        if there:
+            path.mkdir()
+        with pytest.raises(RunDirectoryError, match="headrace train"):
+            resume(path, engines=FakeHost().engines())
+
+
+class TestRefusals:
+    def refused(self, options: dict[str, Any], host: FakeHost | None = None) -> str:
+        existed = options["output"].exists()
+        with pytest.raises((ModelError, ConfigError, DataError, RunDirectoryError, PlanInfeasible)) as caught:
+            train(RunConfig.of(options), engines=(host or FakeHost()).engines())
+        assert options["output"].exists() == existed
+        return str(caught.value)
+
+    def test_a_run_directory_with_a_run_in_it(self, options: dict[str, Any]) -> None:
+        options["output"].mkdir()
+        (options["output"] / "config.yaml").write_text("model: x\n")
+        assert "headrace resume" in self.refused(options)
+        assert (options["output"] / "config.yaml").read_text() == "model: x\n"
+
+    def test_an_empty_run_directory_is_taken(self, options: dict[str, Any]) -> None:
+        options["output"].mkdir()
+        assert train(RunConfig.of(options), engines=FakeHost().engines()).steps == 8
+
+    def test_a_plan_that_does_not_fit_leaves_nothing(self, options: dict[str, Any]) -> None:
+        error = PlanInfeasible("host: 3 GiB needed", tier="host", needed_bytes=3, allowed_bytes=1)
+        assert "3 GiB" in self.refused(options, FakeHost(fail=error))
+
+    def test_missing_model_config_and_tokenizer(self, options: dict[str, Any], tmp_path: Path) -> None:
+        assert "no directory" in self.refused(options | {"model": tmp_path / "nothing"})
+        (tmp_path / "empty").mkdir()
+        assert "config.json" in self.refused(options | {"model": tmp_path / "empty"})
+        (tmp_path / "empty" / "config.json").write_text("{}")
+        assert "tokenizer is missing" in self.refused(options | {"model": tmp_path / "empty"})
+
+    def test_a_tokenizer_of_another_model(self, options: dict[str, Any]) -> None:
+        write_model(options["model"], vocab_size=100)
+        assert "0 to 99 only" in self.refused(options)
+
+    def test_packing_for_a_model_that_cannot(self, options: dict[str, Any]) -> None:
+        assert "packing" in self.refused(options | {"packing": True}, FakeHost(packing=False))
+
+    def test_more_positions_than_the_model_has(self, options: dict[str, Any]) -> None:
+        assert "256 positions" in self.refused(options | {"sequence_length": 512, "tokens_per_step": 512})

@@ -1,0 +1,124 @@
+"""The rule on tensors: the bits of the compiled loops, in bounded memory."""
+
+import weakref
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from update_planes import COMPUTE_DTYPES, HYPER, as_array, as_tensor, gradient_of, ordinary, same_planes, wild
+
+from headrace.spec.errors import ConfigError
+from headrace.spec.layout import GroupRange
+from headrace.update import GRADIENT_DTYPES, AdamWRule, DeviceUpdater, Updater
+
+NUM_ELEMENTS = 10_000
+GROUPS = (GroupRange(0, 4128, 1.0, 0.0), GroupRange(4128, NUM_ELEMENTS, 0.5, 0.1))
+
+
+def on_device(planes, device="cpu"):
+    return as_tensor(planes[0], bfloat16=True).to(device), tuple(as_tensor(state).to(device) for state in planes[1])
+
+
+def check_equals_cpu(compute_dtype, gradient_dtype, make, device):
+    planes, gradient = make(NUM_ELEMENTS, 0, compute_dtype), gradient_of(NUM_ELEMENTS, 0, gradient_dtype, any_bits=make is wild)
+    weight, states = on_device(planes, device)
+    tensor = as_tensor(gradient, bfloat16=True).to(device)
+    DeviceUpdater(compute_dtype, chunk_elements=999).update_range(weight, states, tensor, HYPER, GROUPS, 0, NUM_ELEMENTS)
+    with Updater(AdamWRule(compute_dtype), 2) as updater:
+        updater.update_range(*planes, gradient, HYPER, GROUPS, 0, NUM_ELEMENTS)
+    assert same_planes(planes, (as_array(weight.cpu()), tuple(as_array(state.cpu()) for state in states)))
+
+
+@pytest.mark.parametrize("make", [ordinary, wild])
+@pytest.mark.parametrize("gradient_dtype", GRADIENT_DTYPES)
+@pytest.mark.parametrize("compute_dtype", COMPUTE_DTYPES)
+def test_bits_of_the_compiled_loops(compute_dtype, gradient_dtype, make):
+    check_equals_cpu(compute_dtype, gradient_dtype, make, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("make", [ordinary, wild])
+@pytest.mark.parametrize("compute_dtype", COMPUTE_DTYPES)
+def test_bits_of_the_compiled_loops_on_a_gpu(compute_dtype, make):
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    check_equals_cpu(compute_dtype, "uint16", make, "cuda")
+
+
+@pytest.mark.parametrize("bits_dtype", [torch.int16, torch.uint16])
+def test_weights_as_bits(bits_dtype):
+    first, second = on_device(ordinary(4096, 1, "bfloat16")), on_device(ordinary(4096, 1, "bfloat16"))
+    gradient = as_tensor(gradient_of(4096, 1, "uint16"), bfloat16=True)
+    groups = (GroupRange(0, 4096, 1.0, 0.1),)
+    updater = DeviceUpdater("bfloat16")
+    updater.update_range(*first, gradient, HYPER, groups, 0, 4096)
+    updater.update_range(second[0].view(bits_dtype), second[1], gradient, HYPER, groups, 0, 4096)
+    assert torch.equal(first[0].view(torch.int16), second[0].view(torch.int16))
+
+
+def test_a_range_in_the_middle_of_a_unit():
+    whole, part = on_device(ordinary(4096, 1, "bfloat16")), on_device(ordinary(4096, 1, "bfloat16"))
+    gradient = as_tensor(gradient_of(4096, 1, "float32"))
+    groups = (GroupRange(0, 2000, 1.0, 0.1), GroupRange(2000, 4096, 1.0, 0.0))
+    updater = DeviceUpdater("bfloat16", chunk_elements=500)
+    updater.update_range(*whole, gradient, HYPER, groups, 0, 4096)
+    for start, stop in ((0, 1024), (1024, 4096)):
+        states = tuple(state[start:stop] for state in part[1])
+        updater.update_range(part[0][start:stop], states, gradient[start:stop], HYPER, groups, start, stop)
+    assert torch.equal(whole[0].view(torch.int16), part[0].view(torch.int16))
+    assert all(torch.equal(a, b) for a, b in zip(whole[1], part[1], strict=True))
+
+
+class StorageMeter(TorchDispatchMode):
+    """Counts the bytes of the storages that operations create, for as long as each lives."""
+
+    def __init__(self, known):
+        super().__init__()
+        self.seen = {tensor.untyped_storage()._cdata for tensor in known}
+        self.live_bytes = self.peak_bytes = 0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        result = operation(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.untyped_storage()._cdata not in self.seen:
+            storage = result.untyped_storage()
+            self.seen.add(storage._cdata)
+            self.live_bytes += storage.nbytes()
+            self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+            weakref.finalize(storage, self._freed, storage._cdata, storage.nbytes())
+        return result
+
+    def _freed(self, key, num_bytes):
+        self.seen.discard(key)
+        self.live_bytes -= num_bytes
+
+
+@pytest.mark.parametrize("gradient_dtype", GRADIENT_DTYPES)
+@pytest.mark.parametrize("compute_dtype", COMPUTE_DTYPES)
+def test_temporaries_stay_below_what_is_promised(compute_dtype, gradient_dtype):
+    weight, states = on_device(ordinary(NUM_ELEMENTS, 0, compute_dtype))
+    gradient = as_tensor(gradient_of(NUM_ELEMENTS, 0, gradient_dtype), bfloat16=True)
+    updater = DeviceUpdater(compute_dtype, chunk_elements=1024)
+    with StorageMeter([weight, *states, gradient]) as meter:
+        updater.update_range(weight, states, gradient, HYPER, GROUPS, 0, NUM_ELEMENTS)
+    assert 16 * 1024 <= meter.peak_bytes <= updater.temporary_bytes
+    assert meter.live_bytes == 0
+
+
+def test_tensors_that_do_not_fit_are_refused():
+    (weight, states), gradient = on_device(ordinary(64, 0, "bfloat16")), as_tensor(gradient_of(64, 0, "float32"))
+    groups = (GroupRange(0, 64, 1.0, 0.0),)
+    updater = DeviceUpdater("bfloat16")
+    for broken in (
+        (weight.to(torch.float32), states, gradient),
+        (weight, states[:2], gradient),
+        (weight, (states[1], *states[1:]), gradient),
+        (weight, states, gradient[:63]),
+        (weight, states, gradient.to(torch.float64)),
+        (weight, states, gradient.to("meta")),
+    ):
+        with pytest.raises(ConfigError, match=r"update: .*found"):
+            updater.update_range(*broken, HYPER, groups, 0, 64)
+    with pytest.raises(ConfigError, match="is not one of"):
+        DeviceUpdater("int4")
+    with pytest.raises(ConfigError, match="positive number, found 0"):
+        DeviceUpdater("bfloat16", chunk_elements=0)

@@ -1,0 +1,44 @@
+"""What the machine code must not contain, and that it can do without a cache on disk."""
+
+import numba
+import numpy as np
+import pytest
+from update_planes import HYPER, gradient_of, ordinary
+
+from headrace.update import adamw_coefficients, kernels
+
+
+@pytest.mark.parametrize(
+    ("compute_dtype", "loop"),
+    [("bfloat16", kernels.adamw_bfloat16), ("float32", kernels.adamw_float32), ("float16", kernels.adamw_float16)],
+)
+def test_no_fused_multiply_add(compute_dtype, loop):
+    """A contraction would round once where the reference rounds twice."""
+    # Compiled afresh with the options of the package, because code from the cache on disk cannot be listed.
+    options = {name: value for name, value in loop.targetoptions.items() if name != "nopython"}
+    fresh = numba.njit(**options)(loop.py_func)
+    weight, states = ordinary(64, 0, compute_dtype)
+    bits = weight.view(np.uint16) if compute_dtype == "float16" else weight
+    fresh(bits, *states, gradient_of(64, 0, "uint16"), adamw_coefficients(HYPER, 0.1, 1.0).vector())
+    (listing,) = fresh.inspect_asm().values()
+    assert "sqrt" in listing
+    assert not [name for name in ("fmadd", "fmsub", "fnmadd", "fmla", "fmls") if name in listing]
+
+
+def test_compiles_without_a_writable_cache(monkeypatch):
+    """numba refuses `cache=True` where it finds no directory to write to; the loop must work all the same."""
+
+    def refuse_cache(*, cache=False, **options):
+        if cache:
+            raise RuntimeError("cannot cache function: no locator available")
+        return numba.njit(**options)
+
+    monkeypatch.setattr(kernels, "njit", refuse_cache)
+
+    def double(values):
+        for i in range(values.size):
+            values[i] *= 2
+
+    values = np.ones(4, np.float32)
+    kernels._compiled(double)(values)
+    assert values.tolist() == [2, 2, 2, 2]
