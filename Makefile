@@ -53,8 +53,9 @@ format: $(STAMP)  ## format the code
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-soak: $(STAMP)  ## long stress runs (an hour)
+soak: $(STAMP)  ## long stress runs, and all properties on fresh examples (an hour)
 	$(TEST_ENV) $(BIN)/python -m pytest -m soak --timeout=7200
+	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) -m "not soak and not gpu" --hypothesis-profile=fresh
 
 bench: $(STAMP)  ## what this machine can do, and Headrace beside plain PyTorch; SCRATCH=directory on the disk to measure
 	@mkdir -p bench-results

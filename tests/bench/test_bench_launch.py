@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
@@ -69,12 +70,21 @@ def test_a_worker_that_is_killed_is_a_record(tmp_path):
 
 
 def test_a_worker_that_takes_too_long_is_stopped_with_its_children(tmp_path):
-    body = "import subprocess; child = subprocess.Popen(['sleep', '60']); print(child.pid, flush=True); time.sleep(60)"
-    record = run(tmp_path, body, timeout_seconds=0.7)
-    assert record["status"] == "stopped: it ran longer than 1 s"
-    child = int(record["log"].split()[0])
-    status = Path(f"/proc/{child}/status")
-    assert not status.exists() or "State:\tZ" in status.read_text()  # dead, perhaps not yet reaped
+    body = "import subprocess; child = subprocess.Popen(['sleep', '600']); print(child.pid, flush=True); time.sleep(600)"
+    record = run(tmp_path, body, timeout_seconds=5.4)
+    assert record["status"] == "stopped: it ran longer than 5 s"
+    child, deadline = int(record["log"].split()[0]), time.monotonic() + 60
+    while _runs(child):  # a kill is a request: the kernel takes its time
+        assert time.monotonic() < deadline, f"process {child} outlived its worker"
+        time.sleep(0.02)
+
+
+def _runs(process_id: int) -> bool:
+    try:
+        status = Path(f"/proc/{process_id}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return "State:\tZ" not in status  # dead, perhaps not yet reaped
 
 
 def test_a_worker_that_fills_the_disk_is_stopped(tmp_path, monkeypatch):
