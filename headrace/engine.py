@@ -6,6 +6,7 @@ import math
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -40,7 +41,7 @@ from headrace.model import (
 from headrace.plan.base import Plan
 from headrace.plan.footprint import Allowance
 from headrace.plan.memory import scratch_bytes
-from headrace.plan.program import Carry, build_program, build_tail, cold_carry
+from headrace.plan.program import Carry, build_program, build_tail, cold_carry, redo_carry
 from headrace.plan.search import Problem, Workload, make_plan
 from headrace.spec.budget import Budget
 from headrace.spec.ceilings import Ceilings
@@ -52,7 +53,7 @@ from headrace.spec.optimizer import AdamW, Schedule
 from headrace.spec.program import Lane, Program
 from headrace.spec.settings import Settings
 from headrace.store import StateStore
-from headrace.update import AdamWRule, LossScale, StepHyper, Updater
+from headrace.update import AdamWRule, HitRate, LossScale, StepHyper, Updater
 
 _MEASURE_BYTES = 64 << 20
 # Operations of the SSD lanes that may be under way at once; each is cut into pieces by the I/O engine besides.
@@ -99,6 +100,7 @@ class Engine:
             self._parts: Parts | None = None
             self._interpreter: Interpreter | None = None
             self._pending: Verdict | None = None
+            self._hits = HitRate()
             self._last: Verdict | None = None
             self._closed = False
             self._programs: dict[tuple[int, Carry], tuple[Program, Carry]] = {}
@@ -394,12 +396,15 @@ class Engine:
             raise DataError(
                 f"step {self.num_steps}: none of the batch's {cpu_batch['labels'].numel()} labels is trained (all -100)"
             )
+        self._follow_hit_rate()
+        parts = self._parts or parts
         verdict = self._verdict(position)
         state = StepState(parts, micro_batches, targets, columns, trained, verdict, self._pending)
         program, carry = self._program(len(micro_batches))
         assert self._interpreter is not None
         run_step(program, state, self._interpreter)
         self._carry = carry
+        policy, redone = parts.plan.update_policy, verdict.missed
         self._finish(verdict)
         loss = float(state.loss_sum) / trained if state.loss_sum is not None else math.nan
         if state.aside_loss is not None:
@@ -414,6 +419,8 @@ class Engine:
             seconds=time.perf_counter() - started,
             skipped=verdict.skipped,
             loss_scale=verdict.loss_scale.scale if verdict.loss_scale else None,
+            update_policy=policy,
+            redone=redone,
             bytes_read={"ssd": self.store.bytes_read - read},
             bytes_written={"ssd": self.store.bytes_written - written},
             peak_bytes=self._peak_bytes(parts.plan),
@@ -477,20 +484,50 @@ class Engine:
         return self._programs[key]
 
     def _finish(self, verdict: Verdict) -> None:
-        """Move on to the next step; with immediate updates a skipped step is taken back here."""
+        """Move on to the next step; one whose updates began on a wrong guess is taken back here."""
         assert self.plan is not None
-        assert self._interpreter is not None
         self.num_steps += 1
         self._last = verdict
         self._num_updates = verdict.num_updates_after
         self._loss_scale = self._after(verdict)
-        if self.plan.update_policy == "deferred":
-            self._pending = verdict
-        elif verdict.skipped is not None:
-            self._interpreter.wait()
-            self.store.abandon()
+        self._hits = self._hits.after(verdict.is_hit)
+        if verdict.void and self.plan.update_policy != "deferred":
+            self._take_back(verdict)
+        else:
+            self._pending = verdict if self.plan.late_units else None
+
+    def _follow_hit_rate(self) -> None:
+        """Change between waiting for the norm and guessing it, where the plan has both; they share all buffers."""
+        assert self._parts is not None
+        plan, hits = self._parts.plan, self._hits
+        if plan.speculation is None or not hits.is_due:
+            return
+        speculate = hits.exceeds(plan.speculation.break_even)
+        if speculate == (plan.update_policy == "speculative"):
+            return
+        self.flush()
+        self.plan = replace(
+            plan,
+            update_policy="speculative" if speculate else "deferred",
+            late_units=plan.speculation.late_units if speculate else tuple(range(len(plan.units))),
+        )
+        self._parts = replace(self._parts, plan=self.plan)
+        self._programs.clear()
+
+    def _take_back(self, verdict: Verdict) -> None:
+        """Go back to the committed slots; then record a skipped step, or repeat the updates from the held gradients."""
+        assert self.plan is not None
+        assert self._interpreter is not None
+        self._interpreter.wait()
+        self.store.abandon()
+        self._load_residents()
+        self._pending = None
+        if verdict.skipped is not None:
             self.store.commit(verdict.record(verdict))
-            self._load_residents()
+            return
+        verdict.missed = False
+        self._carry, self._pending = redo_carry(self.plan), verdict
+        self.flush()
 
     def flush(self) -> None:
         """Finish everything under way and make the newest step durable."""

@@ -102,10 +102,12 @@ class Buffers:
             return [self._device.take(group.num_bytes) for _ in range(group.count)]
         return [torch.from_numpy(buffer) for buffer in self._take_host(name)]
 
-    def _take_gradients(self) -> list[Bytes]:
-        if "gradients" in self._groups:
-            return self._take_host("gradients") + self._take_host("resident_gradient")
-        return [self._take_host(f"gradient.{unit}")[0] for unit in range(len(self.plan.units))]
+    def _take_gradients(self) -> dict[int, Bytes]:
+        plan = self.plan
+        taken = dict(enumerate(self._take_host("gradients")))
+        if resident := self._take_host("resident_gradient"):
+            taken[plan.gradient_slots] = resident[0]
+        return taken | {plan.own_gradient_slot(unit): self._take_host(f"gradient.{unit}")[0] for unit in plan.held_in_memory}
 
     def _split_residents(self, memory: torch.Tensor) -> dict[int, torch.Tensor]:
         flat, start, parts = memory.view(self.dtype), 0, {}

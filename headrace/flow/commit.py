@@ -11,11 +11,11 @@ from headrace.spec.program import Op
 def commit(state: StepState, op: Op) -> None:
     """Write what lives only in memory, then the record; nothing if the step is no checkpoint.
 
-    A skipped step changes no state, but its record does move on: data position, loss scale. With immediate updates the
-    verdict comes after the first writes, so a skipped step leaves those to be abandoned and commits nothing.
+    A skipped step changes no state, but its record does move on: data position, loss scale. Where updates run behind backward
+    the verdict comes after the first writes, so a step without effect leaves those to be abandoned and commits nothing.
     """
-    verdict, parts = state.updating, state.parts
-    if not verdict.durable or (verdict.skipped is not None and state.plan.update_policy == "immediate"):
+    verdict, parts = state.verdict_of(op), state.parts
+    if not verdict.durable or (verdict.void and state.plan.update_policy != "deferred"):
         return
     start = time.perf_counter()
     write_resident_states(parts)

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from headrace.flow.state import StepState
-from headrace.plan.memory import held_gradient_bytes, stash_scratch_bytes
+from headrace.plan.memory import held_gradient_bytes, held_gradient_offset
 from headrace.spec.program import Op
 from headrace.update import clip_factor, square_sum
 
@@ -61,6 +61,9 @@ def decide(state: StepState, op: Op) -> None:
     if factor is None:
         verdict.skipped = f"gradient norm is {verdict.grad_norm}" + (f" at loss scale {scale:g}" if verdict.loss_scale else "")
     elif factor != 1.0:
+        verdict.clipped = True
+        # Updates that run already took a factor of 1 for granted; from here on they stop, and the engine takes them back.
+        verdict.missed = state.plan.update_policy == "speculative"
         verdict.hyper = dataclasses.replace(verdict.hyper, gradient_scale=verdict.hyper.gradient_scale * factor)
 
 
@@ -85,6 +88,5 @@ def _zero_the_rest(state: StepState, unit: int, gradient: NDArray[Any]) -> None:
 
 def _held(state: StepState, op: Op) -> tuple[int, NDArray[np.uint8]]:
     plan = state.plan
-    offset = stash_scratch_bytes(plan) + sum(held_gradient_bytes(plan, unit) for unit in range(op.unit))
     buffer = state.parts.buffers.gradients[op.gradient_slot]
-    return offset, buffer[: held_gradient_bytes(plan, op.unit)]
+    return held_gradient_offset(plan, op.unit), buffer[: held_gradient_bytes(plan, op.unit)]

@@ -12,6 +12,7 @@ from headrace.machine import Machine
 from headrace.model import Chain, MicroBatch
 from headrace.plan.base import Plan
 from headrace.spec.events import Sink
+from headrace.spec.program import Op
 from headrace.store import StateStore
 from headrace.update import LossScale, StepHyper, Updater
 
@@ -46,6 +47,18 @@ class Verdict:
     record: Callable[["Verdict"], dict[str, Any]]
     grad_norm: float = 0.0
     skipped: str | None = None
+    clipped: bool = False
+    missed: bool = False  # speculative: updates were begun with a factor that turned out wrong
+
+    @property
+    def void(self) -> bool:
+        """Whether what updates do is thrown away."""
+        return self.missed or self.skipped is not None
+
+    @property
+    def is_hit(self) -> bool:
+        """Whether updates could have started before the norm was known."""
+        return self.skipped is None and not self.clipped
 
     @property
     def num_updates_after(self) -> int:
@@ -100,7 +113,7 @@ class StepState:
     trained_columns: list[list[bool]]  # per micro-batch, on the host: asking the device for it would stop compute
     trained_tokens: int
     verdict: Verdict
-    pending: Verdict | None  # deferred: the step whose updates this step's program carries out
+    pending: Verdict | None  # the step before, if this step's program carries out updates of it
     inputs: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)  # hidden states by (coming unit, micro-batch)
     calls: dict[int, Any] = field(default_factory=dict)  # micro-batch -> what each block is called with
     packages: dict[tuple[int, int], Package] = field(default_factory=dict)  # made by forward, on their way to the stash
@@ -125,11 +138,9 @@ class StepState:
         scale = self.verdict.loss_scale.scale if self.verdict.loss_scale else 1.0
         return scale / self.trained_tokens
 
-    @property
-    def updating(self) -> Verdict:
-        """The verdict by which this program's update operations go."""
-        return self.verdict if self.plan.update_policy == "immediate" else self._pending()
-
-    def _pending(self) -> Verdict:
-        assert self.pending is not None, "a deferred program has updates only after a step"
+    def verdict_of(self, op: Op) -> Verdict:
+        """Return the verdict by which an update operation goes: a late one belongs to the step before."""
+        if not op.late:
+            return self.verdict
+        assert self.pending is not None, "there are late updates only after a step"
         return self.pending

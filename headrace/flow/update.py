@@ -12,14 +12,14 @@ from headrace.spec.program import Op
 
 def read_states(state: StepState, op: Op) -> None:
     """Read a chunk's states into their staging buffer."""
-    if state.updating.skipped is None:
+    if not state.verdict_of(op).void:
         state.parts.store.read_states(op.unit, op.chunk, _states(state, op)).wait()
 
 
 def update(state: StepState, op: Op) -> None:
     """Apply the rule to a chunk: weights in their host slot and states in staging, both in place."""
-    verdict = state.updating
-    if verdict.skipped is not None:
+    verdict = state.verdict_of(op)
+    if verdict.void:
         return
     plan, buffers = state.plan, state.parts.buffers
     start, stop = plan.chunk(op.unit, op.chunk)
@@ -37,13 +37,13 @@ def update(state: StepState, op: Op) -> None:
 
 def write_states(state: StepState, op: Op) -> None:
     """Write a chunk's new states into the slot that is not committed."""
-    if state.updating.skipped is None:
+    if not state.verdict_of(op).void:
         state.parts.store.write_states(op.unit, op.chunk, _states(state, op)).wait()
 
 
 def write_weights(state: StepState, op: Op) -> None:
     """Write a chunk's new weights into the slot that is not committed."""
-    if state.updating.skipped is None:
+    if not state.verdict_of(op).void:
         state.parts.store.write_weights(op.unit, op.chunk, _weights(state, op)).wait()
 
 

@@ -21,12 +21,36 @@ class Unit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Speculation:
+    """What a plan with deferred updates would gain by speculating, in the simulator's seconds; the buffers are the same.
+
+    A step takes `deferred_seconds` as planned; `hit_seconds` where updates start at once and no gradient has to be clipped;
+    `redo_seconds` more where one has, and the updates are done again. `late_units` are those of the speculative plan.
+    """
+
+    late_units: tuple[int, ...]
+    deferred_seconds: float
+    hit_seconds: float
+    redo_seconds: float
+
+    @property
+    def break_even(self) -> float:
+        """Share of steps that must be hits for speculation to be as fast as waiting: above 1 if it never is."""
+        return 1 - (self.deferred_seconds - self.hit_seconds) / self.redo_seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """Every choice of a run. Units are: 0 the prologue, 1..num_blocks the blocks, then (if there is one) the epilogue.
 
-    `update_policy` is *immediate* (a unit's update starts when its gradient has been drained, behind backward; the default
-    without clipping) or *deferred* (gradients are held in tier `held_gradients` until the global norm is known; updates run
-    behind the next forward: exact clipping).
+    `update_policy` says when a unit may be updated:
+      *immediate*    when its gradient has been drained, behind backward: without clipping;
+      *deferred*     when the global norm is known, behind the next forward: exact clipping, every gradient held until then;
+      *speculative*  as immediate, as if nothing were clipped; every gradient is held, and where the norm says otherwise the
+                     step is taken back to the committed slots and its updates are done again: as exact, and faster while
+                     guesses are right.
+    Under the first and the last, `late_units` are still updated behind the next forward, so that drives and update cores have
+    the same work in both halves of the step. Gradients that are held wait in tier `held_gradients`.
     `host_slots` buffers hold blocks' weights in host memory; as many blocks as there are slots need not be read again at
     the turn from forward to backward and from step to step, so this number is also the weight cache.
     """
@@ -47,6 +71,7 @@ class Plan:
 
     update_policy: str
     held_gradients: str
+    late_units: tuple[int, ...]  # deferred: all
     checkpoint_every: int
 
     host_slots: int
@@ -67,6 +92,7 @@ class Plan:
 
     compute_threads: int
     update_threads: int
+    speculation: Speculation | None = None  # set where clipping allows a choice
     forward_flops: tuple[float, ...] = ()  # per unit, of one micro-batch
     epilogue_flops: float = 0.0  # forward, of one micro-batch
     spared_flops: tuple[float, ...] = ()  # per block: of one micro-batch's recompute, by replaying and skipping
@@ -110,6 +136,23 @@ class Plan:
         """Bytes of the hidden states of one micro-batch."""
         return self.micro_batch_sequences * self.sequence_length * self.hidden_size_bytes
 
+    def is_late(self, unit: int) -> bool:
+        """Whether `unit` is updated behind the next forward."""
+        return unit in self.late_units
+
+    def is_held(self, unit: int) -> bool:
+        """Whether the gradient of `unit` is kept until the step's verdict is known."""
+        return self.update_policy != "immediate" or unit in self.late_units
+
+    @property
+    def held_in_memory(self) -> tuple[int, ...]:
+        """The units that have a buffer of their own for their gradient."""
+        return tuple(unit for unit in range(len(self.units)) if self.is_held(unit)) if self.held_gradients == "host" else ()
+
+    def own_gradient_slot(self, unit: int) -> int:
+        """Return the number of the buffer that `unit` has for its gradient: after the ring's and the resident units'."""
+        return self.gradient_slots + 1 + unit
+
     def stash_bytes(self, block: int) -> int:
         """Bytes that wait for backward per micro-batch of `block` (1..num_blocks): its input and its kept outputs."""
         return self.hidden_bytes + self.kept_bytes[block - 1]
@@ -140,8 +183,10 @@ class Plan:
         """Inverse of `to_json`."""
         known = dict(values)
         known["units"] = tuple(Unit(**unit) for unit in known["units"])
-        for name in ("resident_states", "notes", "forward_flops", "stash_tiers", "kept_bytes", "spared_flops"):
+        for name in ("resident_states", "late_units", "notes", "forward_flops", "stash_tiers", "kept_bytes", "spared_flops"):
             known[name] = tuple(known[name])
+        if speculation := known.get("speculation"):
+            known["speculation"] = Speculation(**{**speculation, "late_units": tuple(speculation["late_units"])})
         for name in ("kept", "skipped", "operators"):
             known[name] = tuple(tuple(items) for items in known[name])
         return cls(**known)
@@ -150,6 +195,13 @@ class Plan:
         homes = [f"{len(blocks)} on {tier}" for tier in ("device", "host", "ssd") if (blocks := self.blocks_stashed_on(tier))]
         kept = sum(len(ordinals) for ordinals in self.kept)
         return f"inputs of blocks: {', '.join(homes)}; {kept} operator outputs kept ({format_bytes(self._kept_total())} a step)"
+
+    def _explain_update(self) -> str:
+        held = f", gradients held on {self.held_gradients}"
+        if self.update_policy == "deferred":
+            return f"deferred, behind forward{held}"
+        late = f", {len(self.late_units)} of {len(self.units)} units behind forward" if self.late_units else ""
+        return f"{self.update_policy}, behind backward{late}{held if late or self.update_policy == 'speculative' else ''}"
 
     def _kept_total(self) -> int:
         return sum(self.kept_bytes) * self.num_micro_batches
@@ -160,9 +212,8 @@ class Plan:
             f"model    {_count(self.num_parameters)} parameters, {self.num_blocks} blocks, {self.compute_dtype} compute",
             f"step     {self.tokens_per_step} tokens = {self.num_micro_batches} micro-"
             f"batch{'es' if self.num_micro_batches > 1 else ''} of {self.micro_batch_sequences} x {self.sequence_length}",
-            f"update   {self.update_policy}"
-            + (f", gradients held on {self.held_gradients}" if self.update_policy == "deferred" else ", behind backward")
-            + f"; every {'step' if self.checkpoint_every == 1 else f'{self.checkpoint_every} steps'} a checkpoint",
+            f"update   {self._explain_update()}; "
+            f"every {'step' if self.checkpoint_every == 1 else f'{self.checkpoint_every} steps'} a checkpoint",
             f"slots    {self.host_slots} blocks in host memory"
             + (f", {self.device_slots} on the device" if self.separate_device else "")
             + f"; states of {len(self.resident_states)} of {len(self.units)} units in memory",
@@ -173,8 +224,26 @@ class Plan:
             of = f" of {format_bytes(allowed)}" if allowed else ""
             parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in rows.items() if size)
             lines.append(f"{tier:<8} {format_bytes(self.peak(tier))}{of}: {parts}")
+        if self.speculation:
+            lines.append(f"clipping {explain_speculation(self.speculation)}")
         lines += [f"note     {note}" for note in self.notes]
         return "\n".join(lines)
+
+
+def explain_speculation(speculation: Speculation) -> str:
+    """Say what clipping costs under each policy, and when the engine takes which."""
+    costs = (
+        f"{speculation.deferred_seconds:.3g} s a step if updates wait for the norm; if they do not, "
+        f"{speculation.hit_seconds:.3g} s, and {speculation.redo_seconds:.3g} s more where a gradient is clipped"
+    )
+    if speculation.break_even >= 1:
+        return f"{costs}: they wait"
+    return f"{costs}: they wait until more than {max(0.0, speculation.break_even):.0%} of the last steps were not clipped"
+
+
+def spread(count: int, num_blocks: int) -> tuple[int, ...]:
+    """Return `count` of the blocks 1..num_blocks, evenly spread."""
+    return tuple(block for block in range(1, num_blocks + 1) if block * count // num_blocks > (block - 1) * count // num_blocks)
 
 
 def _count(number: int) -> str:

@@ -13,8 +13,8 @@ Invariant: a function of plan and ceilings alone; `lower_bound_seconds <= step_s
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from headrace.plan.base import Plan
-from headrace.plan.program import build_program, cold_carry
+from headrace.plan.base import Plan, spread
+from headrace.plan.program import build_program, build_tail, cold_carry, redo_carry
 from headrace.plan.simulate import LaneUse, Timeline, simulate
 from headrace.spec.ceilings import Ceilings
 from headrace.spec.layout import UNIT_ALIGNMENT
@@ -87,6 +87,14 @@ def forecast(plan: Plan, ceilings: Ceilings, *, most_operations: int = _MOST_OPE
     )
 
 
+def redo_seconds(plan: Plan, ceilings: Ceilings) -> float:
+    """Return what it takes to do all updates of a step again from the held gradients, with nothing else under way."""
+    coarse = _coarsened(plan, ceilings, _MOST_OPERATIONS)
+    tail, _ = build_tail(coarse, redo_carry(coarse))
+    timeline = simulate([tail] * 3, ceilings, compute_dtype=plan.compute_dtype, update_threads=plan.update_threads)
+    return timeline.step_seconds
+
+
 def _checkpointed_bytes(plan: Plan) -> int:
     """Return the bytes of the states that live in memory which a step writes, on average, for its checkpoint."""
     elements = sum(plan.units[unit].num_elements for unit in plan.resident_states)
@@ -135,8 +143,8 @@ def _merged(plan: Plan, ceilings: Ceilings, most_blocks: int) -> Plan:
     share = len(groups) / plan.num_blocks
     # Of the blocks as many are resident as before, in proportion, the shallow ones; what lies behind them moves down.
     residents = round(share * len([unit for unit in plan.resident_states if 1 <= unit <= plan.num_blocks]))
-    around = [unit for unit in plan.resident_states if not 1 <= unit <= plan.num_blocks]
-    moved = [unit if unit == 0 else unit - plan.num_blocks + len(groups) for unit in around]
+    moved = _around(plan, plan.resident_states, len(groups))
+    late = sum(1 <= unit <= plan.num_blocks for unit in plan.late_units)
     return replace(
         plan,
         num_blocks=len(groups),
@@ -154,6 +162,7 @@ def _merged(plan: Plan, ceilings: Ceilings, most_blocks: int) -> Plan:
         ),
         host_slots=max(plan.prefetch + 1, round(plan.host_slots * share)),
         resident_states=(*range(1, 1 + residents), *moved),
+        late_units=(*spread(round(share * late), len(groups)), *_around(plan, plan.late_units, len(groups))),
         stash_tiers=tuple(plan.stash_tiers[group[0]] for group in groups),
         kept=((),) * len(groups),
         kept_bytes=tuple(
@@ -167,6 +176,13 @@ def _merged(plan: Plan, ceilings: Ceilings, most_blocks: int) -> Plan:
         if plan.forward_flops
         else (),
         spared_flops=tuple(sum(plan.spared_flops[block] for block in group) for group in groups) if plan.spared_flops else (),
+    )
+
+
+def _around(plan: Plan, units: tuple[int, ...], num_blocks: int) -> tuple[int, ...]:
+    """Return those of `units` that are no blocks, as they are numbered with `num_blocks` blocks."""
+    return tuple(
+        unit if unit == 0 else unit - plan.num_blocks + num_blocks for unit in units if not 1 <= unit <= plan.num_blocks
     )
 
 

@@ -44,11 +44,12 @@ def buffer_groups(plan: Plan) -> dict[str, BufferGroup]:
         groups["resident_staging"] = BufferGroup("host", "weights", 1, max(residents) * weight)
     if plan.accumulate or plan.separate_device:
         groups["accumulator"] = BufferGroup(compute_tier, "gradients", 1, block * (4 if plan.accumulate else gradient))
-    if plan.update_policy == "deferred" and plan.held_gradients == "host":
-        for unit, layout in enumerate(plan.units):
-            groups[f"gradient.{unit}"] = BufferGroup("host", "gradients", 1, layout.num_elements * gradient)
-    else:
+    for unit in plan.held_in_memory:
+        groups[f"gradient.{unit}"] = BufferGroup("host", "gradients", 1, plan.units[unit].num_elements * gradient)
+    passing = [unit for unit in range(len(plan.units)) if unit not in plan.held_in_memory]
+    if any(unit not in plan.resident_units for unit in passing):
         groups["gradients"] = BufferGroup("host", "gradients", plan.gradient_slots, block * gradient)
+    if any(unit in plan.resident_units for unit in passing):
         groups["resident_gradient"] = BufferGroup("host", "gradients", 1, max(residents) * gradient)
     for unit in plan.resident_states:
         groups[f"resident_states.{unit}"] = BufferGroup("host", "states", 1, plan.units[unit].num_elements * state)
@@ -92,11 +93,16 @@ def stash_offset(plan: Plan, block: int, micro: int) -> int:
 
 def held_scratch_bytes(plan: Plan) -> int:
     """Return the bytes of all held gradients on the SSD."""
-    if plan.update_policy != "deferred" or plan.held_gradients != "ssd":
-        return 0
     return sum(held_gradient_bytes(plan, unit) for unit in range(len(plan.units)))
 
 
+def held_gradient_offset(plan: Plan, unit: int) -> int:
+    """Return where a unit's held gradient lies in the scratch space: after the block inputs."""
+    return stash_scratch_bytes(plan) + sum(held_gradient_bytes(plan, other) for other in range(unit))
+
+
 def held_gradient_bytes(plan: Plan, unit: int) -> int:
-    """Return the bytes of one unit's drained gradient, rounded to a page."""
+    """Return the bytes that a unit's gradient takes on the SSD, in whole pages: none if it is not held there."""
+    if plan.held_gradients != "ssd" or not plan.is_held(unit):
+        return 0
     return round_up(plan.units[unit].num_elements * plan.gradient_bytes_per_element, PAGE_BYTES)

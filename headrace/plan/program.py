@@ -34,15 +34,17 @@ class Carry:
     host: tuple[Slot, ...]
     device: tuple[Slot, ...]
     state_busy: tuple[Refs, ...]
-    gradient_busy: tuple[Refs, ...]  # the last one is the resident units' slot
+    gradient_busy: tuple[Refs, ...]  # per slot: the ring, the resident units', then one for each unit
     stash_busy: tuple[Refs, ...]
     weights_stored: tuple[Refs, ...]  # per unit: the writes that put its newest weights on the SSD
     states_stored: tuple[Refs, ...]
     resident_ready: tuple[Refs, ...]  # per unit: what made the resident weights valid
     staging_busy: Refs = ()  # the host copy through which resident weights reach a separate device
-    held: tuple[Refs, ...] = ()  # deferred: per unit, what made its held gradient valid; empty: nothing is pending
+    held: tuple[Refs, ...] = ()  # per unit: what made its held gradient valid
+    written: Refs = ()  # by the step, so far: the commit that its successor does waits for it
     commit: Refs = ()
     decide: Refs = ()
+    pending: tuple[int, ...] = ()  # units (not references) whose update is still to be done
 
 
 def cold_carry(plan: Plan) -> Carry:
@@ -52,12 +54,18 @@ def cold_carry(plan: Plan) -> Carry:
         host=(Slot(),) * plan.host_slots,
         device=(Slot(),) * plan.device_slots,
         state_busy=((),) * plan.state_slots,
-        gradient_busy=((),) * (plan.gradient_slots + 1),
+        gradient_busy=((),) * (plan.gradient_slots + 1 + len(plan.units)),
         stash_busy=((),) * plan.stash_slots,
         weights_stored=per_unit,
         states_stored=per_unit,
         resident_ready=per_unit,
+        held=per_unit,
     )
+
+
+def redo_carry(plan: Plan) -> Carry:
+    """Return the carry after a step was taken back whose gradients are held still: every update is to be done again."""
+    return replace(cold_carry(plan), pending=tuple(range(len(plan.units))))
 
 
 def build_program(plan: Plan, num_micro_batches: int, carry: Carry) -> tuple[Program, Carry]:
@@ -68,10 +76,10 @@ def build_program(plan: Plan, num_micro_batches: int, carry: Carry) -> tuple[Pro
 
 
 def build_tail(plan: Plan, carry: Carry) -> tuple[Program, Carry]:
-    """Return the program that finishes what a step left pending: deferred updates and their commit."""
+    """Return the program that finishes what a step left pending: late updates and their commit."""
     builder = _Builder(plan, 0, carry)
-    if carry.held:
-        for unit in range(len(plan.units)):
+    if carry.pending:
+        for unit in carry.pending:
             builder.pending_update(unit)
         builder.commit()
     return builder.finish()
@@ -87,7 +95,8 @@ def _map_refs(value: Any, change: Any) -> Any:
 
 
 def _renumbered(carry: Carry, change: Any) -> Carry:
-    return Carry(**{field.name: _map_refs(getattr(carry, field.name), change) for field in fields(Carry)})
+    refs = {field.name: getattr(carry, field.name) for field in fields(Carry) if field.name != "pending"}
+    return Carry(**{name: _map_refs(value, change) for name, value in refs.items()}, pending=carry.pending)
 
 
 class _Builder:
@@ -103,11 +112,10 @@ class _Builder:
         self.stash_busy = list(before.stash_busy)
         self.weights_stored, self.states_stored = list(before.weights_stored), list(before.states_stored)
         self.resident_ready, self.staging_busy = list(before.resident_ready), before.staging_busy
-        self.held_free: dict[int, Refs] = {}
         self.held: list[Refs] = [()] * len(plan.units)
         self.drains: list[int] = []
         self.accumulator_free: Refs = ()
-        self.written: list[int] = []
+        self.written: list[int] = list(before.written)
         self.commit_refs: Refs = ()
         self.decide_refs: Refs = ()
         self.state_turn = self.gradient_turn = self.stash_turn = 0
@@ -140,9 +148,11 @@ class _Builder:
             states_stored=tuple(self.states_stored),
             resident_ready=tuple(self.resident_ready),
             staging_busy=self.staging_busy,
-            held=tuple(self.held) if self.num_micro and self.plan.update_policy == "deferred" else (),
+            held=tuple(self.held),
+            written=tuple(self.written),
             commit=self.commit_refs or self.before.commit,
             decide=self.decide_refs,
+            pending=tuple(unit for unit in range(len(self.plan.units)) if self.plan.is_late(unit)) if self.num_micro else (),
         )
         return Program(tuple(self.ops)), _renumbered(carry, lambda refs: tuple(ref for ref in refs if ref >= 0))
 
@@ -161,7 +171,7 @@ class _Builder:
             self.forward(block)
         if plan.has_epilogue:
             self.pending_update(epilogue)
-        if self.before.held:
+        if self.before.pending:
             self.commit()
         self.epilogue()
         for block in range(last_block, 0, -1):
@@ -184,7 +194,7 @@ class _Builder:
         ]
         self.drain(0, refs, self.gradient_slot(0))
         self.decide_refs = (self.emit(Verb.DECIDE, Lane.COMPUTE, self.drains, phase="backward"),)
-        if plan.update_policy == "immediate":
+        if not plan.late_units:
             self.commit()
 
     def forward(self, block: int) -> None:
@@ -230,7 +240,7 @@ class _Builder:
         if self.plan.accumulate or self.plan.separate_device:
             after += self.accumulator_free  # there is one; the block before must be drained
         else:
-            after += self.gradient_free(block, gradient)  # the gradient is made where it will be read
+            after += self.gradient_busy[gradient]  # the gradient is made where it will be read
         refs = []
         for micro in range(self.num_micro):
             self.recall_ahead(block, micro)
@@ -262,10 +272,10 @@ class _Builder:
         if block in self.acquired:
             return
         separate = self.plan.separate_device
-        pending = phase == "forward" and bool(self.before.held)
+        pending = phase == "forward" and block in self.before.pending
         device = _find(self.device, block) if separate and not pending else -1
-        # Immediate updates work on the host's copy, so backward wants it there although compute may not need it.
-        if device >= 0 and not (phase == "backward" and self.plan.update_policy == "immediate"):
+        # Updates behind backward work on the host's copy, so backward wants it there although compute may not need it.
+        if device >= 0 and not (phase == "backward" and not self.plan.is_late(block)):
             self.acquired[block] = (-1, device, self.device[device].ready)
             return
         host = self.fetch(block, phase)
@@ -382,40 +392,34 @@ class _Builder:
     # -- gradients ------------------------------------------------------------------------------------------------------
 
     def gradient_slot(self, unit: int) -> int:
-        """Return the drained-gradient buffer of `unit`: a ring for blocks, one more for resident units, or one for each."""
-        if self.plan.update_policy == "deferred" and self.plan.held_gradients == "host":
-            return unit
+        """Return the drained-gradient buffer of `unit`: its own, the resident units', or the next of a ring."""
+        if unit in self.plan.held_in_memory:
+            return self.plan.own_gradient_slot(unit)
         if unit in self.plan.resident_units:
             return self.plan.gradient_slots
         slot = self.gradient_turn
         self.gradient_turn = (slot + 1) % self.plan.gradient_slots
         return slot
 
-    def gradient_free(self, unit: int, slot: int) -> Refs:
-        if self.plan.update_policy == "deferred" and self.plan.held_gradients == "host":
-            return self.held_free.get(unit, ())
-        return self.gradient_busy[slot]
-
     def drain(self, unit: int, made: list[int], slot: int, host: int = -1) -> None:
-        """Bring a unit's gradient to the host; then update the unit, or hold the gradient until the norm is known."""
+        """Bring a unit's gradient to the host; then update the unit, or hold the gradient for later, or both."""
         plan = self.plan
         num_bytes = plan.units[unit].num_elements * plan.gradient_bytes_per_element
         common: dict[str, Any] = {"unit": unit, "gradient_slot": slot, "phase": "backward", "bytes": num_bytes}
-        ref = self.emit(Verb.DRAIN, Lane.DEVICE_TO_HOST, [*made, *self.gradient_free(unit, slot)], **common)
+        ref = self.emit(Verb.DRAIN, Lane.DEVICE_TO_HOST, [*made, *self.gradient_busy[slot]], **common)
         self.drains.append(ref)
-        if plan.update_policy == "immediate":
-            self.gradient_busy[slot] = self.update(unit, slot, (ref,), host)
-        elif plan.held_gradients == "host":
-            self.held[unit] = (ref,)
-        else:
-            self.held[unit] = (self.emit(Verb.HOLD, Lane.SSD_WRITE, [ref], **common),)
-            self.gradient_busy[slot] = self.held[unit]
+        self.held[unit], self.gradient_busy[slot] = (ref,), (ref,)
+        if plan.is_held(unit) and plan.held_gradients == "ssd":
+            self.held[unit] = self.gradient_busy[slot] = (self.emit(Verb.HOLD, Lane.SSD_WRITE, [ref], **common),)
+        if not plan.is_late(unit):
+            updated = self.update(unit, slot, (ref,), host, late=False)
+            self.gradient_busy[slot] = (*self.gradient_busy[slot], *updated)
 
     # -- updates --------------------------------------------------------------------------------------------------------
 
     def pending_update(self, unit: int, host: int = -1) -> None:
         """Emit the update of `unit` that the previous step left pending, if it did."""
-        if not self.before.held:
+        if unit not in self.before.pending:
             return
         plan = self.plan
         if host < 0 and unit not in plan.resident_units:
@@ -431,26 +435,29 @@ class _Builder:
                     unit=unit,
                     gradient_slot=slot,
                     phase="update",
+                    late=True,
                     bytes=num_bytes,
                 ),
             )
-        updated = self.update(unit, slot, (*ready, *self.before.decide), host)
-        self.held_free[unit] = updated
-        if plan.held_gradients == "ssd":
-            self.gradient_busy[slot] = updated
+        self.gradient_busy[slot] = self.update(unit, slot, (*ready, *self.before.decide), host, late=True)
 
-    def update(self, unit: int, gradient: int, ready: Refs, host: int) -> Refs:
-        """Emit a unit's update, chunk by chunk, in place on its weights in host memory; returns the update operations."""
+    def update(self, unit: int, gradient: int, ready: Refs, host: int, *, late: bool) -> Refs:
+        """Emit a unit's update, chunk by chunk, in place on its weights in host memory; returns the update operations.
+
+        A late one is the previous step's.
+        """
         plan, resident = self.plan, unit in self.plan.resident_units
         after = [*ready, *self.update_weights_ready(unit, host)]
+        # Writes go to the slot that the commit of the step before made free.
+        committed = self.before.commit if late else self.commit_refs or self.before.commit
         updates, weights, states = [], [], []
         for chunk in range(plan.num_chunks(unit)):
             start, stop = plan.chunk(unit, chunk)
             state_bytes = (stop - start) * plan.planes.state_bytes_per_element
-            common: dict[str, Any] = {"unit": unit, "chunk": chunk, "phase": "update", "host_slot": host}
+            common: dict[str, Any] = {"unit": unit, "chunk": chunk, "phase": "update", "host_slot": host, "late": late}
             own, slot = list(after), -1
             if unit in plan.resident_states:
-                own += self.before.commit  # a checkpoint may be reading these states
+                own += committed  # a checkpoint may be reading these states
             else:
                 slot = self.state_turn
                 self.state_turn = (slot + 1) % plan.state_slots
@@ -459,8 +466,7 @@ class _Builder:
             traffic = (stop - start) * (2 * plan.planes.bytes_per_element + plan.gradient_bytes_per_element)
             update = self.emit(Verb.UPDATE, Lane.UPDATE, own, gradient_slot=gradient, state_slot=slot, bytes=traffic, **common)
             updates.append(update)
-            # Writes go to the slot that the previous commit made free.
-            write_after = [update, *self.before.commit]
+            write_after = [update, *committed]
             if slot >= 0:
                 states.append(
                     self.emit(Verb.WRITE_STATES, Lane.SSD_WRITE, write_after, state_slot=slot, bytes=state_bytes, **common)
@@ -473,7 +479,7 @@ class _Builder:
         if not resident:
             self.host[host] = Slot(unit, tuple(updates), tuple(weights))
             stale = _find(self.device, unit)
-            if stale >= 0 and plan.update_policy == "immediate":
+            if stale >= 0 and not late:
                 self.device[stale] = replace(self.device[stale], unit=-1)
         elif plan.separate_device:
             self.resident_ready[unit] = self.upload_resident(unit, updates)
@@ -497,8 +503,15 @@ class _Builder:
 
     def commit(self) -> None:
         self.commit_refs = (
-            self.emit(Verb.COMMIT, Lane.COMMIT, [*self.written, *self.decide_refs, *self.before.decide], phase="update"),
+            self.emit(
+                Verb.COMMIT,
+                Lane.COMMIT,
+                [*self.written, *self.decide_refs, *self.before.decide],
+                phase="update",
+                late=bool(self.before.pending),
+            ),
         )
+        self.written = []
 
     # -- sizes ----------------------------------------------------------------------------------------------------------
 

@@ -12,9 +12,9 @@ is about their maximum), so few amounts need to be tried.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from headrace.plan.base import Plan, Unit
+from headrace.plan.base import Plan, Speculation, Unit, spread
 from headrace.plan.footprint import Allowance, with_footprint
-from headrace.plan.forecast import forecast
+from headrace.plan.forecast import forecast, redo_seconds
 from headrace.plan.memory import buffer_groups
 from headrace.spec.ceilings import Ceilings
 from headrace.spec.costs import ModelCosts
@@ -34,6 +34,8 @@ _AMOUNT_PARTS = 4
 _FINALISTS = 2
 # A forecast within the search is coarse; plans closer than this are alike, and the simpler one (tried first) is taken.
 _SEARCH_OPERATIONS = 800
+# Shares of the blocks whose updates may be held for the next forward: 0, 1/8, ... 7/8.
+_LATE_PARTS = 8
 _ALIKE = 1.005
 
 
@@ -125,13 +127,66 @@ def make_plan(problem: Problem, ceilings: Ceilings | None = None) -> Plan:
             if found_seconds * _ALIKE < best_seconds:
                 best_seconds, best = found_seconds, found
     plan = filled(problem, plan_of(problem, best))
-    if not plan.resident_states:
-        return plan
-    # States in memory are not read, but each commit writes them in one go; what is better depends on how often that is.
-    streamed = with_footprint(
-        replace(plan, resident_states=()), problem.costs_of(plan.micro_batch_sequences), problem.allowance
+    if plan.update_policy == "immediate":
+        return _balanced(problem, plan_of(problem, best), plan, machine)
+    if plan.resident_states:
+        # States in memory are not read, but each commit writes them in one go; what is better depends on how often that is.
+        streamed = with_footprint(
+            replace(plan, resident_states=()), problem.costs_of(plan.micro_batch_sequences), problem.allowance
+        )
+        plan = min((streamed, plan), key=lambda candidate: forecast(candidate, machine).step_seconds)
+    # What lives only in memory cannot be taken back.
+    return plan if plan.resident_states or plan.checkpoint_every > 1 else _with_speculation(plan, machine)
+
+
+def _balanced(problem: Problem, bare: Plan, best: Plan, machine: Ceilings) -> Plan:
+    """Return `best`, or a plan with late units and more states read ahead if it is faster: `bare` has nothing filled in yet.
+
+    Updates behind backward leave drives idle in forward. Some units' updates are held for it, as many as make both halves
+    equally long; which ones matters little as long as they are spread evenly over the depth.
+    """
+    best_seconds = forecast(best, machine).step_seconds
+    unit_chunks = -(-bare.largest_block_elements // bare.chunk_elements)
+    for held in ("host", "ssd"):
+        for slots in sorted({bare.state_slots, max(bare.state_slots, unit_chunks + 2)}):
+            found = []
+            for late in late_choices(bare):
+                plan = with_footprint(
+                    replace(bare, late_units=late, held_gradients=held, state_slots=slots),
+                    problem.costs_of(bare.micro_batch_sequences),
+                    problem.allowance,
+                )
+                if fits(plan) and (late or held == "host"):
+                    plan = filled(problem, plan)
+                    found.append(
+                        (forecast(plan, machine, most_operations=2 * _SEARCH_OPERATIONS).step_seconds, len(late), plan)
+                    )
+            if found:
+                plan = min(found, key=lambda entry: entry[:2])[2]
+                seconds = forecast(plan, machine).step_seconds
+                if seconds * _ALIKE < best_seconds:
+                    best_seconds, best = seconds, plan
+    return best
+
+
+def late_choices(plan: Plan) -> list[tuple[int, ...]]:
+    """Return the sets of units that are tried as late ones: so many parts of the blocks, evenly spread."""
+    counts = dict.fromkeys(round(plan.num_blocks * part / _LATE_PARTS) for part in range(_LATE_PARTS))
+    return [spread(count, plan.num_blocks) for count in counts]
+
+
+def _with_speculation(plan: Plan, machine: Ceilings) -> Plan:
+    """Return a deferred plan with the costs of speculating beside it: the same buffers, another order."""
+    variants = [replace(plan, update_policy="speculative", late_units=late) for late in late_choices(plan)]
+    seconds = [forecast(variant, machine, most_operations=2 * _SEARCH_OPERATIONS).step_seconds for variant in variants]
+    variant = variants[min(range(len(variants)), key=seconds.__getitem__)]
+    speculation = Speculation(
+        late_units=variant.late_units,
+        deferred_seconds=forecast(plan, machine).step_seconds,
+        hit_seconds=forecast(variant, machine).step_seconds,
+        redo_seconds=redo_seconds(variant, machine),
     )
-    return min((streamed, plan), key=lambda candidate: forecast(candidate, machine).step_seconds)
+    return replace(plan, speculation=speculation)
 
 
 def _fitting(problem: Problem) -> list[Choice]:
@@ -225,7 +280,9 @@ def plan_of(problem: Problem, choice: Choice) -> Plan:
         loss_chunk_tokens=_loss_chunk_tokens(costs, workload, choice.lean),
         update_policy=policy,
         held_gradients=choice.held,
-        checkpoint_every=workload.checkpoint_every or 1,
+        late_units=tuple(range(len(problem.layouts))) if policy == "deferred" else (),
+        # A step that is taken back goes back to the last commit: that must be the step before.
+        checkpoint_every=workload.checkpoint_every or 1 if policy == "deferred" else 1,
         host_slots=min(num_blocks, max(2, prefetch + 1 + (policy == "immediate" and not choice.lean))),
         device_slots=prefetch + 1 if problem.separate_device else 0,
         prefetch=prefetch,

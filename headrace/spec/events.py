@@ -22,7 +22,10 @@ class OpDone:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """What one optimizer step did. `bytes_read` and `bytes_written` are per tier name; `peak_bytes` too."""
+    """What one optimizer step did. `bytes_read` and `bytes_written` are per tier name; `peak_bytes` too.
+
+    `update_policy` is the plan's; `redone`: updates were begun on the guess that nothing is clipped, and done again.
+    """
 
     step: int
     loss: float
@@ -33,6 +36,8 @@ class StepResult:
     seconds: float
     skipped: str | None = None
     loss_scale: float | None = None
+    update_policy: str = ""
+    redone: bool = False
     bytes_read: dict[str, int] = field(default_factory=dict)
     bytes_written: dict[str, int] = field(default_factory=dict)
     peak_bytes: dict[str, int] = field(default_factory=dict)

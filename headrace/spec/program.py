@@ -65,6 +65,7 @@ class Op:
     gradient_slot: int = -1
     stash_slot: int = -1
     phase: str = "forward"
+    late: bool = False  # it is part of the step before: an update that was held, and that step's commit
     bytes: int = 0
     flops: float = 0.0
     after: tuple[int, ...] = ()

@@ -9,7 +9,7 @@ from headrace.update.base import (
     adamw_coefficients,
     group_pieces,
 )
-from headrace.update.clip import LossScale, clip_factor
+from headrace.update.clip import HitRate, LossScale, clip_factor
 from headrace.update.norm import BLOCK_ELEMENTS, add_block_sums, block_square_sums, square_sum
 from headrace.update.on_device import DeviceUpdater
 from headrace.update.parallel import Updater
@@ -21,6 +21,7 @@ __all__ = [
     "AdamWRule",
     "Coefficients",
     "DeviceUpdater",
+    "HitRate",
     "LossScale",
     "StepHyper",
     "UpdateRule",

@@ -14,6 +14,9 @@ _NORM_GUARD = 1e-6
 # Below 1 the scale would make gradients smaller than they are; beyond 2^32 float16 gradients overflow at any useful size.
 _SMALLEST_SCALE, _LARGEST_SCALE = 1.0, 2.0**32
 
+HIT_WINDOW_STEPS = 32
+DECISION_STEPS = 8
+
 
 def clip_factor(total_norm: float, max_norm: float | None) -> float | None:
     """Return the factor on the gradient, at most 1, or None: the norm is not finite and the step must be skipped.
@@ -29,6 +32,31 @@ def clip_factor(total_norm: float, max_norm: float | None) -> float | None:
     if not math.isfinite(total_norm):
         return None
     return 1.0 if max_norm is None else min(1.0, max_norm / (total_norm + _NORM_GUARD))
+
+
+@dataclass(frozen=True, slots=True)
+class HitRate:
+    """The last steps' outcomes, by which it is decided whether to guess that the next gradients need no clipping: a value.
+
+    A hit is a step whose gradients were neither clipped nor thrown away. The decision is looked at every
+    `DECISION_STEPS` steps only, since a change of policy costs a pause.
+    """
+
+    outcomes: tuple[bool, ...] = ()
+    num_steps: int = 0
+
+    def after(self, hit: bool) -> "HitRate":
+        """Return the value with one more step in it, and without what is older than the window."""
+        return HitRate((*self.outcomes, hit)[-HIT_WINDOW_STEPS:], self.num_steps + 1)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether this is a step to look at the decision."""
+        return self.num_steps > 0 and self.num_steps % DECISION_STEPS == 0
+
+    def exceeds(self, break_even: float) -> bool:
+        """Whether hits were more frequent than `break_even`, a share of all steps."""
+        return sum(self.outcomes) > break_even * len(self.outcomes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

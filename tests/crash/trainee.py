@@ -4,12 +4,14 @@ It makes the file `ready` in the run's parent when the engine is open. The data 
 goes on with the next batch.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 import headrace
 from headrace.engine import Engine
+from headrace.plan.base import Plan
 
 
 def batch(seed: int) -> dict[str, torch.Tensor]:
@@ -17,7 +19,12 @@ def batch(seed: int) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": ids}
 
 
-def main(model: str, run: str, out: str, steps: int, clip: float) -> None:
+def speculative(plan: Plan) -> Plan:
+    """Half of the units behind backward, as if nothing were clipped; the other half behind the next forward."""
+    return replace(plan, update_policy="speculative", late_units=(0, 2), resident_states=(), speculation=None)
+
+
+def main(model: str, run: str, out: str, steps: int, policy: str) -> None:
     torch.set_num_threads(1)
     run_directory = Path(run)
     if (run_directory / "commit.0").exists():
@@ -29,9 +36,10 @@ def main(model: str, run: str, out: str, steps: int, clip: float) -> None:
             headrace.Budget(host="2GiB"),
             headrace.AdamW(lr=1e-3, weight_decay=0.1),
             run_directory=run_directory,
-            max_grad_norm=clip or None,
+            max_grad_norm=None if policy == "immediate" else 0.5,
             tokens_per_step=96,
             sequence_length=24,
+            adjust_plan=speculative if policy == "speculative" else None,
         )
     with engine:
         (run_directory.parent / "ready").touch()

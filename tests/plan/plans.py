@@ -43,4 +43,5 @@ def small_plan(num_blocks: int = 4, **changes: Any) -> Plan:
         "epilogue_flops": 1e6,
     }
     values.update(changes)
+    values.setdefault("late_units", tuple(range(units)) if values["update_policy"] == "deferred" else ())
     return Plan(**values)

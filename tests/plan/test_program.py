@@ -21,11 +21,12 @@ def plans(draw: st.DrawFn) -> Plan:
     num_blocks = draw(st.integers(2, 6))
     separate = draw(st.booleans())
     prefetch = draw(st.integers(0, 2))
-    policy = draw(st.sampled_from(["immediate", "deferred"]))
+    policy = draw(st.sampled_from(["immediate", "deferred", "speculative"]))
     homes = st.sampled_from(["device", "host", "ssd"] if separate else ["device", "ssd"])
     stash = tuple(draw(st.lists(homes, min_size=num_blocks, max_size=num_blocks)))
     units = num_blocks + 2
     resident = draw(st.sets(st.integers(0, units - 1))) if policy == "deferred" else set()
+    late = set(range(units)) if policy == "deferred" else draw(st.sets(st.integers(0, units - 1)))
     return small_plan(
         num_blocks,
         separate_device=separate,
@@ -33,6 +34,7 @@ def plans(draw: st.DrawFn) -> Plan:
         host_slots=draw(st.integers(max(2, prefetch + 1), num_blocks + 2)),
         device_slots=draw(st.integers(prefetch + 1, num_blocks + 1)) if separate else 0,
         update_policy=policy,
+        late_units=tuple(sorted(late)),
         held_gradients=draw(st.sampled_from(["host", "ssd"])),
         stash_tiers=stash,
         stash_slots=draw(st.integers(2, 5)) if "ssd" in stash else 0,
@@ -146,7 +148,7 @@ def perform(memory: Memory, op: Op, step: int) -> list[tuple]:
         buffer[key] = (unit, op.chunk, memory.ssd_states[unit, op.chunk])
         return [(("ssd states", unit, op.chunk), False), (key, True)]
     if op.verb is Verb.UPDATE:
-        of_step = step if plan.update_policy == "immediate" else step - 1
+        of_step = step - op.late
         assert buffer[tail[0]] == (unit, of_step), f"{op.label} at step {step} uses the gradient {buffer[tail[0]]}"
         key = memory.host_key(op)
         held, chunks = buffer[key]
@@ -173,7 +175,7 @@ def perform(memory: Memory, op: Op, step: int) -> list[tuple]:
         memory.ssd_weights[unit][op.chunk] = chunks[op.chunk]
         return [(key, False, op.chunk), (("ssd weights", unit), True, op.chunk), (("target slot",), False)]
     if op.verb is Verb.COMMIT:
-        of_step = step if plan.update_policy == "immediate" else step - 1
+        of_step = step - op.late
         assert {version for chunks in memory.ssd_weights.values() for version in chunks.values()} == {of_step + 1}
         resident = set(plan.resident_states)
         assert {version for (held, _), version in memory.ssd_states.items() if held not in resident} <= {of_step + 1}
