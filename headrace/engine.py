@@ -6,7 +6,6 @@ import math
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -15,11 +14,10 @@ import torch
 
 from headrace.flow.batch import checked_batch, split_batch
 from headrace.flow.buffers import Buffers
-from headrace.flow.commit import write_resident_states
-from headrace.flow.execute import Interpreter, OverlappedInterpreter, PlainInterpreter
+from headrace.flow.execute import OverlappedInterpreter, PlainInterpreter
 from headrace.flow.load import UnitReader, import_model
 from headrace.flow.state import Parts, StepState, Verdict
-from headrace.flow.step import run_step
+from headrace.flow.steps import Steps
 from headrace.ioengine import measure_directory, striping_weights
 from headrace.machine import (
     CpuMachine,
@@ -41,16 +39,15 @@ from headrace.model import (
 from headrace.plan.base import Plan
 from headrace.plan.footprint import Allowance
 from headrace.plan.memory import scratch_bytes
-from headrace.plan.program import Carry, build_program, build_tail, cold_carry, redo_carry
 from headrace.plan.search import Problem, Workload, make_plan
 from headrace.spec.budget import Budget
 from headrace.spec.ceilings import Ceilings
 from headrace.spec.costs import ModelCosts
 from headrace.spec.errors import DataError, RunDirectoryError
 from headrace.spec.events import Event, Sink, StepResult
-from headrace.spec.layout import PLANE_SETS, chunk_ranges
+from headrace.spec.layout import PLANE_SETS
 from headrace.spec.optimizer import AdamW, Schedule
-from headrace.spec.program import Lane, Program
+from headrace.spec.program import Lane
 from headrace.spec.settings import Settings
 from headrace.store import StateStore
 from headrace.update import AdamWRule, HitRate, LossScale, StepHyper, Updater
@@ -97,13 +94,9 @@ class Engine:
             self._read_record()
             self._meter = MemoryMeter()
             self._closers.callback(self._meter.close)
-            self._parts: Parts | None = None
-            self._interpreter: Interpreter | None = None
-            self._pending: Verdict | None = None
+            self._steps: Steps | None = None
             self._hits = HitRate()
-            self._last: Verdict | None = None
             self._closed = False
-            self._programs: dict[tuple[int, Carry], tuple[Program, Carry]] = {}
         except BaseException:
             self._closers.close()
             raise
@@ -304,8 +297,8 @@ class Engine:
             return self.plan.chunk_elements
         return min(4 << 20, max(layout.num_elements for layout in self.chain.layouts))
 
-    def _ready(self, sequences: int, length: int) -> Parts:
-        """Return the parts for a batch of this shape, with a larger plan than before if the batch needs one."""
+    def _ready(self, sequences: int, length: int) -> Steps:
+        """Return what runs a batch of this shape, with a larger plan than before if the batch needs one."""
         plan = self.plan
         if plan is None or length > plan.sequence_length or sequences * length > plan.tokens_per_step:
             self.flush()
@@ -316,15 +309,14 @@ class Engine:
                 else sequences * length,
                 max(length, plan.sequence_length if plan else 0),
             )
-        if self._parts is None:
-            self._build_parts(plan)
-        assert self._parts is not None
-        return self._parts
+        if self._steps is None:
+            self._steps = self._build_steps(plan)
+        return self._steps
 
-    def _build_parts(self, plan: Plan) -> None:
+    def _build_steps(self, plan: Plan) -> Steps:
         self.store.grow_scratch(scratch_bytes(plan))
         self._updater.warm_up()
-        self._parts = Parts(
+        parts = Parts(
             plan=plan,
             chain=self.chain,
             machine=self.machine,
@@ -334,41 +326,20 @@ class Engine:
             seed=self.settings.seed,
             sink=self._emit,
         )
-        interpreter = OverlappedInterpreter if self.settings.interpreter == "overlapped" else PlainInterpreter
-        self._interpreter = (
+        overlapped = self.settings.interpreter == "overlapped"
+        interpreter = (
             OverlappedInterpreter(self.machine, self._user_sink, _LANE_WIDTHS)
-            if interpreter is OverlappedInterpreter
+            if overlapped
             else PlainInterpreter(self.machine, self._user_sink)
         )
-        self._load_residents()
+        return Steps(parts, interpreter, self._hits)
 
     def _drop_buffers(self) -> None:
-        if self._interpreter is not None:
-            self._interpreter.close()
-        self._parts = self._interpreter = None
+        if self._steps is not None:
+            self._steps.close()
+            self._hits = self._steps.hits
+        self._steps = None
         self.machine.release_host_buffers()
-        self._programs.clear()
-
-    def _load_residents(self) -> None:
-        """Read what lives in memory from the store's newest version: at the start, and after a step was taken back."""
-        assert self._parts is not None
-        parts = self._parts
-        self._carry = cold_carry(parts.plan)
-        for unit in parts.plan.resident_units:
-            into = parts.buffers.resident_host_weights(unit)
-            parts.store.read_weights(unit, into).wait()
-            if parts.plan.separate_device:
-                source = torch.from_numpy(into).view(parts.buffers.dtype)
-                with self.machine.lane(Lane.HOST_TO_DEVICE):
-                    self.machine.copy(parts.buffers.resident_weights[unit], source)
-                    event = self.machine.record(Lane.HOST_TO_DEVICE)
-                if event is not None:
-                    event.synchronize()
-        width = parts.plan.planes.state_bytes_per_element
-        for unit in parts.plan.resident_states:
-            states = parts.buffers.resident_states[unit]
-            for chunk, (start, stop) in enumerate(chunk_ranges(parts.plan.units[unit].num_elements, parts.plan.chunk_elements)):
-                parts.store.read_states(unit, chunk, states[start * width : stop * width]).wait()
 
     # -- stepping ---------------------------------------------------------------------------------------------------
 
@@ -384,11 +355,12 @@ class Engine:
             StepFailed: a lane failed (its cause is chained); the last committed step is untouched, `resume` goes on from it.
         """
         started, cpu_batch = time.perf_counter(), checked_batch(batch)
-        parts = self._ready(*cpu_batch["input_ids"].shape)
+        steps = self._ready(*cpu_batch["input_ids"].shape)
+        rows = steps.parts.plan.micro_batch_sequences
         self._meter.reset()
         read, written = self.store.bytes_read, self.store.bytes_written
-        micro_batches = split_batch(cpu_batch, parts.plan.micro_batch_sequences, self.machine.device)
-        shifted = torch.split(shift_labels(cpu_batch["labels"]), parts.plan.micro_batch_sequences)
+        micro_batches = split_batch(cpu_batch, rows, self.machine.device)
+        shifted = torch.split(shift_labels(cpu_batch["labels"]), rows)
         targets = [target.to(self.machine.device) for target in shifted]
         columns = [(target >= 0).any(dim=0).tolist() for target in shifted]
         trained = sum(int((target >= 0).sum()) for target in shifted)
@@ -396,16 +368,14 @@ class Engine:
             raise DataError(
                 f"step {self.num_steps}: none of the batch's {cpu_batch['labels'].numel()} labels is trained (all -100)"
             )
-        self._follow_hit_rate()
-        parts = self._parts or parts
+        self.plan = steps.follow_hit_rate()
         verdict = self._verdict(position)
-        state = StepState(parts, micro_batches, targets, columns, trained, verdict, self._pending)
-        program, carry = self._program(len(micro_batches))
-        assert self._interpreter is not None
-        run_step(program, state, self._interpreter)
-        self._carry = carry
-        policy, redone = parts.plan.update_policy, verdict.missed
-        self._finish(verdict)
+
+        def state_of(pending: Verdict | None) -> StepState:
+            return StepState(steps.parts, micro_batches, targets, columns, trained, verdict, pending)
+
+        state = steps.run(len(micro_batches), verdict, state_of)
+        self._move_on(verdict)
         loss = float(state.loss_sum) / trained if state.loss_sum is not None else math.nan
         if state.aside_loss is not None:
             loss += float(state.aside_loss)
@@ -419,11 +389,11 @@ class Engine:
             seconds=time.perf_counter() - started,
             skipped=verdict.skipped,
             loss_scale=verdict.loss_scale.scale if verdict.loss_scale else None,
-            update_policy=policy,
-            redone=redone,
+            update_policy=self.plan.update_policy,
+            redone=verdict.redone,
             bytes_read={"ssd": self.store.bytes_read - read},
             bytes_written={"ssd": self.store.bytes_written - written},
-            peak_bytes=self._peak_bytes(parts.plan),
+            peak_bytes=self._peak_bytes(self.plan),
         )
         self._emit(result)
         return result
@@ -474,74 +444,15 @@ class Engine:
     def _after(verdict: Verdict) -> LossScale | None:
         return verdict.loss_scale.after(verdict.skipped is None) if verdict.loss_scale else None
 
-    def _program(self, num_micro: int) -> tuple[Program, Carry]:
-        key = (num_micro, self._carry)
-        if key not in self._programs:
-            if len(self._programs) > 16:  # the steady state repeats itself; odd batch shapes need not pile up
-                self._programs.clear()
-            assert self.plan is not None
-            self._programs[key] = build_program(self.plan, num_micro, self._carry)
-        return self._programs[key]
-
-    def _finish(self, verdict: Verdict) -> None:
-        """Move on to the next step; one whose updates began on a wrong guess is taken back here."""
-        assert self.plan is not None
+    def _move_on(self, verdict: Verdict) -> None:
         self.num_steps += 1
-        self._last = verdict
         self._num_updates = verdict.num_updates_after
         self._loss_scale = self._after(verdict)
-        self._hits = self._hits.after(verdict.is_hit)
-        if verdict.void and self.plan.update_policy != "deferred":
-            self._take_back(verdict)
-        else:
-            self._pending = verdict if self.plan.late_units else None
-
-    def _follow_hit_rate(self) -> None:
-        """Change between waiting for the norm and guessing it, where the plan has both; they share all buffers."""
-        assert self._parts is not None
-        plan, hits = self._parts.plan, self._hits
-        if plan.speculation is None or not hits.is_due:
-            return
-        speculate = hits.exceeds(plan.speculation.break_even)
-        if speculate == (plan.update_policy == "speculative"):
-            return
-        self.flush()
-        self.plan = replace(
-            plan,
-            update_policy="speculative" if speculate else "deferred",
-            late_units=plan.speculation.late_units if speculate else tuple(range(len(plan.units))),
-        )
-        self._parts = replace(self._parts, plan=self.plan)
-        self._programs.clear()
-
-    def _take_back(self, verdict: Verdict) -> None:
-        """Go back to the committed slots; then record a skipped step, or repeat the updates from the held gradients."""
-        assert self.plan is not None
-        assert self._interpreter is not None
-        self._interpreter.wait()
-        self.store.abandon()
-        self._load_residents()
-        self._pending = None
-        if verdict.skipped is not None:
-            self.store.commit(verdict.record(verdict))
-            return
-        verdict.missed = False
-        self._carry, self._pending = redo_carry(self.plan), verdict
-        self.flush()
 
     def flush(self) -> None:
         """Finish everything under way and make the newest step durable."""
-        if self._parts is None or self._interpreter is None:
-            return
-        if self._pending is not None:
-            self._pending.durable = True
-            program, self._carry = build_tail(self._parts.plan, self._carry)
-            run_step(program, StepState(self._parts, [], [], [], 1, self._pending, self._pending), self._interpreter)
-            self._pending = None
-        self._interpreter.wait()
-        if self._last is not None and int(self.store.record["num_steps"]) < self.num_steps:
-            write_resident_states(self._parts)
-            self.store.commit(self._last.record(self._last))
+        if self._steps is not None:
+            self._steps.flush()
 
     # -- results ----------------------------------------------------------------------------------------------------
 
@@ -577,7 +488,7 @@ class Engine:
         if self._closed:
             return
         try:
-            if self._interpreter is not None and self._interpreter.failure is None:
+            if self._steps is not None and not self._steps.failed:
                 self.flush()
         finally:
             self._shut_down()

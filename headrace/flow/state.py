@@ -49,6 +49,7 @@ class Verdict:
     skipped: str | None = None
     clipped: bool = False
     missed: bool = False  # speculative: updates were begun with a factor that turned out wrong
+    redone: bool = False  # and were done again
 
     @property
     def void(self) -> bool:

@@ -8,6 +8,7 @@ from itertools import pairwise
 
 from headrace.plan.base import Plan
 from headrace.plan.memory import buffer_groups, scratch_bytes
+from headrace.plan.program import RECALLED_AHEAD
 from headrace.spec.costs import ModelCosts
 from headrace.spec.sizes import MIB
 
@@ -67,11 +68,18 @@ def _kernel_bytes(costs: ModelCosts) -> int:
 
 
 def _activation_bytes(plan: Plan, costs: ModelCosts) -> int:
-    """Hidden states of the step on the device: where compute is, its gradient, what waits for the stash or stays."""
-    on_device = sum(plan.stash_bytes(block) for block in plan.blocks_stashed_on("device"))
-    away = [plan.stash_bytes(block) for block in range(1, plan.num_blocks + 1) if plan.stash_tiers[block - 1] != "device"]
-    # Compute is at most one block ahead of the stash.
-    return plan.num_micro_batches * (2 * plan.hidden_bytes + on_device + 2 * max(away, default=0) + costs.call_bytes)
+    """Return what lies on the device between operations: hidden states or their gradients, and what waits for backward."""
+    count, hidden = plan.num_micro_batches, plan.hidden_bytes
+    staying = sum(plan.stash_bytes(block) for block in plan.blocks_stashed_on("device"))
+    kept_away = [
+        plan.kept_bytes[block - 1] for block in range(1, plan.num_blocks + 1) if plan.stash_tiers[block - 1] != "device"
+    ]
+    # Forward at block l, micro-batch j: outputs of l up to j, inputs of l, and those of l - 1 after j that are not stashed yet
+    # (compute is at most one block ahead of the stash); kept outputs of the last two.
+    forward = (2 * count + 1) * hidden + (count + 1) * max(kept_away, default=0)
+    # Backward: one gradient each, besides the one that is made, and what was recalled for this use and the next ones.
+    backward = (count + 1) * hidden + (RECALLED_AHEAD + 2) * (hidden + max(kept_away, default=0))
+    return max(forward, backward) + count * (staying + costs.call_bytes)
 
 
 def _library_bytes(plan: Plan, device: dict[str, int], overhead_bytes: int) -> int:

@@ -17,6 +17,9 @@ from headrace.spec.program import Lane, Op, Program, Verb
 
 Refs = tuple[int, ...]
 
+# Block inputs that are brought back before the use that comes next, if there are buffers for them.
+RECALLED_AHEAD = 2
+
 
 @dataclass(frozen=True, slots=True)
 class Slot:
@@ -364,7 +367,7 @@ class _Builder:
 
     def recall_ahead(self, block: int, micro: int) -> None:
         """Start bringing back the inputs of this use and of the next ones, as many as there are buffers for."""
-        ahead = max(1, min(self.plan.stash_slots - 1, 2))
+        ahead = max(1, min(self.plan.stash_slots - 1, RECALLED_AHEAD))
         for _ in range(ahead + 1):
             if block < 1:
                 return

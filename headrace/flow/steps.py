@@ -1,0 +1,130 @@
+"""From step to step: the program of each, what it leaves to the next one, and how a step is taken back.
+
+`step.py` is one step; this is the row of them. Not here: batches, schedules, what is recorded (the engine's).
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from headrace.flow.commit import write_resident_states
+from headrace.flow.execute import Interpreter
+from headrace.flow.state import Parts, StepState, Verdict
+from headrace.flow.step import run_step
+from headrace.plan.base import Plan
+from headrace.plan.program import Carry, build_program, build_tail, cold_carry, redo_carry
+from headrace.spec.layout import chunk_ranges
+from headrace.spec.program import Lane, Program
+from headrace.update import HitRate
+
+# Programs that are kept; the steady state repeats itself, and odd batch shapes need not pile up.
+_MOST_PROGRAMS = 16
+
+
+class Steps:
+    """Runs steps one after the other on one set of buffers. Close it before the buffers go.
+
+    `hits` says how often updates could have started before the norm was known; it decides the policy where the plan has two.
+    """
+
+    def __init__(self, parts: Parts, interpreter: Interpreter, hits: HitRate) -> None:
+        self.parts, self.hits = parts, hits
+        self._interpreter = interpreter
+        self._programs: dict[tuple[int, Carry], tuple[Program, Carry]] = {}
+        self._pending: Verdict | None = None
+        self._last: Verdict | None = None
+        self._carry = self._load_residents()
+
+    @property
+    def failed(self) -> bool:
+        """Whether a lane failed: nothing can be finished any more."""
+        return self._interpreter.failure is not None
+
+    def run(self, num_micro_batches: int, verdict: Verdict, state_of: Callable[[Verdict | None], StepState]) -> StepState:
+        """Run one step. `state_of` is given the verdict of the step before if updates of it are still to be done.
+
+        Raises:
+            StepFailed: a lane failed; the last committed step is untouched.
+        """
+        state = state_of(self._pending)
+        key = (num_micro_batches, self._carry)
+        if key not in self._programs:
+            if len(self._programs) >= _MOST_PROGRAMS:
+                self._programs.clear()
+            self._programs[key] = build_program(self.parts.plan, *key)
+        program, self._carry = self._programs[key]
+        run_step(program, state, self._interpreter)
+        self._last = verdict
+        self.hits = self.hits.after(verdict.is_hit)
+        if verdict.void and self.parts.plan.update_policy != "deferred":
+            self._take_back(verdict)
+        else:
+            self._pending = verdict if self.parts.plan.late_units else None
+        return state
+
+    def follow_hit_rate(self) -> Plan:
+        """Change between waiting for the norm and guessing it, where the plan has both: they share all buffers."""
+        plan, hits = self.parts.plan, self.hits
+        if plan.speculation is None or not hits.is_due:
+            return plan
+        speculate = hits.exceeds(plan.speculation.break_even)
+        if speculate != (plan.update_policy == "speculative"):
+            self.flush()
+            plan = replace(
+                plan,
+                update_policy="speculative" if speculate else "deferred",
+                late_units=plan.speculation.late_units if speculate else tuple(range(len(plan.units))),
+            )
+            self.parts = replace(self.parts, plan=plan)
+            self._programs.clear()
+        return plan
+
+    def flush(self) -> None:
+        """Finish everything under way and make the newest step durable."""
+        if self._pending is not None:
+            self._pending.durable = True
+            program, self._carry = build_tail(self.parts.plan, self._carry)
+            run_step(program, StepState(self.parts, [], [], [], 1, self._pending, self._pending), self._interpreter)
+            self._pending = None
+        self._interpreter.wait()
+        if self._last is not None and int(self.parts.store.record["num_steps"]) <= self._last.step:
+            write_resident_states(self.parts)
+            self.parts.store.commit(self._last.record(self._last))
+
+    def close(self) -> None:
+        """End the interpreter's threads. Does not flush."""
+        self._interpreter.close()
+
+    def _take_back(self, verdict: Verdict) -> None:
+        """Go back to the committed slots; then record a skipped step, or repeat the updates from the held gradients."""
+        self._interpreter.wait()
+        self.parts.store.abandon()
+        self._carry, self._pending = self._load_residents(), None
+        if verdict.skipped is not None:
+            self.parts.store.commit(verdict.record(verdict))
+            return
+        verdict.missed, verdict.redone = False, True
+        self._carry, self._pending = redo_carry(self.parts.plan), verdict
+        self.flush()
+
+    def _load_residents(self) -> Carry:
+        """Read what lives in memory from the store's newest version: at the start, and after a step was taken back."""
+        parts = self.parts
+        plan, machine = parts.plan, parts.machine
+        for unit in plan.resident_units:
+            into = parts.buffers.resident_host_weights(unit)
+            parts.store.read_weights(unit, into).wait()
+            if plan.separate_device:
+                source = torch.from_numpy(into).view(parts.buffers.dtype)
+                with machine.lane(Lane.HOST_TO_DEVICE):
+                    machine.copy(parts.buffers.resident_weights[unit], source)
+                    event = machine.record(Lane.HOST_TO_DEVICE)
+                if event is not None:
+                    event.synchronize()
+        width = plan.planes.state_bytes_per_element
+        for unit in plan.resident_states:
+            states = parts.buffers.resident_states[unit]
+            for chunk, (start, stop) in enumerate(chunk_ranges(plan.units[unit].num_elements, plan.chunk_elements)):
+                parts.store.read_states(unit, chunk, states[start * width : stop * width]).wait()
+        return cold_carry(plan)
