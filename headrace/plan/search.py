@@ -129,14 +129,35 @@ def make_plan(problem: Problem, ceilings: Ceilings | None = None) -> Plan:
     plan = filled(problem, plan_of(problem, best))
     if plan.update_policy == "immediate":
         return _balanced(problem, plan_of(problem, best), plan, machine)
+    candidates = [plan, *_for_speculation(problem, placements, best, machine)]
     if plan.resident_states:
-        # States in memory are not read, but each commit writes them in one go; what is better depends on how often that is.
-        streamed = with_footprint(
-            replace(plan, resident_states=()), problem.costs_of(plan.micro_batch_sequences), problem.allowance
-        )
-        plan = min((streamed, plan), key=lambda candidate: forecast(candidate, machine).step_seconds)
-    # What lives only in memory cannot be taken back.
-    return plan if plan.resident_states or plan.checkpoint_every > 1 else _with_speculation(plan, machine)
+        # States in memory are not read, but each commit writes them in one go.
+        costs = problem.costs_of(plan.micro_batch_sequences)
+        candidates.insert(0, with_footprint(replace(plan, resident_states=()), costs, problem.allowance))
+    return min((_with_speculation(candidate, machine) for candidate in candidates), key=lambda found: _expected(found, machine))
+
+
+def _for_speculation(problem: Problem, placements: list[Choice], best: Choice, machine: Ceilings) -> Iterator[Plan]:
+    """Yield the deferred plan whose buffers serve speculation best: of `placements` with and without what `best` keeps."""
+    found: list[tuple[float, int, Plan]] = []
+    for choice in placements:
+        for kept in dict.fromkeys((choice, replace(choice, kept_home=best.kept_home, amount=best.amount))):
+            bare = replace(plan_of(problem, kept), gradient_slots=2)
+            if choice.rows == best.rows and bare.checkpoint_every == 1 and fits(bare):
+                plan = replace(filled(problem, bare), resident_states=())
+                variant = replace(plan, update_policy="speculative", late_units=spread(plan.num_blocks // 4, plan.num_blocks))
+                found.append((forecast(variant, machine, most_operations=_SEARCH_OPERATIONS).step_seconds, len(found), plan))
+    if found:
+        plan = min(found, key=lambda entry: entry[:2])[2]
+        yield with_footprint(plan, problem.costs_of(plan.micro_batch_sequences), problem.allowance)
+
+
+def _expected(plan: Plan, machine: Ceilings) -> float:
+    """Return the seconds of a step where half of all runs clip hardly ever, so that speculation pays, and half do often."""
+    if plan.speculation is None:
+        return forecast(plan, machine).step_seconds
+    deferred = plan.speculation.deferred_seconds
+    return (deferred + min(deferred, plan.speculation.hit_seconds)) / 2
 
 
 def _balanced(problem: Problem, bare: Plan, best: Plan, machine: Ceilings) -> Plan:
@@ -176,7 +197,12 @@ def late_choices(plan: Plan) -> list[tuple[int, ...]]:
 
 
 def _with_speculation(plan: Plan, machine: Ceilings) -> Plan:
-    """Return a deferred plan with the costs of speculating beside it: the same buffers, another order."""
+    """Return a deferred plan with the costs of speculating beside it: the same buffers, another order.
+
+    What lives only in memory could not be taken back, nor what is seldom committed: such plans stay as they are.
+    """
+    if plan.resident_states or plan.checkpoint_every > 1:
+        return plan
     variants = [replace(plan, update_policy="speculative", late_units=late) for late in late_choices(plan)]
     seconds = [forecast(variant, machine, most_operations=2 * _SEARCH_OPERATIONS).step_seconds for variant in variants]
     variant = variants[min(range(len(variants)), key=seconds.__getitem__)]
