@@ -25,7 +25,7 @@ from headrace.machine import (
     CudaMachine,
     Machine,
     MemoryMeter,
-    available_memory_bytes,
+    default_host_bytes,
     process_status_bytes,
     return_freed_memory,
 )
@@ -42,7 +42,7 @@ from headrace.plan.footprint import Allowance
 from headrace.plan.memory import scratch_bytes
 from headrace.plan.program import Carry, build_program, build_tail, cold_carry
 from headrace.plan.search import Problem, Workload, make_plan
-from headrace.spec.budget import Budget
+from headrace.spec.budget import Budget, default_bytes
 from headrace.spec.ceilings import Ceilings
 from headrace.spec.costs import ModelCosts
 from headrace.spec.errors import DataError, RunDirectoryError
@@ -254,10 +254,10 @@ class Engine:
             clip=self.settings.max_grad_norm is not None,
             checkpoint_every=self.settings.checkpoint_every,
         )
-        host_bytes = self.settings.host_bytes or int(0.7 * available_memory_bytes())
+        host_bytes = self.settings.host_bytes or default_host_bytes(pins=self.machine.device.type == "cuda")
         device_bytes = self.settings.device_bytes
         if device_bytes is None and self.machine.separate_device:
-            device_bytes = int(0.9 * self.machine.device_memory_bytes()[0])
+            device_bytes = default_bytes("device", self.machine.device_memory_bytes()[0])
 
         def costs_of(sequences: int) -> ModelCosts:
             key = (sequences, sequence_length)
