@@ -15,6 +15,7 @@ from rich.console import Console
 
 from headrace.cli.environment import cache_directory, machine_profile_path
 from headrace.cli.errors import leave
+from headrace.cli.screen import show
 from headrace.report import LineProgress, LiveProgress, Reporter
 from headrace.spec.errors import ConfigError, RunDirectoryError
 from headrace.training import Interrupted, RunConfig, RunDirectory, resume, train
@@ -30,8 +31,7 @@ class Terminal:
 
     def say(self, text: str) -> None:
         """Print `text`."""
-        sys.stdout.write(text + "\n")
-        sys.stdout.flush()
+        show(text)
 
     def progress(self, total_steps: int) -> Reporter:
         """Return the progress of a run."""

@@ -41,17 +41,18 @@ def default_host_bytes(ceilings: Ceilings | None, *, here: bool) -> int:
     return machine.default_host_bytes(pins=torch.cuda.is_available())
 
 
-def default_ssd_bytes(ceilings: Ceilings | None, directories: Sequence[Path]) -> int | None:
+def default_ssd_bytes(ceilings: Ceilings | None, directories: Sequence[Path], *, held_bytes: int = 0) -> int | None:
     """Return what may be written to `directories`, or without any to the profile's drives: free space less 10 %.
 
-    Data are striped in proportion to bandwidth, so the drive with the least space for its share sets the limit.
+    Data are striped in proportion to bandwidth, so the drive with the least space for its share sets the limit. What a
+    run's own state holds there, `held_bytes`, counts as free.
 
     Raises:
         StorageError: a directory is none, or not writable.
     """
     drives = ceilings.drives if ceilings is not None else ()
     if not directories:
-        return _striped([(drive.capacity_bytes, drive) for drive in drives]) if drives else None
+        return _striped([(drive.capacity_bytes, drive) for drive in drives], held_bytes) if drives else None
     spaces = []
     for index, directory in enumerate(directories):
         facts = describe_directory(directory)
@@ -60,9 +61,10 @@ def default_ssd_bytes(ceilings: Ceilings | None, directories: Sequence[Path]) ->
                 f"{directory}: {'not writable' if facts.is_directory else 'no such directory'}; name another --ssd"
             )
         spaces.append((facts.free_bytes, drives[min(index, len(drives) - 1)] if drives else None))
-    return _striped(spaces)
+    return _striped(spaces, held_bytes)
 
 
-def _striped(spaces: Sequence[tuple[int, Drive | None]]) -> int:
+def _striped(spaces: Sequence[tuple[int, Drive | None]], held_bytes: int) -> int:
     rates = [drive.mixed_bytes_per_second if drive is not None else 1.0 for _, drive in spaces]
-    return default_bytes("ssd", int(min(space * sum(rates) / rate for (space, _), rate in zip(spaces, rates, strict=True))))
+    free_bytes = min(space * sum(rates) / rate for (space, _), rate in zip(spaces, rates, strict=True))
+    return default_bytes("ssd", int(free_bytes) + held_bytes)

@@ -4,6 +4,7 @@
     metrics.jsonl        one line for each step
     trainer_state.json   the same in Hugging Face's form
     plan.json            the plan that the engine ran inside
+    summary.json         planned against measured, after the last step
     lanes.jsonl          what each lane did, one line for each step
     timeline.json        the operations of the last two steps
     report.html          on request: `headrace report`
@@ -119,6 +120,10 @@ class RunDirectory:
     def write_machine(self, values: Mapping[str, Any]) -> None:
         """Write the ceilings that the plan was made for, for `headrace report`."""
         _replace(self.path / "machine.json", json.dumps(values) + "\n")
+
+    def write_summary(self, values: Mapping[str, Any]) -> None:
+        """Write planned against measured, for scripts and for `headrace report --json`."""
+        _replace(self.path / "summary.json", json.dumps(values, indent=2) + "\n")
 
     def forget(self, made: Sequence[Path]) -> None:
         """Undo `write_config`, which returned `made`, after the run could not be started. Nothing else is touched."""

@@ -30,7 +30,6 @@ from headrace.report import (
     TrainerStateFile,
     metrics_record,
     model_card,
-    planned_and_measured,
     read_metrics,
 )
 from headrace.report.progress import StepClock
@@ -284,14 +283,6 @@ def test_reporters_are_never_entered_twice_at_once_and_closed_once() -> None:
     hub.close()
     for reporter in (first, second):
         assert (reporter.overlaps, reporter.seen, reporter.closed) == (0, 800, 1)
-
-
-def test_outcome_names_every_planned_tier() -> None:
-    records = [metrics_record(step(number)) for number in (1, 2, 3)]
-    text = planned_and_measured({"host": 2 << 30, "ssd": 5 << 30}, records)
-    assert "host     peak planned 2 GiB, measured 1 GiB" in text
-    assert "ssd      peak planned 5 GiB, not measured" in text
-    assert "skipped  0 of 3" in text
 
 
 def test_the_card_states_what_the_records_say_and_no_local_path_as_base_model() -> None:
