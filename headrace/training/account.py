@@ -46,8 +46,8 @@ class Account:
         if not records:
             return
         outcome = outcome_of(self._report, records)
-        self._directory.write_summary(outcome.to_json())
         display.say(explain_outcome(outcome))
+        self._directory.write_summary(outcome.to_json())
 
 
 def _architecture(model: Path) -> str:

@@ -58,7 +58,7 @@ def train(config: RunConfig, *, display: Display | None = None, engines: Engines
     Raises:
         InputError: model, data, options or run directory cannot be used; nothing is left behind.
         PlanInfeasible: the budgets are too small.
-        StorageError, StepFailed: the run broke; `resume` goes on after the cause is removed.
+        StorageError, StepFailed: the run broke, or a disk is full; `resume` goes on after the cause is removed.
         Interrupted: SIGINT or SIGTERM came; the run can be resumed.
     """
     checked, directory = check(config)
@@ -132,14 +132,18 @@ def _drive(run: _Run, engine: RunningEngine, reporters: Reporters) -> Finished:
     account = _account(run, engine)
     if account is not None:
         account.tell_before(run.display)
-    metrics = _files(run, reporters, engine.step_index)
+    with run.directory.writing():
+        metrics = _files(run, reporters, engine.step_index)
     started = time.monotonic()
     with StopRequest() as stop:
-        while engine.step_index < run.total_steps and stop.received is None:
+        while engine.step_index < run.total_steps and stop.received is None and reporters.failure is None:
             batch = tensors_of(run.stream.next_batch())
             result = engine.step(batch, position={"data": run.stream.state()})
             reporters(replace(result, step=engine.step_index))
         engine.flush()
+        reporters.close()
+        if reporters.failure is not None:
+            raise run.directory.unwritable(reporters.failure) from reporters.failure
         if account is not None:
             account.tell_after(run.display, metrics.records)
         if stop.received is not None:
