@@ -24,7 +24,7 @@ from headrace.machine import (
     CudaMachine,
     Machine,
     MemoryMeter,
-    available_memory_bytes,
+    default_host_bytes,
     process_status_bytes,
     return_freed_memory,
 )
@@ -32,23 +32,25 @@ from headrace.model import (
     Chain,
     Checkpoint,
     Exporter,
+    import_workspace_bytes,
     profile,
     self_check,
     shift_labels,
 )
 from headrace.plan.base import Plan
-from headrace.plan.footprint import Allowance
+from headrace.plan.footprint import Allowance, with_runtime
 from headrace.plan.memory import scratch_bytes
 from headrace.plan.search import Problem, Workload, make_plan
-from headrace.spec.budget import Budget
+from headrace.spec.budget import Budget, default_bytes
 from headrace.spec.ceilings import Ceilings
 from headrace.spec.costs import ModelCosts
 from headrace.spec.errors import DataError, RunDirectoryError
-from headrace.spec.events import Event, Sink, StepResult
+from headrace.spec.events import Event, Notice, Sink, StepResult
 from headrace.spec.layout import PLANE_SETS
 from headrace.spec.optimizer import AdamW, Schedule
 from headrace.spec.program import Lane
 from headrace.spec.settings import Settings
+from headrace.spec.sizes import format_bytes
 from headrace.store import StateStore
 from headrace.update import AdamWRule, HitRate, LossScale, StepHyper, Updater
 
@@ -237,8 +239,8 @@ class Engine:
         self.position: Any = record.get("position")
         scale = record.get("loss_scale")
         self._loss_scale = LossScale.from_json(scale) if scale else None
-        if record.get("plan"):
-            self.plan = Plan.from_json(record["plan"])
+        if record.get("plan") and self.plan is None:
+            self.plan = self._plan_here(Plan.from_json(record["plan"]))
 
     # -- planning ---------------------------------------------------------------------------------------------------
 
@@ -249,10 +251,11 @@ class Engine:
             clip=self.settings.max_grad_norm is not None,
             checkpoint_every=self.settings.checkpoint_every,
         )
-        host_bytes = self.settings.host_bytes or int(0.7 * available_memory_bytes())
+        stored = hasattr(self, "store")  # the model has been imported
+        host_bytes = self.settings.host_bytes or default_host_bytes(pins=self.machine.device.type == "cuda")
         device_bytes = self.settings.device_bytes
         if device_bytes is None and self.machine.separate_device:
-            device_bytes = int(0.9 * self.machine.device_memory_bytes()[0])
+            device_bytes = default_bytes("device", self.machine.device_memory_bytes()[0])
 
         def costs_of(sequences: int) -> ModelCosts:
             key = (sequences, sequence_length)
@@ -265,8 +268,9 @@ class Engine:
             device_bytes=device_bytes,
             runtime_bytes=self._runtime(lambda: costs_of(1)),
             cores=torch.get_num_threads(),
-            chunk_elements=self._chunk_elements() if hasattr(self, "store") else None,
+            chunk_elements=self._chunk_elements() if stored else None,
             device_overhead_bytes=self.machine.device_overhead_bytes,
+            import_workspace_bytes=None if stored else import_workspace_bytes(self.chain.layouts, self._weights),
         )
 
         problem = Problem(
@@ -280,6 +284,17 @@ class Engine:
         machine = Ceilings.from_json(self.settings.machine) if self.settings.machine else None
         plan = make_plan(problem, machine)
         return self._adjust_plan(plan) if self._adjust_plan else plan
+
+    def _plan_here(self, plan: Plan) -> Plan:
+        """Return an earlier process's plan with what libraries take in this one. Too much is said, not refused: the run can
+        have no other budget, and loses nothing if it is ended from outside.
+        """
+        plan = with_runtime(plan, self._runtime(lambda: profile(self.chain, 1, plan.sequence_length)))
+        if plan.peak("host") > plan.allowed_bytes["host"]:
+            needed, allowed = format_bytes(plan.peak("host")), format_bytes(plan.allowed_bytes["host"])
+            words = f"host memory: {needed} needed, {allowed} allowed: libraries take more than when the run began"
+            self._emit(Notice(text=words))
+        return plan
 
     def _runtime(self, profile_model: Callable[[], object]) -> int:
         """Return what the interpreter and its libraries take, measured once: after all that compiles or loads has done so."""

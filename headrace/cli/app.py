@@ -184,6 +184,7 @@ def plan(
 ) -> None:
     """Say whether a model fits, how fast it will be, and what limits it. Needs config.json only, no weights."""
     from headrace.cli.planning import make_report, report_text
+    from headrace.cli.screen import show
 
     report = make_report(
         model,
@@ -198,7 +199,10 @@ def plan(
         max_grad_norm=max_grad_norm,
         compute_dtype=compute_dtype,
     )
-    typer.echo(report_text(report, as_json=as_json))
+    if as_json:
+        typer.echo(report_text(report, as_json=True))
+    else:
+        show(report_text(report, as_json=False))
 
 
 @bench_app.command("machine")

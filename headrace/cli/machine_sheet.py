@@ -15,7 +15,6 @@ import headrace
 from headrace.spec.sizes import format_bytes
 
 _FLAGS = ("avx2", "fma", "f16c", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "asimd", "bf16", "sve")
-_UNLIMITED_BYTES = 1 << 60  # version 1 control groups and resource limits say "no limit" by a huge number
 
 
 def machine_sheet(ssd: tuple[Path, ...], *, measure: bool) -> dict[str, Any]:
@@ -47,9 +46,12 @@ def _lines(sheet: dict[str, Any]) -> Iterator[str]:
     limit = f", limited to {cpu['cgroup_cores']:g} by the control group" if cpu["cgroup_cores"] else ""
     yield f"cpu       {cpu['model'] or 'unknown'}, {cpu['usable_cores']} of {cpu['cores']} cores usable{limit}"
     yield f"flags     {' '.join(cpu['flags']) or 'none of those that matter'}"
-    yield f"memory    {_size(memory['total_bytes'])} total, {_size(memory['available_bytes'])} available"
+    free = f"{_size(memory['available_bytes'])} available, {_size(memory['allowed_bytes'])} of it to this process"
+    yield f"memory    {_size(memory['total_bytes'])} total, {free}"
     group, locked = _size(memory["cgroup_limit_bytes"], "none"), _size(memory["locked_limit_bytes"], "unlimited")
     yield f"limits    control group {group}, locked memory {locked}, huge pages {memory['transparent_huge_pages'] or 'unknown'}"
+    if memory["pinnable_bytes"] is not None:
+        yield f"          WSL: no more than {_size(memory['pinnable_bytes'])} can be pinned for a GPU"
     for gpu in sheet["gpus"]:
         free = f"{_size(gpu['free_bytes'])} of {_size(gpu['total_bytes'])} free"
         yield f"gpu       {gpu['name']}, {free}, compute capability {gpu['compute_capability']}"
@@ -109,32 +111,23 @@ def _memory() -> dict[str, Any]:
         "total_bytes": _kibibytes(fields.get("MemTotal")),
         "available_bytes": _kibibytes(fields.get("MemAvailable")),
         "swap_bytes": _kibibytes(fields.get("SwapTotal")),
-        "cgroup_limit_bytes": cgroup_limit_bytes(Path("/sys/fs/cgroup"), _text(Path("/proc/self/cgroup")) or ""),
+        **_limits(),
         "locked_limit_bytes": None if soft == resource.RLIM_INFINITY else soft,
         "transparent_huge_pages": chosen[chosen.find("[") + 1 : chosen.find("]")] if chosen and "[" in chosen else None,
     }
 
 
-def cgroup_limit_bytes(root: Path, membership: str) -> int | None:
-    """Return the least memory limit of this process's control groups (version 2 or 1) below `root`, None for no limit.
-
-    `membership` is the text of `/proc/self/cgroup`. A limit on any ancestor counts.
-    """
-    limits = []
-    for line in membership.splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        top, name = (root / "memory", "memory.limit_in_bytes") if controllers else (root, "memory.max")
-        group = top / path.lstrip("/")
-        # In a container the path may be the host's, with only the root of it mounted here.
-        for directory in (group, *group.parents):
-            text = _text(directory / name)
-            if text and text.isdigit() and int(text) < _UNLIMITED_BYTES:
-                limits.append(int(text))
-            if directory == top:
-                break
-    return min(limits, default=None)
+def _limits() -> dict[str, int | None]:
+    """Return what keeps this process from taking all of it; nulls where torch, which `machine` is built on, is missing."""
+    try:
+        from headrace.machine import available_memory_bytes, control_group_limit_bytes, pinnable_memory_bytes
+    except ImportError:
+        return {"allowed_bytes": None, "cgroup_limit_bytes": None, "pinnable_bytes": None}
+    return {
+        "allowed_bytes": available_memory_bytes(),
+        "cgroup_limit_bytes": control_group_limit_bytes(),
+        "pinnable_bytes": pinnable_memory_bytes(),
+    }
 
 
 def _cgroup_cores() -> float | None:

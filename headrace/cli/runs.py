@@ -4,6 +4,8 @@ Invariant: options win over key=value words, these over the YAML file.
 """
 
 import contextlib
+import errno
+import os
 import re
 import shutil
 import sys
@@ -15,8 +17,10 @@ from rich.console import Console
 
 from headrace.cli.environment import cache_directory, machine_profile_path
 from headrace.cli.errors import leave
+from headrace.cli.screen import show
 from headrace.report import LineProgress, LiveProgress, Reporter
-from headrace.spec.errors import ConfigError, RunDirectoryError
+from headrace.spec.errors import ConfigError, ExportFailed, RunDirectoryError
+from headrace.spec.sizes import format_bytes
 from headrace.training import Interrupted, RunConfig, RunDirectory, resume, train
 from headrace.training.base import StateKind
 from headrace.training.config import parse_changes, read_yaml
@@ -30,8 +34,7 @@ class Terminal:
 
     def say(self, text: str) -> None:
         """Print `text`."""
-        sys.stdout.write(text + "\n")
-        sys.stdout.flush()
+        show(text)
 
     def progress(self, total_steps: int) -> Reporter:
         """Return the progress of a run."""
@@ -90,6 +93,7 @@ def export_run(run_directory: Path, out: Path) -> None:
 
     Raises:
         RunDirectoryError: `out` exists, or the run has no weights yet.
+        ExportFailed: there is no space, or `out` cannot be written; nothing is left there.
     """
     if out.exists():
         raise RunDirectoryError(f"{out} exists; name a directory that does not, nothing was written")
@@ -101,11 +105,38 @@ def export_run(run_directory: Path, out: Path) -> None:
     engines = headrace_engines()
     kind = engines.state_of(run.path)
     if kind is StateKind.COMMITTED:
-        with engines.resume(run.path) as engine:
+        with engines.resume(run.path) as engine, _repeatable(run):
             engine.save_pretrained(out.absolute())
     elif run.final.is_dir():
-        beside = out.with_name(out.name + ".partial")
-        shutil.copytree(run.final, beside)
-        beside.rename(out)
+        with _repeatable(run):
+            _copy_final(run.final, out.absolute())
     else:
         raise RunDirectoryError(f"{run.path}: the run was stopped before its first commit; `headrace resume` begins it again")
+
+
+@contextlib.contextmanager
+def _repeatable(run: RunDirectory) -> Iterator[None]:
+    """Add to a failed export that it cost nothing."""
+    try:
+        yield
+    except ExportFailed as error:
+        raise ExportFailed(f"{error}. The run is intact: repeat `headrace export {run.path} OUT` then") from error
+
+
+def _copy_final(final: Path, out: Path) -> None:
+    """Copy a finished model to `out`, which appears complete or not at all."""
+    beside = out.with_name(out.name + ".partial")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copytree(final, beside, dirs_exist_ok=True)
+        beside.rename(out)
+    except OSError as error:  # of `copytree`, a list of what it met: no number, no name
+        shutil.rmtree(beside, ignore_errors=True)
+        if os.strerror(errno.ENOSPC) not in str(error):
+            raise ExportFailed(f"export to {out}: {error.strerror or error}; name another directory") from error
+        needed = sum(path.stat().st_size for path in final.rglob("*") if path.is_file())
+        free = shutil.disk_usage(out.parent).free
+        raise ExportFailed(
+            f"export to {out}: needs {format_bytes(needed)}, free are {format_bytes(free)}; free some space or choose another "
+            "directory"
+        ) from error

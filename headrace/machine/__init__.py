@@ -6,10 +6,15 @@ from headrace.machine.cpu import CpuMachine
 from headrace.machine.cuda import CudaMachine
 from headrace.machine.host import (
     Bytes,
-    available_memory_bytes,
     huge_page_buffer,
     process_status_bytes,
     return_freed_memory,
+)
+from headrace.machine.limits import (
+    available_memory_bytes,
+    control_group_limit_bytes,
+    default_host_bytes,
+    pinnable_memory_bytes,
 )
 from headrace.machine.meter import MemoryMeter
 
@@ -22,7 +27,10 @@ __all__ = [
     "Machine",
     "MemoryMeter",
     "available_memory_bytes",
+    "control_group_limit_bytes",
+    "default_host_bytes",
     "huge_page_buffer",
+    "pinnable_memory_bytes",
     "process_status_bytes",
     "return_freed_memory",
 ]

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from headrace.machine.base import DeviceEvent
-from headrace.machine.host import Bytes, available_memory_bytes, huge_page_buffer
+from headrace.machine.host import Bytes, huge_page_buffer
+from headrace.machine.limits import available_memory_bytes
 from headrace.spec.program import Lane
 
 

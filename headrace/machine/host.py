@@ -1,4 +1,4 @@
-"""Host memory: page-aligned buffers on huge pages, and what the kernel says about this process and machine.
+"""Host memory: page-aligned buffers on huge pages, and what the kernel says about this process.
 
 Huge pages are the point: O_DIRECT transfers into 4 KiB pages cost several times the CPU and, on virtual disks, half the
 throughput (measured: `docs/decisions/0003`). A mapping must be private and anonymous for the kernel to use them.
@@ -55,25 +55,3 @@ def process_status_bytes(field: str) -> int:
     except OSError:
         pass
     return 0
-
-
-def available_memory_bytes() -> int:
-    """Return what this process may still take: the kernel's estimate, or the control group's rest where that is less."""
-    available = 1 << 62
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                available = int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    for limit_file, usage_file in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ):
-        try:
-            limit, usage = Path(limit_file).read_text().strip(), int(Path(usage_file).read_text())
-        except (OSError, ValueError):
-            continue
-        if limit.isdigit() and int(limit) < 1 << 60:
-            available = min(available, max(0, int(limit) - usage))
-    return available

@@ -6,7 +6,7 @@ from headrace.model.blocks import Blocks, find_blocks
 from headrace.model.chain import Chain, block_seed
 from headrace.model.checkpoint import Checkpoint, check_tokenizer
 from headrace.model.export import Exporter
-from headrace.model.importing import import_unit
+from headrace.model.importing import import_unit, import_workspace_bytes
 from headrace.model.matching import WeightMap, load_buffers, match_weights
 from headrace.model.probe import Traits, probe, self_check
 from headrace.model.profile import profile
@@ -36,6 +36,7 @@ __all__ = [
     "find_blocks",
     "find_skippable",
     "import_unit",
+    "import_workspace_bytes",
     "load_buffers",
     "match_weights",
     "probe",

@@ -5,6 +5,7 @@ trained (buffers, tensors that the architecture does not use, tokenizer, configu
 appears whole or not at all.
 """
 
+import errno
 import os
 import shutil
 import tempfile
@@ -21,7 +22,7 @@ from headrace.model.importing import at_least_1d, parameter_view, rows_per_piece
 from headrace.model.matching import Conversion, Piece, WeightMap, reverse_conversion
 from headrace.model.safetensors_file import StoredTensor, read_bytes
 from headrace.model.shard_writer import ShardWriter, plan_shards
-from headrace.spec.errors import DiskFull, ModelError, RunDirectoryError
+from headrace.spec.errors import ExportFailed, HeadraceError, ModelError, RunDirectoryError
 from headrace.spec.layout import UnitLayout
 from headrace.spec.sizes import format_bytes
 
@@ -54,13 +55,21 @@ class Exporter:
 
         Raises:
             RunDirectoryError: `out_dir` exists and is not empty.
-            DiskFull: there is not enough space beside it; nothing has been written.
+            ExportFailed: there is not enough space beside it, a file cannot be written, or one to copy cannot be read.
             ModelError: a weight cannot be stored in the dtype it came in.
         """
         if self._out.exists() and (not self._out.is_dir() or any(self._out.iterdir())):
             raise RunDirectoryError(f"export to {self._out}: it exists and is not empty; choose another directory")
-        self._out.parent.mkdir(parents=True, exist_ok=True)
-        self._check_space()
+        try:
+            self._out.parent.mkdir(parents=True, exist_ok=True)
+            self._check_space()
+            self._write_beside()
+        except OSError as error:
+            raise error if isinstance(error, HeadraceError) else self._refusal(error) from error
+        return self._out
+
+    def _write_beside(self) -> None:
+        """Write everything into a directory beside `out_dir` that then takes its name; one that failed is removed."""
         partial = Path(tempfile.mkdtemp(prefix=f".{self._out.name}.partial-", dir=self._out.parent))
         try:
             self._write_weights(partial)
@@ -72,16 +81,23 @@ class Exporter:
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
-        return self._out
 
     def _check_space(self) -> None:
-        needed_bytes = self._weights.checkpoint.num_bytes
-        free_bytes = shutil.disk_usage(self._out.parent).free
-        if free_bytes < needed_bytes:
-            raise DiskFull(
-                f"export to {self._out}: needs {needed_bytes} bytes ({format_bytes(needed_bytes)}), "
-                f"free are {free_bytes} ({format_bytes(free_bytes)}); free some space or choose another directory"
-            )
+        if shutil.disk_usage(self._out.parent).free < self._weights.checkpoint.num_bytes:
+            raise self._disk_full()
+
+    def _disk_full(self) -> ExportFailed:
+        needed_bytes, free_bytes = self._weights.checkpoint.num_bytes, shutil.disk_usage(self._out.parent).free
+        return ExportFailed(
+            f"export to {self._out}: needs {needed_bytes} bytes ({format_bytes(needed_bytes)}), "
+            f"free are {free_bytes} ({format_bytes(free_bytes)}); free some space or choose another directory"
+        )
+
+    def _refusal(self, error: OSError) -> ExportFailed:
+        # What `copytree` raises has no number, only the words of what it met.
+        if error.errno in (errno.ENOSPC, errno.EDQUOT) or os.strerror(errno.ENOSPC) in str(error):
+            return self._disk_full()
+        return ExportFailed(f"export to {self._out}: {error.filename or self._out}: {error.strerror or error}")
 
     def _write_weights(self, directory: Path) -> None:
         weights, layouts = self._weights, self._chain.layouts

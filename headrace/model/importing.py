@@ -5,6 +5,7 @@ few dozen megabytes, whatever the model. Invariant: the planes hold the stored v
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,12 +13,15 @@ import torch
 
 from headrace.model.encoding import float32_of, put
 from headrace.model.matching import Conversion, Piece, WeightMap, read_whole, run_conversion
-from headrace.model.safetensors_file import read_rows
+from headrace.model.safetensors_file import PIECE_BYTES, WEIGHT_DTYPES, read_rows
 from headrace.spec.errors import ModelError
 from headrace.spec.layout import ParameterSpec, UnitLayout
 
 _STORED_NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 _ROWS_AT_A_TIME_ELEMENTS = 1 << 20
+# Bytes for each element of a piece that is being put into the planes: as it was read, its float32 values, and the temporaries
+# of `encoding.put`, counted line by line for the plane set that takes most.
+_CONVERTING_BYTES = {"BF16": 12, "F16": 18, "F32": 16}
 
 
 def import_unit(weights: WeightMap, layout: UnitLayout, weight_out: np.ndarray, master_out: np.ndarray | None) -> bool:
@@ -45,6 +49,33 @@ def import_unit(weights: WeightMap, layout: UnitLayout, weight_out: np.ndarray, 
         if any(name in specs for name in conversion.parameters):
             _import_conversion(weights, conversion, specs, weight_out, master_out)
     return master_out is None or not master_out.any()
+
+
+def import_workspace_bytes(layouts: Sequence[UnitLayout], weights: WeightMap | None = None) -> int:
+    """Return an upper bound of what `import_unit` takes besides the planes: a piece of a tensor and what it becomes on the way.
+
+    Without `weights` the bound is for a checkpoint in BF16 with one tensor for each parameter.
+    """
+    if weights is None:
+        stored = [("BF16", parameter.shape) for layout in layouts for parameter in layout.parameters]
+        return max((_piece_bytes(dtype, shape) for dtype, shape in stored), default=0)
+    tensors = weights.checkpoint.tensors
+    pieces = [tensors[piece.key] for found in (*weights.pieces.values(), *weights.copies.values()) for piece in found]
+    # Two at a time, where a tied parameter is stored twice and compared.
+    factor = 2 if any(weights.copies.values()) else 1
+    bounds = [factor * _piece_bytes(tensor.dtype, tensor.shape) for tensor in pieces]
+    for conversion in weights.conversions:
+        sources = [tensors[key] for keys in conversion.sources.values() for key in keys]
+        # All sources and all that is made of them at once; then each of these is put into the planes whole.
+        elements = sum(math.prod(tensor.shape) for tensor in sources)
+        bounds.append(2 * sum(tensor.num_bytes for tensor in sources) + max(_CONVERTING_BYTES.values()) * elements)
+    return max(bounds, default=0)
+
+
+def _piece_bytes(dtype: str, shape: Sequence[int]) -> int:
+    """Return what a piece of a stored tensor takes while it is converted: `read_rows` reads one row at least."""
+    elements, row = math.prod(shape), math.prod(shape[1:])
+    return min(elements, max(row, PIECE_BYTES // WEIGHT_DTYPES[dtype].itemsize)) * _CONVERTING_BYTES[dtype]
 
 
 def parameter_view(plane: np.ndarray, spec: ParameterSpec) -> np.ndarray:

@@ -31,7 +31,7 @@ WEIGHT_DTYPES: dict[str, np.dtype[Any]] = {
     "F32": np.dtype(np.float32),
 }
 _LARGEST_HEADER_BYTES = 100 * MIB  # the limit of the safetensors library
-_PIECE_BYTES = 4 * MIB
+PIECE_BYTES = 4 * MIB
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ def _describe(path: Path, key: str, entry: Any, start: int) -> StoredTensor:
     return StoredTensor(key, path, start + begin, expected_bytes, dtype, shape)
 
 
-def read_rows(tensor: StoredTensor, piece_bytes: int = _PIECE_BYTES) -> Iterator[tuple[int, int, np.ndarray]]:
+def read_rows(tensor: StoredTensor, piece_bytes: int = PIECE_BYTES) -> Iterator[tuple[int, int, np.ndarray]]:
     """Yield `(start, stop, rows)` over the first dimension of a weight tensor, about `piece_bytes` at a time.
 
     `rows` holds the bits (bfloat16 as uint16) in the tensor's shape; it is overwritten by the next piece. Pages read are
@@ -112,7 +112,7 @@ def read_rows(tensor: StoredTensor, piece_bytes: int = _PIECE_BYTES) -> Iterator
         os.close(descriptor)
 
 
-def read_bytes(tensor: StoredTensor, piece_bytes: int = _PIECE_BYTES) -> Iterator[np.ndarray]:
+def read_bytes(tensor: StoredTensor, piece_bytes: int = PIECE_BYTES) -> Iterator[np.ndarray]:
     """Yield the bytes of a tensor of any dtype, a piece at a time."""
     buffer = np.empty(min(piece_bytes, max(1, tensor.num_bytes)), np.uint8)
     descriptor = os.open(tensor.path, os.O_RDONLY)

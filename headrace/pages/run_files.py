@@ -22,6 +22,7 @@ METRICS_NAME = "metrics.jsonl"
 PLAN_NAME = "plan.json"
 MACHINE_NAME = "machine.json"
 CONFIG_NAME = "config.yaml"
+SUMMARY_NAME = "summary.json"
 
 _T = TypeVar("_T")
 
@@ -37,6 +38,7 @@ class RunFiles:
     plan: Plan | None = None
     ceilings: Ceilings | None = None
     options: dict[str, Any] | None = None
+    outcome: dict[str, Any] | None = None
     missing: dict[str, str]
 
     @property
@@ -90,8 +92,18 @@ def read_run(directory: str | Path) -> RunFiles:
             "it is the machine profile; copy the file that `headrace bench machine` makes into the run directory",
         ),
         options=read(CONFIG_NAME, _options, "a run started by `headrace train` writes it"),
+        outcome=_outcome(path / SUMMARY_NAME),
         missing=missing,
     )
+
+
+def _outcome(path: Path) -> dict[str, Any] | None:
+    """Return planned against measured, which a run writes when it stops: nothing is missed while it goes on."""
+    try:
+        values = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError):
+        return None
+    return values if isinstance(values, dict) else None
 
 
 def _steps(path: Path) -> list[Record]:

@@ -47,6 +47,7 @@ def summary(run: RunFiles) -> dict[str, Any]:
         },
         "planned_peak_bytes": {tier: plan.peak(tier) for tier in plan.peak_bytes} if plan else None,
         "measured_peak_bytes": measured_peaks(run.metrics),
+        "planned_and_measured": (run.outcome or {}).get("planned_and_measured"),
         "bytes_written": written.so_far_bytes if written else None,
         "bytes_written_forecast": written.forecast_bytes if written else None,
         "share_of_rated_endurance": written.wear.share_of_rating if written and written.wear else None,

@@ -207,7 +207,7 @@ class Plan:
         return sum(self.kept_bytes) * self.num_micro_batches
 
     def explain(self) -> str:
-        """Return the plan as the table that `headrace train` prints before it starts."""
+        """Return the plan's choices in words, and its peaks in one line for each tier."""
         lines = [
             f"model    {_count(self.num_parameters)} parameters, {self.num_blocks} blocks, {self.compute_dtype} compute",
             f"step     {self.tokens_per_step} tokens = {self.num_micro_batches} micro-"

@@ -18,11 +18,17 @@ _KERNEL_BYTES = 3 * MIB // 4
 _SMALL_BYTES = 16 * MIB
 # oneDNN keeps 1024 of them at most.
 _MOST_PRODUCTS = 340
+# Rows of the host tier that are no buffers of a step.
+_RUNTIME, _IMPORT = "runtime", "import of the model"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allowance:
-    """What a run may use. `runtime_bytes` of host memory are taken by the interpreter and its libraries already."""
+    """What a run may use. `runtime_bytes` of host memory are taken by the interpreter and its libraries already.
+
+    `import_workspace_bytes` is what reading the model's tensors into a unit's planes takes besides these, None if the model has
+    been imported already.
+    """
 
     host_bytes: int
     device_bytes: int | None
@@ -30,11 +36,12 @@ class Allowance:
     cores: int
     chunk_elements: int | None = None  # fixed by a store that exists already
     device_overhead_bytes: int = 0  # taken on the device by libraries and the allocator, besides tensors
+    import_workspace_bytes: int | None = None
 
 
 def with_footprint(plan: Plan, costs: ModelCosts, allowance: Allowance) -> Plan:
     """Return `plan` with its peak bytes per tier and purpose filled in."""
-    rows: dict[str, dict[str, int]] = {"host": {"runtime": allowance.runtime_bytes}}
+    rows: dict[str, dict[str, int]] = {"host": {_RUNTIME: allowance.runtime_bytes}}
     if plan.separate_device:
         rows = {"device": {}, **rows}
     for group in buffer_groups(plan).values():
@@ -46,12 +53,34 @@ def with_footprint(plan: Plan, costs: ModelCosts, allowance: Allowance) -> Plan:
     rows["host"]["libraries"] = _SMALL_BYTES + (0 if allowance.device_overhead_bytes else _kernel_bytes(costs))
     if plan.separate_device and allowance.device_overhead_bytes:
         rows["device"]["libraries"] = _library_bytes(plan, compute, allowance.device_overhead_bytes)
+    if allowance.import_workspace_bytes is not None:
+        # Before the first step, in memory that the step's buffers take later: only what is beyond them counts.
+        imported = allowance.runtime_bytes + _SMALL_BYTES + import_bytes(plan) + allowance.import_workspace_bytes
+        rows["host"][_IMPORT] = max(0, imported - sum(rows["host"].values()))
     weight_and_states = sum(unit.num_elements for unit in plan.units) * plan.planes.bytes_per_element
     rows["ssd"] = {"states, two slots": 2 * weight_and_states, "scratch": scratch_bytes(plan)}
     allowed = {"host": allowance.host_bytes}
     if allowance.device_bytes is not None:
         allowed["device"] = allowance.device_bytes
     return replace(plan, peak_bytes=rows, allowed_bytes=allowed)
+
+
+def import_bytes(plan: Plan) -> int:
+    """Return the buffers of `flow.load.import_model`: the largest unit's weights and master, and a chunk of its states."""
+    planes = plan.planes
+    # The plane that completes the weights to the fp32 master; where the weights are the master there is none.
+    master = planes.states[0].bytes_per_element if planes.states[0].name in ("lo", "w") else 0
+    largest = max(unit.num_elements for unit in plan.units)
+    chunk = min(plan.chunk_elements, largest) * planes.state_bytes_per_element if master else 0
+    return largest * (planes.weight.bytes_per_element + master) + chunk
+
+
+def with_runtime(plan: Plan, runtime_bytes: int) -> Plan:
+    """Return the plan of a run that goes on in another process: the interpreter takes `runtime_bytes` there, and nothing is
+    imported. Everything else stays as it was, because another placement would be another order of sums.
+    """
+    host = {name: size for name, size in plan.peak_bytes["host"].items() if name != _IMPORT}
+    return replace(plan, peak_bytes=plan.peak_bytes | {"host": host | {_RUNTIME: runtime_bytes}})
 
 
 def _kernel_bytes(costs: ModelCosts) -> int:

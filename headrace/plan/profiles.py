@@ -1,6 +1,6 @@
 """Machine profiles by name or from a file.
 
-`profiles/<gpu>.json` describes one GPU in a typical host and the drive that goes with it, each figure beside its source.
+`machines/<gpu>.json` describes one GPU in a typical host and the drive that goes with it, each figure beside its source.
 `<gpu>-<n>ssd` is that machine with `n` such drives. A file is what `headrace bench machine` writes: `Ceilings.to_json`.
 Invariant: whatever comes from here has passed the checks of `Ceilings.from_json`.
 """
@@ -48,7 +48,7 @@ def load_profile(name_or_path: str | Path) -> Ceilings:
 
 def _bases() -> dict[str, Traversable]:
     """Return the packaged files by the name of their GPU."""
-    folder = files("headrace.plan") / "profiles"
+    folder = files("headrace.plan") / "machines"
     return {entry.name.removesuffix(".json"): entry for entry in folder.iterdir() if entry.name.endswith(".json")}
 
 

@@ -369,19 +369,24 @@ def fits(plan: Plan) -> bool:
 
 
 def nominal_ceilings(problem: Problem) -> Ceilings:
-    """Return a machine to plan for where none was measured: modest figures in the usual proportions to one another.
+    """Return a machine to plan for where none was measured; see `nominal_machine`."""
+    allowance = problem.allowance
+    return nominal_machine(allowance.cores, host_bytes=allowance.host_bytes, device_bytes=allowance.device_bytes)
+
+
+def nominal_machine(cores: int, *, host_bytes: int, device_bytes: int | None) -> Ceilings:
+    """Return a machine of this size with modest figures in the usual proportions to one another.
 
     Only ratios matter to the choice. `headrace bench machine` measures the real ones.
     """
-    cores = problem.allowance.cores
-    gpu = problem.separate_device
+    gpu = device_bytes is not None
     rate = 60e12 if gpu else 0.3e12 * cores
     return Ceilings.from_json(
         {
             "name": "nominal",
             "has_device": gpu,
-            "device_memory_bytes": problem.allowance.device_bytes or 0,
-            "host_memory_bytes": problem.allowance.host_bytes,
+            "device_memory_bytes": device_bytes or 0,
+            "host_memory_bytes": host_bytes,
             "cores": cores,
             "flops_per_second": {"bfloat16": rate, "float16": rate, "float32": rate / 4},
             "host_to_device_bytes_per_second": 12e9,

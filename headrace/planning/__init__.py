@@ -1,18 +1,24 @@
 """From a model's config.json and a machine to a plan with its times, its wear and what else would fit. No weights needed."""
 
 from headrace.planning.allowances import default_device_bytes, default_host_bytes, default_ssd_bytes
-from headrace.planning.answer import plan_model
+from headrace.planning.answer import plan_model, report_of
 from headrace.planning.config import read_config
-from headrace.planning.explain import explain
+from headrace.planning.explain import explain, explain_outcome
+from headrace.planning.outcome import Outcome, OutcomeRow, outcome_of
 from headrace.planning.report import Alternative, PlanReport
 
 __all__ = [
     "Alternative",
+    "Outcome",
+    "OutcomeRow",
     "PlanReport",
     "default_device_bytes",
     "default_host_bytes",
     "default_ssd_bytes",
     "explain",
+    "explain_outcome",
+    "outcome_of",
     "plan_model",
     "read_config",
+    "report_of",
 ]

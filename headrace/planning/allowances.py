@@ -1,25 +1,20 @@
 """What a run may use when nobody says: part of what is free now, or of what a machine that is not here has.
 
-Invariant: a default leaves room for the rest of the machine, and is never above a limit that would end the process.
+Invariant: the same as what the engine takes here (`spec.budget.default_bytes`, `machine.limits`).
 """
 
-import platform
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
+from headrace import machine
 from headrace.ioengine import describe_directory
-from headrace.machine import available_memory_bytes
+from headrace.spec.budget import default_bytes
 from headrace.spec.ceilings import Ceilings, Drive
 from headrace.spec.errors import StorageError
 from headrace.spec.sizes import MIB
 
-_DEVICE_SHARE = 0.9
-_HOST_SHARE = 0.7
-_SSD_SHARE = 0.9
-# The most that a driver under WSL lets a process pin is half of the memory that the virtual machine has.
-_WSL_SHARE = 0.5
 # The same figure as `machine.cuda` counts with when it runs.
 _GPU_OVERHEAD_BYTES = 160 * MIB
 
@@ -27,10 +22,10 @@ _GPU_OVERHEAD_BYTES = 160 * MIB
 def default_device_bytes(ceilings: Ceilings | None, *, here: bool) -> int | None:
     """Return 90 % of the device memory that is free here, or that the profile has; None where there is no device."""
     if here and torch.cuda.is_available():
-        return int(_DEVICE_SHARE * torch.cuda.mem_get_info()[0])
+        return default_bytes("device", torch.cuda.mem_get_info()[0])
     if ceilings is None or not ceilings.has_device:
         return None
-    return int(_DEVICE_SHARE * ceilings.device_memory_bytes)
+    return default_bytes("device", ceilings.device_memory_bytes)
 
 
 def default_device_overhead_bytes(ceilings: Ceilings | None, *, here: bool) -> int:
@@ -40,25 +35,24 @@ def default_device_overhead_bytes(ceilings: Ceilings | None, *, here: bool) -> i
 
 
 def default_host_bytes(ceilings: Ceilings | None, *, here: bool) -> int:
-    """Return 70 % of the memory that is available here (control groups count), or that the profile has."""
+    """Return 70 % of the memory that is available here (`machine.limits`), or that the profile has."""
     if not here and ceilings is not None:
-        return int(_HOST_SHARE * ceilings.host_memory_bytes)
-    available = available_memory_bytes()
-    pinned = int(_WSL_SHARE * available) if _under_wsl() and torch.cuda.is_available() else available
-    return min(int(_HOST_SHARE * available), pinned)
+        return default_bytes("host", ceilings.host_memory_bytes)
+    return machine.default_host_bytes(pins=torch.cuda.is_available())
 
 
-def default_ssd_bytes(ceilings: Ceilings | None, directories: Sequence[Path]) -> int | None:
+def default_ssd_bytes(ceilings: Ceilings | None, directories: Sequence[Path], *, held_bytes: int = 0) -> int | None:
     """Return what may be written to `directories`, or without any to the profile's drives: free space less 10 %.
 
-    Data are striped in proportion to bandwidth, so the drive with the least space for its share sets the limit.
+    Data are striped in proportion to bandwidth, so the drive with the least space for its share sets the limit. What a
+    run's own state holds there, `held_bytes`, counts as free.
 
     Raises:
         StorageError: a directory is none, or not writable.
     """
     drives = ceilings.drives if ceilings is not None else ()
     if not directories:
-        return _striped([(drive.capacity_bytes, drive) for drive in drives]) if drives else None
+        return _striped([(drive.capacity_bytes, drive) for drive in drives], held_bytes) if drives else None
     spaces = []
     for index, directory in enumerate(directories):
         facts = describe_directory(directory)
@@ -67,13 +61,10 @@ def default_ssd_bytes(ceilings: Ceilings | None, directories: Sequence[Path]) ->
                 f"{directory}: {'not writable' if facts.is_directory else 'no such directory'}; name another --ssd"
             )
         spaces.append((facts.free_bytes, drives[min(index, len(drives) - 1)] if drives else None))
-    return _striped(spaces)
+    return _striped(spaces, held_bytes)
 
 
-def _striped(spaces: Sequence[tuple[int, Drive | None]]) -> int:
+def _striped(spaces: Sequence[tuple[int, Drive | None]], held_bytes: int) -> int:
     rates = [drive.mixed_bytes_per_second if drive is not None else 1.0 for _, drive in spaces]
-    return int(_SSD_SHARE * min(space * sum(rates) / rate for (space, _), rate in zip(spaces, rates, strict=True)))
-
-
-def _under_wsl() -> bool:
-    return "microsoft" in platform.release().lower()
+    free_bytes = min(space * sum(rates) / rate for (space, _), rate in zip(spaces, rates, strict=True))
+    return default_bytes("ssd", int(free_bytes) + held_bytes)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from headrace.machine import process_status_bytes
-from headrace.model import Chain, profile
+from headrace.model import Chain, import_workspace_bytes, profile
 from headrace.plan.base import Plan
 from headrace.plan.endurance import endurance
 from headrace.plan.footprint import Allowance
@@ -25,6 +25,7 @@ from headrace.plan.search import (
     fits,
     make_plan,
     nominal_ceilings,
+    nominal_machine,
     placements_of,
     plan_of,
 )
@@ -88,7 +89,7 @@ def plan_model(
     config = read_config(model)
     workload = _workload(config, tokens_per_step, sequence_length, clip=clip, checkpoint_every=checkpoint_every)
     chain = Chain.from_config(config, compute_dtype, AdamW())
-    allowance = _allowance(budget, ceilings, here=here)
+    allowance = replace(_allowance(budget, ceilings, here=here), import_workspace_bytes=import_workspace_bytes(chain.layouts))
     question = Question(workload=workload, allowance=allowance, ssd_bytes=default_ssd_bytes(ceilings, budget.ssd))
     planner = _Planner(chain, question, ceilings)
     report = PlanReport(
@@ -109,6 +110,28 @@ def plan_model(
         variants = tuple(planner.alternative(*variant) for variant in found)
         return replace(report, reason=str(error), needed_bytes={error.tier: error.needed_bytes}, alternatives=variants)
     return _with_times(report, plan, planner.ceilings, max_steps or _STEPS)
+
+
+def report_of(
+    plan: Plan, ceilings: Ceilings | None, *, model: str, ssd_allowed_bytes: int | None, num_steps: int
+) -> PlanReport:
+    """Return the report of a plan that a run has already: the same figures as `plan_model` has for it.
+
+    `ceilings` is the machine that the plan was made for, None for a nominal one; `model` a name for people.
+    """
+    host_bytes, device_bytes = plan.allowed_bytes["host"], plan.allowed_bytes.get("device")
+    machine = ceilings or nominal_machine(plan.compute_threads, host_bytes=host_bytes, device_bytes=device_bytes)
+    report = PlanReport(
+        model=model,
+        parameters=plan.num_parameters,
+        compute_dtype=plan.compute_dtype,
+        tokens_per_step=plan.tokens_per_step,
+        sequence_length=plan.sequence_length,
+        machine=machine.name,
+        measured=ceilings is not None,
+        allowed_bytes=plan.allowed_bytes | ({} if ssd_allowed_bytes is None else {"ssd": ssd_allowed_bytes}),
+    )
+    return _with_times(report, plan, machine, num_steps)
 
 
 def _with_times(report: PlanReport, plan: Plan, ceilings: Ceilings, num_steps: int) -> PlanReport:

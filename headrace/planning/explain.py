@@ -1,11 +1,12 @@
-"""The report as the table that people read.
+"""The report as the table that people read: before a run (`plan`, `train`, `resume`), and beside what was measured after it.
 
-Invariant: every number printed is one of the report's; nothing is computed here but sums and units.
+Invariant: every number printed is one of the report's or the outcome's; nothing is computed here but sums and units.
 """
 
 from collections.abc import Iterator
 
 from headrace.plan.base import Plan
+from headrace.planning.outcome import Outcome
 from headrace.planning.report import PlanReport
 from headrace.spec.sizes import format_bytes, format_seconds
 
@@ -31,8 +32,17 @@ def _lines(report: PlanReport) -> Iterator[str]:
     yield ""
     yield from _tiers(report.plan, report.allowed_bytes)
     yield ""
-    yield from report.plan.explain().splitlines()[2:5]
+    yield from _choices(report.plan)
     yield from _times(report)
+
+
+def _choices(plan: Plan) -> Iterator[str]:
+    """Yield the plan's own words, without those that the table has already."""
+    told = {"model", "step", *plan.peak_bytes}
+    for line in plan.explain().splitlines():
+        label, _, text = line.partition(" ")
+        if label not in told:
+            yield _line(label, text.strip())
 
 
 def _tiers(plan: Plan, allowed: dict[str, int]) -> Iterator[str]:
@@ -67,6 +77,27 @@ def _times(report: PlanReport) -> Iterator[str]:
     read, written = forecast.ssd_bytes_read_per_step, forecast.ssd_bytes_written_per_step
     yield _line("ssd", f"{format_bytes(read)} read and {format_bytes(written)} written per step")
     yield _line("run", wear.explain())
+
+
+def explain_outcome(outcome: Outcome) -> str:
+    """Return planned against measured as lines of text."""
+    lines = ["".ljust(_ROW) + "".join(word.rjust(_COLUMN) for word in ("planned", "measured", "ratio"))]
+    for row in outcome.rows:
+        planned = "-" if row.planned is None else _quantity(row.planned, row.unit)
+        measured = "-" if row.measured is None else _quantity(row.measured, row.unit)
+        ratio = "-" if row.ratio is None else f"{row.ratio:.2f}"
+        lines.append(row.name.ljust(_ROW) + "".join(text.rjust(_COLUMN) for text in (planned, measured, ratio)))
+    skipped = f", {outcome.skipped_steps} of them skipped" if outcome.skipped_steps else ""
+    lines.append(_line("steps", f"{outcome.steps}{skipped}; times are the median, bytes the mean of those after the first"))
+    if not outcome.on_measured_machine:
+        lines.append(_line("machine", outcome.machine + _NOMINAL))
+    return "\n".join(lines)
+
+
+def _quantity(value: float, unit: str) -> str:
+    if unit == "bytes":
+        return format_bytes(value)
+    return format_seconds(value) if unit == "seconds" else f"{value:.4g}"
 
 
 def _alternatives(report: PlanReport) -> Iterator[str]:

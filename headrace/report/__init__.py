@@ -3,7 +3,6 @@
 from headrace.report.card import CardFacts, model_card
 from headrace.report.lanes import LanesFile, read_recording
 from headrace.report.metrics import MetricsFile, metrics_record, read_metrics
-from headrace.report.outcome import planned_and_measured
 from headrace.report.progress import LineProgress, LiveProgress
 from headrace.report.sinks import Reporter, Reporters
 from headrace.report.tensorboard import TensorBoard
@@ -23,7 +22,6 @@ __all__ = [
     "TrainerStateFile",
     "metrics_record",
     "model_card",
-    "planned_and_measured",
     "read_metrics",
     "read_recording",
     "trainer_state",

@@ -114,10 +114,10 @@ class LanesFile:
         with self._lock:
             if self._file.closed:
                 return
-            for number in sorted(self._open):
-                self._finish(number)
-            self._write_timeline()
-            self._file.close()
+            with self._file:  # closed even where there is no space for the last lines
+                for number in sorted(self._open):
+                    self._finish(number)
+                self._write_timeline()
 
     def _begin(self, number: int) -> _Step:
         # An interpreter begins a program when the last but one is complete: no operation of that one can still come.

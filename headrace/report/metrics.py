@@ -90,8 +90,9 @@ class MetricsFile:
     def close(self) -> None:
         """Make the file durable and close it."""
         if not self._file.closed:
-            os.fsync(self._file.fileno())
-            self._file.close()
+            with self._file:  # closed whatever happens: a line that had no space must not be tried again
+                self._file.flush()
+                os.fsync(self._file.fileno())
 
 
 def _finite(value: float | None) -> float | None:

@@ -1,8 +1,10 @@
 """What a reporter is, and how several of them share one stream of events.
 
-Lanes report from their own threads, so the invariant is: no reporter is ever entered by two threads at once.
+Lanes report from their own threads, so the invariants are: no reporter is ever entered by two threads at once, and a full disk
+breaks no step. A reporter that cannot write is dropped, `Reporters.failure` says why, and the loop ends the run in order.
 """
 
+import contextlib
 import threading
 from typing import Protocol, TypeVar
 
@@ -28,6 +30,7 @@ class Reporters:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._reporters: list[Reporter] = []
+        self.failure: OSError | None = None
 
     def add(self, reporter: _AnyReporter) -> _AnyReporter:
         """Add `reporter` and return it. It sees the events from now on."""
@@ -38,12 +41,21 @@ class Reporters:
     def __call__(self, event: Event) -> None:
         """Pass `event` on."""
         with self._lock:
-            for reporter in self._reporters:
-                reporter(event)
+            for reporter in tuple(self._reporters):
+                try:
+                    reporter(event)
+                except OSError as error:
+                    self.failure = self.failure or error
+                    self._reporters.remove(reporter)
+                    with contextlib.suppress(OSError):
+                        reporter.close()
 
     def close(self) -> None:
-        """Close all reporters, the last added first."""
+        """Close all reporters, the last added first; what one of them could not write any more is in `failure`."""
         with self._lock:
             for reporter in reversed(self._reporters):
-                reporter.close()
+                try:
+                    reporter.close()
+                except OSError as error:
+                    self.failure = self.failure or error
             self._reporters.clear()

@@ -1,13 +1,20 @@
 """TensorBoard events, on request. The package `tensorboard` is an optional dependency.
 
+Written here and now, not by the package's own writer: that has a thread of its own, which a full disk ends with a traceback.
 Invariant: after a resume, points of steps that were not committed are purged, so no step is drawn twice.
 """
 
+import itertools
+import os
+import socket
+import time
 from pathlib import Path
 from typing import Any
 
 from headrace.spec.errors import ConfigError
 from headrace.spec.events import Event, StepResult
+
+_FILE_VERSION = "brain.Event:2"  # what readers ask for in the first record
 
 
 class TensorBoard:
@@ -19,13 +26,21 @@ class TensorBoard:
 
     def __init__(self, directory: Path, *, committed_steps: int = 0) -> None:
         try:
-            from torch.utils.tensorboard import SummaryWriter
+            from tensorboard.compat.proto import event_pb2, summary_pb2
+            from tensorboard.summary.writer.record_writer import RecordWriter
         except ImportError as error:
             raise ConfigError(
                 "report_to: tensorboard was asked for, but its package is missing; run `pip install headrace[tensorboard]`"
             ) from error
-        writer: Any = SummaryWriter
-        self._writer = writer(str(directory), purge_step=committed_steps + 1)
+        self._events: Any = event_pb2
+        self._summaries: Any = summary_pb2
+        directory.mkdir(parents=True, exist_ok=True)
+        self._file = _new_file(directory)
+        self._writer: Any = RecordWriter(self._file)
+        self._put(file_version=_FILE_VERSION)
+        start = self._events.SessionLog(status=self._events.SessionLog.START)
+        self._put(step=committed_steps + 1, session_log=start)
+        self._file.flush()
 
     def __call__(self, event: Event) -> None:
         """Take the end of a step."""
@@ -41,10 +56,22 @@ class TensorBoard:
             **{f"bytes_written/{tier}": size for tier, size in event.bytes_written.items()},
             **{f"peak_bytes/{tier}": size for tier, size in event.peak_bytes.items()},
         }
-        for name, value in scalars.items():
-            if value is not None:
-                self._writer.add_scalar(name, value, event.step)
+        values = [
+            self._summaries.Summary.Value(tag=name, simple_value=value) for name, value in scalars.items() if value is not None
+        ]
+        self._put(step=event.step, summary=self._summaries.Summary(value=values))
+        self._file.flush()
 
     def close(self) -> None:
-        """Flush and close the event file."""
-        self._writer.close()
+        """Close the event file. A second call does nothing."""
+        self._file.close()
+
+    def _put(self, **fields: Any) -> None:
+        self._writer.write(self._events.Event(wall_time=time.time(), **fields).SerializeToString())
+
+
+def _new_file(directory: Path) -> Any:
+    """Open a file by the name that readers look for; those of earlier processes stay, and are read before it."""
+    stem = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
+    path = next(path for number in itertools.count() if not (path := directory / f"{stem}.{number}").exists())
+    return path.open("xb")

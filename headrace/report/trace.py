@@ -41,8 +41,8 @@ class TraceFile:
     def close(self) -> None:
         """Close the list, so that strict JSON readers take the file too."""
         if not self._file.closed:
-            self._file.write("\n]\n")
-            self._file.close()
+            with self._file:  # closed even where there is no space for the bracket
+                self._file.write("\n]\n")
 
     def _operation(self, event: OpDone) -> None:
         if event.step not in self._steps:

@@ -8,6 +8,14 @@ from headrace.spec.sizes import parse_bytes
 
 TIERS = ("device", "host", "ssd")
 
+# What is left to the rest of the machine: the desktop's windows, the page cache, the file system and what others write to it.
+_DEFAULT_PERCENT = {"device": 90, "host": 70, "ssd": 90}
+
+
+def default_bytes(tier: str, free_bytes: int) -> int:
+    """Return the budget of a tier where none is given: 90 % of free device memory and SSD space, 70 % of available memory."""
+    return free_bytes * _DEFAULT_PERCENT[tier] // 100
+
 
 @dataclass(frozen=True, slots=True, init=False)
 class Budget:

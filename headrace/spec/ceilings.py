@@ -1,6 +1,6 @@
 """What a machine can do at most: rates, capacities, overheads, and how much its parts slow one another.
 
-`Ceilings` is a value that is measured (`headrace bench machine`), shipped with the package (`plan/profiles`) or written by
+`Ceilings` is a value that is measured (`headrace bench machine`), shipped with the package (`plan/machines`) or written by
 hand, and it is all that the planner and the simulated interpreter know of the hardware. The invariant: an instance holds
 only figures that can be true. A missing, unknown or absurd one is refused by the name of its field, because a planner fed a
 zero or a NaN would still print a plan.

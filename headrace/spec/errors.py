@@ -12,6 +12,7 @@
         CorruptData                   unit, path, offset, checksum stored and computed
         DeviceStalled(TimeoutError)   path, waited, limit
         DiskFull                      path, needed, free
+        ExportFailed                  the model directory, why; needed and free where a disk is full
       StepFailed(RuntimeError)        a lane of the running step failed; the committed state is untouched
 
 Each message says what was asked, what was found and what to do. The command line turns `InputError`, `PlanInfeasible` and
@@ -71,6 +72,10 @@ class DeviceStalled(StorageError, TimeoutError):
 
 class DiskFull(StorageError):
     """A file system has less free space than needed."""
+
+
+class ExportFailed(StorageError):
+    """A model directory could not be written. Nothing is left there, and what it is made from is untouched."""
 
 
 class StepFailed(HeadraceError, RuntimeError):

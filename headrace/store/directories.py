@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.ioengine import BlockFile, DirectFile, DirectoryFacts, describe_directory
+from headrace.spec.budget import default_bytes
 from headrace.spec.errors import ConfigError, DiskFull, StorageError
 from headrace.spec.events import Notice, Sink
 from headrace.spec.sizes import format_bytes
@@ -75,11 +76,15 @@ def _check_space(facts: Sequence[DirectoryFacts], needed_bytes: Sequence[int], n
     short = False
     rows = []
     for fact, num_bytes in zip(facts, needed_bytes, strict=True):
-        short |= needed_of_device[os.stat(fact.path).st_dev] > fact.free_bytes
+        short |= needed_of_device[os.stat(fact.path).st_dev] > default_bytes("ssd", fact.free_bytes)
         rows.append(f"{fact.path}: {format_bytes(num_bytes)} needed, {format_bytes(fact.free_bytes)} free")
     if short:
         total = format_bytes(sum(needed_bytes))
-        raise DiskFull(f"the state needs {total} on SSD; " + "; ".join(rows) + "; free some space or add a directory")
+        raise DiskFull(
+            f"the state needs {total} on SSD, where a tenth of the free space stays free; "
+            + "; ".join(rows)
+            + "; free some space or add a directory"
+        )
 
 
 def make_folders(directories: Sequence[Path], run_directory: Path, run_id: str) -> None:

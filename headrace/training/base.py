@@ -12,25 +12,16 @@ from typing import Any, Protocol, Self
 
 import torch
 
+from headrace.plan.base import Plan
 from headrace.report import Reporter
 from headrace.spec.events import StepResult
-
-
-class ExplainedPlan(Protocol):
-    """A plan as it is shown."""
-
-    def explain(self) -> str:
-        """Return the plan as a table for people."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the plan as plain values."""
 
 
 class RunningEngine(Protocol):
     """The part of `headrace.Engine` that the loop drives."""
 
     @property
-    def plan(self) -> ExplainedPlan | None:
+    def plan(self) -> Plan | None:
         """The plan that the engine runs inside; None until it is known."""
 
     @property

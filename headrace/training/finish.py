@@ -7,6 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from headrace.report import CardFacts, model_card
 from headrace.report.metrics import Record
+from headrace.spec.errors import ExportFailed
 from headrace.training.base import RunningEngine
 from headrace.training.config import RunConfig
 from headrace.training.run_directory import RunDirectory
@@ -16,9 +17,20 @@ _NOT_ON_CARD = {"model", "data", "output", "ssd", "cache", "keep_state", "report
 
 
 def write_final(engine: RunningEngine, run: RunDirectory, config: RunConfig, records: list[Record]) -> None:
-    """Export the model to `final/` with its card; unless `keep_state`, remove the run's state (closes the engine)."""
-    if not run.final.exists():  # the export appears complete or not at all: one that is there is done
-        engine.save_pretrained(run.final)
+    """Export the model to `final/` with its card; unless `keep_state`, remove the run's state (closes the engine).
+
+    Raises:
+        ExportFailed: there is no space for the model, or it cannot be written; the state is as it was.
+        StorageError: the same of the card.
+    """
+    try:
+        if not run.final.exists():  # the export appears complete or not at all: one that is there is done
+            engine.save_pretrained(run.final)
+    except ExportFailed as error:
+        raise ExportFailed(
+            f"{error}. All steps are committed and the run is intact: `headrace resume {run.path}` then writes the model, "
+            f"`headrace export {run.path} OUT` writes it elsewhere"
+        ) from error
     facts = CardFacts(
         name=run.path.name,
         base_model=config.model.name,
@@ -27,7 +39,8 @@ def write_final(engine: RunningEngine, run: RunDirectory, config: RunConfig, rec
         options=config.model_dump(mode="json", exclude=_NOT_ON_CARD),
         records=records,
     )
-    (run.final / "README.md").write_text(model_card(facts), encoding="utf-8")
+    with run.writing():
+        (run.final / "README.md").write_text(model_card(facts), encoding="utf-8")
     if not config.keep_state:
         engine.remove_state()
 

@@ -10,14 +10,12 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from headrace.data import BatchStream
 from headrace.machine import process_status_bytes
-from headrace.plan.base import Plan
-from headrace.plan.forecast import forecast
 from headrace.plan.profiles import load_profile
-from headrace.report import LanesFile, MetricsFile, Reporters, TensorBoard, TraceFile, TrainerStateFile, planned_and_measured
+from headrace.report import LanesFile, MetricsFile, Reporters, TensorBoard, TraceFile, TrainerStateFile
 from headrace.spec.errors import RunDirectoryError
 from headrace.spec.events import Committed, Event, OpDone, Sink, StepResult
 from headrace.spec.sizes import format_seconds
@@ -28,6 +26,9 @@ from headrace.training.finish import write_final
 from headrace.training.prepare import check, open_stream, prepare
 from headrace.training.run_directory import RunDirectory
 from headrace.training.signals import Interrupted, StopRequest
+
+if TYPE_CHECKING:
+    from headrace.training.account import Account
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +58,7 @@ def train(config: RunConfig, *, display: Display | None = None, engines: Engines
     Raises:
         InputError: model, data, options or run directory cannot be used; nothing is left behind.
         PlanInfeasible: the budgets are too small.
-        StorageError, StepFailed: the run broke; `resume` goes on after the cause is removed.
+        StorageError, StepFailed: the run broke, or a disk is full; `resume` goes on after the cause is removed.
         Interrupted: SIGINT or SIGTERM came; the run can be resumed.
     """
     checked, directory = check(config)
@@ -128,37 +129,38 @@ def _begin(run: _Run, on_failure: Callable[[], None] | None = None) -> Finished:
 
 def _drive(run: _Run, engine: RunningEngine, reporters: Reporters) -> Finished:
     """Take the steps that are left, then finish. The engine and the reporters are closed by the caller, in this order."""
-    if engine.plan is not None:
-        run.display.say(engine.plan.explain())
-        run.directory.write_plan(engine.plan.to_json())
-        _say_forecast(run, engine.plan.to_json())
-    metrics = _files(run, reporters, engine.step_index)
+    account = _account(run, engine)
+    if account is not None:
+        account.tell_before(run.display)
+    with run.directory.writing():
+        metrics = _files(run, reporters, engine.step_index)
     started = time.monotonic()
     with StopRequest() as stop:
-        while engine.step_index < run.total_steps and stop.received is None:
+        while engine.step_index < run.total_steps and stop.received is None and reporters.failure is None:
             batch = tensors_of(run.stream.next_batch())
             result = engine.step(batch, position={"data": run.stream.state()})
             reporters(replace(result, step=engine.step_index))
         engine.flush()
+        reporters.close()
+        if reporters.failure is not None:
+            raise run.directory.unwritable(reporters.failure) from reporters.failure
+        if account is not None:
+            account.tell_after(run.display, metrics.records)
         if stop.received is not None:
             raise _interrupted(run, engine.step_index, stop.received)
-    if engine.plan is not None:
-        planned = {tier: sum(rows.values()) for tier, rows in engine.plan.to_json()["peak_bytes"].items()}
-        run.display.say(planned_and_measured(planned, metrics.records))
     steps = engine.step_index
     write_final(engine, run.directory, run.config, metrics.records)
     run.display.say(f"done: {steps} steps, {format_seconds(time.monotonic() - started)}; model in {run.directory.final}")
     return Finished(run_directory=run.directory.path, final=run.directory.final, steps=steps)
 
 
-def _say_forecast(run: _Run, plan: dict[str, Any]) -> None:
-    """Tell what a step should take, if the machine was measured, and leave its figures for `headrace report`."""
-    if run.config.machine is None:
-        return
-    machine = load_profile(run.config.machine)
-    run.directory.write_machine(machine.to_json())
-    expected = forecast(Plan.from_json(plan), machine)
-    run.display.say(f"forecast {format_seconds(expected.step_seconds)} a step; {expected.explanation}")
+def _account(run: _Run, engine: RunningEngine) -> "Account | None":
+    """Return what tells of the engine's plan; None where that is not known yet."""
+    if engine.plan is None:
+        return None
+    from headrace.training.account import Account  # late, for the same reason as the engine
+
+    return Account(engine.plan, run.config, run.directory, total_steps=run.total_steps)
 
 
 def _run(config: RunConfig, directory: RunDirectory, stream: BatchStream, display: Display | None, engines: Engines) -> _Run:

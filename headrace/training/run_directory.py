@@ -4,6 +4,7 @@
     metrics.jsonl        one line for each step
     trainer_state.json   the same in Hugging Face's form
     plan.json            the plan that the engine ran inside
+    summary.json         planned against measured, after the last step
     lanes.jsonl          what each lane did, one line for each step
     timeline.json        the operations of the last two steps
     report.html          on request: `headrace report`
@@ -14,13 +15,14 @@ The engine keeps its records beside these. Invariant: a directory that has anyth
 """
 
 import contextlib
+import errno
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headrace.spec.errors import InputError, RunDirectoryError
+from headrace.spec.errors import DiskFull, HeadraceError, InputError, RunDirectoryError, StorageError
 from headrace.training.config import RunConfig
 
 
@@ -114,11 +116,34 @@ class RunDirectory:
 
     def write_plan(self, values: Mapping[str, Any]) -> None:
         """Write the plan's plain values, for `headrace report`."""
-        _replace(self.plan, json.dumps(values) + "\n")
+        with self.writing():
+            _replace(self.plan, json.dumps(values) + "\n")
 
     def write_machine(self, values: Mapping[str, Any]) -> None:
         """Write the ceilings that the plan was made for, for `headrace report`."""
-        _replace(self.path / "machine.json", json.dumps(values) + "\n")
+        with self.writing():
+            _replace(self.path / "machine.json", json.dumps(values) + "\n")
+
+    def write_summary(self, values: Mapping[str, Any]) -> None:
+        """Write planned against measured, for scripts and for `headrace report --json`."""
+        with self.writing():
+            _replace(self.path / "summary.json", json.dumps(values, indent=2) + "\n")
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """Turn the system's refusal to write a file of the run into `unwritable`."""
+        try:
+            yield
+        except OSError as error:
+            raise error if isinstance(error, HeadraceError) else self.unwritable(error) from error
+
+    def unwritable(self, error: OSError) -> StorageError:
+        """Return what to tell of a run whose own files (not its state) could not be written."""
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        return (DiskFull if full else StorageError)(
+            f"{error.filename or self.path}: cannot be written ({error.strerror or error}); the last committed step is safe: "
+            f"{'free some space' if full else 'remove the cause'}, then go on with: headrace resume {self.path}"
+        )
 
     def forget(self, made: Sequence[Path]) -> None:
         """Undo `write_config`, which returned `made`, after the run could not be started. Nothing else is touched."""

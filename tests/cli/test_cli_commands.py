@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerFast
 from headrace.cli import main
 from headrace.cli.environment import cache_directory
 from headrace.cli.errors import plainly
-from headrace.cli.machine_sheet import cgroup_limit_bytes, machine_sheet, sheet_text
+from headrace.cli.machine_sheet import machine_sheet, sheet_text
 from headrace.cli.runs import run_config
 from headrace.cli.samples import marked
 from headrace.spec.errors import ConfigError, DiskFull, StepFailed
@@ -235,24 +235,6 @@ class TestDoctor:
         assert f"{tmp_path}: {sheet['ssd'][0]['file_system']}" in text
         assert "missing: no such directory" in text
         assert sheet["versions"]["torch"] in text
-
-    @pytest.mark.parametrize(
-        ("files", "membership", "limit"),
-        [
-            ({"memory.max": "max"}, "0::/", None),
-            ({"memory.max": "max", "a/memory.max": "4096", "a/b/memory.max": "8192"}, "0::/a/b", 4096),
-            ({"memory/memory.limit_in_bytes": "9223372036854771712"}, "5:memory:/x", None),
-            ({"memory/x/memory.limit_in_bytes": "2048"}, "6:cpu,cpuacct:/x\n5:memory:/x", 2048),
-            ({"memory.max": "512"}, "0::/host/path/not/mounted/here", 512),
-        ],
-    )
-    def test_the_least_limit_of_all_control_groups_counts(
-        self, tmp_path: Path, files: dict[str, str], membership: str, limit: int | None
-    ) -> None:
-        for name, text in files.items():
-            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-            (tmp_path / name).write_text(text + "\n")
-        assert cgroup_limit_bytes(tmp_path, membership) == limit
 
 
 class TestData:

@@ -15,7 +15,7 @@ from tiny_architectures import CONFIGS, make_config, make_plain
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from headrace.model import Chain, Checkpoint, Exporter, import_unit
-from headrace.spec.errors import DiskFull, ModelError, RunDirectoryError
+from headrace.spec.errors import ExportFailed, ModelError, RunDirectoryError
 from headrace.spec.optimizer import AdamW
 
 SAVED = ["llama", "llama-tied", "gpt2", "opt-projected", "gemma3", "falcon", "mixtral", "qwen3-moe", "deepseek-v3", "gpt-oss"]
@@ -240,5 +240,5 @@ def test_export_refuses_a_full_directory_and_a_full_disk(tmp_path: Path, monkeyp
     Exporter(checkpoint, chain, tmp_path / "empty", lambda unit: planes[unit]).write()
     free = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: free._replace(free=1000))
-    with pytest.raises(DiskFull, match="free are 1000"):
+    with pytest.raises(ExportFailed, match="free are 1000"):
         Exporter(checkpoint, chain, tmp_path / "out", lambda unit: planes[unit]).write()

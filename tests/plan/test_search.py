@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.plan.footprint import Allowance
+from headrace.plan.footprint import Allowance, with_runtime
 from headrace.plan.forecast import forecast
 from headrace.plan.search import (
     Choice,
@@ -175,3 +175,30 @@ def test_a_choice_is_a_value() -> None:
     choice = Choice(rows=1, input_home="device", chunk_elements=2048)
     assert replace(choice, amount=3) != choice
     assert plan_of(problem(GIB), choice) == plan_of(problem(GIB), choice)
+
+
+def test_importing_the_model_counts_only_where_it_takes_more_than_a_step():
+    made = problem(2 * GIB, device_bytes=GIB)
+    choice = next(placements_of(made, 0))
+    step = plan_of(made, choice)
+    assert "import of the model" not in step.peak_bytes["host"]
+
+    def planned(workspace_bytes: int) -> int:
+        allowance = replace(made.allowance, import_workspace_bytes=workspace_bytes)
+        return plan_of(replace(made, allowance=allowance), choice).peak("host")
+
+    assert planned(0) == step.peak("host")
+    # Runtime and what freed tensors leave, the largest unit's weights and remainders, a chunk of its states, the workspace.
+    largest = 12 * WIDTH * WIDTH
+    chunk = min(choice.chunk_elements, largest)
+    assert planned(GIB) == 10 * MIB + 16 * MIB + largest * 4 + chunk * 10 + GIB
+
+
+def test_a_plan_of_an_earlier_process_changes_in_its_runtime_only():
+    made = problem(2 * GIB)
+    made = replace(made, allowance=replace(made.allowance, import_workspace_bytes=GIB))
+    plan = plan_of(made, next(placements_of(made, 0)))
+    assert plan.peak_bytes["host"].pop("import of the model") > 0
+    again = with_runtime(plan, 33 * MIB)
+    assert again.peak_bytes["host"] == plan.peak_bytes["host"] | {"runtime": 33 * MIB}
+    assert replace(again, peak_bytes=plan.peak_bytes) == plan

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.machine import available_memory_bytes, cuda
+from headrace.machine import available_memory_bytes, cuda, limits
 from headrace.plan.profiles import load_profile
 from headrace.planning import allowances, default_device_bytes, default_host_bytes, default_ssd_bytes
 from headrace.planning.allowances import default_device_overhead_bytes
@@ -23,9 +23,9 @@ def test_here_it_is_what_is_available() -> None:
 
 
 def test_under_wsl_no_more_than_can_be_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(allowances.platform, "release", lambda: "5.15-microsoft-standard-WSL2")
     monkeypatch.setattr(allowances.torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(allowances, "available_memory_bytes", lambda: 1000)
+    monkeypatch.setattr(limits, "available_memory_bytes", lambda root: 1000)
+    monkeypatch.setattr(limits, "pinnable_memory_bytes", lambda root: 500)
     assert default_host_bytes(None, here=True) == 500
 
 

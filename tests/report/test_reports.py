@@ -3,6 +3,7 @@
 Run: pytest tests/report
 """
 
+import errno
 import io
 import json
 import math
@@ -30,7 +31,6 @@ from headrace.report import (
     TrainerStateFile,
     metrics_record,
     model_card,
-    planned_and_measured,
     read_metrics,
 )
 from headrace.report.progress import StepClock
@@ -254,6 +254,54 @@ def test_tensorboard_gets_the_scalars_and_purges_after_resume(tmp_path: Path) ->
     assert len(events.Scalars("train/loss")) == 3
 
 
+class Full:
+    """A reporter whose disk is full from its second event on."""
+
+    def __init__(self) -> None:
+        self.seen = self.closed = 0
+
+    def __call__(self, event: Event) -> None:
+        self.seen += 1
+        if self.seen > 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    def close(self) -> None:
+        self.closed += 1
+        raise OSError(errno.ENOSPC, "still no space")
+
+
+class TestAFullDisk:
+    def test_breaks_nothing_and_is_remembered(self) -> None:
+        reporters = Reporters()
+        full, other = reporters.add(Full()), reporters.add(Exclusive())
+        reporters(step(1))
+        assert reporters.failure is None
+        for number in (2, 3):
+            reporters(step(number))
+        assert (full.seen, full.closed, other.seen) == (2, 1, 3)
+        assert str(reporters.failure) == "[Errno 28] No space left on device"
+        reporters.close()
+        assert (full.closed, other.closed) == (1, 1)
+
+    def test_is_found_at_the_close_too_and_others_are_closed_all_the_same(self) -> None:
+        reporters = Reporters()
+        other = reporters.add(Exclusive())
+        reporters.add(Full())
+        reporters.close()
+        assert str(reporters.failure) == "[Errno 28] still no space"
+        assert other.closed == 1
+
+    def test_our_own_mistakes_are_not_taken_for_one(self) -> None:
+        def broken(event: Event) -> None:
+            raise ZeroDivisionError
+
+        broken.close = lambda: None
+        reporters = Reporters()
+        reporters.add(broken)
+        with pytest.raises(ZeroDivisionError):
+            reporters(step(1))
+
+
 class Exclusive:
     """A reporter that notes when it is entered while it is busy."""
 
@@ -284,14 +332,6 @@ def test_reporters_are_never_entered_twice_at_once_and_closed_once() -> None:
     hub.close()
     for reporter in (first, second):
         assert (reporter.overlaps, reporter.seen, reporter.closed) == (0, 800, 1)
-
-
-def test_outcome_names_every_planned_tier() -> None:
-    records = [metrics_record(step(number)) for number in (1, 2, 3)]
-    text = planned_and_measured({"host": 2 << 30, "ssd": 5 << 30}, records)
-    assert "host     peak planned 2 GiB, measured 1 GiB" in text
-    assert "ssd      peak planned 5 GiB, not measured" in text
-    assert "skipped  0 of 3" in text
 
 
 def test_the_card_states_what_the_records_say_and_no_local_path_as_base_model() -> None:

@@ -142,6 +142,11 @@ def test_no_drawers() -> None:
     assert [name_of(path) for path in FILES if path.stem in drawers or set(path.relative_to(ROOT).parts) & drawers] == []
 
 
+def test_no_folder_has_the_name_of_a_module_beside_it() -> None:
+    """Type checkers given part of the tree take such a folder for the module."""
+    assert [name_of(path) for path in FILES if path.with_suffix("").is_dir()] == []
+
+
 def test_the_architecture_page_names_every_package() -> None:
     page = (ROOT.parent / "docs" / "architecture.md").read_text(encoding="utf-8")
     missing = [package for package in RANK if f"{package}/" not in page and f"{package}.py" not in page]

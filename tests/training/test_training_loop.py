@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from training_fakes import FakeHost, Screen, write_data, write_model
+from training_fakes import FakeHost, Screen, fake_plan, write_data, write_model
 from transformers import TrainerState
 
+from headrace.planning import explain, report_of
 from headrace.report import read_metrics
 from headrace.spec.errors import ConfigError, DataError, ModelError, PlanInfeasible, RunDirectoryError, StepFailed
 from headrace.spec.events import Notice, OpDone, StepResult
@@ -53,15 +54,43 @@ class TestARun:
         assert not (run / "fake.json").exists()
         assert host.made[0].closed
 
-    def test_shows_plan_notices_steps_and_planned_against_measured(self, options: dict[str, Any]) -> None:
+    def test_shows_plan_notices_and_steps(self, options: dict[str, Any]) -> None:
         screen = Screen()
         train(RunConfig.of(options), display=screen, engines=FakeHost().engines())
-        assert "plan: everything fits" in screen.said
-        assert any("planned 2 KiB, measured 1.95 KiB" in text for text in screen.said)
         assert screen.events[0] == Notice(text="a notice while opening")
         assert [event.step for event in screen.events if isinstance(event, StepResult)] == list(range(1, 9))
         assert [event.step for event in screen.events if isinstance(event, OpDone)] == list(range(1, 9))
         assert screen.events[-1] == Notice(text="closed")
+
+    def test_the_table_before_the_run_is_that_of_the_plan_command(self, options: dict[str, Any]) -> None:
+        screen = Screen()
+        train(RunConfig.of(options), display=screen, engines=FakeHost().engines())
+        report = report_of(fake_plan(), None, model="model", ssd_allowed_bytes=None, num_steps=8)
+        before, expected = screen.said[0].splitlines(), explain(report).splitlines()
+        # What may be written to the drive is not the same twice: others write to it too.
+        assert [line for line in before if not line.startswith(("free", "allowed"))] == [
+            line for line in expected if not line.startswith(("free", "allowed"))
+        ]
+        assert next(line for line in before if line.startswith("allowed")).split()[1:3] == ["4", "KiB"]
+        assert "unknown" not in screen.said[0]
+
+    @pytest.mark.parametrize("measured", [True, False])
+    def test_planned_against_measured_after_the_run(self, options: dict[str, Any], measured: bool) -> None:
+        screen = Screen()
+        more = {"machine": "rtx4090-1ssd"} if measured else {}
+        train(RunConfig.of(options | more), display=screen, engines=FakeHost().engines())
+        table = next(text for text in screen.said if "measured" in text.splitlines()[0])
+        rows = {line[:20].strip(): line[20:].split() for line in table.splitlines()}
+        assert rows["peak, host"] == ["2", "KiB", "1.95", "KiB", "0.98"]
+        assert rows["peak, ssd"] == ["4", "KiB", "-", "-"]
+        assert ("bench machine" in table) is not measured
+        values = json.loads((options["output"] / "summary.json").read_text())
+        found = values["planned_and_measured"]
+        assert found["host_peak_bytes"] == {"unit": "bytes", "planned": 2048, "measured": 2000, "ratio": 2000 / 2048}
+        assert found["ssd_bytes_written_per_step"]["measured"] == 12
+        assert found["step_seconds"]["measured"] == 0.25
+        assert found["step_seconds"]["ratio"] == 0.25 / found["step_seconds"]["planned"]
+        assert (values["steps"], values["measured_machine"]) == (8, measured)
 
     def test_keeps_the_state_where_asked(self, options: dict[str, Any]) -> None:
         train(RunConfig.of(options | {"keep_state": True}), engines=FakeHost().engines())
@@ -125,6 +154,7 @@ class TestResume:
             train(RunConfig.of(options), engines=host.engines())
         assert (caught.value.exit_code, caught.value.step) == (code, 3)
         assert host.made[0].closed
+        assert json.loads((options["output"] / "summary.json").read_text())["steps"] == 3
         assert signal.getsignal(number) is before
         done = resume(options["output"], engines=FakeHost().engines())
         assert (done.final / "weights").read_text() == self.unbroken(options)

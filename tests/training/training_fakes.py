@@ -13,6 +13,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from headrace.plan.base import Plan, Unit
 from headrace.report import Reporter
 from headrace.spec.events import Committed, Event, Notice, OpDone, StepResult
 from headrace.training import Engines
@@ -40,14 +41,46 @@ def write_data(path: Path, samples: int = 40) -> Path:
     return path
 
 
-class Plan:
-    """As much of a plan as the loop shows."""
-
-    def explain(self) -> str:
-        return "plan: everything fits"
-
-    def to_json(self) -> dict[str, Any]:
-        return {"peak_bytes": {"host": {"weights": 1024, "states": 1024}}}
+def fake_plan() -> Plan:
+    """A plan that the forecast can simulate: two blocks, all in host memory."""
+    return Plan(
+        compute_dtype="bfloat16",
+        gradient_dtype="bfloat16",
+        separate_device=False,
+        units=tuple(Unit(name=name, num_elements=8192, num_parameters=8000) for name in ("first", "1", "2", "last")),
+        num_blocks=2,
+        tied=False,
+        sequence_length=32,
+        tokens_per_step=64,
+        micro_batch_sequences=2,
+        num_micro_batches=1,
+        hidden_size_bytes=128,
+        loss_chunk_tokens=64,
+        update_policy="immediate",
+        held_gradients="host",
+        checkpoint_every=1,
+        host_slots=2,
+        device_slots=0,
+        prefetch=1,
+        chunk_elements=4096,
+        state_slots=3,
+        gradient_slots=2,
+        resident_states=(),
+        accumulate=False,
+        stash_tiers=("device", "device"),
+        stash_slots=0,
+        kept=((), ()),
+        kept_bytes=(0, 0),
+        skipped=((), ()),
+        operators=((), ()),
+        compute_threads=1,
+        update_threads=1,
+        forward_flops=(0.0, 1e6, 1e6, 0.0),
+        epilogue_flops=1e6,
+        peak_bytes={"host": {"weights": 1024, "states": 1024}, "ssd": {"states, two slots": 4096, "scratch": 0}},
+        allowed_bytes={"host": 4096},
+        notes=("everything fits",),
+    )
 
 
 class FakeEngine:
@@ -55,7 +88,7 @@ class FakeEngine:
 
     def __init__(self, directory: Path, state: dict[str, Any], sink: Any, script: Mapping[int, Any]) -> None:
         self.directory, self.state, self.sink, self.script = directory, state, sink, script
-        self.plan, self.batches, self.closed = Plan(), [], False
+        self.plan, self.batches, self.closed = fake_plan(), [], False
 
     @property
     def step_index(self) -> int:

@@ -1,0 +1,18 @@
+"""Text on stdout: as it is in pipes and files, with numbers and places in colour on a terminal.
+
+Invariant: the characters are the same in both; colour is all that a terminal adds.
+"""
+
+import sys
+
+from rich.console import Console
+
+
+def show(text: str) -> None:
+    """Print `text`, whose columns are aligned already."""
+    console = Console(file=sys.stdout, soft_wrap=True)
+    if console.is_terminal:
+        console.print(text, markup=False, emoji=False)
+    else:
+        sys.stdout.write(text + "\n")
+        sys.stdout.flush()

@@ -1,0 +1,131 @@
+"""What this process may still take of host memory: the kernel's estimate, and every limit that would end it earlier.
+
+Everything is read below `root`, so that tests can build machines. Invariant: what cannot be read limits nothing; of what can be
+read, the least counts. Page cache counts as free everywhere, because the kernel drops it before it refuses memory.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from headrace.spec.budget import default_bytes
+
+_HERE = Path("/")
+_UNKNOWN_BYTES = 1 << 62
+# Version 1 groups say "no limit" by a number near 2^63.
+_UNLIMITED_BYTES = 1 << 60
+# Of version 1 the names with `total_` count the groups below too, as its usage does.
+_RECLAIMABLE = ("inactive_file", "active_file", "slab_reclaimable")
+# Resource limits, and the field of /proc/self/status that each counts.
+_RESOURCES = {"Max address space": "VmSize", "Max data size": "VmData"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """A control group that this process belongs to, itself or through a group below."""
+
+    limit_bytes: int
+    used_bytes: int
+
+    @property
+    def rest_bytes(self) -> int:
+        return max(0, self.limit_bytes - self.used_bytes)
+
+
+def available_memory_bytes(root: Path = _HERE) -> int:
+    """Return what this process may still take: the least of the kernel's estimate (`MemAvailable`), the rests of its control
+    groups (version 2 or 1, with all above them) and the rests of `RLIMIT_AS` and `RLIMIT_DATA`.
+    """
+    rests = [group.rest_bytes for group in _groups(root)] + list(_resource_rests(root))
+    estimate = _fields(root / "proc/meminfo").get("MemAvailable")
+    return min([_UNKNOWN_BYTES if estimate is None else estimate, *rests])
+
+
+def control_group_limit_bytes(root: Path = _HERE) -> int | None:
+    """Return the least memory limit of this process's control groups and those above them; None for no limit."""
+    return min((group.limit_bytes for group in _groups(root)), default=None)
+
+
+def pinnable_memory_bytes(root: Path = _HERE) -> int | None:
+    """Return what a GPU's driver lets a process pin: half of the memory under WSL; None where no cap is known.
+
+    The driver there is Windows' own, whose memory manager caps shared device memory (which pinned memory is) at half.
+    """
+    total = _fields(root / "proc/meminfo").get("MemTotal")
+    return total // 2 if total is not None and "microsoft" in (_text(root / "proc/version") or "").lower() else None
+
+
+def default_host_bytes(root: Path = _HERE, *, pins: bool) -> int:
+    """Return the host budget where none is given. `pins`: a GPU is there, so that host buffers will be pinned."""
+    allowed = default_bytes("host", available_memory_bytes(root))
+    pinnable = pinnable_memory_bytes(root) if pins else None
+    return allowed if pinnable is None else min(allowed, pinnable)
+
+
+def _groups(root: Path) -> Iterator[_Group]:
+    """Yield the groups with a limit, of both versions: a machine may have the memory controller in either."""
+    for line in (_text(root / "proc/self/cgroup") or "").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            tops = (root / "sys/fs/cgroup", root / "sys/fs/cgroup/unified")
+            for top in tops:
+                yield from _limited(_upwards(top, path), ("memory.max", "memory.high"), "memory.current", "")
+        elif "memory" in controllers.split(","):
+            directories = [
+                directory
+                for number, directory in enumerate(_upwards(root / "sys/fs/cgroup/memory", path))
+                # A group above counts only where it says so: in version 1 that was a choice once.
+                if number == 0 or _text(directory / "memory.use_hierarchy") != "0"
+            ]
+            yield from _limited(directories, ("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_")
+
+
+def _upwards(top: Path, path: str) -> list[Path]:
+    """Return a group's directory and those above it. What is not here is left out: a container may see the host's path."""
+    parts = [part for part in path.split("/") if part]
+    if ".." in parts:  # outside of what this namespace shows
+        parts = []
+    return [directory for length in range(len(parts), -1, -1) if (directory := top.joinpath(*parts[:length])).is_dir()]
+
+
+def _limited(directories: list[Path], limits: tuple[str, ...], usage: str, prefix: str) -> Iterator[_Group]:
+    for directory in directories:
+        texts = [_text(directory / name) or "" for name in limits]
+        found = [int(text) for text in texts if text.isdigit() and int(text) < _UNLIMITED_BYTES]
+        used = _text(directory / usage) or ""
+        if found:
+            statistics = _pairs(directory / "memory.stat")
+            reclaimable = sum(statistics.get(prefix + name, 0) for name in _RECLAIMABLE)
+            yield _Group(min(found), max(0, int(used) - reclaimable) if used.isdigit() else 0)
+
+
+def _resource_rests(root: Path) -> Iterator[int]:
+    status = _fields(root / "proc/self/status")
+    for line in (_text(root / "proc/self/limits") or "").splitlines():
+        for name, field in _RESOURCES.items():
+            soft = line.removeprefix(name).split()[0] if line.startswith(name + " ") else ""
+            if soft.isdigit():
+                yield max(0, int(soft) - status.get(field, 0))
+
+
+def _fields(path: Path) -> dict[str, int]:
+    """Return the `Name:  number kB` lines of a file, in bytes."""
+    found = {}
+    for line in (_text(path) or "").splitlines():
+        name, _, rest = line.partition(":")
+        words = rest.split()
+        if len(words) == 2 and words[1] == "kB" and words[0].isdigit():
+            found[name] = int(words[0]) * 1024
+    return found
+
+
+def _pairs(path: Path) -> dict[str, int]:
+    pairs = (line.split() for line in (_text(path) or "").splitlines())
+    return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdigit()}
+
+
+def _text(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return None

@@ -1,0 +1,59 @@
+"""What a run says of its plan: the table before the first step, and planned against measured after the last.
+
+Invariant: the tables are those of `headrace plan`; `summary.json` has the figures of the second one.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from headrace.plan.base import Plan
+from headrace.plan.profiles import load_profile
+from headrace.planning import PlanReport, default_ssd_bytes, explain, explain_outcome, outcome_of, report_of
+from headrace.report.metrics import Record
+from headrace.spec.errors import ModelError
+from headrace.training.base import Display
+from headrace.training.config import RunConfig
+from headrace.training.data import read_model_config
+from headrace.training.run_directory import RunDirectory
+
+
+class Account:
+    """The report of a run's plan, and the two times that it is told."""
+
+    def __init__(self, plan: Plan, config: RunConfig, directory: RunDirectory, *, total_steps: int) -> None:
+        ceilings = load_profile(config.machine) if config.machine else None
+        spaces = config.ssd or (directory.path,)
+        self._directory, self._ceilings = directory, ceilings
+        self._report: PlanReport = report_of(
+            plan,
+            ceilings,
+            model=_architecture(config.model),
+            ssd_allowed_bytes=default_ssd_bytes(ceilings, spaces, held_bytes=plan.peak("ssd")),
+            num_steps=total_steps,
+        )
+        self._plan = plan
+
+    def tell_before(self, display: Display) -> None:
+        """Show the plan, and leave it for `headrace report`."""
+        self._directory.write_plan(self._plan.to_json())
+        if self._ceilings is not None:
+            self._directory.write_machine(self._ceilings.to_json())
+        display.say(explain(self._report))
+
+    def tell_after(self, display: Display, records: Sequence[Record]) -> None:
+        """Show planned against measured, and write `summary.json`. Nothing to tell without a step."""
+        if not records:
+            return
+        outcome = outcome_of(self._report, records)
+        display.say(explain_outcome(outcome))
+        self._directory.write_summary(outcome.to_json())
+
+
+def _architecture(model: Path) -> str:
+    """Return the class of the model, by which `headrace plan` calls it too; the directory's name where it names none."""
+    try:
+        names: Any = read_model_config(model).get("architectures")
+    except ModelError:
+        return model.name
+    return str(names[0]) if isinstance(names, list) and names else model.name

@@ -1,0 +1,200 @@
+"""A disk that fills up, or a directory that goes away, while a run writes its small files or its model: one line, exit code 2,
+the state is safe, and the run can be resumed to the same weights.
+
+Full files are `/dev/full`: the kernel itself refuses what is written there.
+
+Run: pytest tests/cli/test_full_disk.py
+"""
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Callable
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bad_worlds import World, check_refusal
+
+from headrace.cli import main
+from headrace.report import read_metrics
+from headrace.spec.errors import StorageError
+from headrace.store.manifest import MANIFEST_NAME, RECORD_NAMES
+from headrace.training import loop
+from headrace.training.run_directory import RunDirectory
+
+NO_SPACE = os.strerror(errno.ENOSPC)
+pytestmark = pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+
+
+def exit_code(*words: object) -> int:
+    with pytest.raises(SystemExit) as left:
+        main([str(word) for word in words])
+    return int(left.value.code or 0)
+
+
+def refused(world: World, *words: object) -> str:
+    """Run the command; return the one line that it left on stderr."""
+    assert world.capsys is not None
+    world.capsys.readouterr()
+    code = exit_code(*words)
+    said = world.capsys.readouterr().err
+    check_refusal(code, said)
+    return said
+
+
+def weights(directory: Path) -> dict[str, bytes]:
+    found = {path.name: path.read_bytes() for path in directory.glob("*.safetensors")}
+    assert found
+    return found
+
+
+@pytest.fixture(scope="module")
+def unbroken(trained: Path) -> dict[str, bytes]:
+    """The weights that an undisturbed run ends with."""
+    return weights(trained / "run" / "final")
+
+
+@pytest.fixture
+def fill(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Return a function after which files of these names cannot be written."""
+    really = Path.open
+
+    def fill(*names: str) -> None:
+        def opened(self: Path, mode: str = "r", *rest: Any, **options: Any) -> Any:
+            if any(fnmatch(self.name, name) for name in names) and mode[0] in "wax":
+                return open("/dev/full", mode.replace("x", "w"), *rest, **options)
+            return really(self, mode, *rest, **options)
+
+        monkeypatch.setattr(Path, "open", opened)
+
+    return fill
+
+
+FILES = [
+    ["metrics.jsonl"],
+    ["lanes.jsonl", "timeline.json.new", "trace.json"],
+    ["events.out.*"],
+    ["trainer_state.json.new"],
+    ["plan.json.new"],
+    ["summary.json.new"],
+]
+
+
+@pytest.mark.parametrize("names", FILES, ids=" ".join)
+def test_in_mid_run_the_state_is_safe(
+    world: World, unbroken: dict[str, bytes], fill: Callable[..., None], monkeypatch: pytest.MonkeyPatch, names: list[str]
+) -> None:
+    words = [*world.train_words(), "--report-to", "trace", "--report-to", "tensorboard"]
+    fill(*names)
+    said = refused(world, *words)
+    monkeypatch.undo()
+    assert str(world.run) in said
+    assert NO_SPACE in said
+    assert "the last committed step is safe: free some space, then go on with: headrace resume" in said
+    assert not (world.run / "final").exists()
+    assert exit_code("resume", world.run) == 0
+    assert weights(world.run / "final") == unbroken
+    steps = [record["step"] for record in read_metrics(world.run / "metrics.jsonl")]
+    assert steps == sorted(set(steps))
+    assert json.loads((world.run / "trainer_state.json").read_text())["max_steps"] == 2
+
+
+def test_the_options_of_a_run_have_no_space_before_it_begins(world: World, fill: Callable[..., None]) -> None:
+    fill("config.yaml.new")
+    said = refused(world, *world.train_words())
+    assert f"output: {world.run} cannot be written ({NO_SPACE})" in said
+    assert not world.run.exists()
+
+
+def test_a_run_directory_that_goes_away(world: World, unbroken: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Moved here, as an unmounted drive would be: its files that are open stay so, no others can be made."""
+    away = world.folder / "away"
+    really = loop.tensors_of
+
+    def move(batch: Any) -> Any:
+        if world.run.exists():
+            world.run.rename(away)
+        return really(batch)
+
+    monkeypatch.setattr(loop, "tensors_of", move)
+    said = refused(world, *world.train_words())
+    monkeypatch.undo()
+    assert os.strerror(errno.ENOENT) in said
+    assert f"remove the cause, then go on with: headrace resume {world.run}" in said
+    away.rename(world.run)
+    assert exit_code("resume", world.run) == 0
+    assert weights(world.run / "final") == unbroken
+
+
+@pytest.fixture
+def full_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No file of weights can be written."""
+    really = os.write
+
+    def write(descriptor: int, data: Any) -> int:
+        if os.readlink(f"/proc/self/fd/{descriptor}").endswith(".safetensors"):
+            raise OSError(errno.ENOSPC, NO_SPACE)
+        return really(descriptor, data)
+
+    monkeypatch.setattr(os, "write", write)
+
+
+def test_no_space_for_the_model_at_the_end(
+    world: World, unbroken: dict[str, bytes], full_shards: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = refused(world, *world.train_words())
+    monkeypatch.undo()
+    assert f"export to {world.run / 'final'}: needs " in said
+    assert "free are" in said
+    assert "All steps are committed and the run is intact" in said
+    assert f"headrace export {world.run} OUT" in said
+    assert not [path for path in world.run.iterdir() if "final" in path.name]
+    assert exit_code("export", world.run, world.folder / "elsewhere") == 0
+    assert weights(world.folder / "elsewhere") == unbroken
+    assert exit_code("resume", world.run) == 0
+    assert weights(world.run / "final") == unbroken
+
+
+def test_no_space_for_the_card_at_the_end(
+    world: World, unbroken: dict[str, bytes], fill: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill("README.md")
+    assert "the last committed step is safe" in refused(world, *world.train_words())
+    monkeypatch.undo()
+    assert exit_code("resume", world.run) == 0
+    assert (world.run / "final" / "README.md").stat().st_size > 0
+
+
+def test_no_space_for_an_export_of_a_run_that_can_go_on(ran: World, full_shards: None) -> None:
+    out = ran.folder / "out"
+    said = refused(ran, "export", ran.run, out)
+    assert f"export to {out}: needs " in said
+    assert f"The run is intact: repeat `headrace export {ran.run} OUT` then" in said
+    assert not [path for path in ran.folder.iterdir() if "out" in path.name]
+
+
+def test_no_space_for_an_export_of_a_finished_run(ran: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (MANIFEST_NAME, *RECORD_NAMES):
+        (ran.run / name).unlink(missing_ok=True)
+    really = shutil.copytree
+
+    def copytree(*places: Any, **options: Any) -> Any:
+        really(*places, **options)
+        raise shutil.Error([("a", "b", f"[Errno {errno.ENOSPC}] {NO_SPACE}: 'b'")])
+
+    monkeypatch.setattr(shutil, "copytree", copytree)
+    out = ran.folder / "out"
+    said = refused(ran, "export", ran.run, out)
+    monkeypatch.undo()
+    assert f"export to {out}: needs " in said
+    assert not [path for path in ran.folder.iterdir() if "out" in path.name]
+    assert exit_code("export", ran.run, out) == 0
+    assert weights(out) == weights(ran.run / "final")
+
+
+def test_an_error_that_is_told_already_is_not_told_twice(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match=r"^mine$"), RunDirectory(tmp_path).writing():
+        raise StorageError("mine")
