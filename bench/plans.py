@@ -62,7 +62,7 @@ class Cell:
     ssds: int
     tokens: int
     card_gib: int = 24
-    device_gib: int = 22  # allowed: a card without a screen has about two less than its name says
+    device_gib: int = 23  # allowed: a card without a screen has most of a GiB less than its name says
     sequence_length: int = SEQUENCE_LENGTH
 
     @property
@@ -89,21 +89,21 @@ def grid(**changes: int) -> tuple[Cell, ...]:
 
 
 SECTIONS = (
-    Section("Llama-3-70B on an RTX 4090", LLAMA_70B, "22 GiB of the card's 24 are allowed.", grid()),
+    Section("Llama-3-70B on an RTX 4090", LLAMA_70B, "23 GiB of the card's 24 are allowed.", grid()),
     Section(
         "GPT-3 175B on an RTX 4090",
         GPT3_175B,
         "GPT-2's architecture with `n_embd` 12288, 96 layers and 96 heads, and `activation_function` `gelu_pytorch_tanh` "
         "instead of `gelu_new`: the same function, but `gelu_new` is a chain of operators that save eight tensors of four "
         "hidden sizes per token for backward, which the device has to hold. A block in parts is not supported yet, so that "
-        "one block, its gradient and its workspace must fit the card: with 22 GiB only short sequences do.",
+        "one block, its gradient and its workspace must fit the card: with 23 GiB only short sequences do.",
         tuple(Cell(256, 4, TOKENS[0], sequence_length=length) for length in (2048, 1024, 512)),
     ),
     Section(
         "GPT-3 175B on the same machine with a card of 32 GB",
         GPT3_175B,
-        "30 GiB of 32 are allowed; all other figures are those of the RTX 4090.",
-        grid(card_gib=32, device_gib=30),
+        "31 GiB of 32 are allowed; all other figures are those of the RTX 4090.",
+        grid(card_gib=32, device_gib=31),
     ),
 )
 
@@ -194,9 +194,7 @@ def sentences(answers: Sequence[tuple[Cell, Answer]]) -> Iterator[str]:
     """Yield what the numbers of a table say: what limits where, and what more of each resource buys."""
     fitting = {(cell.tokens, cell.ram_gib, cell.ssds): found for cell, found in answers if found["fits"]}
     seconds = {key: found["step_seconds"] for key, found in fitting.items()}
-    missing = [cell for cell, found in answers if not found["fits"]]
-    if missing:
-        yield f"{len(missing)} of {len(answers)} cells do not fit: {'; '.join(cell.words for cell in missing)}."
+    yield from _missing(answers)
     for tokens in TOKENS:
         own = {key[1:]: found for key, found in fitting.items() if key[0] == tokens}
         if not own:
@@ -222,10 +220,28 @@ def sentences(answers: Sequence[tuple[Cell, Answer]]) -> Iterator[str]:
             f"so that tokens per second rise {factor / max(more):.1f} to {factor / min(more):.1f} times."
         )
     if fitting:
+        waits = [found["step_seconds"] / found["lower_bound_seconds"] for found in fitting.values()]
+        yield f"Steps take {min(waits):.2f} to {max(waits):.2f} times what is possible at best: the rest is waiting."
         written = [found["ssd_bytes_written_per_step"] for found in fitting.values()]
         worn = {key[2]: max(found["share_of_endurance"] for k, found in fitting.items() if k[2] == key[2]) for key in fitting}
         wear = ", ".join(f"{share:.0%} of the rated life of {_drives(ssds)}" for ssds, share in sorted(worn.items()))
         yield f"A step writes {min(written) / TB:.2f} to {max(written) / TB:.2f} TB; {STEPS} steps use at most {wear}."
+
+
+def _missing(answers: Sequence[tuple[Cell, Answer]]) -> Iterator[str]:
+    """Say how many cells lack what, by tokens and tier."""
+    lacking: dict[tuple[int, str], list[int]] = {}
+    for cell, found in answers:
+        if not found["fits"]:
+            for tier, size in found["peak_bytes"].items():
+                lacking.setdefault((cell.tokens, tier), []).append(size)
+    for (tokens, tier), sizes in lacking.items():
+        of = sum(cell.tokens == tokens for cell, _ in answers)
+        space = "SSD space" if tier == "ssd" else f"{tier} memory"
+        yield (
+            f"At {tokens} tokens a step {len(sizes)} of {of} cells do not fit for lack of {space}: "
+            f"at least {min(sizes) / GIB:.1f} GiB are needed."
+        )
 
 
 def _both(fitting: dict[tuple[int, int, int], Answer]) -> list[tuple[int, int]]:
@@ -234,7 +250,7 @@ def _both(fitting: dict[tuple[int, int, int], Answer]) -> list[tuple[int, int]]:
 
 def _gain(own: dict[tuple[int, int], Answer], axis: int) -> str:
     """Say how much faster steps get with more SSDs (axis 1) or more memory (axis 0), at each amount of the other."""
-    name, unit = (("SSDs", "SSDs"), ("main memory", "GiB"))[1 - axis]
+    subject, unit = (("More main memory", "GiB"), ("Having more SSDs", "SSDs"))[axis]
     gains = []
     for other in sorted({place[1 - axis] for place in own}):
         line = sorted((place[axis], found["step_seconds"]) for place, found in own.items() if place[1 - axis] == other)

@@ -34,6 +34,7 @@ def made_up(seconds, *, cell, limit="compute", fits=True):
     return cell, {
         "fits": fits,
         "step_seconds": seconds,
+        "lower_bound_seconds": 0.8 * seconds,
         "tokens_per_second": cell.tokens / seconds,
         "bottleneck": f"limited by {limit}: busy 90% of the step",
         "ssd_bytes_written_per_step": 2e12,
@@ -65,7 +66,10 @@ def test_sentences_say_what_more_of_each_resource_buys():
     assert "4 times the tokens cost 4.0 to 4.0 times the seconds" in words
     assert "50% of the rated life of 1 SSD, 12% of the rated life of 4 SSDs" in words
     assert "compute in all cells" in words
+    assert "Steps take 1.25 to 1.25 times what is possible at best" in words
     assert not plans.odd_cells(a_grid(seconds))
+    lacking = " ".join(plans.sentences(a_grid(seconds, fits=False)))
+    assert "At 16384 tokens a step 9 of 9 cells do not fit for lack of device memory: at least 30.0 GiB" in lacking
 
 
 def test_cells_that_go_the_wrong_way_are_found():
