@@ -261,9 +261,8 @@ def _gain(own: dict[tuple[int, int], Answer], axis: int) -> str:
     amounts = sorted({place[axis] for place in own})
     if not gains:
         return ""
-    return (
-        f"More {name} ({', '.join(map(str, amounts))} {unit}) make a step faster, each over the one before: {'; '.join(gains)}."
-    )
+    row = ", ".join(map(str, amounts))
+    return f"{subject} ({row} {unit}) makes a step faster, each amount over the one before, {'; '.join(gains)}."
 
 
 def _places(places: Sequence[tuple[int, int]]) -> str:
