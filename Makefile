@@ -9,7 +9,7 @@ STAMP := $(VENV)/installed
 # One thread for each test process: with WORKERS of them, more would only wait for one another.
 TEST_ENV := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false
 
-.PHONY: help venv demo test test-gpu bench-gpu check format soak bench clean
+.PHONY: help venv demo test test-gpu bench-gpu check format soak bench bench-promise clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ -/'
@@ -62,6 +62,10 @@ bench: $(STAMP)  ## what this machine can do, and Headrace beside plain PyTorch;
 	$(BIN)/python bench/limits.py --scratch $(or $(SCRATCH),bench-results) --output bench-results/limits.json
 	$(BIN)/python bench/compare.py --scratch $(or $(SCRATCH),bench-results) --output bench-results/compare --size S \
 		--tokens-per-step 2048 --contestants headrace,plain
+
+bench-promise: $(STAMP)  ## planned against measured, and the distance to the limit, of 14 runs (25 minutes); SCRATCH=directory
+	@mkdir -p bench-results
+	$(BIN)/python bench/promise.py --scratch $(or $(SCRATCH),bench-results) --output bench-results/promise
 
 clean:  ## remove the environment and what runs left in this tree
 	rm -rf $(VENV) demo-run bench-results .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -167,6 +167,7 @@ def _seen(record: dict[str, Any], watched: Watched, started: float) -> dict[str,
         "peak_anonymous_bytes": watched.peak_bytes(),
         "peak_anonymous_bytes_loading": watched.peak_bytes(stop=first),
         "peak_anonymous_bytes_stepping": watched.peak_bytes(start=first),
+        "peak_anonymous_bytes_training": watched.peak_bytes(stop=record["rows"][-1]["stop_clock"]),
         "disk_peak_bytes": watched.disk_peak_bytes,
     }
     return record | outside

@@ -2,117 +2,187 @@
 
     python bench/replay_sweep.py --scratch DIR --output docs/replay-sweep.svg [--machine PROFILE.json]
 
-Each amount is run in turn in one process; medians are drawn against the forecast on the measured machine, and the planner's own
-choice is marked. Needs matplotlib for the picture; the numbers are printed as a Markdown table anyway.
+Without a profile the machine is measured first. The planner's own choice and all amounts are run in turn, for some rounds, in
+one process; medians are drawn against the forecast, and the planner's choice is marked. Writes the picture (matplotlib), and
+beside it a Markdown table and JSON. At size S less than eight minutes on two quiet cores.
 """
 
 import argparse
 import dataclasses
 import json
+import os
 import shutil
 import statistics
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
-from shapes import SHAPES
+from launch import environment, make_model, require_disk, scratch_directory
+from shapes import SHAPES, TokenStream
+from worker import refuse
 
 import headrace
+from headrace.calibrate import measure_machine
 from headrace.engine import Engine
 from headrace.machine import MemoryMeter
 from headrace.model import profile
 from headrace.plan.base import Plan
 from headrace.plan.footprint import Allowance
 from headrace.plan.forecast import forecast
-from headrace.plan.search import Choice, Problem, Workload, nominal_ceilings, plan_of, replay_order
+from headrace.plan.search import Choice, Problem, Workload, filled, fits, plan_of, replay_order
 from headrace.spec.ceilings import Ceilings
 
+Row = dict[str, Any]
 
-def main() -> None:
+
+def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--scratch", type=Path, required=True)
-    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--scratch", type=Path, required=True, help="directory on the disk under test; nothing stays in it")
+    parser.add_argument("--output", type=Path, required=True, help="picture to write; .md and .json go beside it")
     parser.add_argument("--size", choices=sorted(SHAPES), default="S")
     parser.add_argument("--tokens-per-step", type=int, default=2048)
     parser.add_argument("--sequence-length", type=int, default=512)
-    parser.add_argument("--amounts", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=3, help="counted steps of each amount, after one that is not counted")
+    parser.add_argument("--amounts", type=int, default=5, help="from nothing kept to everything")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=2, help="counted steps of each run, after one that is not counted")
     parser.add_argument("--host-memory", default="8GiB")
     parser.add_argument("--machine", type=Path, help="profile written by `headrace bench machine`")
-    arguments = parser.parse_args()
-    folder = Path(tempfile.mkdtemp(dir=arguments.scratch))
-    try:
-        rows = sweep(arguments, folder)
-    finally:
-        shutil.rmtree(folder)
-    print("| kept outputs | step s, measured | step s, planned | peak MiB, measured | peak MiB, planned |")
-    print("|---|---|---|---|---|")
+    parser.add_argument("--machine-seconds", type=float, default=60, help="without --machine: seconds to measure it for")
+    return parser.parse_args(arguments)
+
+
+def main() -> int:
+    options = options_of()
+    if options.amounts < 2 or options.rounds < 1 or options.steps < 1 or options.tokens_per_step % options.sequence_length:
+        refuse("--amounts must be at least 2, --rounds and --steps 1, --tokens-per-step a multiple of --sequence-length")
+    variables = environment(omp_wait_policy="passive")
+    if "GOMP_SPINCOUNT" not in os.environ:  # read when the library is loaded: this process begins again with it
+        os.execve(sys.executable, [sys.executable, *sys.argv], variables)
+    with scratch_directory(options.scratch) as folder:
+        require_disk(folder, 30 * SHAPES[options.size].parameters, f"size {options.size}")
+        machine = machine_of(options, folder)
+        model = folder / "model"
+        make_model(options.size, model, variables)
+        rows = summarised(sweep(options, folder, model, machine))
+    table = table_of(rows, options, machine)
+    print(table)
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    options.output.with_suffix(".md").write_text(table)
+    options.output.with_suffix(".json").write_text(json.dumps(rows, indent=1) + "\n")
+    draw(rows, options.output)
+    return 0
+
+
+def machine_of(options: argparse.Namespace, folder: Path) -> Ceilings:
+    """Return the profile that is given, or measure this machine."""
+    if options.machine is not None:
+        return Ceilings.from_json(json.loads(options.machine.read_text()))
+    print(f"measuring the machine for {options.machine_seconds:.0f} s ...", flush=True)
+    return measure_machine([folder], seconds_budget=options.machine_seconds)
+
+
+def sweep(options: argparse.Namespace, folder: Path, model: Path, machine: Ceilings) -> list[Row]:
+    """Run the planner's choice and all amounts, round after round, and return a row for each run."""
+    rows: list[Row] = []
+    for number in range(options.rounds):
+        rows.append(run(options, folder, model, machine, None))
+        total = rows[0]["total"]
+        for part in range(options.amounts):
+            rows.append(run(options, folder, model, machine, total * part // (options.amounts - 1)))
+        for row in rows[-options.amounts - 1 :]:
+            words = f"{row['amount']} kept{', the planner' if row['chosen'] else ''}"
+            print(f"round {number}: {words}: {row.get('seconds', float('nan')):.2f} s", flush=True)
+    return rows
+
+
+def summarised(rows: list[Row]) -> list[Row]:
+    """Return the medians over rounds, by amount; the planner's choice last. Amounts that do not fit are left out."""
+    groups: dict[tuple[bool, int], list[Row]] = {}
     for row in rows:
-        mark = " (chosen)" if row["chosen"] else ""
-        print(
-            f"| {row['amount']}{mark} | {row['seconds']:.2f} | {row['planned_seconds']:.2f} "
-            f"| {row['peak_mib']:.0f} | {row['planned_mib']:.0f} |"
+        if "seconds" in row:
+            groups.setdefault((row["chosen"], row["amount"]), []).append(row)
+    keys = ("seconds", "planned_seconds", "peak_mib", "planned_mib", "kept_mib")
+    medians = [
+        own[0] | {key: statistics.median(row[key] for row in own) for key in keys} | {"rounds": len(own)}
+        for own in groups.values()
+    ]
+    return sorted(medians, key=lambda row: (row["chosen"], row["amount"]))
+
+
+def table_of(rows: list[Row], options: argparse.Namespace, machine: Ceilings) -> str:
+    """Return the Markdown table, and how far the planner's choice is from the best point."""
+    lines = [
+        f"Size {options.size}, {SHAPES[options.size].parameters / 1e6:.0f} million parameters, "
+        f"{options.tokens_per_step} tokens per step in sequences of {options.sequence_length}, {options.host_memory} allowed; "
+        f"medians of {options.rounds} interleaved rounds of {options.steps} steps. {machine.name}.",
+        "",
+        "| kept outputs | MiB kept | step s, measured | step s, planned | peak MiB, measured | peak MiB, planned |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        mark = " (the planner's choice)" if row["chosen"] else ""
+        lines.append(
+            f"| {row['amount']} of {row['total']}{mark} | {row['kept_mib']:.0f} | {row['seconds']:.2f} "
+            f"| {row['planned_seconds']:.2f} | {row['peak_mib']:.0f} | {row['planned_mib']:.0f} |"
         )
-    arguments.output.with_suffix(".json").write_text(json.dumps(rows, indent=1) + "\n")
-    draw(rows, arguments.output)
+    chosen = next((row for row in rows if row["chosen"]), None)
+    if chosen is not None:
+        best = min(rows, key=lambda row: row["seconds"])
+        above = chosen["seconds"] / best["seconds"] - 1
+        lines += ["", f"The planner's choice is within {above:.1%} of the best point ({best['amount']} outputs kept)."]
+    return "\n".join([*lines, ""])
 
 
-def sweep(arguments: argparse.Namespace, folder: Path) -> list[dict]:
-    """Run all amounts and return a row for each."""
-    model = folder / "model"
-    script = Path(__file__).with_name("make_model.py")
-    subprocess.run([sys.executable, str(script), "--size", arguments.size, str(model)], check=True)
-    machine = Ceilings.from_json(json.loads(arguments.machine.read_text())) if arguments.machine else None
-    chosen = run(arguments, folder, model, machine, None, rows=[])
-    total = chosen["total"]
-    rows: list[dict] = []
-    for part in range(arguments.amounts):
-        rows.append(run(arguments, folder, model, machine, total * part // (arguments.amounts - 1), rows=rows))
-    return [*rows, {**chosen, "chosen": True}]
+def run(options: argparse.Namespace, folder: Path, model: Path, machine: Ceilings, amount: int | None) -> Row:
+    """Train some steps with `amount` outputs kept in memory (None: as the planner chooses)."""
+    row: Row = {"chosen": amount is None, "amount": amount}
+    opened: list[Engine] = []
 
-
-def run(
-    arguments: argparse.Namespace, folder: Path, model: Path, machine: Ceilings | None, amount: int | None, rows: list
-) -> dict:
-    """Train some steps with `amount` outputs kept on the device (None: as the planner chooses)."""
-    row: dict = {"chosen": False}
+    class DoesNotFit(Exception):
+        """Ends the opening before anything is written."""
 
     def adjust(plan: Plan) -> Plan:
-        problem = problem_of(engine_box[0], plan)
+        problem = problem_of(opened[0], plan)
         row["total"] = len(replay_order(problem.costs_of(plan.micro_batch_sequences)))
         if amount is not None:
-            choice = dataclasses.replace(base_choice(plan), amount=amount)
-            made = plan_of(problem, choice)
-            plan = dataclasses.replace(made, host_slots=plan.num_blocks)
+            plan = filled(problem, plan_of(problem, dataclasses.replace(base_choice(plan), amount=amount)))
+            if not fits(plan):
+                raise DoesNotFit
         row["amount"] = sum(len(ordinals) for ordinals in plan.kept)
-        row["planned_seconds"] = forecast(plan, machine or nominal_ceilings(problem)).step_seconds
+        row["kept_mib"] = sum(plan.kept_bytes) * plan.num_micro_batches / 2**20
+        row["planned_seconds"] = forecast(plan, machine).step_seconds
         row["planned_mib"] = plan.peak("host") / 2**20
         return plan
 
-    engine_box: list = []
     run_directory = folder / "run"
 
     class Watching(Engine):
         def _make_plan(self, *values: int) -> Plan:
-            engine_box[:] = [self]
+            opened[:] = [self]
             return super()._make_plan(*values)
 
-    with Watching.open(
-        model,
-        headrace.Budget(host=arguments.host_memory),
-        headrace.AdamW(lr=1e-5),
-        run_directory=run_directory,
-        tokens_per_step=arguments.tokens_per_step,
-        sequence_length=arguments.sequence_length,
-        machine=machine,
-        adjust_plan=adjust,
-    ) as engine:
+    rows, length = options.tokens_per_step // options.sequence_length, options.sequence_length
+    stream = TokenStream(SHAPES[options.size].vocabulary)
+    try:
+        engine = Watching.open(
+            model,
+            headrace.Budget(host=options.host_memory),
+            headrace.AdamW(lr=1e-5),
+            run_directory=run_directory,
+            tokens_per_step=options.tokens_per_step,
+            sequence_length=length,
+            machine=machine,
+            adjust_plan=adjust,
+        )
+    except DoesNotFit:
+        shutil.rmtree(run_directory, ignore_errors=True)
+        return row
+    with engine:
         meter = MemoryMeter()
         seconds = []
-        for step in range(arguments.steps + 1):
-            ids = torch.randint(3, 30000, (arguments.tokens_per_step // arguments.sequence_length, arguments.sequence_length))
+        for step in range(options.steps + 1):
+            ids = torch.from_numpy(stream.batch(step, sequences=rows, length=length))
             result = engine.step({"input_ids": ids, "labels": ids})
             if step:
                 seconds.append(result.seconds)
@@ -141,7 +211,7 @@ def problem_of(engine: Engine, plan: Plan) -> Problem:
     )
 
 
-def draw(rows: list[dict], path: Path) -> None:
+def draw(rows: list[Row], path: Path) -> None:
     """Write the picture."""
     import matplotlib
 
@@ -166,4 +236,4 @@ def draw(rows: list[dict], path: Path) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

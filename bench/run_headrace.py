@@ -1,19 +1,44 @@
 """Headrace: full fine-tuning from SSD with exact AdamW, inside the host memory it is given."""
 
+import json
 import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 import transformers
+from bare import Recorder, bare_rates
+from observed import fair_share, interference, median_rate, ssd_rates
+from shapes import TokenStream
 from worker import Record, Task, measure, parser, refuse, write
 
 import headrace
+from headrace.flow.execute import PlainInterpreter
+from headrace.plan.base import Plan
+from headrace.plan.forecast import forecast
+from headrace.report.lanes import summarise
+from headrace.spec.ceilings import Ceilings
+from headrace.spec.events import Event, OpDone
+from headrace.spec.program import Lane, Verb
 
 
 def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--host-memory", default="4GiB", help="the host budget")
     arguments.add_argument("--device-memory", default=None, help="the device budget; none: the CPU computes in host memory")
+    arguments.add_argument("--max-grad-norm", type=float, default=0.0, help="clip to this global norm; 0: not at all")
+    arguments.add_argument(
+        "--machine", type=Path, default=None, help="profile by which the plan is chosen; none: a nominal one"
+    )
+    arguments.add_argument(
+        "--observe", type=int, default=0, metavar="REPEATS", help="record what lanes did, and repeat a step's requests alone"
+    )
     options = arguments.parse_args()
+    if options.observe and options.machine is None:
+        refuse("--observe holds the run against the forecast on a measured machine: give --machine too")
+    machine = Ceilings.from_json(json.loads(options.machine.read_text())) if options.machine else None
     task = Task.of(options)
     if not hasattr(headrace, "Engine"):
         refuse(f"this headrace ({headrace.__version__}, {headrace.__file__}) has no Engine")
@@ -21,6 +46,12 @@ def main() -> None:
         torch.set_num_threads(options.threads)
     ssd = options.scratch / "ssd"
     ssd.mkdir()
+    operations: list[OpDone] = []
+
+    def keep(event: Event) -> None:
+        if isinstance(event, OpDone):
+            operations.append(event)
+
     engine = headrace.Engine.open(
         options.model,
         headrace.Budget(device=options.device_memory, host=options.host_memory, ssd=[ssd]),
@@ -29,8 +60,11 @@ def main() -> None:
         tokens_per_step=options.tokens_per_step,
         sequence_length=options.sequence_length,
         compute_dtype="bfloat16",
-        max_grad_norm=None,
+        max_grad_norm=options.max_grad_norm or None,
+        machine=machine,
+        sink=keep if options.observe else None,
     )
+    recorder = Recorder(engine.store._parts.volume) if options.observe else None  # the store has no other door to its files
 
     def step(batch):
         tokens = torch.from_numpy(batch)
@@ -55,9 +89,80 @@ def main() -> None:
             "host_memory": options.host_memory,
             "device_memory": options.device_memory,
             "threads": torch.get_num_threads(),
+            "max_grad_norm": options.max_grad_norm,
+            "warmup": task.warmup,
         },
     )
-    write(measure(task, step, finish=engine.close, record=record), options.result)
+    measure(task, step, finish=engine.flush if recorder else engine.close, record=record)
+    if recorder:
+        overlapped = operations[:]
+        alone = run_alone(engine, operations, keep, lambda: step(batch_after(task)))
+        seen = observations(engine.plan, machine, record, overlapped, alone)
+        window = record.rows[-1]["start_clock"], record.rows[-1]["stop_clock"]
+        requests = [(each.start_seconds, each.stop_seconds, each.buffer.size) for each in recorder.requests]
+        counted = record.rows[task.warmup]["start_clock"], window[1]
+        last = recorder.between(*window)
+        seen["ssd"] = ssd_rates(overlapped, requests, *counted)
+        seen["bare"] = bare_rates(last, options.observe) if last else None
+        record.settings["observed"] = seen
+        engine.close()
+    write(record, options.result)
+
+
+def batch_after(task: Task) -> np.ndarray:
+    """Return the batch that follows the measured ones."""
+    return TokenStream(task.vocabulary).batch(task.steps, sequences=task.sequences, length=task.length)
+
+
+def run_alone(
+    engine: headrace.Engine, operations: list[OpDone], sink: Callable[[Event], None], step: Callable[[], object]
+) -> list[OpDone]:
+    """Take one more step whose operations run one after the other, and return them."""
+    before = len(operations)
+    engine._interpreter.close()  # all it had is finished: the engine was flushed
+    engine._interpreter = PlainInterpreter(engine.machine, sink)
+    step()
+    engine.flush()
+    return operations[before:]
+
+
+def observations(
+    plan: Plan, machine: Ceilings, record: Record, overlapped: list[OpDone], alone: list[OpDone]
+) -> dict[str, Any]:
+    """Return what was planned, and what lanes and cores did in the steps after the warm-up."""
+    counted = record.rows[record.settings["warmup"] :]
+    begin, end = counted[0]["start_clock"], counted[-1]["stop_clock"]
+    window = [op for op in overlapped if op.stop_seconds > begin and op.start_seconds < end]
+    found = forecast(plan, machine)
+    lanes = found.timeline.lanes
+    fair = fair_share(machine.cores, plan.compute_threads, plan.update_threads)
+    return {
+        "planned": {
+            "step_seconds": found.step_seconds,
+            "lower_bound_seconds": found.lower_bound_seconds,
+            # What the cores have to do where there is no GPU: drains are converted by one thread.
+            "core_seconds": lanes[Lane.COMPUTE].alone_seconds * plan.compute_threads
+            + lanes[Lane.UPDATE].bytes / machine.update_bytes_per_second_per_core
+            + lanes[Lane.DEVICE_TO_HOST].alone_seconds,
+            "peak_bytes": {tier: plan.peak(tier) for tier in plan.peak_bytes},
+            "ssd_read_bytes": found.ssd_bytes_read_per_step,
+            "ssd_written_bytes": found.ssd_bytes_written_per_step,
+            "lanes": {
+                lane: {"busy_seconds": use.busy_seconds, "alone_seconds": use.alone_seconds} for lane, use in lanes.items()
+            },
+            "explanation": found.explanation,
+            "plan": plan.explain(),
+        },
+        "steps": len(counted),
+        "lanes": summarise(window, begin, end),
+        "verbs_alone": summarise(alone, alone[0].start_seconds, alone[-1].stop_seconds)["verbs"],
+        # Updates run behind backward, or where gradients wait for the norm behind the next forward.
+        "interference": interference(
+            window, alone, plan, Verb.FORWARD if plan.update_policy == "deferred" else Verb.BACKWARD, fair
+        ),
+        "update_bytes_per_second": {"together": median_rate(window, Verb.UPDATE), "alone": median_rate(alone, Verb.UPDATE)},
+        "fair_share": fair,
+    }
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ Invariant: a function of plan and ceilings alone; `lower_bound_seconds <= step_s
 """
 
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import combinations, groupby
 
 from headrace.plan.base import Plan, spread
 from headrace.plan.program import build_program, build_tail, cold_carry, redo_carry
@@ -31,7 +31,8 @@ _LEAST_MICRO_BATCHES = 4
 _LEAST_BLOCKS = 12
 # Operations for a chunk (read, update, two writes), and for a micro-batch of a block (forward, stash, recall, backward).
 _PER_CHUNK, _PER_MICRO_BATCH = 4, 4
-_PAIRS = ((Lane.SSD_READ, Lane.SSD_WRITE), (Lane.HOST_TO_DEVICE, Lane.DEVICE_TO_HOST))
+_DRIVES = (Lane.SSD_READ, Lane.SSD_WRITE)
+_LINK = (Lane.HOST_TO_DEVICE, Lane.DEVICE_TO_HOST)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,22 +206,36 @@ def _joined(plan: Plan, count: int, ceilings: Ceilings) -> Plan:
 
 
 def _lower_bound_seconds(lanes: dict[Lane, LaneUse], ceilings: Ceilings) -> float:
-    """Return what the busiest lane takes alone; for two lanes that share a drive or a link, what both take at best."""
+    """Return what the busiest lane takes alone; for two lanes that get in each other's way, what both take at best.
+
+    Such are the two directions of drives and link, and lanes that share cores: on a machine without a device, compute and
+    update each keep the share of their rates that the profile's `slowdowns` say.
+    """
     bounds = [use.alone_seconds for use in lanes.values()]
-    rates = (
-        (
-            ceilings.ssd_read_bytes_per_second + ceilings.ssd_write_bytes_per_second,
-            ceilings.ssd_mixed_bytes_per_second,
-        ),
-        (
-            ceilings.host_to_device_bytes_per_second + ceilings.device_to_host_bytes_per_second,
-            ceilings.both_ways_bytes_per_second,
-        ),
-    )
-    for (one, other), (alone, together) in zip(_PAIRS, rates, strict=True):
-        first, second = lanes[one].alone_seconds, lanes[other].alone_seconds
-        kept = min(1.0, together / alone)  # of its own rate, while the other runs
-        # Overlapping pays as long as both keep more than half of their rates.
-        saved = max(0.0, 2 - 1 / kept) * min(first, second)
-        bounds.append(first + second - saved)
+    for one, other in combinations(lanes, 2):
+        shared = _shared_factor((one, other), ceilings)
+        kept = shared * _slowdown(ceilings, one, other), shared * _slowdown(ceilings, other, one)
+        bounds.append(_pair_seconds(lanes[one].alone_seconds, lanes[other].alone_seconds, *kept))
     return max(bounds)
+
+
+def _pair_seconds(first: float, second: float, first_kept: float, second_kept: float) -> float:
+    """Return the least time for `first` and `second` seconds of work that each keep a share of their rate beside the other."""
+    # A second in which both run does `first_kept + second_kept` seconds of work: it pays above 1, until one has nothing left.
+    gained = max(0.0, first_kept + second_kept - 1)
+    return first + second - gained * min(first / first_kept, second / second_kept)
+
+
+def _slowdown(ceilings: Ceilings, lane: Lane, beside: Lane) -> float:
+    return ceilings.slowdowns.get(lane, {}).get(beside, 1.0)
+
+
+def _shared_factor(pair: tuple[Lane, Lane], ceilings: Ceilings) -> float:
+    """Return the share of its own rate that each direction of a drive or a link keeps while both are busy; else 1."""
+    if pair == _DRIVES:
+        alone = ceilings.ssd_read_bytes_per_second + ceilings.ssd_write_bytes_per_second
+        return min(1.0, ceilings.ssd_mixed_bytes_per_second / alone)
+    if pair == _LINK:
+        alone = ceilings.host_to_device_bytes_per_second + ceilings.device_to_host_bytes_per_second
+        return min(1.0, ceilings.both_ways_bytes_per_second / alone)
+    return 1.0

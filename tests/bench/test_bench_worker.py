@@ -68,7 +68,8 @@ def test_counters_see_what_this_process_writes(tmp_path):
     used = before.until(Counters.now())
     assert used["seconds"] > 0
     assert used["cpu_seconds"] > 0
-    assert used["written_bytes"] in (0, 8 << 20)  # 0 on file systems in memory
+    # 0 on file systems in memory; a page of a directory may come on top.
+    assert used["written_bytes"] == 0 or 0 <= used["written_bytes"] - (8 << 20) < 1 << 20
 
 
 def test_measure_leaves_the_warm_up_out_of_the_totals(tmp_path):

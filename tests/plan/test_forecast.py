@@ -106,18 +106,23 @@ def test_ninety_six_blocks_take_less_than_a_second() -> None:
     read=st.floats(1e6, 1e9),
     write=st.floats(1e6, 1e9),
     share=st.floats(0.3, 1.0),
+    kept=st.floats(0.1, 1.0),
     deferred=st.booleans(),
     stash=st.sampled_from(("device", "ssd")),
 )
 def test_no_forecast_beats_its_lower_bound(
-    compute: float, read: float, write: float, share: float, deferred: bool, stash: str
+    compute: float, read: float, write: float, share: float, kept: float, deferred: bool, stash: str
 ) -> None:
     plan = small_plan(
         update_policy="deferred" if deferred else "immediate",
         stash_tiers=(stash,) * 4,
         stash_slots=3 if stash == "ssd" else 0,
     )
-    found = forecast(plan, machine(compute=compute, read=read, write=write, mixed=share * (read + write)))
+    slowdowns = {"compute": {"update": kept, "ssd-read": 0.9}, "update": {"compute": kept}, "ssd-read": {"update": kept}}
+    profile = machine(
+        compute=compute, read=read, write=write, mixed=share * (read + write), update=1e9, memory=1e9, slowdowns=slowdowns
+    )
+    found = forecast(plan, profile)
     assert found.lower_bound_seconds <= found.step_seconds * (1 + 1e-6)
     assert found.lower_bound_seconds > 0
 
@@ -128,6 +133,43 @@ def test_a_machine_without_a_device_shares_its_cores() -> None:
     plan = small_plan(forward_flops=(0.0, *(2e10,) * 4, 0.0), compute_threads=8)
     slow = replace(plan, units=tuple(replace(unit, num_elements=1 << 24) for unit in plan.units), chunk_elements=1 << 22)
     assert forecast(slow, shared).step_seconds > 1.05 * forecast(slow, alone).step_seconds
+
+
+@pytest.mark.parametrize("flops", [2e10, 2e11])
+def test_the_lower_bound_counts_each_core_once(flops: float) -> None:
+    # Two cores; compute has a thread on each, the update a third thread: of two cores each thread gets two thirds of one.
+    kept = 2 / 3
+    profile = machine(
+        has_device=False,
+        device_memory_bytes=0,
+        cores=2,
+        update=2e9,
+        update_bytes_per_second_per_core=1e9,
+        slowdowns={"compute": {"update": kept}, "update": {"compute": kept}},
+    )
+    units = tuple(replace(unit, num_elements=1 << 24) for unit in small_plan().units)
+    plan = small_plan(
+        forward_flops=(0.0, *(flops,) * 4, 0.0), units=units, chunk_elements=1 << 22, compute_threads=2, update_threads=1
+    )
+    found = forecast(plan, profile)
+    compute, update = (found.timeline.lanes[lane].alone_seconds for lane in (Lane.COMPUTE, Lane.UPDATE))
+    if compute > update:
+        # The update ends first, so that both cores are busy all the time.
+        expected = (2 * compute + update) / 2
+    else:
+        # One thread of the update goes on alone with what it has not done beside compute, two thirds as fast.
+        expected = compute / kept + (update - compute)
+    assert found.lower_bound_seconds == pytest.approx(expected, rel=1e-6)
+    assert (compute > update) == (flops > 1e11)
+
+
+def test_the_lower_bound_lets_duplex_drives_go_both_ways_at_once() -> None:
+    plan = small_plan(units=tuple(replace(unit, num_elements=1 << 24) for unit in small_plan().units), chunk_elements=1 << 22)
+    rates = {"read": 1e7, "write": 5e6}
+    duplex, half = (forecast(plan, machine(**rates, mixed=mixed)) for mixed in (15e6, 7.5e6))
+    read, written = duplex.ssd_bytes_read_per_step, duplex.ssd_bytes_written_per_step
+    assert duplex.lower_bound_seconds == pytest.approx(max(read / 1e7, written / 5e6), rel=1e-3)
+    assert half.lower_bound_seconds == pytest.approx(read / 1e7 + written / 5e6, rel=1e-3)
 
 
 def test_an_unknown_compute_dtype_is_refused() -> None:
