@@ -120,5 +120,8 @@ def _compiler_errors() -> type[BaseException]:
 
 
 def _first_line(error: BaseException) -> str:
+    """Return what happened without how torch got there."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if len(lines) > 1 and lines[0].endswith(":"):  # "backend='inductor' raised:", and then what it raised
+        return lines[1].rstrip(".")
     return lines[0].rstrip(".") if lines else type(error).__name__
