@@ -17,7 +17,7 @@ from torch import nn
 
 from headrace.model.probe import architecture_key, compare_gradients, tiny_runner, tiny_samples
 from headrace.model.runner import run_block
-from headrace.spec.errors import ConfigError, StepFailed
+from headrace.spec.errors import ConfigError
 
 # Two for each kind of block, shape of a micro-batch and kind of mask; torch's own limit (8) is for code that should not vary.
 _MOST_GRAPHS = 256
@@ -29,7 +29,7 @@ class CompiledBlocks:
     """Runs blocks compiled: a drop-in for `run_block`. `backend` is torch's name of what generates code.
 
     Raises (when called):
-        StepFailed: a block could not be compiled for these shapes.
+        ConfigError: a block could not be compiled for these shapes.
     """
 
     def __init__(self, backend: str = "inductor") -> None:
@@ -45,7 +45,7 @@ class CompiledBlocks:
             with _many_graphs():
                 return self._run(block, hidden, args, kwargs)
         except errors as error:
-            raise StepFailed(
+            raise ConfigError(
                 f"compile_blocks: {type(block).__name__} on {tuple(hidden.shape)} cannot be compiled: {_first_line(error)}; "
                 "leave compile_blocks out"
             ) from error
@@ -90,7 +90,7 @@ def _why_not(config_class: type, key: str) -> str:
     runner = tiny_runner(config_class, key)
     try:
         return compare_gradients(runner, CompiledBlocks(_TRACE_ONLY), tiny_samples(runner.model)[:1])
-    except StepFailed as error:
+    except ConfigError as error:
         return _first_line(error.__cause__ or error)
 
 

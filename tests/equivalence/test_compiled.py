@@ -140,7 +140,7 @@ def test_a_resumed_run_compiles_again_and_ends_with_the_same_bits(model_dir: Cal
 
 
 def test_dropout_is_refused_before_anything_is_written(model_dir: Callable[..., Path], tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="compile_blocks: GPT2LMHeadModel has dropout.*set its dropout rates to 0"):
+    with pytest.raises(ConfigError, match=r"compile_blocks: GPT2LMHeadModel has dropout.*set its dropout rates to 0"):
         Engine.open(model_dir("gpt2-dropout"), run_directory=tmp_path / "run", compile_blocks=True)
     assert list(tmp_path.iterdir()) == []
 

@@ -52,7 +52,8 @@ def apply_to_llama(
     model: Any = None,
 ) -> None:
     """Patches in the ways in which Liger does: names of transformers' module, attributes and methods of instances."""
-    assert not (cross_entropy or fused_linear_cross_entropy)
+    assert not cross_entropy
+    assert not fused_linear_cross_entropy
     assert rope
     assert rms_norm
     assert swiglu
@@ -154,7 +155,7 @@ def test_without_a_gpu_it_is_refused() -> None:
 
 def test_without_the_package_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "liger_kernel", None)
-    with pytest.raises(ConfigError, match="package liger_kernel cannot be used.*pip install liger-kernel"):
+    with pytest.raises(ConfigError, match=r"package liger_kernel cannot be used.*pip install liger-kernel"):
         check_liger(make_config(CONFIGS["llama"]), torch.device("cuda"))
 
 
