@@ -6,13 +6,14 @@ import math
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
 
-from headrace.flow.batch import checked_batch, split_batch
+from headrace.flow.batch import checked_batch, filled_up, split_batch
 from headrace.flow.buffers import Buffers
 from headrace.flow.execute import OverlappedInterpreter, PlainInterpreter
 from headrace.flow.load import UnitReader, import_model
@@ -85,6 +86,10 @@ class Engine:
             self._weights = self.chain.attach(self._checkpoint)
             self.machine = _machine(settings)
             self.chain.move_buffers(self.machine.device)
+            if settings.compile_blocks:
+                self.chain.compile_blocks()
+            if settings.liger:
+                self.chain.use_liger()
             self._costs: dict[tuple[int, int], ModelCosts] = {}
             self._runtime_bytes: int | None = None
             self._updater = Updater(AdamWRule(settings.compute_dtype), max(1, torch.get_num_threads() // 2))
@@ -125,6 +130,8 @@ class Engine:
         machine: Ceilings | None = None,
         sink: Sink | None = None,
         adjust_plan: Callable[[Plan], Plan] | None = None,
+        compile_blocks: bool = False,
+        liger: bool = False,
     ) -> "Engine":
         """Import a Hugging Face model directory into a new store and return the engine that trains it.
 
@@ -133,7 +140,8 @@ class Engine:
         `gradient_dtype="float32"` drains gradients unrounded (default: in the compute dtype, summed in fp32 before).
         `machine` are measured ceilings, by which the plan is chosen (`headrace bench machine`; None: a nominal machine).
         `adjust_plan` may change the plan before anything is built: for experiments with placements that the planner would not
-        choose.
+        choose. `compile_blocks` runs blocks under `torch.compile`, `liger` by Liger's kernels (GPU): same mathematics, other
+        rounding, no replay. What compiling takes of time and memory in the first step is in no plan.
 
         Raises:
             InputError: the model, a directory or an option cannot be used; nothing has been allocated or written.
@@ -155,6 +163,8 @@ class Engine:
             interpreter=interpreter,
             gradient_dtype=gradient_dtype,
             machine=machine.to_json() if machine else None,
+            compile_blocks=compile_blocks,
+            liger=liger,
         )
         temporary = tempfile.TemporaryDirectory(prefix="headrace-") if run_directory is None else None
         directory = Path(run_directory) if run_directory is not None else Path(temporary.name if temporary else "")
@@ -283,6 +293,7 @@ class Engine:
         )
         machine = Ceilings.from_json(self.settings.machine) if self.settings.machine else None
         plan = make_plan(problem, machine)
+        plan = replace(plan, notes=(*plan.notes, *self.chain.notes))
         return self._adjust_plan(plan) if self._adjust_plan else plan
 
     def _plan_here(self, plan: Plan) -> Plan:
@@ -372,6 +383,8 @@ class Engine:
         started, cpu_batch = time.perf_counter(), checked_batch(batch)
         steps = self._ready(*cpu_batch["input_ids"].shape)
         rows = steps.parts.plan.micro_batch_sequences
+        if self.settings.compile_blocks:  # one length is one graph
+            cpu_batch = filled_up(cpu_batch, steps.parts.plan.sequence_length, needs_mask=self.chain.collects_asides)
         self._meter.reset()
         read, written = self.store.bytes_read, self.store.bytes_written
         micro_batches = split_batch(cpu_batch, rows, self.machine.device)
@@ -399,7 +412,7 @@ class Engine:
             loss=loss,
             grad_norm=verdict.grad_norm,
             learning_rate=verdict.hyper.learning_rate,
-            tokens=cpu_batch["input_ids"].numel(),
+            tokens=batch["input_ids"].numel(),
             trained_tokens=trained,
             seconds=time.perf_counter() - started,
             skipped=verdict.skipped,

@@ -77,6 +77,8 @@ def train(
     checkpoint_every: Annotated[int | None, typer.Option(help="Commit every so many steps. Default: by the plan.")] = None,
     machine: Annotated[str | None, typer.Option(help="Machine profile. Default: what `bench machine` kept.")] = None,
     report_to: Annotated[list[str] | None, typer.Option(help="tensorboard or trace; may be given twice.")] = None,
+    compile_blocks: Annotated[bool | None, typer.Option(help="Run blocks under torch.compile. Default: no.")] = None,
+    liger: Annotated[bool | None, typer.Option(help="Liger's kernels in the blocks, on a GPU. Default: no.")] = None,
     keep_state: Annotated[bool | None, typer.Option(help="Keep the state on the SSDs after the end.")] = None,
 ) -> None:
     """Fine-tune a model. Every option can also stand in the YAML file, or be given as key=value (with _ for -)."""

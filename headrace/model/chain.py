@@ -5,8 +5,9 @@ blocks, unit L+1 is the epilogue, if anything is used after the blocks only. Des
 is what the unmodified model computes there, gradients included.
 """
 
+import contextlib
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,9 +17,11 @@ from headrace.model.batch import BlockResult, MicroBatch, PrologueResult
 from headrace.model.binding import Binding, GradientSink
 from headrace.model.blocks import find_blocks
 from headrace.model.checkpoint import Checkpoint
+from headrace.model.compiled import CompiledBlocks, check_compiler, check_compiles
+from headrace.model.liger import LigerBlocks, check_liger
 from headrace.model.matching import WeightMap, load_buffers, match_weights
 from headrace.model.probe import Traits, probe
-from headrace.model.runner import Runner
+from headrace.model.runner import Runner, run_block
 from headrace.model.skeleton import build_skeleton
 from headrace.model.taps import BlockCall
 from headrace.spec.errors import ConfigError, ModelError
@@ -37,6 +40,7 @@ class Chain:
         tied: whether input embedding and head are one parameter.
         has_dropout: whether a block or the prologue draws random numbers in training mode: seed before each run of a unit.
         collects_asides: whether blocks hand router logits aside for an auxiliary loss.
+        notes: what a person should know of how blocks are run, if not by the model's own code.
         supports_packing, packing_reason: whether several samples may share a row with restarting positions, and why not.
     """
 
@@ -53,6 +57,7 @@ class Chain:
         self.has_epilogue_unit = len(self.layouts) == self.num_blocks + 2
         self.tied = _is_tied(skeleton)
         self.has_dropout = _draws_random_numbers(skeleton)
+        self.notes: tuple[str, ...] = ()
         self.supports_packing = traits.supports_packing
         self.packing_reason = traits.packing_reason
         collect = bool(getattr(config, "output_router_logits", False))
@@ -115,6 +120,49 @@ class Chain:
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     module._buffers[name] = buffer.to(device)
+
+    @property
+    def replayable(self) -> bool:
+        """Whether blocks run by the model's own code, whose operators can be recorded, named and replayed one by one."""
+        return self._runner.run_block is run_block
+
+    @contextlib.contextmanager
+    def own_code(self) -> Iterator[None]:
+        """Run blocks by the model's own code in this context: what counts operators, or runs on shapes alone, needs it."""
+        installed, self._runner.run_block = self._runner.run_block, run_block
+        try:
+            yield
+        finally:
+            self._runner.run_block = installed
+
+    def compile_blocks(self) -> None:
+        """Run blocks under `torch.compile` from here on. Call it after `move_buffers`; see `CompiledBlocks`.
+
+        Raises:
+            ConfigError: blocks draw random numbers, are not one graph each, or there is no compiler; nothing has changed.
+        """
+        if self.has_dropout:
+            raise ConfigError(
+                f"compile_blocks: {type(self.model).__name__} has dropout, and compiled code would draw other numbers in "
+                "recompute than in forward; set its dropout rates to 0 in config.json, or leave compile_blocks out"
+            )
+        check_compiler(self.device)
+        check_compiles(self.config)
+        self._runner.run_block = CompiledBlocks()
+        self.notes = (
+            "blocks are compiled: no operator output is kept or skipped; the first step takes longer, and more memory",
+        )
+
+    def use_liger(self) -> None:
+        """Run the norms, gated products and rotations of blocks by Liger's kernels from here on. Call it after `move_buffers`.
+
+        Raises:
+            ConfigError: no GPU, no package, nothing in it for this architecture, or a gradient differs; nothing has changed.
+        """
+        check_liger(self.config, self.device)
+        blocks = LigerBlocks(self.model, self._runner.blocks)
+        self._runner.run_block = blocks
+        self.notes = (f"blocks use Liger's kernels in {blocks.describe()}: no operator output is kept or skipped",)
 
     def prologue(self, batch: MicroBatch) -> PrologueResult:
         """Run everything before the blocks, with a graph if gradients are enabled. Needs unit 0."""

@@ -5,7 +5,7 @@ refused with the reason.
 """
 
 import json
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, cast
@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from headrace.model.batch import IGNORED, MicroBatch, shift_labels
 from headrace.model.blocks import check_architecture, find_blocks
-from headrace.model.runner import Runner
+from headrace.model.runner import RunBlock, Runner
 from headrace.model.tiny import shrink
 from headrace.spec.errors import ModelError
 
@@ -189,11 +189,40 @@ def _self_check(config_class: type, key: str) -> str:
     model, samples = runner.model, tiny_samples(runner.model)
     expected_loss = _plain_loss(runner, samples)
     expected_loss.backward()  # type: ignore[no-untyped-call]
-    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
-    model.zero_grad(set_to_none=True)
+    expected = _take_gradients(model)
     loss, expected_value = block_major_backward(runner, samples), float(expected_loss.detach())
     if abs(loss - expected_value) > _RELATIVE_TOLERANCE * abs(expected_value):
         return f"loss {loss:.6f} block by block, {expected_value:.6f} plainly"
+    return _differing_gradient(model, expected)
+
+
+def compare_gradients(runner: Runner, run_blocks: RunBlock, samples: Sequence[MicroBatch]) -> str:
+    """Return where loss or gradients with `run_blocks` differ from those of the model's own code; "" if nowhere.
+
+    Both run block by block on `samples`; `runner` runs blocks as before afterwards, and its model has no gradients.
+    """
+    own, expected_loss = runner.run_block, block_major_backward(runner, samples)
+    expected = _take_gradients(runner.model)
+    runner.run_block = run_blocks
+    try:
+        loss = block_major_backward(runner, samples)
+        if not abs(loss - expected_loss) <= _RELATIVE_TOLERANCE * abs(expected_loss):
+            return f"loss is {loss:.6f} instead of {expected_loss:.6f}"
+        return _differing_gradient(runner.model, expected)
+    finally:
+        runner.run_block = own
+        runner.model.zero_grad(set_to_none=True)
+
+
+def _take_gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
+    """Return the gradients of all parameters and leave none behind."""
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    model.zero_grad(set_to_none=True)
+    return gradients
+
+
+def _differing_gradient(model: nn.Module, expected: Mapping[str, torch.Tensor | None]) -> str:
+    """Return words on the first gradient that is not as `expected`; "" if all are."""
     largest = max(float(grad.abs().max()) for grad in expected.values() if grad is not None)
     for name, parameter in model.named_parameters():
         plain, ours = expected[name], parameter.grad

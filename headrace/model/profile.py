@@ -109,13 +109,22 @@ def _flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any
 def profile(chain: Chain, sequences: int, length: int) -> ModelCosts:
     """Return the costs of `chain` on micro-batches of `sequences` rows of `length` tokens.
 
-    Blocks whose layouts and calls are alike are run once.
+    Blocks whose layouts and calls are alike are run once, by the model's own code. Where the chain runs them by other code
+    (`Chain.replayable` is false), no operator can be named, so none is listed; and gradients of a block's parameters may be
+    there all at once, so all are counted.
     """
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with FakeTensorMode(allow_non_fake_inputs=True), chain.own_code():
         costs = _profile(chain, sequences, length)
+    if not chain.replayable:
+        return replace(costs, blocks=tuple(_not_replayable(block, chain.dtype.itemsize) for block in costs.blocks))
     # Outside, for this one really computes, on a tiny instance.
     blocks = tuple(replace(block, skippable=skippable(chain.config, block.operators)) for block in costs.blocks)
     return replace(costs, blocks=blocks)
+
+
+def _not_replayable(block: BlockCosts, bytes_per_element: int) -> BlockCosts:
+    gradients_bytes = block.num_elements * bytes_per_element
+    return replace(block, operators=(), backward_workspace_bytes=block.backward_workspace_bytes + gradients_bytes)
 
 
 def _profile(chain: Chain, sequences: int, length: int) -> ModelCosts:

@@ -5,7 +5,7 @@ by the model's own code, and everything that carries a gradient out of it is ret
 """
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,11 +17,20 @@ from headrace.model.batch import IGNORED, BlockResult, MicroBatch, PrologueResul
 from headrace.model.taps import BlockCall, Taps
 from headrace.spec.errors import ModelError
 
+# How a block is run: the block, its hidden states, and what else it is called with -> what the block returns.
+RunBlock = Callable[[nn.Module, torch.Tensor, tuple[Any, ...], dict[str, Any]], Any]
+
+
+def run_block(block: nn.Module, hidden: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a block by the model's own code."""
+    return block(hidden, *args, **kwargs)
+
 
 class Runner:
     """Runs the parts of `model`, whose repeated blocks are `blocks`, in any order.
 
     `returns_tuple` says what a block returns. With `collect_asides` the router logits of each block are caught.
+    `run_block` may be replaced by another way to run a block that computes the same.
     """
 
     def __init__(self, model: Any, blocks: Sequence[nn.Module], *, returns_tuple: bool, collect_asides: bool = False) -> None:
@@ -29,6 +38,7 @@ class Runner:
         self.blocks = tuple(blocks)
         self.returns_tuple = returns_tuple
         self.collects_asides = collect_asides and _has_aside_loss(model)
+        self.run_block: RunBlock = run_block
         self._asides: list[torch.Tensor] | None = None
         if self.collects_asides:
             self._hook_routers()
@@ -52,7 +62,7 @@ class Runner:
         asides: list[torch.Tensor] = []
         self._asides = asides
         try:
-            out = self.blocks[index](hidden, *call.args, **call.kwargs)
+            out = self.run_block(self.blocks[index], hidden, call.args, call.kwargs)
         finally:
             self._asides = None
         return BlockResult(out[0] if isinstance(out, tuple) else out, tuple(asides))

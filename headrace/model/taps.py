@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +29,27 @@ class Reached(Exception):
     """A signal, not an error: the last tap was reached: everything before the blocks has run."""
 
 
+class _Unasked(TorchFunctionMode):
+    """While `active`, whoever asks whether a tensor is true is told that it is, and the device is not asked.
+
+    For code whose results are dropped. Masks are made after a look at the positions, which on a GPU would stop the host until
+    all that was issued is done: once for each chunk of the loss.
+    """
+
+    active = True
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return True if self.active and func is torch.Tensor.__bool__ else func(*args, **(kwargs or {}))
+
+
 class Taps:
     """While entered, the blocks compute nothing.
 
     With `inject=None` the calls are recorded and the last block raises `Reached`, so that nothing after the blocks runs. With a
-    tensor of shape (b, T, hidden) the last block returns it, so that everything after the blocks runs on it.
+    tensor of shape (b, T, hidden) the last block returns it, so that everything after the blocks runs on it; what lies before
+    them computes nothing of use then, and asks the device for no value.
     """
 
     def __init__(self, blocks: Sequence[nn.Module], returns_tuple: bool, inject: torch.Tensor | None = None) -> None:
@@ -41,13 +58,18 @@ class Taps:
         self._blocks = blocks
         self._returns_tuple = returns_tuple
         self._inject = inject
+        self._unasked = None if inject is None else _Unasked()
 
     def __enter__(self) -> "Taps":
         for index, block in enumerate(self._blocks):
             block.forward = self._tap(index)  # an instance attribute: hides the class's method
+        if self._unasked is not None:
+            self._unasked.__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> bool:
+        if self._unasked is not None:
+            self._unasked.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
         for block in self._blocks:
             del block.__dict__["forward"]
         return kind is not None and issubclass(kind, Reached)
@@ -65,6 +87,8 @@ class Taps:
                     raise Reached
             elif last:
                 hidden = self._inject
+                if self._unasked is not None:
+                    self._unasked.active = False
             return (hidden,) if self._returns_tuple else hidden
 
         return forward

@@ -26,12 +26,16 @@ class Settings:
     interpreter: str
     gradient_dtype: str | None = None  # of drained gradients; None: the compute dtype
     machine: dict[str, Any] | None = None  # measured ceilings, as JSON
+    compile_blocks: bool = False
+    liger: bool = False
 
     def __post_init__(self) -> None:
         if self.gradient_dtype not in (None, "float32", self.compute_dtype):
             raise ConfigError(
                 f"gradient_dtype: {self.gradient_dtype!r} is neither float32 nor the compute dtype {self.compute_dtype}"
             )
+        if self.compile_blocks and self.liger:
+            raise ConfigError("compile_blocks and liger: both fuse the same operators of a block; give one of them")
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values."""

@@ -110,6 +110,8 @@ class RunConfig(BaseModel):
     checkpoint_every: PositiveInt | None = None
     interpreter: Literal["overlapped", "plain"] = "overlapped"
     machine: str | None = None
+    compile_blocks: bool = False
+    liger: bool = False
     report_to: Annotated[tuple[Literal["tensorboard", "trace"], ...], BeforeValidator(_listed)] = ()
     keep_state: bool = False
     cache: Path = Field(default_factory=lambda: Path.home() / ".cache" / "headrace")

@@ -116,6 +116,8 @@ def _begin(run: _Run, on_failure: Callable[[], None] | None = None) -> Finished:
                 seed=config.seed,
                 checkpoint_every=config.checkpoint_every,
                 interpreter=config.interpreter,
+                compile_blocks=config.compile_blocks,
+                liger=config.liger,
                 machine=load_profile(config.machine) if config.machine else None,
                 sink=_for_people(reporters),
             )

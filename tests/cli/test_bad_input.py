@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import yaml
 from bad_worlds import POSITIONS, VOCABULARY, World, check_refusal, listing, save_model
 from safetensors.torch import load_file, save_file
@@ -140,6 +141,20 @@ class TestLengths:
     def test_more_than_the_models_positions(self, world: World) -> None:
         said = world.train_refused(sequence_length=2 * POSITIONS, tokens_per_step=2 * POSITIONS)
         assert f"{2 * POSITIONS} is more than the {POSITIONS} positions" in said
+
+
+class TestWaysToRunBlocks:
+    def test_compiling_without_a_compiler(self, world: World) -> None:
+        import torch._inductor.config as inductor
+
+        with inductor.patch({"cpp.cxx": ("no-such-compiler",)}):
+            said = world.train_refused("--compile-blocks")
+        assert "compile_blocks: torch.compile was asked for, but does not work on cpu here" in said
+        assert "it needs a C++ compiler (g++ or clang++): install it, or leave compile_blocks out" in said
+
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="the next question is then whether the package is there")
+    def test_liger_without_a_gpu(self, world: World) -> None:
+        assert "liger: its kernels run on a GPU, and compute runs on the cpu here" in world.train_refused("--liger")
 
 
 class TestSsdDirectories:

@@ -1,0 +1,167 @@
+"""Training with compiled blocks is training: the same losses and weights up to rounding, two graphs for each kind of block.
+
+Most tests generate no code (`aot_eager`: traced, differentiated ahead of time, run operator by operator), which takes seconds
+and no compiler; one goes the whole way.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+from conftest import batch_of
+from test_engine import LENGTH, ROWS, micro_batches, train
+from torch._dynamo.utils import counters
+
+import headrace
+from headrace.engine import Engine
+from headrace.model.compiled import CompiledBlocks, check_compiler
+from headrace.spec.errors import ConfigError
+
+KINDS_OF_BLOCKS = {"llama": 1, "mixtral-aux": 1, "deepseek": 2}
+
+
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Compile without a compiler."""
+    monkeypatch.setattr("headrace.model.chain.CompiledBlocks", functools.partial(CompiledBlocks, "aot_eager"))
+    monkeypatch.setattr("headrace.model.chain.check_compiler", lambda device: None)
+    monkeypatch.setattr("headrace.model.chain.check_compiles", lambda config: None)  # tests/model has it
+    yield
+    torch._dynamo.reset()
+
+
+def graphs() -> int:
+    return int(counters["stats"]["unique_graphs"])
+
+
+def assert_same(ours: tuple[Any, Any], expected: tuple[Any, Any], *, loss: float, weight: float) -> None:
+    assert ours[0] == pytest.approx(expected[0], rel=loss)
+    for name, tensor in expected[1].items():
+        torch.testing.assert_close(ours[1][name], tensor, rtol=0, atol=weight, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.usefixtures("traced")
+@pytest.mark.parametrize("name", KINDS_OF_BLOCKS)
+def test_losses_and_weights_are_those_of_the_models_own_code(name: str, model_dir: Callable[..., Path], tmp_path: Path) -> None:
+    path, options = model_dir(name), {"compute_dtype": "float32", "max_grad_norm": 0.5, "adjust": micro_batches(2)}
+    expected = train(path, tmp_path / "own", **options)
+    before = graphs()
+    ours = train(path, tmp_path / "compiled", compile_blocks=True, **options)
+    assert graphs() - before == 2 * KINDS_OF_BLOCKS[name]  # forward and recompute, whatever the number of blocks and steps
+    # AdamW's first steps have the size of the learning rate (1e-3), whatever the gradient's: a wrong one would show as that.
+    assert_same(ours, expected, loss=1e-6, weight=2e-5)
+
+
+@pytest.mark.usefixtures("traced")
+def test_another_shape_is_another_two_graphs(model_dir: Callable[..., Path], tmp_path: Path) -> None:
+    before = graphs()
+    train(model_dir("llama"), tmp_path / "run", compile_blocks=True, adjust=micro_batches(ROWS - 1))  # the last one is smaller
+    assert graphs() - before == 4
+
+
+@pytest.mark.usefixtures("traced")
+def test_the_plan_keeps_and_skips_nothing_and_says_so(model_dir: Callable[..., Path], tmp_path: Path) -> None:
+    options = {"tokens_per_step": ROWS * LENGTH, "sequence_length": LENGTH}
+    budget = headrace.Budget(host="4GiB")
+    with Engine.open(model_dir("llama"), budget, run_directory=tmp_path / "own", **options) as engine:
+        own = engine.plan
+    with Engine.open(model_dir("llama"), budget, run_directory=tmp_path / "run", compile_blocks=True, **options) as engine:
+        plan = engine.plan
+    assert own is not None
+    assert plan is not None
+    assert any(own.skipped)
+    assert any(own.spared_flops)
+    assert not any(plan.kept)
+    assert not any(plan.skipped)
+    assert not any(plan.operators)
+    assert plan.spared_flops == (0.0,) * plan.num_blocks
+    assert "note     blocks are compiled: no operator output is kept or skipped" in plan.explain()
+
+
+@pytest.mark.usefixtures("traced")
+@pytest.mark.parametrize(("name", "padded"), [("llama", False), ("mixtral-aux", False), ("mixtral-aux", True)])
+def test_shorter_batches_are_filled_up_and_compile_nothing(
+    name: str, padded: bool, model_dir: Callable[..., Path], tmp_path: Path
+) -> None:
+    losses, compiled = {}, []
+    for option in (False, True):
+        with Engine.open(
+            model_dir(name),
+            headrace.Budget(host="4GiB"),
+            headrace.AdamW(lr=1e-3),
+            run_directory=tmp_path / str(option),
+            compute_dtype="float32",
+            tokens_per_step=ROWS * LENGTH,
+            sequence_length=LENGTH,
+            compile_blocks=option,
+        ) as engine:
+            steps = []
+            for seed, length in enumerate((LENGTH, LENGTH - 5, LENGTH // 2)):
+                before = graphs()
+                steps.append(engine.step(batch_of(ROWS, length, seed, padded=padded)))
+                compiled.append(graphs() - before)
+        losses[option] = [step.loss for step in steps]
+    assert losses[True] == pytest.approx(losses[False], rel=2e-6)
+    assert [step.tokens for step in steps] == [ROWS * LENGTH, ROWS * (LENGTH - 5), ROWS * (LENGTH // 2)]
+    # A mask that was not there before is another kind of call, once.
+    assert compiled[3:] == ([2, 0, 0] if padded or name == "llama" else [2, 2, 0])
+
+
+@pytest.mark.usefixtures("traced")
+def test_a_resumed_run_compiles_again_and_ends_with_the_same_bits(model_dir: Callable[..., Path], tmp_path: Path) -> None:
+    options: dict[str, Any] = {
+        "tokens_per_step": ROWS * LENGTH,
+        "sequence_length": LENGTH,
+        "max_grad_norm": 1.0,
+        "compile_blocks": True,
+    }
+    ends = []
+    for broken in (False, True):
+        directory, seen = tmp_path / f"run-{broken}", graphs()
+        engine = Engine.open(
+            model_dir("llama"), headrace.Budget(host="4GiB"), headrace.AdamW(lr=1e-3), run_directory=directory, **options
+        )
+        losses = [engine.step(batch_of(ROWS, LENGTH, seed)).loss for seed in range(2)]
+        if broken:
+            engine.close()
+            engine = Engine.resume(directory)
+            assert engine.settings.compile_blocks
+            assert engine.store.record["settings"]["compile_blocks"] is True
+        losses += [engine.step(batch_of(ROWS, LENGTH, seed)).loss for seed in range(2, 4)]
+        assert graphs() - seen == 2 * (1 + broken)
+        engine.save_pretrained(tmp_path / f"out-{broken}")
+        engine.close()
+        ends.append((losses, (tmp_path / f"out-{broken}" / "model.safetensors").read_bytes()))
+    assert ends[0] == ends[1]
+
+
+def test_dropout_is_refused_before_anything_is_written(model_dir: Callable[..., Path], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"compile_blocks: GPT2LMHeadModel has dropout.*set its dropout rates to 0"):
+        Engine.open(model_dir("gpt2-dropout"), run_directory=tmp_path / "run", compile_blocks=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_compiling_and_liger_together_are_refused(model_dir: Callable[..., Path], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="give one of them"):
+        Engine.open(model_dir("llama"), run_directory=tmp_path / "run", compile_blocks=True, liger=True)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_generated_code_trains_the_same(dtype: str, model_dir: Callable[..., Path], tmp_path: Path) -> None:
+    """The whole way, with a compiler: half a minute where nothing is cached."""
+    try:
+        check_compiler(torch.device("cpu"))
+    except ConfigError as error:
+        pytest.skip(str(error))
+    path, options = model_dir("llama"), {"compute_dtype": dtype, "max_grad_norm": 0.5, "steps": 8}
+    expected = train(path, tmp_path / "own", **options)
+    ours = train(path, tmp_path / "compiled", compile_blocks=True, **options)
+    again = train(path, tmp_path / "again", compile_blocks=True, **options)
+    assert ours[0] == again[0]
+    bounds = {"loss": 1e-5, "weight": 2e-4} if dtype == "float32" else {"loss": 2e-3, "weight": 8e-3}
+    assert_same(ours, expected, **bounds)
