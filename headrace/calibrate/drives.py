@@ -1,21 +1,24 @@
-"""SSD directories: sustained reads and writes through the I/O engine, and what a commit costs.
+"""SSD directories: how they are best kept busy, sustained reads and writes through the I/O engine, and what a commit costs.
 
 Invariant: nothing is left behind in a directory; no more than a tenth of its free space is used meanwhile.
 """
 
 import contextlib
 import os
+import statistics
 import tempfile
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 import numpy as np
 
-from headrace.calibrate.base import seconds_of
+from headrace.calibrate.base import rates_together, seconds_of
 from headrace.ioengine import BLOCK_BYTES, DirectFile, DirectoryFacts, ThreadEngine, describe_directory
 from headrace.machine import huge_page_buffer
+from headrace.spec.ceilings import InFlight
 from headrace.spec.errors import DiskFull, StorageError
 from headrace.spec.sizes import MIB, format_bytes
 
@@ -25,6 +28,16 @@ _FREE_SHARE = 10
 _TRANSFER_BYTES = 16 * MIB
 # Transfers under way at once, about what the engine's lanes keep.
 _TRANSFERS = 4
+# Settings that are tried (pieces: `docs/decisions/0003`).
+_THREADS = (1, 2, 4, 8)
+_PIECES_BYTES = (4 * MIB, 8 * MIB, 16 * MIB)
+_TRIAL_ROUNDS = 3
+# A chunk's states: 4 Mi elements of 10 bytes; two reads and three writes of that are under way in a step's update.
+_CHUNK_BYTES = 40 * MIB
+_CHUNKS_READ, _CHUNKS_WRITTEN = 2, 3
+# What is this near to the best is as good: repeats differ by more.
+_AS_GOOD = 0.98
+_GIGABYTE = 1e9
 _LATENCY_REPEATS = 30
 _COMMIT_REPEATS = 7
 
@@ -47,6 +60,8 @@ class Drive:
             self.file = DirectFile.create(self.folder / "data", size_bytes)
             self._closers.callback(self.file.close)
             self.engine = self._closers.enter_context(ThreadEngine())
+            self.setting: InFlight | None = None
+            self._counted_from = (0.0, 0)
         except BaseException:
             self._closers.close()
             raise
@@ -69,6 +84,35 @@ class Drive:
         for _ in range(-(-self.file.size_bytes // (_TRANSFERS * _TRANSFER_BYTES))):
             load.unit()
         self.file.sync()
+
+    def tune(self, seconds: float) -> InFlight:
+        """Try settings for about `seconds` (each once at least), keep the best and return it."""
+        chunk_bytes = min(_CHUNK_BYTES, self.file.size_bytes)
+        loads = [
+            DriveLoad([self], write=False, transfers=_CHUNKS_READ, transfer_bytes=chunk_bytes),
+            DriveLoad([self], write=True, transfers=_CHUNKS_WRITTEN, transfer_bytes=chunk_bytes),
+        ]
+        settings = [InFlight(threads=threads, piece_bytes=piece) for threads in _THREADS for piece in _PIECES_BYTES]
+        turn_seconds = seconds / (len(settings) * _TRIAL_ROUNDS)
+
+        def rate(setting: InFlight) -> float:
+            self.engine.keep_in_flight(setting)
+            return sum(rates_together(loads, turn_seconds))
+
+        self.setting = best_setting(try_settings(settings, rate, seconds))
+        self.engine.keep_in_flight(self.setting)
+        self._counted_from = (self.engine.cpu_seconds, self._moved_bytes)
+        return self.setting
+
+    @property
+    def cpu_seconds_per_gigabyte(self) -> float:
+        """CPU seconds of the engine's threads for 10^9 bytes, over all that was moved with the setting that is kept."""
+        seconds, num_bytes = self._counted_from
+        return (self.engine.cpu_seconds - seconds) / max(1, self._moved_bytes - num_bytes) * _GIGABYTE
+
+    @property
+    def _moved_bytes(self) -> int:
+        return self.engine.bytes_read + self.engine.bytes_written
 
     def transfer_seconds(self) -> float:
         """Return what a read takes besides moving its bytes: the time of the smallest one, through the engine."""
@@ -96,13 +140,15 @@ class Drive:
 class DriveLoad:
     """Reads or writes the files of drives in order, over and over, several transfers under way; direct I/O, huge pages."""
 
-    def __init__(self, drives: Sequence[Drive], *, write: bool) -> None:
-        self._drives, self._write = tuple(drives), write
-        self._buffers = [huge_page_buffer(_TRANSFER_BYTES) for _ in range(_TRANSFERS * len(self._drives))]
+    def __init__(
+        self, drives: Sequence[Drive], *, write: bool, transfers: int = _TRANSFERS, transfer_bytes: int = _TRANSFER_BYTES
+    ) -> None:
+        self._drives, self._write, self._transfer_bytes = tuple(drives), write, transfer_bytes
+        self._buffers = [huge_page_buffer(transfer_bytes) for _ in range(transfers * len(self._drives))]
         for index, buffer in enumerate(self._buffers):
             # Some drives compress, and none keeps what it has seen before.
             buffer[:] = np.random.default_rng(index).integers(0, 256, buffer.size, dtype=np.uint8)
-        self._offsets = [_cycle(drive.file.size_bytes, _TRANSFER_BYTES) for drive in self._drives]
+        self._offsets = [_cycle(drive.file.size_bytes, transfer_bytes) for drive in self._drives]
 
     def unit(self) -> float:
         """Move all buffers once; returns their bytes."""
@@ -113,7 +159,39 @@ class DriveLoad:
             tickets.append(submit([(drive.file, next(offsets), buffer)]))
         for ticket in tickets:
             ticket.wait()
-        return float(len(self._buffers) * _TRANSFER_BYTES)
+        return float(len(self._buffers) * self._transfer_bytes)
+
+
+def try_settings(
+    settings: Sequence[InFlight],
+    rate: Callable[[InFlight], float],
+    seconds: float,
+    clock: Callable[[], float] = time.monotonic,
+) -> dict[InFlight, float]:
+    """Return the median of what `rate` gives for each setting: up to three rounds, the second and third while time is left.
+
+    Round by round, so that a slow phase of the drive falls on all of them and not on one.
+    """
+    found: dict[InFlight, list[float]] = {setting: [] for setting in settings}
+    end = clock() + seconds
+    for number in range(_TRIAL_ROUNDS):
+        if number and clock() >= end:
+            break
+        for setting in settings:
+            found[setting].append(rate(setting))
+    return {setting: statistics.median(rates) for setting, rates in found.items()}
+
+
+def best_setting(rates: Mapping[InFlight, float]) -> InFlight:
+    """Return the smallest setting within 2 % of the best: the fewest threads, and of those the smallest pieces.
+
+    Threads come first, for they take cores and the interpreter's lock from compute; a small piece only shares drives finer.
+    """
+    enough = _AS_GOOD * max(rates.values())
+    return min(
+        (setting for setting, rate in rates.items() if rate >= enough),
+        key=lambda setting: (setting.threads, setting.piece_bytes),
+    )
 
 
 def _checked(directory: Path) -> DirectoryFacts:

@@ -44,8 +44,9 @@ _MEMORY_SHARE = 16
 _QUICK_SECONDS = 20.0
 _QUICK_FILE_BYTES = 256 * MIB
 _FILE_BYTES = 4096 * MIB
-# Part of the time that is left for what is built and filled before.
+# Parts of the time: for what is built and filled before, and for trying settings of the I/O engine.
 _SETUP_SHARE = 0.25
+_TUNING_SHARE = 0.12
 _DEFAULT_DTYPE = "bfloat16"
 
 
@@ -94,6 +95,7 @@ class _Bench:
         """Build, warm up, measure, and put together."""
         self._say("SSDs: writing test files")
         self._open_drives()
+        self._tune_drives()
         self._say("memory: building buffers and compiling the update kernel")
         self._build_memory()
         self._say("compute: building a block for each dtype")
@@ -122,6 +124,14 @@ class _Bench:
         together = len(self._drives) > 1
         for lane, name, write in ((Lane.SSD_READ, "read 0", False), (Lane.SSD_WRITE, "write 0", True)):
             self._loads[lane] = DriveLoad(self._drives, write=write) if together else self._loads[name]
+
+    def _tune_drives(self) -> None:
+        """Choose how each drive is kept busy; a quick look takes the engine's defaults, as runs without a profile do."""
+        if self._quick:
+            return
+        self._say("SSDs: trying how many transfers of which size keep them busy")
+        for drive in self._drives:
+            drive.tune(_TUNING_SHARE * self._seconds / len(self._drives))
 
     def _build_memory(self) -> None:
         smaller = 8 if self._quick else 1
@@ -187,7 +197,7 @@ class _Bench:
     def _turn_seconds(self) -> float:
         # Parts: two for each drive, and about ten more.
         turns = self._rounds() * (3 * len(self._directories) + 22)
-        return (1 - _SETUP_SHARE) * self._seconds / turns
+        return (1 - _SETUP_SHARE - (0 if self._quick else _TUNING_SHARE)) * self._seconds / turns
 
     def _run(self) -> _Figures:
         turn, pairs = self._turn_seconds(), self._pairs()
@@ -249,13 +259,16 @@ class _Bench:
                 flops[dtype] = load.flops / max(unit_seconds - 2 * launch_seconds, unit_seconds / 2)
         return flops
 
-    def _drive(self, found: _Figures, index: int) -> dict[str, float | int]:
-        read, write = f"read {index}", f"write {index}"
+    def _drive(self, found: _Figures, index: int) -> dict[str, float | int | None]:
+        read, write, drive = f"read {index}", f"write {index}", self._drives[index]
         return {
             "read_bytes_per_second": found.rates[read],
             "write_bytes_per_second": found.rates[write],
             "mixed_bytes_per_second": _both(found, read, write),
-            "capacity_bytes": self._drives[index].capacity_bytes,
+            "capacity_bytes": drive.capacity_bytes,
+            "threads_per_direction": drive.setting.threads if drive.setting else None,
+            "piece_bytes": drive.setting.piece_bytes if drive.setting else None,
+            "io_cpu_seconds_per_gigabyte": drive.cpu_seconds_per_gigabyte,
         }
 
     def _slowdowns(self, found: _Figures) -> dict[str, dict[str, float]]:

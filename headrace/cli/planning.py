@@ -6,7 +6,7 @@ Invariant: where a profile is kept is decided here and nowhere below; a plan wit
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from headrace.calibrate import measure_machine
@@ -14,7 +14,7 @@ from headrace.cli.environment import cache_directory, machine_profile_path
 from headrace.plan.profiles import load_profile
 from headrace.planning import PlanReport, explain, plan_model
 from headrace.spec.budget import Budget
-from headrace.spec.ceilings import Ceilings
+from headrace.spec.ceilings import Ceilings, Drive
 from headrace.spec.errors import ConfigError, StorageError
 from headrace.spec.events import Event, Notice
 from headrace.spec.sizes import format_bytes, format_seconds
@@ -102,9 +102,19 @@ def ceilings_text(ceilings: Ceilings) -> str:
     lines += [f"{dtype:<18} {rate / 1e12:8.3g} TFLOP/s" for dtype, rate in ceilings.flops_per_second.items()]
     lines += [f"{name:<18} {rate / 1e9:8.3g} GB/s" for name, rate in rates]
     lines += [f"{name:<18} {_duration(seconds):>8}" for name, seconds in overheads]
+    lines += [line for index, drive in enumerate(ceilings.drives) for line in _drive_lines(index, drive)]
     for lane, others in ceilings.slowdowns.items():
         lines.append(f"{lane} keeps " + ", ".join(f"{share:.0%} beside {other}" for other, share in others.items()))
     return "\n".join(lines)
+
+
+def _drive_lines(index: int, drive: Drive) -> Iterator[str]:
+    """Give what is known of a drive besides its rates: CPU time, and how the engine keeps it busy."""
+    if drive.io_cpu_seconds_per_gigabyte is not None:
+        yield f"{f'ssd {index} CPU':<18} {drive.io_cpu_seconds_per_gigabyte:8.3g} s/GB"
+    if drive.is_tuned:
+        threads, piece = drive.in_flight.threads, format_bytes(drive.in_flight.piece_bytes)
+        yield f"{f'ssd {index} in flight':<18} {threads:8d} each way, in pieces of {piece}"
 
 
 def _ceilings(machine: str | None) -> Ceilings | None:

@@ -11,12 +11,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Self
 
-from headrace.ioengine.base import BlockFile, Bytes
+from headrace.ioengine.base import BLOCK_BYTES, BlockFile, Bytes
+from headrace.spec.ceilings import InFlight
 from headrace.spec.errors import DeviceStalled, StorageError
 from headrace.spec.events import Notice, Sink
-from headrace.spec.sizes import MIB, format_seconds
+from headrace.spec.sizes import format_seconds
 
 Transfer = tuple[BlockFile, int, Bytes]
+
+_DEFAULT = InFlight()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -95,7 +98,7 @@ class PieceTicket:
 
 
 class _Lane:
-    """One direction: a queue, its threads, and a count of what went through."""
+    """One direction: a queue, its threads, and a count of what went through and of the CPU time that it took."""
 
     def __init__(
         self, verb: str, num_threads: int, *, stall_warning_seconds: float, deadline_seconds: float, sink: Sink
@@ -104,17 +107,29 @@ class _Lane:
         self.stall_warning_seconds = stall_warning_seconds
         self.deadline_seconds = deadline_seconds
         self.moved_bytes = 0
+        self.cpu_seconds = 0.0
         self._sink = sink
         self._moved_seconds = time.monotonic()
         self._lock = threading.Lock()
         self._queue: queue.SimpleQueue[_Piece | None] = queue.SimpleQueue()
         self._closed = False
-        self._threads = [
-            threading.Thread(target=self._serve, name=f"headrace-ssd-{verb}-{index}", daemon=True)
-            for index in range(num_threads)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._width = 0
+        self._threads: list[threading.Thread] = []
+        self.resize(num_threads)
+
+    def resize(self, num_threads: int) -> None:
+        """Serve the queue with `num_threads` from now on; surplus threads end behind what is queued."""
+        with self._lock:
+            if self._closed:
+                raise StorageError(f"{self.verb} threads asked after close; open the store again")
+            self._threads = [thread for thread in self._threads if thread.is_alive()]
+            for index in range(self._width, num_threads):
+                thread = threading.Thread(target=self._serve, name=f"headrace-ssd-{self.verb}-{index}", daemon=True)
+                thread.start()
+                self._threads.append(thread)
+            for _ in range(num_threads, self._width):
+                self._queue.put(None)
+            self._width = num_threads
 
     def submit(self, transfers: Iterable[Transfer], piece_bytes: int) -> PieceTicket:
         ticket = PieceTicket(self, transfers, piece_bytes)
@@ -137,7 +152,7 @@ class _Lane:
             if self._closed:
                 return
             self._closed = True
-            for _ in self._threads:
+            for _ in range(self._width):
                 self._queue.put(None)
         start_seconds = time.monotonic()
         for thread in self._threads:
@@ -148,11 +163,13 @@ class _Lane:
                 thread.join(0.1)
 
     def _serve(self) -> None:
+        counted_seconds = time.thread_time()
         while (piece := self._queue.get()) is not None:
-            self._move(piece)
+            counted_seconds = self._move(piece, counted_seconds)
             del piece  # an idle thread must not keep the last buffer it moved: an import's is as large as a unit
 
-    def _move(self, piece: _Piece) -> None:
+    def _move(self, piece: _Piece, counted_seconds: float) -> float:
+        """Move `piece`; return until when this thread's CPU time is counted. What it does later is the next piece's."""
         error: BaseException | None = None
         if piece.ticket.error is None:  # else the rest of a failed request is skipped
             try:
@@ -162,11 +179,14 @@ class _Lane:
                     piece.file.write_from(piece.offset, piece.buffer)
             except BaseException as raised:  # whatever it is, it belongs to the one who waits
                 error = raised
+        cpu_seconds = time.thread_time()
         with self._lock:
             self._moved_seconds = time.monotonic()
+            self.cpu_seconds += cpu_seconds - counted_seconds
             if error is None and piece.ticket.error is None:
                 self.moved_bytes += piece.buffer.size
         piece.ticket.finish(piece, error)
+        return cpu_seconds
 
 
 def _ignore(event: object) -> None:
@@ -181,10 +201,10 @@ class ThreadEngine:
 
     def __init__(
         self,
-        readers: int = 4,
-        writers: int = 4,
+        readers: int = _DEFAULT.threads,
+        writers: int = _DEFAULT.threads,
         *,
-        piece_bytes: int = 8 * MIB,
+        piece_bytes: int = _DEFAULT.piece_bytes,
         stall_warning_seconds: float = 10.0,
         deadline_seconds: float = 120.0,
         sink: Sink = _ignore,
@@ -206,6 +226,26 @@ class ThreadEngine:
     def bytes_written(self) -> int:
         """Bytes written without an error since the start."""
         return self._write.moved_bytes
+
+    @property
+    def cpu_seconds(self) -> float:
+        """CPU seconds, system calls included, that its threads took for all pieces moved since the start."""
+        return self._read.cpu_seconds + self._write.cpu_seconds
+
+    def keep_in_flight(self, setting: InFlight) -> None:
+        """Use so many threads in each direction, and for requests from now on pieces of that size.
+
+        Raises:
+            StorageError: the engine is closed, no thread is asked for, or the piece is no positive multiple of 4096.
+        """
+        if setting.threads < 1 or setting.piece_bytes < 1 or setting.piece_bytes % BLOCK_BYTES:
+            raise StorageError(
+                f"{setting.threads} threads with pieces of {setting.piece_bytes} bytes asked; "
+                f"give at least one thread and a multiple of {BLOCK_BYTES}"
+            )
+        self._read.resize(setting.threads)
+        self._write.resize(setting.threads)
+        self._piece_bytes = setting.piece_bytes
 
     def read(self, transfers: Iterable[Transfer]) -> PieceTicket:
         """Start reading each `(file, offset, into)`; one ticket for all of them."""

@@ -68,6 +68,19 @@ class Written:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class IoCpu:
+    """CPU seconds of the I/O threads and of checksums, and the bytes that they moved: means over the recent steps."""
+
+    step_seconds: float
+    step_bytes: float
+
+    @property
+    def seconds_per_gigabyte(self) -> float:
+        """CPU seconds for 10^9 bytes."""
+        return self.step_seconds / self.step_bytes * 1e9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
     """All that the page states. `step_seconds` is the median of recent steps, `planned` the simulation of the plan.
 
@@ -83,6 +96,7 @@ class Findings:
     forecast: Forecast | None
     doubled: tuple[tuple[str, float], ...]
     written: Written | None
+    io_cpu: IoCpu | None
 
     @property
     def busiest(self) -> LaneShare | None:
@@ -109,6 +123,7 @@ def find(run: RunFiles) -> Findings:
         forecast=ahead,
         doubled=_doubled(run, busiest) if ahead is not None and busiest is not None else (),
         written=_written(run),
+        io_cpu=_io_cpu(_recent(run.metrics)),
     )
 
 
@@ -229,6 +244,16 @@ def _with_twice(ceilings: Ceilings, lane: str) -> tuple[str, Ceilings] | None:
 
 def _times(ceilings: Ceilings, names: tuple[str, ...]) -> dict[str, Any]:
     return {name: 2 * getattr(ceilings, name) for name in names}
+
+
+def _io_cpu(records: tuple[Record, ...]) -> IoCpu | None:
+    """Return the CPU cost of the traffic; None where it was not counted or nothing moved."""
+    counted = [record for record in records if "io_cpu_seconds" in record]
+    moved = sum(record[name].get("ssd", 0) for record in counted for name in ("bytes_read", "bytes_written"))
+    if not moved:
+        return None
+    spent = sum(float(record["io_cpu_seconds"]) for record in counted)
+    return IoCpu(step_seconds=spent / len(counted), step_bytes=moved / len(counted))
 
 
 def _written(run: RunFiles) -> Written | None:

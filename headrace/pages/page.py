@@ -13,7 +13,7 @@ from headrace.pages.lane_chart import lane_chart
 from headrace.pages.markup import decimal_bytes, element, escape, figure
 from headrace.pages.run_files import MACHINE_NAME, METRICS_NAME, PLAN_NAME, RunFiles, read_run
 from headrace.pages.step_charts import Marks, step_charts
-from headrace.pages.words import bottleneck_words, endurance_words
+from headrace.pages.words import bottleneck_words, endurance_words, io_cpu_words
 from headrace.report.lanes import LANES_NAME, TIMELINE_NAME
 from headrace.spec.errors import RunDirectoryError
 from headrace.spec.sizes import format_seconds
@@ -183,7 +183,12 @@ def _rates(run: RunFiles, found: Findings) -> str:
     lead += " Line: the machine's ceiling." if run.ceilings is not None else ""
     content = rate_gauges(found.rates)
     return _section(
-        "rates", "Rates against their ceilings", content, _missing(run, LANES_NAME, MACHINE_NAME), lead=lead if content else ""
+        "rates",
+        "Rates against their ceilings",
+        content,
+        _sentences(io_cpu_words(found), first_class="finding"),
+        _missing(run, LANES_NAME, MACHINE_NAME),
+        lead=lead if content else "",
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from headrace.pages.findings import find
 from headrace.pages.gauges import measured_peaks
 from headrace.pages.run_files import RunFiles
-from headrace.pages.words import bottleneck_words, endurance_words
+from headrace.pages.words import bottleneck_words, endurance_words, io_cpu_words
 
 
 def summary(run: RunFiles) -> dict[str, Any]:
@@ -48,10 +48,11 @@ def summary(run: RunFiles) -> dict[str, Any]:
         "planned_peak_bytes": {tier: plan.peak(tier) for tier in plan.peak_bytes} if plan else None,
         "measured_peak_bytes": measured_peaks(run.metrics),
         "planned_and_measured": (run.outcome or {}).get("planned_and_measured"),
+        "io_cpu_seconds_per_gigabyte": found.io_cpu.seconds_per_gigabyte if found.io_cpu else None,
         "bytes_written": written.so_far_bytes if written else None,
         "bytes_written_forecast": written.forecast_bytes if written else None,
         "share_of_rated_endurance": written.wear.share_of_rating if written and written.wear else None,
-        "words": [*bottleneck_words(found, run), *endurance_words(found)],
+        "words": [*bottleneck_words(found, run), *io_cpu_words(found), *endurance_words(found)],
         "missing": list(run.missing.values()),
     }
 

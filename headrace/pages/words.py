@@ -65,6 +65,15 @@ def endurance_words(found: Findings) -> list[str]:
     return sentences
 
 
+def io_cpu_words(found: Findings) -> list[str]:
+    """Return in a sentence what CPU time the SSDs' traffic costs."""
+    cost = found.io_cpu
+    if cost is None:
+        return []
+    of = f"{decimal_bytes(cost.step_bytes)} a step over the SSDs"
+    return [f"{of} cost {cost.step_seconds:.3g} CPU seconds, {cost.seconds_per_gigabyte:.3g} for each GB."]
+
+
 def _limit(found: Findings, run: RunFiles) -> str:
     assert found.busiest is not None
     assert found.step_seconds is not None

@@ -35,6 +35,8 @@ def metrics_record(result: StepResult, *, epoch: float | None = None) -> Record:
         record["loss_scale"] = result.loss_scale
     for name in ("bytes_read", "bytes_written", "peak_bytes"):
         record[name] = dict(getattr(result, name))
+    if result.io_cpu_seconds is not None:
+        record["io_cpu_seconds"] = round(result.io_cpu_seconds, 6)
     return record
 
 

@@ -1,14 +1,16 @@
 """What a reporter is, and how several of them share one stream of events.
 
-Lanes report from their own threads, so the invariants are: no reporter is ever entered by two threads at once, and a full disk
-breaks no step. A reporter that cannot write is dropped, `Reporters.failure` says why, and the loop ends the run in order.
+Lanes report from their own threads, so the invariants are: no reporter is ever entered by two threads at once, all see events
+in the order in which they came, and no lane that reports an operation waits for what a reporter does for another. A full disk
+breaks no step: a reporter that cannot write is dropped, `Reporters.failure` says why, and the loop ends the run in order.
 """
 
 import contextlib
 import threading
+from collections import deque
 from typing import Protocol, TypeVar
 
-from headrace.spec.events import Event
+from headrace.spec.events import Event, OpDone
 
 
 class Reporter(Protocol):
@@ -25,10 +27,15 @@ _AnyReporter = TypeVar("_AnyReporter", bound=Reporter)
 
 
 class Reporters:
-    """A sink that passes each event to all reporters added so far, one event after the other whatever thread it comes from."""
+    """A sink that passes each event to all reporters added so far, one event after the other whatever thread it comes from.
+
+    Whoever finds the reporters busy with an event leaves an operation to the thread that is at it. For any other event it
+    waits: on return of a step's result its line is written.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._events: deque[Event] = deque()
         self._reporters: list[Reporter] = []
         self.failure: OSError | None = None
 
@@ -39,8 +46,31 @@ class Reporters:
         return reporter
 
     def __call__(self, event: Event) -> None:
-        """Pass `event` on."""
+        """Pass `event` on, and what other threads left meanwhile."""
+        self._events.append(event)
+        mine = self._lock.acquire(blocking=not isinstance(event, OpDone))
+        while mine:
+            try:
+                self._pass_on()
+            finally:
+                self._lock.release()
+            # An event that came after the last look was left to this thread: look again.
+            mine = bool(self._events) and self._lock.acquire(blocking=False)
+
+    def close(self) -> None:
+        """Close all reporters, the last added first; what one of them could not write any more is in `failure`."""
         with self._lock:
+            self._pass_on()
+            for reporter in reversed(self._reporters):
+                try:
+                    reporter.close()
+                except OSError as error:
+                    self.failure = self.failure or error
+            self._reporters.clear()
+
+    def _pass_on(self) -> None:
+        while self._events:
+            event = self._events.popleft()
             for reporter in tuple(self._reporters):
                 try:
                     reporter(event)
@@ -49,13 +79,3 @@ class Reporters:
                     self._reporters.remove(reporter)
                     with contextlib.suppress(OSError):
                         reporter.close()
-
-    def close(self) -> None:
-        """Close all reporters, the last added first; what one of them could not write any more is in `failure`."""
-        with self._lock:
-            for reporter in reversed(self._reporters):
-                try:
-                    reporter.close()
-                except OSError as error:
-                    self.failure = self.failure or error
-            self._reporters.clear()

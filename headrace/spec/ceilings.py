@@ -14,6 +14,7 @@ from typing import Any
 from headrace.spec.errors import ConfigError
 from headrace.spec.layout import PLANE_SETS
 from headrace.spec.program import Lane
+from headrace.spec.sizes import MIB
 
 # Largest believable figures: a rack of the fastest hardware of 2026 lies below each, a slip of the unit above.
 _MOST_FLOPS_PER_SECOND = 1e17
@@ -23,8 +24,24 @@ _MOST_BYTES = 1e16
 _MOST_ENDURANCE_BYTES = 1e19
 _MOST_CORES = 4096
 _MOST_OVERHEAD_SECONDS = 10.0
+_MOST_THREADS = 256
+_MOST_PIECE_BYTES = 1 << 30
+_MOST_CPU_SECONDS_PER_GIGABYTE = 1000.0
+# Pieces are cut at multiples of this, as direct input and output asks for.
+_PIECE_UNIT_BYTES = 4096
 # Two rates measured together may exceed the sum of the two measured alone by noise, not by more.
 _NOISE = 1.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InFlight:
+    """How drives are kept busy: by `threads` in each direction, each with a piece of at most `piece_bytes` under way.
+
+    The defaults are what the I/O engine does where nobody measured.
+    """
+
+    threads: int = 4
+    piece_bytes: int = 8 * MIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +49,8 @@ class Drive:
     """One SSD directory. `mixed_bytes_per_second` is the total of both directions when reads and writes run at once.
 
     `rated_endurance_bytes` is what the maker warrants to be writable over the drive's life (TBW), None where not known.
+    `threads_per_direction` and `piece_bytes` are the setting of the I/O engine with which the rates were measured, None for its
+    defaults. `io_cpu_seconds_per_gigabyte` is the CPU time of the engine's threads, system calls included, for 10^9 bytes.
     """
 
     read_bytes_per_second: float
@@ -39,6 +58,22 @@ class Drive:
     mixed_bytes_per_second: float
     capacity_bytes: int
     rated_endurance_bytes: float | None = None
+    threads_per_direction: int | None = None
+    piece_bytes: int | None = None
+    io_cpu_seconds_per_gigabyte: float | None = None
+
+    @property
+    def is_tuned(self) -> bool:
+        """Whether a setting of the I/O engine is known for it."""
+        return self.threads_per_direction is not None or self.piece_bytes is not None
+
+    @property
+    def in_flight(self) -> InFlight:
+        """The setting of the I/O engine for this drive alone; what is not known is the engine's default."""
+        default = InFlight()
+        return InFlight(
+            threads=self.threads_per_direction or default.threads, piece_bytes=self.piece_bytes or default.piece_bytes
+        )
 
     @classmethod
     def from_json(cls, values: object, *, where: str) -> "Drive":
@@ -55,7 +90,16 @@ class Drive:
         if endurance is not None:
             endurance = _figure(figures, "rated_endurance_bytes", where=where, most=_MOST_ENDURANCE_BYTES)
         capacity_bytes = _whole(figures, "capacity_bytes", where=where, most=_MOST_BYTES)
-        return cls(**rates, capacity_bytes=capacity_bytes, rated_endurance_bytes=endurance)
+        return cls(
+            **rates,
+            capacity_bytes=capacity_bytes,
+            rated_endurance_bytes=endurance,
+            threads_per_direction=_optional_whole(figures, "threads_per_direction", where=where, most=_MOST_THREADS),
+            piece_bytes=_optional_whole(
+                figures, "piece_bytes", where=where, most=_MOST_PIECE_BYTES, multiple_of=_PIECE_UNIT_BYTES
+            ),
+            io_cpu_seconds_per_gigabyte=_cpu_cost(figures, where=where),
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Return the drive as plain JSON values."""
@@ -112,6 +156,21 @@ class Ceilings:
     def ssd_capacity_bytes(self) -> int:
         """Capacity of all drives together."""
         return sum(drive.capacity_bytes for drive in self.drives)
+
+    def in_flight(self, num_directories: int) -> InFlight:
+        """Return how one I/O engine keeps `num_directories` busy: directory i is drive i, further ones are like the last drive.
+
+        Threads add up, for a drive is only busy with pieces of its own under way. The piece is the largest that any of the
+        drives asks for: each is measured to need that much, and none is slower with more. Engine defaults where no drive of
+        these has a setting.
+        """
+        drives = [self.drives[min(index, len(self.drives) - 1)] for index in range(num_directories)]
+        if not any(drive.is_tuned for drive in drives):
+            return InFlight()
+        settings = [drive.in_flight for drive in drives]
+        return InFlight(
+            threads=sum(setting.threads for setting in settings), piece_bytes=max(setting.piece_bytes for setting in settings)
+        )
 
     def matrix_flops_per_second(self, compute_dtype: str) -> float:
         """Return the sustained matrix rate for `compute_dtype`.
@@ -218,6 +277,27 @@ def _whole(figures: Mapping[str, Any], name: str, *, where: str, most: float) ->
     if value != int(value):
         raise ConfigError(f"{where}: {name} is {value!r}; it must be a whole number")
     return int(figures[name])
+
+
+def _optional_whole(figures: Mapping[str, Any], name: str, *, where: str, most: float, multiple_of: int = 1) -> int | None:
+    """Return figure `name` if it lies in `[1, most]` and is a multiple; None where it is absent or null."""
+    if figures.get(name) is None:
+        return None
+    value = _whole(figures, name, where=where, most=most)
+    if value % multiple_of:
+        raise ConfigError(f"{where}: {name} is {value!r}; it must be a multiple of {multiple_of}")
+    return value
+
+
+def _cpu_cost(figures: Mapping[str, Any], *, where: str) -> float | None:
+    """Return the CPU seconds per gigabyte: a coarse clock may have counted none."""
+    name = "io_cpu_seconds_per_gigabyte"
+    if figures.get(name) is None:
+        return None
+    value = _number(figures, name, where=where)
+    if not 0 <= value <= _MOST_CPU_SECONDS_PER_GIGABYTE:
+        raise ConfigError(f"{where}: {name} is {value!r}; it must be between 0 and {_MOST_CPU_SECONDS_PER_GIGABYTE:.3g}")
+    return float(value)
 
 
 def _overhead(figures: Mapping[str, Any], name: str, *, where: str) -> float:

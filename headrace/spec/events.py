@@ -25,6 +25,7 @@ class StepResult:
     """What one optimizer step did. `bytes_read` and `bytes_written` are per tier name; `peak_bytes` too.
 
     `update_policy` is the plan's; `redone`: updates were begun on the guess that nothing is clipped, and done again.
+    `io_cpu_seconds` is the CPU time of the I/O threads and of checksums, system calls included.
     """
 
     step: int
@@ -41,6 +42,7 @@ class StepResult:
     bytes_read: dict[str, int] = field(default_factory=dict)
     bytes_written: dict[str, int] = field(default_factory=dict)
     peak_bytes: dict[str, int] = field(default_factory=dict)
+    io_cpu_seconds: float | None = None
 
     @property
     def tokens_per_second(self) -> float:

@@ -6,11 +6,13 @@ opening the run again yields the state of the last commit, bit for bit.
 
 import contextlib
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 from headrace.ioengine import Bytes, DoneTicket, ThreadEngine, Ticket
+from headrace.spec.ceilings import InFlight
 from headrace.spec.errors import StorageError
 from headrace.spec.events import Notice, Sink
 from headrace.spec.layout import PlaneSet, UnitLayout
@@ -44,7 +46,9 @@ class StateStore:
         }
         self._writes: dict[tuple[GroupPlace, int], Ticket] = {}
         self._reads: dict[GroupPlace, list[tuple[int, Sequence[int], Ticket]]] = {place: [] for place in groups}
-        # Writers, commit and abandon exclude one another; `_table` guards the tables for as long as a look-up takes.
+        self._checksum_seconds = 0.0
+        # Writers, commit and abandon exclude one another; `_table` guards the tables for as long as a look-up takes. Nobody
+        # waits for a transfer while holding `_table`, nor a writer while holding `_writing`: others would wait along.
         self._writing = threading.RLock()
         self._table = threading.Lock()
         self._record_in_doubt = False
@@ -142,6 +146,15 @@ class StateStore:
     def bytes_written(self) -> int:
         """Bytes that the engine wrote, without commit records."""
         return self._parts.engine.bytes_written
+
+    @property
+    def io_cpu_seconds(self) -> float:
+        """CPU seconds that the engine's threads took, and the checksums of what was written."""
+        return self._parts.engine.cpu_seconds + self._checksum_seconds
+
+    def keep_in_flight(self, setting: InFlight) -> None:
+        """Move bytes with so many threads and pieces of that size from now on."""
+        self._parts.engine.keep_in_flight(setting)
 
     def read_weights(self, unit: int, into: Bytes) -> Ticket:
         """Start reading the whole weight plane of `unit`: its newest complete version, zeros if it was never written.
@@ -276,42 +289,54 @@ class StateStore:
 
     def _read(self, place: GroupPlace, chunks: Sequence[int], into: Bytes) -> Ticket:
         _check_size(place, into, sum(place.chunk_bytes(chunk) for chunk in chunks))
-        with self._table:
-            slots = self._slots[place]
-            slot = slots.slot_to_read(chunks)
-            if slot != VIRGIN and chunks:
-                if slot == slots.slot_to_write:
-                    for chunk in chunks:
-                        self._writes[place, chunk].wait()
-                ticket = self._parts.volume.read(place.offset(slot, chunks[0]), into)
-                under_way = [entry for entry in self._reads[place] if not entry[2].done]
-                self._reads[place] = [*under_way, (slot, chunks, ticket)]
-                return ticket
+        while True:
+            with self._table:
+                slots = self._slots[place]
+                slot = slots.slot_to_read(chunks)
+                if slot == VIRGIN or not chunks:
+                    break
+                writes = [self._writes[place, chunk] for chunk in chunks] if slot == slots.slot_to_write else []
+                if all(write.done for write in writes):
+                    for write in writes:
+                        write.wait()  # raises if it failed
+                    ticket = self._parts.volume.read(place.offset(slot, chunks[0]), into)
+                    under_way = [entry for entry in self._reads[place] if not entry[2].done]
+                    self._reads[place] = [*under_way, (slot, chunks, ticket)]
+                    return ticket
+            for write in writes:
+                write.wait()
         into.fill(0)
         return DoneTicket()
 
     def _write(self, place: GroupPlace, chunk: int, data: Bytes) -> Ticket:
         _check_size(place, data, place.chunk_bytes(chunk))
+        start_seconds = time.thread_time()
         value = checksum(data)
-        with self._writing:
-            if self._record_in_doubt:
-                raise StorageError(
-                    f"unit {place.unit_name}, {place.kind}: the last commit failed while its record was written; "
-                    "commit again or abandon before writing"
-                )
-            with self._table:
-                slots = self._slots[place]
-                slot = slots.slot_to_write
-                earlier = self._writes.get((place, chunk))
-                if earlier is not None:
-                    _settle(earlier)
-                for read_slot, read_chunks, ticket in self._reads[place]:
-                    if read_slot == slot and chunk in read_chunks:
-                        _settle(ticket)
-                ticket = self._parts.volume.write(place.offset(slot, chunk), data)
-                slots.note_write(chunk, value)
-                self._writes[place, chunk] = ticket
-                return ticket
+        checksum_seconds = time.thread_time() - start_seconds
+        while True:
+            with self._writing:
+                if self._record_in_doubt:
+                    raise StorageError(
+                        f"unit {place.unit_name}, {place.kind}: the last commit failed while its record was written; "
+                        "commit again or abandon before writing"
+                    )
+                with self._table:
+                    slots = self._slots[place]
+                    in_the_way = self._in_the_way(place, slots.slot_to_write, chunk)
+                    if not in_the_way:
+                        ticket = self._parts.volume.write(place.offset(slots.slot_to_write, chunk), data)
+                        slots.note_write(chunk, value)
+                        self._writes[place, chunk] = ticket
+                        self._checksum_seconds += checksum_seconds
+                        return ticket
+            for transfer in in_the_way:
+                _settle(transfer)
+
+    def _in_the_way(self, place: GroupPlace, slot: int, chunk: int) -> list[Ticket]:
+        """Return the transfers under way where `chunk` is to be written."""
+        reads = [read for read_slot, chunks, read in self._reads[place] if read_slot == slot and chunk in chunks]
+        earlier = self._writes.get((place, chunk))
+        return [ticket for ticket in (earlier, *reads) if ticket is not None and not ticket.done]
 
     def _sync_data(self) -> None:
         try:

@@ -8,11 +8,11 @@ import pytest
 from headrace.calibrate import measure_machine, rate_of, rates_together
 from headrace.calibrate.base import interleaved_medians, seconds_of
 from headrace.calibrate.compute import BlockLoad
-from headrace.calibrate.drives import Drive, DriveLoad
+from headrace.calibrate.drives import Drive, DriveLoad, best_setting, try_settings
 from headrace.calibrate.memory import DrainLoad, StreamLoad, UpdateBuffers, UpdateLoad
 from headrace.machine import CpuMachine
 from headrace.model import profile
-from headrace.spec.ceilings import Ceilings
+from headrace.spec.ceilings import Ceilings, InFlight
 from headrace.spec.errors import ConfigError, StorageError
 from headrace.spec.events import Event, Notice
 
@@ -103,6 +103,64 @@ def test_a_drive_is_read_and_written_and_left_clean(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def setting(threads: int, mebibytes: int) -> InFlight:
+    return InFlight(threads=threads, piece_bytes=mebibytes << 20)
+
+
+def test_the_smallest_setting_within_two_percent_of_the_best_is_chosen() -> None:
+    rates = {setting(8, 8): 1000.0, setting(4, 16): 981.0, setting(4, 8): 979.0, setting(2, 16): 900.0}
+    assert best_setting(rates) == setting(4, 16)
+    rates |= {setting(4, 4): 985.0}  # fewest threads first, then the smallest piece
+    assert best_setting(rates) == setting(4, 4)
+    assert best_setting(rates | {setting(1, 16): 980.0}) == setting(1, 16)
+    assert best_setting({setting(8, 16): 3.0}) == setting(8, 16)
+
+
+def test_settings_are_tried_in_turn_and_medians_taken() -> None:
+    now, order = 0.0, list[InFlight]()
+    small, large = setting(1, 4), setting(8, 16)
+    rates = {small: iter([5.0, 100.0, 7.0]), large: iter([50.0, 60.0, 1.0])}
+
+    def rate(tried: InFlight) -> float:
+        nonlocal now
+        now += 1.0
+        order.append(tried)
+        return next(rates[tried])
+
+    assert try_settings([small, large], rate, 100.0, lambda: now) == {small: 7.0, large: 50.0}
+    assert order == [small, large] * 3
+
+
+def test_further_rounds_need_time_and_the_first_is_always_done() -> None:
+    now = 0.0
+
+    def rate(tried: InFlight) -> float:
+        nonlocal now
+        now += 1.0
+        return now
+
+    small, large = setting(1, 4), setting(8, 16)
+    assert try_settings([small, large], rate, 0.0, lambda: now) == {small: 1.0, large: 2.0}
+    now = 0.0
+    assert try_settings([small, large], rate, 3.0, lambda: now) == {small: 2.0, large: 3.0}  # two rounds
+
+
+def test_a_drive_is_tuned_and_measured_with_its_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Drive(tmp_path, 64 << 20) as drive:
+        drive.fill()
+        assert drive.cpu_seconds_per_gigabyte > 0
+        told: list[InFlight] = []
+        monkeypatch.setattr(drive.engine, "keep_in_flight", told.append)
+        monkeypatch.setattr("headrace.calibrate.drives._CHUNK_BYTES", 1 << 20)
+        chosen = drive.tune(0.0)
+        assert len(told) == len(set(told[:-1])) + 1
+        assert told[-1] == drive.setting == chosen
+        assert chosen in told[:-1]
+        assert drive.cpu_seconds_per_gigabyte == 0  # nothing was moved since
+        DriveLoad([drive], write=False, transfers=1, transfer_bytes=1 << 20).unit()
+        assert drive.cpu_seconds_per_gigabyte > 0
+
+
 def test_a_quick_look_gives_a_profile(tmp_path: Path) -> None:
     told: list[Event] = []
     ceilings = measure_machine([tmp_path], seconds_budget=1.0, sink=told.append)
@@ -111,6 +169,8 @@ def test_a_quick_look_gives_a_profile(tmp_path: Path) -> None:
     assert "rough" in ceilings.sources["all figures"]
     assert ceilings.sources["drives[0]"] == str(tmp_path)
     assert len(ceilings.drives) == 1
+    assert not ceilings.drives[0].is_tuned
+    assert (ceilings.drives[0].io_cpu_seconds_per_gigabyte or 0) > 0
     assert ceilings.launch_seconds > 0
     assert ceilings.commit_seconds > 0
     assert len(told) >= 4

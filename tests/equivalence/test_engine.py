@@ -1,6 +1,7 @@
 """The engine trains like plain PyTorch, and where things are placed changes nothing: the same bits."""
 
 import dataclasses
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,10 @@ from transformers import AutoModelForCausalLM
 import headrace
 from headrace.engine import Engine
 from headrace.plan.base import Plan
+from headrace.plan.profiles import load_profile
+from headrace.spec.ceilings import InFlight
 from headrace.spec.events import StepResult
+from headrace.store import StateStore
 
 ROWS, LENGTH = 6, 32
 
@@ -282,3 +286,40 @@ def test_batches_that_cannot_be_used_are_refused(model_dir: Callable[..., Path],
             engine.step({"input_ids": batch["input_ids"]})
         # and the engine still works
         assert engine.step(batch).loss > 0
+
+
+def threads_of(verb: str) -> int:
+    return sum(thread.name.startswith(f"headrace-ssd-{verb}-") for thread in threading.enumerate())
+
+
+def test_measured_drives_say_how_the_store_moves_bytes_also_after_resume(
+    model_dir: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = load_profile("rtx4090-1ssd")
+    tuned = dataclasses.replace(machine.drives[0], threads_per_direction=3, piece_bytes=1 << 20)
+    machine = dataclasses.replace(machine, drives=(tuned,))
+    told: list[InFlight] = []
+    keep = StateStore.keep_in_flight
+    monkeypatch.setattr(StateStore, "keep_in_flight", lambda store, setting: (told.append(setting), keep(store, setting)))
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    budget = headrace.Budget(host="4GiB", ssd=[tmp_path / "one", tmp_path / "two"])
+    run = tmp_path / "run"
+    before = threads_of("read"), threads_of("write")
+    with Engine.open(model_dir("llama"), budget, run_directory=run, machine=machine) as engine:
+        assert (threads_of("read") - before[0], threads_of("write") - before[1]) == (6, 6)
+        result = engine.step(batch_of(ROWS, LENGTH, 0))
+        assert result.io_cpu_seconds is not None
+        assert 0 < result.io_cpu_seconds <= engine.store.io_cpu_seconds
+    with Engine.resume(run):
+        assert (threads_of("read") - before[0], threads_of("write") - before[1]) == (6, 6)
+    assert told == [InFlight(threads=6, piece_bytes=1 << 20)] * 2
+
+
+def test_without_a_profile_the_store_keeps_its_defaults(
+    model_dir: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(StateStore, "keep_in_flight", lambda store, setting: pytest.fail("nobody measured"))
+    before = threads_of("read")
+    with Engine.open(model_dir("llama"), headrace.Budget(host="4GiB"), run_directory=tmp_path / "run"):
+        assert threads_of("read") - before == InFlight().threads

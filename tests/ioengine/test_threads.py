@@ -8,6 +8,7 @@ import pytest
 
 from headrace.ioengine import BLOCK_BYTES, Bytes, Fault, FaultKind, FaultyFile, MemoryFile, ThreadEngine
 from headrace.machine.host import huge_page_buffer
+from headrace.spec.ceilings import InFlight
 from headrace.spec.errors import DeviceStalled, StorageError
 from headrace.spec.events import Event, Notice
 
@@ -161,3 +162,74 @@ def test_a_finished_ticket_lets_go_of_its_buffers() -> None:
         ticket = engine.read([(file, 0, into)])
         ticket.wait()
         assert ticket.pieces == ()
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 3), (4, 2), (2, 2)])
+def test_as_many_are_in_flight_as_it_was_told_last(before: int, after: int) -> None:
+    alive = set(threading.enumerate())
+    engine = ThreadEngine(before, before, piece_bytes=SIZE)
+    engine.keep_in_flight(InFlight(threads=after, piece_bytes=BLOCK_BYTES))
+    file = GatedFile(SIZE)
+    tickets = [engine.read([(file, 0, huge_page_buffer(SIZE))]), engine.write([(file, 0, random_bytes(SIZE))])]
+    for _ in range(2 * after):
+        assert file.arrived.acquire(timeout=20)
+    assert not file.arrived.acquire(timeout=0.05)
+    assert (file.inside.count("read"), file.inside.count("write")) == (after, after)
+    file.gate.set()
+    for ticket in tickets:
+        ticket.wait()
+    assert file.inside.count("read") == SIZE // BLOCK_BYTES  # in pieces of the new size
+    engine.close()
+    assert set(threading.enumerate()) <= alive
+
+
+def test_requests_made_before_threads_end_are_finished() -> None:
+    file = GatedFile(SIZE)
+    with ThreadEngine(4, 1, piece_bytes=BLOCK_BYTES) as engine:
+        ticket = engine.read([(file, 0, huge_page_buffer(SIZE))])
+        engine.keep_in_flight(InFlight(threads=1))
+        file.gate.set()
+        ticket.wait()
+        assert engine.bytes_read == SIZE
+
+
+@pytest.mark.parametrize("setting", [InFlight(threads=0), InFlight(piece_bytes=0), InFlight(piece_bytes=1000)])
+def test_a_setting_that_cannot_be_is_refused(setting: InFlight) -> None:
+    with ThreadEngine(1, 1) as engine, pytest.raises(StorageError, match=f"{setting.threads} threads .* {setting.piece_bytes}"):
+        engine.keep_in_flight(setting)
+
+
+def test_no_threads_after_close() -> None:
+    engine = ThreadEngine(1, 1)
+    engine.close()
+    with pytest.raises(StorageError, match="after close"):
+        engine.keep_in_flight(InFlight())
+
+
+class BusyFile(MemoryFile):
+    """Takes CPU time for each transfer, and adds up how much."""
+
+    def __init__(self, size_bytes: int) -> None:
+        super().__init__(size_bytes)
+        self.spent: list[float] = []
+
+    def read_into(self, offset: int, into: Bytes) -> None:
+        start = time.thread_time()
+        while time.thread_time() < start + 0.002:
+            pass
+        self.spent.append(time.thread_time() - start)
+
+
+def test_cpu_seconds_of_all_threads_add_up() -> None:
+    file = BusyFile(SIZE)
+    with ThreadEngine(3, 1, piece_bytes=8 * BLOCK_BYTES) as engine:
+        start = time.process_time()
+        engine.read([(file, 0, huge_page_buffer(SIZE))]).wait()
+        read_seconds, process_seconds = engine.cpu_seconds, time.process_time() - start
+        # All that the file took is in it, and nothing that the process did not take.
+        assert len(file.spent) == 8
+        assert sum(file.spent) <= read_seconds <= process_seconds + 0.001
+        time.sleep(0.05)
+        assert engine.cpu_seconds == read_seconds  # waiting costs nothing
+        engine.write([(MemoryFile(SIZE), 0, random_bytes(SIZE))]).wait()
+        assert engine.cpu_seconds > read_seconds

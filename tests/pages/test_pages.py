@@ -19,7 +19,7 @@ from headrace.pages.findings import find
 from headrace.pages.markup import data_block, element, figure, ticks
 from headrace.pages.step_charts import thin
 from headrace.pages.views import Bar, in_rows, joined
-from headrace.pages.words import bottleneck_words, endurance_words
+from headrace.pages.words import bottleneck_words, endurance_words, io_cpu_words
 from headrace.spec.errors import RunDirectoryError
 
 EVERY_FILE = ("metrics.jsonl", "lanes.jsonl", "timeline.json", "plan.json", "machine.json", "config.yaml")
@@ -105,6 +105,19 @@ class TestPage:
         (run / "metrics.jsonl").write_text("\n".join([*lines[:-1], json.dumps(last)]) + "\n")
         # Without a GPU the device tier is host memory: 400 + 6 MiB are planned.
         assert "94 MiB over the plan" in page_of(run).text
+
+    def test_the_cpu_cost_of_traffic_is_stated_where_it_was_counted(self, tmp_path: Path) -> None:
+        run = write_run(tmp_path / "run")
+        assert io_cpu_words(find(read_run(run))) == []
+        assert summary(read_run(run))["io_cpu_seconds_per_gigabyte"] is None
+        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        # The first step is left out; the others moved 3 GB each.
+        changed = [line | {"io_cpu_seconds": 100.0 if line["step"] == 1 else 0.6} for line in lines]
+        (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in changed))
+        words = "3 GB a step over the SSDs cost 0.6 CPU seconds, 0.2 for each GB."
+        assert io_cpu_words(find(read_run(run))) == [words]
+        assert words in page_of(run).text
+        assert summary(read_run(run))["io_cpu_seconds_per_gigabyte"] == pytest.approx(0.2)
 
     @pytest.mark.parametrize("name", EVERY_FILE)
     def test_each_missing_file_is_named_and_the_rest_is_shown(self, name: str, tmp_path: Path) -> None:

@@ -66,6 +66,10 @@ class TestMetrics:
         assert wanted <= record.keys()
         assert record["tokens_per_second"] == 256.0
 
+    def test_cpu_seconds_of_input_and_output_are_in_the_line_where_they_were_counted(self) -> None:
+        assert metrics_record(step(1, io_cpu_seconds=0.12345678))["io_cpu_seconds"] == 0.123457
+        assert "io_cpu_seconds" not in metrics_record(step(1))
+
     def test_values_that_are_no_numbers_are_strict_json_null(self) -> None:
         record = metrics_record(step(1, loss=math.nan, grad_norm=math.inf, skipped="gradient norm is inf"))
         text = json.dumps(record, allow_nan=False)
@@ -332,6 +336,75 @@ def test_reporters_are_never_entered_twice_at_once_and_closed_once() -> None:
     hub.close()
     for reporter in (first, second):
         assert (reporter.overlaps, reporter.seen, reporter.closed) == (0, 800, 1)
+
+
+def ended(number: int) -> OpDone:
+    return operation("fetch", "ssd-read", 0.0, 1.0, step=number)
+
+
+class Slow:
+    """Holds the step `held` until `gate` opens; keeps what it was given, in order."""
+
+    def __init__(self, held: int) -> None:
+        self.held, self.gate, self.entered = held, threading.Event(), threading.Event()
+        self.seen: list[int] = []
+
+    def __call__(self, event: Event) -> None:
+        assert isinstance(event, OpDone | StepResult)
+        if event.step == self.held:
+            self.entered.set()
+            assert self.gate.wait(20)
+        self.seen.append(event.step)
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_lane_does_not_wait_for_what_a_reporter_does_for_another() -> None:
+    hub = Reporters()
+    slow = hub.add(Slow(held=0))
+    other = threading.Thread(target=lambda: hub(ended(0)))
+    other.start()
+    assert slow.entered.wait(20)
+    hub(ended(1))  # would not return before the gate opens if it waited
+    hub(ended(2))
+    assert slow.seen == []
+    slow.gate.set()
+    other.join(20)
+    assert slow.seen == [0, 1, 2]  # the thread that was at it passed on what was left to it, in order
+    hub(step(3))
+    assert slow.seen == [0, 1, 2, 3]
+    hub.close()
+
+
+def test_a_result_is_written_when_the_call_returns_whoever_is_at_it() -> None:
+    hub = Reporters()
+    slow = hub.add(Slow(held=0))
+    other = threading.Thread(target=lambda: hub(ended(0)))
+    other.start()
+    assert slow.entered.wait(20)
+    threading.Timer(0.05, slow.gate.set).start()
+    hub(step(7))
+    assert slow.seen == [0, 7]
+    other.join(20)
+
+
+def test_no_operation_is_lost_between_threads() -> None:
+    hub = Reporters()
+    keeper = hub.add(Slow(held=-1))
+    each = 300
+    threads = [
+        threading.Thread(target=lambda base=base: [hub(ended(base + index)) for index in range(each)])
+        for base in (0, 1000, 2000, 3000)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(keeper.seen) == [base + index for base in (0, 1000, 2000, 3000) for index in range(each)]
+    for base in (0, 1000, 2000, 3000):  # and those of one thread came in its order
+        mine = [number for number in keeper.seen if base <= number < base + each]
+        assert mine == sorted(mine)
 
 
 def test_the_card_states_what_the_records_say_and_no_local_path_as_base_model() -> None:

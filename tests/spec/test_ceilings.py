@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.spec.ceilings import Ceilings, Drive
+from headrace.spec.ceilings import Ceilings, Drive, InFlight
 from headrace.spec.errors import ConfigError
 
 
@@ -55,6 +55,52 @@ def test_json_round_trip_gives_an_equal_profile():
     ceilings = Ceilings.from_json(profile())
     assert Ceilings.from_json(json.loads(json.dumps(ceilings.to_json()))) == ceilings
     assert ceilings.drives[1].rated_endurance_bytes is None
+
+
+def test_how_a_drive_is_kept_busy_round_trips_and_may_be_left_out():
+    tuned = drive(threads_per_direction=2, piece_bytes=4 << 20, io_cpu_seconds_per_gigabyte=0.0)
+    ceilings = Ceilings.from_json(profile(drives=[tuned, drive()]))
+    assert Ceilings.from_json(json.loads(json.dumps(ceilings.to_json()))) == ceilings
+    assert ceilings.drives[0].in_flight == InFlight(threads=2, piece_bytes=4 << 20)
+    assert ceilings.drives[0].io_cpu_seconds_per_gigabyte == 0.0
+    assert ceilings.drives[1].in_flight == InFlight()
+    assert [each.is_tuned for each in ceilings.drives] == [True, False]
+
+
+def test_threads_of_drives_add_up_and_the_largest_piece_wins():
+    slow = drive(threads_per_direction=1, piece_bytes=16 << 20)
+    quick = drive(threads_per_direction=8, piece_bytes=4 << 20)
+    ceilings = Ceilings.from_json(profile(drives=[slow, quick]))
+    assert ceilings.in_flight(1) == InFlight(threads=1, piece_bytes=16 << 20)
+    assert ceilings.in_flight(2) == InFlight(threads=9, piece_bytes=16 << 20)
+    assert ceilings.in_flight(4) == InFlight(threads=25, piece_bytes=16 << 20)  # further ones are like the last
+    half = Ceilings.from_json(profile(drives=[slow, drive()]))
+    assert half.in_flight(2) == InFlight(threads=1 + InFlight().threads, piece_bytes=16 << 20)
+
+
+def test_the_engine_keeps_its_defaults_where_no_drive_was_tuned():
+    assert Ceilings.from_json(profile()).in_flight(1) == InFlight()
+    assert Ceilings.from_json(profile()).in_flight(12) == InFlight()
+
+
+@pytest.mark.parametrize(
+    ("name", "absurd"),
+    [
+        ("threads_per_direction", 0),
+        ("threads_per_direction", 2.5),
+        ("threads_per_direction", True),
+        ("threads_per_direction", 10**6),
+        ("piece_bytes", 1000),
+        ("piece_bytes", -4096),
+        ("piece_bytes", 1 << 40),
+        ("io_cpu_seconds_per_gigabyte", -0.1),
+        ("io_cpu_seconds_per_gigabyte", float("nan")),
+        ("io_cpu_seconds_per_gigabyte", "0.1"),
+    ],
+)
+def test_an_absurd_setting_of_a_drive_is_named_with_its_place(name: str, absurd: object):
+    with pytest.raises(ConfigError, match=rf"drives\[1\]: {name} is"):
+        Ceilings.from_json(profile(drives=[drive(), drive(**{name: absurd})]))
 
 
 def test_drives_are_pooled():

@@ -1,11 +1,16 @@
 """The checksum sees what it must see, and the kernel is the reference. Run: pytest tests/store/test_checksum.py"""
 
+import sys
+import threading
+
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from headrace.store import checksum, checksum_reference
+
+PATIENCE = 4000
 
 words = arrays(np.uint64, st.integers(1, 200), elements=st.integers(0, 2**64 - 1))
 
@@ -55,3 +60,29 @@ def test_a_lost_or_moved_page_is_seen() -> None:
     lost, moved = data.copy(), np.roll(data, 4096)
     lost[4096:8192] = 0
     assert len({checksum(data), checksum(lost), checksum(moved)}) == 3
+
+
+def test_other_threads_run_python_during_a_checksum() -> None:
+    data = np.zeros(8 << 20, dtype=np.uint8)
+    checksum(data)
+    started, stop, turns = threading.Event(), threading.Event(), 0
+
+    def work() -> None:
+        nonlocal turns
+        started.set()
+        while not stop.is_set() and turns < PATIENCE:
+            checksum(data)
+            turns += 1
+
+    interval = sys.getswitchinterval()
+    thread = threading.Thread(target=work)
+    try:
+        # From here on a thread gets the interpreter only when another gives it up by itself.
+        sys.setswitchinterval(1000)
+        thread.start()
+        started.wait()
+        stop.set()
+    finally:
+        sys.setswitchinterval(interval)
+    thread.join()
+    assert turns < PATIENCE

@@ -260,6 +260,54 @@ def test_a_write_waits_for_reads_of_the_place_it_goes_to(tmp_path: Path) -> None
     store.close()
 
 
+def test_a_read_that_waits_for_its_writes_keeps_nobody_else_waiting(tmp_path: Path) -> None:
+    store, gate, held = slow_store(tmp_path)
+    write_step(store, 1, units=(0,))
+    store.commit({"step": 1})
+    held.add("write")
+    for chunk in range(3):
+        store.write_weights(1, chunk, filled(4096, weight_value(1, 1, chunk)))
+    found: list[Bytes] = []
+    reader = threading.Thread(target=lambda: found.append(read_weights(store, 1)))
+    assert in_background(reader)
+    assert np.array_equal(read_weights(store, 0), expected_weights(1, 0))  # of another unit: at once
+    assert not store.write_states(0, 0, filled(20480, 3)).done  # started at once, though held
+    assert reader.is_alive()
+    gate.set()
+    reader.join(20)
+    assert np.array_equal(found[0], expected_weights(1, 1))
+    store.close()
+
+
+def test_a_write_that_waits_for_a_read_keeps_nobody_else_waiting(tmp_path: Path) -> None:
+    store, gate, held = slow_store(tmp_path)
+    write_step(store, 1)
+    held.add("read")
+    into = huge_page_buffer(3 * 4096)
+    read = store.read_weights(1, into)  # uncommitted, in the slot that the next version overwrites
+    writer = threading.Thread(target=lambda: store.write_weights(1, 0, filled(4096, 7)).wait())
+    assert in_background(writer)
+    store.write_weights(0, 0, filled(4096, 8)).wait()
+    assert writer.is_alive()
+    gate.set()
+    read.wait()
+    writer.join(20)
+    assert np.array_equal(into, expected_weights(1, 1))
+    store.close()
+
+
+def test_cpu_seconds_count_transfers_and_checksums(tmp_path: Path) -> None:
+    engine = quick_engine()
+    with make_store(tmp_path, engine=engine) as store:
+        assert store.io_cpu_seconds == engine.cpu_seconds == 0
+        write_step(store, 1)
+        after_writes, transfers = store.io_cpu_seconds, engine.cpu_seconds
+        assert after_writes > transfers > 0  # checksums are the rest
+        read_weights(store, 1)
+        assert store.io_cpu_seconds - after_writes == pytest.approx(engine.cpu_seconds - transfers)
+    engine.close()
+
+
 def test_reads_go_on_during_a_commit(tmp_path: Path) -> None:
     store, gate, held = slow_store(tmp_path)
     write_step(store, 1)
