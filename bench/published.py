@@ -17,6 +17,7 @@ from headrace import AdamW
 from headrace.model import Chain, profile
 from headrace.plan.footprint import Allowance
 from headrace.plan.forecast import forecast
+from headrace.plan.placement import Problem, Workload
 from headrace.plan.published import (
     COMPUTE_FLOPS_PER_SECOND,
     READ_BYTES_PER_SECOND,
@@ -27,7 +28,7 @@ from headrace.plan.published import (
     fuyou_ceilings,
     table,
 )
-from headrace.plan.search import Problem, Workload, make_plan
+from headrace.plan.search import make_plan
 from headrace.spec.errors import PlanInfeasible
 from headrace.spec.sizes import GIB
 

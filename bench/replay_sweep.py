@@ -30,7 +30,7 @@ from headrace.model import profile
 from headrace.plan.base import Plan
 from headrace.plan.footprint import Allowance
 from headrace.plan.forecast import forecast
-from headrace.plan.search import Choice, Problem, Workload, filled, fits, plan_of, replay_order
+from headrace.plan.placement import Choice, Problem, Workload, filled, fits, plan_of, replay_order
 from headrace.spec.ceilings import Ceilings
 
 Row = dict[str, Any]

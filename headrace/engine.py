@@ -41,7 +41,8 @@ from headrace.model import (
 from headrace.plan.base import Plan
 from headrace.plan.footprint import Allowance, with_runtime
 from headrace.plan.memory import scratch_bytes
-from headrace.plan.search import Problem, Workload, make_plan
+from headrace.plan.placement import Problem, Workload
+from headrace.plan.search import make_plan
 from headrace.spec.budget import Budget, default_bytes
 from headrace.spec.ceilings import Ceilings
 from headrace.spec.costs import ModelCosts

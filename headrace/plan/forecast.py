@@ -21,6 +21,8 @@ from headrace.spec.layout import UNIT_ALIGNMENT
 from headrace.spec.program import Lane, Program
 from headrace.spec.sizes import round_up
 
+# For a search that compares many plans: coarse, and alike for all of them.
+SEARCH_OPERATIONS = 800
 # Programs are built until one repeats; some placements take a few steps to settle, a few never do.
 _MOST_PROGRAMS = 12
 # Operations of one program above which work is cut more coarsely, and how coarsely at most: with fewer pieces per unit than

@@ -9,96 +9,22 @@ of host memory goes to weights, then states. Step time is convex in the amount k
 is about their maximum), so few amounts need to be tried.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 
-from headrace.plan.base import Plan, Speculation, Unit, spread
-from headrace.plan.footprint import Allowance, with_footprint
-from headrace.plan.forecast import forecast, redo_seconds
-from headrace.plan.memory import buffer_groups
+from headrace.plan.base import Plan
+from headrace.plan.footprint import with_footprint
+from headrace.plan.forecast import SEARCH_OPERATIONS, forecast
+from headrace.plan.placement import Choice, Problem, excess_bytes, filled, fits, placements_of, plan_of, replay_order
+from headrace.plan.policy import ALIKE, balanced, expected_seconds, speculative_candidate, with_speculation
 from headrace.spec.ceilings import Ceilings
-from headrace.spec.costs import ModelCosts
-from headrace.spec.errors import InputError, PlanInfeasible
-from headrace.spec.layout import UNIT_ALIGNMENT, UnitLayout
+from headrace.spec.errors import PlanInfeasible
 from headrace.spec.sizes import MIB, format_bytes, round_up
 
-# Logits and their gradients of one chunk of positions stay below this; the head's speed no longer depends on it.
-_LOSS_CHUNK_BYTES = 96 * MIB
-# Beyond this many tokens a matrix product is as fast per token as it gets.
-_SATURATED_TOKENS = 2048
-# Elements of a chunk of an update, by thrift: small ones take less memory and more operations.
-_CHUNK_CHOICES = (8 << 20, 1 << 20, 1 << 16)
 # Amounts of kept outputs that are tried, in parts of all; around the best one, half steps are tried besides.
 _AMOUNT_PARTS = 4
 # Placements whose forecast without replay is best go into the search for the amount.
 _FINALISTS = 2
-# A forecast within the search is coarse; plans closer than this are alike, and the simpler one (tried first) is taken.
-_SEARCH_OPERATIONS = 800
-# Shares of the blocks whose updates may be held for the next forward: 0, 1/8, ... 7/8.
-_LATE_PARTS = 8
-_ALIKE = 1.005
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Workload:
-    """What a step is: tokens, in rows of `sequence_length`; whether the global norm must be known before updates."""
-
-    tokens_per_step: int
-    sequence_length: int
-    clip: bool
-    checkpoint_every: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.sequence_length < 1 or self.tokens_per_step < 1:
-            raise InputError(
-                f"tokens_per_step and sequence_length must be positive, found {self.tokens_per_step} and {self.sequence_length}"
-            )
-        if self.tokens_per_step % self.sequence_length:
-            low = self.tokens_per_step // self.sequence_length * self.sequence_length
-            raise InputError(
-                f"tokens_per_step {self.tokens_per_step} is not a multiple of sequence_length {self.sequence_length}; "
-                f"use {max(low, self.sequence_length)} or {low + self.sequence_length}"
-            )
-
-    @property
-    def sequences(self) -> int:
-        """Rows of a step."""
-        return self.tokens_per_step // self.sequence_length
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Problem:
-    """A model laid out as `layouts`, with `costs_of(sequences)` per micro-batch, to be trained within `allowance`."""
-
-    layouts: tuple[UnitLayout, ...]
-    costs_of: Callable[[int], ModelCosts]
-    workload: Workload
-    allowance: Allowance
-    compute_dtype: str = "bfloat16"
-    gradient_dtype: str | None = None
-
-    @property
-    def separate_device(self) -> bool:
-        """Whether there is a device budget."""
-        return self.allowance.device_bytes is not None
-
-    @property
-    def homes(self) -> tuple[str, ...]:
-        """Where block inputs and kept outputs may wait, nearest first."""
-        return ("device", "host", "ssd") if self.separate_device else ("device", "ssd")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
-    """One point of the space that is searched; `plan_of` makes the plan."""
-
-    rows: int
-    input_home: str
-    kept_home: str = "device"
-    amount: int = 0  # of `replay_order`: how many operator outputs are kept
-    held: str = "host"
-    lean: bool = False
-    chunk_elements: int
 
 
 def make_plan(problem: Problem, ceilings: Ceilings | None = None) -> Plan:
@@ -114,105 +40,30 @@ def make_plan(problem: Problem, ceilings: Ceilings | None = None) -> Plan:
         # Nobody measured the drives: they are not written to for speed, only where memory does not suffice.
         homes = homes[:-1]
         placements = [choice for choice in placements if choice.input_home != "ssd"] or placements
+        placements = [choice for choice in placements if choice.held != "ssd"] or placements
 
     def seconds(choice: Choice) -> float:
         plan = filled(problem, plan_of(problem, choice))
-        return forecast(plan, machine, most_operations=_SEARCH_OPERATIONS).step_seconds
+        return forecast(plan, machine, most_operations=SEARCH_OPERATIONS).step_seconds
 
     ranked = sorted(((seconds(choice), index) for index, choice in enumerate(placements)))
     best_seconds, best = ranked[0][0], placements[ranked[0][1]]
     for _, index in ranked[:_FINALISTS]:
         for home in homes:
             found_seconds, found = _best_amount(problem, replace(placements[index], kept_home=home), seconds)
-            if found_seconds * _ALIKE < best_seconds:
+            if found_seconds * ALIKE < best_seconds:
                 best_seconds, best = found_seconds, found
     plan = filled(problem, plan_of(problem, best))
     if plan.update_policy == "immediate":
-        return _balanced(problem, plan_of(problem, best), plan, machine)
-    candidates = [plan, *_for_speculation(problem, placements, best, machine)]
+        return balanced(problem, plan_of(problem, best), plan, machine, ("host", "ssd") if ceilings else ("host",))
+    candidates = [plan, *speculative_candidate(problem, placements, best, machine)]
     if plan.resident_states:
         # States in memory are not read, but each commit writes them in one go.
         costs = problem.costs_of(plan.micro_batch_sequences)
         candidates.insert(0, with_footprint(replace(plan, resident_states=()), costs, problem.allowance))
-    return min((_with_speculation(candidate, machine) for candidate in candidates), key=lambda found: _expected(found, machine))
-
-
-def _for_speculation(problem: Problem, placements: list[Choice], best: Choice, machine: Ceilings) -> Iterator[Plan]:
-    """Yield the deferred plan whose buffers serve speculation best: of `placements` with and without what `best` keeps."""
-    found: list[tuple[float, int, Plan]] = []
-    for choice in placements:
-        for kept in dict.fromkeys((choice, replace(choice, kept_home=best.kept_home, amount=best.amount))):
-            bare = replace(plan_of(problem, kept), gradient_slots=2)
-            if choice.rows == best.rows and bare.checkpoint_every == 1 and fits(bare):
-                plan = replace(filled(problem, bare), resident_states=())
-                variant = replace(plan, update_policy="speculative", late_units=spread(plan.num_blocks // 4, plan.num_blocks))
-                found.append((forecast(variant, machine, most_operations=_SEARCH_OPERATIONS).step_seconds, len(found), plan))
-    if found:
-        plan = min(found, key=lambda entry: entry[:2])[2]
-        yield with_footprint(plan, problem.costs_of(plan.micro_batch_sequences), problem.allowance)
-
-
-def _expected(plan: Plan, machine: Ceilings) -> float:
-    """Return the seconds of a step where half of all runs clip hardly ever, so that speculation pays, and half do often."""
-    if plan.speculation is None:
-        return forecast(plan, machine).step_seconds
-    deferred = plan.speculation.deferred_seconds
-    return (deferred + min(deferred, plan.speculation.hit_seconds)) / 2
-
-
-def _balanced(problem: Problem, bare: Plan, best: Plan, machine: Ceilings) -> Plan:
-    """Return `best`, or a plan with late units and more states read ahead if it is faster: `bare` has nothing filled in yet.
-
-    Updates behind backward leave drives idle in forward. Some units' updates are held for it, as many as make both halves
-    equally long; which ones matters little as long as they are spread evenly over the depth.
-    """
-    best_seconds = forecast(best, machine).step_seconds
-    unit_chunks = -(-bare.largest_block_elements // bare.chunk_elements)
-    for held in ("host", "ssd"):
-        for slots in sorted({bare.state_slots, max(bare.state_slots, unit_chunks + 2)}):
-            found = []
-            for late in late_choices(bare):
-                plan = with_footprint(
-                    replace(bare, late_units=late, held_gradients=held, state_slots=slots),
-                    problem.costs_of(bare.micro_batch_sequences),
-                    problem.allowance,
-                )
-                if fits(plan) and (late or held == "host"):
-                    plan = filled(problem, plan)
-                    found.append(
-                        (forecast(plan, machine, most_operations=2 * _SEARCH_OPERATIONS).step_seconds, len(late), plan)
-                    )
-            if found:
-                plan = min(found, key=lambda entry: entry[:2])[2]
-                seconds = forecast(plan, machine).step_seconds
-                if seconds * _ALIKE < best_seconds:
-                    best_seconds, best = seconds, plan
-    return best
-
-
-def late_choices(plan: Plan) -> list[tuple[int, ...]]:
-    """Return the sets of units that are tried as late ones: so many parts of the blocks, evenly spread."""
-    counts = dict.fromkeys(round(plan.num_blocks * part / _LATE_PARTS) for part in range(_LATE_PARTS))
-    return [spread(count, plan.num_blocks) for count in counts]
-
-
-def _with_speculation(plan: Plan, machine: Ceilings) -> Plan:
-    """Return a deferred plan with the costs of speculating beside it: the same buffers, another order.
-
-    What lives only in memory could not be taken back, nor what is seldom committed: such plans stay as they are.
-    """
-    if plan.resident_states or plan.checkpoint_every > 1:
-        return plan
-    variants = [replace(plan, update_policy="speculative", late_units=late) for late in late_choices(plan)]
-    seconds = [forecast(variant, machine, most_operations=2 * _SEARCH_OPERATIONS).step_seconds for variant in variants]
-    variant = variants[min(range(len(variants)), key=seconds.__getitem__)]
-    speculation = Speculation(
-        late_units=variant.late_units,
-        deferred_seconds=forecast(plan, machine).step_seconds,
-        hit_seconds=forecast(variant, machine).step_seconds,
-        redo_seconds=redo_seconds(variant, machine),
+    return min(
+        (with_speculation(candidate, machine) for candidate in candidates), key=lambda found: expected_seconds(found, machine)
     )
-    return replace(plan, speculation=speculation)
 
 
 def _fitting(problem: Problem) -> list[Choice]:
@@ -221,17 +72,7 @@ def _fitting(problem: Problem) -> list[Choice]:
         found = [choice for kind in kinds for choice in placements_of(problem, kind) if fits(plan_of(problem, choice))]
         if found:
             return found
-    raise _infeasible(min((plan_of(problem, choice) for choice in placements_of(problem, 2)), key=_excess))
-
-
-def placements_of(problem: Problem, thrift: int) -> Iterator[Choice]:
-    """Yield the placements without replay of a thrift: 0 has generous buffers, 1 lean ones, 2 the leanest."""
-    clips = problem.workload.clip or problem.compute_dtype == "float16"
-    chunk_elements = problem.allowance.chunk_elements or _chunk_elements(problem, thrift)
-    for home in problem.homes:
-        for rows in _micro_batches(problem.workload):
-            for held in ("host", "ssd") if clips else ("host",):
-                yield Choice(rows=rows, input_home=home, held=held, lean=thrift > 0, chunk_elements=chunk_elements)
+    raise _infeasible(min((plan_of(problem, choice) for choice in placements_of(problem, 2)), key=excess_bytes))
 
 
 def _best_amount(problem: Problem, start: Choice, seconds: Callable[[Choice], float]) -> tuple[float, Choice]:
@@ -255,117 +96,6 @@ def _best_amount(problem: Problem, start: Choice, seconds: Callable[[Choice], fl
         return float("inf"), start
     best = min(tried, key=lambda amount: (tried[amount], amount))
     return tried[best], replace(start, amount=best)
-
-
-def replay_order(costs: ModelCosts) -> list[tuple[int, int]]:
-    """Return all (block, ordinal) whose output may be kept, best benefit per byte first (Fuyou: OB = FLOP / A).
-
-    Of equal benefit, deep blocks first: theirs wait shortest. Outputs that recompute skips anyway are not among them.
-    """
-    pairs = [
-        (block, ordinal)
-        for block, costs_of_block in enumerate(costs.blocks)
-        for ordinal in range(len(costs_of_block.operators))
-        if ordinal not in costs_of_block.skippable
-    ]
-
-    def benefit(pair: tuple[int, int]) -> float:
-        operator = costs.blocks[pair[0]].operators[pair[1]]
-        return operator.flops / max(1, operator.output_bytes)
-
-    return sorted(pairs, key=lambda pair: (-benefit(pair), -pair[0], pair[1]))
-
-
-def plan_of(problem: Problem, choice: Choice) -> Plan:
-    """Return the plan of a choice, with its footprint; nothing of what is left of the budgets is used yet."""
-    costs, workload = problem.costs_of(choice.rows), problem.workload
-    num_blocks, num_micro = len(costs.blocks), -(-workload.sequences // choice.rows)
-    clips = workload.clip or problem.compute_dtype == "float16"
-    policy = "deferred" if clips else "immediate"
-    # A lean plan on a separate device holds one block there: its upload waits for compute, but a larger block fits.
-    prefetch = 0 if choice.lean and problem.separate_device else 1 if choice.lean or num_blocks < 3 else 2
-    kept: list[list[int]] = [[] for _ in costs.blocks]
-    for block, ordinal in replay_order(costs)[: choice.amount]:
-        kept[block].append(ordinal)
-    tiers = tuple(choice.kept_home if ordinals else choice.input_home for ordinals in kept)
-    plan = Plan(
-        compute_dtype=problem.compute_dtype,
-        gradient_dtype=problem.gradient_dtype or problem.compute_dtype,
-        separate_device=problem.separate_device,
-        units=tuple(
-            Unit(name=layout.name, num_elements=layout.num_elements, num_parameters=layout.num_parameters)
-            for layout in problem.layouts
-        ),
-        num_blocks=num_blocks,
-        tied=costs.tied,
-        sequence_length=workload.sequence_length,
-        tokens_per_step=workload.tokens_per_step,
-        micro_batch_sequences=choice.rows,
-        num_micro_batches=num_micro,
-        hidden_size_bytes=costs.hidden_size_bytes,
-        loss_chunk_tokens=_loss_chunk_tokens(costs, workload, choice.lean),
-        update_policy=policy,
-        held_gradients=choice.held,
-        late_units=tuple(range(len(problem.layouts))) if policy == "deferred" else (),
-        # A step that is taken back goes back to the last commit: that must be the step before.
-        checkpoint_every=workload.checkpoint_every or 1 if policy == "deferred" else 1,
-        host_slots=min(num_blocks, max(2, prefetch + 1 + (policy == "immediate" and not choice.lean))),
-        device_slots=prefetch + 1 if problem.separate_device else 0,
-        prefetch=prefetch,
-        chunk_elements=choice.chunk_elements,
-        state_slots=3 if choice.lean else 4,
-        gradient_slots=1 if choice.lean else 2,
-        resident_states=(),
-        stash_tiers=tiers,
-        stash_slots=0 if "ssd" not in tiers else 2 if choice.lean else 4,
-        kept=tuple(tuple(sorted(ordinals)) for ordinals in kept),
-        kept_bytes=tuple(_bytes_of(costs, block, ordinals) for block, ordinals in enumerate(kept)),
-        skipped=tuple(block.skippable for block in costs.blocks),
-        operators=tuple(tuple(operator.name for operator in block.operators) for block in costs.blocks),
-        spared_flops=tuple(
-            sum(block.operators[ordinal].flops for ordinal in (*block.skippable, *ordinals))
-            for block, ordinals in zip(costs.blocks, kept, strict=True)
-        ),
-        accumulate=num_micro > 1,
-        compute_threads=problem.allowance.cores,
-        update_threads=max(1, problem.allowance.cores // 2),
-        forward_flops=(0.0, *(block.forward_flops for block in costs.blocks), 0.0)[: len(problem.layouts)],
-        epilogue_flops=costs.epilogue_flops_per_token * choice.rows * workload.sequence_length,
-    )
-    return with_footprint(plan, costs, problem.allowance)
-
-
-def _bytes_of(costs: ModelCosts, block: int, ordinals: list[int]) -> int:
-    return sum(costs.blocks[block].operators[ordinal].output_bytes for ordinal in ordinals)
-
-
-def filled(problem: Problem, plan: Plan) -> Plan:
-    """Return `plan` with what is left of host memory used: first for weights (read twice a step), then for states (once)."""
-    spare = plan.allowed_bytes["host"] - plan.peak("host")
-    group = buffer_groups(plan)["host_weights"]
-    slot_bytes = group.total_bytes // group.count
-    more = max(0, min(plan.num_blocks - plan.host_slots, spare // slot_bytes))
-    plan = replace(plan, host_slots=plan.host_slots + more)
-    # Immediate updates must be able to take a step back without a copy; states that live only in memory could not.
-    if plan.update_policy == "deferred" and plan.host_slots >= plan.num_blocks:
-        plan = _with_resident_states(plan, spare - more * slot_bytes)
-    return with_footprint(plan, problem.costs_of(plan.micro_batch_sequences), problem.allowance)
-
-
-def _with_resident_states(plan: Plan, spare_bytes: int) -> Plan:
-    """Keep the states of as many units as fit in memory, shallow ones first: they are needed first in the next forward."""
-    chosen: list[int] = []
-    for unit, layout in enumerate(plan.units):
-        needed = round_up(layout.num_elements * plan.planes.state_bytes_per_element, 4096)
-        if needed <= spare_bytes:
-            chosen.append(unit)
-            spare_bytes -= needed
-    return replace(plan, resident_states=tuple(chosen))
-
-
-def fits(plan: Plan) -> bool:
-    """Say whether the plan's peaks are within what each tier allows."""
-    return _excess(plan) == 0
 
 
 def nominal_ceilings(problem: Problem) -> Ceilings:
@@ -410,32 +140,6 @@ def nominal_machine(cores: int, *, host_bytes: int, device_bytes: int | None) ->
             "sources": {},
         }
     )
-
-
-def _chunk_elements(problem: Problem, thrift: int) -> int:
-    largest = max(layout.num_elements for layout in problem.layouts)
-    return min(_CHUNK_CHOICES[thrift], round_up(largest, UNIT_ALIGNMENT))
-
-
-def _micro_batches(workload: Workload) -> list[int]:
-    """Return micro-batch sizes in rows: from what saturates compute down to one."""
-    most = max(1, min(workload.sequences, _SATURATED_TOKENS // workload.sequence_length))
-    sizes = [most]
-    while sizes[-1] > 1:
-        sizes.append(sizes[-1] // 2)
-    return sizes
-
-
-def _loss_chunk_tokens(costs: ModelCosts, workload: Workload, lean: bool) -> int:
-    """Return the largest tried chunk of positions whose logits take little beside what the head's gradient takes anyway."""
-    samples = costs.epilogue_workspace_bytes
-    allowed = samples[0][1] + _LOSS_CHUNK_BYTES // (4 if lean else 1)
-    fitting = [tokens for tokens, num_bytes in samples if num_bytes <= allowed]
-    return min(fitting[-1], costs.sequences * workload.sequence_length)
-
-
-def _excess(plan: Plan) -> int:
-    return sum(max(0, plan.peak(tier) - allowed) for tier, allowed in plan.allowed_bytes.items())
 
 
 def _infeasible(plan: Plan) -> PlanInfeasible:

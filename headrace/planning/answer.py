@@ -18,17 +18,8 @@ from headrace.plan.base import Plan
 from headrace.plan.endurance import endurance
 from headrace.plan.footprint import Allowance
 from headrace.plan.forecast import Forecast, forecast
-from headrace.plan.search import (
-    Problem,
-    Workload,
-    filled,
-    fits,
-    make_plan,
-    nominal_ceilings,
-    nominal_machine,
-    placements_of,
-    plan_of,
-)
+from headrace.plan.placement import Problem, Workload, filled, fits, placements_of, plan_of
+from headrace.plan.search import make_plan, nominal_ceilings, nominal_machine
 from headrace.planning.allowances import (
     default_device_bytes,
     default_device_overhead_bytes,

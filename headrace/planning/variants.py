@@ -10,7 +10,7 @@ from typing import Any
 
 from headrace.plan.base import Plan
 from headrace.plan.footprint import Allowance
-from headrace.plan.search import Workload
+from headrace.plan.placement import Workload
 from headrace.spec.errors import PlanInfeasible
 from headrace.spec.sizes import GIB, MIB, format_bytes, round_up
 

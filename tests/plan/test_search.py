@@ -9,18 +9,8 @@ from hypothesis import strategies as st
 
 from headrace.plan.footprint import Allowance, with_runtime
 from headrace.plan.forecast import forecast
-from headrace.plan.search import (
-    Choice,
-    Problem,
-    Workload,
-    filled,
-    fits,
-    make_plan,
-    nominal_ceilings,
-    placements_of,
-    plan_of,
-    replay_order,
-)
+from headrace.plan.placement import Choice, Problem, Workload, filled, fits, placements_of, plan_of, replay_order
+from headrace.plan.search import make_plan, nominal_ceilings
 from headrace.spec.ceilings import Ceilings, Drive
 from headrace.spec.costs import BlockCosts, ModelCosts, OperatorCosts
 from headrace.spec.errors import InputError, PlanInfeasible

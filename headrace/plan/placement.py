@@ -1,0 +1,232 @@
+"""The space that is searched: what a step is, one choice of placement, and the plan that follows from it.
+
+Pure: no clock, no files, no torch. Which choice is best is `search`'s business, when updates run is `policy`'s.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from headrace.plan.base import Plan, Unit
+from headrace.plan.footprint import Allowance, with_footprint
+from headrace.plan.memory import buffer_groups
+from headrace.spec.costs import ModelCosts
+from headrace.spec.errors import InputError
+from headrace.spec.layout import UNIT_ALIGNMENT, UnitLayout
+from headrace.spec.sizes import MIB, round_up
+
+# Logits and their gradients of one chunk of positions stay below this; the head's speed no longer depends on it.
+_LOSS_CHUNK_BYTES = 96 * MIB
+# Beyond this many tokens a matrix product is as fast per token as it gets.
+_SATURATED_TOKENS = 2048
+# Elements of a chunk of an update, by thrift: small ones take less memory and more operations.
+_CHUNK_CHOICES = (8 << 20, 1 << 20, 1 << 16)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """What a step is: tokens, in rows of `sequence_length`; whether the global norm must be known before updates."""
+
+    tokens_per_step: int
+    sequence_length: int
+    clip: bool
+    checkpoint_every: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.sequence_length < 1 or self.tokens_per_step < 1:
+            raise InputError(
+                f"tokens_per_step and sequence_length must be positive, found {self.tokens_per_step} and {self.sequence_length}"
+            )
+        if self.tokens_per_step % self.sequence_length:
+            low = self.tokens_per_step // self.sequence_length * self.sequence_length
+            raise InputError(
+                f"tokens_per_step {self.tokens_per_step} is not a multiple of sequence_length {self.sequence_length}; "
+                f"use {max(low, self.sequence_length)} or {low + self.sequence_length}"
+            )
+
+    @property
+    def sequences(self) -> int:
+        """Rows of a step."""
+        return self.tokens_per_step // self.sequence_length
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """A model laid out as `layouts`, with `costs_of(sequences)` per micro-batch, to be trained within `allowance`."""
+
+    layouts: tuple[UnitLayout, ...]
+    costs_of: Callable[[int], ModelCosts]
+    workload: Workload
+    allowance: Allowance
+    compute_dtype: str = "bfloat16"
+    gradient_dtype: str | None = None
+
+    @property
+    def separate_device(self) -> bool:
+        """Whether there is a device budget."""
+        return self.allowance.device_bytes is not None
+
+    @property
+    def homes(self) -> tuple[str, ...]:
+        """Where block inputs and kept outputs may wait, nearest first."""
+        return ("device", "host", "ssd") if self.separate_device else ("device", "ssd")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """One point of the space that is searched; `plan_of` makes the plan."""
+
+    rows: int
+    input_home: str
+    kept_home: str = "device"
+    amount: int = 0  # of `replay_order`: how many operator outputs are kept
+    held: str = "host"
+    lean: bool = False
+    chunk_elements: int
+
+
+def placements_of(problem: Problem, thrift: int) -> Iterator[Choice]:
+    """Yield the placements without replay of a thrift: 0 has generous buffers, 1 lean ones, 2 the leanest."""
+    clips = problem.workload.clip or problem.compute_dtype == "float16"
+    chunk_elements = problem.allowance.chunk_elements or _chunk_elements(problem, thrift)
+    for home in problem.homes:
+        for rows in _micro_batches(problem.workload):
+            for held in ("host", "ssd") if clips else ("host",):
+                yield Choice(rows=rows, input_home=home, held=held, lean=thrift > 0, chunk_elements=chunk_elements)
+
+
+def replay_order(costs: ModelCosts) -> list[tuple[int, int]]:
+    """Return all (block, ordinal) whose output may be kept, best benefit per byte first (Fuyou: OB = FLOP / A).
+
+    Of equal benefit, deep blocks first: theirs wait shortest. Outputs that recompute skips anyway are not among them.
+    """
+    pairs = [
+        (block, ordinal)
+        for block, costs_of_block in enumerate(costs.blocks)
+        for ordinal in range(len(costs_of_block.operators))
+        if ordinal not in costs_of_block.skippable
+    ]
+
+    def benefit(pair: tuple[int, int]) -> float:
+        operator = costs.blocks[pair[0]].operators[pair[1]]
+        return operator.flops / max(1, operator.output_bytes)
+
+    return sorted(pairs, key=lambda pair: (-benefit(pair), -pair[0], pair[1]))
+
+
+def plan_of(problem: Problem, choice: Choice) -> Plan:
+    """Return the plan of a choice, with its footprint; nothing of what is left of the budgets is used yet."""
+    costs, workload = problem.costs_of(choice.rows), problem.workload
+    num_blocks, num_micro = len(costs.blocks), -(-workload.sequences // choice.rows)
+    clips = workload.clip or problem.compute_dtype == "float16"
+    policy = "deferred" if clips else "immediate"
+    # A lean plan on a separate device holds one block there: its upload waits for compute, but a larger block fits.
+    prefetch = 0 if choice.lean and problem.separate_device else 1 if choice.lean or num_blocks < 3 else 2
+    kept: list[list[int]] = [[] for _ in costs.blocks]
+    for block, ordinal in replay_order(costs)[: choice.amount]:
+        kept[block].append(ordinal)
+    tiers = tuple(choice.kept_home if ordinals else choice.input_home for ordinals in kept)
+    plan = Plan(
+        compute_dtype=problem.compute_dtype,
+        gradient_dtype=problem.gradient_dtype or problem.compute_dtype,
+        separate_device=problem.separate_device,
+        units=tuple(
+            Unit(name=layout.name, num_elements=layout.num_elements, num_parameters=layout.num_parameters)
+            for layout in problem.layouts
+        ),
+        num_blocks=num_blocks,
+        tied=costs.tied,
+        sequence_length=workload.sequence_length,
+        tokens_per_step=workload.tokens_per_step,
+        micro_batch_sequences=choice.rows,
+        num_micro_batches=num_micro,
+        hidden_size_bytes=costs.hidden_size_bytes,
+        loss_chunk_tokens=_loss_chunk_tokens(costs, workload, choice.lean),
+        update_policy=policy,
+        held_gradients=choice.held,
+        late_units=tuple(range(len(problem.layouts))) if policy == "deferred" else (),
+        # A step that is taken back goes back to the last commit: that must be the step before.
+        checkpoint_every=workload.checkpoint_every or 1 if policy == "deferred" else 1,
+        host_slots=min(num_blocks, max(2, prefetch + 1 + (policy == "immediate" and not choice.lean))),
+        device_slots=prefetch + 1 if problem.separate_device else 0,
+        prefetch=prefetch,
+        chunk_elements=choice.chunk_elements,
+        state_slots=3 if choice.lean else 4,
+        gradient_slots=1 if choice.lean else 2,
+        resident_states=(),
+        stash_tiers=tiers,
+        stash_slots=0 if "ssd" not in tiers else 2 if choice.lean else 4,
+        kept=tuple(tuple(sorted(ordinals)) for ordinals in kept),
+        kept_bytes=tuple(_bytes_of(costs, block, ordinals) for block, ordinals in enumerate(kept)),
+        skipped=tuple(block.skippable for block in costs.blocks),
+        operators=tuple(tuple(operator.name for operator in block.operators) for block in costs.blocks),
+        spared_flops=tuple(
+            sum(block.operators[ordinal].flops for ordinal in (*block.skippable, *ordinals))
+            for block, ordinals in zip(costs.blocks, kept, strict=True)
+        ),
+        accumulate=num_micro > 1,
+        compute_threads=problem.allowance.cores,
+        update_threads=max(1, problem.allowance.cores // 2),
+        forward_flops=(0.0, *(block.forward_flops for block in costs.blocks), 0.0)[: len(problem.layouts)],
+        epilogue_flops=costs.epilogue_flops_per_token * choice.rows * workload.sequence_length,
+    )
+    return with_footprint(plan, costs, problem.allowance)
+
+
+def _bytes_of(costs: ModelCosts, block: int, ordinals: list[int]) -> int:
+    return sum(costs.blocks[block].operators[ordinal].output_bytes for ordinal in ordinals)
+
+
+def filled(problem: Problem, plan: Plan) -> Plan:
+    """Return `plan` with what is left of host memory used: first for weights (read twice a step), then for states (once)."""
+    spare = plan.allowed_bytes["host"] - plan.peak("host")
+    group = buffer_groups(plan)["host_weights"]
+    slot_bytes = group.total_bytes // group.count
+    more = max(0, min(plan.num_blocks - plan.host_slots, spare // slot_bytes))
+    plan = replace(plan, host_slots=plan.host_slots + more)
+    # Immediate updates must be able to take a step back without a copy; states that live only in memory could not.
+    if plan.update_policy == "deferred" and plan.host_slots >= plan.num_blocks:
+        plan = _with_resident_states(plan, spare - more * slot_bytes)
+    return with_footprint(plan, problem.costs_of(plan.micro_batch_sequences), problem.allowance)
+
+
+def _with_resident_states(plan: Plan, spare_bytes: int) -> Plan:
+    """Keep the states of as many units as fit in memory, shallow ones first: they are needed first in the next forward."""
+    chosen: list[int] = []
+    for unit, layout in enumerate(plan.units):
+        needed = round_up(layout.num_elements * plan.planes.state_bytes_per_element, 4096)
+        if needed <= spare_bytes:
+            chosen.append(unit)
+            spare_bytes -= needed
+    return replace(plan, resident_states=tuple(chosen))
+
+
+def fits(plan: Plan) -> bool:
+    """Say whether the plan's peaks are within what each tier allows."""
+    return excess_bytes(plan) == 0
+
+
+def excess_bytes(plan: Plan) -> int:
+    """Return by how much the plan's peaks exceed what their tiers allow, together."""
+    return sum(max(0, plan.peak(tier) - allowed) for tier, allowed in plan.allowed_bytes.items())
+
+
+def _chunk_elements(problem: Problem, thrift: int) -> int:
+    largest = max(layout.num_elements for layout in problem.layouts)
+    return min(_CHUNK_CHOICES[thrift], round_up(largest, UNIT_ALIGNMENT))
+
+
+def _micro_batches(workload: Workload) -> list[int]:
+    """Return micro-batch sizes in rows: from what saturates compute down to one."""
+    most = max(1, min(workload.sequences, _SATURATED_TOKENS // workload.sequence_length))
+    sizes = [most]
+    while sizes[-1] > 1:
+        sizes.append(sizes[-1] // 2)
+    return sizes
+
+
+def _loss_chunk_tokens(costs: ModelCosts, workload: Workload, lean: bool) -> int:
+    """Return the largest tried chunk of positions whose logits take little beside what the head's gradient takes anyway."""
+    samples = costs.epilogue_workspace_bytes
+    allowed = samples[0][1] + _LOSS_CHUNK_BYTES // (4 if lean else 1)
+    fitting = [tokens for tokens, num_bytes in samples if num_bytes <= allowed]
+    return min(fitting[-1], costs.sequences * workload.sequence_length)

@@ -1,0 +1,91 @@
+"""When updates run: behind backward, behind the next forward, or both; and what clipping costs (docs/decisions/0007)."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from headrace.plan.base import Plan, Speculation, spread
+from headrace.plan.footprint import with_footprint
+from headrace.plan.forecast import SEARCH_OPERATIONS, forecast, redo_seconds
+from headrace.plan.placement import Choice, Problem, filled, fits, plan_of
+from headrace.spec.ceilings import Ceilings
+
+# Shares of the blocks whose updates may be held for the next forward: 0, 1/8, ... 7/8.
+_LATE_PARTS = 8
+# Plans closer than this are alike, and the simpler one is taken.
+ALIKE = 1.005
+
+
+def balanced(problem: Problem, bare: Plan, best: Plan, machine: Ceilings, homes: tuple[str, ...]) -> Plan:
+    """Return `best`, or a plan with late units and more states read ahead if it is faster: `bare` has nothing filled in yet.
+
+    Updates behind backward leave drives idle in forward. Some units' updates are held for it, as many as make both halves
+    equally long; which ones matters little as long as they are spread evenly over the depth. Their gradients wait in one of `homes`.
+    """
+    best_seconds = forecast(best, machine).step_seconds
+    unit_chunks = -(-bare.largest_block_elements // bare.chunk_elements)
+    for held in homes:
+        for slots in sorted({bare.state_slots, max(bare.state_slots, unit_chunks + 2)}):
+            found = []
+            for late in late_choices(bare):
+                plan = with_footprint(
+                    replace(bare, late_units=late, held_gradients=held, state_slots=slots),
+                    problem.costs_of(bare.micro_batch_sequences),
+                    problem.allowance,
+                )
+                if fits(plan) and (late or held == "host"):
+                    plan = filled(problem, plan)
+                    found.append((forecast(plan, machine, most_operations=2 * SEARCH_OPERATIONS).step_seconds, len(late), plan))
+            if found:
+                plan = min(found, key=lambda entry: entry[:2])[2]
+                seconds = forecast(plan, machine).step_seconds
+                if seconds * ALIKE < best_seconds:
+                    best_seconds, best = seconds, plan
+    return best
+
+
+def late_choices(plan: Plan) -> list[tuple[int, ...]]:
+    """Return the sets of units that are tried as late ones: so many parts of the blocks, evenly spread."""
+    counts = dict.fromkeys(round(plan.num_blocks * part / _LATE_PARTS) for part in range(_LATE_PARTS))
+    return [spread(count, plan.num_blocks) for count in counts]
+
+
+def speculative_candidate(problem: Problem, placements: list[Choice], best: Choice, machine: Ceilings) -> Iterator[Plan]:
+    """Yield the deferred plan whose buffers serve speculation best: of `placements` with and without what `best` keeps."""
+    found: list[tuple[float, int, Plan]] = []
+    for choice in placements:
+        for kept in dict.fromkeys((choice, replace(choice, kept_home=best.kept_home, amount=best.amount))):
+            bare = replace(plan_of(problem, kept), gradient_slots=2)
+            if choice.rows == best.rows and bare.checkpoint_every == 1 and fits(bare):
+                plan = replace(filled(problem, bare), resident_states=())
+                variant = replace(plan, update_policy="speculative", late_units=spread(plan.num_blocks // 4, plan.num_blocks))
+                found.append((forecast(variant, machine, most_operations=SEARCH_OPERATIONS).step_seconds, len(found), plan))
+    if found:
+        plan = min(found, key=lambda entry: entry[:2])[2]
+        yield with_footprint(plan, problem.costs_of(plan.micro_batch_sequences), problem.allowance)
+
+
+def with_speculation(plan: Plan, machine: Ceilings) -> Plan:
+    """Return a deferred plan with the costs of speculating beside it: the same buffers, another order.
+
+    What lives only in memory could not be taken back, nor what is seldom committed: such plans stay as they are.
+    """
+    if plan.resident_states or plan.checkpoint_every > 1:
+        return plan
+    variants = [replace(plan, update_policy="speculative", late_units=late) for late in late_choices(plan)]
+    seconds = [forecast(variant, machine, most_operations=2 * SEARCH_OPERATIONS).step_seconds for variant in variants]
+    variant = variants[min(range(len(variants)), key=seconds.__getitem__)]
+    speculation = Speculation(
+        late_units=variant.late_units,
+        deferred_seconds=forecast(plan, machine).step_seconds,
+        hit_seconds=forecast(variant, machine).step_seconds,
+        redo_seconds=redo_seconds(variant, machine),
+    )
+    return replace(plan, speculation=speculation)
+
+
+def expected_seconds(plan: Plan, machine: Ceilings) -> float:
+    """Return the seconds of a step where half of all runs clip hardly ever, so that speculation pays, and half do often."""
+    if plan.speculation is None:
+        return forecast(plan, machine).step_seconds
+    deferred = plan.speculation.deferred_seconds
+    return (deferred + min(deferred, plan.speculation.hit_seconds)) / 2
