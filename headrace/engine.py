@@ -19,6 +19,7 @@ from headrace.flow.execute import OverlappedInterpreter, PlainInterpreter
 from headrace.flow.load import UnitReader, import_model
 from headrace.flow.state import Parts, StepState, Verdict
 from headrace.flow.steps import Steps
+from headrace.flow.update import device_updater
 from headrace.ioengine import measure_directory, striping_weights
 from headrace.machine import (
     CpuMachine,
@@ -355,6 +356,7 @@ class Engine:
             updater=self._updater,
             seed=self.settings.seed,
             sink=self._emit,
+            device_updater=device_updater(plan, self.machine),
         )
         overlapped = self.settings.interpreter == "overlapped"
         interpreter = (

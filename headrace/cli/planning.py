@@ -89,6 +89,8 @@ def ceilings_text(ceilings: Ceilings) -> str:
         ("update", ceilings.update_bytes_per_second),
         ("update, one core", ceilings.update_bytes_per_second_per_core),
     ]
+    if ceilings.device_memory_bytes_per_second is not None:
+        rates.append(("device memory", ceilings.device_memory_bytes_per_second))
     for index, drive in enumerate(ceilings.drives):
         rates.append((f"ssd {index} read", drive.read_bytes_per_second))
         rates.append((f"ssd {index} write", drive.write_bytes_per_second))

@@ -40,7 +40,8 @@ class Buffers:
     """All buffers of a run. Index them with the slots of an operation.
 
     `host_weights[slot]`, `states[slot]`, `gradients[slot]`, `stash[slot]` are uint8 arrays; `device_weights[slot]` and
-    `accumulator` are torch tensors in compute's (or the gradient's) dtype on the device.
+    `accumulator` are torch tensors in compute's (or the gradient's) dtype on the device; `device_states[slot]` are uint8
+    tensors there, each for all planes and the gradient of one chunk.
     """
 
     def __init__(self, plan: Plan, machine: Machine) -> None:
@@ -61,6 +62,7 @@ class Buffers:
             self.device_weights = [tensor.view(self.dtype) for tensor in self._take_compute("device_weights")]
         else:
             self.device_weights = [_as_tensor(buffer, self.dtype) for buffer in self.host_weights]
+        self.device_states = self._take_compute("device_states")
         self.resident_weights = self._split_residents(self._take_compute("resident_weights")[0])
         accumulators = self._take_compute("accumulator")
         self.accumulator = (
@@ -85,10 +87,13 @@ class Buffers:
         dtype = GRADIENT_VIEWS[self.plan.gradient_dtype]
         return self.gradients[slot][: self.plan.units[unit].num_elements * dtype.itemsize].view(dtype)
 
+    def gradient_bytes(self, unit: int, slot: int) -> Bytes:
+        """Return a drained gradient as bytes."""
+        return self.gradients[slot][: self.plan.units[unit].num_elements * self.plan.gradient_bytes_per_element]
+
     def gradient_tensor(self, unit: int, slot: int) -> torch.Tensor:
         """Return a drained gradient as torch sees it."""
-        num_bytes = self.plan.units[unit].num_elements * self.plan.gradient_bytes_per_element
-        return _as_tensor(self.gradients[slot][:num_bytes], self.gradient_dtype)
+        return _as_tensor(self.gradient_bytes(unit, slot), self.gradient_dtype)
 
     def _take_host(self, name: str) -> list[Bytes]:
         group = self._groups.get(name)

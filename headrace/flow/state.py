@@ -14,7 +14,7 @@ from headrace.plan.base import Plan
 from headrace.spec.events import Sink
 from headrace.spec.program import Op
 from headrace.store import StateStore
-from headrace.update import LossScale, StepHyper, Updater
+from headrace.update import DeviceUpdater, LossScale, StepHyper, Updater
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,7 @@ class Parts:
     updater: Updater
     seed: int
     sink: Sink
+    device_updater: DeviceUpdater | None = None  # where the plan updates chunks on the device
 
 
 @dataclass

@@ -6,7 +6,7 @@ A step's program (plan/program.py) lists operations; each names a verb, and each
     compute.py   the model runs          prologue, blocks and epilogue; backward recomputes each block from its input
     stash.py     block inputs wait       device -> host -> ssd, and back for backward
     drain.py     gradients go            device -> host; the global norm decides: clip, or skip
-    update.py    states come and go      ssd -> AdamW in place -> ssd, chunk by chunk
+    update.py    states come and go      ssd -> AdamW in place, on host or device -> ssd, chunk by chunk
     commit.py    the step is durable     one record
 
 An interpreter (execute.py) performs them: overlapped, a thread or more per lane, or plain, one after the other. Same bits.
@@ -36,7 +36,9 @@ HANDLERS: dict[Verb, Callable[[StepState, Op], None]] = {
     Verb.UNHOLD: drain.unhold,
     Verb.DECIDE: drain.decide,
     Verb.READ_STATES: update.read_states,
+    Verb.STATES_TO_DEVICE: update.states_to_device,
     Verb.UPDATE: update.update,
+    Verb.STATES_TO_HOST: update.states_to_host,
     Verb.WRITE_STATES: update.write_states,
     Verb.WRITE_WEIGHTS: update.write_weights,
     Verb.COMMIT: commit.commit,

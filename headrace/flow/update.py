@@ -1,13 +1,32 @@
-"""States come, the rule makes one pass, states and weights go: chunk by chunk, out of core, exactly."""
+"""States come, the rule makes one pass, states and weights go: chunk by chunk, out of core, exactly.
+
+The pass is made on the host, or on the device where the plan says so: then the chunk goes there and comes back between reading
+and writing. Invariant: the same bits either way.
+"""
 
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from headrace.flow.state import StepState
-from headrace.machine import Bytes
+from headrace.machine import Bytes, Machine
+from headrace.plan.base import Plan
+from headrace.plan.memory import DEVICE_UPDATE_PIECE_ELEMENTS
 from headrace.spec.program import Op
+from headrace.update import DeviceUpdater
+
+# A device inside host memory: pieces so small that torch keeps to this thread; compute owns the others.
+_HOST_PIECE_ELEMENTS = 32768
+
+
+def device_updater(plan: Plan, machine: Machine) -> DeviceUpdater | None:
+    """Return what applies the rule on the device, or None if the plan updates nothing there."""
+    if not plan.device_state_slots:
+        return None
+    piece = _HOST_PIECE_ELEMENTS if machine.device.type == "cpu" else DEVICE_UPDATE_PIECE_ELEMENTS
+    return DeviceUpdater(plan.compute_dtype, chunk_elements=min(piece, plan.chunk_elements))
 
 
 def read_states(state: StepState, op: Op) -> None:
@@ -16,10 +35,27 @@ def read_states(state: StepState, op: Op) -> None:
         state.parts.store.read_states(op.unit, op.chunk, _states(state, op)).wait()
 
 
+def states_to_device(state: StepState, op: Op) -> None:
+    """Copy a chunk's states, weights and gradient to the device."""
+    if not state.verdict_of(op).void:
+        for there, here in _places(state, op):
+            state.parts.machine.copy(there, torch.from_numpy(here))
+
+
+def states_to_host(state: StepState, op: Op) -> None:
+    """Copy a chunk's new states and weights back to where the old ones came from."""
+    if not state.verdict_of(op).void:
+        for there, here in _places(state, op)[:2]:
+            state.parts.machine.copy(torch.from_numpy(here), there)
+
+
 def update(state: StepState, op: Op) -> None:
-    """Apply the rule to a chunk: weights in their host slot and states in staging, both in place."""
+    """Apply the rule to a chunk in place: weights in their host slot and states in staging, or all of it on the device."""
     verdict = state.verdict_of(op)
     if verdict.void:
+        return
+    if op.is_on_device:
+        _update_on_device(state, op)
         return
     plan, buffers = state.plan, state.parts.buffers
     start, stop = plan.chunk(op.unit, op.chunk)
@@ -64,6 +100,39 @@ def _states(state: StepState, op: Op) -> Bytes:
     if op.state_slot >= 0:
         return buffers.states[op.state_slot][: (stop - start) * width]
     return buffers.resident_states[op.unit][start * width : stop * width]
+
+
+def _places(state: StepState, op: Op) -> list[tuple[torch.Tensor, Bytes]]:
+    """Return where a chunk's states, weights and gradient lie, as bytes: on the device, back to back, and on the host."""
+    plan, buffers = state.plan, state.parts.buffers
+    first, last = (place * plan.gradient_bytes_per_element for place in plan.chunk(op.unit, op.chunk))
+    gradient = buffers.gradient_bytes(op.unit, op.gradient_slot)[first:last]
+    slot, start, places = buffers.device_states[op.device_state_slot], 0, []
+    for here in (_states(state, op), _weights(state, op), gradient):
+        places.append((slot[start : start + here.size], here))
+        start += here.size
+    return places
+
+
+def _update_on_device(state: StepState, op: Op) -> None:
+    parts, plan = state.parts, state.plan
+    assert parts.device_updater is not None, "a program for updates on the device comes with a plan that has them"
+    start, stop = plan.chunk(op.unit, op.chunk)
+    states, weights, gradient = (there for there, _ in _places(state, op))
+    planes, begin = [], 0
+    for plane in plan.planes.states:
+        end = begin + (stop - start) * plane.bytes_per_element
+        planes.append(states[begin:end].view(getattr(torch, plane.dtype)))
+        begin = end
+    parts.device_updater.update_range(
+        weights.view(parts.buffers.dtype),
+        tuple(planes),
+        gradient.view(parts.buffers.gradient_dtype),
+        state.verdict_of(op).hyper,
+        parts.chain.layouts[op.unit].groups,
+        start,
+        stop,
+    )
 
 
 def _state_planes(state: StepState, op: Op, num_elements: int) -> tuple[NDArray[Any], ...]:

@@ -1,7 +1,8 @@
 """The seam between the engine and the hardware: buffers, copies, and marks in a lane's queue. Nothing else.
 
-Lanes (spec.program.Lane) are threads on the host. On a machine with a GPU the compute lane and the two copy lanes also own
-a CUDA stream each; an operation of such a lane is *issued* by its thread, and *finished* when the mark after it is reached.
+Lanes (spec.program.Lane) are threads on the host. On a machine with a GPU the lanes of compute, of the two copies and of
+updates on the device also own a CUDA stream each; an operation of such a lane is *issued* by its thread, and *finished* when
+the mark after it is reached.
 """
 
 from contextlib import AbstractContextManager

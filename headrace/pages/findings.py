@@ -184,6 +184,7 @@ def _rates(lanes: tuple[Record, ...], run: RunFiles, ahead: Forecast | None) -> 
             "host-to-device": ceilings.host_to_device_bytes_per_second,
             "device-to-host": ceilings.device_to_host_bytes_per_second,
             "update": ceilings.update_bytes_per_second,
+            "device-update": ceilings.device_update_bytes_per_second,
         }
     found = []
     for share in _shares(lanes):
@@ -236,6 +237,9 @@ def _with_twice(ceilings: Ceilings, lane: str) -> tuple[str, Ceilings] | None:
         flops: Mapping[str, float] = {name: 2 * rate for name, rate in ceilings.flops_per_second.items()}
         words = "a GPU twice as fast" if ceilings.has_device else "cores twice as fast"
         return words, replace(ceilings, flops_per_second=flops)
+    if lane == "device-update":
+        rate = 2 * ceilings.device_update_bytes_per_second
+        return "device memory twice as fast", replace(ceilings, device_memory_bytes_per_second=rate)
     if lane == "update":
         names = ("update_bytes_per_second", "update_bytes_per_second_per_core", "host_memory_bytes_per_second")
         return "host memory twice as fast", replace(ceilings, **_times(ceilings, names))

@@ -17,7 +17,7 @@ FAMILIES = {
     "weights": ("fetch", "upload", "write-weights"),
     "activations": ("stash", "spill", "unspill", "recall"),
     "gradients": ("drain", "hold", "unhold"),
-    "states": ("read-states", "update", "write-states"),
+    "states": ("read-states", "states-to-device", "update", "states-to-host", "write-states"),
     "control": ("decide", "commit"),
 }
 FAMILY_OF = {verb: family for family, verbs in FAMILIES.items() for verb in verbs}

@@ -19,6 +19,7 @@ LANE_WORDS = {
     "host-to-device": "Host → device",
     "device-to-host": "Device → host",
     "update": "Update",
+    "device-update": "Update on device",
     "commit": "Commit",
 }
 

@@ -15,6 +15,7 @@ _LANES = {
     "host-to-device": "host-to-device copies",
     "device-to-host": "device-to-host copies",
     "update": "the optimizer update",
+    "device-update": "updates on the device",
     "commit": "commits",
 }
 # As the planner has it: a lane that is busy for less does not limit the step by itself.

@@ -10,6 +10,9 @@ from typing import Any
 from headrace.spec.layout import PLANE_SETS, PlaneSet, chunk_ranges
 from headrace.spec.sizes import format_bytes
 
+# Staging buffers on the device for chunks that are updated there: while one is worked on, another comes or goes.
+DEVICE_STATE_SLOTS = 2
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
@@ -53,6 +56,7 @@ class Plan:
     the same work in both halves of the step. Gradients that are held wait in tier `held_gradients`.
     `host_slots` buffers hold blocks' weights in host memory; as many blocks as there are slots need not be read again at
     the turn from forward to backward and from step to step, so this number is also the weight cache.
+    With a separate device each `device_update_every`-th chunk, counted through all units, is updated on it (1: all, 0: none).
     """
 
     compute_dtype: str
@@ -92,6 +96,7 @@ class Plan:
 
     compute_threads: int
     update_threads: int
+    device_update_every: int = 0
     speculation: Speculation | None = None  # set where clipping allows a choice
     forward_flops: tuple[float, ...] = ()  # per unit, of one micro-batch
     epilogue_flops: float = 0.0  # forward, of one micro-batch
@@ -153,6 +158,11 @@ class Plan:
         """Return the number of the buffer that `unit` has for its gradient: after the ring's and the resident units'."""
         return self.gradient_slots + 1 + unit
 
+    @property
+    def device_state_slots(self) -> int:
+        """Staging buffers on the device for chunks that are updated there: none if no chunk is."""
+        return DEVICE_STATE_SLOTS if self.separate_device and self.device_update_every else 0
+
     def stash_bytes(self, block: int) -> int:
         """Bytes that wait for backward per micro-batch of `block` (1..num_blocks): its input and its kept outputs."""
         return self.hidden_bytes + self.kept_bytes[block - 1]
@@ -197,6 +207,13 @@ class Plan:
         return f"inputs of blocks: {', '.join(homes)}; {kept} operator outputs kept ({format_bytes(self._kept_total())} a step)"
 
     def _explain_update(self) -> str:
+        return self._explain_policy() + (f"; {self._explain_device_updates()}" if self.device_state_slots else "")
+
+    def _explain_device_updates(self) -> str:
+        every = self.device_update_every
+        return "all on the device" if every == 1 else f"one chunk of {every} on the device"
+
+    def _explain_policy(self) -> str:
         held = f", gradients held on {self.held_gradients}"
         if self.update_policy == "deferred":
             return f"deferred, behind forward{held}"

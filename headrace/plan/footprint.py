@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from headrace.plan.base import Plan
-from headrace.plan.memory import buffer_groups, scratch_bytes
+from headrace.plan.memory import buffer_groups, device_update_temporary_bytes, scratch_bytes
 from headrace.plan.program import RECALLED_AHEAD
 from headrace.spec.costs import ModelCosts
 from headrace.spec.sizes import MIB
@@ -48,7 +48,7 @@ def with_footprint(plan: Plan, costs: ModelCosts, allowance: Allowance) -> Plan:
         rows[group.tier][group.purpose] = rows[group.tier].get(group.purpose, 0) + group.total_bytes
     compute = rows["device" if plan.separate_device else "host"]
     compute["activations"] = compute.get("activations", 0) + _activation_bytes(plan, costs)
-    compute["workspace"] = _workspace_bytes(plan, costs)
+    compute["workspace"] = _workspace_bytes(plan, costs) + device_update_temporary_bytes(plan)
     # Where a GPU multiplies, the host's matrix library stays idle.
     rows["host"]["libraries"] = _SMALL_BYTES + (0 if allowance.device_overhead_bytes else _kernel_bytes(costs))
     if plan.separate_device and allowance.device_overhead_bytes:

@@ -6,6 +6,11 @@ from headrace.plan.base import Plan
 from headrace.spec.sizes import round_up
 
 PAGE_BYTES = 4096
+# What an update on the device takes besides its planes (update/on_device.py; tests count both): temporaries, per element of
+# the piece that it works on at once, and what torch's kernels read and write of device memory, per element.
+DEVICE_UPDATE_PIECE_ELEMENTS = 1 << 20
+DEVICE_UPDATE_TEMPORARY_BYTES = 36
+DEVICE_UPDATE_TRAFFIC_BYTES = {"bfloat16": 316, "float32": 218, "float16": 230}
 TENSOR_ALIGNMENT_BYTES = 64
 
 
@@ -41,6 +46,9 @@ def buffer_groups(plan: Plan) -> dict[str, BufferGroup]:
     }
     if plan.separate_device:
         groups["device_weights"] = BufferGroup("device", "weights", plan.device_slots, block * weight)
+        chunk_bytes = plan.chunk_elements * (weight + state + gradient)
+        if plan.device_state_slots:
+            groups["device_states"] = BufferGroup("device", "states", plan.device_state_slots, chunk_bytes)
         groups["resident_staging"] = BufferGroup("host", "weights", 1, max(residents) * weight)
     if plan.accumulate or plan.separate_device:
         groups["accumulator"] = BufferGroup(compute_tier, "gradients", 1, block * (4 if plan.accumulate else gradient))
@@ -60,6 +68,13 @@ def buffer_groups(plan: Plan) -> dict[str, BufferGroup]:
         largest = max(stash_slot_bytes(plan, block) for block in spilled)
         groups["stash"] = BufferGroup("host", "activations", plan.stash_slots, largest)
     return groups
+
+
+def device_update_temporary_bytes(plan: Plan) -> int:
+    """Return the device memory that updates on the device take for a moment, besides the staging buffers."""
+    if not plan.device_state_slots:
+        return 0
+    return min(plan.chunk_elements, DEVICE_UPDATE_PIECE_ELEMENTS) * DEVICE_UPDATE_TEMPORARY_BYTES
 
 
 def arena_bytes(plan: Plan, tier: str) -> int:

@@ -11,6 +11,8 @@ from headrace.spec.ceilings import Ceilings
 
 # Shares of the blocks whose updates may be held for the next forward: 0, 1/8, ... 7/8.
 _LATE_PARTS = 8
+# Strides at which chunks may be updated on the device; of strides that are alike the largest, which moves the least.
+_DEVICE_UPDATE_STRIDES = (4, 3, 2, 1)
 # Plans closer than this are alike, and the simpler one is taken.
 ALIKE = 1.005
 
@@ -41,6 +43,33 @@ def balanced(problem: Problem, bare: Plan, best: Plan, machine: Ceilings, homes:
                 if seconds * ALIKE < best_seconds:
                     best_seconds, best = seconds, plan
     return best
+
+
+def with_device_updates(problem: Problem, plan: Plan, machine: Ceilings) -> Plan:
+    """Return `plan` with a stride of its chunks updated on the device, if that fits there and makes the step shorter.
+
+    What it takes are two chunks and temporaries on the device, and 26 bytes per parameter over the link (bfloat16) instead of
+    as many over the host's memory bus. It pays where the CPU's updates limit the step and the link has time to spare.
+    """
+    if not (problem.separate_device and machine.has_device):
+        return plan
+
+    def seconds(candidate: Plan, ceilings: Ceilings) -> float:
+        return forecast(candidate, ceilings, most_operations=2 * SEARCH_OPERATIONS).step_seconds
+
+    # No stride can gain more than updates that take the CPU no time would: mostly nothing, and the search ends here.
+    free = replace(
+        machine, update_bytes_per_second=1e15, update_bytes_per_second_per_core=1e15, host_memory_bytes_per_second=1e17
+    )
+    if seconds(plan, free) * ALIKE >= seconds(plan, machine):
+        return plan
+    costs = problem.costs_of(plan.micro_batch_sequences)
+    strides = [
+        with_footprint(replace(plan, device_update_every=every), costs, problem.allowance) for every in _DEVICE_UPDATE_STRIDES
+    ]
+    best = min((candidate for candidate in strides if fits(candidate)), key=lambda each: seconds(each, machine), default=plan)
+    gains = forecast(best, machine).step_seconds * ALIKE < forecast(plan, machine).step_seconds
+    return best if gains else plan
 
 
 def late_choices(plan: Plan) -> list[tuple[int, ...]]:

@@ -10,9 +10,11 @@ is finished: whoever runs programs starts one only when the last but one is comp
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
+from itertools import accumulate
 from typing import Any
 
 from headrace.plan.base import Plan
+from headrace.plan.memory import DEVICE_UPDATE_TRAFFIC_BYTES
 from headrace.spec.program import Lane, Op, Program, Verb
 
 Refs = tuple[int, ...]
@@ -42,6 +44,7 @@ class Carry:
     weights_stored: tuple[Refs, ...]  # per unit: the writes that put its newest weights on the SSD
     states_stored: tuple[Refs, ...]
     resident_ready: tuple[Refs, ...]  # per unit: what made the resident weights valid
+    device_state_busy: tuple[Refs, ...] = ()
     staging_busy: Refs = ()  # the host copy through which resident weights reach a separate device
     held: tuple[Refs, ...] = ()  # per unit: what made its held gradient valid
     written: Refs = ()  # by the step, so far: the commit that its successor does waits for it
@@ -63,6 +66,7 @@ def cold_carry(plan: Plan) -> Carry:
         states_stored=per_unit,
         resident_ready=per_unit,
         held=per_unit,
+        device_state_busy=((),) * plan.device_state_slots,
     )
 
 
@@ -112,7 +116,7 @@ class _Builder:
         self.before = before
         self.host, self.device = list(before.host), list(before.device)
         self.state_busy, self.gradient_busy = list(before.state_busy), list(before.gradient_busy)
-        self.stash_busy = list(before.stash_busy)
+        self.stash_busy, self.device_state_busy = list(before.stash_busy), list(before.device_state_busy)
         self.weights_stored, self.states_stored = list(before.weights_stored), list(before.states_stored)
         self.resident_ready, self.staging_busy = list(before.resident_ready), before.staging_busy
         self.held: list[Refs] = [()] * len(plan.units)
@@ -121,7 +125,8 @@ class _Builder:
         self.written: list[int] = list(before.written)
         self.commit_refs: Refs = ()
         self.decide_refs: Refs = ()
-        self.state_turn = self.gradient_turn = self.stash_turn = 0
+        self.state_turn = self.gradient_turn = self.stash_turn = self.device_state_turn = 0
+        self.first_chunk = list(accumulate((plan.num_chunks(unit) for unit in range(len(plan.units))), initial=0))
         self.position = 0  # of compute, in the order of block uses: forward 0..L-1, backward L..2L-1
         self.acquired: dict[int, tuple[int, int, Refs]] = {}  # block -> host slot, device slot, ready
         self.stashed: dict[tuple[int, int], Refs] = {}
@@ -150,6 +155,7 @@ class _Builder:
             weights_stored=tuple(self.weights_stored),
             states_stored=tuple(self.states_stored),
             resident_ready=tuple(self.resident_ready),
+            device_state_busy=tuple(self.device_state_busy),
             staging_busy=self.staging_busy,
             held=tuple(self.held),
             written=tuple(self.written),
@@ -445,7 +451,7 @@ class _Builder:
         self.gradient_busy[slot] = self.update(unit, slot, (*ready, *self.before.decide), host, late=True)
 
     def update(self, unit: int, gradient: int, ready: Refs, host: int, *, late: bool) -> Refs:
-        """Emit a unit's update, chunk by chunk, in place on its weights in host memory; returns the update operations.
+        """Emit a unit's update, chunk by chunk, in place on its weights in host memory; returns what reads the gradient.
 
         A late one is the previous step's.
         """
@@ -453,7 +459,7 @@ class _Builder:
         after = [*ready, *self.update_weights_ready(unit, host)]
         # Writes go to the slot that the commit of the step before made free.
         committed = self.before.commit if late else self.commit_refs or self.before.commit
-        updates, weights, states = [], [], []
+        updates, readers, weights, states = [], [], [], []
         for chunk in range(plan.num_chunks(unit)):
             start, stop = plan.chunk(unit, chunk)
             state_bytes = (stop - start) * plan.planes.state_bytes_per_element
@@ -466,8 +472,13 @@ class _Builder:
                 self.state_turn = (slot + 1) % plan.state_slots
                 read_after = [*self.state_busy[slot], *self.states_stored[unit]]
                 own.append(self.emit(Verb.READ_STATES, Lane.SSD_READ, read_after, state_slot=slot, bytes=state_bytes, **common))
-            traffic = (stop - start) * (2 * plan.planes.bytes_per_element + plan.gradient_bytes_per_element)
-            update = self.emit(Verb.UPDATE, Lane.UPDATE, own, gradient_slot=gradient, state_slot=slot, bytes=traffic, **common)
+            work = {**common, "state_slot": slot, "gradient_slot": gradient}
+            if self.is_updated_on_device(unit, chunk):
+                reader, update = self.update_on_device(stop - start, own, work)
+            else:
+                traffic = (stop - start) * (2 * plan.planes.bytes_per_element + plan.gradient_bytes_per_element)
+                reader = update = self.emit(Verb.UPDATE, Lane.UPDATE, own, bytes=traffic, **work)
+            readers.append(reader)
             updates.append(update)
             write_after = [update, *committed]
             if slot >= 0:
@@ -489,7 +500,27 @@ class _Builder:
             self.staging_busy = (*weights, *self.resident_ready[unit])
         else:
             self.resident_ready[unit] = tuple(updates)
-        return tuple(updates)
+        return tuple(readers)
+
+    def is_updated_on_device(self, unit: int, chunk: int) -> bool:
+        every = self.plan.device_update_every if self.plan.device_state_slots else 0
+        return bool(every) and (self.first_chunk[unit] + chunk + 1) % every == 0
+
+    def update_on_device(self, num_elements: int, after: list[int], common: dict[str, Any]) -> tuple[int, int]:
+        """Emit a chunk's way to the device, its update there and its way back; returns the first and the last operation."""
+        plan = self.plan
+        slot = self.device_state_turn
+        self.device_state_turn = (slot + 1) % plan.device_state_slots
+        common = {**common, "device_state_slot": slot}
+        back_bytes = num_elements * plan.planes.bytes_per_element
+        there_bytes = back_bytes + num_elements * plan.gradient_bytes_per_element
+        traffic = num_elements * DEVICE_UPDATE_TRAFFIC_BYTES[plan.compute_dtype]
+        after = [*after, *self.device_state_busy[slot]]
+        there = self.emit(Verb.STATES_TO_DEVICE, Lane.HOST_TO_DEVICE, after, bytes=there_bytes, **common)
+        update = self.emit(Verb.UPDATE, Lane.DEVICE_UPDATE, [there], bytes=traffic, **common)
+        back = self.emit(Verb.STATES_TO_HOST, Lane.DEVICE_TO_HOST, [update], bytes=back_bytes, **common)
+        self.device_state_busy[slot] = (back,)
+        return there, back
 
     def update_weights_ready(self, unit: int, host: int) -> Refs:
         """Return what must be done before a unit's weights in host memory may be changed in place."""

@@ -16,7 +16,7 @@ from headrace.plan.base import Plan
 from headrace.plan.footprint import with_footprint
 from headrace.plan.forecast import SEARCH_OPERATIONS, forecast
 from headrace.plan.placement import Choice, Problem, excess_bytes, filled, fits, placements_of, plan_of, replay_order
-from headrace.plan.policy import ALIKE, balanced, expected_seconds, speculative_candidate, with_speculation
+from headrace.plan.policy import ALIKE, balanced, expected_seconds, speculative_candidate, with_device_updates, with_speculation
 from headrace.spec.ceilings import Ceilings
 from headrace.spec.errors import PlanInfeasible
 from headrace.spec.sizes import MIB, format_bytes, round_up
@@ -55,15 +55,17 @@ def make_plan(problem: Problem, ceilings: Ceilings | None = None) -> Plan:
                 best_seconds, best = found_seconds, found
     plan = filled(problem, plan_of(problem, best))
     if plan.update_policy == "immediate":
-        return balanced(problem, plan_of(problem, best), plan, machine, ("host", "ssd") if ceilings else ("host",))
+        homes = ("host", "ssd") if ceilings else ("host",)
+        return with_device_updates(problem, balanced(problem, plan_of(problem, best), plan, machine, homes), machine)
     candidates = [plan, *speculative_candidate(problem, placements, best, machine)]
     if plan.resident_states:
         # States in memory are not read, but each commit writes them in one go.
         costs = problem.costs_of(plan.micro_batch_sequences)
         candidates.insert(0, with_footprint(replace(plan, resident_states=()), costs, problem.allowance))
-    return min(
-        (with_speculation(candidate, machine) for candidate in candidates), key=lambda found: expected_seconds(found, machine)
-    )
+    weighed = [with_speculation(candidate, machine) for candidate in candidates]
+    plan = min(weighed, key=lambda found: expected_seconds(found, machine))
+    faster = with_device_updates(problem, plan, machine)
+    return with_speculation(faster, machine) if faster.device_update_every else plan
 
 
 def _fitting(problem: Problem) -> list[Choice]:

@@ -15,7 +15,7 @@ work that matters more, in the model as on a real machine; the tests state how l
 No clock, no files, no torch.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -41,7 +41,13 @@ _WORDS = {
     Lane.HOST_TO_DEVICE: "host-to-device copies",
     Lane.DEVICE_TO_HOST: "device-to-host copies",
     Lane.UPDATE: "the CPU's update kernel",
+    Lane.DEVICE_UPDATE: "updates on the device",
     Lane.COMMIT: "commits",
+}
+# Where a profile says nothing: compute and updates on the device share the device, and together do no more than in turn.
+_SLOWDOWNS: Mapping[str, Mapping[str, float]] = {
+    Lane.COMPUTE: {Lane.DEVICE_UPDATE: 0.5},
+    Lane.DEVICE_UPDATE: {Lane.COMPUTE: 0.5},
 }
 
 
@@ -162,6 +168,8 @@ class _Rates:
             return ceilings.launch_seconds + op.flops / self.flops_per_second
         if op.lane is Lane.UPDATE:
             return op.bytes / self.bytes_per_second[Lane.UPDATE]
+        if op.lane is Lane.DEVICE_UPDATE:
+            return ceilings.launch_seconds + op.bytes / ceilings.device_update_bytes_per_second
         if op.lane is Lane.COMMIT:
             return 0.0
         return ceilings.transfer_seconds + op.bytes / self.bytes_per_second[op.lane]
@@ -176,7 +184,7 @@ class _Rates:
         active = [lane for lane in LANES if busy >> _PLACE[lane] & 1]
         speed = dict.fromkeys(LANES, 1.0)
         for lane in active:
-            slowdowns = self.ceilings.slowdowns.get(lane, {})
+            slowdowns = {**_SLOWDOWNS.get(lane, {}), **self.ceilings.slowdowns.get(lane, {})}
             for other in active:
                 speed[lane] *= slowdowns.get(other, 1.0)
         for pair in self.shares:
@@ -194,7 +202,7 @@ class _Rates:
 
 
 class _Clock:
-    """The event loop. At most one operation per lane is under way, so a scan over seven lanes beats a heap."""
+    """The event loop. At most one operation per lane is under way, so a scan over eight lanes beats a heap."""
 
     def __init__(self, rates: _Rates) -> None:
         self.rates = rates

@@ -270,9 +270,11 @@ def _twice(*names: str) -> Callable[[Ceilings], Ceilings]:
 _RESOURCES = (
     _Resource(
         "compute",
-        (Lane.COMPUTE,),
+        (Lane.COMPUTE, Lane.DEVICE_UPDATE),
         lambda ceilings: replace(
-            ceilings, flops_per_second={dtype: 2 * rate for dtype, rate in ceilings.flops_per_second.items()}
+            ceilings,
+            flops_per_second={dtype: 2 * rate for dtype, rate in ceilings.flops_per_second.items()},
+            device_memory_bytes_per_second=2 * ceilings.device_update_bytes_per_second,
         ),
     ),
     _Resource(

@@ -29,6 +29,8 @@ _MOST_PIECE_BYTES = 1 << 30
 _MOST_CPU_SECONDS_PER_GIGABYTE = 1000.0
 # Pieces are cut at multiples of this, as direct input and output asks for.
 _PIECE_UNIT_BYTES = 4096
+# Below the data sheets of all GPUs with 4 GiB or more that were made since 2020 (192 GB/s: RTX 3050 laptop; from memory).
+_LEAST_DEVICE_MEMORY_BYTES_PER_SECOND = 150e9
 # Two rates measured together may exceed the sum of the two measured alone by noise, not by more.
 _NOISE = 1.1
 
@@ -114,6 +116,7 @@ class Ceilings:
     operations per multiply-add. `both_ways_bytes_per_second` is the total over the host-device link when both directions run at
     once. `update_bytes_per_second` counts all memory traffic of the update kernel (26 bytes per parameter with bfloat16) on
     all cores. `slowdowns[a][b]` is the share of its own rate that lane `a` keeps while lane `b` is busy (1 where absent).
+    `device_memory_bytes_per_second` is the bandwidth of the device's own memory; None where nobody measured it.
     `has_device` is false where the CPU computes; the link's figures are then those of copies inside host memory.
     `sources` says of each figure where it comes from.
     """
@@ -131,6 +134,7 @@ class Ceilings:
     update_bytes_per_second: float
     update_bytes_per_second_per_core: float
     drives: tuple[Drive, ...]
+    device_memory_bytes_per_second: float | None = None
     launch_seconds: float = 0.0  # added to each operation of the compute lane
     transfer_seconds: float = 0.0  # added to each copy, read and write
     commit_seconds: float = 0.0
@@ -172,6 +176,11 @@ class Ceilings:
             threads=sum(setting.threads for setting in settings), piece_bytes=max(setting.piece_bytes for setting in settings)
         )
 
+    @property
+    def device_update_bytes_per_second(self) -> float:
+        """Rate at which updates on the device read and write its memory; without a figure, that of the slowest GPUs in use."""
+        return self.device_memory_bytes_per_second or _LEAST_DEVICE_MEMORY_BYTES_PER_SECOND
+
     def matrix_flops_per_second(self, compute_dtype: str) -> float:
         """Return the sustained matrix rate for `compute_dtype`.
 
@@ -210,6 +219,7 @@ class Ceilings:
             name=name,
             has_device=has_device,
             device_memory_bytes=_device_memory(figures, has_device=has_device, where=name),
+            device_memory_bytes_per_second=_device_memory_rate(figures, where=name),
             host_memory_bytes=_whole(figures, "host_memory_bytes", where=name, most=_MOST_BYTES),
             cores=_whole(figures, "cores", where=name, most=_MOST_CORES),
             flops_per_second=_flops(figures, where=name),
@@ -323,6 +333,11 @@ def _device_memory(figures: Mapping[str, Any], *, has_device: bool, where: str) 
     if isinstance(value, bool) or value != 0:
         raise ConfigError(f"{where}: device_memory_bytes is {value!r} but has_device is false; write 0, or has_device true")
     return 0
+
+
+def _device_memory_rate(figures: Mapping[str, Any], *, where: str) -> float | None:
+    name = "device_memory_bytes_per_second"
+    return None if figures.get(name) is None else _figure(figures, name, where=where, most=_MOST_BYTES_PER_SECOND)
 
 
 def _flops(figures: Mapping[str, Any], *, where: str) -> dict[str, float]:

@@ -16,6 +16,7 @@ class Lane(StrEnum):
     HOST_TO_DEVICE = "host-to-device"
     DEVICE_TO_HOST = "device-to-host"
     UPDATE = "update"
+    DEVICE_UPDATE = "device-update"
     COMMIT = "commit"
 
 
@@ -38,7 +39,9 @@ class Verb(StrEnum):
     UNHOLD = "unhold"  # and back
     DECIDE = "decide"  # gradient norm -> clip factor, or skip
     READ_STATES = "read-states"  # a chunk's states: ssd -> staging
+    STATES_TO_DEVICE = "states-to-device"  # a chunk's states, weights and gradient: host -> device staging
     UPDATE = "update"  # a chunk: one pass of the rule over planes and gradient
+    STATES_TO_HOST = "states-to-host"  # a chunk's new states and weights: device staging -> where they came from
     WRITE_STATES = "write-states"  # a chunk's new states: staging -> ssd, other slot
     WRITE_WEIGHTS = "write-weights"  # a chunk's new weights: host slot -> ssd, other slot
     COMMIT = "commit"  # everything durable, then the record
@@ -49,8 +52,9 @@ class Op:
     """One operation. `after` and `after_previous` are indices of operations of this and of the previous program.
 
     Slots are indices into pools of buffers of planned size, -1 where the verb uses none: `host_slot` and `device_slot` hold a
-    block's weights, `state_slot` a chunk's states, `gradient_slot` a unit's drained gradient, `stash_slot` one block input on
-    its way to or from the SSD. `bytes` is what crosses the lane; `flops` what compute does.
+    block's weights, `state_slot` a chunk's states, `device_state_slot` all planes and the gradient of a chunk that is updated
+    on the device, `gradient_slot` a unit's drained gradient, `stash_slot` one block input on its way to or from the SSD.
+    `bytes` is what crosses the lane; `flops` what compute does.
     """
 
     index: int
@@ -62,6 +66,7 @@ class Op:
     host_slot: int = -1
     device_slot: int = -1
     state_slot: int = -1
+    device_state_slot: int = -1
     gradient_slot: int = -1
     stash_slot: int = -1
     phase: str = "forward"
@@ -70,6 +75,11 @@ class Op:
     flops: float = 0.0
     after: tuple[int, ...] = ()
     after_previous: tuple[int, ...] = ()
+
+    @property
+    def is_on_device(self) -> bool:
+        """Whether an update is done on the device, on planes that were brought there."""
+        return self.lane is Lane.DEVICE_UPDATE
 
     @property
     def label(self) -> str:

@@ -133,6 +133,31 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
         "budget": {"device": "1GiB"},
         "adjust": {"update_policy": "speculative", "late_units": (2,), "held_gradients": "ssd", "resident_states": ()},
     },
+    "device-updates": {"budget": {"device": "1GiB"}, "adjust": {"device_update_every": 1}},
+    "device-updates-plain": {
+        "budget": {"device": "1GiB"},
+        "adjust": {"device_update_every": 2, "chunk_elements": 2048},
+        "interpreter": "plain",
+    },
+    "late-device-updates": {
+        "budget": {"device": "1GiB"},
+        "adjust": {"device_update_every": 3, "chunk_elements": 4096, "late_units": (0, 2), "resident_states": ()},
+    },
+    "speculative-device-updates": {
+        "budget": {"device": "1GiB"},
+        "adjust": {
+            "device_update_every": 2,
+            "chunk_elements": 4096,
+            "state_slots": 2,
+            "update_policy": "speculative",
+            "late_units": (2,),
+            "resident_states": (),
+        },
+    },
+    "states-in-memory-device-updates": {
+        "budget": {"device": "1GiB"},
+        "adjust": {"device_update_every": 2, "resident_states": lambda plan: tuple(range(len(plan.units)))},
+    },
     "states-in-memory": {"adjust": {"resident_states": lambda plan: tuple(range(len(plan.units)))}},
     "every-third-step": {"checkpoint_every": 3},
 }

@@ -16,7 +16,7 @@ from headrace.machine import CpuMachine
 from headrace.spec.events import OpDone
 from headrace.spec.program import Lane, Op, Program, Verb
 
-DEVICE_LANES = (Lane.COMPUTE, Lane.HOST_TO_DEVICE, Lane.DEVICE_TO_HOST)
+DEVICE_LANES = (Lane.COMPUTE, Lane.HOST_TO_DEVICE, Lane.DEVICE_TO_HOST, Lane.DEVICE_UPDATE)
 WORK_SECONDS = 0.01
 
 
@@ -98,7 +98,7 @@ def program_of(lanes: list[Lane]) -> Program:
 @pytest.mark.parametrize("kind", [PlainInterpreter, OverlappedInterpreter])
 def test_dependencies_hold_on_the_device_and_times_are_the_devices(kind: type[Interpreter]) -> None:
     seen: list[OpDone] = []
-    lanes = [Lane.SSD_READ, Lane.HOST_TO_DEVICE, Lane.COMPUTE, Lane.DEVICE_TO_HOST, Lane.UPDATE] * 4
+    lanes = [*(lane for lane in DEVICE_LANES), Lane.SSD_READ, Lane.UPDATE] * 4
     program, finished, wrong = program_of(lanes), set(), []
     with running(kind, lambda event: seen.append(event)) as (machine, interpreter):  # type: ignore[arg-type, return-value]
 

@@ -16,9 +16,10 @@ def machine(
     both_ways: float | None = None,
     update: float = 40e9,
     memory: float = 1e13,
+    device: float = 1e12,
     **changes: Any,
 ) -> Ceilings:
-    """Return a profile with these rates (FLOP/s, bytes/s); pairs are full duplex by default."""
+    """Return a profile with these rates (FLOP/s, bytes/s); by default pairs are full duplex and nothing is slowed."""
     drive = {
         "read_bytes_per_second": read,
         "write_bytes_per_second": write,
@@ -36,8 +37,10 @@ def machine(
         "device_to_host_bytes_per_second": outward,
         "both_ways_bytes_per_second": inward + outward if both_ways is None else both_ways,
         "host_memory_bytes_per_second": memory,
+        "device_memory_bytes_per_second": device,
         "update_bytes_per_second": update,
         "update_bytes_per_second_per_core": update / 4,
         "drives": [drive],
+        "slowdowns": {"compute": {"device-update": 1.0}, "device-update": {"compute": 1.0}},
     }
     return Ceilings.from_json(values | changes)

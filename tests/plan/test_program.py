@@ -13,7 +13,7 @@ from headrace.plan.base import Plan
 from headrace.plan.program import build_program, build_tail, cold_carry
 from headrace.spec.program import Lane, Op, Program, Verb
 
-IN_ORDER_LANES = {Lane.COMPUTE, Lane.UPDATE, Lane.COMMIT, Lane.HOST_TO_DEVICE, Lane.DEVICE_TO_HOST}
+IN_ORDER_LANES = {Lane.COMPUTE, Lane.UPDATE, Lane.DEVICE_UPDATE, Lane.COMMIT, Lane.HOST_TO_DEVICE, Lane.DEVICE_TO_HOST}
 
 
 @st.composite
@@ -42,6 +42,7 @@ def plans(draw: st.DrawFn) -> Plan:
         gradient_slots=draw(st.integers(1, 3)),
         accumulate=draw(st.booleans()),
         resident_states=tuple(sorted(resident)),
+        device_update_every=draw(st.integers(0, 4)),
     )
 
 
@@ -147,6 +148,37 @@ def perform(memory: Memory, op: Op, step: int) -> list[tuple]:
         key = ("states", op.state_slot)
         buffer[key] = (unit, op.chunk, memory.ssd_states[unit, op.chunk])
         return [(("ssd states", unit, op.chunk), False), (key, True)]
+    if op.verb is Verb.STATES_TO_DEVICE:
+        of_step, key, staging = step - op.late, memory.host_key(op), ("device states", op.device_state_slot)
+        assert buffer[tail[0]] == (unit, of_step), f"{op.label} at step {step} takes the gradient {buffer[tail[0]]}"
+        held, chunks = buffer[key]
+        assert held == unit
+        assert chunks[op.chunk] == of_step
+        buffer[staging] = (unit, op.chunk, of_step)
+        accesses = [(tail[0], False), (key, False, op.chunk), (staging, True)]
+        if op.state_slot >= 0:
+            assert buffer["states", op.state_slot] == (unit, op.chunk, of_step)
+            return [*accesses, (("states", op.state_slot), False)]
+        return [*accesses, (("resident states", unit, op.chunk), False)]
+    if op.verb is Verb.STATES_TO_HOST:
+        of_step, key, staging = step - op.late, memory.host_key(op), ("device states", op.device_state_slot)
+        assert buffer[staging] == (unit, op.chunk, of_step + 1)
+        held, chunks = buffer[key]
+        assert held == unit
+        assert chunks[op.chunk] == of_step
+        chunks[op.chunk] = of_step + 1
+        accesses = [(staging, False), (key, True, op.chunk)]
+        if op.state_slot >= 0:
+            state = ("states", op.state_slot)
+            assert buffer[state] == (unit, op.chunk, of_step)
+            buffer[state] = (unit, op.chunk, of_step + 1)
+            return [*accesses, (state, True)]
+        return [*accesses, (("resident states", unit, op.chunk), True)]
+    if op.verb is Verb.UPDATE and op.is_on_device:
+        staging = ("device states", op.device_state_slot)
+        assert buffer[staging] == (unit, op.chunk, step - op.late)
+        buffer[staging] = (unit, op.chunk, step - op.late + 1)
+        return [(staging, True)]
     if op.verb is Verb.UPDATE:
         of_step = step - op.late
         assert buffer[tail[0]] == (unit, of_step), f"{op.label} at step {step} uses the gradient {buffer[tail[0]]}"
@@ -236,6 +268,24 @@ def test_a_slot_for_each_block_ends_all_reading_of_weights() -> None:
 def test_the_program_repeats_itself(policy: str) -> None:
     programs = programs_of(small_plan(5, update_policy=policy), 10, 2)
     assert programs[7] in (programs[8], programs[6])
+
+
+@pytest.mark.parametrize("policy", ["immediate", "deferred", "speculative"])
+@pytest.mark.parametrize("every", [0, 1, 2, 3])
+def test_each_kth_chunk_is_updated_on_the_device_and_every_chunk_somewhere(policy: str, every: int) -> None:
+    plan = small_plan(4, separate_device=True, device_slots=2, update_policy=policy, device_update_every=every)
+    program = programs_of(plan, 3, 1)[2]
+    updates = sorted((op for op in program.ops if op.verb is Verb.UPDATE), key=lambda op: (op.unit, op.chunk))
+    assert [(op.unit, op.chunk) for op in updates] == [(unit, chunk) for unit in range(6) for chunk in range(2)]
+    there = [number for number, op in enumerate(updates, start=1) if op.is_on_device]
+    assert there == [number for number in range(1, 13) if every and number % every == 0]
+    for verb, width in ((Verb.STATES_TO_DEVICE, 14), (Verb.STATES_TO_HOST, 12)):
+        assert [op.bytes for op in program.ops if op.verb is verb] == [4096 * width] * len(there)
+
+
+def test_without_a_device_of_its_own_the_host_updates_all() -> None:
+    program = programs_of(small_plan(3, device_update_every=1), 2, 1)[1]
+    assert {op.lane for op in program.ops if op.verb is Verb.UPDATE} == {Lane.UPDATE}
 
 
 def test_the_first_deferred_step_updates_nothing_and_the_tail_updates_everything() -> None:

@@ -19,9 +19,10 @@ VERBS = {
     Lane.HOST_TO_DEVICE: Verb.UPLOAD,
     Lane.DEVICE_TO_HOST: Verb.DRAIN,
     Lane.UPDATE: Verb.UPDATE,
+    Lane.DEVICE_UPDATE: Verb.UPDATE,
     Lane.COMMIT: Verb.COMMIT,
 }
-RATES = ("compute", "read", "write", "inward", "outward", "update")
+RATES = ("compute", "read", "write", "inward", "outward", "update", "device")
 
 
 def op(index: int, lane: Lane, work: float = 0, after: tuple[int, ...] = (), previous: tuple[int, ...] = ()) -> Op:
@@ -62,6 +63,7 @@ def machines(draw: st.DrawFn, sharing: bool) -> Ceilings:
         **rates,
         mixed=draw(share) * (rates["read"] + rates["write"]),
         both_ways=draw(share) * (rates["inward"] + rates["outward"]),
+        slowdowns={},
     )
 
 
@@ -197,6 +199,26 @@ def test_lanes_that_share_cores_slow_one_another_as_stated():
     first = of(simulate([both] * 3, machine(slowdowns=slowdowns)), 0)
     # Compute needs 2 s at half speed; by then the update has done half of its second and goes on at full speed.
     assert [timed.stop_seconds for timed in first] == [pytest.approx(2), pytest.approx(2.5)]
+
+
+def test_an_update_on_the_device_uses_its_memory_and_neither_cores_nor_the_hosts_bus():
+    slowdowns = {"update": {"host-to-device": 0.5}, "host-to-device": {"update": 0.5}}
+    ceilings = machine(update=10e9, memory=10e9, inward=10e9, device=20e9, launch_seconds=0.25, slowdowns=slowdowns)
+    both = program((Lane.DEVICE_UPDATE, 20e9), (Lane.UPDATE, 10e9))
+    timeline = simulate([both, both, Program(())], ceilings)
+    assert timeline.ops[0].stop_seconds == pytest.approx(1.25)  # a launch, and its bytes
+    assert timeline.ops[1].stop_seconds == pytest.approx(1.0)
+
+
+def test_an_unmeasured_device_updates_at_the_rate_of_the_slowest():
+    one = program((Lane.DEVICE_UPDATE, 150e9))
+    assert simulate([one] * 3, machine(device_memory_bytes_per_second=None)).step_seconds == pytest.approx(1.0)
+
+
+def test_compute_and_updates_on_the_device_take_turns_unless_the_profile_knows_better():
+    both = program((Lane.COMPUTE, 1e12), (Lane.DEVICE_UPDATE, 1e12))
+    assert simulate([both] * 4, machine(slowdowns={})).step_seconds == pytest.approx(2.0)
+    assert simulate([both] * 4, machine()).step_seconds == pytest.approx(1.0)
 
 
 def test_the_memory_bus_bounds_what_all_lanes_move_together():

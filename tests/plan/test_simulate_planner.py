@@ -18,7 +18,7 @@ from headrace.plan.simulate import simulate
 from headrace.spec.ceilings import Ceilings
 from headrace.spec.program import Lane, Program
 
-RATES = ("compute", "read", "write", "inward", "outward", "update")
+RATES = ("compute", "read", "write", "inward", "outward", "update", "device")
 
 
 @st.composite
@@ -47,6 +47,7 @@ def plans(draw: st.DrawFn) -> Plan:
         stash_slots=3 if home == "ssd" else 0,
         state_slots=draw(st.integers(1, 4)),
         gradient_slots=draw(st.integers(1, 3)),
+        device_update_every=draw(st.integers(0, 3)),
         forward_flops=(0.0, *[2.0 * elements * 1024] * num_blocks, 0.0),
         epilogue_flops=2.0 * elements * 1024,
     )
