@@ -26,7 +26,7 @@ _LARGEST_FILE_BYTES = 4 << 30
 _LEAST_FILE_BYTES = 64 * MIB
 _FREE_SHARE = 10
 _TRANSFER_BYTES = 16 * MIB
-# Transfers under way at once, about what the engine's lanes keep.
+# Transfers under way at once, about what the engine's lanes keep; more where a drive's setting asks for more bytes.
 _TRANSFERS = 4
 # Settings that are tried (pieces: `docs/decisions/0003`).
 _THREADS = (1, 2, 4, 8)
@@ -141,9 +141,13 @@ class DriveLoad:
     """Reads or writes the files of drives in order, over and over, several transfers under way; direct I/O, huge pages."""
 
     def __init__(
-        self, drives: Sequence[Drive], *, write: bool, transfers: int = _TRANSFERS, transfer_bytes: int = _TRANSFER_BYTES
+        self, drives: Sequence[Drive], *, write: bool, transfers: int | None = None, transfer_bytes: int = _TRANSFER_BYTES
     ) -> None:
         self._drives, self._write, self._transfer_bytes = tuple(drives), write, transfer_bytes
+        if transfers is None:
+            settings = [drive.setting for drive in self._drives if drive.setting]
+            asked = max((setting.threads * setting.piece_bytes for setting in settings), default=0)
+            transfers = max(_TRANSFERS, -(-asked // transfer_bytes))
         self._buffers = [huge_page_buffer(transfer_bytes) for _ in range(transfers * len(self._drives))]
         for index, buffer in enumerate(self._buffers):
             # Some drives compress, and none keeps what it has seen before.
@@ -168,14 +172,14 @@ def try_settings(
     seconds: float,
     clock: Callable[[], float] = time.monotonic,
 ) -> dict[InFlight, float]:
-    """Return the median of what `rate` gives for each setting: up to three rounds, the second and third while time is left.
+    """Return the median of what `rate` gives for each setting: a round of all, and two more if `seconds` have room for them.
 
     Round by round, so that a slow phase of the drive falls on all of them and not on one.
     """
     found: dict[InFlight, list[float]] = {setting: [] for setting in settings}
-    end = clock() + seconds
-    for number in range(_TRIAL_ROUNDS):
-        if number and clock() >= end:
+    start = clock()
+    for done in range(_TRIAL_ROUNDS):
+        if done and (clock() - start) * (done + 1) / done > seconds:
             break
         for setting in settings:
             found[setting].append(rate(setting))

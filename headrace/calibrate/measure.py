@@ -93,9 +93,8 @@ class _Bench:
 
     def measure(self) -> Ceilings:
         """Build, warm up, measure, and put together."""
-        self._say("SSDs: writing test files")
+        self._say("SSDs: writing test files" + ("" if self._quick else ", trying how many transfers of which size are best"))
         self._open_drives()
-        self._tune_drives()
         self._say("memory: building buffers and compiling the update kernel")
         self._build_memory()
         self._say("compute: building a block for each dtype")
@@ -113,10 +112,13 @@ class _Bench:
     # -- loads ----------------------------------------------------------------------------------------------------------
 
     def _open_drives(self) -> None:
+        """Fill a file on each drive and choose how it is kept busy; a quick look keeps the engine's defaults."""
         most_bytes = _QUICK_FILE_BYTES if self._quick else _FILE_BYTES
         for index, directory in enumerate(self._directories):
             drive = self._stack.enter_context(Drive(directory, most_bytes))
             drive.fill()
+            if not self._quick:
+                drive.tune(_TUNING_SHARE * self._seconds / len(self._directories))
             self._drives.append(drive)
             self._loads[f"read {index}"] = DriveLoad([drive], write=False)
             self._loads[f"write {index}"] = DriveLoad([drive], write=True)
@@ -124,14 +126,6 @@ class _Bench:
         together = len(self._drives) > 1
         for lane, name, write in ((Lane.SSD_READ, "read 0", False), (Lane.SSD_WRITE, "write 0", True)):
             self._loads[lane] = DriveLoad(self._drives, write=write) if together else self._loads[name]
-
-    def _tune_drives(self) -> None:
-        """Choose how each drive is kept busy; a quick look takes the engine's defaults, as runs without a profile do."""
-        if self._quick:
-            return
-        self._say("SSDs: trying how many transfers of which size keep them busy")
-        for drive in self._drives:
-            drive.tune(_TUNING_SHARE * self._seconds / len(self._drives))
 
     def _build_memory(self) -> None:
         smaller = 8 if self._quick else 1

@@ -142,7 +142,7 @@ def test_further_rounds_need_time_and_the_first_is_always_done() -> None:
     small, large = setting(1, 4), setting(8, 16)
     assert try_settings([small, large], rate, 0.0, lambda: now) == {small: 1.0, large: 2.0}
     now = 0.0
-    assert try_settings([small, large], rate, 3.0, lambda: now) == {small: 2.0, large: 3.0}  # two rounds
+    assert try_settings([small, large], rate, 5.9, lambda: now) == {small: 2.0, large: 3.0}  # room for two rounds of 2 s
 
 
 def test_a_drive_is_tuned_and_measured_with_its_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,6 +159,14 @@ def test_a_drive_is_tuned_and_measured_with_its_setting(tmp_path: Path, monkeypa
         assert drive.cpu_seconds_per_gigabyte == 0  # nothing was moved since
         DriveLoad([drive], write=False, transfers=1, transfer_bytes=1 << 20).unit()
         assert drive.cpu_seconds_per_gigabyte > 0
+
+
+def test_a_load_keeps_as_much_under_way_as_the_setting_asks_for(tmp_path: Path) -> None:
+    with Drive(tmp_path, 256 << 20) as drive:
+        drive.setting = setting(8, 16)
+        assert DriveLoad([drive], write=True).unit() == 128 << 20
+        drive.setting = setting(1, 4)
+        assert DriveLoad([drive], write=True).unit() == 64 << 20
 
 
 def test_a_quick_look_gives_a_profile(tmp_path: Path) -> None:

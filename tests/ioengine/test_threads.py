@@ -228,7 +228,7 @@ def test_cpu_seconds_of_all_threads_add_up() -> None:
         read_seconds, process_seconds = engine.cpu_seconds, time.process_time() - start
         # All that the file took is in it, and nothing that the process did not take.
         assert len(file.spent) == 8
-        assert sum(file.spent) <= read_seconds <= process_seconds + 0.001
+        assert sum(file.spent) <= read_seconds <= process_seconds + 0.01
         time.sleep(0.05)
         assert engine.cpu_seconds == read_seconds  # waiting costs nothing
         engine.write([(MemoryFile(SIZE), 0, random_bytes(SIZE))]).wait()

@@ -29,6 +29,7 @@ def made_plan(**changes: Any) -> Plan:
         "hidden_size_bytes": 512,
         "loss_chunk_tokens": 128,
         "update_policy": "immediate",
+        "late_units": (),
         "held_gradients": "host",
         "checkpoint_every": 1,
         "host_slots": 2,
