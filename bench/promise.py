@@ -24,7 +24,6 @@ from worker import refuse
 Row = dict[str, Any]
 MODEL_BYTES, STATE_BYTES = 2, 24  # per parameter: the checkpoint, and two slots of twelve bytes
 SEQUENCE_LENGTH = 512
-FAILED = "failed"
 
 
 @dataclass(frozen=True)
