@@ -45,7 +45,8 @@ def with_footprint(plan: Plan, costs: ModelCosts, allowance: Allowance) -> Plan:
     rows["host"]["libraries"] = _SMALL_BYTES + (0 if allowance.device_overhead_bytes else _kernel_bytes(costs))
     if plan.separate_device and allowance.device_overhead_bytes:
         rows["device"]["libraries"] = _library_bytes(plan, compute, allowance.device_overhead_bytes)
-    weight_and_states = sum(unit.num_elements for unit in plan.units) * plan.planes.bytes_per_element
+    weights = sum(plan.planes.weight.num_bytes(unit.num_elements) for unit in plan.units)
+    weight_and_states = weights + sum(plan.state_bytes(unit) for unit in range(len(plan.units)))
     rows["ssd"] = {"states, two slots": 2 * weight_and_states, "scratch": scratch_bytes(plan)}
     allowed = {"host": allowance.host_bytes}
     if allowance.device_bytes is not None:

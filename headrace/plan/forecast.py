@@ -31,6 +31,9 @@ _LEAST_MICRO_BATCHES = 4
 _LEAST_BLOCKS = 12
 # Operations for a chunk (read, update, two writes), and for a micro-batch of a block (forward, stash, recall, backward).
 _PER_CHUNK, _PER_MICRO_BATCH = 4, 4
+# Bytes per second that the update loop of a core moves, in parts of those with float32 moments, which a profile has measured.
+# Smaller moments are encoded by arithmetic, while fewer bytes move (bench/kernel.py).
+_CORE_RATES = {"float32": 1.0, "bfloat16": 0.32, "int8": 0.14}
 _PAIRS = ((Lane.SSD_READ, Lane.SSD_WRITE), (Lane.HOST_TO_DEVICE, Lane.DEVICE_TO_HOST))
 
 
@@ -69,7 +72,11 @@ def forecast(plan: Plan, ceilings: Ceilings, *, most_operations: int = _MOST_OPE
     coarse = _coarsened(plan, ceilings, most_operations)
     timeline = simulate(
         _programs(coarse),
-        replace(ceilings, commit_seconds=commit_seconds),
+        replace(
+            ceilings,
+            commit_seconds=commit_seconds,
+            update_bytes_per_second_per_core=ceilings.update_bytes_per_second_per_core * _CORE_RATES[plan.moments],
+        ),
         compute_dtype=plan.compute_dtype,
         compute_threads=plan.compute_threads,
         update_threads=plan.update_threads,
@@ -89,8 +96,7 @@ def forecast(plan: Plan, ceilings: Ceilings, *, most_operations: int = _MOST_OPE
 
 def _checkpointed_bytes(plan: Plan) -> int:
     """Return the bytes of the states that live in memory which a step writes, on average, for its checkpoint."""
-    elements = sum(plan.units[unit].num_elements for unit in plan.resident_states)
-    return elements * plan.planes.state_bytes_per_element // plan.checkpoint_every
+    return sum(plan.state_bytes(unit) for unit in plan.resident_states) // plan.checkpoint_every
 
 
 def _programs(plan: Plan) -> list[Program]:

@@ -446,7 +446,7 @@ class _Builder:
         updates, weights, states = [], [], []
         for chunk in range(plan.num_chunks(unit)):
             start, stop = plan.chunk(unit, chunk)
-            state_bytes = (stop - start) * plan.planes.state_bytes_per_element
+            state_bytes = plan.planes.state_bytes(stop - start)
             common: dict[str, Any] = {"unit": unit, "chunk": chunk, "phase": "update", "host_slot": host}
             own, slot = list(after), -1
             if unit in plan.resident_states:
@@ -456,7 +456,7 @@ class _Builder:
                 self.state_turn = (slot + 1) % plan.state_slots
                 read_after = [*self.state_busy[slot], *self.states_stored[unit]]
                 own.append(self.emit(Verb.READ_STATES, Lane.SSD_READ, read_after, state_slot=slot, bytes=state_bytes, **common))
-            traffic = (stop - start) * (2 * plan.planes.bytes_per_element + plan.gradient_bytes_per_element)
+            traffic = 2 * plan.planes.num_bytes(stop - start) + (stop - start) * plan.gradient_bytes_per_element
             update = self.emit(Verb.UPDATE, Lane.UPDATE, own, gradient_slot=gradient, state_slot=slot, bytes=traffic, **common)
             updates.append(update)
             # Writes go to the slot that the previous commit made free.
