@@ -121,7 +121,7 @@ class Plan:
 
     def num_chunks(self, unit: int) -> int:
         """Number of chunks in which `unit` is updated."""
-        return len(self._chunks(unit))
+        return len(chunk_ranges(self.units[unit].num_elements, self.chunk_elements))
 
     def chunk(self, unit: int, chunk: int) -> tuple[int, int]:
         """Elements `[start, stop)` of a chunk."""
@@ -130,16 +130,14 @@ class Plan:
 
     def state_bytes(self, unit: int) -> int:
         """Bytes of a unit's states: those of its chunks, one after another."""
-        return sum(self.planes.state_bytes(stop - start) for start, stop in self._chunks(unit))
+        whole, rest = divmod(self.units[unit].num_elements, self.chunk_elements)
+        return whole * self.planes.state_bytes(self.chunk_elements) + self.planes.state_bytes(rest)
 
     def states_of_chunk(self, unit: int, chunk: int) -> slice:
         """Return where a chunk's states lie among those of its unit, in bytes."""
         start, stop = self.chunk(unit, chunk)
         offset = chunk * self.planes.state_bytes(self.chunk_elements)
         return slice(offset, offset + self.planes.state_bytes(stop - start))
-
-    def _chunks(self, unit: int) -> list[tuple[int, int]]:
-        return chunk_ranges(self.units[unit].num_elements, self.chunk_elements)
 
     def peak(self, tier: str) -> int:
         """Planned peak bytes of a tier."""

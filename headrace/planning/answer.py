@@ -55,7 +55,7 @@ _COARSE_OPERATIONS = 1000
 # As `forecast` has by default: for times that stand beside the plan's own.
 _MOST_OPERATIONS = 6000
 # A variant of a plan that fits is worth a line below this share of its time.
-_WORTH_IT = 0.98
+_WORTH_IT = 0.99
 # Placements of a variant that are compared.
 _MOST_PLACEMENTS = 4
 # From generous buffers to the leanest, as `placements_of` counts them.

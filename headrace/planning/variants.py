@@ -59,7 +59,9 @@ def nearest_variants(
 
     More of what is short is always tried; smaller steps until `out_of_time`.
     """
-    found = [*_more_bytes(question, refusal, plan), *_first_that_fits(smaller_moments(question), plan, out_of_time)]
+    found = list(_more_bytes(question, refusal, plan))
+    if refusal.tier != "device":  # moments are never there
+        found += _first_that_fits(smaller_moments(question), plan, out_of_time)
     smallest = list(_one_short_sequence(question))[-1:]
     if not list(_first_that_fits(smallest, plan, out_of_time)):
         return tuple(found)  # the weights alone are too much

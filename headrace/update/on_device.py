@@ -37,7 +37,7 @@ _STATE_DTYPES = {
 }
 _GRADIENT_DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 # The most that is alive at once beside the planes, per element of a chunk; a test traces it.
-_TEMPORARY_BYTES_PER_ELEMENT = {"float32": 36, "bfloat16": 40, "int8": 60}
+_TEMPORARY_BYTES_PER_ELEMENT = {"float32": 36, "bfloat16": 48, "int8": 76}
 
 
 class DeviceUpdater:

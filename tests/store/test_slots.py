@@ -79,7 +79,7 @@ def test_slots_never_overlap_and_chunks_are_aligned(sizes: list[int], chunk: int
     taken.sort()
     assert all(start % 4096 == 0 and start < stop for start, stop in taken)
     assert all(stop == start for (_, stop), (start, _) in itertools.pairwise(taken))
-    assert places.durable_bytes == sum(sizes) * 2048 * PLANE_SETS[planes].bytes_per_element * 2
+    assert places.durable_bytes == sum(sizes) * 2048 * {"bfloat16": 12, "float32": 12, "float16": 14}[planes] * 2
     assert places.durable_bytes == (taken[-1][1] if taken else 0)
 
 
@@ -89,6 +89,6 @@ def test_sizes_that_cannot_be_aligned_are_refused() -> None:
         place_units([unit], PLANE_SETS["bfloat16"], 100)
     with pytest.raises(ConfigError, match="unit block 0: 100 elements"):
         place_units([UnitLayout("block 0", (), (), 100)], PLANE_SETS["bfloat16"], 2048)
-    odd = PlaneSet("bfloat16", Plane("hi", "uint16", 2), (Plane("q", "uint8", 1),))
+    odd = PlaneSet("bfloat16", Plane("q", "uint8", 1), (Plane("m", "float32", 4),))
     with pytest.raises(ConfigError, match="1 bytes per element"):
         place_units([unit], odd, 2048)
