@@ -17,7 +17,7 @@ def batch(seed: int) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": ids}
 
 
-def main(model: str, run: str, out: str, steps: int, clip: float) -> None:
+def main(model: str, run: str, out: str, steps: int, clip: float, moments: str = "float32") -> None:
     torch.set_num_threads(1)
     run_directory = Path(run)
     if (run_directory / "commit.0").exists():
@@ -30,6 +30,7 @@ def main(model: str, run: str, out: str, steps: int, clip: float) -> None:
             headrace.AdamW(lr=1e-3, weight_decay=0.1),
             run_directory=run_directory,
             max_grad_norm=clip or None,
+            moments=moments,
             tokens_per_step=96,
             sequence_length=24,
         )

