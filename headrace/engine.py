@@ -49,7 +49,7 @@ from headrace.spec.ceilings import Ceilings
 from headrace.spec.costs import ModelCosts
 from headrace.spec.errors import DataError, RunDirectoryError
 from headrace.spec.events import Event, Notice, Sink, StepResult
-from headrace.spec.layout import PLANE_SETS
+from headrace.spec.layout import plane_set
 from headrace.spec.optimizer import AdamW, Schedule
 from headrace.spec.program import Lane
 from headrace.spec.settings import Settings
@@ -84,7 +84,9 @@ class Engine:
         try:
             self._checkpoint = Checkpoint.open(Path(settings.model_dir))
             self_check(self._checkpoint.config)
-            self.chain = Chain.from_config(self._checkpoint.config, settings.compute_dtype, settings.optimizer)
+            self.chain = Chain.from_config(
+                self._checkpoint.config, settings.compute_dtype, settings.optimizer, settings.moments
+            )
             self._weights = self.chain.attach(self._checkpoint)
             self.machine = _machine(settings)
             self.chain.move_buffers(self.machine.device)
@@ -94,7 +96,8 @@ class Engine:
                 self.chain.use_liger()
             self._costs: dict[tuple[int, int], ModelCosts] = {}
             self._runtime_bytes: int | None = None
-            self._updater = Updater(AdamWRule(settings.compute_dtype), max(1, torch.get_num_threads() // 2))
+            rule = AdamWRule(settings.compute_dtype, settings.moments)
+            self._updater = Updater(rule, max(1, torch.get_num_threads() // 2))
             self._closers.callback(self._updater.close)
             self.plan: Plan | None = None  # a resumed run has its plan in the record
             self.store = store_of(self)
@@ -129,6 +132,7 @@ class Engine:
         checkpoint_every: int | None = None,
         interpreter: str = "overlapped",
         gradient_dtype: str | None = None,
+        moments: str = "float32",
         machine: Ceilings | None = None,
         sink: Sink | None = None,
         adjust_plan: Callable[[Plan], Plan] | None = None,
@@ -140,6 +144,8 @@ class Engine:
         `run_directory` holds the run's records (default: a temporary folder, removed by `close`); the budget's SSD directories
         hold the state (default: the run directory). Without `tokens_per_step` the plan is made for the first batch.
         `gradient_dtype="float32"` drains gradients unrounded (default: in the compute dtype, summed in fp32 before).
+        `moments` says how AdamW's moments are kept: `float32`, or `bfloat16` or `int8` (8 bits and a scale for each block of
+        256), which take less space and traffic, and round at random. Everything else stays exact.
         `machine` are measured ceilings, by which the plan is chosen (`headrace bench machine`; None: a nominal machine).
         `adjust_plan` may change the plan before anything is built: for experiments with placements that the planner would not
         choose. `compile_blocks` runs blocks under `torch.compile`, `liger` by Liger's kernels (GPU): same mathematics, other
@@ -164,6 +170,7 @@ class Engine:
             checkpoint_every=checkpoint_every,
             interpreter=interpreter,
             gradient_dtype=gradient_dtype,
+            moments=moments,
             machine=machine.to_json() if machine else None,
             compile_blocks=compile_blocks,
             liger=liger,
@@ -230,7 +237,7 @@ class Engine:
             directory,
             ssd,
             self.chain.layouts,
-            PLANE_SETS[self.settings.compute_dtype],
+            plane_set(self.settings.compute_dtype, self.settings.moments),
             chunk_elements=self._chunk_elements(),
             scratch_bytes=scratch_bytes(plan) if plan else 0,
             weights=_striping(ssd),
@@ -295,6 +302,7 @@ class Engine:
             allowance=allowance,
             compute_dtype=self.settings.compute_dtype,
             gradient_dtype=self.settings.gradient_dtype,
+            moments=self.settings.moments,
         )
         machine = Ceilings.from_json(self.settings.machine) if self.settings.machine else None
         plan = make_plan(problem, machine)

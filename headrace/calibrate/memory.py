@@ -62,7 +62,7 @@ class UpdateLoad:
         """Update all parameters once; returns all bytes that cross the memory bus, as the planner counts them."""
         buffers, size = self._buffers, self._buffers.weight.size
         self._updater.update_range(buffers.weight, buffers.states, buffers.gradient, self._hyper, self._groups, 0, size)
-        return float(size * (2 * _PLANES.bytes_per_element + buffers.gradient.itemsize))
+        return float(2 * _PLANES.num_bytes(size) + size * buffers.gradient.itemsize)
 
     def close(self) -> None:
         """End the threads."""

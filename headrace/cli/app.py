@@ -72,6 +72,7 @@ def train(
     lr_schedule: Annotated[str | None, typer.Option(help="constant, linear or cosine. Default: constant.")] = None,
     max_grad_norm: Annotated[float | None, typer.Option(help="Clip to this global norm; 0 for none. Default: 1.")] = None,
     compute_dtype: Annotated[str | None, typer.Option(help="bfloat16, float32 or float16. Default: bfloat16.")] = None,
+    moments: Annotated[str | None, typer.Option(help="AdamW's moments: float32, bfloat16 or int8. Default: float32.")] = None,
     seed: Annotated[int | None, typer.Option(help="Order of the data and dropout. Default: 0.")] = None,
     packing: Annotated[bool | None, typer.Option(help="Several samples in a row. Default: where the model can.")] = None,
     checkpoint_every: Annotated[int | None, typer.Option(help="Commit every so many steps. Default: by the plan.")] = None,
@@ -182,6 +183,7 @@ def plan(
     max_steps: Annotated[int | None, typer.Option(help="Steps of the run, for hours and wear.")] = None,
     max_grad_norm: Annotated[float, typer.Option(help="Clip to this global norm; 0 for none.")] = 1.0,
     compute_dtype: Annotated[str, typer.Option(help="bfloat16, float32 or float16.")] = "bfloat16",
+    moments: Annotated[str, typer.Option(help="AdamW's moments: float32, bfloat16 or int8.")] = "float32",
     as_json: Json = False,
 ) -> None:
     """Say whether a model fits, how fast it will be, and what limits it. Needs config.json only, no weights."""
@@ -200,6 +202,7 @@ def plan(
         max_steps=max_steps,
         max_grad_norm=max_grad_norm,
         compute_dtype=compute_dtype,
+        moments=moments,
     )
     if as_json:
         typer.echo(report_text(report, as_json=True))

@@ -33,6 +33,7 @@ def make_report(
     max_steps: int | None,
     max_grad_norm: float,
     compute_dtype: str,
+    moments: str = "float32",
 ) -> PlanReport:
     """Return the answer for `headrace plan`'s options. With `data`, the length of the run is one pass over it.
 
@@ -54,6 +55,7 @@ def make_report(
         sequence_length=sequence_length,
         clip=max_grad_norm > 0,
         compute_dtype=compute_dtype,
+        moments=moments,
         max_steps=max_steps,
     )
 

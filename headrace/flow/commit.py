@@ -4,7 +4,6 @@ import time
 
 from headrace.flow.state import Parts, StepState
 from headrace.spec.events import Committed
-from headrace.spec.layout import chunk_ranges
 from headrace.spec.program import Op
 
 
@@ -26,11 +25,10 @@ def commit(state: StepState, op: Op) -> None:
 def write_resident_states(parts: Parts) -> None:
     """Write the states that live in host memory into the slot that is not committed."""
     plan = parts.plan
-    width = plan.planes.state_bytes_per_element
     tickets = []
     for unit in plan.resident_states:
         states = parts.buffers.resident_states[unit]
-        for chunk, (start, stop) in enumerate(chunk_ranges(plan.units[unit].num_elements, plan.chunk_elements)):
-            tickets.append(parts.store.write_states(unit, chunk, states[start * width : stop * width]))
+        for chunk in range(plan.num_chunks(unit)):
+            tickets.append(parts.store.write_states(unit, chunk, states[plan.states_of_chunk(unit, chunk)]))
     for ticket in tickets:
         ticket.wait()

@@ -44,7 +44,7 @@ def _master_plane(planes: PlaneSet) -> Plane | None:
 
 def _states_with_master(planes: PlaneSet, master: NDArray[Any]) -> Bytes:
     """Return a chunk's states: the master's plane, then zero moments."""
-    states = huge_page_buffer(master.size * planes.state_bytes_per_element)
+    states = huge_page_buffer(planes.state_bytes(master.size))
     states[: master.nbytes] = master.view(np.uint8)
     return states
 
@@ -65,7 +65,7 @@ class UnitReader:
             return weights.view(planes.weight.dtype), None
         master = np.empty(layout.num_elements, plane.dtype)
         for chunk, (start, stop) in enumerate(chunk_ranges(layout.num_elements, self._store.manifest.chunk_elements)):
-            states = huge_page_buffer((stop - start) * planes.state_bytes_per_element)
+            states = huge_page_buffer(planes.state_bytes(stop - start))
             self._store.read_states(unit, chunk, states).wait()
             master[start:stop] = states[: (stop - start) * plane.bytes_per_element].view(plane.dtype)
         return weights.view(planes.weight.dtype), master

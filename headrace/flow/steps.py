@@ -14,7 +14,6 @@ from headrace.flow.state import Parts, StepState, Verdict
 from headrace.flow.step import run_step
 from headrace.plan.base import Plan
 from headrace.plan.program import Carry, build_program, build_tail, cold_carry, redo_carry
-from headrace.spec.layout import chunk_ranges
 from headrace.spec.program import Lane, Program
 from headrace.update import HitRate
 
@@ -122,9 +121,8 @@ class Steps:
                     event = machine.record(Lane.HOST_TO_DEVICE)
                 if event is not None:
                     event.synchronize()
-        width = plan.planes.state_bytes_per_element
         for unit in plan.resident_states:
             states = parts.buffers.resident_states[unit]
-            for chunk, (start, stop) in enumerate(chunk_ranges(plan.units[unit].num_elements, plan.chunk_elements)):
-                parts.store.read_states(unit, chunk, states[start * width : stop * width]).wait()
+            for chunk in range(plan.num_chunks(unit)):
+                parts.store.read_states(unit, chunk, states[plan.states_of_chunk(unit, chunk)]).wait()
         return cold_carry(plan)

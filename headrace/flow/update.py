@@ -68,6 +68,7 @@ def update(state: StepState, op: Op) -> None:
         state.parts.chain.layouts[op.unit].groups,
         start,
         stop,
+        op.unit,
     )
 
 
@@ -96,10 +97,9 @@ def _states(state: StepState, op: Op) -> Bytes:
     """Return the chunk's states, all planes back to back: in staging, or where they always are."""
     plan, buffers = state.plan, state.parts.buffers
     start, stop = plan.chunk(op.unit, op.chunk)
-    width = plan.planes.state_bytes_per_element
     if op.state_slot >= 0:
-        return buffers.states[op.state_slot][: (stop - start) * width]
-    return buffers.resident_states[op.unit][start * width : stop * width]
+        return buffers.states[op.state_slot][: plan.planes.state_bytes(stop - start)]
+    return buffers.resident_states[op.unit][plan.states_of_chunk(op.unit, op.chunk)]
 
 
 def _places(state: StepState, op: Op) -> list[tuple[torch.Tensor, Bytes]]:
@@ -136,9 +136,5 @@ def _update_on_device(state: StepState, op: Op) -> None:
 
 
 def _state_planes(state: StepState, op: Op, num_elements: int) -> tuple[NDArray[Any], ...]:
-    whole, planes, start = _states(state, op), [], 0
-    for plane in state.plan.planes.states:
-        stop = start + num_elements * plane.bytes_per_element
-        planes.append(whole[start:stop].view(np.dtype(plane.dtype)))
-        start = stop
-    return tuple(planes)
+    whole = _states(state, op)
+    return tuple(whole[part].view(np.dtype(plane.dtype)) for plane, part in state.plan.planes.split_states(num_elements))

@@ -25,7 +25,7 @@ from headrace.model.runner import Runner, run_block
 from headrace.model.skeleton import build_skeleton
 from headrace.model.taps import BlockCall
 from headrace.spec.errors import ConfigError, ModelError
-from headrace.spec.layout import PLANE_SETS, UnitLayout, lay_out
+from headrace.spec.layout import UnitLayout, lay_out, plane_set
 from headrace.spec.optimizer import AdamW
 
 
@@ -44,14 +44,18 @@ class Chain:
         supports_packing, packing_reason: whether several samples may share a row with restarting positions, and why not.
     """
 
-    def __init__(self, config: Any, skeleton: Any, traits: Traits, *, compute_dtype: str, optimizer: AdamW) -> None:
+    def __init__(
+        self, config: Any, skeleton: Any, traits: Traits, *, compute_dtype: str, optimizer: AdamW, moments: str
+    ) -> None:
         self.config = config
         self.model = skeleton
         self.compute_dtype = compute_dtype
         self.dtype: torch.dtype = getattr(torch, compute_dtype)
         self.device = torch.device("cpu")
         blocks = find_blocks(skeleton)
-        self.layouts = _lay_out_units(skeleton, blocks.name, traits, optimizer)
+        self.layouts = _lay_out_units(
+            skeleton, blocks.name, traits, optimizer, plane_set(compute_dtype, moments).parameter_alignment
+        )
         self.num_blocks = len(blocks.modules)
         self.unit_names = tuple(layout.name for layout in self.layouts)
         self.has_epilogue_unit = len(self.layouts) == self.num_blocks + 2
@@ -68,17 +72,18 @@ class Chain:
         self._resident = (0, self.num_blocks + 1) if self.has_epilogue_unit else (0,)
 
     @classmethod
-    def from_config(cls, config: Any, compute_dtype: str, optimizer: AdamW) -> "Chain":
+    def from_config(cls, config: Any, compute_dtype: str, optimizer: AdamW, moments: str = "float32") -> "Chain":
         """Return the chain of the model that `config`, a configuration of transformers, describes.
 
+        `moments` decides how the parameters are aligned.
+
         Raises:
-            ConfigError: `compute_dtype` is not one of the plane sets.
+            ConfigError: there is no set of planes for `compute_dtype` and `moments`.
             ModelError: the architecture cannot be run block by block; the message says why.
         """
-        if compute_dtype not in PLANE_SETS:
-            raise ConfigError(f"compute_dtype: {compute_dtype!r} is not one of {', '.join(PLANE_SETS)}")
+        plane_set(compute_dtype, moments)  # refuses before the model is built
         skeleton = build_skeleton(config, getattr(torch, compute_dtype))
-        return cls(config, skeleton, probe(config), compute_dtype=compute_dtype, optimizer=optimizer)
+        return cls(config, skeleton, probe(config), compute_dtype=compute_dtype, optimizer=optimizer, moments=moments)
 
     @property
     def hidden_size(self) -> int:
@@ -201,7 +206,9 @@ def block_seed(seed: int, step: int, unit: int, micro: int) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
 
-def _lay_out_units(model: nn.Module, blocks_name: str, traits: Traits, optimizer: AdamW) -> tuple[UnitLayout, ...]:
+def _lay_out_units(
+    model: nn.Module, blocks_name: str, traits: Traits, optimizer: AdamW, parameter_alignment: int
+) -> tuple[UnitLayout, ...]:
     """Sort the parameters of `model` into units and place them."""
     _refuse_shared_between_blocks(model, blocks_name)
     num_blocks = len(model.get_submodule(blocks_name))  # type: ignore[arg-type]
@@ -213,7 +220,7 @@ def _lay_out_units(model: nn.Module, blocks_name: str, traits: Traits, optimizer
             unit = num_blocks if name in traits.epilogue_names else -1
         units[unit + 1].append(entry)
     names = ["prologue", *(f"block.{index}" for index in range(num_blocks)), "epilogue"]
-    laid_out = [lay_out(name, parameters) for name, parameters in zip(names, units, strict=True)]
+    laid_out = [lay_out(name, parameters, parameter_alignment) for name, parameters in zip(names, units, strict=True)]
     return tuple(laid_out if units[-1] else laid_out[:-1])
 
 

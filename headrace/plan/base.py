@@ -7,7 +7,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
-from headrace.spec.layout import PLANE_SETS, PlaneSet, chunk_ranges
+from headrace.spec.layout import PlaneSet, chunk_ranges, plane_set
 from headrace.spec.sizes import format_bytes
 
 # Staging buffers on the device for chunks that are updated there: while one is worked on, another comes or goes.
@@ -105,11 +105,12 @@ class Plan:
     peak_bytes: dict[str, dict[str, int]] = field(default_factory=dict)
     allowed_bytes: dict[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    moments: str = "float32"  # how AdamW's moments are kept
 
     @property
     def planes(self) -> PlaneSet:
-        """The planes that follow from the compute dtype."""
-        return PLANE_SETS[self.compute_dtype]
+        """The planes that follow from compute dtype and moments."""
+        return plane_set(self.compute_dtype, self.moments)
 
     @property
     def has_epilogue(self) -> bool:
@@ -180,6 +181,17 @@ class Plan:
         start = chunk * self.chunk_elements
         return start, min(start + self.chunk_elements, self.units[unit].num_elements)
 
+    def state_bytes(self, unit: int) -> int:
+        """Bytes of a unit's states: those of its chunks, one after another."""
+        whole, rest = divmod(self.units[unit].num_elements, self.chunk_elements)
+        return whole * self.planes.state_bytes(self.chunk_elements) + self.planes.state_bytes(rest)
+
+    def states_of_chunk(self, unit: int, chunk: int) -> slice:
+        """Return where a chunk's states lie among those of its unit, in bytes."""
+        start, stop = self.chunk(unit, chunk)
+        offset = chunk * self.planes.state_bytes(self.chunk_elements)
+        return slice(offset, offset + self.planes.state_bytes(stop - start))
+
     def peak(self, tier: str) -> int:
         """Planned peak bytes of a tier."""
         return sum(self.peak_bytes.get(tier, {}).values())
@@ -226,7 +238,8 @@ class Plan:
     def explain(self) -> str:
         """Return the plan's choices in words, and its peaks in one line for each tier."""
         lines = [
-            f"model    {_count(self.num_parameters)} parameters, {self.num_blocks} blocks, {self.compute_dtype} compute",
+            f"model    {_count(self.num_parameters)} parameters, {self.num_blocks} blocks, {self.compute_dtype} compute"
+            + ("" if self.moments == "float32" else f", {self.moments} moments"),
             f"step     {self.tokens_per_step} tokens = {self.num_micro_batches} micro-"
             f"batch{'es' if self.num_micro_batches > 1 else ''} of {self.micro_batch_sequences} x {self.sequence_length}",
             f"update   {self._explain_update()}; "

@@ -57,7 +57,8 @@ def with_footprint(plan: Plan, costs: ModelCosts, allowance: Allowance) -> Plan:
         # Before the first step, in memory that the step's buffers take later: only what is beyond them counts.
         imported = allowance.runtime_bytes + _SMALL_BYTES + import_bytes(plan) + allowance.import_workspace_bytes
         rows["host"][_IMPORT] = max(0, imported - sum(rows["host"].values()))
-    weight_and_states = sum(unit.num_elements for unit in plan.units) * plan.planes.bytes_per_element
+    weights = sum(plan.planes.weight.num_bytes(unit.num_elements) for unit in plan.units)
+    weight_and_states = weights + sum(plan.state_bytes(unit) for unit in range(len(plan.units)))
     rows["ssd"] = {"states, two slots": 2 * weight_and_states, "scratch": scratch_bytes(plan)}
     allowed = {"host": allowance.host_bytes}
     if allowance.device_bytes is not None:
@@ -71,7 +72,7 @@ def import_bytes(plan: Plan) -> int:
     # The plane that completes the weights to the fp32 master; where the weights are the master there is none.
     master = planes.states[0].bytes_per_element if planes.states[0].name in ("lo", "w") else 0
     largest = max(unit.num_elements for unit in plan.units)
-    chunk = min(plan.chunk_elements, largest) * planes.state_bytes_per_element if master else 0
+    chunk = planes.state_bytes(min(plan.chunk_elements, largest)) if master else 0
     return largest * (planes.weight.bytes_per_element + master) + chunk
 
 

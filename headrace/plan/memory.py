@@ -33,12 +33,11 @@ def buffer_groups(plan: Plan) -> dict[str, BufferGroup]:
     """Return the groups by name. The compute tier is `device` where that is separate, else `host`."""
     compute_tier = "device" if plan.separate_device else "host"
     weight, gradient = plan.planes.weight.bytes_per_element, plan.gradient_bytes_per_element
-    state = plan.planes.state_bytes_per_element
     block = plan.largest_block_elements
     residents = [plan.units[unit].num_elements for unit in plan.resident_units]
     groups = {
         "host_weights": BufferGroup("host", "weights", plan.host_slots, block * weight),
-        "states": BufferGroup("host", "states", plan.state_slots, plan.chunk_elements * state),
+        "states": BufferGroup("host", "states", plan.state_slots, plan.planes.state_bytes(plan.chunk_elements)),
         "resident_weights": BufferGroup(compute_tier, "weights", 1, sum(residents) * weight),
         "resident_accumulator": BufferGroup(
             compute_tier, "gradients", 1, (sum(residents) if plan.tied else max(residents)) * 4
@@ -46,8 +45,8 @@ def buffer_groups(plan: Plan) -> dict[str, BufferGroup]:
     }
     if plan.separate_device:
         groups["device_weights"] = BufferGroup("device", "weights", plan.device_slots, block * weight)
-        chunk_bytes = plan.chunk_elements * (weight + state + gradient)
         if plan.device_state_slots:
+            chunk_bytes = plan.chunk_elements * (weight + gradient) + plan.planes.state_bytes(plan.chunk_elements)
             groups["device_states"] = BufferGroup("device", "states", plan.device_state_slots, chunk_bytes)
         groups["resident_staging"] = BufferGroup("host", "weights", 1, max(residents) * weight)
     if plan.accumulate or plan.separate_device:
@@ -60,7 +59,7 @@ def buffer_groups(plan: Plan) -> dict[str, BufferGroup]:
     if any(unit in plan.resident_units for unit in passing):
         groups["resident_gradient"] = BufferGroup("host", "gradients", 1, max(residents) * gradient)
     for unit in plan.resident_states:
-        groups[f"resident_states.{unit}"] = BufferGroup("host", "states", 1, plan.units[unit].num_elements * state)
+        groups[f"resident_states.{unit}"] = BufferGroup("host", "states", 1, plan.state_bytes(unit))
     for block in plan.blocks_stashed_on("host"):
         groups[f"stash.{block}"] = BufferGroup("host", "activations", plan.num_micro_batches, stash_slot_bytes(plan, block))
     spilled = plan.blocks_stashed_on("ssd")

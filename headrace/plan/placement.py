@@ -59,6 +59,7 @@ class Problem:
     allowance: Allowance
     compute_dtype: str = "bfloat16"
     gradient_dtype: str | None = None
+    moments: str = "float32"
 
     @property
     def separate_device(self) -> bool:
@@ -168,6 +169,7 @@ def plan_of(problem: Problem, choice: Choice) -> Plan:
         update_threads=max(1, problem.allowance.cores // 2),
         forward_flops=(0.0, *(block.forward_flops for block in costs.blocks), 0.0)[: len(problem.layouts)],
         epilogue_flops=costs.epilogue_flops_per_token * choice.rows * workload.sequence_length,
+        moments=problem.moments,
     )
     return with_footprint(plan, costs, problem.allowance)
 
@@ -192,8 +194,8 @@ def filled(problem: Problem, plan: Plan) -> Plan:
 def _with_resident_states(plan: Plan, spare_bytes: int) -> Plan:
     """Keep the states of as many units as fit in memory, shallow ones first: they are needed first in the next forward."""
     chosen: list[int] = []
-    for unit, layout in enumerate(plan.units):
-        needed = round_up(layout.num_elements * plan.planes.state_bytes_per_element, 4096)
+    for unit in range(len(plan.units)):
+        needed = plan.state_bytes(unit)
         if needed <= spare_bytes:
             chosen.append(unit)
             spare_bytes -= needed

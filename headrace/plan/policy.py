@@ -21,7 +21,8 @@ def balanced(problem: Problem, bare: Plan, best: Plan, machine: Ceilings, homes:
     """Return `best`, or a plan with late units and more states read ahead if it is faster: `bare` has nothing filled in yet.
 
     Updates behind backward leave drives idle in forward. Some units' updates are held for it, as many as make both halves
-    equally long; which ones matters little as long as they are spread evenly over the depth. Their gradients wait in one of `homes`.
+    equally long; which ones matters little as long as they are spread evenly over the depth. Their gradients wait in one
+    of `homes`.
     """
     best_seconds = forecast(best, machine).step_seconds
     unit_chunks = -(-bare.largest_block_elements // bare.chunk_elements)
@@ -51,7 +52,7 @@ def with_device_updates(problem: Problem, plan: Plan, machine: Ceilings) -> Plan
     What it takes are two chunks and temporaries on the device, and 26 bytes per parameter over the link (bfloat16) instead of
     as many over the host's memory bus. It pays where the CPU's updates limit the step and the link has time to spare.
     """
-    if not (problem.separate_device and machine.has_device):
+    if not (problem.separate_device and machine.has_device and problem.moments == "float32"):
         return plan
 
     def seconds(candidate: Plan, ceilings: Ceilings) -> float:

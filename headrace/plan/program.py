@@ -462,7 +462,7 @@ class _Builder:
         updates, readers, weights, states = [], [], [], []
         for chunk in range(plan.num_chunks(unit)):
             start, stop = plan.chunk(unit, chunk)
-            state_bytes = (stop - start) * plan.planes.state_bytes_per_element
+            state_bytes = plan.planes.state_bytes(stop - start)
             common: dict[str, Any] = {"unit": unit, "chunk": chunk, "phase": "update", "host_slot": host, "late": late}
             own, slot = list(after), -1
             if unit in plan.resident_states:
@@ -476,7 +476,7 @@ class _Builder:
             if self.is_updated_on_device(unit, chunk):
                 reader, update = self.update_on_device(stop - start, own, work)
             else:
-                traffic = (stop - start) * (2 * plan.planes.bytes_per_element + plan.gradient_bytes_per_element)
+                traffic = 2 * plan.planes.num_bytes(stop - start) + (stop - start) * plan.gradient_bytes_per_element
                 reader = update = self.emit(Verb.UPDATE, Lane.UPDATE, own, bytes=traffic, **work)
             readers.append(reader)
             updates.append(update)
@@ -512,7 +512,7 @@ class _Builder:
         slot = self.device_state_turn
         self.device_state_turn = (slot + 1) % plan.device_state_slots
         common = {**common, "device_state_slot": slot}
-        back_bytes = num_elements * plan.planes.bytes_per_element
+        back_bytes = plan.planes.num_bytes(num_elements)
         there_bytes = back_bytes + num_elements * plan.gradient_bytes_per_element
         traffic = num_elements * DEVICE_UPDATE_TRAFFIC_BYTES[plan.compute_dtype]
         after = [*after, *self.device_state_busy[slot]]

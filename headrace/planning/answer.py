@@ -4,7 +4,7 @@ Invariant: the placement is `make_plan`'s and the times are the simulator's, as 
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -16,7 +16,7 @@ from headrace.machine import process_status_bytes
 from headrace.model import Chain, import_workspace_bytes, profile
 from headrace.plan.base import Plan
 from headrace.plan.endurance import endurance
-from headrace.plan.footprint import Allowance
+from headrace.plan.footprint import Allowance, with_footprint
 from headrace.plan.forecast import Forecast, forecast
 from headrace.plan.placement import Problem, Workload, filled, fits, placements_of, plan_of
 from headrace.plan.search import make_plan, nominal_ceilings, nominal_machine
@@ -28,14 +28,15 @@ from headrace.planning.allowances import (
 )
 from headrace.planning.config import check_positions, position_limit, read_config
 from headrace.planning.report import Alternative, PlanReport
-from headrace.planning.variants import Question, nearest_variants
+from headrace.planning.variants import Question, Variant, nearest_variants, smaller_moments
 from headrace.spec.budget import Budget
 from headrace.spec.ceilings import Ceilings
 from headrace.spec.costs import ModelCosts
 from headrace.spec.errors import ConfigError, PlanInfeasible
+from headrace.spec.layout import plane_set, realigned
 from headrace.spec.optimizer import AdamW
 from headrace.spec.program import Lane
-from headrace.spec.sizes import format_bytes
+from headrace.spec.sizes import GIB, MIB, format_bytes, round_up
 
 _SEQUENCE_LENGTH = 2048
 _ROWS = 8
@@ -43,6 +44,10 @@ _ROWS = 8
 _STEPS = 1000
 # Forecasts that are only compared with one another may be coarser.
 _COARSE_OPERATIONS = 1000
+# As `forecast` has by default: for times that stand beside the plan's own.
+_MOST_OPERATIONS = 6000
+# A variant of a plan that fits is worth a line below this share of its time.
+_WORTH_IT = 0.99
 # Placements of a variant that are compared.
 _MOST_PLACEMENTS = 4
 # From generous buffers to the leanest, as `placements_of` counts them.
@@ -60,6 +65,7 @@ def plan_model(
     clip: bool = True,
     checkpoint_every: int | None = None,
     compute_dtype: str = "bfloat16",
+    moments: str = "float32",
     max_steps: int | None = None,
     variants_seconds: float = 4.0,
 ) -> PlanReport:
@@ -67,7 +73,8 @@ def plan_model(
 
     `ceilings` is the machine; without it times are those of a nominal one, and the report says so. `here` says that it is this
     machine, so that budgets that are not given follow from what is free now. `max_steps` is the length of the run, for hours
-    and wear. Where the model does not fit, the search for variants that do ends after about `variants_seconds`.
+    and wear. Where the model does not fit, the search for variants that do ends after about `variants_seconds`; where it fits
+    and the SSDs limit the step, the alternatives are what would spare them.
 
     Raises:
         ModelError: there is no configuration, or its architecture cannot be run block by block.
@@ -79,14 +86,16 @@ def plan_model(
     budget = budget or Budget()
     config = read_config(model)
     workload = _workload(config, tokens_per_step, sequence_length, clip=clip, checkpoint_every=checkpoint_every)
-    chain = Chain.from_config(config, compute_dtype, AdamW())
+    chain = Chain.from_config(config, compute_dtype, AdamW(), moments)
     allowance = replace(_allowance(budget, ceilings, here=here), import_workspace_bytes=import_workspace_bytes(chain.layouts))
-    question = Question(workload=workload, allowance=allowance, ssd_bytes=default_ssd_bytes(ceilings, budget.ssd))
+    ssd_bytes = default_ssd_bytes(ceilings, budget.ssd)
+    question = Question(workload=workload, allowance=allowance, ssd_bytes=ssd_bytes, moments=moments)
     planner = _Planner(chain, question, ceilings)
     report = PlanReport(
         model=type(chain.model).__name__,
         parameters=chain.num_parameters,
         compute_dtype=compute_dtype,
+        moments=moments,
         tokens_per_step=workload.tokens_per_step,
         sequence_length=workload.sequence_length,
         machine=planner.ceilings.name,
@@ -100,7 +109,8 @@ def plan_model(
         found = nearest_variants(question, error, planner.quick_plan, lambda: time.monotonic() > deadline)
         variants = tuple(planner.alternative(*variant) for variant in found)
         return replace(report, reason=str(error), needed_bytes={error.tier: error.needed_bytes}, alternatives=variants)
-    return _with_times(report, plan, planner.ceilings, max_steps or _STEPS)
+    report = _with_times(report, plan, planner.ceilings, max_steps or _STEPS)
+    return replace(report, alternatives=planner.sparing_the_ssd(question, plan, report.forecast))
 
 
 def report_of(
@@ -219,20 +229,56 @@ class _Planner:
                 self._costs[key] = profile(self._chain, sequences, length)
             return self._costs[key]
 
+        alignment = plane_set(self._chain.compute_dtype, question.moments).parameter_alignment
         return Problem(
-            layouts=self._chain.layouts,
+            layouts=tuple(realigned(layout, alignment) for layout in self._chain.layouts),
             costs_of=costs_of,
             workload=question.workload,
             allowance=question.allowance,
             compute_dtype=self._chain.compute_dtype,
+            moments=question.moments,
         )
 
     def _seconds(self, plan: Plan) -> float:
         return forecast(plan, self.ceilings, most_operations=_COARSE_OPERATIONS).step_seconds
 
-    def alternative(self, change: str, options: dict[str, Any], plan: Plan) -> Alternative:
+    def sparing_the_ssd(self, question: Question, plan: Plan, found: Forecast | None) -> tuple[Alternative, ...]:
+        """Return the variants of a plan whose step the SSDs limit that move fewer bytes over them, if they are faster.
+
+        The plan stays as it is but for one change: weights that stay in host memory, or smaller moments.
+        """
+        if found is None or found.bottleneck not in (Lane.SSD_READ, Lane.SSD_WRITE):
+            return ()
+        variants = [*self._weights_in_host_memory(question, plan), *self._smaller_moments(question, plan)]
+        made = (self.alternative(*variant, most_operations=_MOST_OPERATIONS) for variant in variants)
+        return tuple(each for each in made if each.step_seconds < _WORTH_IT * found.step_seconds)
+
+    def _weights_in_host_memory(self, question: Question, plan: Plan) -> Iterator[Variant]:
+        if plan.host_slots < plan.num_blocks:
+            problem = self._problem(question)
+            roomy = with_footprint(
+                replace(plan, host_slots=plan.num_blocks), problem.costs_of(plan.micro_batch_sequences), problem.allowance
+            )
+            needed_bytes = round_up(roomy.peak("host"), GIB if roomy.peak("host") > 4 * GIB else MIB)
+            yield f"all weights in host memory, {format_bytes(needed_bytes)} of it", {"host_memory": needed_bytes}, roomy
+
+    def _smaller_moments(self, question: Question, plan: Plan) -> Iterator[Variant]:
+        for change, options, other in smaller_moments(question):
+            problem = self._problem(other)
+            units = tuple(
+                replace(unit, num_elements=layout.num_elements)
+                for unit, layout in zip(plan.units, problem.layouts, strict=True)
+            )
+            changed = replace(plan, moments=other.moments, units=units, resident_states=())
+            changed = with_footprint(changed, problem.costs_of(plan.micro_batch_sequences), problem.allowance)
+            if fits(changed):
+                yield change, options, filled(problem, changed)
+
+    def alternative(
+        self, change: str, options: dict[str, Any], plan: Plan, *, most_operations: int = _COARSE_OPERATIONS
+    ) -> Alternative:
         """Return a variant with its times."""
-        found = forecast(plan, self.ceilings, most_operations=_COARSE_OPERATIONS)
+        found = forecast(plan, self.ceilings, most_operations=most_operations)
         return Alternative(
             change=change,
             options=options,

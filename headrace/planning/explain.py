@@ -21,7 +21,9 @@ def explain(report: PlanReport) -> str:
 
 
 def _lines(report: PlanReport) -> Iterator[str]:
-    yield _line("model", f"{report.model}, {_count(report.parameters)} parameters, {report.compute_dtype} compute")
+    yield _line(
+        "model", f"{report.model}, {_count(report.parameters)} parameters, {report.compute_dtype} compute" + _moments(report)
+    )
     yield _line("machine", report.machine + ("" if report.measured else _NOMINAL))
     yield _line("step", f"{report.tokens_per_step} tokens, sequences of {report.sequence_length}")
     if report.plan is None:
@@ -34,6 +36,8 @@ def _lines(report: PlanReport) -> Iterator[str]:
     yield ""
     yield from _choices(report.plan)
     yield from _times(report)
+    if report.alternatives:
+        yield from _alternatives(report)
 
 
 def _choices(plan: Plan) -> Iterator[str]:
@@ -106,6 +110,10 @@ def _alternatives(report: PlanReport) -> Iterator[str]:
     for alternative in report.alternatives:
         time = f"{format_seconds(alternative.step_seconds)} per step, {alternative.tokens_per_second:.4g} tokens/s"
         yield _line("instead", f"{alternative.change}: {time}")
+
+
+def _moments(report: PlanReport) -> str:
+    return "" if report.moments == "float32" else f", {report.moments} moments"
 
 
 def _count(parameters: int) -> str:

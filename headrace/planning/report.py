@@ -13,7 +13,10 @@ from headrace.plan.forecast import Forecast
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alternative:
-    """A variant that fits: what to change in words and as options, and what it gives, before any search for what to replay."""
+    """A variant that fits: what to change in words and as options, and what it gives, before any search for what to replay.
+
+    Beside a plan that fits: what would be faster where the SSDs limit the step, the plan being the same otherwise.
+    """
 
     change: str
     options: dict[str, Any]
@@ -38,6 +41,7 @@ class PlanReport:
     model: str
     parameters: int
     compute_dtype: str
+    moments: str = "float32"
     tokens_per_step: int
     sequence_length: int
     machine: str
@@ -63,6 +67,7 @@ class PlanReport:
             "model": self.model,
             "parameters": self.parameters,
             "compute_dtype": self.compute_dtype,
+            "moments": self.moments,
             "tokens_per_step": self.tokens_per_step,
             "sequence_length": self.sequence_length,
             "machine": self.machine,

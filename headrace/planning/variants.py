@@ -1,6 +1,7 @@
 """The nearest variants that fit, for a question whose answer is no.
 
-Each changes one thing where one is enough: fewer tokens per step, shorter sequences, no clipping, more memory or space.
+Each changes one thing where one is enough: fewer tokens per step, shorter sequences, no clipping, smaller moments, more memory
+or space.
 Invariant: every variant returned has been planned, and fits.
 """
 
@@ -32,6 +33,7 @@ class Question:
     workload: Workload
     allowance: Allowance
     ssd_bytes: int | None
+    moments: str = "float32"
 
     @property
     def allowed_bytes(self) -> dict[str, int]:
@@ -58,6 +60,8 @@ def nearest_variants(
     More of what is short is always tried; smaller steps until `out_of_time`.
     """
     found = list(_more_bytes(question, refusal, plan))
+    if refusal.tier != "device":  # moments are never there
+        found += _first_that_fits(smaller_moments(question), plan, out_of_time)
     smallest = list(_one_short_sequence(question))[-1:]
     if not list(_first_that_fits(smallest, plan, out_of_time)):
         return tuple(found)  # the weights alone are too much
@@ -114,6 +118,14 @@ def _one_short_sequence(question: Question) -> Iterator[Candidate]:
             question.with_workload(sequence_length=length, tokens_per_step=length),
         )
         length //= 2
+
+
+def smaller_moments(question: Question) -> Iterator[Candidate]:
+    """Yield the question with 8-bit moments, if it has larger ones."""
+    if question.moments != "int8":
+        bits = {"float32": 32, "bfloat16": 16}[question.moments]
+        words = f"moments of 8 bits instead of {bits} (rounded at random: not exact AdamW)"
+        yield words, {"moments": "int8"}, replace(question, moments="int8")
 
 
 def _no_clipping(question: Question) -> Iterator[Candidate]:

@@ -31,10 +31,12 @@ def model_card(facts: CardFacts) -> str:
         metadata.append(f"base_model: {facts.base_model}")
     metadata += ["tags:", "- headrace", "---", ""]
     data = ", ".join(f"`{name}`" for name in facts.data)
+    moments = facts.options.get("moments", "float32")
+    rule = "exact AdamW with an fp32 master" if moments == "float32" else f"AdamW with an fp32 master and {moments} moments"
     sections = [
         f"# {facts.name}",
         "",
-        f"Fine-tuned from `{facts.base_model}` on {data} with Headrace: every parameter, by exact AdamW with an fp32 master.",
+        f"Fine-tuned from `{facts.base_model}` on {data} with Headrace: every parameter, by {rule}.",
         "",
         *_results(facts.records),
         "## Training options",

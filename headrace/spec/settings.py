@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from headrace.spec.errors import ConfigError
+from headrace.spec.layout import plane_set
 from headrace.spec.optimizer import AdamW, ParameterGroup, Schedule
 
 
@@ -28,8 +29,10 @@ class Settings:
     machine: dict[str, Any] | None = None  # measured ceilings, as JSON
     compile_blocks: bool = False
     liger: bool = False
+    moments: str = "float32"  # how AdamW's moments are kept; runs from before there was a choice name none
 
     def __post_init__(self) -> None:
+        plane_set(self.compute_dtype, self.moments)
         if self.gradient_dtype not in (None, "float32", self.compute_dtype):
             raise ConfigError(
                 f"gradient_dtype: {self.gradient_dtype!r} is neither float32 nor the compute dtype {self.compute_dtype}"

@@ -96,7 +96,10 @@ def _parse(fields: dict[str, Any]) -> Manifest:
         run_id=fields["run_id"],
         layouts=tuple(_parse_layout(layout) for layout in fields["layouts"]),
         planes=PlaneSet(
-            planes["compute_dtype"], Plane(**planes["weight"]), tuple(Plane(**plane) for plane in planes["states"])
+            planes["compute_dtype"],
+            Plane(**planes["weight"]),
+            tuple(Plane(**plane) for plane in planes["states"]),
+            planes.get("moments", "float32"),  # manifests from before there was a choice have no such key
         ),
         chunk_elements=fields["chunk_elements"],
         scratch_bytes=fields["scratch_bytes"],

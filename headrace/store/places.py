@@ -8,6 +8,7 @@ overlap, and every chunk begins and ends on a border of 4096 bytes.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import accumulate
 
 from headrace.ioengine import BLOCK_BYTES
 from headrace.spec.errors import ConfigError
@@ -72,14 +73,20 @@ def place_units(layouts: Sequence[UnitLayout], planes: PlaneSet, chunk_elements:
     """
     if chunk_elements < UNIT_ALIGNMENT or chunk_elements % UNIT_ALIGNMENT:
         raise ConfigError(f"chunk of {chunk_elements} elements: expected a positive multiple of {UNIT_ALIGNMENT}")
+    # States are padded to pages chunk by chunk; weights are read as a whole, so theirs must have no gaps.
+    if planes.weight.num_bytes(UNIT_ALIGNMENT) % BLOCK_BYTES:
+        raise ConfigError(
+            f"{planes.compute_dtype} weights: {planes.weight.bytes_per_element} bytes per element, so that {UNIT_ALIGNMENT} "
+            f"elements are no multiple of {BLOCK_BYTES} bytes; use a plane whose size is even"
+        )
     offset = 0
     placed: dict[GroupKind, list[GroupPlace]] = {GroupKind.WEIGHTS: [], GroupKind.STATES: []}
     for unit, layout in enumerate(layouts):
         if layout.num_elements < 0 or layout.num_elements % UNIT_ALIGNMENT:
             raise ConfigError(f"unit {layout.name}: {layout.num_elements} elements, expected a multiple of {UNIT_ALIGNMENT}")
         ranges = chunk_ranges(layout.num_elements, chunk_elements)
-        for kind, element_bytes in _element_bytes(planes).items():
-            chunk_offsets = (*(start * element_bytes for start, _ in ranges), layout.num_elements * element_bytes)
+        for kind, bytes_of in {GroupKind.WEIGHTS: planes.weight.num_bytes, GroupKind.STATES: planes.state_bytes}.items():
+            chunk_offsets = tuple(accumulate((bytes_of(stop - start) for start, stop in ranges), initial=0))
             size = chunk_offsets[-1]
             placed[kind].append(
                 GroupPlace(
@@ -92,14 +99,3 @@ def place_units(layouts: Sequence[UnitLayout], planes: PlaneSet, chunk_elements:
             )
             offset += 2 * size
     return Places(weights=tuple(placed[GroupKind.WEIGHTS]), states=tuple(placed[GroupKind.STATES]), durable_bytes=offset)
-
-
-def _element_bytes(planes: PlaneSet) -> dict[GroupKind, int]:
-    sizes = {GroupKind.WEIGHTS: planes.weight.bytes_per_element, GroupKind.STATES: planes.state_bytes_per_element}
-    for kind, element_bytes in sizes.items():
-        if UNIT_ALIGNMENT * element_bytes % BLOCK_BYTES:
-            raise ConfigError(
-                f"{planes.compute_dtype} {kind}: {element_bytes} bytes per element, so that {UNIT_ALIGNMENT} elements are no "
-                f"multiple of {BLOCK_BYTES} bytes; use planes whose sizes add up to an even number"
-            )
-    return sizes

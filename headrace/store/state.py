@@ -168,7 +168,7 @@ class StateStore:
         return self._read(place, range(place.num_chunks), into)
 
     def read_states(self, unit: int, chunk: int, into: Bytes) -> Ticket:
-        """Start reading all state planes of one chunk, back to back in `planes.states` order. Else as `read_weights`."""
+        """Start reading all state planes of one chunk as `planes.split_states` has them. Else as `read_weights`."""
         place = self._parts.places.states[unit]
         return self._read(place, range(place.num_chunks)[chunk : chunk + 1], into)
 
@@ -183,7 +183,7 @@ class StateStore:
         return self._write(self._parts.places.weights[unit], chunk, data)
 
     def write_states(self, unit: int, chunk: int, data: Bytes) -> Ticket:
-        """Start writing all state planes of one chunk, back to back in `planes.states` order. Else as `write_weights`."""
+        """Start writing all state planes of one chunk as `planes.split_states` has them. Else as `write_weights`."""
         return self._write(self._parts.places.states[unit], chunk, data)
 
     def commit(self, record: Mapping[str, Any]) -> None:

@@ -48,6 +48,7 @@ _ELSEWHERE = {
     "precision": "compute_dtype",
     "save_steps": "checkpoint_every",
 }
+_MOMENTS = {"bf16": "bfloat16", "fp32": "float32", "8bit": "int8", "uint8": "int8"}
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "half": "float16"}
 
 
@@ -104,6 +105,9 @@ class RunConfig(BaseModel):
     compute_dtype: Annotated[
         Literal["bfloat16", "float32", "float16"], BeforeValidator(lambda value: _DTYPES.get(value, value))
     ] = "bfloat16"
+    moments: Annotated[
+        Literal["float32", "bfloat16", "int8"], BeforeValidator(lambda value: _MOMENTS.get(str(value), value))
+    ] = "float32"
     seed: NonNegativeInt = 0
     shuffle: bool = True
     packing: bool | None = None

@@ -111,6 +111,7 @@ def _begin(run: _Run, on_failure: Callable[[], None] | None = None) -> Finished:
                 schedule=config.schedule(run.total_steps),
                 max_grad_norm=config.max_grad_norm or None,
                 compute_dtype=config.compute_dtype,
+                moments=config.moments,
                 tokens_per_step=config.tokens_per_step,
                 sequence_length=config.sequence_length,
                 seed=config.seed,

@@ -8,35 +8,42 @@ Invariant: a loop only ever sees contiguous arrays of one length and of the type
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from headrace.spec.errors import ConfigError
-from headrace.spec.layout import PLANE_SETS, PlaneSet
+from headrace.spec.layout import PlaneSet, plane_set
 from headrace.update import kernels
-from headrace.update.base import GRADIENT_DTYPES, StepHyper, adamw_coefficients
+from headrace.update.base import GRADIENT_DTYPES, StepHyper, adamw_coefficients, noise_key, refuse_cut_blocks
 
-_LOOPS: dict[str, Callable[..., None]] = {
-    "bfloat16": kernels.adamw_bfloat16,
-    "float32": kernels.adamw_float32,
-    "float16": kernels.adamw_float16,
+# By compute dtype and moments.
+_LOOPS: dict[tuple[str, str], Callable[..., None]] = {
+    ("bfloat16", "float32"): kernels.adamw_bfloat16,
+    ("float32", "float32"): kernels.adamw_float32,
+    ("float16", "float32"): kernels.adamw_float16,
+    ("bfloat16", "bfloat16"): kernels.adamw_bfloat16_bfloat16,
+    ("float32", "bfloat16"): kernels.adamw_float32_bfloat16,
+    ("float16", "bfloat16"): kernels.adamw_float16_bfloat16,
+    ("bfloat16", "int8"): kernels.adamw_bfloat16_int8,
+    ("float32", "int8"): kernels.adamw_float32_int8,
+    ("float16", "int8"): kernels.adamw_float16_int8,
 }
 
 
 class AdamWRule:
-    """AdamW over the planes of one compute dtype; an `UpdateRule`.
+    """AdamW over the planes of one compute dtype, with moments kept as `moments`; an `UpdateRule`.
 
     `torch.optim.AdamW`'s arithmetic in fp32, every operation rounded once: the bits of `reference.update_tensors`. A result
-    that is NaN becomes the quiet NaN in `hi`, whatever its payload.
+    that is NaN becomes the quiet NaN in `hi`, whatever its payload. Moments of fewer than 32 bits take part in the update
+    unrounded, and are then rounded at random, without bias.
 
     Raises:
-        ConfigError: `compute_dtype` has no plane set.
+        ConfigError: there is no such plane set.
     """
 
-    def __init__(self, compute_dtype: str) -> None:
-        if compute_dtype not in _LOOPS:
-            raise ConfigError(f"compute dtype: {compute_dtype!r} is not one of {', '.join(_LOOPS)}")
-        self._planes = PLANE_SETS[compute_dtype]
-        self._loop = _LOOPS[compute_dtype]
+    def __init__(self, compute_dtype: str, moments: str = "float32") -> None:
+        self._planes = plane_set(compute_dtype, moments)
+        self._loop = _LOOPS[compute_dtype, moments]
 
     @property
     def planes(self) -> PlaneSet:
@@ -51,21 +58,28 @@ class AdamWRule:
         hyper: StepHyper,
         weight_decay: float,
         learning_rate_scale: float,
+        unit: int = 0,
+        first_element: int = 0,
     ) -> None:
         """Update `weight` and `states` in place: see `UpdateRule.apply`.
 
         Cost: one pass; bfloat16 and float32 planes move 26 bytes per element with a 2-byte gradient, float16 planes 28.
         """
         self._check(weight, states, gradient)
+        refuse_cut_blocks(self._planes, (first_element,))
         coefficients = adamw_coefficients(hyper, weight_decay, learning_rate_scale).vector()
-        self._loop(_integers(weight), *states, _tagged(gradient), coefficients)
+        arrays = (_integers(weight), *states, _tagged(gradient), coefficients)
+        if self._planes.moments == "float32":
+            self._loop(*arrays)
+        else:
+            self._loop(*arrays, first_element, np.uint32(noise_key(hyper.step, unit)))
 
     def _check(self, weight: NDArray[Any], states: tuple[NDArray[Any], ...], gradient: NDArray[Any]) -> None:
         planes = (self._planes.weight, *self._planes.states)
         if len(states) != len(self._planes.states):
             raise ConfigError(f"update: {self._planes.compute_dtype} has {len(planes) - 1} state planes, found {len(states)}")
         for plane, array in zip(planes, (weight, *states), strict=True):
-            _check_array(plane.name, array, (plane.dtype,), weight.size)
+            _check_array(plane.name, array, (plane.dtype,), plane.num_values(weight.size))
         _check_array("gradient", gradient, GRADIENT_DTYPES, weight.size)
 
 

@@ -5,8 +5,9 @@ Not here: arithmetic on arrays (`kernels` on the CPU, `reference` on tensors) an
 Invariant: all forms of a rule take their scalars from one `Coefficients`, rounded to fp32 once, so they cannot differ in them.
 """
 
+import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, replace
 from typing import Any, Protocol
 
@@ -95,6 +96,14 @@ def adamw_coefficients(hyper: StepHyper, weight_decay: float, learning_rate_scal
     return Coefficients(*(float(np.float32(value)) for value in exact))
 
 
+def noise_key(step: int, unit: int) -> int:
+    """Return the 32 bits that place the random roundings of one unit in one update: a function of these numbers alone.
+
+    So a resumed run, and any placement of the states, rounds every moment as an unbroken one does.
+    """
+    return int.from_bytes(hashlib.blake2b(f"{step}/{unit}".encode(), digest_size=4).digest(), "little")
+
+
 def group_pieces(groups: Sequence[GroupRange], start: int, stop: int) -> list[GroupRange]:
     """Return the parts of `groups` inside elements `[start, stop)` of a unit, in order.
 
@@ -119,10 +128,20 @@ def group_pieces(groups: Sequence[GroupRange], start: int, stop: int) -> list[Gr
     return pieces
 
 
-class UpdateRule(Protocol):
-    """Changes weights and states by one gradient, element by element: no element depends on another.
+def refuse_cut_blocks(planes: PlaneSet, starts: Iterable[int]) -> None:
+    """Raise ConfigError if a range that begins at one of `starts` cuts a block of elements that share a number."""
+    for start in starts:
+        if start % planes.block_elements:
+            raise ConfigError(
+                f"update: {planes.moments} moments come in blocks of {planes.block_elements} elements, and a range or group "
+                f"begins at element {start}; lay the unit out with that alignment"
+            )
 
-    So any cut of a range into pieces, in any order and in any threads, gives the same bits.
+
+class UpdateRule(Protocol):
+    """Changes weights and states by one gradient, block by block of `planes.block_elements`: no block depends on another.
+
+    So any cut of a unit between blocks, in any order and in any threads, gives the same bits.
     """
 
     @property
@@ -138,13 +157,16 @@ class UpdateRule(Protocol):
         hyper: StepHyper,
         weight_decay: float,
         learning_rate_scale: float,
+        unit: int = 0,
+        first_element: int = 0,
     ) -> None:
         """Update `weight` and `states` in place. One thread, without the GIL.
 
-        Shapes: all `(n,)`, contiguous, not overlapping. `weight` has the type of `planes.weight`, `states` those of
-        `planes.states` in order; `gradient` is uint16 (bfloat16 bits), float32 or float16.
+        Shapes: `(n,)`, of a state plane `(planes.states[i].num_values(n),)`; contiguous, not overlapping. `weight` has the type
+        of `planes.weight`, `states` those of `planes.states` in order; `gradient` is uint16 (bfloat16 bits), float32 or
+        float16. The arrays begin at element `first_element` of `unit`: a rule that rounds at random needs to know.
 
         Raises:
-            ConfigError: an array of another type or length; nothing has been changed then.
+            ConfigError: an array of another type or length, or a range that cuts a block; nothing has been changed then.
         """
         ...

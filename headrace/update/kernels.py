@@ -1,16 +1,17 @@
-"""Every compiled loop of the update: AdamW over the three plane sets, the split master, square sums.
+"""Every compiled loop of the update: AdamW over all plane sets, the split master, square sums.
 
 For whom: `adamw`, `split` and `norm`, which check what they are given; nothing is checked here, and an index out of range would
 corrupt memory. Not here: threads. A loop runs on one core without the GIL; `parallel` runs several at once.
 
 Invariant: an element's new value depends on that element and the coefficients alone, by IEEE operations of fp32, each rounded
 once, in the order written. So no `fastmath` and no contraction to fused multiply-add: the bits are those of `reference`,
-however a range is cut and whatever the width of the registers.
+however a range is cut and whatever the width of the registers. Where moments have fewer than 32 bits, the new value also
+depends on the element's place in the model and the step, by `_noise`; with 8 bits on the block that the element lies in.
 
 All loops are in this one file because numba's cache on disk notices a change only of the file that a loop stands in.
 
 Legend: `gradient` is uint16 (bfloat16 bits), int16 (float16 bits: the type alone tells the two apart) or float32; `k` is the
-float32 vector `Coefficients.vector()`.
+float32 vector `Coefficients.vector()`; `key` and `first` place the first element among the random numbers (`base.noise_key`).
 """
 
 from collections.abc import Callable
@@ -21,13 +22,24 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba import njit, types
 from numba.extending import intrinsic
 
-from headrace.spec.layout import UNIT_ALIGNMENT
+from headrace.spec.layout import MOMENT_BLOCK_ELEMENTS, UNIT_ALIGNMENT
 
 # A block of the square sum: the largest length that divides every chunk a unit can be cut into.
 BLOCK_ELEMENTS = UNIT_ALIGNMENT
 # Independent fp64 accumulators of a block. Fixed, not the register width, so that the sum is the same on every machine;
 # 64 hide the latency of an addition whose operand travels through the first-level cache.
 LANES = 64
+
+# The largest codes of 8-bit moments: a first moment is a sign and 7 bits, the root of a second one 8 bits.
+LARGEST_M, LARGEST_V = 127, 255
+# Elements whose moments are decoded at once. The blocks of 8-bit moments are tiles.
+TILE_ELEMENTS = MOMENT_BLOCK_ELEMENTS
+# Shift and factor of each round of the hash behind random rounding, and the shift after the last: see `_noise`.
+NOISE_ROUNDS = ((16, 0x7FEB352D), (15, 0x846CA68B))
+NOISE_LAST_SHIFT = 16
+# A block whose first moments are all smaller than this is kept as zero: its unit would have no inverse in fp32. AdamW's steps
+# for such moments are nothing beside any epsilon in use.
+SMALLEST_M = 2.0**-100
 
 _Loop = TypeVar("_Loop", bound=Callable[..., Any])
 
@@ -201,6 +213,280 @@ def adamw_float16(w16: Any, w: Any, m: Any, v: Any, gradient: Any, k: Any) -> No
         v[i] = v_new
         w[i] = p
         w16[i] = _narrow_float16(p)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _noise(context: Any, element: Any, key: Any) -> Any:
+    """Return 32 random bits (uint32) for an element: a hash of its number, of which the lower 32 bits count, and of `key`.
+
+    A counter instead of a generator's state, so that the bits do not depend on who computes them, in which order
+    (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"). The mixing function is `lowbias32` of C. Wellons's
+    hash prospector (2018, public domain): two rounds of multiply and xor-shift, of low bias in every output bit.
+    """
+
+    def lower(ctx: Any, builder: Any, sig: Any, args: Any) -> Any:
+        word = ir.IntType(32)
+        value = builder.xor(builder.trunc(args[0], word), args[1])
+        for shift, factor in NOISE_ROUNDS:
+            value = builder.xor(value, builder.lshr(value, ir.Constant(word, shift)))
+            value = builder.mul(value, ir.Constant(word, factor))
+        return builder.xor(value, builder.lshr(value, ir.Constant(word, NOISE_LAST_SHIFT)))
+
+    return types.uint32(types.int64, types.uint32), lower
+
+
+def _half(upper: bool) -> Any:
+    """Return the intrinsic that reads 16 of 32 random bits as a number inside (0, 1): `(bits + 0.5) / 65536`, exactly."""
+
+    def lower(ctx: Any, builder: Any, sig: Any, args: Any) -> Any:
+        word, real = ir.IntType(32), ir.FloatType()
+        other = (builder.lshr(args[0], ir.Constant(word, 16)), builder.and_(args[0], ir.Constant(word, 0xFFFF)))
+        value = builder.fadd(builder.sitofp(other[0] if upper else other[1], real), ir.Constant(real, 0.5))
+        return builder.fmul(value, ir.Constant(real, 2.0**-16))
+
+    @intrinsic  # type: ignore[untyped-decorator]
+    def half(context: Any, bits: Any) -> Any:
+        return types.float32(types.uint32), lower
+
+    return half
+
+
+_upper_half, _lower_half = _half(True), _half(False)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _magnitude(context: Any, value: Any) -> Any:
+    """Return the bits of a float32 without its sign: as integers they are ordered like the magnitudes, NaN above all."""
+
+    def lower(ctx: Any, builder: Any, sig: Any, args: Any) -> Any:
+        word = ir.IntType(32)
+        return builder.and_(builder.bitcast(args[0], word), ir.Constant(word, 0x7FFFFFFF))
+
+    return types.uint32(types.float32), lower
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _larger(context: Any, left: Any, right: Any) -> Any:
+    """Return the larger of two uint32."""
+
+    def lower(ctx: Any, builder: Any, sig: Any, args: Any) -> Any:
+        return builder.select(builder.icmp_unsigned(">", args[0], args[1]), args[0], args[1])
+
+    return types.uint32(types.uint32, types.uint32), lower
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _whole(context: Any, value: Any) -> Any:
+    """Return a float32 in [0, 2^31) without its fraction."""
+
+    def lower(ctx: Any, builder: Any, sig: Any, args: Any) -> Any:
+        return builder.sitofp(builder.fptosi(args[0], ir.IntType(32)), ir.FloatType())
+
+    return types.float32(types.float32), lower
+
+
+def _code(result: Any) -> Any:
+    """Return the intrinsic that makes an 8-bit integer of a whole float32 in its range."""
+
+    def lower(ctx: Any, builder: Any, sig: Any, args: Any) -> Any:
+        return builder.trunc(builder.fptosi(args[0], ir.IntType(32)), ir.IntType(8))
+
+    @intrinsic  # type: ignore[untyped-decorator]
+    def code(context: Any, value: Any) -> Any:
+        return result(types.float32), lower
+
+    return code
+
+
+_signed_code, _unsigned_code = _code(types.int8), _code(types.uint8)
+
+
+def _stochastic_bfloat16(upper: bool) -> Any:
+    """Return the intrinsic that rounds a float32 to bfloat16 bits at random, up as often as it is nearer to the upper one.
+
+    Random bits are added below the last place that is kept, and cut off with the rest: exactly unbiased. Not for NaN.
+    """
+
+    def lower(ctx: Any, builder: Any, sig: Any, args: Any) -> Any:
+        word = ir.IntType(32)
+        other = (builder.lshr(args[1], ir.Constant(word, 16)), builder.and_(args[1], ir.Constant(word, 0xFFFF)))
+        moved = builder.add(builder.bitcast(args[0], word), other[0] if upper else other[1])
+        return builder.trunc(builder.lshr(moved, ir.Constant(word, 16)), ir.IntType(16))
+
+    @intrinsic  # type: ignore[untyped-decorator]
+    def narrow(context: Any, value: Any, bits: Any) -> Any:
+        return types.uint16(types.float32, types.uint32), lower
+
+    return narrow
+
+
+_narrow_upper, _narrow_lower = _stochastic_bfloat16(True), _stochastic_bfloat16(False)
+
+
+# Moments of fewer than 32 bits, a tile at a time: decoded into fp32 numbers that stay in the first-level cache, updated there
+# by the loops above, encoded again. So the update is AdamW's to the bit; only what is kept until the next step is rounded, at
+# random and without bias in `m` and `v`. Rounding to nearest would lose every change below half a place: with `beta2 = 0.999`
+# a second moment falls by a thousandth per step at most, a bfloat16 place is four to eight thousandths, so it would never fall.
+
+
+@_compiled
+def _decode_bfloat16(m: Any, v: Any, m_tile: Any, v_tile: Any) -> None:
+    for i in range(m.size):
+        m_tile[i] = _widen(m[i])
+        v_tile[i] = _widen(v[i])
+
+
+@_compiled
+def _encode_bfloat16(m_tile: Any, v_tile: Any, m: Any, v: Any, first: Any, key: Any) -> None:
+    for i in range(m.size):
+        bits = _noise(first + i, key)
+        m[i] = _narrow_upper(_not_nan(m_tile[i]), bits)
+        v[i] = _narrow_lower(_not_nan(v_tile[i]), bits)
+
+
+@_compiled
+def _decode_int8(m: Any, v: Any, m_unit: Any, v_unit: Any, m_tile: Any, v_tile: Any) -> None:
+    """Decode a block: a first moment is `code * |code|` units, the root of a second one `code^2` units.
+
+    Codes that are roots have their places densest near zero: a moment a hundredth of its block's largest keeps an error of some
+    percent, where evenly spaced codes would call it zero or one. Dettmers et al. 2022, "8-bit Optimizers via Block-wise
+    Quantization", have the blocks, and a table of codes to the same end; roots need no table.
+    """
+    for i in range(m.size):
+        code = np.float32(m[i])
+        m_tile[i] = (code * np.abs(code)) * m_unit
+        code = np.float32(v[i])
+        root = (code * code) * v_unit
+        v_tile[i] = root * root
+
+
+@_compiled
+def _encode_int8(m_tile: Any, v_tile: Any, m: Any, v: Any, m_unit: Any, v_unit: Any, first: Any, key: Any) -> None:
+    """Encode a block; `m_unit` and `v_unit` are arrays of one. Overwrites `v_tile`.
+
+    A second moment above zero never becomes zero, or its first moment would be divided by epsilon alone. A block with a number
+    that is not finite decodes to NaN throughout.
+    """
+    largest_m, largest_root = np.uint32(0), np.uint32(0)
+    for i in range(m.size):
+        root = np.sqrt(v_tile[i])
+        v_tile[i] = root
+        largest_m = _larger(largest_m, _magnitude(m_tile[i]))
+        largest_root = _larger(largest_root, _magnitude(root))
+    if largest_m >= np.uint32(0x7F800000) or largest_root >= np.uint32(0x7F800000):
+        m[:] = 0
+        v[:] = 0
+        m_unit[0] = np.float32(np.nan)
+        v_unit[0] = np.float32(np.nan)
+        return
+    unit = _as_float(largest_m) * np.float32(1 / LARGEST_M**2)
+    if _as_float(largest_m) < np.float32(SMALLEST_M):
+        unit = np.float32(0)
+    root_unit = _as_float(largest_root) * np.float32(1 / LARGEST_V**2)
+    m_unit[0] = unit
+    v_unit[0] = root_unit
+    inverse = np.float32(1) / unit if unit > 0 else np.float32(0)
+    root_inverse = np.float32(1) / root_unit if root_unit > 0 else np.float32(0)
+    for i in range(m.size):
+        bits = _noise(first + i, key)
+        # Between the codes below and above, up as often as the value is nearer to the upper one's.
+        value = np.abs(m_tile[i]) * inverse
+        code = _whole(np.sqrt(value))
+        code = code if code < np.float32(LARGEST_M - 1) else np.float32(LARGEST_M - 1)
+        below = code * code
+        above = (code + np.float32(1)) * (code + np.float32(1))
+        code = code + np.float32(1) if _upper_half(bits) * (above - below) < value - below else code
+        m[i] = _signed_code(code if m_tile[i] > 0 else -code)
+        root = v_tile[i] * root_inverse
+        code = _whole(np.sqrt(root))
+        code = code if code < np.float32(LARGEST_V - 1) else np.float32(LARGEST_V - 1)
+        below = code * code
+        above = (code + np.float32(1)) * (code + np.float32(1))
+        gap = (above - below) * (above + below)  # in the second moment itself: the rounding is unbiased there
+        code = code + np.float32(1) if _lower_half(bits) * gap < (root - below) * (root + below) else code
+        v[i] = _unsigned_code(np.float32(1) if code == 0 and root > 0 else code)
+
+
+@_compiled
+def adamw_bfloat16_bfloat16(hi: Any, lo: Any, m: Any, v: Any, gradient: Any, k: Any, first: Any, key: Any) -> None:
+    """AdamW on the split master with bfloat16 moments, in place."""
+    m_tile, v_tile = np.empty(TILE_ELEMENTS, np.float32), np.empty(TILE_ELEMENTS, np.float32)
+    for start in range(0, m.size, TILE_ELEMENTS):
+        stop = min(start + TILE_ELEMENTS, m.size)
+        m_now, v_now = m_tile[: stop - start], v_tile[: stop - start]
+        _decode_bfloat16(m[start:stop], v[start:stop], m_now, v_now)
+        adamw_bfloat16(hi[start:stop], lo[start:stop], m_now, v_now, gradient[start:stop], k)
+        _encode_bfloat16(m_now, v_now, m[start:stop], v[start:stop], first + start, key)
+
+
+@_compiled
+def adamw_float32_bfloat16(w: Any, m: Any, v: Any, gradient: Any, k: Any, first: Any, key: Any) -> None:
+    """AdamW on fp32 weights with bfloat16 moments, in place."""
+    m_tile, v_tile = np.empty(TILE_ELEMENTS, np.float32), np.empty(TILE_ELEMENTS, np.float32)
+    for start in range(0, m.size, TILE_ELEMENTS):
+        stop = min(start + TILE_ELEMENTS, m.size)
+        m_now, v_now = m_tile[: stop - start], v_tile[: stop - start]
+        _decode_bfloat16(m[start:stop], v[start:stop], m_now, v_now)
+        adamw_float32(w[start:stop], m_now, v_now, gradient[start:stop], k)
+        _encode_bfloat16(m_now, v_now, m[start:stop], v[start:stop], first + start, key)
+
+
+@_compiled
+def adamw_float16_bfloat16(w16: Any, w: Any, m: Any, v: Any, gradient: Any, k: Any, first: Any, key: Any) -> None:
+    """AdamW on the fp32 master of float16 weights with bfloat16 moments, in place."""
+    m_tile, v_tile = np.empty(TILE_ELEMENTS, np.float32), np.empty(TILE_ELEMENTS, np.float32)
+    for start in range(0, m.size, TILE_ELEMENTS):
+        stop = min(start + TILE_ELEMENTS, m.size)
+        m_now, v_now = m_tile[: stop - start], v_tile[: stop - start]
+        _decode_bfloat16(m[start:stop], v[start:stop], m_now, v_now)
+        adamw_float16(w16[start:stop], w[start:stop], m_now, v_now, gradient[start:stop], k)
+        _encode_bfloat16(m_now, v_now, m[start:stop], v[start:stop], first + start, key)
+
+
+@_compiled
+def adamw_bfloat16_int8(
+    hi: Any, lo: Any, m: Any, v: Any, m_unit: Any, v_unit: Any, gradient: Any, k: Any, first: Any, key: Any
+) -> None:
+    """AdamW on the split master with 8-bit moments, in place: 14 bytes of memory traffic per element."""
+    m_tile, v_tile = np.empty(TILE_ELEMENTS, np.float32), np.empty(TILE_ELEMENTS, np.float32)
+    for block in range(m_unit.size):
+        start = block * TILE_ELEMENTS
+        stop = min(start + TILE_ELEMENTS, m.size)
+        m_now, v_now = m_tile[: stop - start], v_tile[: stop - start]
+        _decode_int8(m[start:stop], v[start:stop], m_unit[block], v_unit[block], m_now, v_now)
+        adamw_bfloat16(hi[start:stop], lo[start:stop], m_now, v_now, gradient[start:stop], k)
+        units = m_unit[block : block + 1], v_unit[block : block + 1]
+        _encode_int8(m_now, v_now, m[start:stop], v[start:stop], units[0], units[1], first + start, key)
+
+
+@_compiled
+def adamw_float32_int8(w: Any, m: Any, v: Any, m_unit: Any, v_unit: Any, gradient: Any, k: Any, first: Any, key: Any) -> None:
+    """AdamW on fp32 weights with 8-bit moments, in place."""
+    m_tile, v_tile = np.empty(TILE_ELEMENTS, np.float32), np.empty(TILE_ELEMENTS, np.float32)
+    for block in range(m_unit.size):
+        start = block * TILE_ELEMENTS
+        stop = min(start + TILE_ELEMENTS, m.size)
+        m_now, v_now = m_tile[: stop - start], v_tile[: stop - start]
+        _decode_int8(m[start:stop], v[start:stop], m_unit[block], v_unit[block], m_now, v_now)
+        adamw_float32(w[start:stop], m_now, v_now, gradient[start:stop], k)
+        units = m_unit[block : block + 1], v_unit[block : block + 1]
+        _encode_int8(m_now, v_now, m[start:stop], v[start:stop], units[0], units[1], first + start, key)
+
+
+@_compiled
+def adamw_float16_int8(
+    w16: Any, w: Any, m: Any, v: Any, m_unit: Any, v_unit: Any, gradient: Any, k: Any, first: Any, key: Any
+) -> None:
+    """AdamW on the fp32 master of float16 weights with 8-bit moments, in place."""
+    m_tile, v_tile = np.empty(TILE_ELEMENTS, np.float32), np.empty(TILE_ELEMENTS, np.float32)
+    for block in range(m_unit.size):
+        start = block * TILE_ELEMENTS
+        stop = min(start + TILE_ELEMENTS, m.size)
+        m_now, v_now = m_tile[: stop - start], v_tile[: stop - start]
+        _decode_int8(m[start:stop], v[start:stop], m_unit[block], v_unit[block], m_now, v_now)
+        adamw_float16(w16[start:stop], w[start:stop], m_now, v_now, gradient[start:stop], k)
+        units = m_unit[block : block + 1], v_unit[block : block + 1]
+        _encode_int8(m_now, v_now, m[start:stop], v[start:stop], units[0], units[1], first + start, key)
 
 
 @_compiled

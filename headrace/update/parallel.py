@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from headrace.spec.errors import ConfigError
 from headrace.spec.layout import UNIT_ALIGNMENT, GroupRange
 from headrace.spec.sizes import round_up
-from headrace.update.base import GRADIENT_DTYPES, StepHyper, UpdateRule, group_pieces
+from headrace.update.base import GRADIENT_DTYPES, StepHyper, UpdateRule, group_pieces, refuse_cut_blocks
 from headrace.update.norm import square_sum
 
 # Shares per thread: a thread that the system interrupts leaves its remaining shares to the others.
@@ -59,7 +59,7 @@ class Updater:
         hyper = StepHyper(learning_rate=0.0, beta1=0.9, beta2=0.95, eps=1e-8, step=1)
         for dtype in GRADIENT_DTYPES:
             weight = np.zeros(UNIT_ALIGNMENT, planes.weight.dtype)
-            states = tuple(np.zeros(UNIT_ALIGNMENT, plane.dtype) for plane in planes.states)
+            states = tuple(np.zeros(plane.num_values(UNIT_ALIGNMENT), plane.dtype) for plane in planes.states)
             gradient = np.zeros(UNIT_ALIGNMENT, dtype)
             self.rule.apply(weight, states, gradient, hyper, 0.0, 1.0)
             square_sum(gradient)
@@ -73,20 +73,28 @@ class Updater:
         groups: Sequence[GroupRange],
         start: int,
         stop: int,
+        unit: int = 0,
     ) -> None:
-        """Update elements `[start, stop)` of a unit in place; the same bits for any `threads` and any cut of the unit.
+        """Update elements `[start, stop)` of `unit` in place; the same bits for any `threads` and any cut of the unit.
 
-        Shapes: all arrays `(stop - start,)`, index 0 is the unit's element `start`. Types: see `UpdateRule.apply`.
+        Shapes: all arrays `(stop - start,)`, of a state plane its numbers for so many; index 0 is for the unit's element
+        `start`. Types: see `UpdateRule.apply`.
 
         Raises:
-            ConfigError: arrays of another length, or groups that do not cover the range; nothing has been changed then.
+            ConfigError: arrays of another length, groups that do not cover the range, or a range or group that cuts a block of
+                the planes; nothing has been changed then.
         """
-        for name, array in (("weight", weight), ("gradient", gradient), *((f"state {i}", s) for i, s in enumerate(states))):
-            if array.shape != (stop - start,):
+        planes, num_elements = self.rule.planes, stop - start
+        lengths = [plane.num_values(num_elements) for plane in planes.states]
+        named = [(f"state {i}", s, length) for i, (s, length) in enumerate(zip(states, lengths, strict=False))]
+        for name, array, length in (("weight", weight, num_elements), ("gradient", gradient, num_elements), *named):
+            if array.shape != (length,):
                 raise ConfigError(
-                    f"update of elements [{start}, {stop}): {name} must have shape ({stop - start},), found {array.shape}"
+                    f"update of elements [{start}, {stop}): {name} must have shape ({length},), found {array.shape}"
                 )
-        shares = deque(self._shares(group_pieces(groups, start, stop), stop - start))
+        pieces = group_pieces(groups, start, stop)
+        refuse_cut_blocks(planes, (piece.start for piece in pieces))
+        shares = deque(self._shares(pieces, num_elements))
 
         def work() -> None:
             while shares:
@@ -95,8 +103,11 @@ class Updater:
                 except IndexError:  # another thread took the last one
                     return
                 part = slice(share.start - start, share.stop - start)
-                parts = tuple(state[part] for state in states)
-                self.rule.apply(weight[part], parts, gradient[part], hyper, share.weight_decay, share.learning_rate_scale)
+                parts = tuple(
+                    state[plane.part(part.start, part.stop)] for plane, state in zip(planes.states, states, strict=False)
+                )
+                scalars = (share.weight_decay, share.learning_rate_scale)
+                self.rule.apply(weight[part], parts, gradient[part], hyper, *scalars, unit, share.start)
 
         futures = [self._pool.submit(work) for _ in range(min(self.threads, len(shares)) - 1)]
         try:

@@ -40,10 +40,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def start(model: Path, folder: Path, policy: str) -> BaseProcess:
+def start(model: Path, folder: Path, policy: str, moments: str = "float32") -> BaseProcess:
     folder.mkdir(exist_ok=True)
     (folder / "ready").unlink(missing_ok=True)
-    arguments = (str(model), str(folder / "run"), str(folder / "out"), STEPS, policy)
+    arguments = (str(model), str(folder / "run"), str(folder / "out"), STEPS, policy, moments)
     process = PROCESSES.Process(target=trainee.main, args=arguments)
     process.start()
     return process
@@ -58,11 +58,11 @@ def weights_of(folder: Path) -> bytes:
     return (folder / "out" / "model.safetensors").read_bytes()
 
 
-def kill_and_resume(model: Path, folder: Path, policy: str, kills: int, seed: int) -> bytes:
+def kill_and_resume(model: Path, folder: Path, policy: str, kills: int, seed: int, moments: str = "float32") -> bytes:
     """Return the weights of a run that was killed `kills` times on its way."""
     dice = random.Random(seed)
     for _ in range(kills):
-        process = start(model, folder, policy)
+        process = start(model, folder, policy, moments)
         while not (folder / "ready").exists():
             assert process.exitcode is None, "it died before it was killed"
             time.sleep(0.002)
@@ -72,7 +72,7 @@ def kill_and_resume(model: Path, folder: Path, policy: str, kills: int, seed: in
         process.join()
         if (folder / "out").exists():  # it got to the end before it was killed: begin anew
             shutil.rmtree(folder)
-    finish(start(model, folder, policy))
+    finish(start(model, folder, policy, moments))
     return weights_of(folder)
 
 
@@ -83,6 +83,15 @@ def test_killed_runs_end_like_unbroken_ones(policy: str, model: Path, tmp_path: 
     finish(start(model, unbroken, policy))
     expected = weights_of(unbroken)
     assert kill_and_resume(model, tmp_path / "killed", policy, kills=6, seed=len(policy)) == expected
+
+
+@pytest.mark.timeout(280)
+def test_killed_runs_round_their_moments_like_unbroken_ones(model: Path, tmp_path: Path) -> None:
+    """Moments of 8 bits are rounded at random: a resumed run must draw what the unbroken one drew."""
+    unbroken = tmp_path / "unbroken"
+    finish(start(model, unbroken, 0.5, "int8"))
+    expected = weights_of(unbroken)
+    assert kill_and_resume(model, tmp_path / "killed", 0.5, kills=2, seed=8, moments="int8") == expected
 
 
 @pytest.mark.soak

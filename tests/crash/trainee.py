@@ -24,7 +24,7 @@ def speculative(plan: Plan) -> Plan:
     return replace(plan, update_policy="speculative", late_units=(0, 2), resident_states=(), speculation=None)
 
 
-def main(model: str, run: str, out: str, steps: int, policy: str) -> None:
+def main(model: str, run: str, out: str, steps: int, policy: str, moments: str = "float32") -> None:
     torch.set_num_threads(1)
     run_directory = Path(run)
     if (run_directory / "commit.0").exists():
@@ -37,6 +37,7 @@ def main(model: str, run: str, out: str, steps: int, policy: str) -> None:
             headrace.AdamW(lr=1e-3, weight_decay=0.1),
             run_directory=run_directory,
             max_grad_norm=None if policy == "immediate" else 0.5,
+            moments=moments,
             tokens_per_step=96,
             sequence_length=24,
             adjust_plan=speculative if policy == "speculative" else None,

@@ -42,6 +42,17 @@ def test_json_has_what_scripts_ask_for(model: Path) -> None:
     assert values["fits"]
 
 
+def test_moments_are_an_option(model: Path) -> None:
+    words = ("plan", model, "--machine", "rtx3090-1ssd", "--tokens-per-step", 1024, "--json", "--moments")
+    values = [json.loads(run(*words, moments).stdout) for moments in ("float32", "bfloat16", "int8")]
+    assert [found["plan"]["moments"] for found in values] == ["float32", "bfloat16", "int8"]
+    written = [found["ssd_bytes_written_per_step"] / found["parameters"] for found in values]
+    assert written[0] > 12 > written[1] > 8 > written[2] > 6
+    refused = run(*words[:-2], "--moments", "int4")
+    assert refused.exit_code == 2
+    assert "moments: 'int4' is not one of" in refused.stderr
+
+
 def test_a_profile_that_is_kept_is_this_machines(model: Path, tmp_path: Path) -> None:
     kept = tmp_path / "settings" / "headrace" / "machine.json"
     kept.parent.mkdir(parents=True)

@@ -105,6 +105,7 @@ def test_what_does_not_fit_comes_with_variants_that_do(small: Path, rig: Ceiling
             **options,
             **(asked | lengths),
             clip="max_grad_norm" not in alternative.options,
+            moments=alternative.options.get("moments", "float32"),
         )
         assert again.fits, alternative.change
         assert alternative.change in explain(refused)
@@ -117,6 +118,54 @@ def test_too_little_ssd_space_is_found_here_and_not_in_the_run(small: Path, rig:
     assert not found.fits
     assert found.reason.startswith("ssd")
     assert any("ssd_space" in alternative.options for alternative in found.alternatives)
+
+
+def test_where_space_is_short_smaller_moments_are_offered_as_they_would_be_planned(small: Path, rig: Ceilings) -> None:
+    asked: dict[str, Any] = {"here": False, "tokens_per_step": 1024}
+    whole = plan_model(small, Budget(), ceilings=rig, **asked)
+    reduced = plan_model(small, Budget(), ceilings=rig, moments="int8", **asked)
+    assert reduced.needed_bytes["ssd"] < 0.6 * whole.needed_bytes["ssd"]
+    capacity = int((reduced.needed_bytes["ssd"] + whole.needed_bytes["ssd"]) / 2 / 0.9)
+    rig = replace(rig, drives=(replace(rig.drives[0], capacity_bytes=capacity),))
+    refused = plan_model(small, Budget(), ceilings=rig, **asked)
+    assert not refused.fits
+    offered = next(found for found in refused.alternatives if found.options == {"moments": "int8"})
+    assert offered.change in explain(refused)
+    again = plan_model(small, Budget(), ceilings=rig, moments="int8", **asked)
+    assert again.fits
+    assert again.plan is not None
+    assert again.plan.moments == again.to_json()["moments"] == "int8"
+    assert "int8 moments" in explain(again)
+    assert offered.peak_bytes["ssd"] == pytest.approx(again.needed_bytes["ssd"], rel=0.05)
+
+
+def test_where_the_ssds_limit_a_plan_it_says_what_would_spare_them(small: Path, rig: Ceilings) -> None:
+    slow = replace(
+        rig.drives[0], read_bytes_per_second=2e8, write_bytes_per_second=2e8, mixed_bytes_per_second=2e8, capacity_bytes=1 << 40
+    )
+    slow_rig = replace(rig, drives=(slow,))
+    asked: dict[str, Any] = {"here": False, "tokens_per_step": 1024, "sequence_length": 512}
+    leanest = plan_model(small, Budget(host="1MiB"), ceilings=slow_rig, **asked).needed_bytes["host"]
+    found = plan_model(small, Budget(host=leanest + (1 << 20)), ceilings=slow_rig, **asked)
+    assert found.forecast is not None
+    assert found.plan is not None
+    assert found.plan.host_slots < found.plan.num_blocks
+    variants = {name: alternative for alternative in found.alternatives for name in alternative.options}
+    assert set(variants) == {"host_memory", "moments"}
+    for alternative in found.alternatives:
+        assert alternative.step_seconds < found.forecast.step_seconds
+        assert alternative.change in explain(found)
+    host = variants["host_memory"]
+    assert host.peak_bytes["host"] <= host.options["host_memory"]
+    # With that much memory no block's weights are read again: 2 of 14 bytes per parameter fewer in each of two passes.
+    roomy = plan_model(small, Budget(host=host.options["host_memory"]), ceilings=slow_rig, **asked)
+    assert roomy.forecast is not None
+    assert roomy.plan is not None
+    assert roomy.plan.host_slots == roomy.plan.num_blocks
+    assert roomy.forecast.step_seconds <= 1.02 * host.step_seconds
+    fewer = plan_model(small, Budget(host=leanest + (1 << 20)), ceilings=slow_rig, moments="int8", **asked)
+    assert fewer.forecast is not None
+    assert fewer.forecast.step_seconds <= 1.02 * variants["moments"].step_seconds
 
 
 @pytest.mark.parametrize(("config", "parameters"), [(llama_70b(), 70_553_706_496), (gpt3_175b(), 174_604_259_328)])
@@ -140,6 +189,7 @@ def test_the_largest_models_are_answered_in_time(tmp_path: Path, rig: Ceilings, 
         ({"tokens_per_step": -4, "sequence_length": 4}, "must be positive"),
         ({"max_steps": 0}, "at least 1 step"),
         ({"compute_dtype": "int8"}, "int8"),
+        ({"moments": "int4"}, "moments: 'int4' is not one of float32, bfloat16, int8"),
         ({"budget": Budget(device="1TiB")}, "rtx4090-4ssd has"),
     ],
 )

@@ -172,6 +172,21 @@ def test_the_manifest_survives_the_file(tmp_path: Path) -> None:
         assert (found.layouts, found.planes) == (LAYOUTS, PLANES)
 
 
+def test_a_manifest_from_before_there_was_a_choice_of_moments_has_fp32_ones(tmp_path: Path) -> None:
+    with make_store(tmp_path) as store:
+        write_step(store, 1)
+        store.commit({"step": 1})
+    path = tmp_path / "run" / "state.json"
+    fields = json.loads(path.read_text())
+    del fields["planes"]["moments"]
+    for plane in (fields["planes"]["weight"], *fields["planes"]["states"]):
+        del plane["elements_per_value"]
+    path.write_text(json.dumps(fields))
+    assert read_manifest(tmp_path / "run").planes == PLANES
+    with open_store(tmp_path) as store:
+        store.verify()
+
+
 def test_missing_and_short_data_files_are_named(tmp_path: Path) -> None:
     with make_store(tmp_path) as store:
         write_step(store, 1)

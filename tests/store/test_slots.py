@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.spec.errors import ConfigError, StorageError
-from headrace.spec.layout import PLANE_SETS, Plane, PlaneSet, UnitLayout
+from headrace.spec.layout import MOMENTS, PLANE_SETS, Plane, PlaneSet, UnitLayout, plane_set
 from headrace.store import place_units
 from headrace.store.slots import VIRGIN, GroupSlots, GroupVersion
 
@@ -66,10 +66,15 @@ def test_a_version_that_is_being_overwritten_is_read_only_where_it_is_still_whol
         slots.newest(6)
 
 
-@given(st.lists(st.integers(0, 40), min_size=1, max_size=5), st.integers(1, 12), st.sampled_from(sorted(PLANE_SETS)))
-def test_slots_never_overlap_and_chunks_are_aligned(sizes: list[int], chunk: int, planes: str) -> None:
+@given(
+    st.lists(st.integers(0, 40), min_size=1, max_size=5),
+    st.integers(1, 12),
+    st.sampled_from(sorted(PLANE_SETS)),
+    st.sampled_from(MOMENTS),
+)
+def test_slots_never_overlap_and_chunks_are_aligned(sizes: list[int], chunk: int, planes: str, moments: str) -> None:
     layouts = [UnitLayout(f"u{index}", (), (), size * 2048) for index, size in enumerate(sizes)]
-    places = place_units(layouts, PLANE_SETS[planes], chunk * 2048)
+    places = place_units(layouts, plane_set(planes, moments), chunk * 2048)
     taken: list[tuple[int, int]] = []
     for place in places.groups:
         for slot in (0, 1):
@@ -79,7 +84,12 @@ def test_slots_never_overlap_and_chunks_are_aligned(sizes: list[int], chunk: int
     taken.sort()
     assert all(start % 4096 == 0 and start < stop for start, stop in taken)
     assert all(stop == start for (_, stop), (start, _) in itertools.pairwise(taken))
-    assert places.durable_bytes == sum(sizes) * 2048 * PLANE_SETS[planes].bytes_per_element * 2
+    # Codes of one byte, and eight scales of four bytes for 2048 elements, in whole pages for each chunk.
+    moment_bytes = {"float32": 8, "bfloat16": 4, "int8": 2}[moments]
+    exact_bytes = sum(sizes) * 2048 * ({"bfloat16": 4, "float32": 4, "float16": 6}[planes] + moment_bytes) * 2
+    num_chunks = 2 * sum(-(-size // chunk) for size in sizes)
+    scale_bytes = 4096 * num_chunks if moments == "int8" else 0
+    assert places.durable_bytes == exact_bytes + scale_bytes
     assert places.durable_bytes == (taken[-1][1] if taken else 0)
 
 
@@ -89,6 +99,6 @@ def test_sizes_that_cannot_be_aligned_are_refused() -> None:
         place_units([unit], PLANE_SETS["bfloat16"], 100)
     with pytest.raises(ConfigError, match="unit block 0: 100 elements"):
         place_units([UnitLayout("block 0", (), (), 100)], PLANE_SETS["bfloat16"], 2048)
-    odd = PlaneSet("bfloat16", Plane("hi", "uint16", 2), (Plane("q", "uint8", 1),))
+    odd = PlaneSet("bfloat16", Plane("q", "uint8", 1), (Plane("m", "float32", 4),))
     with pytest.raises(ConfigError, match="1 bytes per element"):
         place_units([unit], odd, 2048)

@@ -35,6 +35,7 @@ def test_sizes_are_understood(text: object, num_bytes: int) -> None:
         ({"learning_rate": "fast"}, ["learning_rate", "'fast'"]),
         ({"learning_rate": float("nan")}, ["learning_rate", "nan"]),
         ({"compute_dtype": "int8"}, ["compute_dtype", "'int8'", "bfloat16"]),
+        ({"moments": "int4"}, ["moments", "'int4'", "int8"]),
         ({"lr_schedule": "step"}, ["lr_schedule", "'step'", "cosine"]),
         ({"report_to": "wandb"}, ["report_to", "'wandb'", "tensorboard"]),
         ({"sequence_length": 100, "tokens_per_step": 250}, ["tokens_per_step: 250", "sequence_length 100", "use 200"]),
@@ -56,6 +57,8 @@ def test_a_missing_key_is_named() -> None:
 
 
 def test_short_names_of_dtypes_and_single_paths() -> None:
+    assert RunConfig.of(NEEDED).moments == "float32"
+    assert RunConfig.of(NEEDED | {"moments": "8bit"}).moments == "int8"
     config = RunConfig.of(NEEDED | {"compute_dtype": "bf16", "ssd": "/a"})
     assert (config.compute_dtype, config.ssd, config.data) == ("bfloat16", (Path("/a"),), ("d.jsonl",))
 

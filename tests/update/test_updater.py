@@ -90,7 +90,7 @@ class RecordingRule:
         self.calls = []
         self.active = 0
 
-    def apply(self, weight, states, gradient, hyper, weight_decay, learning_rate_scale):
+    def apply(self, weight, states, gradient, hyper, weight_decay, learning_rate_scale, unit=0, first_element=0):
         with self.lock:
             self.active += 1
             self.calls.append((int(weight[0]), int(weight[-1]) + 1, threading.current_thread().name, weight_decay))
