@@ -89,9 +89,9 @@ def test_killed_runs_end_like_unbroken_ones(policy: str, model: Path, tmp_path: 
 def test_killed_runs_round_their_moments_like_unbroken_ones(model: Path, tmp_path: Path) -> None:
     """Moments of 8 bits are rounded at random: a resumed run must draw what the unbroken one drew."""
     unbroken = tmp_path / "unbroken"
-    finish(start(model, unbroken, 0.5, "int8"))
+    finish(start(model, unbroken, "deferred", "int8"))
     expected = weights_of(unbroken)
-    assert kill_and_resume(model, tmp_path / "killed", 0.5, kills=2, seed=8, moments="int8") == expected
+    assert kill_and_resume(model, tmp_path / "killed", "deferred", kills=2, seed=8, moments="int8") == expected
 
 
 @pytest.mark.soak
