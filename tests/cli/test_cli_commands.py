@@ -19,7 +19,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from headrace.cli import main
-from headrace.cli.environment import cache_directory
+from headrace.cli.environment import cache_directory, set_defaults
 from headrace.cli.errors import plainly
 from headrace.cli.machine_sheet import machine_sheet, sheet_text
 from headrace.cli.runs import run_config
@@ -200,6 +200,16 @@ class TestStart:
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
         assert done.stdout.rstrip().endswith("[]")
         return time.monotonic() - started
+
+    @pytest.mark.parametrize(("before", "after"), [(0.005, 0.001), (0.0002, 0.0002)])
+    def test_threads_of_drives_wait_a_millisecond_at_most_for_python(self, before: float, after: float) -> None:
+        interval = sys.getswitchinterval()
+        try:
+            sys.setswitchinterval(before)
+            set_defaults()
+            assert sys.getswitchinterval() == pytest.approx(after, rel=0.05)  # kept in whole microseconds
+        finally:
+            sys.setswitchinterval(interval)
 
     def test_the_environment_is_set_but_never_overruled(self) -> None:
         code = (
