@@ -151,8 +151,8 @@ def limit_of(found: Answer) -> tuple[str, float]:
 
 
 HEADER = (
-    "| RAM GiB | SSDs | tokens a step | sequences | s a step | at best | tokens/s | busiest | device, host GiB | SSD TB "
-    "| read, written TB a step | wear of 1000 steps | the plan |"
+    "| RAM GiB | SSDs | tokens a step | sequences | s a step | unclipped | at best | tokens/s | busiest | device, host GiB "
+    "| SSD TB | read, written TB a step | wear of 1000 steps | the plan |"
 )
 
 
@@ -163,15 +163,22 @@ def row_of(cell: Cell, found: Answer) -> str:
         lacking = ", ".join(f"{tier} needs {size / GIB:.1f} GiB" for tier, size in found["peak_bytes"].items())
         nearest = found["alternatives"][:1]
         instead = f"; nearest: {nearest[0]['change']}, {format_seconds(nearest[0]['step_seconds'])} a step" if nearest else ""
-        return f"{head} does not fit: {lacking}{instead} |" + " |" * 8
+        return f"{head} does not fit: {lacking}{instead} |" + " |" * 9
     limit, share = limit_of(found)
     peaks = found["peak_bytes"]
     return (
-        f"{head} {found['step_seconds']:.0f} | {found['lower_bound_seconds']:.0f} | {found['tokens_per_second']:.0f} "
+        f"{head} {found['step_seconds']:.0f} | {unclipped_seconds(found):.0f} "
+        f"| {found['lower_bound_seconds']:.0f} | {found['tokens_per_second']:.0f} "
         f"| {limit} {share:.0%} | {peaks['device'] / GIB:.1f}, {peaks['host'] / GIB:.0f} | {peaks['ssd'] / TB:.2f} "
         f"| {found['ssd_bytes_read_per_step'] / TB:.2f}, {found['ssd_bytes_written_per_step'] / TB:.2f} "
         f"| {found['share_of_endurance']:.1%} | {plan_words(found['plan'])} |"
     )
+
+
+def unclipped_seconds(found: Answer) -> float:
+    """Return the seconds of a step while no gradient is clipped, and updates need not wait for the norm."""
+    speculation = found.get("plan", {}).get("speculation")
+    return min(found["step_seconds"], speculation["hit_seconds"]) if speculation else found["step_seconds"]
 
 
 def plan_words(plan: Answer) -> str:
@@ -220,8 +227,12 @@ def sentences(answers: Sequence[tuple[Cell, Answer]]) -> Iterator[str]:
             f"so that tokens per second rise {factor / max(more):.1f} to {factor / min(more):.1f} times."
         )
     if fitting:
-        waits = [found["step_seconds"] / found["lower_bound_seconds"] for found in fitting.values()]
-        yield f"Steps take {min(waits):.2f} to {max(waits):.2f} times what is possible at best: the rest is waiting."
+        for seconds_of, words in (
+            (lambda found: found["step_seconds"], "Steps take"),
+            (unclipped_seconds, "Unclipped, they take"),
+        ):
+            waits = [seconds_of(found) / found["lower_bound_seconds"] for found in fitting.values()]
+            yield f"{words} {min(waits):.2f} to {max(waits):.2f} times what is possible at best: the rest is waiting."
         written = [found["ssd_bytes_written_per_step"] for found in fitting.values()]
         worn = {key[2]: max(found["share_of_endurance"] for k, found in fitting.items() if k[2] == key[2]) for key in fitting}
         wear = ", ".join(f"{share:.0%} of the rated life of {_drives(ssds)}" for ssds, share in sorted(worn.items()))
@@ -312,7 +323,8 @@ PREFACE = f"""# What it would take: 70 and 175 billion parameters on one GPU
 Answers of `headrace plan` for the packaged profile `{GPU}` with other amounts of memory: a server with PCIe 4, DDR4 and
 data-centre SSDs of 3.84 TB, 6.25 GB/s read and 3.2 GB/s written each; every figure with its source in
 `headrace/plan/profiles/{GPU}.json`. They are plans: computed from shapes and declared rates, not measured. Full fine-tuning in
-bfloat16 with exact AdamW and gradient clipping, every step a checkpoint; {HOST_SHARE:.1%} of main memory may be used. "At
+bfloat16 with exact AdamW and gradient clipping, every step a checkpoint; {HOST_SHARE:.1%} of main memory may be used.
+"Unclipped" are the seconds while no gradient is clipped, so that updates need not wait for the norm (docs/decisions/0007); "at
 best" is what no machine with these rates can beat; "wear" is the share of the rated life of the drive that wears out first.
 
 Made by `python bench/plans.py --output docs/plans.md`.

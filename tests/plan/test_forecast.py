@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from machines import machine
-from plans import small_plan
+from small_plans import small_plan
 
 from headrace.plan.base import Plan, Unit
 from headrace.plan.forecast import forecast

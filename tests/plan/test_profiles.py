@@ -28,7 +28,9 @@ def test_every_figure_of_a_packaged_profile_has_its_source(name: str):
     assert len(ceilings.drives) == int(name.split("-")[-1].removesuffix("ssd"))
     without = {"name", "has_device", "drives", "sources"}
     named = {field.name for field in dataclasses.fields(Ceilings)} - without
-    named |= {f"drives.{field.name}" for field in dataclasses.fields(Drive)}
+    # How a drive is kept busy best can only be measured on it.
+    measured = {"threads_per_direction", "piece_bytes", "io_cpu_seconds_per_gigabyte"}
+    named |= {f"drives.{field.name}" for field in dataclasses.fields(Drive)} - {f"drives.{name}" for name in measured}
     assert set(ceilings.sources) == named
     assert all(len(source) > 5 for source in ceilings.sources.values())
 

@@ -7,7 +7,7 @@ from collections import defaultdict
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plans import small_plan
+from small_plans import small_plan
 
 from headrace.plan.base import Plan
 from headrace.plan.program import build_program, build_tail, cold_carry

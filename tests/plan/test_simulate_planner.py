@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from machines import machine
-from plans import small_plan
+from small_plans import small_plan
 
 from headrace.plan.base import Plan, Unit
 from headrace.plan.program import build_program, cold_carry
