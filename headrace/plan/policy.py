@@ -62,15 +62,19 @@ def with_device_updates(problem: Problem, plan: Plan, machine: Ceilings) -> Plan
     free = replace(
         machine, update_bytes_per_second=1e15, update_bytes_per_second_per_core=1e15, host_memory_bytes_per_second=1e17
     )
-    if seconds(plan, free) * ALIKE >= seconds(plan, machine):
+    as_is = seconds(plan, machine)
+    if seconds(plan, free) * ALIKE >= as_is:
         return plan
     costs = problem.costs_of(plan.micro_batch_sequences)
     strides = [
         with_footprint(replace(plan, device_update_every=every), costs, problem.allowance) for every in _DEVICE_UPDATE_STRIDES
     ]
-    best = min((candidate for candidate in strides if fits(candidate)), key=lambda each: seconds(each, machine), default=plan)
-    gains = forecast(best, machine).step_seconds * ALIKE < forecast(plan, machine).step_seconds
-    return best if gains else plan
+    tried = [(seconds(candidate, machine), candidate) for candidate in strides if fits(candidate)]
+    best_seconds, best = min(tried, key=lambda entry: entry[0], default=(as_is, plan))
+    if best_seconds * ALIKE >= as_is:
+        return plan
+    # Coarse forecasts say which stride; whether it pays is worth a finer look.
+    return best if forecast(best, machine).step_seconds * ALIKE < forecast(plan, machine).step_seconds else plan
 
 
 def late_choices(plan: Plan) -> list[tuple[int, ...]]:

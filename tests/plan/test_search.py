@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.plan.footprint import Allowance, with_runtime
+from headrace.plan.footprint import Allowance, with_footprint, with_runtime
 from headrace.plan.forecast import forecast
 from headrace.plan.placement import Choice, Problem, Workload, filled, fits, placements_of, plan_of, replay_order
 from headrace.plan.search import make_plan, nominal_ceilings
@@ -159,6 +159,66 @@ def test_a_separate_device_has_its_own_budget() -> None:
     assert plan.peak("device") <= 80 * MIB
     assert plan.separate_device
     assert plan.device_slots >= 1
+
+
+# A GPU whose link, drives and memory are fast; what its update cores do is each test's own.
+FAST = {
+    "flops": 1e13,
+    "read": 50e9,
+    "write": 50e9,
+    "mixed": 100e9,
+    "host_to_device_bytes_per_second": 50e9,
+    "device_to_host_bytes_per_second": 50e9,
+    "both_ways_bytes_per_second": 100e9,
+    "host_memory_bytes_per_second": 400e9,
+    "device_memory_bytes_per_second": 3e12,
+    "launch_seconds": 1e-5,
+    "transfer_seconds": 1e-5,
+}
+SLOW_LINK = {
+    "host_to_device_bytes_per_second": 1e9,
+    "device_to_host_bytes_per_second": 1e9,
+    "both_ways_bytes_per_second": 1e9,
+}
+
+
+def cores(rate: float) -> dict[str, float]:
+    return {"update_bytes_per_second": rate, "update_bytes_per_second_per_core": rate}
+
+
+@pytest.mark.parametrize("clip", [False, True], ids=["immediate", "deferred"])
+def test_slow_update_cores_beside_a_fast_link_have_the_device_update(clip: bool) -> None:
+    made = problem(400 * MIB, device_bytes=400 * MIB, clip=clip)
+    ceilings = machine(made, **FAST, **cores(5e9))
+    plan = make_plan(made, ceilings)
+    assert plan.device_update_every > 0
+    assert fits(plan)
+    on_host = replace(plan, device_update_every=0)
+    assert plan.peak("device") > with_footprint(on_host, costs_of(plan.micro_batch_sequences), made.allowance).peak("device")
+    assert forecast(plan, ceilings).step_seconds < 0.8 * forecast(on_host, ceilings).step_seconds
+
+
+@pytest.mark.parametrize("changes", [cores(200e9), {**cores(5e9), **SLOW_LINK}], ids=["fast-cores", "slow-link"])
+def test_where_the_host_is_faster_it_updates(changes: dict[str, float]) -> None:
+    made = problem(400 * MIB, device_bytes=400 * MIB)
+    assert make_plan(made, machine(made, **{**FAST, **changes})).device_update_every == 0
+
+
+def test_updates_on_the_device_are_left_out_where_their_buffers_do_not_fit() -> None:
+    roomy = problem(400 * MIB, device_bytes=400 * MIB)
+    ceilings = machine(roomy, **FAST, **cores(5e9))
+    wanted = make_plan(roomy, ceilings)
+    needed_bytes = make_plan(roomy, machine(roomy, **FAST, **cores(200e9))).peak("device")
+    assert wanted.peak("device") > needed_bytes
+    tight = make_plan(problem(400 * MIB, device_bytes=needed_bytes), ceilings)
+    assert fits(tight)
+    assert tight.device_update_every == 0
+
+
+def test_a_cpu_that_plays_a_device_updates_on_the_host() -> None:
+    made = problem(400 * MIB, device_bytes=400 * MIB)
+    ceilings = replace(machine(made, **FAST, **cores(5e9)), has_device=False, device_memory_bytes=0)
+    assert make_plan(made, ceilings).device_update_every == 0
 
 
 def test_a_choice_is_a_value() -> None:

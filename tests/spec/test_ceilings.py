@@ -103,6 +103,16 @@ def test_an_absurd_setting_of_a_drive_is_named_with_its_place(name: str, absurd:
         Ceilings.from_json(profile(drives=[drive(), drive(**{name: absurd})]))
 
 
+def test_device_memory_may_be_unmeasured_and_is_then_taken_for_slow():
+    ceilings = Ceilings.from_json(profile())
+    assert ceilings.device_memory_bytes_per_second is None
+    measured = Ceilings.from_json(profile(device_memory_bytes_per_second=1e12))
+    assert measured.device_update_bytes_per_second == 1e12 > ceilings.device_update_bytes_per_second > 0
+    for absurd in (value for value in ABSURD if value is not None):
+        with pytest.raises(ConfigError, match="device_memory_bytes_per_second"):
+            Ceilings.from_json(profile(device_memory_bytes_per_second=absurd))
+
+
 def test_drives_are_pooled():
     ceilings = Ceilings.from_json(profile())
     assert ceilings.ssd_read_bytes_per_second == 14e9

@@ -5,8 +5,10 @@ import weakref
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from update_planes import COMPUTE_DTYPES, HYPER, as_array, as_tensor, gradient_of, ordinary, same_planes, wild
 
+from headrace.plan.memory import DEVICE_UPDATE_TEMPORARY_BYTES, DEVICE_UPDATE_TRAFFIC_BYTES
 from headrace.spec.errors import ConfigError
 from headrace.spec.layout import GroupRange
 from headrace.update import GRADIENT_DTYPES, AdamWRule, DeviceUpdater, Updater
@@ -102,6 +104,30 @@ def test_temporaries_stay_below_what_is_promised(compute_dtype, gradient_dtype):
         updater.update_range(weight, states, gradient, HYPER, GROUPS, 0, NUM_ELEMENTS)
     assert 16 * 1024 <= meter.peak_bytes <= updater.temporary_bytes
     assert meter.live_bytes == 0
+
+
+class TrafficMeter(TorchDispatchMode):
+    """Counts the bytes that operations read and write; views move nothing."""
+
+    num_bytes = 0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        result = operation(*args, **(kwargs or {}))
+        if not operation.is_view:
+            tensors = [each for each in tree_leaves((args, kwargs, result)) if isinstance(each, torch.Tensor)]
+            self.num_bytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        return result
+
+
+@pytest.mark.parametrize("compute_dtype", COMPUTE_DTYPES)
+def test_the_plan_counts_what_an_update_on_the_device_takes(compute_dtype):
+    weight, states = on_device(ordinary(4096, 0, compute_dtype))
+    gradient = as_tensor(gradient_of(4096, 0, "float16"))
+    updater = DeviceUpdater(compute_dtype, chunk_elements=4096)
+    with TrafficMeter() as meter:
+        updater.update_range(weight, states, gradient, HYPER, (GroupRange(0, 4096, 1.0, 0.1),), 0, 4096)
+    assert meter.num_bytes == 4096 * DEVICE_UPDATE_TRAFFIC_BYTES[compute_dtype]
+    assert updater.temporary_bytes == 4096 * DEVICE_UPDATE_TEMPORARY_BYTES
 
 
 def test_tensors_that_do_not_fit_are_refused():
