@@ -3,7 +3,7 @@
 What is compiled is a function whose argument is the block, not the block: its parameters enter the graph as inputs, so binding
 other weights compiles nothing, and the compiler's own guards tell blocks apart that differ in anything their code reads.
 Invariants: a block is one whole graph or the option is refused; the graph is a function of the shapes alone, never of which
-shapes came before, so that a resumed run computes what an unbroken one does (docs/decisions/0007).
+shapes came before, so that a resumed run computes what an unbroken one does (docs/decisions/0008).
 """
 
 from collections.abc import Hashable

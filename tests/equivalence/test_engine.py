@@ -17,7 +17,7 @@ from headrace.engine import Engine
 from headrace.plan.base import Plan
 from headrace.plan.profiles import load_profile
 from headrace.spec.ceilings import InFlight
-from headrace.spec.events import StepResult
+from headrace.spec.events import OpDone, StepResult
 from headrace.store import StateStore
 
 ROWS, LENGTH = 6, 32
@@ -190,6 +190,39 @@ def test_placement_changes_nothing(name: str, clip: float | None, model_dir: Cal
         assert got[0] == base[0], f"{placement}: losses differ"
         for key, want in base[1].items():
             assert torch.equal(got[1][key], want), f"{placement}: {key} differs"
+
+
+@pytest.mark.parametrize(
+    ("compute_dtype", "gradient_dtype"), [("bfloat16", "float32"), ("float32", None), ("float16", None)], ids=str
+)
+def test_each_kth_chunk_is_updated_on_the_device_with_the_same_bits(
+    compute_dtype: str, gradient_dtype: str | None, model_dir: Callable[..., Path], tmp_path: Path
+) -> None:
+    lanes: dict[int, list[str]] = {0: [], 3: []}
+    results, steps = {}, 4
+    for every, seen in lanes.items():
+
+        def sink(event: object, seen: list[str] = seen) -> None:
+            if isinstance(event, OpDone) and event.verb == "update":
+                seen.append(event.lane)
+
+        results[every] = train(
+            model_dir("llama"),
+            tmp_path / f"every{every}",
+            steps=steps,
+            adjust={**micro_batches(3), "device_update_every": every, "chunk_elements": 4096, "state_slots": 2},
+            budget=headrace.Budget(host="4GiB", device="1GiB"),
+            compute_dtype=compute_dtype,
+            gradient_dtype=gradient_dtype,
+            sink=sink,
+        )
+    assert set(lanes[0]) == {"update"}
+    assert len(lanes[3]) == len(lanes[0])
+    chunks = len(lanes[3]) // steps
+    assert lanes[3].count("device-update") == steps * (chunks // 3) > 0
+    assert results[3][0] == results[0][0]
+    for key, want in results[0][1].items():
+        assert torch.equal(results[3][1][key], want), f"{key} differs"
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 6])

@@ -78,6 +78,9 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
     "stash-mixed": {"adjust": {"stash_tiers": ("host", "ssd", "ssd", "device"), "stash_slots": 2}},
     "mixed-plain": {"adjust": {"stash_tiers": ("host", "ssd", "ssd", "device"), "stash_slots": 2}, "interpreter": "plain"},
     "small-chunks": {"adjust": {"chunk_elements": 4096}},
+    "device-updates": {"adjust": {"device_update_every": 1}},
+    "device-updates-mixed": {"adjust": {"device_update_every": 2, "chunk_elements": 4096, "state_slots": 2}},
+    "device-updates-plain": {"adjust": {"device_update_every": 3, "chunk_elements": 4096}, "interpreter": "plain"},
     "no-replay": {"adjust": {"kept": ((),) * 4, "kept_bytes": (0,) * 4, "skipped": ((),) * 4, "spared_flops": (0.0,) * 4}},
 }
 

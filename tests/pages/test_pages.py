@@ -16,14 +16,21 @@ from made_runs import made_machine, made_ops, write_run
 
 from headrace.pages import read_run, summary, write_report, write_trace
 from headrace.pages.findings import find
+from headrace.pages.lane_chart import FAMILY_OF
 from headrace.pages.markup import data_block, element, figure, ticks
 from headrace.pages.step_charts import thin
-from headrace.pages.views import Bar, in_rows, joined
+from headrace.pages.views import LANE_WORDS, Bar, in_rows, joined
 from headrace.pages.words import bottleneck_words, endurance_words, io_cpu_words
 from headrace.spec.errors import RunDirectoryError
+from headrace.spec.program import Lane, Verb
 
 EVERY_FILE = ("metrics.jsonl", "lanes.jsonl", "timeline.json", "plan.json", "machine.json", "config.yaml")
 SECTIONS = ("bottleneck", "timeline", "rates", "memory", "steps", "endurance")
+
+
+def test_every_lane_has_a_name_and_every_verb_a_colour() -> None:
+    assert set(LANE_WORDS) == {str(lane) for lane in Lane}
+    assert set(FAMILY_OF) == {str(verb) for verb in Verb}
 
 
 class Page(HTMLParser):
