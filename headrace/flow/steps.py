@@ -13,7 +13,8 @@ from headrace.flow.execute import Interpreter
 from headrace.flow.state import Parts, StepState, Verdict
 from headrace.flow.step import run_step
 from headrace.plan.base import Plan
-from headrace.plan.program import Carry, build_program, build_tail, cold_carry, redo_carry
+from headrace.plan.carry import Carry, cold_carry, redo_carry
+from headrace.plan.program import build_program, build_tail
 from headrace.spec.program import Lane, Program
 from headrace.update import HitRate
 

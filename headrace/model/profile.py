@@ -146,7 +146,9 @@ def _profile(chain: Chain, sequences: int, length: int) -> ModelCosts:
             if again.hidden.requires_grad:
                 again.hidden.backward(torch.zeros_like(again.hidden))  # type: ignore[no-untyped-call]
         blocks = _profile_blocks(chain, result.hidden, result.calls)
-        losses = [(tokens, _profile_loss(chain, result.hidden, ids, tokens)) for tokens in _LOSS_CHUNKS]
+        # Chunks larger than the micro-batch, but for one, say nothing.
+        chunks = [tokens for index, tokens in enumerate(_LOSS_CHUNKS) if not index or _LOSS_CHUNKS[index - 1] < ids.numel()]
+        losses = [(tokens, _profile_loss(chain, result.hidden, ids, tokens)) for tokens in chunks]
     finally:
         for unit in flats:
             chain.release(unit)
@@ -166,7 +168,7 @@ def _profile(chain: Chain, sequences: int, length: int) -> ModelCosts:
         prologue_workspace_bytes=prologue.peak_bytes,
         prologue_backward_workspace_bytes=prologue_backward.peak_bytes,
         epilogue_workspace_bytes=tuple((tokens, meter.peak_bytes) for tokens, meter in losses),
-        epilogue_flops_per_token=losses[-1][1].flops / _LOSS_CHUNKS[-1] / 3,
+        epilogue_flops_per_token=losses[-1][1].flops / losses[-1][0] / 3,
         call_bytes=_call_bytes(result.calls),
     )
 

@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 from itertools import combinations, groupby
 
 from headrace.plan.base import Plan, spread
-from headrace.plan.program import build_program, build_tail, cold_carry, redo_carry
+from headrace.plan.carry import cold_carry, redo_carry
+from headrace.plan.program import build_program, build_tail
 from headrace.plan.simulate import LaneUse, Timeline, simulate
 from headrace.spec.ceilings import Ceilings
 from headrace.spec.layout import UNIT_ALIGNMENT

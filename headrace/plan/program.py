@@ -9,70 +9,17 @@ is finished: whoever runs programs starts one only when the last but one is comp
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
 from headrace.plan.base import Plan
+from headrace.plan.carry import Carry, Refs, Slot, renumbered
 from headrace.plan.memory import DEVICE_UPDATE_TRAFFIC_BYTES
 from headrace.spec.program import Lane, Op, Program, Verb
 
-Refs = tuple[int, ...]
-
 # Block inputs that are brought back before the use that comes next, if there are buffers for them.
 RECALLED_AHEAD = 2
-
-
-@dataclass(frozen=True, slots=True)
-class Slot:
-    """A weight buffer: which block is in it, what makes its content valid, what still reads it."""
-
-    unit: int = -1
-    ready: Refs = ()
-    busy: Refs = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Carry:
-    """What a program leaves to its successor: contents of slots, and references to the operations to wait for."""
-
-    host: tuple[Slot, ...]
-    device: tuple[Slot, ...]
-    state_busy: tuple[Refs, ...]
-    gradient_busy: tuple[Refs, ...]  # per slot: the ring, the resident units', then one for each unit
-    stash_busy: tuple[Refs, ...]
-    weights_stored: tuple[Refs, ...]  # per unit: the writes that put its newest weights on the SSD
-    states_stored: tuple[Refs, ...]
-    resident_ready: tuple[Refs, ...]  # per unit: what made the resident weights valid
-    device_state_busy: tuple[Refs, ...] = ()
-    staging_busy: Refs = ()  # the host copy through which resident weights reach a separate device
-    held: tuple[Refs, ...] = ()  # per unit: what made its held gradient valid
-    written: Refs = ()  # by the step, so far: the commit that its successor does waits for it
-    commit: Refs = ()
-    decide: Refs = ()
-    pending: tuple[int, ...] = ()  # units (not references) whose update is still to be done
-
-
-def cold_carry(plan: Plan) -> Carry:
-    """Return the carry of a step that follows nothing: empty slots, nothing pending."""
-    per_unit: tuple[Refs, ...] = ((),) * len(plan.units)
-    return Carry(
-        host=(Slot(),) * plan.host_slots,
-        device=(Slot(),) * plan.device_slots,
-        state_busy=((),) * plan.state_slots,
-        gradient_busy=((),) * (plan.gradient_slots + 1 + len(plan.units)),
-        stash_busy=((),) * plan.stash_slots,
-        weights_stored=per_unit,
-        states_stored=per_unit,
-        resident_ready=per_unit,
-        held=per_unit,
-        device_state_busy=((),) * plan.device_state_slots,
-    )
-
-
-def redo_carry(plan: Plan) -> Carry:
-    """Return the carry after a step was taken back whose gradients are held still: every update is to be done again."""
-    return replace(cold_carry(plan), pending=tuple(range(len(plan.units))))
 
 
 def build_program(plan: Plan, num_micro_batches: int, carry: Carry) -> tuple[Program, Carry]:
@@ -92,27 +39,13 @@ def build_tail(plan: Plan, carry: Carry) -> tuple[Program, Carry]:
     return builder.finish()
 
 
-def _map_refs(value: Any, change: Any) -> Any:
-    """Apply `change` to each tuple of references inside a carry's field."""
-    if isinstance(value, Slot):
-        return Slot(value.unit, change(value.ready), change(value.busy))
-    if isinstance(value, tuple) and all(isinstance(item, int) for item in value):
-        return change(value)
-    return tuple(_map_refs(item, change) for item in value)
-
-
-def _renumbered(carry: Carry, change: Any) -> Carry:
-    refs = {field.name: getattr(carry, field.name) for field in fields(Carry) if field.name != "pending"}
-    return Carry(**{name: _map_refs(value, change) for name, value in refs.items()}, pending=carry.pending)
-
-
 class _Builder:
     """Emits operations in order; the lists below are the newest knowledge about each buffer."""
 
     def __init__(self, plan: Plan, num_micro: int, carry: Carry) -> None:
         self.plan, self.num_micro = plan, num_micro
         self.ops: list[Op] = []
-        before = _renumbered(carry, lambda refs: tuple(~ref for ref in refs))
+        before = renumbered(carry, lambda refs: tuple(~ref for ref in refs))
         self.before = before
         self.host, self.device = list(before.host), list(before.device)
         self.state_busy, self.gradient_busy = list(before.state_busy), list(before.gradient_busy)
@@ -163,7 +96,7 @@ class _Builder:
             decide=self.decide_refs,
             pending=tuple(unit for unit in range(len(self.plan.units)) if self.plan.is_late(unit)) if self.num_micro else (),
         )
-        return Program(tuple(self.ops)), _renumbered(carry, lambda refs: tuple(ref for ref in refs if ref >= 0))
+        return Program(tuple(self.ops)), renumbered(carry, lambda refs: tuple(ref for ref in refs if ref >= 0))
 
     # -- the step -------------------------------------------------------------------------------------------------------
 

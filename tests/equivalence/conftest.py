@@ -1,6 +1,6 @@
 """Tiny models in real Hugging Face directories, and a plain PyTorch trainer to compare with."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +8,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
+
+import headrace.engine
+from headrace.model import profile
 
 logging.set_verbosity_error()
 logging.disable_progress_bar()
@@ -44,6 +47,23 @@ MODELS: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 1,
     },
 }
+
+
+@pytest.fixture(scope="session", autouse=True)
+def profiles_once() -> Iterator[None]:
+    """Profile each model once for each shape: the same few are opened hundreds of times here."""
+    known: dict[tuple[Any, ...], Any] = {}
+
+    def profile_once(chain: Any, sequences: int, length: int) -> Any:
+        key = (chain.config.to_json_string(), chain.compute_dtype, str(chain.device), chain.notes, sequences, length)
+        key += tuple(chain.layouts)
+        if key not in known:
+            known[key] = profile(chain, sequences, length)
+        return known[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(headrace.engine, "profile", profile_once)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -11,8 +11,9 @@ from machines import machine
 from small_plans import small_plan
 
 from headrace.plan.base import Plan, Unit
+from headrace.plan.carry import cold_carry
 from headrace.plan.forecast import forecast
-from headrace.plan.program import build_program, cold_carry
+from headrace.plan.program import build_program
 from headrace.spec.ceilings import Ceilings
 from headrace.spec.errors import ConfigError
 from headrace.spec.program import Lane

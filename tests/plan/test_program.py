@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from small_plans import small_plan
 
 from headrace.plan.base import Plan
-from headrace.plan.program import build_program, build_tail, cold_carry
+from headrace.plan.carry import cold_carry
+from headrace.plan.program import build_program, build_tail
 from headrace.spec.program import Lane, Op, Program, Verb
 
 IN_ORDER_LANES = {Lane.COMPUTE, Lane.UPDATE, Lane.DEVICE_UPDATE, Lane.COMMIT, Lane.HOST_TO_DEVICE, Lane.DEVICE_TO_HOST}

@@ -13,7 +13,8 @@ from machines import machine
 from small_plans import small_plan
 
 from headrace.plan.base import Plan, Unit
-from headrace.plan.program import build_program, cold_carry
+from headrace.plan.carry import cold_carry
+from headrace.plan.program import build_program
 from headrace.plan.simulate import simulate
 from headrace.spec.ceilings import Ceilings
 from headrace.spec.program import Lane, Program
