@@ -42,9 +42,15 @@ def make_plan(problem: Problem, ceilings: Ceilings | None = None) -> Plan:
         placements = [choice for choice in placements if choice.input_home != "ssd"] or placements
         placements = [choice for choice in placements if choice.held != "ssd"] or placements
 
+    known: dict[Choice, float] = {}
+
     def seconds(choice: Choice) -> float:
-        plan = filled(problem, plan_of(problem, choice))
-        return forecast(plan, machine, most_operations=SEARCH_OPERATIONS).step_seconds
+        if choice.amount == 0:
+            choice = replace(choice, kept_home="device")  # where nothing is kept, it does not matter where
+        if choice not in known:
+            plan = filled(problem, plan_of(problem, choice))
+            known[choice] = forecast(plan, machine, most_operations=SEARCH_OPERATIONS).step_seconds
+        return known[choice]
 
     ranked = sorted(((seconds(choice), index) for index, choice in enumerate(placements)))
     best_seconds, best = ranked[0][0], placements[ranked[0][1]]
