@@ -88,7 +88,8 @@ def speculative_candidate(problem: Problem, placements: list[Choice], best: Choi
     found: list[tuple[float, int, Plan]] = []
     for choice in placements:
         for kept in dict.fromkeys((choice, replace(choice, kept_home=best.kept_home, amount=best.amount))):
-            bare = replace(plan_of(problem, kept), gradient_slots=2)
+            costs = problem.costs_of(choice.rows)
+            bare = with_footprint(replace(plan_of(problem, kept), gradient_slots=2), costs, problem.allowance)
             if choice.rows == best.rows and bare.checkpoint_every == 1 and fits(bare):
                 plan = replace(filled(problem, bare), resident_states=())
                 variant = replace(plan, update_policy="speculative", late_units=spread(plan.num_blocks // 4, plan.num_blocks))

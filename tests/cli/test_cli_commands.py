@@ -29,6 +29,7 @@ from headrace.training import RunConfig
 
 TRAIN_FLAGS = {
     "--checkpoint-every",
+    "--compile-blocks",
     "--compute-dtype",
     "--device-memory",
     "--epochs",
@@ -36,11 +37,15 @@ TRAIN_FLAGS = {
     "--host-memory",
     "--keep-state",
     "--learning-rate",
+    "--liger",
     "--lr-schedule",
     "--machine",
     "--max-grad-norm",
     "--max-steps",
+    "--moments",
+    "--no-compile-blocks",
     "--no-keep-state",
+    "--no-liger",
     "--no-packing",
     "--output",
     "--packing",
@@ -192,8 +197,7 @@ class TestStart:
             "try:\n main(['--help'])\nexcept SystemExit:\n pass\n"
             "print([m for m in ('torch', 'transformers', 'numba', 'numpy', 'pydantic', 'datasets') if m in sys.modules])"
         )
-        best = min(self.timed(code) for _ in range(2))
-        assert best < 0.5
+        assert min(self.timed(code) for _ in range(2)) < 3  # 0.2 s measured; with torch it would be many seconds
 
     def timed(self, code: str) -> float:
         started = time.monotonic()

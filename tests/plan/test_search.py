@@ -148,6 +148,18 @@ def test_what_does_not_fit_says_what_would() -> None:
         make_plan(problem(needed - LIBRARIES - 64 * 1024))
 
 
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize("measured", [False, True])
+def test_every_plan_is_inside_its_budget_from_the_least_on(clip: bool, measured: bool) -> None:
+    with pytest.raises(PlanInfeasible) as refusal:
+        make_plan(problem(20 * MIB, clip=clip))
+    for more_mib in (0, 1, 3, 10, 30, 100, 1000):
+        made = problem(refusal.value.needed_bytes - LIBRARIES + more_mib * MIB, clip=clip)
+        plan = make_plan(made, machine(made) if measured else None)
+        assert plan.peak_bytes == with_footprint(plan, made.costs_of(plan.micro_batch_sequences), made.allowance).peak_bytes
+        assert plan.peak("host") <= made.allowance.host_bytes
+
+
 def test_tokens_that_do_not_divide_are_refused_with_the_next_ones() -> None:
     with pytest.raises(InputError, match="use 2048 or 4096"):
         Workload(tokens_per_step=3000, sequence_length=2048, clip=False)

@@ -58,6 +58,7 @@ def fake_plan() -> Plan:
         loss_chunk_tokens=64,
         update_policy="immediate",
         held_gradients="host",
+        late_units=(),
         checkpoint_every=1,
         host_slots=2,
         device_slots=0,
