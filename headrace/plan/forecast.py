@@ -100,7 +100,7 @@ def forecast(plan: Plan, ceilings: Ceilings, *, most_operations: int = _MOST_OPE
 
 def redo_seconds(plan: Plan, ceilings: Ceilings) -> float:
     """Return what it takes to do all updates of a step again from the held gradients, with nothing else under way."""
-    coarse = _coarsened(plan, ceilings, _MOST_OPERATIONS)
+    coarse = _coarsened(plan, ceilings, 2 * SEARCH_OPERATIONS)
     tail, _ = build_tail(coarse, redo_carry(coarse))
     timeline = simulate([tail] * 3, ceilings, compute_dtype=plan.compute_dtype, update_threads=plan.update_threads)
     return timeline.step_seconds

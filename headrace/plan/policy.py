@@ -85,30 +85,27 @@ def late_choices(plan: Plan) -> list[tuple[int, ...]]:
 
 def speculative_candidate(problem: Problem, placements: list[Choice], best: Choice, machine: Ceilings) -> Iterator[Plan]:
     """Yield the deferred plan whose buffers serve speculation best: of `placements` with and without what `best` keeps."""
-    found: list[tuple[float, int, Plan]] = []
+    costs = problem.costs_of(best.rows)
+    found: dict[tuple[str, str], tuple[float, int, Plan]] = {}
     for choice in placements:
-        for kept in dict.fromkeys((choice, replace(choice, kept_home=best.kept_home, amount=best.amount))):
-            costs = problem.costs_of(choice.rows)
+        if choice.rows != best.rows or (choice.input_home, choice.held) in found:
+            continue  # generous buffers come first; lean ones are for where those do not fit
+        for kept in dict.fromkeys((replace(choice, kept_home=best.kept_home, amount=best.amount), choice)):
             bare = with_footprint(replace(plan_of(problem, kept), gradient_slots=2), costs, problem.allowance)
-            if choice.rows == best.rows and bare.checkpoint_every == 1 and fits(bare):
-                plan = replace(filled(problem, bare), resident_states=())
+            if bare.checkpoint_every == 1 and fits(bare):
+                plan = with_footprint(replace(filled(problem, bare), resident_states=()), costs, problem.allowance)
                 variant = replace(plan, update_policy="speculative", late_units=spread(plan.num_blocks // 4, plan.num_blocks))
-                found.append((forecast(variant, machine, most_operations=SEARCH_OPERATIONS).step_seconds, len(found), plan))
+                found[choice.input_home, choice.held] = (_coarse_seconds(variant, machine), len(found), plan)
+                break
     if found:
-        plan = min(found, key=lambda entry: entry[:2])[2]
-        yield with_footprint(plan, problem.costs_of(plan.micro_batch_sequences), problem.allowance)
+        yield min(found.values(), key=lambda entry: entry[:2])[2]
 
 
 def with_speculation(plan: Plan, machine: Ceilings) -> Plan:
-    """Return a deferred plan with the costs of speculating beside it: the same buffers, another order.
-
-    What lives only in memory could not be taken back, nor what is seldom committed: such plans stay as they are.
-    """
-    if plan.resident_states or plan.checkpoint_every > 1:
+    """Return a deferred plan with the costs of speculating beside it: the same buffers, another order."""
+    if not _may_speculate(plan):
         return plan
-    variants = [replace(plan, update_policy="speculative", late_units=late) for late in late_choices(plan)]
-    seconds = [forecast(variant, machine, most_operations=2 * SEARCH_OPERATIONS).step_seconds for variant in variants]
-    variant = variants[min(range(len(variants)), key=seconds.__getitem__)]
+    variant = _fastest_speculating(plan, machine)
     speculation = Speculation(
         late_units=variant.late_units,
         deferred_seconds=forecast(plan, machine).step_seconds,
@@ -119,8 +116,44 @@ def with_speculation(plan: Plan, machine: Ceilings) -> Plan:
 
 
 def expected_seconds(plan: Plan, machine: Ceilings) -> float:
-    """Return the seconds of a step where half of all runs clip hardly ever, so that speculation pays, and half do often."""
-    if plan.speculation is None:
-        return forecast(plan, machine).step_seconds
-    deferred = plan.speculation.deferred_seconds
-    return (deferred + min(deferred, plan.speculation.hit_seconds)) / 2
+    """Return the seconds of a step where half of all runs clip hardly ever, so that speculation pays, and half do often.
+
+    Coarse: for choosing among deferred plans.
+    """
+    deferred = _coarse_seconds(plan, machine)
+    if not _may_speculate(plan):
+        return deferred
+    quarters = [spread(plan.num_blocks * part // 4, plan.num_blocks) for part in (1, 2)]
+    hits = [_coarse_seconds(_speculating(plan, late), machine) for late in quarters]
+    return (deferred + min(deferred, *hits)) / 2
+
+
+def _may_speculate(plan: Plan) -> bool:
+    """Whether a step can be taken back: not what lives only in memory, nor what is seldom committed."""
+    return not plan.resident_states and plan.checkpoint_every == 1
+
+
+def _speculating(plan: Plan, late_units: tuple[int, ...]) -> Plan:
+    return replace(plan, update_policy="speculative", late_units=late_units)
+
+
+def _fastest_speculating(plan: Plan, machine: Ceilings) -> Plan:
+    """Return the speculative form of a deferred plan that is fastest while nothing is clipped."""
+    choices = late_choices(plan)
+    seconds: dict[int, float] = {}
+
+    def variant(index: int) -> Plan:
+        return _speculating(plan, choices[index])
+
+    # The step is the longer of two halves; one grows, one shrinks: every other choice, then the neighbours of the best.
+    for index in range(0, len(choices), 2):
+        seconds[index] = _coarse_seconds(variant(index), machine)
+    best = min(seconds, key=seconds.__getitem__)
+    for index in (best - 1, best + 1):
+        if 0 <= index < len(choices):
+            seconds[index] = _coarse_seconds(variant(index), machine)
+    return variant(min(seconds, key=lambda index: (seconds[index], index)))
+
+
+def _coarse_seconds(plan: Plan, machine: Ceilings) -> float:
+    return forecast(plan, machine, most_operations=SEARCH_OPERATIONS).step_seconds

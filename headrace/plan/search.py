@@ -68,10 +68,8 @@ def make_plan(problem: Problem, ceilings: Ceilings | None = None) -> Plan:
         # States in memory are not read, but each commit writes them in one go.
         costs = problem.costs_of(plan.micro_batch_sequences)
         candidates.insert(0, with_footprint(replace(plan, resident_states=()), costs, problem.allowance))
-    weighed = [with_speculation(candidate, machine) for candidate in candidates]
-    plan = min(weighed, key=lambda found: expected_seconds(found, machine))
-    faster = with_device_updates(problem, plan, machine)
-    return with_speculation(faster, machine) if faster.device_update_every else plan
+    plan = min(candidates, key=lambda candidate: expected_seconds(candidate, machine))
+    return with_speculation(with_device_updates(problem, plan, machine), machine)
 
 
 def _fitting(problem: Problem) -> list[Choice]:
