@@ -44,7 +44,7 @@ _ROWS = 8
 _STEPS = 1000
 # Forecasts that are only compared with one another may be coarser.
 _COARSE_OPERATIONS = 1000
-# As `forecast` has by default: for times that stand beside the plan's own.
+# Finer, for times that stand beside the plan's own.
 _MOST_OPERATIONS = 2000
 # A variant of a plan that fits is worth a line below this share of its time.
 _WORTH_IT = 0.99
