@@ -119,8 +119,10 @@ def run_alone(
 ) -> list[OpDone]:
     """Take one more step whose operations run one after the other, and return them."""
     before = len(operations)
-    engine._interpreter.close()  # all it had is finished: the engine was flushed
-    engine._interpreter = PlainInterpreter(engine.machine, sink)
+    steps = engine._steps  # there is no other door to the interpreter
+    assert steps is not None
+    steps.close()  # all it had is finished: the engine was flushed
+    steps._interpreter = PlainInterpreter(engine.machine, sink)
     step()
     engine.flush()
     return operations[before:]

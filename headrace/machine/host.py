@@ -11,6 +11,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.spec.sizes import MAPPED_BYTES
+
 Bytes = NDArray[np.uint8]
 
 _HUGE_PAGE_BYTES = 2 << 20
@@ -35,10 +37,11 @@ def return_freed_memory() -> bool:
     """Make the C library give large freed blocks back to the kernel at once; returns whether it could be asked to.
 
     glibc keeps freed blocks of up to 32 MiB for itself, in pieces that later requests do not fit: measured on blocks of 50 M
-    parameters, 0.5 GiB above what is alive (LOG.md, 2026-11-21). A budget cannot be kept like that. The price is fresh pages
-    for each large tensor, some per cent of a step; huge pages for torch's allocator make most of it good.
+    parameters, 0.5 GiB above what is alive (LOG.md, 2026-11-21). A budget cannot be kept like that. Here blocks of
+    `MAPPED_BYTES` and more are mapped and unmapped one by one. Their pages are fresh each time; as torch's allocator takes huge
+    ones for blocks of that size, they cost little. With a threshold of 256 KiB fresh small pages took 40 % of a step.
     """
-    threshold_bytes, mmap_threshold, trim_threshold = 256 << 10, -3, -1
+    threshold_bytes, mmap_threshold, trim_threshold = MAPPED_BYTES, -3, -1
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):  # another C library

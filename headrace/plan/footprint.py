@@ -10,12 +10,13 @@ from headrace.plan.base import Plan
 from headrace.plan.memory import buffer_groups, device_update_temporary_bytes, scratch_bytes
 from headrace.plan.program import RECALLED_AHEAD
 from headrace.spec.costs import ModelCosts
-from headrace.spec.sizes import MIB
+from headrace.spec.sizes import MAPPED_BYTES, MIB
 
 # Measured (LOG.md, 2026-11-21): oneDNN keeps 0.7 to 1 MiB of code for each shape of a bfloat16 product; lanes and programs
 # leave 3 MiB, freed tensors too small to go back to the kernel up to 11 MiB.
 _KERNEL_BYTES = 3 * MIB // 4
 _SMALL_BYTES = 16 * MIB
+_MOST_HEAP_BYTES = 64 * MIB
 # oneDNN keeps 1024 of them at most.
 _MOST_PRODUCTS = 340
 # Rows of the host tier that are no buffers of a step.
@@ -50,7 +51,8 @@ def with_footprint(plan: Plan, costs: ModelCosts, allowance: Allowance) -> Plan:
     compute["activations"] = compute.get("activations", 0) + _activation_bytes(plan, costs)
     compute["workspace"] = _workspace_bytes(plan, costs) + device_update_temporary_bytes(plan)
     # Where a GPU multiplies, the host's matrix library stays idle.
-    rows["host"]["libraries"] = _SMALL_BYTES + (0 if allowance.device_overhead_bytes else _kernel_bytes(costs))
+    on_cpu = not allowance.device_overhead_bytes
+    rows["host"]["libraries"] = _SMALL_BYTES + (_kernel_bytes(costs) + _heap_bytes(plan, compute["workspace"]) if on_cpu else 0)
     if plan.separate_device and allowance.device_overhead_bytes:
         rows["device"]["libraries"] = _library_bytes(plan, compute, allowance.device_overhead_bytes)
     if allowance.import_workspace_bytes is not None:
@@ -82,6 +84,16 @@ def with_runtime(plan: Plan, runtime_bytes: int) -> Plan:
     """
     host = {name: size for name, size in plan.peak_bytes["host"].items() if name != _IMPORT}
     return replace(plan, peak_bytes=plan.peak_bytes | {"host": host | {_RUNTIME: runtime_bytes}})
+
+
+def _heap_bytes(plan: Plan, workspace_bytes: int) -> int:
+    """Return what the C library keeps of freed tensors that are too small to be mapped one by one (machine/host.py).
+
+    Measured (LOG.md, 2026-11-21): up to 12 MiB above 31 MiB of workspace. Where hidden states are mapped, hardly anything.
+    """
+    if plan.hidden_bytes >= MAPPED_BYTES:
+        return MAPPED_BYTES
+    return _SMALL_BYTES + min(workspace_bytes // 4, _MOST_HEAP_BYTES)
 
 
 def _kernel_bytes(costs: ModelCosts) -> int:

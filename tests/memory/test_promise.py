@@ -142,7 +142,7 @@ def test_importing_a_model_stays_inside_the_plan_where_it_takes_more_than_a_step
     assert peak <= sum(host.values()) <= host_bytes, told
     # The weights and the fp32 master of the embeddings, at least: the sum of a step's rows would have been too little.
     assert peak >= host["runtime"] + 0.9 * 6 * 256 * 65536, told
-    assert peak > sum(host.values()) - host["import of the model"], f"the plan is padded: {told}"
+    assert peak >= 0.85 * sum(host.values()), f"the plan is padded: {told}"
 
 
 @pytest.mark.soak
