@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.spec.sizes import MAPPED_BYTES
+from headrace.spec.sizes import KEPT_FREE_BYTES, MAPPED_BYTES
 
 Bytes = NDArray[np.uint8]
 
@@ -39,14 +39,15 @@ def return_freed_memory() -> bool:
     glibc keeps freed blocks of up to 32 MiB for itself, in pieces that later requests do not fit: measured on blocks of 50 M
     parameters, 0.5 GiB above what is alive (LOG.md, 2026-11-21). A budget cannot be kept like that. Here blocks of
     `MAPPED_BYTES` and more are mapped and unmapped one by one. Their pages are fresh each time; as torch's allocator takes huge
-    ones for blocks of that size, they cost little. With a threshold of 256 KiB fresh small pages took 40 % of a step.
+    ones for blocks of that size, they cost little. With a threshold of 256 KiB fresh small pages took 40 % of a step. Of what
+    is smaller, the heap keeps `KEPT_FREE_BYTES` at its end for the next operation.
     """
-    threshold_bytes, mmap_threshold, trim_threshold = MAPPED_BYTES, -3, -1
+    mmap_threshold, trim_threshold = -3, -1
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):  # another C library
         return False
-    return bool(mallopt(mmap_threshold, threshold_bytes)) and bool(mallopt(trim_threshold, threshold_bytes))
+    return bool(mallopt(mmap_threshold, MAPPED_BYTES)) and bool(mallopt(trim_threshold, KEPT_FREE_BYTES))
 
 
 def process_status_bytes(field: str) -> int:

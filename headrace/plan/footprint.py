@@ -10,13 +10,12 @@ from headrace.plan.base import Plan
 from headrace.plan.memory import buffer_groups, device_update_temporary_bytes, scratch_bytes
 from headrace.plan.program import RECALLED_AHEAD
 from headrace.spec.costs import ModelCosts
-from headrace.spec.sizes import MAPPED_BYTES, MIB
+from headrace.spec.sizes import KEPT_FREE_BYTES, MAPPED_BYTES, MIB
 
 # Measured (LOG.md, 2026-11-21): oneDNN keeps 0.7 to 1 MiB of code for each shape of a bfloat16 product; lanes and programs
 # leave 3 MiB, freed tensors too small to go back to the kernel up to 11 MiB.
 _KERNEL_BYTES = 3 * MIB // 4
 _SMALL_BYTES = 16 * MIB
-_MOST_HEAP_BYTES = 64 * MIB
 # oneDNN keeps 1024 of them at most.
 _MOST_PRODUCTS = 340
 # Rows of the host tier that are no buffers of a step.
@@ -93,7 +92,7 @@ def _heap_bytes(plan: Plan, workspace_bytes: int) -> int:
     """
     if plan.hidden_bytes >= MAPPED_BYTES:
         return MAPPED_BYTES
-    return _SMALL_BYTES + min(workspace_bytes // 4, _MOST_HEAP_BYTES)
+    return _SMALL_BYTES + min(workspace_bytes // 2, KEPT_FREE_BYTES)
 
 
 def _kernel_bytes(costs: ModelCosts) -> int:

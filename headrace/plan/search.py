@@ -73,11 +73,14 @@ def make_plan(problem: Problem, ceilings: Ceilings | None = None) -> Plan:
 
 
 def _fitting(problem: Problem) -> list[Choice]:
-    """Return the placements without replay that fit; those of the thriftiest kind only if no other does."""
-    for kinds in ((0, 1), (2,)):
-        found = [choice for kind in kinds for choice in placements_of(problem, kind) if fits(plan_of(problem, choice))]
-        if found:
-            return found
+    """Return the placements without replay that fit; those of the thriftiest kind only where memory is short."""
+    generous = list(placements_of(problem, 0))
+    found = [choice for choice in generous if fits(plan_of(problem, choice))]
+    # Thrift may pay as long as something does not fit without: so more memory never leads to a slower plan.
+    for kind in (1,) if len(found) == len(generous) else (1, 2):
+        found += [choice for choice in placements_of(problem, kind) if fits(plan_of(problem, choice))]
+    if found:
+        return found
     raise _infeasible(min((plan_of(problem, choice) for choice in placements_of(problem, 2)), key=excess_bytes))
 
 

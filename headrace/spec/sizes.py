@@ -9,6 +9,8 @@ MIB = 1 << 20
 GIB = 1 << 30
 # Freed blocks of this size and more go back to the kernel at once, and are whole huge pages where there are some.
 MAPPED_BYTES = 2 << 20
+# Of smaller ones the heap keeps so much.
+KEPT_FREE_BYTES = 64 << 20
 
 # A bare letter is binary, as for ulimit, Docker and the JVM; "GB" is decimal as on drives; "GiB" is binary.
 _FACTORS = {"": 1, "b": 1}

@@ -140,7 +140,7 @@ def test_benefit_per_byte_orders_replay_and_skipped_outputs_are_not_kept() -> No
 
 
 def test_what_does_not_fit_says_what_would() -> None:
-    with pytest.raises(PlanInfeasible, match=r"host memory: at least .* are needed, 50 MiB are allowed") as caught:
+    with pytest.raises(PlanInfeasible, match=r"host memory: at least .* are needed, 74 MiB are allowed") as caught:
         make_plan(problem(20 * MIB))
     needed = caught.value.needed_bytes
     assert fits(make_plan(problem(needed - LIBRARIES)))
