@@ -277,17 +277,15 @@ class _Clock:
         done = self.done[number]
         while seen < here and done[op.after[seen]]:
             seen += 1
-        self.waiting[place] = seen
         if seen < here:
-            self.blocked[place] = (done, op.after[seen])
+            self.waiting[place], self.blocked[place] = seen, (done, op.after[seen])
             return False
         if number:
             before, end = self.done[number - 1], here + len(op.after_previous)
             while seen < end and before[op.after_previous[seen - here]]:
                 seen += 1
-            self.waiting[place] = seen
             if seen < end:
-                self.blocked[place] = (before, op.after_previous[seen - here])
+                self.waiting[place], self.blocked[place] = seen, (before, op.after_previous[seen - here])
                 return False
         return True
 
