@@ -322,10 +322,11 @@ PREFACE = f"""# What it would take: 70 and 175 billion parameters on one GPU
 
 Answers of `headrace plan` for the packaged profile `{GPU}` with other amounts of memory: a server with PCIe 4, DDR4 and
 data-centre SSDs of 3.84 TB, 6.25 GB/s read and 3.2 GB/s written each; every figure with its source in
-`headrace/plan/profiles/{GPU}.json`. They are plans: computed from shapes and declared rates, not measured. Full fine-tuning in
+`headrace/plan/machines/{GPU}.json`. They are plans: computed from shapes and declared rates, not measured. Full fine-tuning in
 bfloat16 with exact AdamW and gradient clipping, every step a checkpoint; {HOST_SHARE:.1%} of main memory may be used.
 "Unclipped" are the seconds while no gradient is clipped, so that updates need not wait for the norm (docs/decisions/0007); "at
-best" is what no machine with these rates can beat; "wear" is the share of the rated life of the drive that wears out first.
+best" is what no machine with these rates can beat while updates wait; "wear" is the share of the rated life of the drive that
+wears out first.
 
 Made by `python bench/plans.py --output docs/plans.md`.
 """
