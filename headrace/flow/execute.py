@@ -6,7 +6,7 @@ for ever: each dependency points to an earlier operation, and the first failure 
 
 import threading
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from queue import SimpleQueue
@@ -41,14 +41,6 @@ class _Completion:
 
 
 @dataclass
-class LaneUse:
-    """What a lane did in a step."""
-
-    busy_seconds: float = 0.0
-    num_bytes: int = 0
-
-
-@dataclass
 class Run:
     """One program under way."""
 
@@ -57,7 +49,6 @@ class Run:
     step: int
     previous: "Run | None"
     done: list[_Completion] = field(default_factory=list)
-    use: dict[Lane, LaneUse] = field(default_factory=lambda: defaultdict(LaneUse))
 
     def wait(self) -> None:
         """Block until every operation is finished."""
@@ -155,9 +146,6 @@ class Interpreter:
         return waits
 
     def _account(self, run: Run, op: Op, start: float, stop: float) -> None:
-        use = run.use[op.lane]
-        use.busy_seconds += stop - start
-        use.num_bytes += op.bytes
         if self._sink is not None:
             self._sink(
                 OpDone(

@@ -117,6 +117,7 @@ def _places(state: StepState, op: Op) -> list[tuple[torch.Tensor, Bytes]]:
 def _update_on_device(state: StepState, op: Op) -> None:
     parts, plan = state.parts, state.plan
     assert parts.device_updater is not None, "a program for updates on the device comes with a plan that has them"
+    assert plan.moments == "float32", "smaller moments are not laid out plane by plane"
     start, stop = plan.chunk(op.unit, op.chunk)
     states, weights, gradient = (there for there, _ in _places(state, op))
     planes, begin = [], 0

@@ -20,7 +20,7 @@ from headrace.spec.sizes import MIB, format_bytes
 _DEVICE_LANES = (Lane.COMPUTE, Lane.HOST_TO_DEVICE, Lane.DEVICE_TO_HOST, Lane.DEVICE_UPDATE)
 _COPY_LANES = (Lane.HOST_TO_DEVICE, Lane.DEVICE_TO_HOST)
 # Workspaces of cuBLAS (32 MiB for each of the two threads that compute: this one and autograd's) and the allocator's segments.
-_OVERHEAD_BYTES = 160 * MIB
+GPU_OVERHEAD_BYTES = 160 * MIB
 # An event's time is a float32 of milliseconds since the base: later than this it would be coarser than 10 microseconds.
 _BASE_SECONDS = 60.0
 
@@ -64,7 +64,7 @@ class CudaMachine:
     def __init__(self, device: str = "cuda:0", *, memory_limit_bytes: int | None = None) -> None:
         self.device = torch.device(device)
         self.separate_device = True
-        self.device_overhead_bytes = _OVERHEAD_BYTES
+        self.device_overhead_bytes = GPU_OVERHEAD_BYTES
         torch.cuda.set_device(self.device)
         total_bytes = torch.cuda.get_device_properties(self.device).total_memory
         limit_bytes = total_bytes if memory_limit_bytes is None else memory_limit_bytes

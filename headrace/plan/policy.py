@@ -24,22 +24,19 @@ def balanced(problem: Problem, bare: Plan, best: Plan, machine: Ceilings, homes:
     equally long; which ones matters little as long as they are spread evenly over the depth. Their gradients wait in one
     of `homes`.
     """
-    best_seconds = forecast(best, machine).step_seconds
+    best_seconds, costs = forecast(best, machine).step_seconds, problem.costs_of(bare.micro_batch_sequences)
     unit_chunks = -(-bare.largest_block_elements // bare.chunk_elements)
     for held in homes:
         for slots in sorted({bare.state_slots, max(bare.state_slots, unit_chunks + 2)}):
-            found = []
+            plans = []
             for late in late_choices(bare):
                 plan = with_footprint(
-                    replace(bare, late_units=late, held_gradients=held, state_slots=slots),
-                    problem.costs_of(bare.micro_batch_sequences),
-                    problem.allowance,
+                    replace(bare, late_units=late, held_gradients=held, state_slots=slots), costs, problem.allowance
                 )
                 if fits(plan) and (late or held == "host"):
-                    plan = filled(problem, plan)
-                    found.append((forecast(plan, machine, most_operations=2 * SEARCH_OPERATIONS).step_seconds, len(late), plan))
-            if found:
-                plan = min(found, key=lambda entry: entry[:2])[2]
+                    plans.append(plan)
+            if plans:
+                plan = _fastest([filled(problem, plan) for plan in plans], machine)
                 seconds = forecast(plan, machine).step_seconds
                 if seconds * ALIKE < best_seconds:
                     best_seconds, best = seconds, plan
@@ -51,6 +48,7 @@ def with_device_updates(problem: Problem, plan: Plan, machine: Ceilings) -> Plan
 
     What it takes are two chunks and temporaries on the device, and 26 bytes per parameter over the link (bfloat16) instead of
     as many over the host's memory bus. It pays where the CPU's updates limit the step and the link has time to spare.
+    Smaller moments stay on the CPU: `flow.update` lays out a chunk on the device plane by plane, and theirs are in blocks.
     """
     if not (problem.separate_device and machine.has_device and problem.moments == "float32"):
         return plan
@@ -94,7 +92,7 @@ def speculative_candidate(problem: Problem, placements: list[Choice], best: Choi
             bare = with_footprint(replace(plan_of(problem, kept), gradient_slots=2), costs, problem.allowance)
             if bare.checkpoint_every == 1 and fits(bare):
                 plan = with_footprint(replace(filled(problem, bare), resident_states=()), costs, problem.allowance)
-                variant = replace(plan, update_policy="speculative", late_units=spread(plan.num_blocks // 4, plan.num_blocks))
+                variant = _speculating(plan, spread(plan.num_blocks // 4, plan.num_blocks))
                 found[choice.input_home, choice.held] = (_coarse_seconds(variant, machine), len(found), plan)
                 break
     if found:
@@ -105,7 +103,7 @@ def with_speculation(plan: Plan, machine: Ceilings) -> Plan:
     """Return a deferred plan with the costs of speculating beside it: the same buffers, another order."""
     if not _may_speculate(plan):
         return plan
-    variant = _fastest_speculating(plan, machine)
+    variant = _fastest([_speculating(plan, late) for late in late_choices(plan)], machine)
     speculation = Speculation(
         late_units=variant.late_units,
         deferred_seconds=forecast(plan, machine).step_seconds,
@@ -137,22 +135,17 @@ def _speculating(plan: Plan, late_units: tuple[int, ...]) -> Plan:
     return replace(plan, update_policy="speculative", late_units=late_units)
 
 
-def _fastest_speculating(plan: Plan, machine: Ceilings) -> Plan:
-    """Return the speculative form of a deferred plan that is fastest while nothing is clipped."""
-    choices = late_choices(plan)
-    seconds: dict[int, float] = {}
+def _fastest(plans: list[Plan], machine: Ceilings) -> Plan:
+    """Return the fastest of plans with ever more late units, of equals the one with the fewest.
 
-    def variant(index: int) -> Plan:
-        return _speculating(plan, choices[index])
-
-    # The step is the longer of two halves; one grows, one shrinks: every other choice, then the neighbours of the best.
-    for index in range(0, len(choices), 2):
-        seconds[index] = _coarse_seconds(variant(index), machine)
+    The step is the longer of two halves; one grows, one shrinks: every other plan is tried, then the neighbours of the best.
+    """
+    seconds = {index: _coarse_seconds(plans[index], machine) for index in range(0, len(plans), 2)}
     best = min(seconds, key=seconds.__getitem__)
     for index in (best - 1, best + 1):
-        if 0 <= index < len(choices):
-            seconds[index] = _coarse_seconds(variant(index), machine)
-    return variant(min(seconds, key=lambda index: (seconds[index], index)))
+        if 0 <= index < len(plans):
+            seconds[index] = _coarse_seconds(plans[index], machine)
+    return plans[min(seconds, key=lambda index: (seconds[index], index))]
 
 
 def _coarse_seconds(plan: Plan, machine: Ceilings) -> float:

@@ -10,13 +10,10 @@ import torch
 
 from headrace import machine
 from headrace.ioengine import describe_directory
+from headrace.machine.cuda import GPU_OVERHEAD_BYTES
 from headrace.spec.budget import default_bytes
 from headrace.spec.ceilings import Ceilings, Drive
 from headrace.spec.errors import StorageError
-from headrace.spec.sizes import MIB
-
-# The same figure as `machine.cuda` counts with when it runs.
-_GPU_OVERHEAD_BYTES = 160 * MIB
 
 
 def default_device_bytes(ceilings: Ceilings | None, *, here: bool) -> int | None:
@@ -31,7 +28,7 @@ def default_device_bytes(ceilings: Ceilings | None, *, here: bool) -> int | None
 def default_device_overhead_bytes(ceilings: Ceilings | None, *, here: bool) -> int:
     """Return what libraries and the allocator take of a GPU's memory besides tensors; 0 where the CPU computes."""
     gpu = (here and torch.cuda.is_available()) or (ceilings is not None and ceilings.has_device)
-    return _GPU_OVERHEAD_BYTES if gpu else 0
+    return GPU_OVERHEAD_BYTES if gpu else 0
 
 
 def default_host_bytes(ceilings: Ceilings | None, *, here: bool) -> int:

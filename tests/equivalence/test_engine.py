@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import MODELS, PlainTrainer, batch_of
+from plain import MODELS, PlainTrainer, batch_of
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 

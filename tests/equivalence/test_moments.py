@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import batch_of
+from plain import batch_of
 from safetensors.torch import load_file
 
 import headrace

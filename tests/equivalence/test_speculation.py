@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import batch_of
+from plain import batch_of
 from safetensors.torch import load_file
 
 import headrace
@@ -21,22 +21,25 @@ SPECULATIVE: dict[str, Any] = {"update_policy": "speculative", "late_units": (0,
 DEFERRED: dict[str, Any] = {"resident_states": ()}
 
 
-def train(
-    path: Path, folder: Path, changes: dict[str, Any], *, steps: int = 6, scale: float | None = None, **options: Any
-) -> tuple[list[StepResult], dict[str, torch.Tensor]]:
-    def adjust_plan(plan: Plan) -> Plan:
-        return dataclasses.replace(plan, speculation=None, **{"checkpoint_every": 1, **changes})
-
-    with Engine.open(
+def open_engine(path: Path, folder: Path, **options: Any) -> Engine:
+    return Engine.open(
         path,
         headrace.Budget(host="4GiB"),
         headrace.AdamW(lr=1e-3, weight_decay=0.1),
         run_directory=folder,
         tokens_per_step=ROWS * LENGTH,
         sequence_length=LENGTH,
-        adjust_plan=adjust_plan,
         **options,
-    ) as engine:
+    )
+
+
+def train(
+    path: Path, folder: Path, changes: dict[str, Any], *, steps: int = 6, scale: float | None = None, **options: Any
+) -> tuple[list[StepResult], dict[str, torch.Tensor]]:
+    def adjust_plan(plan: Plan) -> Plan:
+        return dataclasses.replace(plan, speculation=None, **{"checkpoint_every": 1, **changes})
+
+    with open_engine(path, folder, adjust_plan=adjust_plan, **options) as engine:
         if scale is not None:
             engine._loss_scale = LossScale(scale=scale)
         results = [engine.step(batch_of(ROWS, LENGTH, seed)) for seed in range(steps)]
@@ -102,19 +105,7 @@ def test_the_policy_follows_the_hit_rate(
         late = prices.late_units if begin == "speculative" else plan.late_units
         return dataclasses.replace(plan, update_policy=begin, late_units=late, resident_states=(), speculation=prices)
 
-    def open_engine(folder: Path) -> Engine:
-        return Engine.open(
-            path,
-            headrace.Budget(host="4GiB"),
-            headrace.AdamW(lr=1e-3, weight_decay=0.1),
-            run_directory=folder,
-            tokens_per_step=ROWS * LENGTH,
-            sequence_length=LENGTH,
-            max_grad_norm=limit,
-            adjust_plan=adjust_plan,
-        )
-
-    with open_engine(tmp_path / "run") as engine:
+    with open_engine(path, tmp_path / "run", max_grad_norm=limit, adjust_plan=adjust_plan) as engine:
         results = [engine.step(batch_of(ROWS, LENGTH, seed)) for seed in range(8)]
     with Engine.resume(tmp_path / "run") as engine:
         assert engine.plan is not None

@@ -42,5 +42,5 @@ def test_nothing_is_known_of_space_without_directory_and_profile() -> None:
 
 def test_what_libraries_take_of_a_gpu_is_what_the_machine_counts() -> None:
     rig = load_profile("rtx4090-1ssd")
-    assert default_device_overhead_bytes(rig, here=False) == cuda._OVERHEAD_BYTES
+    assert default_device_overhead_bytes(rig, here=False) == cuda.GPU_OVERHEAD_BYTES
     assert default_device_overhead_bytes(replace(rig, has_device=False, device_memory_bytes=0), here=False) == 0

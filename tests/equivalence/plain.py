@@ -1,0 +1,77 @@
+"""Tiny configurations, batches, and a plain PyTorch trainer to compare with."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+SHAPE = {
+    "vocab_size": 384,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama", **SHAPE, "tie_word_embeddings": False},
+    "llama-tied": {"model_type": "llama", **SHAPE, "tie_word_embeddings": True},
+    "gpt2-dropout": {"model_type": "gpt2", "vocab_size": 384, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 128},
+    "mixtral-aux": {"model_type": "mixtral", **SHAPE, "num_local_experts": 4, "output_router_logits": True},
+    "gemma3": {"model_type": "gemma3_text", **SHAPE, "head_dim": 16, "sliding_window": 16, "tie_word_embeddings": True},
+    "deepseek": {
+        "model_type": "deepseek_v3",
+        **SHAPE,
+        "num_key_value_heads": 4,
+        "moe_intermediate_size": 32,
+        "n_routed_experts": 4,
+        "n_group": 2,
+        "topk_group": 1,
+        "num_experts_per_tok": 2,
+        "q_lora_rank": 32,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 16,
+        "first_k_dense_replace": 1,
+    },
+}
+
+
+def batch_of(sequences: int, length: int, seed: int, *, vocabulary: int = 384, padded: bool = False) -> dict[str, torch.Tensor]:
+    """Return a batch with some labels masked; with `padded`, rows of unequal length."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(2, vocabulary, (sequences, length), generator=generator)
+    labels = ids.clone()
+    labels[torch.rand(ids.shape, generator=generator) < 0.2] = -100
+    batch = {"input_ids": ids, "labels": labels}
+    if padded:
+        mask = torch.ones_like(ids)
+        for row in range(sequences):
+            mask[row, length - 3 * row :] = 0
+        batch["attention_mask"] = mask
+        labels[mask == 0] = -100
+    return batch
+
+
+class PlainTrainer:
+    """Stock transformers and `torch.optim.AdamW` in float32, everything in memory."""
+
+    def __init__(self, path: Path, lr: float, weight_decay: float, max_grad_norm: float | None) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).train()
+        self.model.config.use_cache = False
+        decayed = [p for n, p in self.model.named_parameters() if p.dim() >= 2 and "norm" not in n.lower()]
+        rest = [p for n, p in self.model.named_parameters() if not (p.dim() >= 2 and "norm" not in n.lower())]
+        groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": rest, "weight_decay": 0.0}]
+        self.optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), eps=1e-8)
+        self.max_grad_norm = max_grad_norm
+
+    def step(self, batch: dict[str, torch.Tensor]) -> tuple[float, float]:
+        self.optimizer.zero_grad()
+        loss = self.model(**batch).loss
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.max_grad_norm or float("inf"))
+        self.optimizer.step()
+        return loss.item(), norm.item()
