@@ -27,8 +27,8 @@ from headrace.machine import (
     Machine,
     MemoryMeter,
     default_host_bytes,
+    keep_freed_memory,
     process_status_bytes,
-    return_freed_memory,
 )
 from headrace.model import (
     Chain,
@@ -80,7 +80,7 @@ class Engine:
         self._adjust_plan = adjust_plan
         self._user_sink = sink
         self._closers = contextlib.ExitStack()
-        return_freed_memory()
+        keep_freed_memory(False)
         try:
             self._checkpoint = Checkpoint.open(Path(settings.model_dir))
             self_check(self._checkpoint.config)
@@ -354,6 +354,7 @@ class Engine:
 
     def _build_steps(self, plan: Plan) -> Steps:
         self.store.grow_scratch(scratch_bytes(plan))
+        keep_freed_memory(plan.freed_memory == "kept")
         self._updater.warm_up()
         parts = Parts(
             plan=plan,
@@ -380,6 +381,7 @@ class Engine:
             self._hits = self._steps.hits
         self._steps = None
         self.machine.release_host_buffers()
+        keep_freed_memory(False)
 
     # -- stepping ---------------------------------------------------------------------------------------------------
 

@@ -4,12 +4,14 @@ Operations are counted as the planner counts them (`model.profile`): a forward, 
 computes the block again. So whatever a library does besides its matrix products is in the rate, as it is in a step.
 """
 
+import statistics
 from typing import Any
 
 import torch
 from transformers import LlamaConfig
 
-from headrace.machine import Machine
+from headrace.calibrate.base import Load, rate_of
+from headrace.machine import Machine, keep_freed_memory
 from headrace.model import Chain, MicroBatch, profile
 from headrace.spec.layout import ParameterSpec
 from headrace.spec.optimizer import AdamW
@@ -64,6 +66,19 @@ class BlockLoad:
 
     def _accumulate(self, parameter: ParameterSpec, gradient: torch.Tensor) -> None:
         self._accumulator[parameter.offset : parameter.offset + parameter.num_elements].add_(gradient.reshape(-1))
+
+
+def fresh_pages_share(load: Load, seconds: float, rounds: int) -> float:
+    """Return what `load` keeps of its rate where freed memory is given back to the kernel; it is kept from then on.
+
+    In this order and not in turns: what a heap has kept once is not mapped afresh again, however it is told to.
+    """
+    rates = []
+    for keep in (False, True):
+        keep_freed_memory(keep)
+        load.unit()
+        rates.append(statistics.median(rate_of(load, seconds) for _ in range(rounds)))
+    return min(1.0, rates[0] / rates[1])
 
 
 def _chain(compute_dtype: str, hidden_size: int, tokens: int) -> Chain:

@@ -15,10 +15,10 @@ import psutil
 import torch
 
 from headrace.calibrate.base import Load, interleaved_medians, rates_together, seconds_of
-from headrace.calibrate.compute import BlockLoad
+from headrace.calibrate.compute import BlockLoad, fresh_pages_share
 from headrace.calibrate.drives import Drive, DriveLoad
 from headrace.calibrate.memory import CopyLoad, DrainLoad, StreamLoad, UpdateBuffers, UpdateLoad
-from headrace.machine import CpuMachine, CudaMachine, Machine, available_memory_bytes
+from headrace.machine import CpuMachine, CudaMachine, Machine, available_memory_bytes, keep_freed_memory
 from headrace.spec.ceilings import Ceilings
 from headrace.spec.errors import ConfigError
 from headrace.spec.events import Notice, Sink
@@ -33,6 +33,8 @@ _LEAST_SHARE = 0.01
 # Shapes of the block that is measured: hidden size and tokens. The largest that one turn has time for is taken.
 _SHAPES_CPU = ((256, 256), (1024, 512), (2048, 1024))
 _SHAPES_GPU = ((1024, 2048), (4096, 2048))
+# Activations are as large here as in training: smaller than 2 MiB they are not mapped one by one.
+_FRESH_SHAPE = (1024, 2048)
 _LAUNCH_SHAPE = (64, 16)
 _LAUNCH_REPEATS = 15
 # Larger than any cache; smaller where memory is scarce.
@@ -48,6 +50,8 @@ _FILE_BYTES = 4096 * MIB
 _SETUP_SHARE = 0.25
 _TUNING_SHARE = 0.12
 _DEFAULT_DTYPE = "bfloat16"
+# A dtype that takes so many times as long as the default one is none of this processor's: a small block is enough to say so.
+_EMULATED = 8
 
 
 def measure_machine(directories: Sequence[Path], *, seconds_budget: float = 100, sink: Sink | None = None) -> Ceilings:
@@ -93,13 +97,17 @@ class _Bench:
 
     def measure(self) -> Ceilings:
         """Build, warm up, measure, and put together."""
+        keep_freed_memory(False)  # until what that costs has been measured
+        self._stack.callback(keep_freed_memory, False)
         self._say("SSDs: writing test files" + ("" if self._quick else ", trying how many transfers of which size are best"))
         self._open_drives()
         self._say("memory: building buffers and compiling the update kernel")
         self._build_memory()
         self._say("compute: building a block for each dtype")
         launch_seconds = self._build_compute()
+        share = self._fresh_pages_share()
         overheads = {
+            "fresh_pages_share": share,
             "launch_seconds": launch_seconds,
             "transfer_seconds": max(drive.transfer_seconds() for drive in self._drives),
             "commit_seconds": max(drive.commit_seconds() for drive in self._drives),
@@ -149,14 +157,27 @@ class _Bench:
         """Add a block per dtype that works here; return the seconds of an operation that computes next to nothing."""
         launch = BlockLoad(self._machine, _DEFAULT_DTYPE, hidden_size=_LAUNCH_SHAPE[0], tokens=_LAUNCH_SHAPE[1])
         launch_seconds = seconds_of(launch.unit, _LAUNCH_REPEATS) / 2
-        hidden_size, tokens = self._block_shape()
+        shape = self._block_shape()
+        least = (_SHAPES_GPU if self._gpu else _SHAPES_CPU)[0]
+        default_seconds = seconds_of(self._block(_DEFAULT_DTYPE, least).unit, 2)
         for dtype in PLANE_SETS:
             # Not every processor's library has every product in 16 bits.
             with contextlib.suppress(RuntimeError, NotImplementedError):
-                load = BlockLoad(self._machine, dtype, hidden_size=hidden_size, tokens=tokens)
+                small = self._block(dtype, least)
+                emulated = seconds_of(small.unit, 1) > _EMULATED * default_seconds
+                load = small if emulated else self._block(dtype, shape)
                 load.unit()
                 self._loads[Lane.COMPUTE if dtype == _DEFAULT_DTYPE else f"compute {dtype}"] = load
         return launch_seconds
+
+    def _fresh_pages_share(self) -> float:
+        if self._gpu:
+            return 1.0
+        load = self._block(_DEFAULT_DTYPE, _SHAPES_CPU[0] if self._quick else _FRESH_SHAPE)
+        return fresh_pages_share(load, self._turn_seconds(), self._rounds())
+
+    def _block(self, dtype: str, shape: tuple[int, int]) -> BlockLoad:
+        return BlockLoad(self._machine, dtype, hidden_size=shape[0], tokens=shape[1])
 
     def _block_shape(self) -> tuple[int, int]:
         """Return the largest shape of which a unit takes no longer than a turn, judged by the smaller ones."""
@@ -166,7 +187,7 @@ class _Bench:
             return shapes[0]
         chosen = shapes[1]  # smaller ones say little about a model's blocks: 0.10 instead of 0.24 TFLOP/s on two cores
         for shape, larger in pairwise(shapes[1:]):
-            load = BlockLoad(self._machine, _DEFAULT_DTYPE, hidden_size=shape[0], tokens=shape[1])
+            load = self._block(_DEFAULT_DTYPE, shape)
             work = (larger[0] / shape[0]) ** 2 * larger[1] / shape[1]
             if seconds_of(load.unit, 2) * work > turn:
                 break
@@ -189,8 +210,8 @@ class _Bench:
         return 1 if self._quick else _ROUNDS
 
     def _turn_seconds(self) -> float:
-        # Parts: two for each drive, and about ten more.
-        turns = self._rounds() * (3 * len(self._directories) + 22)
+        # Parts: two for each drive, and about a dozen more.
+        turns = self._rounds() * (3 * len(self._directories) + 26)
         return (1 - _SETUP_SHARE - (0 if self._quick else _TUNING_SHARE)) * self._seconds / turns
 
     def _run(self) -> _Figures:

@@ -104,6 +104,8 @@ def ceilings_text(ceilings: Ceilings) -> str:
     )
     lines = [f"machine   {ceilings.name}, {format_bytes(ceilings.host_memory_bytes)} of memory"]
     lines += [f"{dtype:<18} {rate / 1e12:8.3g} TFLOP/s" for dtype, rate in ceilings.flops_per_second.items()]
+    if not ceilings.has_device:
+        lines.append(f"{'on fresh pages':<18} {ceilings.fresh_pages_share:8.0%} of that")
     lines += [f"{name:<18} {rate / 1e9:8.3g} GB/s" for name, rate in rates]
     lines += [f"{name:<18} {_duration(seconds):>8}" for name, seconds in overheads]
     lines += [line for index, drive in enumerate(ceilings.drives) for line in _drive_lines(index, drive)]

@@ -7,8 +7,8 @@ from headrace.machine.cuda import CudaMachine
 from headrace.machine.host import (
     Bytes,
     huge_page_buffer,
+    keep_freed_memory,
     process_status_bytes,
-    return_freed_memory,
 )
 from headrace.machine.limits import (
     available_memory_bytes,
@@ -30,7 +30,7 @@ __all__ = [
     "control_group_limit_bytes",
     "default_host_bytes",
     "huge_page_buffer",
+    "keep_freed_memory",
     "pinnable_memory_bytes",
     "process_status_bytes",
-    "return_freed_memory",
 ]

@@ -11,11 +11,14 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.spec.sizes import KEPT_FREE_BYTES, MAPPED_BYTES
+from headrace.spec.sizes import KEPT_FREE_BYTES, LARGEST_HEAP_BLOCK_BYTES, MAPPED_BYTES
 
 Bytes = NDArray[np.uint8]
 
 _HUGE_PAGE_BYTES = 2 << 20
+# Parameters of glibc's mallopt, and more than any heap keeps.
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
+_EVERYTHING_BYTES = (1 << 31) - 1
 
 
 def huge_page_buffer(num_bytes: int) -> Bytes:
@@ -33,21 +36,26 @@ def huge_page_buffer(num_bytes: int) -> Bytes:
     return whole[start : start + num_bytes]
 
 
-def return_freed_memory() -> bool:
-    """Make the C library give large freed blocks back to the kernel at once; returns whether it could be asked to.
+def keep_freed_memory(keep: bool) -> bool:
+    """Choose what the C library does with large freed blocks; returns whether it could be told.
 
-    glibc keeps freed blocks of up to 32 MiB for itself, in pieces that later requests do not fit: measured on blocks of 50 M
-    parameters, 0.5 GiB above what is alive (LOG.md, 2026-11-21). A budget cannot be kept like that. Here blocks of
-    `MAPPED_BYTES` and more are mapped and unmapped one by one. Their pages are fresh each time; as torch's allocator takes huge
-    ones for blocks of that size, they cost little. With a threshold of 256 KiB fresh small pages took 40 % of a step. Of what
-    is smaller, the heap keeps `KEPT_FREE_BYTES` at its end for the next operation.
+    Kept, blocks of up to 32 MiB come from one heap and are used again: their pages are there. But they leave pieces that later
+    requests do not fit, half as much again as is alive (LOG.md, 2026-11-21); `plan.footprint` counts it. Given back at once,
+    blocks of `MAPPED_BYTES` and more are mapped and unmapped one by one, on pages that are fresh each time: a fifth to a third
+    of what the CPU computes with. Of what is smaller, the heap keeps `KEPT_FREE_BYTES` at its end in either case.
     """
-    mmap_threshold, trim_threshold = -3, -1
     try:
-        mallopt = ctypes.CDLL(None).mallopt
+        library = ctypes.CDLL(None)
+        mallopt, malloc_trim = library.mallopt, library.malloc_trim
     except (OSError, AttributeError):  # another C library
         return False
-    return bool(mallopt(mmap_threshold, MAPPED_BYTES)) and bool(mallopt(trim_threshold, KEPT_FREE_BYTES))
+    # One heap: each thread's own would keep pieces of its own.
+    one_heap = bool(mallopt(_ARENA_MAX, 1))
+    mapped, kept = (LARGEST_HEAP_BLOCK_BYTES, _EVERYTHING_BYTES) if keep else (MAPPED_BYTES, KEPT_FREE_BYTES)
+    told = bool(mallopt(_MMAP_THRESHOLD, mapped)) and bool(mallopt(_TRIM_THRESHOLD, kept))
+    if not keep:
+        malloc_trim(0)  # what was kept until now
+    return one_heap and told
 
 
 def process_status_bytes(field: str) -> int:

@@ -7,7 +7,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
-from headrace.spec.layout import PlaneSet, chunk_ranges, plane_set
+from headrace.spec.layout import PlaneSet, plane_set
 from headrace.spec.sizes import format_bytes
 
 # Staging buffers on the device for chunks that are updated there: while one is worked on, another comes or goes.
@@ -56,6 +56,8 @@ class Plan:
     the same work in both halves of the step. Gradients that are held wait in tier `held_gradients`.
     `host_slots` buffers hold blocks' weights in host memory; as many blocks as there are slots need not be read again at
     the turn from forward to backward and from step to step, so this number is also the weight cache.
+    `freed_memory` says what happens to tensors of the CPU's compute that are freed: *returned* to the kernel, so that memory
+    holds what is alive, or *kept* by the C library for the next ones, which spares fresh pages and takes more.
     With a separate device each `device_update_every`-th chunk, counted through all units, is updated on it (1: all, 0: none).
     """
 
@@ -106,6 +108,7 @@ class Plan:
     allowed_bytes: dict[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     moments: str = "float32"  # how AdamW's moments are kept
+    freed_memory: str = "returned"
 
     @property
     def planes(self) -> PlaneSet:
@@ -174,7 +177,7 @@ class Plan:
 
     def num_chunks(self, unit: int) -> int:
         """Number of chunks in which `unit` is updated."""
-        return len(chunk_ranges(self.units[unit].num_elements, self.chunk_elements))
+        return -(-self.units[unit].num_elements // self.chunk_elements)
 
     def chunk(self, unit: int, chunk: int) -> tuple[int, int]:
         """Elements `[start, stop)` of a chunk."""
@@ -249,6 +252,8 @@ class Plan:
             + f"; states of {len(self.resident_states)} of {len(self.units)} units in memory",
             f"replay   {self._explain_stash()}",
         ]
+        if self.freed_memory == "kept":
+            lines.append("heap     freed memory is kept for the next operations")
         for tier, rows in self.peak_bytes.items():
             allowed = self.allowed_bytes.get(tier)
             of = f" of {format_bytes(allowed)}" if allowed else ""

@@ -16,6 +16,8 @@ from headrace.spec.sizes import KEPT_FREE_BYTES, MAPPED_BYTES, MIB
 # leave 3 MiB, freed tensors too small to go back to the kernel up to 11 MiB.
 _KERNEL_BYTES = 3 * MIB // 4
 _SMALL_BYTES = 16 * MIB
+# Measured on S, M and L (LOG.md, 2026-11-21): what stays in pieces between blocks, where freed blocks are kept for reuse.
+_PIECES_OF_ACTIVATIONS, _PIECES_OF_WORKSPACE = 0.5, 1.3
 # oneDNN keeps 1024 of them at most.
 _MOST_PRODUCTS = 340
 # Rows of the host tier that are no buffers of a step.
@@ -51,7 +53,9 @@ def with_footprint(plan: Plan, costs: ModelCosts, allowance: Allowance) -> Plan:
     compute["workspace"] = _workspace_bytes(plan, costs) + device_update_temporary_bytes(plan)
     # Where a GPU multiplies, the host's matrix library stays idle.
     on_cpu = not allowance.device_overhead_bytes
-    rows["host"]["libraries"] = _SMALL_BYTES + (_kernel_bytes(costs) + _heap_bytes(plan, compute["workspace"]) if on_cpu else 0)
+    rows["host"]["libraries"] = _SMALL_BYTES + (_kernel_bytes(costs) if on_cpu else 0)
+    if on_cpu:
+        rows["host"]["freed, kept"] = _kept_free_bytes(plan, compute)
     if plan.separate_device and allowance.device_overhead_bytes:
         rows["device"]["libraries"] = _library_bytes(plan, compute, allowance.device_overhead_bytes)
     if allowance.import_workspace_bytes is not None:
@@ -85,14 +89,18 @@ def with_runtime(plan: Plan, runtime_bytes: int) -> Plan:
     return replace(plan, peak_bytes=plan.peak_bytes | {"host": host | {_RUNTIME: runtime_bytes}})
 
 
-def _heap_bytes(plan: Plan, workspace_bytes: int) -> int:
-    """Return what the C library keeps of freed tensors that are too small to be mapped one by one (machine/host.py).
+def _kept_free_bytes(plan: Plan, compute: dict[str, int]) -> int:
+    """Return what the C library keeps of freed tensors (machine/host.py): where they are given back, of those that are too
+    small to be mapped one by one.
 
-    Measured (LOG.md, 2026-11-21): up to 12 MiB above 31 MiB of workspace. Where hidden states are mapped, hardly anything.
+    Measured then (LOG.md, 2026-11-21): up to 12 MiB above 31 MiB of workspace. Where hidden states are mapped, hardly anything.
     """
+    if plan.freed_memory == "kept":
+        pieces = _PIECES_OF_ACTIVATIONS * compute["activations"] + _PIECES_OF_WORKSPACE * compute["workspace"]
+        return _SMALL_BYTES + round(pieces)
     if plan.hidden_bytes >= MAPPED_BYTES:
         return MAPPED_BYTES
-    return _SMALL_BYTES + min(workspace_bytes // 2, KEPT_FREE_BYTES)
+    return _SMALL_BYTES + min(compute["workspace"] // 2, KEPT_FREE_BYTES)
 
 
 def _kernel_bytes(costs: ModelCosts) -> int:

@@ -70,6 +70,9 @@ def forecast(plan: Plan, ceilings: Ceilings, *, most_operations: int = _MOST_OPE
     Raises:
         ConfigError: the profile has no matrix rate for the plan's compute dtype.
     """
+    kept_share = _kept_share(plan, ceilings)
+    rates = {dtype: rate * kept_share for dtype, rate in ceilings.flops_per_second.items()}
+    ideal, ceilings = ceilings, replace(ceilings, flops_per_second=rates)
     resident_bytes = _checkpointed_bytes(plan)
     # A commit writes the states that live in memory besides; what it takes is spread over the steps between two commits.
     commit_seconds = ceilings.commit_seconds + resident_bytes / ceilings.ssd_write_bytes_per_second
@@ -93,7 +96,7 @@ def forecast(plan: Plan, ceilings: Ceilings, *, most_operations: int = _MOST_OPE
         bottleneck=timeline.bottleneck,
         explanation=timeline.explanation,
         utilisation={lane: use.utilisation for lane, use in timeline.lanes.items()},
-        lower_bound_seconds=_lower_bound_seconds(timeline.lanes, ceilings),
+        lower_bound_seconds=_lower_bound_seconds(timeline.lanes, ideal, kept_share),
         timeline=timeline,
     )
 
@@ -104,6 +107,11 @@ def redo_seconds(plan: Plan, ceilings: Ceilings) -> float:
     tail, _ = build_tail(coarse, redo_carry(coarse))
     timeline = simulate([tail] * 3, ceilings, compute_dtype=plan.compute_dtype, update_threads=plan.update_threads)
     return timeline.step_seconds
+
+
+def _kept_share(plan: Plan, ceilings: Ceilings) -> float:
+    """Return the share of its rate that compute keeps: on a CPU, freed memory that is returned comes back as fresh pages."""
+    return 1.0 if ceilings.has_device or plan.freed_memory == "kept" else ceilings.fresh_pages_share
 
 
 def _checkpointed_bytes(plan: Plan) -> int:
@@ -214,17 +222,18 @@ def _joined(plan: Plan, count: int, ceilings: Ceilings) -> Plan:
     )
 
 
-def _lower_bound_seconds(lanes: dict[Lane, LaneUse], ceilings: Ceilings) -> float:
+def _lower_bound_seconds(lanes: dict[Lane, LaneUse], ceilings: Ceilings, kept_share: float) -> float:
     """Return what the busiest lane takes alone; for two lanes that get in each other's way, what both take at best.
 
     Such are the two directions of drives and link, and lanes that share cores: on a machine without a device, compute and
-    update each keep the share of their rates that the profile's `slowdowns` say.
+    update each keep the share of their rates that the profile's `slowdowns` say. What fresh pages take of compute is not in it.
     """
-    bounds = [use.alone_seconds for use in lanes.values()]
+    alone = {lane: use.alone_seconds * (kept_share if lane is Lane.COMPUTE else 1) for lane, use in lanes.items()}
+    bounds = list(alone.values())
     for one, other in combinations(lanes, 2):
         shared = _shared_factor((one, other), ceilings)
         kept = shared * _slowdown(ceilings, one, other), shared * _slowdown(ceilings, other, one)
-        bounds.append(_pair_seconds(lanes[one].alone_seconds, lanes[other].alone_seconds, *kept))
+        bounds.append(_pair_seconds(alone[one], alone[other], *kept))
     return max(bounds)
 
 

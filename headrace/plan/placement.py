@@ -82,17 +82,29 @@ class Choice:
     amount: int = 0  # of `replay_order`: how many operator outputs are kept
     held: str = "host"
     lean: bool = False
+    freed_memory: str = "returned"
     chunk_elements: int
 
 
 def placements_of(problem: Problem, thrift: int) -> Iterator[Choice]:
-    """Yield the placements without replay of a thrift: 0 has generous buffers, 1 lean ones, 2 the leanest."""
+    """Yield the placements without replay of a thrift: 0 has generous buffers, 1 lean ones, 2 the leanest.
+
+    Whether freed memory is kept only matters where the CPU computes, and is tried with generous buffers.
+    """
     clips = problem.workload.clip or problem.compute_dtype == "float16"
     chunk_elements = problem.allowance.chunk_elements or _chunk_elements(problem, thrift)
     for home in problem.homes:
         for rows in _micro_batches(problem.workload):
             for held in ("host", "ssd") if clips else ("host",):
-                yield Choice(rows=rows, input_home=home, held=held, lean=thrift > 0, chunk_elements=chunk_elements)
+                for freed in ("kept", "returned") if thrift == 0 and not problem.separate_device else ("returned",):
+                    yield Choice(
+                        rows=rows,
+                        input_home=home,
+                        held=held,
+                        lean=thrift > 0,
+                        freed_memory=freed,
+                        chunk_elements=chunk_elements,
+                    )
 
 
 def replay_order(costs: ModelCosts) -> list[tuple[int, int]]:
@@ -170,6 +182,7 @@ def plan_of(problem: Problem, choice: Choice) -> Plan:
         forward_flops=(0.0, *(block.forward_flops for block in costs.blocks), 0.0)[: len(problem.layouts)],
         epilogue_flops=costs.epilogue_flops_per_token * choice.rows * workload.sequence_length,
         moments=problem.moments,
+        freed_memory=choice.freed_memory,
     )
     return with_footprint(plan, costs, problem.allowance)
 

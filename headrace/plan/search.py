@@ -9,6 +9,7 @@ of host memory goes to weights, then states. Step time is convex in the amount k
 is about their maximum), so few amounts need to be tried.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -23,8 +24,11 @@ from headrace.spec.sizes import MIB, format_bytes, round_up
 
 # Amounts of kept outputs that are tried, in parts of all; around the best one, half steps are tried besides.
 _AMOUNT_PARTS = 4
-# Placements whose forecast without replay is best go into the search for the amount.
-_FINALISTS = 2
+# So many placements go into the search for the amount: those whose forecast without replay, or with all that fits, is best.
+_FINALISTS = 3
+_WORSE = 1.02
+# So many choices that are this close to the best get their updates balanced: which one gains most by it shows only then.
+_BALANCED, _CLOSE = 2, 1.1
 
 
 def make_plan(problem: Problem, ceilings: Ceilings | None = None) -> Plan:
@@ -52,17 +56,23 @@ def make_plan(problem: Problem, ceilings: Ceilings | None = None) -> Plan:
             known[choice] = forecast(plan, machine, most_operations=SEARCH_OPERATIONS).step_seconds
         return known[choice]
 
-    ranked = sorted(((seconds(choice), index) for index, choice in enumerate(placements)))
-    best_seconds, best = ranked[0][0], placements[ranked[0][1]]
-    for _, index in ranked[:_FINALISTS]:
-        for home in homes:
-            found_seconds, found = _best_amount(problem, replace(placements[index], kept_home=home), seconds)
-            if found_seconds * ALIKE < best_seconds:
-                best_seconds, best = found_seconds, found
+    promise = [(min(map(seconds, _extremes(problem, choice))), index) for index, choice in enumerate(placements)]
+    found = [(seconds(choice), choice) for choice in placements]
+    for _, index in sorted(promise)[:_FINALISTS]:
+        found += [_best_amount(problem, replace(placements[index], kept_home=home), seconds) for home in homes]
+    # Of alike ones the first: the simpler.
+    best_seconds, best = min(found, key=lambda entry: round(math.log(entry[0]) / math.log(ALIKE)))
     plan = filled(problem, plan_of(problem, best))
     if plan.update_policy == "immediate":
         homes = ("host", "ssd") if ceilings else ("host",)
-        return with_device_updates(problem, balanced(problem, plan_of(problem, best), plan, machine, homes), machine)
+        close = sorted((taken, index) for index, (taken, _) in enumerate(found) if taken < _CLOSE * best_seconds)
+        choices = dict.fromkeys([best, *(found[index][1] for _, index in close)])
+        plans = [
+            balanced(problem, plan_of(problem, choice), filled(problem, plan_of(problem, choice)), machine, homes)
+            for choice in list(choices)[:_BALANCED]
+        ]
+        plan = min(plans, key=lambda candidate: forecast(candidate, machine).step_seconds)
+        return with_device_updates(problem, plan, machine)
     candidates = [plan, *speculative_candidate(problem, placements, best, machine)]
     if plan.resident_states:
         # States in memory are not read, but each commit writes them in one go.
@@ -70,6 +80,18 @@ def make_plan(problem: Problem, ceilings: Ceilings | None = None) -> Plan:
         candidates.insert(0, with_footprint(replace(plan, resident_states=()), costs, problem.allowance))
     plan = min(candidates, key=lambda candidate: expected_seconds(candidate, machine))
     return with_speculation(with_device_updates(problem, plan, machine), machine)
+
+
+def _extremes(problem: Problem, placement: Choice) -> list[Choice]:
+    """Return a placement without replay, and with as many kept outputs as fit where block inputs wait."""
+    least, most = 0, len(replay_order(problem.costs_of(placement.rows)))
+    while least < most:
+        middle = (least + most + 1) // 2
+        if fits(plan_of(problem, replace(placement, amount=middle, kept_home=placement.input_home))):
+            least = middle
+        else:
+            most = middle - 1
+    return [placement, replace(placement, amount=least, kept_home=placement.input_home)]
 
 
 def _fitting(problem: Problem) -> list[Choice]:
@@ -94,6 +116,8 @@ def _best_amount(problem: Problem, start: Choice, seconds: Callable[[Choice], fl
             choice = replace(start, amount=amount)
             if amount not in tried and fits(plan_of(problem, choice)):
                 tried[amount] = seconds(choice)
+                if amount > min(tried) and tried[amount] > _WORSE * min(tried.values()):
+                    break  # convex: more of it only gets slower
 
     try_amounts([total * part // _AMOUNT_PARTS for part in range(_AMOUNT_PARTS + 1)])
     step = total // _AMOUNT_PARTS
@@ -142,6 +166,7 @@ def nominal_machine(cores: int, *, host_bytes: int, device_bytes: int | None) ->
                     "capacity_bytes": 1 << 40,
                 }
             ],
+            "fresh_pages_share": 1.0 if gpu else 0.8,
             "launch_seconds": 1e-4,
             "transfer_seconds": 1e-4,
             "commit_seconds": 5e-3,

@@ -116,6 +116,7 @@ class Ceilings:
     operations per multiply-add. `both_ways_bytes_per_second` is the total over the host-device link when both directions run at
     once. `update_bytes_per_second` counts all memory traffic of the update kernel (26 bytes per parameter with bfloat16) on
     all cores. `slowdowns[a][b]` is the share of its own rate that lane `a` keeps while lane `b` is busy (1 where absent).
+    `fresh_pages_share` is the share of its matrix rate that a CPU keeps where freed memory goes back to the kernel at once.
     `device_memory_bytes_per_second` is the bandwidth of the device's own memory; None where nobody measured it.
     `has_device` is false where the CPU computes; the link's figures are then those of copies inside host memory.
     `sources` says of each figure where it comes from.
@@ -135,6 +136,7 @@ class Ceilings:
     update_bytes_per_second_per_core: float
     drives: tuple[Drive, ...]
     device_memory_bytes_per_second: float | None = None
+    fresh_pages_share: float = 1.0
     launch_seconds: float = 0.0  # added to each operation of the compute lane
     transfer_seconds: float = 0.0  # added to each copy, read and write
     commit_seconds: float = 0.0
@@ -220,6 +222,7 @@ class Ceilings:
             has_device=has_device,
             device_memory_bytes=_device_memory(figures, has_device=has_device, where=name),
             device_memory_bytes_per_second=_device_memory_rate(figures, where=name),
+            fresh_pages_share=_figure({"fresh_pages_share": 1.0, **figures}, "fresh_pages_share", where=name, most=1.0),
             host_memory_bytes=_whole(figures, "host_memory_bytes", where=name, most=_MOST_BYTES),
             cores=_whole(figures, "cores", where=name, most=_MOST_CORES),
             flops_per_second=_flops(figures, where=name),

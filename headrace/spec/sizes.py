@@ -7,10 +7,12 @@ from headrace.spec.errors import ConfigError
 KIB = 1 << 10
 MIB = 1 << 20
 GIB = 1 << 30
-# Freed blocks of this size and more go back to the kernel at once, and are whole huge pages where there are some.
+# Where freed memory is given back, blocks of this size and more go back at once, and are whole huge pages where there are some.
 MAPPED_BYTES = 2 << 20
 # Of smaller ones the heap keeps so much.
 KEPT_FREE_BYTES = 64 << 20
+# Where freed memory is kept, larger blocks than these go back all the same: the most that glibc takes from its heap.
+LARGEST_HEAP_BLOCK_BYTES = 32 << 20
 
 # A bare letter is binary, as for ulimit, Docker and the JVM; "GB" is decimal as on drives; "GiB" is binary.
 _FACTORS = {"": 1, "b": 1}

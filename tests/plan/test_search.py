@@ -87,7 +87,7 @@ def brute_force(made: Problem, ceilings: Ceilings) -> float:
     """Return the best step time over every placement, every amount and every home."""
     best = float("inf")
     amounts = range(0, len(replay_order(costs_of(1))) + 1, 3)
-    for thrift in (0, 1):
+    for thrift in (0, 1, 2):
         for choice, amount, home in itertools.product(placements_of(made, thrift), amounts, made.homes):
             plan = plan_of(made, replace(choice, amount=amount, kept_home=home))
             if fits(plan):
@@ -125,6 +125,25 @@ def test_more_memory_is_never_slower() -> None:
         made = problem(host_mib * MIB)
         seconds.append(forecast(make_plan(made, machine(made)), machine(made)).step_seconds)
     assert all(after <= 1.01 * before for before, after in itertools.pairwise(seconds)), seconds
+
+
+@pytest.mark.parametrize(("host_mib", "share", "expected"), [(400, 0.8, "kept"), (400, 1.0, "kept"), (100, 0.8, "returned")])
+def test_freed_memory_is_kept_where_there_is_room(host_mib: int, share: float, expected: str) -> None:
+    made = problem(host_mib * MIB)
+    assert make_plan(made, machine(made, fresh_pages_share=share)).freed_memory == expected
+
+
+def test_fresh_pages_slow_compute_and_are_no_part_of_the_bound() -> None:
+    made = problem(400 * MIB)
+    slow = machine(made, fresh_pages_share=0.5, flops=1e10)
+    kept = make_plan(made, slow)
+    returned = with_footprint(replace(kept, freed_memory="returned"), costs_of(4), made.allowance)
+    assert returned.peak("host") < kept.peak("host")
+    with_reuse, without = forecast(kept, slow), forecast(returned, slow)
+    assert without.step_seconds == pytest.approx(2 * with_reuse.step_seconds, rel=0.05)
+    assert without.lower_bound_seconds == pytest.approx(with_reuse.lower_bound_seconds, rel=0.01)
+    on_gpu = replace(slow, has_device=True)
+    assert forecast(returned, on_gpu).step_seconds == pytest.approx(with_reuse.step_seconds, rel=0.05)
 
 
 def test_replay_comes_with_the_memory_for_it() -> None:

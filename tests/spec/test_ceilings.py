@@ -163,6 +163,8 @@ def test_an_absurd_figure_of_a_drive_is_named_with_its_place(name: str, absurd: 
         ({"cores": 1.5}, "cores"),
         ({"commit_seconds": -1}, "commit_seconds"),
         ({"launch_seconds": float("nan")}, "launch_seconds"),
+        ({"fresh_pages_share": 0}, "fresh_pages_share"),
+        ({"fresh_pages_share": 1.5}, "fresh_pages_share"),
         ({"transfer_seconds": 60}, "transfer_seconds"),
         ({"slowdowns": {"gpu": {}}}, "gpu"),
         ({"slowdowns": {"compute": {"compute": 0.5}}}, "compute"),

@@ -1,0 +1,52 @@
+"""What the C library does with freed tensors, seen from outside: faults of fresh pages, and what stays resident."""
+
+import ctypes
+import json
+import subprocess
+import sys
+
+import pytest
+
+# Eight tensors of 4 MiB, made and freed over and over; of two sizes, so that the heap's pieces must be joined to be used.
+WORK = """
+import json, resource, sys
+import torch
+from headrace.machine import keep_freed_memory, process_status_bytes
+torch.set_num_threads(1)
+
+def work():
+    alive = [torch.ones((4 + i % 2) << 20, dtype=torch.uint8) for i in range(8)]
+    del alive
+
+def faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+found = {}
+before = process_status_bytes("RssAnon")
+for keep in (False, True, False):
+    told = keep_freed_memory(keep)
+    for _ in range(3):
+        work()
+    start = faults()
+    for _ in range(5):
+        work()
+    kept = process_status_bytes("RssAnon") - before
+    found.setdefault(str(keep), []).append({"told": told, "faults": faults() - start, "kept": kept})
+keep_freed_memory(False)
+found["after"] = process_status_bytes("RssAnon") - before
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="the C library is not glibc")
+def test_freed_tensors_are_kept_or_returned_as_told() -> None:
+    done = subprocess.run([sys.executable, "-c", WORK], capture_output=True, text=True, check=True, timeout=120)
+    found = json.loads(done.stdout)
+    returned, kept = found["False"][0], found["True"][0]
+    assert returned["told"]
+    assert kept["told"]
+    assert returned["kept"] < 4 << 20
+    assert 30 << 20 < kept["kept"] < 2 * (36 << 20)
+    assert kept["faults"] < returned["faults"] / 10
+    # What was kept goes back when that is asked for again.
+    assert found["after"] < 4 << 20
