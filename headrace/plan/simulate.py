@@ -182,15 +182,15 @@ class _Rates:
     def _speeds(self, busy: int) -> tuple[float, ...]:
         """Return the speed of each lane while the lanes of bit mask `busy` are busy."""
         active = [lane for lane in LANES if busy >> _PLACE[lane] & 1]
-        speed = dict.fromkeys(LANES, 1.0)
+        shared = dict.fromkeys(LANES, 1.0)
+        for pair in (pair for pair in self.shares if all(lane in active for lane in pair)):
+            shared |= dict.fromkeys(pair, self.shared_factor(pair))
+        speed = dict(shared)
         for lane in active:
             slowdowns = {**_SLOWDOWNS.get(lane, {}), **self.ceilings.slowdowns.get(lane, {})}
             for other in active:
-                speed[lane] *= slowdowns.get(other, 1.0)
-        for pair in self.shares:
-            if all(lane in active for lane in pair):
-                for lane in pair:
-                    speed[lane] *= self.shared_factor(pair)
+                # Measured beside all of the other's rate; what moves half as much disturbs half as much.
+                speed[lane] *= 1 - (1 - slowdowns.get(other, 1.0)) * shared[other]
         # Every byte that a transfer or the update moves crosses the host's memory bus once.
         moving = [lane for lane in active if lane in self.bytes_per_second]
         traffic = sum(speed[lane] * self.bytes_per_second[lane] for lane in moving)

@@ -201,6 +201,15 @@ def test_lanes_that_share_cores_slow_one_another_as_stated():
     assert [timed.stop_seconds for timed in first] == [pytest.approx(2), pytest.approx(2.5)]
 
 
+def test_what_moves_half_as_much_disturbs_half_as_much():
+    drive = {"read_bytes_per_second": 4e9, "write_bytes_per_second": 4e9, "mixed_bytes_per_second": 4e9, "capacity_bytes": 1}
+    ceilings = machine(drives=[drive], slowdowns={"compute": {"ssd-read": 0.6}})
+    alone = program((Lane.COMPUTE, 6e11), (Lane.SSD_READ, 40e9))
+    shared = program((Lane.COMPUTE, 8e11), (Lane.SSD_READ, 40e9), (Lane.SSD_WRITE, 40e9))
+    assert of(simulate([alone] * 3, ceilings), 0)[0].stop_seconds == pytest.approx(1)
+    assert of(simulate([shared] * 3, ceilings), 0)[0].stop_seconds == pytest.approx(1)
+
+
 def test_an_update_on_the_device_uses_its_memory_and_neither_cores_nor_the_hosts_bus():
     slowdowns = {"update": {"host-to-device": 0.5}, "host-to-device": {"update": 0.5}}
     ceilings = machine(update=10e9, memory=10e9, inward=10e9, device=20e9, launch_seconds=0.25, slowdowns=slowdowns)
