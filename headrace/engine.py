@@ -97,8 +97,10 @@ class Engine:
             self._costs: dict[tuple[int, int], ModelCosts] = {}
             self._runtime_bytes: int | None = None
             rule = AdamWRule(settings.compute_dtype, settings.moments)
-            self._updater = Updater(rule, max(1, torch.get_num_threads() // 2))
-            self._closers.callback(self._updater.close)
+            self._cores = torch.get_num_threads()
+            self._closers.callback(torch.set_num_threads, self._cores)
+            self._updater = Updater(rule, 1)  # with the plan's threads as soon as there is one
+            self._closers.callback(lambda: self._updater.close())
             self.plan: Plan | None = None  # a resumed run has its plan in the record
             self.store = store_of(self)
             self._closers.callback(self.store.close)
@@ -289,7 +291,7 @@ class Engine:
             host_bytes=host_bytes,
             device_bytes=device_bytes,
             runtime_bytes=self._runtime(lambda: costs_of(1)),
-            cores=torch.get_num_threads(),
+            cores=self._cores,
             chunk_elements=self._chunk_elements() if stored else None,
             device_overhead_bytes=self.machine.device_overhead_bytes,
             import_workspace_bytes=None if stored else import_workspace_bytes(self.chain.layouts, self._weights),
@@ -355,6 +357,10 @@ class Engine:
     def _build_steps(self, plan: Plan) -> Steps:
         self.store.grow_scratch(scratch_bytes(plan))
         keep_freed_memory(plan.freed_memory == "kept")
+        # A run that goes on with fewer cores than it began with takes what there is.
+        torch.set_num_threads(min(plan.compute_threads, self._cores))
+        self._updater.close()
+        self._updater = Updater(self._updater.rule, min(plan.update_threads, self._cores))
         self._updater.warm_up()
         parts = Parts(
             plan=plan,

@@ -8,8 +8,9 @@ import contextlib
 import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -33,6 +34,10 @@ _LEAST_SHARE = 0.01
 # Shapes of the block that is measured: hidden size and tokens. The largest that one turn has time for is taken.
 _SHAPES_CPU = ((256, 256), (1024, 512), (2048, 1024))
 _SHAPES_GPU = ((1024, 2048), (4096, 2048))
+# Small blocks compute at a lower rate: how much lower is measured on these. None may take more than so many turns.
+_SAMPLED_SHAPES_CPU = ((768, 256), (1024, 512), (2048, 256), (2048, 1024))
+_SAMPLED_SHAPES_GPU = ((1024, 512), (1024, 2048), (4096, 2048))
+_LONGEST_TURNS = 4
 # Activations are as large here as in training: smaller than 2 MiB they are not mapped one by one.
 _FRESH_SHAPE = (1024, 2048)
 _LAUNCH_SHAPE = (64, 16)
@@ -168,6 +173,11 @@ class _Bench:
                 load = small if emulated else self._block(dtype, shape)
                 load.unit()
                 self._loads[Lane.COMPUTE if dtype == _DEFAULT_DTYPE else f"compute {dtype}"] = load
+        usual_seconds = seconds_of(self._loads[Lane.COMPUTE].unit, 1)
+        for other in () if self._quick else _SAMPLED_SHAPES_GPU if self._gpu else _SAMPLED_SHAPES_CPU:
+            work = (other[0] / shape[0]) ** 2 * other[1] / shape[1]
+            if other != shape and usual_seconds * work < _LONGEST_TURNS * self._turn_seconds():
+                self._loads[f"block of {other[0]} x {other[1]}"] = self._block(_DEFAULT_DTYPE, other)
         return launch_seconds
 
     def _fresh_pages_share(self) -> float:
@@ -211,7 +221,7 @@ class _Bench:
 
     def _turn_seconds(self) -> float:
         # Parts: two for each drive, and about a dozen more.
-        turns = self._rounds() * (3 * len(self._directories) + 26)
+        turns = self._rounds() * (3 * len(self._directories) + 32)
         return (1 - _SETUP_SHARE - (0 if self._quick else _TUNING_SHARE)) * self._seconds / turns
 
     def _run(self) -> _Figures:
@@ -243,7 +253,7 @@ class _Bench:
             "device_memory_bytes": self._machine.device_memory_bytes()[1] if self._gpu else 0,
             "host_memory_bytes": psutil.virtual_memory().total,
             "cores": self._cores,
-            "flops_per_second": self._flops_per_second(rates, overheads["launch_seconds"]),
+            **self._compute_rates(rates, overheads["launch_seconds"]),
             "host_to_device_bytes_per_second": inward,
             "device_to_host_bytes_per_second": outward,
             "both_ways_bytes_per_second": _both(found, Lane.HOST_TO_DEVICE, Lane.DEVICE_TO_HOST),
@@ -263,16 +273,32 @@ class _Bench:
             return torch.cuda.get_device_name(self._machine.device)
         return f"{platform.machine()} CPU with {self._cores} threads"
 
-    def _flops_per_second(self, rates: dict[str, float], launch_seconds: float) -> dict[str, float]:
+    def _compute_rates(self, rates: dict[str, float], launch_seconds: float) -> dict[str, Any]:
         """Return rates without what the simulator adds to each operation: a unit is two, forward and backward."""
-        flops = {}
+
+        def rate(name: str) -> float:
+            unit_seconds = self._flops_of(name) / rates[name]
+            return self._flops_of(name) / max(unit_seconds - 2 * launch_seconds, unit_seconds / 2)
+
+        blocks = [Lane.COMPUTE, *(name for name in self._loads if name.startswith("block of "))]
+        best = max(map(rate, blocks))
+        share = rate(Lane.COMPUTE) / best
+        flops = {_DEFAULT_DTYPE: best}
         for dtype in PLANE_SETS:
-            name = Lane.COMPUTE if dtype == _DEFAULT_DTYPE else f"compute {dtype}"
-            load = self._loads.get(name)
-            if isinstance(load, BlockLoad):
-                unit_seconds = load.flops / rates[name]
-                flops[dtype] = load.flops / max(unit_seconds - 2 * launch_seconds, unit_seconds / 2)
-        return flops
+            if f"compute {dtype}" in self._loads:  # measured on the usual block only
+                flops[dtype] = rate(f"compute {dtype}") / share
+        samples = sorted((self._flops_of(name) / 4, rate(name) / best) for name in blocks)
+        # Noise must not make a larger block slower: a search could not rely on it.
+        shares = accumulate((share for _, share in samples), max)
+        return {
+            "flops_per_second": flops,
+            "block_shares": [[size, kept] for (size, _), kept in zip(samples, shares, strict=True)],
+        }
+
+    def _flops_of(self, name: str) -> float:
+        load = self._loads[name]
+        assert isinstance(load, BlockLoad)
+        return load.flops
 
     def _drive(self, found: _Figures, index: int) -> dict[str, float | int | None]:
         read, write, drive = f"read {index}", f"write {index}", self._drives[index]

@@ -104,6 +104,9 @@ def ceilings_text(ceilings: Ceilings) -> str:
     )
     lines = [f"machine   {ceilings.name}, {format_bytes(ceilings.host_memory_bytes)} of memory"]
     lines += [f"{dtype:<18} {rate / 1e12:8.3g} TFLOP/s" for dtype, rate in ceilings.flops_per_second.items()]
+    if ceilings.block_shares:
+        shares = ", ".join(f"{share:.0%} at {size / 1e9:.3g}" for size, share in ceilings.block_shares)
+        lines.append(f"of a block's rate   {shares} GFLOP forward")
     if not ceilings.has_device:
         lines.append(f"{'on fresh pages':<18} {ceilings.fresh_pages_share:8.0%} of that")
     lines += [f"{name:<18} {rate / 1e9:8.3g} GB/s" for name, rate in rates]

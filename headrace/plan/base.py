@@ -247,6 +247,7 @@ class Plan:
             f"batch{'es' if self.num_micro_batches > 1 else ''} of {self.micro_batch_sequences} x {self.sequence_length}",
             f"update   {self._explain_update()}; "
             f"every {'step' if self.checkpoint_every == 1 else f'{self.checkpoint_every} steps'} a checkpoint",
+            f"threads  {self.compute_threads} for compute, {self.update_threads} for updates",
             f"slots    {self.host_slots} blocks in host memory"
             + (f", {self.device_slots} on the device" if self.separate_device else "")
             + f"; states of {len(self.resident_states)} of {len(self.units)} units in memory",

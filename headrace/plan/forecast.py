@@ -10,6 +10,7 @@ where they are deferred (48 blocks, two machines, 4 to 64 micro-batches).
 Invariant: a function of plan and ceilings alone; `lower_bound_seconds <= step_seconds`. No clock, no files, no torch.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import combinations, groupby
 
@@ -70,8 +71,11 @@ def forecast(plan: Plan, ceilings: Ceilings, *, most_operations: int = _MOST_OPE
     Raises:
         ConfigError: the profile has no matrix rate for the plan's compute dtype.
     """
+    if _has_partition(plan, ceilings):
+        ceilings = replace(ceilings, slowdowns=_apart(ceilings.slowdowns))
     kept_share = _kept_share(plan, ceilings)
-    rates = {dtype: rate * kept_share for dtype, rate in ceilings.flops_per_second.items()}
+    share = kept_share * ceilings.block_share(max(plan.forward_flops, default=0.0))
+    rates = {dtype: rate * share for dtype, rate in ceilings.flops_per_second.items()}
     ideal, ceilings = ceilings, replace(ceilings, flops_per_second=rates)
     resident_bytes = _checkpointed_bytes(plan)
     # A commit writes the states that live in memory besides; what it takes is spread over the steps between two commits.
@@ -107,6 +111,20 @@ def redo_seconds(plan: Plan, ceilings: Ceilings) -> float:
     tail, _ = build_tail(coarse, redo_carry(coarse))
     timeline = simulate([tail] * 3, ceilings, compute_dtype=plan.compute_dtype, update_threads=plan.update_threads)
     return timeline.step_seconds
+
+
+def _has_partition(plan: Plan, ceilings: Ceilings) -> bool:
+    """Whether compute and updates have cores of their own on a machine where the CPU computes."""
+    return not ceilings.has_device and plan.compute_threads + plan.update_threads <= ceilings.cores
+
+
+def _apart(slowdowns: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
+    """Return slowdowns without those of compute and updates by one another: they were measured on shared cores."""
+    shared = (Lane.COMPUTE, Lane.UPDATE)
+    return {
+        lane: {other: kept for other, kept in others.items() if not (lane in shared and other in shared)}
+        for lane, others in slowdowns.items()
+    }
 
 
 def _kept_share(plan: Plan, ceilings: Ceilings) -> float:

@@ -89,14 +89,14 @@ class Choice:
 def placements_of(problem: Problem, thrift: int) -> Iterator[Choice]:
     """Yield the placements without replay of a thrift: 0 has generous buffers, 1 lean ones, 2 the leanest.
 
-    Whether freed memory is kept only matters where the CPU computes, and is tried with generous buffers.
+    Whether freed memory is kept only matters where the CPU computes, and the leanest does without.
     """
     clips = problem.workload.clip or problem.compute_dtype == "float16"
     chunk_elements = problem.allowance.chunk_elements or _chunk_elements(problem, thrift)
     for home in problem.homes:
         for rows in _micro_batches(problem.workload):
             for held in ("host", "ssd") if clips else ("host",):
-                for freed in ("kept", "returned") if thrift == 0 and not problem.separate_device else ("returned",):
+                for freed in ("kept", "returned") if thrift < 2 and not problem.separate_device else ("returned",):
                     yield Choice(
                         rows=rows,
                         input_home=home,

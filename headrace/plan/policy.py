@@ -1,5 +1,6 @@
 """When updates run: behind backward, behind the next forward, or both; and what clipping costs (docs/decisions/0007)."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -79,6 +80,27 @@ def late_choices(plan: Plan) -> list[tuple[int, ...]]:
     """Return the sets of units that are tried as late ones: so many parts of the blocks, evenly spread."""
     counts = dict.fromkeys(round(plan.num_blocks * part / _LATE_PARTS) for part in range(_LATE_PARTS))
     return [spread(count, plan.num_blocks) for count in counts]
+
+
+def with_threads(plan: Plan, machine: Ceilings) -> Plan:
+    """Return `plan` with the fastest split of the cores between compute and updates; of alike ones the usual one.
+
+    Where a GPU computes, updates may have as many cores as the memory's bandwidth asks for. Where the CPU does, they share
+    cores as it was measured, half of them with all; or each has its own, and compute has fewer. Threads of the I/O engine wait
+    most of the time (0.01 to 0.02 s of a core per GB) and have no cores of their own.
+    """
+    cores = plan.compute_threads
+    enough = max(1, math.ceil(machine.update_bytes_per_second / machine.update_bytes_per_second_per_core))
+    if machine.has_device:
+        splits = [(cores, min(cores, threads)) for threads in (enough, cores)]
+    else:
+        powers = (1 << power for power in range(cores.bit_length()))
+        splits = [(cores - threads, threads) for threads in powers if threads <= min(enough, cores // 2)]
+    usual = (plan.compute_threads, plan.update_threads)
+    candidates = [replace(plan, compute_threads=one, update_threads=other) for one, other in dict.fromkeys([usual, *splits])]
+    seconds = [_coarse_seconds(candidate, machine) for candidate in candidates]
+    best = min(range(len(candidates)), key=seconds.__getitem__)
+    return candidates[best] if seconds[best] * ALIKE < seconds[0] else plan
 
 
 def speculative_candidate(problem: Problem, placements: list[Choice], best: Choice, machine: Ceilings) -> Iterator[Plan]:

@@ -17,7 +17,15 @@ from headrace.plan.base import Plan
 from headrace.plan.footprint import with_footprint
 from headrace.plan.forecast import SEARCH_OPERATIONS, forecast
 from headrace.plan.placement import Choice, Problem, excess_bytes, filled, fits, placements_of, plan_of, replay_order
-from headrace.plan.policy import ALIKE, balanced, expected_seconds, speculative_candidate, with_device_updates, with_speculation
+from headrace.plan.policy import (
+    ALIKE,
+    balanced,
+    expected_seconds,
+    speculative_candidate,
+    with_device_updates,
+    with_speculation,
+    with_threads,
+)
 from headrace.spec.ceilings import Ceilings
 from headrace.spec.errors import PlanInfeasible
 from headrace.spec.sizes import MIB, format_bytes, round_up
@@ -46,6 +54,9 @@ def make_plan(problem: Problem, ceilings: Ceilings | None = None) -> Plan:
         placements = [choice for choice in placements if choice.input_home != "ssd"] or placements
         placements = [choice for choice in placements if choice.held != "ssd"] or placements
 
+    def split(plan: Plan) -> Plan:
+        return with_threads(plan, machine) if ceilings else plan  # nobody measured how lanes share cores
+
     known: dict[Choice, float] = {}
 
     def seconds(choice: Choice) -> float:
@@ -72,14 +83,14 @@ def make_plan(problem: Problem, ceilings: Ceilings | None = None) -> Plan:
             for choice in list(choices)[:_BALANCED]
         ]
         plan = min(plans, key=lambda candidate: forecast(candidate, machine).step_seconds)
-        return with_device_updates(problem, plan, machine)
+        return split(with_device_updates(problem, plan, machine))
     candidates = [plan, *speculative_candidate(problem, placements, best, machine)]
     if plan.resident_states:
         # States in memory are not read, but each commit writes them in one go.
         costs = problem.costs_of(plan.micro_batch_sequences)
         candidates.insert(0, with_footprint(replace(plan, resident_states=()), costs, problem.allowance))
     plan = min(candidates, key=lambda candidate: expected_seconds(candidate, machine))
-    return with_speculation(with_device_updates(problem, plan, machine), machine)
+    return with_speculation(split(with_device_updates(problem, plan, machine)), machine)
 
 
 def _extremes(problem: Problem, placement: Choice) -> list[Choice]:

@@ -9,9 +9,11 @@ zero or a NaN would still print a plan.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from itertools import pairwise
 from typing import Any
 
 from headrace.spec.errors import ConfigError
+from headrace.spec.figures import figure, mapping_of, number, optional_whole, refuse_unknown, whole
 from headrace.spec.layout import PLANE_SETS
 from headrace.spec.program import Lane
 from headrace.spec.sizes import MIB
@@ -84,20 +86,20 @@ class Drive:
         Raises:
             ConfigError: a figure is missing, unknown or absurd.
         """
-        figures = _mapping(values, where=where)
-        _refuse_unknown(figures, {each.name for each in fields(cls)}, where=where)
-        rates = {name: _figure(figures, name, where=where, most=_MOST_DRIVE_BYTES_PER_SECOND) for name in _DRIVE_RATES}
+        figures = mapping_of(values, where=where)
+        refuse_unknown(figures, {each.name for each in fields(cls)}, where=where)
+        rates = {name: figure(figures, name, where=where, most=_MOST_DRIVE_BYTES_PER_SECOND) for name in _DRIVE_RATES}
         _refuse_excess(rates, _DRIVE_RATES[2], _DRIVE_RATES[:2], where=where)
         endurance = figures.get("rated_endurance_bytes")
         if endurance is not None:
-            endurance = _figure(figures, "rated_endurance_bytes", where=where, most=_MOST_ENDURANCE_BYTES)
-        capacity_bytes = _whole(figures, "capacity_bytes", where=where, most=_MOST_BYTES)
+            endurance = figure(figures, "rated_endurance_bytes", where=where, most=_MOST_ENDURANCE_BYTES)
+        capacity_bytes = whole(figures, "capacity_bytes", where=where, most=_MOST_BYTES)
         return cls(
             **rates,
             capacity_bytes=capacity_bytes,
             rated_endurance_bytes=endurance,
-            threads_per_direction=_optional_whole(figures, "threads_per_direction", where=where, most=_MOST_THREADS),
-            piece_bytes=_optional_whole(
+            threads_per_direction=optional_whole(figures, "threads_per_direction", where=where, most=_MOST_THREADS),
+            piece_bytes=optional_whole(
                 figures, "piece_bytes", where=where, most=_MOST_PIECE_BYTES, multiple_of=_PIECE_UNIT_BYTES
             ),
             io_cpu_seconds_per_gigabyte=_cpu_cost(figures, where=where),
@@ -116,6 +118,8 @@ class Ceilings:
     operations per multiply-add. `both_ways_bytes_per_second` is the total over the host-device link when both directions run at
     once. `update_bytes_per_second` counts all memory traffic of the update kernel (26 bytes per parameter with bfloat16) on
     all cores. `slowdowns[a][b]` is the share of its own rate that lane `a` keeps while lane `b` is busy (1 where absent).
+    `block_shares` are pairs of a block's size (operations of its forward on one micro-batch) and the share of that rate which
+    it reaches, growing in both; other sizes lie between them (`block_share`). Without any, all blocks reach it.
     `fresh_pages_share` is the share of its matrix rate that a CPU keeps where freed memory goes back to the kernel at once.
     `device_memory_bytes_per_second` is the bandwidth of the device's own memory; None where nobody measured it.
     `has_device` is false where the CPU computes; the link's figures are then those of copies inside host memory.
@@ -137,6 +141,7 @@ class Ceilings:
     drives: tuple[Drive, ...]
     device_memory_bytes_per_second: float | None = None
     fresh_pages_share: float = 1.0
+    block_shares: tuple[tuple[float, float], ...] = ()
     launch_seconds: float = 0.0  # added to each operation of the compute lane
     transfer_seconds: float = 0.0  # added to each copy, read and write
     commit_seconds: float = 0.0
@@ -197,6 +202,16 @@ class Ceilings:
             )
         return self.flops_per_second[compute_dtype]
 
+    def block_share(self, forward_flops: float) -> float:
+        """Return the share of the matrix rate that a block of this size reaches: between samples by the logarithm of size."""
+        if not self.block_shares or forward_flops <= 0:
+            return 1.0
+        for (small, low), (large, high) in pairwise(self.block_shares):
+            if forward_flops < large:
+                along = max(0.0, math.log(forward_flops / small) / math.log(large / small))
+                return low + (high - low) * along
+        return self.block_shares[-1][1]
+
     @classmethod
     def from_json(cls, values: object) -> "Ceilings":
         """Return the ceilings that `values` (a parsed JSON object, as `to_json` makes) describe.
@@ -205,15 +220,15 @@ class Ceilings:
             ConfigError: a figure is missing, unknown, not a number, not positive, or beyond what hardware can do; the message
                 names the field and shows the value.
         """
-        figures = _mapping(values, where="machine profile")
+        figures = mapping_of(values, where="machine profile")
         name = figures.get("name")
         if not isinstance(name, str) or not name:
             raise ConfigError(f"machine profile: name is {name!r}; write a text that names the machine")
-        _refuse_unknown(figures, {each.name for each in fields(cls)}, where=name)
+        refuse_unknown(figures, {each.name for each in fields(cls)}, where=name)
         has_device = figures.get("has_device")
         if not isinstance(has_device, bool):
             raise ConfigError(f"{name}: has_device is {has_device!r}; write true (a GPU) or false (the CPU computes)")
-        rates = {rate: _figure(figures, rate, where=name, most=_MOST_BYTES_PER_SECOND) for rate in _RATES}
+        rates = {rate: figure(figures, rate, where=name, most=_MOST_BYTES_PER_SECOND) for rate in _RATES}
         _refuse_excess(rates, _LINK[2], _LINK[:2], where=name)
         _refuse_excess(rates, "update_bytes_per_second_per_core", ("update_bytes_per_second",), where=name)
         _refuse_excess(rates, "update_bytes_per_second", ("host_memory_bytes_per_second",), where=name)
@@ -222,11 +237,12 @@ class Ceilings:
             has_device=has_device,
             device_memory_bytes=_device_memory(figures, has_device=has_device, where=name),
             device_memory_bytes_per_second=_device_memory_rate(figures, where=name),
-            fresh_pages_share=_figure({"fresh_pages_share": 1.0, **figures}, "fresh_pages_share", where=name, most=1.0),
-            host_memory_bytes=_whole(figures, "host_memory_bytes", where=name, most=_MOST_BYTES),
-            cores=_whole(figures, "cores", where=name, most=_MOST_CORES),
+            fresh_pages_share=figure({"fresh_pages_share": 1.0, **figures}, "fresh_pages_share", where=name, most=1.0),
+            host_memory_bytes=whole(figures, "host_memory_bytes", where=name, most=_MOST_BYTES),
+            cores=whole(figures, "cores", where=name, most=_MOST_CORES),
             flops_per_second=_flops(figures, where=name),
             drives=_drives(figures, where=name),
+            block_shares=_block_shares(figures, where=name),
             slowdowns=_slowdowns(figures, where=name),
             sources=_sources(figures, where=name),
             **rates,
@@ -238,6 +254,7 @@ class Ceilings:
         values = {each.name: getattr(self, each.name) for each in fields(self)}
         values["flops_per_second"] = dict(self.flops_per_second)
         values["drives"] = [drive.to_json() for drive in self.drives]
+        values["block_shares"] = [list(pair) for pair in self.block_shares]
         values["slowdowns"] = {lane: dict(factors) for lane, factors in self.slowdowns.items()}
         values["sources"] = dict(self.sources)
         return values
@@ -254,60 +271,12 @@ _RATES = (
 _OVERHEADS = ("launch_seconds", "transfer_seconds", "commit_seconds")
 
 
-def _mapping(values: object, *, where: str) -> Mapping[str, Any]:
-    if not isinstance(values, Mapping):
-        raise ConfigError(f"{where}: expected an object with named figures, found {values!r}")
-    return values
-
-
-def _refuse_unknown(figures: Mapping[str, Any], known: set[str], *, where: str) -> None:
-    unknown = sorted(str(name) for name in figures if name not in known)
-    if unknown:
-        raise ConfigError(f"{where}: unknown field {', '.join(unknown)}; the fields are {', '.join(sorted(known))}")
-
-
-def _number(figures: Mapping[str, Any], name: str, *, where: str) -> float:
-    """Return figure `name` if it is a finite number."""
-    if name not in figures:
-        raise ConfigError(f"{where}: {name} is missing; measure it with 'headrace bench machine' or write it into the profile")
-    value = figures[name]
-    # A bool is an int to Python, and 10**400 has no float; neither is a figure.
-    if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) > 1e300 or not math.isfinite(value):
-        raise ConfigError(f"{where}: {name} is {value!r}; write a finite number")
-    return value
-
-
-def _figure(figures: Mapping[str, Any], name: str, *, where: str, most: float) -> float:
-    """Return figure `name` if it lies in `(0, most]`."""
-    value = _number(figures, name, where=where)
-    if not 0 < value <= most:
-        raise ConfigError(f"{where}: {name} is {value!r}; it must be above 0 and at most {most:.3g} (is the unit right?)")
-    return float(value)
-
-
-def _whole(figures: Mapping[str, Any], name: str, *, where: str, most: float) -> int:
-    value = _figure(figures, name, where=where, most=most)
-    if value != int(value):
-        raise ConfigError(f"{where}: {name} is {value!r}; it must be a whole number")
-    return int(figures[name])
-
-
-def _optional_whole(figures: Mapping[str, Any], name: str, *, where: str, most: float, multiple_of: int = 1) -> int | None:
-    """Return figure `name` if it lies in `[1, most]` and is a multiple; None where it is absent or null."""
-    if figures.get(name) is None:
-        return None
-    value = _whole(figures, name, where=where, most=most)
-    if value % multiple_of:
-        raise ConfigError(f"{where}: {name} is {value!r}; it must be a multiple of {multiple_of}")
-    return value
-
-
 def _cpu_cost(figures: Mapping[str, Any], *, where: str) -> float | None:
     """Return the CPU seconds per gigabyte: a coarse clock may have counted none."""
     name = "io_cpu_seconds_per_gigabyte"
     if figures.get(name) is None:
         return None
-    value = _number(figures, name, where=where)
+    value = number(figures, name, where=where)
     if not 0 <= value <= _MOST_CPU_SECONDS_PER_GIGABYTE:
         raise ConfigError(f"{where}: {name} is {value!r}; it must be between 0 and {_MOST_CPU_SECONDS_PER_GIGABYTE:.3g}")
     return float(value)
@@ -315,7 +284,7 @@ def _cpu_cost(figures: Mapping[str, Any], *, where: str) -> float | None:
 
 def _overhead(figures: Mapping[str, Any], name: str, *, where: str) -> float:
     """Return an overhead: unlike a rate it may be zero, and is when absent."""
-    value = _number(figures, name, where=where) if name in figures else 0.0
+    value = number(figures, name, where=where) if name in figures else 0.0
     if not 0 <= value <= _MOST_OVERHEAD_SECONDS:
         raise ConfigError(f"{where}: {name} is {value!r}; it must be between 0 and {_MOST_OVERHEAD_SECONDS:.3g} seconds")
     return float(value)
@@ -331,7 +300,7 @@ def _refuse_excess(rates: Mapping[str, float], together: str, alone: tuple[str, 
 
 def _device_memory(figures: Mapping[str, Any], *, has_device: bool, where: str) -> int:
     if has_device:
-        return _whole(figures, "device_memory_bytes", where=where, most=_MOST_BYTES)
+        return whole(figures, "device_memory_bytes", where=where, most=_MOST_BYTES)
     value = figures.get("device_memory_bytes", 0)
     if isinstance(value, bool) or value != 0:
         raise ConfigError(f"{where}: device_memory_bytes is {value!r} but has_device is false; write 0, or has_device true")
@@ -340,15 +309,29 @@ def _device_memory(figures: Mapping[str, Any], *, has_device: bool, where: str) 
 
 def _device_memory_rate(figures: Mapping[str, Any], *, where: str) -> float | None:
     name = "device_memory_bytes_per_second"
-    return None if figures.get(name) is None else _figure(figures, name, where=where, most=_MOST_BYTES_PER_SECOND)
+    return None if figures.get(name) is None else figure(figures, name, where=where, most=_MOST_BYTES_PER_SECOND)
 
 
 def _flops(figures: Mapping[str, Any], *, where: str) -> dict[str, float]:
-    rates = _mapping(figures.get("flops_per_second"), where=f"{where}: flops_per_second")
-    _refuse_unknown(rates, set(PLANE_SETS), where=f"{where}: flops_per_second")
+    rates = mapping_of(figures.get("flops_per_second"), where=f"{where}: flops_per_second")
+    refuse_unknown(rates, set(PLANE_SETS), where=f"{where}: flops_per_second")
     if not rates:
         raise ConfigError(f"{where}: flops_per_second is empty; give a figure for one of {', '.join(PLANE_SETS)} at least")
-    return {name: _figure(rates, name, where=f"{where}: flops_per_second", most=_MOST_FLOPS_PER_SECOND) for name in rates}
+    return {name: figure(rates, name, where=f"{where}: flops_per_second", most=_MOST_FLOPS_PER_SECOND) for name in rates}
+
+
+def _block_shares(figures: Mapping[str, Any], *, where: str) -> tuple[tuple[float, float], ...]:
+    pairs = figures.get("block_shares", ())
+    where = f"{where}: block_shares"
+    if not isinstance(pairs, list | tuple) or not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs):
+        raise ConfigError(f"{where} is {pairs!r}; write a list of pairs [operations of a block's forward, share of the rate]")
+    found = []
+    for size, share in pairs:
+        sizes = {"size": size, "share": share}
+        found.append((figure(sizes, "size", where=where, most=_MOST_BYTES), figure(sizes, "share", where=where, most=1.0)))
+    if any(small[0] >= large[0] or small[1] > large[1] for small, large in pairwise(found)):
+        raise ConfigError(f"{where}: sizes and shares must grow from pair to pair, found {found}")
+    return tuple(found)
 
 
 def _drives(figures: Mapping[str, Any], *, where: str) -> tuple[Drive, ...]:
@@ -362,17 +345,17 @@ def _slowdowns(figures: Mapping[str, Any], *, where: str) -> dict[str, dict[str,
     where = f"{where}: slowdowns"
     lanes = {str(lane) for lane in Lane}
     slowdowns = {}
-    table = _mapping(figures.get("slowdowns", {}), where=where)
-    _refuse_unknown(table, lanes, where=where)
+    table = mapping_of(figures.get("slowdowns", {}), where=where)
+    refuse_unknown(table, lanes, where=where)
     for lane in table:
-        others = _mapping(table[lane], where=f"{where}[{lane}]")
-        _refuse_unknown(others, lanes - {lane}, where=f"{where}[{lane}]")
-        slowdowns[lane] = {other: _figure(others, other, where=f"{where}[{lane}]", most=1.0) for other in others}
+        others = mapping_of(table[lane], where=f"{where}[{lane}]")
+        refuse_unknown(others, lanes - {lane}, where=f"{where}[{lane}]")
+        slowdowns[lane] = {other: figure(others, other, where=f"{where}[{lane}]", most=1.0) for other in others}
     return slowdowns
 
 
 def _sources(figures: Mapping[str, Any], *, where: str) -> dict[str, str]:
-    sources = _mapping(figures.get("sources", {}), where=f"{where}: sources")
+    sources = mapping_of(figures.get("sources", {}), where=f"{where}: sources")
     for name, source in sources.items():
         if not isinstance(source, str):
             raise ConfigError(f"{where}: sources[{name}] is {source!r}; write a text")

@@ -14,11 +14,13 @@ from transformers import AutoModelForCausalLM
 
 import headrace
 from headrace.engine import Engine
+from headrace.model import Chain
 from headrace.plan.base import Plan
 from headrace.plan.profiles import load_profile
 from headrace.spec.ceilings import InFlight
 from headrace.spec.events import OpDone, StepResult
 from headrace.store import StateStore
+from headrace.update import Updater
 
 ROWS, LENGTH = 6, 32
 
@@ -223,6 +225,31 @@ def test_each_kth_chunk_is_updated_on_the_device_with_the_same_bits(
     assert results[3][0] == results[0][0]
     for key, want in results[0][1].items():
         assert torch.equal(results[3][1][key], want), f"{key} differs"
+
+
+def test_threads_are_the_plans_while_it_runs(
+    model_dir: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, in_compute, of_updates = torch.get_num_threads(), set(), set()
+    block, update_range = Chain.block, Updater.update_range
+
+    def watched_block(*arguments: Any) -> Any:
+        in_compute.add(torch.get_num_threads())
+        return block(*arguments)
+
+    def watched_update(updater: Updater, *arguments: Any, **options: Any) -> None:
+        of_updates.add(updater.threads)
+        update_range(updater, *arguments, **options)
+
+    monkeypatch.setattr(Chain, "block", watched_block)
+    monkeypatch.setattr(Updater, "update_range", watched_update)
+    torch.set_num_threads(3)
+    try:
+        train(model_dir("llama"), tmp_path / "run", steps=1, adjust={"compute_threads": 1, "update_threads": 2})
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+    assert (in_compute, of_updates) == ({1}, {2})
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 6])

@@ -127,7 +127,7 @@ def test_more_memory_is_never_slower() -> None:
     assert all(after <= 1.01 * before for before, after in itertools.pairwise(seconds)), seconds
 
 
-@pytest.mark.parametrize(("host_mib", "share", "expected"), [(400, 0.8, "kept"), (400, 1.0, "kept"), (100, 0.8, "returned")])
+@pytest.mark.parametrize(("host_mib", "share", "expected"), [(400, 0.8, "kept"), (400, 1.0, "kept"), (62, 0.8, "returned")])
 def test_freed_memory_is_kept_where_there_is_room(host_mib: int, share: float, expected: str) -> None:
     made = problem(host_mib * MIB)
     assert make_plan(made, machine(made, fresh_pages_share=share)).freed_memory == expected
@@ -250,6 +250,27 @@ def test_a_cpu_that_plays_a_device_updates_on_the_host() -> None:
     made = problem(400 * MIB, device_bytes=400 * MIB)
     ceilings = replace(machine(made, **FAST, **cores(5e9)), has_device=False, device_memory_bytes=0)
     assert make_plan(made, ceilings).device_update_every == 0
+
+
+def test_compute_and_updates_get_cores_of_their_own_where_sharing_costs_more() -> None:
+    made = replace(problem(400 * MIB), allowance=replace(problem(400 * MIB).allowance, cores=16))
+    shared = replace(machine(made, flops=1e12), cores=16, **cores(4e9))
+    plan = make_plan(made, shared)
+    assert (plan.compute_threads, plan.update_threads) == (16, 8)
+    slow = replace(shared, slowdowns={"compute": {"update": 0.4}, "update": {"compute": 0.4}})
+    plan = make_plan(made, slow)
+    assert plan.compute_threads + plan.update_threads == 16
+    together = replace(plan, compute_threads=16, update_threads=8)
+    assert forecast(plan, slow).step_seconds < forecast(together, slow).step_seconds
+
+
+def test_beside_a_gpu_updates_have_the_cores_that_their_bandwidth_asks_for() -> None:
+    made = problem(400 * MIB, device_bytes=200 * MIB)
+    made = replace(made, allowance=replace(made.allowance, cores=16))
+    rates = {"update_bytes_per_second": 36e9, "update_bytes_per_second_per_core": 3e9}
+    ceilings = replace(machine(made, flops=1e15, read=50e9, write=50e9, mixed=100e9), cores=16, has_device=True, **rates)
+    plan = make_plan(made, ceilings)
+    assert (plan.compute_threads, plan.update_threads) == (16, 12)
 
 
 def test_a_choice_is_a_value() -> None:
