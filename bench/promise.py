@@ -42,20 +42,23 @@ class Combination:
         return f"{self.size}-{self.tokens_per_step}{'-clip' if self.clip else ''}{'-tight' if self.tight else ''}"
 
 
-# On a CPU of two cores: S-256 and the tight lines of M-256 and L-256 wait for the SSD, lines of 1024 tokens and more compute;
-# S-512 and L-256-clip lie between. Lines with clipping and much memory keep states there and write them at each commit.
+# On a CPU of two cores: lines of 256 tokens wait for the SSD, those of 1024 and more for compute; S-512 and L-256-clip lie
+# between. Lines with clipping and much memory keep states there and write them at each commit.
 COMBINATIONS = (
     Combination("S", 256, False, "1GiB", 10, tight=True),
+    Combination("S", 256, False, "1.5GiB", 10),
     Combination("S", 256, True, "960MiB", 10, tight=True),
     Combination("S", 512, False, "4GiB", 10),
     Combination("S", 512, True, "4GiB", 10),
     Combination("S", 2048, False, "4GiB", 8),
     Combination("S", 2048, True, "1.1GiB", 8, tight=True),
     Combination("M", 256, False, "1.2GiB", 7, tight=True),
+    Combination("M", 256, False, "2GiB", 7),
     Combination("M", 256, True, "7GiB", 7),
     Combination("M", 2048, False, "6GiB", 6),
     Combination("M", 2048, True, "1.6GiB", 6, tight=True),
     Combination("L", 256, False, "2.2GiB", 5, tight=True),
+    Combination("L", 256, False, "3GiB", 5),
     Combination("L", 256, True, "7GiB", 5),
     Combination("L", 1024, False, "4GiB", 5),
     Combination("L", 1024, True, "10GiB", 5),

@@ -9,6 +9,7 @@ from headrace.machine.host import (
     huge_page_buffer,
     keep_freed_memory,
     process_status_bytes,
+    return_pieces,
 )
 from headrace.machine.limits import (
     available_memory_bytes,
@@ -33,4 +34,5 @@ __all__ = [
     "keep_freed_memory",
     "pinnable_memory_bytes",
     "process_status_bytes",
+    "return_pieces",
 ]

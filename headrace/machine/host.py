@@ -4,6 +4,7 @@ Huge pages are the point: O_DIRECT transfers into 4 KiB pages cost several times
 throughput (measured: `docs/decisions/0003`). A mapping must be private and anonymous for the kernel to use them.
 """
 
+import contextlib
 import ctypes
 import mmap
 from pathlib import Path
@@ -56,6 +57,12 @@ def keep_freed_memory(keep: bool) -> bool:
     if not keep:
         malloc_trim(0)  # what was kept until now
     return one_heap and told
+
+
+def return_pieces() -> None:
+    """Give back to the kernel what the C library keeps at this moment; it goes on keeping what is freed from now on."""
+    with contextlib.suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def process_status_bytes(field: str) -> int:

@@ -16,8 +16,9 @@ from headrace.spec.sizes import KEPT_FREE_BYTES, MAPPED_BYTES, MIB
 # leave 3 MiB, freed tensors too small to go back to the kernel up to 11 MiB.
 _KERNEL_BYTES = 3 * MIB // 4
 _SMALL_BYTES = 16 * MIB
-# Measured on S, M and L (LOG.md, 2026-11-21): what stays in pieces between blocks, where freed blocks are kept for reuse.
-_PIECES_OF_ACTIVATIONS, _PIECES_OF_WORKSPACE = 0.5, 1.3
+# Measured on S, M and L (LOG.md, 2026-11-21), over the ten steps until it settles: what stays in pieces between blocks, where
+# freed blocks are kept for reuse.
+_PIECES_OF_ACTIVATIONS, _PIECES_OF_WORKSPACE = 0.6, 1.7
 # oneDNN keeps 1024 of them at most.
 _MOST_PRODUCTS = 340
 # Rows of the host tier that are no buffers of a step.

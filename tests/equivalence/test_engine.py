@@ -227,6 +227,22 @@ def test_each_kth_chunk_is_updated_on_the_device_with_the_same_bits(
         assert torch.equal(results[3][1][key], want), f"{key} differs"
 
 
+@pytest.mark.parametrize(("planned", "freed", "expected"), [(1, "kept", 2), (1, "returned", 0), (1 << 40, "kept", 0)])
+def test_pieces_that_reach_the_planned_peak_are_given_back(
+    planned: int,
+    freed: str,
+    expected: int,
+    model_dir: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    returned: list[None] = []
+    monkeypatch.setattr("headrace.engine.return_pieces", lambda: returned.append(None))
+    adjust = {"freed_memory": freed, "peak_bytes": {"host": {"all": planned}, "ssd": {}}}
+    train(model_dir("llama"), tmp_path / "run", steps=2, adjust=adjust)
+    assert len(returned) == expected
+
+
 def test_threads_are_the_plans_while_it_runs(
     model_dir: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
