@@ -91,15 +91,16 @@ class Package:
         Tensors that are not where the block's input is stay as they are: attention may give its random state on the CPU.
         """
         here = self.hidden.device if isinstance(self.hidden, torch.Tensor) else None
-
-        def visit(value: Any) -> Any:
-            if value is HOLE or (isinstance(value, torch.Tensor) and value.device == here):
-                return change(value)
-            return tuple(visit(item) for item in value) if isinstance(value, tuple) else value
-
         hidden = change(self.hidden)
-        kept = {ordinal: (operator, visit(out)) for ordinal, (operator, out) in self.kept.items()}
+        kept = {ordinal: (operator, _changed(out, change, here)) for ordinal, (operator, out) in self.kept.items()}
         return Package(hidden, kept, self.skipped)
+
+
+def _changed(value: Any, change: Callable[[Any], Any], here: torch.device | None) -> Any:
+    # Not a function inside `like`: one that calls itself is a reference cycle, and would keep the tensors until it is collected.
+    if value is HOLE or (isinstance(value, torch.Tensor) and value.device == here):
+        return change(value)
+    return tuple(_changed(item, change, here) for item in value) if isinstance(value, tuple) else value
 
 
 @dataclass
