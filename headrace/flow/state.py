@@ -97,7 +97,7 @@ class Package:
 
 
 def _changed(value: Any, change: Callable[[Any], Any], here: torch.device | None) -> Any:
-    # Not a function inside `like`: one that calls itself is a reference cycle, and would keep the tensors until it is collected.
+    # No function inside `like`: one that calls itself is a reference cycle, and keeps the tensors until it is collected.
     if value is HOLE or (isinstance(value, torch.Tensor) and value.device == here):
         return change(value)
     return tuple(_changed(item, change, here) for item in value) if isinstance(value, tuple) else value
