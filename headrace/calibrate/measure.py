@@ -175,8 +175,7 @@ class _Bench:
                 self._loads[Lane.COMPUTE if dtype == _DEFAULT_DTYPE else f"compute {dtype}"] = load
         usual_seconds = seconds_of(self._loads[Lane.COMPUTE].unit, 1)
         for other in () if self._quick else _SAMPLED_SHAPES_GPU if self._gpu else _SAMPLED_SHAPES_CPU:
-            work = (other[0] / shape[0]) ** 2 * other[1] / shape[1]
-            if other != shape and usual_seconds * work < _LONGEST_TURNS * self._turn_seconds():
+            if other != shape and usual_seconds * _work(other, shape) < _LONGEST_TURNS * self._turn_seconds():
                 self._loads[f"block of {other[0]} x {other[1]}"] = self._block(_DEFAULT_DTYPE, other)
         return launch_seconds
 
@@ -198,8 +197,7 @@ class _Bench:
         chosen = shapes[1]  # smaller ones say little about a model's blocks: 0.10 instead of 0.24 TFLOP/s on two cores
         for shape, larger in pairwise(shapes[1:]):
             load = self._block(_DEFAULT_DTYPE, shape)
-            work = (larger[0] / shape[0]) ** 2 * larger[1] / shape[1]
-            if seconds_of(load.unit, 2) * work > turn:
+            if seconds_of(load.unit, 2) * _work(larger, shape) > turn:
                 break
             chosen = larger
         return chosen
@@ -220,7 +218,7 @@ class _Bench:
         return 1 if self._quick else _ROUNDS
 
     def _turn_seconds(self) -> float:
-        # Parts: two for each drive, and about a dozen more.
+        # Parts and pairs: three for each drive, and about thirty more; what fresh pages cost counts as six.
         turns = self._rounds() * (3 * len(self._directories) + 32)
         return (1 - _SETUP_SHARE - (0 if self._quick else _TUNING_SHARE)) * self._seconds / turns
 
@@ -338,6 +336,11 @@ class _Bench:
     def _say(self, text: str) -> None:
         if self._sink is not None:
             self._sink(Notice(text=text, level="info"))
+
+
+def _work(one: tuple[int, int], other: tuple[int, int]) -> float:
+    """Return the operations of a block of one shape, in those of another: hidden size squared, times tokens."""
+    return (one[0] / other[0]) ** 2 * one[1] / other[1]
 
 
 def _both(found: _Figures, one: str, other: str) -> float:

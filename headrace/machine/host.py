@@ -42,12 +42,11 @@ def keep_freed_memory(keep: bool) -> bool:
 
     Kept, blocks of up to 32 MiB come from one heap and are used again: their pages are there. But they leave pieces that later
     requests do not fit, half as much again as is alive (LOG.md, 2026-11-21); `plan.footprint` counts it. Given back at once,
-    blocks of `MAPPED_BYTES` and more are mapped and unmapped one by one, on pages that are fresh each time: a fifth to a third
-    of what the CPU computes with. Of what is smaller, the heap keeps `KEPT_FREE_BYTES` at its end in either case.
+    blocks of `MAPPED_BYTES` and more are mapped and unmapped one by one, on pages that are fresh each time: 15 to 28 % of
+    a step where the CPU computes. Of what is smaller, the heap keeps `KEPT_FREE_BYTES` at its end in either case.
     """
     try:
-        library = ctypes.CDLL(None)
-        mallopt, malloc_trim = library.mallopt, library.malloc_trim
+        mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):  # another C library
         return False
     # One heap: each thread's own would keep pieces of its own.
@@ -55,7 +54,7 @@ def keep_freed_memory(keep: bool) -> bool:
     mapped, kept = (LARGEST_HEAP_BLOCK_BYTES, _EVERYTHING_BYTES) if keep else (MAPPED_BYTES, KEPT_FREE_BYTES)
     told = bool(mallopt(_MMAP_THRESHOLD, mapped)) and bool(mallopt(_TRIM_THRESHOLD, kept))
     if not keep:
-        malloc_trim(0)  # what was kept until now
+        return_pieces()  # what was kept until now
     return one_heap and told
 
 

@@ -34,6 +34,7 @@ from headrace.spec.sizes import MIB, format_bytes, round_up
 _AMOUNT_PARTS = 4
 # So many placements go into the search for the amount: those whose forecast without replay, or with all that fits, is best.
 _FINALISTS = 3
+# Amounts are tried upwards until one is slower than the best by this: the step time is convex in the amount, but for noise.
 _WORSE = 1.02
 # So many choices that are this close to the best get their updates balanced: which one gains most by it shows only then.
 _BALANCED, _CLOSE = 2, 1.1
