@@ -56,7 +56,7 @@ def with_footprint(plan: Plan, costs: ModelCosts, allowance: Allowance) -> Plan:
     on_cpu = not allowance.device_overhead_bytes
     rows["host"]["libraries"] = _SMALL_BYTES + (_kernel_bytes(costs) if on_cpu else 0)
     if on_cpu:
-        rows["host"]["freed, kept"] = _kept_free_bytes(plan, compute)
+        rows["host"]["freed blocks"] = _kept_free_bytes(plan, compute)
     if plan.separate_device and allowance.device_overhead_bytes:
         rows["device"]["libraries"] = _library_bytes(plan, compute, allowance.device_overhead_bytes)
     if allowance.import_workspace_bytes is not None:

@@ -192,7 +192,7 @@ def _infeasible(plan: Plan) -> PlanInfeasible:
     tier = max(plan.allowed_bytes, key=lambda name: plan.peak(name) - plan.allowed_bytes[name])
     needed, allowed = plan.peak(tier), plan.allowed_bytes[tier]
     largest_first = sorted(plan.peak_bytes[tier].items(), key=lambda row: -row[1])
-    rows = ", ".join(f"{name} {format_bytes(size)}" for name, size in largest_first)
+    rows = ", ".join(f"{name} {format_bytes(size)}" for name, size in largest_first if size)
     largest = max(plan.units, key=lambda unit: unit.num_elements)
     option = "--device-memory" if tier == "device" else "--host-memory"
     return PlanInfeasible(
