@@ -24,6 +24,7 @@ from headrace.ioengine import measure_directory, striping_weights
 from headrace.machine import (
     CpuMachine,
     CudaMachine,
+    HeapGuard,
     Machine,
     MemoryMeter,
     default_host_bytes,
@@ -59,8 +60,6 @@ from headrace.store import StateStore
 from headrace.update import AdamWRule, HitRate, LossScale, StepHyper, Updater
 
 _MEASURE_BYTES = 64 << 20
-# Where the C library's kept pieces bring the host this near to the planned peak, they are given back.
-_NEARLY_PLANNED = 0.98
 # Operations of the SSD lanes that may be under way at once; each is cut into pieces by the I/O engine besides.
 _LANE_WIDTHS = {Lane.SSD_READ: 2, Lane.SSD_WRITE: 3}
 
@@ -99,6 +98,7 @@ class Engine:
                 self.chain.use_liger()
             self._costs: dict[tuple[int, int], ModelCosts] = {}
             self._runtime_bytes: int | None = None
+            self._heap: HeapGuard | None = None
             rule = AdamWRule(settings.compute_dtype, settings.moments)
             self._cores = torch.get_num_threads()
             self._closers.callback(torch.set_num_threads, self._cores)
@@ -311,6 +311,8 @@ class Engine:
         )
         machine = Ceilings.from_json(self.settings.machine) if self.settings.machine else None
         plan = make_plan(problem, machine)
+        gc.collect()
+        return_pieces()  # what simulating many plans took: it is in no plan
         plan = replace(plan, notes=(*plan.notes, *self.chain.notes))
         return self._adjust_plan(plan) if self._adjust_plan else plan
 
@@ -359,12 +361,14 @@ class Engine:
 
     def _build_steps(self, plan: Plan) -> Steps:
         self.store.grow_scratch(scratch_bytes(plan))
-        keep_freed_memory(plan.freed_memory == "kept")
         # A run that goes on with fewer cores than it began with takes what there is.
         torch.set_num_threads(min(plan.compute_threads, self._cores))
         self._updater.close()
         self._updater = Updater(self._updater.rule, min(plan.update_threads, self._cores))
         self._updater.warm_up()
+        workspace = plan.peak_bytes["host"].get("workspace", 0)
+        on_gpu = self.machine.device.type == "cuda" or plan.separate_device
+        self._heap = None if on_gpu else HeapGuard(plan.peak("host"), workspace, keep=plan.freed_memory == "kept")
         parts = Parts(
             plan=plan,
             chain=self.chain,
@@ -375,6 +379,7 @@ class Engine:
             seed=self.settings.seed,
             sink=self._emit,
             device_updater=device_updater(plan, self.machine),
+            heap=self._heap,
         )
         overlapped = self.settings.interpreter == "overlapped"
         interpreter = (
@@ -449,8 +454,8 @@ class Engine:
             io_cpu_seconds=self.store.io_cpu_seconds - io_cpu,
             peak_bytes=self._peak_bytes(self.plan),
         )
-        if self.plan.freed_memory == "kept" and result.peak_bytes["host"] > _NEARLY_PLANNED * self.plan.peak("host"):
-            return_pieces()
+        if self._heap is not None:
+            self._heap.after_step(result.peak_bytes["host"])
         self._emit(result)
         return result
 

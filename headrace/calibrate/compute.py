@@ -1,13 +1,17 @@
-"""The compute lane: forward and backward of a block, through the code that training runs.
+"""The compute lane: forward and backward of a block and of the head, through the code that training runs.
 
 Operations are counted as the planner counts them (`model.profile`): a forward, and a backward of three times that, for it
-computes the block again. So whatever a library does besides its matrix products is in the rate, as it is in a step.
+computes the block again (twice for the head, which is not computed again). What takes time besides matrix products is found by
+fitting seconds of several shapes: `fitted_rates`.
 """
 
 import statistics
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaConfig
 
 from headrace.calibrate.base import Load, rate_of
@@ -18,6 +22,7 @@ from headrace.spec.optimizer import AdamW
 
 _BLOCKS = 2
 _VOCABULARY = 512
+_HEAD_VOCABULARY = 16384
 _HEAD_WIDTH = 64
 
 
@@ -29,6 +34,8 @@ class BlockLoad:
         self._chain = _chain(compute_dtype, hidden_size, tokens)
         costs = profile(self._chain, 1, tokens)
         self._flops = 4 * costs.blocks[0].forward_flops
+        self.product_flops = self._flops - 4 * costs.blocks[0].attention_flops
+        self.hidden_elements = tokens * hidden_size
         device, dtype = machine.device, self._chain.dtype
         self._chain.move_buffers(device)
         ids = torch.zeros((1, tokens), dtype=torch.int64, device=device)
@@ -68,6 +75,95 @@ class BlockLoad:
         self._accumulator[parameter.offset : parameter.offset + parameter.num_elements].add_(gradient.reshape(-1))
 
 
+class AttentionLoad:
+    """Attention of `shape` (rows, heads, length, width of a head) in bfloat16: forward, recompute, backward."""
+
+    def __init__(self, machine: Machine, shape: tuple[int, int, int, int]) -> None:
+        self._machine = machine
+        rows, heads, length, width = shape
+        # Two products of two operations, four times over: as the planner counts attention.
+        self.flops = 4 * 4.0 * rows * heads * length * length * width
+        self._query, self._key, self._value = (
+            torch.empty(shape, dtype=torch.bfloat16, device=machine.device).uniform_(-1, 1).requires_grad_() for _ in range(3)
+        )
+        self._gradient = torch.ones(shape, dtype=torch.bfloat16, device=machine.device)
+
+    def unit(self) -> float:
+        """Run it once."""
+        with torch.no_grad():
+            scaled_dot_product_attention(self._query, self._key, self._value, is_causal=True)
+        with torch.enable_grad():
+            out = scaled_dot_product_attention(self._query, self._key, self._value, is_causal=True)
+            torch.autograd.grad([out], [self._query, self._key, self._value], [self._gradient])
+        if self._machine.device.type == "cuda":
+            torch.cuda.synchronize(self._machine.device)
+        return self.flops
+
+
+class HeadLoad:
+    """One chunk of `tokens` positions through a head of `hidden_size` in bfloat16: logits, loss, gradients."""
+
+    def __init__(self, machine: Machine, *, hidden_size: int, tokens: int) -> None:
+        self._machine = machine
+        self._chain = _chain("bfloat16", hidden_size, tokens, _HEAD_VOCABULARY)
+        device, layouts = machine.device, self._chain.layouts
+        self.tokens, self.parameters = tokens, _HEAD_VOCABULARY * hidden_size
+        self._last = len(layouts) - 1
+        self._chain.move_buffers(device)
+        self._chain.bind(0, torch.zeros(layouts[0].num_elements, dtype=torch.bfloat16, device=device), None)
+        elements = layouts[-1].num_elements
+        self._flat = torch.empty(elements, dtype=torch.bfloat16, device=device).uniform_(-0.02, 0.02)
+        self._accumulator = torch.zeros(elements, dtype=torch.float32, device=device)
+        self._hidden = torch.empty((1, tokens, hidden_size), dtype=torch.bfloat16, device=device).uniform_(-1, 1)
+        self._ids = torch.zeros((1, tokens), dtype=torch.int64, device=device)
+
+    @property
+    def flops(self) -> float:
+        """Operations of a unit."""
+        return 6.0 * self.tokens * self.parameters
+
+    @property
+    def logits(self) -> int:
+        """Logits of a unit."""
+        return self.tokens * _HEAD_VOCABULARY
+
+    def unit(self) -> float:
+        """Run the chunk once."""
+        self._chain.bind(self._last, self._flat, self._accumulate)
+        with torch.enable_grad():
+            loss = self._chain.loss_sum(self._ids, self._hidden.detach().requires_grad_(), self._ids)
+            loss.backward()  # type: ignore[no-untyped-call]
+        self._chain.release(self._last)
+        if self._machine.device.type == "cuda":
+            torch.cuda.synchronize(self._machine.device)
+        return self.flops
+
+    def _accumulate(self, parameter: ParameterSpec, gradient: torch.Tensor) -> None:
+        self._accumulator[parameter.offset : parameter.offset + parameter.num_elements].add_(gradient.reshape(-1))
+
+
+def fitted_rates(amounts: Sequence[tuple[float, float]], seconds: Sequence[float]) -> tuple[float, float]:
+    """Return the seconds for one of each of two kinds of work, of which so much was done in so many seconds.
+
+    Least squares of relative errors, neither below zero: where the best fit would have one there, it is zero and the other
+    explains all. Both are zero where no time is left to explain.
+    """
+    if max(seconds) <= 0:
+        return 0.0, 0.0
+    table, taken = np.asarray(amounts, dtype=np.float64), np.asarray(seconds, dtype=np.float64)
+    scale = np.maximum(taken, taken.max() * 1e-6)  # what takes next to nothing must not outweigh all else
+    wanted = taken / scale
+    best, least = np.zeros(2), float((wanted**2).sum())
+    for columns in ([0], [1], [0, 1]):
+        part = table[:, columns] / scale[:, None]
+        found, *_ = np.linalg.lstsq(part, wanted, rcond=None)
+        error = float(((part @ found - wanted) ** 2).sum())
+        if (found >= 0).all() and error < least:
+            best, least = np.zeros(2), error
+            best[columns] = found
+    return float(best[0]), float(best[1])
+
+
 def fresh_pages_share(load: Load, seconds: float, rounds: int) -> float:
     """Return what `load` keeps of its rate where freed memory is given back to the kernel; it is kept from then on.
 
@@ -81,7 +177,7 @@ def fresh_pages_share(load: Load, seconds: float, rounds: int) -> float:
     return min(1.0, rates[0] / rates[1])
 
 
-def _chain(compute_dtype: str, hidden_size: int, tokens: int) -> Chain:
+def _chain(compute_dtype: str, hidden_size: int, tokens: int, vocabulary: int = _VOCABULARY) -> Chain:
     heads = max(1, hidden_size // _HEAD_WIDTH)
     config = LlamaConfig(
         hidden_size=hidden_size,
@@ -89,7 +185,7 @@ def _chain(compute_dtype: str, hidden_size: int, tokens: int) -> Chain:
         num_hidden_layers=_BLOCKS,
         num_attention_heads=heads,
         num_key_value_heads=heads,
-        vocab_size=_VOCABULARY,
+        vocab_size=vocabulary,
         max_position_embeddings=tokens,
     )
     return Chain.from_config(config, compute_dtype, AdamW())

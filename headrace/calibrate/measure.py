@@ -5,10 +5,11 @@ Invariant: the result passes the checks of `Ceilings.from_json`; measuring takes
 """
 
 import contextlib
+import math
 import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import psutil
 import torch
 
 from headrace.calibrate.base import Load, interleaved_medians, rates_together, seconds_of
-from headrace.calibrate.compute import BlockLoad, fresh_pages_share
+from headrace.calibrate.compute import AttentionLoad, BlockLoad, HeadLoad, fitted_rates, fresh_pages_share
 from headrace.calibrate.drives import Drive, DriveLoad
 from headrace.calibrate.memory import CopyLoad, DrainLoad, StreamLoad, UpdateBuffers, UpdateLoad
 from headrace.machine import CpuMachine, CudaMachine, Machine, available_memory_bytes, keep_freed_memory
@@ -34,9 +35,14 @@ _LEAST_SHARE = 0.01
 # Shapes of the block that is measured: hidden size and tokens. The largest that one turn has time for is taken.
 _SHAPES_CPU = ((256, 256), (1024, 512), (2048, 1024))
 _SHAPES_GPU = ((1024, 2048), (4096, 2048))
-# Small blocks compute at a lower rate: how much lower is measured on these. None may take more than so many turns.
-_SAMPLED_SHAPES_CPU = ((768, 256), (1024, 512), (2048, 256), (2048, 1024))
-_SAMPLED_SHAPES_GPU = ((1024, 512), (1024, 2048), (4096, 2048))
+# What a block takes besides its matrix products is fitted to these. None may take more than so many turns.
+_SAMPLED_SHAPES_CPU = ((768, 256), (768, 1024), (1024, 512), (2048, 256), (2048, 1024))
+_SAMPLED_SHAPES_GPU = ((1024, 512), (1024, 2048), (2048, 2048), (4096, 2048))
+# Rows, heads, length, width of a head.
+_ATTENTION_SHAPE_CPU = (2, 12, 512, 64)
+_ATTENTION_SHAPE_GPU = (4, 16, 2048, 64)
+# And what the head takes, to these.
+_HEAD_SHAPES = ((768, 256), (2048, 256))
 _LONGEST_TURNS = 4
 # Activations are as large here as in training: smaller than 2 MiB they are not mapped one by one.
 _FRESH_SHAPE = (1024, 2048)
@@ -177,6 +183,10 @@ class _Bench:
         for other in () if self._quick else _SAMPLED_SHAPES_GPU if self._gpu else _SAMPLED_SHAPES_CPU:
             if other != shape and usual_seconds * _work(other, shape) < _LONGEST_TURNS * self._turn_seconds():
                 self._loads[f"block of {other[0]} x {other[1]}"] = self._block(_DEFAULT_DTYPE, other)
+        if not self._quick:
+            self._loads["attention"] = AttentionLoad(self._machine, _ATTENTION_SHAPE_GPU if self._gpu else _ATTENTION_SHAPE_CPU)
+        for hidden_size, tokens in () if self._quick else _HEAD_SHAPES:
+            self._loads[f"head of {hidden_size}"] = HeadLoad(self._machine, hidden_size=hidden_size, tokens=tokens)
         return launch_seconds
 
     def _fresh_pages_share(self) -> float:
@@ -219,7 +229,7 @@ class _Bench:
 
     def _turn_seconds(self) -> float:
         # Parts and pairs: three for each drive, and about thirty more; what fresh pages cost counts as six.
-        turns = self._rounds() * (3 * len(self._directories) + 32)
+        turns = self._rounds() * (3 * len(self._directories) + 36)
         return (1 - _SETUP_SHARE - (0 if self._quick else _TUNING_SHARE)) * self._seconds / turns
 
     def _run(self) -> _Figures:
@@ -272,31 +282,43 @@ class _Bench:
         return f"{platform.machine()} CPU with {self._cores} threads"
 
     def _compute_rates(self, rates: dict[str, float], launch_seconds: float) -> dict[str, Any]:
-        """Return rates without what the simulator adds to each operation: a unit is two, forward and backward."""
+        """Return rates of matrix products and of attention, and what blocks and the head take besides.
 
-        def rate(name: str) -> float:
-            unit_seconds = self._flops_of(name) / rates[name]
-            return self._flops_of(name) / max(unit_seconds - 2 * launch_seconds, unit_seconds / 2)
+        Without what the simulator adds to each operation: a block is two, forward and backward.
+        """
+        blocks = {name: load for name, load in self._loads.items() if isinstance(load, BlockLoad)}
+        attention_rate = rates.get("attention", math.inf)  # a rough look counts it as any product
 
-        blocks = [Lane.COMPUTE, *(name for name in self._loads if name.startswith("block of "))]
-        best = max(map(rate, blocks))
-        share = rate(Lane.COMPUTE) / best
-        flops = {_DEFAULT_DTYPE: best}
+        def seconds(name: str) -> float:
+            load, unit_seconds = blocks[name], blocks[name].flops / rates[name]
+            attention_seconds = (load.flops - load.product_flops) / attention_rate
+            return max(unit_seconds - 2 * launch_seconds - attention_seconds, unit_seconds / 2)
+
+        usual = [name for name in blocks if name == Lane.COMPUTE or name.startswith("block of ")]
+        amounts = [(blocks[name].product_flops, float(blocks[name].hidden_elements)) for name in usual]
+        product_seconds, hidden_seconds = fitted_rates(amounts, [seconds(name) for name in usual])
+        flops = {_DEFAULT_DTYPE: 1 / product_seconds}
         for dtype in PLANE_SETS:
-            if f"compute {dtype}" in self._loads:  # measured on the usual block only
-                flops[dtype] = rate(f"compute {dtype}") / share
-        samples = sorted((self._flops_of(name) / 4, rate(name) / best) for name in blocks)
-        # Noise must not make a larger block slower: a search could not rely on it.
-        shares = accumulate((share for _, share in samples), max)
+            name = f"compute {dtype}"
+            if name in blocks:  # measured on one block only
+                besides = min(hidden_seconds * blocks[name].hidden_elements, seconds(name) / 2)
+                flops[dtype] = blocks[name].product_flops / (seconds(name) - besides)
+        heads = [load for load in self._loads.values() if isinstance(load, HeadLoad)]
+        left = [
+            max(0.0, load.flops / rates[name] - launch_seconds - product_seconds * load.flops)
+            for name, load in self._loads.items()
+            if isinstance(load, HeadLoad)
+        ]
+        logit_seconds, head_seconds = (
+            fitted_rates([(load.logits, load.parameters) for load in heads], left) if heads else (0.0, 0.0)
+        )
         return {
             "flops_per_second": flops,
-            "block_shares": [[size, kept] for (size, _), kept in zip(samples, shares, strict=True)],
+            "attention_share": min(1.0, attention_rate * product_seconds),
+            "hidden_seconds": hidden_seconds,
+            "logit_seconds": logit_seconds,
+            "head_seconds": head_seconds,
         }
-
-    def _flops_of(self, name: str) -> float:
-        load = self._loads[name]
-        assert isinstance(load, BlockLoad)
-        return load.flops
 
     def _drive(self, found: _Figures, index: int) -> dict[str, float | int | None]:
         read, write, drive = f"read {index}", f"write {index}", self._drives[index]

@@ -104,9 +104,15 @@ def ceilings_text(ceilings: Ceilings) -> str:
     )
     lines = [f"machine   {ceilings.name}, {format_bytes(ceilings.host_memory_bytes)} of memory"]
     lines += [f"{dtype:<18} {rate / 1e12:8.3g} TFLOP/s" for dtype, rate in ceilings.flops_per_second.items()]
-    if ceilings.block_shares:
-        shares = ", ".join(f"{share:.0%} at {size / 1e9:.3g}" for size, share in ceilings.block_shares)
-        lines.append(f"of a block's rate   {shares} GFLOP forward")
+    if ceilings.attention_share < 1:
+        lines.append(f"{'attention':<18} {ceilings.attention_share:8.0%} of that")
+    for name, seconds in (
+        ("an activation", ceilings.hidden_seconds),
+        ("a logit", ceilings.logit_seconds),
+        ("a weight of the head", ceilings.head_seconds),
+    ):
+        if seconds:
+            lines.append(f"{name:<18} {seconds * 1e9:8.3g} ns besides")
     if not ceilings.has_device:
         lines.append(f"{'on fresh pages':<18} {ceilings.fresh_pages_share:8.0%} of that")
     lines += [f"{name:<18} {rate / 1e9:8.3g} GB/s" for name, rate in rates]

@@ -24,20 +24,29 @@ _IN_FLIGHT = 2
 
 
 class _Completion:
-    """Set when an operation is issued; carries the device's mark where issuing is not finishing."""
+    """Set when an operation is issued; carries the device's mark where issuing is not finishing.
 
-    __slots__ = ("_issued", "device_event")
+    A bare lock that is held until then: an event takes ten times the memory, and there is one for each operation of two steps.
+    """
+
+    __slots__ = ("_is_set", "_unissued", "device_event")
 
     def __init__(self) -> None:
-        self._issued = threading.Event()
+        self._unissued = threading.Lock()
+        self._unissued.acquire()
+        self._is_set = False
         self.device_event: DeviceEvent | None = None
 
     def set(self, device_event: DeviceEvent | None = None) -> None:
+        """Let all who wait go on; setting twice is harmless, but not from two threads at once."""
         self.device_event = device_event
-        self._issued.set()
+        if not self._is_set:  # `locked` would not tell: whoever waits holds it for a moment
+            self._is_set = True
+            self._unissued.release()
 
     def wait(self) -> None:
-        self._issued.wait()
+        with self._unissued:
+            pass
 
 
 @dataclass

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from headrace.flow import commit, compute, drain, fetch, stash, update
 from headrace.flow.execute import Interpreter, Run
 from headrace.flow.state import StepState
-from headrace.spec.program import Op, Program, Verb
+from headrace.spec.program import Lane, Op, Program, Verb
 
 HANDLERS: dict[Verb, Callable[[StepState, Op], None]] = {
     Verb.PROLOGUE: compute.prologue,
@@ -47,4 +47,10 @@ HANDLERS: dict[Verb, Callable[[StepState, Op], None]] = {
 
 def run_step(program: Program, state: StepState, interpreter: Interpreter) -> Run:
     """Run one step's program. On return the loss and the norm are known; updates and commit may still be under way."""
-    return interpreter.run(program, lambda op: HANDLERS[op.verb](state, op), state.verdict.step)
+
+    def perform(op: Op) -> None:
+        HANDLERS[op.verb](state, op)
+        if op.lane is Lane.COMPUTE and state.parts.heap is not None:
+            state.parts.heap.after_operation()
+
+    return interpreter.run(program, perform, state.verdict.step)

@@ -6,6 +6,7 @@ from headrace.machine.cpu import CpuMachine
 from headrace.machine.cuda import CudaMachine
 from headrace.machine.host import (
     Bytes,
+    HeapGuard,
     huge_page_buffer,
     keep_freed_memory,
     process_status_bytes,
@@ -25,6 +26,7 @@ __all__ = [
     "CpuMachine",
     "CudaMachine",
     "DeviceEvent",
+    "HeapGuard",
     "Machine",
     "MemoryMeter",
     "available_memory_bytes",

@@ -20,6 +20,8 @@ _HUGE_PAGE_BYTES = 2 << 20
 # Parameters of glibc's mallopt, and more than any heap keeps.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
 _EVERYTHING_BYTES = (1 << 31) - 1
+# What peaks stay below a plan, for they differ a little from step to step.
+_MARGIN_BYTES = 16 << 20
 
 
 def huge_page_buffer(num_bytes: int) -> Bytes:
@@ -62,6 +64,42 @@ def return_pieces() -> None:
     """Give back to the kernel what the C library keeps at this moment; it goes on keeping what is freed from now on."""
     with contextlib.suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)
+
+
+class HeapGuard:
+    """Keeps freed memory as long as there is room, and gives it back between two operations where there is not.
+
+    `keep` says whether it is kept from the beginning. Otherwise it is from the first step on that leaves room for what an
+    operation leaves behind. While it is kept, all is given back when an operation ends with more than a limit resident: at
+    first `planned_bytes` less two workspaces, for an operation was seen to add one and a half (LOG.md, 2026-11-21); then what
+    brings the peaks of steps just below `planned_bytes`.
+    """
+
+    def __init__(self, planned_bytes: int, workspace_bytes: int, *, keep: bool) -> None:
+        self._target_bytes = planned_bytes - _MARGIN_BYTES
+        self._roomy_bytes = self._target_bytes - workspace_bytes
+        self._most_bytes = planned_bytes - workspace_bytes
+        self._seen_bytes = 0
+        self.limit_bytes, self.keeps = planned_bytes - 2 * workspace_bytes, keep
+        keep_freed_memory(keep)
+
+    def after_operation(self) -> None:
+        """Look once: some tens of microseconds. To be called when what an operation made has been freed."""
+        if not self.keeps:
+            return
+        resident = process_status_bytes("RssAnon")
+        self._seen_bytes = max(self._seen_bytes, resident)
+        if resident > self.limit_bytes:
+            return_pieces()
+
+    def after_step(self, peak_bytes: int) -> None:
+        """Take note of a step's peak, as far as it was seen from outside; operations may have ended with more."""
+        peak_bytes, self._seen_bytes = max(peak_bytes, self._seen_bytes), 0
+        if self.keeps:
+            # Whatever the limit is moved by, peaks move by at most.
+            self.limit_bytes = min(self._most_bytes, self.limit_bytes + self._target_bytes - peak_bytes)
+        elif peak_bytes <= self._roomy_bytes:
+            self.keeps = keep_freed_memory(True)
 
 
 def process_status_bytes(field: str) -> int:

@@ -20,7 +20,7 @@ from headrace.model.batch import MicroBatch
 from headrace.model.chain import Chain
 from headrace.model.replay import REPLAYABLE, operator_name
 from headrace.model.skip import skippable
-from headrace.spec.costs import BlockCosts, ModelCosts, OperatorCosts
+from headrace.spec.costs import ATTENTION, BlockCosts, ModelCosts, OperatorCosts
 from headrace.spec.sizes import MIB, round_up
 
 _aten = torch.ops.aten
@@ -216,6 +216,7 @@ def _profile_block(chain: Chain, index: int, hidden: torch.Tensor, call: Any) ->
         forward_workspace_bytes=forward.peak_bytes,
         backward_workspace_bytes=backward.peak_bytes,
         operators=tuple(forward.operators),
+        attention_flops=sum(operator.flops for operator in forward.operators if operator.name == ATTENTION),
     )
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from headrace.spec.costs import ATTENTION
 from headrace.spec.errors import HeadraceError
 
 Output = torch.Tensor | tuple[Any, ...]
@@ -58,7 +59,7 @@ class ReplayMismatch(HeadraceError, RuntimeError):
 def operator_name(func: Any) -> str:
     """Return an operator's name; all forms of fused attention have one, for which of them runs is the device's choice."""
     name = str(func)
-    return "attention" if "scaled_dot_product" in name else name
+    return ATTENTION if "scaled_dot_product" in name else name
 
 
 class Record(TorchDispatchMode):

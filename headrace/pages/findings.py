@@ -200,7 +200,7 @@ def _rates(lanes: tuple[Record, ...], run: RunFiles, ahead: Forecast | None) -> 
             found.append(rate)
     compute = next((share for share in _shares(lanes) if share.lane == "compute"), None)
     if ahead is not None and plan is not None and ceilings is not None and compute is not None and compute.busy_seconds > 0:
-        flops = next(use.flops for lane, use in ahead.timeline.lanes.items() if lane == "compute")
+        flops = ahead.flops_per_step
         limit = ceilings.matrix_flops_per_second(plan.compute_dtype)
         mean = flops / (compute.busy_seconds + compute.idle_seconds)
         found.append(Rate(name="compute", unit="FLOP", busy=flops / compute.busy_seconds, mean=mean, ceiling=limit))

@@ -57,7 +57,8 @@ class Plan:
     `host_slots` buffers hold blocks' weights in host memory; as many blocks as there are slots need not be read again at
     the turn from forward to backward and from step to step, so this number is also the weight cache.
     `freed_memory` says what happens to tensors of the CPU's compute that are freed: *returned* to the kernel, so that memory
-    holds what is alive, or *kept* by the C library for the next ones, which spares fresh pages and takes more.
+    holds what is alive, or *kept* by the C library for the next ones, which spares fresh pages and takes more. Where a step
+    takes less than planned, it is kept all the same, and given back near the limit (`machine.HeapGuard`).
     With a separate device each `device_update_every`-th chunk, counted through all units, is updated on it (1: all, 0: none).
     """
 
@@ -101,6 +102,7 @@ class Plan:
     device_update_every: int = 0
     speculation: Speculation | None = None  # set where clipping allows a choice
     forward_flops: tuple[float, ...] = ()  # per unit, of one micro-batch
+    attention_flops: tuple[float, ...] = ()  # per block: those of the forward's that are attention's products
     epilogue_flops: float = 0.0  # forward, of one micro-batch
     spared_flops: tuple[float, ...] = ()  # per block: of one micro-batch's recompute, by replaying and skipping
 
@@ -210,6 +212,7 @@ class Plan:
         known["units"] = tuple(Unit(**unit) for unit in known["units"])
         for name in ("resident_states", "late_units", "notes", "forward_flops", "stash_tiers", "kept_bytes", "spared_flops"):
             known[name] = tuple(known[name])
+        known["attention_flops"] = tuple(known.get("attention_flops", ()))
         if speculation := known.get("speculation"):
             known["speculation"] = Speculation(**{**speculation, "late_units": tuple(speculation["late_units"])})
         for name in ("kept", "skipped", "operators"):

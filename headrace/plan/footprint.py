@@ -9,7 +9,7 @@ from itertools import pairwise
 from headrace.plan.base import Plan
 from headrace.plan.memory import buffer_groups, device_update_temporary_bytes, scratch_bytes
 from headrace.plan.program import RECALLED_AHEAD
-from headrace.spec.costs import ModelCosts
+from headrace.spec.costs import ATTENTION, ModelCosts
 from headrace.spec.sizes import KEPT_FREE_BYTES, MAPPED_BYTES, MIB
 
 # Measured (LOG.md, 2026-11-21): oneDNN keeps 0.7 to 1 MiB of code for each shape of a bfloat16 product; lanes and programs
@@ -19,6 +19,9 @@ _SMALL_BYTES = 16 * MIB
 # Measured on S, M and L (LOG.md, 2026-11-21), over the ten steps until it settles: what stays in pieces between blocks, where
 # freed blocks are kept for reuse.
 _PIECES_OF_ACTIVATIONS, _PIECES_OF_WORKSPACE = 0.6, 1.7
+# Read, update, and two writes; forward, backward, and the ways of an input to a drive and back. Measured: 300 bytes for an
+# operation of a program and 130 for its completion; two programs alternate, two steps overlap.
+_OPERATIONS_OF_A_CHUNK, _OPERATIONS_OF_A_BLOCK, _OPERATION_BYTES = 4, 6, 860
 # oneDNN keeps 1024 of them at most.
 _MOST_PRODUCTS = 340
 # Rows of the host tier that are no buffers of a step.
@@ -55,6 +58,7 @@ def with_footprint(plan: Plan, costs: ModelCosts, allowance: Allowance) -> Plan:
     # Where a GPU multiplies, the host's matrix library stays idle.
     on_cpu = not allowance.device_overhead_bytes
     rows["host"]["libraries"] = _SMALL_BYTES + (_kernel_bytes(costs) if on_cpu else 0)
+    rows["host"]["program"] = program_bytes(plan)
     if on_cpu:
         rows["host"]["freed blocks"] = _kept_free_bytes(plan, compute)
     if plan.separate_device and allowance.device_overhead_bytes:
@@ -90,6 +94,13 @@ def with_runtime(plan: Plan, runtime_bytes: int) -> Plan:
     return replace(plan, peak_bytes=plan.peak_bytes | {"host": host | {_RUNTIME: runtime_bytes}})
 
 
+def program_bytes(plan: Plan) -> int:
+    """Return what the operations of a step take: their list, and that of the step before, with what marks them as done."""
+    chunks = sum(plan.num_chunks(unit) for unit in range(len(plan.units)))
+    operations = _OPERATIONS_OF_A_CHUNK * chunks + _OPERATIONS_OF_A_BLOCK * plan.num_blocks * plan.num_micro_batches
+    return operations * _OPERATION_BYTES
+
+
 def _kept_free_bytes(plan: Plan, compute: dict[str, int]) -> int:
     """Return what the C library keeps of freed tensors (machine/host.py): where they are given back, of those that are too
     small to be mapped one by one.
@@ -112,7 +123,7 @@ def _kernel_bytes(costs: ModelCosts) -> int:
         (operator.name, operator.flops, operator.output_bytes)
         for block in costs.blocks
         for operator in block.operators
-        if operator.name != "attention"
+        if operator.name != ATTENTION
     }
     return 3 * (min(len(products), _MOST_PRODUCTS) + 1) * _KERNEL_BYTES  # one more: the head
 

@@ -19,6 +19,7 @@ from headrace.plan.carry import cold_carry, redo_carry
 from headrace.plan.program import build_program, build_tail
 from headrace.plan.simulate import LaneUse, Timeline, simulate
 from headrace.spec.ceilings import Ceilings
+from headrace.spec.costs import ATTENTION
 from headrace.spec.layout import UNIT_ALIGNMENT
 from headrace.spec.program import Lane, Program
 from headrace.spec.sizes import round_up
@@ -44,7 +45,8 @@ _CORE_RATES = {"float32": 1.0, "bfloat16": 0.32, "int8": 0.14}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """A step in the steady state. Bytes are per step, over all SSD directories.
+    """A step in the steady state. Bytes are per step, over all SSD directories; operations are those of matrix products,
+    where `timeline` counts what else takes time as so many more.
 
     `bottleneck` is the lane that limits the step, `explanation` the same in words. `utilisation` is the share of the step
     for which each lane is busy. No machine with these ceilings can do the step's work in less than `lower_bound_seconds`,
@@ -53,6 +55,7 @@ class Forecast:
 
     step_seconds: float
     tokens_per_second: float
+    flops_per_step: float
     ssd_bytes_read_per_step: int
     ssd_bytes_written_per_step: int
     bottleneck: Lane
@@ -73,9 +76,10 @@ def forecast(plan: Plan, ceilings: Ceilings, *, most_operations: int = _MOST_OPE
     """
     if _has_partition(plan, ceilings):
         ceilings = replace(ceilings, slowdowns=_apart(ceilings.slowdowns))
+    flops_per_step = _flops_per_step(plan)
+    plan = _with_elementwise(plan, ceilings)
     kept_share = _kept_share(plan, ceilings)
-    share = kept_share * ceilings.block_share(max(plan.forward_flops, default=0.0))
-    rates = {dtype: rate * share for dtype, rate in ceilings.flops_per_second.items()}
+    rates = {dtype: rate * kept_share for dtype, rate in ceilings.flops_per_second.items()}
     ideal, ceilings = ceilings, replace(ceilings, flops_per_second=rates)
     resident_bytes = _checkpointed_bytes(plan)
     # A commit writes the states that live in memory besides; what it takes is spread over the steps between two commits.
@@ -95,6 +99,7 @@ def forecast(plan: Plan, ceilings: Ceilings, *, most_operations: int = _MOST_OPE
     return Forecast(
         step_seconds=timeline.step_seconds,
         tokens_per_second=plan.tokens_per_step / timeline.step_seconds,
+        flops_per_step=flops_per_step,
         ssd_bytes_read_per_step=timeline.lanes[Lane.SSD_READ].bytes,
         ssd_bytes_written_per_step=timeline.lanes[Lane.SSD_WRITE].bytes + resident_bytes,
         bottleneck=timeline.bottleneck,
@@ -128,8 +133,59 @@ def _apart(slowdowns: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, 
 
 
 def _kept_share(plan: Plan, ceilings: Ceilings) -> float:
-    """Return the share of its rate that compute keeps: on a CPU, freed memory that is returned comes back as fresh pages."""
+    """Return the share of its rate that compute keeps: on a CPU, freed memory that is returned comes back as fresh pages.
+
+    It may turn out that a step leaves room to keep it (`machine.HeapGuard`): then the step is faster than this.
+    """
     return 1.0 if ceilings.has_device or plan.freed_memory == "kept" else ceilings.fresh_pages_share
+
+
+def _flops_per_step(plan: Plan) -> float:
+    """Return the operations of a step: forward, recompute as far as nothing is kept, and backward."""
+    blocks = 4 * sum(plan.forward_flops) - sum(plan.spared_flops)
+    return plan.num_micro_batches * (blocks + 3 * plan.epilogue_flops)
+
+
+def _with_elementwise(plan: Plan, ceilings: Ceilings) -> Plan:
+    """Return a plan in which what a model takes besides its matrix products stands as the operations of so many seconds.
+
+    A block's part is by the size of its hidden states, and by what attention is slower. The head's is by logits and, for each
+    chunk of the loss, by parameters: `epilogue_flops` are two for each parameter and token.
+    """
+    if not plan.forward_flops:
+        return plan
+    rate = ceilings.matrix_flops_per_second(plan.compute_dtype)
+    tokens = plan.micro_batch_sequences * plan.sequence_length
+    width = plan.hidden_size_bytes / plan.planes.weight.bytes_per_element
+    block = ceilings.hidden_seconds * tokens * width * rate
+    head_parameters = plan.epilogue_flops / (2 * tokens)
+    chunks = -(-tokens // plan.loss_chunk_tokens)
+    head = (ceilings.logit_seconds * tokens / width + ceilings.head_seconds * chunks) * head_parameters * rate
+    slower = 1 / ceilings.attention_share - 1
+    attention = [slower * flops for flops in plan.attention_flops] or [0.0] * plan.num_blocks
+    # Forward and backward together count a block's forward four times, and the head's three times.
+    blocks = (flops + block / 4 for flops in plan.forward_flops[1 : plan.num_blocks + 1])
+    return replace(
+        plan,
+        forward_flops=(
+            plan.forward_flops[0],
+            *(flops + more for flops, more in zip(blocks, attention, strict=True)),
+            *plan.forward_flops[plan.num_blocks + 1 :],
+        ),
+        spared_flops=tuple(
+            spared + more * _spared_attention(plan, index)
+            for index, (spared, more) in enumerate(zip(plan.spared_flops, attention, strict=False))
+        ),
+        epilogue_flops=plan.epilogue_flops + head / 3,
+    )
+
+
+def _spared_attention(plan: Plan, index: int) -> float:
+    """Return the share of a block's attention that recompute is spared, because its output is kept or not needed."""
+    names = plan.operators[index] if index < len(plan.operators) else ()
+    count = names.count(ATTENTION)
+    spared = (*plan.skipped[index], *plan.kept[index]) if count else ()
+    return sum(names[ordinal] == ATTENTION for ordinal in spared) / max(1, count)
 
 
 def _checkpointed_bytes(plan: Plan) -> int:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from headrace.plan.base import Plan, Unit
 from headrace.plan.footprint import Allowance, with_footprint
 from headrace.plan.memory import buffer_groups
-from headrace.spec.costs import ModelCosts
+from headrace.spec.costs import ATTENTION, ModelCosts
 from headrace.spec.errors import InputError
 from headrace.spec.layout import UNIT_ALIGNMENT, UnitLayout
 from headrace.spec.sizes import MIB, round_up
@@ -60,6 +60,7 @@ class Problem:
     compute_dtype: str = "bfloat16"
     gradient_dtype: str | None = None
     moments: str = "float32"
+    attention_share: float = 1.0  # of the matrix rate, that attention's products reach (`Ceilings`)
 
     @property
     def separate_device(self) -> bool:
@@ -107,10 +108,11 @@ def placements_of(problem: Problem, thrift: int) -> Iterator[Choice]:
                     )
 
 
-def replay_order(costs: ModelCosts) -> list[tuple[int, int]]:
+def replay_order(costs: ModelCosts, attention_share: float = 1.0) -> list[tuple[int, int]]:
     """Return all (block, ordinal) whose output may be kept, best benefit per byte first (Fuyou: OB = FLOP / A).
 
-    Of equal benefit, deep blocks first: theirs wait shortest. Outputs that recompute skips anyway are not among them.
+    An operation of attention counts for as many of a matrix product as take its time: `1 / attention_share`. Of equal benefit,
+    deep blocks first: theirs wait shortest. Outputs that recompute skips anyway are not among them.
     """
     pairs = [
         (block, ordinal)
@@ -121,7 +123,8 @@ def replay_order(costs: ModelCosts) -> list[tuple[int, int]]:
 
     def benefit(pair: tuple[int, int]) -> float:
         operator = costs.blocks[pair[0]].operators[pair[1]]
-        return operator.flops / max(1, operator.output_bytes)
+        weight = 1 / attention_share if operator.name == ATTENTION else 1.0
+        return weight * operator.flops / max(1, operator.output_bytes)
 
     return sorted(pairs, key=lambda pair: (-benefit(pair), -pair[0], pair[1]))
 
@@ -135,7 +138,7 @@ def plan_of(problem: Problem, choice: Choice) -> Plan:
     # A lean plan on a separate device holds one block there: its upload waits for compute, but a larger block fits.
     prefetch = 0 if choice.lean and problem.separate_device else 1 if choice.lean or num_blocks < 3 else 2
     kept: list[list[int]] = [[] for _ in costs.blocks]
-    for block, ordinal in replay_order(costs)[: choice.amount]:
+    for block, ordinal in replay_order(costs, problem.attention_share)[: choice.amount]:
         kept[block].append(ordinal)
     tiers = tuple(choice.kept_home if ordinals else choice.input_home for ordinals in kept)
     plan = Plan(
@@ -180,6 +183,7 @@ def plan_of(problem: Problem, choice: Choice) -> Plan:
         compute_threads=problem.allowance.cores,
         update_threads=max(1, problem.allowance.cores // 2),
         forward_flops=(0.0, *(block.forward_flops for block in costs.blocks), 0.0)[: len(problem.layouts)],
+        attention_flops=tuple(block.attention_flops for block in costs.blocks),
         epilogue_flops=costs.epilogue_flops_per_token * choice.rows * workload.sequence_length,
         moments=problem.moments,
         freed_memory=choice.freed_memory,

@@ -45,6 +45,7 @@ class _Builder:
     def __init__(self, plan: Plan, num_micro: int, carry: Carry) -> None:
         self.plan, self.num_micro = plan, num_micro
         self.ops: list[Op] = []
+        self.shared_refs: dict[Refs, Refs] = {}
         before = renumbered(carry, lambda refs: tuple(~ref for ref in refs))
         self.before = before
         self.host, self.device = list(before.host), list(before.device)
@@ -67,12 +68,15 @@ class _Builder:
 
     def emit(self, verb: Verb, lane: Lane, after: Iterable[int], **fields: Any) -> int:
         wanted = set(after)
+        here = tuple(sorted(ref for ref in wanted if ref >= 0))
+        there = tuple(sorted(~ref for ref in wanted if ref < 0))
         op = Op(
             index=len(self.ops),
             verb=verb,
             lane=lane,
-            after=tuple(sorted(ref for ref in wanted if ref >= 0)),
-            after_previous=tuple(sorted(~ref for ref in wanted if ref < 0)),
+            # Chunks of a unit often wait for all of it: one tuple for all of them, not as many as chunks.
+            after=self.shared_refs.setdefault(here, here),
+            after_previous=self.shared_refs.setdefault(there, there),
             **fields,
         )
         self.ops.append(op)

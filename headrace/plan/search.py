@@ -47,6 +47,7 @@ def make_plan(problem: Problem, ceilings: Ceilings | None = None) -> Plan:
         PlanInfeasible: nothing fits; names the tier, what the leanest plan needs there, and what takes most of it.
     """
     machine = ceilings or nominal_ceilings(problem)
+    problem = replace(problem, attention_share=machine.attention_share)
     placements = _fitting(problem)
     homes = problem.homes
     if ceilings is None:

@@ -6,10 +6,8 @@ only figures that can be true. A missing, unknown or absurd one is refused by th
 zero or a NaN would still print a plan.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from itertools import pairwise
 from typing import Any
 
 from headrace.spec.errors import ConfigError
@@ -115,11 +113,13 @@ class Ceilings:
     """A machine profile. Make one with `from_json`, which checks the figures.
 
     `flops_per_second` maps a compute dtype (`bfloat16`, ...) to the sustained rate of large matrix products, counting two
-    operations per multiply-add. `both_ways_bytes_per_second` is the total over the host-device link when both directions run at
-    once. `update_bytes_per_second` counts all memory traffic of the update kernel (26 bytes per parameter with bfloat16) on
+    operations per multiply-add; attention's products, its softmax included, reach `attention_share` of it. What a model takes
+    besides is counted in seconds: `hidden_seconds` for each element of a micro-batch's hidden states in a block's forward,
+    recompute and backward together (norms, activations, sums); `logit_seconds` for each logit, and `head_seconds` for each
+    parameter of the head and chunk of the loss (the gradient of one chunk is added to that of the others).
+    `both_ways_bytes_per_second` is the total over the host-device link when both directions run at once.
+    `update_bytes_per_second` counts all memory traffic of the update kernel (26 bytes per parameter with bfloat16) on
     all cores. `slowdowns[a][b]` is the share of its own rate that lane `a` keeps while lane `b` is busy (1 where absent).
-    `block_shares` are pairs of a block's size (operations of its forward on one micro-batch) and the share of that rate which
-    it reaches, growing in both; other sizes lie between them (`block_share`). Without any, all blocks reach it.
     `fresh_pages_share` is the share of its matrix rate that a CPU keeps where freed memory goes back to the kernel at once.
     `device_memory_bytes_per_second` is the bandwidth of the device's own memory; None where nobody measured it.
     `has_device` is false where the CPU computes; the link's figures are then those of copies inside host memory.
@@ -141,7 +141,10 @@ class Ceilings:
     drives: tuple[Drive, ...]
     device_memory_bytes_per_second: float | None = None
     fresh_pages_share: float = 1.0
-    block_shares: tuple[tuple[float, float], ...] = ()
+    attention_share: float = 1.0
+    hidden_seconds: float = 0.0
+    logit_seconds: float = 0.0
+    head_seconds: float = 0.0
     launch_seconds: float = 0.0  # added to each operation of the compute lane
     transfer_seconds: float = 0.0  # added to each copy, read and write
     commit_seconds: float = 0.0
@@ -202,16 +205,6 @@ class Ceilings:
             )
         return self.flops_per_second[compute_dtype]
 
-    def block_share(self, forward_flops: float) -> float:
-        """Return the share of the matrix rate that a block of this size reaches: between samples by the logarithm of size."""
-        if not self.block_shares or forward_flops <= 0:
-            return 1.0
-        for (small, low), (large, high) in pairwise(self.block_shares):
-            if forward_flops < large:
-                along = max(0.0, math.log(forward_flops / small) / math.log(large / small))
-                return low + (high - low) * along
-        return self.block_shares[-1][1]
-
     @classmethod
     def from_json(cls, values: object) -> "Ceilings":
         """Return the ceilings that `values` (a parsed JSON object, as `to_json` makes) describe.
@@ -237,12 +230,11 @@ class Ceilings:
             has_device=has_device,
             device_memory_bytes=_device_memory(figures, has_device=has_device, where=name),
             device_memory_bytes_per_second=_device_memory_rate(figures, where=name),
-            fresh_pages_share=figure({"fresh_pages_share": 1.0, **figures}, "fresh_pages_share", where=name, most=1.0),
+            **{share: figure({share: 1.0, **figures}, share, where=name, most=1.0) for share in _SHARES},
             host_memory_bytes=whole(figures, "host_memory_bytes", where=name, most=_MOST_BYTES),
             cores=whole(figures, "cores", where=name, most=_MOST_CORES),
             flops_per_second=_flops(figures, where=name),
             drives=_drives(figures, where=name),
-            block_shares=_block_shares(figures, where=name),
             slowdowns=_slowdowns(figures, where=name),
             sources=_sources(figures, where=name),
             **rates,
@@ -254,7 +246,6 @@ class Ceilings:
         values = {each.name: getattr(self, each.name) for each in fields(self)}
         values["flops_per_second"] = dict(self.flops_per_second)
         values["drives"] = [drive.to_json() for drive in self.drives]
-        values["block_shares"] = [list(pair) for pair in self.block_shares]
         values["slowdowns"] = {lane: dict(factors) for lane, factors in self.slowdowns.items()}
         values["sources"] = dict(self.sources)
         return values
@@ -268,7 +259,8 @@ _RATES = (
     "update_bytes_per_second",
     "update_bytes_per_second_per_core",
 )
-_OVERHEADS = ("launch_seconds", "transfer_seconds", "commit_seconds")
+_SHARES = ("attention_share", "fresh_pages_share")
+_OVERHEADS = ("hidden_seconds", "logit_seconds", "head_seconds", "launch_seconds", "transfer_seconds", "commit_seconds")
 
 
 def _cpu_cost(figures: Mapping[str, Any], *, where: str) -> float | None:
@@ -318,20 +310,6 @@ def _flops(figures: Mapping[str, Any], *, where: str) -> dict[str, float]:
     if not rates:
         raise ConfigError(f"{where}: flops_per_second is empty; give a figure for one of {', '.join(PLANE_SETS)} at least")
     return {name: figure(rates, name, where=f"{where}: flops_per_second", most=_MOST_FLOPS_PER_SECOND) for name in rates}
-
-
-def _block_shares(figures: Mapping[str, Any], *, where: str) -> tuple[tuple[float, float], ...]:
-    pairs = figures.get("block_shares", ())
-    where = f"{where}: block_shares"
-    if not isinstance(pairs, list | tuple) or not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs):
-        raise ConfigError(f"{where} is {pairs!r}; write a list of pairs [operations of a block's forward, share of the rate]")
-    found = []
-    for size, share in pairs:
-        sizes = {"size": size, "share": share}
-        found.append((figure(sizes, "size", where=where, most=_MOST_BYTES), figure(sizes, "share", where=where, most=1.0)))
-    if any(small[0] >= large[0] or small[1] > large[1] for small, large in pairwise(found)):
-        raise ConfigError(f"{where}: sizes and shares must grow from pair to pair, found {found}")
-    return tuple(found)
 
 
 def _drives(figures: Mapping[str, Any], *, where: str) -> tuple[Drive, ...]:

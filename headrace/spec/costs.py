@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 
+# The name of fused attention among a block's operators, whichever kernel does it.
+ATTENTION = "attention"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorCosts:
@@ -23,6 +26,7 @@ class BlockCosts:
     backward_workspace_bytes: int  # the same for recompute and backward, gradients of parameters as they are made included
     operators: tuple[OperatorCosts, ...] = ()
     skippable: tuple[int, ...] = ()  # ordinals whose output no gradient depends on
+    attention_flops: float = 0.0  # of `forward_flops`, those of attention: its two products
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,10 +4,12 @@ import time
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from headrace.calibrate import measure_machine, rate_of, rates_together
 from headrace.calibrate.base import interleaved_medians, seconds_of
-from headrace.calibrate.compute import BlockLoad
+from headrace.calibrate.compute import AttentionLoad, BlockLoad, HeadLoad, fitted_rates
 from headrace.calibrate.drives import Drive, DriveLoad, best_setting, try_settings
 from headrace.calibrate.memory import DrainLoad, StreamLoad, UpdateBuffers, UpdateLoad
 from headrace.machine import CpuMachine
@@ -79,6 +81,34 @@ def test_a_block_counts_forward_recompute_and_backward() -> None:
     assert load.unit() == load.flops
     assert 4 * products < load.flops < 4 * products * 1.3
     assert profile(load._chain, 1, 32).blocks[0].forward_flops * 4 == load.flops
+
+
+def test_attention_is_counted_as_the_planner_counts_it() -> None:
+    block = BlockLoad(CpuMachine(), "bfloat16", hidden_size=128, tokens=32)
+    attention = AttentionLoad(CpuMachine(), (1, 2, 32, 64))
+    assert attention.unit() == attention.flops == block.flops - block.product_flops > 0
+
+
+def test_a_head_counts_logits_and_three_products() -> None:
+    load = HeadLoad(CpuMachine(), hidden_size=64, tokens=8)
+    assert load.unit() == load.flops == 3 * 2 * 8 * load.logits / 8 * 64
+    assert profile(load._chain, 1, 8).epilogue_flops_per_token * 3 * 8 == load.flops
+
+
+@given(st.lists(st.tuples(st.floats(1, 1e6), st.floats(1, 1e6)), min_size=3, max_size=6), st.floats(0, 1), st.floats(0, 1))
+def test_seconds_of_two_kinds_of_work_are_told_apart(amounts: list[tuple[float, float]], one: float, other: float) -> None:
+    seconds = [one * first + other * second for first, second in amounts]
+    found = fitted_rates(amounts, seconds)
+    assert min(found) >= 0
+    for (first, second), taken in zip(amounts, seconds, strict=True):
+        assert found[0] * first + found[1] * second == pytest.approx(taken, rel=1e-5, abs=1e-12)
+
+
+def test_no_kind_of_work_takes_less_than_no_time() -> None:
+    # Twice the first kind took less than once: a straight fit would pay back with the second.
+    assert fitted_rates([(1.0, 1.0), (2.0, 1.0)], [2.0, 1.0]) == pytest.approx((0.0, 1.2))
+    assert fitted_rates([(1.0, 2.0)], [0.0]) == (0.0, 0.0)
+    assert fitted_rates([(4.0, 0.0)], [2.0]) == (0.5, 0.0)
 
 
 def test_memory_loads_count_what_crosses_the_bus() -> None:

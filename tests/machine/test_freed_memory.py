@@ -38,6 +38,63 @@ print(json.dumps(found))
 """
 
 
+GUARDED = """
+import json
+import torch
+from headrace.machine import HeapGuard, process_status_bytes
+torch.set_num_threads(1)
+MIB = 1 << 20
+before = process_status_bytes("RssAnon")
+
+def resident():
+    return process_status_bytes("RssAnon") - before
+
+def work(mebibytes):
+    pinned = []
+    for _ in range(mebibytes):
+        alive = torch.ones(MIB, dtype=torch.uint8)
+        pinned.append(torch.ones(1 << 10, dtype=torch.uint8))  # so that what is freed is no end of the heap
+        del alive
+    big = [torch.ones(MIB, dtype=torch.uint8) for _ in range(mebibytes)]
+
+guard = HeapGuard(before + 60 * MIB, 20 * MIB, keep=False)
+found = {}
+guard.after_step(before + 25 * MIB)
+found["high peak"] = guard.keeps
+guard.after_step(before + 23 * MIB)
+found["low peak"] = guard.keeps
+work(8)
+guard.after_operation()
+found["below"] = resident()
+work(30)
+found["left"] = resident()
+guard.after_operation()
+found["above"] = resident()
+guard.after_step(0)
+found["limit"] = guard.limit_bytes - before
+guard.after_step(0)
+found["highest"] = guard.limit_bytes - before
+guard.after_step(before + 70 * MIB)
+found["lowered"] = guard.limit_bytes - before
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="the C library is not glibc")
+def test_freed_memory_is_kept_below_a_limit_that_follows_the_peaks() -> None:
+    done = subprocess.run([sys.executable, "-c", GUARDED], capture_output=True, text=True, check=True, timeout=120)
+    found = json.loads(done.stdout)
+    mib = 1 << 20
+    assert (found["high peak"], found["low peak"]) == (False, True)
+    assert 7 * mib < found["below"] < 20 * mib
+    assert found["left"] > 27 * mib
+    assert found["above"] < 4 * mib
+    # From 60 - 2 x 20, by what the operation that ended highest lay below 60 - 16; never above 60 - 20.
+    assert found["limit"] == min(40 * mib, 20 * mib + 44 * mib - found["left"])
+    assert found["highest"] == 40 * mib
+    assert found["lowered"] == 40 * mib - 26 * mib
+
+
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="the C library is not glibc")
 def test_freed_tensors_are_kept_or_returned_as_told() -> None:
     done = subprocess.run([sys.executable, "-c", WORK], capture_output=True, text=True, check=True, timeout=120)

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 
 import headrace
+import headrace.engine
 from headrace.engine import Engine
+from headrace.machine import process_status_bytes
 from headrace.spec.errors import PlanInfeasible
 
 # What the interpreter may hold more at one opening than at the one before.
@@ -40,10 +42,26 @@ def open_engine(case: dict[str, Any]) -> tuple[Engine, int]:
     raise AssertionError(f"the planner refuses the {host_bytes} bytes that it asked for")
 
 
+def litter() -> None:
+    """Make each search for a plan leave 64 MiB in objects that refer to one another."""
+    search = headrace.engine.make_plan
+
+    def littering(*arguments: Any) -> Any:
+        before, cycle = process_status_bytes("RssAnon"), []
+        while process_status_bytes("RssAnon") < before + (64 << 20):
+            cycle += [[cycle] for _ in range(10_000)]
+        return search(*arguments)
+
+    headrace.engine.make_plan = littering
+
+
 def main() -> None:
     case = json.loads(sys.argv[1])
+    if case["littered"]:
+        litter()
     engine, host_bytes = open_engine(case)
     with engine:
+        opened_bytes = process_status_bytes("RssAnon")
         positions = (torch.arange(case["length"]) % (case["length"] // 2)).expand(case["tokens"] // case["length"], -1)
         for seed in range(case["steps"]):
             ids = torch.randint(2, 4000, positions.shape, generator=torch.Generator().manual_seed(seed))
@@ -52,7 +70,7 @@ def main() -> None:
         plan = engine.plan
     assert plan is not None
     rows = {tier: plan.peak_bytes[tier] for tier in plan.peak_bytes if tier != "ssd"}
-    print(json.dumps({"host_bytes": host_bytes, "rows": rows}))
+    print(json.dumps({"host_bytes": host_bytes, "rows": rows, "opened_bytes": opened_bytes}))
 
 
 if __name__ == "__main__":

@@ -49,6 +49,30 @@ def test_a_step_limited_by_compute_takes_its_operations() -> None:
     assert found.utilisation[Lane.COMPUTE] == pytest.approx(1.0, abs=1e-3)
 
 
+def test_what_blocks_and_head_take_besides_products_is_counted_once() -> None:
+    # Eight tokens of width 16 in a micro-batch; bfloat16 has two bytes an element.
+    shape = {"sequence_length": 4, "micro_batch_sequences": 2, "hidden_size_bytes": 2 * 16, "loss_chunk_tokens": 3}
+    parameters = 1000  # of the head, in products of two operations for each of eight tokens
+    plan = small_plan(forward_flops=(0.0, *(1e12,) * 4, 0.0), epilogue_flops=2.0 * 8 * parameters, **shape)
+    besides = {"hidden_seconds": 1 / 64, "logit_seconds": 1 / 50, "head_seconds": 1 / 1000}
+    plain, found = (forecast(plan, machine(compute=1e12, **changes)) for changes in ({}, besides))
+    blocks = 4 * 8 * 16 / 64
+    head = 8 * parameters / 16 / 50 + 3 * parameters / 1000  # logits, and three chunks of the loss
+    assert found.step_seconds - plain.step_seconds == pytest.approx(2 * (blocks + head), rel=1e-3)
+    assert found.flops_per_step == plain.flops_per_step == 2 * (4 * 4e12 + 3 * 2 * 8 * parameters)
+
+
+def test_attention_takes_longer_than_products_unless_it_is_kept() -> None:
+    blocks = {"forward_flops": (0.0, *(1e12,) * 4, 0.0), "attention_flops": (2e11,) * 4, "epilogue_flops": 0.0}
+    operators = {"operators": (("mm", "attention", "mm"),) * 4, "skipped": ((2,),) * 4, "spared_flops": (3e11,) * 4}
+    slow = machine(compute=1e12, attention_share=0.25)
+    recomputed = forecast(small_plan(**blocks, **operators), slow)
+    # A fifth of a block takes four times as long, four times over; the last product is not computed again.
+    assert recomputed.step_seconds == pytest.approx(2 * 4 * (4 * (0.8 + 4 * 0.2) - 0.3), rel=1e-3)
+    kept = small_plan(**blocks, **operators | {"kept": ((1,),) * 4, "spared_flops": (5e11,) * 4})
+    assert recomputed.step_seconds - forecast(kept, slow).step_seconds == pytest.approx(2 * 4 * 4 * 0.2, rel=1e-3)
+
+
 def test_bytes_are_those_of_the_repeating_program() -> None:
     plan = small_plan()
     carry = cold_carry(plan)

@@ -2,7 +2,9 @@
 touch the same buffer, one of them writing, are left unordered. Checked symbolically over several steps, for random plans.
 """
 
+import tracemalloc
 from collections import defaultdict
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -11,6 +13,7 @@ from small_plans import small_plan
 
 from headrace.plan.base import Plan
 from headrace.plan.carry import cold_carry
+from headrace.plan.footprint import program_bytes
 from headrace.plan.program import build_program, build_tail
 from headrace.spec.program import Lane, Op, Program, Verb
 
@@ -295,3 +298,22 @@ def test_the_first_deferred_step_updates_nothing_and_the_tail_updates_everything
     assert not [op for op in first.ops if op.verb is Verb.UPDATE]
     assert {op.unit for op in tail.ops if op.verb is Verb.UPDATE} == set(range(5))
     assert tail.ops[-1].verb is Verb.COMMIT
+
+
+@pytest.mark.parametrize("policy", ["immediate", "deferred"])
+def test_operations_of_many_chunks_take_no_more_memory_than_the_plan_counts(policy: str) -> None:
+    """Of a unit of 500 chunks each may wait for all of them, a step later: seen as 2200 bytes for an operation."""
+    units = tuple(replace(unit, num_elements=500 * 2048) for unit in small_plan().units)
+    late = tuple(range(len(units))) if policy == "deferred" else ()
+    plan = small_plan(units=units, chunk_elements=2048, update_policy=policy, late_units=late)
+    carry = cold_carry(plan)
+    for _ in range(3):
+        _, carry = build_program(plan, plan.num_micro_batches, carry)
+    tracemalloc.start()
+    try:
+        kept = [build_program(plan, plan.num_micro_batches, carry)[0] for _ in range(2)]
+        taken, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(kept[0].ops) > 4 * 6 * 500
+    assert taken < program_bytes(plan)

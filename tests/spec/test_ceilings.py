@@ -163,11 +163,11 @@ def test_an_absurd_figure_of_a_drive_is_named_with_its_place(name: str, absurd: 
         ({"cores": 1.5}, "cores"),
         ({"commit_seconds": -1}, "commit_seconds"),
         ({"launch_seconds": float("nan")}, "launch_seconds"),
-        ({"block_shares": 3}, "block_shares"),
-        ({"block_shares": [[1e9]]}, "block_shares"),
-        ({"block_shares": [[1e9, 1.5]]}, "block_shares"),
-        ({"block_shares": [[2e9, 0.5], [1e9, 1.0]]}, "block_shares"),
-        ({"block_shares": [[1e9, 0.9], [2e9, 0.5]]}, "block_shares"),
+        ({"hidden_seconds": -1e-9}, "hidden_seconds"),
+        ({"logit_seconds": "fast"}, "logit_seconds"),
+        ({"head_seconds": 11}, "head_seconds"),
+        ({"attention_share": 0}, "attention_share"),
+        ({"attention_share": 2}, "attention_share"),
         ({"fresh_pages_share": 0}, "fresh_pages_share"),
         ({"fresh_pages_share": 1.5}, "fresh_pages_share"),
         ({"transfer_seconds": 60}, "transfer_seconds"),
@@ -232,12 +232,3 @@ def test_a_drive_round_trips(read: float, write: float, share: float):
     values = drive(read_bytes_per_second=read, write_bytes_per_second=write, mixed_bytes_per_second=share * (read + write))
     made = Drive.from_json(values, where="here")
     assert Drive.from_json(made.to_json(), where="here") == made
-
-
-def test_a_block_between_samples_has_a_share_between_them():
-    ceilings = Ceilings.from_json(profile(block_shares=[[1e9, 0.5], [1e11, 0.9], [1e12, 1.0]]))
-    assert Ceilings.from_json(json.loads(json.dumps(ceilings.to_json()))) == ceilings
-    shares = [ceilings.block_share(size) for size in (1e6, 1e9, 1e10, 1e11, 1e12, 1e15)]
-    assert shares == pytest.approx([0.5, 0.5, 0.7, 0.9, 1.0, 1.0])
-    assert ceilings.block_share(0.0) == 1.0
-    assert Ceilings.from_json(profile()).block_share(1e9) == 1.0
