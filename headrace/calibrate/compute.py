@@ -158,7 +158,7 @@ def fitted_rates(amounts: Sequence[tuple[float, float]], seconds: Sequence[float
         part = table[:, columns] / scale[:, None]
         found, *_ = np.linalg.lstsq(part, wanted, rcond=None)
         error = float(((part @ found - wanted) ** 2).sum())
-        if (found >= 0).all() and error < least:
+        if (found >= 0).all() and error < least - 1e-12:  # rounding must not prefer the second of two that explain all
             best, least = np.zeros(2), error
             best[columns] = found
     return float(best[0]), float(best[1])

@@ -297,6 +297,8 @@ class _Bench:
         usual = [name for name in blocks if name == Lane.COMPUTE or name.startswith("block of ")]
         amounts = [(blocks[name].product_flops, float(blocks[name].hidden_elements)) for name in usual]
         product_seconds, hidden_seconds = fitted_rates(amounts, [seconds(name) for name in usual])
+        if product_seconds <= 0:  # noise, for no block is without products
+            product_seconds, hidden_seconds = seconds(Lane.COMPUTE) / blocks[Lane.COMPUTE].product_flops, 0.0
         flops = {_DEFAULT_DTYPE: 1 / product_seconds}
         for dtype in PLANE_SETS:
             name = f"compute {dtype}"

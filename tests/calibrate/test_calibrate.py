@@ -111,6 +111,11 @@ def test_no_kind_of_work_takes_less_than_no_time() -> None:
     assert fitted_rates([(4.0, 0.0)], [2.0]) == (0.5, 0.0)
 
 
+@given(st.floats(1, 1e12), st.floats(1, 1e12), st.floats(1e-6, 1e6))
+def test_one_sample_is_explained_by_the_first_kind_alone(first: float, second: float, taken: float) -> None:
+    assert fitted_rates([(first, second)], [taken]) == (pytest.approx(taken / first), 0.0)
+
+
 def test_memory_loads_count_what_crosses_the_bus() -> None:
     buffers = UpdateBuffers(4096)
     before = buffers.weight.copy()
