@@ -143,7 +143,7 @@ def run(options: argparse.Namespace, folder: Path, model: Path, machine: Ceiling
         """Ends the opening before anything is written."""
 
     def adjust(plan: Plan) -> Plan:
-        problem = problem_of(opened[0], plan)
+        problem = problem_of(opened[0], plan, machine)
         row["total"] = len(replay_order(problem.costs_of(plan.micro_batch_sequences)))
         if amount is not None:
             plan = filled(problem, plan_of(problem, dataclasses.replace(base_choice(plan), amount=amount)))
@@ -193,10 +193,17 @@ def run(options: argparse.Namespace, folder: Path, model: Path, machine: Ceiling
 
 
 def base_choice(plan: Plan) -> Choice:
-    return Choice(rows=plan.micro_batch_sequences, input_home="device", kept_home="device", chunk_elements=plan.chunk_elements)
+    """Return the planner's choice without what it keeps, all of it in memory."""
+    return Choice(
+        rows=plan.micro_batch_sequences,
+        input_home="device",
+        kept_home="device",
+        freed_memory=plan.freed_memory,
+        chunk_elements=plan.chunk_elements,
+    )
 
 
-def problem_of(engine: Engine, plan: Plan) -> Problem:
+def problem_of(engine: Engine, plan: Plan, machine: Ceilings) -> Problem:
     """Return the planner's problem as the engine posed it."""
     return Problem(
         layouts=engine.chain.layouts,
@@ -208,6 +215,7 @@ def problem_of(engine: Engine, plan: Plan) -> Problem:
             runtime_bytes=plan.peak_bytes["host"]["runtime"],
             cores=plan.compute_threads,
         ),
+        attention_share=machine.attention_share,
     )
 
 

@@ -367,8 +367,8 @@ class Engine:
         self._updater = Updater(self._updater.rule, min(plan.update_threads, self._cores))
         self._updater.warm_up()
         workspace = plan.peak_bytes["host"].get("workspace", 0)
-        on_gpu = self.machine.device.type == "cuda" or plan.separate_device
-        self._heap = None if on_gpu else HeapGuard(plan.peak("host"), workspace, keep=plan.freed_memory == "kept")
+        keep = plan.freed_memory == "kept"
+        self._heap = None if plan.separate_device else HeapGuard(plan.peak("host"), workspace, keep=keep)
         parts = Parts(
             plan=plan,
             chain=self.chain,

@@ -16,7 +16,7 @@ from transformers import LlamaConfig
 
 from headrace.calibrate.base import Load, rate_of
 from headrace.machine import Machine, keep_freed_memory
-from headrace.model import Chain, MicroBatch, profile
+from headrace.model import Chain, GradientSink, MicroBatch, profile
 from headrace.spec.layout import ParameterSpec
 from headrace.spec.optimizer import AdamW
 
@@ -33,8 +33,8 @@ class BlockLoad:
         self._machine = machine
         self._chain = _chain(compute_dtype, hidden_size, tokens)
         costs = profile(self._chain, 1, tokens)
-        self._flops = 4 * costs.blocks[0].forward_flops
-        self.product_flops = self._flops - 4 * costs.blocks[0].attention_flops
+        self.flops = 4 * costs.blocks[0].forward_flops
+        self.product_flops = self.flops - 4 * costs.blocks[0].attention_flops
         self.hidden_elements = tokens * hidden_size
         device, dtype = machine.device, self._chain.dtype
         self._chain.move_buffers(device)
@@ -47,13 +47,8 @@ class BlockLoad:
         elements = self._chain.layouts[1].num_elements
         # Neither zeros, which some hardware multiplies at less power, nor large, so that nothing overflows in 16 bits.
         self._flat = torch.empty(elements, dtype=dtype, device=device).uniform_(-0.02, 0.02)
-        self._accumulator = torch.zeros(elements, dtype=torch.float32, device=device)
+        self._sink = _adding_to(torch.zeros(elements, dtype=torch.float32, device=device))
         self._hidden = torch.empty((1, tokens, hidden_size), dtype=dtype, device=device).uniform_(-1, 1)
-
-    @property
-    def flops(self) -> float:
-        """Operations of a unit."""
-        return self._flops
 
     def unit(self) -> float:
         """Run the micro-batch once."""
@@ -61,18 +56,14 @@ class BlockLoad:
         chain.bind(1, self._flat, None)
         with torch.no_grad():
             chain.block(0, self._hidden, self._call)
-        chain.bind(1, self._flat, self._accumulate)
+        chain.bind(1, self._flat, self._sink)
         with torch.enable_grad():
             leaf = self._hidden.detach().requires_grad_()
             out = chain.block(0, leaf, self._call)
             torch.autograd.backward([out.hidden], [self._hidden])
         chain.release(1)
-        if self._machine.device.type == "cuda":
-            torch.cuda.synchronize(self._machine.device)
-        return self._flops
-
-    def _accumulate(self, parameter: ParameterSpec, gradient: torch.Tensor) -> None:
-        self._accumulator[parameter.offset : parameter.offset + parameter.num_elements].add_(gradient.reshape(-1))
+        _finish(self._machine)
+        return self.flops
 
 
 class AttentionLoad:
@@ -95,8 +86,7 @@ class AttentionLoad:
         with torch.enable_grad():
             out = scaled_dot_product_attention(self._query, self._key, self._value, is_causal=True)
             torch.autograd.grad([out], [self._query, self._key, self._value], [self._gradient])
-        if self._machine.device.type == "cuda":
-            torch.cuda.synchronize(self._machine.device)
+        _finish(self._machine)
         return self.flops
 
 
@@ -107,48 +97,35 @@ class HeadLoad:
         self._machine = machine
         self._chain = _chain("bfloat16", hidden_size, tokens, _HEAD_VOCABULARY)
         device, layouts = machine.device, self._chain.layouts
-        self.tokens, self.parameters = tokens, _HEAD_VOCABULARY * hidden_size
+        self.logits, self.parameters = tokens * _HEAD_VOCABULARY, hidden_size * _HEAD_VOCABULARY
+        self.flops = 6.0 * tokens * self.parameters
         self._last = len(layouts) - 1
         self._chain.move_buffers(device)
         self._chain.bind(0, torch.zeros(layouts[0].num_elements, dtype=torch.bfloat16, device=device), None)
         elements = layouts[-1].num_elements
         self._flat = torch.empty(elements, dtype=torch.bfloat16, device=device).uniform_(-0.02, 0.02)
-        self._accumulator = torch.zeros(elements, dtype=torch.float32, device=device)
+        self._sink = _adding_to(torch.zeros(elements, dtype=torch.float32, device=device))
         self._hidden = torch.empty((1, tokens, hidden_size), dtype=torch.bfloat16, device=device).uniform_(-1, 1)
         self._ids = torch.zeros((1, tokens), dtype=torch.int64, device=device)
 
-    @property
-    def flops(self) -> float:
-        """Operations of a unit."""
-        return 6.0 * self.tokens * self.parameters
-
-    @property
-    def logits(self) -> int:
-        """Logits of a unit."""
-        return self.tokens * _HEAD_VOCABULARY
-
     def unit(self) -> float:
         """Run the chunk once."""
-        self._chain.bind(self._last, self._flat, self._accumulate)
+        self._chain.bind(self._last, self._flat, self._sink)
         with torch.enable_grad():
             loss = self._chain.loss_sum(self._ids, self._hidden.detach().requires_grad_(), self._ids)
             loss.backward()  # type: ignore[no-untyped-call]
         self._chain.release(self._last)
-        if self._machine.device.type == "cuda":
-            torch.cuda.synchronize(self._machine.device)
+        _finish(self._machine)
         return self.flops
-
-    def _accumulate(self, parameter: ParameterSpec, gradient: torch.Tensor) -> None:
-        self._accumulator[parameter.offset : parameter.offset + parameter.num_elements].add_(gradient.reshape(-1))
 
 
 def fitted_rates(amounts: Sequence[tuple[float, float]], seconds: Sequence[float]) -> tuple[float, float]:
     """Return the seconds for one of each of two kinds of work, of which so much was done in so many seconds.
 
     Least squares of relative errors, neither below zero: where the best fit would have one there, it is zero and the other
-    explains all. Both are zero where no time is left to explain.
+    explains all. Both are zero where there is no time to explain.
     """
-    if max(seconds) <= 0:
+    if not any(seconds):
         return 0.0, 0.0
     table, taken = np.asarray(amounts, dtype=np.float64), np.asarray(seconds, dtype=np.float64)
     scale = np.maximum(taken, taken.max() * 1e-6)  # what takes next to nothing must not outweigh all else
@@ -175,6 +152,20 @@ def fresh_pages_share(load: Load, seconds: float, rounds: int) -> float:
         load.unit()
         rates.append(statistics.median(rate_of(load, seconds) for _ in range(rounds)))
     return min(1.0, rates[0] / rates[1])
+
+
+def _adding_to(accumulator: torch.Tensor) -> GradientSink:
+    """Return what adds a parameter's gradient to its place in `accumulator`, as a step does."""
+
+    def add(parameter: ParameterSpec, gradient: torch.Tensor) -> None:
+        accumulator[parameter.offset : parameter.offset + parameter.num_elements].add_(gradient.reshape(-1))
+
+    return add
+
+
+def _finish(machine: Machine) -> None:
+    if machine.device.type == "cuda":
+        torch.cuda.synchronize(machine.device)
 
 
 def _chain(compute_dtype: str, hidden_size: int, tokens: int, vocabulary: int = _VOCABULARY) -> Chain:

@@ -305,15 +305,9 @@ class _Bench:
             if name in blocks:  # measured on one block only
                 besides = min(hidden_seconds * blocks[name].hidden_elements, seconds(name) / 2)
                 flops[dtype] = blocks[name].product_flops / (seconds(name) - besides)
-        heads = [load for load in self._loads.values() if isinstance(load, HeadLoad)]
-        left = [
-            max(0.0, load.flops / rates[name] - launch_seconds - product_seconds * load.flops)
-            for name, load in self._loads.items()
-            if isinstance(load, HeadLoad)
-        ]
-        logit_seconds, head_seconds = (
-            fitted_rates([(load.logits, load.parameters) for load in heads], left) if heads else (0.0, 0.0)
-        )
+        heads = {name: load for name, load in self._loads.items() if isinstance(load, HeadLoad)}
+        left = [max(0.0, load.flops * (1 / rates[name] - product_seconds) - launch_seconds) for name, load in heads.items()]
+        logit_seconds, head_seconds = fitted_rates([(load.logits, load.parameters) for load in heads.values()], left)
         return {
             "flops_per_second": flops,
             "attention_share": min(1.0, attention_rate * product_seconds),

@@ -14,12 +14,10 @@ from headrace.flow.state import Parts, StepState, Verdict
 from headrace.flow.step import run_step
 from headrace.plan.base import Plan
 from headrace.plan.carry import Carry, cold_carry, redo_carry
+from headrace.plan.footprint import MOST_PROGRAMS
 from headrace.plan.program import build_program, build_tail
 from headrace.spec.program import Lane, Program
 from headrace.update import HitRate
-
-# Programs that are kept; the steady state repeats itself, and odd batch shapes need not pile up.
-_MOST_PROGRAMS = 16
 
 
 class Steps:
@@ -50,8 +48,8 @@ class Steps:
         state = state_of(self._pending)
         key = (num_micro_batches, self._carry)
         if key not in self._programs:
-            if len(self._programs) >= _MOST_PROGRAMS:
-                self._programs.clear()
+            if len(self._programs) == MOST_PROGRAMS:
+                del self._programs[next(iter(self._programs))]  # the oldest: the steady state needs one
             self._programs[key] = build_program(self.parts.plan, *key)
         program, self._carry = self._programs[key]
         run_step(program, state, self._interpreter)

@@ -19,9 +19,11 @@ _SMALL_BYTES = 16 * MIB
 # Measured on S, M and L (LOG.md, 2026-11-21), over the ten steps until it settles: what stays in pieces between blocks, where
 # freed blocks are kept for reuse.
 _PIECES_OF_ACTIVATIONS, _PIECES_OF_WORKSPACE = 0.6, 1.7
-# Read, update, and two writes; forward, backward, and the ways of an input to a drive and back. Measured: 300 bytes for an
-# operation of a program and 130 for its completion; two programs alternate, two steps overlap.
-_OPERATIONS_OF_A_CHUNK, _OPERATIONS_OF_A_BLOCK, _OPERATION_BYTES = 4, 6, 860
+# Read, update, and two writes; forward, backward, and the ways of an input to a drive and back. Measured: up to 350 bytes for
+# an operation of a program and 140 for its completion, of which there are those of two steps.
+_OPERATIONS_OF_A_CHUNK, _OPERATIONS_OF_A_BLOCK, _OPERATION_BYTES, _COMPLETION_BYTES = 4, 6, 350, 140
+# Programs that are kept: the steady state repeats one, and odd batch shapes need not pile up.
+MOST_PROGRAMS = 3
 # oneDNN keeps 1024 of them at most.
 _MOST_PRODUCTS = 340
 # Rows of the host tier that are no buffers of a step.
@@ -95,10 +97,10 @@ def with_runtime(plan: Plan, runtime_bytes: int) -> Plan:
 
 
 def program_bytes(plan: Plan) -> int:
-    """Return what the operations of a step take: their list, and that of the step before, with what marks them as done."""
+    """Return what the operations of steps take: the programs that are kept, and what marks those of two steps as done."""
     chunks = sum(plan.num_chunks(unit) for unit in range(len(plan.units)))
     operations = _OPERATIONS_OF_A_CHUNK * chunks + _OPERATIONS_OF_A_BLOCK * plan.num_blocks * plan.num_micro_batches
-    return operations * _OPERATION_BYTES
+    return operations * (MOST_PROGRAMS * _OPERATION_BYTES + 2 * _COMPLETION_BYTES)
 
 
 def _kept_free_bytes(plan: Plan, compute: dict[str, int]) -> int:

@@ -41,7 +41,7 @@ SHAPES = {
     "wide": (512, 4, 16384, False),
     "tied": (384, 6, 8192, True),
     "big": (2048, 4, 32000, False),
-    "wordy": (256, 2, 131072, True),
+    "wordy": (256, 2, 147456, True),
 }
 QUICK = [
     Case("narrow", None),
@@ -135,14 +135,14 @@ def test_a_process_stays_inside_its_plan(case: Case, models: Path, tmp_path: Pat
 
 def test_importing_a_model_stays_inside_the_plan_where_it_takes_more_than_a_step(models: Path, tmp_path: Path) -> None:
     """No step is taken, so the peak is the import's: of fp16 with a device, where the host holds the largest unit once only."""
-    case = Case("wordy", None, dtype="float16", device_mib=600, tokens=128, length=128, steps=0)
+    case = Case("wordy", None, dtype="float16", device_mib=680, tokens=128, length=128, steps=0)
     peak, host_bytes, rows = train(case, model_of(models, case.shape), tmp_path)
     host = rows["host"]
     told = f"measured {peak / MIB:.1f} MiB: {host}"
     assert host["import of the model"] > 0, told
     assert peak <= sum(host.values()) <= host_bytes, told
     # The weights and the fp32 master of the embeddings, at least: the sum of a step's rows would have been too little.
-    assert peak >= host["runtime"] + 0.9 * 6 * 256 * 131072, told
+    assert peak >= host["runtime"] + 0.9 * 6 * 256 * 147456, told
     assert peak >= 0.85 * sum(host.values()), f"the plan is padded: {told}"
 
 
