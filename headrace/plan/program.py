@@ -8,6 +8,7 @@ A reference to an operation is its index, or `~index` (negative) for one of the 
 is finished: whoever runs programs starts one only when the last but one is complete.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import accumulate
@@ -67,9 +68,9 @@ class _Builder:
         self.recalled: dict[tuple[int, int], tuple[int, Refs]] = {}
 
     def emit(self, verb: Verb, lane: Lane, after: Iterable[int], **fields: Any) -> int:
-        wanted = set(after)
-        here = tuple(sorted(ref for ref in wanted if ref >= 0))
-        there = tuple(sorted(~ref for ref in wanted if ref < 0))
+        wanted = sorted(set(after))
+        previous = bisect_left(wanted, 0)
+        here, there = tuple(wanted[previous:]), tuple([~ref for ref in reversed(wanted[:previous])])
         op = Op(
             index=len(self.ops),
             verb=verb,

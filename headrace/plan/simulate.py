@@ -15,16 +15,16 @@ work that matters more, in the model as on a real machine; the tests state how l
 No clock, no files, no torch.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
+from headrace.plan.rates import ALL_LANES, LANES, PLACE, PLACES, Rates
 from headrace.spec.ceilings import Ceilings
 from headrace.spec.errors import StepFailed
-from headrace.spec.program import Lane, Op, Program, Verb
+from headrace.spec.program import Lane, Op, Program
 
-LANES = tuple(Lane)
-_PLACE = {lane: place for place, lane in enumerate(LANES)}
+# What the first operation of a lane waits for, and what a lane waits for that has come to the end of its queue.
+_NOTHING, _MORE = (bytearray(b"\1"), 0), (bytearray(b"\0"), 0)
 # Two steps count as equally long below this relative difference: far above rounding, far below what anybody plans by.
 _SETTLED = 1e-4
 # As many steps in a row; two alike may be chance while a backlog of the cold start still drains.
@@ -43,11 +43,6 @@ _WORDS = {
     Lane.UPDATE: "the CPU's update kernel",
     Lane.DEVICE_UPDATE: "updates on the device",
     Lane.COMMIT: "commits",
-}
-# Where a profile says nothing: compute and updates on the device share the device, and together do no more than in turn.
-_SLOWDOWNS: Mapping[str, Mapping[str, float]] = {
-    Lane.COMPUTE: {Lane.DEVICE_UPDATE: 0.5},
-    Lane.DEVICE_UPDATE: {Lane.COMPUTE: 0.5},
 }
 
 
@@ -84,14 +79,23 @@ class Timeline:
     finish_seconds: tuple[float, ...]
     measured: int
     settled: bool
-    ops: tuple[Timed, ...]
     lanes: dict[Lane, LaneUse]
     bottleneck: Lane
     explanation: str
+    programs: tuple[Program, ...] = field(repr=False)
+    spans: tuple[tuple[Sequence[float], Sequence[float]], ...] = field(repr=False)  # starts and stops, by program
+
+    @property
+    def ops(self) -> tuple[Timed, ...]:
+        """All operations, program by program."""
+        return tuple(timed for number in range(len(self.programs)) for timed in self._ops_of(number))
 
     def step_ops(self) -> tuple[Timed, ...]:
         """Return the operations of the measured program, in program order."""
-        return tuple(timed for timed in self.ops if timed.program == self.measured)
+        return self._ops_of(self.measured)
+
+    def _ops_of(self, number: int) -> tuple[Timed, ...]:
+        return tuple(Timed(number, *timed) for timed in zip(self.programs[number].ops, *self.spans[number], strict=True))
 
 
 def simulate(
@@ -115,7 +119,7 @@ def simulate(
     """
     if len(programs) < 3:
         raise ValueError(f"simulate: {len(programs)} programs given, at least 3 are needed to find the steady state")
-    rates = _Rates(ceilings, compute_dtype, compute_threads, update_threads)
+    rates = Rates(ceilings, compute_dtype, compute_threads, update_threads)
     clock = _Clock(rates)
     given, repeats = len(programs), programs[-1] == programs[-2]
     going_on = repeats
@@ -135,76 +139,10 @@ def simulate(
     return _timeline(clock, measured, repeats=repeats, given=given)
 
 
-class _Rates:
-    """Work and speeds of operations under given ceilings."""
-
-    def __init__(self, ceilings: Ceilings, compute_dtype: str, compute_threads: int | None, update_threads: int | None) -> None:
-        self.ceilings = ceilings
-        self.flops_per_second = ceilings.matrix_flops_per_second(compute_dtype)
-        if compute_threads is not None and not ceilings.has_device:
-            self.flops_per_second *= min(1.0, compute_threads / ceilings.cores)
-        update_rate = ceilings.update_bytes_per_second
-        if update_threads is not None:
-            update_rate = min(update_rate, update_threads * ceilings.update_bytes_per_second_per_core)
-        self.bytes_per_second = {
-            Lane.SSD_READ: ceilings.ssd_read_bytes_per_second,
-            Lane.SSD_WRITE: ceilings.ssd_write_bytes_per_second,
-            Lane.HOST_TO_DEVICE: ceilings.host_to_device_bytes_per_second,
-            Lane.DEVICE_TO_HOST: ceilings.device_to_host_bytes_per_second,
-            Lane.UPDATE: update_rate,
-        }
-        self.shares = {
-            (Lane.SSD_READ, Lane.SSD_WRITE): ceilings.ssd_mixed_bytes_per_second,
-            (Lane.HOST_TO_DEVICE, Lane.DEVICE_TO_HOST): ceilings.both_ways_bytes_per_second,
-        }
-        self.speeds: Callable[[int], tuple[float, ...]] = cache(self._speeds)
-
-    def alone_seconds(self, op: Op) -> float:
-        """Return what `op` takes if nothing else runs."""
-        ceilings = self.ceilings
-        if op.verb is Verb.COMMIT:
-            return ceilings.commit_seconds
-        if op.lane is Lane.COMPUTE:
-            return ceilings.launch_seconds + op.flops / self.flops_per_second
-        if op.lane is Lane.UPDATE:
-            return op.bytes / self.bytes_per_second[Lane.UPDATE]
-        if op.lane is Lane.DEVICE_UPDATE:
-            return ceilings.launch_seconds + op.bytes / ceilings.device_update_bytes_per_second
-        if op.lane is Lane.COMMIT:
-            return 0.0
-        return ceilings.transfer_seconds + op.bytes / self.bytes_per_second[op.lane]
-
-    def shared_factor(self, pair: tuple[Lane, Lane]) -> float:
-        """Return the share of its own rate that each lane of a pair keeps while both are busy."""
-        one, other = pair
-        return min(1.0, self.shares[pair] / (self.bytes_per_second[one] + self.bytes_per_second[other]))
-
-    def _speeds(self, busy: int) -> tuple[float, ...]:
-        """Return the speed of each lane while the lanes of bit mask `busy` are busy."""
-        active = [lane for lane in LANES if busy >> _PLACE[lane] & 1]
-        shared = dict.fromkeys(LANES, 1.0)
-        for pair in (pair for pair in self.shares if all(lane in active for lane in pair)):
-            shared |= dict.fromkeys(pair, self.shared_factor(pair))
-        speed = dict(shared)
-        for lane in active:
-            slowdowns = {**_SLOWDOWNS.get(lane, {}), **self.ceilings.slowdowns.get(lane, {})}
-            for other in active:
-                # Measured beside all of the other's rate; what moves half as much disturbs half as much.
-                speed[lane] *= 1 - (1 - slowdowns.get(other, 1.0)) * shared[other]
-        # Every byte that a transfer or the update moves crosses the host's memory bus once.
-        moving = [lane for lane in active if lane in self.bytes_per_second]
-        traffic = sum(speed[lane] * self.bytes_per_second[lane] for lane in moving)
-        # A lane alone is measured with the bus under it, so only lanes together can ask for too much.
-        if len(moving) > 1 and traffic > self.ceilings.host_memory_bytes_per_second:
-            for lane in moving:
-                speed[lane] *= self.ceilings.host_memory_bytes_per_second / traffic
-        return tuple(speed[lane] for lane in LANES)
-
-
 class _Clock:
     """The event loop. At most one operation per lane is under way, so a scan over eight lanes beats a heap."""
 
-    def __init__(self, rates: _Rates) -> None:
+    def __init__(self, rates: Rates) -> None:
         self.rates = rates
         self.programs: list[Program] = []
         self.done: list[bytearray] = []
@@ -214,10 +152,11 @@ class _Clock:
         self.finish: list[float] = []
         self.now = 0.0
         count = len(LANES)
+        self.work: list[list[float]] = []  # by program and operation: the seconds that it takes alone
         self.queue: list[list[tuple[int, Op]]] = [[] for _ in range(count)]
         self.head = [0] * count
         self.waiting = [0] * count  # dependencies of the head that are known to be done
-        self.blocked: list[tuple[bytearray, int]] = [(bytearray(b"\1"), 0)] * count  # what the head was seen to wait for
+        self.blocked = [_MORE] * count  # what the head was seen to wait for
         self.busy = 0
         self.speed = [1.0] * count
         self.due = [0.0] * count  # when the lane's operation stops if no speed changes
@@ -225,15 +164,18 @@ class _Clock:
     def admit(self, program: Program) -> None:
         """Append a program to the lanes' queues."""
         number = len(self.programs)
-        if number < 2 or program is not self.programs[-1] or program is not self.programs[-2]:
+        again = bool(number) and program is self.programs[-1]
+        if number < 2 or not again or program is not self.programs[-2]:
             _check(program, number, len(self.programs[-1].ops) if number else None)
+        self.work.append(self.work[-1] if again else [self.rates.alone_seconds(op) for op in program.ops])
         self.programs.append(program)
         self.done.append(bytearray(len(program.ops)))
         self.left.append(len(program.ops))
         self.start.append([0.0] * len(program.ops))
         self.stop.append([0.0] * len(program.ops))
         for op in program.ops:
-            self.queue[_PLACE[op.lane]].append((number, op))
+            self.queue[PLACE[op.lane]].append((number, op))
+        self.blocked = [_NOTHING if blocked is _MORE else blocked for blocked in self.blocked]
 
     def settled(self, since: int) -> bool:
         """Whether steps have repeated in time from program `since` on, for long enough not to be chance."""
@@ -258,19 +200,24 @@ class _Clock:
         return True
 
     def _start_ready(self) -> None:
-        busy = self.busy
-        for place, (flags, index) in enumerate(self.blocked):
-            if flags[index] and not busy >> place & 1 and self._ready(place):
+        for place in PLACES[ALL_LANES ^ self.busy]:
+            flags, index = self.blocked[place]
+            if flags[index] and self._ready(place):
                 number, op = self.queue[place][self.head[place]]
                 self.start[number][op.index] = self.now
-                self.due[place] = self.now + self.rates.alone_seconds(op)
+                self.due[place] = self.now + self.work[number][op.index]
                 self.speed[place] = 1.0
                 self.busy |= 1 << place
-        self._set_speeds()
+        for place, speed in self.rates.speeds(self.busy):
+            # Left alone where nothing changes, so that undisturbed operations take exactly their own seconds.
+            if speed != self.speed[place]:
+                self.due[place] = self.now + (self.due[place] - self.now) * self.speed[place] / speed
+                self.speed[place] = speed
 
     def _ready(self, place: int) -> bool:
         """Whether the head of a lane may start. What was seen done is not looked at again: one look per dependency."""
         if self.head[place] == len(self.queue[place]):
+            self.blocked[place] = _MORE
             return False
         number, op = self.queue[place][self.head[place]]
         seen, here = self.waiting[place], len(op.after)
@@ -289,26 +236,19 @@ class _Clock:
                 return False
         return True
 
-    def _set_speeds(self) -> None:
-        for place, speed in enumerate(self.rates.speeds(self.busy)):
-            # Left alone where nothing changes, so that undisturbed operations take exactly their own seconds.
-            if self.busy >> place & 1 and speed != self.speed[place]:
-                self.due[place] = self.now + (self.due[place] - self.now) * self.speed[place] / speed
-                self.speed[place] = speed
-
     def _advance(self) -> None:
         """Move to the next end of an operation and complete all that end then."""
-        under_way = [place for place in range(len(LANES)) if self.busy >> place & 1]
-        self.now = max(self.now, min(self.due[place] for place in under_way))
+        under_way, due = PLACES[self.busy], self.due
+        self.now = now = max(self.now, min([due[place] for place in under_way]))
         for place in under_way:
-            if self.due[place] <= self.now:
+            if due[place] <= now:
                 number, op = self.queue[place][self.head[place]]
-                self.stop[number][op.index] = self.now
+                self.stop[number][op.index] = now
                 self.done[number][op.index] = 1
                 self.left[number] -= 1
                 self.head[place] += 1
                 self.waiting[place] = 0
-                self.busy &= ~(1 << place)
+                self.busy ^= 1 << place
 
 
 def _check(program: Program, number: int, previous: int | None) -> None:
@@ -332,13 +272,17 @@ def _timeline(clock: _Clock, measured: int, *, repeats: bool, given: int) -> Tim
     if not settled:
         first = max(1, (given + measured) // 2)
         period = (clock.finish[measured] - clock.finish[first - 1]) / (measured - first + 1)
-    ops = clock.programs[measured].ops
-    spans = {
-        lane: [(clock.start[measured][op.index], clock.stop[measured][op.index]) for op in ops if op.lane is lane]
-        for lane in LANES
-    }
-    alone = {lane: sum(clock.rates.alone_seconds(op) for op in ops if op.lane is lane) for lane in LANES}
-    busy = {lane: sum(stop - start for start, stop in spans[lane]) for lane in LANES}
+    spans: dict[Lane, list[tuple[float, float]]] = {lane: [] for lane in LANES}
+    alone, busy, flops = (dict.fromkeys(LANES, 0.0) for _ in range(3))
+    num_bytes = dict.fromkeys(LANES, 0)
+    timed = zip(clock.programs[measured].ops, clock.start[measured], clock.stop[measured], clock.work[measured], strict=True)
+    for op, start, stop, work in timed:
+        lane = op.lane
+        spans[lane].append((start, stop))
+        busy[lane] += stop - start
+        alone[lane] += work
+        flops[lane] += op.flops
+        num_bytes[lane] += op.bytes
     # While a backlog of the cold start drains, steps end faster than their work takes; no later step can.
     step_seconds = max(period, *alone.values(), *busy.values())
     lanes = {
@@ -346,8 +290,8 @@ def _timeline(clock: _Clock, measured: int, *, repeats: bool, given: int) -> Tim
             busy_seconds=busy[lane],
             alone_seconds=alone[lane],
             utilisation=busy[lane] / step_seconds if step_seconds else 0.0,
-            bytes=sum(op.bytes for op in ops if op.lane is lane),
-            flops=sum(op.flops for op in ops if op.lane is lane),
+            bytes=num_bytes[lane],
+            flops=flops[lane],
         )
         for lane in LANES
     }
@@ -357,14 +301,11 @@ def _timeline(clock: _Clock, measured: int, *, repeats: bool, given: int) -> Tim
         finish_seconds=tuple(clock.finish),
         measured=measured,
         settled=settled,
-        ops=tuple(
-            Timed(number, op, clock.start[number][op.index], clock.stop[number][op.index])
-            for number, program in enumerate(clock.programs)
-            for op in program.ops
-        ),
         lanes=lanes,
         bottleneck=bottleneck,
         explanation=explanation,
+        programs=tuple(clock.programs),
+        spans=tuple(zip(clock.start, clock.stop, strict=True)),
     )
 
 
@@ -373,7 +314,7 @@ def _agree(values: list[float]) -> bool:
 
 
 def _explain(
-    rates: _Rates, lanes: dict[Lane, LaneUse], spans: dict[Lane, list[tuple[float, float]]], step_seconds: float
+    rates: Rates, lanes: dict[Lane, LaneUse], spans: dict[Lane, list[tuple[float, float]]], step_seconds: float
 ) -> tuple[Lane, str]:
     """Return the lane that limits the step, and why in words."""
     bottleneck = max(LANES, key=lambda lane: lanes[lane].utilisation)
