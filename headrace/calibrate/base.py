@@ -4,6 +4,7 @@ Invariant: a rate is that of whole units of work over the time they took; while 
 moment in which the other has stopped.
 """
 
+import math
 import statistics
 import threading
 import time
@@ -67,15 +68,22 @@ def rates_together(loads: Sequence[Load], seconds: float) -> list[float]:
     return rates
 
 
-def interleaved_medians(measures: Sequence[Callable[[], Sequence[float]]], rounds: int) -> list[list[float]]:
+def interleaved_medians(
+    measures: Sequence[Callable[[], Sequence[float]]], rounds: int, *, deadline: float = math.inf
+) -> list[list[float]]:
     """Run all `measures` in turn, `rounds` times over, and return the median of each figure of each.
 
-    In turn, so that a slow phase of the machine falls on all of them and not on one.
+    In turn, so that a slow phase of the machine falls on all of them and not on one. After the first round, none is begun that
+    would end after `deadline` of `time.perf_counter()` if it took as long as the one before.
     """
     found: list[list[Sequence[float]]] = [[] for _ in measures]
     for _ in range(rounds):
+        begin = time.perf_counter()
         for index, measure in enumerate(measures):
             found[index].append(measure())
+        end = time.perf_counter()
+        if end + (end - begin) > deadline:
+            break
     return [[statistics.median(figures) for figures in zip(*repeats, strict=True)] for repeats in found]
 
 

@@ -7,6 +7,7 @@ Invariant: the result passes the checks of `Ceilings.from_json`; measuring takes
 import contextlib
 import math
 import platform
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -60,6 +61,8 @@ _FILE_BYTES = 4096 * MIB
 # Parts of the time: for what is built and filled before, and for trying settings of the I/O engine.
 _SETUP_SHARE = 0.25
 _TUNING_SHARE = 0.12
+# Where the machine is slower than the shares of the time allow for, rounds are left out that would end so much later.
+_LATEST = 1.1
 _DEFAULT_DTYPE = "bfloat16"
 # A dtype that takes so many times as long as the default one is none of this processor's: a small block is enough to say so.
 _EMULATED = 8
@@ -96,6 +99,7 @@ class _Bench:
 
     def __init__(self, directories: Sequence[Path], seconds: float, sink: Sink | None, stack: contextlib.ExitStack) -> None:
         self._seconds, self._sink, self._stack = seconds, sink, stack
+        self._deadline = time.perf_counter() + _LATEST * seconds
         self._directories = tuple(directories)
         self._quick = seconds < _QUICK_SECONDS
         self._machine: Machine = CudaMachine() if torch.cuda.is_available() else CpuMachine()
@@ -239,7 +243,7 @@ class _Bench:
             return lambda: rates_together([self._loads[name] for name in names], turn)
 
         measures = [*(measure(name) for name in self._loads), *(measure(*pair) for pair in pairs)]
-        medians = interleaved_medians(measures, self._rounds())
+        medians = interleaved_medians(measures, self._rounds(), deadline=self._deadline)
         rates = {name: figures[0] for name, figures in zip(self._loads, medians, strict=False)}
         together = medians[len(self._loads) :]
         shares = {
@@ -346,7 +350,7 @@ class _Bench:
         return slowdowns
 
     def _sources(self) -> dict[str, str]:
-        how = f"median of {self._rounds()} interleaved turns of {self._turn_seconds():.2g} s, torch {torch.__version__}"
+        how = f"median of up to {self._rounds()} interleaved turns of {self._turn_seconds():.2g} s, torch {torch.__version__}"
         kept = "a rough look" if self._quick else "measured"
         directories = {f"drives[{index}]": str(path.resolve()) for index, path in enumerate(self._directories)}
         return {"all figures": f"{kept} by headrace bench machine: {how}", **directories}

@@ -1,5 +1,6 @@
 """Rates are what they claim, together and alone; a quick look at this machine gives a profile that plans can use."""
 
+import statistics
 import time
 from pathlib import Path
 
@@ -67,6 +68,18 @@ def test_rounds_are_interleaved_and_medians_taken() -> None:
 
     assert interleaved_medians([first, second], 3) == [[3.0], [7.0, 8.0]]
     assert order == ["first", "second"] * 3
+
+
+@pytest.mark.parametrize(("seconds_left", "rounds"), [(0.0, 1), (0.5, 1), (60.0, 3)])
+def test_rounds_that_would_end_too_late_are_left_out(seconds_left: float, rounds: int) -> None:
+    values = iter([1.0, 3.0, 2.0])
+
+    def slow() -> list[float]:
+        time.sleep(0.3)
+        return [next(values)]
+
+    found = interleaved_medians([slow], 3, deadline=time.perf_counter() + seconds_left)
+    assert found == [[statistics.median([1.0, 3.0, 2.0][:rounds])]]
 
 
 def test_the_first_time_is_not_counted() -> None:
