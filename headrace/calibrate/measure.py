@@ -61,8 +61,8 @@ _FILE_BYTES = 4096 * MIB
 # Parts of the time: for what is built and filled before, and for trying settings of the I/O engine.
 _SETUP_SHARE = 0.25
 _TUNING_SHARE = 0.12
-# Where the machine is slower than the shares of the time allow for, rounds are left out that would end so much later.
-_LATEST = 1.1
+# Where the machine is slower than the shares of the time allow for, rounds are left out that would end after so much of it.
+_LATEST = 1.0
 _DEFAULT_DTYPE = "bfloat16"
 # A dtype that takes so many times as long as the default one is none of this processor's: a small block is enough to say so.
 _EMULATED = 8
