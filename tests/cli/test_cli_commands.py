@@ -19,7 +19,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from headrace.cli import main
-from headrace.cli.environment import cache_directory, set_defaults
+from headrace.cli.environment import SPIN_COUNT, cache_directory, set_defaults
 from headrace.cli.errors import plainly
 from headrace.cli.machine_sheet import machine_sheet, sheet_text
 from headrace.cli.runs import run_config
@@ -215,15 +215,22 @@ class TestStart:
         finally:
             sys.setswitchinterval(interval)
 
-    def test_the_environment_is_set_but_never_overruled(self) -> None:
+    @pytest.mark.parametrize(
+        ("given", "expected"),
+        [
+            ({}, ["PASSIVE", SPIN_COUNT]),
+            ({"OMP_WAIT_POLICY": "ACTIVE"}, ["ACTIVE", "None"]),  # a spin count of ours would overrule it
+            ({"GOMP_SPINCOUNT": "7"}, ["PASSIVE", "7"]),
+        ],
+    )
+    def test_the_environment_is_set_but_never_overruled(self, given: dict[str, str], expected: list[str]) -> None:
         code = (
             "import os\nfrom headrace.cli.environment import set_defaults\nset_defaults()\n"
-            "print(os.environ['OMP_WAIT_POLICY'], os.environ['GOMP_SPINCOUNT'])"
+            "print(os.environ['OMP_WAIT_POLICY'], os.environ.get('GOMP_SPINCOUNT'))"
         )
-        environment = {**os.environ, "OMP_WAIT_POLICY": "ACTIVE"}
-        environment.pop("GOMP_SPINCOUNT", None)
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
-        assert done.stdout.split() == ["ACTIVE", "0"]
+        environment = {name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment | given)
+        assert done.stdout.split() == expected
 
     def test_the_version(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert run("--version") == 0
