@@ -69,7 +69,7 @@ def environment(*, omp_wait_policy: str, python: Path | None = None) -> dict[str
     """Return the environment of a worker: this one, the repository importable, waiting OpenMP threads as told.
 
     libgomp's default is to spin for some milliseconds between parallel regions. Where another thread of the process wants the
-    core (all systems that overlap something), this can cost an order of magnitude; none at all costs a fifth of small operations.
+    core (all systems that overlap something), this can cost an order of magnitude; without any, small operations take a fifth more.
     It is one setting for all contestants: passive, with as short a spin as Headrace's command line sets.
     """
     variables = dict(os.environ) | {
