@@ -69,8 +69,8 @@ def environment(*, omp_wait_policy: str, python: Path | None = None) -> dict[str
     """Return the environment of a worker: this one, the repository importable, waiting OpenMP threads as told.
 
     libgomp's default is to spin for some milliseconds between parallel regions. Where another thread of the process wants the
-    core (all systems that overlap something), this can cost an order of magnitude; without any, small operations take a fifth more.
-    It is one setting for all contestants: passive, with as short a spin as Headrace's command line sets.
+    core (all systems that overlap something), this can cost an order of magnitude; without any spinning, small operations are
+    a fifth slower. It is one setting for all contestants: passive, with as short a spin as Headrace's command line sets.
     """
     variables = dict(os.environ) | {
         "OMP_WAIT_POLICY": omp_wait_policy,
