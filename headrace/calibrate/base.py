@@ -73,17 +73,14 @@ def interleaved_medians(
 ) -> list[list[float]]:
     """Run all `measures` in turn, `rounds` times over, and return the median of each figure of each.
 
-    In turn, so that a slow phase of the machine falls on all of them and not on one. After the first round, none is begun that
-    would end after `deadline` of `time.perf_counter()` if it took as long as the one before.
+    In turn, so that a slow phase of the machine falls on all of them and not on one. After the first round, nothing more is
+    begun once `time.perf_counter()` has passed `deadline`.
     """
     found: list[list[Sequence[float]]] = [[] for _ in measures]
-    for _ in range(rounds):
-        begin = time.perf_counter()
+    for number in range(rounds):
         for index, measure in enumerate(measures):
-            found[index].append(measure())
-        end = time.perf_counter()
-        if end + (end - begin) > deadline:
-            break
+            if number == 0 or time.perf_counter() < deadline:
+                found[index].append(measure())
     return [[statistics.median(figures) for figures in zip(*repeats, strict=True)] for repeats in found]
 
 

@@ -70,8 +70,8 @@ def test_rounds_are_interleaved_and_medians_taken() -> None:
     assert order == ["first", "second"] * 3
 
 
-@pytest.mark.parametrize(("seconds_left", "rounds"), [(0.0, 1), (0.5, 1), (60.0, 3)])
-def test_rounds_that_would_end_too_late_are_left_out(seconds_left: float, rounds: int) -> None:
+@pytest.mark.parametrize(("seconds_left", "rounds"), [(0.0, 1), (0.45, 2), (60.0, 3)])
+def test_what_would_begin_too_late_is_left_out_after_the_first_round(seconds_left: float, rounds: int) -> None:
     values = iter([1.0, 3.0, 2.0])
 
     def slow() -> list[float]:
