@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 # Idle OpenMP threads otherwise spin for milliseconds on the cores that the update and the SSD threads could use. Without any
-# spinning, each of a block's many small operations waits for a thread to be woken (docs/decisions/0003): some 0.1 ms.
+# spinning, each of a block's many small operations waits for a thread to be woken (docs/decisions/0003).
 SPIN_COUNT = "10000"
 _DEFAULTS = {
     # Large tensors on huge pages: freed ones go back to the kernel at once (machine/host.py), and fresh pages cost less so.

@@ -70,16 +70,20 @@ def test_rounds_are_interleaved_and_medians_taken() -> None:
     assert order == ["first", "second"] * 3
 
 
-@pytest.mark.parametrize(("seconds_left", "rounds"), [(0.0, 1), (0.45, 2), (60.0, 3)])
-def test_what_would_begin_too_late_is_left_out_after_the_first_round(seconds_left: float, rounds: int) -> None:
-    values = iter([1.0, 3.0, 2.0])
+@pytest.mark.parametrize(("deadline", "taken"), [(0.0, (1, 1)), (2.5, (2, 1)), (4.0, (2, 2)), (60.0, (3, 3))])
+def test_what_would_begin_too_late_is_left_out_after_the_first_round(
+    deadline: float, taken: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts, values = [0, 0], [1.0, 3.0, 2.0]
 
-    def slow() -> list[float]:
-        time.sleep(0.3)
-        return [next(values)]
+    def second(index: int) -> list[float]:
+        counts[index] += 1
+        return [values[counts[index] - 1]]
 
-    found = interleaved_medians([slow], 3, deadline=time.perf_counter() + seconds_left)
-    assert found == [[statistics.median([1.0, 3.0, 2.0][:rounds])]]
+    monkeypatch.setattr(time, "perf_counter", lambda: float(sum(counts)))  # each measure takes a second
+    found = interleaved_medians([lambda: second(0), lambda: second(1)], 3, deadline=deadline)
+    assert tuple(counts) == taken
+    assert found == [[statistics.median(values[:count])] for count in taken]
 
 
 def test_the_first_time_is_not_counted() -> None:
