@@ -94,7 +94,7 @@ class Demo:
         run_headrace(*self.train_command(self.unbroken, budgets))
 
     def train_killed(self, budgets: dict[str, str]) -> None:
-        """Train, kill the process in the middle of a step, resume."""
+        """Train with the same plan, which means the same bits; kill the process in the middle of a step; resume."""
         title(f"5  The same once more, but kill -9 in the middle of step {KILL_AFTER_STEP + 1}")
 
         def kill(line: str, process: subprocess.Popen[str]) -> None:
@@ -102,7 +102,8 @@ class Demo:
                 time.sleep(seconds_per_step(self.unbroken) / 2)
                 os.kill(process.pid, signal.SIGKILL)
 
-        code = run_headrace(*self.train_command(self.killed, budgets), watch=kill, expect=-signal.SIGKILL)
+        command = [*self.train_command(self.killed, budgets), "--plan", str(self.unbroken)]
+        code = run_headrace(*command, watch=kill, expect=-signal.SIGKILL)
         say(f"killed (exit code {code}); now: resume")
         run_headrace("resume", str(self.killed))
 

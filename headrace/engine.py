@@ -22,15 +22,13 @@ from headrace.flow.steps import Steps
 from headrace.flow.update import device_updater
 from headrace.ioengine import measure_directory, striping_weights
 from headrace.machine import (
-    CpuMachine,
-    CudaMachine,
     HeapGuard,
-    Machine,
     MemoryMeter,
     default_host_bytes,
     keep_freed_memory,
     process_status_bytes,
     return_pieces,
+    this_machine,
 )
 from headrace.model import (
     Chain,
@@ -42,7 +40,8 @@ from headrace.model import (
     shift_labels,
 )
 from headrace.plan.base import Plan
-from headrace.plan.footprint import Allowance, with_runtime
+from headrace.plan.footprint import Allowance, planned_runtime_bytes, with_runtime
+from headrace.plan.given import adopted, load_plan
 from headrace.plan.memory import scratch_bytes
 from headrace.plan.placement import Problem, Workload
 from headrace.plan.search import make_plan
@@ -77,8 +76,10 @@ class Engine:
         store_of: Callable[["Engine"], StateStore],
         sink: Sink | None,
         adjust_plan: Callable[[Plan], Plan] | None = None,
+        given_plan: Plan | None = None,
     ) -> None:
         self.settings = settings
+        self._given_plan = given_plan
         self._adjust_plan = adjust_plan
         self._user_sink = sink
         self._closers = contextlib.ExitStack()
@@ -90,7 +91,7 @@ class Engine:
                 self._checkpoint.config, settings.compute_dtype, settings.optimizer, settings.moments
             )
             self._weights = self.chain.attach(self._checkpoint)
-            self.machine = _machine(settings)
+            self.machine = this_machine(settings.device_bytes)
             self.chain.move_buffers(self.machine.device)
             if settings.compile_blocks:
                 self.chain.compile_blocks()
@@ -143,6 +144,7 @@ class Engine:
         adjust_plan: Callable[[Plan], Plan] | None = None,
         compile_blocks: bool = False,
         liger: bool = False,
+        plan: Plan | str | Path | None = None,
     ) -> "Engine":
         """Import a Hugging Face model directory into a new store and return the engine that trains it.
 
@@ -155,12 +157,14 @@ class Engine:
         `adjust_plan` may change the plan before anything is built: for experiments with placements that the planner would not
         choose. `compile_blocks` runs blocks under `torch.compile`, `liger` by Liger's kernels (GPU): same mathematics, other
         rounding, no replay. What compiling takes of time and memory in the first step is in no plan.
+        `plan` was made before, or names a run directory or a file that has it: the same plan, the same bits. None: search.
 
         Raises:
-            InputError: the model, a directory or an option cannot be used; nothing has been allocated or written.
+            InputError: the model, a directory, an option or `plan` cannot be used; nothing has been allocated or written.
             PlanInfeasible: the budget is too small; the message says what would do.
         """
         budget = budget or Budget()
+        given_plan = plan if isinstance(plan, Plan | None) else load_plan(Path(plan))
         settings = Settings(
             model_dir=str(Path(model_dir).resolve()),
             device_bytes=budget.device_bytes,
@@ -204,7 +208,7 @@ class Engine:
             return store
 
         try:
-            engine = cls(settings, create, sink, adjust_plan)
+            engine = cls(settings, create, sink, adjust_plan, given_plan)
         except BaseException:
             if temporary is not None:
                 temporary.cleanup()
@@ -310,10 +314,10 @@ class Engine:
             moments=self.settings.moments,
         )
         machine = Ceilings.from_json(self.settings.machine) if self.settings.machine else None
-        plan = make_plan(problem, machine)
+        plan = adopted(self._given_plan, problem) if self._given_plan else make_plan(problem, machine)
         gc.collect()
         return_pieces()  # what simulating many plans took: it is in no plan
-        plan = replace(plan, notes=(*plan.notes, *self.chain.notes))
+        plan = replace(plan, notes=tuple(dict.fromkeys((*plan.notes, *self.chain.notes))))
         return self._adjust_plan(plan) if self._adjust_plan else plan
 
     def _plan_here(self, plan: Plan) -> Plan:
@@ -328,12 +332,12 @@ class Engine:
         return plan
 
     def _runtime(self, profile_model: Callable[[], object]) -> int:
-        """Return what the interpreter and its libraries take, measured once: after all that compiles or loads has done so."""
+        """Return what to plan for the interpreter and its libraries, measured once: after all that compiles or loads did so."""
         if self._runtime_bytes is None:
             profile_model()
             self._updater.warm_up()
             gc.collect()
-            self._runtime_bytes = process_status_bytes("RssAnon")
+            self._runtime_bytes = planned_runtime_bytes(process_status_bytes("RssAnon"))
         return self._runtime_bytes
 
     def _chunk_elements(self) -> int:
@@ -587,9 +591,3 @@ def _tune(store: StateStore, settings: Settings) -> None:
 
 def _silent(event: Event) -> None:
     """The sink of those who do not listen."""
-
-
-def _machine(settings: Settings) -> Machine:
-    if torch.cuda.is_available():
-        return CudaMachine(memory_limit_bytes=settings.device_bytes)
-    return CpuMachine(separate_device=settings.device_bytes is not None)

@@ -78,6 +78,7 @@ def train(
     packing: Annotated[bool | None, typer.Option(help="Several samples in a row. Default: where the model can.")] = None,
     checkpoint_every: Annotated[int | None, typer.Option(help="Commit every so many steps. Default: by the plan.")] = None,
     machine: Annotated[str | None, typer.Option(help="Machine profile. Default: what `bench machine` kept.")] = None,
+    plan: Annotated[Path | None, typer.Option(help="Follow this plan: a run directory, or a plan as JSON.")] = None,
     report_to: Annotated[list[str] | None, typer.Option(help="tensorboard or trace; may be given twice.")] = None,
     compile_blocks: Annotated[bool | None, typer.Option(help="Run blocks under torch.compile. Default: no.")] = None,
     liger: Annotated[bool | None, typer.Option(help="Liger's kernels in the blocks, on a GPU. Default: no.")] = None,

@@ -4,6 +4,7 @@ from headrace.machine.arena import Arena
 from headrace.machine.base import DeviceEvent, Machine
 from headrace.machine.cpu import CpuMachine
 from headrace.machine.cuda import CudaMachine
+from headrace.machine.here import this_machine
 from headrace.machine.host import (
     Bytes,
     HeapGuard,
@@ -37,4 +38,5 @@ __all__ = [
     "pinnable_memory_bytes",
     "process_status_bytes",
     "return_pieces",
+    "this_machine",
 ]

@@ -10,7 +10,7 @@ from headrace.plan.base import Plan
 from headrace.plan.memory import buffer_groups, device_update_temporary_bytes, scratch_bytes
 from headrace.plan.program import RECALLED_AHEAD
 from headrace.spec.costs import ATTENTION, ModelCosts
-from headrace.spec.sizes import KEPT_FREE_BYTES, MAPPED_BYTES, MIB
+from headrace.spec.sizes import KEPT_FREE_BYTES, MAPPED_BYTES, MIB, round_up
 
 # Measured (LOG.md, 2026-11-21): oneDNN keeps 0.7 to 1 MiB of code for each shape of a bfloat16 product; lanes and programs
 # leave 3 MiB, freed tensors too small to go back to the kernel up to 11 MiB.
@@ -26,6 +26,8 @@ _OPERATIONS_OF_A_CHUNK, _OPERATIONS_OF_A_BLOCK, _OPERATION_BYTES, _COMPLETION_BY
 MOST_PROGRAMS = 3
 # oneDNN keeps 1024 of them at most.
 _MOST_PRODUCTS = 340
+# What the interpreter takes differs by less between processes that do the same: 1.8 MB (LOG.md, 2026-11-22).
+_RUNTIME_SPREAD = 4 * MIB
 # Rows of the host tier that are no buffers of a step.
 _RUNTIME, _IMPORT = "runtime", "import of the model"
 
@@ -47,9 +49,12 @@ class Allowance:
     import_workspace_bytes: int | None = None
 
 
-def with_footprint(plan: Plan, costs: ModelCosts, allowance: Allowance) -> Plan:
-    """Return `plan` with its peak bytes per tier and purpose filled in."""
-    rows: dict[str, dict[str, int]] = {"host": {_RUNTIME: allowance.runtime_bytes}}
+def with_footprint(plan: Plan, costs: ModelCosts, allowance: Allowance, *, runtime_of: Plan | None = None) -> Plan:
+    """Return `plan` with its peak bytes per tier and purpose filled in. `runtime_of` is a plan of an earlier process, whose
+    row for the interpreter stays where it holds for this one too.
+    """
+    runtime_bytes = _runtime_row(runtime_of, allowance.runtime_bytes) if runtime_of else allowance.runtime_bytes
+    rows: dict[str, dict[str, int]] = {"host": {_RUNTIME: runtime_bytes}}
     if plan.separate_device:
         rows = {"device": {}, **rows}
     for group in buffer_groups(plan).values():
@@ -67,7 +72,7 @@ def with_footprint(plan: Plan, costs: ModelCosts, allowance: Allowance) -> Plan:
         rows["device"]["libraries"] = _library_bytes(plan, compute, allowance.device_overhead_bytes)
     if allowance.import_workspace_bytes is not None:
         # Before the first step, in memory that the step's buffers take later: only what is beyond them counts.
-        imported = allowance.runtime_bytes + _SMALL_BYTES + import_bytes(plan) + allowance.import_workspace_bytes
+        imported = runtime_bytes + _SMALL_BYTES + import_bytes(plan) + allowance.import_workspace_bytes
         rows["host"][_IMPORT] = max(0, imported - sum(rows["host"].values()))
     weights = sum(plan.planes.weight.num_bytes(unit.num_elements) for unit in plan.units)
     weight_and_states = weights + sum(plan.state_bytes(unit) for unit in range(len(plan.units)))
@@ -88,12 +93,28 @@ def import_bytes(plan: Plan) -> int:
     return largest * (planes.weight.bytes_per_element + master) + chunk
 
 
+def planned_runtime_bytes(measured: int) -> int:
+    """Return what to plan for the interpreter and its libraries, of which this process has `measured` bytes. Rounded, because
+    another process for the same command differs by one or two mebibytes, and should have the same plan where it can.
+    """
+    return round_up(measured + _RUNTIME_SPREAD, _RUNTIME_SPREAD)
+
+
 def with_runtime(plan: Plan, runtime_bytes: int) -> Plan:
     """Return the plan of a run that goes on in another process: the interpreter takes `runtime_bytes` there, and nothing is
     imported. Everything else stays as it was, because another placement would be another order of sums.
     """
     host = {name: size for name, size in plan.peak_bytes["host"].items() if name != _IMPORT}
-    return replace(plan, peak_bytes=plan.peak_bytes | {"host": host | {_RUNTIME: runtime_bytes}})
+    return replace(plan, peak_bytes=plan.peak_bytes | {"host": host | {_RUNTIME: _runtime_row(plan, runtime_bytes)}})
+
+
+def _runtime_row(plan: Plan, runtime_bytes: int) -> int:
+    """Return the row of an earlier process's plan where rounding alone sets this one apart, else what is planned for this one.
+
+    It suffices: `planned_runtime_bytes` adds a whole spread, so this process stays below a row that is less by one.
+    """
+    row = plan.peak_bytes["host"].get(_RUNTIME, 0)
+    return row if abs(runtime_bytes - row) <= _RUNTIME_SPREAD else runtime_bytes
 
 
 def program_bytes(plan: Plan) -> int:

@@ -68,6 +68,11 @@ class Problem:
         return self.allowance.device_bytes is not None
 
     @property
+    def clips(self) -> bool:
+        """Whether the global norm must be known before updates count: also to see whether a float16 step overflowed."""
+        return self.workload.clip or self.compute_dtype == "float16"
+
+    @property
     def homes(self) -> tuple[str, ...]:
         """Where block inputs and kept outputs may wait, nearest first."""
         return ("device", "host", "ssd") if self.separate_device else ("device", "ssd")
@@ -92,11 +97,10 @@ def placements_of(problem: Problem, thrift: int) -> Iterator[Choice]:
 
     Whether freed memory is kept only matters where the CPU computes, and the leanest does without.
     """
-    clips = problem.workload.clip or problem.compute_dtype == "float16"
     chunk_elements = problem.allowance.chunk_elements or _chunk_elements(problem, thrift)
     for home in problem.homes:
         for rows in _micro_batches(problem.workload):
-            for held in ("host", "ssd") if clips else ("host",):
+            for held in ("host", "ssd") if problem.clips else ("host",):
                 for freed in ("kept", "returned") if thrift < 2 and not problem.separate_device else ("returned",):
                     yield Choice(
                         rows=rows,
@@ -129,12 +133,19 @@ def replay_order(costs: ModelCosts, attention_share: float = 1.0) -> list[tuple[
     return sorted(pairs, key=lambda pair: (-benefit(pair), -pair[0], pair[1]))
 
 
+def units_of(problem: Problem) -> tuple[Unit, ...]:
+    """Return the model's units as plans have them."""
+    return tuple(
+        Unit(name=layout.name, num_elements=layout.num_elements, num_parameters=layout.num_parameters)
+        for layout in problem.layouts
+    )
+
+
 def plan_of(problem: Problem, choice: Choice) -> Plan:
     """Return the plan of a choice, with its footprint; nothing of what is left of the budgets is used yet."""
     costs, workload = problem.costs_of(choice.rows), problem.workload
     num_blocks, num_micro = len(costs.blocks), -(-workload.sequences // choice.rows)
-    clips = workload.clip or problem.compute_dtype == "float16"
-    policy = "deferred" if clips else "immediate"
+    policy = "deferred" if problem.clips else "immediate"
     # A lean plan on a separate device holds one block there: its upload waits for compute, but a larger block fits.
     prefetch = 0 if choice.lean and problem.separate_device else 1 if choice.lean or num_blocks < 3 else 2
     kept: list[list[int]] = [[] for _ in costs.blocks]
@@ -145,10 +156,7 @@ def plan_of(problem: Problem, choice: Choice) -> Plan:
         compute_dtype=problem.compute_dtype,
         gradient_dtype=problem.gradient_dtype or problem.compute_dtype,
         separate_device=problem.separate_device,
-        units=tuple(
-            Unit(name=layout.name, num_elements=layout.num_elements, num_parameters=layout.num_parameters)
-            for layout in problem.layouts
-        ),
+        units=units_of(problem),
         num_blocks=num_blocks,
         tied=costs.tied,
         sequence_length=workload.sequence_length,

@@ -114,6 +114,7 @@ class RunConfig(BaseModel):
     checkpoint_every: PositiveInt | None = None
     interpreter: Literal["overlapped", "plain"] = "overlapped"
     machine: str | None = None
+    plan: Path | None = None
     compile_blocks: bool = False
     liger: bool = False
     report_to: Annotated[tuple[Literal["tensorboard", "trace"], ...], BeforeValidator(_listed)] = ()

@@ -12,6 +12,7 @@ import torch
 from transformers import AutoTokenizer
 
 from headrace.data import Batch, BatchStream, DataSpec, TokenSet, load_tokens
+from headrace.plan.given import load_plan
 from headrace.spec.errors import ConfigError, ModelError
 from headrace.training.config import DEFAULT_ROWS_PER_STEP, DEFAULT_SEQUENCE_LENGTH, RunConfig
 
@@ -61,19 +62,17 @@ def with_lengths(config: RunConfig) -> RunConfig:
     """
     model_config = read_model_config(config.model)
     positions = model_config.get("max_position_embeddings") or model_config.get("n_positions")
-    length = config.sequence_length
+    plan = load_plan(config.plan) if config.plan else None
+    tokens = config.tokens_per_step or (plan.tokens_per_step if plan else None)
+    length = config.sequence_length or (plan.sequence_length if plan else None)
     if length is None:
-        length = min(
-            DEFAULT_SEQUENCE_LENGTH, positions or DEFAULT_SEQUENCE_LENGTH, config.tokens_per_step or DEFAULT_SEQUENCE_LENGTH
-        )
+        length = min(DEFAULT_SEQUENCE_LENGTH, positions or DEFAULT_SEQUENCE_LENGTH, tokens or DEFAULT_SEQUENCE_LENGTH)
     elif positions and length > positions:
         raise ConfigError(
             f"sequence_length: {length} is more than the {positions} positions of {config.model.name}; use at most that, or "
             "raise max_position_embeddings in its config.json if the model's positions may be stretched"
         )
-    return RunConfig.of(
-        dict(config) | {"sequence_length": length, "tokens_per_step": config.tokens_per_step or DEFAULT_ROWS_PER_STEP * length}
-    )
+    return RunConfig.of(dict(config) | {"sequence_length": length, "tokens_per_step": tokens or DEFAULT_ROWS_PER_STEP * length})
 
 
 def open_tokens(config: RunConfig, tokenizer: Any) -> tuple[TokenSet, DataSpec]:

@@ -120,6 +120,7 @@ def _begin(run: _Run, on_failure: Callable[[], None] | None = None) -> Finished:
                 compile_blocks=config.compile_blocks,
                 liger=config.liger,
                 machine=load_profile(config.machine) if config.machine else None,
+                plan=config.plan,
                 sink=_for_people(reporters),
             )
         except BaseException:

@@ -66,6 +66,7 @@ def _absolute_paths(config: RunConfig) -> dict[str, object]:
         "data": tuple(str(Path(name).absolute()) if Path(name).exists() else name for name in config.data),
         "ssd": tuple(path.absolute() for path in config.ssd),
         "cache": config.cache.absolute(),
+        "plan": config.plan and config.plan.absolute(),
     }
 
 

@@ -49,6 +49,7 @@ TRAIN_FLAGS = {
     "--no-packing",
     "--output",
     "--packing",
+    "--plan",
     "--report-to",
     "--seed",
     "--sequence-length",

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from headrace import AdamW, Budget
 from headrace.engine import Engine
+from headrace.plan.footprint import planned_runtime_bytes
 from headrace.spec.events import Event, Notice
 
 GIB = 1 << 30
@@ -44,12 +45,23 @@ def test_the_runtime_row_is_this_processs(
     events: list[Event] = []
     with Engine.resume(begun, sink=events.append) as engine:
         assert engine.plan is not None
-        assert engine.plan.peak_bytes["host"]["runtime"] == runtime_bytes
+        assert engine.plan.peak_bytes["host"]["runtime"] == planned_runtime_bytes(runtime_bytes)
         assert "import of the model" not in engine.plan.peak_bytes["host"]
         engine.step(batch())  # said, but not refused
     notices = [event.text for event in events if isinstance(event, Notice) and event.text.startswith("host memory")]
     assert bool(notices) == warned
     assert not warned or ("5." in notices[0] and "4 GiB allowed" in notices[0])
+
+
+@pytest.mark.parametrize("more_bytes", [-2 << 20, 2 << 20])
+def test_a_difference_between_processes_is_no_other_plan(begun: Path, monkeypatch: pytest.MonkeyPatch, more_bytes: int) -> None:
+    monkeypatch.setattr("headrace.engine.process_status_bytes", lambda field: 3 * GIB)
+    with Engine.resume(begun) as engine:
+        engine.step(batch())
+        before = engine.plan
+    monkeypatch.setattr("headrace.engine.process_status_bytes", lambda field: 3 * GIB + more_bytes)
+    with Engine.resume(begun) as engine:
+        assert engine.plan == before
 
 
 def test_the_record_keeps_what_was_measured_last(begun: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,4 +70,4 @@ def test_the_record_keeps_what_was_measured_last(begun: Path, monkeypatch: pytes
         engine.step(batch())
     with Engine.resume(begun) as engine:
         assert engine.plan is not None
-        assert engine.plan.to_json()["peak_bytes"]["host"]["runtime"] == 2 * GIB
+        assert engine.plan.to_json()["peak_bytes"]["host"]["runtime"] == planned_runtime_bytes(2 * GIB)

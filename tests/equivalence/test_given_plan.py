@@ -1,0 +1,138 @@
+"""The plan of another run: the same bits within another budget, and a clear word where it is not for this run.
+
+Run: pytest tests/equivalence/test_given_plan.py
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from plain import batch_of
+
+from headrace import AdamW, Budget
+from headrace.engine import Engine
+from headrace.plan.base import Plan
+from headrace.plan.given import load_plan
+from headrace.planning import plan_model
+from headrace.spec.errors import ConfigError, PlanInfeasible
+
+ROWS, LENGTH = 6, 32
+STEP = {"tokens_per_step": ROWS * LENGTH, "sequence_length": LENGTH}
+
+
+def run(path: Path, folder: Path, host: str = "4GiB", **options: Any) -> tuple[Plan, list[float], bytes]:
+    """Return the plan, losses and final weights of a run of three steps."""
+    engine_options = {**STEP, **options}
+    with Engine.open(path, Budget(host=host), AdamW(lr=1e-3), run_directory=folder, **engine_options) as engine:
+        losses = [engine.step(batch_of(ROWS, LENGTH, seed)).loss for seed in range(3)]
+        engine.save_pretrained(folder / "out")
+        assert engine.plan is not None
+        return engine.plan, losses, (folder / "out" / "model.safetensors").read_bytes()
+
+
+@pytest.fixture
+def path(model_dir: Callable[..., Path]) -> Path:
+    return model_dir("llama")
+
+
+def one_row_at_a_time(plan: Plan) -> Plan:
+    """Another plan than the planner's, so that a run that made its own would not have it by chance."""
+    changed = plan.to_json() | {"micro_batch_sequences": 1, "num_micro_batches": ROWS, "accumulate": True}
+    changed |= {"loss_chunk_tokens": 16}
+    return Plan.from_json(changed)
+
+
+def test_the_same_plan_is_the_same_bits(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, *bits = run(path, tmp_path / "first", adjust_plan=one_row_at_a_time)
+    (tmp_path / "first" / "plan.json").write_text(json.dumps(first.to_json()))
+    given = load_plan(tmp_path / "first")
+    assert given == first
+    second, *same = run(path, tmp_path / "second", "5GiB", plan=given)
+    assert second.micro_batch_sequences == 1
+    assert same == bits
+    third, *other = run(path, tmp_path / "third")
+    assert third.micro_batch_sequences > 1
+    assert other != bits, "the test shows nothing if every plan has the same bits"
+
+
+def test_a_process_with_other_libraries_has_the_same_plan(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the interpreter takes differs by a mebibyte or two from process to process, and the budget is just enough."""
+
+    def takes(mebibytes: float) -> None:
+        monkeypatch.setattr("headrace.engine.process_status_bytes", lambda field: int(mebibytes * (1 << 20)))
+
+    takes(301.0)
+    least, *_ = run(path, tmp_path / "least")
+    just_enough = str(least.peak("host"))
+    first, *bits = run(path, tmp_path / "first", just_enough, plan=least)
+    takes(303.5)
+    second, *same = run(path, tmp_path / "second", just_enough, plan=first)
+    assert second.to_json() == first.to_json()
+    assert same == bits
+    takes(340.0)
+    with pytest.raises(PlanInfeasible, match="host memory: the plan that was given needs"):
+        run(path, tmp_path / "third", just_enough, plan=first)
+    assert not (tmp_path / "third").exists()
+
+
+def test_what_headrace_plan_says_can_be_run(path: Path, tmp_path: Path) -> None:
+    report = plan_model(path / "config.json", Budget(host="4GiB"), **STEP)
+    (tmp_path / "plan.json").write_text(json.dumps(report.to_json()))
+    plan, losses, _ = run(path, tmp_path / "run", max_grad_norm=1.0, plan=load_plan(tmp_path / "plan.json"))
+    assert report.plan is not None
+    assert plan.micro_batch_sequences == report.plan.micro_batch_sequences
+    assert all(torch.isfinite(torch.tensor(losses)))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"tokens_per_step": 3 * LENGTH}, "tokens_per_step 192 in the plan, 96 here"),
+        ({"sequence_length": LENGTH // 2}, "sequence_length 32 in the plan, 16 here"),
+        ({"max_grad_norm": 1.0}, "clipping no in the plan, yes here"),
+        ({"compute_dtype": "float32"}, "compute_dtype bfloat16 in the plan, float32 here"),
+        ({"moments": "int8"}, "moments float32 in the plan, int8 here"),
+        ({"checkpoint_every": 7}, "checkpoint_every 1 in the plan, 7 here"),
+    ],
+)
+def test_another_runs_plan_is_refused(path: Path, tmp_path: Path, options: dict[str, Any], words: str) -> None:
+    given = planned(path, tmp_path)
+    with pytest.raises(ConfigError, match=words):
+        run(path, tmp_path / "run", plan=given, **options)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_plan_for_more_cores_or_another_model_is_refused(path: Path, tmp_path: Path, model_dir: Callable[..., Path]) -> None:
+    given = planned(path, tmp_path)
+    with pytest.raises(ConfigError, match=r"parameters .* in the plan, .* here; units differ"):
+        run(model_dir("llama-tied"), tmp_path / "run", plan=given)
+    larger = Plan.from_json(given.to_json() | {"compute_threads": 999})
+    with pytest.raises(ConfigError, match="999 threads in the plan"):
+        run(path, tmp_path / "run", plan=larger)
+
+
+def planned(path: Path, folder: Path) -> Plan:
+    with Engine.open(path, Budget(host="4GiB"), AdamW(), run_directory=folder / "planned", **STEP) as engine:
+        assert engine.plan is not None
+        return engine.plan
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "cannot be read"),
+        ("{", "not JSON"),
+        ("[1]", "no plan of this version"),
+        ('{"units": [{"name": "block"}]}', "no plan of this version"),
+        ('{"fits": false, "plan": null}', "does not fit"),
+        ('{"fits": true}', "no plan of this version"),
+    ],
+)
+def test_a_file_that_is_no_plan_is_refused(tmp_path: Path, content: str | None, words: str) -> None:
+    if content is not None:
+        (tmp_path / "plan.json").write_text(content)
+    with pytest.raises(ConfigError, match=words):
+        load_plan(tmp_path / "plan.json")
