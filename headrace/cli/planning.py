@@ -9,7 +9,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from headrace.calibrate import measure_machine
 from headrace.cli.environment import cache_directory, machine_profile_path
 from headrace.plan.profiles import load_profile
 from headrace.planning import PlanReport, explain, plan_model
@@ -71,6 +70,8 @@ def bench_machine(directories: Sequence[Path], output: Path | None, *, seconds: 
     Raises:
         StorageError: a directory cannot be measured, or the profile cannot be written.
     """
+    from headrace.calibrate import measure_machine  # late: it brings the kernels and their compiler, which a plan does without
+
     path = output or machine_profile_path()
     ceilings = measure_machine(tuple(directories) or (Path.cwd(),), seconds_budget=seconds, sink=_say)
     try:

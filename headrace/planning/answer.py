@@ -3,6 +3,7 @@
 Invariant: the placement is `make_plan`'s and the times are the simulator's, as for a run; nothing is estimated beside them.
 """
 
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ from headrace.machine import process_status_bytes
 from headrace.model import Chain, import_workspace_bytes, profile
 from headrace.plan.base import Plan
 from headrace.plan.endurance import endurance
-from headrace.plan.footprint import Allowance, with_footprint
+from headrace.plan.footprint import Allowance, planned_runtime_bytes, with_footprint
 from headrace.plan.forecast import Forecast, forecast
 from headrace.plan.placement import Problem, Workload, filled, fits, placements_of, plan_of
 from headrace.plan.search import make_plan, nominal_ceilings, nominal_machine
@@ -46,6 +47,8 @@ _STEPS = 1000
 _COARSE_OPERATIONS = 1000
 # Finer, for times that stand beside the plan's own.
 _MOST_OPERATIONS = 2000
+# What a run loads besides what a plan does: kernels with their compiler, tokenizer, data. Measured (LOG.md, 2026-11-22).
+_COMPILER_OF_KERNELS, _LOADED_BY_RUNS_BYTES = "numba", 36 * MIB
 # A variant of a plan that fits is worth a line below this share of its time.
 _WORTH_IT = 0.99
 # Placements of a variant that are compared.
@@ -180,10 +183,16 @@ def _allowance(budget: Budget, ceilings: Ceilings | None, *, here: bool) -> Allo
     return Allowance(
         host_bytes=host_bytes,
         device_bytes=device_bytes,
-        runtime_bytes=process_status_bytes("RssAnon"),
+        runtime_bytes=_runtime_bytes(),
         cores=torch.get_num_threads() if here or ceilings is None else ceilings.cores,
         device_overhead_bytes=default_device_overhead_bytes(ceilings, here=here),
     )
+
+
+def _runtime_bytes() -> int:
+    """Return what to plan for the interpreter of a run. Where runs load more than this process did, that is added."""
+    loaded = _COMPILER_OF_KERNELS in sys.modules
+    return planned_runtime_bytes(process_status_bytes("RssAnon") + (0 if loaded else _LOADED_BY_RUNS_BYTES))
 
 
 class _Planner:
