@@ -13,7 +13,7 @@ import json
 import re
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, product
 from pathlib import Path
@@ -29,7 +29,9 @@ from headrace.spec.sizes import GIB, format_seconds
 TB = 10**12
 GPU = "rtx4090"
 SEQUENCE_LENGTH = 2048
-RAM_GIB, SSDS, TOKENS = (64, 128, 256), (1, 4, 12), (16384, 65536)
+# Allowed of the card: one without a screen has most of a GiB less than its name says.
+CARD_GIB, DEVICE_GIB = 24, 23
+RAM_GIB, SSDS = (64, 128, 256), (1, 4, 12)
 # Of main memory, as a run would be told: the rest is the system's.
 HOST_SHARE = 7 / 8
 STEPS = 1000
@@ -61,9 +63,6 @@ class Cell:
     ram_gib: int
     ssds: int
     tokens: int
-    card_gib: int = 24
-    device_gib: int = 23  # allowed: a card without a screen has most of a GiB less than its name says
-    sequence_length: int = SEQUENCE_LENGTH
 
     @property
     def words(self) -> str:
@@ -83,27 +82,26 @@ class Section:
 Answer = dict[str, Any]
 
 
-def grid(**changes: int) -> tuple[Cell, ...]:
+def grid(tokens_per_step: Sequence[int]) -> tuple[Cell, ...]:
     """Return all cells of memory, SSDs and tokens."""
-    return tuple(Cell(ram, ssds, tokens, **changes) for tokens, ram, ssds in product(TOKENS, RAM_GIB, SSDS))
+    return tuple(Cell(ram, ssds, tokens) for tokens, ram, ssds in product(tokens_per_step, RAM_GIB, SSDS))
+
+
+def tokens_of(cells: Iterable[Cell]) -> list[int]:
+    """Return the tokens per step that there are, the fewest first."""
+    return sorted({cell.tokens for cell in cells})
 
 
 SECTIONS = (
-    Section("Llama-3-70B on an RTX 4090", LLAMA_70B, "23 GiB of the card's 24 are allowed.", grid()),
+    Section("Llama-3-70B on an RTX 4090", LLAMA_70B, "23 GiB of the card's 24 are allowed.", grid((16384, 65536))),
     Section(
         "GPT-3 175B on an RTX 4090",
         GPT3_175B,
         "GPT-2's architecture with `n_embd` 12288, 96 layers and 96 heads, and `activation_function` `gelu_pytorch_tanh` "
         "instead of `gelu_new`: the same function, but `gelu_new` is a chain of operators that save eight tensors of four "
-        "hidden sizes per token for backward, which the device has to hold. A block in parts is not supported yet, so that "
-        "one block, its gradient and its workspace must fit the card: with 23 GiB only short sequences do.",
-        tuple(Cell(256, 4, TOKENS[0], sequence_length=length) for length in (2048, 1024, 512)),
-    ),
-    Section(
-        "GPT-3 175B on the same machine with a card of 32 GB",
-        GPT3_175B,
-        "31 GiB of 32 are allowed; all other figures are those of the RTX 4090.",
-        grid(card_gib=32, device_gib=31),
+        "hidden sizes per token for backward, which the device has to hold. 23 GiB of the card's 24 are allowed. "
+        "Hidden states of all of a step's tokens lie on the card between two blocks, so that 65536 tokens a step need 25 GiB.",
+        grid((16384, 32768)),
     ),
 )
 
@@ -113,15 +111,15 @@ def answer(config: Path, cell: Cell) -> Answer:
     machine = replace(
         load_profile(f"{GPU}-{cell.ssds}ssd"),
         host_memory_bytes=cell.ram_gib * GIB,
-        device_memory_bytes=cell.card_gib * GIB,
+        device_memory_bytes=CARD_GIB * GIB,
     )
     report = plan_model(
         config,
-        Budget(device=cell.device_gib * GIB, host=int(cell.ram_gib * HOST_SHARE * GIB)),
+        Budget(device=DEVICE_GIB * GIB, host=int(cell.ram_gib * HOST_SHARE * GIB)),
         ceilings=machine,
         here=False,
         tokens_per_step=cell.tokens,
-        sequence_length=cell.sequence_length,
+        sequence_length=SEQUENCE_LENGTH,
         max_steps=STEPS,
     )
     return report.to_json()
@@ -158,7 +156,7 @@ HEADER = (
 
 def row_of(cell: Cell, found: Answer) -> str:
     """Return a line of the table."""
-    head = f"| {cell.ram_gib} | {cell.ssds} | {cell.tokens} | {cell.sequence_length} |"
+    head = f"| {cell.ram_gib} | {cell.ssds} | {cell.tokens} | {SEQUENCE_LENGTH} |"
     if not found["fits"]:
         lacking = ", ".join(f"{tier} needs {size / GIB:.1f} GiB" for tier, size in found["peak_bytes"].items())
         nearest = found["alternatives"][:1]
@@ -201,8 +199,10 @@ def sentences(answers: Sequence[tuple[Cell, Answer]]) -> Iterator[str]:
     """Yield what the numbers of a table say: what limits where, and what more of each resource buys."""
     fitting = {(cell.tokens, cell.ram_gib, cell.ssds): found for cell, found in answers if found["fits"]}
     seconds = {key: found["step_seconds"] for key, found in fitting.items()}
+    all_tokens = tokens_of(cell for cell, _ in answers)
+    fewest, most = all_tokens[0], all_tokens[-1]
     yield from _missing(answers)
-    for tokens in TOKENS:
+    for tokens in all_tokens:
         own = {key[1:]: found for key, found in fitting.items() if key[0] == tokens}
         if not own:
             continue
@@ -219,9 +219,9 @@ def sentences(answers: Sequence[tuple[Cell, Answer]]) -> Iterator[str]:
             f"{format_seconds(own[worst]['step_seconds'])} ({_place(worst)}). The busiest part: {where}."
         )
         yield from (text for text in (_gain(own, 1), _gain(own, 0)) if text)
-    more = [seconds[TOKENS[1], ram, ssds] / seconds[TOKENS[0], ram, ssds] for ram, ssds in _both(fitting)]
+    more = [seconds[most, ram, ssds] / seconds[fewest, ram, ssds] for ram, ssds in _both(fitting, fewest, most)]
     if more:
-        factor = TOKENS[1] // TOKENS[0]
+        factor = most // fewest
         yield (
             f"{factor} times the tokens cost {min(more):.1f} to {max(more):.1f} times the seconds, "
             f"so that tokens per second rise {factor / max(more):.1f} to {factor / min(more):.1f} times."
@@ -255,8 +255,8 @@ def _missing(answers: Sequence[tuple[Cell, Answer]]) -> Iterator[str]:
         )
 
 
-def _both(fitting: dict[tuple[int, int, int], Answer]) -> list[tuple[int, int]]:
-    return [key[1:] for key in fitting if key[0] == TOKENS[0] and (TOKENS[1], *key[1:]) in fitting]
+def _both(fitting: dict[tuple[int, int, int], Answer], fewest: int, most: int) -> list[tuple[int, int]]:
+    return [key[1:] for key in fitting if key[0] == fewest and (most, *key[1:]) in fitting]
 
 
 def _gain(own: dict[tuple[int, int], Answer], axis: int) -> str:
@@ -308,7 +308,7 @@ def odd_cells(answers: Sequence[tuple[Cell, Answer]]) -> list[str]:
                     odd.append(
                         f"{cell.words}: {own['step_seconds']:.1f} s a step; {other.words}: {theirs['step_seconds']:.1f} s"
                     )
-        for other in (replace(cell, tokens=tokens) for tokens in TOKENS if tokens > cell.tokens):
+        for other in (replace(cell, tokens=tokens) for tokens in tokens_of(found) if tokens > cell.tokens):
             theirs = found.get(other)
             if theirs is None or not own["fits"] or not theirs["fits"]:
                 continue

@@ -235,7 +235,8 @@ class _Planner:
         def costs_of(sequences: int) -> ModelCosts:
             key = (sequences, length)
             if key not in self._costs:
-                self._costs[key] = profile(self._chain, sequences, length)
+                for_gpu = question.allowance.device_overhead_bytes > 0
+                self._costs[key] = profile(self._chain, sequences, length, for_gpu=for_gpu)
             return self._costs[key]
 
         alignment = plane_set(self._chain.compute_dtype, question.moments).parameter_alignment
