@@ -18,7 +18,7 @@ TINY = LlamaConfig(
 
 
 def test_a_small_model_gets_a_table_with_its_times_and_its_wear(tmp_path):
-    section = plans.Section("A small model", TINY, "For tests.", (plans.Cell(64, 1, 4096, device_gib=8),))
+    section = plans.Section("A small model", TINY, "For tests.", (plans.Cell(64, 1, 4096),))
     answers = plans.answers_of(section, tmp_path)
     found = answers[0][1]
     assert found["fits"]
@@ -52,7 +52,7 @@ def test_a_cell_that_does_not_fit_says_what_is_missing_and_what_would_do():
 
 
 def a_grid(seconds_of, **changes):
-    return [made_up(seconds_of(cell), cell=cell, **changes) for cell in plans.grid()]
+    return [made_up(seconds_of(cell), cell=cell, **changes) for cell in plans.grid((16384, 65536))]
 
 
 def test_sentences_say_what_more_of_each_resource_buys():
