@@ -7,12 +7,13 @@ compute decide in which order sums are taken; so runs agree bit for bit only und
 
 import json
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from headrace.plan.base import Plan
 from headrace.plan.footprint import with_footprint
-from headrace.plan.placement import Problem, units_of
+from headrace.plan.placement import Problem, operators_of, units_of
 from headrace.spec.errors import ConfigError, PlanInfeasible
 from headrace.spec.sizes import format_bytes
 
@@ -38,9 +39,13 @@ def load_plan(path: Path) -> Plan:
             raise ConfigError(f"plan {file}: says that the model does not fit; {advice} that fits")
         values = values.get("plan")
     try:
-        return Plan.from_json(values)
+        plan = Plan.from_json(values)
+        for field in fields(Plan):
+            if field.type in (bool, int, str) and type(getattr(plan, field.name)) is not field.type:
+                raise TypeError(f"{field.name} is {getattr(plan, field.name)!r}")
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(f"plan {file}: no plan of this version of headrace ({error}); {advice}") from error
+    return plan
 
 
 def adopted(plan: Plan, problem: Problem) -> Plan:
@@ -52,7 +57,15 @@ def adopted(plan: Plan, problem: Problem) -> Plan:
     """
     if differences := list(_differences(plan, problem)):
         raise ConfigError(f"plan: it is for another run: {'; '.join(differences)}; give the plan of a run like this, or none")
-    plan = with_footprint(plan, problem.costs_of(plan.micro_batch_sequences), problem.allowance, runtime_of=plan)
+    if damaged := ", ".join(_damaged(plan, problem)):
+        raise ConfigError(f"plan: no planner made this: {damaged}; give a plan as it was written, or none")
+    costs = problem.costs_of(plan.micro_batch_sequences)
+    if plan.operators != operators_of(costs):
+        raise ConfigError(
+            "plan: it is for blocks with other operators (compile_blocks, liger, or another version of transformers or torch); "
+            "give the plan of a run like this, or none"
+        )
+    plan = with_footprint(plan, costs, problem.allowance, runtime_of=plan)
     for tier, allowed in plan.allowed_bytes.items():
         if plan.peak(tier) > allowed:
             raise PlanInfeasible(
@@ -87,6 +100,35 @@ def _differences(plan: Plan, problem: Problem) -> Iterator[str]:
             yield f"{name} differ" if name == "units" else f"{name} {made_for} in the plan, {found} here"
     if threads > cores:
         yield f"{threads} threads in the plan, {cores} cores here"
+
+
+def _damaged(plan: Plan, problem: Problem) -> Iterator[str]:
+    """Yield what no plan has: a file may have been edited, or its end may be another plan's."""
+    least = {
+        "micro_batch_sequences": 1,
+        "loss_chunk_tokens": 1,
+        "checkpoint_every": 1,
+        "prefetch": 0,
+        "host_slots": plan.prefetch + 1,
+        "chunk_elements": 1,
+        "state_slots": 1,
+        "gradient_slots": 1,
+        "stash_slots": 0,
+        "compute_threads": 1,
+        "update_threads": 1,
+    }
+    yield from (f"{name} {getattr(plan, name)}" for name, value in least.items() if getattr(plan, name) < value)
+    if plan.num_micro_batches != -(-problem.workload.sequences // max(1, plan.micro_batch_sequences)):
+        yield f"{plan.num_micro_batches} micro-batches of {plan.micro_batch_sequences} rows"
+    for name in ("stash_tiers", "kept", "kept_bytes", "skipped", "operators"):
+        if len(getattr(plan, name)) != plan.num_blocks:
+            yield f"{name} of {len(getattr(plan, name))} blocks, where there are {plan.num_blocks}"
+            return
+    yield from (f"block inputs on {tier!r}" for tier in sorted(set(plan.stash_tiers) - set(problem.homes)))
+    for block, names in enumerate(plan.operators):
+        if not {*plan.kept[block], *plan.skipped[block]} <= set(range(len(names))):
+            yield f"kept or skipped operators of block {block + 1} beyond its {len(names)}"
+            return
 
 
 def _words(value: bool) -> str:

@@ -141,6 +141,11 @@ def units_of(problem: Problem) -> tuple[Unit, ...]:
     )
 
 
+def operators_of(costs: ModelCosts) -> tuple[tuple[str, ...], ...]:
+    """Return the names of each block's operators, in the order in which plans count them."""
+    return tuple(tuple(operator.name for operator in block.operators) for block in costs.blocks)
+
+
 def plan_of(problem: Problem, choice: Choice) -> Plan:
     """Return the plan of a choice, with its footprint; nothing of what is left of the budgets is used yet."""
     costs, workload = problem.costs_of(choice.rows), problem.workload
@@ -182,7 +187,7 @@ def plan_of(problem: Problem, choice: Choice) -> Plan:
         kept=tuple(tuple(sorted(ordinals)) for ordinals in kept),
         kept_bytes=tuple(_bytes_of(costs, block, ordinals) for block, ordinals in enumerate(kept)),
         skipped=tuple(block.skippable for block in costs.blocks),
-        operators=tuple(tuple(operator.name for operator in block.operators) for block in costs.blocks),
+        operators=operators_of(costs),
         spared_flops=tuple(
             sum(block.operators[ordinal].flops for ordinal in (*block.skippable, *ordinals))
             for block, ordinals in zip(costs.blocks, kept, strict=True)

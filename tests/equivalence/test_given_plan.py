@@ -105,6 +105,12 @@ def test_another_runs_plan_is_refused(path: Path, tmp_path: Path, options: dict[
     assert not (tmp_path / "run").exists()
 
 
+def test_a_figure_that_is_no_number_is_refused(path: Path, tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text(json.dumps(planned(path, tmp_path).to_json() | {"host_slots": "3"}))
+    with pytest.raises(ConfigError, match="host_slots is '3'"):
+        load_plan(tmp_path / "plan.json")
+
+
 def test_a_plan_for_more_cores_or_another_model_is_refused(path: Path, tmp_path: Path, model_dir: Callable[..., Path]) -> None:
     given = planned(path, tmp_path)
     with pytest.raises(ConfigError, match=r"parameters .* in the plan, .* here; units differ"):
@@ -112,6 +118,26 @@ def test_a_plan_for_more_cores_or_another_model_is_refused(path: Path, tmp_path:
     larger = Plan.from_json(given.to_json() | {"compute_threads": 999})
     with pytest.raises(ConfigError, match="999 threads in the plan"):
         run(path, tmp_path / "run", plan=larger)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"micro_batch_sequences": 0}, "micro_batch_sequences 0"),
+        ({"num_micro_batches": 5}, "5 micro-batches"),
+        ({"host_slots": 0}, "host_slots 0"),
+        ({"chunk_elements": -4}, "chunk_elements -4"),
+        ({"stash_tiers": ["device"]}, "stash_tiers of 1 blocks, where there are 4"),
+        ({"stash_tiers": ["tape"] * 4}, "block inputs on 'tape'"),
+        ({"kept": [[99], [], [], []]}, "kept or skipped operators of block 1"),
+        ({"operators": [["aten.mm.default"]] * 4, "skipped": [[]] * 4, "kept": [[]] * 4}, "blocks with other operators"),
+    ],
+)
+def test_a_plan_that_was_edited_is_refused(path: Path, tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+    damaged = Plan.from_json(planned(path, tmp_path).to_json() | changes)
+    with pytest.raises(ConfigError, match=words):
+        run(path, tmp_path / "run", plan=damaged)
+    assert not (tmp_path / "run").exists()
 
 
 def planned(path: Path, folder: Path) -> Plan:
