@@ -21,7 +21,7 @@ from headrace.calibrate.base import Load, interleaved_medians, rates_together, s
 from headrace.calibrate.compute import AttentionLoad, BlockLoad, HeadLoad, fitted_rates, fresh_pages_share
 from headrace.calibrate.drives import Drive, DriveLoad
 from headrace.calibrate.memory import CopyLoad, DrainLoad, StreamLoad, UpdateBuffers, UpdateLoad
-from headrace.machine import CpuMachine, CudaMachine, Machine, available_memory_bytes, keep_freed_memory
+from headrace.machine import available_memory_bytes, keep_freed_memory, this_machine
 from headrace.spec.ceilings import Ceilings
 from headrace.spec.errors import ConfigError
 from headrace.spec.events import Notice, Sink
@@ -101,7 +101,7 @@ class _Bench:
         self._deadline = time.perf_counter() + seconds
         self._directories = tuple(directories)
         self._quick = seconds < _QUICK_SECONDS
-        self._machine: Machine = CudaMachine() if torch.cuda.is_available() else CpuMachine()
+        self._machine = this_machine(None)
         stack.callback(self._machine.release_host_buffers)
         self._gpu = self._machine.device.type == "cuda"
         self._cores = torch.get_num_threads()

@@ -11,9 +11,10 @@ from headrace.pages.findings import Findings, find
 from headrace.pages.gauges import measured_peaks, memory_bars, rate_gauges
 from headrace.pages.lane_chart import lane_chart
 from headrace.pages.markup import decimal_bytes, element, escape, figure
-from headrace.pages.run_files import MACHINE_NAME, METRICS_NAME, PLAN_NAME, RunFiles, read_run
+from headrace.pages.run_files import MACHINE_NAME, METRICS_NAME, RunFiles, read_run
 from headrace.pages.step_charts import Marks, step_charts
 from headrace.pages.words import bottleneck_words, endurance_words, io_cpu_words
+from headrace.plan.given import PLAN_NAME
 from headrace.report.lanes import LANES_NAME, TIMELINE_NAME
 from headrace.spec.errors import RunDirectoryError
 from headrace.spec.sizes import format_seconds

@@ -13,13 +13,13 @@ from typing import Any, TypeVar
 import yaml
 
 from headrace.plan.base import Plan
+from headrace.plan.given import PLAN_NAME
 from headrace.report.lanes import LANES_NAME, TIMELINE_NAME, Recording, read_recording
 from headrace.report.metrics import Record, read_metrics
 from headrace.spec.ceilings import Ceilings
 from headrace.spec.errors import HeadraceError, RunDirectoryError
 
 METRICS_NAME = "metrics.jsonl"
-PLAN_NAME = "plan.json"
 MACHINE_NAME = "machine.json"
 CONFIG_NAME = "config.yaml"
 SUMMARY_NAME = "summary.json"

@@ -49,12 +49,9 @@ class Allowance:
     import_workspace_bytes: int | None = None
 
 
-def with_footprint(plan: Plan, costs: ModelCosts, allowance: Allowance, *, runtime_of: Plan | None = None) -> Plan:
-    """Return `plan` with its peak bytes per tier and purpose filled in. `runtime_of` is a plan of an earlier process, whose
-    row for the interpreter stays where it holds for this one too.
-    """
-    runtime_bytes = _runtime_row(runtime_of, allowance.runtime_bytes) if runtime_of else allowance.runtime_bytes
-    rows: dict[str, dict[str, int]] = {"host": {_RUNTIME: runtime_bytes}}
+def with_footprint(plan: Plan, costs: ModelCosts, allowance: Allowance) -> Plan:
+    """Return `plan` with its peak bytes per tier and purpose filled in."""
+    rows: dict[str, dict[str, int]] = {"host": {_RUNTIME: allowance.runtime_bytes}}
     if plan.separate_device:
         rows = {"device": {}, **rows}
     for group in buffer_groups(plan).values():
@@ -72,7 +69,7 @@ def with_footprint(plan: Plan, costs: ModelCosts, allowance: Allowance, *, runti
         rows["device"]["libraries"] = _library_bytes(plan, compute, allowance.device_overhead_bytes)
     if allowance.import_workspace_bytes is not None:
         # Before the first step, in memory that the step's buffers take later: only what is beyond them counts.
-        imported = runtime_bytes + _SMALL_BYTES + import_bytes(plan) + allowance.import_workspace_bytes
+        imported = allowance.runtime_bytes + _SMALL_BYTES + import_bytes(plan) + allowance.import_workspace_bytes
         rows["host"][_IMPORT] = max(0, imported - sum(rows["host"].values()))
     weights = sum(plan.planes.weight.num_bytes(unit.num_elements) for unit in plan.units)
     weight_and_states = weights + sum(plan.state_bytes(unit) for unit in range(len(plan.units)))
@@ -105,10 +102,10 @@ def with_runtime(plan: Plan, runtime_bytes: int) -> Plan:
     imported. Everything else stays as it was, because another placement would be another order of sums.
     """
     host = {name: size for name, size in plan.peak_bytes["host"].items() if name != _IMPORT}
-    return replace(plan, peak_bytes=plan.peak_bytes | {"host": host | {_RUNTIME: _runtime_row(plan, runtime_bytes)}})
+    return replace(plan, peak_bytes=plan.peak_bytes | {"host": host | {_RUNTIME: runtime_row(plan, runtime_bytes)}})
 
 
-def _runtime_row(plan: Plan, runtime_bytes: int) -> int:
+def runtime_row(plan: Plan, runtime_bytes: int) -> int:
     """Return the row of an earlier process's plan where rounding alone sets this one apart, else what is planned for this one.
 
     It suffices: `planned_runtime_bytes` adds a whole spread, so this process stays below a row that is less by one.

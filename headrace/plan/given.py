@@ -7,17 +7,18 @@ compute decide in which order sums are taken; so runs agree bit for bit only und
 
 import json
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from headrace.plan.base import Plan
-from headrace.plan.footprint import with_footprint
+from headrace.plan.footprint import runtime_row, with_footprint
 from headrace.plan.placement import Problem, operators_of, units_of
 from headrace.spec.errors import ConfigError, PlanInfeasible
 from headrace.spec.sizes import format_bytes
 
-_FILE_OF_A_RUN = "plan.json"
+# Where a run directory has its plan.
+PLAN_NAME = "plan.json"
 
 
 def load_plan(path: Path) -> Plan:
@@ -26,7 +27,7 @@ def load_plan(path: Path) -> Plan:
     Raises:
         ConfigError: no such file, not JSON, or no plan (of this version).
     """
-    file = path / _FILE_OF_A_RUN if path.is_dir() else path
+    file = path / PLAN_NAME if path.is_dir() else path
     advice = "give a run directory with a plan.json, or a file with the output of 'headrace plan --json'"
     try:
         values: Any = json.loads(file.read_bytes())
@@ -65,7 +66,8 @@ def adopted(plan: Plan, problem: Problem) -> Plan:
             "plan: it is for blocks with other operators (compile_blocks, liger, or another version of transformers or torch); "
             "give the plan of a run like this, or none"
         )
-    plan = with_footprint(plan, costs, problem.allowance, runtime_of=plan)
+    allowance = problem.allowance
+    plan = with_footprint(plan, costs, replace(allowance, runtime_bytes=runtime_row(plan, allowance.runtime_bytes)))
     for tier, allowed in plan.allowed_bytes.items():
         if plan.peak(tier) > allowed:
             raise PlanInfeasible(
@@ -103,7 +105,7 @@ def _differences(plan: Plan, problem: Problem) -> Iterator[str]:
 
 
 def _damaged(plan: Plan, problem: Problem) -> Iterator[str]:
-    """Yield what no plan has: a file may have been edited, or its end may be another plan's."""
+    """Yield what no plan has: the file was edited."""
     least = {
         "micro_batch_sequences": 1,
         "loss_chunk_tokens": 1,

@@ -55,10 +55,10 @@ def open_tokenizer(model: Path) -> Any:
 
 
 def with_lengths(config: RunConfig) -> RunConfig:
-    """Return `config` with `sequence_length` and `tokens_per_step` decided.
+    """Return `config` with `sequence_length` and `tokens_per_step` decided: those of the plan that is given, if one is.
 
     Raises:
-        ConfigError: `sequence_length` is more than the model has positions for.
+        ConfigError: `sequence_length` is more than the model has positions for, or `plan` names no plan.
     """
     model_config = read_model_config(config.model)
     positions = model_config.get("max_position_embeddings") or model_config.get("n_positions")

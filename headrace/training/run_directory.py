@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from headrace.plan.given import PLAN_NAME
 from headrace.spec.errors import DiskFull, HeadraceError, InputError, RunDirectoryError, StorageError
 from headrace.training.config import RunConfig
 
@@ -50,7 +51,7 @@ class RunDirectory:
     @property
     def plan(self) -> Path:
         """The plan that the engine ran inside."""
-        return self.path / "plan.json"
+        return self.path / PLAN_NAME
 
     @property
     def tensorboard(self) -> Path:

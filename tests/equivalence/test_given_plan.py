@@ -45,7 +45,7 @@ def one_row_at_a_time(plan: Plan) -> Plan:
     return Plan.from_json(changed)
 
 
-def test_the_same_plan_is_the_same_bits(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_plan_is_the_same_bits(path: Path, tmp_path: Path) -> None:
     first, *bits = run(path, tmp_path / "first", adjust_plan=one_row_at_a_time)
     (tmp_path / "first" / "plan.json").write_text(json.dumps(first.to_json()))
     given = load_plan(tmp_path / "first")
