@@ -59,9 +59,10 @@ class UpdateLoad:
         self._groups = (GroupRange(0, buffers.weight.size, 1.0, 0.0),)
 
     def unit(self) -> float:
-        """Update all parameters once; returns all bytes that cross the memory bus, as the planner counts them."""
+        """Update all parameters once, as a step does; returns all bytes that cross the memory bus, as plans count them."""
         buffers, size = self._buffers, self._buffers.weight.size
-        self._updater.update_range(buffers.weight, buffers.states, buffers.gradient, self._hyper, self._groups, 0, size)
+        arrays = buffers.weight, buffers.states, buffers.gradient
+        self._updater.update_range(*arrays, self._hyper, self._groups, 0, size, take_checksums=True)
         return float(2 * _PLANES.num_bytes(size) + size * buffers.gradient.itemsize)
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ from headrace.plan.base import Plan
 from headrace.spec.events import Sink
 from headrace.spec.program import Op
 from headrace.store import StateStore
-from headrace.update import DeviceUpdater, LossScale, StepHyper, Updater
+from headrace.update import Checksums, DeviceUpdater, LossScale, StepHyper, Updater
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +130,9 @@ class StepState:
     loss_sum: torch.Tensor | None = None
     aside_loss: torch.Tensor | None = None
     square_sums: dict[int, float] = field(default_factory=dict)
+    checksums: dict[tuple[int, int], Checksums] = field(
+        default_factory=dict
+    )  # by unit and chunk, from the update to its writes
 
     @property
     def plan(self) -> Plan:

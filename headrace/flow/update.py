@@ -60,7 +60,7 @@ def update(state: StepState, op: Op) -> None:
     plan, buffers = state.plan, state.parts.buffers
     start, stop = plan.chunk(op.unit, op.chunk)
     weights = _weights(state, op).view(plan.planes.weight.dtype)
-    state.parts.updater.update_range(
+    checksums = state.parts.updater.update_range(
         weights,
         _state_planes(state, op, stop - start),
         buffers.gradient(op.unit, op.gradient_slot)[start:stop],
@@ -69,19 +69,24 @@ def update(state: StepState, op: Op) -> None:
         start,
         stop,
         op.unit,
+        take_checksums=True,
     )
+    if checksums is not None:
+        state.checksums[op.unit, op.chunk] = checksums
 
 
 def write_states(state: StepState, op: Op) -> None:
     """Write a chunk's new states into the slot that is not committed."""
     if not state.verdict_of(op).void:
-        state.parts.store.write_states(op.unit, op.chunk, _states(state, op)).wait()
+        known = state.checksums.get((op.unit, op.chunk))
+        state.parts.store.write_states(op.unit, op.chunk, _states(state, op), known.states if known else None).wait()
 
 
 def write_weights(state: StepState, op: Op) -> None:
     """Write a chunk's new weights into the slot that is not committed."""
     if not state.verdict_of(op).void:
-        state.parts.store.write_weights(op.unit, op.chunk, _weights(state, op)).wait()
+        known = state.checksums.get((op.unit, op.chunk))
+        state.parts.store.write_weights(op.unit, op.chunk, _weights(state, op), known.weights if known else None).wait()
 
 
 def _weights(state: StepState, op: Op) -> Bytes:

@@ -25,7 +25,7 @@ class StepResult:
     """What one optimizer step did. `bytes_read` and `bytes_written` are per tier name; `peak_bytes` too.
 
     `update_policy` is the plan's; `redone`: updates were begun on the guess that nothing is clipped, and done again.
-    `io_cpu_seconds` is the CPU time of the I/O threads and of checksums, system calls included.
+    `io_cpu_seconds` is the CPU time of the I/O threads, system calls included, and of checksums that the update did not take.
     """
 
     step: int

@@ -149,7 +149,7 @@ class StateStore:
 
     @property
     def io_cpu_seconds(self) -> float:
-        """CPU seconds that the engine's threads took, and the checksums of what was written."""
+        """CPU seconds that the engine's threads took, and the checksums that were taken here."""
         return self._parts.engine.cpu_seconds + self._checksum_seconds
 
     def keep_in_flight(self, setting: InFlight) -> None:
@@ -172,19 +172,19 @@ class StateStore:
         place = self._parts.places.states[unit]
         return self._read(place, range(place.num_chunks)[chunk : chunk + 1], into)
 
-    def write_weights(self, unit: int, chunk: int, data: Bytes) -> Ticket:
-        """Start writing the weights of one chunk to the slot that is not committed, and take its checksum.
+    def write_weights(self, unit: int, chunk: int, data: Bytes, known_checksum: int | None = None) -> Ticket:
+        """Start writing the weights of one chunk to the slot that is not committed.
 
-        Waits for transfers that are under way in the same place.
+        Takes its checksum, unless whoever made the data did so on the way. Waits for transfers under way in the same place.
 
         Raises:
             StorageError: `data` has another size, or a commit failed and neither was repeated nor abandoned.
         """
-        return self._write(self._parts.places.weights[unit], chunk, data)
+        return self._write(self._parts.places.weights[unit], chunk, data, known_checksum)
 
-    def write_states(self, unit: int, chunk: int, data: Bytes) -> Ticket:
+    def write_states(self, unit: int, chunk: int, data: Bytes, known_checksum: int | None = None) -> Ticket:
         """Start writing all state planes of one chunk as `planes.split_states` has them. Else as `write_weights`."""
-        return self._write(self._parts.places.states[unit], chunk, data)
+        return self._write(self._parts.places.states[unit], chunk, data, known_checksum)
 
     def commit(self, record: Mapping[str, Any]) -> None:
         """Make all writes so far durable, together with `record` (JSON). Units not written keep their version.
@@ -308,10 +308,10 @@ class StateStore:
         into.fill(0)
         return DoneTicket()
 
-    def _write(self, place: GroupPlace, chunk: int, data: Bytes) -> Ticket:
+    def _write(self, place: GroupPlace, chunk: int, data: Bytes, known_checksum: int | None) -> Ticket:
         _check_size(place, data, place.chunk_bytes(chunk))
         start_seconds = time.thread_time()
-        value = checksum(data)
+        value = checksum(data) if known_checksum is None else known_checksum
         checksum_seconds = time.thread_time() - start_seconds
         while True:
             with self._writing:

@@ -9,7 +9,7 @@ import hashlib
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -70,6 +70,25 @@ class Coefficients:
     def vector(self) -> NDArray[np.float32]:
         """Return the fields in order as float32, which is how the compiled loops take them."""
         return np.array(astuple(self), np.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class Summing:
+    """Checksums (`store.checksum`) taken along with an update, of what will be written: the weights, and all states as one.
+
+    `first_words` has, for the weights and each state plane in order, the index of the array's first 64-bit word in what is
+    written, `(1 + number of state planes,)` int64; `totals` (uint64: weights, states) are added to.
+    """
+
+    first_words: NDArray[np.int64]
+    totals: NDArray[np.uint64]
+
+
+class Checksums(NamedTuple):
+    """Of a chunk's weights and of its states, as they are after the update."""
+
+    weights: int
+    states: int
 
 
 def adamw_coefficients(hyper: StepHyper, weight_decay: float, learning_rate_scale: float) -> Coefficients:
@@ -149,6 +168,11 @@ class UpdateRule(Protocol):
         """The planes that the rule reads and writes."""
         ...
 
+    @property
+    def sums(self) -> bool:
+        """Whether `apply` can take checksums on the way."""
+        ...
+
     def apply(
         self,
         weight: NDArray[Any],
@@ -159,8 +183,9 @@ class UpdateRule(Protocol):
         learning_rate_scale: float,
         unit: int = 0,
         first_element: int = 0,
+        summing: Summing | None = None,
     ) -> None:
-        """Update `weight` and `states` in place. One thread, without the GIL.
+        """Update `weight` and `states` in place; with `summing`, add to checksums of what they become. One thread, no GIL.
 
         Shapes: `(n,)`, of a state plane `(planes.states[i].num_values(n),)`; contiguous, not overlapping. `weight` has the type
         of `planes.weight`, `states` those of `planes.states` in order; `gradient` is uint16 (bfloat16 bits), float32 or

@@ -16,15 +16,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.spec.errors import ConfigError
-from headrace.spec.layout import UNIT_ALIGNMENT, GroupRange
+from headrace.spec.layout import UNIT_ALIGNMENT, GroupRange, PlaneSet
 from headrace.spec.sizes import round_up
-from headrace.update.base import GRADIENT_DTYPES, StepHyper, UpdateRule, group_pieces, refuse_cut_blocks
+from headrace.update.base import GRADIENT_DTYPES, Checksums, StepHyper, Summing, UpdateRule, group_pieces, refuse_cut_blocks
 from headrace.update.norm import square_sum
 
 # Shares per thread: a thread that the system interrupts leaves its remaining shares to the others.
 _SHARES_PER_THREAD = 4
 # Smallest share worth handing out: about 60 microseconds of work, against some microseconds for the hand-over.
 _SMALLEST_SHARE_ELEMENTS = 64 * UNIT_ALIGNMENT
+_WORD_BYTES = 8  # of a checksum
 
 
 class Updater:
@@ -61,7 +62,8 @@ class Updater:
             weight = np.zeros(UNIT_ALIGNMENT, planes.weight.dtype)
             states = tuple(np.zeros(plane.num_values(UNIT_ALIGNMENT), plane.dtype) for plane in planes.states)
             gradient = np.zeros(UNIT_ALIGNMENT, dtype)
-            self.rule.apply(weight, states, gradient, hyper, 0.0, 1.0)
+            summing = _Sums(planes, UNIT_ALIGNMENT).of_share(0) if self.rule.sums else None
+            self.rule.apply(weight, states, gradient, hyper, 0.0, 1.0, 0, 0, summing)
             square_sum(gradient)
 
     def update_range(
@@ -74,8 +76,13 @@ class Updater:
         start: int,
         stop: int,
         unit: int = 0,
-    ) -> None:
+        *,
+        take_checksums: bool = False,
+    ) -> Checksums | None:
         """Update elements `[start, stop)` of `unit` in place; the same bits for any `threads` and any cut of the unit.
+
+        With `take_checksums`, return those of the new weights and of the new states, laid out as `PlaneSet.split_states` has
+        them; None where the rule takes none.
 
         Shapes: all arrays `(stop - start,)`, of a state plane its numbers for so many; index 0 is for the unit's element
         `start`. Types: see `UpdateRule.apply`.
@@ -95,6 +102,7 @@ class Updater:
         pieces = group_pieces(groups, start, stop)
         refuse_cut_blocks(planes, (piece.start for piece in pieces))
         shares = deque(self._shares(pieces, num_elements))
+        sums = _Sums(planes, num_elements) if take_checksums and self.rule.sums else None
 
         def work() -> None:
             while shares:
@@ -107,7 +115,8 @@ class Updater:
                     state[plane.part(part.start, part.stop)] for plane, state in zip(planes.states, states, strict=False)
                 )
                 scalars = (share.weight_decay, share.learning_rate_scale)
-                self.rule.apply(weight[part], parts, gradient[part], hyper, *scalars, unit, share.start)
+                summing = sums.of_share(part.start) if sums is not None else None
+                self.rule.apply(weight[part], parts, gradient[part], hyper, *scalars, unit, share.start, summing)
 
         futures = [self._pool.submit(work) for _ in range(min(self.threads, len(shares)) - 1)]
         try:
@@ -116,6 +125,7 @@ class Updater:
             wait(futures)  # all of them, before an error leaves: the caller may reuse the buffers
         for future in futures:
             future.result()
+        return sums.checksums() if sums is not None else None
 
     def _shares(self, pieces: Sequence[GroupRange], num_elements: int) -> list[GroupRange]:
         """Cut `pieces` at multiples of `UNIT_ALIGNMENT` of the unit, so that no two threads write to one page."""
@@ -129,3 +139,24 @@ class Updater:
                 shares.append(replace(piece, start=begin, stop=end))
                 begin = end
         return shares
+
+
+class _Sums:
+    """What the shares of a range add to its checksums. Whole planes follow one another, so each begins at a known word."""
+
+    def __init__(self, planes: PlaneSet, num_elements: int) -> None:
+        self._widths = [plane.bytes_per_element for plane in (planes.weight, *planes.states)]
+        self._begins = [0, *(place.start for _, place in planes.split_states(num_elements))]
+        self._totals: list[NDArray[np.uint64]] = []
+
+    def of_share(self, start: int) -> Summing:
+        """Return where a share from element `start` of the range on adds: totals of its own, so that no two threads meet."""
+        places = zip(self._begins, self._widths, strict=True)
+        first_words = np.array([(begin + start * width) // _WORD_BYTES for begin, width in places], np.int64)
+        self._totals.append(np.zeros(2, np.uint64))
+        return Summing(first_words, self._totals[-1])
+
+    def checksums(self) -> Checksums:
+        """Return the sums of all shares, modulo 2^64."""
+        weights, states = (sum(int(totals[of]) for totals in self._totals) % 2**64 for of in (0, 1))
+        return Checksums(weights, states)

@@ -21,7 +21,7 @@ from headrace.spec.ceilings import InFlight
 from headrace.spec.events import OpDone, StepResult
 from headrace.spec.program import Lane
 from headrace.store import StateStore
-from headrace.update import Updater
+from headrace.update import Checksums, Updater
 
 ROWS, LENGTH = 6, 32
 
@@ -270,9 +270,9 @@ def test_threads_are_the_plans_while_it_runs(
         in_compute.add(torch.get_num_threads())
         return block(*arguments)
 
-    def watched_update(updater: Updater, *arguments: Any, **options: Any) -> None:
+    def watched_update(updater: Updater, *arguments: Any, **options: Any) -> Checksums | None:
         of_updates.add(updater.threads)
-        update_range(updater, *arguments, **options)
+        return update_range(updater, *arguments, **options)
 
     monkeypatch.setattr(Chain, "block", watched_block)
     monkeypatch.setattr(Updater, "update_range", watched_update)

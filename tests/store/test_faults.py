@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 from store_world import (
     CHUNK,
@@ -21,7 +22,7 @@ from headrace.ioengine import BlockFile, Bytes, DirectFile, Fault, FaultKind, Fa
 from headrace.machine.host import huge_page_buffer
 from headrace.spec.errors import CorruptData, DeviceStalled, DiskFull, RunDirectoryError, ShortTransfer, StorageError
 from headrace.spec.events import Event, Notice
-from headrace.store import OpenFile, StateStore, open_direct, place_units
+from headrace.store import OpenFile, StateStore, checksum, open_direct, place_units
 
 
 def faulty(name: str, *script: Fault) -> OpenFile:
@@ -191,6 +192,25 @@ def test_a_bit_flipped_on_its_way_to_the_drive_is_found(tmp_path: Path) -> None:
         write_step(store, 1)
         store.commit({"step": 1})
         with pytest.raises(CorruptData, match="stored checksum"):
+            store.verify()
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_checksum_that_is_known_is_kept_as_it_is(tmp_path: Path, damaged: bool) -> None:
+    """Who made the data took it before the store saw them: what happened to them on the way is found."""
+    with make_store(tmp_path) as store:
+        write_step(store, 1)
+        data = np.array(filled(4096, 5))
+        known = checksum(data)
+        page = huge_page_buffer(4096)
+        page[:] = data
+        page[77] ^= damaged
+        store.write_weights(0, 0, page, known).wait()
+        store.commit({"step": 1})
+        if damaged:
+            with pytest.raises(CorruptData, match=f"stored checksum {known:#018x}"):
+                store.verify()
+        else:
             store.verify()
 
 

@@ -83,6 +83,7 @@ class RecordingRule:
     """A rule that only writes down which elements it was given, and may fail at some."""
 
     planes = PLANE_SETS["float32"]
+    sums = False
 
     def __init__(self, *, fail_at=None):
         self.fail_at = fail_at
@@ -90,7 +91,7 @@ class RecordingRule:
         self.calls = []
         self.active = 0
 
-    def apply(self, weight, states, gradient, hyper, weight_decay, learning_rate_scale, unit=0, first_element=0):
+    def apply(self, weight, states, gradient, hyper, weight_decay, learning_rate_scale, unit=0, first_element=0, summing=None):
         with self.lock:
             self.active += 1
             self.calls.append((int(weight[0]), int(weight[-1]) + 1, threading.current_thread().name, weight_decay))

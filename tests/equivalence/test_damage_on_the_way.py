@@ -1,0 +1,51 @@
+"""Bytes that change between the update and the drive are found: the update takes the checksums, in its caches.
+
+Run: pytest tests/equivalence/test_damage_on_the_way.py
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from plain import batch_of
+
+from headrace import AdamW, Budget
+from headrace.engine import Engine
+from headrace.spec.errors import CorruptData
+from headrace.store import StateStore
+
+ROWS, LENGTH = 4, 32
+
+
+@pytest.mark.parametrize("kind", ["write_states", "write_weights", None])
+@pytest.mark.parametrize("compute_dtype", ["bfloat16", "float32"])
+def test_what_changes_after_the_update_is_found(
+    compute_dtype: str, kind: str | None, model_dir: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"tokens_per_step": ROWS * LENGTH, "sequence_length": LENGTH, "compute_dtype": compute_dtype}
+    with Engine.open(
+        model_dir("llama"), Budget(host="4GiB"), AdamW(lr=1e-3), run_directory=tmp_path / "run", **options
+    ) as engine:
+        engine.step(batch_of(ROWS, LENGTH, 0))
+        engine.flush()
+        damaged: list[int] = []
+        if kind is not None:
+            write = getattr(StateStore, kind)
+
+            def flip_and_write(store: StateStore, unit: int, chunk: int, data: Any, *known: Any) -> Any:
+                if unit == 1 and not damaged:
+                    damaged.append(unit)
+                    data[100] ^= 4
+                return write(store, unit, chunk, data, *known)
+
+            monkeypatch.setattr(StateStore, kind, flip_and_write)
+        engine.step(batch_of(ROWS, LENGTH, 1))
+        engine.flush()
+        assert engine.store is not None
+        assert damaged == ([] if kind is None else [1])
+        if kind is None:
+            engine.store.verify()
+        else:
+            with pytest.raises(CorruptData, match="stored checksum"):
+                engine.store.verify()
