@@ -43,7 +43,7 @@ class InFlight:
     """
 
     threads: int = 4
-    piece_bytes: int = 8 * MIB
+    piece_bytes: int = 16 * MIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -159,12 +159,12 @@ def setting(threads: int, mebibytes: int) -> InFlight:
     return InFlight(threads=threads, piece_bytes=mebibytes << 20)
 
 
-def test_the_smallest_setting_within_two_percent_of_the_best_is_chosen() -> None:
-    rates = {setting(8, 8): 1000.0, setting(4, 16): 981.0, setting(4, 8): 979.0, setting(2, 16): 900.0}
-    assert best_setting(rates) == setting(4, 16)
-    rates |= {setting(4, 4): 985.0}  # fewest threads first, then the smallest piece
-    assert best_setting(rates) == setting(4, 4)
-    assert best_setting(rates | {setting(1, 16): 980.0}) == setting(1, 16)
+def test_the_largest_pieces_within_three_percent_of_the_best_are_chosen() -> None:
+    rates = {setting(8, 8): 1000.0, setting(4, 16): 969.0, setting(4, 8): 975.0, setting(2, 8): 960.0}
+    assert best_setting(rates) == setting(4, 8)  # largest pieces first, then the fewest threads
+    assert best_setting(rates | {setting(8, 16): 980.0}) == setting(8, 16)
+    assert best_setting(rates | {setting(8, 16): 980.0, setting(1, 16): 971.0}) == setting(1, 16)
+    assert best_setting(rates | {setting(1, 4): 999.0}) == setting(4, 8)
     assert best_setting({setting(8, 16): 3.0}) == setting(8, 16)
 
 
