@@ -1,17 +1,21 @@
 """How fast the update runs against what memory can do, and against torch's fused AdamW.
 
     python bench/kernel.py [--out kernel.json]
+    OMP_NUM_THREADS=2 DEEPSPEED_ENV/bin/python bench/kernel.py --threads 2 --cpu-adam   (with numba, PYTHONPATH=.)
 
 Each round times every contestant once, so that a busy moment of the machine hits all of them; medians over the rounds, and of
 the ratios within a round, are shown. `stream` is an in-place scale of a float32 array, one read and one write per element: the
 most that an in-place update can reach. All arrays lie on huge pages where the system grants them. GB/s are the bytes that must
 be moved: 26 per parameter for bfloat16 planes. `torch fused` works on the same planes in chunks: split master joined and the
-gradient widened into buffers, `_fused_adamw_`, the master split again.
+gradient widened into buffers, `_fused_adamw_`, the master split again. `with checksums` takes those of what is written in the
+same pass, as training does; `checksums after` in one of their own. `--cpu-adam` adds DeepSpeed's CPUAdam on float32 parameters,
+moments and gradients (28 bytes per parameter, no 16-bit weights); its threads are OpenMP's, so that the environment decides.
 """
 
 import argparse
 import json
 import mmap
+import os
 import platform
 import time
 from collections.abc import Callable
@@ -24,6 +28,7 @@ import torch
 from numpy.typing import DTypeLike, NDArray
 
 from headrace.spec.layout import GroupRange
+from headrace.store import checksum
 from headrace.update import (
     AdamWRule,
     StepHyper,
@@ -98,7 +103,27 @@ def fused(weight: NDArray, states: tuple[NDArray, ...], gradient: NDArray) -> No
         split_master(p, hi=weight[part], lo=lo[part])
 
 
-def contestants(num_elements: int, threads: int) -> tuple[dict[str, tuple[Callable[[], object], int]], Callable[[], None]]:
+def cpu_adam(num_elements: int) -> Callable[[], object]:
+    """Return a step of DeepSpeed's CPUAdam over one parameter of so many elements."""
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    values = on_huge_pages(num_elements, np.float32)
+    values[:] = np.random.default_rng(0).standard_normal(num_elements, np.float32) * np.float32(0.02)
+    parameter = torch.nn.Parameter(torch.from_numpy(values))
+    gradient = on_huge_pages(num_elements, np.float32)
+    gradient[:] = np.random.default_rng(1).standard_normal(num_elements, np.float32)
+    parameter.grad = torch.from_numpy(gradient)
+    optimizer = DeepSpeedCPUAdam(
+        [parameter], lr=HYPER.learning_rate, betas=(HYPER.beta1, HYPER.beta2), eps=HYPER.eps, weight_decay=0.1
+    )
+    moments = {name: on_huge_pages(num_elements, np.float32) for name in ("exp_avg", "exp_avg_sq")}
+    optimizer.state[parameter] = {"step": 0} | {name: torch.from_numpy(array) for name, array in moments.items()}
+    return optimizer.step
+
+
+def contestants(
+    num_elements: int, threads: int, with_cpu_adam: bool
+) -> tuple[dict[str, tuple[Callable[[], object], int]], Callable[[], None]]:
     """Return name -> (call, bytes per element), and what closes them. `stream` runs over as many elements as the others."""
     pool = ThreadPoolExecutor(threads)
     groups = (GroupRange(0, num_elements, 1.0, 0.1),)
@@ -122,6 +147,16 @@ def contestants(num_elements: int, threads: int) -> tuple[dict[str, tuple[Callab
 
         calls[f"headrace {compute_dtype}"] = (update, num_bytes)
         if compute_dtype == "bfloat16":
+
+            def update_and_sum(updater=updater, weight=weight, states=states) -> None:
+                updater.update_range(weight, states, gradient, HYPER, groups, 0, num_elements, take_checksums=True)
+
+            def update_then_sum(update=update, arrays=(weight, *states)) -> None:
+                update()
+                list(pool.map(checksum, [part for array in arrays for part in np.array_split(array, threads)]))
+
+            calls["with checksums"] = (update_and_sum, num_bytes)
+            calls["checksums after"] = (update_then_sum, num_bytes)
             pieces = [slice(a[0], a[-1] + 1) for a in np.array_split(np.arange(num_elements), threads)]
 
             def run_fused(weight=weight, states=states, pieces=pieces) -> None:
@@ -131,6 +166,8 @@ def contestants(num_elements: int, threads: int) -> tuple[dict[str, tuple[Callab
                 list(pool.map(work, pieces))
 
             calls["torch fused, casts"] = (run_fused, 26)
+    if with_cpu_adam:
+        calls["DeepSpeed CPUAdam"] = (cpu_adam(num_elements), 28)
     if threads == 1:
         calls["square sum, bfloat16"] = (lambda: square_sum(gradient), 2)
         calls["square sum, float32"] = (lambda: square_sum(array[:num_elements]), 4)
@@ -143,9 +180,9 @@ def contestants(num_elements: int, threads: int) -> tuple[dict[str, tuple[Callab
     return calls, close
 
 
-def measure(num_elements: int, threads: int, rounds: int) -> list[dict[str, object]]:
+def measure(num_elements: int, threads: int, rounds: int, with_cpu_adam: bool) -> list[dict[str, object]]:
     """Return one row per contestant; `of_stream` is the median over rounds of the ratio within the round."""
-    calls, close = contestants(num_elements, threads)
+    calls, close = contestants(num_elements, threads, with_cpu_adam)
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for call, _ in calls.values():
         call()
@@ -177,9 +214,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--out", type=Path, default=None, help="JSON file to write")
+    parser.add_argument("--cpu-adam", action="store_true", help="DeepSpeed's too; OMP_NUM_THREADS must be what --threads says")
     options = parser.parse_args()
+    if options.cpu_adam and [os.environ.get("OMP_NUM_THREADS")] != [str(threads) for threads in options.threads]:
+        parser.error(f"--cpu-adam: give one number of --threads and the same OMP_NUM_THREADS, found {options.threads}")
     torch.set_num_threads(1)
-    rows = [row for threads in options.threads for row in measure(options.elements, threads, options.rounds)]
+    measured = (measure(options.elements, threads, options.rounds, options.cpu_adam) for threads in options.threads)
+    rows = [row for part in measured for row in part]
     print(f"{'':22} threads  G parameters/s   GB/s  of stream")
     for row in rows:
         print(

@@ -75,6 +75,7 @@ def environment(*, omp_wait_policy: str, python: Path | None = None) -> dict[str
     variables = dict(os.environ) | {
         "OMP_WAIT_POLICY": omp_wait_policy,
         "HF_HUB_OFFLINE": "1",
+        "THP_MEM_ALLOC_ENABLE": "1",  # torch's large tensors on huge pages, as Headrace's command line has them
         "TOKENIZERS_PARALLELISM": "false",
     }
     if omp_wait_policy == "passive":
