@@ -49,7 +49,7 @@ QUICK = [
     Case("narrow", None, device_mib=200),
     Case("wide", None),
     Case("wide", None, clip=1.0),
-    Case("wide", 600, clip=1.0, packed=True),
+    Case("wide", 680, clip=1.0, packed=True),  # the least is 513 MiB, with a build of torch for CUDA 653
     Case("tied", None, dtype="float32"),
     Case("tied", None, packed=True, length=512),
 ]
