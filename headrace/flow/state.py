@@ -130,9 +130,8 @@ class StepState:
     loss_sum: torch.Tensor | None = None
     aside_loss: torch.Tensor | None = None
     square_sums: dict[int, float] = field(default_factory=dict)
-    checksums: dict[tuple[int, int], Checksums] = field(
-        default_factory=dict
-    )  # by unit and chunk, from the update to its writes
+    # By unit and chunk, from the update to its writes.
+    checksums: dict[tuple[int, int], Checksums] = field(default_factory=dict)
 
     @property
     def plan(self) -> Plan:
