@@ -45,8 +45,9 @@ _ATTENTION_SHAPE_GPU = (4, 16, 2048, 64)
 # And what the head takes, to these.
 _HEAD_SHAPES = ((768, 256), (2048, 256))
 _LONGEST_TURNS = 4
-# Activations are as large here as in training: smaller than 2 MiB they are not mapped one by one.
-_FRESH_SHAPE = (1024, 2048)
+# Activations are as large here as in training: smaller than 2 MiB they are not mapped one by one. The first that there is time
+# for, or the last.
+_FRESH_SHAPES = ((1024, 2048), (512, 2048))
 _LAUNCH_SHAPE = (64, 16)
 _LAUNCH_REPEATS = 15
 # Larger than any cache; smaller where memory is scarce.
@@ -118,10 +119,10 @@ class _Bench:
         self._say("memory: building buffers and compiling the update kernel")
         self._build_memory()
         self._say("compute: building a block for each dtype")
-        launch_seconds = self._build_compute()
-        share = self._fresh_pages_share()
+        shape = self._block_shape()
+        launch_seconds = self._build_compute(shape)
         overheads = {
-            "fresh_pages_share": share,
+            "fresh_pages_share": self._fresh_pages_share(shape),
             "launch_seconds": launch_seconds,
             "transfer_seconds": max(drive.transfer_seconds() for drive in self._drives),
             "commit_seconds": max(drive.commit_seconds() for drive in self._drives),
@@ -167,11 +168,10 @@ class _Bench:
             CopyLoad(self._machine, Lane.DEVICE_TO_HOST, num_bytes) if self._gpu else DrainLoad(num_bytes // 4)
         )
 
-    def _build_compute(self) -> float:
-        """Add a block per dtype that works here; return the seconds of an operation that computes next to nothing."""
+    def _build_compute(self, shape: tuple[int, int]) -> float:
+        """Add a block of `shape` per dtype that works here; return the seconds of an operation on next to nothing."""
         launch = BlockLoad(self._machine, _DEFAULT_DTYPE, hidden_size=_LAUNCH_SHAPE[0], tokens=_LAUNCH_SHAPE[1])
         launch_seconds = seconds_of(launch.unit, _LAUNCH_REPEATS) / 2
-        shape = self._block_shape()
         least = (_SHAPES_GPU if self._gpu else _SHAPES_CPU)[0]
         default_seconds = seconds_of(self._block(_DEFAULT_DTYPE, least).unit, 2)
         for dtype in PLANE_SETS:
@@ -182,9 +182,9 @@ class _Bench:
                 load = small if emulated else self._block(dtype, shape)
                 load.unit()
                 self._loads[Lane.COMPUTE if dtype == _DEFAULT_DTYPE else f"compute {dtype}"] = load
-        usual_seconds = seconds_of(self._loads[Lane.COMPUTE].unit, 1)
+        unit_seconds = seconds_of(self._loads[Lane.COMPUTE].unit, 1)
         for other in () if self._quick else _SAMPLED_SHAPES_GPU if self._gpu else _SAMPLED_SHAPES_CPU:
-            if other != shape and usual_seconds * _work(other, shape) < _LONGEST_TURNS * self._turn_seconds():
+            if other != shape and self._has_time(other, shape, unit_seconds):
                 self._loads[f"block of {other[0]} x {other[1]}"] = self._block(_DEFAULT_DTYPE, other)
         if not self._quick:
             self._loads["attention"] = AttentionLoad(self._machine, _ATTENTION_SHAPE_GPU if self._gpu else _ATTENTION_SHAPE_CPU)
@@ -192,11 +192,17 @@ class _Bench:
             self._loads[f"head of {hidden_size}"] = HeadLoad(self._machine, hidden_size=hidden_size, tokens=tokens)
         return launch_seconds
 
-    def _fresh_pages_share(self) -> float:
+    def _fresh_pages_share(self, shape: tuple[int, int]) -> float:
         if self._gpu:
             return 1.0
-        load = self._block(_DEFAULT_DTYPE, _SHAPES_CPU[0] if self._quick else _FRESH_SHAPE)
-        return fresh_pages_share(load, self._turn_seconds(), self._rounds())
+        unit_seconds = seconds_of(self._loads[Lane.COMPUTE].unit, 1)
+        fitting = [other for other in _FRESH_SHAPES if self._has_time(other, shape, unit_seconds)]
+        chosen = _SHAPES_CPU[0] if self._quick else (*fitting, _FRESH_SHAPES[-1])[0]
+        return fresh_pages_share(self._block(_DEFAULT_DTYPE, chosen), self._turn_seconds(), self._rounds())
+
+    def _has_time(self, other: tuple[int, int], shape: tuple[int, int], unit_seconds: float) -> bool:
+        """Say whether a unit of the `other` shape is short enough, judged by what one of `shape` takes."""
+        return unit_seconds * _work(other, shape) < _LONGEST_TURNS * self._turn_seconds()
 
     def _block(self, dtype: str, shape: tuple[int, int]) -> BlockLoad:
         return BlockLoad(self._machine, dtype, hidden_size=shape[0], tokens=shape[1])

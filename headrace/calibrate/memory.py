@@ -17,6 +17,7 @@ from headrace.spec.program import Lane
 from headrace.update import AdamWRule, StepHyper, Updater, square_sum
 
 _PLANES = PLANE_SETS["bfloat16"]
+_ONE_IN_BFLOAT16 = 0x3F80
 # The drain converts in pieces of this many elements, on one thread.
 _CONVERT_ELEMENTS = 32768
 
@@ -41,12 +42,19 @@ class StreamLoad:
 
 
 class UpdateBuffers:
-    """Weights, states and gradient of `num_elements` parameters in bfloat16 planes."""
+    """Weights, states and gradient of `num_elements` parameters in bfloat16 planes: 1.0 throughout, as a number of training.
+
+    Not bits at will: subnormal numbers cost some processors a hundred cycles each.
+    """
 
     def __init__(self, num_elements: int) -> None:
-        self.weight = _ones(num_elements, _PLANES.weight.dtype)
-        self.states = tuple(_ones(num_elements, plane.dtype) for plane in _PLANES.states)
-        self.gradient = _ones(num_elements, "uint16")
+        self.weight = _filled(num_elements, _PLANES.weight.dtype, _ONE_IN_BFLOAT16)
+        remainder, *moments = _PLANES.states
+        self.states = (
+            _filled(num_elements, remainder.dtype, 0),
+            *(_filled(num_elements, plane.dtype, 1) for plane in moments),
+        )
+        self.gradient = _filled(num_elements, "uint16", _ONE_IN_BFLOAT16)
 
 
 class UpdateLoad:
@@ -108,8 +116,8 @@ class DrainLoad:
         return float(self._into.nbytes)
 
 
-def _ones(num_elements: int, dtype: str) -> NDArray[Any]:
-    """Return an array on huge pages, each element written."""
+def _filled(num_elements: int, dtype: str, value: int) -> NDArray[Any]:
+    """Return an array on huge pages, `value` written to each element."""
     array: NDArray[Any] = huge_page_buffer(num_elements * np.dtype(dtype).itemsize).view(dtype)
-    array[:] = 1
+    array[:] = value
     return array
