@@ -95,6 +95,8 @@ class Engine:
             self.chain.move_buffers(self.machine.device)
             if settings.compile_blocks:
                 self.chain.compile_blocks()
+            elif not self.machine.multiplies(settings.compute_dtype):
+                self.chain.multiply_wide()
             if settings.liger:
                 self.chain.use_liger()
             self._costs: dict[tuple[int, int], ModelCosts] = {}

@@ -7,6 +7,7 @@ fitting seconds of several shapes: `fitted_rates`.
 
 import statistics
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from transformers import LlamaConfig
 
 from headrace.calibrate.base import Load, rate_of
 from headrace.machine import Machine, keep_freed_memory
-from headrace.model import Chain, GradientSink, MicroBatch, profile
+from headrace.model import Chain, GradientSink, MicroBatch, WideProducts, profile
 from headrace.spec.layout import ParameterSpec
 from headrace.spec.optimizer import AdamW
 
@@ -31,7 +32,7 @@ class BlockLoad:
 
     def __init__(self, machine: Machine, compute_dtype: str, *, hidden_size: int, tokens: int) -> None:
         self._machine = machine
-        self._chain = _chain(compute_dtype, hidden_size, tokens)
+        self._chain = _chain(machine, compute_dtype, hidden_size, tokens)
         costs = profile(self._chain, 1, tokens)
         self.flops = 4 * costs.blocks[0].forward_flops
         self.product_flops = self.flops - 4 * costs.blocks[0].attention_flops
@@ -52,6 +53,12 @@ class BlockLoad:
 
     def unit(self) -> float:
         """Run the micro-batch once."""
+        with self._chain.arithmetic():
+            self._run()
+        _finish(self._machine)
+        return self.flops
+
+    def _run(self) -> None:
         chain = self._chain
         chain.bind(1, self._flat, None)
         with torch.no_grad():
@@ -62,8 +69,6 @@ class BlockLoad:
             out = chain.block(0, leaf, self._call)
             torch.autograd.backward([out.hidden], [self._hidden])
         chain.release(1)
-        _finish(self._machine)
-        return self.flops
 
 
 class AttentionLoad:
@@ -78,16 +83,21 @@ class AttentionLoad:
             torch.empty(shape, dtype=torch.bfloat16, device=machine.device).uniform_(-1, 1).requires_grad_() for _ in range(3)
         )
         self._gradient = torch.ones(shape, dtype=torch.bfloat16, device=machine.device)
+        self._wide = not machine.multiplies("bfloat16")
 
     def unit(self) -> float:
         """Run it once."""
+        with WideProducts() if self._wide else nullcontext():
+            self._run()
+        _finish(self._machine)
+        return self.flops
+
+    def _run(self) -> None:
         with torch.no_grad():
             scaled_dot_product_attention(self._query, self._key, self._value, is_causal=True)
         with torch.enable_grad():
             out = scaled_dot_product_attention(self._query, self._key, self._value, is_causal=True)
             torch.autograd.grad([out], [self._query, self._key, self._value], [self._gradient])
-        _finish(self._machine)
-        return self.flops
 
 
 class HeadLoad:
@@ -95,7 +105,7 @@ class HeadLoad:
 
     def __init__(self, machine: Machine, *, hidden_size: int, tokens: int) -> None:
         self._machine = machine
-        self._chain = _chain("bfloat16", hidden_size, tokens, _HEAD_VOCABULARY)
+        self._chain = _chain(machine, "bfloat16", hidden_size, tokens, _HEAD_VOCABULARY)
         device, layouts = machine.device, self._chain.layouts
         self.logits, self.parameters = tokens * _HEAD_VOCABULARY, hidden_size * _HEAD_VOCABULARY
         self.flops = 6.0 * tokens * self.parameters
@@ -111,7 +121,7 @@ class HeadLoad:
     def unit(self) -> float:
         """Run the chunk once."""
         self._chain.bind(self._last, self._flat, self._sink)
-        with torch.enable_grad():
+        with torch.enable_grad(), self._chain.arithmetic():
             loss = self._chain.loss_sum(self._ids, self._hidden.detach().requires_grad_(), self._ids)
             loss.backward()  # type: ignore[no-untyped-call]
         self._chain.release(self._last)
@@ -168,7 +178,7 @@ def _finish(machine: Machine) -> None:
         torch.cuda.synchronize(machine.device)
 
 
-def _chain(compute_dtype: str, hidden_size: int, tokens: int, vocabulary: int = _VOCABULARY) -> Chain:
+def _chain(machine: Machine, compute_dtype: str, hidden_size: int, tokens: int, vocabulary: int = _VOCABULARY) -> Chain:
     heads = max(1, hidden_size // _HEAD_WIDTH)
     config = LlamaConfig(
         hidden_size=hidden_size,
@@ -179,4 +189,7 @@ def _chain(compute_dtype: str, hidden_size: int, tokens: int, vocabulary: int = 
         vocab_size=vocabulary,
         max_position_embeddings=tokens,
     )
-    return Chain.from_config(config, compute_dtype, AdamW())
+    chain = Chain.from_config(config, compute_dtype, AdamW())
+    if not machine.multiplies(compute_dtype):
+        chain.multiply_wide()
+    return chain

@@ -13,6 +13,7 @@ An interpreter (execute.py) performs them: overlapped, a thread or more per lane
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 from headrace.flow import commit, compute, drain, fetch, stash, update
 from headrace.flow.execute import Interpreter, Run
@@ -49,8 +50,10 @@ def run_step(program: Program, state: StepState, interpreter: Interpreter) -> Ru
     """Run one step's program. On return the loss and the norm are known; updates and commit may still be under way."""
 
     def perform(op: Op) -> None:
-        HANDLERS[op.verb](state, op)
-        if op.lane is Lane.COMPUTE and state.parts.heap is not None:
+        computes = op.lane is Lane.COMPUTE
+        with state.parts.chain.arithmetic() if computes else nullcontext():
+            HANDLERS[op.verb](state, op)
+        if computes and state.parts.heap is not None:
             state.parts.heap.after_operation()
 
     return interpreter.run(program, perform, state.verdict.step)

@@ -35,6 +35,9 @@ class Machine(Protocol):
     separate_device: bool
     device_overhead_bytes: int
 
+    def multiplies(self, dtype: str) -> bool:
+        """Say whether the device has instructions for products of numbers of `dtype`."""
+
     def host_buffer(self, num_bytes: int) -> Bytes:
         """Return zeroed host memory for an arena: page-aligned, on huge pages, pinned where there is a GPU."""
 

@@ -5,6 +5,8 @@ device, so that the whole three-tier path runs, with real copies, on any machine
 """
 
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -14,6 +16,12 @@ from headrace.machine.host import Bytes, huge_page_buffer
 from headrace.machine.limits import available_memory_bytes
 from headrace.spec.program import Lane
 
+# What processors call their instructions for products of 16-bit numbers: x86 (AVX-512, AMX), and ARM.
+_PRODUCT_FLAGS = {
+    "bfloat16": {"avx512_bf16", "amx_bf16", "bf16"},
+    "float16": {"avx512_fp16", "amx_fp16", "asimdhp"},
+}
+
 
 class CpuMachine:
     """`separate_device=True` gives the CPU a device arena of its own inside host memory."""
@@ -22,6 +30,11 @@ class CpuMachine:
         self.device = torch.device("cpu")
         self.separate_device = separate_device
         self.device_overhead_bytes = 0
+
+    def multiplies(self, dtype: str) -> bool:
+        """Say whether this processor multiplies numbers of `dtype`; where the kernel does not list what it has, suppose so."""
+        flags = processor_flags()
+        return not flags or dtype not in _PRODUCT_FLAGS or bool(flags & _PRODUCT_FLAGS[dtype])
 
     def host_buffer(self, num_bytes: int) -> Bytes:
         """Return huge-page host memory."""
@@ -61,3 +74,14 @@ class CpuMachine:
     def device_peak_bytes(self) -> int:
         """Device memory is host memory here; the host's peak counts it."""
         return 0
+
+
+@cache
+def processor_flags() -> frozenset[str]:
+    """Return what the kernel says that the processor has, by its names; empty where it says nothing."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return frozenset()
+    listed = (line.partition(":")[2] for line in lines if line.lower().startswith(("flags", "features")))
+    return frozenset(next(listed, "").split())

@@ -82,6 +82,10 @@ class CudaMachine:
         torch.cuda.set_per_process_memory_fraction(limit_bytes / total_bytes, self.device)
         self._base = _Base(self._streams[Lane.COMPUTE])
 
+    def multiplies(self, dtype: str) -> bool:
+        """Every GPU that torch supports has products of 16-bit numbers, or its library makes them fast enough."""
+        return True
+
     def host_buffer(self, num_bytes: int) -> Bytes:
         """Return huge-page host memory, registered with CUDA (pinned) until `release_host_buffers`.
 

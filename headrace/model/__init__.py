@@ -9,6 +9,7 @@ from headrace.model.export import Exporter
 from headrace.model.importing import import_unit, import_workspace_bytes
 from headrace.model.matching import WeightMap, load_buffers, match_weights
 from headrace.model.probe import Traits, probe, self_check
+from headrace.model.products import WideProducts
 from headrace.model.profile import profile
 from headrace.model.replay import Record, Replay, ReplayMismatch, find_skippable
 from headrace.model.skeleton import build_skeleton
@@ -30,6 +31,7 @@ __all__ = [
     "ReplayMismatch",
     "Traits",
     "WeightMap",
+    "WideProducts",
     "block_seed",
     "build_skeleton",
     "check_tokenizer",

@@ -21,6 +21,7 @@ from headrace.model.compiled import CompiledBlocks, check_compiler, check_compil
 from headrace.model.liger import LigerBlocks, check_liger
 from headrace.model.matching import WeightMap, load_buffers, match_weights
 from headrace.model.probe import Traits, probe
+from headrace.model.products import WideProducts
 from headrace.model.runner import Runner, run_block
 from headrace.model.skeleton import build_skeleton
 from headrace.model.taps import BlockCall
@@ -40,7 +41,8 @@ class Chain:
         tied: whether input embedding and head are one parameter.
         has_dropout: whether a block or the prologue draws random numbers in training mode: seed before each run of a unit.
         collects_asides: whether blocks hand router logits aside for an auxiliary loss.
-        notes: what a person should know of how blocks are run, if not by the model's own code.
+        notes: what a person should know of how blocks are run, if not by the model's own code as it stands.
+        wide_products: whether products of 16-bit numbers are computed in float32 in the context of `arithmetic`.
         supports_packing, packing_reason: whether several samples may share a row with restarting positions, and why not.
     """
 
@@ -62,6 +64,7 @@ class Chain:
         self.tied = _is_tied(skeleton)
         self.has_dropout = _draws_random_numbers(skeleton)
         self.notes: tuple[str, ...] = ()
+        self.wide_products = False
         self.supports_packing = traits.supports_packing
         self.packing_reason = traits.packing_reason
         collect = bool(getattr(config, "output_router_logits", False))
@@ -168,6 +171,18 @@ class Chain:
         blocks = LigerBlocks(self.model, self._runner.blocks)
         self._runner.run_block = blocks
         self.notes = (f"blocks use Liger's kernels in {blocks.describe()}: no operator output is kept or skipped",)
+
+    def multiply_wide(self) -> None:
+        """Compute products of 16-bit numbers in float32 from here on: for processors without instructions for them."""
+        if self.compute_dtype != "float32":
+            self.wide_products = True
+            self.notes += (
+                f"products of {self.compute_dtype} are computed in float32: this processor has no instructions for them",
+            )
+
+    def arithmetic(self) -> contextlib.AbstractContextManager[object]:
+        """Return the context in which everything of the chain is to be run, backward included."""
+        return WideProducts() if self.wide_products else contextlib.nullcontext()
 
     def prologue(self, batch: MicroBatch) -> PrologueResult:
         """Run everything before the blocks, with a graph if gradients are enabled. Needs unit 0."""

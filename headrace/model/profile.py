@@ -20,6 +20,7 @@ from torch.utils.flop_counter import flop_registry
 
 from headrace.model.batch import MicroBatch
 from headrace.model.chain import Chain
+from headrace.model.products import is_narrow, multiplied_wide
 from headrace.model.replay import REPLAYABLE, operator_name
 from headrace.model.skip import skippable
 from headrace.spec.costs import ATTENTION, BlockCosts, ModelCosts, OperatorCosts
@@ -34,10 +35,14 @@ _LOSS_CHUNKS = (16, 64, 128, 256, 512, 1024, 2048)
 
 
 class _Meter(TorchDispatchMode):
-    """Floating-point operations, live bytes, and the replayable operators of what runs inside."""
+    """Floating-point operations, live bytes, and the replayable operators of what runs inside.
 
-    def __init__(self) -> None:
+    `wide`: products of 16-bit numbers go by way of float32, and what that takes is measured as anything else.
+    """
+
+    def __init__(self, wide: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._wide, self._inside = wide, False
         self.flops = 0.0
         self.peak_bytes = self._live_bytes = 0
         self.operators: list[OperatorCosts] = []
@@ -51,15 +56,22 @@ class _Meter(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        out = _call(func, args, kwargs or {})
-        flops = _flops(func, args, kwargs or {}, out)
-        self.flops += flops
+        before = self.flops
+        if self._wide and is_narrow(func, args):
+            self._inside = True
+            with self:
+                out = multiplied_wide(func, args, kwargs or {})
+            self._inside = False
+        else:
+            out = _call(func, args, kwargs or {})
+            self.flops += _flops(func, args, kwargs or {}, out)
         outputs = [value for value in (out if isinstance(out, tuple | list) else (out,)) if isinstance(value, torch.Tensor)]
         for tensor in outputs:
             self._follow(tensor)
-        if func in REPLAYABLE:
+        if func in REPLAYABLE and not self._inside:
             num_bytes = sum(tensor.nbytes for tensor in outputs)
-            self.operators.append(OperatorCosts(name=operator_name(func), flops=flops, output_bytes=num_bytes))
+            cost = OperatorCosts(name=operator_name(func), flops=self.flops - before, output_bytes=num_bytes)
+            self.operators.append(cost)
         return out
 
     def _follow(self, tensor: torch.Tensor) -> None:
@@ -156,11 +168,11 @@ def _profile(chain: Chain, sequences: int, length: int) -> ModelCosts:
     for unit, flat in flats.items():
         chain.bind(unit, flat, None)
     try:
-        with torch.no_grad(), _Meter() as prologue:
+        with torch.no_grad(), _Meter(chain.wide_products) as prologue:
             result = chain.prologue(batch)
         chain.release(0)
         chain.bind(0, flats[0], lambda parameter, gradient: None)
-        with _Meter() as prologue_backward:
+        with _Meter(chain.wide_products) as prologue_backward:
             again = chain.prologue(batch)
             if again.hidden.requires_grad:
                 again.hidden.backward(torch.zeros_like(again.hidden))  # type: ignore[no-untyped-call]
@@ -189,6 +201,7 @@ def _profile(chain: Chain, sequences: int, length: int) -> ModelCosts:
         epilogue_workspace_bytes=tuple((tokens, meter.peak_bytes) for tokens, meter in losses),
         epilogue_flops_per_token=losses[-1][1].flops / losses[-1][0] / 3,
         call_bytes=_call_bytes(result.calls),
+        wide_products=chain.wide_products,
     )
 
 
@@ -216,13 +229,13 @@ def _profile_block(chain: Chain, index: int, hidden: torch.Tensor, call: Any) ->
     layout = chain.layouts[index + 1]
     flat = torch.zeros(layout.num_elements, dtype=chain.dtype, device=chain.device)
     chain.bind(index + 1, flat, None)
-    with torch.no_grad(), _Meter() as forward:
+    with torch.no_grad(), _Meter(chain.wide_products) as forward:
         chain.block(index, hidden, call)
     chain.release(index + 1)
     chain.bind(index + 1, flat, lambda parameter, gradient: None)
     try:
         leaf = hidden.detach().requires_grad_()
-        with _Meter() as backward:
+        with _Meter(chain.wide_products) as backward:
             out = chain.block(index, leaf, call)
             out.hidden.backward(torch.zeros_like(out.hidden))  # type: ignore[no-untyped-call]
             del out
@@ -247,7 +260,7 @@ def _profile_loss(chain: Chain, hidden: torch.Tensor, ids: torch.Tensor, tokens:
         flat = torch.zeros(chain.layouts[unit].num_elements, dtype=chain.dtype, device=chain.device)
         chain.release(unit)
         chain.bind(unit, flat, lambda parameter, gradient: None)
-    meter = _Meter()
+    meter = _Meter(chain.wide_products)
     with meter:
         chain.loss_sum(some, part, some).backward()  # type: ignore[no-untyped-call]
     return meter

@@ -137,7 +137,7 @@ def _kept_free_bytes(plan: Plan, compute: dict[str, int]) -> int:
 
 def _kernel_bytes(costs: ModelCosts) -> int:
     """Return what the CPU's matrix library keeps after the first step: code for each shape, forward and two gradients."""
-    if costs.compute_dtype != "bfloat16":
+    if costs.compute_dtype != "bfloat16" or costs.wide_products:
         return 0
     products = {
         (operator.name, operator.flops, operator.output_bytes)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from headrace.machine import process_status_bytes
+from headrace.machine import CpuMachine, process_status_bytes
 from headrace.model import Chain, import_workspace_bytes, profile
 from headrace.plan.base import Plan
 from headrace.plan.endurance import endurance
@@ -91,6 +91,8 @@ def plan_model(
     workload = _workload(config, tokens_per_step, sequence_length, clip=clip, checkpoint_every=checkpoint_every)
     chain = Chain.from_config(config, compute_dtype, AdamW(), moments)
     allowance = replace(_allowance(budget, ceilings, here=here), import_workspace_bytes=import_workspace_bytes(chain.layouts))
+    if not allowance.device_overhead_bytes and not CpuMachine().multiplies(compute_dtype):
+        chain.multiply_wide()
     ssd_bytes = default_ssd_bytes(ceilings, budget.ssd)
     question = Question(workload=workload, allowance=allowance, ssd_bytes=ssd_bytes, moments=moments)
     planner = _Planner(chain, question, ceilings)

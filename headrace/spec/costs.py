@@ -49,6 +49,7 @@ class ModelCosts:
     epilogue_workspace_bytes: tuple[tuple[int, int], ...]  # (tokens of a chunk, peak bytes), rising; convex between
     epilogue_flops_per_token: float
     call_bytes: int  # masks and rotary tables of one micro-batch, kept through the step
+    wide_products: bool = False  # products of 16-bit numbers are computed in float32
 
     @property
     def num_parameters(self) -> int:

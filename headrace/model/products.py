@@ -1,0 +1,133 @@
+"""Matrix products of 16-bit numbers in float32, on processors that have no instructions for them.
+
+There torch's own take three times as long as products in float32 (bfloat16) to sixty times (float16). So operands are widened,
+multiplied and added in float32, and the result is rounded once: what instructions for them would do. Everything between
+products stays in 16 bits: hidden states, what is kept for backward, gradients.
+
+Invariant: which pieces a product is cut into follows from its shape alone, so the same shapes give the same bits.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from headrace.spec.sizes import MIB
+
+_aten = torch.ops.aten
+_NARROW = (torch.bfloat16, torch.float16)
+# Of an operand or a result in float32 at a time: what the caches hold, and the memory that this takes.
+_PIECE_BYTES = 8 * MIB
+_WIDE_BYTES = 4
+
+Product = Callable[..., Any]
+
+
+class WideProducts(TorchDispatchMode):
+    """While entered, products of bfloat16 or float16 are computed in float32. Enter it before modes that record operators."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return multiplied_wide(func, args, kwargs or {}) if is_narrow(func, args) else func(*args, **(kwargs or {}))
+
+
+def is_narrow(func: Any, args: tuple[Any, ...]) -> bool:
+    """Say whether this call of an operator is a product of 16-bit numbers on the CPU."""
+    if func not in _PRODUCTS:
+        return False
+    first = next(value for value in args if isinstance(value, torch.Tensor))
+    return first.dtype in _NARROW and first.device.type == "cpu"
+
+
+def multiplied_wide(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Return what `func` returns, for a call that `is_narrow`, by way of float32."""
+    return _PRODUCTS[func](*args, **kwargs)
+
+
+def _mm(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    return _multiplied(left, right, lambda part, columns: part)
+
+
+def _addmm(bias: torch.Tensor, left: torch.Tensor, right: torch.Tensor, *, beta: float = 1, alpha: float = 1) -> torch.Tensor:
+    whole = bias.expand(left.shape[0], right.shape[1])
+
+    def finish(part: torch.Tensor, place: tuple[slice, slice]) -> torch.Tensor:
+        return (part if alpha == 1 else part.mul_(alpha)).add_(whole[place], alpha=beta)
+
+    return _multiplied(left, right, finish)
+
+
+def _multiplied(
+    left: torch.Tensor, right: torch.Tensor, finish: Callable[[torch.Tensor, tuple[slice, slice]], torch.Tensor]
+) -> torch.Tensor:
+    """Return `left @ right`, cut along its longest side; `finish` gets each part of the result in float32, and its place."""
+    (rows, inner), columns = left.shape, right.shape[1]
+    out = left.new_empty((rows, columns))
+    every = slice(None)
+    if inner >= max(rows, columns):
+        total = None
+        for part in _pieces(inner, max(rows, columns)):
+            wide = left[:, part].float(), right[part].float()
+            total = torch.mm(*wide) if total is None else total.addmm_(*wide)
+        assert total is not None or not inner, "a side has pieces unless it is empty"
+        out.copy_(finish(total if total is not None else out.new_zeros(out.shape, dtype=torch.float32), (every, every)))
+    elif columns >= rows:
+        wide_left = left.float()
+        for part in _pieces(columns, max(rows, inner)):
+            out[:, part] = finish(torch.mm(wide_left, right[:, part].float()), (every, part))
+    else:
+        wide_right = right.float()
+        for part in _pieces(rows, max(inner, columns)):
+            out[part] = finish(torch.mm(left[part].float(), wide_right), (part, every))
+    return out
+
+
+def _bmm(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    out = left.new_empty((*left.shape[:2], right.shape[2]))
+    one = max(left[0].numel(), right[0].numel(), out[0].numel()) if left.shape[0] else 0
+    for part in _pieces(left.shape[0], one):
+        out[part] = torch.bmm(left[part].float(), right[part].float())
+    return out
+
+
+def _pieces(length: int, width: int) -> Iterator[slice]:
+    """Cut a side so that a piece of it, times `width`, is no larger than it may be."""
+    step = max(1, _PIECE_BYTES // _WIDE_BYTES // max(1, width))
+    yield from (slice(start, min(start + step, length)) for start in range(0, length, step))
+
+
+def _whole(func: Any, *wide_outputs: int) -> Product:
+    """Return `func` computed in float32 in one go; of its outputs, all but `wide_outputs` are rounded."""
+
+    def product(*args: Any, **kwargs: Any) -> Any:
+        dtype = next(value.dtype for value in args if isinstance(value, torch.Tensor))
+
+        def widened(value: Any) -> Any:
+            return value.float() if isinstance(value, torch.Tensor) and value.dtype is dtype else value
+
+        out = func(*(widened(value) for value in args), **{name: widened(value) for name, value in kwargs.items()})
+        if isinstance(out, torch.Tensor):
+            return out.to(dtype)
+        return tuple(value if index in wide_outputs else value.to(dtype) for index, value in enumerate(out))
+
+    return product
+
+
+_LOG_SUM_EXP = 1  # float32 in either case
+_PRODUCTS: dict[Any, Product] = {
+    _aten.mm.default: _mm,
+    _aten.addmm.default: _addmm,
+    _aten.bmm.default: _bmm,
+    _aten.baddbmm.default: _whole(_aten.baddbmm.default),
+    _aten._scaled_dot_product_flash_attention_for_cpu.default: _whole(
+        _aten._scaled_dot_product_flash_attention_for_cpu.default, _LOG_SUM_EXP
+    ),
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _whole(
+        _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+    ),
+}
