@@ -1,9 +1,9 @@
 """Headrace: full fine-tuning from SSD with exact AdamW, inside the host memory it is given."""
 
 # ruff: noqa: E402  # settings come before torch, as on the command line
-from headrace.cli.environment import set_defaults
+from headrace.cli.environment import set_process_defaults
 
-set_defaults()
+set_process_defaults()
 
 import json
 import sys

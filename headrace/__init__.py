@@ -1,6 +1,7 @@
 """Headrace: fine-tune language models many times larger than the GPU's memory on one machine.
 
 `Engine` is loaded when it is first asked for: torch takes a second, and the command line's help should not.
+`set_process_defaults`, called before torch is imported, sets what the command sets: huge pages for tensors, short spinning.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -9,15 +10,20 @@ from headrace.spec.budget import Budget
 from headrace.spec.optimizer import AdamW, ParameterGroup, Schedule
 
 if TYPE_CHECKING:
+    from headrace.cli.environment import set_process_defaults
     from headrace.engine import Engine
 
-__all__ = ["AdamW", "Budget", "Engine", "ParameterGroup", "Schedule"]
+__all__ = ["AdamW", "Budget", "Engine", "ParameterGroup", "Schedule", "set_process_defaults"]
 __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    if name != "Engine":
-        raise AttributeError(f"module 'headrace' has no attribute {name!r}")
-    from headrace.engine import Engine
+    if name == "Engine":
+        from headrace.engine import Engine
 
-    return Engine
+        return Engine
+    if name == "set_process_defaults":
+        from headrace.cli.environment import set_process_defaults
+
+        return set_process_defaults
+    raise AttributeError(f"module 'headrace' has no attribute {name!r}")

@@ -67,7 +67,7 @@ _DEFAULT_DTYPE = "bfloat16"
 _EMULATED = 8
 
 
-def measure_machine(directories: Sequence[Path], *, seconds_budget: float = 100, sink: Sink | None = None) -> Ceilings:
+def measure_machine(directories: Sequence[Path], *, seconds_budget: float = 90, sink: Sink | None = None) -> Ceilings:
     """Measure this machine and its SSD `directories`; `sink` gets a notice per phase.
 
     With little time (below 20 s) blocks and files are smaller and fewer repeats are taken: rough, but of the right order.

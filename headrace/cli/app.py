@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 import headrace
-from headrace.cli.environment import set_defaults
+from headrace.cli.environment import set_process_defaults
 from headrace.cli.errors import leave, plain_usage_errors, plainly
 from headrace.cli.reporting import report
 
@@ -31,7 +31,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line `arguments` (default: this process's) and exit."""
-    set_defaults()
+    set_process_defaults()
     words = sys.argv[1:] if arguments is None else list(arguments)
     with plain_usage_errors():
         # Not standalone, because that mode spreads a usage error over several lines of its own form.
@@ -219,7 +219,7 @@ def plan(
 def bench_machine(
     ssd: Annotated[list[Path] | None, typer.Option(help="Directory on an SSD; repeatable. Default: the current one.")] = None,
     output: Annotated[Path | None, typer.Option(help="Profile to write. Default: where `plan` and `train` look.")] = None,
-    seconds: Annotated[float, typer.Option(help="About how long to measure. Writes to the SSDs a third of the time.")] = 100.0,
+    seconds: Annotated[float, typer.Option(help="About how long to measure. Writes to the SSDs a third of the time.")] = 90.0,
     as_json: Json = False,
 ) -> None:
     """Measure what this machine can do, for plans: compute, memory, copies, SSDs, alone and at once."""

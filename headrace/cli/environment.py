@@ -21,8 +21,10 @@ _DEFAULTS = {
 _SWITCH_SECONDS = 0.001
 
 
-def set_defaults() -> None:
-    """Set what makes the libraries and the interpreter behave, where the user has not."""
+def set_process_defaults() -> None:
+    """Set what makes the libraries and the interpreter behave, where the user has not. To be called before torch is imported:
+    it and OpenMP read their settings once.
+    """
     if "OMP_WAIT_POLICY" not in os.environ:  # a spin count would overrule it
         os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
         os.environ["OMP_WAIT_POLICY"] = "PASSIVE"

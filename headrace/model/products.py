@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from headrace.spec.sizes import MIB
@@ -95,6 +96,42 @@ def _bmm(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     return out
 
 
+def _grouped_mm(
+    left: torch.Tensor,
+    right: torch.Tensor,
+    offs: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Products of experts: where one operand has a matrix for each group, `offs` cuts the other; else both, where they meet."""
+    if offs is None or bias is not None or out_dtype not in (None, left.dtype):
+        plain: torch.Tensor = _aten._grouped_mm.default(left, right, offs, bias, out_dtype)
+        return plain
+    if right.dim() == 3:
+        out = left.new_zeros((left.shape[0], right.shape[2]))
+        for group, rows in enumerate(_groups(offs, left.shape[0])):
+            out[rows] = _mm(left[rows], right[group])
+    elif left.dim() == 3:
+        out = left.new_zeros((left.shape[1], right.shape[1]))
+        for group, columns in enumerate(_groups(offs, right.shape[1])):
+            out[:, columns] = _mm(left[group], right[:, columns])
+    else:
+        out = left.new_empty((offs.shape[0], left.shape[0], right.shape[1]))
+        for group, inner in enumerate(_groups(offs, left.shape[1])):
+            out[group] = _mm(left[:, inner], right[inner])
+    return out
+
+
+def _groups(offs: torch.Tensor, length: int) -> list[slice]:
+    """Return the groups that end at `offs`; on shapes alone, where it has no values, groups of one size."""
+    count = offs.shape[0]
+    if isinstance(offs, FakeTensor):
+        ends = [length * (group + 1) // count for group in range(count)]
+    else:
+        ends = offs.tolist()
+    return [slice(start, stop) for start, stop in zip([0, *ends], ends, strict=False)]
+
+
 def _pieces(length: int, width: int) -> Iterator[slice]:
     """Cut a side so that a piece of it, times `width`, is no larger than it may be."""
     step = max(1, _PIECE_BYTES // _WIDE_BYTES // max(1, width))
@@ -124,6 +161,7 @@ _PRODUCTS: dict[Any, Product] = {
     _aten.addmm.default: _addmm,
     _aten.bmm.default: _bmm,
     _aten.baddbmm.default: _whole(_aten.baddbmm.default),
+    _aten._grouped_mm.default: _grouped_mm,
     _aten._scaled_dot_product_flash_attention_for_cpu.default: _whole(
         _aten._scaled_dot_product_flash_attention_for_cpu.default, _LOG_SUM_EXP
     ),

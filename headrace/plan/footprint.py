@@ -16,9 +16,10 @@ from headrace.spec.sizes import KEPT_FREE_BYTES, MAPPED_BYTES, MIB, round_up
 # leave 3 MiB, freed tensors too small to go back to the kernel up to 11 MiB.
 _KERNEL_BYTES = 3 * MIB // 4
 _SMALL_BYTES = 16 * MIB
-# Measured on S, M and L (LOG.md, 2026-11-21), over the ten steps until it settles: what stays in pieces between blocks, where
-# freed blocks are kept for reuse.
-_PIECES_OF_ACTIVATIONS, _PIECES_OF_WORKSPACE = 0.6, 1.7
+# Measured on S, M and L with huge pages for tensors (LOG.md, 2026-11-22), over the ten steps and more until it settles: what
+# stays in pieces between blocks, where freed blocks are kept for reuse. Without huge pages up to 1.7 workspaces stay, of which
+# `machine.HeapGuard` gives back what is too much.
+_PIECES_OF_ACTIVATIONS, _PIECES_OF_WORKSPACE = 0.66, 1.2
 # Read, update, and two writes; forward, backward, and the ways of an input to a drive and back. Measured: up to 350 bytes for
 # an operation of a program and 140 for its completion, of which there are those of two steps.
 _OPERATIONS_OF_A_CHUNK, _OPERATIONS_OF_A_BLOCK, _OPERATION_BYTES, _COMPLETION_BYTES = 4, 6, 350, 140

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from headrace.cli import main
-from headrace.cli.environment import SPIN_COUNT, cache_directory, set_defaults
+from headrace.cli.environment import SPIN_COUNT, cache_directory, set_process_defaults
 from headrace.cli.errors import plainly
 from headrace.cli.machine_sheet import machine_sheet, sheet_text
 from headrace.cli.runs import run_config
@@ -211,7 +211,7 @@ class TestStart:
         interval = sys.getswitchinterval()
         try:
             sys.setswitchinterval(before)
-            set_defaults()
+            set_process_defaults()
             assert sys.getswitchinterval() == pytest.approx(after, rel=0.05)  # kept in whole microseconds
         finally:
             sys.setswitchinterval(interval)
@@ -226,7 +226,7 @@ class TestStart:
     )
     def test_the_environment_is_set_but_never_overruled(self, given: dict[str, str], expected: list[str]) -> None:
         code = (
-            "import os\nfrom headrace.cli.environment import set_defaults\nset_defaults()\n"
+            "import os, sys, headrace\nheadrace.set_process_defaults()\nassert 'torch' not in sys.modules\n"
             "print(os.environ['OMP_WAIT_POLICY'], os.environ.get('GOMP_SPINCOUNT'))"
         )
         environment = {name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}

@@ -68,13 +68,13 @@ def test_places_change_no_bit(
     assert all(torch.equal(placed_weights[name], value) for name, value in weights.items())
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(("name", "dtype"), [("llama", "bfloat16"), ("llama", "float16"), ("mixtral-aux", "bfloat16")])
 @pytest.mark.parametrize("multiplies", [True, False], ids=["with instructions", "without"])
 def test_losses_are_those_of_float32(
-    dtype: str, multiplies: bool, model_dir: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, dtype: str, multiplies: bool, model_dir: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     feign(monkeypatch, multiplies)
-    path = model_dir("llama", "bfloat16")
+    path = model_dir(name, "bfloat16")
     plain = PlainTrainer(path, 1e-3, 0.1, None)
     expected = [plain.step(batch_of(ROWS, LENGTH, seed))[0] for seed in range(STEPS)]
     plan, losses, _ = train(path, tmp_path / "run", compute_dtype=dtype)

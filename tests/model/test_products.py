@@ -89,6 +89,42 @@ def test_products_of_batches_are_exact_ones_rounded(
     assert_rounded_once(added, exact + 2 * bias.double(), inner)
 
 
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=5), sides, sides)
+def test_products_of_experts_are_exact_ones_rounded(sizes: list[int], inner: int, columns: int) -> None:
+    rows, dtype = sum(sizes), torch.bfloat16
+    ends = torch.tensor(sizes).cumsum(0).to(torch.int32)
+    hidden, experts = numbers((rows, inner), dtype, 1), numbers((len(sizes), inner, columns), dtype, 2)
+    gradient = numbers((rows, columns), dtype, 3)
+    grouped = products._grouped_mm  # torch itself wants sides that are multiples of 16 bytes
+    out, weights = grouped(hidden, experts, ends), grouped(hidden.t(), gradient, ends)
+    turned = grouped(experts.transpose(1, 2), hidden.t(), ends)
+    assert out.shape == (rows, columns)
+    assert weights.shape == experts.shape
+    assert turned.shape == (columns, rows)
+    for group, stop in enumerate(ends.tolist()):
+        part = slice(stop - sizes[group], stop)
+        assert_rounded_once(out[part], hidden[part].double() @ experts[group].double(), inner)
+        assert_rounded_once(weights[group], hidden[part].double().t() @ gradient[part].double(), sizes[group])
+        assert_rounded_once(turned[:, part], (hidden[part].double() @ experts[group].double()).t(), inner)
+
+
+def test_products_of_experts_with_gradients() -> None:
+    ends, sizes = torch.tensor([8, 8, 24], dtype=torch.int32), (8, 0, 16)
+    hidden = numbers((24, 16), torch.bfloat16, 1).requires_grad_()
+    experts = numbers((3, 16, 32), torch.bfloat16, 2).requires_grad_()
+    gradient = numbers((24, 32), torch.bfloat16, 3)
+    with Seen() as seen, WideProducts():
+        out = torch._grouped_mm(hidden, experts, ends)
+        found = torch.autograd.grad([out], [hidden, experts], [gradient])
+    assert set(seen.dtypes) == {torch.float32}
+    exact = [value.detach().double().requires_grad_() for value in (hidden, experts)]
+    parts = zip(exact[0].split(sizes), exact[1], strict=True)
+    want = torch.cat([rows @ weight for rows, weight in parts])
+    for got, expected in zip(found, torch.autograd.grad([want], exact, [gradient.double()]), strict=True):
+        torch.testing.assert_close(got.double(), expected, rtol=0.01, atol=0.01)
+
+
 @pytest.mark.parametrize("dtype", NARROW)
 @pytest.mark.parametrize("masked", [False, True])
 def test_attention_and_its_gradients(dtype: torch.dtype, masked: bool) -> None:
