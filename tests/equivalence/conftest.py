@@ -1,5 +1,6 @@
 """Tiny models in real Hugging Face directories."""
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,14 +13,15 @@ from transformers.utils import logging
 
 import headrace.engine
 from headrace.model import profile
+from headrace.plan.search import make_plan
 
 logging.set_verbosity_error()
 logging.disable_progress_bar()
 
 
 @pytest.fixture(scope="package", autouse=True)
-def profiles_once() -> Iterator[None]:
-    """Profile each model once for each shape: the same few are opened hundreds of times here."""
+def profiled_and_planned_once() -> Iterator[None]:
+    """Profile each model once for each shape, and plan each problem once: the same few are opened hundreds of times here."""
     known: dict[tuple[Any, ...], Any] = {}
 
     def profile_once(chain: Any, sequences: int, length: int) -> Any:
@@ -29,8 +31,19 @@ def profiles_once() -> Iterator[None]:
             known[key] = profile(chain, sequences, length)
         return known[key]
 
+    plans: dict[tuple[Any, ...], Any] = {}
+
+    def plan_once(problem: Any, ceilings: Any = None) -> Any:
+        stated = {field.name: getattr(problem, field.name) for field in dataclasses.fields(problem)}
+        costs = stated.pop("costs_of")(1)
+        key = (repr(stated), repr(costs), repr(ceilings))
+        if key not in plans:
+            plans[key] = make_plan(problem, ceilings)
+        return plans[key]
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(headrace.engine, "profile", profile_once)
+        patch.setattr(headrace.engine, "make_plan", plan_once)
         yield
 
 
