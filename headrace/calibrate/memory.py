@@ -44,7 +44,7 @@ class StreamLoad:
 class UpdateBuffers:
     """Weights, states and gradient of `num_elements` parameters in bfloat16 planes: 1.0 throughout, as a number of training.
 
-    Not bits at will: subnormal numbers cost some processors a hundred cycles each.
+    Not bits at will: with subnormal numbers some processors take ten times as long.
     """
 
     def __init__(self, num_elements: int) -> None:

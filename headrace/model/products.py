@@ -71,12 +71,10 @@ def _multiplied(
     out = left.new_empty((rows, columns))
     every = slice(None)
     if inner >= max(rows, columns):
-        total = None
+        total = out.new_zeros(out.shape, dtype=torch.float32)
         for part in _pieces(inner, max(rows, columns)):
-            wide = left[:, part].float(), right[part].float()
-            total = torch.mm(*wide) if total is None else total.addmm_(*wide)
-        assert total is not None or not inner, "a side has pieces unless it is empty"
-        out.copy_(finish(total if total is not None else out.new_zeros(out.shape, dtype=torch.float32), (every, every)))
+            total.addmm_(left[:, part].float(), right[part].float())
+        out.copy_(finish(total, (every, every)))
     elif columns >= rows:
         wide_left = left.float()
         for part in _pieces(columns, max(rows, inner)):

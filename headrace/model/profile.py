@@ -56,21 +56,22 @@ class _Meter(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        before = self.flops
         if self._wide and is_narrow(func, args):
+            # Its pieces are followed for what they take; its operations are those of the product, however it is cut.
             self._inside = True
             with self:
                 out = multiplied_wide(func, args, kwargs or {})
             self._inside = False
         else:
             out = _call(func, args, kwargs or {})
-            self.flops += _flops(func, args, kwargs or {}, out)
+        flops = 0.0 if self._inside else _flops(func, args, kwargs or {}, out)
+        self.flops += flops
         outputs = [value for value in (out if isinstance(out, tuple | list) else (out,)) if isinstance(value, torch.Tensor)]
         for tensor in outputs:
             self._follow(tensor)
         if func in REPLAYABLE and not self._inside:
             num_bytes = sum(tensor.nbytes for tensor in outputs)
-            cost = OperatorCosts(name=operator_name(func), flops=self.flops - before, output_bytes=num_bytes)
+            cost = OperatorCosts(name=operator_name(func), flops=flops, output_bytes=num_bytes)
             self.operators.append(cost)
         return out
 

@@ -148,7 +148,7 @@ def test_memory_loads_count_what_crosses_the_bus() -> None:
 
 
 def test_the_update_is_measured_on_numbers_as_training_has_them() -> None:
-    # Subnormal numbers cost some processors a hundred cycles each: 1.3 GB/s were measured instead of 15.
+    # With subnormal numbers some processors take ten times as long: 1.3 GB/s were measured instead of 12.
     buffers = UpdateBuffers(4096)
     update = UpdateLoad(buffers, 1)
     for _ in range(3):

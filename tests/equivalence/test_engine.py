@@ -8,58 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from plain import MODELS, PlainTrainer, batch_of
+from plain import LENGTH, MODELS, ROWS, PlainTrainer, batch_of, train
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import headrace
 from headrace.engine import Engine
 from headrace.model import Chain
-from headrace.plan.base import Plan
 from headrace.plan.profiles import load_profile
 from headrace.spec.ceilings import InFlight
 from headrace.spec.events import OpDone, StepResult
 from headrace.spec.program import Lane
 from headrace.store import StateStore
 from headrace.update import Checksums, Updater
-
-ROWS, LENGTH = 6, 32
-
-
-def train(
-    path: Path,
-    run_directory: Path,
-    *,
-    steps: int = 3,
-    adjust: dict[str, Any] | None = None,
-    budget: headrace.Budget | None = None,
-    padded: bool = False,
-    export: Path | None = None,
-    **options: Any,
-) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Return losses and final weights of a short run."""
-
-    def adjust_plan(plan: Plan) -> Plan:
-        changes = {name: value(plan) if callable(value) else value for name, value in (adjust or {}).items()}
-        return dataclasses.replace(plan, **changes)
-
-    out = export or run_directory.parent / f"{run_directory.name}-out"
-    with Engine.open(
-        path,
-        budget or headrace.Budget(host="4GiB"),
-        headrace.AdamW(lr=1e-3, weight_decay=0.1),
-        run_directory=run_directory,
-        tokens_per_step=ROWS * LENGTH,
-        sequence_length=LENGTH,
-        adjust_plan=adjust_plan,
-        **options,
-    ) as engine:
-        losses = [engine.step(batch_of(ROWS, LENGTH, seed, padded=padded)).loss for seed in range(steps)]
-        engine.save_pretrained(out)
-    weights: dict[str, torch.Tensor] = {}
-    for shard in sorted(out.glob("*.safetensors")):
-        weights |= load_file(shard)
-    return losses, weights
 
 
 def micro_batches(rows: int) -> dict[str, Any]:
