@@ -109,6 +109,7 @@ class _Bench:
         self._scarce_bytes = available_memory_bytes() // _MEMORY_SHARE
         self._loads: dict[str, Load] = {}
         self._drives: list[Drive] = []
+        self._unit_seconds = 0.0  # of the block that is measured in each dtype
 
     def measure(self) -> Ceilings:
         """Build, warm up, measure, and put together."""
@@ -182,9 +183,9 @@ class _Bench:
                 load = small if emulated else self._block(dtype, shape)
                 load.unit()
                 self._loads[Lane.COMPUTE if dtype == _DEFAULT_DTYPE else f"compute {dtype}"] = load
-        unit_seconds = seconds_of(self._loads[Lane.COMPUTE].unit, 1)
+        self._unit_seconds = seconds_of(self._loads[Lane.COMPUTE].unit, 1)
         for other in () if self._quick else _SAMPLED_SHAPES_GPU if self._gpu else _SAMPLED_SHAPES_CPU:
-            if other != shape and self._has_time(other, shape, unit_seconds):
+            if other != shape and self._has_time(other, shape):
                 self._loads[f"block of {other[0]} x {other[1]}"] = self._block(_DEFAULT_DTYPE, other)
         if not self._quick:
             self._loads["attention"] = AttentionLoad(self._machine, _ATTENTION_SHAPE_GPU if self._gpu else _ATTENTION_SHAPE_CPU)
@@ -195,14 +196,13 @@ class _Bench:
     def _fresh_pages_share(self, shape: tuple[int, int]) -> float:
         if self._gpu:
             return 1.0
-        unit_seconds = seconds_of(self._loads[Lane.COMPUTE].unit, 1)
-        fitting = [other for other in _FRESH_SHAPES if self._has_time(other, shape, unit_seconds)]
+        fitting = [other for other in _FRESH_SHAPES if self._has_time(other, shape)]
         chosen = _SHAPES_CPU[0] if self._quick else (*fitting, _FRESH_SHAPES[-1])[0]
         return fresh_pages_share(self._block(_DEFAULT_DTYPE, chosen), self._turn_seconds(), self._rounds())
 
-    def _has_time(self, other: tuple[int, int], shape: tuple[int, int], unit_seconds: float) -> bool:
+    def _has_time(self, other: tuple[int, int], shape: tuple[int, int]) -> bool:
         """Say whether a unit of the `other` shape is short enough, judged by what one of `shape` takes."""
-        return unit_seconds * _work(other, shape) < _LONGEST_TURNS * self._turn_seconds()
+        return self._unit_seconds * _work(other, shape) < _LONGEST_TURNS * self._turn_seconds()
 
     def _block(self, dtype: str, shape: tuple[int, int]) -> BlockLoad:
         return BlockLoad(self._machine, dtype, hidden_size=shape[0], tokens=shape[1])

@@ -83,7 +83,7 @@ class CudaMachine:
         self._base = _Base(self._streams[Lane.COMPUTE])
 
     def multiplies(self, dtype: str) -> bool:
-        """Every GPU that torch supports has products of 16-bit numbers, or its library makes them fast enough."""
+        """How a GPU multiplies is left to its libraries."""
         return True
 
     def host_buffer(self, num_bytes: int) -> Bytes:
