@@ -158,7 +158,9 @@ class Plan:
     @property
     def held_in_memory(self) -> tuple[int, ...]:
         """The units that have a buffer of their own for their gradient."""
-        return tuple(unit for unit in range(len(self.units)) if self.is_held(unit)) if self.held_gradients == "host" else ()
+        if self.held_gradients != "host":
+            return ()
+        return tuple(range(len(self.units))) if self.update_policy != "immediate" else tuple(sorted(self.late_units))
 
     def own_gradient_slot(self, unit: int) -> int:
         """Return the number of the buffer that `unit` has for its gradient: after the ring's and the resident units'."""

@@ -5,15 +5,14 @@ References to operations are as in `program`: an index, or `~index` for one of t
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from headrace.plan.base import Plan
 
 Refs = tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Slot:
+class Slot(NamedTuple):
     """A weight buffer: which block is in it, what makes its content valid, what still reads it."""
 
     unit: int = -1

@@ -51,9 +51,10 @@ def buffer_groups(plan: Plan) -> dict[str, BufferGroup]:
         groups["resident_staging"] = BufferGroup("host", "weights", 1, max(residents) * weight)
     if plan.accumulate or plan.separate_device:
         groups["accumulator"] = BufferGroup(compute_tier, "gradients", 1, block * (4 if plan.accumulate else gradient))
-    for unit in plan.held_in_memory:
+    held = plan.held_in_memory
+    for unit in held:
         groups[f"gradient.{unit}"] = BufferGroup("host", "gradients", 1, plan.units[unit].num_elements * gradient)
-    passing = [unit for unit in range(len(plan.units)) if unit not in plan.held_in_memory]
+    passing = sorted(set(range(len(plan.units))).difference(held))
     if any(unit not in plan.resident_units for unit in passing):
         groups["gradients"] = BufferGroup("host", "gradients", plan.gradient_slots, block * gradient)
     if any(unit in plan.resident_units for unit in passing):

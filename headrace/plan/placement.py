@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from headrace.plan.base import Plan, Unit
 from headrace.plan.footprint import Allowance, with_footprint
 from headrace.plan.memory import buffer_groups
-from headrace.spec.costs import ATTENTION, ModelCosts
+from headrace.spec.costs import ATTENTION, ModelCosts, OperatorCosts
 from headrace.spec.errors import InputError
 from headrace.spec.layout import UNIT_ALIGNMENT, UnitLayout
 from headrace.spec.sizes import MIB, round_up
@@ -125,12 +125,13 @@ def replay_order(costs: ModelCosts, attention_share: float = 1.0) -> list[tuple[
         if ordinal not in costs_of_block.skippable
     ]
 
-    def benefit(pair: tuple[int, int]) -> float:
-        operator = costs.blocks[pair[0]].operators[pair[1]]
+    def benefit(operator: OperatorCosts) -> float:
         weight = 1 / attention_share if operator.name == ATTENTION else 1.0
         return weight * operator.flops / max(1, operator.output_bytes)
 
-    return sorted(pairs, key=lambda pair: (-benefit(pair), -pair[0], pair[1]))
+    # Once for blocks that are alike: they share their costs.
+    benefits = {id(block): [benefit(operator) for operator in block.operators] for block in costs.blocks}
+    return sorted(pairs, key=lambda pair: (-benefits[id(costs.blocks[pair[0]])][pair[1]], -pair[0], pair[1]))
 
 
 def units_of(problem: Problem) -> tuple[Unit, ...]:

@@ -10,7 +10,6 @@ is finished: whoever runs programs starts one only when the last but one is comp
 
 from bisect import bisect_left
 from collections.abc import Iterable
-from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -49,6 +48,8 @@ class _Builder:
         self.shared_refs: dict[Refs, Refs] = {}
         before = renumbered(carry, lambda refs: tuple(~ref for ref in refs))
         self.before = before
+        # As sets: looked into for each unit.
+        self.held_in_memory, self.pending = frozenset(plan.held_in_memory), frozenset(before.pending)
         self.host, self.device = list(before.host), list(before.device)
         self.state_busy, self.gradient_busy = list(before.state_busy), list(before.gradient_busy)
         self.stash_busy, self.device_state_busy = list(before.stash_busy), list(before.device_state_busy)
@@ -219,7 +220,7 @@ class _Builder:
         if block in self.acquired:
             return
         separate = self.plan.separate_device
-        pending = phase == "forward" and block in self.before.pending
+        pending = phase == "forward" and block in self.pending
         device = _find(self.device, block) if separate and not pending else -1
         # Updates behind backward work on the host's copy, so backward wants it there although compute may not need it.
         if device >= 0 and not (phase == "backward" and not self.plan.is_late(block)):
@@ -266,7 +267,7 @@ class _Builder:
             bytes=self.weight_bytes(block),
         )
         self.device[slot] = Slot(block, (ref,))
-        self.host[host] = replace(self.host[host], busy=(*self.host[host].busy, ref))
+        self.read(self.host, host, ref)
         return slot
 
     def victim(self, slots: list[Slot]) -> int:
@@ -284,8 +285,13 @@ class _Builder:
         )
 
     def weights_read(self, host: int, device: int, ref: int) -> None:
-        pool, index = (self.device, device) if self.plan.separate_device else (self.host, host)
-        pool[index] = replace(pool[index], busy=(*pool[index].busy, ref))
+        separate = self.plan.separate_device
+        self.read(self.device if separate else self.host, device if separate else host, ref)
+
+    @staticmethod
+    def read(slots: list[Slot], index: int, ref: int) -> None:
+        unit, ready, busy = slots[index]
+        slots[index] = Slot(unit, ready, (*busy, ref))
 
     # -- block inputs ---------------------------------------------------------------------------------------------------
 
@@ -340,7 +346,7 @@ class _Builder:
 
     def gradient_slot(self, unit: int) -> int:
         """Return the drained-gradient buffer of `unit`: its own, the resident units', or the next of a ring."""
-        if unit in self.plan.held_in_memory:
+        if unit in self.held_in_memory:
             return self.plan.own_gradient_slot(unit)
         if unit in self.plan.resident_units:
             return self.plan.gradient_slots
@@ -366,7 +372,7 @@ class _Builder:
 
     def pending_update(self, unit: int, host: int = -1) -> None:
         """Emit the update of `unit` that the previous step left pending, if it did."""
-        if unit not in self.before.pending:
+        if unit not in self.pending:
             return
         plan = self.plan
         if host < 0 and unit not in plan.resident_units:
@@ -432,7 +438,7 @@ class _Builder:
             self.host[host] = Slot(unit, tuple(updates), tuple(weights))
             stale = _find(self.device, unit)
             if stale >= 0 and not late:
-                self.device[stale] = replace(self.device[stale], unit=-1)
+                self.device[stale] = self.device[stale]._replace(unit=-1)
         elif plan.separate_device:
             self.resident_ready[unit] = self.upload_resident(unit, updates)
             self.staging_busy = (*weights, *self.resident_ready[unit])

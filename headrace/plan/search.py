@@ -71,8 +71,13 @@ def make_plan(problem: Problem, ceilings: Ceilings | None = None) -> Plan:
 
     promise = [(min(map(seconds, _extremes(problem, choice))), index) for index, choice in enumerate(placements)]
     found = [(seconds(choice), choice) for choice in placements]
-    for _, index in sorted(promise)[:_FINALISTS]:
-        found += [_best_amount(problem, replace(placements[index], kept_home=home), seconds) for home in homes]
+    finalists: dict[tuple[object, ...], Choice] = {}
+    for _, index in sorted(promise):
+        choice = placements[index]
+        # Thriftier buffers do the same in a little more time: only the best of a kind goes on.
+        finalists.setdefault((choice.rows, choice.input_home, choice.held, choice.freed_memory), choice)
+    for choice in list(finalists.values())[:_FINALISTS]:
+        found += [_best_amount(problem, replace(choice, kept_home=home), seconds) for home in homes]
     # Of alike ones the first: the simpler.
     best_seconds, best = min(found, key=lambda entry: round(math.log(entry[0]) / math.log(ALIKE)))
     plan = filled(problem, plan_of(problem, best))

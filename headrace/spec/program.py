@@ -47,7 +47,8 @@ class Verb(StrEnum):
     COMMIT = "commit"  # everything durable, then the record
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+# Not frozen, though nobody changes one: making it would take three times as long, and a search for a plan makes 200 000.
+@dataclass(slots=True, kw_only=True)
 class Op:
     """One operation. `after` and `after_previous` are indices of operations of this and of the previous program.
 

@@ -8,12 +8,12 @@ unseen with a chance of about 2^-64. Measured: 34 GB/s on one core of a two-core
 Invariant: the compiled kernel equals the NumPy reference for every input.
 """
 
-from collections.abc import Callable
 from typing import Any
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
+
+from headrace.jit import compiled
 
 _ODD = np.uint64(0x9E3779B97F4A7C15)
 _MIX = np.uint64(0xD6E8FEB86659FD93)
@@ -25,7 +25,7 @@ Words = NDArray[np.uint64]
 
 def checksum(data: NDArray[Any]) -> int:
     """Return the checksum of contiguous `data` (a multiple of 8 bytes). Releases the GIL; one pass over the data."""
-    return int(_sum_words_compiled(data.reshape(-1).view(np.uint64)))
+    return int(_sum_words(data.reshape(-1).view(np.uint64)))
 
 
 def checksum_reference(data: NDArray[Any]) -> int:
@@ -37,6 +37,7 @@ def checksum_reference(data: NDArray[Any]) -> int:
     return int(np.sum(mixed * weights, dtype=np.uint64))
 
 
+@compiled
 def _sum_words(words: Words) -> np.uint64:
     total = np.uint64(0)
     weight = _ODD
@@ -46,6 +47,3 @@ def _sum_words(words: Words) -> np.uint64:
         total += (mixed ^ (mixed >> _HALF)) * weight
         weight += step
     return total
-
-
-_sum_words_compiled: Callable[[Words], np.uint64] = numba.njit(nogil=True, cache=True)(_sum_words)

@@ -14,14 +14,14 @@ Legend: `gradient` is uint16 (bfloat16 bits), int16 (float16 bits: the type alon
 float32 vector `Coefficients.vector()`; `key` and `first` place the first element among the random numbers (`base.noise_key`).
 """
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic
 
+from headrace.jit import compiled
 from headrace.spec.layout import MOMENT_BLOCK_ELEMENTS, UNIT_ALIGNMENT
 
 # A block of the square sum: the largest length that divides every chunk a unit can be cut into.
@@ -45,18 +45,6 @@ NOISE_LAST_SHIFT = 16
 # A block whose first moments are all smaller than this is kept as zero: its unit would have no inverse in fp32. AdamW's steps
 # for such moments are nothing beside any epsilon in use.
 SMALLEST_M = 2.0**-100
-
-_Loop = TypeVar("_Loop", bound=Callable[..., Any])
-
-
-def _compiled(loop: _Loop) -> _Loop:
-    """Compile `loop` at its first call; keep the machine code on disk where a directory for it can be written."""
-    options = {"nogil": True, "error_model": "numpy"}  # "python" would test every divisor for zero, and not vectorise
-    try:
-        compiled: _Loop = njit(cache=True, **options)(loop)
-    except RuntimeError:  # numba finds no writable cache directory: a read-only installation without a home directory
-        compiled = njit(**options)(loop)
-    return compiled
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -192,7 +180,7 @@ def _not_nan(context: Any, value: Any) -> Any:
     return types.float32(types.float32), lower
 
 
-@_compiled
+@compiled
 def adamw_bfloat16(hi: Any, lo: Any, m: Any, v: Any, gradient: Any, k: Any) -> None:
     """AdamW on the split master, in place: 26 bytes of memory traffic per element with a bfloat16 gradient."""
     _full_width()
@@ -209,7 +197,7 @@ def adamw_bfloat16(hi: Any, lo: Any, m: Any, v: Any, gradient: Any, k: Any) -> N
         lo[i] = _low(p)
 
 
-@_compiled
+@compiled
 def adamw_float32(w: Any, m: Any, v: Any, gradient: Any, k: Any) -> None:
     """AdamW on fp32 weights, in place."""
     _full_width()
@@ -223,7 +211,7 @@ def adamw_float32(w: Any, m: Any, v: Any, gradient: Any, k: Any) -> None:
         v[i] = v_new
 
 
-@_compiled
+@compiled
 def adamw_float16(w16: Any, w: Any, m: Any, v: Any, gradient: Any, k: Any) -> None:
     """AdamW on the fp32 master `w`, in place; `w16` (uint16, float16 bits) becomes its nearest float16."""
     _full_width()
@@ -244,7 +232,7 @@ def adamw_float16(w16: Any, w: Any, m: Any, v: Any, gradient: Any, k: Any) -> No
 # word in what is written; `sums` (uint64) are added to: of the weights, and of all states together.
 
 
-@_compiled
+@compiled
 def add_words(words: Any, first: Any, total: Any) -> Any:
     """Return `total` plus what words `first, first + 1, ...` of a buffer add to its checksum."""
     _full_width()
@@ -257,7 +245,7 @@ def add_words(words: Any, first: Any, total: Any) -> Any:
     return total
 
 
-@_compiled
+@compiled
 def _add_tile(words: Any, firsts: Any, sums: Any, start: Any, stop: Any, num_elements: Any) -> None:
     _full_width()
     for plane in range(len(words)):
@@ -266,7 +254,7 @@ def _add_tile(words: Any, firsts: Any, sums: Any, start: Any, stop: Any, num_ele
         sums[of] = add_words(words[plane][begin:end], firsts[plane] + begin, sums[of])
 
 
-@_compiled
+@compiled
 def adamw_bfloat16_summed(hi: Any, lo: Any, m: Any, v: Any, gradient: Any, k: Any, words: Any, firsts: Any, sums: Any) -> None:
     """`adamw_bfloat16` and checksums."""
     _full_width()
@@ -276,7 +264,7 @@ def adamw_bfloat16_summed(hi: Any, lo: Any, m: Any, v: Any, gradient: Any, k: An
         _add_tile(words, firsts, sums, start, stop, hi.size)
 
 
-@_compiled
+@compiled
 def adamw_float32_summed(w: Any, m: Any, v: Any, gradient: Any, k: Any, words: Any, firsts: Any, sums: Any) -> None:
     """`adamw_float32` and checksums."""
     _full_width()
@@ -286,7 +274,7 @@ def adamw_float32_summed(w: Any, m: Any, v: Any, gradient: Any, k: Any, words: A
         _add_tile(words, firsts, sums, start, stop, w.size)
 
 
-@_compiled
+@compiled
 def adamw_float16_summed(w16: Any, w: Any, m: Any, v: Any, gradient: Any, k: Any, words: Any, firsts: Any, sums: Any) -> None:
     """`adamw_float16` and checksums."""
     _full_width()
@@ -410,7 +398,7 @@ _narrow_upper, _narrow_lower = _stochastic_bfloat16(True), _stochastic_bfloat16(
 # a second moment falls by a thousandth per step at most, a bfloat16 place is four to eight thousandths, so it would never fall.
 
 
-@_compiled
+@compiled
 def _decode_bfloat16(m: Any, v: Any, m_tile: Any, v_tile: Any) -> None:
     _full_width()
     for i in range(m.size):
@@ -418,7 +406,7 @@ def _decode_bfloat16(m: Any, v: Any, m_tile: Any, v_tile: Any) -> None:
         v_tile[i] = _widen(v[i])
 
 
-@_compiled
+@compiled
 def _encode_bfloat16(m_tile: Any, v_tile: Any, m: Any, v: Any, first: Any, key: Any) -> None:
     _full_width()
     for i in range(m.size):
@@ -427,7 +415,7 @@ def _encode_bfloat16(m_tile: Any, v_tile: Any, m: Any, v: Any, first: Any, key: 
         v[i] = _narrow_lower(_not_nan(v_tile[i]), bits)
 
 
-@_compiled
+@compiled
 def _decode_int8(m: Any, v: Any, m_unit: Any, v_unit: Any, m_tile: Any, v_tile: Any) -> None:
     """Decode a block: a first moment is `code * |code|` units, the root of a second one `code^2` units.
 
@@ -444,7 +432,7 @@ def _decode_int8(m: Any, v: Any, m_unit: Any, v_unit: Any, m_tile: Any, v_tile: 
         v_tile[i] = root * root
 
 
-@_compiled
+@compiled
 def _encode_int8(m_tile: Any, v_tile: Any, m: Any, v: Any, m_unit: Any, v_unit: Any, first: Any, key: Any) -> None:
     """Encode a block; `m_unit` and `v_unit` are arrays of one. Overwrites `v_tile`.
 
@@ -492,7 +480,7 @@ def _encode_int8(m_tile: Any, v_tile: Any, m: Any, v: Any, m_unit: Any, v_unit: 
         v[i] = _unsigned_code(np.float32(1) if code == 0 and root > 0 else code)
 
 
-@_compiled
+@compiled
 def adamw_bfloat16_bfloat16(hi: Any, lo: Any, m: Any, v: Any, gradient: Any, k: Any, first: Any, key: Any) -> None:
     """AdamW on the split master with bfloat16 moments, in place."""
     _full_width()
@@ -505,7 +493,7 @@ def adamw_bfloat16_bfloat16(hi: Any, lo: Any, m: Any, v: Any, gradient: Any, k: 
         _encode_bfloat16(m_now, v_now, m[start:stop], v[start:stop], first + start, key)
 
 
-@_compiled
+@compiled
 def adamw_float32_bfloat16(w: Any, m: Any, v: Any, gradient: Any, k: Any, first: Any, key: Any) -> None:
     """AdamW on fp32 weights with bfloat16 moments, in place."""
     _full_width()
@@ -518,7 +506,7 @@ def adamw_float32_bfloat16(w: Any, m: Any, v: Any, gradient: Any, k: Any, first:
         _encode_bfloat16(m_now, v_now, m[start:stop], v[start:stop], first + start, key)
 
 
-@_compiled
+@compiled
 def adamw_float16_bfloat16(w16: Any, w: Any, m: Any, v: Any, gradient: Any, k: Any, first: Any, key: Any) -> None:
     """AdamW on the fp32 master of float16 weights with bfloat16 moments, in place."""
     _full_width()
@@ -531,7 +519,7 @@ def adamw_float16_bfloat16(w16: Any, w: Any, m: Any, v: Any, gradient: Any, k: A
         _encode_bfloat16(m_now, v_now, m[start:stop], v[start:stop], first + start, key)
 
 
-@_compiled
+@compiled
 def adamw_bfloat16_int8(
     hi: Any, lo: Any, m: Any, v: Any, m_unit: Any, v_unit: Any, gradient: Any, k: Any, first: Any, key: Any
 ) -> None:
@@ -548,7 +536,7 @@ def adamw_bfloat16_int8(
         _encode_int8(m_now, v_now, m[start:stop], v[start:stop], units[0], units[1], first + start, key)
 
 
-@_compiled
+@compiled
 def adamw_float32_int8(w: Any, m: Any, v: Any, m_unit: Any, v_unit: Any, gradient: Any, k: Any, first: Any, key: Any) -> None:
     """AdamW on fp32 weights with 8-bit moments, in place."""
     _full_width()
@@ -563,7 +551,7 @@ def adamw_float32_int8(w: Any, m: Any, v: Any, m_unit: Any, v_unit: Any, gradien
         _encode_int8(m_now, v_now, m[start:stop], v[start:stop], units[0], units[1], first + start, key)
 
 
-@_compiled
+@compiled
 def adamw_float16_int8(
     w16: Any, w: Any, m: Any, v: Any, m_unit: Any, v_unit: Any, gradient: Any, k: Any, first: Any, key: Any
 ) -> None:
@@ -580,7 +568,7 @@ def adamw_float16_int8(
         _encode_int8(m_now, v_now, m[start:stop], v[start:stop], units[0], units[1], first + start, key)
 
 
-@_compiled
+@compiled
 def split(master: Any, hi: Any, lo: Any) -> None:
     """Write the two halves of float32 `master` to `hi` and `lo`."""
     _full_width()
@@ -590,7 +578,7 @@ def split(master: Any, hi: Any, lo: Any) -> None:
         lo[i] = _low(value)
 
 
-@_compiled
+@compiled
 def join(hi: Any, lo: Any, master: Any) -> None:
     """Write the float32 that `hi` and `lo` are the halves of to `master`."""
     _full_width()
@@ -598,7 +586,7 @@ def join(hi: Any, lo: Any, master: Any) -> None:
         master[i] = _join(hi[i], lo[i])
 
 
-@_compiled
+@compiled
 def widen(bits: Any, values: Any) -> None:
     """Write what bfloat16 (uint16) or float16 (int16) `bits` stand for to float32 `values`."""
     _full_width()
@@ -606,7 +594,7 @@ def widen(bits: Any, values: Any) -> None:
         values[i] = _widen(bits[i])
 
 
-@_compiled
+@compiled
 def narrow_bfloat16(values: Any, bits: Any) -> None:
     """Write the bfloat16 nearest to each float32, ties to even, to uint16 `bits`."""
     _full_width()
@@ -615,7 +603,7 @@ def narrow_bfloat16(values: Any, bits: Any) -> None:
         bits[i] = np.uint16((word + np.uint32(0x7FFF) + ((word >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
 
 
-@_compiled
+@compiled
 def block_square_sums(gradient: Any, sums: Any) -> None:
     """Write the sum of squares of each block of `gradient` to `sums`: in fp64, where a square of an fp32 number is exact.
 
@@ -638,7 +626,7 @@ def block_square_sums(gradient: Any, sums: Any) -> None:
         sums[index] = total
 
 
-@_compiled
+@compiled
 def add_in_order(sums: Any, carry: Any) -> Any:
     """Return `carry` plus all `sums`, added one after the other."""
     for i in range(sums.size):

@@ -1,5 +1,8 @@
 """The virtual clock: bounds, order, sharing and steady state, on random programs and on ones small enough to do by hand."""
 
+from dataclasses import replace
+from itertools import pairwise
+from math import prod
 from typing import Any
 
 import pytest
@@ -22,6 +25,7 @@ VERBS = {
     Lane.DEVICE_UPDATE: Verb.UPDATE,
     Lane.COMMIT: Verb.COMMIT,
 }
+LANES = [str(lane) for lane in Lane]
 RATES = ("compute", "read", "write", "inward", "outward", "update", "device")
 
 
@@ -126,6 +130,66 @@ def test_without_sharing_an_operation_takes_its_own_seconds(programs: list[Progr
     assert sum(use.busy_seconds for use in timeline.lanes.values()) == pytest.approx(
         sum(use.alone_seconds for use in timeline.lanes.values())
     )
+
+
+@st.composite
+def crowded_machines(draw: st.DrawFn) -> Ceilings:
+    """Machines on which everything may slow everything."""
+    rates = {name: draw(st.floats(1e8, 1e10)) for name in RATES}
+    share = st.floats(0.5, 1)
+    slowdowns = draw(st.dictionaries(st.sampled_from(LANES), st.dictionaries(st.sampled_from(LANES), st.floats(0.2, 1))))
+    return machine(
+        **rates,
+        mixed=draw(share) * (rates["read"] + rates["write"]),
+        both_ways=draw(share) * (rates["inward"] + rates["outward"]),
+        memory=draw(st.floats(1, 5)) * rates["update"],
+        slowdowns={one: {other: kept for other, kept in others.items() if other != one} for one, others in slowdowns.items()},
+    )
+
+
+def speed_of(lane: Lane, busy: set[Lane], ceilings: Ceilings) -> float:
+    """The share of its rate that `lane` keeps while all of `busy` are, from the words of the profile, one lane at a time."""
+    rates = {
+        Lane.SSD_READ: ceilings.ssd_read_bytes_per_second,
+        Lane.SSD_WRITE: ceilings.ssd_write_bytes_per_second,
+        Lane.HOST_TO_DEVICE: ceilings.host_to_device_bytes_per_second,
+        Lane.DEVICE_TO_HOST: ceilings.device_to_host_bytes_per_second,
+        Lane.UPDATE: ceilings.update_bytes_per_second,
+    }
+    pairs = {
+        (Lane.SSD_READ, Lane.SSD_WRITE): ceilings.ssd_mixed_bytes_per_second,
+        (Lane.HOST_TO_DEVICE, Lane.DEVICE_TO_HOST): ceilings.both_ways_bytes_per_second,
+    }
+
+    def shared(one: Lane) -> float:
+        pair = next((pair for pair in pairs if one in pair), ())
+        return min(1.0, pairs[pair] / sum(rates[each] for each in pair)) if pair and busy.issuperset(pair) else 1.0
+
+    def own(one: Lane) -> float:
+        unmeasured = {Lane.COMPUTE: {Lane.DEVICE_UPDATE: 0.5}, Lane.DEVICE_UPDATE: {Lane.COMPUTE: 0.5}}
+        known = {**unmeasured.get(one, {}), **ceilings.slowdowns.get(one, {})}
+        return shared(one) * prod(1 - (1 - known.get(other, 1.0)) * shared(other) for other in busy)
+
+    moving = busy & rates.keys()
+    traffic = sum(own(one) * rates[one] for one in moving)
+    crowded = lane in moving and len(moving) > 1 and traffic > ceilings.host_memory_bytes_per_second
+    return own(lane) * (ceilings.host_memory_bytes_per_second / traffic if crowded else 1.0)
+
+
+@given(random_programs(), crowded_machines())
+def test_each_operation_gets_its_work_done_at_the_speeds_of_the_profile(programs: list[Program], ceilings: Ceilings):
+    timeline = simulate(programs, ceilings)
+    timed = timeline.ops
+    alone = [simulate([Program((replace(each.op, index=0, after=(), after_previous=()),))] * 3, ceilings) for each in timed]
+    moments = sorted({moment for each in timed for moment in (each.start_seconds, each.stop_seconds)})
+    done = [0.0] * len(timed)
+    for start, stop in pairwise(moments):
+        running = [index for index, each in enumerate(timed) if each.start_seconds <= start < each.stop_seconds]
+        busy = {timed[index].op.lane for index in running}
+        for index in running:
+            done[index] += (stop - start) * speed_of(timed[index].op.lane, busy, ceilings)
+    for index, one in enumerate(alone):
+        assert done[index] == pytest.approx(one.ops[0].stop_seconds, rel=1e-6, abs=1e-9)
 
 
 @given(random_programs(), any_machine)
