@@ -5,7 +5,9 @@ None, never a guess.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from math import prod
 from statistics import median
 from typing import Any
 
@@ -49,20 +51,32 @@ def ssd_rates(
     }
 
 
-def interference(together: Sequence[OpDone], alone: Sequence[OpDone], plan: Plan, verb: Verb, fair: float) -> dict[str, Any]:
+def interference(
+    together: Sequence[OpDone],
+    alone: Sequence[OpDone],
+    plan: Plan,
+    verb: Verb,
+    fair: float,
+    beside_drives: Mapping[str, float],
+) -> dict[str, Any]:
     """Return what compute's operations of `verb` (forward or backward) cost with all lanes at work and with none beside them.
 
     `together` has the operations of overlapped steps, `alone` those of a step whose operations ran one after the other; each is
     compared with its own kind, block and micro-batch. Of the operations behind which an update ran for some time: `ratio` is
     their seconds over those of the same operations alone, `expected` the same if compute kept the share `fair` of its rate
-    while an update ran, and lost nothing else.
+    while an update ran, and lost nothing else. `expected_with_drives` is the same if it also lost what the profile says that it
+    loses while the SSDs read and write (`beside_drives`: the share that it keeps, by lane): cores are not all that it shares.
     """
     updates = sorted((op.start_seconds, op.stop_seconds) for op in together if op.lane == Lane.UPDATE)
+    others = [(fair, updates)]
+    for lane in (Lane.SSD_READ, Lane.SSD_WRITE):
+        spans = sorted((op.start_seconds, op.stop_seconds) for op in together if op.lane == lane)
+        others.append((beside_drives.get(lane, 1.0), spans))
     reference: dict[tuple[int, int], list[float]] = defaultdict(list)
     for op in alone:
         if op.verb == verb:
             reference[op.unit, op.micro].append(op.stop_seconds - op.start_seconds)
-    seconds = alone_seconds = beside_seconds = flops = 0.0
+    seconds = alone_seconds = beside_seconds = kept_seconds = flops = 0.0
     count = 0
     for op in together:
         if op.verb == verb and (known := reference.get((op.unit, op.micro))):
@@ -72,9 +86,10 @@ def interference(together: Sequence[OpDone], alone: Sequence[OpDone], plan: Plan
                 seconds += op.stop_seconds - op.start_seconds
                 alone_seconds += median(known)
                 beside_seconds += beside
+                kept_seconds += seconds_kept(op.start_seconds, op.stop_seconds, others)
                 flops += flops_of(plan, verb, op.unit)
     if not count or not flops:
-        return {"verb": verb, "operations": 0, "ratio": None, "expected": None}
+        return {"verb": verb, "operations": 0, "ratio": None, "expected": None, "expected_with_drives": None}
     return {
         "verb": verb,
         "operations": count,
@@ -84,7 +99,18 @@ def interference(together: Sequence[OpDone], alone: Sequence[OpDone], plan: Plan
         "ratio": seconds / alone_seconds,
         # While the update ran, compute did `fair` of a second's work in a second.
         "expected": seconds / (seconds - (1 - fair) * beside_seconds),
+        "expected_with_drives": seconds / kept_seconds,
     }
+
+
+def seconds_kept(start: float, stop: float, others: Sequence[tuple[float, Sequence[Span]]]) -> float:
+    """Return the seconds of work done between `start` and `stop` beside `others`: shares that are kept during some spans."""
+    inside = [(share, clipped(spans, start, stop)) for share, spans in others]
+    edges = sorted({start, stop, *(edge for _, spans in inside for span in spans for edge in span)})
+    return sum(
+        (after - before) * prod(share for share, spans in inside if any(low <= before < high for low, high in spans))
+        for before, after in pairwise(edges)
+    )
 
 
 def flops_of(plan: Plan, verb: Verb, unit: int) -> float:

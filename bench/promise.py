@@ -81,7 +81,8 @@ def options_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=2, help="steps left out")
     parser.add_argument("--bare-repeats", type=int, default=3, help="of the last step's requests, with nothing beside them")
     parser.add_argument("--profile", type=Path, default=None, help="a profile of `headrace bench machine`, not to measure anew")
-    parser.add_argument("--profile-seconds", type=float, default=100, help="seconds to measure the machine for")
+    parser.add_argument("--measure-each", action="store_true", help="a new profile before each run: where speeds drift")
+    parser.add_argument("--profile-seconds", type=float, default=90, help="seconds to measure the machine for")
     parser.add_argument("--timeout-seconds", type=float, default=3600, help="of one run")
     return parser.parse_args(arguments)
 
@@ -118,8 +119,14 @@ def save(results: dict[str, Any], path: Path) -> None:
     beside.replace(path)
 
 
-def profile_of(options: argparse.Namespace, results: dict[str, Any], scratch: Path) -> dict[str, Any]:
-    """Return the profile by which all runs are planned: given, the one of the results that are gone on with, or measured."""
+def profile_of(options: argparse.Namespace, results: dict[str, Any], scratch: Path) -> dict[str, Any] | None:
+    """Return the profile by which all runs are planned: given, the one of the results that are gone on with, or measured.
+    None where each run has its own.
+    """
+    if results["runs"] and options.measure_each != (results["profile"] is None):
+        refuse("--measure-each: some results that are there were made otherwise; name another --output")
+    if options.measure_each:
+        return None
     if options.profile is not None:
         try:
             given = json.loads(options.profile.read_text())
@@ -130,6 +137,11 @@ def profile_of(options: argparse.Namespace, results: dict[str, Any], scratch: Pa
         return dict(given)
     if results["profile"] is not None:
         return dict(results["profile"])
+    return measured_profile(options, scratch)
+
+
+def measured_profile(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
+    """Return what `headrace bench machine` finds now."""
     print(f"measuring the machine for {options.profile_seconds:.0f} s ...", flush=True)
     path = scratch / "profile.json"
     command = [sys.executable, "-m", "headrace.cli", "bench", "machine", "--ssd", str(scratch)]
@@ -189,6 +201,7 @@ def row_of(run: Row) -> Row:
         "interference_verb": beside["verb"],
         "compute_slowdown": beside["ratio"],
         "expected_slowdown": beside["expected"],
+        "expected_slowdown_with_drives": beside["expected_with_drives"],
         "slowdown_ratio": beside["ratio"] / beside["expected"] if beside["ratio"] else None,
         "others_cpu_seconds": median(row["others_cpu_seconds"] for row in counted),
         "busy_seconds": {lane: use["busy_seconds"] / seen["steps"] for lane, use in seen["lanes"]["lanes"].items()},
@@ -245,7 +258,7 @@ def table_of(results: dict[str, Any]) -> str:
         "",
         "| run | rounds | step s planned | measured | / | host peak GiB planned | measured | / "
         "| lower bound s | measured / bound | cores' arithmetic s | SSD GB/s | bare GB/s | SSD efficiency (in order) "
-        "| compute beside update / alone | by arithmetic "
+        "| compute beside update / alone | by arithmetic (and drives) "
         "| others' CPU s |",
         "|" + "---|" * 17,
     ]
@@ -257,7 +270,8 @@ def table_of(results: dict[str, Any]) -> str:
             f"| {_text(row['cores_seconds'])} | {_text(row['ssd_bytes_per_second'], 1e9)} "
             f"| {_text(row['bare_bytes_per_second'], 1e9)} | {_text(row['ssd_efficiency'])} "
             f"({_text(row['ssd_efficiency_in_order'])}) | {_text(row['compute_slowdown'])} ({row['interference_verb']}) "
-            f"| {_text(row['expected_slowdown'])} | {_text(row['others_cpu_seconds'])} |"
+            f"| {_text(row['expected_slowdown'])} ({_text(row['expected_slowdown_with_drives'])}) "
+            f"| {_text(row['others_cpu_seconds'])} |"
         )
     lines += [
         "",
@@ -285,7 +299,7 @@ NOTES = (
     "lane of the SSD or a commit is busy. Bare loop: the last step's requests again, from as many threads, with nothing beside "
     "them; in order: in ten slices, as the step had them. Compute beside update: operations behind which an update ran, "
     "against the same ones in a step whose operations run one after the other; by arithmetic: were all threads given equal "
-    "shares of the cores while the update ran.",
+    "shares of the cores while the update ran; and drives: did compute also lose what the profile says it loses beside them.",
 )
 
 
@@ -307,7 +321,8 @@ def line_of(run: Row) -> str:
         f"{head}{row['step_seconds']:.2f} s a step, planned {row['planned_seconds']:.2f} (x {row['seconds_ratio']:.2f}), "
         f"bound {row['bound_seconds']:.2f} (x {row['bound_ratio']:.2f}); peak x {row['peak_ratio']:.2f}; "
         f"SSD efficiency {_text(row['ssd_efficiency'])}; "
-        f"compute beside update x {_text(row['compute_slowdown'])}, by arithmetic x {_text(row['expected_slowdown'])}; "
+        f"compute beside update x {_text(row['compute_slowdown'])}, by arithmetic x {_text(row['expected_slowdown'])} "
+        f"(and drives x {_text(row['expected_slowdown_with_drives'])}); "
         f"others' CPU {row['others_cpu_seconds']:.2f} s"
     )
 
@@ -336,9 +351,12 @@ def run_all(options: argparse.Namespace, combinations: list[Combination], result
                     for old in scratch.glob("model-*"):
                         remove_model(old)  # one at a time: the largest run leaves little below the limit
                     make_model(combination.size, model, variables)
+                about = {"name": combination.name, "round": number, "combination": asdict(combination)}
+                if options.measure_each:
+                    about["profile"] = measured_profile(options, scratch)
+                    profile.write_text(json.dumps(about["profile"]))
                 command = command_of(combination, options, model, profile)
                 run = run_worker(command, variables, scratch=scratch, timeout_seconds=options.timeout_seconds)
-                about = {"name": combination.name, "round": number, "combination": asdict(combination)}
                 results["runs"].append(about | {"cores": results["machine"]["cores"]} | run)
                 print(line_of(results["runs"][-1]), flush=True)
                 save(results, path)
@@ -354,6 +372,8 @@ def main() -> int:
     options = options_of()
     combinations = chosen(options.only)
     least = options.steps or min(combination.steps for combination in combinations)
+    if options.measure_each and options.profile is not None:
+        refuse("--measure-each and --profile: one profile for all runs, or one for each, not both")
     if options.rounds < 1 or not 0 <= options.warmup < least or options.bare_repeats < 1:
         refuse(
             f"--rounds {options.rounds} and --bare-repeats {options.bare_repeats} must be at least 1, "

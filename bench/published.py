@@ -49,8 +49,8 @@ of that width from transformers, 22 GiB of device and 700 GiB of host memory all
   far as they fit: 10 to 14 bytes per parameter read and 12 written instead of 16 and 14, and writes run on into the next
   forward.
 - Large batches are bound by compute. The compute constant is an effective rate of 6 operations per parameter and token in
-  which Fuyou's own recompute is hidden; Headrace's recompute is counted on top of it, so this column is too low there by up to
-  a third. What replay saves depends on how much of it the plan can keep: at batch 128 little beside the block inputs fits.
+  which Fuyou's own recompute is hidden; Headrace's recompute is counted on top of it, so this column is too low there. Most of
+  it is spared by replay: from batch 32 on the outputs of four operators of each block wait in host memory (113 to 451 GiB).
 
 Made by `python bench/published.py --output docs/published.md`.
 

@@ -165,7 +165,12 @@ def observations(
         "verbs_alone": summarise(alone, alone[0].start_seconds, alone[-1].stop_seconds)["verbs"],
         # Updates run behind backward, or where gradients wait for the norm behind the next forward.
         "interference": interference(
-            window, alone, plan, Verb.FORWARD if plan.update_policy == "deferred" else Verb.BACKWARD, fair
+            window,
+            alone,
+            plan,
+            Verb.FORWARD if plan.update_policy == "deferred" else Verb.BACKWARD,
+            fair,
+            machine.slowdowns.get(Lane.COMPUTE, {}),
         ),
         "update_bytes_per_second": {"together": median_rate(window, Verb.UPDATE), "alone": median_rate(alone, Verb.UPDATE)},
         "fair_share": fair,

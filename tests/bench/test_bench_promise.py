@@ -50,12 +50,27 @@ def test_a_slowdown_by_fair_shares_is_what_the_arithmetic_expects():
         op(Verb.UPDATE, Lane.UPDATE, 3, 12, unit=2),
         op(Verb.BACKWARD, Lane.COMPUTE, 23, 33, unit=1),
     ]
-    found = interference(together, alone, TwoBlocks, Verb.BACKWARD, fair)
+    found = interference(together, alone, TwoBlocks, Verb.BACKWARD, fair, {})
     assert found["operations"] == 1
     assert found["ratio"] == pytest.approx(23 / 20)
     assert found["expected"] == pytest.approx(23 / 20)
     assert found["seconds_per_tflop_alone"] == pytest.approx(20 / 6)
-    assert interference(together[::2], alone, TwoBlocks, Verb.BACKWARD, fair)["ratio"] is None
+    assert found["expected_with_drives"] == pytest.approx(found["expected"])
+    assert interference(together[::2], alone, TwoBlocks, Verb.BACKWARD, fair, {})["ratio"] is None
+
+
+def test_what_drives_cost_compute_is_told_apart():
+    alone = [op(Verb.BACKWARD, Lane.COMPUTE, 0, 10)]
+    # 2 of 13 seconds beside the update alone, 2 beside both, 2 beside reads alone: 7 + 2 / 2 + 2 / 4 + 2 / 2 seconds of work.
+    together = [
+        op(Verb.BACKWARD, Lane.COMPUTE, 0, 13),
+        op(Verb.UPDATE, Lane.UPDATE, 1, 5),
+        op(Verb.FETCH, Lane.SSD_READ, 3, 7),
+        op(Verb.WRITE_STATES, Lane.SSD_WRITE, 20, 30),
+    ]
+    found = interference(together, alone, TwoBlocks, Verb.BACKWARD, 0.5, {"ssd-read": 0.5, "ssd-write": 0.1})
+    assert found["expected"] == pytest.approx(13 / 11)
+    assert found["expected_with_drives"] == pytest.approx(13 / 9.5)
 
 
 def test_the_rate_of_the_drive_counts_busy_seconds_once():
@@ -148,7 +163,7 @@ def a_run(name, number, seconds=2.0, **changes):
         "lanes": {"lanes": lanes},
         "ssd": {"bytes": 100, "bytes_per_second": 8.0},
         "bare": {"bytes_per_second": 10.0, "in_order_bytes_per_second": 9.0},
-        "interference": {"verb": "backward", "ratio": 1.2, "expected": 1.1},
+        "interference": {"verb": "backward", "ratio": 1.2, "expected": 1.1, "expected_with_drives": 1.15},
     }
     rows = [{"seconds": 9.0, "others_cpu_seconds": 9.0}, *({"seconds": seconds, "others_cpu_seconds": 0.0},) * 2]
     values = {"name": name, "round": number, "status": "ok", "combination": {"clip": False}, "cores": 2, "rows": rows}
@@ -253,6 +268,19 @@ def test_results_of_another_profile_are_not_mixed(no_work, monkeypatch, tmp_path
         main_of(monkeypatch, tmp_path, "--profile", str(profile))
     assert refused.value.code == 2
     assert "another one" in capsys.readouterr().err
+
+
+def test_each_run_may_have_a_profile_of_its_own(no_work, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(promise, "measured_profile", lambda options, scratch: {"name": f"before run {len(no_work)}"})
+    assert main_of(monkeypatch, tmp_path, "--measure-each") == 0
+    runs = json.loads((tmp_path / "out.json").read_text())["runs"]
+    assert [run["profile"]["name"] for run in runs] == [f"before run {number}" for number in range(3)]
+    assert main_of(monkeypatch, tmp_path, "--measure-each", "--rounds", "2") == 0
+    for other in ([], ["--profile", str(tmp_path / "out.json"), "--measure-each"]):
+        with pytest.raises(SystemExit) as refused:
+            main_of(monkeypatch, tmp_path, *other)
+        assert refused.value.code == 2
+        assert "--measure-each" in capsys.readouterr().err
 
 
 def test_a_file_that_is_no_result_is_not_overwritten(tmp_path):
