@@ -29,7 +29,7 @@ demo: $(STAMP)  ## fine-tune a small model through all three tiers, kill it, res
 	$(BIN)/python demo/demo.py
 
 test: $(STAMP)  ## all quick tests (minutes)
-	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) -m "not soak and not gpu"
+	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) -m "not soak and not gpu" --durations=12 --durations-min=5
 
 # GPU_PYTHON names an environment that has torch, transformers, numba and pytest already: nothing is installed then.
 GPU_ENV := $(if $(GPU_PYTHON),,$(STAMP))
