@@ -63,7 +63,7 @@ bench: $(STAMP)  ## what this machine can do, and Headrace beside plain PyTorch;
 	$(BIN)/python bench/compare.py --scratch $(or $(SCRATCH),bench-results) --output bench-results/compare --size S \
 		--tokens-per-step 2048 --contestants headrace,plain
 
-bench-promise: $(STAMP)  ## planned against measured, and the distance to the limit, of 14 runs (25 minutes); SCRATCH=directory
+bench-promise: $(STAMP)  ## planned against measured, and the distance to the limit, of 17 runs (an hour or more); SCRATCH=directory
 	@mkdir -p bench-results
 	$(BIN)/python bench/promise.py --scratch $(or $(SCRATCH),bench-results) --output bench-results/promise
 

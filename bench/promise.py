@@ -119,7 +119,7 @@ def save(results: dict[str, Any], path: Path) -> None:
     beside.replace(path)
 
 
-def profile_of(options: argparse.Namespace, results: dict[str, Any], scratch: Path) -> dict[str, Any] | None:
+def profile_of(options: argparse.Namespace, results: dict[str, Any], path: Path) -> dict[str, Any] | None:
     """Return the profile by which all runs are planned: given, the one of the results that are gone on with, or measured.
     None where each run has its own.
     """
@@ -137,14 +137,13 @@ def profile_of(options: argparse.Namespace, results: dict[str, Any], scratch: Pa
         return dict(given)
     if results["profile"] is not None:
         return dict(results["profile"])
-    return measured_profile(options, scratch)
+    return measured_profile(options, path)
 
 
-def measured_profile(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
-    """Return what `headrace bench machine` finds now."""
+def measured_profile(options: argparse.Namespace, path: Path) -> dict[str, Any]:
+    """Return what `headrace bench machine` finds now, and leave it in `path`."""
     print(f"measuring the machine for {options.profile_seconds:.0f} s ...", flush=True)
-    path = scratch / "profile.json"
-    command = [sys.executable, "-m", "headrace.cli", "bench", "machine", "--ssd", str(scratch)]
+    command = [sys.executable, "-m", "headrace.cli", "bench", "machine", "--ssd", str(path.parent)]
     command += ["--output", str(path), "--seconds", str(options.profile_seconds)]
     done = subprocess.run(command, env=environment(omp_wait_policy="passive"), capture_output=True, text=True, check=False)
     if done.returncode:
@@ -333,9 +332,9 @@ def run_all(options: argparse.Namespace, combinations: list[Combination], result
         largest = max(SHAPES[combination.size].parameters for combination in combinations)
         require_disk(scratch, (MODEL_BYTES + STATE_BYTES) * largest, "the largest of these runs")
         results["machine"] = results["machine"] or machine_facts(scratch)
-        results["profile"] = profile_of(options, results, scratch)
         profile = scratch / "profile.json"
-        profile.write_text(json.dumps(results["profile"]))
+        results["profile"] = profile_of(options, results, profile)
+        profile.write_text(json.dumps(results["profile"]))  # of all runs, or nothing yet
         save(results, path)
         variables = environment(omp_wait_policy="passive")
         done = {(run["name"], run["round"]) for run in results["runs"] if run["status"] == "ok"}
@@ -353,8 +352,7 @@ def run_all(options: argparse.Namespace, combinations: list[Combination], result
                     make_model(combination.size, model, variables)
                 about = {"name": combination.name, "round": number, "combination": asdict(combination)}
                 if options.measure_each:
-                    about["profile"] = measured_profile(options, scratch)
-                    profile.write_text(json.dumps(about["profile"]))
+                    about["profile"] = measured_profile(options, profile)
                 command = command_of(combination, options, model, profile)
                 run = run_worker(command, variables, scratch=scratch, timeout_seconds=options.timeout_seconds)
                 results["runs"].append(about | {"cores": results["machine"]["cores"]} | run)

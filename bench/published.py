@@ -50,7 +50,8 @@ of that width from transformers, 22 GiB of device and 700 GiB of host memory all
   forward.
 - Large batches are bound by compute. The compute constant is an effective rate of 6 operations per parameter and token in
   which Fuyou's own recompute is hidden; Headrace's recompute is counted on top of it, so this column is too low there. Most of
-  it is spared by replay: from batch 32 on the outputs of four operators of each block wait in host memory (113 to 451 GiB).
+  it is spared by replay: from batch 32 on the outputs of four operators of each block of 13B wait in host memory (113 to
+  451 GiB).
 
 Made by `python bench/published.py --output docs/published.md`.
 

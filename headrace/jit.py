@@ -1,4 +1,4 @@
-"""Functions compiled by numba at their first call: the loops of update, checksum and simulator.
+"""Functions compiled by numba at their first call: the loops of update and checksum.
 
 Invariant: where no directory for machine code can be written (a read-only installation without a home directory), functions are
 compiled in each process anew; importing them never fails.

@@ -151,8 +151,8 @@ def profile(chain: Chain, sequences: int, length: int, *, for_gpu: bool = False)
         return replace(costs, blocks=tuple(_not_replayable(block, chain.dtype.itemsize) for block in costs.blocks))
     # Outside, for this one really computes, on a tiny instance.
     kinds = {id(block): block for block in costs.blocks}
-    kinds = {key: replace(block, skippable=skippable(chain.config, block.operators)) for key, block in kinds.items()}
-    return replace(costs, blocks=tuple(kinds[id(block)] for block in costs.blocks))
+    found = {key: replace(block, skippable=skippable(chain.config, block.operators)) for key, block in kinds.items()}
+    return replace(costs, blocks=tuple(found[id(block)] for block in costs.blocks))
 
 
 def _not_replayable(block: BlockCosts, bytes_per_element: int) -> BlockCosts:

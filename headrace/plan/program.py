@@ -267,7 +267,7 @@ class _Builder:
             bytes=self.weight_bytes(block),
         )
         self.device[slot] = Slot(block, (ref,))
-        self.read(self.host, host, ref)
+        self.add_reader(self.host, host, ref)
         return slot
 
     def victim(self, slots: list[Slot]) -> int:
@@ -286,10 +286,10 @@ class _Builder:
 
     def weights_read(self, host: int, device: int, ref: int) -> None:
         separate = self.plan.separate_device
-        self.read(self.device if separate else self.host, device if separate else host, ref)
+        self.add_reader(self.device if separate else self.host, device if separate else host, ref)
 
     @staticmethod
-    def read(slots: list[Slot], index: int, ref: int) -> None:
+    def add_reader(slots: list[Slot], index: int, ref: int) -> None:
         unit, ready, busy = slots[index]
         slots[index] = Slot(unit, ready, (*busy, ref))
 

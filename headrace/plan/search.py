@@ -32,7 +32,7 @@ from headrace.spec.sizes import MIB, format_bytes, round_up
 
 # Amounts of kept outputs that are tried, in parts of all; around the best one, half steps are tried besides.
 _AMOUNT_PARTS = 4
-# So many placements go into the search for the amount: those whose forecast without replay, or with all that fits, is best.
+# So many kinds of placements go into the search for the amount: whose forecast without replay, or with all that fits, is best.
 _FINALISTS = 3
 # Amounts are tried upwards until one is slower than the best by this: the step time is convex in the amount, but for noise.
 _WORSE = 1.02

@@ -1,16 +1,13 @@
 """Tiny configurations, batches, short runs of the engine, and a plain PyTorch trainer to compare them with."""
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
+from short_run import short_run
 from transformers import AutoModelForCausalLM
 
 import headrace
-from headrace.engine import Engine
-from headrace.plan.base import Plan
 
 ROWS, LENGTH = 6, 32
 SHAPE = {
@@ -89,32 +86,10 @@ def train(
     run_directory: Path,
     *,
     steps: int = 3,
-    adjust: dict[str, Any] | None = None,
     budget: headrace.Budget | None = None,
     padded: bool = False,
-    export: Path | None = None,
     **options: Any,
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Return losses and final weights of a short run."""
-
-    def adjust_plan(plan: Plan) -> Plan:
-        changes = {name: value(plan) if callable(value) else value for name, value in (adjust or {}).items()}
-        return dataclasses.replace(plan, **changes)
-
-    out = export or run_directory.parent / f"{run_directory.name}-out"
-    with Engine.open(
-        path,
-        budget or headrace.Budget(host="4GiB"),
-        headrace.AdamW(lr=1e-3, weight_decay=0.1),
-        run_directory=run_directory,
-        tokens_per_step=ROWS * LENGTH,
-        sequence_length=LENGTH,
-        adjust_plan=adjust_plan,
-        **options,
-    ) as engine:
-        losses = [engine.step(batch_of(ROWS, LENGTH, seed, padded=padded)).loss for seed in range(steps)]
-        engine.save_pretrained(out)
-    weights: dict[str, torch.Tensor] = {}
-    for shard in sorted(out.glob("*.safetensors")):
-        weights |= load_file(shard)
-    return losses, weights
+    batches = [batch_of(ROWS, LENGTH, seed, padded=padded) for seed in range(steps)]
+    return short_run(path, run_directory, batches, budget or headrace.Budget(host="4GiB"), **options)

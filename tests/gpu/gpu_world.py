@@ -1,19 +1,15 @@
 """Small models, batches, runs of the engine on a chosen machine, and plain PyTorch on the same device to compare with."""
 
-import dataclasses
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
+from short_run import short_run
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import headrace
 import headrace.engine
-from headrace.engine import Engine
 from headrace.machine import CpuMachine
-from headrace.plan.base import Plan
 
 ROWS, LENGTH = 6, 64
 _SHAPE = {
@@ -74,34 +70,12 @@ def train(
     steps: int = 3,
     adjust: dict[str, Any] | None = None,
     budget: headrace.Budget | None = None,
-    inspect: Callable[[Engine], None] | None = None,
     **options: Any,
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Return losses and final weights of a short run. `adjust` replaces fields of the plan."""
-
-    def adjust_plan(plan: Plan) -> Plan:
-        return dataclasses.replace(plan, **{name: value(plan) if callable(value) else value for name, value in changes.items()})
-
-    changes = {**micro_batches(2), **(adjust or {})}
-    out = run_directory.parent / f"{run_directory.name}-out"
-    with Engine.open(
-        path,
-        budget or headrace.Budget(device="2GiB", host="4GiB"),
-        headrace.AdamW(lr=1e-3, weight_decay=0.1),
-        run_directory=run_directory,
-        tokens_per_step=ROWS * LENGTH,
-        sequence_length=LENGTH,
-        adjust_plan=adjust_plan,
-        **options,
-    ) as engine:
-        losses = [engine.step(batch_of(ROWS, LENGTH, seed)).loss for seed in range(steps)]
-        if inspect is not None:
-            inspect(engine)
-        engine.save_pretrained(out)
-    weights: dict[str, torch.Tensor] = {}
-    for shard in sorted(out.glob("*.safetensors")):
-        weights |= load_file(shard)
-    return losses, weights
+    """Return losses and final weights of a short run with micro-batches of two rows, if `adjust` does not change that."""
+    batches = [batch_of(ROWS, LENGTH, seed) for seed in range(steps)]
+    budget = budget or headrace.Budget(device="2GiB", host="4GiB")
+    return short_run(path, run_directory, batches, budget, adjust={**micro_batches(2), **(adjust or {})}, **options)
 
 
 def micro_batches(rows: int) -> dict[str, Any]:
@@ -113,7 +87,7 @@ def micro_batches(rows: int) -> dict[str, Any]:
 def train_on_cpu(monkeypatch: Any, *args: Any, **options: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Run `train` with the CPU as a separate device, although there is a GPU."""
     with monkeypatch.context() as patch:
-        patch.setattr(headrace.engine, "_machine", lambda settings: CpuMachine(separate_device=True))
+        patch.setattr(headrace.engine, "this_machine", lambda device_bytes: CpuMachine(separate_device=True))
         return train(*args, **options)
 
 

@@ -1,0 +1,54 @@
+"""A short run of the engine, for tests that compare losses and final weights."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+import headrace
+from headrace.engine import Engine
+from headrace.plan.base import Plan
+
+
+def short_run(
+    path: Path,
+    run_directory: Path,
+    batches: Sequence[dict[str, torch.Tensor]],
+    budget: headrace.Budget,
+    *,
+    adjust: dict[str, Any] | None = None,
+    inspect: Callable[[Engine], None] | None = None,
+    export: Path | None = None,
+    **options: Any,
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Return losses and final weights of a run over `batches`. `adjust` replaces fields of the plan, by values or by functions
+    of it; `inspect` sees the engine before it is closed.
+    """
+
+    def adjust_plan(plan: Plan) -> Plan:
+        changes = {name: value(plan) if callable(value) else value for name, value in (adjust or {}).items()}
+        return dataclasses.replace(plan, **changes)
+
+    rows, length = batches[0]["input_ids"].shape
+    out = export or run_directory.parent / f"{run_directory.name}-out"
+    with Engine.open(
+        path,
+        budget,
+        headrace.AdamW(lr=1e-3, weight_decay=0.1),
+        run_directory=run_directory,
+        tokens_per_step=rows * length,
+        sequence_length=length,
+        adjust_plan=adjust_plan,
+        **options,
+    ) as engine:
+        losses = [engine.step(batch).loss for batch in batches]
+        if inspect is not None:
+            inspect(engine)
+        engine.save_pretrained(out)
+    weights: dict[str, torch.Tensor] = {}
+    for shard in sorted(out.glob("*.safetensors")):
+        weights |= load_file(shard)
+    return losses, weights
