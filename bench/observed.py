@@ -6,6 +6,7 @@ None, never a guess.
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
 from statistics import median
@@ -51,56 +52,100 @@ def ssd_rates(
     }
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cores:
+    """What works on the cores: threads of lanes that compute or copy, and what moving a byte of the SSDs takes of a core."""
+
+    count: int
+    threads: Mapping[str, int]
+    seconds_per_ssd_byte: float = 0.0
+
+
 def interference(
     together: Sequence[OpDone],
     alone: Sequence[OpDone],
     plan: Plan,
     verb: Verb,
-    fair: float,
+    cores: Cores,
     beside_drives: Mapping[str, float],
 ) -> dict[str, Any]:
     """Return what compute's operations of `verb` (forward or backward) cost with all lanes at work and with none beside them.
 
     `together` has the operations of overlapped steps, `alone` those of a step whose operations ran one after the other; each is
     compared with its own kind, block and micro-batch. Of the operations behind which an update ran for some time: `ratio` is
-    their seconds over those of the same operations alone, `expected` the same if compute kept the share `fair` of its rate
-    while an update ran, and lost nothing else. `expected_with_drives` is the same if it also lost what the profile says that it
-    loses while the SSDs read and write (`beside_drives`: the share that it keeps, by lane): cores are not all that it shares.
+    their seconds over those of the same operations alone, `expected` the same if all they lost were the core seconds that the
+    other lanes' work took meanwhile, shared by all cores. `expected_with_drives` is the same if compute also lost what the
+    profile says that it loses while the SSDs read and write (`beside_drives`: the share that it keeps, by lane) instead of
+    their core seconds: cores are not all that it shares.
     """
+    known = _medians(alone)
     updates = sorted((op.start_seconds, op.stop_seconds) for op in together if op.lane == Lane.UPDATE)
-    others = [(fair, updates)]
-    for lane in (Lane.SSD_READ, Lane.SSD_WRITE):
-        spans = sorted((op.start_seconds, op.stop_seconds) for op in together if op.lane == lane)
-        others.append((beside_drives.get(lane, 1.0), spans))
-    reference: dict[tuple[int, int], list[float]] = defaultdict(list)
-    for op in alone:
-        if op.verb == verb:
-            reference[op.unit, op.micro].append(op.stop_seconds - op.start_seconds)
     seconds = alone_seconds = beside_seconds = kept_seconds = flops = 0.0
-    count = 0
+    windows: list[Span] = []
+    drives = [
+        (beside_drives.get(lane, 1.0), sorted((op.start_seconds, op.stop_seconds) for op in together if op.lane == lane))
+        for lane in (Lane.SSD_READ, Lane.SSD_WRITE)
+    ]
     for op in together:
-        if op.verb == verb and (known := reference.get((op.unit, op.micro))):
+        if op.verb == verb and _kind(op) in known:
             beside = union_seconds(clipped(updates, op.start_seconds, op.stop_seconds))
             if beside > 0:
-                count += 1
+                windows.append((op.start_seconds, op.stop_seconds))
                 seconds += op.stop_seconds - op.start_seconds
-                alone_seconds += median(known)
+                alone_seconds += known[_kind(op)]
                 beside_seconds += beside
-                kept_seconds += seconds_kept(op.start_seconds, op.stop_seconds, others)
+                kept_seconds += seconds_kept(op.start_seconds, op.stop_seconds, drives)
                 flops += flops_of(plan, verb, op.unit)
-    if not count or not flops:
+    if not windows or not flops:
         return {"verb": verb, "operations": 0, "ratio": None, "expected": None, "expected_with_drives": None}
+    others = [op for op in together if op.lane != Lane.COMPUTE and op.lane in cores.threads]
+    copied = core_seconds_inside(others, known, cores, windows)
+    moved = core_seconds_inside([op for op in together if op.lane in _SSD], known, cores, windows)
+    compute = cores.threads.get(Lane.COMPUTE, 0) * alone_seconds
+    expected, without_drives = (
+        max(1.0, (compute + other) / (cores.count * alone_seconds)) for other in (copied + moved, copied)
+    )
     return {
         "verb": verb,
-        "operations": count,
+        "operations": len(windows),
         "seconds_per_tflop_together": seconds / flops * 1e12,
         "seconds_per_tflop_alone": alone_seconds / flops * 1e12,
         "update_beside_share": beside_seconds / seconds,
         "ratio": seconds / alone_seconds,
-        # While the update ran, compute did `fair` of a second's work in a second.
-        "expected": seconds / (seconds - (1 - fair) * beside_seconds),
-        "expected_with_drives": seconds / kept_seconds,
+        "others_core_seconds": copied + moved,
+        "expected": expected,
+        "expected_with_drives": without_drives * seconds / kept_seconds,
     }
+
+
+def core_seconds_inside(
+    ops: Iterable[OpDone], known: Mapping[tuple[str, int, int, int], float], cores: Cores, windows: Sequence[Span]
+) -> float:
+    """Return the core seconds that `ops` take inside `windows`: of SSD lanes by their bytes, of others as long as alone.
+
+    What an operation takes is spread evenly over the time in which it is under way. One that never ran alone counts as it ran.
+    """
+    total = 0.0
+    for op in ops:
+        duration = max(op.stop_seconds - op.start_seconds, 1e-12)
+        inside = sum(stop - start for start, stop in clipped(windows, op.start_seconds, op.stop_seconds)) / duration
+        if op.lane in _SSD:
+            total += inside * op.bytes * cores.seconds_per_ssd_byte
+        else:
+            total += inside * known.get(_kind(op), duration) * cores.threads[op.lane]
+    return total
+
+
+def _kind(op: OpDone) -> tuple[str, int, int, int]:
+    return op.verb, op.unit, op.micro, op.chunk
+
+
+def _medians(ops: Iterable[OpDone]) -> dict[tuple[str, int, int, int], float]:
+    """Return the median seconds of the operations of each kind."""
+    taken: dict[tuple[str, int, int, int], list[float]] = defaultdict(list)
+    for op in ops:
+        taken[_kind(op)].append(op.stop_seconds - op.start_seconds)
+    return {kind: median(seconds) for kind, seconds in taken.items()}
 
 
 def seconds_kept(start: float, stop: float, others: Sequence[tuple[float, Sequence[Span]]]) -> float:
@@ -117,11 +162,6 @@ def flops_of(plan: Plan, verb: Verb, unit: int) -> float:
     """Return the floating-point operations that the planner counts for one micro-batch of a block."""
     forward = plan.forward_flops[unit]
     return forward if verb == Verb.FORWARD else 3 * forward - plan.spared_flops[unit - 1]
-
-
-def fair_share(cores: int, compute_threads: int, update_threads: int) -> float:
-    """Return what compute keeps where all threads get equal shares of the cores: its slowest thread decides."""
-    return min(1.0, cores / (compute_threads + update_threads))
 
 
 def median_rate(ops: Sequence[OpDone], verb: Verb) -> float | None:

@@ -231,7 +231,7 @@ RATIOS = {
     "ssd_efficiency": "SSD rate in training / bare loop of the same requests",
     "ssd_efficiency_in_order": "the same, requests in the order of the step",
     "compute_slowdown": "seconds of compute's operations with an update behind them / alone",
-    "slowdown_ratio": "that slowdown, measured / by a fair share of the cores",
+    "slowdown_ratio": "that slowdown, measured / by the core seconds of the other lanes",
 }
 LANES = ("compute", "update", "ssd-read", "ssd-write", "device-to-host", "commit")
 
@@ -292,13 +292,14 @@ def table_of(results: dict[str, Any]) -> str:
 
 
 NOTES = (
-    "Lower bound: the busiest resource by measured ceilings and the program's bytes and operations, where the directions of a "
-    "drive, and compute and update on shared cores, get in each other's way as measured. Cores' arithmetic: all core seconds "
+    "Lower bound: the least time for the program's bytes and operations by measured ceilings, whichever lanes run together, "
+    "where lanes that share a drive, cores or memory slow one another as measured. Cores' arithmetic: all core seconds "
     "over the number of cores; a step may be below it by what compute leaves idle. SSD rate: bytes over the seconds in which a "
     "lane of the SSD or a commit is busy. Bare loop: the last step's requests again, from as many threads, with nothing beside "
     "them; in order: in ten slices, as the step had them. Compute beside update: operations behind which an update ran, "
-    "against the same ones in a step whose operations run one after the other; by arithmetic: were all threads given equal "
-    "shares of the cores while the update ran; and drives: did compute also lose what the profile says it loses beside them.",
+    "against the same ones in a step whose operations run one after the other; by arithmetic: did compute lose the core seconds "
+    "that updates, drains and I/O took meanwhile, shared by all cores; and drives: did it lose what the profile says it loses "
+    "beside reads and writes, instead of their core seconds.",
 )
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import transformers
 from bare import Recorder, bare_rates
-from observed import fair_share, interference, median_rate, ssd_rates
+from observed import Cores, interference, median_rate, ssd_rates
 from shapes import TokenStream
 from worker import Record, Task, measure, parser, refuse, write
 
@@ -142,7 +142,6 @@ def observations(
     window = [op for op in overlapped if op.stop_seconds > begin and op.start_seconds < end]
     found = forecast(plan, machine)
     lanes = found.timeline.lanes
-    fair = fair_share(machine.cores, plan.compute_threads, plan.update_threads)
     return {
         "planned": {
             "step_seconds": found.step_seconds,
@@ -169,12 +168,24 @@ def observations(
             alone,
             plan,
             Verb.FORWARD if plan.update_policy == "deferred" else Verb.BACKWARD,
-            fair,
+            cores_of(plan, machine),
             machine.slowdowns.get(Lane.COMPUTE, {}),
         ),
         "update_bytes_per_second": {"together": median_rate(window, Verb.UPDATE), "alone": median_rate(alone, Verb.UPDATE)},
-        "fair_share": fair,
     }
+
+
+def cores_of(plan: Plan, machine: Ceilings) -> Cores:
+    """Return what works on the cores. A GPU's compute does not, nor do its copies."""
+    on_cores = (
+        {} if machine.has_device else {Lane.COMPUTE: plan.compute_threads, Lane.DEVICE_TO_HOST: 1, Lane.HOST_TO_DEVICE: 1}
+    )
+    per_gigabyte = [drive.io_cpu_seconds_per_gigabyte or 0.0 for drive in machine.drives]
+    return Cores(
+        count=machine.cores,
+        threads={Lane.UPDATE: plan.update_threads, **on_cores},
+        seconds_per_ssd_byte=sum(per_gigabyte) / max(1, len(per_gigabyte)) / 1e9,
+    )
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 # No rate is infinite, however coarse the clock.
@@ -68,20 +69,51 @@ def rates_together(loads: Sequence[Load], seconds: float) -> list[float]:
     return rates
 
 
-def interleaved_medians(
-    measures: Sequence[Callable[[], Sequence[float]]], rounds: int, *, deadline: float = math.inf
-) -> list[list[float]]:
-    """Run all `measures` in turn, `rounds` times over, and return the median of each figure of each.
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Rates by name, and for each pair what each of the two kept of its own rate."""
 
-    In turn, so that a slow phase of the machine falls on all of them and not on one. After the first round, nothing more is
-    begun once `time.perf_counter()` has passed `deadline`.
+    rates: dict[str, float]
+    shares: dict[tuple[str, str], tuple[float, float]]
+
+
+def in_order(names: Sequence[str], pairs: Sequence[tuple[str, str]]) -> list[tuple[str, ...]]:
+    """Return all names alone, and each pair as soon as both of it were: what is compared is measured close together."""
+    order: list[tuple[str, ...]] = []
+    seen: set[str] = set()
+    for name in names:
+        order.append((name,))
+        seen.add(name)
+        order += [pair for pair in pairs if name in pair and seen.issuperset(pair)]
+    return order
+
+
+def interleaved(
+    measure: Callable[[Sequence[str]], Sequence[float]],
+    order: Sequence[tuple[str, ...]],
+    rounds: int,
+    *,
+    deadline: float = math.inf,
+) -> Figures:
+    """Measure what `order` has, names alone and pairs at once, `rounds` times over, and return medians.
+
+    In turn, so that a slow phase of the machine falls on all of them and not on one; and what a pair keeps is the median of
+    each round's own ratios, so that a machine which is slower in the next round slows both sides of them. After the first
+    round, nothing more is begun once `time.perf_counter()` has passed `deadline`.
     """
-    found: list[list[Sequence[float]]] = [[] for _ in measures]
+    found: dict[tuple[str, ...], list[Sequence[float]]] = {names: [] for names in order}
     for number in range(rounds):
-        for index, measure in enumerate(measures):
+        for names in order:
             if number == 0 or time.perf_counter() < deadline:
-                found[index].append(measure())
-    return [[statistics.median(figures) for figures in zip(*repeats, strict=True)] for repeats in found]
+                found[names].append(measure(names))
+    rates = {names[0]: statistics.median(figures[0] for figures in found[names]) for names in order if len(names) == 1}
+
+    def kept(pair: tuple[str, str], side: int) -> float:
+        alone = found[pair[side],]
+        return statistics.median(both[side] / one[0] for both, one in zip(found[pair], alone, strict=False))
+
+    pairs = [(names[0], names[1]) for names in order if len(names) == 2]
+    return Figures(rates, {pair: (kept(pair, 0), kept(pair, 1)) for pair in pairs})
 
 
 def seconds_of(action: Callable[[], object], repeats: int) -> float:

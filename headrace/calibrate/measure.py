@@ -8,8 +8,7 @@ import contextlib
 import math
 import platform
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 import psutil
 import torch
 
-from headrace.calibrate.base import Load, interleaved_medians, rates_together, seconds_of
+from headrace.calibrate.base import Figures, Load, in_order, interleaved, rates_together, seconds_of
 from headrace.calibrate.compute import AttentionLoad, BlockLoad, HeadLoad, fitted_rates, fresh_pages_share
 from headrace.calibrate.drives import Drive, DriveLoad
 from headrace.calibrate.memory import CopyLoad, DrainLoad, StreamLoad, UpdateBuffers, UpdateLoad
@@ -83,14 +82,6 @@ def measure_machine(directories: Sequence[Path], *, seconds_budget: float = 90, 
         )
     with contextlib.ExitStack() as stack:
         return _Bench(directories, seconds_budget, sink, stack).measure()
-
-
-@dataclass(frozen=True, slots=True)
-class _Figures:
-    """Rates by name, and for each pair of lanes what each kept of its own rate."""
-
-    rates: dict[str, float]
-    shares: dict[tuple[str, str], tuple[float, float]]
 
 
 class _Bench:
@@ -241,25 +232,19 @@ class _Bench:
         turns = self._rounds() * (3 * len(self._directories) + 36)
         return (1 - _SETUP_SHARE - (0 if self._quick else _TUNING_SHARE)) * self._seconds / turns
 
-    def _run(self) -> _Figures:
+    def _run(self) -> Figures:
         turn, pairs = self._turn_seconds(), self._pairs()
 
-        def measure(*names: str) -> Callable[[], Sequence[float]]:
-            return lambda: rates_together([self._loads[name] for name in names], turn)
+        def measure(names: Sequence[str]) -> Sequence[float]:
+            return rates_together([self._loads[name] for name in names], turn)
 
-        measures = [*(measure(name) for name in self._loads), *(measure(*pair) for pair in pairs)]
-        medians = interleaved_medians(measures, self._rounds(), deadline=self._deadline)
-        rates = {name: figures[0] for name, figures in zip(self._loads, medians, strict=False)}
-        together = medians[len(self._loads) :]
-        shares = {
-            pair: (figures[0] / rates[pair[0]], figures[1] / rates[pair[1]])
-            for pair, figures in zip(pairs, together, strict=True)
-        }
-        return _Figures(rates, shares)
+        paired = [name for name in self._loads if any(name in pair for pair in pairs)]
+        names = [name for name in self._loads if name not in paired] + paired
+        return interleaved(measure, in_order(names, pairs), self._rounds(), deadline=self._deadline)
 
     # -- results --------------------------------------------------------------------------------------------------------
 
-    def _ceilings(self, found: _Figures, overheads: dict[str, float]) -> Ceilings:
+    def _ceilings(self, found: Figures, overheads: dict[str, float]) -> Ceilings:
         rates = found.rates
         per_core = rates["update 1"]
         update = max(rates["update all"], rates[Lane.UPDATE], per_core)
@@ -325,7 +310,7 @@ class _Bench:
             "head_seconds": head_seconds,
         }
 
-    def _drive(self, found: _Figures, index: int) -> dict[str, float | int | None]:
+    def _drive(self, found: Figures, index: int) -> dict[str, float | int | None]:
         read, write, drive = f"read {index}", f"write {index}", self._drives[index]
         return {
             "read_bytes_per_second": found.rates[read],
@@ -337,12 +322,13 @@ class _Bench:
             "io_cpu_seconds_per_gigabyte": drive.cpu_seconds_per_gigabyte,
         }
 
-    def _slowdowns(self, found: _Figures) -> dict[str, dict[str, float]]:
+    def _slowdowns(self, found: Figures) -> dict[str, dict[str, float]]:
         """Return what is left of each lane's rate beside another, without what sharing the memory bus explains already."""
         lanes = {str(lane) for lane in Lane}
         bus = max(found.rates["stream"], found.rates["update all"])
         slowdowns: dict[str, dict[str, float]] = {}
-        for (one, other), shares in found.shares.items():
+        for one, other in self._pairs():
+            shares = found.shares[one, other]
             if not {one, other} <= lanes or (one, other) == (Lane.HOST_TO_DEVICE, Lane.DEVICE_TO_HOST):
                 continue
             explained = 1.0
@@ -370,7 +356,7 @@ def _work(one: tuple[int, int], other: tuple[int, int]) -> float:
     return (one[0] / other[0]) ** 2 * one[1] / other[1]
 
 
-def _both(found: _Figures, one: str, other: str) -> float:
+def _both(found: Figures, one: str, other: str) -> float:
     """Return the total of two directions at once; noise above the sum of the two alone is cut."""
     first, second = found.shares[one, other]
     return min(1.0, first) * found.rates[one] + min(1.0, second) * found.rates[other]

@@ -11,13 +11,16 @@ Invariant: a function of plan and ceilings alone; `lower_bound_seconds <= step_s
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from itertools import combinations, groupby
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import groupby
 
 from headrace.plan.base import Plan, spread
+from headrace.plan.bound import least_seconds
 from headrace.plan.carry import cold_carry, redo_carry
 from headrace.plan.program import build_program, build_tail
-from headrace.plan.simulate import LaneUse, Timeline, simulate
+from headrace.plan.rates import Rates
+from headrace.plan.simulate import Timeline, simulate
 from headrace.spec.ceilings import Ceilings
 from headrace.spec.costs import ATTENTION
 from headrace.spec.layout import UNIT_ALIGNMENT
@@ -36,21 +39,19 @@ _LEAST_MICRO_BATCHES = 4
 _LEAST_BLOCKS = 12
 # Operations for a chunk (read, update, two writes), and for a micro-batch of a block (forward, stash, recall, backward).
 _PER_CHUNK, _PER_MICRO_BATCH = 4, 4
-_DRIVES = (Lane.SSD_READ, Lane.SSD_WRITE)
-_LINK = (Lane.HOST_TO_DEVICE, Lane.DEVICE_TO_HOST)
 # Bytes per second that the update loop of a core moves, in parts of those with float32 moments, which a profile has measured.
 # Smaller moments are encoded by arithmetic, while fewer bytes move (bench/kernel.py).
 _CORE_RATES = {"float32": 1.0, "bfloat16": 0.32, "int8": 0.14}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Forecast:
     """A step in the steady state. Bytes are per step, over all SSD directories; operations are those of matrix products,
     where `timeline` counts what else takes time as so many more.
 
     `bottleneck` is the lane that limits the step, `explanation` the same in words. `utilisation` is the share of the step
-    for which each lane is busy. No machine with these ceilings can do the step's work in less than `lower_bound_seconds`,
-    however well it overlaps: what lies between the two is waiting.
+    for which each lane is busy; `work` has the seconds that each lane's work takes alone, without what fresh pages take of
+    compute: a run with more room for itself does without. `rates` say what lanes leave of one another's speed.
     """
 
     step_seconds: float
@@ -61,8 +62,16 @@ class Forecast:
     bottleneck: Lane
     explanation: str
     utilisation: dict[Lane, float]
-    lower_bound_seconds: float
-    timeline: Timeline
+    work: dict[Lane, float]
+    rates: Rates = field(repr=False)
+    timeline: Timeline = field(repr=False)
+
+    @cached_property
+    def lower_bound_seconds(self) -> float:
+        """Seconds below which no machine with these ceilings can do the step's work, however well it overlaps: what lies
+        between the two is waiting. A few milliseconds to find, and a search needs it of none of its plans.
+        """
+        return least_seconds(self.work, self.rates.speeds)
 
 
 def forecast(plan: Plan, ceilings: Ceilings, *, most_operations: int = _MOST_OPERATIONS) -> Forecast:
@@ -79,19 +88,17 @@ def forecast(plan: Plan, ceilings: Ceilings, *, most_operations: int = _MOST_OPE
     flops_per_step = _flops_per_step(plan)
     plan = _with_elementwise(plan, ceilings)
     kept_share = _kept_share(plan, ceilings)
-    rates = {dtype: rate * kept_share for dtype, rate in ceilings.flops_per_second.items()}
-    ideal, ceilings = ceilings, replace(ceilings, flops_per_second=rates)
     resident_bytes = _checkpointed_bytes(plan)
-    # A commit writes the states that live in memory besides; what it takes is spread over the steps between two commits.
-    commit_seconds = ceilings.commit_seconds + resident_bytes / ceilings.ssd_write_bytes_per_second
-    coarse = _coarsened(plan, ceilings, most_operations)
+    ceilings = replace(
+        ceilings,
+        flops_per_second={dtype: rate * kept_share for dtype, rate in ceilings.flops_per_second.items()},
+        # A commit writes the states that live in memory besides; what it takes is spread over the steps between two commits.
+        commit_seconds=ceilings.commit_seconds + resident_bytes / ceilings.ssd_write_bytes_per_second,
+        update_bytes_per_second_per_core=ceilings.update_bytes_per_second_per_core * _CORE_RATES[plan.moments],
+    )
     timeline = simulate(
-        _programs(coarse),
-        replace(
-            ceilings,
-            commit_seconds=commit_seconds,
-            update_bytes_per_second_per_core=ceilings.update_bytes_per_second_per_core * _CORE_RATES[plan.moments],
-        ),
+        _programs(_coarsened(plan, ceilings, most_operations)),
+        ceilings,
         compute_dtype=plan.compute_dtype,
         compute_threads=plan.compute_threads,
         update_threads=plan.update_threads,
@@ -105,7 +112,8 @@ def forecast(plan: Plan, ceilings: Ceilings, *, most_operations: int = _MOST_OPE
         bottleneck=timeline.bottleneck,
         explanation=timeline.explanation,
         utilisation={lane: use.utilisation for lane, use in timeline.lanes.items()},
-        lower_bound_seconds=_lower_bound_seconds(timeline.lanes, ideal, kept_share),
+        work={lane: use.alone_seconds * (kept_share if lane is Lane.COMPUTE else 1) for lane, use in timeline.lanes.items()},
+        rates=Rates(ceilings, plan.compute_dtype, plan.compute_threads, plan.update_threads),
         timeline=timeline,
     )
 
@@ -294,40 +302,3 @@ def _joined(plan: Plan, count: int, ceilings: Ceilings) -> Plan:
         spared_flops=tuple(flops * factor for flops in plan.spared_flops),
         epilogue_flops=plan.epilogue_flops * factor + launches / 3,
     )
-
-
-def _lower_bound_seconds(lanes: dict[Lane, LaneUse], ceilings: Ceilings, kept_share: float) -> float:
-    """Return what the busiest lane takes alone; for two lanes that get in each other's way, what both take at best.
-
-    Such are the two directions of drives and link, and lanes that share cores: on a machine without a device, compute and
-    update each keep the share of their rates that the profile's `slowdowns` say. What fresh pages take of compute is not in it.
-    """
-    alone = {lane: use.alone_seconds * (kept_share if lane is Lane.COMPUTE else 1) for lane, use in lanes.items()}
-    bounds = list(alone.values())
-    for one, other in combinations(lanes, 2):
-        shared = _shared_factor((one, other), ceilings)
-        kept = shared * _slowdown(ceilings, one, other), shared * _slowdown(ceilings, other, one)
-        bounds.append(_pair_seconds(alone[one], alone[other], *kept))
-    return max(bounds)
-
-
-def _pair_seconds(first: float, second: float, first_kept: float, second_kept: float) -> float:
-    """Return the least time for `first` and `second` seconds of work that each keep a share of their rate beside the other."""
-    # A second in which both run does `first_kept + second_kept` seconds of work: it pays above 1, until one has nothing left.
-    gained = max(0.0, first_kept + second_kept - 1)
-    return first + second - gained * min(first / first_kept, second / second_kept)
-
-
-def _slowdown(ceilings: Ceilings, lane: Lane, beside: Lane) -> float:
-    return ceilings.slowdowns.get(lane, {}).get(beside, 1.0)
-
-
-def _shared_factor(pair: tuple[Lane, Lane], ceilings: Ceilings) -> float:
-    """Return the share of its own rate that each direction of a drive or a link keeps while both are busy; else 1."""
-    if pair == _DRIVES:
-        alone = ceilings.ssd_read_bytes_per_second + ceilings.ssd_write_bytes_per_second
-        return min(1.0, ceilings.ssd_mixed_bytes_per_second / alone)
-    if pair == _LINK:
-        alone = ceilings.host_to_device_bytes_per_second + ceilings.device_to_host_bytes_per_second
-        return min(1.0, ceilings.both_ways_bytes_per_second / alone)
-    return 1.0

@@ -8,7 +8,7 @@ import numpy as np
 import promise
 import pytest
 from bare import Recorder, bare_rates, seconds_of, sliced
-from observed import bytes_inside, fair_share, interference, median_rate, ssd_rates
+from observed import Cores, bytes_inside, interference, median_rate, ssd_rates
 
 from headrace.ioengine import DirectFile, ThreadEngine, Volume
 from headrace.machine import huge_page_buffer
@@ -40,37 +40,52 @@ class TwoBlocks:
     spared_flops = (0.5e12, 0.0)
 
 
-def test_a_slowdown_by_fair_shares_is_what_the_arithmetic_expects():
-    fair = fair_share(2, compute_threads=2, update_threads=1)
-    assert fair == pytest.approx(2 / 3)
-    alone = [op(Verb.BACKWARD, Lane.COMPUTE, 0, 10, unit=1), op(Verb.BACKWARD, Lane.COMPUTE, 10, 30, unit=2)]
-    # Block 2 computes 6 of its 20 seconds beside an update, at two thirds of its speed; block 1 has none beside it.
+TWO_CORES = Cores(count=2, threads={Lane.COMPUTE: 2, Lane.UPDATE: 1}, seconds_per_ssd_byte=0.01)
+
+
+def test_core_seconds_of_the_update_are_what_the_arithmetic_expects_compute_to_lose():
+    alone = [
+        op(Verb.BACKWARD, Lane.COMPUTE, 0, 10, unit=1),
+        op(Verb.BACKWARD, Lane.COMPUTE, 10, 30, unit=2),
+        op(Verb.UPDATE, Lane.UPDATE, 30, 36, unit=2),
+    ]
+    # 6 core seconds of an update beside block 2, on two cores: 3 more seconds, however long it is drawn out. Block 1 has none.
     together = [
-        op(Verb.BACKWARD, Lane.COMPUTE, 0, 14 + 9, unit=2),
+        op(Verb.BACKWARD, Lane.COMPUTE, 0, 23, unit=2),
         op(Verb.UPDATE, Lane.UPDATE, 3, 12, unit=2),
         op(Verb.BACKWARD, Lane.COMPUTE, 23, 33, unit=1),
     ]
-    found = interference(together, alone, TwoBlocks, Verb.BACKWARD, fair, {})
+    found = interference(together, alone, TwoBlocks, Verb.BACKWARD, TWO_CORES, {})
     assert found["operations"] == 1
-    assert found["ratio"] == pytest.approx(23 / 20)
-    assert found["expected"] == pytest.approx(23 / 20)
+    assert found["ratio"] == found["expected"] == pytest.approx(23 / 20)
+    assert found["others_core_seconds"] == pytest.approx(6)
     assert found["seconds_per_tflop_alone"] == pytest.approx(20 / 6)
     assert found["expected_with_drives"] == pytest.approx(found["expected"])
-    assert interference(together[::2], alone, TwoBlocks, Verb.BACKWARD, fair, {})["ratio"] is None
+    assert interference(together[::2], alone, TwoBlocks, Verb.BACKWARD, TWO_CORES, {})["ratio"] is None
+
+
+def test_compute_that_leaves_a_core_loses_nothing_by_arithmetic():
+    alone = [op(Verb.BACKWARD, Lane.COMPUTE, 0, 10), op(Verb.UPDATE, Lane.UPDATE, 10, 16)]
+    together = [op(Verb.BACKWARD, Lane.COMPUTE, 0, 11), op(Verb.UPDATE, Lane.UPDATE, 1, 7)]
+    apart = replace(TWO_CORES, threads={Lane.COMPUTE: 1, Lane.UPDATE: 1})
+    assert interference(together, alone, TwoBlocks, Verb.BACKWARD, apart, {})["expected"] == 1
+    on_a_gpu = replace(TWO_CORES, threads={Lane.UPDATE: 1})
+    assert interference(together, alone, TwoBlocks, Verb.BACKWARD, on_a_gpu, {})["expected"] == 1
 
 
 def test_what_drives_cost_compute_is_told_apart():
-    alone = [op(Verb.BACKWARD, Lane.COMPUTE, 0, 10)]
-    # 2 of 13 seconds beside the update alone, 2 beside both, 2 beside reads alone: 7 + 2 / 2 + 2 / 4 + 2 / 2 seconds of work.
+    alone = [op(Verb.BACKWARD, Lane.COMPUTE, 0, 10), op(Verb.UPDATE, Lane.UPDATE, 10, 14)]
+    # Half of the reads' 200 bytes are moved beside compute, a core second; the update takes 4; the writes come later.
     together = [
         op(Verb.BACKWARD, Lane.COMPUTE, 0, 13),
         op(Verb.UPDATE, Lane.UPDATE, 1, 5),
-        op(Verb.FETCH, Lane.SSD_READ, 3, 7),
-        op(Verb.WRITE_STATES, Lane.SSD_WRITE, 20, 30),
+        op(Verb.FETCH, Lane.SSD_READ, 9, 17, size=200),
+        op(Verb.WRITE_STATES, Lane.SSD_WRITE, 20, 30, size=1000),
     ]
-    found = interference(together, alone, TwoBlocks, Verb.BACKWARD, 0.5, {"ssd-read": 0.5, "ssd-write": 0.1})
-    assert found["expected"] == pytest.approx(13 / 11)
-    assert found["expected_with_drives"] == pytest.approx(13 / 9.5)
+    found = interference(together, alone, TwoBlocks, Verb.BACKWARD, TWO_CORES, {"ssd-read": 0.5, "ssd-write": 0.1})
+    assert found["expected"] == pytest.approx((20 + 4 + 1) / 20)
+    # For 4 of 13 seconds compute keeps half of its speed beside reads: 11 seconds of work in 13.
+    assert found["expected_with_drives"] == pytest.approx((20 + 4) / 20 * 13 / 11)
 
 
 def test_the_rate_of_the_drive_counts_busy_seconds_once():

@@ -2,6 +2,7 @@
 
 import statistics
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.calibrate import measure_machine, rate_of, rates_together
-from headrace.calibrate.base import interleaved_medians, seconds_of
+from headrace.calibrate.base import in_order, interleaved, seconds_of
 from headrace.calibrate.compute import AttentionLoad, BlockLoad, HeadLoad, fitted_rates
 from headrace.calibrate.drives import Drive, DriveLoad, best_setting, try_settings
 from headrace.calibrate.memory import DrainLoad, StreamLoad, UpdateBuffers, UpdateLoad
@@ -55,36 +56,52 @@ def test_an_error_ends_all_loads_and_is_raised() -> None:
         rates_together([Sleeper(0.001), Broken()], 60.0)
 
 
+def test_a_pair_follows_what_it_is_held_against() -> None:
+    order = in_order(["stream", "read", "write", "compute"], [("compute", "read"), ("read", "write")])
+    assert order == [("stream",), ("read",), ("write",), ("read", "write"), ("compute",), ("compute", "read")]
+
+
 def test_rounds_are_interleaved_and_medians_taken() -> None:
-    order: list[str] = []
-    values = iter([1.0, 100.0, 3.0])
+    calls: list[Sequence[str]] = []
+    values = {"a": iter([1.0, 100.0, 3.0]), "b": iter([7.0, 8.0, 9.0])}
 
-    def first() -> list[float]:
-        order.append("first")
-        return [next(values)]
+    def measure(names: Sequence[str]) -> list[float]:
+        calls.append(names)
+        return [next(values[name]) for name in names]
 
-    def second() -> list[float]:
-        order.append("second")
-        return [7.0, 8.0]
+    found = interleaved(measure, [("a",), ("b",)], 3)
+    assert found.rates == {"a": 3.0, "b": 8.0}
+    assert calls == [("a",), ("b",)] * 3
 
-    assert interleaved_medians([first, second], 3) == [[3.0], [7.0, 8.0]]
-    assert order == ["first", "second"] * 3
+
+@given(st.lists(st.floats(0.1, 10), min_size=3, max_size=3))
+def test_what_a_pair_keeps_does_not_depend_on_how_fast_the_machine_is_in_each_round(speeds: list[float]) -> None:
+    alone, kept = {"read": 4.0, "write": 6.0}, {"read": 0.4, "write": 0.7}
+    rounds = iter([speed for speed in speeds for _ in range(3)])  # two alone and the pair
+
+    def measure(names: Sequence[str]) -> list[float]:
+        speed = next(rounds)
+        return [speed * alone[name] * (kept[name] if len(names) == 2 else 1.0) for name in names]
+
+    found = interleaved(measure, in_order(["read", "write"], [("read", "write")]), 3)
+    assert found.shares == {("read", "write"): pytest.approx((0.4, 0.7))}
+    assert found.rates["write"] == pytest.approx(6.0 * statistics.median(speeds))
 
 
 @pytest.mark.parametrize(("deadline", "taken"), [(0.0, (1, 1)), (2.5, (2, 1)), (4.0, (2, 2)), (60.0, (3, 3))])
 def test_what_would_begin_too_late_is_left_out_after_the_first_round(
     deadline: float, taken: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    counts, values = [0, 0], [1.0, 3.0, 2.0]
+    counts, values = {"a": 0, "b": 0}, [1.0, 3.0, 2.0]
 
-    def second(index: int) -> list[float]:
-        counts[index] += 1
-        return [values[counts[index] - 1]]
+    def measure(names: Sequence[str]) -> list[float]:
+        counts[names[0]] += 1
+        return [values[counts[names[0]] - 1]]
 
-    monkeypatch.setattr(time, "perf_counter", lambda: float(sum(counts)))  # each measure takes a second
-    found = interleaved_medians([lambda: second(0), lambda: second(1)], 3, deadline=deadline)
-    assert tuple(counts) == taken
-    assert found == [[statistics.median(values[:count])] for count in taken]
+    monkeypatch.setattr(time, "perf_counter", lambda: float(sum(counts.values())))  # each measure takes a second
+    found = interleaved(measure, [("a",), ("b",)], 3, deadline=deadline)
+    assert tuple(counts.values()) == taken
+    assert tuple(found.rates.values()) == tuple(statistics.median(values[:count]) for count in taken)
 
 
 def test_the_first_time_is_not_counted() -> None:
