@@ -297,9 +297,9 @@ NOTES = (
     "over the number of cores; a step may be below it by what compute leaves idle. SSD rate: bytes over the seconds in which a "
     "lane of the SSD or a commit is busy. Bare loop: the last step's requests again, from as many threads, with nothing beside "
     "them; in order: in ten slices, as the step had them. Compute beside update: operations behind which an update ran, "
-    "against the same ones in a step whose operations run one after the other; by arithmetic: did compute lose the core seconds "
-    "that updates, drains and I/O took meanwhile, shared by all cores; and drives: did it lose what the profile says it loses "
-    "beside reads and writes, instead of their core seconds.",
+    "against the same ones in a step whose operations run one after the other; by arithmetic: did compute lose the core "
+    "seconds that updates, drains and I/O took meanwhile, shared by all cores; and drives: did it lose what the profile says "
+    "it loses beside reads and writes, instead of their core seconds.",
 )
 
 

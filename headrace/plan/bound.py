@@ -16,6 +16,8 @@ Speeds = Callable[[int], Sequence[tuple[int, float]]]
 
 # Beside coefficients of about 1: below this, rounding.
 _NOTHING = 1e-11
+# A dozen is usual. Rounding could make it go round in circles, and wherever it stops, what it has found is a lower bound.
+_MOST_PIVOTS = 1000
 
 
 def least_seconds(alone: Mapping[Lane, float], speeds: Speeds) -> float:
@@ -45,7 +47,10 @@ def _greatest(rows: list[list[float]], gains: list[float]) -> float:
     table = [[*row, 1.0] for row in rows]
     target = [*gains, 0.0]
     zero, basic = list(range(width)), list(range(width, width + len(rows)))
-    while entering := [column for column in range(width) if target[column] > _NOTHING]:
+    for _ in range(_MOST_PIVOTS):
+        entering = [column for column in range(width) if target[column] > _NOTHING]
+        if not entering:
+            break
         column = min(entering, key=zero.__getitem__)
         bounding = [number for number, row in enumerate(table) if row[column] > _NOTHING]
         number = min(bounding, key=lambda index: (table[index][-1] / table[index][column], basic[index]))
