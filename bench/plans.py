@@ -228,10 +228,8 @@ def sentences(answers: Sequence[tuple[Cell, Answer]]) -> Iterator[str]:
             f"so that tokens per second rise {factor / max(more):.1f} to {factor / min(more):.1f} times."
         )
     if fitting:
-        waits, unclipped = (
-            [seconds_of(found) / found["lower_bound_seconds"] for found in fitting.values()]
-            for seconds_of in (lambda found: found["step_seconds"], unclipped_seconds)
-        )
+        waits = [found["step_seconds"] / found["lower_bound_seconds"] for found in fitting.values()]
+        unclipped = [unclipped_seconds(found) / found["lower_bound_seconds"] for found in fitting.values()]
         yield f"Steps take {min(waits):.2f} to {max(waits):.2f} times what is possible at best: the rest is waiting."
         # Not the same bytes: updates that do not wait for the norm hold no gradients.
         yield f"Unclipped, they take {min(unclipped):.2f} to {max(unclipped):.2f} times what clipped ones take at best."

@@ -19,7 +19,6 @@ from headrace.plan.base import Plan, spread
 from headrace.plan.bound import least_seconds
 from headrace.plan.carry import cold_carry, redo_carry
 from headrace.plan.program import build_program, build_tail
-from headrace.plan.rates import Rates
 from headrace.plan.simulate import Timeline, simulate
 from headrace.spec.ceilings import Ceilings
 from headrace.spec.costs import ATTENTION
@@ -51,7 +50,7 @@ class Forecast:
 
     `bottleneck` is the lane that limits the step, `explanation` the same in words. `utilisation` is the share of the step
     for which each lane is busy; `work` has the seconds that each lane's work takes alone, without what fresh pages take of
-    compute: a run with more room for itself does without. `rates` say what lanes leave of one another's speed.
+    compute: a run with more room for itself does without.
     """
 
     step_seconds: float
@@ -63,7 +62,6 @@ class Forecast:
     explanation: str
     utilisation: dict[Lane, float]
     work: dict[Lane, float]
-    rates: Rates = field(repr=False)
     timeline: Timeline = field(repr=False)
 
     @cached_property
@@ -71,7 +69,7 @@ class Forecast:
         """Seconds below which no machine with these ceilings can do the step's work, however well it overlaps: what lies
         between the two is waiting. A few milliseconds to find, and a search needs it of none of its plans.
         """
-        return least_seconds(self.work, self.rates.speeds)
+        return least_seconds(self.work, self.timeline.rates.speeds)
 
 
 def forecast(plan: Plan, ceilings: Ceilings, *, most_operations: int = _MOST_OPERATIONS) -> Forecast:
@@ -113,7 +111,6 @@ def forecast(plan: Plan, ceilings: Ceilings, *, most_operations: int = _MOST_OPE
         explanation=timeline.explanation,
         utilisation={lane: use.utilisation for lane, use in timeline.lanes.items()},
         work={lane: use.alone_seconds * (kept_share if lane is Lane.COMPUTE else 1) for lane, use in timeline.lanes.items()},
-        rates=Rates(ceilings, plan.compute_dtype, plan.compute_threads, plan.update_threads),
         timeline=timeline,
     )
 

@@ -73,6 +73,7 @@ class Timeline:
 
     `step_seconds` is the time per step in the steady state; `lanes` and `explain` speak of program number `measured`.
     `finish_seconds` has, per program, when its last operation stopped. `settled` is false if steps do not (yet) repeat in time.
+    `rates` say how fast each lane was, alone and beside others.
     """
 
     step_seconds: float
@@ -82,6 +83,7 @@ class Timeline:
     lanes: dict[Lane, LaneUse]
     bottleneck: Lane
     explanation: str
+    rates: Rates = field(repr=False, compare=False)
     programs: tuple[Program, ...] = field(repr=False)
     spans: tuple[tuple[Sequence[float], Sequence[float]], ...] = field(repr=False)  # starts and stops, by program
 
@@ -304,6 +306,7 @@ def _timeline(clock: _Clock, measured: int, *, repeats: bool, given: int) -> Tim
         lanes=lanes,
         bottleneck=bottleneck,
         explanation=explanation,
+        rates=clock.rates,
         programs=tuple(clock.programs),
         spans=tuple(zip(clock.start, clock.stop, strict=True)),
     )

@@ -1,4 +1,4 @@
-"""The least time for the lanes' work is what brute force finds, and what two lanes need by hand."""
+"""The least time for the lanes' work is what brute force finds, and what two and three lanes need by hand."""
 
 from itertools import combinations
 
@@ -63,10 +63,10 @@ def test_lanes_that_do_not_disturb_one_another_take_as_long_as_the_longest() -> 
 
 
 def test_three_lanes_on_one_drive_and_two_cores_take_longer_than_any_two_of_them() -> None:
-    thirds = {(one, other): 0.5 for one in FOUR[:3] for other in FOUR[:3] if one is not other}
+    halves = {(one, other): 0.5 for one in FOUR[:3] for other in FOUR[:3] if one is not other}
     alone = dict.fromkeys(FOUR[:3], 1.0)
-    assert least_seconds(dict.fromkeys(FOUR[:2], 1.0), speeds_of(thirds)) == pytest.approx(2.0)
-    assert least_seconds(alone, speeds_of(thirds)) == pytest.approx(3.0)  # all at once do three quarters of a second's work
+    assert least_seconds(dict.fromkeys(FOUR[:2], 1.0), speeds_of(halves)) == pytest.approx(2.0)
+    assert least_seconds(alone, speeds_of(halves)) == pytest.approx(3.0)  # all at once do three quarters of a second's work
 
 
 def test_a_pair_that_is_slower_than_one_after_the_other_goes_one_after_the_other() -> None:
