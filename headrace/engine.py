@@ -293,7 +293,8 @@ class Engine:
         def costs_of(sequences: int) -> ModelCosts:
             key = (sequences, sequence_length)
             if key not in self._costs:
-                self._costs[key] = profile(self.chain, sequences, sequence_length)
+                other = next(iter(self._costs.values()), None)
+                self._costs[key] = profile(self.chain, sequences, sequence_length, other=other)
             return self._costs[key]
 
         allowance = Allowance(

@@ -136,9 +136,12 @@ class _AttentionOfGpus(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def profile(chain: Chain, sequences: int, length: int, *, for_gpu: bool = False) -> ModelCosts:
+def profile(
+    chain: Chain, sequences: int, length: int, *, for_gpu: bool = False, other: ModelCosts | None = None
+) -> ModelCosts:
     """Return the costs of `chain` on micro-batches of `sequences` rows of `length` tokens. `for_gpu`: those on a GPU that
-    need not be here.
+    need not be here. `other`: what this gave for micro-batches of another size; the epilogue's part is as there, for it works
+    on chunks of positions, however many there are.
 
     Blocks whose layouts and calls are alike are run once, by the model's own code. Where the chain runs them by other code
     (`Chain.replayable` is false), no operator can be named, so none is listed; and gradients of a block's parameters may be
@@ -146,7 +149,7 @@ def profile(chain: Chain, sequences: int, length: int, *, for_gpu: bool = False)
     """
     attention = _AttentionOfGpus() if for_gpu else nullcontext()
     with FakeTensorMode(allow_non_fake_inputs=True), chain.own_code(), attention:
-        costs = _profile(chain, sequences, length)
+        costs = _profile(chain, sequences, length, other)
     if not chain.replayable:
         return replace(costs, blocks=tuple(_not_replayable(block, chain.dtype.itemsize) for block in costs.blocks))
     # Outside, for this one really computes, on a tiny instance.
@@ -160,7 +163,7 @@ def _not_replayable(block: BlockCosts, bytes_per_element: int) -> BlockCosts:
     return replace(block, operators=(), backward_workspace_bytes=block.backward_workspace_bytes + gradients_bytes)
 
 
-def _profile(chain: Chain, sequences: int, length: int) -> ModelCosts:
+def _profile(chain: Chain, sequences: int, length: int, other: ModelCosts | None) -> ModelCosts:
     ids = torch.zeros((sequences, length), dtype=torch.int64, device=chain.device)
     batch = MicroBatch(ids, ids)
     flats = {
@@ -181,7 +184,8 @@ def _profile(chain: Chain, sequences: int, length: int) -> ModelCosts:
         blocks = _profile_blocks(chain, result.hidden, result.calls)
         # Chunks larger than the micro-batch, but for one, say nothing.
         chunks = [tokens for index, tokens in enumerate(_LOSS_CHUNKS) if not index or _LOSS_CHUNKS[index - 1] < ids.numel()]
-        losses = [(tokens, _profile_loss(chain, result.hidden, ids, tokens)) for tokens in chunks]
+        known = dict(other.epilogue_workspace_bytes) if other else {}
+        losses = {tokens: _profile_loss(chain, result.hidden, ids, tokens) for tokens in chunks if tokens not in known}
     finally:
         for unit in flats:
             chain.release(unit)
@@ -200,8 +204,8 @@ def _profile(chain: Chain, sequences: int, length: int) -> ModelCosts:
         blocks=blocks,
         prologue_workspace_bytes=prologue.peak_bytes,
         prologue_backward_workspace_bytes=prologue_backward.peak_bytes,
-        epilogue_workspace_bytes=tuple((tokens, meter.peak_bytes) for tokens, meter in losses),
-        epilogue_flops_per_token=losses[-1][1].flops / losses[-1][0] / 3,
+        epilogue_workspace_bytes=tuple((tokens, known.get(tokens) or losses[tokens].peak_bytes) for tokens in chunks),
+        epilogue_flops_per_token=other.epilogue_flops_per_token if other else losses[chunks[0]].flops / chunks[0] / 3,
         call_bytes=_call_bytes(result.calls),
         wide_products=chain.wide_products,
     )

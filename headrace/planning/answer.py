@@ -238,7 +238,8 @@ class _Planner:
             key = (sequences, length)
             if key not in self._costs:
                 for_gpu = question.allowance.device_overhead_bytes > 0
-                self._costs[key] = profile(self._chain, sequences, length, for_gpu=for_gpu)
+                other = next(iter(self._costs.values()), None)
+                self._costs[key] = profile(self._chain, sequences, length, for_gpu=for_gpu, other=other)
             return self._costs[key]
 
         alignment = plane_set(self._chain.compute_dtype, question.moments).parameter_alignment

@@ -1,5 +1,5 @@
 """A training process is killed with SIGKILL at random moments and resumed until it ends: the final weights are, byte for byte,
-those of a run that nobody disturbed. Eighteen kills in `make test`, a hundred in `make soak`.
+those of a run that nobody disturbed. Ten kills in `make test`, a hundred in `make soak`.
 """
 
 import multiprocessing
@@ -16,7 +16,7 @@ import torch
 import trainee
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-STEPS = 40
+STEPS = 24
 POLICIES = ["immediate", "deferred", "speculative"]
 
 # Children are forked from a server that has imported everything, so that a hundred starts cost seconds, not many minutes.
@@ -77,12 +77,12 @@ def kill_and_resume(model: Path, folder: Path, policy: str, kills: int, seed: in
 
 
 @pytest.mark.timeout(280)
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", ["immediate", "speculative"])  # deferred: the next test
 def test_killed_runs_end_like_unbroken_ones(policy: str, model: Path, tmp_path: Path) -> None:
     unbroken = tmp_path / "unbroken"
     finish(start(model, unbroken, policy))
     expected = weights_of(unbroken)
-    assert kill_and_resume(model, tmp_path / "killed", policy, kills=6, seed=len(policy)) == expected
+    assert kill_and_resume(model, tmp_path / "killed", policy, kills=4, seed=len(policy)) == expected
 
 
 @pytest.mark.timeout(280)

@@ -24,11 +24,11 @@ def profiled_and_planned_once() -> Iterator[None]:
     """Profile each model once for each shape, and plan each problem once: the same few are opened hundreds of times here."""
     known: dict[tuple[Any, ...], Any] = {}
 
-    def profile_once(chain: Any, sequences: int, length: int) -> Any:
+    def profile_once(chain: Any, sequences: int, length: int, **options: Any) -> Any:
         key = (chain.config.to_json_string(), chain.compute_dtype, str(chain.device), chain.notes, sequences, length)
         key += tuple(chain.layouts)
         if key not in known:
-            known[key] = profile(chain, sequences, length)
+            known[key] = profile(chain, sequences, length, **options)
         return known[key]
 
     plans: dict[tuple[Any, ...], Any] = {}

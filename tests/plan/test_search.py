@@ -104,7 +104,7 @@ def test_the_choice_is_as_fast_as_the_best_of_all(flops: float, host_mib: int) -
     assert forecast(plan, ceilings).step_seconds <= 1.02 * brute_force(made, ceilings)
 
 
-@settings(max_examples=6, deadline=None, derandomize=True)
+@settings(max_examples=4, deadline=None)
 @given(st.sampled_from(["flops", "drive"]), st.sampled_from([1.5, 4.0]), st.integers(60, 300), st.booleans())
 def test_a_faster_machine_is_never_slower(resource: str, factor: float, host_mib: int, clip: bool) -> None:
     """A drive is faster when all its rates are. Where only writing is, on a drive that shares them, writes may get in the way
@@ -121,7 +121,7 @@ def test_a_faster_machine_is_never_slower(resource: str, factor: float, host_mib
 
 def test_more_memory_is_never_slower() -> None:
     seconds = []
-    for host_mib in (60, 70, 100, 160, 400, 2000):
+    for host_mib in (60, 80, 160, 2000):
         made = problem(host_mib * MIB)
         seconds.append(forecast(make_plan(made, machine(made)), machine(made)).step_seconds)
     assert all(after <= 1.01 * before for before, after in itertools.pairwise(seconds)), seconds
@@ -172,7 +172,7 @@ def test_what_does_not_fit_says_what_would() -> None:
 def test_every_plan_is_inside_its_budget_from_the_least_on(clip: bool, measured: bool) -> None:
     with pytest.raises(PlanInfeasible) as refusal:
         make_plan(problem(20 * MIB, clip=clip))
-    for more_mib in (0, 1, 3, 10, 30, 100, 1000):
+    for more_mib in (0, 3, 30, 1000):
         made = problem(refusal.value.needed_bytes - LIBRARIES + more_mib * MIB, clip=clip)
         plan = make_plan(made, machine(made) if measured else None)
         assert plan.peak_bytes == with_footprint(plan, made.costs_of(plan.micro_batch_sequences), made.allowance).peak_bytes

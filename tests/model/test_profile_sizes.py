@@ -1,0 +1,36 @@
+"""Profiles of one model for micro-batches of several sizes: what they have in common is measured once, and is the same.
+
+Run: pytest tests/model/test_profile_sizes.py
+"""
+
+import sys
+from typing import Any
+
+import pytest
+from tiny_architectures import CONFIGS
+from transformers import CONFIG_MAPPING
+
+from headrace import AdamW
+from headrace.model import Chain, profile
+
+LENGTH = 128
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral-routed"])
+def test_another_sizes_epilogue_is_this_ones(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind, values = CONFIGS[name]
+    chain = Chain.from_config(CONFIG_MAPPING[kind](**values), "bfloat16", AdamW())
+    module = sys.modules["headrace.model.profile"]
+    profile_loss, chunks = module._profile_loss, []  # type: ignore[attr-defined]
+
+    def counted(*arguments: Any) -> Any:
+        chunks.append(arguments[-1])
+        return profile_loss(*arguments)
+
+    monkeypatch.setattr(module, "_profile_loss", counted)
+    sizes = (1, 5)
+    alone = [profile(chain, sequences, LENGTH) for sequences in sizes]
+    del chunks[:]
+    for other in alone:
+        assert [profile(chain, sequences, LENGTH, other=other) for sequences in sizes] == alone
+    assert chunks == [256, 512, 1024]  # beside one row, five need larger chunks as well; beside five, none does
