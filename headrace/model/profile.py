@@ -136,9 +136,7 @@ class _AttentionOfGpus(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def profile(
-    chain: Chain, sequences: int, length: int, *, for_gpu: bool = False, other: ModelCosts | None = None
-) -> ModelCosts:
+def profile(chain: Chain, sequences: int, length: int, *, for_gpu: bool = False, other: ModelCosts | None = None) -> ModelCosts:
     """Return the costs of `chain` on micro-batches of `sequences` rows of `length` tokens. `for_gpu`: those on a GPU that
     need not be here. `other`: what this gave for micro-batches of another size; the epilogue's part is as there, for it works
     on chunks of positions, however many there are.
