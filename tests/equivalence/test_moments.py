@@ -112,7 +112,8 @@ def test_resumed_and_rolled_back_runs_end_with_the_same_bits(
 def test_training_follows_fp32_moments(model_dir: Callable[..., Path], tmp_path: Path) -> None:
     """Sixty steps from a loss of 6 to one below 3.5, with beta2 = 0.999: within 3 % of the loss at every step.
 
-    The reduced runs wander within what another order of summation would do; a `v` that stalls or blows up would not.
+    The reduced runs wander within what another order of summation would do. Moments that stall are not seen in so few steps:
+    tests/update/test_reduced_moments.py.
     """
     path = model_dir("llama", "bfloat16")
     losses, runs = {}, {"float32": "float32", "bfloat16": "bfloat16", "int8": "int8"}

@@ -1,7 +1,6 @@
 """Trains for a few steps in a process of its own that has imported nothing yet, and prints its plan's peaks as JSON.
 
-Asked for the least budget (`host_bytes` null), it lets the planner refuse until it names one that it accepts. All openings
-share the model's profiles, which take most of an opening.
+Asked for the least budget (`host_bytes` null), it lets the planner refuse until it names one that it accepts.
 """
 
 import json
@@ -56,21 +55,8 @@ def litter() -> None:
     headrace.engine.make_plan = littering
 
 
-def share_profiles() -> None:
-    profile, known = headrace.engine.profile, {}
-
-    def profile_once(chain: Any, sequences: int, length: int, **options: Any) -> Any:
-        key = (sequences, length)
-        if key not in known:
-            known[key] = profile(chain, sequences, length, **options)
-        return known[key]
-
-    headrace.engine.profile = profile_once
-
-
 def main() -> None:
     case = json.loads(sys.argv[1])
-    share_profiles()
     if case["littered"]:
         litter()
     engine, host_bytes = open_engine(case)
