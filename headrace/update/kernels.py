@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
-from numba.extending import intrinsic
+from numba.extending import intrinsic, overload
 from numba.np.arrayobj import make_array
 
 from headrace.jit import compiled
@@ -206,10 +206,31 @@ def _request(context: Any, arrays: Any, first: Any) -> Any:
     return types.none(arrays, first), lower
 
 
-@compiled
-def _read(k: Any) -> Any:
-    """Return the numbers of `k`. In a loop they would be read again for each element: they might lie where it writes."""
-    return k[0], k[1], k[2], k[3], k[4], k[5], k[6], k[7], k[8]
+def _update(i: Any, planes: Any, gradient: Any, coefficients: Any) -> None:
+    """Update element `i` of `planes`, as their types ask for."""
+
+
+@overload(_update)  # type: ignore[untyped-decorator]
+def _update_of_types(i: Any, planes: Any, gradient: Any, coefficients: Any) -> Any:
+    def bfloat16(i: Any, planes: Any, gradient: Any, coefficients: Any) -> None:
+        hi, lo, m, v = planes
+        p, m[i], v[i] = _updated(_join(hi[i], lo[i]), m[i], v[i], _widen(gradient[i]), coefficients)
+        p = _not_nan(p)
+        hi[i] = _high(p)
+        lo[i] = _low(p)
+
+    def float32(i: Any, planes: Any, gradient: Any, coefficients: Any) -> None:
+        w, m, v = planes
+        w[i], m[i], v[i] = _updated(w[i], m[i], v[i], _widen(gradient[i]), coefficients)
+
+    def float16(i: Any, planes: Any, gradient: Any, coefficients: Any) -> None:
+        w16, w, m, v = planes
+        w[i], m[i], v[i] = _updated(w[i], m[i], v[i], _widen(gradient[i]), coefficients)
+        w16[i] = _narrow_float16(w[i])
+
+    if len(planes) == 3:
+        return float32
+    return bfloat16 if planes[1].dtype == types.int16 else float16
 
 
 @compiled
@@ -223,64 +244,36 @@ def _updated(p: Any, m: Any, v: Any, g: Any, coefficients: Any) -> Any:
 
 
 @compiled
-def _update_bfloat16(i: Any, hi: Any, lo: Any, m: Any, v: Any, gradient: Any, coefficients: Any) -> None:
-    p, m[i], v[i] = _updated(_join(hi[i], lo[i]), m[i], v[i], _widen(gradient[i]), coefficients)
-    p = _not_nan(p)
-    hi[i] = _high(p)
-    lo[i] = _low(p)
+def _adamw(planes: Any, gradient: Any, k: Any) -> None:
+    _full_width()
+    # Read once: for all that the compiler knows, they might lie where the loop writes.
+    coefficients = k[0], k[1], k[2], k[3], k[4], k[5], k[6], k[7], k[8]
+    num_elements = np.uint64(gradient.size)
+    whole = num_elements // STRIP_ELEMENTS * STRIP_ELEMENTS
+    for start in range(np.uint64(0), whole, STRIP_ELEMENTS):
+        _request((*planes, gradient), start + AHEAD_ELEMENTS)
+        for j in range(STRIP_ELEMENTS):
+            _update(start + j, planes, gradient, coefficients)
+    for i in range(whole, num_elements):
+        _update(i, planes, gradient, coefficients)
 
 
 @compiled
 def adamw_bfloat16(hi: Any, lo: Any, m: Any, v: Any, gradient: Any, k: Any) -> None:
     """AdamW on the split master, in place: 26 bytes of memory traffic per element with a bfloat16 gradient."""
-    _full_width()
-    coefficients, num_elements = _read(k), np.uint64(gradient.size)
-    whole = num_elements // STRIP_ELEMENTS * STRIP_ELEMENTS
-    for start in range(np.uint64(0), whole, STRIP_ELEMENTS):
-        _request((hi, lo, m, v, gradient), start + AHEAD_ELEMENTS)
-        for j in range(STRIP_ELEMENTS):
-            _update_bfloat16(start + j, hi, lo, m, v, gradient, coefficients)
-    for i in range(whole, num_elements):
-        _update_bfloat16(i, hi, lo, m, v, gradient, coefficients)
-
-
-@compiled
-def _update_float32(i: Any, w: Any, m: Any, v: Any, gradient: Any, coefficients: Any) -> None:
-    w[i], m[i], v[i] = _updated(w[i], m[i], v[i], _widen(gradient[i]), coefficients)
+    _adamw((hi, lo, m, v), gradient, k)
 
 
 @compiled
 def adamw_float32(w: Any, m: Any, v: Any, gradient: Any, k: Any) -> None:
     """AdamW on fp32 weights, in place."""
-    _full_width()
-    coefficients, num_elements = _read(k), np.uint64(gradient.size)
-    whole = num_elements // STRIP_ELEMENTS * STRIP_ELEMENTS
-    for start in range(np.uint64(0), whole, STRIP_ELEMENTS):
-        _request((w, m, v, gradient), start + AHEAD_ELEMENTS)
-        for j in range(STRIP_ELEMENTS):
-            _update_float32(start + j, w, m, v, gradient, coefficients)
-    for i in range(whole, num_elements):
-        _update_float32(i, w, m, v, gradient, coefficients)
-
-
-@compiled
-def _update_float16(i: Any, w16: Any, w: Any, m: Any, v: Any, gradient: Any, coefficients: Any) -> None:
-    w[i], m[i], v[i] = _updated(w[i], m[i], v[i], _widen(gradient[i]), coefficients)
-    w16[i] = _narrow_float16(w[i])
+    _adamw((w, m, v), gradient, k)
 
 
 @compiled
 def adamw_float16(w16: Any, w: Any, m: Any, v: Any, gradient: Any, k: Any) -> None:
     """AdamW on the fp32 master `w`, in place; `w16` (uint16, float16 bits) becomes its nearest float16."""
-    _full_width()
-    coefficients, num_elements = _read(k), np.uint64(gradient.size)
-    whole = num_elements // STRIP_ELEMENTS * STRIP_ELEMENTS
-    for start in range(np.uint64(0), whole, STRIP_ELEMENTS):
-        _request((w16, w, m, v, gradient), start + AHEAD_ELEMENTS)
-        for j in range(STRIP_ELEMENTS):
-            _update_float16(start + j, w16, w, m, v, gradient, coefficients)
-    for i in range(whole, num_elements):
-        _update_float16(i, w16, w, m, v, gradient, coefficients)
+    _adamw((w16, w, m, v), gradient, k)
 
 
 # The same with checksums of what will be written, tile by tile: a pass of its own would read from memory again what the caches
