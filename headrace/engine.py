@@ -24,9 +24,9 @@ from headrace.ioengine import measure_directory, striping_weights
 from headrace.machine import (
     HeapGuard,
     MemoryMeter,
+    anonymous_bytes,
     default_host_bytes,
     keep_freed_memory,
-    process_status_bytes,
     return_pieces,
     this_machine,
 )
@@ -340,7 +340,7 @@ class Engine:
             profile_model()
             self._updater.warm_up()
             gc.collect()
-            self._runtime_bytes = planned_runtime_bytes(process_status_bytes("RssAnon"))
+            self._runtime_bytes = planned_runtime_bytes(anonymous_bytes())
         return self._runtime_bytes
 
     def _chunk_elements(self) -> int:
@@ -375,7 +375,9 @@ class Engine:
         self._updater.warm_up()
         workspace = plan.peak_bytes["host"].get("workspace", 0)
         keep = plan.freed_memory == "kept"
-        self._heap = None if plan.separate_device else HeapGuard(plan.peak("host"), workspace, keep=keep)
+        if not plan.separate_device:
+            self._heap = HeapGuard(plan.peak("host"), workspace, keep=keep)
+            self._meter.tell(self._heap.look)
         parts = Parts(
             plan=plan,
             chain=self.chain,
@@ -386,7 +388,6 @@ class Engine:
             seed=self.settings.seed,
             sink=self._emit,
             device_updater=device_updater(plan, self.machine),
-            heap=self._heap,
         )
         overlapped = self.settings.interpreter == "overlapped"
         interpreter = (

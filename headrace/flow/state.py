@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from headrace.flow.buffers import Buffers
-from headrace.machine import HeapGuard, Machine
+from headrace.machine import Machine
 from headrace.model import Chain, MicroBatch
 from headrace.plan.base import Plan
 from headrace.spec.events import Sink
@@ -30,7 +30,6 @@ class Parts:
     seed: int
     sink: Sink
     device_updater: DeviceUpdater | None = None  # where the plan updates chunks on the device
-    heap: HeapGuard | None = None  # where the CPU computes
 
 
 @dataclass

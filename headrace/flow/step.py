@@ -50,10 +50,7 @@ def run_step(program: Program, state: StepState, interpreter: Interpreter) -> Ru
     """Run one step's program. On return the loss and the norm are known; updates and commit may still be under way."""
 
     def perform(op: Op) -> None:
-        computes = op.lane is Lane.COMPUTE
-        with state.parts.chain.arithmetic() if computes else nullcontext():
+        with state.parts.chain.arithmetic() if op.lane is Lane.COMPUTE else nullcontext():
             HANDLERS[op.verb](state, op)
-        if computes and state.parts.heap is not None:
-            state.parts.heap.after_operation()
 
     return interpreter.run(program, perform, state.verdict.step)

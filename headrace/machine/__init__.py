@@ -8,9 +8,9 @@ from headrace.machine.here import this_machine
 from headrace.machine.host import (
     Bytes,
     HeapGuard,
+    anonymous_bytes,
     huge_page_buffer,
     keep_freed_memory,
-    process_status_bytes,
     return_pieces,
 )
 from headrace.machine.limits import (
@@ -30,13 +30,13 @@ __all__ = [
     "HeapGuard",
     "Machine",
     "MemoryMeter",
+    "anonymous_bytes",
     "available_memory_bytes",
     "control_group_limit_bytes",
     "default_host_bytes",
     "huge_page_buffer",
     "keep_freed_memory",
     "pinnable_memory_bytes",
-    "process_status_bytes",
     "return_pieces",
     "this_machine",
 ]

@@ -20,8 +20,9 @@ _HUGE_PAGE_BYTES = 2 << 20
 # Parameters of glibc's mallopt, and more than any heap keeps.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
 _EVERYTHING_BYTES = (1 << 31) - 1
-# What peaks stay below a plan, for they differ a little from step to step.
-_MARGIN_BYTES = 16 << 20
+STATM = Path("/proc/self/statm")
+# What may be made between two looks at what is resident: one block of the heap.
+_MARGIN_BYTES = LARGEST_HEAP_BLOCK_BYTES
 
 
 def huge_page_buffer(num_bytes: int) -> Bytes:
@@ -67,47 +68,45 @@ def return_pieces() -> None:
 
 
 class HeapGuard:
-    """Keeps freed memory as long as there is room, and gives it back between two operations where there is not.
+    """Keeps freed memory as long as there is room, and gives it back where there is not.
 
-    `keep` says whether it is kept from the beginning. Otherwise it is from the first step on that leaves room for what an
-    operation leaves behind. While it is kept, all is given back when an operation ends with more than a limit resident: at
-    first `planned_bytes` less two workspaces, for an operation was seen to add one and a half (LOG.md, 2026-11-21); then what
-    brings the peaks of steps just below `planned_bytes`.
+    `keep` says whether it is kept from the beginning. Otherwise it is from the first step on that leaves room for another
+    workspace. While it is kept, all is given back as soon as more than `most_bytes` is resident. `look` must be called all the
+    time for this, not between operations: one was seen to add 1.9 to 2.8 workspaces to what it began with, by chance (LOG.md,
+    2026-11-23). Where giving back does not suffice, freed memory is no longer kept.
     """
 
     def __init__(self, planned_bytes: int, workspace_bytes: int, *, keep: bool) -> None:
-        self._target_bytes = planned_bytes - _MARGIN_BYTES
-        self._roomy_bytes = self._target_bytes - workspace_bytes
-        self._most_bytes = planned_bytes - workspace_bytes
-        self._seen_bytes = 0
-        self.limit_bytes, self.keeps = planned_bytes - 2 * workspace_bytes, keep
+        self.most_bytes = planned_bytes - _MARGIN_BYTES
+        self._roomy_bytes = self.most_bytes - workspace_bytes
+        self._watches = keep  # once kept, blocks lie in the heap for as long as they live
+        self.keeps = keep
         keep_freed_memory(keep)
 
-    def after_operation(self) -> None:
-        """Look once: some tens of microseconds. To be called when what an operation made has been freed."""
-        if not self.keeps:
+    def look(self, resident_bytes: int) -> None:
+        """Take note of what is resident at this moment. May be called from another thread."""
+        if not self._watches or resident_bytes <= self.most_bytes:
             return
-        resident = process_status_bytes("RssAnon")
-        self._seen_bytes = max(self._seen_bytes, resident)
-        if resident > self.limit_bytes:
-            return_pieces()
+        return_pieces()
+        if self.keeps and anonymous_bytes() > self.most_bytes:
+            self.keeps = False
+            keep_freed_memory(False)
 
     def after_step(self, peak_bytes: int) -> None:
-        """Take note of a step's peak, as far as it was seen from outside; operations may have ended with more."""
-        peak_bytes, self._seen_bytes = max(peak_bytes, self._seen_bytes), 0
-        if self.keeps:
-            # Whatever the limit is moved by, peaks move by at most.
-            self.limit_bytes = min(self._most_bytes, self.limit_bytes + self._target_bytes - peak_bytes)
-        elif peak_bytes <= self._roomy_bytes:
-            self.keeps = keep_freed_memory(True)
+        """Take note of a step's peak."""
+        if not self._watches and peak_bytes <= self._roomy_bytes:
+            self.keeps = self._watches = keep_freed_memory(True)
 
 
-def process_status_bytes(field: str) -> int:
-    """Return a memory field of this process (`RssAnon`, `VmRSS`, `VmHWM`, ...) in bytes, 0 where the kernel has none."""
+def anonymous_bytes() -> int:
+    """Return what this process has of memory that is no file's (`RssAnon`), in bytes; 0 where the kernel does not say."""
     try:
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith(field + ":"):
-                return int(line.split()[1]) * 1024
+        return anonymous_bytes_of(STATM.read_bytes())
     except OSError:
-        pass
-    return 0
+        return 0
+
+
+def anonymous_bytes_of(statm: bytes) -> int:
+    """Return `anonymous_bytes` from what the kernel writes into `STATM`, which is read in a third of the time of `status`."""
+    _, resident, shared = statm.split()[:3]
+    return (int(resident) - int(shared)) * mmap.PAGESIZE

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from headrace.machine import CpuMachine, process_status_bytes
+from headrace.machine import CpuMachine, anonymous_bytes
 from headrace.model import Chain, import_workspace_bytes, profile
 from headrace.plan.base import Plan
 from headrace.plan.endurance import endurance
@@ -194,7 +194,7 @@ def _allowance(budget: Budget, ceilings: Ceilings | None, *, here: bool) -> Allo
 def _runtime_bytes() -> int:
     """Return what to plan for the interpreter of a run. Where runs load more than this process did, that is added."""
     loaded = _COMPILER_OF_KERNELS in sys.modules
-    return planned_runtime_bytes(process_status_bytes("RssAnon") + (0 if loaded else _LOADED_BY_RUNS_BYTES))
+    return planned_runtime_bytes(anonymous_bytes() + (0 if loaded else _LOADED_BY_RUNS_BYTES))
 
 
 class _Planner:

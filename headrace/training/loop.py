@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headrace.data import BatchStream
-from headrace.machine import process_status_bytes
+from headrace.machine import anonymous_bytes
 from headrace.plan.profiles import load_profile
 from headrace.report import LanesFile, MetricsFile, Reporters, TensorBoard, TraceFile, TrainerStateFile
 from headrace.spec.errors import RunDirectoryError
@@ -212,7 +212,7 @@ def _files(run: _Run, reporters: Reporters, done_steps: int) -> MetricsFile:
 
 
 def _memory_in_use() -> dict[str, int]:
-    return {"host": process_status_bytes("RssAnon")}  # the same figure as the measured peaks
+    return {"host": anonymous_bytes()}  # the same figure as the measured peaks
 
 
 def _for_people(reporters: Reporters) -> Sink:

@@ -62,7 +62,7 @@ def test_a_process_with_other_libraries_has_the_same_plan(path: Path, tmp_path: 
     """What the interpreter takes differs by a mebibyte or two from process to process, and the budget is just enough."""
 
     def takes(mebibytes: float) -> None:
-        monkeypatch.setattr("headrace.engine.process_status_bytes", lambda field: int(mebibytes * (1 << 20)))
+        monkeypatch.setattr("headrace.engine.anonymous_bytes", lambda: int(mebibytes * (1 << 20)))
 
     takes(301.0)
     least, *_ = run(path, tmp_path / "least")

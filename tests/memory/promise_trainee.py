@@ -12,7 +12,7 @@ import torch
 import headrace
 import headrace.engine
 from headrace.engine import Engine
-from headrace.machine import process_status_bytes
+from headrace.machine import anonymous_bytes
 from headrace.spec.errors import PlanInfeasible
 
 # What the interpreter may hold more at one opening than at the one before.
@@ -47,8 +47,8 @@ def litter() -> None:
     search = headrace.engine.make_plan
 
     def littering(*arguments: Any) -> Any:
-        before, cycle = process_status_bytes("RssAnon"), []
-        while process_status_bytes("RssAnon") < before + (64 << 20):
+        before, cycle = anonymous_bytes(), []
+        while anonymous_bytes() < before + (64 << 20):
             cycle += [[cycle] for _ in range(10_000)]
         return search(*arguments)
 
@@ -61,7 +61,7 @@ def main() -> None:
         litter()
     engine, host_bytes = open_engine(case)
     with engine:
-        opened_bytes = process_status_bytes("RssAnon")
+        opened_bytes = anonymous_bytes()
         positions = (torch.arange(case["length"]) % (case["length"] // 2)).expand(case["tokens"] // case["length"], -1)
         for seed in range(case["steps"]):
             ids = torch.randint(2, 4000, positions.shape, generator=torch.Generator().manual_seed(seed))

@@ -142,7 +142,7 @@ def test_where_space_is_short_smaller_moments_are_offered_as_they_would_be_plann
 def test_where_the_ssds_limit_a_plan_it_says_what_would_spare_them(
     small: Path, rig: Ceilings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(answer, "process_status_bytes", lambda name: 300 << 20)  # this process grows from plan to plan
+    monkeypatch.setattr(answer, "anonymous_bytes", lambda: 300 << 20)  # this process grows from plan to plan
     slow = replace(
         rig.drives[0], read_bytes_per_second=2e8, write_bytes_per_second=2e8, mixed_bytes_per_second=2e8, capacity_bytes=1 << 40
     )
