@@ -31,13 +31,20 @@ demo: $(STAMP)  ## fine-tune a small model through all three tiers, kill it, res
 test: $(STAMP)  ## all quick tests (minutes)
 	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) -m "not soak and not gpu" --durations=12 --durations-min=5
 
-# GPU_PYTHON names an environment that has torch, transformers, numba and pytest already: nothing is installed then.
+# GPU_PYTHON names an environment that has torch, transformers, numba, pytest and pytest-xdist: nothing is installed then.
 GPU_ENV := $(if $(GPU_PYTHON),,$(STAMP))
-GPU_RUN := $(or $(GPU_PYTHON),$(BIN)/python)
+GPU_RUN := PYTHONPATH=$(CURDIR) $(or $(GPU_PYTHON),$(BIN)/python)
 HAS_GPU = $(GPU_RUN) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'
 
+# What takes the time of copies runs alone; the rest is many small runs, whose time is Python's.
+TIMED_GPU_TESTS := tests/gpu/test_cuda_machine.py
+GPU_TESTS = failed=0; \
+	$(GPU_RUN) -m pytest -m gpu $(TIMED_GPU_TESTS) || failed=1; \
+	$(GPU_RUN) -m pytest -m gpu -n 4 tests/gpu tests/update --ignore=$(TIMED_GPU_TESTS) || failed=1; \
+	exit $$failed
+
 test-gpu: $(GPU_ENV)  ## tests that need a CUDA device
-	@if $(HAS_GPU); then $(GPU_RUN) -m pytest -m gpu tests/gpu tests/update; else echo "test-gpu: no CUDA device here; nothing was tested"; fi
+	@if $(HAS_GPU); then $(GPU_TESTS); else echo "test-gpu: no CUDA device here; nothing was tested"; fi
 
 bench-gpu: $(GPU_ENV)  ## Headrace on a GPU capped to 8, 16 and 24 GiB, beside plain PyTorch (8 minutes); SCRATCH=directory
 	@mkdir -p bench-results

@@ -7,6 +7,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -34,8 +35,8 @@ from headrace.model import (
     Chain,
     Checkpoint,
     Exporter,
+    Profiles,
     import_workspace_bytes,
-    profile,
     self_check,
     shift_labels,
 )
@@ -47,7 +48,6 @@ from headrace.plan.placement import Problem, Workload
 from headrace.plan.search import make_plan
 from headrace.spec.budget import Budget, default_bytes
 from headrace.spec.ceilings import Ceilings
-from headrace.spec.costs import ModelCosts
 from headrace.spec.errors import DataError, RunDirectoryError
 from headrace.spec.events import Event, Notice, Sink, StepResult
 from headrace.spec.layout import plane_set
@@ -99,7 +99,7 @@ class Engine:
                 self.chain.multiply_wide()
             if settings.liger:
                 self.chain.use_liger()
-            self._costs: dict[tuple[int, int], ModelCosts] = {}
+            self._profiles = Profiles(self.chain)
             self._runtime_bytes: int | None = None
             self._heap: HeapGuard | None = None
             rule = AdamWRule(settings.compute_dtype, settings.moments)
@@ -290,13 +290,7 @@ class Engine:
         if device_bytes is None and self.machine.separate_device:
             device_bytes = default_bytes("device", self.machine.device_memory_bytes()[0])
 
-        def costs_of(sequences: int) -> ModelCosts:
-            key = (sequences, sequence_length)
-            if key not in self._costs:
-                other = next(iter(self._costs.values()), None)
-                self._costs[key] = profile(self.chain, sequences, sequence_length, other=other)
-            return self._costs[key]
-
+        costs_of = partial(self._profiles.of, length=sequence_length)
         allowance = Allowance(
             host_bytes=host_bytes,
             device_bytes=device_bytes,
@@ -327,7 +321,7 @@ class Engine:
         """Return an earlier process's plan with what libraries take in this one. Too much is said, not refused: the run can
         have no other budget, and loses nothing if it is ended from outside.
         """
-        plan = with_runtime(plan, self._runtime(lambda: profile(self.chain, 1, plan.sequence_length)))
+        plan = with_runtime(plan, self._runtime(lambda: self._profiles.of(1, plan.sequence_length)))
         if plan.peak("host") > plan.allowed_bytes["host"]:
             needed, allowed = format_bytes(plan.peak("host")), format_bytes(plan.allowed_bytes["host"])
             words = f"host memory: {needed} needed, {allowed} allowed: libraries take more than when the run began"

@@ -104,7 +104,11 @@ class CudaMachine:
 
     def device_buffer(self, num_bytes: int) -> torch.Tensor:
         """Return device memory from torch's allocator, in one piece."""
-        return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        memory = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        torch.cuda.synchronize(
+            self.device
+        )  # where torch is told to be deterministic it fills it, on a stream no lane waits for
+        return memory
 
     def lane(self, lane: Lane) -> AbstractContextManager[object]:
         """Return the stream context of a device lane; other lanes do no device work."""

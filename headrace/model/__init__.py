@@ -10,7 +10,7 @@ from headrace.model.importing import import_unit, import_workspace_bytes
 from headrace.model.matching import WeightMap, load_buffers, match_weights
 from headrace.model.probe import Traits, probe, self_check
 from headrace.model.products import WideProducts
-from headrace.model.profile import profile
+from headrace.model.profile import Profiles, profile
 from headrace.model.replay import Record, Replay, ReplayMismatch, find_skippable
 from headrace.model.skeleton import build_skeleton
 from headrace.model.taps import BlockCall
@@ -25,6 +25,7 @@ __all__ = [
     "Exporter",
     "GradientSink",
     "MicroBatch",
+    "Profiles",
     "PrologueResult",
     "Record",
     "Replay",

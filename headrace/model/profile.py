@@ -21,7 +21,7 @@ from torch.utils.flop_counter import flop_registry
 from headrace.model.batch import MicroBatch
 from headrace.model.chain import Chain
 from headrace.model.products import is_narrow, multiplied_wide
-from headrace.model.replay import REPLAYABLE, operator_name
+from headrace.model.replay import REPLAYABLE, is_random, operator_name, with_log_sumexp
 from headrace.model.skip import skippable
 from headrace.spec.costs import ATTENTION, BlockCosts, ModelCosts, OperatorCosts
 from headrace.spec.sizes import MIB, round_up
@@ -63,7 +63,8 @@ class _Meter(TorchDispatchMode):
                 out = multiplied_wide(func, args, kwargs or {})
             self._inside = False
         else:
-            out = _call(func, args, kwargs or {})
+            # What may be kept is called as `Record` does it: with all that backward needs.
+            out = _call(func, with_log_sumexp(func, args) if func in REPLAYABLE else args, kwargs or {})
         flops = 0.0 if self._inside else _flops(func, args, kwargs or {}, out)
         self.flops += flops
         outputs = [value for value in (out if isinstance(out, tuple | list) else (out,)) if isinstance(value, torch.Tensor)]
@@ -71,7 +72,12 @@ class _Meter(TorchDispatchMode):
             self._follow(tensor)
         if func in REPLAYABLE and not self._inside:
             num_bytes = sum(tensor.nbytes for tensor in outputs)
-            cost = OperatorCosts(name=operator_name(func), flops=flops, output_bytes=num_bytes)
+            cost = OperatorCosts(
+                name=operator_name(func),
+                flops=flops,
+                output_bytes=num_bytes,
+                random=is_random(func, args, kwargs or {}),
+            )
             self.operators.append(cost)
         return out
 
@@ -124,13 +130,21 @@ def _flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any
 class _AttentionOfGpus(TorchFunctionMode):
     """Attention without its dropout, which makes no difference to what a GPU's kernels keep: a seed. The CPU has no kernel with
     dropout, so that all scores would be counted: 0.75 GiB a time for 96 heads and 2048 tokens.
+
+    `dropped` tells afterwards whether there was some.
     """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropped = False
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func is torch.nn.functional.scaled_dot_product_attention:
-            args, kwargs = args[:4] + (0.0,) * bool(args[4:]) + args[5:], {**(kwargs or {})}
+            kwargs = {**(kwargs or {})}
+            self.dropped |= bool(args[4] if args[4:] else kwargs.get("dropout_p", 0.0))
+            args = args[:4] + (0.0,) * bool(args[4:]) + args[5:]
             if "dropout_p" in kwargs:
                 kwargs["dropout_p"] = 0.0
         return func(*args, **(kwargs or {}))
@@ -145,15 +159,36 @@ def profile(chain: Chain, sequences: int, length: int, *, for_gpu: bool = False,
     (`Chain.replayable` is false), no operator can be named, so none is listed; and gradients of a block's parameters may be
     there all at once, so all are counted.
     """
-    attention = _AttentionOfGpus() if for_gpu else nullcontext()
-    with FakeTensorMode(allow_non_fake_inputs=True), chain.own_code(), attention:
+    attention = _AttentionOfGpus()
+    with FakeTensorMode(allow_non_fake_inputs=True), chain.own_code(), attention if for_gpu else nullcontext():
         costs = _profile(chain, sequences, length, other)
     if not chain.replayable:
         return replace(costs, blocks=tuple(_not_replayable(block, chain.dtype.itemsize) for block in costs.blocks))
     # Outside, for this one really computes, on a tiny instance.
-    kinds = {id(block): block for block in costs.blocks}
+    kinds = {id(block): _random_attention(block) if attention.dropped else block for block in costs.blocks}
     found = {key: replace(block, skippable=skippable(chain.config, block.operators)) for key, block in kinds.items()}
     return replace(costs, blocks=tuple(found[id(block)] for block in costs.blocks))
+
+
+class Profiles:
+    """What `profile` returns for one chain, by the size of a micro-batch: made once each, and from one another."""
+
+    def __init__(self, chain: Chain, *, for_gpu: bool = False) -> None:
+        self._chain, self._for_gpu = chain, for_gpu
+        self._costs: dict[tuple[int, int], ModelCosts] = {}
+
+    def of(self, sequences: int, length: int) -> ModelCosts:
+        """Return the costs on micro-batches of `sequences` rows of `length` tokens."""
+        key = (sequences, length)
+        if key not in self._costs:
+            other = next(iter(self._costs.values()), None)
+            self._costs[key] = profile(self._chain, sequences, length, for_gpu=self._for_gpu, other=other)
+        return self._costs[key]
+
+
+def _random_attention(block: BlockCosts) -> BlockCosts:
+    operators = (replace(operator, random=operator.random or operator.name == ATTENTION) for operator in block.operators)
+    return replace(block, operators=tuple(operators))
 
 
 def _not_replayable(block: BlockCosts, bytes_per_element: int) -> BlockCosts:

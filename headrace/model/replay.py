@@ -25,8 +25,8 @@ _aten = torch.ops.aten
 def _replayable() -> frozenset[Any]:
     """Return the operators whose outputs may be kept: functional, deterministic, expensive for their size.
 
-    Views and in-place operators are not here (they alias what they get), nor random ones (their state is the seed's business).
-    Operators that this build of torch does not have are left out.
+    Views and in-place operators are not here (they alias what they get). Operators that this build of torch does not have are
+    left out. Fused attention is random where it has dropout: see `is_random`.
     """
     names = (
         "mm.default",
@@ -63,7 +63,7 @@ def operator_name(func: Any) -> str:
 
 
 class Record(TorchDispatchMode):
-    """Keep the outputs of the operators at `chosen` ordinals in `kept` (ordinal -> operator and output).
+    """Keep the outputs of the operators at `chosen` ordinals in `kept` (ordinal -> operator and output), but for random ones.
 
     `names` lists what ran, in order: ordinals mean nothing if it is not what they were chosen for.
     """
@@ -81,7 +81,7 @@ class Record(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         ordinal = len(self.names)
         self.names.append(operator_name(func))
-        if ordinal not in self._chosen:
+        if ordinal not in self._chosen or is_random(func, args, kwargs or {}):
             return func(*args, **(kwargs or {}))
         out = _call_for_backward(func, args, kwargs or {})
         self.kept[ordinal] = (func, out)
@@ -130,6 +130,15 @@ def with_log_sumexp(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return args
     position = names.index("compute_log_sumexp")
     return (*args[:position], True, *args[position + 1 :])
+
+
+def is_random(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether this call draws random numbers. It must run again in recompute: what is drawn after it depends on it."""
+    names = [argument.name for argument in func._schema.arguments]
+    if "dropout_p" not in names:
+        return False
+    position = names.index("dropout_p")
+    return bool(args[position] if position < len(args) else kwargs.get("dropout_p", 0.0))
 
 
 def _matrix_shape(args: tuple[Any, ...]) -> torch.Tensor:

@@ -58,7 +58,9 @@ def with_footprint(plan: Plan, costs: ModelCosts, allowance: Allowance) -> Plan:
     for group in buffer_groups(plan).values():
         rows[group.tier][group.purpose] = rows[group.tier].get(group.purpose, 0) + group.total_bytes
     compute = rows["device" if plan.separate_device else "host"]
-    compute["activations"] = compute.get("activations", 0) + _activation_bytes(plan, costs)
+    compute["activations"] = compute.get("activations", 0) + _activation_bytes(
+        plan, costs, pools=plan.separate_device and allowance.device_overhead_bytes > 0
+    )
     compute["workspace"] = _workspace_bytes(plan, costs) + device_update_temporary_bytes(plan)
     # Where a GPU multiplies, the host's matrix library stays idle.
     on_cpu = not allowance.device_overhead_bytes
@@ -149,8 +151,12 @@ def _kernel_bytes(costs: ModelCosts) -> int:
     return 3 * (min(len(products), _MOST_PRODUCTS) + 1) * _KERNEL_BYTES  # one more: the head
 
 
-def _activation_bytes(plan: Plan, costs: ModelCosts) -> int:
-    """Return what lies on the device between operations: hidden states or their gradients, and what waits for backward."""
+def _activation_bytes(plan: Plan, costs: ModelCosts, *, pools: bool) -> int:
+    """Return what lies on the device between operations: hidden states or their gradients, and what waits for backward.
+
+    `pools`: freed memory serves the stream that it was made on only, as in torch's allocator for GPUs, so that what comes back
+    for backward and what compute makes never follow one another in the same place.
+    """
     count, hidden = plan.num_micro_batches, plan.hidden_bytes
     staying = sum(plan.stash_bytes(block) for block in plan.blocks_stashed_on("device"))
     kept_away = [
@@ -160,8 +166,10 @@ def _activation_bytes(plan: Plan, costs: ModelCosts) -> int:
     # (compute is at most one block ahead of the stash); kept outputs of the last two.
     forward = (2 * count + 1) * hidden + (count + 1) * max(kept_away, default=0)
     # Backward: one gradient each, besides the one that is made, and what was recalled for this use and the next ones.
-    backward = (count + 1) * hidden + (RECALLED_AHEAD + 2) * (hidden + max(kept_away, default=0))
-    return max(forward, backward) + count * (staying + costs.call_bytes)
+    backward = (count + 1) * hidden
+    recalled = (RECALLED_AHEAD + 2) * (hidden + max(kept_away, default=0))
+    most = max(forward, backward) + recalled if pools else max(forward, backward + recalled)
+    return most + count * (staying + costs.call_bytes)
 
 
 def _library_bytes(plan: Plan, device: dict[str, int], overhead_bytes: int) -> int:

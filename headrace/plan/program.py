@@ -67,6 +67,7 @@ class _Builder:
         self.acquired: dict[int, tuple[int, int, Refs]] = {}  # block -> host slot, device slot, ready
         self.stashed: dict[tuple[int, int], Refs] = {}
         self.recalled: dict[tuple[int, int], tuple[int, Refs]] = {}
+        self.newest_use: Refs = ()  # the block that was run last, forward or backward
 
     def emit(self, verb: Verb, lane: Lane, after: Iterable[int], **fields: Any) -> int:
         wanted = sorted(set(after))
@@ -162,6 +163,7 @@ class _Builder:
             )
             self.weights_read(host, device, ref)
             self.stash(block, micro, ref)
+            self.newest_use = (ref,)
 
     def epilogue(self) -> None:
         unit = self.plan.num_blocks + 1 if self.plan.has_epilogue else 0
@@ -209,6 +211,7 @@ class _Builder:
             if stash >= 0 and not self.plan.separate_device:
                 self.stash_busy[stash] = (ref,)
             self.weights_read(host, device, ref)
+            self.newest_use = (ref,)
             refs.append(ref)
         self.drain(block, refs, gradient, host)
         self.accumulator_free = (self.drains[-1],)
@@ -337,7 +340,8 @@ class _Builder:
             refs = (self.emit(Verb.UNSPILL, Lane.SSD_READ, [*refs, *self.stash_busy[slot]], stash_slot=slot, **common),)
             self.stash_busy[slot] = refs
         if plan.separate_device:
-            refs = (self.emit(Verb.RECALL, Lane.HOST_TO_DEVICE, refs, stash_slot=slot, **common),)
+            # Not before compute has come so far: what is recalled takes memory of the device, and no slot holds it back.
+            refs = (self.emit(Verb.RECALL, Lane.HOST_TO_DEVICE, [*refs, *self.newest_use], stash_slot=slot, **common),)
             if slot >= 0:
                 self.stash_busy[slot] = refs
         return slot, refs

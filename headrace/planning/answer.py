@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 
 from headrace.machine import CpuMachine, anonymous_bytes
-from headrace.model import Chain, import_workspace_bytes, profile
+from headrace.model import Chain, Profiles, import_workspace_bytes
 from headrace.plan.base import Plan
 from headrace.plan.endurance import endurance
 from headrace.plan.footprint import Allowance, planned_runtime_bytes, with_footprint
@@ -32,7 +33,6 @@ from headrace.planning.report import Alternative, PlanReport
 from headrace.planning.variants import Question, Variant, nearest_variants, smaller_moments
 from headrace.spec.budget import Budget
 from headrace.spec.ceilings import Ceilings
-from headrace.spec.costs import ModelCosts
 from headrace.spec.errors import ConfigError, PlanInfeasible
 from headrace.spec.layout import plane_set, realigned
 from headrace.spec.optimizer import AdamW
@@ -202,7 +202,7 @@ class _Planner:
 
     def __init__(self, chain: Chain, question: Question, ceilings: Ceilings | None) -> None:
         self._chain = chain
-        self._costs: dict[tuple[int, int], ModelCosts] = {}
+        self._profiles = Profiles(chain, for_gpu=question.allowance.device_overhead_bytes > 0)
         self.ceilings = ceilings or nominal_ceilings(self._problem(question))
 
     def plan(self, question: Question) -> Plan:
@@ -232,20 +232,10 @@ class _Planner:
         return best
 
     def _problem(self, question: Question) -> Problem:
-        length = question.workload.sequence_length
-
-        def costs_of(sequences: int) -> ModelCosts:
-            key = (sequences, length)
-            if key not in self._costs:
-                for_gpu = question.allowance.device_overhead_bytes > 0
-                other = next(iter(self._costs.values()), None)
-                self._costs[key] = profile(self._chain, sequences, length, for_gpu=for_gpu, other=other)
-            return self._costs[key]
-
         alignment = plane_set(self._chain.compute_dtype, question.moments).parameter_alignment
         return Problem(
             layouts=tuple(realigned(layout, alignment) for layout in self._chain.layouts),
-            costs_of=costs_of,
+            costs_of=partial(self._profiles.of, length=question.workload.sequence_length),
             workload=question.workload,
             allowance=question.allowance,
             compute_dtype=self._chain.compute_dtype,

@@ -13,6 +13,7 @@ class OperatorCosts:
     name: str
     flops: float
     output_bytes: int
+    random: bool = False  # it draws numbers, as attention with dropout does: what is drawn after it depends on its having run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,7 @@
 """Tiny models in real Hugging Face directories."""
 
 import dataclasses
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ def profiled_and_planned_once() -> Iterator[None]:
         return plans[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(headrace.engine, "profile", profile_once)
+        patch.setattr(sys.modules["headrace.model.profile"], "profile", profile_once)
         patch.setattr(headrace.engine, "make_plan", plan_once)
         yield
 

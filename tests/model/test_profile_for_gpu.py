@@ -8,7 +8,7 @@ from transformers import GPT2Config
 
 from headrace import AdamW
 from headrace.model import Chain, profile
-from headrace.spec.costs import BlockCosts
+from headrace.spec.costs import ATTENTION, BlockCosts
 
 LENGTH, HEADS = 256, 8
 
@@ -24,6 +24,15 @@ def block(dropout: float, *, for_gpu: bool) -> BlockCosts:
 @pytest.mark.parametrize("field", ["forward_workspace_bytes", "backward_workspace_bytes", "forward_flops", "attention_flops"])
 def test_dropout_in_attention_costs_a_gpu_nothing(field: str) -> None:
     assert getattr(block(0.1, for_gpu=True), field) == getattr(block(0.0, for_gpu=True), field)
+
+
+def test_attention_is_kept_unless_it_drops() -> None:
+    """What draws numbers after it would draw others if it had not run."""
+    assert [operator.random for operator in block(0.1, for_gpu=True).operators] == [
+        operator.name == ATTENTION for operator in block(0.0, for_gpu=True).operators
+    ]
+    assert not any(operator.random for operator in block(0.1, for_gpu=False).operators)  # in pieces, and these do not draw
+    assert not any(operator.random for operator in block(0.0, for_gpu=True).operators)
 
 
 def test_the_cpu_has_all_scores_in_memory_with_dropout() -> None:

@@ -11,7 +11,7 @@ from tiny_architectures import CONFIGS
 from transformers import CONFIG_MAPPING
 
 from headrace import AdamW
-from headrace.model import Chain, profile
+from headrace.model import Chain, Profiles, profile
 
 LENGTH = 128
 
@@ -34,3 +34,7 @@ def test_another_sizes_epilogue_is_this_ones(name: str, monkeypatch: pytest.Monk
     for other in alone:
         assert [profile(chain, sequences, LENGTH, other=other) for sequences in sizes] == alone
     assert chunks == [256, 512, 1024]  # beside one row, five need larger chunks as well; beside five, none does
+    profiles = Profiles(chain)
+    for _ in range(2):
+        assert [profiles.of(sequences, LENGTH) for sequences in sizes] == alone
+    assert chunks == [256, 512, 1024, 16, 64, 128, 256, 512, 1024]  # once each

@@ -15,7 +15,7 @@ from headrace.flow.execute import _Completion
 from headrace.plan.base import Plan
 from headrace.plan.carry import cold_carry
 from headrace.plan.footprint import MOST_PROGRAMS, program_bytes
-from headrace.plan.program import build_program, build_tail
+from headrace.plan.program import RECALLED_AHEAD, build_program, build_tail
 from headrace.spec.program import Lane, Op, Program, Verb
 
 IN_ORDER_LANES = {Lane.COMPUTE, Lane.UPDATE, Lane.DEVICE_UPDATE, Lane.COMMIT, Lane.HOST_TO_DEVICE, Lane.DEVICE_TO_HOST}
@@ -253,6 +253,27 @@ def test_each_operation_finds_what_it_needs_and_conflicts_are_ordered(plan: Plan
                             f"step {step}: {op.label} is not ordered after operation {other}; both touch {key}"
                         )
                 accesses[key].append((number, writes, part))
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("num_micro", [1, 2, 8])
+@pytest.mark.parametrize("tier", ["host", "ssd"])
+def test_no_more_is_recalled_than_the_plan_counts(tier: str, num_micro: int, prefetch: int) -> None:
+    """However far the copies get ahead of compute: nothing but the dependencies holds them back from the device's memory."""
+    plan = small_plan(6, separate_device=True, device_slots=3, prefetch=prefetch, stash_tiers=(tier,) * 6, stash_slots=4)
+    ops = programs_of(plan, 3, num_micro)[2].ops
+    backwards = [op.index for op in ops if op.verb is Verb.BACKWARD]
+    last_forward = max(op.index for op in ops if op.verb is Verb.FORWARD)
+    peaks = []
+    for used, awaited in enumerate([last_forward, *backwards]):
+        behind: set[int] = set()
+        for op in ops:
+            if (op.lane is Lane.COMPUTE and op.index >= awaited) or behind.intersection(op.after):
+                behind.add(op.index)
+        recalled = sum(op.verb is Verb.RECALL and op.index not in behind for op in ops)
+        peaks.append(recalled - max(0, used - 1))
+    assert peaks[0] == 0
+    assert max(peaks) == RECALLED_AHEAD + 1  # `footprint` has one more, which compute may still be reading
 
 
 def test_weights_are_read_twice_and_written_once_without_a_cache() -> None:
