@@ -38,6 +38,8 @@ def forward(state: StepState, op: Op) -> None:
     # Ordinals were chosen for a sequence of operators; a device that runs another one gets a plain recompute.
     if record is not None and tuple(record.names) == plan.operators[block]:
         package = Package(hidden, record.kept, frozenset(plan.skipped[block]))
+    elif record is not None:
+        state.not_kept.add(op.unit)
     if result.asides:
         state.asides[op.unit, op.micro] = result.asides
     waiting = state.recalled if plan.stash_tiers[block] == "device" else state.packages

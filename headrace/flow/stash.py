@@ -33,11 +33,13 @@ class _Place:
 
 def stash(state: StepState, op: Op) -> None:
     """Copy what a block leaves for backward from the device to its host buffer."""
-    package, buffer = state.packages.pop((op.unit, op.micro)), torch.from_numpy(_buffer(state, op))
+    # Not the whole buffer where blocks of several sizes take turns: of this block no more travels on.
+    package, buffer = state.packages.pop((op.unit, op.micro)), torch.from_numpy(_pages(state, op))
     tensors = _tensors(package)
     places = _places(tensors)
     if places[-1].stop > buffer.numel():
         # The device's attention keeps more than what was planned for: recomputing is exact too.
+        state.not_kept.add(op.unit)
         package = Package(package.hidden, {}, package.skipped)
         tensors = _tensors(package)
         places = _places(tensors)

@@ -122,6 +122,7 @@ class StepState:
     packages: dict[tuple[int, int], Package] = field(default_factory=dict)  # made by forward, on their way to the stash
     layouts: dict[tuple[int, int], tuple[Package, list[Any]]] = field(default_factory=dict)  # of stash buffers
     recalled: dict[tuple[int, int], Package] = field(default_factory=dict)  # ready for backward
+    not_kept: set[int] = field(default_factory=set)  # blocks that left nothing but their input, though the plan keeps more
     hidden_gradients: dict[int, torch.Tensor] = field(default_factory=dict)
     asides: dict[tuple[int, int], tuple[torch.Tensor, ...]] = field(default_factory=dict)
     aside_gradients: dict[tuple[int, int], tuple[torch.Tensor, ...]] = field(default_factory=dict)

@@ -16,6 +16,7 @@ from headrace.plan.base import Plan
 from headrace.plan.carry import Carry, cold_carry, redo_carry
 from headrace.plan.footprint import MOST_PROGRAMS
 from headrace.plan.program import build_program, build_tail
+from headrace.spec.events import Notice
 from headrace.spec.program import Lane, Program
 from headrace.update import HitRate
 
@@ -32,6 +33,7 @@ class Steps:
         self._programs: dict[tuple[int, Carry], tuple[Program, Carry]] = {}
         self._pending: Verdict | None = None
         self._last: Verdict | None = None
+        self._told = False
         self._carry = self._load_residents()
 
     @property
@@ -53,6 +55,7 @@ class Steps:
             self._programs[key] = build_program(self.parts.plan, *key)
         program, self._carry = self._programs[key]
         run_step(program, state, self._interpreter)
+        self._tell(state.not_kept)
         self._last = verdict
         self.hits = self.hits.after(verdict.is_hit)
         if verdict.void and self.parts.plan.update_policy != "deferred":
@@ -105,6 +108,14 @@ class Steps:
         verdict.missed, verdict.redone = False, True
         self._carry, self._pending = redo_carry(self.parts.plan), verdict
         self.flush()
+
+    def _tell(self, not_kept: set[int]) -> None:
+        """Say, once, that blocks are recomputed whole although the plan keeps outputs of theirs: exact, but slower."""
+        if not_kept and not self._told:
+            self._told = True
+            blocks = f"{len(not_kept)} of {self.parts.plan.num_blocks} blocks"
+            words = f"replay: {blocks} run other operators than planned, or keep more; they are recomputed, which takes longer"
+            self.parts.sink(Notice(text=words))
 
     def _load_residents(self) -> Carry:
         """Read what lives in memory from the store's newest version: at the start, and after a step was taken back."""

@@ -2,7 +2,6 @@
 
 import threading
 from collections.abc import Callable
-from contextlib import ExitStack
 
 from headrace.machine.host import STATM, anonymous_bytes, anonymous_bytes_of
 
@@ -41,11 +40,11 @@ class MemoryMeter:
         self._thread.join()
 
     def _sample(self) -> None:
-        with ExitStack() as closers:
-            try:
-                statm = closers.enter_context(STATM.open("rb", buffering=0))
-            except OSError:  # another kernel: there is nothing to be seen
-                return
+        try:
+            statm = STATM.open("rb", buffering=0)
+        except OSError:  # another kernel: there is nothing to be seen
+            return
+        with statm:
             while not self._stop.wait(self._interval_seconds):
                 statm.seek(0)
                 sample = anonymous_bytes_of(statm.read())

@@ -17,7 +17,7 @@ from headrace.engine import Engine
 from headrace.model import Chain
 from headrace.plan.profiles import load_profile
 from headrace.spec.ceilings import InFlight
-from headrace.spec.events import OpDone, StepResult
+from headrace.spec.events import Notice, OpDone, StepResult
 from headrace.store import StateStore
 from headrace.update import Checksums, Updater
 
@@ -195,6 +195,31 @@ def test_each_kth_chunk_is_updated_on_the_device_with_the_same_bits(
     assert results[3][0] == results[0][0]
     for key, want in results[0][1].items():
         assert torch.equal(results[3][1][key], want), f"{key} differs"
+
+
+def everything(plan: Any) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(range(len(names))) for names in plan.operators)
+
+
+@pytest.mark.parametrize(
+    ("adjust", "blocks"),
+    [
+        ({"kept": everything}, 0),
+        ({"kept": everything, "operators": lambda plan: (*plan.operators[:3], plan.operators[3][:-1])}, 1),
+        ({"kept": everything, "stash_tiers": ("ssd",) * 4, "stash_slots": 4, "kept_bytes": (1 << 20, 64, 64, 1 << 20)}, 2),
+    ],
+    ids=["as-planned", "other-operators", "more-than-planned"],
+)
+def test_blocks_that_cannot_be_replayed_are_recomputed_and_named_once(
+    adjust: dict[str, Any], blocks: int, model_dir: Callable[..., Path], tmp_path: Path
+) -> None:
+    path = model_dir("llama")
+    expected, _ = train(path, tmp_path / "recompute", steps=2, adjust={"kept": ((),) * 4, "skipped": ((),) * 4})
+    events: list[Any] = []
+    losses, _ = train(path, tmp_path / "run", steps=2, adjust=adjust, sink=events.append)
+    assert losses == expected
+    said = [event.text for event in events if isinstance(event, Notice) and event.text.startswith("replay")]
+    assert [text.split()[1:4] for text in said] == ([[str(blocks), "of", "4"]] if blocks else [])
 
 
 @pytest.mark.parametrize(
