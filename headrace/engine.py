@@ -347,18 +347,24 @@ class Engine:
     def _ready(self, sequences: int, length: int) -> Steps:
         """Return what runs a batch of this shape, with a larger plan than before if the batch needs one."""
         plan = self.plan
-        if plan is None or length > plan.sequence_length or sequences * length > plan.tokens_per_step:
+        if plan is None or length > plan.sequence_length:
             self.flush()
             self._drop_buffers()
-            plan = self.plan = self._make_plan(
-                max(sequences * length, plan.tokens_per_step if plan else 0)
-                if not plan or length <= plan.sequence_length
-                else sequences * length,
-                max(length, plan.sequence_length if plan else 0),
-            )
+            plan = self.plan = self._make_plan(sequences * length, length)
+        elif sequences > self._rows(plan, sequences, length) * plan.num_micro_batches:
+            self.flush()
+            self._drop_buffers()
+            plan = self.plan = self._make_plan(sequences * plan.sequence_length, plan.sequence_length)
         if self._steps is None:
             self._steps = self._build_steps(plan)
         return self._steps
+
+    def _rows(self, plan: Plan, sequences: int, length: int) -> int:
+        """Return how many rows a micro-batch of this shape has: of more rows that are shorter than planned, more at once."""
+        rows = plan.micro_batch_sequences
+        if sequences <= rows * plan.num_micro_batches or self.settings.compile_blocks:  # compiled ones are filled up
+            return rows
+        return rows * plan.sequence_length // length
 
     def _build_steps(self, plan: Plan) -> Steps:
         self.store.grow_scratch(scratch_bytes(plan))
@@ -413,8 +419,9 @@ class Engine:
             StepFailed: a lane failed (its cause is chained); the last committed step is untouched, `resume` goes on from it.
         """
         started, cpu_batch = time.perf_counter(), checked_batch(batch)
-        steps = self._ready(*cpu_batch["input_ids"].shape)
-        rows = steps.parts.plan.micro_batch_sequences
+        shape = cpu_batch["input_ids"].shape
+        steps = self._ready(*shape)
+        rows = self._rows(steps.parts.plan, *shape)
         if self.settings.compile_blocks:  # one length is one graph
             cpu_batch = filled_up(cpu_batch, steps.parts.plan.sequence_length, needs_mask=self.chain.collects_asides)
         self._meter.reset()

@@ -101,6 +101,10 @@ class Interpreter:
         if self.failure is not None:
             raise StepFailed(f"the step failed: {self.failure}; the last committed step is untouched") from self.failure
 
+    def fail(self, failure: BaseException) -> None:
+        """Run nothing more: what is queued ends undone, and whoever waits or comes later is told of the first failure."""
+        self.failure = self.failure or failure
+
     def close(self) -> None:
         """End the interpreter's threads."""
 
@@ -133,8 +137,7 @@ class Interpreter:
             else:
                 self._account(run, op, start, time.perf_counter())
         except BaseException as failure:
-            if self.failure is None:
-                self.failure = failure
+            self.fail(failure)
             if op.lane is Lane.COMPUTE:
                 raise
         finally:
@@ -208,19 +211,22 @@ class OverlappedInterpreter(Interpreter):
     def run(self, program: Program, perform: Perform, step: int) -> Run:
         """Queue the other lanes' operations and perform compute's here; the rest may go on after the return."""
         run = self._begin(program, perform, step)
-        for op in program.ops:
-            if op.lane is not Lane.COMPUTE:
-                self._queues[op.lane].put((run, op))
+        num_queued = 0
         try:
+            for op in program.ops:
+                if op.lane is not Lane.COMPUTE:
+                    self._queues[op.lane].put((run, op))
+                num_queued += 1
             for op in program.lane(Lane.COMPUTE):
                 self._execute(run, op)
                 self.check()
             self._finish(Lane.COMPUTE)
         except BaseException as failure:
-            # Compute stopped in the middle: what it will never do must not keep the other lanes waiting.
-            self.failure = self.failure or failure
-            for op in program.lane(Lane.COMPUTE):
-                run.done[op.index].set()
+            # Stopped in the middle: what nobody will ever do must not keep the other lanes waiting.
+            self.fail(failure)
+            for op in program.ops:
+                if op.lane is Lane.COMPUTE or op.index >= num_queued:
+                    run.done[op.index].set()
             raise
         return run
 
@@ -249,4 +255,4 @@ class OverlappedInterpreter(Interpreter):
         try:
             self._finish(lane)
         except BaseException as failure:  # the device failed after the operation was issued
-            self.failure = self.failure or failure
+            self.fail(failure)

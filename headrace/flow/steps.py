@@ -3,7 +3,8 @@
 `step.py` is one step; this is the row of them. Not here: batches, schedules, what is recorded (the engine's).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -47,7 +48,11 @@ class Steps:
         Raises:
             StepFailed: a lane failed; the last committed step is untouched.
         """
-        state = state_of(self._pending)
+        assert num_micro_batches <= self.parts.plan.num_micro_batches, "there are no buffers for more than were planned"
+        with self._whole_or_failed():
+            return self._run(num_micro_batches, verdict, state_of(self._pending))
+
+    def _run(self, num_micro_batches: int, verdict: Verdict, state: StepState) -> StepState:
         key = (num_micro_batches, self._carry)
         if key not in self._programs:
             if len(self._programs) == MOST_PROGRAMS:
@@ -83,6 +88,10 @@ class Steps:
 
     def flush(self) -> None:
         """Finish everything under way and make the newest step durable."""
+        with self._whole_or_failed():
+            self._flush()
+
+    def _flush(self) -> None:
         if self._pending is not None:
             self._pending.durable = True
             program, self._carry = build_tail(self.parts.plan, self._carry)
@@ -97,6 +106,17 @@ class Steps:
         """End the interpreter's threads. Does not flush."""
         self._interpreter.close()
 
+    @contextmanager
+    def _whole_or_failed(self) -> Iterator[None]:
+        """Let nothing follow what stopped in the middle, an interrupt from the keyboard included: what these steps know of the
+        buffers would be wrong, and a commit would make it durable. The last committed step is untouched.
+        """
+        try:
+            yield
+        except BaseException as failure:
+            self._interpreter.fail(failure)
+            raise
+
     def _take_back(self, verdict: Verdict) -> None:
         """Go back to the committed slots; then record a skipped step, or repeat the updates from the held gradients."""
         self._interpreter.wait()
@@ -107,7 +127,7 @@ class Steps:
             return
         verdict.missed, verdict.redone = False, True
         self._carry, self._pending = redo_carry(self.parts.plan), verdict
-        self.flush()
+        self._flush()
 
     def _tell(self, not_kept: set[int]) -> None:
         """Say, once, that blocks are recomputed whole although the plan keeps outputs of theirs: exact, but slower."""

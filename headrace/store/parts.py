@@ -131,6 +131,9 @@ def open_parts(
             path = run_directory / name
             records.append(open_file(path, None if path.exists() else BLOCK_BYTES))
             undo.callback(records[-1].close)
+        # A killed process may have written what no power cut spares yet. From here on it counts: older slots are overwritten.
+        for file in (*files, *records):
+            file.sync()
         record, damaged = RecordFiles(records).read(manifest.run_id, [place.num_chunks for place in places.groups])
         if record is None:
             found = "only damaged commit records" if damaged else "no commit record"

@@ -67,8 +67,9 @@ def state_of(run_directory: Path) -> StateKind:
     """Return what the run directory holds for `Engine.resume`."""
     if not (run_directory / MANIFEST_NAME).exists():
         return StateKind.NONE
+    # Record files have their size from the beginning, and nothing in them before the first commit.
     records = [run_directory / name for name in RECORD_NAMES]
-    committed = any(record.exists() and record.stat().st_size > 0 for record in records)
+    committed = any(record.exists() and any(record.read_bytes()) for record in records)
     return StateKind.COMMITTED if committed else StateKind.BEGUN
 
 

@@ -197,6 +197,42 @@ def test_each_kth_chunk_is_updated_on_the_device_with_the_same_bits(
         assert torch.equal(results[3][1][key], want), f"{key} differs"
 
 
+@pytest.mark.parametrize("held", ["host", "ssd"])
+@pytest.mark.parametrize("tier", ["ssd", "device"])
+def test_more_rows_than_planned_are_plain_pytorch(tier: str, held: str, model_dir: Callable[..., Path], tmp_path: Path) -> None:
+    """Shorter rows: as many tokens as planned or fewer, and what each micro-batch leaves has its own place all the same."""
+    path = model_dir("llama")
+    plain = PlainTrainer(path, 1e-3, 0.1, 0.5)
+    placed = {"stash_tiers": (tier,) * 4, "stash_slots": 3 if tier == "ssd" else 0, "held_gradients": held}
+
+    def adjust_plan(plan: Any) -> Any:
+        rows = {"micro_batch_sequences": 2, "num_micro_batches": -(-plan.tokens_per_step // plan.sequence_length // 2)}
+        return dataclasses.replace(plan, update_policy="deferred", resident_states=(), speculation=None, **rows, **placed)
+
+    planned = []
+    with Engine.open(
+        path,
+        headrace.Budget(host="4GiB"),
+        headrace.AdamW(lr=1e-3, weight_decay=0.1),
+        run_directory=tmp_path / "run",
+        compute_dtype="float32",
+        max_grad_norm=0.5,
+        tokens_per_step=4 * LENGTH,
+        sequence_length=LENGTH,
+        adjust_plan=adjust_plan,
+    ) as engine:
+        for seed, (rows, length) in enumerate(
+            [(4, LENGTH), (8, LENGTH // 2), (5, LENGTH * 3 // 4), (1, LENGTH), (5, LENGTH - 1)]
+        ):
+            batch = batch_of(rows, length, seed)
+            loss, norm = plain.step(batch)
+            result = engine.step(batch)
+            assert (result.loss, result.grad_norm) == (pytest.approx(loss, rel=2e-6), pytest.approx(norm, rel=1e-4)), seed
+            assert engine.plan is not None
+            planned.append(engine.plan.tokens_per_step // LENGTH)
+    assert planned == [4, 4, 5, 5, 5]
+
+
 def everything(plan: Any) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(range(len(names))) for names in plan.operators)
 

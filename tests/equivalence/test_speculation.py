@@ -14,6 +14,7 @@ import headrace
 from headrace.engine import Engine
 from headrace.plan.base import Plan, Speculation
 from headrace.spec.events import StepResult
+from headrace.store import StateStore
 from headrace.update import LossScale
 
 ROWS, LENGTH = 4, 32
@@ -84,6 +85,36 @@ def test_an_overflow_is_taken_back(changes: dict[str, Any], model_dir: Callable[
     assert any(result.skipped for result in want[0])
     assert not all(result.skipped for result in want[0])
     assert_same(train(path, tmp_path / "speculative", changes, **options), want)
+
+
+@pytest.mark.parametrize("done", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("late_units", [(), (0, 2)], ids=["none-late", "late"])
+def test_a_step_that_cannot_be_taken_back_is_never_committed(
+    late_units: tuple[int, ...], done: bool, model_dir: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An interrupt or a drive that fails between a wrong guess and its end: the run goes on from the step before."""
+    path = model_dir("llama", "bfloat16")
+    changes = {**SPECULATIVE, "late_units": late_units}
+    want = train(path, tmp_path / "want", changes, steps=2, max_grad_norm=1e-6)
+    abandon, times = StateStore.abandon, 0
+
+    def interrupted(store: StateStore) -> None:
+        nonlocal times
+        times += 1
+        if times < 3 or done:
+            abandon(store)
+        if times == 3:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StateStore, "abandon", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            train(path, tmp_path / "run", changes, steps=3, max_grad_norm=1e-6)
+    with Engine.resume(tmp_path / "run") as engine:
+        assert engine.step_index == 2
+        engine.save_pretrained(tmp_path / "out")
+    for name, tensor in load_file(tmp_path / "out" / "model.safetensors").items():
+        assert torch.equal(tensor, want[1][name]), name
 
 
 def test_late_updates_of_a_step_that_is_skipped_are_forgotten(model_dir: Callable[..., Path], tmp_path: Path) -> None:

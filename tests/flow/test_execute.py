@@ -3,6 +3,7 @@
 import random
 import threading
 import time
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -81,6 +82,40 @@ def test_a_failure_in_any_lane_is_raised_with_its_cause(lane: Lane, which: int) 
     with pytest.raises(StepFailed):  # and it stays failed: the state on the SSD is what to go on from
         interpreter.run(Program(tuple(ops)), perform, 1)
     interpreter.close()
+
+
+@pytest.mark.parametrize("nth", [0, 1, 5])
+def test_an_interrupt_while_operations_are_queued_ends_in_time(nth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Operations wait for others that were never queued; nobody may wait for these for ever."""
+    ops = [
+        Op(index=index, verb=Verb.FETCH, lane=LANES[index % len(LANES)], after=tuple(range(max(0, index - 3), index)))
+        for index in range(20)
+    ]
+    interpreter = interpreters()[1]
+    assert isinstance(interpreter, OverlappedInterpreter)
+    put = 0
+
+    class Interrupted:
+        def __init__(self, queue: Any) -> None:
+            self.queue = queue
+            self.get, self.empty = queue.get, queue.empty
+
+        def put(self, item: Any) -> None:
+            nonlocal put
+            put += 1
+            if item is not None and put == nth + 1:
+                raise KeyboardInterrupt
+            self.queue.put(item)
+
+    monkeypatch.setattr(interpreter, "_queues", {lane: Interrupted(queue) for lane, queue in interpreter._queues.items()})
+    with pytest.raises(KeyboardInterrupt):
+        interpreter.run(Program(tuple(ops)), lambda op: None, 0)
+    ended = threading.Thread(target=interpreter.close, daemon=True)
+    ended.start()
+    ended.join(10)
+    assert not ended.is_alive()
+    with pytest.raises(StepFailed):
+        interpreter.wait()
 
 
 def test_lanes_work_at_the_same_time() -> None:

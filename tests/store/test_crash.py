@@ -139,6 +139,37 @@ def test_a_power_cut_at_any_moment_leaves_the_old_or_the_new_step(tmp_path: Path
     assert {(1, 1, 2), (2, 2, 2), (2, 2, 3), (3, 3, 3)} <= outcomes
 
 
+def test_what_a_killed_process_left_unsynced_is_kept_once_it_counts(tmp_path: Path) -> None:
+    killed, after = PowerSupply(10_000, 0), PowerSupply(10_000, 1)
+    with quick_engine() as engine:
+        store = make_store(tmp_path, open_file=killed.open_file, engine=engine)
+        for step in (1, 2):
+            write_step(store, step)
+            store.commit({"step": step})
+        write_step(store, 3)
+        killed.cut_at = killed.calls + len(killed.files) - 1  # all is synced but the record that was just written
+        with pytest.raises(PowerGone):
+            store.commit({"step": 3})
+        store.close()
+    unsynced = {file.path: file.unsynced for file in killed.files}
+
+    def open_again(path: Path, create_bytes: int | None) -> BlockFile:
+        file = after.open_file(path, create_bytes)
+        after.files[-1].unsynced += unsynced[path]  # a process was killed; the drives go on
+        return file
+
+    with quick_engine() as engine:
+        store = open_store(tmp_path, open_file=open_again, engine=engine)
+        found = store.record["step"]
+        write_step(store, found + 1)
+        store.close()
+    after.random.random = lambda: 0.0  # type: ignore[method-assign]
+    after.cut()
+    with open_store(tmp_path) as store:
+        assert (found, store.record["step"]) == (3, 3)
+        assert holds_step(store, 3)
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_a_power_cut_inside_the_record_tears_it_and_the_store_opens(tmp_path: Path, seed: int) -> None:
     # The writes and syncs of a step without a cut, up to the write of its record.
