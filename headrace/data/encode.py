@@ -1,12 +1,13 @@
 """Rows of each kind to token ids and a mask of what is trained.
 
 text: every token, with the end-of-sequence token appended. prompt + completion: the completion and that token.
-messages: see `chat.py`. input_ids: where `labels` is not -100. The invariant: only what the kind promises is trained.
+messages: see `chat.py`. input_ids: where `labels` is not -100, without what `attention_mask` calls padding.
+The invariant: only what the kind promises is trained.
 """
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from itertools import islice
+from itertools import compress, islice
 from typing import Any
 
 from headrace.data.base import IGNORED, Kind, Row, Tokenizer
@@ -83,8 +84,35 @@ def _encode_tokens(row: Row) -> Encoded:
     wrong = next((token for token in ids if not 0 <= token <= _LARGEST_ID), None)
     if wrong is not None:
         raise DataError(f"{row.place}: input_ids holds {wrong}; token ids lie between 0 and {_LARGEST_ID}. Correct the sample")
+    _check_is_one_sample(row)
+    attended = _attended(row, len(ids))
+    trained = _trained(row, ids)
+    return list(compress(ids, attended)), list(compress(trained, attended))
+
+
+def _check_is_one_sample(row: Row) -> None:
+    positions = [] if row.values.get("position_ids") is None else _integers(row, "position_ids")
+    lengths = [] if row.values.get("seq_lengths") is None else _integers(row, "seq_lengths")
+    if positions != list(range(len(positions))) or len(lengths) > 1:
+        raise DataError(
+            f"{row.place}: its position_ids or seq_lengths say that it holds several samples; give one sample a row, they are "
+            "packed here"
+        )
+
+
+def _attended(row: Row, num_ids: int) -> list[int]:
+    """Return 1 for each token that is no padding. Padding is left out: rows are filled up when batches are made."""
+    if row.values.get("attention_mask") is None:
+        return [1] * num_ids
+    mask = _integers(row, "attention_mask")
+    if len(mask) != num_ids or not set(mask) <= {0, 1}:
+        raise DataError(f"{row.place}: attention_mask must hold {num_ids} times 0 or 1, one for each of input_ids")
+    return mask
+
+
+def _trained(row: Row, ids: list[int]) -> list[bool]:
     if row.values.get("labels") is None:
-        return ids, [True] * len(ids)
+        return [True] * len(ids)
     labels = _integers(row, "labels")
     if len(labels) != len(ids):
         raise DataError(f"{row.place}: {len(ids)} input_ids but {len(labels)} labels; both must have the same length")
@@ -94,7 +122,7 @@ def _encode_tokens(row: Row) -> Encoded:
                 f"{row.place}: labels[{index}] is {label}, input_ids[{index}] is {token}; a label must be {IGNORED} or the "
                 "input id at the same place (the model shifts labels itself). Do not shift labels beforehand"
             )
-    return ids, [label != IGNORED for label in labels]
+    return [label != IGNORED for label in labels]
 
 
 def _integers(row: Row, column: str) -> list[int]:

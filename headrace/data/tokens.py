@@ -27,7 +27,7 @@ from headrace.data.base import Sample
 from headrace.spec.errors import DataError, DiskFull
 from headrace.spec.sizes import format_bytes
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2  # 2: padding of ready tokens is left out
 _FLUSH_TOKENS = 1 << 20
 _FILES = ("tokens", "trained", "offsets")
 _T = TypeVar("_T", bound=np.generic)

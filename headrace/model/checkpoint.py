@@ -86,11 +86,11 @@ def _refusal(directory: Path, error: Exception) -> str:
 
 
 def _read_index(directory: Path) -> dict[str, str]:
-    """Return tensor name -> file name, empty for a model in one file."""
+    """Return tensor name -> file name, empty for a model in one file; that one counts beside shards, as in transformers."""
     path = directory / _INDEX
+    if (directory / _SINGLE).is_file():
+        return {}
     if not path.is_file():
-        if (directory / _SINGLE).is_file():
-            return {}
         others = sorted(file.name for file in directory.iterdir() if file.suffix in (".bin", ".pt", ".safetensors", ".gguf"))
         raise ModelError(
             f"{directory}: neither {_SINGLE} nor {_INDEX}; found {', '.join(others[:5]) or 'no weight files'}; "

@@ -5,6 +5,7 @@ Invariant: everything that can be wrong with the user's data or tokenizer is fou
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,10 @@ def open_tokens(config: RunConfig, tokenizer: Any) -> tuple[TokenSet, DataSpec]:
             f"{config.model}: the data has token {largest}, the model has embeddings for 0 to {vocabulary - 1} only; "
             "tokenizer (or input_ids) and model do not belong together"
         )
+    if isinstance(vocabulary, int) and tokens.info.pad_id >= vocabulary:
+        # A token that was added for padding and that the model was never made larger for. What fills a row is not trained, nor
+        # seen by what is: any token will do.
+        tokens = replace(tokens, info=replace(tokens.info, pad_id=0))
     return tokens, spec
 
 

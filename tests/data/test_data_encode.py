@@ -146,6 +146,18 @@ def test_labels_decide_what_of_ready_tokens_is_trained():
     assert encode(Kind.TOKENS, {"input_ids": [5, 6], "labels": None}, tokenizer) == ([5, 6], [True, True])
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_of_ready_tokens_is_left_out(side):
+    ids, mask, labels = [0, 0, 5, 6, 7], [0, 0, 1, 1, 1], [-100, -100, -100, 6, 7]
+    if side == "right":
+        ids, mask, labels = [5, 6, 7, 0, 0], [1, 1, 1, 0, 0], [-100, 6, 7, -100, -100]
+    row = {"input_ids": ids, "attention_mask": mask}
+    assert encode(Kind.TOKENS, row, PLAIN_TOKENIZER) == ([5, 6, 7], [True, True, True])
+    assert encode(Kind.TOKENS, row | {"labels": labels}, PLAIN_TOKENIZER) == ([5, 6, 7], [False, True, True])
+    one = {"input_ids": [5, 6, 7], "position_ids": [0, 1, 2], "seq_lengths": [3], "attention_mask": None}
+    assert encode(Kind.TOKENS, one, PLAIN_TOKENIZER) == ([5, 6, 7], [True, True, True])
+
+
 @pytest.mark.parametrize(
     ("kind", "values", "found"),
     [
@@ -164,6 +176,11 @@ def test_labels_decide_what_of_ready_tokens_is_trained():
         (Kind.TOKENS, {"input_ids": [1, -1]}, "input_ids holds -1"),
         (Kind.TOKENS, {"input_ids": [1, 2**31]}, "input_ids holds 2147483648"),
         (Kind.TOKENS, {"input_ids": [1, 2], "labels": [1]}, "2 input_ids but 1 labels"),
+        (Kind.TOKENS, {"input_ids": [1, 2], "attention_mask": [1]}, "attention_mask must hold 2 times 0 or 1"),
+        (Kind.TOKENS, {"input_ids": [1, 2], "attention_mask": [1, 2]}, "attention_mask must hold 2 times 0 or 1"),
+        (Kind.TOKENS, {"input_ids": [1, 2, 3], "position_ids": [0, 1, 0]}, "it holds several samples"),
+        (Kind.TOKENS, {"input_ids": [1, 2, 3], "seq_lengths": [2, 1]}, "it holds several samples"),
+        (Kind.TOKENS, {"input_ids": [1, 2, 3], "position_ids": 5}, "position_ids must be a list of integers"),
         (Kind.TOKENS, {"input_ids": [1, 2], "labels": [2, -100]}, r"labels\[0\] is 2, input_ids\[0\] is 1"),
     ],
 )

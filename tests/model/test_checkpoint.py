@@ -49,6 +49,18 @@ def test_import_equals_from_pretrained_and_export_equals_the_original(tmp_path: 
     assert (out / "config.json").read_bytes() == (directory / "config.json").read_bytes()
 
 
+def test_of_one_file_and_the_shards_of_an_older_save_the_one_counts_as_in_transformers(tmp_path: Path) -> None:
+    directory, _ = save(tmp_path, "llama", "float32")
+    older = {name: tensor + 1 for name, tensor in load_file(directory / "model.safetensors").items()}
+    save_file(older, directory / "model-00001-of-00001.safetensors", metadata={"format": "pt"})
+    index = {"weight_map": dict.fromkeys(older, "model-00001-of-00001.safetensors")}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    _, chain, planes, _ = import_all(directory, "float32")
+    stock = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    for key, value in values_of(chain, planes).items():
+        assert torch.equal(value, stock.get_parameter(key).detach()), key
+
+
 @pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "llama-tied"])
 @pytest.mark.parametrize("compute_dtype", ["float32", "float16"])
 def test_other_compute_dtypes(tmp_path: Path, name: str, compute_dtype: str) -> None:

@@ -6,6 +6,7 @@ Run: pytest tests/training
 import json
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from headrace.planning import explain, report_of
 from headrace.report import read_metrics
 from headrace.spec.errors import ConfigError, DataError, ModelError, PlanInfeasible, RunDirectoryError, StepFailed
 from headrace.spec.events import Notice, OpDone, StepResult
-from headrace.training import Interrupted, RunConfig, resume, train
+from headrace.training import Interrupted, RunConfig, data, resume, train
 
 
 @pytest.fixture
@@ -106,6 +107,20 @@ class TestARun:
         assert opened["max_grad_norm"] is None
         assert opened["budget"].host_bytes == 2 << 30
         assert (opened["tokens_per_step"], opened["sequence_length"]) == (64, 32)
+
+    def test_a_padding_token_that_the_model_has_no_embedding_for_fills_no_row(
+        self, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        load_tokens = data.load_tokens
+
+        def with_added_token(*arguments: Any) -> Any:
+            tokens = load_tokens(*arguments)
+            return replace(tokens, info=replace(tokens.info, pad_id=10**6))
+
+        monkeypatch.setattr(data, "load_tokens", with_added_token)
+        host = FakeHost(packing=False)
+        train(RunConfig.of(options), engines=host.engines())
+        assert max(int(batch["input_ids"].max()) for batch in host.made[0].batches) < 10**6
 
     def test_one_epoch_is_the_default_and_shows_every_sample_once(self, options: dict[str, Any]) -> None:
         host = FakeHost(packing=False)

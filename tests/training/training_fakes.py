@@ -100,6 +100,7 @@ class FakeEngine:
         return self.state["position"]
 
     def step(self, batch: Mapping[str, torch.Tensor], *, position: Any = None) -> StepResult:
+        self.batches.append(batch)
         index = self.step_index
         if index in self.script:
             self.script[index]()
