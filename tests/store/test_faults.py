@@ -91,7 +91,8 @@ def test_a_failed_read_is_an_error_once(tmp_path: Path, kind: FaultKind) -> None
 
 def test_writes_lost_by_a_failed_sync_must_be_abandoned(tmp_path: Path) -> None:
     committed_store(tmp_path)
-    with open_store(tmp_path, open_file=faulty("data", Fault(verb="sync", call=0, kind=FaultKind.EIO))) as store:
+    # Opening syncs once.
+    with open_store(tmp_path, open_file=faulty("data", Fault(verb="sync", call=1, kind=FaultKind.EIO))) as store:
         write_step(store, 2)
         with pytest.raises(StorageError, match="sync"):
             store.commit({"step": 2})
@@ -108,7 +109,7 @@ def test_writes_lost_by_a_failed_sync_must_be_abandoned(tmp_path: Path) -> None:
 RECORD_FAULTS = [
     Fault(verb="write", call=0, kind=FaultKind.EIO),
     Fault(verb="write", call=0, kind=FaultKind.SHORT),
-    Fault(verb="sync", call=0, kind=FaultKind.EIO),  # the record is there, whole, and yet the commit failed
+    Fault(verb="sync", call=1, kind=FaultKind.EIO),  # the record is there, whole, and yet the commit failed
 ]
 
 
