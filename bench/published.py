@@ -8,13 +8,13 @@ Needs no GPU and takes half a minute. Exit code 1 if a point that the constants 
 
 import argparse
 import math
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 from transformers import GPT2Config
 
 from headrace import AdamW
-from headrace.model import Chain, profile
+from headrace.model import Chain, Profiles
 from headrace.plan.footprint import Allowance
 from headrace.plan.forecast import forecast
 from headrace.plan.placement import Problem, Workload
@@ -76,7 +76,7 @@ def chain_of(shape: Shape) -> Chain:
 def headrace_seconds(point: Point) -> float:
     """Return the forecast step time of Headrace's plan for a published point, NaN where it does not fit."""
     chain = chain_of(point.shape)
-    costs = lru_cache(lambda sequences: profile(chain, sequences, 1024))
+    costs = partial(Profiles(chain).of, length=1024)
     problem = Problem(
         layouts=chain.layouts,
         costs_of=costs,

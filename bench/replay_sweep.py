@@ -14,6 +14,7 @@ import os
 import shutil
 import statistics
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ import headrace
 from headrace.calibrate import measure_machine
 from headrace.engine import Engine
 from headrace.machine import MemoryMeter
-from headrace.model import profile
+from headrace.model import Profiles
 from headrace.plan.base import Plan
 from headrace.plan.footprint import Allowance
 from headrace.plan.forecast import forecast
@@ -207,7 +208,7 @@ def problem_of(engine: Engine, plan: Plan, machine: Ceilings) -> Problem:
     """Return the planner's problem as the engine posed it."""
     return Problem(
         layouts=engine.chain.layouts,
-        costs_of=lambda sequences: profile(engine.chain, sequences, plan.sequence_length),
+        costs_of=partial(Profiles(engine.chain).of, length=plan.sequence_length),
         workload=Workload(tokens_per_step=plan.tokens_per_step, sequence_length=plan.sequence_length, clip=False),
         allowance=Allowance(
             host_bytes=plan.allowed_bytes["host"],

@@ -347,14 +347,15 @@ class Engine:
     def _ready(self, sequences: int, length: int) -> Steps:
         """Return what runs a batch of this shape, with a larger plan than before if the batch needs one."""
         plan = self.plan
-        if plan is None or length > plan.sequence_length:
+        if (
+            plan is None
+            or length > plan.sequence_length
+            or sequences > self._rows(plan, sequences, length) * plan.num_micro_batches
+        ):
             self.flush()
             self._drop_buffers()
-            plan = self.plan = self._make_plan(sequences * length, length)
-        elif sequences > self._rows(plan, sequences, length) * plan.num_micro_batches:
-            self.flush()
-            self._drop_buffers()
-            plan = self.plan = self._make_plan(sequences * plan.sequence_length, plan.sequence_length)
+            longest = max(length, plan.sequence_length if plan else 0)
+            plan = self.plan = self._make_plan(sequences * longest, longest)
         if self._steps is None:
             self._steps = self._build_steps(plan)
         return self._steps

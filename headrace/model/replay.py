@@ -125,20 +125,22 @@ def _call_for_backward(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, An
 
 def with_log_sumexp(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return the positional arguments of `func` with `compute_log_sumexp` on, where it has one (it is never by keyword)."""
-    names = [argument.name for argument in func._schema.arguments]
-    if "compute_log_sumexp" not in names:
-        return args
-    position = names.index("compute_log_sumexp")
-    return (*args[:position], True, *args[position + 1 :])
+    position = _position(func, "compute_log_sumexp")
+    return args if position is None else (*args[:position], True, *args[position + 1 :])
 
 
 def is_random(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Return whether this call draws random numbers. It must run again in recompute: what is drawn after it depends on it."""
-    names = [argument.name for argument in func._schema.arguments]
-    if "dropout_p" not in names:
+    position = _position(func, "dropout_p")
+    if position is None:
         return False
-    position = names.index("dropout_p")
     return bool(args[position] if position < len(args) else kwargs.get("dropout_p", 0.0))
+
+
+def _position(func: Any, argument: str) -> int | None:
+    """Return where `func` takes `argument`, None where it has no such one."""
+    names = [known.name for known in func._schema.arguments]
+    return names.index(argument) if argument in names else None
 
 
 def _matrix_shape(args: tuple[Any, ...]) -> torch.Tensor:

@@ -198,7 +198,7 @@ def test_each_kth_chunk_is_updated_on_the_device_with_the_same_bits(
 
 
 @pytest.mark.parametrize("held", ["host", "ssd"])
-@pytest.mark.parametrize("tier", ["ssd", "device"])
+@pytest.mark.parametrize("tier", ["ssd", "host", "device"])
 def test_more_rows_than_planned_are_plain_pytorch(tier: str, held: str, model_dir: Callable[..., Path], tmp_path: Path) -> None:
     """Shorter rows: as many tokens as planned or fewer, and what each micro-batch leaves has its own place all the same."""
     path = model_dir("llama")
@@ -212,7 +212,7 @@ def test_more_rows_than_planned_are_plain_pytorch(tier: str, held: str, model_di
     planned = []
     with Engine.open(
         path,
-        headrace.Budget(host="4GiB"),
+        headrace.Budget(host="4GiB", device="1GiB" if tier == "host" else None),
         headrace.AdamW(lr=1e-3, weight_decay=0.1),
         run_directory=tmp_path / "run",
         compute_dtype="float32",
