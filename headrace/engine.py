@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 
-from headrace.flow.batch import checked_batch, filled_up, split_batch
+from headrace.flow.batch import checked_batch, filled_up, step_batch
 from headrace.flow.buffers import Buffers
 from headrace.flow.execute import OverlappedInterpreter, PlainInterpreter
 from headrace.flow.load import UnitReader, import_model
 from headrace.flow.state import Parts, StepState, Verdict
 from headrace.flow.steps import Steps
 from headrace.flow.update import device_updater
-from headrace.ioengine import measure_directory, striping_weights
+from headrace.ioengine import measured_weights
 from headrace.machine import (
     HeapGuard,
     MemoryMeter,
@@ -38,7 +38,6 @@ from headrace.model import (
     Profiles,
     import_workspace_bytes,
     self_check,
-    shift_labels,
 )
 from headrace.plan.base import Plan
 from headrace.plan.footprint import Allowance, planned_runtime_bytes, with_runtime
@@ -48,7 +47,7 @@ from headrace.plan.placement import Problem, Workload
 from headrace.plan.search import make_plan
 from headrace.spec.budget import Budget, default_bytes
 from headrace.spec.ceilings import Ceilings
-from headrace.spec.errors import DataError, RunDirectoryError
+from headrace.spec.errors import RunDirectoryError
 from headrace.spec.events import Event, Notice, Sink, StepResult
 from headrace.spec.layout import plane_set
 from headrace.spec.optimizer import AdamW, Schedule
@@ -58,7 +57,6 @@ from headrace.spec.sizes import format_bytes
 from headrace.store import StateStore
 from headrace.update import AdamWRule, HitRate, LossScale, StepHyper, Updater
 
-_MEASURE_BYTES = 64 << 20
 # Operations of the SSD lanes that may be under way at once; each is cut into pieces by the I/O engine besides.
 _LANE_WIDTHS = {Lane.SSD_READ: 2, Lane.SSD_WRITE: 3}
 
@@ -221,8 +219,17 @@ class Engine:
         return engine
 
     @classmethod
-    def resume(cls, run_directory: str | Path, *, sink: Sink | None = None, verify: bool = True) -> "Engine":
+    def resume(
+        cls,
+        run_directory: str | Path,
+        *,
+        sink: Sink | None = None,
+        verify: bool = True,
+        check: Callable[[Settings], None] = lambda settings: None,
+    ) -> "Engine":
         """Return the engine of an existing run, at its last committed step. `verify` reads and checks the whole state first.
+
+        `check` is called before that, with what the run was opened with, and may refuse it.
 
         Raises:
             RunDirectoryError: no run, another format version, or in use by another process.
@@ -234,6 +241,7 @@ class Engine:
             if not isinstance(identity, dict):
                 raise RunDirectoryError(f"{run_directory}: its newest record holds no settings; it cannot be resumed")
             settings = Settings.from_json(identity)
+            check(settings)
             _tune(store, settings)
             if verify:
                 store.verify()
@@ -251,7 +259,7 @@ class Engine:
             plane_set(self.settings.compute_dtype, self.settings.moments),
             chunk_elements=self._chunk_elements(),
             scratch_bytes=scratch_bytes(plan) if plan else 0,
-            weights=_striping(ssd),
+            weights=measured_weights(ssd),
             identity={"model": self.settings.model_dir},
             sink=self._emit,
         )
@@ -411,15 +419,16 @@ class Engine:
     def step(self, batch: Mapping[str, torch.Tensor], *, position: Any = None) -> StepResult:
         """Run one optimizer step over a whole batch and return its loss, gradient norm, tokens and seconds.
 
-        `batch`: `input_ids`, `labels` (-100: not trained), optional `attention_mask` and `position_ids`, integer tensors of
-        (sequences, length). The loss is the mean over the step's trained tokens, whatever the split into micro-batches.
+        `batch`: `input_ids`, `labels` (-100: not trained), optional `attention_mask`, `position_ids` and `token_mask` (0 for
+        what only fills a packed row: auxiliary losses leave it out), integer tensors of (sequences, length). The loss is the
+        mean over the step's trained tokens, whatever the split into micro-batches.
         `position` is stored with the step (the data position; see `Engine.position`).
 
         Raises:
-            DataError: shapes do not agree, or no token is trained.
+            DataError: shapes do not agree, a token is not in the vocabulary, or none is trained.
             StepFailed: a lane failed (its cause is chained); the last committed step is untouched, `resume` goes on from it.
         """
-        started, cpu_batch = time.perf_counter(), checked_batch(batch)
+        started, cpu_batch = time.perf_counter(), checked_batch(batch, self.chain.vocabulary)
         shape = cpu_batch["input_ids"].shape
         steps = self._ready(*shape)
         rows = self._rows(steps.parts.plan, *shape)
@@ -427,24 +436,16 @@ class Engine:
             cpu_batch = filled_up(cpu_batch, steps.parts.plan.sequence_length, needs_mask=self.chain.collects_asides)
         self._meter.reset()
         read, written, io_cpu = self.store.bytes_read, self.store.bytes_written, self.store.io_cpu_seconds
-        micro_batches = split_batch(cpu_batch, rows, self.machine.device)
-        shifted = torch.split(shift_labels(cpu_batch["labels"]), rows)
-        targets = [target.to(self.machine.device) for target in shifted]
-        columns = [(target >= 0).any(dim=0).tolist() for target in shifted]
-        trained = sum(int((target >= 0).sum()) for target in shifted)
-        if trained == 0:
-            raise DataError(
-                f"step {self.num_steps}: none of the batch's {cpu_batch['labels'].numel()} labels is trained (all -100)"
-            )
+        data = step_batch(cpu_batch, rows, self.machine.device)
         self.plan = steps.follow_hit_rate()
         verdict = self._verdict(position)
 
         def state_of(pending: Verdict | None) -> StepState:
-            return StepState(steps.parts, micro_batches, targets, columns, trained, verdict, pending)
+            return StepState(steps.parts, data, verdict, pending)
 
-        state = steps.run(len(micro_batches), verdict, state_of)
+        state = steps.run(len(data.micro_batches), verdict, state_of)
         self._move_on(verdict)
-        loss = float(state.loss_sum) / trained if state.loss_sum is not None else math.nan
+        loss = float(state.loss_sum) / data.trained_tokens if state.loss_sum is not None else math.nan
         if state.aside_loss is not None:
             loss += float(state.aside_loss)
         result = StepResult(
@@ -453,7 +454,7 @@ class Engine:
             grad_norm=verdict.grad_norm,
             learning_rate=verdict.hyper.learning_rate,
             tokens=batch["input_ids"].numel(),
-            trained_tokens=trained,
+            trained_tokens=data.trained_tokens,
             seconds=time.perf_counter() - started,
             skipped=verdict.skipped,
             loss_scale=verdict.loss_scale.scale if verdict.loss_scale else None,
@@ -578,15 +579,6 @@ class Engine:
     def _emit(self, event: Event) -> None:
         if self._user_sink is not None:
             self._user_sink(event)
-
-
-def _striping(directories: tuple[Path, ...]) -> list[int] | None:
-    """Return how much of the state each directory gets: in proportion to what it measures, reading and writing at once."""
-    if len(directories) < 2 or not all(directory.is_dir() for directory in directories):
-        return None  # one directory gets all; a bad one is the store's to refuse
-    return list(
-        striping_weights([measure_directory(directory, _MEASURE_BYTES).mixed_bytes_per_second for directory in directories])
-    )
 
 
 def _tune(store: StateStore, settings: Settings) -> None:

@@ -118,8 +118,9 @@ class DataSpec:
 class Batch:
     """The rows of one optimizer step, all arrays of shape `(sequences, length)`.
 
-    Packed rows have `position_ids` that restart at each sample and no `attention_mask`; padded rows (one sample each) have an
-    `attention_mask` (1 for tokens, 0 for padding, on the right) and no `position_ids`. `num_tokens` leaves padding out,
+    Packed rows have `position_ids` that restart at each sample and a `token_mask` (1 for tokens, 0 for what fills the row, on
+    the right), but no `attention_mask`, which would hide from models that samples are apart; padded rows (one sample each) have
+    an `attention_mask` (1 for tokens, 0 for padding, on the right) and no `position_ids`. `num_tokens` leaves padding out,
     `num_trained_tokens` counts the labels that are not `IGNORED`, the divisor of a token-weighted loss.
     """
 
@@ -127,5 +128,6 @@ class Batch:
     labels: Ids
     position_ids: Ids | None
     attention_mask: Ids | None
+    token_mask: Ids | None
     num_tokens: int
     num_trained_tokens: int

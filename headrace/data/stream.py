@@ -141,7 +141,7 @@ def packed_batch(tokens: TokenSet, rows: list[NDArray[np.int64]], sequence_lengt
     input_ids = np.full(shape, tokens.info.pad_id, dtype=np.int64)
     labels = np.full(shape, IGNORED, dtype=np.int64)
     position_ids = np.empty(shape, dtype=np.int64)
-    num_tokens = 0
+    token_mask = np.zeros(shape, dtype=np.int64)
     for row, samples in enumerate(rows):
         at = 0
         for index in samples.tolist():
@@ -149,8 +149,8 @@ def packed_batch(tokens: TokenSet, rows: list[NDArray[np.int64]], sequence_lengt
             position_ids[row, at : at + length] = np.arange(length)
             at += length
         position_ids[row, at:] = np.arange(sequence_length - at)
-        num_tokens += at
-    return _batch(input_ids, labels, num_tokens, position_ids=position_ids)
+        token_mask[row, :at] = 1
+    return _batch(input_ids, labels, int(token_mask.sum()), position_ids=position_ids, token_mask=token_mask)
 
 
 def padded_batch(tokens: TokenSet, rows: list[NDArray[np.int64]]) -> Batch:
@@ -180,12 +180,14 @@ def _batch(
     *,
     position_ids: NDArray[np.int64] | None = None,
     attention_mask: NDArray[np.int64] | None = None,
+    token_mask: NDArray[np.int64] | None = None,
 ) -> Batch:
     return Batch(
         input_ids=input_ids,
         labels=labels,
         position_ids=position_ids,
         attention_mask=attention_mask,
+        token_mask=token_mask,
         num_tokens=num_tokens,
         num_trained_tokens=int(np.count_nonzero(labels != IGNORED)),
     )

@@ -1,20 +1,38 @@
 """A batch as the user gives it: checked, and cut into micro-batches."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 
-from headrace.model import MicroBatch
+from headrace.model import IGNORED, MicroBatch, shift_labels
 from headrace.spec.errors import DataError
 
-_BATCH_KEYS = ("input_ids", "labels", "attention_mask", "position_ids")
+_BATCH_KEYS = ("input_ids", "labels", "attention_mask", "position_ids", "token_mask")
 
 
-def checked_batch(batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the batch with what is missing filled in; complain about shapes before anything runs."""
-    known = {"input_ids", "labels", "attention_mask", "position_ids"}
-    if unknown := set(batch) - known:
-        raise DataError(f"batch: unknown keys {sorted(unknown)}; known are {sorted(known)}")
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    """The micro-batches of a step, on the device that computes, with the targets (b, T) of each.
+
+    `trained_columns` says, on the host, in which columns of a micro-batch anything is trained: asking the device would stop it.
+    """
+
+    micro_batches: tuple[MicroBatch, ...] = ()
+    targets: tuple[torch.Tensor, ...] = ()
+    trained_columns: tuple[list[bool], ...] = ()
+    trained_tokens: int = 0
+
+
+def checked_batch(batch: Mapping[str, torch.Tensor], vocabulary: int) -> dict[str, torch.Tensor]:
+    """Return the batch as 64-bit integers in host memory; complain before anything runs. A GPU would only say "assert".
+
+    Raises:
+        DataError: unknown or missing keys, shapes that do not agree, tokens that the model has no embedding for, or none
+            that is trained.
+    """
+    if unknown := set(batch) - set(_BATCH_KEYS):
+        raise DataError(f"batch: unknown keys {sorted(unknown)}; known are {sorted(_BATCH_KEYS)}")
     if "input_ids" not in batch or "labels" not in batch:
         raise DataError(f"batch: needs input_ids and labels, found {sorted(batch)}")
     shape = batch["input_ids"].shape
@@ -24,32 +42,44 @@ def checked_batch(batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
                 f"batch: {name} must be an integer tensor of (sequences, length) like input_ids {tuple(shape)}, "
                 f"found {tensor.dtype} {tuple(tensor.shape)}"
             )
-    return {name: tensor.long() for name, tensor in batch.items()}
+    checked = {name: tensor.to("cpu", torch.int64) for name, tensor in batch.items()}
+    labels = checked["labels"]
+    for name, tokens in (("input_ids", checked["input_ids"]), ("labels", labels[labels != IGNORED])):
+        if tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocabulary:
+            wrong = int(tokens.min()) if tokens.min() < 0 else int(tokens.max())
+            besides = f", or {IGNORED} for labels that are not trained" if name == "labels" else ""
+            raise DataError(f"batch: {name} has token {wrong}; the model has embeddings for 0 to {vocabulary - 1}{besides}")
+    if not (labels[:, 1:] != IGNORED).any():
+        raise DataError(f"batch: none of its {labels.numel()} labels is trained (all {IGNORED}, or the first of their row)")
+    return checked
 
 
-def split_batch(batch: dict[str, torch.Tensor], rows: int, device: torch.device) -> list[MicroBatch]:
-    """Return micro-batches of up to `rows` sequences, on `device`."""
-    count = batch["input_ids"].shape[0]
-    return [
-        MicroBatch(**{name: batch[name][start : start + rows].to(device) if name in batch else None for name in _BATCH_KEYS})  # type: ignore[arg-type]
-        for start in range(0, count, rows)
+def step_batch(batch: Mapping[str, torch.Tensor], rows: int, device: torch.device) -> StepBatch:
+    """Return a checked batch as micro-batches of up to `rows` sequences, on `device`."""
+    parts = [
+        {name: tensor[start : start + rows] for name, tensor in batch.items()} for start in range(0, len(batch["labels"]), rows)
     ]
+    targets = [shift_labels(part["labels"]) for part in parts]
+    return StepBatch(
+        tuple(MicroBatch(**{name: tensor.to(device) for name, tensor in part.items()}) for part in parts),
+        tuple(target.to(device) for target in targets),
+        tuple((target != IGNORED).any(dim=0).tolist() for target in targets),
+        sum(int((target != IGNORED).sum()) for target in targets),
+    )
 
 
 def filled_up(batch: dict[str, torch.Tensor], length: int, *, needs_mask: bool) -> dict[str, torch.Tensor]:
     """Return the checked batch with every row filled up to `length` on the right: not trained, and not seen by what is.
 
-    Models are causal, so what comes later changes nothing before it. With `needs_mask` what is filled in is masked besides,
-    for losses that count every token; a row of several samples, told apart by positions alone, cannot have a mask and stays as
-    it is then.
+    Models are causal, so what comes later changes nothing before it. `needs_mask`: a loss counts every token, and must be told.
     """
     rows, found = batch["input_ids"].shape
-    if found >= length or (needs_mask and "attention_mask" not in batch and "position_ids" in batch):
+    if found >= length:
         return batch
-    if needs_mask and "attention_mask" not in batch:
-        batch = batch | {"attention_mask": torch.ones_like(batch["input_ids"])}
+    if needs_mask and "token_mask" not in batch:
+        batch = batch | {"token_mask": batch.get("attention_mask", torch.ones_like(batch["input_ids"]))}
     more = length - found
     fillings = {name: torch.zeros(rows, more, dtype=torch.int64) for name in batch}
-    fillings["labels"] -= 100
+    fillings["labels"] += IGNORED
     fillings["position_ids"] = torch.arange(more).expand(rows, more)  # a sample of its own
-    return {name: torch.cat([tensor, fillings[name].to(tensor.device)], dim=1) for name, tensor in batch.items()}
+    return {name: torch.cat([tensor, fillings[name]], dim=1) for name, tensor in batch.items()}

@@ -21,7 +21,7 @@ def prologue(state: StepState, op: Op) -> None:
     """Micro-batch -> input of the first block, and what each block is called with besides."""
     _seed(state, 0, op.micro)
     with torch.no_grad(), _Bound(state, op, 0, gradients=False):
-        result = state.parts.chain.prologue(state.micro_batches[op.micro])
+        result = state.parts.chain.prologue(state.batch.micro_batches[op.micro])
     state.calls[op.micro] = result.calls
     state.inputs[1, op.micro] = result.hidden
 
@@ -51,13 +51,13 @@ def epilogue(state: StepState, op: Op) -> None:
     """Final hidden states -> loss and its gradient, a chunk of positions at a time: the logits never exist whole."""
     parts, plan = state.parts, state.plan
     hidden = state.inputs.pop((plan.num_blocks + 1, op.micro))
-    batch, targets = state.micro_batches[op.micro], state.targets[op.micro]
+    batch, targets = state.batch.micro_batches[op.micro], state.batch.targets[op.micro]
     gradient = torch.zeros_like(hidden)
     positions = max(1, plan.loss_chunk_tokens // hidden.shape[0])
     with torch.enable_grad(), _Bound(state, op, 0, gradients=plan.tied), _Bound(state, op, plan.num_blocks + 1, gradients=True):
         for start in range(0, hidden.shape[1], positions):
             span = slice(start, start + positions)
-            if not any(state.trained_columns[op.micro][span]):
+            if not any(state.batch.trained_columns[op.micro][span]):
                 continue  # nothing is trained here: no loss, no gradient
             part = hidden[:, span].detach().requires_grad_()
             loss = parts.chain.loss_sum(batch.input_ids[:, span], part, targets[:, span])
@@ -66,7 +66,7 @@ def epilogue(state: StepState, op: Op) -> None:
             gradient[:, span] = part.grad
             total = loss.detach().double()
             state.loss_sum = total if state.loss_sum is None else state.loss_sum + total
-        if state.asides and op.micro == len(state.micro_batches) - 1:
+        if state.asides and op.micro == len(state.batch.micro_batches) - 1:
             _aside_gradients(state)
     state.hidden_gradients[op.micro] = gradient
 
@@ -97,7 +97,7 @@ def prologue_backward(state: StepState, op: Op) -> None:
     """Gradient of the first block's input -> gradients of the embedding."""
     _seed(state, 0, op.micro)
     with torch.enable_grad(), _Bound(state, op, 0, gradients=True):
-        result = state.parts.chain.prologue(state.micro_batches[op.micro])
+        result = state.parts.chain.prologue(state.batch.micro_batches[op.micro])
         gradient = state.hidden_gradients.pop(op.micro)
         if result.hidden.requires_grad:
             result.hidden.backward(gradient)  # type: ignore[no-untyped-call]
@@ -161,11 +161,11 @@ def _add(into: torch.Tensor, gradient: torch.Tensor) -> None:
 
 def _aside_gradients(state: StepState) -> None:
     """The auxiliary loss over the whole step, so that any split into micro-batches gives the same loss."""
-    micros = range(len(state.micro_batches))
+    micros = range(len(state.batch.micro_batches))
     blocks = sorted({block for block, _ in state.asides})
     leaves = {key: tuple(aside.detach().requires_grad_() for aside in asides) for key, asides in state.asides.items()}
-    masks = [batch.attention_mask for batch in state.micro_batches]
-    mask = None if masks[0] is None else torch.cat([part.flatten() for part in masks if part is not None])
+    masks = [mask.flatten() for batch in state.batch.micro_batches if (mask := batch.counted) is not None]
+    mask = torch.cat(masks) if masks else None
     with torch.enable_grad():
         joined = [
             torch.cat(routers) for block in blocks for routers in zip(*(leaves[block, micro] for micro in micros), strict=True)

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
+from headrace.flow.batch import StepBatch
 from headrace.flow.buffers import Buffers
 from headrace.machine import Machine
-from headrace.model import Chain, MicroBatch
+from headrace.model import Chain
 from headrace.plan.base import Plan
 from headrace.spec.events import Sink
 from headrace.spec.program import Op
@@ -105,16 +106,13 @@ def _changed(value: Any, change: Callable[[Any], Any], here: torch.device | None
 
 @dataclass
 class StepState:
-    """One step: its micro-batches, the tensors under way, its verdict and that of the step before.
+    """One step: its batch, the tensors under way, its verdict and that of the step before.
 
     Lanes hand tensors to one another through these dictionaries; the program orders who puts and who takes.
     """
 
     parts: Parts
-    micro_batches: list[MicroBatch]
-    targets: list[torch.Tensor]
-    trained_columns: list[list[bool]]  # per micro-batch, on the host: asking the device for it would stop compute
-    trained_tokens: int
+    batch: StepBatch
     verdict: Verdict
     pending: Verdict | None  # the step before, if this step's program carries out updates of it
     inputs: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)  # hidden states by (coming unit, micro-batch)
@@ -142,7 +140,7 @@ class StepState:
     def loss_multiplier(self) -> float:
         """What the sum of token losses is multiplied by before backward: token mean, times the loss scale."""
         scale = self.verdict.loss_scale.scale if self.verdict.loss_scale else 1.0
-        return scale / self.trained_tokens
+        return scale / self.batch.trained_tokens
 
     def verdict_of(self, op: Op) -> Verdict:
         """Return the verdict by which an update operation goes: a late one belongs to the step before."""

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import torch
 
+from headrace.flow.batch import StepBatch
 from headrace.flow.commit import write_resident_states
 from headrace.flow.execute import Interpreter
 from headrace.flow.state import Parts, StepState, Verdict
@@ -95,7 +96,7 @@ class Steps:
         if self._pending is not None:
             self._pending.durable = True
             program, self._carry = build_tail(self.parts.plan, self._carry)
-            run_step(program, StepState(self.parts, [], [], [], 1, self._pending, self._pending), self._interpreter)
+            run_step(program, StepState(self.parts, StepBatch(), self._pending, self._pending), self._interpreter)
             self._pending = None
         self._interpreter.wait()
         if self._last is not None and int(self.parts.store.record["num_steps"]) <= self._last.step:

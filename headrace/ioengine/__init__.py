@@ -3,7 +3,7 @@
 from headrace.ioengine.base import BLOCK_BYTES, BlockFile, Bytes, DoneTicket, Ticket
 from headrace.ioengine.direct import DirectFile
 from headrace.ioengine.faulty import Fault, FaultKind, FaultyFile
-from headrace.ioengine.measure import Bandwidth, DirectoryFacts, describe_directory, measure_directory
+from headrace.ioengine.measure import Bandwidth, DirectoryFacts, describe_directory, measure_directory, measured_weights
 from headrace.ioengine.memory import MemoryFile
 from headrace.ioengine.threads import PieceTicket, ThreadEngine
 from headrace.ioengine.throttled import ThrottledFile
@@ -28,5 +28,6 @@ __all__ = [
     "Volume",
     "describe_directory",
     "measure_directory",
+    "measured_weights",
     "striping_weights",
 ]

@@ -8,7 +8,7 @@ import errno
 import os
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -18,11 +18,13 @@ import numpy as np
 from headrace.ioengine.base import BLOCK_BYTES, Bytes
 from headrace.ioengine.direct import DirectFile
 from headrace.ioengine.threads import ThreadEngine
+from headrace.ioengine.volume import striping_weights
 from headrace.machine.host import huge_page_buffer
 from headrace.spec.errors import StorageError
 from headrace.spec.sizes import MIB, round_up
 
 _BUFFER_BYTES = 64 * MIB
+_SHORT_BYTES = 64 * MIB
 _IN_MEMORY = ("tmpfs", "ramfs")
 
 
@@ -106,6 +108,16 @@ def measure_directory(directory: Path, size_bytes: int = 256 * MIB) -> Bandwidth
         read_seconds = _seconds_of(engine, file, read=(0, size_bytes, into))
         mixed_seconds = _seconds_of(engine, file, read=(0, half_bytes, into), write=(half_bytes, size_bytes, out))
     return Bandwidth(size_bytes / read_seconds, size_bytes / write_seconds, size_bytes / mixed_seconds)
+
+
+def measured_weights(directories: Sequence[Path]) -> tuple[int, ...] | None:
+    """Return how much of a volume each directory gets: in proportion to what it measures, reading and writing at once.
+
+    None where there is nothing to share out: one directory gets all, and a bad one is refused by whoever makes the files.
+    """
+    if len(directories) < 2 or not all(directory.is_dir() for directory in directories):
+        return None
+    return striping_weights([measure_directory(each, _SHORT_BYTES).mixed_bytes_per_second for each in directories])
 
 
 def _seconds_of(

@@ -12,12 +12,22 @@ IGNORED = -100
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Some sequences of a step. All tensors are (b, T) int64; labels are not shifted, -100 where nothing is trained."""
+    """Some sequences of a step. All tensors are (b, T) int64; labels are not shifted, -100 where nothing is trained.
+
+    `token_mask` has 0 for what only fills a row, where that is not what `attention_mask` says: losses that count every token
+    leave it out. Attention is not told: in a packed row the positions keep it apart.
+    """
 
     input_ids: torch.Tensor
     labels: torch.Tensor
     attention_mask: torch.Tensor | None = None
     position_ids: torch.Tensor | None = None
+    token_mask: torch.Tensor | None = None
+
+    @property
+    def counted(self) -> torch.Tensor | None:
+        """1 for tokens and 0 for filling, (b, T); None: all are tokens."""
+        return self.attention_mask if self.token_mask is None else self.token_mask
 
 
 @dataclass(frozen=True, slots=True)

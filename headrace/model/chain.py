@@ -94,6 +94,11 @@ class Chain:
         return int(self.config.get_text_config().hidden_size)
 
     @property
+    def vocabulary(self) -> int:
+        """Tokens that the model has an embedding for: 0 to this, without this."""
+        return int(self.model.get_input_embeddings().weight.shape[0])
+
+    @property
     def num_parameters(self) -> int:
         """Parameters of the model, tied ones counted once, without padding."""
         return sum(layout.num_parameters for layout in self.layouts)

@@ -119,5 +119,6 @@ def tensors_of(batch: Batch) -> dict[str, torch.Tensor]:
         "labels": batch.labels,
         "position_ids": batch.position_ids,
         "attention_mask": batch.attention_mask,
+        "token_mask": batch.token_mask,
     }
     return {name: torch.from_numpy(array) for name, array in arrays.items() if array is not None}

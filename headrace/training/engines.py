@@ -12,10 +12,25 @@ from headrace.spec.errors import RunDirectoryError
 from headrace.spec.events import Sink
 from headrace.spec.layout import UnitLayout
 from headrace.spec.optimizer import AdamW
+from headrace.spec.settings import Settings
 from headrace.store import find_leftovers, read_manifest, remove_leftover
 from headrace.store.manifest import MANIFEST_NAME, RECORD_NAMES
 from headrace.training.base import Engines, StateKind
+from headrace.training.config import RunConfig
 from headrace.training.run_directory import RunDirectory
+
+# Options that the engine knows by the same name.
+_SAME_NAME = (
+    "tokens_per_step",
+    "sequence_length",
+    "compute_dtype",
+    "moments",
+    "seed",
+    "checkpoint_every",
+    "interpreter",
+    "compile_blocks",
+    "liger",
+)
 
 
 def headrace_engines() -> Engines:
@@ -27,9 +42,10 @@ def resume(run_directory: Path, *, sink: Sink | None = None) -> Engine:
     """Return `Engine.resume`, after a look at whether the model directory is still the one that the run began with.
 
     The weights come from the state; but the model directory gives the architecture, and its tensors' names for the export.
+    Nor may `config.yaml` say anything else than what the run began with: it would be passed over without a word.
 
     Raises:
-        RunDirectoryError, CorruptData: see `Engine.resume`; or the model is another one.
+        RunDirectoryError, CorruptData: see `Engine.resume`; or the model or an option is another one.
         ModelError: the model directory is gone or damaged.
     """
     manifest, config = read_manifest(run_directory), RunDirectory(run_directory).read_config()
@@ -47,7 +63,36 @@ def resume(run_directory: Path, *, sink: Sink | None = None) -> Engine:
             f"{run_directory}: {begun_with} now holds another model than the run began with: {name} was "
             f"{expected.get(name, 'not there')}, is {found.get(name, 'not there')}; put the model of the run back there"
         )
-    return Engine.resume(run_directory, sink=sink)
+
+    def check(settings: Settings) -> None:
+        for name, (now, then) in _options(config, settings).items():
+            if now != then:
+                raise RunDirectoryError(
+                    f"{run_directory}: config.yaml has {name} {now}, the run began with {then} and goes on with that; put it "
+                    "back. To train otherwise, begin a run from its model (`headrace export`, or `final`)"
+                )
+
+    return Engine.resume(run_directory, sink=sink, check=check)
+
+
+def _options(config: RunConfig, settings: Settings) -> dict[str, tuple[object, object]]:
+    """Return each option that the engine was opened with: what the configuration says now, and what the run began with."""
+    optimizer, begun_with = config.optimizer, settings.optimizer
+    schedule, planned = config.schedule(config.max_steps or 0), settings.schedule
+    return {
+        "max_steps": (schedule.total_steps, planned.total_steps),
+        "warmup_steps": (schedule.warmup_steps, planned.warmup_steps),
+        "lr_schedule": (schedule.kind, planned.kind),
+        "learning_rate": (optimizer.lr, begun_with.lr),
+        "weight_decay": (optimizer.weight_decay, begun_with.weight_decay),
+        "adam_betas": (optimizer.betas, begun_with.betas),
+        "adam_epsilon": (optimizer.eps, begun_with.eps),
+        "parameter_groups": (optimizer.groups, begun_with.groups),
+        "max_grad_norm": (config.max_grad_norm or None, settings.max_grad_norm),
+        "device_memory": (config.device_memory, settings.device_bytes),
+        "host_memory": (config.host_memory, settings.host_bytes),
+        **{name: (getattr(config, name), getattr(settings, name)) for name in _SAME_NAME},
+    }
 
 
 def _shapes(layouts: Sequence[UnitLayout]) -> dict[str, tuple[int, ...]]:

@@ -310,6 +310,25 @@ class TestResume:
         assert str(other) in said
         assert str(ran.model) in said
 
+    @pytest.mark.parametrize(
+        ("name", "now", "then"),
+        [
+            ("max_steps", 9, 2),
+            ("learning_rate", 0.5, 1e-05),
+            ("max_grad_norm", 0, 1.0),
+            ("host_memory", 5 << 30, 4 << 30),
+            ("tokens_per_step", 128, 64),
+            ("parameter_groups", [{"pattern": "embed"}], ()),
+            ("moments", "int8", "float32"),
+        ],
+    )
+    def test_an_option_that_was_changed_after_the_run_began(self, name: str, now: object, then: object, ran: World) -> None:
+        path = ran.run / "config.yaml"
+        path.write_text(yaml.safe_dump(yaml.safe_load(path.read_text()) | {name: now}))
+        said = ran.refused("resume", ran.run)
+        assert f"config.yaml has {name} " in said
+        assert f"the run began with {then} and goes on with that" in said
+
     def test_a_model_directory_that_was_replaced(self, ran: World) -> None:
         shutil.rmtree(ran.model)
         save_model(ran.model, tie_word_embeddings=True)

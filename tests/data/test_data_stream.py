@@ -68,6 +68,7 @@ def test_packed_rows_keep_samples_whole_and_apart(tmp_path_factory, lengths, spe
     assert batch.attention_mask is None
     assert batch.input_ids.shape == batch.labels.shape == batch.position_ids.shape == (spec.rows_per_step, 16)
     assert {array.dtype for array in (batch.input_ids, batch.labels, batch.position_ids)} == {np.dtype(np.int64)}
+    assert (batch.token_mask == (batch.input_ids != 0)).all(), "numbered tokens begin with 1, filling is 0"
     for ids, labels, positions in zip(batch.input_ids, batch.labels, batch.position_ids, strict=True):
         starts = np.flatnonzero(positions == 0).tolist()
         assert starts[0] == 0

@@ -52,6 +52,39 @@ def test_padded_batches_are_plain_pytorch(model_dir: Callable[..., Path], tmp_pa
     assert losses == pytest.approx(expected, rel=2e-6)
 
 
+def test_auxiliary_losses_do_not_count_what_fills_packed_rows(model_dir: Callable[..., Path], tmp_path: Path) -> None:
+    lengths = (LENGTH, 13, 11, 6, LENGTH - 2)
+    padded = batch_of(len(lengths), LENGTH, 0)
+    mask = torch.arange(LENGTH) < torch.tensor(lengths)[:, None]
+    padded |= {"labels": padded["labels"].where(mask, -100), "attention_mask": mask.long()}
+    rows = ((0,), (1, 2), (3,), (4,))
+    shape = (len(rows), LENGTH)
+    packed = {
+        "input_ids": torch.zeros(shape, dtype=torch.int64),
+        "labels": torch.full(shape, -100),
+        "token_mask": torch.zeros(shape),
+    }
+    packed = {name: tensor.long() for name, tensor in packed.items()}
+    packed["position_ids"] = torch.arange(LENGTH).repeat(len(rows), 1)
+    for row, samples in enumerate(rows):
+        at = 0
+        for sample in samples:
+            here, there = (row, slice(at, at + lengths[sample])), (sample, slice(lengths[sample]))
+            packed["input_ids"][here], packed["labels"][here] = padded["input_ids"][there], padded["labels"][there]
+            packed["labels"][row, at] = -100  # what comes first is predicted by nothing
+            packed["position_ids"][here], packed["token_mask"][here] = torch.arange(lengths[sample]), 1
+            at += lengths[sample]
+        packed["position_ids"][row, at:] = torch.arange(LENGTH - at)
+    path = model_dir("mixtral-aux")
+    loss, norm = PlainTrainer(path, 1e-3, 0.1, None).step(padded)
+    for name, batch in {"padded": padded, "packed": packed}.items():
+        options = {"run_directory": tmp_path / name, "compute_dtype": "float32"}
+        with Engine.open(path, headrace.Budget(host="4GiB"), headrace.AdamW(lr=1e-3), **options) as engine:
+            result = engine.step(batch)
+        assert result.loss == pytest.approx(loss, rel=2e-6), name
+        assert result.grad_norm == pytest.approx(norm, rel=1e-5), name
+
+
 PLACEMENTS: dict[str, dict[str, Any]] = {
     "plain": {"interpreter": "plain"},
     "two-slots": {"adjust": {"host_slots": 2, "prefetch": 1, "state_slots": 1, "gradient_slots": 1, "resident_states": ()}},
@@ -411,8 +444,12 @@ def test_a_step_can_be_resumed_bit_for_bit(model_dir: Callable[..., Path], tmp_p
 def test_batches_that_cannot_be_used_are_refused(model_dir: Callable[..., Path], tmp_path: Path) -> None:
     batch = batch_of(2, 16, 0)
     with Engine.open(model_dir("llama"), headrace.Budget(host="4GiB"), run_directory=tmp_path / "run") as engine:
-        with pytest.raises(ValueError, match="none of the batch's 32 labels is trained"):
+        with pytest.raises(ValueError, match="none of its 32 labels is trained"):
             engine.step({**batch, "labels": torch.full_like(batch["labels"], -100)})
+        with pytest.raises(ValueError, match="input_ids has token 384; the model has embeddings for 0 to 383"):
+            engine.step({**batch, "input_ids": batch["input_ids"] + 384 - batch["input_ids"].max()})
+        with pytest.raises(ValueError, match=r"labels has token -1; .* or -100 for labels that are not trained"):
+            engine.step({**batch, "labels": torch.full_like(batch["labels"], -1)})
         with pytest.raises(ValueError, match="position_ids must be an integer tensor"):
             engine.step({**batch, "position_ids": torch.zeros(2, 5, dtype=torch.long)})
         with pytest.raises(ValueError, match="unknown keys"):
