@@ -9,7 +9,7 @@ from contextlib import nullcontext
 import torch
 
 from headrace.flow.state import Package, StepState
-from headrace.model import Record, Replay, block_seed
+from headrace.model import BlockResult, Record, Replay, ReplayMismatch, block_seed
 from headrace.spec.layout import ParameterSpec
 from headrace.spec.program import Op
 
@@ -77,20 +77,32 @@ def backward(state: StepState, op: Op) -> None:
     Kept outputs are handed back instead of computed; outputs that no gradient depends on are not computed at all.
     """
     package = state.recalled.pop((op.unit, op.micro))
-    hidden = package.hidden.detach().requires_grad_()
-    replay = Replay(package.kept, package.skipped) if package.kept or package.skipped else nullcontext()
-    del package
-    _seed(state, op.unit, op.micro)
     with torch.enable_grad(), _Bound(state, op, op.unit, gradients=True):
-        with replay:
-            result = state.parts.chain.block(op.unit - 1, hidden, state.calls[op.micro][op.unit - 1])
-        del replay
+        hidden, result = _recomputed(state, op, package)
+        del package
         outputs = [result.hidden, *result.asides]
         gradients = [state.hidden_gradients.pop(op.micro), *state.aside_gradients.pop((op.unit, op.micro), ())]
         del result
         torch.autograd.backward(outputs[: len(gradients)], gradients)
     assert hidden.grad is not None
     state.hidden_gradients[op.micro] = hidden.grad
+
+
+def _recomputed(state: StepState, op: Op, package: Package) -> tuple[torch.Tensor, BlockResult]:
+    """Return a block's input, as a leaf, and its results with a graph."""
+
+    def run() -> tuple[torch.Tensor, BlockResult]:
+        hidden = package.hidden.detach().requires_grad_()
+        _seed(state, op.unit, op.micro)
+        return hidden, state.parts.chain.block(op.unit - 1, hidden, state.calls[op.micro][op.unit - 1])
+
+    if package.kept or package.skipped:
+        try:
+            with Replay(package.kept, package.skipped, names=state.plan.operators[op.unit - 1]):
+                return run()
+        except ReplayMismatch:  # planned for other operators than this device runs: as if nothing had been kept
+            state.not_kept.add(op.unit)
+    return run()
 
 
 def prologue_backward(state: StepState, op: Op) -> None:

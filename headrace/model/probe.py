@@ -5,7 +5,8 @@ refused with the reason.
 """
 
 import json
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, cast
@@ -18,7 +19,7 @@ from headrace.model.batch import IGNORED, MicroBatch, shift_labels
 from headrace.model.blocks import check_architecture, find_blocks
 from headrace.model.runner import RunBlock, Runner
 from headrace.model.tiny import shrink
-from headrace.spec.errors import ModelError
+from headrace.spec.errors import HeadraceError, ModelError
 
 # Two samples of unequal length, longer than the tiny sliding window, so that windows and packing are seen.
 _LENGTHS = (13, 10)
@@ -47,7 +48,8 @@ def probe(config: Any) -> Traits:
         ModelError: the architecture is refused, cannot be shrunk, or cannot be run block by block.
     """
     check_architecture(config)
-    return _probe(cast(Hashable, type(config)), architecture_key(config))
+    with _words_for_its_errors(config):
+        return _probe(cast(Hashable, type(config)), architecture_key(config))
 
 
 def self_check(config: Any) -> None:
@@ -59,9 +61,24 @@ def self_check(config: Any) -> None:
         ModelError: they differ; the message names the parameter and both numbers.
     """
     check_architecture(config)
-    reason = _self_check(cast(Hashable, type(config)), architecture_key(config))
+    with _words_for_its_errors(config):
+        reason = _self_check(cast(Hashable, type(config)), architecture_key(config))
     if reason:
         raise ModelError(f"{type(config).__name__}: cannot be trained block by block: {reason}")
+
+
+@contextmanager
+def _words_for_its_errors(config: Any) -> Iterator[None]:
+    """Whatever a model's own code raises, block by block, is a reason why it cannot be run so."""
+    try:
+        yield
+    except HeadraceError:
+        raise
+    except Exception as error:
+        raise ModelError(
+            f"{type(config).__name__}: cannot be run block by block: its own code raises {error!r}; blocks may hand one "
+            "another more than hidden states"
+        ) from error
 
 
 def architecture_key(config: Any) -> str:

@@ -5,149 +5,23 @@ operations and follows which storages are alive, so that the peak of live bytes 
 anything is allocated. What a library allocates inside one operator is not seen.
 """
 
-import weakref
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from headrace.model.batch import MicroBatch
 from headrace.model.chain import Chain
-from headrace.model.products import is_narrow, multiplied_wide
-from headrace.model.replay import REPLAYABLE, is_random, operator_name, with_log_sumexp
+from headrace.model.cost_meter import AttentionOfGpus, CostMeter
 from headrace.model.skip import skippable
-from headrace.spec.costs import ATTENTION, BlockCosts, ModelCosts, OperatorCosts
-from headrace.spec.sizes import MIB, round_up
-
-_aten = torch.ops.aten
-
-_HUGE_PAGE_BYTES = 2 * MIB
+from headrace.spec.costs import ATTENTION, BlockCosts, ModelCosts
+from headrace.spec.errors import ModelError
 
 # Chunks of positions for which the epilogue is tried: its peak is the larger of a part that grows and one that does not.
 _LOSS_CHUNKS = (16, 64, 128, 256, 512, 1024, 2048)
-
-
-class _Meter(TorchDispatchMode):
-    """Floating-point operations, live bytes, and the replayable operators of what runs inside.
-
-    `wide`: products of 16-bit numbers go by way of float32, and what that takes is measured as anything else.
-    """
-
-    def __init__(self, wide: bool) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._wide, self._inside = wide, False
-        self.flops = 0.0
-        self.peak_bytes = self._live_bytes = 0
-        self.operators: list[OperatorCosts] = []
-        self._known: set[int] = set()
-        self._huge_pages = _allocates_huge_pages()
-
-    def exclude(self, *tensors: torch.Tensor) -> None:
-        """Do not count storages that exist already."""
-        self._known.update(tensor.untyped_storage()._cdata for tensor in tensors)
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if self._wide and is_narrow(func, args):
-            # Its pieces are followed for what they take; its operations are those of the product, however it is cut.
-            self._inside = True
-            with self:
-                out = multiplied_wide(func, args, kwargs or {})
-            self._inside = False
-        else:
-            # What may be kept is called as `Record` does it: with all that backward needs.
-            out = _call(func, with_log_sumexp(func, args) if func in REPLAYABLE else args, kwargs or {})
-        flops = 0.0 if self._inside else _flops(func, args, kwargs or {}, out)
-        self.flops += flops
-        outputs = [value for value in (out if isinstance(out, tuple | list) else (out,)) if isinstance(value, torch.Tensor)]
-        for tensor in outputs:
-            self._follow(tensor)
-        if func in REPLAYABLE and not self._inside:
-            num_bytes = sum(tensor.nbytes for tensor in outputs)
-            cost = OperatorCosts(
-                name=operator_name(func),
-                flops=flops,
-                output_bytes=num_bytes,
-                random=is_random(func, args, kwargs or {}),
-            )
-            self.operators.append(cost)
-        return out
-
-    def _follow(self, tensor: torch.Tensor) -> None:
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key in self._known:
-            return
-        self._known.add(key)
-        num_bytes = _resident_bytes(storage.nbytes(), self._huge_pages)
-        self._live_bytes += num_bytes
-        self.peak_bytes = max(self.peak_bytes, self._live_bytes)
-        weakref.finalize(storage, partial(self._forget, key, num_bytes))
-
-    def _forget(self, key: int, num_bytes: int) -> None:
-        self._known.discard(key)
-        self._live_bytes -= num_bytes
-
-
-def _allocates_huge_pages() -> bool:
-    """Say whether torch's CPU allocator was told to use huge pages: then large storages begin on one."""
-    with unset_fake_temporarily():
-        return torch.empty(2 * _HUGE_PAGE_BYTES, dtype=torch.uint8).data_ptr() % _HUGE_PAGE_BYTES == 0
-
-
-def _resident_bytes(num_bytes: int, huge_pages: bool) -> int:
-    """Return what a storage of `num_bytes` takes: whole huge pages where the allocator uses them."""
-    return round_up(num_bytes, _HUGE_PAGE_BYTES) if huge_pages and num_bytes >= _HUGE_PAGE_BYTES else num_bytes
-
-
-def _call(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Call an operator on fake tensors; the grouped product has a shape rule for bfloat16 alone, though it runs in others."""
-    if func is not _aten._grouped_mm.default or args[0].dtype is torch.bfloat16:
-        return func(*args, **kwargs)
-    return func(args[0].bfloat16(), args[1].bfloat16(), *args[2:], **kwargs).to(args[0].dtype)
-
-
-def _flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> float:
-    """Return the floating-point operations of one call; attention on the CPU is counted as its two matrix products."""
-    if func is _aten._scaled_dot_product_flash_attention_for_cpu.default:
-        batch, heads, rows, width = args[0].shape
-        return float(4 * batch * heads * rows * args[1].shape[-2] * width)
-    if func is _aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
-        batch, heads, rows, width = args[1].shape
-        return float(10 * batch * heads * rows * args[2].shape[-2] * width)
-    count = flop_registry.get(func.overloadpacket)
-    return float(count(*args, **kwargs, out_val=out)) if count is not None else 0.0
-
-
-class _AttentionOfGpus(TorchFunctionMode):
-    """Attention without its dropout, which makes no difference to what a GPU's kernels keep: a seed. The CPU has no kernel with
-    dropout, so that all scores would be counted: 0.75 GiB a time for 96 heads and 2048 tokens.
-
-    `dropped` tells afterwards whether there was some.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dropped = False
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if func is torch.nn.functional.scaled_dot_product_attention:
-            kwargs = {**(kwargs or {})}
-            self.dropped |= bool(args[4] if args[4:] else kwargs.get("dropout_p", 0.0))
-            args = args[:4] + (0.0,) * bool(args[4:]) + args[5:]
-            if "dropout_p" in kwargs:
-                kwargs["dropout_p"] = 0.0
-        return func(*args, **(kwargs or {}))
 
 
 def profile(chain: Chain, sequences: int, length: int, *, for_gpu: bool = False, other: ModelCosts | None = None) -> ModelCosts:
@@ -158,16 +32,47 @@ def profile(chain: Chain, sequences: int, length: int, *, for_gpu: bool = False,
     Blocks whose layouts and calls are alike are run once, by the model's own code. Where the chain runs them by other code
     (`Chain.replayable` is false), no operator can be named, so none is listed; and gradients of a block's parameters may be
     there all at once, so all are counted.
+
+    Raises:
+        ModelError: the model's code asks for values, which there are none of.
     """
-    attention = _AttentionOfGpus()
-    with FakeTensorMode(allow_non_fake_inputs=True), chain.own_code(), attention if for_gpu else nullcontext():
-        costs = _profile(chain, sequences, length, other)
+    attention = AttentionOfGpus()
+    try:
+        with (
+            _left_as_found(chain.model),
+            FakeTensorMode(allow_non_fake_inputs=True),
+            chain.own_code(),
+            attention if for_gpu else nullcontext(),
+        ):
+            costs = _profile(chain, sequences, length, other, on_gpu=for_gpu or chain.device.type == "cuda")
+    except DataDependentOutputException as error:
+        raise ModelError(
+            f"{type(chain.model).__name__}: what its code does depends on values, not on shapes alone ({error.func}), so "
+            "that a step cannot be planned; dynamic rotary scaling is one such thing (rope_type), routers that copy counts to "
+            "the host another"
+        ) from error
     if not chain.replayable:
         return replace(costs, blocks=tuple(_not_replayable(block, chain.dtype.itemsize) for block in costs.blocks))
     # Outside, for this one really computes, on a tiny instance.
     kinds = {id(block): _random_attention(block) if attention.dropped else block for block in costs.blocks}
-    found = {key: replace(block, skippable=skippable(chain.config, block.operators)) for key, block in kinds.items()}
+    found = {key: replace(block, skippable=_skippable(chain, block)) for key, block in kinds.items()}
     return replace(costs, blocks=tuple(found[id(block)] for block in costs.blocks))
+
+
+@contextmanager
+def _left_as_found(model: torch.nn.Module) -> Iterator[None]:
+    """Undo what a model keeps of a run for the next one, such as rotary tables for long rows: here these are fake tensors, and
+    to copy from a fake tensor does nothing, silently.
+    """
+    before = {module: (dict(vars(module)), dict(module._buffers)) for module in model.modules()}
+    try:
+        yield
+    finally:
+        for module, (attributes, buffers) in before.items():
+            vars(module).clear()
+            vars(module).update(attributes)
+            module._buffers.clear()
+            module._buffers.update(buffers)
 
 
 class Profiles:
@@ -186,8 +91,13 @@ class Profiles:
         return self._costs[key]
 
 
+def _skippable(chain: Chain, block: BlockCosts) -> tuple[int, ...]:
+    found = skippable(chain.config, block.operators)
+    return tuple(ordinal for ordinal in found if not block.operators[ordinal].must_run)
+
+
 def _random_attention(block: BlockCosts) -> BlockCosts:
-    operators = (replace(operator, random=operator.random or operator.name == ATTENTION) for operator in block.operators)
+    operators = (replace(operator, must_run=operator.must_run or operator.name == ATTENTION) for operator in block.operators)
     return replace(block, operators=tuple(operators))
 
 
@@ -196,7 +106,16 @@ def _not_replayable(block: BlockCosts, bytes_per_element: int) -> BlockCosts:
     return replace(block, operators=(), backward_workspace_bytes=block.backward_workspace_bytes + gradients_bytes)
 
 
-def _profile(chain: Chain, sequences: int, length: int, other: ModelCosts | None) -> ModelCosts:
+def _profile(chain: Chain, sequences: int, length: int, other: ModelCosts | None, *, on_gpu: bool) -> ModelCosts:
+    """What weights, hidden states and calls take has rows of its own in a plan, and is no workspace.
+
+    On a CPU it is counted all the same: what its libraries make of an operator's inputs (weights packed anew) and what the C
+    library keeps were measured as parts of a workspace that has them (LOG.md, 2026-11-22).
+    """
+
+    def meter(*besides: torch.Tensor) -> CostMeter:
+        return CostMeter(chain.wide_products, besides if on_gpu else ())
+
     ids = torch.zeros((sequences, length), dtype=torch.int64, device=chain.device)
     batch = MicroBatch(ids, ids)
     flats = {
@@ -206,19 +125,19 @@ def _profile(chain: Chain, sequences: int, length: int, other: ModelCosts | None
     for unit, flat in flats.items():
         chain.bind(unit, flat, None)
     try:
-        with torch.no_grad(), _Meter(chain.wide_products) as prologue:
+        with torch.no_grad(), meter(*flats.values()) as prologue:
             result = chain.prologue(batch)
         chain.release(0)
         chain.bind(0, flats[0], lambda parameter, gradient: None)
-        with _Meter(chain.wide_products) as prologue_backward:
+        with meter(*flats.values()) as prologue_backward:
             again = chain.prologue(batch)
             if again.hidden.requires_grad:
                 again.hidden.backward(torch.zeros_like(again.hidden))  # type: ignore[no-untyped-call]
-        blocks = _profile_blocks(chain, result.hidden, result.calls)
+        blocks = _profile_blocks(chain, result.hidden, result.calls, meter)
         # Chunks larger than the micro-batch, but for one, say nothing.
         chunks = [tokens for index, tokens in enumerate(_LOSS_CHUNKS) if not index or _LOSS_CHUNKS[index - 1] < ids.numel()]
         known = dict(other.epilogue_workspace_bytes) if other else {}
-        losses = {tokens: _profile_loss(chain, result.hidden, ids, tokens) for tokens in chunks if tokens not in known}
+        losses = {tokens: _profile_loss(chain, result.hidden, ids, tokens, meter) for tokens in chunks if tokens not in known}
     finally:
         for unit in flats:
             chain.release(unit)
@@ -239,7 +158,7 @@ def _profile(chain: Chain, sequences: int, length: int, other: ModelCosts | None
         prologue_backward_workspace_bytes=prologue_backward.peak_bytes,
         epilogue_workspace_bytes=tuple((tokens, known.get(tokens) or losses[tokens].peak_bytes) for tokens in chunks),
         epilogue_flops_per_token=other.epilogue_flops_per_token if other else losses[chunks[0]].flops / chunks[0] / 3,
-        call_bytes=_call_bytes(result.calls),
+        call_bytes=_call_bytes(result.calls, sequences if chain.supports_packing else 1),
         wide_products=chain.wide_products,
     )
 
@@ -248,7 +167,9 @@ def _residents(chain: Chain) -> tuple[int, ...]:
     return (0, chain.num_blocks + 1) if chain.has_epilogue_unit else (0,)
 
 
-def _profile_blocks(chain: Chain, hidden: torch.Tensor, calls: tuple[Any, ...]) -> tuple[BlockCosts, ...]:
+def _profile_blocks(
+    chain: Chain, hidden: torch.Tensor, calls: tuple[Any, ...], meter: Callable[..., CostMeter]
+) -> tuple[BlockCosts, ...]:
     known: dict[object, BlockCosts] = {}
     costs = []
     for index in range(chain.num_blocks):
@@ -259,60 +180,80 @@ def _profile_blocks(chain: Chain, hidden: torch.Tensor, calls: tuple[Any, ...]) 
         # Blocks of one shape that get the same objects do the same; masks of two kinds make two kinds of blocks.
         key = (str(shapes), tuple(value if isinstance(value, bool | int | str) else id(value) for value in values))
         if key not in known:
-            known[key] = _profile_block(chain, index, hidden, call)
+            known[key] = _profile_block(chain, index, hidden, call, meter)
         costs.append(known[key])
     return tuple(costs)
 
 
-def _profile_block(chain: Chain, index: int, hidden: torch.Tensor, call: Any) -> BlockCosts:
+def _profile_block(chain: Chain, index: int, hidden: torch.Tensor, call: Any, meter: Callable[..., CostMeter]) -> BlockCosts:
     layout = chain.layouts[index + 1]
     flat = torch.zeros(layout.num_elements, dtype=chain.dtype, device=chain.device)
     chain.bind(index + 1, flat, None)
-    with torch.no_grad(), _Meter(chain.wide_products) as forward:
+    existing = (flat, hidden, *_tensors_of((call,)))
+    with torch.no_grad(), meter(*existing) as forward:
         chain.block(index, hidden, call)
     chain.release(index + 1)
     chain.bind(index + 1, flat, lambda parameter, gradient: None)
     try:
         leaf = hidden.detach().requires_grad_()
-        with _Meter(chain.wide_products) as backward:
+        with meter(*existing) as backward:
             out = chain.block(index, leaf, call)
+            recomputed = [operator.name for operator in backward.operators]
             out.hidden.backward(torch.zeros_like(out.hidden))  # type: ignore[no-untyped-call]
             del out
     finally:
         chain.release(index + 1)
+    operators = forward.operators
+    if [operator.name for operator in operators] != recomputed:
+        # With a graph it goes another way, as attention with a trained bias does: no ordinal means the same there.
+        operators = [replace(operator, must_run=True) for operator in operators]
     return BlockCosts(
         num_elements=layout.num_elements,
         num_parameters=layout.num_parameters,
         forward_flops=forward.flops,
         forward_workspace_bytes=forward.peak_bytes,
         backward_workspace_bytes=backward.peak_bytes,
-        operators=tuple(forward.operators),
+        operators=tuple(operators),
         attention_flops=sum(operator.flops for operator in forward.operators if operator.name == ATTENTION),
     )
 
 
-def _profile_loss(chain: Chain, hidden: torch.Tensor, ids: torch.Tensor, tokens: int) -> _Meter:
+def _profile_loss(
+    chain: Chain, hidden: torch.Tensor, ids: torch.Tensor, tokens: int, meter: Callable[..., CostMeter]
+) -> CostMeter:
     """Run the epilogue on a chunk of `tokens` positions of one row, with gradients."""
     part = hidden.new_zeros((1, tokens, hidden.shape[-1])).requires_grad_()
     some = ids.new_zeros((1, tokens))
+    flats = []
     for unit in _residents(chain):
-        flat = torch.zeros(chain.layouts[unit].num_elements, dtype=chain.dtype, device=chain.device)
+        flats.append(torch.zeros(chain.layouts[unit].num_elements, dtype=chain.dtype, device=chain.device))
         chain.release(unit)
-        chain.bind(unit, flat, lambda parameter, gradient: None)
-    meter = _Meter(chain.wide_products)
-    with meter:
+        chain.bind(unit, flats[-1], lambda parameter, gradient: None)
+    used = meter(*flats)
+    with used:
         chain.loss_sum(some, part, some).backward()  # type: ignore[no-untyped-call]
-    return meter
+    return used
 
 
-def _call_bytes(calls: tuple[Any, ...]) -> int:
-    """Return the bytes of the distinct tensors that blocks are called with: masks, rotary tables, positions."""
-    sizes: dict[int, int] = {}
+def _call_bytes(calls: tuple[Any, ...], rows: int) -> int:
+    """Return the bytes of the distinct tensors that blocks are called with: masks, rotary tables, positions. What all `rows` of
+    a micro-batch share is one for each where rows are packed, for positions differ then; pass 1 where they cannot be.
+    """
+    sizes = {
+        tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes()
+        * (rows if tensor.dim() > 1 and tensor.shape[0] == 1 else 1)
+        for tensor in _tensors_of(calls)
+    }
+    return sum(sizes.values())
+
+
+def _tensors_of(calls: Iterable[Any]) -> list[torch.Tensor]:
+    """Return all tensors that blocks are called with, in whatever tuples, lists and dictionaries."""
+    found: list[torch.Tensor] = []
 
     def visit(value: Any) -> None:
         if isinstance(value, torch.Tensor):
-            storage = value.untyped_storage()
-            sizes[storage._cdata] = storage.nbytes()
+            found.append(value)
         elif isinstance(value, tuple | list):
             for item in value:
                 visit(item)
@@ -323,4 +264,4 @@ def _call_bytes(calls: tuple[Any, ...]) -> int:
     for call in calls:
         visit(call.args)
         visit(call.kwargs)
-    return sum(sizes.values())
+    return found

@@ -8,7 +8,7 @@ activation swapping (Fuyou: outputs kept on host or SSD) and everything between.
 Operators are named by their *ordinal*: the position among the replayable operator calls of one run of the block.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -53,7 +53,7 @@ REPLAYABLE = _replayable()
 
 
 class ReplayMismatch(HeadraceError, RuntimeError):
-    """The block ran other operators in recompute than in forward; replaying would give wrong gradients."""
+    """The block runs other operators in recompute than in forward; replaying on would give wrong gradients."""
 
 
 def operator_name(func: Any) -> str:
@@ -62,8 +62,20 @@ def operator_name(func: Any) -> str:
     return ATTENTION if "scaled_dot_product" in name else name
 
 
+def overwritten(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """Return the arguments that a call of `func` writes into. What one of them held is not what an operator returned."""
+    given = zip(func._schema.arguments, args, strict=False)
+    named = ((known, kwargs[known.name]) for known in func._schema.arguments[len(args) :] if known.name in kwargs)
+    return [
+        value
+        for known, value in (*given, *named)
+        if known.alias_info is not None and known.alias_info.is_write and isinstance(value, torch.Tensor)
+    ]
+
+
 class Record(TorchDispatchMode):
-    """Keep the outputs of the operators at `chosen` ordinals in `kept` (ordinal -> operator and output), but for random ones.
+    """Keep the outputs of the operators at `chosen` ordinals in `kept` (ordinal -> operator and output), but for random ones,
+    and for those that the block writes into afterwards: recompute would do it a second time.
 
     `names` lists what ran, in order: ordinals mean nothing if it is not what they were chosen for.
     """
@@ -78,6 +90,8 @@ class Record(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func not in REPLAYABLE:
+            for tensor in overwritten(func, args, kwargs or {}):
+                self._forget(tensor)
             return func(*args, **(kwargs or {}))
         ordinal = len(self.names)
         self.names.append(operator_name(func))
@@ -87,16 +101,39 @@ class Record(TorchDispatchMode):
         self.kept[ordinal] = (func, out)
         return out
 
+    def _forget(self, written: torch.Tensor) -> None:
+        """Do not keep what shares its memory with `written`, by whatever views."""
+        storage = written.untyped_storage()._cdata
+        for ordinal, (_, out) in list(self.kept.items()):
+            if any(tensor.untyped_storage()._cdata == storage for tensor in tensors_in(out)):
+                del self.kept[ordinal]
+
+
+def tensors_in(out: Output) -> list[torch.Tensor]:
+    """Return the tensors among what an operator returned."""
+    return [value for value in (out if isinstance(out, tuple | list) else (out,)) if isinstance(value, torch.Tensor)]
+
 
 class Replay(TorchDispatchMode):
     """Return kept outputs instead of computing them; `skipped` ordinals return memory that was never written.
 
-    A skipped operator is one whose output no gradient depends on (`find_skippable`): it is neither kept nor computed.
+    A skipped operator is one whose output no gradient depends on (`find_skippable`): it is neither kept nor computed. `names`
+    are the operators that ran in forward: attention, for one, may go another way where there is a graph. That is noticed before
+    anything wrong is returned; what has been computed so far is right, but has to be done again.
+
+    Raises:
+        ReplayMismatch: from the operator that is not the one of forward, and at the exit if there are fewer.
     """
 
-    def __init__(self, kept: Mapping[int, tuple[Any, Output]], skipped: frozenset[int] = frozenset()) -> None:
+    def __init__(
+        self,
+        kept: Mapping[int, tuple[Any, Output]],
+        skipped: frozenset[int] = frozenset(),
+        *,
+        names: Sequence[str],
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._kept, self._skipped, self._next = kept, skipped, 0
+        self._kept, self._skipped, self._names, self._next = kept, skipped, names, 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -104,17 +141,22 @@ class Replay(TorchDispatchMode):
         if func not in REPLAYABLE:
             return func(*args, **(kwargs or {}))
         ordinal, self._next = self._next, self._next + 1
+        before = self._names[ordinal] if ordinal < len(self._names) else "none"
+        if operator_name(func) != before:
+            raise ReplayMismatch(f"operator {ordinal} of the block was {before} in forward and is {func} in recompute")
         if ordinal in self._kept:
             recorded, out = self._kept[ordinal]
             if recorded is not func:
-                raise ReplayMismatch(
-                    f"operator {ordinal} of the block was {recorded} in forward and is {func} in recompute; "
-                    "switch replay off for this model (replay: none)"
-                )
+                raise ReplayMismatch(f"operator {ordinal} of the block was {recorded} in forward and is {func} in recompute")
             return out
         if ordinal in self._skipped and func in _SHAPES:
             return _SHAPES[func](args)
         return func(*args, **(kwargs or {}))
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        if kind is None and self._next != len(self._names):
+            raise ReplayMismatch(f"the block ran {len(self._names)} operators in forward and {self._next} in recompute")
 
 
 def _call_for_backward(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Output:

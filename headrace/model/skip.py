@@ -31,7 +31,7 @@ def _skippable(config_class: type, key: str) -> dict[tuple[str, ...], tuple[int,
     hidden = start.hidden.detach()
     for index, call in enumerate(start.calls):
         leaf = hidden.detach().requires_grad_()
-        parameters = list(runner.blocks[index].parameters())
+        parameters = [parameter for parameter in runner.blocks[index].parameters() if parameter.requires_grad]
 
         def forward(index: int = index, leaf: torch.Tensor = leaf, call: Any = call) -> torch.Tensor:
             with torch.random.fork_rng(devices=[]):

@@ -174,10 +174,11 @@ def _activation_bytes(plan: Plan, costs: ModelCosts, *, pools: bool) -> int:
 
 def _library_bytes(plan: Plan, device: dict[str, int], overhead_bytes: int) -> int:
     """Return what a GPU takes beyond live tensors: what attention makes inside its backward (fp32 sums of three inputs'
-    gradients), what the copy lanes have in flight, and an eighth of what comes and goes, for the allocator's rounding.
+    gradients), what the copy lanes have in flight, and a quarter of what comes and goes, for the allocator: it rounds to 2 MiB,
+    and takes segments of 20 MiB for tensors below 10, in which those of 7 and more leave up to half unused.
     """
     in_flight = 2 * max(plan.stash_bytes(block) for block in range(1, plan.num_blocks + 1))
-    return overhead_bytes + 6 * plan.hidden_bytes + in_flight + (device["activations"] + device["workspace"]) // 8
+    return overhead_bytes + 6 * plan.hidden_bytes + in_flight + (device["activations"] + device["workspace"]) // 4
 
 
 def _workspace_bytes(plan: Plan, costs: ModelCosts) -> int:

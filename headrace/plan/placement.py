@@ -116,13 +116,14 @@ def replay_order(costs: ModelCosts, attention_share: float = 1.0) -> list[tuple[
     """Return all (block, ordinal) whose output may be kept, best benefit per byte first (Fuyou: OB = FLOP / A).
 
     An operation of attention counts for as many of a matrix product as take its time: `1 / attention_share`. Of equal benefit,
-    deep blocks first: theirs wait shortest. Outputs that recompute skips anyway are not among them, nor random ones.
+    deep blocks first: theirs wait shortest. Outputs that recompute skips anyway are not among them, nor those of operators that
+    must run again.
     """
     pairs = [
         (block, ordinal)
         for block, costs_of_block in enumerate(costs.blocks)
         for ordinal, operator in enumerate(costs_of_block.operators)
-        if ordinal not in costs_of_block.skippable and not operator.random
+        if ordinal not in costs_of_block.skippable and not operator.must_run
     ]
 
     def benefit(operator: OperatorCosts) -> float:

@@ -13,7 +13,9 @@ class OperatorCosts:
     name: str
     flops: float
     output_bytes: int
-    random: bool = False  # it draws numbers, as attention with dropout does: what is drawn after it depends on its having run
+    must_run: bool = (
+        False  # in recompute, too: it draws numbers, or its output is overwritten, or recompute runs other operators
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,6 +15,15 @@ class ParameterGroup:
     weight_decay: float | None = None
     learning_rate_scale: float = 1.0
 
+    def __post_init__(self) -> None:
+        try:
+            re.compile(self.pattern)
+        except re.error as error:
+            raise ConfigError(f"pattern: {self.pattern!r} is no regular expression ({error})") from error
+        _check_not_negative("learning_rate_scale", self.learning_rate_scale)
+        if self.weight_decay is not None:
+            _check_not_negative("weight_decay", self.weight_decay)
+
 
 @dataclass(frozen=True, slots=True)
 class AdamW:
@@ -31,12 +40,12 @@ class AdamW:
     groups: tuple[ParameterGroup, ...] = ()
 
     def __post_init__(self) -> None:
-        if not (self.lr >= 0 and math.isfinite(self.lr)):
-            raise ConfigError(f"lr: expected a finite number >= 0, found {self.lr}")
+        _check_not_negative("lr", self.lr)
+        _check_not_negative("weight_decay", self.weight_decay)
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ConfigError(f"betas: expected two numbers in [0, 1), found {self.betas}")
-        if self.eps <= 0 or self.weight_decay < 0:
-            raise ConfigError(f"eps must be > 0 and weight_decay >= 0, found {self.eps} and {self.weight_decay}")
+        if not (self.eps > 0 and math.isfinite(self.eps)):
+            raise ConfigError(f"eps: expected a finite number > 0, found {self.eps}")
 
     def group_of(self, name: str, num_dimensions: int) -> tuple[float, float]:
         """Return `(learning_rate_scale, weight_decay)` of the parameter called `name`."""
@@ -61,6 +70,10 @@ class Schedule:
 
     KINDS = ("constant", "linear", "cosine")
 
+    def __post_init__(self) -> None:
+        if self.kind not in self.KINDS:
+            raise ConfigError(f"lr_schedule: {self.kind!r} is not one of {', '.join(self.KINDS)}")
+
     def factor(self, step: int) -> float:
         """Return the factor on the base learning rate for the update of step `step` (counted from 0)."""
         if step < self.warmup_steps:
@@ -70,6 +83,9 @@ class Schedule:
         done = (step - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps)
         if self.kind == "linear":
             return max(0.0, 1.0 - done)
-        if self.kind == "cosine":
-            return max(0.0, 0.5 * (1.0 + math.cos(math.pi * min(1.0, done))))
-        raise ConfigError(f"lr_schedule: {self.kind!r} is not one of {', '.join(self.KINDS)}")
+        return max(0.0, 0.5 * (1.0 + math.cos(math.pi * min(1.0, done))))
+
+
+def _check_not_negative(name: str, value: float) -> None:
+    if not (value >= 0 and math.isfinite(value)):
+        raise ConfigError(f"{name}: expected a finite number >= 0, found {value}")

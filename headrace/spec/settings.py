@@ -1,5 +1,6 @@
 """What a run was opened with: all that `resume` needs besides the state."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -36,6 +37,10 @@ class Settings:
         if self.gradient_dtype not in (None, "float32", self.compute_dtype):
             raise ConfigError(
                 f"gradient_dtype: {self.gradient_dtype!r} is neither float32 nor the compute dtype {self.compute_dtype}"
+            )
+        if self.max_grad_norm is not None and not (self.max_grad_norm > 0 and math.isfinite(self.max_grad_norm)):
+            raise ConfigError(
+                f"max_grad_norm: expected a finite number > 0, or None for no clipping; found {self.max_grad_norm}"
             )
         if self.compile_blocks and self.liger:
             raise ConfigError("compile_blocks and liger: both fuse the same operators of a block; give one of them")

@@ -97,11 +97,11 @@ class RunConfig(BaseModel):
     learning_rate: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1e-5
     weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     adam_betas: tuple[float, float] = (0.9, 0.95)
-    adam_epsilon: Annotated[float, Field(gt=0)] = 1e-8
+    adam_epsilon: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1e-8
     parameter_groups: tuple[GroupConfig, ...] = ()
     warmup_steps: NonNegativeInt = 0
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    max_grad_norm: Annotated[float, Field(ge=0)] | None = 1.0
+    max_grad_norm: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = 1.0
     compute_dtype: Annotated[
         Literal["bfloat16", "float32", "float16"], BeforeValidator(lambda value: _DTYPES.get(value, value))
     ] = "bfloat16"
@@ -129,6 +129,11 @@ class RunConfig(BaseModel):
             raise ConfigError(
                 f"tokens_per_step: {tokens} is no multiple of sequence_length {length}; a step takes whole rows: use {nearest}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _optimizer_can_be(self) -> Self:
+        _ = self.optimizer  # refuses what is no rule of updates: betas, patterns, factors
         return self
 
     @classmethod

@@ -111,9 +111,9 @@ def test_replay_changes_nothing_and_is_used(
     expected = train(path, tmp_path / "recompute", adjust=recompute)
     replayed: list[int] = []
 
-    def counting(kept: Any, skipped: frozenset[int] = frozenset()) -> Replay:
+    def counting(kept: Any, skipped: frozenset[int] = frozenset(), **names: Any) -> Replay:
         replayed.append(len(kept))
-        return Replay(kept, skipped)
+        return Replay(kept, skipped, **names)
 
     monkeypatch.setattr(compute, "Replay", counting)
     everything = {

@@ -202,7 +202,7 @@ def run_block(found: Chain, mode: Any, *, record: frozenset[int] = frozenset()) 
         found.bind(1, flats[1], sink)
         leaf = hidden.clone().requires_grad_()
         with torch.enable_grad():
-            with Replay(kept.kept):
+            with Replay(kept.kept, names=kept.names):
                 out = found.block(0, leaf, call).hidden
             torch.autograd.backward([out], [hidden])
     for unit in (0, 1):

@@ -24,7 +24,7 @@ def test_another_sizes_epilogue_is_this_ones(name: str, monkeypatch: pytest.Monk
     profile_loss, chunks = module._profile_loss, []  # type: ignore[attr-defined]
 
     def counted(*arguments: Any) -> Any:
-        chunks.append(arguments[-1])
+        chunks.append(arguments[-2])
         return profile_loss(*arguments)
 
     monkeypatch.setattr(module, "_profile_loss", counted)

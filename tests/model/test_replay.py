@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from headrace.model import Record
-from headrace.model.profile import _Meter
+from headrace.model.cost_meter import CostMeter
 from headrace.spec.costs import ATTENTION
 
 _aten = torch.ops.aten
@@ -46,7 +46,7 @@ def test_what_is_planned_of_attention_is_what_is_kept() -> None:
     """The logarithm of the sum, too, which forward leaves out unless it is asked for."""
     with Record(frozenset({0})) as record:
         call("_scaled_dot_product_efficient_attention", 0.0, by_keyword=True)
-    with _Meter(wide=False) as meter:
+    with CostMeter(wide=False) as meter:
         call("_scaled_dot_product_efficient_attention", 0.0, by_keyword=True)
     (_, (output, log_sum, seed, offset)) = record.kept[0]
     assert log_sum.numel() == 2 * 64

@@ -40,6 +40,13 @@ def test_sizes_are_understood(text: object, num_bytes: int) -> None:
         ({"report_to": "wandb"}, ["report_to", "'wandb'", "tensorboard"]),
         ({"sequence_length": 100, "tokens_per_step": 250}, ["tokens_per_step: 250", "sequence_length 100", "use 200"]),
         ({"parameter_groups": [{"patern": "x"}]}, ["parameter_groups.0", "patern"]),
+        ({"parameter_groups": [{"pattern": "("}]}, ["pattern", "'('", "no regular expression"]),
+        ({"parameter_groups": [{"pattern": "x", "learning_rate_scale": float("nan")}]}, ["learning_rate_scale", "nan"]),
+        ({"parameter_groups": [{"pattern": "x", "weight_decay": -0.1}]}, ["weight_decay", "-0.1"]),
+        ({"weight_decay": float("inf")}, ["weight_decay", "inf"]),
+        ({"adam_epsilon": float("nan")}, ["adam_epsilon", "nan"]),
+        ({"adam_betas": [0.9, 1.0]}, ["betas", "1.0"]),
+        ({"max_grad_norm": float("nan")}, ["max_grad_norm", "nan"]),
     ],
 )
 def test_what_is_not_understood_is_named_in_one_line(change: dict[str, object], words: list[str]) -> None:

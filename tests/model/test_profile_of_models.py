@@ -1,0 +1,129 @@
+"""A profile counts what a model computes, and leaves the model as it was.
+
+Run: pytest tests/model/test_profile_of_models.py
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from transformers import CONFIG_MAPPING
+
+from headrace import AdamW
+from headrace.model import Chain, MicroBatch, profile, self_check
+from headrace.model.profile import _tensors_of
+from headrace.spec.errors import ModelError
+
+ROWS, LENGTH = 2, 64
+SHAPE = {
+    "vocab_size": 160,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+# Queries, keys and values, the output projection, and two products of attention, for one token.
+ATTENTION = 2 * 64 * (64 + 2 * 32 + 64) + 4 * LENGTH * 64
+
+
+def chain_of(kind: str, dtype: str = "bfloat16", **values: Any) -> Chain:
+    return Chain.from_config(CONFIG_MAPPING[kind](**SHAPE, **values), dtype, AdamW())
+
+
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "values", "flops"),
+    [
+        ("llama", {}, 6 * 64 * 96),
+        ("mixtral", {"num_local_experts": 8, "num_experts_per_tok": 2}, 2 * 6 * 64 * 96 + 2 * 64 * 8),
+        (
+            "qwen3_moe",
+            {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 32, "head_dim": 16},
+            4 * 6 * 64 * 32 + 2 * 64 * 16,
+        ),
+    ],
+)
+def test_operations_of_a_block_are_those_of_its_products(kind: str, values: dict[str, Any], flops: int, wide: bool) -> None:
+    """Of experts those that a token goes through."""
+    chain = chain_of(kind, **values)
+    if wide:
+        chain.multiply_wide()
+    costs = profile(chain, ROWS, LENGTH)
+    assert costs.blocks[-1].forward_flops / (ROWS * LENGTH) == ATTENTION + flops
+    assert all(operator.flops > 0 for operator in costs.blocks[-1].operators)
+
+
+@pytest.mark.parametrize(("kind", "values"), [("llama", {}), ("gemma3_text", {"head_dim": 16, "sliding_window": 16})])
+@pytest.mark.parametrize("rows", [1, 8])
+def test_packed_rows_have_positions_of_their_own(kind: str, values: dict[str, Any], rows: int) -> None:
+    """And with them rotary tables: what blocks are called with through a whole step is planned for that."""
+    chain = chain_of(kind, **values)
+    planned = profile(chain, rows, LENGTH).call_bytes
+    ids = torch.zeros((rows, LENGTH), dtype=torch.int64)
+    positions = (torch.arange(LENGTH) % (LENGTH // 2)).expand(rows, LENGTH).contiguous()
+    for unit in (0, chain.num_blocks + 1)[: 1 + chain.has_epilogue_unit]:
+        chain.bind(unit, torch.zeros(chain.layouts[unit].num_elements, dtype=chain.dtype), None)
+    with torch.no_grad():
+        calls = chain.prologue(MicroBatch(ids, ids, position_ids=positions)).calls
+    held = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in _tensors_of(calls)}
+    assert planned >= sum(held.values()) > planned / 2
+
+
+def test_what_a_model_keeps_of_a_run_is_not_kept_of_a_profile() -> None:
+    """Long rows take another rotary table, which the model makes when it first sees one and copies from ever after."""
+    chain = chain_of(
+        "phi3",
+        "float32",
+        max_position_embeddings=4 * LENGTH,
+        original_max_position_embeddings=LENGTH // 4,
+        pad_token_id=0,
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "long_factor": [4.0 + index for index in range(8)],
+            "short_factor": [1.0] * 8,
+            "original_max_position_embeddings": LENGTH // 4,
+        },
+    )
+    before = {name: buffer.clone() for name, buffer in chain.model.named_buffers()}
+    profile(chain, ROWS, LENGTH)
+    left = [value for module in chain.model.modules() for value in (*vars(module).values(), *module._buffers.values())]
+    assert not any(isinstance(value, FakeTensor) for value in left)
+    for name, buffer in chain.model.named_buffers():
+        assert torch.equal(buffer, before[name]), name
+
+
+def test_outputs_that_a_block_writes_into_must_be_computed_again() -> None:
+    clipped = profile(chain_of("olmo", clip_qkv=0.5), 1, LENGTH).blocks[0]
+    plain = profile(chain_of("olmo"), 1, LENGTH).blocks[0]
+    assert [operator.must_run for operator in clipped.operators[:4]] == [True, True, True, False]
+    assert not any(operator.must_run for operator in plain.operators)
+    assert plain.skippable
+    assert clipped.skippable == plain.skippable
+
+
+def test_a_block_that_goes_another_way_with_a_graph_is_recomputed_whole() -> None:
+    found = profile(chain_of("doge", "float32"), 1, LENGTH).blocks[0]
+    assert found.operators
+    assert all(operator.must_run for operator in found.operators)
+    assert not found.skippable
+
+
+def test_code_that_looks_at_values_is_refused_in_words() -> None:
+    chain = chain_of(
+        "llama", max_position_embeddings=10, rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
+    )
+    with pytest.raises(ModelError, match=r"depends on values.*rope_type"):
+        profile(chain, ROWS, LENGTH)
+
+
+@pytest.mark.parametrize("kind", ["ernie4_5_moe", "afmoe"])
+def test_parameters_that_the_architecture_freezes_stop_no_profile(kind: str) -> None:
+    assert profile(Chain.from_config(CONFIG_MAPPING[kind](), "bfloat16", AdamW()), 1, 16).blocks[-1].operators
+
+
+def test_blocks_that_hand_on_more_than_hidden_states_are_refused_in_words() -> None:
+    with pytest.raises(ModelError, match="block by block"):
+        self_check(CONFIG_MAPPING["glm_moe_dsa"]())
