@@ -20,6 +20,7 @@ from headrace.flow.execute import OverlappedInterpreter, PlainInterpreter
 from headrace.flow.load import UnitReader, import_model
 from headrace.flow.state import Parts, StepState, Verdict
 from headrace.flow.steps import Steps
+from headrace.flow.traffic import Traffic
 from headrace.flow.update import device_updater
 from headrace.ioengine import measured_weights
 from headrace.machine import (
@@ -114,6 +115,7 @@ class Engine:
             self._closers.callback(self._meter.close)
             self._steps: Steps | None = None
             self._hits = HitRate()
+            self._traffic = Traffic(self.store)  # from here on: an import, or a state that was verified, is no step's
             self._closed = False
         except BaseException:
             self._closers.close()
@@ -435,7 +437,6 @@ class Engine:
         if self.settings.compile_blocks:  # one length is one graph
             cpu_batch = filled_up(cpu_batch, steps.parts.plan.sequence_length, needs_mask=self.chain.collects_asides)
         self._meter.reset()
-        read, written, io_cpu = self.store.bytes_read, self.store.bytes_written, self.store.io_cpu_seconds
         data = step_batch(cpu_batch, rows, self.machine.device)
         self.plan = steps.follow_hit_rate()
         verdict = self._verdict(position)
@@ -448,6 +449,7 @@ class Engine:
         loss = float(state.loss_sum) / data.trained_tokens if state.loss_sum is not None else math.nan
         if state.aside_loss is not None:
             loss += float(state.aside_loss)
+        moved = self._traffic.moved()
         result = StepResult(
             step=verdict.step,
             loss=loss,
@@ -460,9 +462,9 @@ class Engine:
             loss_scale=verdict.loss_scale.scale if verdict.loss_scale else None,
             update_policy=self.plan.update_policy,
             redone=verdict.redone,
-            bytes_read={"ssd": self.store.bytes_read - read},
-            bytes_written={"ssd": self.store.bytes_written - written},
-            io_cpu_seconds=self.store.io_cpu_seconds - io_cpu,
+            bytes_read=moved.bytes_read,
+            bytes_written=moved.bytes_written,
+            io_cpu_seconds=moved.io_cpu_seconds,
             peak_bytes=self._peak_bytes(self.plan),
         )
         if self._heap is not None:
@@ -525,6 +527,9 @@ class Engine:
         """Finish everything under way and make the newest step durable."""
         if self._steps is not None:
             self._steps.flush()
+            moved = self._traffic.moved()
+            if any((*moved.bytes_read.values(), *moved.bytes_written.values())):
+                self._emit(moved)
 
     # -- results ----------------------------------------------------------------------------------------------------
 

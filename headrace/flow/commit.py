@@ -3,8 +3,8 @@
 import time
 
 from headrace.flow.state import Parts, StepState
-from headrace.spec.events import Committed
-from headrace.spec.program import Op
+from headrace.spec.events import Committed, OpDone
+from headrace.spec.program import Lane, Op, Verb
 
 
 def commit(state: StepState, op: Op) -> None:
@@ -17,13 +17,33 @@ def commit(state: StepState, op: Op) -> None:
     if not verdict.durable or (verdict.void and state.plan.update_policy != "deferred"):
         return
     start = time.perf_counter()
-    write_resident_states(parts)
+    written = write_resident_states(parts)
+    if written:
+        _account(parts, state.verdict.step, start, written)
     parts.store.commit(verdict.record(verdict))
     parts.sink(Committed(step=verdict.step, seconds=time.perf_counter() - start))
 
 
-def write_resident_states(parts: Parts) -> None:
-    """Write the states that live in host memory into the slot that is not committed."""
+def _account(parts: Parts, step: int, start: float, written_bytes: int) -> None:
+    """Tell of what a commit writes as of a lane's operation: it is the drives' work, of which the commit is only the end."""
+    parts.sink(
+        OpDone(
+            step=step,
+            label="write-states resident",
+            verb=Verb.WRITE_STATES,
+            lane=Lane.SSD_WRITE,
+            unit=-1,
+            micro=-1,
+            chunk=-1,
+            start_seconds=start,
+            stop_seconds=time.perf_counter(),
+            bytes=written_bytes,
+        )
+    )
+
+
+def write_resident_states(parts: Parts) -> int:
+    """Write the states that live in host memory into the slot that is not committed, and return how many bytes they are."""
     plan = parts.plan
     tickets = []
     for unit in plan.resident_states:
@@ -32,3 +52,4 @@ def write_resident_states(parts: Parts) -> None:
             tickets.append(parts.store.write_states(unit, chunk, states[plan.states_of_chunk(unit, chunk)]))
     for ticket in tickets:
         ticket.wait()
+    return sum(plan.state_bytes(unit) for unit in plan.resident_states)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from headrace.spec.errors import RunDirectoryError
-from headrace.spec.events import Committed, Event, StepResult
+from headrace.spec.events import Committed, Event, Flushed, StepResult
 
 Record = dict[str, Any]
 
@@ -74,7 +74,8 @@ class MetricsFile:
     """
 
     def __init__(self, path: Path, *, committed_steps: int = 0, steps_per_epoch: float | None = None) -> None:
-        self._steps_per_epoch = steps_per_epoch
+        self._path, self._steps_per_epoch = path, steps_per_epoch
+        self._changed = False  # what a flush moved belongs to the last step, whose line is written already
         self.records = [record for record in read_metrics(path) if record["step"] <= committed_steps]
         _write_atomically(path, "".join(json.dumps(record) + "\n" for record in self.records))
         self._file: TextIO = path.open("a", encoding="utf-8")
@@ -86,6 +87,9 @@ class MetricsFile:
             self.records.append(record)
             self._file.write(json.dumps(record) + "\n")
             self._file.flush()
+        elif isinstance(event, Flushed) and self.records:
+            _add(self.records[-1], event)
+            self._changed = True
         elif isinstance(event, Committed):
             os.fsync(self._file.fileno())  # the record of a durable step should survive a power cut as the step does
 
@@ -95,6 +99,16 @@ class MetricsFile:
             with self._file:  # closed whatever happens: a line that had no space must not be tried again
                 self._file.flush()
                 os.fsync(self._file.fileno())
+            if self._changed:
+                _write_atomically(self._path, "".join(json.dumps(record) + "\n" for record in self.records))
+
+
+def _add(record: Record, flushed: Flushed) -> None:
+    for name in ("bytes_read", "bytes_written"):
+        amounts = record.setdefault(name, {})
+        for tier, size in getattr(flushed, name).items():
+            amounts[tier] = amounts.get(tier, 0) + size
+    record["io_cpu_seconds"] = round(record.get("io_cpu_seconds", 0.0) + flushed.io_cpu_seconds, 6)
 
 
 def _finite(value: float | None) -> float | None:
@@ -103,5 +117,8 @@ def _finite(value: float | None) -> float | None:
 
 def _write_atomically(path: Path, text: str) -> None:
     beside = path.with_name(path.name + ".new")
-    beside.write_text(text, encoding="utf-8")
+    with beside.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
     beside.replace(path)

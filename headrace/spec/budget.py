@@ -35,9 +35,10 @@ class Budget:
         self,
         device: str | int | None = None,
         host: str | int | None = None,
-        ssd: Sequence[str | Path] = (),
+        ssd: str | Path | Sequence[str | Path] = (),
     ) -> None:
         set_field = object.__setattr__  # frozen: fields are set once, here
         set_field(self, "device_bytes", None if device is None else parse_bytes(device, name="device memory"))
         set_field(self, "host_bytes", None if host is None else parse_bytes(host, name="host memory"))
-        set_field(self, "ssd", tuple(Path(directory) for directory in ssd))
+        directories = (ssd,) if isinstance(ssd, str | Path) else ssd
+        set_field(self, "ssd", tuple(Path(directory) for directory in directories))

@@ -24,6 +24,8 @@ class OpDone:
 class StepResult:
     """What one optimizer step did. `bytes_read` and `bytes_written` are per tier name; `peak_bytes` too.
 
+    `tokens` are the positions of the batch, what fills rows included; bytes are those since the step before, whichever step
+    they were for: updates run on behind the next one.
     `update_policy` is the plan's; `redone`: updates were begun on the guess that nothing is clipped, and done again.
     `io_cpu_seconds` is the CPU time of the I/O threads, system calls included, and of checksums that the update did not take.
     """
@@ -66,7 +68,16 @@ class Committed:
     seconds: float
 
 
-Event = OpDone | StepResult | Notice | Committed
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flushed:
+    """What steps had left under way is done; it moved so much after the last `StepResult`, which counts it not."""
+
+    bytes_read: dict[str, int]
+    bytes_written: dict[str, int]
+    io_cpu_seconds: float
+
+
+Event = OpDone | StepResult | Notice | Committed | Flushed
 Sink = Callable[[Event], None]
 
 

@@ -42,7 +42,7 @@ class AdamW:
     def __post_init__(self) -> None:
         _check_not_negative("lr", self.lr)
         _check_not_negative("weight_decay", self.weight_decay)
-        if not all(0 <= beta < 1 for beta in self.betas):
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ConfigError(f"betas: expected two numbers in [0, 1), found {self.betas}")
         if not (self.eps > 0 and math.isfinite(self.eps)):
             raise ConfigError(f"eps: expected a finite number > 0, found {self.eps}")
@@ -73,6 +73,8 @@ class Schedule:
     def __post_init__(self) -> None:
         if self.kind not in self.KINDS:
             raise ConfigError(f"lr_schedule: {self.kind!r} is not one of {', '.join(self.KINDS)}")
+        if self.kind != "constant" and self.total_steps < 1:
+            raise ConfigError(f"lr_schedule: {self.kind} falls to 0 over total_steps, found {self.total_steps}; say how many")
 
     def factor(self, step: int) -> float:
         """Return the factor on the base learning rate for the update of step `step` (counted from 0)."""

@@ -42,6 +42,10 @@ class Settings:
             raise ConfigError(
                 f"max_grad_norm: expected a finite number > 0, or None for no clipping; found {self.max_grad_norm}"
             )
+        if self.interpreter not in ("overlapped", "plain"):
+            raise ConfigError(f"interpreter: {self.interpreter!r} is neither overlapped nor plain")
+        if self.checkpoint_every is not None and self.checkpoint_every < 1:
+            raise ConfigError(f"checkpoint_every: expected a number of steps from 1, found {self.checkpoint_every}")
         if self.compile_blocks and self.liger:
             raise ConfigError("compile_blocks and liger: both fuse the same operators of a block; give one of them")
 

@@ -16,6 +16,7 @@ from headrace.data import BatchStream
 from headrace.machine import anonymous_bytes
 from headrace.plan.profiles import load_profile
 from headrace.report import LanesFile, MetricsFile, Reporters, TensorBoard, TraceFile, TrainerStateFile
+from headrace.report.metrics import read_metrics
 from headrace.spec.errors import RunDirectoryError
 from headrace.spec.events import Committed, Event, OpDone, Sink, StepResult
 from headrace.spec.sizes import format_seconds
@@ -84,6 +85,11 @@ def resume(run_directory: str | Path, *, display: Display | None = None, engines
     kind = engines.state_of(directory.path)
     if kind is StateKind.NONE and directory.final.exists():
         raise RunDirectoryError(f"{directory.path}: the run is finished; its model is in {directory.final}")
+    if kind is not StateKind.COMMITTED and (done := len(read_metrics(directory.metrics))):
+        raise RunDirectoryError(
+            f"{directory.path}: the run had taken {done} steps, but its state is gone (by headrace clean --unfinished, say); "
+            "begin another run"
+        )
     run = _run(config, directory, open_stream(config), display, engines)
     if kind is not StateKind.COMMITTED:
         engines.discard(directory.path)  # killed while the model was imported: there is nothing to go on from

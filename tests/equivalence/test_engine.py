@@ -17,7 +17,7 @@ from headrace.engine import Engine
 from headrace.model import Chain
 from headrace.plan.profiles import load_profile
 from headrace.spec.ceilings import InFlight
-from headrace.spec.events import Notice, OpDone, StepResult
+from headrace.spec.events import Flushed, Notice, OpDone, StepResult
 from headrace.store import StateStore
 from headrace.update import Checksums, Updater
 
@@ -439,6 +439,40 @@ def test_a_step_can_be_resumed_bit_for_bit(model_dir: Callable[..., Path], tmp_p
     assert losses == unbroken
     for key, want in weights.items():
         assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")[key], want), key
+
+
+@pytest.mark.parametrize("clip", [None, 1.0])
+@pytest.mark.parametrize("resident", [False, True])
+def test_every_byte_is_some_steps(clip: float | None, resident: bool, model_dir: Callable[..., Path], tmp_path: Path) -> None:
+    """Also what runs on between two steps, what the last flush writes, and states in memory, which only commits write."""
+    said: list[Any] = []
+
+    def states_in_memory(plan: Any) -> Any:
+        chosen = tuple(range(len(plan.units))) if resident and clip else ()
+        return dataclasses.replace(plan, resident_states=chosen, late_units=() if chosen else (1,), speculation=None)
+
+    with Engine.open(
+        model_dir("llama"),
+        headrace.Budget(host="4GiB"),
+        headrace.AdamW(lr=1e-3),
+        run_directory=tmp_path / "run",
+        max_grad_norm=clip,
+        tokens_per_step=ROWS * LENGTH,
+        sequence_length=LENGTH,
+        adjust_plan=states_in_memory,
+        sink=said.append,
+    ) as engine:
+        store = engine.store
+        before = store.bytes_read, store.bytes_written
+        for seed in range(3):
+            engine.step(batch_of(ROWS, LENGTH, seed))
+        engine.flush()
+        moved = store.bytes_read - before[0], store.bytes_written - before[1]
+    counted = [event for event in said if isinstance(event, StepResult | Flushed)]
+    assert sum(event.bytes_read["ssd"] for event in counted) == moved[0]
+    assert sum(event.bytes_written["ssd"] for event in counted) == moved[1]
+    of_lanes = sum(event.bytes for event in said if isinstance(event, OpDone) and event.lane == "ssd-write")
+    assert of_lanes == moved[1]
 
 
 def test_batches_that_cannot_be_used_are_refused(model_dir: Callable[..., Path], tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ from headrace.report import (
 )
 from headrace.report.progress import StepClock
 from headrace.spec.errors import RunDirectoryError
-from headrace.spec.events import Committed, Event, Notice, OpDone, StepResult
+from headrace.spec.events import Committed, Event, Flushed, Notice, OpDone, StepResult
 
 
 def step(number: int, **changes: object) -> StepResult:
@@ -95,6 +95,20 @@ class TestMetrics:
         after.close()
         assert [record["step"] for record in read_metrics(path)] == list(range(1, committed + second + 1))
         assert after.records == read_metrics(path)
+
+    def test_what_a_flush_moved_is_the_last_steps(self, tmp_path: Path) -> None:
+        metrics = MetricsFile(tmp_path / "metrics.jsonl")
+        metrics(step(1, io_cpu_seconds=0.5))
+        metrics(step(2, bytes_written={}))
+        metrics(Flushed(bytes_read={"ssd": 5}, bytes_written={"ssd": 7}, io_cpu_seconds=0.25))
+        metrics.close()
+        metrics.close()
+        first, second = read_metrics(tmp_path / "metrics.jsonl")
+        assert first == metrics_record(step(1, io_cpu_seconds=0.5))
+        assert second["bytes_read"] == {"ssd": 14_000_000_005}
+        assert second["bytes_written"] == {"ssd": 7}
+        assert second["io_cpu_seconds"] == 0.25
+        assert metrics.records == [first, second]
 
     def test_a_broken_line_in_the_middle_is_named(self, tmp_path: Path) -> None:
         path = tmp_path / "metrics.jsonl"

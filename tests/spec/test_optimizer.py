@@ -34,6 +34,19 @@ def test_groups_that_no_update_can_use(values: dict[str, Any]) -> None:
         ParameterGroup(**values)
 
 
+def test_betas_are_two() -> None:
+    with pytest.raises(ConfigError, match="betas: expected two numbers"):
+        AdamW(betas=(0.9,))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["linear", "cosine"])
+def test_a_schedule_that_falls_says_over_how_many_steps(kind: str) -> None:
+    """Otherwise the second step would have a learning rate of 0."""
+    with pytest.raises(ConfigError, match="total_steps, found 0"):
+        Schedule(kind)
+    assert Schedule(kind, 0, 4).factor(1) > 0
+
+
 def test_a_schedule_that_there_is_not() -> None:
     with pytest.raises(ConfigError, match="'step' is not one of constant, linear, cosine"):
         Schedule("step")

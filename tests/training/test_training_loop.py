@@ -185,7 +185,7 @@ class TestResume:
         with pytest.raises(StepFailed):
             train(RunConfig.of(options), engines=FakeHost(script={0: broken}).engines())
         host = FakeHost()
-        assert not (options["output"] / "fake.json").exists()
+        (options["output"] / "fake.json").unlink()
         assert resume(options["output"], engines=host.engines()).steps == 8
         assert host.discarded == [options["output"]]
 
@@ -193,6 +193,15 @@ class TestResume:
         train(RunConfig.of(options), engines=FakeHost().engines())
         with pytest.raises(RunDirectoryError, match=r"finished; its model is in .*final"):
             resume(options["output"], engines=FakeHost().engines())
+
+    def test_a_run_whose_state_is_gone_keeps_its_record_and_does_not_begin_again(self, options: dict[str, Any]) -> None:
+        with pytest.raises(StepFailed):
+            train(RunConfig.of(options), engines=FakeHost(script={3: broken}).engines())
+        (options["output"] / "fake.json").unlink()
+        before = (options["output"] / "metrics.jsonl").read_text()
+        with pytest.raises(RunDirectoryError, match="had taken 3 steps, but its state is gone"):
+            resume(options["output"], engines=FakeHost().engines())
+        assert (options["output"] / "metrics.jsonl").read_text() == before
 
     def test_changed_data_is_refused(self, options: dict[str, Any]) -> None:
         with pytest.raises(StepFailed):

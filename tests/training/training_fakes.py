@@ -163,7 +163,9 @@ class FakeHost:
             raise self.fail
         self.opened.append({"model": model, "budget": budget, "optimizer": optimizer, **options})
         sink(Notice(text="a notice while opening"))
-        return self._make(run_directory, {"steps": 0, "digest": 0, "position": None}, sink)
+        engine = self._make(run_directory, {"steps": 0, "digest": 0, "position": None}, sink)
+        engine.flush()  # the import is committed
+        return engine
 
     def resume(self, run_directory: Path, *, sink: Any) -> FakeEngine:
         return self._make(run_directory, json.loads((run_directory / "fake.json").read_text()), sink)
