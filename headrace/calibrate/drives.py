@@ -1,6 +1,7 @@
 """SSD directories: how they are best kept busy, sustained reads and writes through the I/O engine, and what a commit costs.
 
-Invariant: nothing is left behind in a directory; no more than a tenth of its free space is used meanwhile.
+Invariant: nothing of size is left behind in a directory, whatever happens to the process; no more than a tenth of its free
+space is used meanwhile.
 """
 
 import contextlib
@@ -55,9 +56,9 @@ class Drive:
         size_bytes = min(most_bytes, self.facts.free_bytes // _FREE_SHARE) // _TRANSFER_BYTES * _TRANSFER_BYTES
         self._closers = contextlib.ExitStack()
         try:
-            folder = self._closers.enter_context(tempfile.TemporaryDirectory(prefix=".headrace-bench-", dir=directory))
-            self.folder = Path(folder)
-            self.file = DirectFile.create(self.folder / "data", size_bytes)
+            self._directory = directory
+            # Without a name: gigabytes that stay after a killed process would be noticed by nobody.
+            self.file = DirectFile.nameless(directory, size_bytes)
             self._closers.callback(self.file.close)
             self.engine = self._closers.enter_context(ThreadEngine())
             self.setting: InFlight | None = None
@@ -75,7 +76,7 @@ class Drive:
     @property
     def capacity_bytes(self) -> int:
         """Size of the file system that the directory is on."""
-        status = os.statvfs(self.folder)
+        status = os.statvfs(self._directory)
         return status.f_blocks * status.f_frsize
 
     def fill(self) -> None:
@@ -124,17 +125,23 @@ class Drive:
         """Return what makes a step durable: the data's flush, a record, and the record's."""
         data = huge_page_buffer(BLOCK_BYTES)
         data[:] = 1
-        record = self.folder / "record"
+        # Files with names, as a store's are: for those without, some file systems (btrfs) take a shorter way.
+        with tempfile.TemporaryDirectory(prefix=".headrace-bench-", dir=self._directory) as folder:
+            record = Path(folder) / "record"
+            file = DirectFile.create(Path(folder) / "data", BLOCK_BYTES)
 
-        def commit() -> None:
-            self.engine.write([(self.file, 0, data)]).wait()
-            self.file.sync()
-            with open(record, "wb") as file:
-                file.write(bytes(data))
-                file.flush()
-                os.fsync(file.fileno())
+            def commit() -> None:
+                self.engine.write([(file, 0, data)]).wait()
+                file.sync()
+                with open(record, "wb") as record_file:
+                    record_file.write(bytes(data))
+                    record_file.flush()
+                    os.fsync(record_file.fileno())
 
-        return seconds_of(commit, _COMMIT_REPEATS)
+            try:
+                return seconds_of(commit, _COMMIT_REPEATS)
+            finally:
+                file.close()
 
 
 class DriveLoad:

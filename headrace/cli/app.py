@@ -151,10 +151,12 @@ def doctor(
 @plainly
 def clean(
     directories: Annotated[list[Path], typer.Argument(metavar="DIR...", help="SSD directories or run directories.")],
-    unfinished: Annotated[bool, typer.Option("--unfinished", help="Also remove runs that could be resumed.")] = False,
+    unfinished: Annotated[
+        bool, typer.Option("--unfinished", help="Also remove runs that could be resumed, or are not where they were.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list.")] = False,
 ) -> None:
-    """Remove state that dead runs left on SSDs. Runs in use, and runs that can be resumed, are left alone."""
+    """Remove state that dead runs left on SSDs. Runs in use are left alone; so are runs that can be resumed or were moved."""
     from headrace.cli.cleaning import clean_up
 
     missing = [directory for directory in directories if not directory.is_dir()]

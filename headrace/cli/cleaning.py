@@ -1,13 +1,14 @@
 """`headrace clean`: state that dead runs left on SSDs.
 
-Invariant: nothing is removed that a living process holds; nothing that could be resumed, unless asked for.
+Invariant: nothing is removed that a living process holds; nothing that could be resumed, or whose run is not where
+it was, unless asked for.
 """
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from headrace.spec.sizes import format_bytes
-from headrace.store import Leftover, find_leftovers, read_manifest, remove_leftover
+from headrace.store import Leftover, find_leftovers, leftovers_of, remove_leftover
 from headrace.store.manifest import MANIFEST_NAME, RECORD_NAMES
 
 
@@ -17,12 +18,13 @@ def clean_up(directories: Sequence[Path], *, unfinished: bool, dry_run: bool) ->
     Raises:
         RunDirectoryError: a run directory's manifest is damaged.
     """
-    freed_bytes = removed = kept = 0
+    freed_bytes = removed = resumable = in_doubt = 0
     for leftover in _leftovers(directories):
         size = format_bytes(leftover.num_bytes)
-        if leftover.resumable and not unfinished:
-            kept += 1
-            yield f"kept     {leftover.folder} ({size}): `headrace resume {leftover.run_directory}` can go on with it"
+        if (leftover.resumable or leftover.in_doubt) and not unfinished:
+            resumable += leftover.resumable
+            in_doubt += leftover.in_doubt
+            yield f"kept     {leftover.folder} ({size}): {_why_kept(leftover)}"
             continue
         removed += 1
         freed_bytes += leftover.num_bytes
@@ -32,20 +34,28 @@ def clean_up(directories: Sequence[Path], *, unfinished: bool, dry_run: bool) ->
             if leftover.resumable:
                 _forget(leftover.run_directory)
     verb = "would be " if dry_run else ""
+    counted = ((resumable, "that can be resumed"), (in_doubt, "whose run is not where it was"))
+    kept = [f"{count} {what}" for count, what in counted if count]
     yield f"{removed} leftover{'' if removed == 1 else 's'} {verb}removed, {format_bytes(freed_bytes)} {verb}freed" + (
-        f"; {kept} that can be resumed kept (--unfinished removes them)" if kept else ""
+        f"; {' and '.join(kept)} kept (--unfinished removes them)" if kept else ""
     )
+
+
+def _why_kept(leftover: Leftover) -> str:
+    if leftover.resumable:
+        return f"`headrace resume {leftover.run_directory}` can go on with it"
+    return f"its run is not in {leftover.run_directory}; it may have been moved, or its drive is not mounted"
 
 
 def _leftovers(directories: Sequence[Path]) -> list[Leftover]:
     """Return what lies in SSD directories, and what belongs to run directories wherever it lies; each folder once."""
     found: dict[Path, Leftover] = {}
+    # What a run directory that was named knows of its folders is newer than what they know of it.
+    for leftover in find_leftovers(directories):
+        found[leftover.folder.resolve()] = leftover
     for directory in directories:
-        mine = find_leftovers([directory])
         if (directory / MANIFEST_NAME).exists():
-            everywhere = find_leftovers(read_manifest(directory).directories)
-            mine += [leftover for leftover in everywhere if leftover.run_directory == directory.resolve()]
-        found |= {leftover.folder.resolve(): leftover for leftover in mine}
+            found |= {leftover.folder.resolve(): leftover for leftover in leftovers_of(directory)}
     return list(found.values())
 
 

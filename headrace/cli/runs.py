@@ -125,17 +125,16 @@ def _repeatable(run: RunDirectory) -> Iterator[None]:
 
 def _copy_final(final: Path, out: Path) -> None:
     """Copy a finished model to `out`, which appears complete or not at all."""
-    beside = out.with_name(out.name + ".partial")
+    from headrace.model.partial import appearing  # late, because it imports torch
+
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copytree(final, beside, dirs_exist_ok=True)
-        beside.rename(out)
+        with appearing(out) as partial:
+            shutil.copytree(final, partial, dirs_exist_ok=True)
     except OSError as error:  # of `copytree`, a list of what it met: no number, no name
-        shutil.rmtree(beside, ignore_errors=True)
         if os.strerror(errno.ENOSPC) not in str(error):
             raise ExportFailed(f"export to {out}: {error.strerror or error}; name another directory") from error
         needed = sum(path.stat().st_size for path in final.rglob("*") if path.is_file())
-        free = shutil.disk_usage(out.parent).free
+        free = shutil.disk_usage(Path(os.path.realpath(out)).parent).free
         raise ExportFailed(
             f"export to {out}: needs {format_bytes(needed)}, free are {format_bytes(free)}; free some space or choose another "
             "directory"

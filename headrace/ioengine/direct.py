@@ -7,6 +7,7 @@ moved is dropped from it again. Invariant: the page cache never holds more than 
 import errno
 import mmap
 import os
+import secrets
 import threading
 from pathlib import Path
 from typing import Self
@@ -55,6 +56,27 @@ class DirectFile:
                 raise
         except BaseException:
             path.unlink(missing_ok=True)
+            raise
+        return file
+
+    @classmethod
+    def nameless(cls, directory: Path, size_bytes: int) -> Self:
+        """Make a new file of `size_bytes` in `directory` that has no name: its space is free again when its process ends.
+
+        Raises:
+            DiskFull: not enough space.
+            StorageError: it cannot be made.
+        """
+        # Not O_TMPFILE, which some file systems do not have; and in no folder of its own, which network file systems would
+        # keep for as long as the file is open. Space is reserved only after the name is gone.
+        path = directory / f".headrace-trial-{secrets.token_hex(8)}"
+        file = cls.create(path, 0)
+        try:
+            path.unlink()
+            file.path = directory / "trial file"
+            file.extend(size_bytes)
+        except BaseException:
+            file.close()
             raise
         return file
 

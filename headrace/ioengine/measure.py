@@ -1,12 +1,11 @@
 """What a directory can do: its file system, its space, its speed. For striping weights, the plan's ceilings and the doctor.
 
-Invariant: nothing is left behind in the directory, whatever happens.
+Invariant: nothing is left behind in the directory, whatever happens, also to the process.
 """
 
 import contextlib
 import errno
 import os
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from headrace.ioengine.direct import DirectFile
 from headrace.ioengine.threads import ThreadEngine
 from headrace.ioengine.volume import striping_weights
 from headrace.machine.host import huge_page_buffer
-from headrace.spec.errors import StorageError
+from headrace.spec.errors import DiskFull, StorageError
 from headrace.spec.sizes import MIB, round_up
 
 _BUFFER_BYTES = 64 * MIB
@@ -90,7 +89,7 @@ def _reason(error: StorageError) -> str:
 
 
 def measure_directory(directory: Path, size_bytes: int = 256 * MIB) -> Bandwidth:
-    """Write, read, then do both at once, on a new file of `size_bytes` that is removed again.
+    """Write, read, then do both at once, on a new file of `size_bytes` that has no name and goes when it is closed.
 
     Short, so a drive's cache may flatter it. Cost: three times `size_bytes` moved, 64 MiB of memory.
 
@@ -149,15 +148,18 @@ def _parts(start: int, stop: int, buffer: Bytes) -> Iterator[tuple[int, Bytes]]:
 @contextlib.contextmanager
 def _trial_file(directory: Path, size_bytes: int) -> Iterator[DirectFile]:
     try:
-        folder = tempfile.TemporaryDirectory(prefix=".headrace-trial-", dir=directory)
-    except OSError as error:
-        raise StorageError(f"{directory}: cannot create a file there: {error.strerror}; choose a writable directory") from error
-    with folder as name:
-        file = DirectFile.create(Path(name) / "trial", size_bytes)
-        try:
-            yield file
-        finally:
-            file.close()
+        file = DirectFile.nameless(directory, size_bytes)
+    except DiskFull:
+        raise
+    except StorageError as error:
+        cause = error.__cause__
+        if not isinstance(cause, OSError):
+            raise
+        raise StorageError(f"{directory}: cannot create a file there: {cause.strerror}; choose a writable directory") from cause
+    try:
+        yield file
+    finally:
+        file.close()
 
 
 def _file_system_type(directory: Path) -> str:

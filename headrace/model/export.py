@@ -8,7 +8,6 @@ appears whole or not at all.
 import errno
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from headrace.model.checkpoint import Checkpoint
 from headrace.model.encoding import take
 from headrace.model.importing import at_least_1d, parameter_view, rows_per_piece
 from headrace.model.matching import Conversion, Piece, WeightMap, reverse_conversion
+from headrace.model.partial import appearing, is_mount_point
 from headrace.model.safetensors_file import StoredTensor, read_bytes
 from headrace.model.shard_writer import ShardWriter, plan_shards
 from headrace.spec.errors import ExportFailed, HeadraceError, ModelError, RunDirectoryError
@@ -55,39 +55,34 @@ class Exporter:
 
         Raises:
             RunDirectoryError: `out_dir` exists and is not empty.
-            ExportFailed: there is not enough space beside it, a file cannot be written, or one to copy cannot be read.
+            ExportFailed: it is a mount point, there is not enough space beside it, a file cannot be written, or one to copy
+                cannot be read.
             ModelError: a weight cannot be stored in the dtype it came in.
         """
-        if self._out.exists() and (not self._out.is_dir() or any(self._out.iterdir())):
+        place = Path(os.path.realpath(self._out))
+        if place.exists() and (not place.is_dir() or any(place.iterdir())):
             raise RunDirectoryError(f"export to {self._out}: it exists and is not empty; choose another directory")
+        if is_mount_point(place):
+            raise ExportFailed(
+                f"export to {self._out}: it is a mount point, where a model cannot appear whole or not at all; "
+                "choose a directory inside it"
+            )
         try:
-            self._out.parent.mkdir(parents=True, exist_ok=True)
-            self._check_space()
-            self._write_beside()
+            with appearing(place) as partial:
+                self._check_space(partial)
+                self._write_weights(partial)
+                _copy_files(self._weights.checkpoint.directory, partial)
         except OSError as error:
             raise error if isinstance(error, HeadraceError) else self._refusal(error) from error
         return self._out
 
-    def _write_beside(self) -> None:
-        """Write everything into a directory beside `out_dir` that then takes its name; one that failed is removed."""
-        partial = Path(tempfile.mkdtemp(prefix=f".{self._out.name}.partial-", dir=self._out.parent))
-        try:
-            self._write_weights(partial)
-            _copy_files(self._weights.checkpoint.directory, partial)
-            partial.chmod(0o755)  # mkdtemp makes it private
-            _sync_directory(partial)
-            os.replace(partial, self._out)
-            _sync_directory(self._out.parent)
-        except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise
-
-    def _check_space(self) -> None:
-        if shutil.disk_usage(self._out.parent).free < self._weights.checkpoint.num_bytes:
+    def _check_space(self, directory: Path) -> None:
+        if shutil.disk_usage(directory).free < self._weights.checkpoint.num_bytes:
             raise self._disk_full()
 
     def _disk_full(self) -> ExportFailed:
-        needed_bytes, free_bytes = self._weights.checkpoint.num_bytes, shutil.disk_usage(self._out.parent).free
+        needed_bytes = self._weights.checkpoint.num_bytes
+        free_bytes = shutil.disk_usage(Path(os.path.realpath(self._out)).parent).free
         return ExportFailed(
             f"export to {self._out}: needs {needed_bytes} bytes ({format_bytes(needed_bytes)}), "
             f"free are {free_bytes} ({format_bytes(free_bytes)}); free some space or choose another directory"
@@ -182,11 +177,3 @@ def _copy_files(source: Path, target: Path) -> None:
             shutil.copytree(path, target / path.name)
         else:
             shutil.copyfile(path, target / path.name)
-
-
-def _sync_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -1,7 +1,8 @@
 """Where each plane of each unit lives on SSD: slots, commits, checksums, scratch."""
 
 from headrace.store.checksum import checksum, checksum_reference
-from headrace.store.directories import Leftover, OpenFile, find_leftovers, open_direct, remove_leftover
+from headrace.store.directories import OpenFile, open_direct
+from headrace.store.leftovers import Leftover, find_leftovers, leftovers_of, remove_leftover
 from headrace.store.lock import lock_holder
 from headrace.store.manifest import Manifest, read_manifest
 from headrace.store.places import GroupKind, GroupPlace, Places, place_units
@@ -20,6 +21,7 @@ __all__ = [
     "checksum",
     "checksum_reference",
     "find_leftovers",
+    "leftovers_of",
     "lock_holder",
     "open_direct",
     "place_units",

@@ -1,4 +1,4 @@
-"""SSD directories: whether they will do, the folders we make in them, and what dead runs left there.
+"""SSD directories: whether they will do, and the folders that a run has in them.
 
 Invariant: nothing is created before every directory is known to be fit and to have space for all that goes there.
 """
@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.ioengine import BlockFile, DirectFile, DirectoryFacts, describe_directory
@@ -15,13 +14,14 @@ from headrace.spec.budget import default_bytes
 from headrace.spec.errors import ConfigError, DiskFull, StorageError
 from headrace.spec.events import Notice, Sink
 from headrace.spec.sizes import format_bytes
-from headrace.store.lock import lock_holder
-from headrace.store.manifest import MANIFEST_NAME, data_folder, sync_directory
+from headrace.store.lock import LOCK_NAME, RunLock
+from headrace.store.manifest import data_folder, sync_directory
 
 # Opens the file at a path; makes it, with so many bytes reserved, where the second argument is not None.
 OpenFile = Callable[[Path, int | None], BlockFile]
 
-_OWNER_NAME = "owner.json"
+OWNER_NAME = "owner.json"
+_OWNER_NEW = OWNER_NAME + ".new"
 
 
 def open_direct(path: Path, create_bytes: int | None) -> BlockFile:
@@ -87,86 +87,81 @@ def _check_space(facts: Sequence[DirectoryFacts], needed_bytes: Sequence[int], n
         )
 
 
-def make_folders(directories: Sequence[Path], run_directory: Path, run_id: str) -> None:
-    """Make the folder of run `run_id` in each directory, with a note of the run it belongs to.
+def make_folders(directories: Sequence[Path], run_directory: Path, run_id: str) -> list[RunLock]:
+    """Make the folder of run `run_id` in each directory, with a note of the run it belongs to; return their locks, held.
 
     Raises:
         StorageError: a folder cannot be made.
     """
-    owner = json.dumps({"run_id": run_id, "run_directory": str(run_directory.resolve())})
+    with contextlib.ExitStack() as undo:
+        locks = []
+        for directory in directories:
+            folder = data_folder(directory, run_id)
+            try:
+                folder.mkdir()
+                locks.append(RunLock(folder, needed=False))
+                undo.callback(locks[-1].release)
+                _write_owner(folder, run_directory, run_id)
+                sync_directory(directory)
+            except OSError as error:
+                raise StorageError(f"{folder}: cannot be made: {error.strerror}; name another SSD directory") from error
+        undo.pop_all()
+    return locks
+
+
+def hold_folders(directories: Sequence[Path], run_id: str) -> list[RunLock]:
+    """Take the locks of the folders of a run that is opened again: they tell that it lives wherever its directory went.
+
+    Raises:
+        RunDirectoryError: another process works on them, for a copy of the run directory.
+    """
+    with contextlib.ExitStack() as undo:
+        locks = []
+        for directory in directories:
+            locks.append(RunLock(data_folder(directory, run_id), needed=False))
+            undo.callback(locks[-1].release)
+        undo.pop_all()
+    return locks
+
+
+def note_owner(directories: Sequence[Path], run_directory: Path, run_id: str) -> None:
+    """Let the folders of a run know where its directory is now. What cannot be noted is only found harder."""
     for directory in directories:
         folder = data_folder(directory, run_id)
-        try:
-            folder.mkdir()
-            (folder / _OWNER_NAME).write_text(owner)
-            sync_directory(folder)
-            sync_directory(directory)
-        except OSError as error:
-            raise StorageError(f"{folder}: cannot be made: {error.strerror}; name another SSD directory") from error
+        if owner_of(folder) != (run_id, run_directory.resolve()):
+            with contextlib.suppress(OSError):
+                _write_owner(folder, run_directory, run_id)
+
+
+def owner_of(folder: Path) -> tuple[str, Path] | None:
+    """Return id and directory of the run of `folder`, as of when it was opened last; None if it is none of ours."""
+    try:
+        owner = json.loads((folder / OWNER_NAME).read_text())
+        return str(owner["run_id"]), Path(owner["run_directory"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def remove_folders(directories: Sequence[Path], run_id: str) -> None:
     """Remove what `make_folders` and the store put into `directories`; nothing else."""
     for directory in directories:
-        _remove_folder(data_folder(directory, run_id))
+        remove_folder(data_folder(directory, run_id))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Leftover:
-    """A data folder that no process works on. `resumable` says whether its run directory still knows it."""
-
-    folder: Path
-    run_directory: Path
-    num_bytes: int
-    resumable: bool
-
-
-def find_leftovers(directories: Sequence[Path]) -> list[Leftover]:
-    """List the data folders in `directories` whose run no living process holds. Changes nothing."""
-    found = []
-    for directory in directories:
-        for folder in sorted(directory.glob("headrace-*")):
-            try:
-                owner = json.loads((folder / _OWNER_NAME).read_text())
-                run_id, run_directory = str(owner["run_id"]), Path(owner["run_directory"])
-            except (OSError, ValueError, KeyError, TypeError):
-                continue  # none of ours, or not enough known to call it dead
-            if lock_holder(run_directory) is not None:
-                continue
-            data = folder / "data"
-            found.append(
-                Leftover(
-                    folder=folder,
-                    run_directory=run_directory,
-                    num_bytes=data.stat().st_size if data.exists() else 0,
-                    resumable=_run_id_in(run_directory) == run_id,
-                )
-            )
-    return found
-
-
-def remove_leftover(leftover: Leftover) -> None:
-    """Remove a data folder that `find_leftovers` listed.
-
-    Raises:
-        ConfigError: a process has taken up its run since.
-    """
-    holder = lock_holder(leftover.run_directory)
-    if holder is not None:
-        raise ConfigError(f"{leftover.folder}: its run is in use by process {holder} again; nothing was removed")
-    _remove_folder(leftover.folder)
-
-
-def _remove_folder(folder: Path) -> None:
-    for name in ("data", _OWNER_NAME):
+def remove_folder(folder: Path) -> None:
+    """Remove the folder of a run in one directory. The data go first: without the note nobody would find them."""
+    for name in ("data", _OWNER_NEW, OWNER_NAME, LOCK_NAME):
         (folder / name).unlink(missing_ok=True)
     with contextlib.suppress(FileNotFoundError):
         folder.rmdir()
 
 
-def _run_id_in(run_directory: Path) -> str | None:
-    try:
-        fields = json.loads((run_directory / MANIFEST_NAME).read_text())
-        return str(fields["run_id"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+def _write_owner(folder: Path, run_directory: Path, run_id: str) -> None:
+    """Write the note so that it is there as a whole, the old one or the new one, and survives a power cut."""
+    temporary = folder / _OWNER_NEW
+    with temporary.open("w") as file:
+        file.write(json.dumps({"run_id": run_id, "run_directory": str(run_directory.resolve())}))
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.rename(folder / OWNER_NAME)
+    sync_directory(folder)

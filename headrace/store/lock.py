@@ -1,5 +1,9 @@
-"""One process per run directory. Invariant: the lock goes with the process that holds it, however it ends."""
+"""One process per run directory, and per folder of a run on an SSD.
 
+Invariant: the lock goes with the process that holds it, however it ends.
+"""
+
+import contextlib
 import errno
 import fcntl
 import os
@@ -9,37 +13,53 @@ from pathlib import Path
 from headrace.spec.errors import RunDirectoryError
 
 LOCK_NAME = "lock"
+_HELD = (errno.EWOULDBLOCK, errno.EACCES)
 
 
 class RunLock:
-    """Holds `run_directory/lock` from construction to `release`.
+    """Holds `folder/lock` from construction to `release`. Of a forked child it is not: only the process that took it frees it.
+
+    Where it is not `needed`, a drive that has no locks, or cannot make the file, is passed over: nothing is held then.
 
     Raises:
         RunDirectoryError: another process (or another store of this one) holds it; names its process id.
     """
 
-    def __init__(self, run_directory: Path) -> None:
-        path = run_directory / LOCK_NAME
+    def __init__(self, folder: Path, *, needed: bool = True) -> None:
+        self._descriptor, self._process_id = -1, os.getpid()
+        path = folder / LOCK_NAME
         try:
             self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
+            if not needed:
+                return
             raise RunDirectoryError(f"{path}: cannot be opened: {error.strerror}; a run directory must be writable") from error
         try:
             _lock_exclusively(self._descriptor)
         except OSError as error:
             holder = os.pread(self._descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
             os.close(self._descriptor)
-            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+            self._descriptor = -1
+            if error.errno in _HELD:
                 raise RunDirectoryError(
-                    f"{run_directory}: in use by process {holder}; wait for it or stop it, a run has one process"
+                    f"{folder}: in use by process {holder}; wait for it or stop it, a run has one process"
                 ) from error
+            if not needed:
+                return
             raise RunDirectoryError(f"{path}: cannot be locked: {error.strerror}; put the run on a local drive") from error
-        os.ftruncate(self._descriptor, 0)
-        os.pwrite(self._descriptor, f"{os.getpid()}\n".encode(), 0)
+        # The lock is what counts; the number is for messages, and a full disk may have no room for it.
+        with contextlib.suppress(OSError):
+            os.ftruncate(self._descriptor, 0)
+            os.pwrite(self._descriptor, f"{self._process_id}\n".encode(), 0)
 
     def release(self) -> None:
         """Let others in. A second call does nothing."""
         if self._descriptor >= 0:
+            # A child that was forked meanwhile shares the lock: closing alone would leave it to the child, for as long as
+            # that lives, and unlocking in the child would take it from us.
+            if self._process_id == os.getpid():
+                with contextlib.suppress(OSError):
+                    fcntl.flock(self._descriptor, fcntl.LOCK_UN)
             os.close(self._descriptor)
         self._descriptor = -1
 
@@ -57,15 +77,17 @@ def _lock_exclusively(descriptor: int) -> None:
     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def lock_holder(run_directory: Path) -> int | None:
-    """Return the process id that holds the lock of `run_directory` now, or None. Takes and changes nothing."""
+def lock_holder(folder: Path) -> int | None:
+    """Return the process id that holds the lock of `folder` now (0 if unknown), or None. Takes and changes nothing."""
     try:
-        descriptor = os.open(run_directory / LOCK_NAME, os.O_RDONLY)
+        descriptor = os.open(folder / LOCK_NAME, os.O_RDONLY)
     except OSError:
         return None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
+    except OSError as error:
+        if error.errno not in _HELD:
+            return None  # a file system without locks: nobody holds one
         text = os.pread(descriptor, 32, 0).decode(errors="replace").strip()
         return int(text) if text.isdigit() else 0
     finally:

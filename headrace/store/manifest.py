@@ -3,6 +3,7 @@
 Invariant: when the manifest exists, every file that it names exists at full size.
 """
 
+import contextlib
 import json
 import os
 from collections.abc import Mapping
@@ -15,6 +16,8 @@ from headrace.spec.layout import GroupRange, ParameterSpec, Plane, PlaneSet, Uni
 
 MANIFEST_FORMAT = 1
 MANIFEST_NAME = "state.json"
+# The manifest of a run that is being made or removed.
+UNMADE_NAME = MANIFEST_NAME + ".new"
 RECORD_NAMES = ("commit.0", "commit.1")
 
 
@@ -42,26 +45,37 @@ def data_folder(directory: Path, run_id: str) -> Path:
     return directory / f"headrace-{run_id}"
 
 
-def write_manifest(run_directory: Path, manifest: Manifest) -> None:
-    """Write `state.json` so that it is there as a whole or not at all, and survives a power cut."""
+def announce_manifest(run_directory: Path, manifest: Manifest) -> None:
+    """Write what `write_manifest` will make valid. Whoever finds it alone knows that its run was never whole."""
     fields = {"format": MANIFEST_FORMAT, **asdict(manifest), "directories": [str(path) for path in manifest.directories]}
     content = json.dumps(fields, indent=1)
-    temporary = run_directory / (MANIFEST_NAME + ".new")
-    with temporary.open("w") as file:
+    with (run_directory / UNMADE_NAME).open("w") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
-    temporary.rename(run_directory / MANIFEST_NAME)
     sync_directory(run_directory)
 
 
-def read_manifest(run_directory: Path) -> Manifest:
-    """Read `state.json` of `run_directory`.
+def write_manifest(run_directory: Path) -> None:
+    """Make what was announced `state.json`, so that it is there as a whole or not at all, and survives a power cut."""
+    (run_directory / UNMADE_NAME).rename(run_directory / MANIFEST_NAME)
+    sync_directory(run_directory)
+
+
+def withdraw_manifest(run_directory: Path) -> None:
+    """Undo `write_manifest`: from now on the run is one that is not whole."""
+    with contextlib.suppress(FileNotFoundError):
+        (run_directory / MANIFEST_NAME).rename(run_directory / UNMADE_NAME)
+    sync_directory(run_directory)
+
+
+def read_manifest(run_directory: Path, name: str = MANIFEST_NAME) -> Manifest:
+    """Read `state.json` of `run_directory`, or the file `name` there that was announced as such.
 
     Raises:
         RunDirectoryError: there is none, it is damaged, or another version wrote it.
     """
-    path = run_directory / MANIFEST_NAME
+    path = run_directory / name
     try:
         fields = json.loads(path.read_text())
     except FileNotFoundError:

@@ -1,6 +1,6 @@
 """Puts a store together: makes it in fresh directories, or finds it again. All refusals happen here.
 
-Invariant: whatever fails, nothing new is left on the drives and the lock is free again.
+Invariant: whatever fails, nothing new is left on the drives and the locks are free again.
 """
 
 import contextlib
@@ -15,9 +15,20 @@ from headrace.spec.errors import ConfigError, RunDirectoryError
 from headrace.spec.events import Sink
 from headrace.spec.layout import PlaneSet, UnitLayout
 from headrace.spec.sizes import format_bytes
-from headrace.store.directories import OpenFile, check_directories, make_folders, remove_folders
+from headrace.store.directories import OpenFile, check_directories, hold_folders, make_folders, note_owner, remove_folders
+from headrace.store.leftovers import remove_unmade
 from headrace.store.lock import LOCK_NAME, RunLock
-from headrace.store.manifest import MANIFEST_NAME, RECORD_NAMES, Manifest, read_manifest, sync_directory, write_manifest
+from headrace.store.manifest import (
+    MANIFEST_NAME,
+    RECORD_NAMES,
+    UNMADE_NAME,
+    Manifest,
+    announce_manifest,
+    read_manifest,
+    sync_directory,
+    withdraw_manifest,
+    write_manifest,
+)
 from headrace.store.places import Places, place_units
 from headrace.store.record import CommitRecord, RecordFiles
 
@@ -29,27 +40,27 @@ class StoreParts:
     run_directory: Path
     manifest: Manifest
     places: Places
-    lock: RunLock
+    locks: Sequence[RunLock]
     volume: Volume
     records: RecordFiles
     engine: ThreadEngine
     owns_engine: bool
 
     def close(self) -> None:
-        """Close files and engine, then free the lock."""
+        """Close files and engine, then free the locks."""
         if self.owns_engine:
             self.engine.close()
         self.volume.close()
         self.records.close()
-        self.lock.release()
+        for lock in self.locks:
+            lock.release()
 
     def remove(self) -> None:
         """Delete all that `create_parts` made; the run directory itself and other files in it stay."""
         # The manifest goes first: without it nobody takes the rest for a run.
-        (self.run_directory / MANIFEST_NAME).unlink(missing_ok=True)
-        sync_directory(self.run_directory)
+        withdraw_manifest(self.run_directory)
         remove_folders(self.manifest.directories, self.manifest.run_id)
-        for name in (*RECORD_NAMES, LOCK_NAME):
+        for name in (*RECORD_NAMES, UNMADE_NAME, LOCK_NAME):
             (self.run_directory / name).unlink(missing_ok=True)
 
 
@@ -82,14 +93,20 @@ def create_parts(
     capacity_bytes = places.durable_bytes + manifest.scratch_bytes
     file_bytes = Volume.file_bytes(capacity_bytes, manifest.weights, manifest.stripe_bytes)
     _refuse_existing(run_directory)
+    remove_unmade(run_directory)
     check_directories(manifest.directories, file_bytes, allow_in_memory=request.allow_tmpfs, sink=sink)
     with contextlib.ExitStack() as undo:
         _make_run_directory(run_directory, undo)
-        lock = RunLock(run_directory)
-        undo.callback(lock.release)
+        locks = [RunLock(run_directory)]
+        undo.callback(locks[0].release)
         _refuse_existing(run_directory)
+        # First, so that a creation that is killed is known for what it is.
+        undo.callback((run_directory / UNMADE_NAME).unlink, missing_ok=True)
+        announce_manifest(run_directory, manifest)
         undo.callback(remove_folders, manifest.directories, manifest.run_id)
-        make_folders(manifest.directories, run_directory, manifest.run_id)
+        locks += make_folders(manifest.directories, run_directory, manifest.run_id)
+        for lock in locks[1:]:
+            undo.callback(lock.release)
         files: list[BlockFile] = []
         for path, num_bytes in zip(manifest.data_paths(), file_bytes, strict=True):
             files.append(open_file(path, num_bytes))
@@ -103,9 +120,9 @@ def create_parts(
             records.append(open_file(path, BLOCK_BYTES))
             undo.callback(records[-1].close)
         sync_directory(run_directory)
-        write_manifest(run_directory, manifest)
+        write_manifest(run_directory)
         undo.pop_all()
-    return _put_together(run_directory, manifest, places, lock, (files, records), (engine, sink))
+    return _put_together(run_directory, manifest, places, locks, (files, records), (engine, sink))
 
 
 def open_parts(
@@ -119,9 +136,12 @@ def open_parts(
     manifest = read_manifest(run_directory)
     places = place_units(manifest.layouts, manifest.planes, manifest.chunk_elements)
     with contextlib.ExitStack() as undo:
-        lock = RunLock(run_directory)
-        undo.callback(lock.release)
+        locks = [RunLock(run_directory)]
+        undo.callback(locks[0].release)
         _check_data_files(run_directory, manifest, places)
+        locks += hold_folders(manifest.directories, manifest.run_id)
+        for lock in locks[1:]:
+            undo.callback(lock.release)
         files: list[BlockFile] = []
         for path in manifest.data_paths():
             files.append(open_file(path, None))
@@ -141,8 +161,9 @@ def open_parts(
                 f"{run_directory}: {found} in {' and '.join(RECORD_NAMES)}: no step was ever finished, or the files were "
                 "changed; remove the run with `headrace clean` and start again"
             )
+        note_owner(manifest.directories, run_directory, manifest.run_id)
         undo.pop_all()
-    parts = _put_together(run_directory, manifest, places, lock, (files, records), (engine, sink))
+    parts = _put_together(run_directory, manifest, places, locks, (files, records), (engine, sink))
     return parts, record, damaged
 
 
@@ -205,7 +226,7 @@ def _put_together(
     run_directory: Path,
     manifest: Manifest,
     places: Places,
-    lock: RunLock,
+    locks: Sequence[RunLock],
     files: tuple[list[BlockFile], list[BlockFile]],
     engine: tuple[ThreadEngine | None, Sink],
 ) -> StoreParts:
@@ -215,7 +236,7 @@ def _put_together(
         run_directory=run_directory,
         manifest=manifest,
         places=places,
-        lock=lock,
+        locks=tuple(locks),
         volume=Volume(files[0], manifest.weights, manifest.stripe_bytes, used_engine),
         records=RecordFiles(files[1]),
         engine=used_engine,

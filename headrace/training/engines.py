@@ -13,7 +13,7 @@ from headrace.spec.events import Sink
 from headrace.spec.layout import UnitLayout
 from headrace.spec.optimizer import AdamW
 from headrace.spec.settings import Settings
-from headrace.store import find_leftovers, read_manifest, remove_leftover
+from headrace.store import leftovers_of, read_manifest, remove_leftover
 from headrace.store.manifest import MANIFEST_NAME, RECORD_NAMES
 from headrace.training.base import Engines, StateKind
 from headrace.training.config import RunConfig
@@ -125,8 +125,7 @@ def discard(run_directory: Path) -> None:
         ConfigError: a living process holds the run.
     """
     if (run_directory / MANIFEST_NAME).exists():
-        for leftover in find_leftovers(read_manifest(run_directory).directories):
-            if leftover.run_directory == run_directory.resolve():
-                remove_leftover(leftover)
+        for leftover in leftovers_of(run_directory):
+            remove_leftover(leftover)
     for name in (MANIFEST_NAME, *RECORD_NAMES):
         (run_directory / name).unlink(missing_ok=True)

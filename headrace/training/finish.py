@@ -24,7 +24,8 @@ def write_final(engine: RunningEngine, run: RunDirectory, config: RunConfig, rec
         StorageError: the same of the card.
     """
     try:
-        if not run.final.exists():  # the export appears complete or not at all: one that is there is done
+        # The export appears complete or not at all: one that is there is done. An empty directory, or a link to one, is none.
+        if not (run.final / "config.json").exists():
             engine.save_pretrained(run.final)
     except ExportFailed as error:
         raise ExportFailed(

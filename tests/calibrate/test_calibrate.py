@@ -182,6 +182,8 @@ def test_the_update_is_measured_on_numbers_as_training_has_them() -> None:
 def test_a_drive_is_read_and_written_and_left_clean(tmp_path: Path) -> None:
     with Drive(tmp_path, 64 << 20) as drive:
         drive.fill()
+        assert list(tmp_path.iterdir()) == []  # so that a killed process leaves nothing
+        assert drive.capacity_bytes > 64 << 20
         assert DriveLoad([drive], write=False).unit() == DriveLoad([drive, drive], write=True).unit() / 2 == 64 << 20
         assert 0 < drive.transfer_seconds() < 10
         assert 0 < drive.commit_seconds() < 10

@@ -42,12 +42,38 @@ def test_unfinished_removes_state_and_records_and_no_more(ran: World, where: str
     assert (ran.run / "final" / "config.json").exists()
 
 
-def test_the_state_of_a_run_directory_that_is_gone_is_removed(ran: World) -> None:
+def test_the_state_of_a_run_directory_that_is_gone_is_removed_only_when_asked(ran: World) -> None:
+    """It may have been moved, or its drive is not mounted just now."""
     shutil.rmtree(ran.run)
+    before = listing(ran.folder)
     said = clean(ran, ran.ssd)
+    assert f"its run is not in {ran.run}" in said
+    assert "0 leftovers removed" in said
+    assert "1 whose run is not where it was kept (--unfinished removes them)" in said
+    assert listing(ran.folder) == before
+    said = clean(ran, ran.ssd, "--unfinished")
     assert "1 leftover removed" in said
     assert str(ran.run) in said
     assert list(ran.ssd.iterdir()) == []
+
+
+def test_a_run_that_was_moved_is_kept_and_found_from_its_new_place(ran: World) -> None:
+    moved = ran.folder / "moved"
+    ran.run.rename(moved)
+    assert "0 leftovers removed" in clean(ran, ran.ssd)
+    assert f"headrace resume {moved}" in clean(ran, moved)
+    assert "1 leftover removed" in clean(ran, ran.ssd, moved, "--unfinished")
+    assert list(ran.ssd.iterdir()) == []
+    assert not (moved / "state.json").exists()
+
+
+def test_a_run_that_was_moved_is_left_alone_while_in_use(ran: World) -> None:
+    moved = ran.folder / "moved"
+    ran.run.rename(moved)
+    with StateStore.open(moved, sink=lambda event: None):
+        before = listing(ran.folder)
+        assert "0 leftovers removed" in clean(ran, ran.ssd, moved, "--unfinished")
+        assert listing(ran.folder) == before
 
 
 def test_a_run_in_use_is_left_alone(ran: World) -> None:

@@ -198,3 +198,36 @@ def test_no_space_for_an_export_of_a_finished_run(ran: World, monkeypatch: pytes
 def test_an_error_that_is_told_already_is_not_told_twice(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match=r"^mine$"), RunDirectory(tmp_path).writing():
         raise StorageError("mine")
+
+
+@pytest.mark.parametrize("link", [False, True])
+def test_an_empty_place_for_the_model_is_not_taken_for_the_model(
+    world: World, unbroken: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, link: bool
+) -> None:
+    """Such as a link to a larger drive, put there while the run was under way."""
+    drive, final = world.folder / "drive", world.run / "final"
+    really = loop.tensors_of
+
+    def make_place(batch: Any) -> Any:
+        if world.run.exists() and not final.exists():
+            (drive if link else final).mkdir()
+            if link:
+                final.symlink_to(drive)
+        return really(batch)
+
+    monkeypatch.setattr(loop, "tensors_of", make_place)
+    assert exit_code(*world.train_words()) == 0
+    assert final.is_symlink() == link
+    assert weights(final) == unbroken
+
+
+def test_a_finished_run_is_exported_through_a_link_and_clears_what_was_killed(ran: World) -> None:
+    for name in (MANIFEST_NAME, *RECORD_NAMES):
+        (ran.run / name).unlink(missing_ok=True)
+    (ran.folder / "drive" / ".model.partial-dead").mkdir(parents=True)
+    out = ran.folder / "out"
+    out.symlink_to(ran.folder / "drive" / "model")
+    assert exit_code("export", ran.run, out) == 0
+    assert out.is_symlink()
+    assert [path.name for path in (ran.folder / "drive").iterdir()] == ["model"]
+    assert weights(out) == weights(ran.run / "final")

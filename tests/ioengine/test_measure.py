@@ -2,11 +2,13 @@
 
 import errno
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from headrace.ioengine import describe_directory, measure_directory
+from headrace.ioengine import DirectFile, describe_directory, measure_directory
 from headrace.spec.errors import DiskFull, StorageError
 from headrace.spec.sizes import MIB
 
@@ -27,6 +29,33 @@ def test_nothing_stays_after_an_error(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(os, "posix_fallocate", lambda *args: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space")))
     with pytest.raises(DiskFull):
         measure_directory(tmp_path, 4 * MIB)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_file_has_no_name_while_it_is_measured_so_that_a_killed_process_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[list[Path]] = []
+
+    def looking(really: Callable[..., Any]) -> Callable[..., Any]:
+        def look(*arguments: Any) -> Any:
+            seen.append(list(tmp_path.iterdir()))
+            return really(*arguments)
+
+        return look
+
+    for name in ("posix_fallocate", "pwritev", "preadv"):
+        monkeypatch.setattr(os, name, looking(getattr(os, name)))
+    measure_directory(tmp_path, 4 * MIB)
+    # The read is one that tries whether O_DIRECT works, before there is any space taken.
+    assert len(seen) > 3
+    assert [found for found in seen[1:] if found] == []
+
+
+def test_a_file_without_a_name_says_what_its_directory_has_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "posix_fallocate", lambda *args: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space")))
+    with pytest.raises(DiskFull, match=f"needed, .* free in {tmp_path};"):
+        DirectFile.nameless(tmp_path, 4 * MIB)
     assert list(tmp_path.iterdir()) == []
 
 

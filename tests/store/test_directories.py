@@ -59,11 +59,15 @@ def test_a_directory_named_twice_is_refused_even_through_a_link(tmp_path: Path) 
 
 
 def test_a_read_only_directory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def read_only(*args: object, **kwargs: object) -> str:
-        raise OSError(errno.EROFS, "Read-only file system")
+    really = os.open
 
-    monkeypatch.setattr("tempfile.mkdtemp", read_only)  # permissions do not bind a superuser
-    refused(tmp_path, ConfigError, "cannot be written to")
+    def read_only(path: object, flags: int, *rest: int) -> int:
+        if flags & os.O_CREAT and tmp_path in Path(str(path)).parents:
+            raise OSError(errno.EROFS, "Read-only file system")
+        return really(str(path), flags, *rest)
+
+    monkeypatch.setattr(os, "open", read_only)  # permissions do not bind a superuser
+    refused(tmp_path, ConfigError, r"cannot be written to \(Read-only file system\)")
 
 
 @pytest.mark.skipif(not os.path.ismount("/dev/shm"), reason="no tmpfs at /dev/shm here")

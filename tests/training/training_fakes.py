@@ -131,6 +131,7 @@ class FakeEngine:
     def save_pretrained(self, out_dir: Path) -> None:
         Path(out_dir).mkdir()
         (Path(out_dir) / "weights").write_text(str(self.state["digest"]))
+        (Path(out_dir) / "config.json").write_text("{}")
 
     def remove_state(self) -> None:
         (self.directory / "fake.json").unlink()

@@ -1,0 +1,111 @@
+"""A directory that appears whole or not at all: written beside its place, synced, renamed.
+
+Invariant: what has the name is complete and on the drive; what is beside it belongs to a living process or goes with the next
+one that writes there.
+"""
+
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+
+@contextlib.contextmanager
+def appearing(out: Path) -> Iterator[Path]:
+    """Give a directory to fill, that takes the name `out` at the end; after an error it is removed. Links are followed.
+
+    What processes that were killed meanwhile left beside `out` is removed first.
+
+    Raises:
+        OSError: a directory cannot be made or synced, or `out` is there and not empty.
+    """
+    target = Path(os.path.realpath(out))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    _remove_dead(target)
+    partial, descriptor = _claim(target)
+    try:
+        yield partial
+        partial.chmod(0o755)  # mkdtemp makes it private
+        _sync_tree(partial)
+        os.replace(partial, target)
+        _sync(target.parent)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    finally:
+        os.close(descriptor)
+
+
+def is_mount_point(path: Path) -> bool:
+    """Return whether something is mounted at `path`, also where it is of the same file system."""
+    if os.path.ismount(path):
+        return True
+    try:
+        lines = Path("/proc/self/mountinfo").read_text(errors="surrogateescape").splitlines()
+    except OSError:
+        return False
+    written = "".join(f"\\{ord(letter):03o}" if letter in " \t\n\\" else letter for letter in str(path))
+    return any(line.split(" ")[4] == written for line in lines)
+
+
+def _prefix(target: Path) -> str:
+    return f".{target.name}.partial-"
+
+
+def _claim(target: Path) -> tuple[Path, int]:
+    """Make a directory beside `target` and lock it; the lock goes with the process, however that ends."""
+    while True:
+        partial = Path(tempfile.mkdtemp(prefix=_prefix(target), dir=target.parent))
+        try:
+            descriptor = os.open(partial, os.O_RDONLY | os.O_DIRECTORY)
+        except FileNotFoundError:
+            continue  # somebody took it for dead before it had its lock
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lost = not partial.exists()
+        except BlockingIOError:
+            lost = True  # somebody is about to remove it
+        except OSError:
+            lost = False  # a file system without such locks: there nothing is taken for dead
+        if not lost:
+            return partial, descriptor
+        os.close(descriptor)
+
+
+def _remove_dead(target: Path) -> None:
+    try:
+        beside = list(target.parent.iterdir())
+    except PermissionError:
+        return  # we may write there and not look
+    for path in beside:
+        if not path.name.startswith(_prefix(target)) or path.is_symlink() or not path.is_dir():
+            continue
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        except OSError:
+            continue  # gone meanwhile, or somebody else's
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(path, ignore_errors=True)
+        except OSError:
+            pass  # it lives, or nobody can tell
+        finally:
+            os.close(descriptor)
+
+
+def _sync_tree(directory: Path) -> None:
+    for folder, _, names in os.walk(directory, topdown=False):
+        for name in names:
+            _sync(Path(folder, name))
+        _sync(Path(folder))
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

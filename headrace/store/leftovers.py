@@ -1,0 +1,134 @@
+"""What dead runs left on SSDs.
+
+Invariant: what a living process holds is never listed nor removed; what may still be resumed is told from what is surely dead.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import Enum, auto
+from pathlib import Path
+
+from headrace.spec.errors import ConfigError, RunDirectoryError
+from headrace.store.directories import owner_of, remove_folder
+from headrace.store.lock import RunLock, lock_holder
+from headrace.store.manifest import MANIFEST_NAME, UNMADE_NAME, data_folder, read_manifest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leftover:
+    """A data folder that no process works on.
+
+    `resumable` says that its run directory still knows it. `in_doubt` says that the run is not where it was: it may have been
+    removed, or moved, or its drive is not mounted just now. What is neither is dead.
+    """
+
+    folder: Path
+    run_directory: Path
+    num_bytes: int
+    resumable: bool
+    in_doubt: bool
+
+
+def find_leftovers(directories: Sequence[Path]) -> list[Leftover]:
+    """List the data folders in `directories` whose run no living process holds. Changes nothing."""
+    found = [_look_at(folder) for directory in directories for folder in sorted(directory.glob("headrace-*"))]
+    return [leftover for leftover in found if leftover is not None]
+
+
+def leftovers_of(run_directory: Path) -> list[Leftover]:
+    """List the data folders of the run in `run_directory`, also where they know it by an earlier place. Changes nothing.
+
+    Folders that belong to a run of which this one is a copy are not listed.
+
+    Raises:
+        RunDirectoryError: there is no run, or its manifest is damaged.
+    """
+    manifest, here = read_manifest(run_directory), run_directory.resolve()
+    found = [_look_at(data_folder(directory, manifest.run_id)) for directory in manifest.directories]
+    if lock_holder(here) is not None:
+        return []
+    return [
+        replace(leftover, run_directory=here, resumable=True, in_doubt=False)
+        for leftover in found
+        if leftover is not None and (leftover.in_doubt or leftover.run_directory == here)
+    ]
+
+
+def remove_leftover(leftover: Leftover) -> None:
+    """Remove a data folder that was listed.
+
+    Raises:
+        ConfigError: a process has taken up its run since.
+    """
+    holder = lock_holder(leftover.run_directory)
+    try:
+        # Held until the last file is gone, so that nobody takes up what is being removed.
+        lock = RunLock(leftover.folder, needed=False)
+    except RunDirectoryError:
+        holder, lock = lock_holder(leftover.folder) or 0, None
+    try:
+        if holder is not None or lock is None:
+            raise ConfigError(f"{leftover.folder}: its run is in use by process {holder} again; nothing was removed")
+        remove_folder(leftover.folder)
+    finally:
+        if lock is not None:
+            lock.release()
+
+
+def remove_unmade(run_directory: Path) -> None:
+    """Remove what a creation that was killed in `run_directory` left on SSDs: a new one needs the space, and its place here.
+
+    Raises:
+        ConfigError: a process has taken up its run just now.
+    """
+    try:
+        directories = read_manifest(run_directory, UNMADE_NAME).directories
+    except RunDirectoryError:
+        return  # none, or one that was cut short: folders are made after it
+    for leftover in find_leftovers(directories):
+        if leftover.run_directory == run_directory.resolve() and not (leftover.resumable or leftover.in_doubt):
+            remove_leftover(leftover)
+
+
+class _Run(Enum):
+    KNOWS_IT = auto()
+    IN_DOUBT = auto()
+    DEAD = auto()
+
+
+def _look_at(folder: Path) -> Leftover | None:
+    """Return what is known of a data folder; None if it is in use, none of ours, or too little is known to call it dead."""
+    owner = owner_of(folder)
+    if owner is None:
+        return None
+    run_id, run_directory = owner
+    # The folder's own lock tells of a run that was moved; the run directory's of a folder on a drive that has no locks.
+    if lock_holder(folder) is not None or lock_holder(run_directory) is not None:
+        return None
+    data, run = folder / "data", _run_in(run_directory, run_id)
+    return Leftover(
+        folder=folder,
+        run_directory=run_directory,
+        num_bytes=data.stat().st_size if data.exists() else 0,
+        resumable=run is _Run.KNOWS_IT,
+        in_doubt=run is _Run.IN_DOUBT,
+    )
+
+
+def _run_in(run_directory: Path, run_id: str) -> _Run:
+    """Return whether the run is in `run_directory`, or surely nowhere."""
+    try:
+        return _Run.KNOWS_IT if _run_id_in(run_directory / MANIFEST_NAME) == run_id else _Run.IN_DOUBT
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError, KeyError, TypeError):
+        return _Run.IN_DOUBT
+    try:
+        return _Run.DEAD if _run_id_in(run_directory / UNMADE_NAME) == run_id else _Run.IN_DOUBT
+    except (OSError, ValueError, KeyError, TypeError):
+        return _Run.IN_DOUBT
+
+
+def _run_id_in(manifest: Path) -> str:
+    return str(json.loads(manifest.read_text())["run_id"])

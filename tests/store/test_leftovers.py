@@ -1,0 +1,230 @@
+"""What dead runs left is told from what lives, was moved, or cannot be seen just now: only what is surely dead is removed.
+
+Run: pytest tests/store/test_leftovers.py
+"""
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from store_world import holds_step, ignore, make_store, open_store, write_step
+
+from headrace.spec.errors import ConfigError, RunDirectoryError
+from headrace.store import Leftover, StateStore, find_leftovers, leftovers_of, lock_holder, remove_leftover
+
+
+def committed(folder: Path) -> None:
+    with make_store(folder) as store:
+        write_step(store, 1)
+        store.commit({"step": 1})
+
+
+def ssds(folder: Path) -> list[Path]:
+    return [folder / "ssd0", folder / "ssd1"]
+
+
+def owners(folder: Path) -> set[str]:
+    return {json.loads(path.read_text())["run_directory"] for path in folder.glob("ssd*/headrace-*/owner.json")}
+
+
+def only(leftovers: list[Leftover]) -> Leftover:
+    """One of the two folders of a run, of which the same is known."""
+    first, second = leftovers
+    assert (first.run_directory, first.resumable, first.in_doubt) == (second.run_directory, second.resumable, second.in_doubt)
+    return first
+
+
+def test_a_run_that_was_moved_is_in_use_while_it_is_open_and_in_doubt_before(tmp_path: Path) -> None:
+    committed(tmp_path)
+    (tmp_path / "run").rename(tmp_path / "moved")
+    found = only(find_leftovers(ssds(tmp_path)))
+    assert (found.resumable, found.in_doubt) == (False, True)
+    with StateStore.open(tmp_path / "moved", sink=ignore) as store:
+        assert find_leftovers(ssds(tmp_path)) == []
+        with pytest.raises(ConfigError, match=f"in use by process {os.getpid()} again; nothing was removed"):
+            remove_leftover(found)
+        assert holds_step(store, 1)
+    with StateStore.open(tmp_path / "moved", sink=ignore) as store:
+        assert holds_step(store, 1)
+
+
+def test_folders_know_where_their_run_was_opened_last(tmp_path: Path) -> None:
+    committed(tmp_path)
+    (tmp_path / "run").rename(tmp_path / "moved")
+    StateStore.open(tmp_path / "moved", sink=ignore).close()
+    assert owners(tmp_path) == {str((tmp_path / "moved").resolve())}
+    assert only(find_leftovers(ssds(tmp_path))).resumable
+    assert sorted(path.name for path in (tmp_path / "ssd0").glob("headrace-*/*")) == ["data", "lock", "owner.json"]
+
+
+def test_folders_that_cannot_be_told_where_their_run_is_do_not_keep_it_from_opening(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    committed(tmp_path)
+    (tmp_path / "run").rename(tmp_path / "moved")
+    really = Path.open
+
+    def full(self: Path, mode: str = "r", *rest: object, **options: object) -> object:
+        if "owner" in self.name and "w" in mode:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return really(self, mode, *rest, **options)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(Path, "open", full)
+    with StateStore.open(tmp_path / "moved", sink=ignore) as store:
+        assert holds_step(store, 1)
+        assert find_leftovers(ssds(tmp_path)) == []
+    assert owners(tmp_path) == {str((tmp_path / "run").resolve())}
+
+
+def another_run(folder: Path) -> None:
+    """A new run where the moved one was."""
+    (folder / "other").mkdir()
+    make_store(folder, directories=[folder / "other"], weights=None).close()
+
+
+def damage_the_manifest(folder: Path) -> None:
+    (folder / "moved").rename(folder / "run")
+    (folder / "run" / "state.json").write_text("{")
+
+
+def a_file_on_the_way(folder: Path) -> None:
+    (folder / "run").write_text("")
+
+
+def an_empty_mount_point(folder: Path) -> None:
+    (folder / "run").mkdir()
+
+
+@pytest.mark.parametrize("change", [another_run, damage_the_manifest, a_file_on_the_way, an_empty_mount_point])
+def test_a_run_that_is_not_where_it_was_is_in_doubt(tmp_path: Path, change) -> None:
+    committed(tmp_path)
+    (tmp_path / "run").rename(tmp_path / "moved")
+    change(tmp_path)
+    assert only(find_leftovers(ssds(tmp_path))).in_doubt
+
+
+def killed_creation(folder: Path) -> None:
+    """A process is killed between its last data file and the manifest."""
+    code = (
+        "import os, signal, sys\nfrom pathlib import Path\n"
+        "import headrace.store.parts as parts\nfrom store_world import make_store\n"
+        "parts.write_manifest = lambda *rest: os.kill(os.getpid(), signal.SIGKILL)\nmake_store(Path(sys.argv[1]))"
+    )
+    process = subprocess.run([sys.executable, "-c", code, str(folder)], cwd=Path(__file__).parent, check=False)
+    assert process.returncode == -signal.SIGKILL
+
+
+def test_a_creation_that_was_killed_is_dead(tmp_path: Path) -> None:
+    killed_creation(tmp_path)
+    found = only(find_leftovers(ssds(tmp_path)))
+    assert (found.resumable, found.in_doubt) == (False, False)
+    for each in find_leftovers(ssds(tmp_path)):
+        remove_leftover(each)
+    assert [*(tmp_path / "ssd0").iterdir(), *(tmp_path / "ssd1").iterdir()] == []
+
+
+def test_the_next_creation_takes_the_place_of_one_that_was_killed(tmp_path: Path) -> None:
+    killed_creation(tmp_path)
+    (tmp_path / "other").mkdir()
+    with make_store(tmp_path, directories=[tmp_path / "other"], weights=None):
+        assert [*(tmp_path / "ssd0").iterdir(), *(tmp_path / "ssd1").iterdir()] == []
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["commit.0", "commit.1", "lock", "state.json"]
+
+
+def test_a_killed_creation_where_a_moved_run_was_says_nothing_of_that(tmp_path: Path) -> None:
+    committed(tmp_path)
+    (tmp_path / "run").rename(tmp_path / "moved")
+    killed_creation(tmp_path)
+    assert sorted(each.in_doubt for each in find_leftovers(ssds(tmp_path))) == [False, False, True, True]
+    make_store(tmp_path).close()
+    with StateStore.open(tmp_path / "moved", sink=ignore) as store:
+        assert holds_step(store, 1)
+
+
+def test_a_removal_that_was_cut_short_leaves_dead_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    committed(tmp_path)
+    store = open_store(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr("headrace.store.parts.remove_folders", lambda *rest: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            store.remove()
+    found = only(find_leftovers(ssds(tmp_path)))
+    assert (found.resumable, found.in_doubt) == (False, False)
+
+
+def test_what_belongs_to_a_run_directory_is_found_after_it_was_moved_but_not_from_a_copy(tmp_path: Path) -> None:
+    committed(tmp_path)
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    assert leftovers_of(tmp_path / "copy") == []
+    (tmp_path / "run").rename(tmp_path / "moved")
+    found = only(leftovers_of(tmp_path / "moved"))
+    assert (found.run_directory, found.resumable, found.in_doubt) == ((tmp_path / "moved").resolve(), True, False)
+
+
+def test_a_copy_of_a_run_directory_is_refused_while_the_first_works(tmp_path: Path) -> None:
+    committed(tmp_path)
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    with open_store(tmp_path), pytest.raises(RunDirectoryError, match=f"in use by process {os.getpid()}"):
+        StateStore.open(tmp_path / "copy", sink=ignore)
+    assert owners(tmp_path) == {str((tmp_path / "run").resolve())}
+
+
+def test_a_moved_run_is_held_by_its_process_and_free_once_that_is_killed(tmp_path: Path) -> None:
+    committed(tmp_path)
+    (tmp_path / "run").rename(tmp_path / "moved")
+    code = (
+        "import sys, time\nfrom pathlib import Path\nfrom headrace.store import StateStore\n"
+        "store = StateStore.open(Path(sys.argv[1]), sink=print)\nprint('open', flush=True)\ntime.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "moved")], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"open\n"
+        (tmp_path / "moved").rename(tmp_path / "moved again")
+        assert find_leftovers(ssds(tmp_path)) == []
+        process.send_signal(signal.SIGKILL)
+    assert only(find_leftovers(ssds(tmp_path))).in_doubt
+    with StateStore.open(tmp_path / "moved again", sink=ignore) as store:
+        assert holds_step(store, 1)
+
+
+def test_a_forked_child_neither_keeps_nor_frees_the_locks(tmp_path: Path) -> None:
+    with make_store(tmp_path) as store:
+        out, into = os.pipe()
+        child = os.fork()
+        if child == 0:
+            store._parts.locks[0].release()  # as the end of an interpreter may do
+            os.read(out, 1)
+            os._exit(0)
+        assert find_leftovers(ssds(tmp_path)) == []
+        assert lock_holder(tmp_path / "run") == os.getpid()
+    try:
+        assert lock_holder(tmp_path / "run") is None
+        assert len(find_leftovers(ssds(tmp_path))) == 2
+    finally:
+        os.write(into, b"x")
+        os.waitpid(child, 0)
+
+
+def test_a_drive_without_locks_is_as_good_as_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    really = fcntl.flock
+
+    def flock(descriptor: int, operation: int) -> None:
+        if "headrace-" in os.readlink(f"/proc/self/fd/{descriptor}"):
+            raise OSError(errno.ENOSYS, "Function not implemented")
+        really(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    committed(tmp_path)
+    with open_store(tmp_path) as store:
+        assert holds_step(store, 1)
+        assert find_leftovers(ssds(tmp_path)) == []
+    for each in find_leftovers(ssds(tmp_path)):
+        remove_leftover(each)
+    assert [*(tmp_path / "ssd0").iterdir(), *(tmp_path / "ssd1").iterdir()] == []
