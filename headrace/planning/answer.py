@@ -203,6 +203,8 @@ class _Planner:
     def __init__(self, chain: Chain, question: Question, ceilings: Ceilings | None) -> None:
         self._chain = chain
         self._profiles = Profiles(chain, for_gpu=question.allowance.device_overhead_bytes > 0)
+        self._measured = ceilings
+        # For times alone: the choice depends on whether anybody measured, as it does in a run.
         self.ceilings = ceilings or nominal_ceilings(self._problem(question))
 
     def plan(self, question: Question) -> Plan:
@@ -211,7 +213,7 @@ class _Planner:
         Raises:
             PlanInfeasible: memory or SSD space is too small.
         """
-        plan = make_plan(self._problem(question), self.ceilings)
+        plan = make_plan(self._problem(question), self._measured)
         _check_space(plan, question.ssd_bytes)
         return plan
 

@@ -10,7 +10,9 @@ import pytest
 from planned_models import gpt3_175b, llama_70b, llama_small, saved
 
 from headrace.plan.base import Plan
+from headrace.plan.placement import Problem
 from headrace.plan.profiles import load_profile
+from headrace.plan.search import make_plan
 from headrace.planning import PlanReport, answer, explain, plan_model
 from headrace.spec.budget import Budget
 from headrace.spec.ceilings import Ceilings
@@ -81,6 +83,23 @@ def test_without_a_profile_the_machine_is_called_nominal(small: Path, tmp_path: 
     assert found.fits
     assert found.measured is False
     assert "headrace bench machine" in explain(found)
+
+
+def test_without_a_profile_the_plan_is_the_one_that_a_run_makes(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine has no figures of drives either then, and does not write to them for speed."""
+    monkeypatch.setattr(answer, "anonymous_bytes", lambda: 300 << 20)  # this process grows from plan to plan
+    problems = []
+
+    def recorded(problem: Problem, ceilings: Ceilings | None) -> Plan:
+        problems.append(problem)
+        return make_plan(problem, ceilings)
+
+    monkeypatch.setattr(answer, "make_plan", recorded)
+    found = plan_model(small, Budget(host="700MiB"), tokens_per_step=8192, clip=False)
+    assert found.plan == make_plan(problems[0], None)
+    assert found.plan is not None
+    assert "ssd" not in found.plan.stash_tiers
+    assert found.forecast is not None  # of a nominal machine
 
 
 def test_what_does_not_fit_comes_with_variants_that_do(small: Path, rig: Ceilings) -> None:
