@@ -131,6 +131,7 @@ def report_of(
         model=model,
         parameters=plan.num_parameters,
         compute_dtype=plan.compute_dtype,
+        moments=plan.moments,
         tokens_per_step=plan.tokens_per_step,
         sequence_length=plan.sequence_length,
         machine=machine.name,
