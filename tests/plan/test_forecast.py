@@ -12,7 +12,7 @@ from small_plans import small_plan
 
 from headrace.plan.base import Plan, Unit
 from headrace.plan.carry import cold_carry
-from headrace.plan.forecast import forecast
+from headrace.plan.forecast import forecast, redo_seconds
 from headrace.plan.program import build_program
 from headrace.spec.ceilings import Ceilings
 from headrace.spec.errors import ConfigError
@@ -200,3 +200,12 @@ def test_the_lower_bound_lets_duplex_drives_go_both_ways_at_once() -> None:
 def test_an_unknown_compute_dtype_is_refused() -> None:
     with pytest.raises(ConfigError, match="float32"):
         forecast(small_plan(compute_dtype="float32", gradient_dtype="float32"), machine())
+
+
+@pytest.mark.parametrize("moments", ["float32", "bfloat16", "int8"])
+def test_updates_that_are_done_again_take_what_they_take_in_a_step(moments: str) -> None:
+    """Smaller moments cost a core more arithmetic in a step, and no less when the step's updates are repeated."""
+    profile = machine(update=2e9, read=50e9, write=50e9, has_device=False, device_memory_bytes=0)
+    plan = small_plan(moments=moments, update_policy="speculative", late_units=(1,), chunk_elements=1 << 22)
+    plan = replace(plan, units=tuple(replace(unit, num_elements=1 << 24) for unit in plan.units))
+    assert redo_seconds(plan, profile) == pytest.approx(forecast(plan, profile).work[Lane.UPDATE], rel=0.1)

@@ -264,6 +264,15 @@ def test_compute_and_updates_get_cores_of_their_own_where_sharing_costs_more() -
     assert forecast(plan, slow).step_seconds < forecast(together, slow).step_seconds
 
 
+def test_smaller_moments_get_the_cores_that_their_arithmetic_asks_for() -> None:
+    """One core moves what the memory lets all move with float32 moments, eight do with those of 8 bits."""
+    made = replace(problem(400 * MIB), moments="int8", allowance=replace(problem(400 * MIB).allowance, cores=32))
+    slow = {"compute": {"update": 0.2}, "update": {"compute": 0.2}}
+    drives = {"read": 20e9, "write": 20e9, "mixed": 40e9}
+    plan = make_plan(made, replace(machine(made, flops=2e12, **drives), cores=32, slowdowns=slow, **cores(1e9)))
+    assert (plan.compute_threads, plan.update_threads) == (24, 8)
+
+
 def test_beside_a_gpu_updates_have_the_cores_that_their_bandwidth_asks_for() -> None:
     made = problem(400 * MIB, device_bytes=200 * MIB)
     made = replace(made, allowance=replace(made.allowance, cores=16))
