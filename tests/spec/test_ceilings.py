@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.spec.ceilings import Ceilings, Drive, InFlight
+from headrace.spec.ceilings import Ceilings, Drive, InFlight, striped_shares
 from headrace.spec.errors import ConfigError
 
 
@@ -119,6 +119,17 @@ def test_drives_are_pooled():
     assert ceilings.ssd_write_bytes_per_second == 10e9
     assert ceilings.ssd_mixed_bytes_per_second == 16e9
     assert ceilings.ssd_capacity_bytes == 4 * 10**12
+
+
+def test_unequal_drives_wait_for_the_one_that_is_last_with_its_stripes():
+    """Stripes go by what drives do reading and writing at once: here a third and two thirds."""
+    reader = drive(read_bytes_per_second=7e9, write_bytes_per_second=1e9, mixed_bytes_per_second=2e9)
+    writer = drive(read_bytes_per_second=3.5e9, write_bytes_per_second=3e9, mixed_bytes_per_second=4e9)
+    ceilings = Ceilings.from_json(profile(drives=[reader, writer]))
+    assert striped_shares(ceilings.drives) == pytest.approx((1 / 3, 2 / 3))
+    assert ceilings.ssd_read_bytes_per_second == pytest.approx(3.5e9 * 3 / 2)
+    assert ceilings.ssd_write_bytes_per_second == pytest.approx(1e9 * 3)
+    assert ceilings.ssd_mixed_bytes_per_second == 6e9
 
 
 @pytest.mark.parametrize("name", REQUIRED)
