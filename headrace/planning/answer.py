@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from headrace.ioengine import file_systems
 from headrace.machine import CpuMachine, anonymous_bytes
 from headrace.model import Chain, Profiles, import_workspace_bytes
 from headrace.plan.base import Plan
@@ -74,10 +75,11 @@ def plan_model(
 ) -> PlanReport:
     """Plan the training of `model` (a directory, a config.json, or OWNER/NAME on the Hub) within `budget`.
 
-    `ceilings` is the machine; without it times are those of a nominal one, and the report says so. `here` says that it is this
-    machine, so that budgets that are not given follow from what is free now. `max_steps` is the length of the run, for hours
-    and wear. Where the model does not fit, the search for variants that do ends after about `variants_seconds`; where it fits
-    and the SSDs limit the step, the alternatives are what would spare them.
+    `ceilings` is the machine; without it times are those of a nominal one, and the report says so. Where the budget names SSD
+    directories, their drives alone count. `here` says that it is this machine, so that budgets that are not given follow from
+    what is free now. `max_steps` is the length of the run, for hours and wear. Where the model does not fit, the search for
+    variants that do ends after about `variants_seconds`; where it fits and the SSDs limit the step, the alternatives are what
+    would spare them.
 
     Raises:
         ModelError: there is no configuration, or its architecture cannot be run block by block.
@@ -94,6 +96,8 @@ def plan_model(
     if not allowance.device_overhead_bytes and not CpuMachine().multiplies(compute_dtype):
         chain.multiply_wide()
     ssd_bytes = default_ssd_bytes(ceilings, budget.ssd)
+    if ceilings is not None and budget.ssd:
+        ceilings = ceilings.of_directories(file_systems(budget.ssd))
     question = Question(workload=workload, allowance=allowance, ssd_bytes=ssd_bytes, moments=moments)
     planner = _Planner(chain, question, ceilings)
     report = PlanReport(

@@ -7,7 +7,7 @@ zero or a NaN would still print a plan.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from headrace.spec.errors import ConfigError
@@ -182,6 +182,15 @@ class Ceilings:
     def ssd_capacity_bytes(self) -> int:
         """Capacity of all drives together."""
         return sum(drive.capacity_bytes for drive in self.drives)
+
+    def of_directories(self, file_systems: Sequence[int]) -> "Ceilings":
+        """Return the profile of a run with these directories: directory i is drive i, further ones are like the last drive.
+
+        `file_systems` has for each directory the first that lies on the same file system (`ioengine.file_systems`): however
+        many there are on one drive, it is one drive.
+        """
+        drives = tuple(self.drives[min(index, len(self.drives) - 1)] for index in dict.fromkeys(file_systems))
+        return replace(self, drives=drives)
 
     def in_flight(self, num_directories: int) -> InFlight:
         """Return how one I/O engine keeps `num_directories` busy: directory i is drive i, further ones are like the last drive.

@@ -224,6 +224,26 @@ def test_budgets_that_cannot_be_are_refused(size: str) -> None:
         Budget(host=size)
 
 
+def test_a_plan_has_the_drives_of_its_directories(
+    small: Path, rig: Ceilings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of four drives in the profile a run with one directory has one, and two directories on one drive are no faster."""
+    monkeypatch.setattr(answer, "anonymous_bytes", lambda: 300 << 20)  # this process grows from plan to plan
+    directories = [tmp_path / name for name in ("one", "two")]
+    for directory in directories:
+        directory.mkdir()
+    asked: dict[str, Any] = {"here": False, "tokens_per_step": 4096, "sequence_length": 512}
+    single = plan_model(small, Budget(host="1200MiB"), ceilings=load_profile("rtx4090-1ssd"), **asked)
+    for ssd in (directories[:1], directories):
+        found = plan_model(small, Budget(host="1200MiB", ssd=ssd), ceilings=rig, **asked)
+        assert found.forecast is not None
+        assert single.forecast is not None
+        assert found.forecast.step_seconds == single.forecast.step_seconds
+        assert found.endurance == single.endurance
+    with pytest.raises(ConfigError, match="same directory"):
+        plan_model(small, Budget(ssd=directories[:1] * 2), ceilings=rig, **asked)
+
+
 def test_an_ssd_directory_that_is_none_is_refused(small: Path, rig: Ceilings, tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="no such directory"):
         plan_model(small, Budget(ssd=[tmp_path / "nowhere"]), ceilings=rig)
