@@ -50,8 +50,8 @@ def default_ssd_bytes(ceilings: Ceilings | None, directories: Sequence[Path], *,
     """
     drives = ceilings.drives if ceilings is not None else ()
     if not directories:
-        spaces = [(drive.capacity_bytes, drive) for drive in drives]
-        return _striped(spaces, range(len(drives)), held_bytes) if drives else None
+        whole = [(drive.capacity_bytes, drive) for drive in drives]
+        return _striped(whole, range(len(drives)), held_bytes) if drives else None
     spaces, seen = [], dict[tuple[int, int], Path]()
     for index, directory in enumerate(directories):
         facts = describe_directory(directory)
