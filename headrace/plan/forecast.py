@@ -81,8 +81,9 @@ def forecast(plan: Plan, ceilings: Ceilings, *, most_operations: int = _MOST_OPE
     Raises:
         ConfigError: the profile has no matrix rate for the plan's compute dtype.
     """
-    flops_per_step, resident_bytes, kept_share = _flops_per_step(plan), _checkpointed_bytes(plan), _kept_share(plan, ceilings)
-    plan, ceilings = _with_elementwise(plan, ceilings), _under(plan, ceilings)
+    resident_bytes, kept_share = _checkpointed_bytes(plan), _kept_share(plan, ceilings)
+    flops_per_step = _flops_per_step(_with_rows(plan))
+    plan, ceilings = _with_rows(_with_elementwise(plan, ceilings)), _under(plan, ceilings)
     timeline = simulate(
         _programs(_coarsened(plan, ceilings, most_operations)),
         ceilings,
@@ -157,6 +158,20 @@ def _flops_per_step(plan: Plan) -> float:
     """Return the operations of a step: forward, recompute as far as nothing is kept, and backward."""
     blocks = 4 * sum(plan.forward_flops) - sum(plan.spared_flops)
     return plan.num_micro_batches * (blocks + 3 * plan.epilogue_flops)
+
+
+def _with_rows(plan: Plan) -> Plan:
+    """Return a plan whose micro-batches have the operations of the step's rows: the last one has fewer, and nothing pads it."""
+    rows = plan.micro_batch_sequences * plan.num_micro_batches
+    share = plan.tokens_per_step / (plan.sequence_length * rows)
+    if share == 1:
+        return plan
+    return replace(
+        plan,
+        forward_flops=tuple(flops * share for flops in plan.forward_flops),
+        spared_flops=tuple(flops * share for flops in plan.spared_flops),
+        epilogue_flops=plan.epilogue_flops * share,
+    )
 
 
 def _with_elementwise(plan: Plan, ceilings: Ceilings) -> Plan:

@@ -50,8 +50,9 @@ def test_a_step_limited_by_compute_takes_its_operations() -> None:
 
 
 def test_what_blocks_and_head_take_besides_products_is_counted_once() -> None:
-    # Eight tokens of width 16 in a micro-batch; bfloat16 has two bytes an element.
-    shape = {"sequence_length": 4, "micro_batch_sequences": 2, "hidden_size_bytes": 2 * 16, "loss_chunk_tokens": 3}
+    # Eight tokens of width 16 in each of two micro-batches; bfloat16 has two bytes an element.
+    shape = {"tokens_per_step": 16, "sequence_length": 4, "micro_batch_sequences": 2}
+    shape |= {"hidden_size_bytes": 2 * 16, "loss_chunk_tokens": 3}
     parameters = 1000  # of the head, in products of two operations for each of eight tokens
     plan = small_plan(forward_flops=(0.0, *(1e12,) * 4, 0.0), epilogue_flops=2.0 * 8 * parameters, **shape)
     besides = {"hidden_seconds": 1 / 64, "logit_seconds": 1 / 50, "head_seconds": 1 / 1000}

@@ -184,6 +184,29 @@ def test_tokens_that_do_not_divide_are_refused_with_the_next_ones() -> None:
         Workload(tokens_per_step=3000, sequence_length=2048, clip=False)
 
 
+@pytest.mark.parametrize("rows", [1, 2, 4, 8, 9, 12, 15, 16, 17, 24, 31])
+def test_a_step_is_divided_evenly_and_takes_what_its_rows_take(rows: int) -> None:
+    """The engine pads nothing: nine rows are five and four, with the operations of nine."""
+    made, block = problem(GIB, rows=rows), costs_of(1).blocks[0]
+    whole = rows * (BLOCKS * (4 * block.forward_flops - block.operators[3].flops) + 3 * 2e3 * WIDTH * LENGTH)
+    choices = {choice.rows: choice for choice in placements_of(made, 0)}
+    for choice in choices.values():
+        plan = plan_of(made, choice)
+        assert choice.rows * plan.num_micro_batches - rows < plan.num_micro_batches
+        found = forecast(plan, machine(made, flops=1e10, fresh_pages_share=1.0))
+        assert found.flops_per_step == pytest.approx(whole)
+        assert found.step_seconds == pytest.approx(whole / 1e10, rel=0.03)
+        assert found.lower_bound_seconds <= found.step_seconds
+    if rows & (rows - 1) == 0:
+        assert list(choices) == [size for size in (8, 4, 2, 1) if size <= rows]
+
+
+def test_the_largest_micro_batches_are_chosen_for_any_number_of_rows() -> None:
+    made = {rows: problem(GIB, rows=rows) for rows in (8, 9, 16, 17)}
+    chosen = {rows: make_plan(each, machine(each)).micro_batch_sequences for rows, each in made.items()}
+    assert chosen == {8: 8, 9: 5, 16: 8, 17: 6}
+
+
 def test_a_separate_device_has_its_own_budget() -> None:
     made = problem(400 * MIB, device_bytes=80 * MIB)
     plan = make_plan(made, None)
