@@ -22,7 +22,7 @@ from headrace.flow.state import Parts, StepState, Verdict
 from headrace.flow.steps import Steps
 from headrace.flow.traffic import Traffic
 from headrace.flow.update import device_updater
-from headrace.ioengine import measured_weights
+from headrace.ioengine import file_systems, measured_weights
 from headrace.machine import (
     HeapGuard,
     MemoryMeter,
@@ -155,7 +155,8 @@ class Engine:
         `gradient_dtype="float32"` drains gradients unrounded (default: in the compute dtype, summed in fp32 before).
         `moments` says how AdamW's moments are kept: `float32`, or `bfloat16` or `int8` (8 bits and a scale for each block of
         256), which take less space and traffic, and round at random. Everything else stays exact.
-        `machine` are measured ceilings, by which the plan is chosen (`headrace bench machine`; None: a nominal machine).
+        `machine` are measured ceilings, by which the plan is chosen (`headrace bench machine`; None: a nominal machine); of its
+        drives those of the SSD directories count.
         `adjust_plan` may change the plan before anything is built: for experiments with placements that the planner would not
         choose. `compile_blocks` runs blocks under `torch.compile`, `liger` by Liger's kernels (GPU): same mathematics, other
         rounding, no replay. What compiling takes of time and memory in the first step is in no plan.
@@ -182,7 +183,7 @@ class Engine:
             interpreter=interpreter,
             gradient_dtype=gradient_dtype,
             moments=moments,
-            machine=machine.to_json() if machine else None,
+            machine=machine.of_directories(file_systems(budget.ssd) or (0,)).to_json() if machine else None,
             compile_blocks=compile_blocks,
             liger=liger,
         )

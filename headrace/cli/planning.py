@@ -40,6 +40,8 @@ def make_report(
         InputError: model, data, machine or a number cannot be used.
         StorageError: an SSD directory cannot be used.
     """
+    if not max_grad_norm >= 0:  # not a number is refused, too
+        raise ConfigError(f"max_grad_norm: {max_grad_norm} given; give a norm to clip to, or 0 for no clipping")
     ceilings = _ceilings(machine)
     here = machine is None
     budget = Budget(device=device_memory, host=host_memory, ssd=tuple(ssd) or ((Path.cwd(),) if here else ()))

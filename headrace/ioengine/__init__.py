@@ -3,7 +3,14 @@
 from headrace.ioengine.base import BLOCK_BYTES, BlockFile, Bytes, DoneTicket, Ticket
 from headrace.ioengine.direct import DirectFile
 from headrace.ioengine.faulty import Fault, FaultKind, FaultyFile
-from headrace.ioengine.measure import Bandwidth, DirectoryFacts, describe_directory, measure_directory, measured_weights
+from headrace.ioengine.measure import (
+    Bandwidth,
+    DirectoryFacts,
+    describe_directory,
+    file_systems,
+    measure_directory,
+    measured_weights,
+)
 from headrace.ioengine.memory import MemoryFile
 from headrace.ioengine.threads import PieceTicket, ThreadEngine
 from headrace.ioengine.throttled import ThrottledFile
@@ -27,6 +34,7 @@ __all__ = [
     "Ticket",
     "Volume",
     "describe_directory",
+    "file_systems",
     "measure_directory",
     "measured_weights",
     "striping_weights",

@@ -81,6 +81,21 @@ def describe_directory(directory: Path) -> DirectoryFacts:
     )
 
 
+def file_systems(directories: Sequence[Path]) -> tuple[int, ...]:
+    """Return for each directory the index of the first that lies on the same file system: its own, unless drives are shared.
+
+    A directory that cannot be looked at is one of its own. Never raises.
+    """
+    first: dict[int, int] = {}
+    found = []
+    for index, directory in enumerate(directories):
+        try:
+            found.append(first.setdefault(os.stat(directory).st_dev, index))
+        except OSError:
+            found.append(index)
+    return tuple(found)
+
+
 def _reason(error: StorageError) -> str:
     cause = error.__cause__
     if not isinstance(cause, OSError):

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from headrace.spec.ceilings import Drive
+from headrace.spec.ceilings import Drive, striped_shares
 from headrace.spec.sizes import format_seconds
 
 # TLC drives for desktops are warranted for 600 TB per TB of capacity, nearly all of them; data-centre drives for thrice that.
@@ -87,8 +87,7 @@ def endurance(drives: Sequence[Drive], written_bytes_per_step: float, *, num_ste
             f"endurance: {written_bytes_per_step!r} bytes and {step_seconds!r} seconds per step given; "
             "both must be finite and not negative"
         )
-    bandwidth = sum(drive.write_bytes_per_second for drive in drives)
-    written = [written_bytes_per_step * num_steps * drive.write_bytes_per_second / bandwidth for drive in drives]
+    written = [written_bytes_per_step * num_steps * share for share in striped_shares(drives)]
     rated = [_rated_bytes(drive) for drive in drives]
     worst = max(range(len(drives)), key=lambda index: written[index] / rated[index])
     return Endurance(

@@ -81,19 +81,9 @@ def forecast(plan: Plan, ceilings: Ceilings, *, most_operations: int = _MOST_OPE
     Raises:
         ConfigError: the profile has no matrix rate for the plan's compute dtype.
     """
-    if _has_partition(plan, ceilings):
-        ceilings = replace(ceilings, slowdowns=_apart(ceilings.slowdowns))
-    flops_per_step = _flops_per_step(plan)
-    plan = _with_elementwise(plan, ceilings)
-    kept_share = _kept_share(plan, ceilings)
-    resident_bytes = _checkpointed_bytes(plan)
-    ceilings = replace(
-        ceilings,
-        flops_per_second={dtype: rate * kept_share for dtype, rate in ceilings.flops_per_second.items()},
-        # A commit writes the states that live in memory besides; what it takes is spread over the steps between two commits.
-        commit_seconds=ceilings.commit_seconds + resident_bytes / ceilings.ssd_write_bytes_per_second,
-        update_bytes_per_second_per_core=ceilings.update_bytes_per_second_per_core * _CORE_RATES[plan.moments],
-    )
+    resident_bytes, kept_share = _checkpointed_bytes(plan), _kept_share(plan, ceilings)
+    flops_per_step = _flops_per_step(_with_rows(plan))
+    plan, ceilings = _with_rows(_with_elementwise(plan, ceilings)), _under(plan, ceilings)
     timeline = simulate(
         _programs(_coarsened(plan, ceilings, most_operations)),
         ceilings,
@@ -117,10 +107,29 @@ def forecast(plan: Plan, ceilings: Ceilings, *, most_operations: int = _MOST_OPE
 
 def redo_seconds(plan: Plan, ceilings: Ceilings) -> float:
     """Return what it takes to do all updates of a step again from the held gradients, with nothing else under way."""
+    ceilings = _under(plan, ceilings)
     coarse = _coarsened(plan, ceilings, 2 * SEARCH_OPERATIONS)
     tail, _ = build_tail(coarse, redo_carry(coarse))
     timeline = simulate([tail] * 3, ceilings, compute_dtype=plan.compute_dtype, update_threads=plan.update_threads)
     return timeline.step_seconds
+
+
+def core_update_bytes_per_second(ceilings: Ceilings, moments: str) -> float:
+    """Return the rate at which a core updates with `moments`."""
+    return ceilings.update_bytes_per_second_per_core * _CORE_RATES[moments]
+
+
+def _under(plan: Plan, ceilings: Ceilings) -> Ceilings:
+    """Return what the machine does under `plan`: its cores as they are shared out, its moments, its memory."""
+    kept_share = _kept_share(plan, ceilings)
+    return replace(
+        ceilings,
+        slowdowns=_apart(ceilings.slowdowns) if _has_partition(plan, ceilings) else ceilings.slowdowns,
+        flops_per_second={dtype: rate * kept_share for dtype, rate in ceilings.flops_per_second.items()},
+        # A commit writes the states that live in memory besides; what it takes is spread over the steps between two commits.
+        commit_seconds=ceilings.commit_seconds + _checkpointed_bytes(plan) / ceilings.ssd_write_bytes_per_second,
+        update_bytes_per_second_per_core=core_update_bytes_per_second(ceilings, plan.moments),
+    )
 
 
 def _has_partition(plan: Plan, ceilings: Ceilings) -> bool:
@@ -149,6 +158,20 @@ def _flops_per_step(plan: Plan) -> float:
     """Return the operations of a step: forward, recompute as far as nothing is kept, and backward."""
     blocks = 4 * sum(plan.forward_flops) - sum(plan.spared_flops)
     return plan.num_micro_batches * (blocks + 3 * plan.epilogue_flops)
+
+
+def _with_rows(plan: Plan) -> Plan:
+    """Return a plan whose micro-batches have the operations of the step's rows: the last one has fewer, and nothing pads it."""
+    rows = plan.micro_batch_sequences * plan.num_micro_batches
+    share = plan.tokens_per_step / (plan.sequence_length * rows)
+    if share == 1:
+        return plan
+    return replace(
+        plan,
+        forward_flops=tuple(flops * share for flops in plan.forward_flops),
+        spared_flops=tuple(flops * share for flops in plan.spared_flops),
+        epilogue_flops=plan.epilogue_flops * share,
+    )
 
 
 def _with_elementwise(plan: Plan, ceilings: Ceilings) -> Plan:

@@ -83,6 +83,7 @@ def adopted(plan: Plan, problem: Problem) -> Plan:
 def _differences(plan: Plan, problem: Problem) -> Iterator[str]:
     """Yield what the plan was made for and this run is not."""
     workload, cores = problem.workload, problem.allowance.cores
+    asked = workload.checkpoint_every  # where nothing clips every step is a checkpoint, whatever was asked for
     threads = max(plan.compute_threads, plan.update_threads)
     made_for_and_found = {
         "parameters": (plan.num_parameters, sum(layout.num_parameters for layout in problem.layouts)),
@@ -93,7 +94,7 @@ def _differences(plan: Plan, problem: Problem) -> Iterator[str]:
         "tokens_per_step": (plan.tokens_per_step, workload.tokens_per_step),
         "sequence_length": (plan.sequence_length, workload.sequence_length),
         "clipping": (_words(plan.update_policy != "immediate"), _words(problem.clips)),
-        "checkpoint_every": (plan.checkpoint_every, workload.checkpoint_every or plan.checkpoint_every),
+        "checkpoint_every": (plan.checkpoint_every, asked if problem.clips and asked else plan.checkpoint_every),
         "device memory of its own": (_words(plan.separate_device), _words(problem.separate_device)),
         "chunk_elements": (plan.chunk_elements, problem.allowance.chunk_elements or plan.chunk_elements),
     }
@@ -111,7 +112,7 @@ def _damaged(plan: Plan, problem: Problem) -> Iterator[str]:
         "loss_chunk_tokens": 1,
         "checkpoint_every": 1,
         "prefetch": 0,
-        "host_slots": plan.prefetch + 1,
+        "host_slots": min(plan.num_blocks, plan.prefetch + 1),
         "chunk_elements": 1,
         "state_slots": 1,
         "gradient_slots": 1,

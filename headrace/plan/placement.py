@@ -250,12 +250,14 @@ def _chunk_elements(problem: Problem, thrift: int) -> int:
 
 
 def _micro_batches(workload: Workload) -> list[int]:
-    """Return micro-batch sizes in rows: from what saturates compute down to one."""
+    """Return micro-batch sizes in rows: from what saturates compute down to one, each such that the rows divide evenly.
+
+    Nine rows in eights would be eight and one; five and four take less memory, and both are of use to a matrix product.
+    """
     most = max(1, min(workload.sequences, _SATURATED_TOKENS // workload.sequence_length))
-    sizes = [most]
-    while sizes[-1] > 1:
-        sizes.append(sizes[-1] // 2)
-    return sizes
+    sizes = [most >> halvings for halvings in range(most.bit_length())]
+    counts = dict.fromkeys(-(-workload.sequences // size) for size in sizes)
+    return [-(-workload.sequences // count) for count in counts]
 
 
 def _loss_chunk_tokens(costs: ModelCosts, workload: Workload, lean: bool) -> int:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from headrace.plan.base import Plan, Speculation, spread
 from headrace.plan.footprint import with_footprint
-from headrace.plan.forecast import SEARCH_OPERATIONS, forecast, redo_seconds
+from headrace.plan.forecast import SEARCH_OPERATIONS, core_update_bytes_per_second, forecast, redo_seconds
 from headrace.plan.placement import Choice, Problem, filled, fits, plan_of
 from headrace.spec.ceilings import Ceilings
 
@@ -90,7 +90,7 @@ def with_threads(plan: Plan, machine: Ceilings) -> Plan:
     most of the time (0.01 to 0.02 s of a core per GB) and have no cores of their own.
     """
     cores = plan.compute_threads
-    enough = max(1, math.ceil(machine.update_bytes_per_second / machine.update_bytes_per_second_per_core))
+    enough = max(1, math.ceil(machine.update_bytes_per_second / core_update_bytes_per_second(machine, plan.moments)))
     if machine.has_device:
         splits = [(cores, min(cores, threads)) for threads in (enough, cores)]
     else:

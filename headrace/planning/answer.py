@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from headrace.ioengine import file_systems
 from headrace.machine import CpuMachine, anonymous_bytes
 from headrace.model import Chain, Profiles, import_workspace_bytes
 from headrace.plan.base import Plan
@@ -74,10 +75,11 @@ def plan_model(
 ) -> PlanReport:
     """Plan the training of `model` (a directory, a config.json, or OWNER/NAME on the Hub) within `budget`.
 
-    `ceilings` is the machine; without it times are those of a nominal one, and the report says so. `here` says that it is this
-    machine, so that budgets that are not given follow from what is free now. `max_steps` is the length of the run, for hours
-    and wear. Where the model does not fit, the search for variants that do ends after about `variants_seconds`; where it fits
-    and the SSDs limit the step, the alternatives are what would spare them.
+    `ceilings` is the machine; without it times are those of a nominal one, and the report says so. Where the budget names SSD
+    directories, their drives alone count. `here` says that it is this machine, so that budgets that are not given follow from
+    what is free now. `max_steps` is the length of the run, for hours and wear. Where the model does not fit, the search for
+    variants that do ends after about `variants_seconds`; where it fits and the SSDs limit the step, the alternatives are what
+    would spare them.
 
     Raises:
         ModelError: there is no configuration, or its architecture cannot be run block by block.
@@ -94,6 +96,8 @@ def plan_model(
     if not allowance.device_overhead_bytes and not CpuMachine().multiplies(compute_dtype):
         chain.multiply_wide()
     ssd_bytes = default_ssd_bytes(ceilings, budget.ssd)
+    if ceilings is not None and budget.ssd:
+        ceilings = ceilings.of_directories(file_systems(budget.ssd))
     question = Question(workload=workload, allowance=allowance, ssd_bytes=ssd_bytes, moments=moments)
     planner = _Planner(chain, question, ceilings)
     report = PlanReport(
@@ -131,6 +135,7 @@ def report_of(
         model=model,
         parameters=plan.num_parameters,
         compute_dtype=plan.compute_dtype,
+        moments=plan.moments,
         tokens_per_step=plan.tokens_per_step,
         sequence_length=plan.sequence_length,
         machine=machine.name,
@@ -203,6 +208,8 @@ class _Planner:
     def __init__(self, chain: Chain, question: Question, ceilings: Ceilings | None) -> None:
         self._chain = chain
         self._profiles = Profiles(chain, for_gpu=question.allowance.device_overhead_bytes > 0)
+        self._measured = ceilings
+        # For times alone: the choice depends on whether anybody measured, as it does in a run.
         self.ceilings = ceilings or nominal_ceilings(self._problem(question))
 
     def plan(self, question: Question) -> Plan:
@@ -211,7 +218,7 @@ class _Planner:
         Raises:
             PlanInfeasible: memory or SSD space is too small.
         """
-        plan = make_plan(self._problem(question), self.ceilings)
+        plan = make_plan(self._problem(question), self._measured)
         _check_space(plan, question.ssd_bytes)
         return plan
 

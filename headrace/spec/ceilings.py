@@ -6,8 +6,8 @@ only figures that can be true. A missing, unknown or absurd one is refused by th
 zero or a NaN would still print a plan.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from headrace.spec.errors import ConfigError
@@ -108,6 +108,14 @@ class Drive:
         return {each.name: getattr(self, each.name) for each in fields(self)}
 
 
+def striped_shares(drives: Sequence[Drive]) -> tuple[float, ...]:
+    """Return the part of all bytes that each drive gets: by what it does while it reads and writes at once, as
+    `ioengine.measured_weights` lays out the stripes (in small integers, so about).
+    """
+    rate = sum(drive.mixed_bytes_per_second for drive in drives)
+    return tuple(drive.mixed_bytes_per_second / rate for drive in drives)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ceilings:
     """A machine profile. Make one with `from_json`, which checks the figures.
@@ -153,23 +161,36 @@ class Ceilings:
 
     @property
     def ssd_read_bytes_per_second(self) -> float:
-        """Read rate of all drives together: data are striped in proportion to bandwidth, so the rates add up."""
-        return sum(drive.read_bytes_per_second for drive in self.drives)
+        """Read rate of all drives together, until the last of them has read its stripes."""
+        return min(drive.read_bytes_per_second / share for drive, share in zip(self.drives, self._shares, strict=True))
 
     @property
     def ssd_write_bytes_per_second(self) -> float:
-        """Write rate of all drives together."""
-        return sum(drive.write_bytes_per_second for drive in self.drives)
+        """Write rate of all drives together, until the last of them has written its stripes."""
+        return min(drive.write_bytes_per_second / share for drive, share in zip(self.drives, self._shares, strict=True))
 
     @property
     def ssd_mixed_bytes_per_second(self) -> float:
-        """Total rate of all drives while reads and writes run at once."""
+        """Total rate of all drives while reads and writes run at once: stripes go by it, so all finish together."""
         return sum(drive.mixed_bytes_per_second for drive in self.drives)
+
+    @property
+    def _shares(self) -> tuple[float, ...]:
+        return striped_shares(self.drives)
 
     @property
     def ssd_capacity_bytes(self) -> int:
         """Capacity of all drives together."""
         return sum(drive.capacity_bytes for drive in self.drives)
+
+    def of_directories(self, file_systems: Sequence[int]) -> "Ceilings":
+        """Return the profile of a run with these directories: directory i is drive i, further ones are like the last drive.
+
+        `file_systems` has for each directory the first that lies on the same file system (`ioengine.file_systems`): however
+        many there are on one drive, it is one drive.
+        """
+        drives = tuple(self.drives[min(index, len(self.drives) - 1)] for index in dict.fromkeys(file_systems))
+        return replace(self, drives=drives)
 
     def in_flight(self, num_directories: int) -> InFlight:
         """Return how one I/O engine keeps `num_directories` busy: directory i is drive i, further ones are like the last drive.

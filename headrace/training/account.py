@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from headrace.ioengine import file_systems
 from headrace.plan.base import Plan
 from headrace.plan.profiles import load_profile
 from headrace.planning import PlanReport, default_ssd_bytes, explain, explain_outcome, outcome_of, report_of
@@ -24,12 +25,15 @@ class Account:
     def __init__(self, plan: Plan, config: RunConfig, directory: RunDirectory, *, total_steps: int) -> None:
         ceilings = load_profile(config.machine) if config.machine else None
         spaces = config.ssd or (directory.path,)
+        ssd_allowed_bytes = default_ssd_bytes(ceilings, spaces, held_bytes=plan.peak("ssd"))
+        if ceilings is not None:
+            ceilings = ceilings.of_directories(file_systems(spaces))
         self._directory, self._ceilings = directory, ceilings
         self._report: PlanReport = report_of(
             plan,
             ceilings,
             model=_architecture(config.model),
-            ssd_allowed_bytes=default_ssd_bytes(ceilings, spaces, held_bytes=plan.peak("ssd")),
+            ssd_allowed_bytes=ssd_allowed_bytes,
             num_steps=total_steps,
         )
         self._plan = plan

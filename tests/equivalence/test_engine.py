@@ -498,6 +498,16 @@ def threads_of(verb: str) -> int:
     return sum(thread.name.startswith(f"headrace-ssd-{verb}-") for thread in threading.enumerate())
 
 
+def test_an_engine_plans_for_the_drives_that_it_has(model_dir: Callable[..., Path], tmp_path: Path) -> None:
+    machine = load_profile("rtx4090-4ssd")
+    (tmp_path / "ssd").mkdir()
+    for name, ssd in (("without", ()), ("with", [tmp_path / "ssd"])):
+        budget = headrace.Budget(host="4GiB", ssd=ssd)
+        with Engine.open(model_dir("llama"), budget, run_directory=tmp_path / name, machine=machine) as engine:
+            assert engine.settings.machine is not None
+            assert len(engine.settings.machine["drives"]) == 1
+
+
 def test_measured_drives_say_how_the_store_moves_bytes_also_after_resume(
     model_dir: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

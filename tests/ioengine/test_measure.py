@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from headrace.ioengine import DirectFile, describe_directory, measure_directory
+from headrace.ioengine import DirectFile, describe_directory, file_systems, measure_directory
 from headrace.spec.errors import DiskFull, StorageError
 from headrace.spec.sizes import MIB
 
@@ -81,3 +81,14 @@ def test_what_is_no_directory_is_described_without_an_error(tmp_path: Path) -> N
 @pytest.mark.skipif(not os.path.ismount("/dev/shm"), reason="no tmpfs at /dev/shm here")
 def test_memory_is_told_from_a_drive() -> None:
     assert describe_directory(Path("/dev/shm")).in_memory
+
+
+def test_directories_of_one_file_system_are_known(tmp_path: Path) -> None:
+    directories = [tmp_path / name for name in ("one", "two")]
+    for directory in directories:
+        directory.mkdir()
+    assert file_systems(directories) == (0, 0)
+    assert file_systems([tmp_path]) == (0,)
+    assert file_systems([tmp_path, tmp_path / "nowhere"]) == (0, 1)  # refused later, by whoever needs it
+    if os.stat("/dev/shm").st_dev != os.stat(tmp_path).st_dev:
+        assert file_systems([directories[0], Path("/dev/shm"), directories[1]]) == (0, 1, 0)

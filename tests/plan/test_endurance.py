@@ -10,11 +10,11 @@ from headrace.plan.endurance import endurance
 from headrace.spec.ceilings import Drive
 
 
-def drive(write: float = 3e9, rated: float | None = 1e15, capacity: int = 10**12) -> Drive:
+def drive(mixed: float = 6e9, rated: float | None = 1e15, capacity: int = 10**12, write: float = 3e9) -> Drive:
     return Drive(
         read_bytes_per_second=6e9,
         write_bytes_per_second=write,
-        mixed_bytes_per_second=6e9,
+        mixed_bytes_per_second=mixed,
         capacity_bytes=capacity,
         rated_endurance_bytes=rated,
     )
@@ -37,6 +37,13 @@ def test_the_drive_that_wears_out_first_is_reported():
     forecast = endurance([drive(2e9, 2e14), drive(1e9, 0.5e14)], 60e12, num_steps=1, step_seconds=1)
     assert forecast.drive == 1
     assert forecast.share_of_rating == pytest.approx(20 / 50)
+
+
+def test_what_a_drive_gets_goes_by_what_the_stripes_go_by():
+    """A drive that writes slowly gets no less for it, if reading and writing at once it is as fast as the other."""
+    forecast = endurance([drive(write=1e9), drive(write=3e9, rated=2e15)], 1e12, num_steps=1, step_seconds=1)
+    assert forecast.drive == 0
+    assert forecast.drive_written_bytes == pytest.approx(0.5e12)
 
 
 def test_a_typical_rating_is_taken_and_said_where_none_is_known():

@@ -12,7 +12,7 @@ from small_plans import small_plan
 
 from headrace.plan.base import Plan, Unit
 from headrace.plan.carry import cold_carry
-from headrace.plan.forecast import forecast
+from headrace.plan.forecast import forecast, redo_seconds
 from headrace.plan.program import build_program
 from headrace.spec.ceilings import Ceilings
 from headrace.spec.errors import ConfigError
@@ -50,8 +50,9 @@ def test_a_step_limited_by_compute_takes_its_operations() -> None:
 
 
 def test_what_blocks_and_head_take_besides_products_is_counted_once() -> None:
-    # Eight tokens of width 16 in a micro-batch; bfloat16 has two bytes an element.
-    shape = {"sequence_length": 4, "micro_batch_sequences": 2, "hidden_size_bytes": 2 * 16, "loss_chunk_tokens": 3}
+    # Eight tokens of width 16 in each of two micro-batches; bfloat16 has two bytes an element.
+    shape = {"tokens_per_step": 16, "sequence_length": 4, "micro_batch_sequences": 2}
+    shape |= {"hidden_size_bytes": 2 * 16, "loss_chunk_tokens": 3}
     parameters = 1000  # of the head, in products of two operations for each of eight tokens
     plan = small_plan(forward_flops=(0.0, *(1e12,) * 4, 0.0), epilogue_flops=2.0 * 8 * parameters, **shape)
     besides = {"hidden_seconds": 1 / 64, "logit_seconds": 1 / 50, "head_seconds": 1 / 1000}
@@ -200,3 +201,12 @@ def test_the_lower_bound_lets_duplex_drives_go_both_ways_at_once() -> None:
 def test_an_unknown_compute_dtype_is_refused() -> None:
     with pytest.raises(ConfigError, match="float32"):
         forecast(small_plan(compute_dtype="float32", gradient_dtype="float32"), machine())
+
+
+@pytest.mark.parametrize("moments", ["float32", "bfloat16", "int8"])
+def test_updates_that_are_done_again_take_what_they_take_in_a_step(moments: str) -> None:
+    """Smaller moments cost a core more arithmetic in a step, and no less when the step's updates are repeated."""
+    profile = machine(update=2e9, read=50e9, write=50e9, has_device=False, device_memory_bytes=0)
+    plan = small_plan(moments=moments, update_policy="speculative", late_units=(1,), chunk_elements=1 << 22)
+    plan = replace(plan, units=tuple(replace(unit, num_elements=1 << 24) for unit in plan.units))
+    assert redo_seconds(plan, profile) == pytest.approx(forecast(plan, profile).work[Lane.UPDATE], rel=0.1)

@@ -184,6 +184,29 @@ def test_tokens_that_do_not_divide_are_refused_with_the_next_ones() -> None:
         Workload(tokens_per_step=3000, sequence_length=2048, clip=False)
 
 
+@pytest.mark.parametrize("rows", [1, 2, 4, 8, 9, 12, 15, 16, 17, 24, 31])
+def test_a_step_is_divided_evenly_and_takes_what_its_rows_take(rows: int) -> None:
+    """The engine pads nothing: nine rows are five and four, with the operations of nine."""
+    made, block = problem(GIB, rows=rows), costs_of(1).blocks[0]
+    whole = rows * (BLOCKS * (4 * block.forward_flops - block.operators[3].flops) + 3 * 2e3 * WIDTH * LENGTH)
+    choices = {choice.rows: choice for choice in placements_of(made, 0)}
+    for choice in choices.values():
+        plan = plan_of(made, choice)
+        assert choice.rows * plan.num_micro_batches - rows < plan.num_micro_batches
+        found = forecast(plan, machine(made, flops=1e10, fresh_pages_share=1.0))
+        assert found.flops_per_step == pytest.approx(whole)
+        assert found.step_seconds == pytest.approx(whole / 1e10, rel=0.03)
+        assert found.lower_bound_seconds <= found.step_seconds
+    if rows & (rows - 1) == 0:
+        assert list(choices) == [size for size in (8, 4, 2, 1) if size <= rows]
+
+
+def test_the_largest_micro_batches_are_chosen_for_any_number_of_rows() -> None:
+    made = {rows: problem(GIB, rows=rows) for rows in (8, 9, 16, 17)}
+    chosen = {rows: make_plan(each, machine(each)).micro_batch_sequences for rows, each in made.items()}
+    assert chosen == {8: 8, 9: 5, 16: 8, 17: 6}
+
+
 def test_a_separate_device_has_its_own_budget() -> None:
     made = problem(400 * MIB, device_bytes=80 * MIB)
     plan = make_plan(made, None)
@@ -262,6 +285,15 @@ def test_compute_and_updates_get_cores_of_their_own_where_sharing_costs_more() -
     assert plan.compute_threads + plan.update_threads == 16
     together = replace(plan, compute_threads=16, update_threads=8)
     assert forecast(plan, slow).step_seconds < forecast(together, slow).step_seconds
+
+
+def test_smaller_moments_get_the_cores_that_their_arithmetic_asks_for() -> None:
+    """One core moves what the memory lets all move with float32 moments, eight do with those of 8 bits."""
+    made = replace(problem(400 * MIB), moments="int8", allowance=replace(problem(400 * MIB).allowance, cores=32))
+    slow = {"compute": {"update": 0.2}, "update": {"compute": 0.2}}
+    drives = {"read": 20e9, "write": 20e9, "mixed": 40e9}
+    plan = make_plan(made, replace(machine(made, flops=2e12, **drives), cores=32, slowdowns=slow, **cores(1e9)))
+    assert (plan.compute_threads, plan.update_threads) == (24, 8)
 
 
 def test_beside_a_gpu_updates_have_the_cores_that_their_bandwidth_asks_for() -> None:

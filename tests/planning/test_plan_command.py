@@ -83,6 +83,8 @@ def test_measuring_writes_the_profile_where_plans_look(model: Path, tmp_path: Pa
         ("--machine", "no-such-machine"),
         ("--ssd", "/nowhere/at/all"),
         ("--max-steps", "0"),
+        ("--max-grad-norm", "nan"),
+        ("--max-grad-norm", "-1"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(model: Path, words: tuple[str, ...]) -> None:

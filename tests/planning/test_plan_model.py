@@ -10,7 +10,9 @@ import pytest
 from planned_models import gpt3_175b, llama_70b, llama_small, saved
 
 from headrace.plan.base import Plan
+from headrace.plan.placement import Problem
 from headrace.plan.profiles import load_profile
+from headrace.plan.search import make_plan
 from headrace.planning import PlanReport, answer, explain, plan_model
 from headrace.spec.budget import Budget
 from headrace.spec.ceilings import Ceilings
@@ -81,6 +83,23 @@ def test_without_a_profile_the_machine_is_called_nominal(small: Path, tmp_path: 
     assert found.fits
     assert found.measured is False
     assert "headrace bench machine" in explain(found)
+
+
+def test_without_a_profile_the_plan_is_the_one_that_a_run_makes(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine has no figures of drives either then, and does not write to them for speed."""
+    monkeypatch.setattr(answer, "anonymous_bytes", lambda: 300 << 20)  # this process grows from plan to plan
+    problems = []
+
+    def recorded(problem: Problem, ceilings: Ceilings | None) -> Plan:
+        problems.append(problem)
+        return make_plan(problem, ceilings)
+
+    monkeypatch.setattr(answer, "make_plan", recorded)
+    found = plan_model(small, Budget(host="700MiB"), tokens_per_step=8192, clip=False)
+    assert found.plan == make_plan(problems[0], None)
+    assert found.plan is not None
+    assert "ssd" not in found.plan.stash_tiers
+    assert found.forecast is not None  # of a nominal machine
 
 
 def test_what_does_not_fit_comes_with_variants_that_do(small: Path, rig: Ceilings) -> None:
@@ -203,6 +222,26 @@ def test_what_cannot_be_is_refused(small: Path, rig: Ceilings, options: dict[str
 def test_budgets_that_cannot_be_are_refused(size: str) -> None:
     with pytest.raises(ConfigError, match="host memory"):
         Budget(host=size)
+
+
+def test_a_plan_has_the_drives_of_its_directories(
+    small: Path, rig: Ceilings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of four drives in the profile a run with one directory has one, and two directories on one drive are no faster."""
+    monkeypatch.setattr(answer, "anonymous_bytes", lambda: 300 << 20)  # this process grows from plan to plan
+    directories = [tmp_path / name for name in ("one", "two")]
+    for directory in directories:
+        directory.mkdir()
+    asked: dict[str, Any] = {"here": False, "tokens_per_step": 4096, "sequence_length": 512}
+    single = plan_model(small, Budget(host="1200MiB"), ceilings=load_profile("rtx4090-1ssd"), **asked)
+    for ssd in (directories[:1], directories):
+        found = plan_model(small, Budget(host="1200MiB", ssd=ssd), ceilings=rig, **asked)
+        assert found.forecast is not None
+        assert single.forecast is not None
+        assert found.forecast.step_seconds == single.forecast.step_seconds
+        assert found.endurance == single.endurance
+    with pytest.raises(ConfigError, match="same directory"):
+        plan_model(small, Budget(ssd=directories[:1] * 2), ceilings=rig, **asked)
 
 
 def test_an_ssd_directory_that_is_none_is_refused(small: Path, rig: Ceilings, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 Run: pytest tests/planning/test_planning_outcome.py
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,14 @@ def test_the_report_of_a_plan_is_the_one_it_came_with(report: PlanReport) -> Non
     again = report_of(report.plan, rig, model=report.model, ssd_allowed_bytes=report.allowed_bytes["ssd"], num_steps=10)
     assert explain(again) == explain(report)
     assert again.to_json() == report.to_json()
+
+
+def test_a_run_with_smaller_moments_says_so_as_its_plan_does(report: PlanReport) -> None:
+    assert report.plan is not None
+    plan = replace(report.plan, moments="int8")
+    again = report_of(plan, load_profile("rtx4090-1ssd"), model=report.model, ssd_allowed_bytes=None, num_steps=10)
+    assert again.to_json()["moments"] == "int8"
+    assert "int8 moments" in explain(again)
 
 
 def test_for_a_machine_that_nobody_measured_the_table_says_so(tmp_path: Path) -> None:

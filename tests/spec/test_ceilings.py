@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.spec.ceilings import Ceilings, Drive, InFlight
+from headrace.spec.ceilings import Ceilings, Drive, InFlight, striped_shares
 from headrace.spec.errors import ConfigError
 
 
@@ -119,6 +119,35 @@ def test_drives_are_pooled():
     assert ceilings.ssd_write_bytes_per_second == 10e9
     assert ceilings.ssd_mixed_bytes_per_second == 16e9
     assert ceilings.ssd_capacity_bytes == 4 * 10**12
+
+
+def test_the_profile_of_some_directories_has_their_drives():
+    """Directory i is drive i and further ones are like the last; those of one file system are one drive."""
+    one, two = drive(), drive(read_bytes_per_second=3e9)
+    ceilings = Ceilings.from_json(profile(drives=[one, two]))
+    rates = {
+        (0,): [7e9],
+        (0, 1): [7e9, 3e9],
+        (0, 1, 2, 3): [7e9, 3e9, 3e9, 3e9],
+        (0, 0): [7e9],
+        (0, 0, 2): [7e9, 3e9],
+    }
+    for file_systems, expected in rates.items():
+        found = ceilings.of_directories(file_systems)
+        assert [each.read_bytes_per_second for each in found.drives] == expected
+        assert found.name == ceilings.name
+    assert ceilings.of_directories((0, 1)) == ceilings
+
+
+def test_unequal_drives_wait_for_the_one_that_is_last_with_its_stripes():
+    """Stripes go by what drives do reading and writing at once: here a third and two thirds."""
+    reader = drive(read_bytes_per_second=7e9, write_bytes_per_second=1e9, mixed_bytes_per_second=2e9)
+    writer = drive(read_bytes_per_second=3.5e9, write_bytes_per_second=3e9, mixed_bytes_per_second=4e9)
+    ceilings = Ceilings.from_json(profile(drives=[reader, writer]))
+    assert striped_shares(ceilings.drives) == pytest.approx((1 / 3, 2 / 3))
+    assert ceilings.ssd_read_bytes_per_second == pytest.approx(3.5e9 * 3 / 2)
+    assert ceilings.ssd_write_bytes_per_second == pytest.approx(1e9 * 3)
+    assert ceilings.ssd_mixed_bytes_per_second == 6e9
 
 
 @pytest.mark.parametrize("name", REQUIRED)

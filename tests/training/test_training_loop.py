@@ -93,6 +93,16 @@ class TestARun:
         assert found["step_seconds"]["ratio"] == 0.25 / found["step_seconds"]["planned"]
         assert (values["steps"], values["measured_machine"]) == (8, measured)
 
+    def test_is_told_with_the_drives_that_it_has(self, options: dict[str, Any]) -> None:
+        screens = [Screen(), Screen()]
+        for screen, machine in zip(screens, ("rtx4090-4ssd", "rtx4090-1ssd"), strict=True):
+            changes = {"machine": machine, "output": options["output"].with_name(machine)}
+            train(RunConfig.of(options | changes), display=screen, engines=FakeHost().engines())
+        tables = [[line for line in screen.said[0].splitlines() if line[:4] in ("time", "run ", "ssd ")] for screen in screens]
+        assert tables[0] == tables[1]
+        kept = json.loads((options["output"].with_name("rtx4090-4ssd") / "machine.json").read_text())
+        assert len(kept["drives"]) == 1
+
     def test_keeps_the_state_where_asked(self, options: dict[str, Any]) -> None:
         train(RunConfig.of(options | {"keep_state": True}), engines=FakeHost().engines())
         assert (options["output"] / "fake.json").exists()

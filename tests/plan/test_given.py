@@ -1,0 +1,62 @@
+"""A run's own plan is taken as it is; what no planner made, or made for another run, is refused.
+
+Run: pytest tests/plan/test_given.py
+"""
+
+from dataclasses import replace
+
+import pytest
+from test_search import costs_of, layouts, machine, problem
+
+from headrace.plan.given import adopted
+from headrace.plan.placement import Problem
+from headrace.plan.search import make_plan
+from headrace.spec.costs import ModelCosts
+from headrace.spec.errors import ConfigError
+from headrace.spec.sizes import MIB
+
+
+def one_block(made: Problem) -> Problem:
+    def costs(sequences: int) -> ModelCosts:
+        found = costs_of(sequences)
+        return replace(found, blocks=found.blocks[:1])
+
+    ends = layouts()
+    return replace(made, layouts=(ends[0], ends[1], ends[-1]), costs_of=costs)
+
+
+def checkpointed(made: Problem, checkpoint_every: int) -> Problem:
+    return replace(made, workload=replace(made.workload, checkpoint_every=checkpoint_every))
+
+
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize("measured", [False, True])
+def test_the_own_plan_of_a_model_of_one_block_is_taken(clip: bool, measured: bool) -> None:
+    """It has one block in host memory and one read ahead: there is no second one to hold."""
+    made = one_block(problem(400 * MIB, clip=clip))
+    plan = make_plan(made, machine(made) if measured else None)
+    assert plan.host_slots == plan.num_blocks == 1
+    assert adopted(plan, made) == plan
+
+
+@pytest.mark.parametrize("clip", [False, True])
+def test_the_own_plan_is_taken_whatever_the_checkpoints(clip: bool) -> None:
+    """Without clipping every step is a checkpoint, whatever the configuration asks for."""
+    made = checkpointed(problem(400 * MIB, clip=clip), 4)
+    plan = make_plan(made)
+    assert plan.checkpoint_every == (4 if clip else 1)
+    assert adopted(plan, made) == plan
+
+
+def test_a_plan_with_other_checkpoints_is_refused_where_they_count() -> None:
+    made = problem(400 * MIB, clip=True)
+    with pytest.raises(ConfigError, match="checkpoint_every 1 in the plan, 4 here"):
+        adopted(make_plan(made), checkpointed(made, 4))
+
+
+def test_fewer_blocks_in_host_memory_than_are_read_ahead_are_refused() -> None:
+    made = problem(400 * MIB)
+    plan = make_plan(made)
+    assert plan.prefetch > 0
+    with pytest.raises(ConfigError, match=f"no planner made this: host_slots {plan.prefetch}"):
+        adopted(replace(plan, host_slots=plan.prefetch), made)
