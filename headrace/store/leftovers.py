@@ -106,7 +106,7 @@ def _look_at(folder: Path) -> Leftover | None:
     # The folder's own lock tells of a run that was moved; the run directory's of a folder on a drive that has no locks.
     if lock_holder(folder) is not None or lock_holder(run_directory) is not None:
         return None
-    data, run = folder / "data", _run_in(run_directory, run_id)
+    data, run = folder / "data", _run_in(run_directory, run_id, folder)
     return Leftover(
         folder=folder,
         run_directory=run_directory,
@@ -116,19 +116,41 @@ def _look_at(folder: Path) -> Leftover | None:
     )
 
 
-def _run_in(run_directory: Path, run_id: str) -> _Run:
-    """Return whether the run is in `run_directory`, or surely nowhere."""
+def _run_in(run_directory: Path, run_id: str, folder: Path) -> _Run:
+    """Return whether the run in `run_directory` has its state in `folder`, or surely none has. What lies in the copy of a run
+    directory names the run that it was copied from, but that one knows nothing of it.
+    """
     try:
-        return _Run.KNOWS_IT if _run_id_in(run_directory / MANIFEST_NAME) == run_id else _Run.IN_DOUBT
+        return _Run.KNOWS_IT if _has(run_directory, MANIFEST_NAME, run_id, folder) else _Run.IN_DOUBT
     except FileNotFoundError:
         pass
     except (OSError, ValueError, KeyError, TypeError):
         return _Run.IN_DOUBT
     try:
-        return _Run.DEAD if _run_id_in(run_directory / UNMADE_NAME) == run_id else _Run.IN_DOUBT
+        return _Run.DEAD if _has(run_directory, UNMADE_NAME, run_id, folder) else _Run.IN_DOUBT
     except (OSError, ValueError, KeyError, TypeError):
         return _Run.IN_DOUBT
 
 
-def _run_id_in(manifest: Path) -> str:
-    return str(json.loads(manifest.read_text())["run_id"])
+def _has(run_directory: Path, name: str, run_id: str, folder: Path) -> bool:
+    fields = json.loads((run_directory / name).read_text())
+    folders = (data_folder(run_directory / text, run_id).resolve() for text in fields["directories"])
+    return bool(fields["run_id"] == run_id and folder.resolve() in folders)
+
+
+def refuse_copy(run_directory: Path, directories: Sequence[Path], run_id: str) -> None:
+    """Refuse a copy of a run directory whose state was not copied along: to go on with it would take it from the original.
+
+    Raises:
+        RunDirectoryError: the folders on the SSDs are those of another run directory that is still there.
+    """
+    for directory in directories:
+        folder = data_folder(directory, run_id)
+        owner = owner_of(folder)
+        if owner is None or owner[1] == run_directory.resolve():
+            continue
+        if _run_in(owner[1], run_id, folder) is _Run.KNOWS_IT:
+            raise RunDirectoryError(
+                f"{run_directory}: is a copy of the run in {owner[1]}, whose state in {folder} it would change; "
+                f"go on with `headrace resume {owner[1]}`, or remove that directory if this one is to take its place"
+            )

@@ -46,8 +46,13 @@ def data_folder(directory: Path, run_id: str) -> Path:
 
 
 def announce_manifest(run_directory: Path, manifest: Manifest) -> None:
-    """Write what `write_manifest` will make valid. Whoever finds it alone knows that its run was never whole."""
-    fields = {"format": MANIFEST_FORMAT, **asdict(manifest), "directories": [str(path) for path in manifest.directories]}
+    """Write what `write_manifest` will make valid. Whoever finds it alone knows that its run was never whole.
+
+    Directories inside the run directory are named from there, so that they go along where it is moved or copied.
+    """
+    here = run_directory.resolve()
+    directories = [str(path.relative_to(here) if path.is_relative_to(here) else path) for path in manifest.directories]
+    fields = {"format": MANIFEST_FORMAT, **asdict(manifest), "directories": directories}
     content = json.dumps(fields, indent=1)
     with (run_directory / UNMADE_NAME).open("w") as file:
         file.write(content)
@@ -90,7 +95,7 @@ def read_manifest(run_directory: Path, name: str = MANIFEST_NAME) -> Manifest:
             f"{path}: format {found_format!r}, this version reads format {MANIFEST_FORMAT}; use the version that wrote it"
         )
     try:
-        return _parse(fields)
+        return _parse(fields, run_directory.resolve())
     except (KeyError, TypeError, ValueError) as error:
         raise RunDirectoryError(f"{path}: damaged, {type(error).__name__}: {error}; restore the file") from error
 
@@ -104,7 +109,7 @@ def sync_directory(directory: Path) -> None:
         os.close(descriptor)
 
 
-def _parse(fields: dict[str, Any]) -> Manifest:
+def _parse(fields: dict[str, Any], run_directory: Path) -> Manifest:
     planes = fields["planes"]
     return Manifest(
         run_id=fields["run_id"],
@@ -119,7 +124,7 @@ def _parse(fields: dict[str, Any]) -> Manifest:
         scratch_bytes=fields["scratch_bytes"],
         stripe_bytes=fields["stripe_bytes"],
         weights=tuple(fields["weights"]),
-        directories=tuple(Path(text) for text in fields["directories"]),
+        directories=tuple(run_directory / text for text in fields["directories"]),
         identity=fields["identity"],
     )
 

@@ -16,7 +16,7 @@ from headrace.spec.events import Sink
 from headrace.spec.layout import PlaneSet, UnitLayout
 from headrace.spec.sizes import format_bytes
 from headrace.store.directories import OpenFile, check_directories, hold_folders, make_folders, note_owner, remove_folders
-from headrace.store.leftovers import remove_unmade
+from headrace.store.leftovers import refuse_copy, remove_unmade
 from headrace.store.lock import LOCK_NAME, RunLock
 from headrace.store.manifest import (
     MANIFEST_NAME,
@@ -97,8 +97,11 @@ def create_parts(
     check_directories(manifest.directories, file_bytes, allow_in_memory=request.allow_tmpfs, sink=sink)
     with contextlib.ExitStack() as undo:
         _make_run_directory(run_directory, undo)
+        was_there = (run_directory / LOCK_NAME).exists()
         locks = [RunLock(run_directory)]
         undo.callback(locks[0].release)
+        if not was_there:
+            undo.callback((run_directory / LOCK_NAME).unlink, missing_ok=True)  # a directory that was empty is so again
         _refuse_existing(run_directory)
         # First, so that a creation that is killed is known for what it is.
         undo.callback((run_directory / UNMADE_NAME).unlink, missing_ok=True)
@@ -142,6 +145,7 @@ def open_parts(
         locks += hold_folders(manifest.directories, manifest.run_id)
         for lock in locks[1:]:
             undo.callback(lock.release)
+        refuse_copy(run_directory, manifest.directories, manifest.run_id)
         files: list[BlockFile] = []
         for path in manifest.data_paths():
             files.append(open_file(path, None))

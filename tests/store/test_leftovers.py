@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 from store_world import holds_step, ignore, make_store, open_store, write_step
 
-from headrace.spec.errors import ConfigError, RunDirectoryError
+from headrace.ioengine import BlockFile
+from headrace.spec.errors import ConfigError, DiskFull, RunDirectoryError
 from headrace.store import Leftover, StateStore, find_leftovers, leftovers_of, lock_holder, remove_leftover
 
 
@@ -228,3 +229,69 @@ def test_a_drive_without_locks_is_as_good_as_before(tmp_path: Path, monkeypatch:
     for each in find_leftovers(ssds(tmp_path)):
         remove_leftover(each)
     assert [*(tmp_path / "ssd0").iterdir(), *(tmp_path / "ssd1").iterdir()] == []
+
+
+def test_a_copy_of_a_run_directory_whose_state_was_not_copied_is_refused_and_the_first_untouched(tmp_path: Path) -> None:
+    committed(tmp_path)
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    with pytest.raises(RunDirectoryError, match=r"copy: is a copy of the run in .*/run, whose state in .* it would change"):
+        StateStore.open(tmp_path / "copy", sink=ignore)
+    assert owners(tmp_path) == {str((tmp_path / "run").resolve())}
+    with open_store(tmp_path) as store:
+        assert holds_step(store, 1)
+    shutil.rmtree(tmp_path / "run")
+    with StateStore.open(tmp_path / "copy", sink=ignore) as store:
+        assert holds_step(store, 1)
+
+
+def committed_inside(run: Path) -> None:
+    """A run whose state lies in its own directory."""
+    run.mkdir()
+    with make_store(run.parent, directories=[run], weights=[1]) as store:
+        write_step(store, 1)
+        store.commit({"step": 1})
+
+
+@pytest.mark.parametrize("way", ["copied", "moved"])
+def test_a_state_inside_its_run_directory_goes_along(way: str, tmp_path: Path) -> None:
+    committed_inside(tmp_path / "run")
+    if way == "moved":
+        (tmp_path / "run").rename(tmp_path / "other")
+    else:
+        shutil.copytree(tmp_path / "run", tmp_path / "other")
+    with StateStore.open(tmp_path / "other", sink=ignore) as store:
+        write_step(store, 2)
+        store.commit({"step": 2})
+    with StateStore.open(tmp_path / "other", sink=ignore) as store:
+        assert holds_step(store, 2)
+    if way == "copied":
+        with StateStore.open(tmp_path / "run", sink=ignore) as store:
+            assert holds_step(store, 1)
+
+
+def test_the_state_in_a_copy_is_not_the_first_runs(tmp_path: Path) -> None:
+    """Whoever removes the copy's must not take the records of the run that it names for its own."""
+    committed_inside(tmp_path / "run")
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    (found,) = find_leftovers([tmp_path / "copy"])
+    assert (found.resumable, found.in_doubt) == (False, True)
+    (mine,) = leftovers_of(tmp_path / "copy")
+    assert mine.resumable
+    assert mine.run_directory == (tmp_path / "copy").resolve()
+    assert only_one(find_leftovers([tmp_path / "run"])).resumable
+
+
+def only_one(leftovers: list[Leftover]) -> Leftover:
+    (leftover,) = leftovers
+    return leftover
+
+
+def test_a_creation_that_fails_leaves_an_empty_run_directory_empty(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+
+    def full(path: Path, create_bytes: int | None) -> BlockFile:
+        raise DiskFull(f"{path}: no space")
+
+    with pytest.raises(DiskFull):
+        make_store(tmp_path, open_file=full)
+    assert list((tmp_path / "run").iterdir()) == []
