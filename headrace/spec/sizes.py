@@ -1,6 +1,7 @@
 """Byte counts and durations as people write and read them."""
 
 import re
+import reprlib
 
 from headrace.spec.errors import ConfigError
 
@@ -13,6 +14,8 @@ MAPPED_BYTES = 2 << 20
 KEPT_FREE_BYTES = 64 << 20
 # Where freed memory is kept, larger blocks than these go back all the same: the most that glibc takes from its heap.
 LARGEST_HEAP_BLOCK_BYTES = 32 << 20
+# A size above this is a slip, and what is counted from it would not fit into the 64-bit numbers of the system.
+_MOST_BYTES = 1 << 62
 
 # A bare letter is binary, as for ulimit, Docker and the JVM; "GB" is decimal as on drives; "GiB" is binary.
 _FACTORS = {"": 1, "b": 1}
@@ -27,7 +30,7 @@ def parse_bytes(text: str | int, *, name: str = "size") -> int:
     """Return the number of bytes that `text` names: `16GiB` and `16G` are 16·2^30, `16gb` is 16·10^9, `4096` is 4096.
 
     Raises:
-        ConfigError: not a number with a known unit, or not positive. `name` is the option to blame.
+        ConfigError: not a number with a known unit, not positive, or above 2^62. `name` is the option to blame.
     """
     if isinstance(text, bool) or not isinstance(text, int | str):
         raise ConfigError(f"{name}: expected a size such as 16GiB, found {text!r}")
@@ -37,11 +40,15 @@ def parse_bytes(text: str | int, *, name: str = "size") -> int:
         match = _SIZE.match(text)
         if match is None or match[2].lower() not in _FACTORS:
             raise ConfigError(
-                f"{name}: {text!r} is not a size; write a number and a unit, such as 16GiB, 16G (both 2^30) or 16GB (10^9)"
+                f"{name}: {reprlib.repr(text)} is not a size; write a number and a unit, such as 16GiB, 16G (both 2^30) or "
+                "16GB (10^9)"
             )
-        value = round(float(match[1]) * _FACTORS[match[2].lower()])
+        # The smaller of both, because hundreds of digits are an infinite number, which cannot be rounded.
+        value = round(min(float(match[1]) * _FACTORS[match[2].lower()], 2.0 * _MOST_BYTES))
     if value <= 0:
-        raise ConfigError(f"{name}: {text!r} is not a positive size")
+        raise ConfigError(f"{name}: {reprlib.repr(text)} is not a positive size")
+    if value > _MOST_BYTES:
+        raise ConfigError(f"{name}: {reprlib.repr(text)} is more than any machine has; the most is {_MOST_BYTES >> 40} TiB")
     return value
 
 
