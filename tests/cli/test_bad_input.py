@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -166,14 +167,14 @@ class TestSsdDirectories:
         assert "expected a directory, found a file" in world.train_refused(ssd=world.data)
 
     def test_read_only(self, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-        make = os.mkdir
+        really = os.open
 
-        def refuse(path: str, *mode: int) -> None:
-            if str(path).startswith(str(world.ssd)):
+        def refuse(path: Any, flags: int, *rest: Any, **options: Any) -> int:
+            if flags & os.O_CREAT and str(path).startswith(str(world.ssd)):
                 raise OSError(errno.EROFS, os.strerror(errno.EROFS), path)
-            make(path, *mode)
+            return really(path, flags, *rest, **options)
 
-        monkeypatch.setattr(os, "mkdir", refuse)
+        monkeypatch.setattr(os, "open", refuse)
         said = world.train_refused()
         assert f"{world.ssd}: SSD directory cannot be written to (Read-only file system)" in said
         assert "name another" in said
