@@ -37,6 +37,7 @@ _RUNTIME, _IMPORT = "runtime", "import of the model"
 class Allowance:
     """What a run may use. `runtime_bytes` of host memory are taken by the interpreter and its libraries already.
 
+    `ssd_bytes` may be written to the SSDs, None where the space is not known: then whoever makes the files checks it.
     `import_workspace_bytes` is what reading the model's tensors into a unit's planes takes besides these, None if the model has
     been imported already.
     """
@@ -48,6 +49,7 @@ class Allowance:
     chunk_elements: int | None = None  # fixed by a store that exists already
     device_overhead_bytes: int = 0  # taken on the device by libraries and the allocator, besides tensors
     import_workspace_bytes: int | None = None
+    ssd_bytes: int | None = None
 
 
 def with_footprint(plan: Plan, costs: ModelCosts, allowance: Allowance) -> Plan:
@@ -80,6 +82,8 @@ def with_footprint(plan: Plan, costs: ModelCosts, allowance: Allowance) -> Plan:
     allowed = {"host": allowance.host_bytes}
     if allowance.device_bytes is not None:
         allowed["device"] = allowance.device_bytes
+    if allowance.ssd_bytes is not None:
+        allowed["ssd"] = allowance.ssd_bytes
     return replace(plan, peak_bytes=rows, allowed_bytes=allowed)
 
 

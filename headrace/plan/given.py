@@ -70,9 +70,10 @@ def adopted(plan: Plan, problem: Problem) -> Plan:
     plan = with_footprint(plan, costs, replace(allowance, runtime_bytes=runtime_row(plan, allowance.runtime_bytes)))
     for tier, allowed in plan.allowed_bytes.items():
         if plan.peak(tier) > allowed:
+            where = "ssd" if tier == "ssd" else f"{tier} memory"
             raise PlanInfeasible(
-                f"{tier} memory: the plan that was given needs {format_bytes(plan.peak(tier))}, {format_bytes(allowed)} are "
-                "allowed; allow more, or leave the plan to the planner",
+                f"{where}: the plan that was given needs {format_bytes(plan.peak(tier))}, {format_bytes(allowed)} are allowed; "
+                "allow more, or leave the plan to the planner",
                 tier=tier,
                 needed_bytes=plan.peak(tier),
                 allowed_bytes=allowed,

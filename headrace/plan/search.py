@@ -121,7 +121,9 @@ def _fitting(problem: Problem) -> list[Choice]:
         found += [choice for choice in placements_of(problem, kind) if fits(plan_of(problem, choice))]
     if found:
         return found
-    raise _infeasible(min((plan_of(problem, choice) for choice in placements_of(problem, 2)), key=excess_bytes))
+    # The thriftiest take the least memory, but not always the least space: states are written in more and smaller chunks.
+    choices = (choice for thrift in (2, 1, 0) for choice in placements_of(problem, thrift))
+    raise _infeasible(min((plan_of(problem, choice) for choice in choices), key=excess_bytes))
 
 
 def _best_amount(problem: Problem, start: Choice, seconds: Callable[[Choice], float]) -> tuple[float, Choice]:
@@ -197,6 +199,12 @@ def nominal_machine(cores: int, *, host_bytes: int, device_bytes: int | None) ->
 def _infeasible(plan: Plan) -> PlanInfeasible:
     tier = max(plan.allowed_bytes, key=lambda name: plan.peak(name) - plan.allowed_bytes[name])
     needed, allowed = plan.peak(tier), plan.allowed_bytes[tier]
+    if tier == "ssd":
+        words = (
+            f"ssd: at least {format_bytes(needed)} are needed, {format_bytes(allowed)} may be used; free some space, or add a "
+            "drive with another --ssd"
+        )
+        return PlanInfeasible(words, tier=tier, needed_bytes=needed, allowed_bytes=allowed)
     largest_first = sorted(plan.peak_bytes[tier].items(), key=lambda row: -row[1])
     rows = ", ".join(f"{name} {format_bytes(size)}" for name, size in largest_first if size)
     largest = max(plan.units, key=lambda unit: unit.num_elements)

@@ -92,13 +92,16 @@ def plan_model(
     config = read_config(model)
     workload = _workload(config, tokens_per_step, sequence_length, clip=clip, checkpoint_every=checkpoint_every)
     chain = Chain.from_config(config, compute_dtype, AdamW(), moments)
-    allowance = replace(_allowance(budget, ceilings, here=here), import_workspace_bytes=import_workspace_bytes(chain.layouts))
+    allowance = replace(
+        _allowance(budget, ceilings, here=here),
+        import_workspace_bytes=import_workspace_bytes(chain.layouts),
+        ssd_bytes=default_ssd_bytes(ceilings, budget.ssd),
+    )
     if not allowance.device_overhead_bytes and not CpuMachine().multiplies(compute_dtype):
         chain.multiply_wide()
-    ssd_bytes = default_ssd_bytes(ceilings, budget.ssd)
     if ceilings is not None and budget.ssd:
         ceilings = ceilings.of_directories(file_systems(budget.ssd))
-    question = Question(workload=workload, allowance=allowance, ssd_bytes=ssd_bytes, moments=moments)
+    question = Question(workload=workload, allowance=allowance, moments=moments)
     planner = _Planner(chain, question, ceilings)
     report = PlanReport(
         model=type(chain.model).__name__,
@@ -218,9 +221,7 @@ class _Planner:
         Raises:
             PlanInfeasible: memory or SSD space is too small.
         """
-        plan = make_plan(self._problem(question), self._measured)
-        _check_space(plan, question.ssd_bytes)
-        return plan
+        return make_plan(self._problem(question), self._measured)
 
     def quick_plan(self, question: Question) -> Plan:
         """Return a plan for `question` without the search for what to replay: one that fits, not the fastest.
@@ -234,9 +235,7 @@ class _Planner:
         chosen = [filled(problem, plan) for plan in islice(fitting, _MOST_PLACEMENTS)]
         if not chosen:
             return self.plan(question)  # says why nothing fits
-        best = min(chosen, key=self._seconds) if len(chosen) > 1 else chosen[0]
-        _check_space(best, question.ssd_bytes)
-        return best
+        return min(chosen, key=self._seconds) if len(chosen) > 1 else chosen[0]
 
     def _problem(self, question: Question) -> Problem:
         alignment = plane_set(self._chain.compute_dtype, question.moments).parameter_alignment
@@ -295,18 +294,6 @@ class _Planner:
             step_seconds=found.step_seconds,
             tokens_per_second=found.tokens_per_second,
             peak_bytes={tier: plan.peak(tier) for tier in plan.peak_bytes},
-        )
-
-
-def _check_space(plan: Plan, allowed_bytes: int | None) -> None:
-    needed_bytes = plan.peak("ssd")
-    if allowed_bytes is not None and needed_bytes > allowed_bytes:
-        raise PlanInfeasible(
-            f"ssd: {format_bytes(needed_bytes)} are needed, {format_bytes(allowed_bytes)} may be used; free some space, "
-            "or add a drive with another --ssd",
-            tier="ssd",
-            needed_bytes=needed_bytes,
-            allowed_bytes=allowed_bytes,
         )
 
 

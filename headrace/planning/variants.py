@@ -28,23 +28,21 @@ _WORDS = {"host": "host memory", "device": "device memory", "ssd": "SSD space"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """What is asked of the planner. `ssd_bytes=None`: space is not known, and not checked."""
+    """What is asked of the planner."""
 
     workload: Workload
     allowance: Allowance
-    ssd_bytes: int | None
     moments: str = "float32"
 
     @property
     def allowed_bytes(self) -> dict[str, int]:
         """What may be used per tier, where that is known."""
-        allowed = {"device": self.allowance.device_bytes, "host": self.allowance.host_bytes, "ssd": self.ssd_bytes}
+        allowance = self.allowance
+        allowed = {"device": allowance.device_bytes, "host": allowance.host_bytes, "ssd": allowance.ssd_bytes}
         return {tier: size for tier, size in allowed.items() if size is not None}
 
     def with_bytes(self, tier: str, num_bytes: int) -> "Question":
         """Return the question with another budget for one tier."""
-        if tier == "ssd":
-            return replace(self, ssd_bytes=num_bytes)
         return replace(self, allowance=replace(self.allowance, **{f"{tier}_bytes": num_bytes}))
 
     def with_workload(self, **changes: Any) -> "Question":

@@ -12,7 +12,7 @@ from headrace.plan.given import adopted
 from headrace.plan.placement import Problem
 from headrace.plan.search import make_plan
 from headrace.spec.costs import ModelCosts
-from headrace.spec.errors import ConfigError
+from headrace.spec.errors import ConfigError, PlanInfeasible
 from headrace.spec.sizes import MIB
 
 
@@ -52,6 +52,17 @@ def test_a_plan_with_other_checkpoints_is_refused_where_they_count() -> None:
     made = problem(400 * MIB, clip=True)
     with pytest.raises(ConfigError, match="checkpoint_every 1 in the plan, 4 here"):
         adopted(make_plan(made), checkpointed(made, 4))
+
+
+def test_a_plan_for_which_the_ssds_lack_space_is_refused() -> None:
+    made = problem(400 * MIB)
+    plan = make_plan(made)
+    enough = replace(made, allowance=replace(made.allowance, ssd_bytes=plan.peak("ssd")))
+    assert adopted(plan, enough).allowed_bytes["ssd"] == plan.peak("ssd")
+    short = replace(made, allowance=replace(made.allowance, ssd_bytes=plan.peak("ssd") - 1))
+    with pytest.raises(PlanInfeasible, match=r"^ssd: the plan that was given needs") as caught:
+        adopted(plan, short)
+    assert caught.value.tier == "ssd"
 
 
 def test_fewer_blocks_in_host_memory_than_are_read_ahead_are_refused() -> None:

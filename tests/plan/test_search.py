@@ -1,12 +1,14 @@
 """The planner's choice fits, is as fast as the best of everything it may choose, and a better machine never hurts."""
 
 import itertools
+import json
 from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headrace.plan.base import Plan
 from headrace.plan.footprint import Allowance, with_footprint, with_runtime
 from headrace.plan.forecast import forecast
 from headrace.plan.placement import Choice, Problem, Workload, filled, fits, placements_of, plan_of, replay_order
@@ -165,6 +167,32 @@ def test_what_does_not_fit_says_what_would() -> None:
     assert fits(make_plan(problem(needed - LIBRARIES)))
     with pytest.raises(PlanInfeasible):
         make_plan(problem(needed - LIBRARIES - 64 * 1024))
+
+
+@pytest.mark.parametrize("clip", [False, True])
+def test_space_on_the_ssds_is_a_budget_as_memory_is(clip: bool) -> None:
+    """Where it is short, block inputs and gradients wait elsewhere; where even that is too much, the least need is named."""
+    made = problem(150 * MIB, clip=clip, rows=16)
+    quick = machine(made, flops=1e11, read=8e9, write=8e9, mixed=16e9)
+    roomy = make_plan(made, quick)
+    assert roomy.peak_bytes["ssd"]["scratch"] > 0
+
+    def planned(ssd_bytes: int) -> Plan:
+        return make_plan(replace(made, allowance=replace(made.allowance, ssd_bytes=ssd_bytes)), quick)
+
+    short = planned(roomy.peak("ssd") - 1)
+    assert fits(short)
+    assert short.peak("ssd") < roomy.peak("ssd") == planned(roomy.peak("ssd")).peak("ssd")
+    assert Plan.from_json(json.loads(json.dumps(short.to_json()))) == short
+    with pytest.raises(
+        PlanInfeasible, match=r"^ssd: at least .* are needed, 0 B may be used; free some space, or add"
+    ) as caught:
+        planned(0)
+    assert caught.value.tier == "ssd"
+    least = caught.value.needed_bytes
+    assert planned(least).peak("ssd") == least < roomy.peak("ssd")
+    with pytest.raises(PlanInfeasible):
+        planned(least - 1)
 
 
 @pytest.mark.parametrize("clip", [False, True])

@@ -139,6 +139,25 @@ def test_too_little_ssd_space_is_found_here_and_not_in_the_run(small: Path, rig:
     assert any("ssd_space" in alternative.options for alternative in found.alternatives)
 
 
+def test_where_space_is_short_a_plan_that_writes_less_is_found(
+    small: Path, rig: Ceilings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(answer, "anonymous_bytes", lambda: 300 << 20)  # this process grows from plan to plan
+    asked: dict[str, Any] = {"here": False, "tokens_per_step": 8192, "sequence_length": 1024}
+    asked["variants_seconds"] = 0.0
+    least = plan_model(small, Budget(host="1MiB"), ceilings=rig, **asked).needed_bytes["host"]
+    budget = Budget(host=least + (24 << 20))
+    whole = plan_model(small, budget, ceilings=rig, **asked)
+    assert whole.plan is not None
+    assert whole.plan.peak_bytes["ssd"]["scratch"] > 0
+    states = whole.plan.peak_bytes["ssd"]["states, two slots"]
+    capacity = int((whole.needed_bytes["ssd"] - 1) / 0.9 / len(rig.drives))
+    short = replace(rig, drives=tuple(replace(drive, capacity_bytes=capacity) for drive in rig.drives))
+    found = plan_model(small, budget, ceilings=short, **asked)
+    assert found.fits, found.reason
+    assert states <= found.needed_bytes["ssd"] <= found.allowed_bytes["ssd"] < whole.needed_bytes["ssd"]
+
+
 def test_where_space_is_short_smaller_moments_are_offered_as_they_would_be_planned(small: Path, rig: Ceilings) -> None:
     asked: dict[str, Any] = {"here": False, "tokens_per_step": 1024}
     whole = plan_model(small, Budget(), ceilings=rig, **asked)
