@@ -99,10 +99,8 @@ SECTIONS = (
         GPT3_175B,
         "GPT-2's architecture with `n_embd` 12288, 96 layers and 96 heads, and `activation_function` `gelu_pytorch_tanh` "
         "instead of `gelu_new`: the same function, but `gelu_new` is a chain of operators that save eight tensors of four "
-        "hidden sizes per token for backward, which the device has to hold. 23 GiB of the card's 24 are allowed. "
-        "Hidden states of all of a step's tokens lie on the card between two blocks, so that 65536 tokens a step need one "
-        "of 25 GiB.",
-        grid((16384, 32768)),
+        "hidden sizes per token for backward, which the device has to hold. 23 GiB of the card's 24 are allowed.",
+        grid((16384, 65536)),
     ),
 )
 
