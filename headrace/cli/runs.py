@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -125,18 +126,44 @@ def _repeatable(run: RunDirectory) -> Iterator[None]:
 
 def _copy_final(final: Path, out: Path) -> None:
     """Copy a finished model to `out`, which appears complete or not at all."""
-    beside = out.with_name(out.name + ".partial")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copytree(final, beside, dirs_exist_ok=True)
-        beside.rename(out)
-    except OSError as error:  # of `copytree`, a list of what it met: no number, no name
-        shutil.rmtree(beside, ignore_errors=True)
+        _copy_beside(final, out)
+    except OSError as error:
         if os.strerror(errno.ENOSPC) not in str(error):
-            raise ExportFailed(f"export to {out}: {error.strerror or error}; name another directory") from error
+            raise ExportFailed(f"export to {out}: {_cause(error)}; name another directory") from error
         needed = sum(path.stat().st_size for path in final.rglob("*") if path.is_file())
         free = shutil.disk_usage(out.parent).free
         raise ExportFailed(
             f"export to {out}: needs {format_bytes(needed)}, free are {format_bytes(free)}; free some space or choose another "
             "directory"
         ) from error
+
+
+def _copy_beside(final: Path, out: Path) -> None:
+    """Copy into a new directory beside `out` that takes its name once all of it is on the disk; one that failed is removed."""
+    partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.partial-", dir=out.parent))
+    try:
+        shutil.copytree(final, partial, dirs_exist_ok=True)  # and its permissions: mkdtemp makes it private
+        for path in (*partial.rglob("*"), partial):
+            _sync(path)
+        partial.replace(out)
+        _sync(out.parent)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _cause(error: OSError) -> str:
+    """Return what the system said; `copytree` raises a list of (source, target, what it met), of which the first will do."""
+    if isinstance(error, shutil.Error) and error.args and isinstance(error.args[0], list) and error.args[0]:
+        return str(error.args[0][0][-1])
+    return error.strerror or str(error)
