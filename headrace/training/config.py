@@ -93,7 +93,7 @@ class RunConfig(BaseModel):
     tokens_per_step: PositiveInt | None = None
     sequence_length: Annotated[int, Field(ge=2)] | None = None
     max_steps: PositiveInt | None = None
-    epochs: Annotated[float, Field(gt=0)] | None = None
+    epochs: Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)] | None = None
     learning_rate: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1e-5
     weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     adam_betas: tuple[float, float] = (0.9, 0.95)
