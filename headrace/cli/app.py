@@ -15,6 +15,7 @@ import headrace
 from headrace.cli.environment import set_process_defaults
 from headrace.cli.errors import leave, plain_usage_errors, plainly
 from headrace.cli.reporting import report
+from headrace.cli.streams import guarded_streams
 
 app = typer.Typer(
     name="headrace",
@@ -33,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line `arguments` (default: this process's) and exit."""
     set_process_defaults()
     words = sys.argv[1:] if arguments is None else list(arguments)
-    with plain_usage_errors():
+    with plain_usage_errors(), guarded_streams():
         # Not standalone, because that mode spreads a usage error over several lines of its own form.
         code = app(words or ["--help"], prog_name="headrace", standalone_mode=False)
     raise SystemExit(code or 0)

@@ -45,9 +45,13 @@ def plainly(command: Callable[_P, _R]) -> Callable[_P, _R]:
 
 @contextlib.contextmanager
 def plain_usage_errors() -> Iterator[None]:
-    """Say what is wrong with the words of a command line in one line too, with the place of the help."""
+    """Say what is wrong with the words of a command line in one line too, with the place of the help. What --help cannot be
+    written to is said in the same way.
+    """
     try:
         yield
+    except StorageError as error:
+        leave(str(error), REFUSED)
     except Exception as error:
         # Known by what it offers: Typer brings its own copy of Click in some versions and imports it in others.
         message = getattr(error, "format_message", None)
@@ -59,5 +63,6 @@ def plain_usage_errors() -> Iterator[None]:
 
 def leave(message: str, exit_code: int) -> NoReturn:
     """Say `message` as one line on stderr and end the process with `exit_code`."""
-    sys.stderr.write(f"error: {' '.join(message.split())}\n")
+    with contextlib.suppress(OSError):  # the exit code says it where stderr cannot
+        sys.stderr.write(f"error: {' '.join(message.split())}\n")
     raise SystemExit(exit_code)

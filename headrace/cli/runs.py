@@ -19,6 +19,7 @@ from rich.console import Console
 from headrace.cli.environment import cache_directory, machine_profile_path
 from headrace.cli.errors import leave
 from headrace.cli.screen import show
+from headrace.cli.streams import StdoutLost
 from headrace.report import LineProgress, LiveProgress, Reporter
 from headrace.spec.errors import ConfigError, ExportFailed, RunDirectoryError
 from headrace.spec.sizes import format_bytes
@@ -84,6 +85,8 @@ def _stops(run: RunDirectory) -> Iterator[None]:
         yield
     except Interrupted as stop:
         leave(str(stop), stop.exit_code)
+    except StdoutLost as error:  # where nothing was begun, or all is done, there is nothing to go on with
+        raise run.unwritable(error) if run.config.exists() and not run.final.exists() else error from error
     except KeyboardInterrupt:  # before the first step, or while the model is written
         how = f"go on with: headrace resume {run.path}" if run.config.exists() else "nothing was begun"
         leave(f"interrupted; {how}", 130)
