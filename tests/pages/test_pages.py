@@ -151,6 +151,45 @@ class TestPage:
         (run / name).write_text(content)
         assert page_of(run).identities >= set(SECTIONS)
 
+    @pytest.mark.parametrize(
+        ("name", "change", "word"),
+        [
+            ("metrics.jsonl", {"seconds": None}, "seconds"),
+            ("metrics.jsonl", {"step": "x"}, "step"),
+            ("metrics.jsonl", {"step": True}, "step"),
+            ("metrics.jsonl", {"tokens": [1]}, "tokens"),
+            ("metrics.jsonl", {"loss": "abc"}, "loss"),
+            ("metrics.jsonl", {"lr": {}}, "lr"),
+            ("metrics.jsonl", {"seconds": float("nan")}, "seconds"),
+            ("metrics.jsonl", {"seconds": 10**400}, "seconds"),
+            ("metrics.jsonl", {"bytes_written": 5}, "bytes_written"),
+            ("metrics.jsonl", {"peak_bytes": {"host": "much"}}, "peak_bytes"),
+            ("metrics.jsonl", {"io_cpu_seconds": "x"}, "io_cpu_seconds"),
+            ("metrics.jsonl", {"io_cpu_seconds": 1, "bytes_read": None}, "bytes_read"),
+            ("lanes.jsonl", {"lanes": 5}, "lanes"),
+            ("lanes.jsonl", {"lanes": {"compute": {}}}, "lanes"),
+            ("lanes.jsonl", {"lanes": {"compute": {"busy_seconds": 1, "idle_seconds": "x", "bytes": 0}}}, "lanes"),
+            ("lanes.jsonl", {"seconds": "x"}, "seconds"),
+        ],
+    )
+    def test_a_value_of_another_kind_becomes_a_sentence(
+        self, name: str, change: dict[str, object], word: str, tmp_path: Path
+    ) -> None:
+        run = write_run(tmp_path / "run")
+        lines = [json.loads(line) for line in (run / name).read_text().splitlines()]
+        lines[1] |= change
+        (run / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+        assert page_of(run).identities >= set(SECTIONS)
+        told = summary(read_run(run))["missing"]
+        assert any(words.startswith(f"{name} cannot be read (line 2 has {word}") for words in told), told
+
+    @pytest.mark.parametrize("name", EVERY_FILE)
+    @pytest.mark.parametrize("content", ["[" * 100_000, "9" * 5000, "{}", '{"units": 5}', '{"version": 1, "steps": "x"}'])
+    def test_content_that_no_run_writes_becomes_a_sentence(self, name: str, content: str, tmp_path: Path) -> None:
+        run = write_run(tmp_path / "run")
+        (run / name).write_text(content)
+        assert page_of(run).identities >= set(SECTIONS)
+
     def test_one_step_is_enough(self, tmp_path: Path) -> None:
         assert page_of(write_run(tmp_path / "run", steps=1)).identities >= set(SECTIONS)
 
