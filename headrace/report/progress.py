@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn
 
-from headrace.spec.events import Event, Notice, StepResult
+from headrace.spec.events import Event, Notice, OpDone, StepResult
 from headrace.spec.sizes import format_seconds
 
 _ETA_WINDOW_STEPS = 20
@@ -108,10 +108,11 @@ class LiveProgress:
         if isinstance(event, Notice):
             style = "yellow" if event.level == "warning" else "dim"
             self._progress.console.print(f"[{style}]{event.level}: {escape(event.text)}[/]", highlight=False)
-        elif isinstance(event, StepResult):
-            if not self._started:
-                self._progress.start()
-                self._started = True
+            return
+        if not self._started and isinstance(event, OpDone | StepResult):  # the first step has begun
+            self._progress.start()
+            self._started = True
+        if isinstance(event, StepResult):
             remaining = self._clock.remaining_seconds(event)
             words = step_words(event, total_steps=self._total_steps, remaining_seconds=remaining)
             if event.skipped is not None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +67,14 @@ class Committed:
     seconds: float
 
 
-Event = OpDone | StepResult | Notice | Committed
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """A new run has its plan (`headrace.plan.base.Plan`), and nothing of the model has been read yet."""
+
+    plan: Any
+
+
+Event = OpDone | StepResult | Notice | Committed | Planned
 Sink = Callable[[Event], None]
 
 

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from bad_worlds import World, check_refusal
+from bad_worlds import World, check_refusal, listing
 
 from headrace.cli import main
 
@@ -42,6 +42,14 @@ class TestAFullStdout:
         for words in (("report", ran.run, "--json"), ("plan", ran.model, "--ssd", ran.ssd), ("data", ran.run, "--json")):
             assert exit_code(*words) == 2
             assert ran.capsys.readouterr().err == f"{FULL}\n"
+
+    def test_of_a_run_that_has_not_begun(self, world: World) -> None:
+        """The plan is shown first: what cannot be shown begins nothing."""
+        assert world.capsys
+        before = listing(world.folder)
+        assert exit_code(*world.train_words()) == 2
+        assert world.capsys.readouterr().err == f"{FULL}\n"
+        assert listing(world.folder) == before
 
 
 def headrace(*words: object, shell: str) -> subprocess.CompletedProcess[str]:

@@ -177,6 +177,15 @@ class TestProgress:
         assert "[/nvme0]" in stream.getvalue()
         assert "overflow [fp16]" in stream.getvalue()
 
+    def test_the_live_line_stands_as_soon_as_the_first_step_runs(self) -> None:
+        stream = io.StringIO()
+        progress = LiveProgress(Console(file=stream, force_terminal=True, width=250), total_steps=10)
+        progress(Notice(text="importing"))
+        assert "first step" not in stream.getvalue()
+        progress(operation("forward unit 1", "compute", 1.0, 2.0))
+        assert "first step ..." in stream.getvalue()
+        progress.close()
+
 
 class TestTrace:
     def read(self, path: Path) -> list[dict[str, Any]]:
