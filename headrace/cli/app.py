@@ -77,7 +77,7 @@ def train(
     moments: Annotated[str | None, typer.Option(help="AdamW's moments: float32, bfloat16 or int8. Default: float32.")] = None,
     seed: Annotated[int | None, typer.Option(help="Order of the data and dropout. Default: 0.")] = None,
     packing: Annotated[bool | None, typer.Option(help="Several samples in a row. Default: where the model can.")] = None,
-    checkpoint_every: Annotated[int | None, typer.Option(help="Commit every so many steps. Default: by the plan.")] = None,
+    checkpoint_every: Annotated[int | None, typer.Option(help="Commit every so many steps. Default: 1.")] = None,
     machine: Annotated[str | None, typer.Option(help="Machine profile. Default: what `bench machine` kept.")] = None,
     plan: Annotated[Path | None, typer.Option(help="Follow this plan: a run directory, or a plan as JSON.")] = None,
     report_to: Annotated[list[str] | None, typer.Option(help="tensorboard or trace; may be given twice.")] = None,

@@ -190,6 +190,26 @@ class TestWords:
         keys = {flag[2:].removeprefix("no-").replace("-", "_") for flag in TRAIN_FLAGS - {"--help"}}
         assert keys <= RunConfig.model_fields.keys()
 
+    def test_the_readme_names_every_key_and_those_that_are_no_options(self) -> None:
+        text = (Path(__file__).parents[2] / "README.md").read_text()
+        options = text[text.index("## Options") : text.index("## Data")]
+        rows = [line.split("|")[1] for line in options.splitlines() if line.startswith("| `")]
+        assert {key for row in rows for key in re.findall(r"`(\w+)`", row)} == RunConfig.model_fields.keys()
+        flags = {flag[2:].replace("-", "_") for flag in TRAIN_FLAGS}
+        said = re.search(r"Only (.*) are no options", options)
+        assert said
+        assert set(re.findall(r"`(\w+)`", said[1])) == RunConfig.model_fields.keys() - flags - {"model", "data"}
+
+    def test_every_key_can_be_a_word(self) -> None:
+        words = ["model=m", "data=[a, b]", "shuffle=false", "adam_betas=[0.8, 0.9]", "adam_epsilon=1e-6", "interpreter=plain"]
+        config = run_config([*words, "parameter_groups=[{pattern: norm}]", "cache=/c"], {})
+        assert (config.data, config.shuffle, config.adam_betas, config.adam_epsilon) == (("a", "b"), False, (0.8, 0.9), 1e-6)
+        assert (config.parameter_groups[0].pattern, config.cache) == ("norm", Path("/c"))
+
+    def test_the_help_of_train_says_how_often_is_committed(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert run("train", "--help") == 0
+        assert "Commit every so many steps. Default: 1." in " ".join(capsys.readouterr().out.split())
+
 
 class TestStart:
     def test_help_is_fast_and_imports_nothing_heavy(self) -> None:
