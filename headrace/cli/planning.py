@@ -17,6 +17,7 @@ from headrace.spec.ceilings import Ceilings, Drive
 from headrace.spec.errors import ConfigError, StorageError
 from headrace.spec.events import Event, Notice
 from headrace.spec.sizes import format_bytes, format_seconds
+from headrace.spec.words import plain_figure
 
 
 def make_report(
@@ -104,7 +105,7 @@ def ceilings_text(ceilings: Ceilings) -> str:
         ("a commit", ceilings.commit_seconds),
     )
     lines = [f"machine   {ceilings.name}, {format_bytes(ceilings.host_memory_bytes)} of memory"]
-    lines += [f"{dtype:<18} {rate / 1e12:8.3g} TFLOP/s" for dtype, rate in ceilings.flops_per_second.items()]
+    lines += [f"{dtype:<18} {plain_figure(rate / 1e12):>8} TFLOP/s" for dtype, rate in ceilings.flops_per_second.items()]
     if ceilings.attention_share < 1:
         lines.append(f"{'attention':<18} {ceilings.attention_share:8.0%} of that")
     for name, seconds in (
@@ -116,7 +117,7 @@ def ceilings_text(ceilings: Ceilings) -> str:
             lines.append(f"{name:<18} {seconds * 1e9:8.3g} ns besides")
     if not ceilings.has_device:
         lines.append(f"{'on fresh pages':<18} {ceilings.fresh_pages_share:8.0%} of that")
-    lines += [f"{name:<18} {rate / 1e9:8.3g} GB/s" for name, rate in rates]
+    lines += [f"{name:<18} {plain_figure(rate / 1e9):>8} GB/s" for name, rate in rates]
     lines += [f"{name:<18} {_duration(seconds):>8}" for name, seconds in overheads]
     lines += [line for index, drive in enumerate(ceilings.drives) for line in _drive_lines(index, drive)]
     for lane, others in ceilings.slowdowns.items():

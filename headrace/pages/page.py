@@ -82,7 +82,7 @@ def _header(run: RunFiles, found: Findings) -> str:
         lines.append(f"{Path(str(model)).name}")
     if plan is not None:
         billions = plan.num_parameters / 1e9
-        size = f"{billions:.3g} B" if billions >= 0.1 else f"{plan.num_parameters / 1e6:.3g} M"
+        size = f"{figure(billions)} B" if billions >= 0.1 else f"{plan.num_parameters / 1e6:.3g} M"
         lines.append(f"{size} parameters, {plan.num_blocks} blocks, {plan.compute_dtype}")
         lines.append(f"{figure(plan.tokens_per_step, 6)} tokens a step")
     if run.ceilings is not None:

@@ -14,6 +14,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 from headrace.spec.events import Event, Notice, OpDone, StepResult
 from headrace.spec.sizes import format_seconds
+from headrace.spec.words import plain_figure
 
 _ETA_WINDOW_STEPS = 20
 
@@ -67,7 +68,7 @@ def _decimal(num_bytes: float) -> str:
         if num_bytes < 999.5:
             return f"{num_bytes:.3g} {unit}"
         num_bytes /= 1000
-    return f"{num_bytes:.3g} TB"
+    return f"{plain_figure(num_bytes)} TB"
 
 
 class LineProgress:

@@ -17,7 +17,7 @@ from made_runs import made_machine, made_ops, write_run
 from headrace.pages import read_run, summary, write_report, write_trace
 from headrace.pages.findings import find
 from headrace.pages.lane_chart import FAMILY_OF
-from headrace.pages.markup import data_block, element, figure, ticks
+from headrace.pages.markup import data_block, decimal_bytes, element, figure, rate, ticks
 from headrace.pages.step_charts import thin
 from headrace.pages.views import LANE_WORDS, Bar, in_rows, joined
 from headrace.pages.words import bottleneck_words, endurance_words, io_cpu_words
@@ -341,6 +341,17 @@ def test_thinning_keeps_the_extremes(values: list[float]) -> None:
     assert len(kept) <= max(100, 2) + 2
     assert {min(values), max(values)} <= {value for _, value in kept}
     assert kept == sorted(kept)
+
+
+@given(st.floats(1e-3, 1e19))
+def test_figures_for_people_have_no_powers_of_ten(value: float) -> None:
+    for text in (figure(value), figure(value, 4), rate(value, "B"), decimal_bytes(value)):
+        assert "e+" not in text
+
+
+@pytest.mark.parametrize(("value", "text"), [(7e15, "7 PB"), (999.96e9, "1 TB"), (1.2e12, "1.2 TB"), (2e21, "2000000 PB")])
+def test_bytes_have_the_unit_that_fits(value: float, text: str) -> None:
+    assert decimal_bytes(value) == text
 
 
 def test_texts_cannot_leave_their_element() -> None:

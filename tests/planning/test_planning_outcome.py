@@ -3,6 +3,7 @@
 Run: pytest tests/planning/test_planning_outcome.py
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,14 @@ def test_what_was_not_measured_is_null_and_a_dash(report: PlanReport) -> None:
     assert table["peak, device"][-2:] == ["-", "-"]
     assert table["peak, host"][-3:-1] == ["700", "B"]
     assert "1 of them skipped" in explain_outcome(outcome)
+
+
+def test_a_fast_run_is_told_without_powers_of_ten(report: PlanReport) -> None:
+    table = explain_outcome(outcome_of(report, [record(0.01), record(0.01)]))
+    assert "102400" in table
+    assert report.forecast
+    fast = replace(report, forecast=replace(report.forecast, step_seconds=report.forecast.step_seconds / 1e4))
+    assert "e+" not in explain(fast)
 
 
 def test_columns_are_aligned(report: PlanReport) -> None:
