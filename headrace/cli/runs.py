@@ -41,7 +41,9 @@ class Terminal:
     def progress(self, total_steps: int) -> Reporter:
         """Return the progress of a run."""
         console = Console()
-        return LiveProgress(console, total_steps) if console.is_terminal else LineProgress(sys.stdout, total_steps)
+        # Not `is_terminal`: colour may be forced where there is none, and some cannot write over a line.
+        live = sys.stdout.isatty() and not console.is_dumb_terminal
+        return LiveProgress(console, total_steps) if live else LineProgress(sys.stdout, total_steps)
 
 
 def run_config(words: Sequence[str], options: Mapping[str, Any]) -> RunConfig:

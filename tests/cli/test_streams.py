@@ -5,6 +5,7 @@
 Run: pytest tests/cli/test_streams.py
 """
 
+import io
 import json
 import os
 import subprocess
@@ -15,6 +16,8 @@ import pytest
 from bad_worlds import World, check_refusal, listing
 
 from headrace.cli import main
+from headrace.cli.runs import Terminal
+from headrace.report import LineProgress, LiveProgress
 
 FULL = "error: stdout: cannot be written (No space left on device)"
 
@@ -56,6 +59,21 @@ def headrace(*words: object, shell: str) -> subprocess.CompletedProcess[str]:
     """Run the command in a process of its own, with what a shell does to its streams."""
     command = ["sh", "-c", f'"$0" -m headrace.cli "$@" {shell}', sys.executable, *map(str, words)]
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize(
+    ("terminal", "name", "kind"), [(True, "xterm", LiveProgress), (True, "dumb", LineProgress), (False, "xterm", LineProgress)]
+)
+def test_progress_is_live_only_on_a_terminal_that_can(
+    terminal: bool, name: str, kind: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Colour that is asked for makes no terminal of a pipe, and one that cannot go back shows nothing until the end."""
+    stream = io.StringIO()
+    monkeypatch.setattr(stream, "isatty", lambda: terminal)
+    monkeypatch.setattr(sys, "stdout", stream)
+    monkeypatch.setenv("TERM", name)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert isinstance(Terminal().progress(5), kind)
 
 
 def test_nothing_more_is_said_as_the_process_ends() -> None:
