@@ -17,7 +17,7 @@ from headrace.spec.ceilings import Ceilings, Drive
 from headrace.spec.errors import ConfigError, StorageError
 from headrace.spec.events import Event, Notice
 from headrace.spec.sizes import format_bytes, format_seconds
-from headrace.spec.words import plain_figure
+from headrace.spec.words import DTYPE_NAMES, MOMENTS_NAMES, plain_figure
 
 
 def make_report(
@@ -54,8 +54,8 @@ def make_report(
         tokens_per_step=tokens_per_step,
         sequence_length=sequence_length,
         clip=max_grad_norm > 0,
-        compute_dtype=compute_dtype,
-        moments=moments,
+        compute_dtype=DTYPE_NAMES.get(compute_dtype, compute_dtype),
+        moments=MOMENTS_NAMES.get(moments, moments),
         max_steps=max_steps,
     )
 

@@ -39,6 +39,7 @@ def test_sizes_are_understood(text: object, num_bytes: int) -> None:
         ({"epochs": 1e308}, ["epochs", "1000000000"]),
         ({"adam_betas": [0.9, float("nan")]}, ["betas", "nan"]),
         ({"compute_dtype": "int8"}, ["compute_dtype", "'int8'", "bfloat16"]),
+        ({"compute_dtype": ["bf16"]}, ["compute_dtype", "bf16"]),
         ({"moments": "int4"}, ["moments", "'int4'", "int8"]),
         ({"lr_schedule": "step"}, ["lr_schedule", "'step'", "cosine"]),
         ({"report_to": "wandb"}, ["report_to", "'wandb'", "tensorboard"]),
