@@ -3,7 +3,9 @@
 Run: pytest tests/pages
 """
 
+import errno
 import json
+import os
 import re
 from html.parser import HTMLParser
 from itertools import pairwise
@@ -212,6 +214,22 @@ class TestPage:
         with pytest.raises(RunDirectoryError, match="--out"):
             write_report(write_run(tmp_path / "run"), tmp_path / "no" / "where.html")
 
+    def test_what_was_written_of_a_report_that_failed_does_not_stay(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        run, folder = write_run(tmp_path / "run"), tmp_path / "folder"
+        folder.mkdir()
+        with pytest.raises(RunDirectoryError, match=r"is a directory.*--out"):
+            write_report(run, folder)
+
+        def refuse(self: Path, target: Path) -> None:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(target))
+
+        monkeypatch.setattr(Path, "replace", refuse)
+        with pytest.raises(RunDirectoryError, match="Input/output error"):
+            write_report(run, tmp_path / "report.html")
+        assert {path.name for path in tmp_path.iterdir()} == {"run", "folder"}
+
     def test_out_names_the_file(self, tmp_path: Path) -> None:
         run = write_run(tmp_path / "run")
         assert write_report(run, tmp_path / "x.html") == tmp_path / "x.html"
@@ -291,6 +309,11 @@ class TestTrace:
         assert {entry["name"] for entry in slices} >= {"fetch unit 1", "update unit 1"}
         assert all(entry["dur"] > 0 for entry in slices)
         assert sorted(entry["dur"] for entry in slices)[-1] == pytest.approx(6e5, rel=1e-3)
+
+    @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+    def test_a_full_disk_is_refused(self, tmp_path: Path) -> None:
+        with pytest.raises(RunDirectoryError, match=r"No space left on device.*--trace"):
+            write_trace(write_run(tmp_path / "run"), "/dev/full")
 
     def test_a_run_without_a_recording_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(RunDirectoryError, match="cannot be read"):
