@@ -13,7 +13,7 @@ import typer
 
 import headrace
 from headrace.cli.environment import set_process_defaults
-from headrace.cli.errors import leave, plain_usage_errors, plainly
+from headrace.cli.errors import INTERRUPTED, leave, plain_usage_errors, plainly
 from headrace.cli.reporting import report
 from headrace.cli.streams import guarded_streams
 
@@ -37,6 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with plain_usage_errors(), guarded_streams():
         # Not standalone, because that mode spreads a usage error over several lines of its own form.
         code = app(words or ["--help"], prog_name="headrace", standalone_mode=False)
+    if code == INTERRUPTED:  # Typer takes the exception for itself, where no command does
+        leave("interrupted", INTERRUPTED)
     raise SystemExit(code or 0)
 
 

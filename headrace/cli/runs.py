@@ -17,11 +17,11 @@ from typing import Any
 from rich.console import Console
 
 from headrace.cli.environment import cache_directory, machine_profile_path
-from headrace.cli.errors import leave
+from headrace.cli.errors import INTERRUPTED, leave, leave_failed_step
 from headrace.cli.screen import show
 from headrace.cli.streams import StdoutLost
 from headrace.report import LineProgress, LiveProgress, Reporter
-from headrace.spec.errors import ConfigError, ExportFailed, RunDirectoryError
+from headrace.spec.errors import ConfigError, ExportFailed, RunDirectoryError, StepFailed
 from headrace.spec.sizes import format_bytes
 from headrace.training import Interrupted, RunConfig, RunDirectory, resume, train
 from headrace.training.base import StateKind
@@ -89,9 +89,11 @@ def _stops(run: RunDirectory) -> Iterator[None]:
         leave(str(stop), stop.exit_code)
     except StdoutLost as error:  # where nothing was begun, or all is done, there is nothing to go on with
         raise run.unwritable(error) if run.config.exists() and not run.final.exists() else error from error
+    except StepFailed as error:
+        leave_failed_step(error, run.path)
     except KeyboardInterrupt:  # before the first step, or while the model is written
         how = f"go on with: headrace resume {run.path}" if run.config.exists() else "nothing was begun"
-        leave(f"interrupted; {how}", 130)
+        leave(f"interrupted; {how}", INTERRUPTED)
 
 
 def export_run(run_directory: Path, out: Path) -> None:

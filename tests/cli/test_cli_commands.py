@@ -18,7 +18,7 @@ from rich.text import Text
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from headrace.cli import main
+from headrace.cli import main, runs
 from headrace.cli.environment import SPIN_COUNT, cache_directory, set_process_defaults
 from headrace.cli.errors import plainly
 from headrace.cli.machine_sheet import machine_sheet, sheet_text
@@ -148,6 +148,21 @@ class TestErrorsToWords:
         assert "10 bytes needed, 0 free" in words
         assert "headrace resume" in words
 
+    def test_a_failed_step_says_once_what_happened_and_which_run_to_resume(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        def fail(*arguments: object, **options: object) -> None:
+            try:
+                raise DiskFull("/nvme0: 10 bytes needed, 0 free")
+            except DiskFull as cause:
+                raise StepFailed(f"the step failed: {cause}; the last committed step is untouched") from cause
+
+        monkeypatch.setattr(runs, "resume", fail)
+        words = refusal(capsys, "resume", tmp_path / "run")
+        assert words.count("10 bytes needed") == 1
+        assert words.count("committed") == 1
+        assert f"headrace resume {tmp_path / 'run'}" in words
+
     @pytest.mark.parametrize("error", [StepFailed("lane compute failed"), ZeroDivisionError("ours")])
     def test_our_own_mistakes_keep_their_traceback(self, error: Exception) -> None:
         @plainly
@@ -165,6 +180,21 @@ class TestErrorsToWords:
         with pytest.raises(SystemExit) as left:
             command()
         assert left.value.code == 130
+
+    @pytest.mark.parametrize("place", ["", "typer", "torch"])
+    def test_an_interrupt_is_one_line_whenever_it_comes(self, place: str, tmp_path: Path) -> None:
+        """While the command line itself is imported, while a command imports what it needs, and between."""
+        code = (
+            "import sys\nplace = sys.argv[1]\n"
+            "class Stop:\n def find_spec(self, name, path=None, target=None):\n"
+            "  if name == place: raise KeyboardInterrupt\n"
+            "sys.meta_path.insert(0, Stop())\nfrom headrace.cli import main\n"
+            "if not place:\n"
+            " import headrace.cli.app as a\n a.app = lambda *b, **c: 130  # as Typer has it\n"
+            "main(['doctor', '--no-measure'])"
+        )
+        done = subprocess.run([sys.executable, "-c", code, place], capture_output=True, text=True, cwd=tmp_path)
+        assert (done.returncode, done.stderr) == (130, "error: interrupted\n")
 
 
 class TestWords:
