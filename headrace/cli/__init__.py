@@ -1,17 +1,5 @@
 """Words to calls: the command `headrace`."""
 
-import sys
-from collections.abc import Sequence
+from headrace.cli.entry import main
 
 __all__ = ["main"]
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line `arguments` (default: this process's) and exit."""
-    try:
-        from headrace.cli.app import main as run  # late: Ctrl-C while it is imported is told as at any other time
-
-        run(arguments)
-    except KeyboardInterrupt:
-        sys.stderr.write("error: interrupted\n")
-        raise SystemExit(130) from None
