@@ -49,7 +49,7 @@ from headrace.plan.search import make_plan
 from headrace.spec.budget import Budget, default_bytes
 from headrace.spec.ceilings import Ceilings
 from headrace.spec.errors import RunDirectoryError
-from headrace.spec.events import Event, Notice, Sink, StepResult
+from headrace.spec.events import Event, Notice, Planned, Sink, StepResult
 from headrace.spec.layout import plane_set
 from headrace.spec.optimizer import AdamW, Schedule
 from headrace.spec.program import Lane
@@ -204,6 +204,9 @@ class Engine:
                 raise
             try:
                 _tune(store, settings)
+                if engine.plan is not None:
+                    engine._emit(Planned(plan=engine.plan))
+                engine._emit(Notice(text=f"importing {format_bytes(engine._checkpoint.num_bytes)} of weights", level="info"))
                 import_model(engine._weights, engine.chain, store, engine._record(None))
             except BaseException:
                 store.remove()

@@ -73,13 +73,11 @@ def measure_machine(directories: Sequence[Path], *, seconds_budget: float = 90, 
     Every directory's file is written over and over for up to a third of the time.
 
     Raises:
-        ConfigError: no directory, or no time.
+        ConfigError: no directory, or no time, or no end to it.
         StorageError: a directory cannot be written to, or has no space.
     """
-    if not directories or seconds_budget <= 0:
-        raise ConfigError(
-            f"bench machine: {len(directories)} SSD directories and {seconds_budget} seconds given; needs one of each"
-        )
+    if not directories or not 0 < seconds_budget < math.inf:
+        raise ConfigError(f"bench machine: {len(directories)} SSD directories and {seconds_budget} seconds given; needs both")
     with contextlib.ExitStack() as stack:
         return _Bench(directories, seconds_budget, sink, stack).measure()
 

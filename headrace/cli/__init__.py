@@ -1,5 +1,5 @@
 """Words to calls: the command `headrace`."""
 
-from headrace.cli.app import main
+from headrace.cli.entry import main
 
 __all__ = ["main"]

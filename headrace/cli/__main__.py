@@ -1,5 +1,5 @@
 """`python -m headrace.cli`, the same as the command `headrace`."""
 
-from headrace.cli.app import main
+from headrace.cli import main
 
 main()

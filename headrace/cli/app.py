@@ -13,8 +13,9 @@ import typer
 
 import headrace
 from headrace.cli.environment import set_process_defaults
-from headrace.cli.errors import leave, plain_usage_errors, plainly
+from headrace.cli.errors import INTERRUPTED, leave, plain_usage_errors, plainly
 from headrace.cli.reporting import report
+from headrace.cli.streams import guarded_streams
 
 app = typer.Typer(
     name="headrace",
@@ -33,9 +34,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line `arguments` (default: this process's) and exit."""
     set_process_defaults()
     words = sys.argv[1:] if arguments is None else list(arguments)
-    with plain_usage_errors():
+    with plain_usage_errors(), guarded_streams():
         # Not standalone, because that mode spreads a usage error over several lines of its own form.
         code = app(words or ["--help"], prog_name="headrace", standalone_mode=False)
+    if code == INTERRUPTED:  # Typer takes the exception for itself, where no command does
+        leave("interrupted", INTERRUPTED)
     raise SystemExit(code or 0)
 
 
@@ -76,7 +79,7 @@ def train(
     moments: Annotated[str | None, typer.Option(help="AdamW's moments: float32, bfloat16 or int8. Default: float32.")] = None,
     seed: Annotated[int | None, typer.Option(help="Order of the data and dropout. Default: 0.")] = None,
     packing: Annotated[bool | None, typer.Option(help="Several samples in a row. Default: where the model can.")] = None,
-    checkpoint_every: Annotated[int | None, typer.Option(help="Commit every so many steps. Default: by the plan.")] = None,
+    checkpoint_every: Annotated[int | None, typer.Option(help="Commit every so many steps. Default: 1.")] = None,
     machine: Annotated[str | None, typer.Option(help="Machine profile. Default: what `bench machine` kept.")] = None,
     plan: Annotated[Path | None, typer.Option(help="Follow this plan: a run directory, or a plan as JSON.")] = None,
     report_to: Annotated[list[str] | None, typer.Option(help="tensorboard or trace; may be given twice.")] = None,

@@ -13,6 +13,7 @@ from typing import NoReturn, ParamSpec, TypeVar
 from headrace.spec.errors import InputError, PlanInfeasible, StepFailed, StorageError
 
 REFUSED = 2
+INTERRUPTED = 130
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -28,28 +29,37 @@ def plainly(command: Callable[_P, _R]) -> Callable[_P, _R]:
         except (InputError, PlanInfeasible, StorageError) as error:
             leave(str(error), REFUSED)
         except StepFailed as error:
-            cause = error.__cause__
-            while cause is not None and not isinstance(cause, StorageError):
-                cause = cause.__cause__
-            if cause is None:
-                raise
-            leave(
-                f"{error}: {cause}; the last committed step is safe: remove the cause, then headrace resume",
-                REFUSED,
-            )
+            leave_failed_step(error, "RUN_DIR")
         except KeyboardInterrupt:
-            leave("interrupted", 130)
+            leave("interrupted", INTERRUPTED)
 
     return run
 
 
+def leave_failed_step(error: StepFailed, run_directory: object) -> NoReturn:
+    """Say what a disk did to a step, and how to go on; what is our own mistake is raised again."""
+    cause = error.__cause__
+    while cause is not None and not isinstance(cause, StorageError):
+        cause = cause.__cause__
+    if cause is None:
+        raise error
+    words = str(error) if str(cause) in str(error) else f"{error}: {cause}"
+    leave(f"{words}; remove the cause, then go on with: headrace resume {run_directory}", REFUSED)
+
+
 @contextlib.contextmanager
 def plain_usage_errors() -> Iterator[None]:
-    """Say what is wrong with the words of a command line in one line too, with the place of the help."""
+    """Say what is wrong with the words of a command line in one line too, with the place of the help. What --help cannot be
+    written to is said in the same way.
+    """
     try:
         yield
+    except StorageError as error:
+        leave(str(error), REFUSED)
     except Exception as error:
         # Known by what it offers: Typer brings its own copy of Click in some versions and imports it in others.
+        if type(error).__name__ == "Abort":
+            leave("interrupted", INTERRUPTED)
         message = getattr(error, "format_message", None)
         if message is None:
             raise
@@ -59,5 +69,6 @@ def plain_usage_errors() -> Iterator[None]:
 
 def leave(message: str, exit_code: int) -> NoReturn:
     """Say `message` as one line on stderr and end the process with `exit_code`."""
-    sys.stderr.write(f"error: {' '.join(message.split())}\n")
+    with contextlib.suppress(OSError):  # the exit code says it where stderr cannot
+        sys.stderr.write(f"error: {' '.join(message.split())}\n")
     raise SystemExit(exit_code)

@@ -17,6 +17,7 @@ from headrace.spec.ceilings import Ceilings, Drive
 from headrace.spec.errors import ConfigError, StorageError
 from headrace.spec.events import Event, Notice
 from headrace.spec.sizes import format_bytes, format_seconds
+from headrace.spec.words import DTYPE_NAMES, MOMENTS_NAMES, plain_figure
 
 
 def make_report(
@@ -55,8 +56,8 @@ def make_report(
         tokens_per_step=tokens_per_step,
         sequence_length=sequence_length,
         clip=max_grad_norm > 0,
-        compute_dtype=compute_dtype,
-        moments=moments,
+        compute_dtype=DTYPE_NAMES.get(compute_dtype, compute_dtype),
+        moments=MOMENTS_NAMES.get(moments, moments),
         max_steps=max_steps,
     )
 
@@ -106,7 +107,7 @@ def ceilings_text(ceilings: Ceilings) -> str:
         ("a commit", ceilings.commit_seconds),
     )
     lines = [f"machine   {ceilings.name}, {format_bytes(ceilings.host_memory_bytes)} of memory"]
-    lines += [f"{dtype:<18} {rate / 1e12:8.3g} TFLOP/s" for dtype, rate in ceilings.flops_per_second.items()]
+    lines += [f"{dtype:<18} {plain_figure(rate / 1e12):>8} TFLOP/s" for dtype, rate in ceilings.flops_per_second.items()]
     if ceilings.attention_share < 1:
         lines.append(f"{'attention':<18} {ceilings.attention_share:8.0%} of that")
     for name, seconds in (
@@ -118,7 +119,7 @@ def ceilings_text(ceilings: Ceilings) -> str:
             lines.append(f"{name:<18} {seconds * 1e9:8.3g} ns besides")
     if not ceilings.has_device:
         lines.append(f"{'on fresh pages':<18} {ceilings.fresh_pages_share:8.0%} of that")
-    lines += [f"{name:<18} {rate / 1e9:8.3g} GB/s" for name, rate in rates]
+    lines += [f"{name:<18} {plain_figure(rate / 1e9):>8} GB/s" for name, rate in rates]
     lines += [f"{name:<18} {_duration(seconds):>8}" for name, seconds in overheads]
     lines += [line for index, drive in enumerate(ceilings.drives) for line in _drive_lines(index, drive)]
     for lane, others in ceilings.slowdowns.items():

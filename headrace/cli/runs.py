@@ -16,10 +16,11 @@ from typing import Any
 from rich.console import Console
 
 from headrace.cli.environment import cache_directory, machine_profile_path
-from headrace.cli.errors import leave
+from headrace.cli.errors import INTERRUPTED, leave, leave_failed_step
 from headrace.cli.screen import show
+from headrace.cli.streams import StdoutLost
 from headrace.report import LineProgress, LiveProgress, Reporter
-from headrace.spec.errors import ConfigError, ExportFailed, RunDirectoryError
+from headrace.spec.errors import ConfigError, ExportFailed, RunDirectoryError, StepFailed
 from headrace.spec.sizes import format_bytes
 from headrace.training import Interrupted, RunConfig, RunDirectory, resume, train
 from headrace.training.base import StateKind
@@ -39,7 +40,9 @@ class Terminal:
     def progress(self, total_steps: int) -> Reporter:
         """Return the progress of a run."""
         console = Console()
-        return LiveProgress(console, total_steps) if console.is_terminal else LineProgress(sys.stdout, total_steps)
+        # Not `is_terminal`: colour may be forced where there is none, and some cannot write over a line.
+        live = sys.stdout.isatty() and not console.is_dumb_terminal
+        return LiveProgress(console, total_steps) if live else LineProgress(sys.stdout, total_steps)
 
 
 def run_config(words: Sequence[str], options: Mapping[str, Any]) -> RunConfig:
@@ -83,9 +86,13 @@ def _stops(run: RunDirectory) -> Iterator[None]:
         yield
     except Interrupted as stop:
         leave(str(stop), stop.exit_code)
+    except StdoutLost as error:  # where nothing was begun, or all is done, there is nothing to go on with
+        raise run.unwritable(error) if run.config.exists() and not run.final.exists() else error from error
+    except StepFailed as error:
+        leave_failed_step(error, run.path)
     except KeyboardInterrupt:  # before the first step, or while the model is written
         how = f"go on with: headrace resume {run.path}" if run.config.exists() else "nothing was begun"
-        leave(f"interrupted; {how}", 130)
+        leave(f"interrupted; {how}", INTERRUPTED)
 
 
 def export_run(run_directory: Path, out: Path) -> None:
@@ -130,12 +137,19 @@ def _copy_final(final: Path, out: Path) -> None:
     try:
         with appearing(out) as partial:
             shutil.copytree(final, partial, dirs_exist_ok=True)
-    except OSError as error:  # of `copytree`, a list of what it met: no number, no name
+    except OSError as error:
         if os.strerror(errno.ENOSPC) not in str(error):
-            raise ExportFailed(f"export to {out}: {error.strerror or error}; name another directory") from error
+            raise ExportFailed(f"export to {out}: {_cause(error)}; name another directory") from error
         needed = sum(path.stat().st_size for path in final.rglob("*") if path.is_file())
         free = shutil.disk_usage(Path(os.path.realpath(out)).parent).free
         raise ExportFailed(
             f"export to {out}: needs {format_bytes(needed)}, free are {format_bytes(free)}; free some space or choose another "
             "directory"
         ) from error
+
+
+def _cause(error: OSError) -> str:
+    """Return what the system said; `copytree` raises a list of (source, target, what it met), of which the first will do."""
+    if isinstance(error, shutil.Error) and error.args and isinstance(error.args[0], list) and error.args[0]:
+        return str(error.args[0][0][-1])
+    return error.strerror or str(error)

@@ -160,6 +160,8 @@ def _parse(text: bytes, place: str, expected: str) -> Any:
         raise DataError(f"{place}: not UTF-8 at byte {error.start} ({error.reason}); convert the file to UTF-8") from error
     except RecursionError as error:
         raise DataError(f"{place}: JSON nested too deeply to be read; expected {expected}") from error
+    except ValueError as error:  # what Python itself will not read: a number of thousands of digits
+        raise DataError(f"{place}: JSON that cannot be read ({str(error).split(';')[0]}); expected {expected}") from error
 
 
 def _object(value: Any, place: str) -> Mapping[str, Any]:

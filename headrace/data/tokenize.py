@@ -15,7 +15,7 @@ from headrace.data.base import DataSpec, Tokenizer
 from headrace.data.encode import encode_rows
 from headrace.data.sources import Source, find_sources, read_rows
 from headrace.data.tokens import FORMAT_VERSION, NothingTrained, TokenSet, write_tokens
-from headrace.spec.errors import DataError
+from headrace.spec.errors import ConfigError, DataError, HeadraceError
 
 
 def load_tokens(spec: DataSpec, tokenizer: Tokenizer, cache_dir: Path) -> TokenSet:
@@ -25,12 +25,19 @@ def load_tokens(spec: DataSpec, tokenizer: Tokenizer, cache_dir: Path) -> TokenS
     second process that asks for the same set waits for the first.
 
     Raises:
+        ConfigError: `cache_dir` cannot be made or written to.
         DataError: unreadable or unusable data, or no trained token in all of it.
         ModelError: the tokenizer lacks what the data needs.
+        DiskFull: no space left in `cache_dir`.
     """
-    cache_dir.mkdir(parents=True, exist_ok=True)
+    with _usable(cache_dir):
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        return _load(spec, tokenizer, cache_dir)
+
+
+def _load(spec: DataSpec, tokenizer: Tokenizer, cache_dir: Path) -> TokenSet:
     sources = find_sources(spec.paths, cache_dir)
-    directory = cache_dir / f"tokens-{_key(sources, tokenizer, spec.sequence_length)}"
+    directory = cache_dir / f"tokens-{_key(sources, tokenizer, spec.sequence_length, cache_dir)}"
     with _locked(directory.with_suffix(".lock")):
         if directory.is_dir():
             try:
@@ -46,10 +53,12 @@ def load_tokens(spec: DataSpec, tokenizer: Tokenizer, cache_dir: Path) -> TokenS
     return TokenSet.open(directory)
 
 
-def tokenizer_fingerprint(tokenizer: Tokenizer) -> str:
-    """Return a hash of all files of the tokenizer, chat template included."""
+def tokenizer_fingerprint(tokenizer: Tokenizer, beside: Path | None = None) -> str:
+    """Return a hash of all files of the tokenizer, chat template included. They are written for that, into a folder in `beside`
+    (default: where temporary files go) that is removed.
+    """
     digest = hashlib.sha256()
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(prefix="tokenizer-", dir=beside) as folder:
         tokenizer.save_pretrained(folder)
         for path in sorted(Path(folder).rglob("*")):
             if path.is_file():
@@ -58,10 +67,10 @@ def tokenizer_fingerprint(tokenizer: Tokenizer) -> str:
     return digest.hexdigest()
 
 
-def _key(sources: Iterable[Source], tokenizer: Tokenizer, sequence_length: int) -> str:
+def _key(sources: Iterable[Source], tokenizer: Tokenizer, sequence_length: int, cache_dir: Path) -> str:
     parts = [
         f"{FORMAT_VERSION} {sequence_length}",
-        tokenizer_fingerprint(tokenizer),
+        tokenizer_fingerprint(tokenizer, cache_dir),
         *(source.fingerprint for source in sources),
     ]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
@@ -72,6 +81,23 @@ def _samples(sources: Iterable[Source], tokenizer: Tokenizer) -> Iterator[tuple[
         kind, rows = read_rows(source)
         for ids, trained in encode_rows(kind, rows, tokenizer):
             yield ids, trained, " + ".join(kind.columns)
+
+
+@contextmanager
+def _usable(cache_dir: Path) -> Iterator[None]:
+    """Turn the system's refusal of a path at, above or below `cache_dir` into words; data that cannot be read is not meant."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, HeadraceError) or not isinstance(error.filename, str):
+            raise
+        cache, path = cache_dir.absolute(), Path(error.filename).absolute()
+        if not path.is_relative_to(cache) and not cache.is_relative_to(path):
+            raise
+        raise ConfigError(
+            f"cache: {error.filename} cannot be used ({error.strerror}); choose another with cache=DIR, or for all commands "
+            "with XDG_CACHE_HOME"
+        ) from error
 
 
 @contextmanager

@@ -252,7 +252,7 @@ def _times(ceilings: Ceilings, names: tuple[str, ...]) -> dict[str, Any]:
 
 def _io_cpu(records: tuple[Record, ...]) -> IoCpu | None:
     """Return the CPU cost of the traffic; None where it was not counted or nothing moved."""
-    counted = [record for record in records if "io_cpu_seconds" in record]
+    counted = [record for record in records if record.keys() >= {"io_cpu_seconds", "bytes_read", "bytes_written"}]
     moved = sum(record[name].get("ssd", 0) for record in counted for name in ("bytes_read", "bytes_written"))
     if not moved:
         return None

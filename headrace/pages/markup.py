@@ -8,6 +8,8 @@ import json
 import math
 from typing import Any
 
+from headrace.spec.words import plain_figure
+
 
 def escape(text: object) -> str:
     """Return `text` safe inside elements and quoted attributes."""
@@ -46,7 +48,7 @@ def figure(value: float, digits: int = 3) -> str:
     """Return a number in `digits` significant digits, thin spaces between thousands: `12 400`, `0.0031`, `1e-05`."""
     if value == 0 or not math.isfinite(value):
         return "0" if value == 0 else "–"
-    if abs(value) >= 1000:
+    if abs(value) >= 1000 or "e+" in f"{value:.{digits}g}":
         rounded = round(value, digits - 1 - math.floor(math.log10(abs(value))))
         return f"{rounded:,.0f}".replace(",", "\u2009")
     return f"{value:.{digits}g}"
@@ -54,10 +56,10 @@ def figure(value: float, digits: int = 3) -> str:
 
 def rate(value: float, unit: str) -> str:
     """Return a rate in decimal units, as drives and links are sold: `6.8 GB/s`, `71 TFLOP/s`."""
-    for factor, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= factor:
-            return f"{value / factor:.3g} {letter}{unit}/s"
-    return f"{value:.3g} {unit}/s"
+    for factor, letter in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= 0.9995 * factor:  # of which three digits are 1000 of the unit below
+            return f"{plain_figure(value / factor)} {letter}{unit}/s"
+    return f"{plain_figure(value)} {unit}/s"
 
 
 def decimal_bytes(value: float) -> str:

@@ -3,6 +3,7 @@
 Invariant: each section is there in every report; what a section cannot show it names, with what would provide it.
 """
 
+import contextlib
 from importlib.resources import files
 from pathlib import Path
 
@@ -32,12 +33,16 @@ def write_report(run_directory: str | Path, out: str | Path | None = None) -> Pa
     """
     run = read_run(run_directory)
     path = Path(out) if out is not None else run.directory / REPORT_NAME
+    if path.is_dir():
+        raise RunDirectoryError(f"report: {path} is a directory; give a file with --out")
     page = render(run, find(run))
     beside = path.with_name(path.name + ".new")
     try:
         beside.write_text(page, encoding="utf-8")
         beside.replace(path)
     except OSError as error:
+        with contextlib.suppress(OSError):
+            beside.unlink()
         raise RunDirectoryError(f"report: {path} cannot be written ({error.strerror}); give another file with --out") from error
     return path
 
@@ -82,7 +87,7 @@ def _header(run: RunFiles, found: Findings) -> str:
         lines.append(f"{Path(str(model)).name}")
     if plan is not None:
         billions = plan.num_parameters / 1e9
-        size = f"{billions:.3g} B" if billions >= 0.1 else f"{plan.num_parameters / 1e6:.3g} M"
+        size = f"{figure(billions)} B" if billions >= 0.1 else f"{plan.num_parameters / 1e6:.3g} M"
         lines.append(f"{size} parameters, {plan.num_blocks} blocks, {plan.compute_dtype}")
         lines.append(f"{figure(plan.tokens_per_step, 6)} tokens a step")
     if run.ceilings is not None:

@@ -5,7 +5,7 @@ which the page shows in the place of what it would have drawn.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,6 +25,9 @@ CONFIG_NAME = "config.yaml"
 SUMMARY_NAME = "summary.json"
 
 _T = TypeVar("_T")
+
+# What readers raise for content that no run writes.
+_DAMAGE = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError, yaml.YAMLError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +77,7 @@ def read_run(directory: str | Path) -> RunFiles:
             return None
         try:
             return reader(file)
-        except (HeadraceError, OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
+        except (HeadraceError, OSError, *_DAMAGE) as error:
             missing[name] = f"{name} cannot be read ({' '.join(str(error).split())}): {advice}."
             return None
 
@@ -101,25 +104,68 @@ def _outcome(path: Path) -> dict[str, Any] | None:
     """Return planned against measured, which a run writes when it stops: nothing is missed while it goes on."""
     try:
         values = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError):
+    except (OSError, *_DAMAGE):
         return None
     return values if isinstance(values, dict) else None
 
 
 def _steps(path: Path) -> list[Record]:
-    return _with_fields(read_metrics(path), ("step", "seconds", "tokens"))
+    return _with_fields(read_metrics(path), _STEP_FIELDS, {"step", "seconds", "tokens"})
 
 
 def _lane_lines(path: Path) -> list[Record]:
-    return _with_fields(read_metrics(path), ("step", "seconds", "lanes"))
+    return _with_fields(read_metrics(path), _LANE_FIELDS, set(_LANE_FIELDS))
 
 
-def _with_fields(records: list[Record], names: tuple[str, ...]) -> list[Record]:
+def _with_fields(records: list[Record], fields: Mapping[str, Callable[[Any], bool]], needed: set[str]) -> list[Record]:
+    """Return `records` after a look at each of their fields: what is drawn later trusts them."""
     for number, record in enumerate(records, start=1):
-        if not isinstance(record, dict) or (absent := [name for name in names if name not in record]):
-            found = f"has no {', '.join(absent)}" if isinstance(record, dict) else f"is {record!r}"
-            raise ValueError(f"line {number} {found}")
+        if not isinstance(record, dict):
+            raise ValueError(f"line {number} is {str(record)[:60]}")
+        if absent := sorted(needed - record.keys()):
+            raise ValueError(f"line {number} has no {', '.join(absent)}")
+        for name, fits in fields.items():
+            if name in record and not fits(record[name]):
+                raise ValueError(f"line {number} has {name} {str(record[name])[:60]}")
     return records
+
+
+def _is_number(value: Any) -> bool:
+    # Not what is infinite or none, nor whole numbers that are no floats.
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
+
+
+def _is_count(value: Any) -> bool:
+    return _is_number(value) and isinstance(value, int) and value >= 0
+
+
+def _is_number_or_null(value: Any) -> bool:
+    return value is None or _is_number(value)
+
+
+def _are_numbers(value: Any) -> bool:
+    return isinstance(value, dict) and all(map(_is_number, value.values()))
+
+
+def _are_lanes(value: Any) -> bool:
+    names = ("busy_seconds", "idle_seconds", "bytes")
+    return isinstance(value, dict) and all(_are_numbers(use) and all(name in use for name in names) for use in value.values())
+
+
+_STEP_FIELDS: Mapping[str, Callable[[Any], bool]] = {
+    "step": _is_count,
+    "seconds": _is_number,
+    "tokens": _is_number,
+    "loss": _is_number_or_null,
+    "grad_norm": _is_number_or_null,
+    "lr": _is_number_or_null,
+    "tokens_per_second": _is_number_or_null,
+    "io_cpu_seconds": _is_number,
+    "bytes_read": _are_numbers,
+    "bytes_written": _are_numbers,
+    "peak_bytes": _are_numbers,
+}
+_LANE_FIELDS: Mapping[str, Callable[[Any], bool]] = {"step": _is_count, "seconds": _is_number, "lanes": _are_lanes}
 
 
 def _options(path: Path) -> dict[str, Any]:

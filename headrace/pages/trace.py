@@ -3,6 +3,7 @@
 Invariant: the trace has the operations of `timeline.json`, each once, on the lanes on which they ran.
 """
 
+import contextlib
 from pathlib import Path
 
 from headrace.report.lanes import TIMELINE_NAME, read_recording
@@ -18,14 +19,13 @@ def write_trace(run_directory: str | Path, out: str | Path) -> Path:
     """
     recording = read_recording(Path(run_directory) / TIMELINE_NAME)
     path = Path(out)
+    ops = sorted((op for step in recording.steps for op in step.ops), key=lambda op: op.stop_seconds)
     try:
-        trace = TraceFile(path)
+        with contextlib.closing(TraceFile(path)) as trace:
+            for op in ops:  # by end, as the lanes report them
+                trace(op)
     except OSError as error:
         raise RunDirectoryError(
             f"trace: {path} cannot be written ({error.strerror}); give another file with --trace"
         ) from error
-    ops = [op for step in recording.steps for op in step.ops]
-    for op in sorted(ops, key=lambda op: op.stop_seconds):  # by end, as the lanes report them
-        trace(op)
-    trace.close()
     return path

@@ -7,6 +7,7 @@ from headrace.pages.findings import Findings, together_share
 from headrace.pages.markup import decimal_bytes
 from headrace.pages.run_files import RunFiles
 from headrace.spec.sizes import format_seconds
+from headrace.spec.words import plain_figure
 
 _LANES = {
     "compute": "compute",
@@ -72,7 +73,7 @@ def io_cpu_words(found: Findings) -> list[str]:
     if cost is None:
         return []
     of = f"{decimal_bytes(cost.step_bytes)} a step over the SSDs"
-    return [f"{of} cost {cost.step_seconds:.3g} CPU seconds, {cost.seconds_per_gigabyte:.3g} for each GB."]
+    return [f"{of} cost {plain_figure(cost.step_seconds)} CPU seconds, {plain_figure(cost.seconds_per_gigabyte)} for each GB."]
 
 
 def _limit(found: Findings, run: RunFiles) -> str:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from headrace.spec.ceilings import Drive, striped_shares
 from headrace.spec.sizes import format_seconds
+from headrace.spec.words import plain_figure
 
 # TLC drives for desktops are warranted for 600 TB per TB of capacity, nearly all of them; data-centre drives for thrice that.
 TYPICAL_WRITES_OF_CAPACITY = 600.0
@@ -68,9 +69,9 @@ class Endurance:
         if not self.drive_written_bytes:
             return f"{format_seconds(self.run_seconds)} for {self.num_steps} steps; nothing is written to the SSDs"
         return (
-            f"{format_seconds(self.run_seconds)} for {self.num_steps} steps; {self.written_terabytes:.3g} TB written, "
+            f"{format_seconds(self.run_seconds)} for {self.num_steps} steps; {plain_figure(self.written_terabytes)} TB written, "
             f"{self.share_of_rating:.1%} of the endurance of SSD {self.drive} ({rating}), "
-            f"which lasts for {self.steps_in_rating:.3g} such steps"
+            f"which lasts for {plain_figure(self.steps_in_rating)} such steps"
         )
 
 

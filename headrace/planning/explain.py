@@ -9,6 +9,7 @@ from headrace.plan.base import Plan
 from headrace.planning.outcome import Outcome
 from headrace.planning.report import PlanReport
 from headrace.spec.sizes import format_bytes, format_seconds
+from headrace.spec.words import plain_figure
 
 _LABEL = 10
 _ROW, _COLUMN = 20, 12
@@ -71,7 +72,7 @@ def _times(report: PlanReport) -> Iterator[str]:
         return
     yield _line(
         "time",
-        f"{format_seconds(forecast.step_seconds)} per step, {forecast.tokens_per_second:.4g} tokens/s "
+        f"{format_seconds(forecast.step_seconds)} per step, {plain_figure(forecast.tokens_per_second, 4)} tokens/s "
         f"(at best {format_seconds(forecast.lower_bound_seconds)}, were nothing ever waiting)",
     )
     yield _line("limit", forecast.explanation)
@@ -101,14 +102,14 @@ def explain_outcome(outcome: Outcome) -> str:
 def _quantity(value: float, unit: str) -> str:
     if unit == "bytes":
         return format_bytes(value)
-    return format_seconds(value) if unit == "seconds" else f"{value:.4g}"
+    return format_seconds(value) if unit == "seconds" else plain_figure(value, 4)
 
 
 def _alternatives(report: PlanReport) -> Iterator[str]:
     if not report.alternatives:
         yield _line("instead", "no variant was found that fits; a smaller model, or a machine with more memory, is needed")
     for alternative in report.alternatives:
-        time = f"{format_seconds(alternative.step_seconds)} per step, {alternative.tokens_per_second:.4g} tokens/s"
+        time = f"{format_seconds(alternative.step_seconds)} per step, {plain_figure(alternative.tokens_per_second, 4)} tokens/s"
         yield _line("instead", f"{alternative.change}: {time}")
 
 
@@ -117,7 +118,7 @@ def _moments(report: PlanReport) -> str:
 
 
 def _count(parameters: int) -> str:
-    return f"{parameters / 1e9:.3g} billion" if parameters >= 1e9 else f"{parameters / 1e6:.3g} million"
+    return f"{plain_figure(parameters / 1e9)} billion" if parameters >= 1e9 else f"{parameters / 1e6:.3g} million"
 
 
 def _line(label: str, text: str) -> str:

@@ -12,10 +12,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn
 
-from headrace.spec.events import Event, Notice, StepResult
+from headrace.spec.events import Event, Notice, OpDone, StepResult
 from headrace.spec.sizes import format_seconds
+from headrace.spec.words import plain_figure
 
 _ETA_WINDOW_STEPS = 20
+_BAR_WIDTH = 20
+_WIDE = 100
 
 
 class StepClock:
@@ -36,20 +39,40 @@ class StepClock:
 
 def step_words(result: StepResult, *, total_steps: int, remaining_seconds: float) -> str:
     """Return the line of one step: step, loss, gradient norm, learning rate, speed, time left, bytes over the SSDs (10^9)."""
-    words = [f"step {result.step:>{len(str(total_steps))}}/{total_steps}", f"loss {result.loss:.4f}"]
+    return "  ".join(_words(result, total_steps, remaining_seconds).values())
+
+
+def live_words(result: StepResult, *, total_steps: int, remaining_seconds: float, width: int) -> str:
+    """Return of the words of a step those that fit into `width` characters, what matters most first; none is cut."""
+    words = _words(result, total_steps, remaining_seconds)
+    kept: list[str] = []
+    for name in _MATTERS:
+        if name in words and len("  ".join([*kept, words[name]])) <= width:
+            kept.append(words[name])
+    return "  ".join(kept)
+
+
+# The words of a step for a line that may be too narrow for all. A skipped step has a line of its own.
+_MATTERS = ("step", "left", "loss", "ssd", "rate", "seconds", "grad norm", "lr", "loss scale")
+
+
+def _words(result: StepResult, total_steps: int, remaining_seconds: float) -> dict[str, str]:
+    """Return what is told of a step, by name, in the order of the lines of a log."""
+    words = {"step": f"step {result.step:>{len(str(total_steps))}}/{total_steps}", "loss": f"loss {result.loss:.4f}"}
     if result.grad_norm is not None:
-        words.append(f"grad norm {result.grad_norm:.3g}")
-    words += [f"lr {result.learning_rate:.3g}", f"{rate_words(result.tokens_per_second)}", format_seconds(result.seconds)]
+        words["grad norm"] = f"grad norm {result.grad_norm:.3g}"
+    words["lr"] = f"lr {result.learning_rate:.3g}"
+    words["rate"] = rate_words(result.tokens_per_second)
+    words["seconds"] = format_seconds(result.seconds)
     if result.loss_scale is not None:
-        words.append(f"loss scale {result.loss_scale:g}")
+        words["loss scale"] = f"loss scale {result.loss_scale:g}"
     if "ssd" in result.bytes_read or "ssd" in result.bytes_written:
-        read, written = result.bytes_read.get("ssd", 0), result.bytes_written.get("ssd", 0)
-        words.append(traffic_words(read, written))
+        words["ssd"] = traffic_words(result.bytes_read.get("ssd", 0), result.bytes_written.get("ssd", 0))
     if result.step < total_steps:
-        words.append(f"{format_seconds(remaining_seconds)} left")
+        words["left"] = f"{format_seconds(remaining_seconds)} left"
     if result.skipped is not None:
-        words.append(f"SKIPPED: {result.skipped}")
-    return "  ".join(words)
+        words["skipped"] = f"SKIPPED: {result.skipped}"
+    return words
 
 
 def rate_words(tokens_per_second: float) -> str:
@@ -67,7 +90,7 @@ def _decimal(num_bytes: float) -> str:
         if num_bytes < 999.5:
             return f"{num_bytes:.3g} {unit}"
         num_bytes /= 1000
-    return f"{num_bytes:.3g} TB"
+    return f"{plain_figure(num_bytes)} TB"
 
 
 class LineProgress:
@@ -98,8 +121,11 @@ class LiveProgress:
 
     def __init__(self, console: Console, total_steps: int, *, done_steps: int = 0) -> None:
         self._total_steps, self._clock = total_steps, StepClock(total_steps)
+        # A narrow line is for words alone: the first of them says the same as the bar.
+        bar = [BarColumn(bar_width=_BAR_WIDTH)] if console.width >= _WIDE else []
+        self._words_width = console.width - (_BAR_WIDTH + 1 if bar else 0)
         # A column of our own words instead of rich's: its speed and time estimates count from the start of the process.
-        self._progress = Progress(BarColumn(bar_width=20), TextColumn("{task.description}", markup=False), console=console)
+        self._progress = Progress(*bar, TextColumn("{task.description}", markup=False), console=console)
         self._task = self._progress.add_task("first step ...", total=total_steps, completed=done_steps)
         self._started = False
 
@@ -108,15 +134,17 @@ class LiveProgress:
         if isinstance(event, Notice):
             style = "yellow" if event.level == "warning" else "dim"
             self._progress.console.print(f"[{style}]{event.level}: {escape(event.text)}[/]", highlight=False)
-        elif isinstance(event, StepResult):
-            if not self._started:
-                self._progress.start()
-                self._started = True
+            return
+        if not self._started and isinstance(event, OpDone | StepResult):  # the first step has begun
+            self._progress.start()
+            self._started = True
+        if isinstance(event, StepResult):
             remaining = self._clock.remaining_seconds(event)
-            words = step_words(event, total_steps=self._total_steps, remaining_seconds=remaining)
             if event.skipped is not None:
+                words = step_words(event, total_steps=self._total_steps, remaining_seconds=remaining)
                 self._progress.console.print(f"[yellow]{escape(words)}[/]", highlight=False)
-            self._progress.update(self._task, completed=event.step, description=words)
+            shown = live_words(event, total_steps=self._total_steps, remaining_seconds=remaining, width=self._words_width)
+            self._progress.update(self._task, completed=event.step, description=shown)
 
     def close(self) -> None:
         """Leave the last line standing and give the terminal back."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +78,14 @@ class Flushed:
     io_cpu_seconds: float
 
 
-Event = OpDone | StepResult | Notice | Committed | Flushed
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """A new run has its plan (`headrace.plan.base.Plan`), and nothing of the model has been read yet."""
+
+    plan: Any
+
+
+Event = OpDone | StepResult | Notice | Committed | Flushed | Planned
 Sink = Callable[[Event], None]
 
 

@@ -39,11 +39,14 @@ class Account:
         self._plan = plan
 
     def tell_before(self, display: Display) -> None:
-        """Show the plan, and leave it for `headrace report`."""
+        """Show the plan."""
+        display.say(explain(self._report))
+
+    def keep_plan(self) -> None:
+        """Leave the plan in the run directory, for `headrace report`. To be called once there is a run to go on with."""
         self._directory.write_plan(self._plan.to_json())
         if self._ceilings is not None:
             self._directory.write_machine(self._ceilings.to_json())
-        display.say(explain(self._report))
 
     def tell_after(self, display: Display, records: Sequence[Record]) -> None:
         """Show planned against measured, and write `summary.json`. Nothing to tell without a step."""

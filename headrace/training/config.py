@@ -25,6 +25,7 @@ from headrace.spec.budget import Budget
 from headrace.spec.errors import ConfigError
 from headrace.spec.optimizer import AdamW, ParameterGroup, Schedule
 from headrace.spec.sizes import parse_bytes
+from headrace.spec.words import DTYPE_NAMES, MOMENTS_NAMES
 
 DEFAULT_SEQUENCE_LENGTH = 2048
 DEFAULT_ROWS_PER_STEP = 8
@@ -48,8 +49,6 @@ _ELSEWHERE = {
     "precision": "compute_dtype",
     "save_steps": "checkpoint_every",
 }
-_MOMENTS = {"bf16": "bfloat16", "fp32": "float32", "8bit": "int8", "uint8": "int8"}
-_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "half": "float16"}
 
 
 def _listed(value: object) -> object:
@@ -93,7 +92,7 @@ class RunConfig(BaseModel):
     tokens_per_step: PositiveInt | None = None
     sequence_length: Annotated[int, Field(ge=2)] | None = None
     max_steps: PositiveInt | None = None
-    epochs: Annotated[float, Field(gt=0)] | None = None
+    epochs: Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)] | None = None
     learning_rate: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1e-5
     weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     adam_betas: tuple[float, float] = (0.9, 0.95)
@@ -103,10 +102,10 @@ class RunConfig(BaseModel):
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     max_grad_norm: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = 1.0
     compute_dtype: Annotated[
-        Literal["bfloat16", "float32", "float16"], BeforeValidator(lambda value: _DTYPES.get(value, value))
+        Literal["bfloat16", "float32", "float16"], BeforeValidator(lambda value: DTYPE_NAMES.get(str(value), value))
     ] = "bfloat16"
     moments: Annotated[
-        Literal["float32", "bfloat16", "int8"], BeforeValidator(lambda value: _MOMENTS.get(str(value), value))
+        Literal["float32", "bfloat16", "int8"], BeforeValidator(lambda value: MOMENTS_NAMES.get(str(value), value))
     ] = "float32"
     seed: NonNegativeInt = 0
     shuffle: bool = True

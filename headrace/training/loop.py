@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING
 
 from headrace.data import BatchStream
 from headrace.machine import anonymous_bytes
+from headrace.plan.base import Plan
 from headrace.plan.profiles import load_profile
 from headrace.report import LanesFile, MetricsFile, Reporters, TensorBoard, TraceFile, TrainerStateFile
 from headrace.report.metrics import read_metrics
 from headrace.spec.errors import RunDirectoryError
-from headrace.spec.events import Committed, Event, OpDone, Sink, StepResult
+from headrace.spec.events import Committed, Event, OpDone, Planned, Sink, StepResult
 from headrace.spec.sizes import format_seconds
 from headrace.training.base import Display, Engines, NoDisplay, RunningEngine, StateKind
 from headrace.training.config import RunConfig
@@ -106,6 +107,12 @@ def resume(run_directory: str | Path, *, display: Display | None = None, engines
 def _begin(run: _Run, on_failure: Callable[[], None] | None = None) -> Finished:
     """Open a new engine and drive it. `on_failure` undoes what was made before, if the engine cannot be opened."""
     config = run.config
+    told: list[Account] = []
+
+    def tell(plan: Plan) -> None:
+        told.append(_account(run, plan))
+        told[0].tell_before(run.display)
+
     with ExitStack() as stack:
         reporters = _reporters(run, stack)
         try:
@@ -127,21 +134,25 @@ def _begin(run: _Run, on_failure: Callable[[], None] | None = None) -> Finished:
                 liger=config.liger,
                 machine=load_profile(config.machine) if config.machine else None,
                 plan=config.plan,
-                sink=_for_people(reporters),
+                sink=_for_people(reporters, tell),
             )
         except BaseException:
             if on_failure is not None:
                 on_failure()
             raise
         stack.enter_context(engine)
-        return _drive(run, engine, reporters)
+        return _drive(run, engine, reporters, told[0] if told else None)
 
 
-def _drive(run: _Run, engine: RunningEngine, reporters: Reporters) -> Finished:
-    """Take the steps that are left, then finish. The engine and the reporters are closed by the caller, in this order."""
-    account = _account(run, engine)
-    if account is not None:
+def _drive(run: _Run, engine: RunningEngine, reporters: Reporters, account: "Account | None" = None) -> Finished:
+    """Take the steps that are left, then finish. The engine and the reporters are closed by the caller, in this order.
+    `account` is of the plan if that has been shown; otherwise it is shown here, where there is one.
+    """
+    if account is None and engine.plan is not None:
+        account = _account(run, engine.plan)
         account.tell_before(run.display)
+    if account is not None:
+        account.keep_plan()
     with run.directory.writing():
         metrics = _files(run, reporters, engine.step_index)
     started = time.monotonic()
@@ -164,13 +175,11 @@ def _drive(run: _Run, engine: RunningEngine, reporters: Reporters) -> Finished:
     return Finished(run_directory=run.directory.path, final=run.directory.final, steps=steps)
 
 
-def _account(run: _Run, engine: RunningEngine) -> "Account | None":
-    """Return what tells of the engine's plan; None where that is not known yet."""
-    if engine.plan is None:
-        return None
+def _account(run: _Run, plan: Plan) -> "Account":
+    """Return what tells of the engine's plan."""
     from headrace.training.account import Account  # late, for the same reason as the engine
 
-    return Account(engine.plan, run.config, run.directory, total_steps=run.total_steps)
+    return Account(plan, run.config, run.directory, total_steps=run.total_steps)
 
 
 def _run(config: RunConfig, directory: RunDirectory, stream: BatchStream, display: Display | None, engines: Engines) -> _Run:
@@ -221,11 +230,15 @@ def _memory_in_use() -> dict[str, int]:
     return {"host": anonymous_bytes()}  # the same figure as the measured peaks
 
 
-def _for_people(reporters: Reporters) -> Sink:
-    """Return the engine's sink: steps are counted from 1; results come from the loop, which knows them first."""
+def _for_people(reporters: Reporters, tell: Callable[[Plan], None] = lambda plan: None) -> Sink:
+    """Return the engine's sink: steps are counted from 1; results come from the loop, which knows them first; a plan goes to
+    `tell`.
+    """
 
     def emit(event: Event) -> None:
-        if isinstance(event, OpDone | Committed):
+        if isinstance(event, Planned):
+            tell(event.plan)
+        elif isinstance(event, OpDone | Committed):
             reporters(replace(event, step=event.step + 1))
         elif not isinstance(event, StepResult):
             reporters(event)

@@ -39,6 +39,12 @@ class Broken:
         raise OSError("no such drive")
 
 
+@pytest.mark.parametrize("seconds", [float("nan"), float("inf"), 0.0, -1.0])
+def test_a_time_that_is_none_or_never_ends_is_refused(seconds: float, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="bench machine"):
+        measure_machine([tmp_path], seconds_budget=seconds)
+
+
 def test_a_rate_is_amount_over_time() -> None:
     assert rate_of(Sleeper(0.01, 5.0), 0.1) == pytest.approx(500, rel=0.3)
 

@@ -18,7 +18,7 @@ from rich.text import Text
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from headrace.cli import main
+from headrace.cli import main, runs
 from headrace.cli.environment import SPIN_COUNT, cache_directory, set_process_defaults
 from headrace.cli.errors import plainly
 from headrace.cli.machine_sheet import machine_sheet, sheet_text
@@ -148,6 +148,21 @@ class TestErrorsToWords:
         assert "10 bytes needed, 0 free" in words
         assert "headrace resume" in words
 
+    def test_a_failed_step_says_once_what_happened_and_which_run_to_resume(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        def fail(*arguments: object, **options: object) -> None:
+            try:
+                raise DiskFull("/nvme0: 10 bytes needed, 0 free")
+            except DiskFull as cause:
+                raise StepFailed(f"the step failed: {cause}; the last committed step is untouched") from cause
+
+        monkeypatch.setattr(runs, "resume", fail)
+        words = refusal(capsys, "resume", tmp_path / "run")
+        assert words.count("10 bytes needed") == 1
+        assert words.count("committed") == 1
+        assert f"headrace resume {tmp_path / 'run'}" in words
+
     @pytest.mark.parametrize("error", [StepFailed("lane compute failed"), ZeroDivisionError("ours")])
     def test_our_own_mistakes_keep_their_traceback(self, error: Exception) -> None:
         @plainly
@@ -165,6 +180,21 @@ class TestErrorsToWords:
         with pytest.raises(SystemExit) as left:
             command()
         assert left.value.code == 130
+
+    @pytest.mark.parametrize("place", ["", "typer", "torch"])
+    def test_an_interrupt_is_one_line_whenever_it_comes(self, place: str, tmp_path: Path) -> None:
+        """While the command line itself is imported, while a command imports what it needs, and between."""
+        code = (
+            "import sys\nplace = sys.argv[1]\n"
+            "class Stop:\n def find_spec(self, name, path=None, target=None):\n"
+            "  if name == place: raise KeyboardInterrupt\n"
+            "sys.meta_path.insert(0, Stop())\nfrom headrace.cli import main\n"
+            "if not place:\n"
+            " import headrace.cli.app as a\n a.app = lambda *b, **c: 130  # as Typer has it\n"
+            "main(['doctor', '--no-measure'])"
+        )
+        done = subprocess.run([sys.executable, "-c", code, place], capture_output=True, text=True, cwd=tmp_path)
+        assert (done.returncode, done.stderr) == (130, "error: interrupted\n")
 
 
 class TestWords:
@@ -189,6 +219,26 @@ class TestWords:
         assert flags - {"--epochs."} == TRAIN_FLAGS
         keys = {flag[2:].removeprefix("no-").replace("-", "_") for flag in TRAIN_FLAGS - {"--help"}}
         assert keys <= RunConfig.model_fields.keys()
+
+    def test_the_readme_names_every_key_and_those_that_are_no_options(self) -> None:
+        text = (Path(__file__).parents[2] / "README.md").read_text()
+        options = text[text.index("## Options") : text.index("## Data")]
+        rows = [line.split("|")[1] for line in options.splitlines() if line.startswith("| `")]
+        assert {key for row in rows for key in re.findall(r"`(\w+)`", row)} == RunConfig.model_fields.keys()
+        flags = {flag[2:].replace("-", "_") for flag in TRAIN_FLAGS}
+        said = re.search(r"Only (.*) are no options", options)
+        assert said
+        assert set(re.findall(r"`(\w+)`", said[1])) == RunConfig.model_fields.keys() - flags - {"model", "data"}
+
+    def test_every_key_can_be_a_word(self) -> None:
+        words = ["model=m", "data=[a, b]", "shuffle=false", "adam_betas=[0.8, 0.9]", "adam_epsilon=1e-6", "interpreter=plain"]
+        config = run_config([*words, "parameter_groups=[{pattern: norm}]", "cache=/c"], {})
+        assert (config.data, config.shuffle, config.adam_betas, config.adam_epsilon) == (("a", "b"), False, (0.8, 0.9), 1e-6)
+        assert (config.parameter_groups[0].pattern, config.cache) == ("norm", Path("/c"))
+
+    def test_the_help_of_train_says_how_often_is_committed(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert run("train", "--help") == 0
+        assert "Commit every so many steps. Default: 1." in " ".join(capsys.readouterr().out.split())
 
 
 class TestStart:

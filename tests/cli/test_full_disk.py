@@ -10,6 +10,7 @@ import errno
 import json
 import os
 import shutil
+import stat
 from collections.abc import Callable
 from fnmatch import fnmatch
 from pathlib import Path
@@ -176,9 +177,14 @@ def test_no_space_for_an_export_of_a_run_that_can_go_on(ran: World, full_shards:
     assert not [path for path in ran.folder.iterdir() if "out" in path.name]
 
 
-def test_no_space_for_an_export_of_a_finished_run(ran: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def finished(world: World) -> None:
+    """Leave of a run what is left of it at its end: the model, and no state."""
     for name in (MANIFEST_NAME, *RECORD_NAMES):
-        (ran.run / name).unlink(missing_ok=True)
+        (world.run / name).unlink(missing_ok=True)
+
+
+def test_no_space_for_an_export_of_a_finished_run(ran: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    finished(ran)
     really = shutil.copytree
 
     def copytree(*places: Any, **options: Any) -> Any:
@@ -193,6 +199,42 @@ def test_no_space_for_an_export_of_a_finished_run(ran: World, monkeypatch: pytes
     assert not [path for path in ran.folder.iterdir() if "out" in path.name]
     assert exit_code("export", ran.run, out) == 0
     assert weights(out) == weights(ran.run / "final")
+    assert stat.S_IMODE(out.stat().st_mode) == 0o755
+
+
+def test_an_export_leaves_a_directory_of_the_users_alone(ran: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever its name is: an export once wrote into `OUT.partial`, and removed that when it failed."""
+    finished(ran)
+    precious = ran.folder / "out.partial" / "precious"
+    precious.parent.mkdir()
+    precious.write_text("x")
+    assert exit_code("export", ran.run, ran.folder / "out") == 0
+    assert not (ran.folder / "out" / "precious").exists()
+
+    def copytree(*places: Any, **options: Any) -> Any:
+        raise shutil.Error([("a", "b", "[Errno 13] Permission denied: 'b'"), ("c", "d", "[Errno 5] another")])
+
+    monkeypatch.setattr(shutil, "copytree", copytree)
+    said = refused(ran, "export", ran.run, ran.folder / "other")
+    assert f"export to {ran.folder / 'other'}: [Errno 13] Permission denied: 'b'; name another directory" in said
+    assert "another'" not in said
+    assert precious.read_text() == "x"
+
+
+def test_a_finished_export_is_on_the_disk_before_it_has_its_name(ran: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    finished(ran)
+    out, synced = ran.folder / "out", set()
+    really = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        assert not out.exists() or os.readlink(f"/proc/self/fd/{descriptor}") == str(ran.folder)
+        synced.add(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        really(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    assert exit_code("export", ran.run, out) == 0
+    assert {path.name for path in out.rglob("*")} <= synced
+    assert ran.folder.name in synced
 
 
 def test_an_error_that_is_told_already_is_not_told_twice(tmp_path: Path) -> None:

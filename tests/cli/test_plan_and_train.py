@@ -26,6 +26,16 @@ def test_the_interpreter_takes_in_both_what_it_takes_in_a_run(world: World, tmp_
     assert abs(planned - taken) <= 24 * MIB, f"planned {planned / MIB:.0f} MiB, a run takes {taken / MIB:.0f} MiB"
 
 
+def test_a_run_says_what_it_plans_then_what_it_imports_then_its_steps(world: World) -> None:
+    lines = headrace(*world.train_words()).splitlines()
+    places = [
+        next(number for number, line in enumerate(lines) if line.startswith(words))
+        for words in ("allowed", "info: importing", "step 1/2")
+    ]
+    assert places == sorted(places)
+    assert lines[places[1]].endswith(" of weights")
+
+
 def row(plan: dict[str, Any]) -> int:
     return int(plan["peak_bytes"]["host"]["runtime"])
 

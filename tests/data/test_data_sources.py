@@ -156,3 +156,15 @@ def test_reading_tables_leaves_the_settings_of_datasets_and_writes_no_copy(tmp_p
     assert len(values(tmp_path / "a.parquet", tmp_path)) == 3
     assert (datasets.logging.get_verbosity(), datasets.utils.are_progress_bars_disabled()) == before
     assert set(tmp_path.rglob("*")) == files
+
+
+@pytest.mark.parametrize(
+    "text", ['{"text": "x", "n": ' + "9" * 5000 + "}", '{"text": ' + "[" * 200_000 + "}"], ids=["digits", "depth"]
+)
+def test_what_is_json_and_still_cannot_be_read_is_named_with_its_line(tmp_path, text):
+    path = write(tmp_path / "a.jsonl", '{"text": "x"}\n' + text + "\n")
+    with pytest.raises(DataError, match=rf"^{path}, line 2: .*; expected one JSON object a line"):
+        values(path, tmp_path)
+    array = write(tmp_path / "a.json", f"[{text}]")
+    with pytest.raises(DataError, match=rf"^{array}: .*; expected an array of JSON objects"):
+        values(array, tmp_path)

@@ -3,9 +3,12 @@
 import errno
 import json
 import os
+import shutil
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -222,3 +225,41 @@ def test_files_of_different_kinds_make_one_set(tmp_path, spec):
 def test_options_that_cannot_be_are_refused(spec, change, found):
     with pytest.raises(ConfigError, match=found):
         replace(spec, **change)
+
+
+def test_a_cache_directory_that_cannot_be_used_is_an_option_to_change(spec, tmp_path):
+    (tmp_path / "file").write_text("precious")
+    for cache in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/headrace-cache/tokens")):
+        with pytest.raises(ConfigError, match=r"^cache: .*; choose another with cache=DIR"):
+            load_tokens(spec, make_tokenizer(PLAIN), cache)
+    assert (tmp_path / "file").read_text() == "precious"
+
+
+@pytest.mark.parametrize("what", ["lock", "tokens"])
+def test_a_cache_that_cannot_be_written_is_an_option_to_change(spec, tmp_path, monkeypatch, what):
+    cache = tmp_path / "cache"
+    load_tokens(spec, make_tokenizer(PLAIN), cache)
+    (made,) = cached(cache)
+    shutil.rmtree(cache / made)
+    if what == "lock":
+        (cache / f"{made}.lock").unlink()
+        (cache / f"{made}.lock").mkdir()
+    else:
+        (cache / f"{made}.partial").write_text("in the way")
+    with pytest.raises(ConfigError, match=rf"^cache: {cache}.*{made}.*; choose another with cache=DIR"):
+        load_tokens(spec, make_tokenizer(PLAIN), cache)
+
+
+def test_a_tokenizer_is_looked_at_in_the_cache_directory(spec, tmp_path, monkeypatch):
+    """So that one directory only must be writable, and one message names it."""
+    monkeypatch.setattr(tempfile, "tempdir", "/proc")
+    assert len(load_tokens(spec, make_tokenizer(PLAIN), tmp_path / "cache")) == 20
+
+
+def test_data_that_cannot_be_read_is_not_put_down_to_the_cache(spec, tmp_path, monkeypatch):
+    def unreadable(source):
+        raise OSError(errno.EIO, os.strerror(errno.EIO), spec.paths[0])
+
+    monkeypatch.setattr(tokenize, "read_rows", unreadable)
+    with pytest.raises(OSError, match=r"data\.jsonl"):
+        load_tokens(spec, make_tokenizer(PLAIN), tmp_path / "cache")

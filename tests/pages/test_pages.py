@@ -3,7 +3,9 @@
 Run: pytest tests/pages
 """
 
+import errno
 import json
+import os
 import re
 from html.parser import HTMLParser
 from itertools import pairwise
@@ -17,7 +19,7 @@ from made_runs import made_machine, made_ops, write_run
 from headrace.pages import read_run, summary, write_report, write_trace
 from headrace.pages.findings import find
 from headrace.pages.lane_chart import FAMILY_OF
-from headrace.pages.markup import data_block, element, figure, ticks
+from headrace.pages.markup import data_block, decimal_bytes, element, figure, rate, ticks
 from headrace.pages.step_charts import thin
 from headrace.pages.views import LANE_WORDS, Bar, in_rows, joined
 from headrace.pages.words import bottleneck_words, endurance_words, io_cpu_words
@@ -151,6 +153,45 @@ class TestPage:
         (run / name).write_text(content)
         assert page_of(run).identities >= set(SECTIONS)
 
+    @pytest.mark.parametrize(
+        ("name", "change", "word"),
+        [
+            ("metrics.jsonl", {"seconds": None}, "seconds"),
+            ("metrics.jsonl", {"step": "x"}, "step"),
+            ("metrics.jsonl", {"step": True}, "step"),
+            ("metrics.jsonl", {"tokens": [1]}, "tokens"),
+            ("metrics.jsonl", {"loss": "abc"}, "loss"),
+            ("metrics.jsonl", {"lr": {}}, "lr"),
+            ("metrics.jsonl", {"seconds": float("nan")}, "seconds"),
+            ("metrics.jsonl", {"seconds": 10**400}, "seconds"),
+            ("metrics.jsonl", {"bytes_written": 5}, "bytes_written"),
+            ("metrics.jsonl", {"peak_bytes": {"host": "much"}}, "peak_bytes"),
+            ("metrics.jsonl", {"io_cpu_seconds": "x"}, "io_cpu_seconds"),
+            ("metrics.jsonl", {"io_cpu_seconds": 1, "bytes_read": None}, "bytes_read"),
+            ("lanes.jsonl", {"lanes": 5}, "lanes"),
+            ("lanes.jsonl", {"lanes": {"compute": {}}}, "lanes"),
+            ("lanes.jsonl", {"lanes": {"compute": {"busy_seconds": 1, "idle_seconds": "x", "bytes": 0}}}, "lanes"),
+            ("lanes.jsonl", {"seconds": "x"}, "seconds"),
+        ],
+    )
+    def test_a_value_of_another_kind_becomes_a_sentence(
+        self, name: str, change: dict[str, object], word: str, tmp_path: Path
+    ) -> None:
+        run = write_run(tmp_path / "run")
+        lines = [json.loads(line) for line in (run / name).read_text().splitlines()]
+        lines[1] |= change
+        (run / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+        assert page_of(run).identities >= set(SECTIONS)
+        told = summary(read_run(run))["missing"]
+        assert any(words.startswith(f"{name} cannot be read (line 2 has {word}") for words in told), told
+
+    @pytest.mark.parametrize("name", EVERY_FILE)
+    @pytest.mark.parametrize("content", ["[" * 100_000, "9" * 5000, "{}", '{"units": 5}', '{"version": 1, "steps": "x"}'])
+    def test_content_that_no_run_writes_becomes_a_sentence(self, name: str, content: str, tmp_path: Path) -> None:
+        run = write_run(tmp_path / "run")
+        (run / name).write_text(content)
+        assert page_of(run).identities >= set(SECTIONS)
+
     def test_one_step_is_enough(self, tmp_path: Path) -> None:
         assert page_of(write_run(tmp_path / "run", steps=1)).identities >= set(SECTIONS)
 
@@ -172,6 +213,22 @@ class TestPage:
     def test_a_place_that_cannot_be_written_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(RunDirectoryError, match="--out"):
             write_report(write_run(tmp_path / "run"), tmp_path / "no" / "where.html")
+
+    def test_what_was_written_of_a_report_that_failed_does_not_stay(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        run, folder = write_run(tmp_path / "run"), tmp_path / "folder"
+        folder.mkdir()
+        with pytest.raises(RunDirectoryError, match=r"is a directory.*--out"):
+            write_report(run, folder)
+
+        def refuse(self: Path, target: Path) -> None:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(target))
+
+        monkeypatch.setattr(Path, "replace", refuse)
+        with pytest.raises(RunDirectoryError, match="Input/output error"):
+            write_report(run, tmp_path / "report.html")
+        assert {path.name for path in tmp_path.iterdir()} == {"run", "folder"}
 
     def test_out_names_the_file(self, tmp_path: Path) -> None:
         run = write_run(tmp_path / "run")
@@ -253,6 +310,11 @@ class TestTrace:
         assert all(entry["dur"] > 0 for entry in slices)
         assert sorted(entry["dur"] for entry in slices)[-1] == pytest.approx(6e5, rel=1e-3)
 
+    @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+    def test_a_full_disk_is_refused(self, tmp_path: Path) -> None:
+        with pytest.raises(RunDirectoryError, match=r"No space left on device.*--trace"):
+            write_trace(write_run(tmp_path / "run"), "/dev/full")
+
     def test_a_run_without_a_recording_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(RunDirectoryError, match="cannot be read"):
             write_trace(write_run(tmp_path / "run", without=("timeline.json",)), tmp_path / "trace.json")
@@ -302,6 +364,17 @@ def test_thinning_keeps_the_extremes(values: list[float]) -> None:
     assert len(kept) <= max(100, 2) + 2
     assert {min(values), max(values)} <= {value for _, value in kept}
     assert kept == sorted(kept)
+
+
+@given(st.floats(1e-3, 1e19))
+def test_figures_for_people_have_no_powers_of_ten(value: float) -> None:
+    for text in (figure(value), figure(value, 4), rate(value, "B"), decimal_bytes(value)):
+        assert "e+" not in text
+
+
+@pytest.mark.parametrize(("value", "text"), [(7e15, "7 PB"), (999.96e9, "1 TB"), (1.2e12, "1.2 TB"), (2e21, "2000000 PB")])
+def test_bytes_have_the_unit_that_fits(value: float, text: str) -> None:
+    assert decimal_bytes(value) == text
 
 
 def test_texts_cannot_leave_their_element() -> None:

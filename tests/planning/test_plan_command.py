@@ -10,6 +10,7 @@ from typer.testing import CliRunner, Result
 from headrace.cli.app import app
 from headrace.plan.profiles import load_profile
 from headrace.spec.ceilings import Ceilings
+from headrace.spec.words import DTYPE_NAMES, MOMENTS_NAMES
 
 
 @pytest.fixture
@@ -51,6 +52,16 @@ def test_moments_are_an_option(model: Path) -> None:
     refused = run(*words[:-2], "--moments", "int4")
     assert refused.exit_code == 2
     assert "moments: 'int4' is not one of" in refused.stderr
+
+
+def test_what_train_calls_dtypes_and_moments_plan_does_too(model: Path) -> None:
+    words = ("plan", model, "--machine", "rtx3090-1ssd", "--tokens-per-step", 1024, "--json")
+    for short, name in DTYPE_NAMES.items():
+        found = json.loads(run(*words, "--compute-dtype", short).stdout)
+        assert found["plan"]["compute_dtype"] == name
+    for short, name in MOMENTS_NAMES.items():
+        found = json.loads(run(*words, "--moments", short).stdout)
+        assert found["plan"]["moments"] == name
 
 
 def test_a_profile_that_is_kept_is_this_machines(model: Path, tmp_path: Path) -> None:

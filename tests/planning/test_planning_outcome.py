@@ -70,6 +70,15 @@ def test_what_was_not_measured_is_null_and_a_dash(report: PlanReport) -> None:
     assert "1 of them skipped" in explain_outcome(outcome)
 
 
+def test_a_fast_run_is_told_without_powers_of_ten(report: PlanReport) -> None:
+    table = explain_outcome(outcome_of(report, [record(0.01), record(0.01)]))
+    assert "102400" in table
+    assert report.forecast
+    fast = replace(report, forecast=replace(report.forecast, step_seconds=report.forecast.step_seconds / 1e4))
+    (time,) = (line for line in explain(fast).splitlines() if line.startswith("time"))
+    assert "e+" not in time
+
+
 def test_columns_are_aligned(report: PlanReport) -> None:
     lines = explain_outcome(outcome_of(report, [record(1.0), record(2.0)])).splitlines()
     # One line for words at the end.

@@ -7,6 +7,7 @@ import errno
 import io
 import json
 import math
+import re
 import tempfile
 import threading
 import time
@@ -190,6 +191,29 @@ class TestProgress:
         progress.close()
         assert "[/nvme0]" in stream.getvalue()
         assert "overflow [fp16]" in stream.getvalue()
+
+    @pytest.mark.parametrize("width", [60, 80, 120, 250])
+    def test_the_live_line_has_first_what_is_left_and_no_word_is_cut(self, width: int) -> None:
+        stream = io.StringIO()
+        progress = LiveProgress(Console(file=stream, force_terminal=True, width=width), total_steps=1000)
+        progress(step(400, seconds=20.0, loss_scale=1024.0))
+        progress.close()
+        line = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue()).strip().splitlines()[-1]
+        assert len(line) <= width
+        assert "step  400/1000  3 h 20 min left  loss 0.0075" in line
+        assert "…" not in line
+        assert ("ssd 14 GB read 12 GB written" in line) is (width >= 80)
+        assert ("lr 1e-05" in line) is (width >= 250)
+        assert line.endswith(("written", "loss 0.0075", "tokens/s", "loss scale 1024", "20.0 s", "norm 1.5"))
+
+    def test_the_live_line_stands_as_soon_as_the_first_step_runs(self) -> None:
+        stream = io.StringIO()
+        progress = LiveProgress(Console(file=stream, force_terminal=True, width=250), total_steps=10)
+        progress(Notice(text="importing"))
+        assert "first step" not in stream.getvalue()
+        progress(operation("forward unit 1", "compute", 1.0, 2.0))
+        assert "first step ..." in stream.getvalue()
+        progress.close()
 
 
 class TestTrace:

@@ -75,6 +75,27 @@ class TestARun:
         assert next(line for line in before if line.startswith("allowed")).split()[1:3] == ["4", "KiB"]
         assert "unknown" not in screen.said[0]
 
+    def test_the_plan_is_shown_once_and_before_the_model_is_imported(self, options: dict[str, Any]) -> None:
+        screen, host = Screen(), FakeHost()
+        shown: list[list[str]] = []
+        host.while_importing = lambda: shown.append(list(screen.said))
+        train(RunConfig.of(options), display=screen, engines=host.engines())
+        (before,) = shown
+        assert before == screen.said[:1]
+        assert "allowed" in before[0]
+        assert sum("allowed" in text for text in screen.said) == 1
+        assert json.loads((options["output"] / "plan.json").read_text())["peak_bytes"]
+
+    def test_an_import_that_fails_leaves_nothing_though_the_plan_was_shown(self, options: dict[str, Any]) -> None:
+        def fail() -> None:
+            raise ModelError("NaN")
+
+        host = FakeHost()
+        host.while_importing = fail
+        with pytest.raises(ModelError):
+            train(RunConfig.of(options), engines=host.engines())
+        assert not options["output"].exists()
+
     @pytest.mark.parametrize("measured", [True, False])
     def test_planned_against_measured_after_the_run(self, options: dict[str, Any], measured: bool) -> None:
         screen = Screen()

@@ -5,7 +5,7 @@ The engine "learns" a number that depends on every batch it was given, in order,
 
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from headrace.plan.base import Plan, Unit
 from headrace.report import Reporter
-from headrace.spec.events import Committed, Event, Notice, OpDone, StepResult
+from headrace.spec.events import Committed, Event, Notice, OpDone, Planned, StepResult
 from headrace.training import Engines
 from headrace.training.base import StateKind
 
@@ -152,6 +152,7 @@ class FakeHost:
 
     def __init__(self, *, packing: bool = True, script: Mapping[int, Any] | None = None, fail: Exception | None = None) -> None:
         self.packing, self.script, self.fail = packing, script or {}, fail
+        self.while_importing: Callable[[], None] = lambda: None
         self.opened: list[dict[str, Any]] = []
         self.made: list[FakeEngine] = []
         self.discarded: list[Path] = []
@@ -163,7 +164,9 @@ class FakeHost:
         if self.fail is not None:
             raise self.fail
         self.opened.append({"model": model, "budget": budget, "optimizer": optimizer, **options})
+        sink(Planned(plan=fake_plan()))
         sink(Notice(text="a notice while opening"))
+        self.while_importing()
         engine = self._make(run_directory, {"steps": 0, "digest": 0, "position": None}, sink)
         engine.flush()  # the import is committed
         return engine

@@ -1,0 +1,92 @@
+"""Stdout and stderr as they are: full, closed, or a pipe that nobody reads any more.
+
+Invariant: what cannot be written to stdout is an error of its own, never taken for one of a run's files.
+"""
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any, TextIO
+
+from headrace.spec.errors import StorageError
+
+
+class StdoutLost(StorageError):
+    """Stdout cannot be written."""
+
+    def __init__(self, error: OSError) -> None:
+        super().__init__(error.errno, error.strerror, "stdout")
+
+    def __str__(self) -> str:
+        return f"stdout: cannot be written ({self.strerror})"
+
+
+@contextlib.contextmanager
+def guarded_streams() -> Iterator[None]:
+    """Make stdout raise `StdoutLost`; where there is no stdout or stderr, put one that takes everything.
+
+    Raises:
+        StdoutLost: what was left to be written at the end cannot be.
+    """
+    # Opened files take the lowest number that is free: nothing of a library's may go to a file that took the stream's.
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - as long as the process
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    before = sys.stdout
+    sys.stdout = guarded = _Guarded(before)
+    try:
+        yield
+        guarded.flush()
+    finally:
+        sys.stdout = before
+
+
+class _Guarded:
+    """A text stream that turns what its file refuses into `StdoutLost`, then and at every later call: a library may pass over
+    the first.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._cause: OSError | None = None
+
+    def write(self, text: str) -> int:
+        """Write `text`.
+
+        Raises:
+            StdoutLost: it cannot be written.
+        """
+        with self._refusals():
+            return self._stream.write(text)
+
+    def flush(self) -> None:
+        """Hand on what is kept back.
+
+        Raises:
+            StdoutLost: it cannot be written.
+        """
+        with self._refusals():
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    @contextlib.contextmanager
+    def _refusals(self) -> Iterator[None]:
+        try:
+            if self._cause is None:
+                yield
+        except OSError as error:
+            self._cause = error
+            self._give_up()
+        if self._cause is not None:
+            raise StdoutLost(self._cause) from self._cause
+
+    def _give_up(self) -> None:
+        """Lead the stream to nowhere: Python tries again to write what is left when the process ends, and complains."""
+        with contextlib.suppress(OSError, ValueError):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._stream.fileno())
+            os.close(nowhere)
