@@ -69,8 +69,8 @@ class Endurance:
         if not self.drive_written_bytes:
             return f"{format_seconds(self.run_seconds)} for {self.num_steps} steps; nothing is written to the SSDs"
         return (
-            f"{format_seconds(self.run_seconds)} for {self.num_steps} steps; {plain_figure(self.written_terabytes)} TB written, "
-            f"{self.share_of_rating:.1%} of the endurance of SSD {self.drive} ({rating}), "
+            f"{format_seconds(self.run_seconds)} for {self.num_steps} steps; {plain_figure(self.written_terabytes)} TB "
+            f"written, {self.share_of_rating:.1%} of the endurance of SSD {self.drive} ({rating}), "
             f"which lasts for {plain_figure(self.steps_in_rating)} such steps"
         )
 
