@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import NoReturn, ParamSpec, TypeVar
 
+from headrace.cli.streams import give_up
 from headrace.spec.errors import InputError, PlanInfeasible, StepFailed, StorageError
 
 REFUSED = 2
@@ -69,6 +70,9 @@ def plain_usage_errors() -> Iterator[None]:
 
 def leave(message: str, exit_code: int) -> NoReturn:
     """Say `message` as one line on stderr and end the process with `exit_code`."""
-    with contextlib.suppress(OSError):  # the exit code says it where stderr cannot
+    try:
         sys.stderr.write(f"error: {' '.join(message.split())}\n")
+        sys.stderr.flush()
+    except OSError:  # then the exit code says it
+        give_up(sys.stderr)
     raise SystemExit(exit_code)

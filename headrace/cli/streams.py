@@ -80,13 +80,14 @@ class _Guarded:
                 yield
         except OSError as error:
             self._cause = error
-            self._give_up()
+            give_up(self._stream)
         if self._cause is not None:
             raise StdoutLost(self._cause) from self._cause
 
-    def _give_up(self) -> None:
-        """Lead the stream to nowhere: Python tries again to write what is left when the process ends, and complains."""
-        with contextlib.suppress(OSError, ValueError):
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self._stream.fileno())
-            os.close(nowhere)
+
+def give_up(stream: TextIO) -> None:
+    """Lead a stream to nowhere: at its end Python tries again to write what is left, and fails with code 120."""
+    with contextlib.suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)

@@ -68,6 +68,7 @@ def test_a_plane_set_that_is_not_known_is_refused() -> None:
 def test_settings_of_runs_from_before_there_was_a_choice_have_fp32_moments() -> None:
     values = dict.fromkeys(Settings.__slots__) | {
         "compute_dtype": "bfloat16",
+        "interpreter": "overlapped",
         "optimizer": {"betas": (0.9, 0.95), "groups": ()},
         "schedule": {},
     }
