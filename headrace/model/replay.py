@@ -9,6 +9,7 @@ Operators are named by their *ordinal*: the position among the replayable operat
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -64,13 +65,17 @@ def operator_name(func: Any) -> str:
 
 def overwritten(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
     """Return the arguments that a call of `func` writes into. What one of them held is not what an operator returned."""
-    given = zip(func._schema.arguments, args, strict=False)
-    named = ((known, kwargs[known.name]) for known in func._schema.arguments[len(args) :] if known.name in kwargs)
-    return [
-        value
-        for known, value in (*given, *named)
-        if known.alias_info is not None and known.alias_info.is_write and isinstance(value, torch.Tensor)
-    ]
+    written = [args[place] if place < len(args) else kwargs.get(name) for place, name in _written_by(func)]
+    return [value for value in written if isinstance(value, torch.Tensor)]
+
+
+@cache
+def _written_by(func: Any) -> tuple[tuple[int, str], ...]:
+    """Return place and name of the arguments that `func` writes into: mostly none, and asked for every operator of a block."""
+    arguments = enumerate(func._schema.arguments)
+    return tuple(
+        (place, known.name) for place, known in arguments if known.alias_info is not None and known.alias_info.is_write
+    )
 
 
 class Record(TorchDispatchMode):
