@@ -553,8 +553,8 @@ class Engine:
         Tensors have the names, layout and dtype of the checkpoint that was opened; tokenizer files come along.
         """
         self.flush()
-        reader = UnitReader(self.store, self.chain.layouts)
-        Exporter(self._checkpoint, self.chain, Path(out_dir), read_unit=reader).write()
+        Exporter(self._checkpoint, self.chain, Path(out_dir), read_unit=UnitReader(self.store, self.chain.layouts)).write()
+        self._traffic.moved()  # what an export reads is no step's
 
     # -- ends -------------------------------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ from headrace.cli.environment import cache_directory, machine_profile_path
 from headrace.cli.errors import INTERRUPTED, leave, leave_failed_step
 from headrace.cli.screen import show
 from headrace.cli.streams import StdoutLost
+from headrace.durable import appearing
 from headrace.report import LineProgress, LiveProgress, Reporter
 from headrace.spec.errors import ConfigError, ExportFailed, RunDirectoryError, StepFailed
 from headrace.spec.sizes import format_bytes
@@ -132,8 +133,6 @@ def _repeatable(run: RunDirectory) -> Iterator[None]:
 
 def _copy_final(final: Path, out: Path) -> None:
     """Copy a finished model to `out`, which appears complete or not at all."""
-    from headrace.model.partial import appearing  # late, because it imports torch
-
     try:
         with appearing(out) as partial:
             shutil.copytree(final, partial, dirs_exist_ok=True)

@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.data.base import Sample
+from headrace.durable import sync
 from headrace.spec.errors import DataError, DiskFull
 from headrace.spec.sizes import format_bytes
 
@@ -208,7 +209,7 @@ def write_tokens(
             raise NothingTrained(_nothing_trained(info))
         _remove(directory)
         partial.rename(directory)
-        _sync_directory(directory.parent)
+        sync(directory.parent)
     except BaseException as error:
         _remove(partial)
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
@@ -246,11 +247,3 @@ def _remove(directory: Path) -> None:
         for name in (*_FILES, "info.json"):
             (directory / name).unlink(missing_ok=True)
         directory.rmdir()
-
-
-def _sync_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -14,12 +14,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from headrace.durable import appearing, is_mount_point
 from headrace.model.chain import Chain
 from headrace.model.checkpoint import Checkpoint
 from headrace.model.encoding import take
 from headrace.model.importing import at_least_1d, parameter_view, rows_per_piece
 from headrace.model.matching import Conversion, Piece, WeightMap, reverse_conversion
-from headrace.model.partial import appearing, is_mount_point
 from headrace.model.safetensors_file import StoredTensor, read_bytes
 from headrace.model.shard_writer import ShardWriter, plan_shards
 from headrace.spec.errors import ExportFailed, HeadraceError, ModelError, RunDirectoryError

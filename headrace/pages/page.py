@@ -3,11 +3,11 @@
 Invariant: each section is there in every report; what a section cannot show it names, with what would provide it.
 """
 
-import contextlib
 from importlib.resources import files
 from pathlib import Path
 
 import headrace.pages
+from headrace.durable import write_whole
 from headrace.pages.findings import Findings, find
 from headrace.pages.gauges import measured_peaks, memory_bars, rate_gauges
 from headrace.pages.lane_chart import lane_chart
@@ -36,13 +36,9 @@ def write_report(run_directory: str | Path, out: str | Path | None = None) -> Pa
     if path.is_dir():
         raise RunDirectoryError(f"report: {path} is a directory; give a file with --out")
     page = render(run, find(run))
-    beside = path.with_name(path.name + ".new")
     try:
-        beside.write_text(page, encoding="utf-8")
-        beside.replace(path)
+        write_whole(path, page)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            beside.unlink()
         raise RunDirectoryError(f"report: {path} cannot be written ({error.strerror}); give another file with --out") from error
     return path
 

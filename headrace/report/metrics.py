@@ -10,6 +10,7 @@ import os
 from pathlib import Path
 from typing import Any, TextIO
 
+from headrace.durable import write_whole
 from headrace.spec.errors import RunDirectoryError
 from headrace.spec.events import Committed, Event, Flushed, StepResult
 
@@ -77,7 +78,7 @@ class MetricsFile:
         self._path, self._steps_per_epoch = path, steps_per_epoch
         self._changed = False  # what a flush moved belongs to the last step, whose line is written already
         self.records = [record for record in read_metrics(path) if record["step"] <= committed_steps]
-        _write_atomically(path, "".join(json.dumps(record) + "\n" for record in self.records))
+        write_whole(path, "".join(json.dumps(record) + "\n" for record in self.records))
         self._file: TextIO = path.open("a", encoding="utf-8")
 
     def __call__(self, event: Event) -> None:
@@ -100,7 +101,7 @@ class MetricsFile:
                 self._file.flush()
                 os.fsync(self._file.fileno())
             if self._changed:
-                _write_atomically(self._path, "".join(json.dumps(record) + "\n" for record in self.records))
+                write_whole(self._path, "".join(json.dumps(record) + "\n" for record in self.records))
 
 
 def _add(record: Record, flushed: Flushed) -> None:
@@ -113,12 +114,3 @@ def _add(record: Record, flushed: Flushed) -> None:
 
 def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
-
-
-def _write_atomically(path: Path, text: str) -> None:
-    beside = path.with_name(path.name + ".new")
-    with beside.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    beside.replace(path)

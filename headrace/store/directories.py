@@ -9,13 +9,14 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from headrace.durable import sync, write_whole
 from headrace.ioengine import BlockFile, DirectFile, DirectoryFacts, describe_directory
 from headrace.spec.budget import default_bytes
 from headrace.spec.errors import ConfigError, DiskFull, StorageError
 from headrace.spec.events import Notice, Sink
 from headrace.spec.sizes import format_bytes
 from headrace.store.lock import LOCK_NAME, RunLock
-from headrace.store.manifest import data_folder, sync_directory
+from headrace.store.manifest import data_folder
 
 # Opens the file at a path; makes it, with so many bytes reserved, where the second argument is not None.
 OpenFile = Callable[[Path, int | None], BlockFile]
@@ -102,7 +103,7 @@ def make_folders(directories: Sequence[Path], run_directory: Path, run_id: str) 
                 locks.append(RunLock(folder, needed=False))
                 undo.callback(locks[-1].release)
                 _write_owner(folder, run_directory, run_id)
-                sync_directory(directory)
+                sync(directory)
             except OSError as error:
                 raise StorageError(f"{folder}: cannot be made: {error.strerror}; name another SSD directory") from error
         undo.pop_all()
@@ -157,11 +158,4 @@ def remove_folder(folder: Path) -> None:
 
 
 def _write_owner(folder: Path, run_directory: Path, run_id: str) -> None:
-    """Write the note so that it is there as a whole, the old one or the new one, and survives a power cut."""
-    temporary = folder / _OWNER_NEW
-    with temporary.open("w") as file:
-        file.write(json.dumps({"run_id": run_id, "run_directory": str(run_directory.resolve())}))
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.rename(folder / OWNER_NAME)
-    sync_directory(folder)
+    write_whole(folder / OWNER_NAME, json.dumps({"run_id": run_id, "run_directory": str(run_directory.resolve())}))

@@ -5,12 +5,12 @@ Invariant: when the manifest exists, every file that it names exists at full siz
 
 import contextlib
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from headrace.durable import sync, write_whole
 from headrace.spec.errors import RunDirectoryError
 from headrace.spec.layout import GroupRange, ParameterSpec, Plane, PlaneSet, UnitLayout
 
@@ -53,25 +53,20 @@ def announce_manifest(run_directory: Path, manifest: Manifest) -> None:
     here = run_directory.resolve()
     directories = [str(path.relative_to(here) if path.is_relative_to(here) else path) for path in manifest.directories]
     fields = {"format": MANIFEST_FORMAT, **asdict(manifest), "directories": directories}
-    content = json.dumps(fields, indent=1)
-    with (run_directory / UNMADE_NAME).open("w") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    sync_directory(run_directory)
+    write_whole(run_directory / UNMADE_NAME, json.dumps(fields, indent=1))
 
 
 def write_manifest(run_directory: Path) -> None:
     """Make what was announced `state.json`, so that it is there as a whole or not at all, and survives a power cut."""
     (run_directory / UNMADE_NAME).rename(run_directory / MANIFEST_NAME)
-    sync_directory(run_directory)
+    sync(run_directory)
 
 
 def withdraw_manifest(run_directory: Path) -> None:
     """Undo `write_manifest`: from now on the run is one that is not whole."""
     with contextlib.suppress(FileNotFoundError):
         (run_directory / MANIFEST_NAME).rename(run_directory / UNMADE_NAME)
-    sync_directory(run_directory)
+    sync(run_directory)
 
 
 def read_manifest(run_directory: Path, name: str = MANIFEST_NAME) -> Manifest:
@@ -98,15 +93,6 @@ def read_manifest(run_directory: Path, name: str = MANIFEST_NAME) -> Manifest:
         return _parse(fields, run_directory.resolve())
     except (KeyError, TypeError, ValueError) as error:
         raise RunDirectoryError(f"{path}: damaged, {type(error).__name__}: {error}; restore the file") from error
-
-
-def sync_directory(directory: Path) -> None:
-    """Make the names in `directory` survive a power cut."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _parse(fields: dict[str, Any], run_directory: Path) -> Manifest:

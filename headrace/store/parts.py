@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from headrace.durable import sync
 from headrace.ioengine import BLOCK_BYTES, BlockFile, ThreadEngine, Volume
 from headrace.spec.errors import ConfigError, RunDirectoryError
 from headrace.spec.events import Sink
@@ -25,7 +26,6 @@ from headrace.store.manifest import (
     Manifest,
     announce_manifest,
     read_manifest,
-    sync_directory,
     withdraw_manifest,
     write_manifest,
 )
@@ -114,7 +114,7 @@ def create_parts(
         for path, num_bytes in zip(manifest.data_paths(), file_bytes, strict=True):
             files.append(open_file(path, num_bytes))
             undo.callback(files[-1].close)
-            sync_directory(path.parent)
+            sync(path.parent)
         records: list[BlockFile] = []
         for name in RECORD_NAMES:
             path = run_directory / name
@@ -122,7 +122,7 @@ def create_parts(
             undo.callback(path.unlink, missing_ok=True)
             records.append(open_file(path, BLOCK_BYTES))
             undo.callback(records[-1].close)
-        sync_directory(run_directory)
+        sync(run_directory)
         write_manifest(run_directory)
         undo.pop_all()
     return _put_together(run_directory, manifest, places, locks, (files, records), (engine, sink))

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from headrace.durable import write_whole
 from headrace.plan.given import PLAN_NAME
 from headrace.spec.errors import DiskFull, HeadraceError, InputError, RunDirectoryError, StorageError
 from headrace.training.config import RunConfig
@@ -107,7 +108,7 @@ class RunDirectory:
         made = tuple(path for path in (self.path, *self.path.parents) if not path.exists())
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            _replace(self.config, config.to_yaml())
+            write_whole(self.config, config.to_yaml())
         except OSError as error:
             self.forget(made)
             raise RunDirectoryError(
@@ -118,17 +119,17 @@ class RunDirectory:
     def write_plan(self, values: Mapping[str, Any]) -> None:
         """Write the plan's plain values, for `headrace report`."""
         with self.writing():
-            _replace(self.plan, json.dumps(values) + "\n")
+            write_whole(self.plan, json.dumps(values) + "\n")
 
     def write_machine(self, values: Mapping[str, Any]) -> None:
         """Write the ceilings that the plan was made for, for `headrace report`."""
         with self.writing():
-            _replace(self.path / "machine.json", json.dumps(values) + "\n")
+            write_whole(self.path / "machine.json", json.dumps(values) + "\n")
 
     def write_summary(self, values: Mapping[str, Any]) -> None:
         """Write planned against measured, for scripts and for `headrace report --json`."""
         with self.writing():
-            _replace(self.path / "summary.json", json.dumps(values, indent=2) + "\n")
+            write_whole(self.path / "summary.json", json.dumps(values, indent=2) + "\n")
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
@@ -152,9 +153,3 @@ class RunDirectory:
             self.config.unlink(missing_ok=True)
             for directory in made:
                 directory.rmdir()
-
-
-def _replace(path: Path, text: str) -> None:
-    beside = path.with_name(path.name + ".new")
-    beside.write_text(text, encoding="utf-8")
-    beside.replace(path)

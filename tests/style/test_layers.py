@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2] / "headrace"
 
 # From the bottom up. Packages of one row are siblings: they never import one another (docs/architecture.md).
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("jit", "spec"),
+    ("durable", "jit", "spec"),
     ("data", "machine", "model", "plan", "report"),
     ("ioengine", "pages"),
     ("store",),

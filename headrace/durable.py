@@ -1,4 +1,5 @@
-"""A directory that appears whole or not at all: written beside its place, synced, renamed.
+"""Files and directories that are there as a whole or not at all, also after a power cut: written beside their place, synced,
+renamed.
 
 Invariant: what has the name is complete and on the drive; what is beside it belongs to a living process or goes with the next
 one that writes there.
@@ -11,6 +12,35 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+
+
+def sync(path: Path) -> None:
+    """Make the content of a file, or the names in a directory, survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write `text` to the file `path`, which is the old one or the new one at any moment; after an error nothing is beside it.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    beside = path.with_name(path.name + ".new")
+    try:
+        with beside.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            beside.unlink()
+        raise
+    sync(path.parent)
 
 
 @contextlib.contextmanager
@@ -31,7 +61,7 @@ def appearing(out: Path) -> Iterator[Path]:
         partial.chmod(0o755)  # mkdtemp makes it private
         _sync_tree(partial)
         os.replace(partial, target)
-        _sync(target.parent)
+        sync(target.parent)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -99,13 +129,5 @@ def _remove_dead(target: Path) -> None:
 def _sync_tree(directory: Path) -> None:
     for folder, _, names in os.walk(directory, topdown=False):
         for name in names:
-            _sync(Path(folder, name))
-        _sync(Path(folder))
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+            sync(Path(folder, name))
+        sync(Path(folder))
