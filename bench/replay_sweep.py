@@ -159,9 +159,9 @@ def run(options: argparse.Namespace, folder: Path, model: Path, machine: Ceiling
     run_directory = folder / "run"
 
     class Watching(Engine):
-        def _make_plan(self, *values: int) -> Plan:
+        def __init__(self, *values: Any) -> None:
             opened[:] = [self]
-            return super()._make_plan(*values)
+            super().__init__(*values)
 
     rows, length = options.tokens_per_step // options.sequence_length, options.sequence_length
     stream = TokenStream(SHAPES[options.size].vocabulary)

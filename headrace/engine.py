@@ -1,13 +1,10 @@
 """The engine: builds the parts, owns them, and offers steps, resume and export. The only place where parts meet."""
 
 import contextlib
-import gc
 import math
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -23,30 +20,13 @@ from headrace.flow.steps import Steps
 from headrace.flow.traffic import Traffic
 from headrace.flow.update import device_updater
 from headrace.ioengine import file_systems, measured_weights
-from headrace.machine import (
-    HeapGuard,
-    MemoryMeter,
-    anonymous_bytes,
-    default_host_bytes,
-    keep_freed_memory,
-    return_pieces,
-    this_machine,
-)
-from headrace.model import (
-    Chain,
-    Checkpoint,
-    Exporter,
-    Profiles,
-    import_workspace_bytes,
-    self_check,
-)
+from headrace.machine import HeapGuard, MemoryMeter, keep_freed_memory, this_machine
+from headrace.model import Chain, Checkpoint, Exporter, self_check
 from headrace.plan.base import Plan
-from headrace.plan.footprint import Allowance, planned_runtime_bytes, with_runtime
-from headrace.plan.given import adopted, load_plan
+from headrace.plan.given import load_plan
 from headrace.plan.memory import scratch_bytes
-from headrace.plan.placement import Problem, Workload
-from headrace.plan.search import make_plan
-from headrace.spec.budget import Budget, default_bytes
+from headrace.planner import Planner
+from headrace.spec.budget import Budget
 from headrace.spec.ceilings import Ceilings
 from headrace.spec.errors import RunDirectoryError
 from headrace.spec.events import Event, Notice, Planned, Sink, StepResult
@@ -60,6 +40,8 @@ from headrace.update import AdamWRule, HitRate, LossScale, StepHyper, Updater
 
 # Operations of the SSD lanes that may be under way at once; each is cut into pieces by the I/O engine besides.
 _LANE_WIDTHS = {Lane.SSD_READ: 2, Lane.SSD_WRITE: 3}
+# Of a state that is made before there is a plan.
+_CHUNK_ELEMENTS = 4 << 20
 
 
 class Engine:
@@ -78,8 +60,6 @@ class Engine:
         given_plan: Plan | None = None,
     ) -> None:
         self.settings = settings
-        self._given_plan = given_plan
-        self._adjust_plan = adjust_plan
         self._user_sink = sink
         self._closers = contextlib.ExitStack()
         keep_freed_memory(False)
@@ -98,14 +78,22 @@ class Engine:
                 self.chain.multiply_wide()
             if settings.liger:
                 self.chain.use_liger()
-            self._profiles = Profiles(self.chain)
-            self._runtime_bytes: int | None = None
             self._heap: HeapGuard | None = None
             rule = AdamWRule(settings.compute_dtype, settings.moments)
             self._cores = torch.get_num_threads()
             self._closers.callback(torch.set_num_threads, self._cores)
             self._updater = Updater(rule, 1)  # with the plan's threads as soon as there is one
             self._closers.callback(lambda: self._updater.close())
+            self._planner = Planner(
+                settings,
+                self.chain,
+                self.machine,
+                self._weights,
+                cores=self._cores,
+                warm_up=lambda: self._updater.warm_up(),
+                given=given_plan,
+                adjust=adjust_plan,
+            )
             self.plan: Plan | None = None  # a resumed run has its plan in the record
             self.store = store_of(self)
             self._closers.callback(self.store.close)
@@ -189,15 +177,17 @@ class Engine:
         )
         temporary = tempfile.TemporaryDirectory(prefix="headrace-") if run_directory is None else None
         directory = Path(run_directory) if run_directory is not None else Path(temporary.name if temporary else "")
+        directories = budget.ssd or (directory,)
 
         def create(engine: "Engine") -> StateStore:
             if tokens_per_step is not None:
-                engine.plan = engine._make_plan(tokens_per_step, sequence_length or tokens_per_step)
+                length = sequence_length or tokens_per_step
+                engine.plan = engine._planner.plan(tokens_per_step, length, state=directories)
             new = not directory.exists()
             if not budget.ssd:
                 directory.mkdir(parents=True, exist_ok=True)  # the state lies in the run directory itself
             try:
-                store = engine._create_store(directory, budget.ssd or (directory,))
+                store = engine._create_store(directory, directories)
             except BaseException:
                 if new and directory.exists():
                     directory.rmdir()
@@ -258,12 +248,13 @@ class Engine:
 
     def _create_store(self, directory: Path, ssd: tuple[Path, ...]) -> StateStore:
         plan = self.plan
+        largest_unit = max(layout.num_elements for layout in self.chain.layouts)
         return StateStore.create(
             directory,
             ssd,
             self.chain.layouts,
             plane_set(self.settings.compute_dtype, self.settings.moments),
-            chunk_elements=self._chunk_elements(),
+            chunk_elements=plan.chunk_elements if plan else min(_CHUNK_ELEMENTS, largest_unit),
             scratch_bytes=scratch_bytes(plan) if plan else 0,
             weights=measured_weights(ssd),
             identity={"model": self.settings.model_dir},
@@ -287,76 +278,9 @@ class Engine:
         scale = record.get("loss_scale")
         self._loss_scale = LossScale.from_json(scale) if scale else None
         if record.get("plan") and self.plan is None:
-            self.plan = self._plan_here(Plan.from_json(record["plan"]))
+            self.plan = self._planner.plan_here(Plan.from_json(record["plan"]), lambda text: self._emit(Notice(text=text)))
 
     # -- planning ---------------------------------------------------------------------------------------------------
-
-    def _make_plan(self, tokens_per_step: int, sequence_length: int) -> Plan:
-        workload = Workload(
-            tokens_per_step=tokens_per_step,
-            sequence_length=sequence_length,
-            clip=self.settings.max_grad_norm is not None,
-            checkpoint_every=self.settings.checkpoint_every,
-        )
-        stored = hasattr(self, "store")  # the model has been imported
-        host_bytes = self.settings.host_bytes or default_host_bytes(pins=self.machine.device.type == "cuda")
-        device_bytes = self.settings.device_bytes
-        if device_bytes is None and self.machine.separate_device:
-            device_bytes = default_bytes("device", self.machine.device_memory_bytes()[0])
-
-        costs_of = partial(self._profiles.of, length=sequence_length)
-        allowance = Allowance(
-            host_bytes=host_bytes,
-            device_bytes=device_bytes,
-            runtime_bytes=self._runtime(lambda: costs_of(1)),
-            cores=self._cores,
-            chunk_elements=self._chunk_elements() if stored else None,
-            device_overhead_bytes=self.machine.device_overhead_bytes,
-            import_workspace_bytes=None if stored else import_workspace_bytes(self.chain.layouts, self._weights),
-        )
-
-        problem = Problem(
-            layouts=self.chain.layouts,
-            costs_of=costs_of,
-            workload=workload,
-            allowance=allowance,
-            compute_dtype=self.settings.compute_dtype,
-            gradient_dtype=self.settings.gradient_dtype,
-            moments=self.settings.moments,
-        )
-        machine = Ceilings.from_json(self.settings.machine) if self.settings.machine else None
-        plan = adopted(self._given_plan, problem) if self._given_plan else make_plan(problem, machine)
-        gc.collect()
-        return_pieces()  # what simulating many plans took: it is in no plan
-        plan = replace(plan, notes=tuple(dict.fromkeys((*plan.notes, *self.chain.notes))))
-        return self._adjust_plan(plan) if self._adjust_plan else plan
-
-    def _plan_here(self, plan: Plan) -> Plan:
-        """Return an earlier process's plan with what libraries take in this one. Too much is said, not refused: the run can
-        have no other budget, and loses nothing if it is ended from outside.
-        """
-        plan = with_runtime(plan, self._runtime(lambda: self._profiles.of(1, plan.sequence_length)))
-        if plan.peak("host") > plan.allowed_bytes["host"]:
-            needed, allowed = format_bytes(plan.peak("host")), format_bytes(plan.allowed_bytes["host"])
-            words = f"host memory: {needed} needed, {allowed} allowed: libraries take more than when the run began"
-            self._emit(Notice(text=words))
-        return plan
-
-    def _runtime(self, profile_model: Callable[[], object]) -> int:
-        """Return what to plan for the interpreter and its libraries, measured once: after all that compiles or loads did so."""
-        if self._runtime_bytes is None:
-            profile_model()
-            self._updater.warm_up()
-            gc.collect()
-            self._runtime_bytes = planned_runtime_bytes(anonymous_bytes())
-        return self._runtime_bytes
-
-    def _chunk_elements(self) -> int:
-        if hasattr(self, "store"):
-            return self.store.manifest.chunk_elements
-        if self.plan is not None:
-            return self.plan.chunk_elements
-        return min(4 << 20, max(layout.num_elements for layout in self.chain.layouts))
 
     def _ready(self, sequences: int, length: int) -> Steps:
         """Return what runs a batch of this shape, with a larger plan than before if the batch needs one."""
@@ -369,7 +293,7 @@ class Engine:
             self.flush()
             self._drop_buffers()
             longest = max(length, plan.sequence_length if plan else 0)
-            plan = self.plan = self._make_plan(sequences * longest, longest)
+            plan = self.plan = self._planner.plan(sequences * longest, longest, state=self.store.manifest)
         if self._steps is None:
             self._steps = self._build_steps(plan)
         return self._steps

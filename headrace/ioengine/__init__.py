@@ -12,6 +12,7 @@ from headrace.ioengine.measure import (
     measured_weights,
 )
 from headrace.ioengine.memory import MemoryFile
+from headrace.ioengine.space import default_ssd_bytes
 from headrace.ioengine.threads import PieceTicket, ThreadEngine
 from headrace.ioengine.throttled import ThrottledFile
 from headrace.ioengine.volume import Volume, striping_weights
@@ -33,6 +34,7 @@ __all__ = [
     "ThrottledFile",
     "Ticket",
     "Volume",
+    "default_ssd_bytes",
     "describe_directory",
     "file_systems",
     "measure_directory",

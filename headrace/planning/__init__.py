@@ -1,6 +1,6 @@
 """From a model's config.json and a machine to a plan with its times, its wear and what else would fit. No weights needed."""
 
-from headrace.planning.allowances import default_device_bytes, default_host_bytes, default_ssd_bytes
+from headrace.planning.allowances import default_device_bytes, default_host_bytes
 from headrace.planning.answer import plan_model, report_of
 from headrace.planning.config import read_config
 from headrace.planning.explain import explain, explain_outcome
@@ -14,7 +14,6 @@ __all__ = [
     "PlanReport",
     "default_device_bytes",
     "default_host_bytes",
-    "default_ssd_bytes",
     "explain",
     "explain_outcome",
     "outcome_of",

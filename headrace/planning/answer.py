@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from headrace.ioengine import file_systems
+from headrace.ioengine import default_ssd_bytes, file_systems
 from headrace.machine import CpuMachine, anonymous_bytes
 from headrace.model import Chain, Profiles, import_workspace_bytes
 from headrace.plan.base import Plan
@@ -23,12 +23,7 @@ from headrace.plan.footprint import Allowance, planned_runtime_bytes, with_footp
 from headrace.plan.forecast import Forecast, forecast
 from headrace.plan.placement import Problem, Workload, filled, fits, placements_of, plan_of
 from headrace.plan.search import make_plan, nominal_ceilings, nominal_machine
-from headrace.planning.allowances import (
-    default_device_bytes,
-    default_device_overhead_bytes,
-    default_host_bytes,
-    default_ssd_bytes,
-)
+from headrace.planning.allowances import default_device_bytes, default_device_overhead_bytes, default_host_bytes
 from headrace.planning.config import check_positions, position_limit, read_config
 from headrace.planning.report import Alternative, PlanReport
 from headrace.planning.variants import Question, Variant, nearest_variants, smaller_moments

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from headrace.ioengine import file_systems
+from headrace.ioengine import default_ssd_bytes, file_systems
 from headrace.plan.base import Plan
 from headrace.plan.profiles import load_profile
-from headrace.planning import PlanReport, default_ssd_bytes, explain, explain_outcome, outcome_of, report_of
+from headrace.planning import PlanReport, explain, explain_outcome, outcome_of, report_of
 from headrace.report.metrics import Record
 from headrace.spec.errors import ModelError
 from headrace.training.base import Display

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import headrace
-import headrace.engine
+import headrace.planner
 from headrace.engine import Engine
 from headrace.machine import anonymous_bytes
 from headrace.spec.errors import PlanInfeasible
@@ -44,7 +44,7 @@ def open_engine(case: dict[str, Any]) -> tuple[Engine, int]:
 
 def litter() -> None:
     """Make each search for a plan leave 64 MiB in objects that refer to one another."""
-    search = headrace.engine.make_plan
+    search = headrace.planner.make_plan
 
     def littering(*arguments: Any) -> Any:
         before, cycle = anonymous_bytes(), []
@@ -52,7 +52,7 @@ def litter() -> None:
             cycle += [[cycle] for _ in range(10_000)]
         return search(*arguments)
 
-    headrace.engine.make_plan = littering
+    headrace.planner.make_plan = littering
 
 
 def main() -> None:

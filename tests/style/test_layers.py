@@ -20,7 +20,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("store",),
     ("update",),
     ("flow",),
-    ("calibrate", "engine", "planning"),
+    ("calibrate", "planner", "planning"),
+    ("engine",),
     ("training",),
     ("cli",),
 )
