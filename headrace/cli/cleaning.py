@@ -7,6 +7,7 @@ it was, unless asked for.
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from headrace.spec.errors import StorageError
 from headrace.spec.sizes import format_bytes
 from headrace.store import Leftover, find_leftovers, leftovers_of, remove_leftover
 from headrace.store.manifest import MANIFEST_NAME, RECORD_NAMES
@@ -15,9 +16,13 @@ from headrace.store.manifest import MANIFEST_NAME, RECORD_NAMES
 def clean_up(directories: Sequence[Path], *, unfinished: bool, dry_run: bool) -> Iterator[str]:
     """Remove leftovers in `directories` (SSD or run directories) and yield one line for each, then the total.
 
+    What cannot be removed keeps nothing else from it.
+
     Raises:
         RunDirectoryError: a run directory's manifest is damaged.
+        StorageError: some could not be removed; raised after the last line.
     """
+    refused: list[str] = []
     freed_bytes = removed = resumable = in_doubt = 0
     for leftover in _leftovers(directories):
         size = format_bytes(leftover.num_bytes)
@@ -26,19 +31,26 @@ def clean_up(directories: Sequence[Path], *, unfinished: bool, dry_run: bool) ->
             in_doubt += leftover.in_doubt
             yield f"kept     {leftover.folder} ({size}): {_why_kept(leftover)}"
             continue
+        if not dry_run:
+            try:
+                remove_leftover(leftover)
+                if leftover.resumable:
+                    _forget(leftover.run_directory)
+            except OSError as error:
+                refused.append(f"{error.filename or leftover.folder} ({error.strerror})")
+                yield f"kept     {leftover.folder} ({size}): cannot be removed"
+                continue
         removed += 1
         freed_bytes += leftover.num_bytes
         yield f"{'would remove' if dry_run else 'removed '} {leftover.folder} ({size}) of {leftover.run_directory}"
-        if not dry_run:
-            remove_leftover(leftover)
-            if leftover.resumable:
-                _forget(leftover.run_directory)
     verb = "would be " if dry_run else ""
     counted = ((resumable, "that can be resumed"), (in_doubt, "whose run is not where it was"))
     kept = [f"{count} {what}" for count, what in counted if count]
     yield f"{removed} leftover{'' if removed == 1 else 's'} {verb}removed, {format_bytes(freed_bytes)} {verb}freed" + (
         f"; {' and '.join(kept)} kept (--unfinished removes them)" if kept else ""
     )
+    if refused:
+        raise StorageError(f"cannot be removed: {'; '.join(refused)}; change their permissions, or clean as their owner")
 
 
 def _why_kept(leftover: Leftover) -> str:

@@ -47,11 +47,12 @@ def read_metrics(path: Path) -> list[Record]:
     What follows the last good line is left out: a process killed while writing leaves half a line, a power cut may leave zeros.
 
     Raises:
-        RunDirectoryError: a line before the last good one is not JSON.
+        RunDirectoryError: a line before the last good one is not JSON, or one is no record of a step after the one before.
     """
     if not path.exists():
         return []
     records: list[Record] = []
+    last = 0
     bad: tuple[int, str] | None = None
     for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").split("\n"), start=1):
         if not line.strip():
@@ -63,6 +64,13 @@ def read_metrics(path: Path) -> list[Record]:
             continue
         if bad is not None:
             raise RunDirectoryError(f"{path}, line {bad[0]}: not JSON ({bad[1]}); restore the file or remove the line")
+        step = record.get("step") if isinstance(record, dict) else None
+        if type(step) is not int or step <= last:
+            found = f"step {json.dumps(step)}" if step is not None else "no step"
+            raise RunDirectoryError(
+                f"{path}, line {number}: {found}, expected one after step {last}; restore the file or remove the line"
+            )
+        last = step
         records.append(record)
     return records
 

@@ -176,6 +176,23 @@ class RunConfig(BaseModel):
         """Return the learning-rate schedule of a run of `total_steps`."""
         return Schedule(self.lr_schedule, self.warmup_steps, total_steps)
 
+    def engine_options(self, total_steps: int) -> dict[str, Any]:
+        """Return what decides the numbers of a run of `total_steps`, by the engine's names: it is the run's for good."""
+        return {
+            "optimizer": self.optimizer,
+            "schedule": self.schedule(total_steps),
+            "max_grad_norm": self.max_grad_norm or None,
+            "compute_dtype": self.compute_dtype,
+            "moments": self.moments,
+            "tokens_per_step": self.tokens_per_step,
+            "sequence_length": self.sequence_length,
+            "seed": self.seed,
+            "checkpoint_every": self.checkpoint_every,
+            "interpreter": self.interpreter,
+            "compile_blocks": self.compile_blocks,
+            "liger": self.liger,
+        }
+
 
 def read_yaml(path: Path) -> dict[str, Any]:
     """Return the mapping in the YAML file `path`; an empty file is an empty mapping.

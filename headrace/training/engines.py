@@ -19,19 +19,6 @@ from headrace.training.base import Engines, StateKind
 from headrace.training.config import RunConfig
 from headrace.training.run_directory import RunDirectory
 
-# Options that the engine knows by the same name.
-_SAME_NAME = (
-    "tokens_per_step",
-    "sequence_length",
-    "compute_dtype",
-    "moments",
-    "seed",
-    "checkpoint_every",
-    "interpreter",
-    "compile_blocks",
-    "liger",
-)
-
 
 def headrace_engines() -> Engines:
     """Return the engines of this package."""
@@ -77,8 +64,9 @@ def resume(run_directory: Path, *, sink: Sink | None = None) -> Engine:
 
 def _options(config: RunConfig, settings: Settings) -> dict[str, tuple[object, object]]:
     """Return each option that the engine was opened with: what the configuration says now, and what the run began with."""
-    optimizer, begun_with = config.optimizer, settings.optimizer
-    schedule, planned = config.schedule(config.max_steps or 0), settings.schedule
+    options = config.engine_options(config.max_steps or 0)
+    optimizer, begun_with = options.pop("optimizer"), settings.optimizer
+    schedule, planned = options.pop("schedule"), settings.schedule
     return {
         "max_steps": (schedule.total_steps, planned.total_steps),
         "warmup_steps": (schedule.warmup_steps, planned.warmup_steps),
@@ -88,10 +76,9 @@ def _options(config: RunConfig, settings: Settings) -> dict[str, tuple[object, o
         "adam_betas": (optimizer.betas, begun_with.betas),
         "adam_epsilon": (optimizer.eps, begun_with.eps),
         "parameter_groups": (optimizer.groups, begun_with.groups),
-        "max_grad_norm": (config.max_grad_norm or None, settings.max_grad_norm),
         "device_memory": (config.device_memory, settings.device_bytes),
         "host_memory": (config.host_memory, settings.host_bytes),
-        **{name: (getattr(config, name), getattr(settings, name)) for name in _SAME_NAME},
+        **{name: (value, getattr(settings, name)) for name, value in options.items()},
     }
 
 

@@ -3,10 +3,12 @@
 Run: pytest tests/cli/test_cli_clean.py
 """
 
+import errno
 import shutil
+from pathlib import Path
 
 import pytest
-from bad_worlds import World, listing
+from bad_worlds import World, check_refusal, listing
 
 from headrace.cli import main
 from headrace.store import StateStore
@@ -89,3 +91,29 @@ def test_a_run_in_use_is_left_alone(ran: World) -> None:
 def test_a_damaged_manifest_is_said_plainly(ran: World) -> None:
     (ran.run / "state.json").write_text("{")
     assert "state.json" in ran.refused("clean", ran.run)
+
+
+def test_what_cannot_be_removed_is_said_and_keeps_nothing_else(ran: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it is with a folder of another user's."""
+    other = ran.folder / "other-ssd"
+    shutil.copytree(ran.ssd, other)
+    shutil.rmtree(ran.run)
+    unlink = Path.unlink
+
+    def refusing(path: Path, missing_ok: bool = False) -> None:
+        if other in path.parents:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        unlink(path, missing_ok=missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", refusing)
+    before = listing(other)
+    with pytest.raises(SystemExit) as left:
+        main(["clean", str(other), str(ran.ssd), "--unfinished"])
+    assert ran.capsys is not None
+    said = ran.capsys.readouterr()
+    check_refusal(int(left.value.code or 0), said.err)
+    assert f"{other}" in said.err
+    assert "Permission denied" in said.err
+    assert "1 leftover removed" in said.out
+    assert listing(other) == before
+    assert list(ran.ssd.iterdir()) == []

@@ -117,6 +117,31 @@ class TestMetrics:
         with pytest.raises(RunDirectoryError, match="line 2"):
             read_metrics(path)
 
+    @pytest.mark.parametrize(
+        ("line", "found"),
+        [
+            ("[]", "no step"),
+            ('{"loss": 1.0}', "no step"),
+            ('{"step": "3"}', 'step "3"'),
+            ('{"step": 2.5}', "step 2.5"),
+            ('{"step": true}', "step true"),
+            ('{"step": 2}', "step 2"),
+            ('{"step": -1}', "step -1"),
+        ],
+    )
+    def test_a_line_that_is_of_no_later_step_is_named(self, tmp_path: Path, line: str, found: str) -> None:
+        """Its steps say which lines a resumed run drops."""
+        path = tmp_path / "metrics.jsonl"
+        path.write_text(f'{{"step": 1}}\n{{"step": 2}}\n{line}\n{{"step": 4}}\n')
+        with pytest.raises(RunDirectoryError, match=f"line 3: {re.escape(found)}, expected one after step 2"):
+            MetricsFile(path, committed_steps=4)
+        assert path.read_text().count("\n") == 4
+
+    def test_a_line_that_was_removed_is_missed_by_nobody(self, tmp_path: Path) -> None:
+        path = tmp_path / "metrics.jsonl"
+        path.write_text('{"step": 1}\n{"step": 3}\n')
+        assert [record["step"] for record in read_metrics(path)] == [1, 3]
+
     def test_zeros_that_a_power_cut_left_behind_are_dropped(self, tmp_path: Path) -> None:
         path = tmp_path / "metrics.jsonl"
         path.write_bytes(b'{"step": 1}\n\0\0\0\0\n\0\0')
