@@ -7,7 +7,8 @@ the engine has; nothing is computed and nothing is checked. It overwrites the st
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -64,17 +65,22 @@ class _Recorded:
         self._requests.append(Request(self._file, False, offset, data, start, time.monotonic()))
 
 
-def bare_rates(requests: Sequence[Request], repeats: int) -> dict[str, float]:
+def bare_rates(
+    requests: Sequence[Request], repeats: int, *, load: Callable[[], AbstractContextManager[None]] = nullcontext
+) -> dict[str, float]:
     """Return bytes per second of the requests done again: all at once, and slice after slice as training had them.
 
-    The second keeps the order in time: where a step reads first and writes later, a drive cannot do both at once.
+    The second keeps the order in time: where a step reads first and writes later, a drive cannot do both at once. The third is
+    the second while `load` is entered: what the drive gives to those who have nothing else to do, on cores that have.
     """
     num_bytes = sum(request.buffer.size for request in requests)
     slices = sliced(requests, SLICES)
-    free, in_order = [], []
+    free, in_order, beside_load = [], [], []
     for _ in range(repeats):
         free.append(seconds_of(requests))
         in_order.append(sum(seconds_of(part) for part in slices))
+        with load():
+            beside_load.append(sum(seconds_of(part) for part in slices))
     for file in {id(request.file): request.file for request in requests}.values():
         file.sync()
     return {
@@ -83,6 +89,7 @@ def bare_rates(requests: Sequence[Request], repeats: int) -> dict[str, float]:
         "requests": len(requests),
         "bytes_per_second": num_bytes / median(free),
         "in_order_bytes_per_second": num_bytes / median(in_order),
+        "beside_load_bytes_per_second": num_bytes / median(beside_load),
     }
 
 

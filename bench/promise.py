@@ -197,6 +197,7 @@ def row_of(run: Row) -> Row:
         "bare_bytes_per_second": bare["bytes_per_second"] if bare else None,
         "ssd_efficiency": attained / bare["bytes_per_second"] if attained and bare else None,
         "ssd_efficiency_in_order": attained / bare["in_order_bytes_per_second"] if attained and bare else None,
+        "ssd_efficiency_beside_load": attained / bare["beside_load_bytes_per_second"] if attained and bare else None,
         "interference_verb": beside["verb"],
         "compute_slowdown": beside["ratio"],
         "expected_slowdown": beside["expected"],
@@ -230,6 +231,7 @@ RATIOS = {
     "bound_ratio": "step seconds, measured / lower bound",
     "ssd_efficiency": "SSD rate in training / bare loop of the same requests",
     "ssd_efficiency_in_order": "the same, requests in the order of the step",
+    "ssd_efficiency_beside_load": "the same, beside cores that multiply matrices",
     "compute_slowdown": "seconds of compute's operations with an update behind them / alone",
     "slowdown_ratio": "that slowdown, measured / by the core seconds of the other lanes",
 }
@@ -256,7 +258,8 @@ def table_of(results: dict[str, Any]) -> str:
         "plans and bounds for the profile measured just before. Medians over the steps after the warm-up, then over rounds.",
         "",
         "| run | rounds | step s planned | measured | / | host peak GiB planned | measured | / "
-        "| lower bound s | measured / bound | cores' arithmetic s | SSD GB/s | bare GB/s | SSD efficiency (in order) "
+        "| lower bound s | measured / bound | cores' arithmetic s | SSD GB/s | bare GB/s "
+        "| SSD efficiency (in order; beside products) "
         "| compute beside update / alone | by arithmetic (and drives) "
         "| others' CPU s |",
         "|" + "---|" * 17,
@@ -268,7 +271,8 @@ def table_of(results: dict[str, Any]) -> str:
             f"| {_text(row['peak_ratio'])} | {_text(row['bound_seconds'])} | {_text(row['bound_ratio'])} "
             f"| {_text(row['cores_seconds'])} | {_text(row['ssd_bytes_per_second'], 1e9)} "
             f"| {_text(row['bare_bytes_per_second'], 1e9)} | {_text(row['ssd_efficiency'])} "
-            f"({_text(row['ssd_efficiency_in_order'])}) | {_text(row['compute_slowdown'])} ({row['interference_verb']}) "
+            f"({_text(row['ssd_efficiency_in_order'])}; {_text(row['ssd_efficiency_beside_load'])}) "
+            f"| {_text(row['compute_slowdown'])} ({row['interference_verb']}) "
             f"| {_text(row['expected_slowdown'])} ({_text(row['expected_slowdown_with_drives'])}) "
             f"| {_text(row['others_cpu_seconds'])} |"
         )
@@ -296,7 +300,8 @@ NOTES = (
     "where lanes that share a drive, cores or memory slow one another as measured. Cores' arithmetic: all core seconds "
     "over the number of cores; a step may be below it by what compute leaves idle. SSD rate: bytes over the seconds in which a "
     "lane of the SSD or a commit is busy. Bare loop: the last step's requests again, from as many threads, with nothing beside "
-    "them; in order: in ten slices, as the step had them. Compute beside update: operations behind which an update ran, "
+    "them; in order: in ten slices, as the step had them; beside products: so, while as many threads as compute has multiply "
+    "matrices, so that what is still missing is the engine's. Compute beside update: operations behind which an update ran, "
     "against the same ones in a step whose operations run one after the other; by arithmetic: did compute lose the core "
     "seconds that updates, drains and I/O took meanwhile, shared by all cores; and drives: did it lose what the profile says "
     "it loses beside reads and writes, instead of their core seconds.",
@@ -320,7 +325,8 @@ def line_of(run: Row) -> str:
     return (
         f"{head}{row['step_seconds']:.2f} s a step, planned {row['planned_seconds']:.2f} (x {row['seconds_ratio']:.2f}), "
         f"bound {row['bound_seconds']:.2f} (x {row['bound_ratio']:.2f}); peak x {row['peak_ratio']:.2f}; "
-        f"SSD efficiency {_text(row['ssd_efficiency'])}; "
+        f"SSD efficiency {_text(row['ssd_efficiency'])} (in order {_text(row['ssd_efficiency_in_order'])}, "
+        f"beside products {_text(row['ssd_efficiency_beside_load'])}); "
         f"compute beside update x {_text(row['compute_slowdown'])}, by arithmetic x {_text(row['expected_slowdown'])} "
         f"(and drives x {_text(row['expected_slowdown_with_drives'])}); "
         f"others' CPU {row['others_cpu_seconds']:.2f} s"

@@ -7,7 +7,9 @@ set_process_defaults()
 
 import json
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -108,10 +110,30 @@ def main() -> None:
         counted = record.rows[task.warmup]["start_clock"], window[1]
         last = recorder.between(*window)
         seen["ssd"] = ssd_rates(overlapped, requests, *counted)
-        seen["bare"] = bare_rates(last, options.observe) if last else None
+        load = nullcontext if machine.has_device else multiplying
+        seen["bare"] = bare_rates(last, options.observe, load=load) if last else None
         record.settings["observed"] = seen
         engine.close()
     write(record, options.result)
+
+
+@contextmanager
+def multiplying() -> Iterator[None]:
+    """Keep the cores that compute has busy with matrix products, as compute does."""
+    stop = threading.Event()
+
+    def multiply() -> None:
+        left, right = torch.ones(256, 768), torch.ones(768, 2048)
+        while not stop.is_set():
+            torch.mm(left, right)
+
+    thread = threading.Thread(target=multiply)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
 
 
 def batch_after(task: Task) -> np.ndarray:

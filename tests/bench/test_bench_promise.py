@@ -1,6 +1,7 @@
 """The promise table: what is observed is what happened, the bare loop repeats what was asked, and results accumulate."""
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -143,7 +144,10 @@ def test_the_bare_loop_does_again_what_was_asked(tmp_path, engine):
     assert (check == kept).all()
     assert (into == kept[: into.size]).all()
     assert len(recorder.requests) == len(requests), "the bare loop must not go through the recorder"
-    rates = bare_rates(requests, 1)
+    entered = []
+    rates = bare_rates(requests, 1, load=lambda: entered.append(True) or nullcontext())
+    assert entered == [True]
+    assert min(rates[name] for name in rates if name.endswith("_per_second")) > 0
     assert rates["bytes"] == 24 * PAGE
     assert rates["read_share"] == pytest.approx(1 / 3)
     volume_of.close()
@@ -177,7 +181,7 @@ def a_run(name, number, seconds=2.0, **changes):
         "steps": 2,
         "lanes": {"lanes": lanes},
         "ssd": {"bytes": 100, "bytes_per_second": 8.0},
-        "bare": {"bytes_per_second": 10.0, "in_order_bytes_per_second": 9.0},
+        "bare": {"bytes_per_second": 10.0, "in_order_bytes_per_second": 9.0, "beside_load_bytes_per_second": 8.0},
         "interference": {"verb": "backward", "ratio": 1.2, "expected": 1.1, "expected_with_drives": 1.15},
     }
     rows = [{"seconds": 9.0, "others_cpu_seconds": 9.0}, *({"seconds": seconds, "others_cpu_seconds": 0.0},) * 2]
@@ -196,6 +200,7 @@ def test_ratios_are_those_of_a_run_and_medians_those_of_rounds():
     assert row["peak_ratio"] == pytest.approx(0.75)
     assert row["cores_seconds"] == pytest.approx(1.2)
     assert row["ssd_efficiency"] == pytest.approx(0.8)
+    assert row["ssd_efficiency_beside_load"] == pytest.approx(1.0)
     assert row["ssd_bytes_ratio"] == pytest.approx(1.0)
     assert row["busy_seconds"]["compute"] == pytest.approx(2.0)
     failed = a_run("L-256", 0, status="failed with exit code 2", log="")
