@@ -16,7 +16,7 @@ from headrace.plan.base import Plan
 from headrace.plan.endurance import Endurance, endurance
 from headrace.plan.forecast import Forecast, forecast
 from headrace.report.lanes import union_seconds
-from headrace.report.metrics import Record
+from headrace.report.metrics import Record, ssd_bytes, steady_ssd_bytes
 from headrace.spec.ceilings import Ceilings
 from headrace.spec.errors import HeadraceError
 
@@ -253,19 +253,19 @@ def _times(ceilings: Ceilings, names: tuple[str, ...]) -> dict[str, Any]:
 def _io_cpu(records: tuple[Record, ...]) -> IoCpu | None:
     """Return the CPU cost of the traffic; None where it was not counted or nothing moved."""
     counted = [record for record in records if record.keys() >= {"io_cpu_seconds", "bytes_read", "bytes_written"}]
-    moved = sum(record[name].get("ssd", 0) for record in counted for name in ("bytes_read", "bytes_written"))
+    moved = sum(ssd_bytes(record, name) for record in counted for name in ("bytes_read", "bytes_written"))
     if not moved:
         return None
-    spent = sum(float(record["io_cpu_seconds"]) for record in counted)
+    spent = sum(float(part.get("io_cpu_seconds", 0.0)) for record in counted for part in (record, record.get("flushed", {})))
     return IoCpu(step_seconds=spent / len(counted), step_bytes=moved / len(counted))
 
 
 def _written(run: RunFiles) -> Written | None:
     if not run.metrics:
         return None
-    sizes = [int(record.get("bytes_written", {}).get("ssd", 0)) for record in run.metrics]
+    sizes = [ssd_bytes(record, "bytes_written") for record in run.metrics]
     recent = _recent(run.metrics)
-    per_step = sum(int(record.get("bytes_written", {}).get("ssd", 0)) for record in recent) / len(recent)
+    per_step = steady_ssd_bytes(run.metrics[-_RECENT_STEPS - 1 :], "bytes_written") or 0.0
     total, done = run.total_steps, int(run.metrics[-1]["step"])
     steps = max(total or done, done)
     wear = None

@@ -147,6 +147,12 @@ def _are_numbers(value: Any) -> bool:
     return isinstance(value, dict) and all(map(_is_number, value.values()))
 
 
+def _is_flushed(value: Any) -> bool:
+    if not isinstance(value, dict) or not _is_number(value.get("io_cpu_seconds")):
+        return False
+    return all(_are_numbers(value.get(name)) for name in ("bytes_read", "bytes_written"))
+
+
 def _are_lanes(value: Any) -> bool:
     names = ("busy_seconds", "idle_seconds", "bytes")
     return isinstance(value, dict) and all(_are_numbers(use) and all(name in use for name in names) for use in value.values())
@@ -164,6 +170,7 @@ _STEP_FIELDS: Mapping[str, Callable[[Any], bool]] = {
     "bytes_read": _are_numbers,
     "bytes_written": _are_numbers,
     "peak_bytes": _are_numbers,
+    "flushed": _is_flushed,
 }
 _LANE_FIELDS: Mapping[str, Callable[[Any], bool]] = {"step": _is_count, "seconds": _is_number, "lanes": _are_lanes}
 

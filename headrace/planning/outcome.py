@@ -4,14 +4,12 @@ Invariant: every tier of the plan has its row; what was not measured is null, an
 """
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from headrace.planning.report import PlanReport
-
-# A line of `metrics.jsonl`.
-Record = Mapping[str, Any]
+from headrace.report.metrics import Record, steady_ssd_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,14 +92,13 @@ def outcome_of(report: PlanReport, records: Sequence[Record]) -> Outcome:
         ("bytes_written", "ssd_bytes_written_per_step", "ssd written/step"),
     )
     for recorded, key, name in traffic:
-        amounts = [record[recorded]["ssd"] for record in steady if "ssd" in record[recorded]]
         rows.append(
             OutcomeRow(
                 key=key,
                 name=name,
                 unit="bytes",
                 planned=getattr(forecast, key) if forecast else None,
-                measured=statistics.fmean(amounts) if amounts else None,
+                measured=steady_ssd_bytes(records, recorded),
             )
         )
     return Outcome(

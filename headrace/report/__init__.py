@@ -2,7 +2,7 @@
 
 from headrace.report.card import CardFacts, model_card
 from headrace.report.lanes import LanesFile, read_recording
-from headrace.report.metrics import MetricsFile, metrics_record, read_metrics
+from headrace.report.metrics import MetricsFile, metrics_record, read_metrics, ssd_bytes, steady_ssd_bytes
 from headrace.report.progress import LineProgress, LiveProgress
 from headrace.report.sinks import Reporter, Reporters
 from headrace.report.tensorboard import TensorBoard
@@ -24,5 +24,7 @@ __all__ = [
     "model_card",
     "read_metrics",
     "read_recording",
+    "ssd_bytes",
+    "steady_ssd_bytes",
     "trainer_state",
 ]

@@ -7,6 +7,7 @@ Invariant: each step occurs once, in order, also after crashes. A resumed run dr
 import json
 import math
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -52,7 +53,7 @@ def read_metrics(path: Path) -> list[Record]:
     if not path.exists():
         return []
     records: list[Record] = []
-    last = 0
+    last = -1
     bad: tuple[int, str] | None = None
     for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").split("\n"), start=1):
         if not line.strip():
@@ -66,9 +67,10 @@ def read_metrics(path: Path) -> list[Record]:
             raise RunDirectoryError(f"{path}, line {bad[0]}: not JSON ({bad[1]}); restore the file or remove the line")
         step = record.get("step") if isinstance(record, dict) else None
         if type(step) is not int or step <= last:
-            found = f"step {json.dumps(step)}" if step is not None else "no step"
+            found = "no step" if step is None else f"step {json.dumps(step)}"
+            after = f" after step {last}" if records else ""
             raise RunDirectoryError(
-                f"{path}, line {number}: {found}, expected one after step {last}; restore the file or remove the line"
+                f"{path}, line {number}: {found}{after}, expected a later one; restore the file or remove the line"
             )
         last = step
         records.append(record)
@@ -112,12 +114,33 @@ class MetricsFile:
                 write_whole(self._path, "".join(json.dumps(record) + "\n" for record in self.records))
 
 
-def _add(record: Record, flushed: Flushed) -> None:
+def ssd_bytes(record: Record, name: str) -> int:
+    """Return the bytes of `name` (`bytes_read` or `bytes_written`) that moved in a step and, where one followed, in a flush."""
+    return sum(int(amounts.get(name, {}).get("ssd", 0)) for amounts in (record, record.get("flushed", {})))
+
+
+def steady_ssd_bytes(records: Sequence[Record], name: str) -> float | None:
+    """Return the mean bytes of `name` of one step in the middle of a run; None where none were counted.
+
+    What a step leaves to do runs on into the next: the first step of a process lacks what the flush after its last one has. So
+    the first record is left out, and so is the last one's flush, but of a single one.
+    """
+    steady = [record for record in (records[1:] or records) if "ssd" in record.get(name, {})]
+    if not steady:
+        return None
+    total = sum(ssd_bytes(record, name) for record in steady)
+    if len(records) > 1:
+        total -= ssd_bytes(steady[-1], name) - int(steady[-1][name]["ssd"])
+    return total / len(steady)
+
+
+def _add(record: Record, moved: Flushed) -> None:
+    """Keep what a flush moved apart: the step's own figures are those of a step that others follow."""
+    known = record.setdefault("flushed", {"bytes_read": {}, "bytes_written": {}, "io_cpu_seconds": 0.0})
     for name in ("bytes_read", "bytes_written"):
-        amounts = record.setdefault(name, {})
-        for tier, size in getattr(flushed, name).items():
-            amounts[tier] = amounts.get(tier, 0) + size
-    record["io_cpu_seconds"] = round(record.get("io_cpu_seconds", 0.0) + flushed.io_cpu_seconds, 6)
+        for tier, size in getattr(moved, name).items():
+            known[name][tier] = known[name].get(tier, 0) + size
+    known["io_cpu_seconds"] = round(known["io_cpu_seconds"] + moved.io_cpu_seconds, 6)
 
 
 def _finite(value: float | None) -> float | None:

@@ -157,8 +157,9 @@ class TestPage:
         ("name", "change", "word"),
         [
             ("metrics.jsonl", {"seconds": None}, "seconds"),
-            ("metrics.jsonl", {"step": "x"}, "step"),
-            ("metrics.jsonl", {"step": True}, "step"),
+            ("metrics.jsonl", {"flushed": 5}, "flushed"),
+            ("metrics.jsonl", {"flushed": {"bytes_read": {}, "bytes_written": {"ssd": "x"}, "io_cpu_seconds": 0}}, "flushed"),
+            ("metrics.jsonl", {"flushed": {"bytes_read": {}, "bytes_written": {}}}, "flushed"),
             ("metrics.jsonl", {"tokens": [1]}, "tokens"),
             ("metrics.jsonl", {"loss": "abc"}, "loss"),
             ("metrics.jsonl", {"lr": {}}, "lr"),
@@ -183,7 +184,17 @@ class TestPage:
         (run / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
         assert page_of(run).identities >= set(SECTIONS)
         told = summary(read_run(run))["missing"]
-        assert any(words.startswith(f"{name} cannot be read (line 2 has {word}") for words in told), told
+        assert any(words.startswith(f"{name} cannot be read (") and f"line 2 has {word}" in words for words in told), told
+
+    @pytest.mark.parametrize("step", ["x", True, None, 1])
+    def test_a_step_that_is_none_becomes_a_sentence(self, step: object, tmp_path: Path) -> None:
+        run = write_run(tmp_path / "run")
+        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        lines[1]["step"] = lines[0]["step"] if step == 1 and step is not True else step
+        (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        assert page_of(run).identities >= set(SECTIONS)
+        told = summary(read_run(run))["missing"]
+        assert any(words.startswith("metrics.jsonl cannot be read (") and "line 2: " in words for words in told), told
 
     @pytest.mark.parametrize("name", EVERY_FILE)
     @pytest.mark.parametrize("content", ["[" * 100_000, "9" * 5000, "{}", '{"units": 5}', '{"version": 1, "steps": "x"}'])

@@ -33,6 +33,8 @@ from headrace.report import (
     metrics_record,
     model_card,
     read_metrics,
+    ssd_bytes,
+    steady_ssd_bytes,
 )
 from headrace.report.progress import StepClock
 from headrace.spec.errors import RunDirectoryError
@@ -97,19 +99,41 @@ class TestMetrics:
         assert [record["step"] for record in read_metrics(path)] == list(range(1, committed + second + 1))
         assert after.records == read_metrics(path)
 
-    def test_what_a_flush_moved_is_the_last_steps(self, tmp_path: Path) -> None:
+    def test_what_a_flush_moved_is_kept_apart_in_the_last_steps_line(self, tmp_path: Path) -> None:
         metrics = MetricsFile(tmp_path / "metrics.jsonl")
         metrics(step(1, io_cpu_seconds=0.5))
         metrics(step(2, bytes_written={}))
-        metrics(Flushed(bytes_read={"ssd": 5}, bytes_written={"ssd": 7}, io_cpu_seconds=0.25))
+        metrics(Flushed(bytes_read={"ssd": 5}, bytes_written={"ssd": 4}, io_cpu_seconds=0.25))
+        metrics(Flushed(bytes_read={}, bytes_written={"ssd": 3}, io_cpu_seconds=0.25))
         metrics.close()
         metrics.close()
         first, second = read_metrics(tmp_path / "metrics.jsonl")
         assert first == metrics_record(step(1, io_cpu_seconds=0.5))
-        assert second["bytes_read"] == {"ssd": 14_000_000_005}
-        assert second["bytes_written"] == {"ssd": 7}
-        assert second["io_cpu_seconds"] == 0.25
+        moved = {"bytes_read": {"ssd": 5}, "bytes_written": {"ssd": 7}, "io_cpu_seconds": 0.5}
+        assert second == {**metrics_record(step(2, bytes_written={})), "flushed": moved}
+        assert (ssd_bytes(second, "bytes_read"), ssd_bytes(second, "bytes_written")) == (14_000_000_005, 7)
         assert metrics.records == [first, second]
+
+    @pytest.mark.parametrize(
+        ("written", "flushes", "mean"),
+        [
+            ([0, 6, 6], {2: 6}, 6),  # what a step leaves is written in the next one, what the last leaves in the flush
+            ([2, 6, 6, 6], {3: 4}, 6),
+            ([0, 6, 6, 0, 6, 6], {2: 6, 5: 6}, 6),  # two processes
+            ([0], {0: 6}, 6),
+            ([6, 6], {}, 6),
+            ([0, 12, 0, 12, 0], {4: 12}, 6),
+        ],
+    )
+    def test_the_mean_of_steady_steps_has_as_many_ends_as_beginnings(
+        self, written: list[int], flushes: dict[int, int], mean: float
+    ) -> None:
+        records: list[Any] = [{"bytes_written": {"ssd": size}} for size in written]
+        for index, size in flushes.items():
+            records[index]["flushed"] = {"bytes_read": {}, "bytes_written": {"ssd": size}, "io_cpu_seconds": 0.0}
+        assert steady_ssd_bytes(records, "bytes_written") == mean
+        assert steady_ssd_bytes(records, "bytes_read") is None
+        assert sum(ssd_bytes(record, "bytes_written") for record in records) == sum(written) + sum(flushes.values())
 
     def test_a_broken_line_in_the_middle_is_named(self, tmp_path: Path) -> None:
         path = tmp_path / "metrics.jsonl"
@@ -133,7 +157,7 @@ class TestMetrics:
         """Its steps say which lines a resumed run drops."""
         path = tmp_path / "metrics.jsonl"
         path.write_text(f'{{"step": 1}}\n{{"step": 2}}\n{line}\n{{"step": 4}}\n')
-        with pytest.raises(RunDirectoryError, match=f"line 3: {re.escape(found)}, expected one after step 2"):
+        with pytest.raises(RunDirectoryError, match=f"line 3: {re.escape(found)} after step 2, expected a later one"):
             MetricsFile(path, committed_steps=4)
         assert path.read_text().count("\n") == 4
 
