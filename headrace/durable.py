@@ -31,16 +31,42 @@ def write_whole(path: Path, text: str) -> None:
     """
     beside = path.with_name(path.name + ".new")
     try:
-        with beside.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
+        _write_synced(beside, "w", text)
         beside.replace(path)
     except BaseException:
         with contextlib.suppress(OSError):
             beside.unlink()
         raise
     sync(path.parent)
+
+
+def write_new(path: Path, text: str) -> None:
+    """As `write_whole`, but for a file that nobody has made: of several processes one succeeds.
+
+    Raises:
+        FileExistsError: it is there.
+        OSError: it cannot be written.
+    """
+    beside = path.with_name(f"{path.name}.{os.getpid()}.new")
+    try:
+        _write_synced(beside, "w", text)
+        try:
+            os.link(beside, path)
+        except FileExistsError:
+            raise
+        except OSError:  # a file system without links
+            _write_synced(path, "x", text)
+    finally:
+        with contextlib.suppress(OSError):
+            beside.unlink()
+    sync(path.parent)
+
+
+def _write_synced(path: Path, mode: str, text: str) -> None:
+    with path.open(mode, encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 @contextlib.contextmanager

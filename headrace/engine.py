@@ -1,6 +1,7 @@
 """The engine: builds the parts, owns them, and offers steps, resume and export. The only place where parts meet."""
 
 import contextlib
+import json
 import math
 import tempfile
 import time
@@ -33,7 +34,7 @@ from headrace.spec.events import Event, Notice, Planned, Sink, StepResult
 from headrace.spec.layout import plane_set
 from headrace.spec.optimizer import AdamW, Schedule
 from headrace.spec.program import Lane
-from headrace.spec.settings import Settings
+from headrace.spec.settings import PROVENANCE_NAME, Settings
 from headrace.spec.sizes import format_bytes
 from headrace.store import StateStore
 from headrace.update import AdamWRule, HitRate, LossScale, StepHyper, Updater
@@ -467,6 +468,11 @@ class Engine:
         return self.num_steps
 
     @property
+    def provenance(self) -> dict[str, Any]:
+        """What the newest weights are: of which run, after how many steps."""
+        return {"run_id": self.store.manifest.run_id, "steps": self.num_steps}
+
+    @property
     def supports_packing(self) -> bool:
         """Whether samples may share a row, told apart by restarting position ids alone."""
         return self.chain.supports_packing
@@ -474,10 +480,12 @@ class Engine:
     def save_pretrained(self, out_dir: str | Path) -> None:
         """Write the newest weights as an ordinary Hugging Face directory, in constant memory.
 
-        Tensors have the names, layout and dtype of the checkpoint that was opened; tokenizer files come along.
+        Tensors have the names, layout and dtype of the checkpoint that was opened; tokenizer files come along. `headrace.json`
+        has the `provenance`.
         """
         self.flush()
-        Exporter(self._checkpoint, self.chain, Path(out_dir), read_unit=UnitReader(self.store, self.chain.layouts)).write()
+        reader, notes = UnitReader(self.store, self.chain.layouts), {PROVENANCE_NAME: json.dumps(self.provenance) + "\n"}
+        Exporter(self._checkpoint, self.chain, Path(out_dir), reader, notes=notes).write()
         self._traffic.moved()  # what an export reads is no step's
 
     # -- ends -------------------------------------------------------------------------------------------------------

@@ -107,17 +107,22 @@ def export_run(run_directory: Path, out: Path) -> None:
         raise RunDirectoryError(f"{out} exists; name a directory that does not, nothing was written")
     run = RunDirectory(run_directory.absolute())
     run.read_config()  # says so if this is no run at all
+    if os.path.realpath(out) == os.path.realpath(run.final):
+        raise RunDirectoryError(f"{out} is where the finished model of this run goes; name another directory")
 
+    from headrace.store import lock_holder
     from headrace.training.engines import headrace_engines  # late, because it imports the kernels' compiler
 
     engines = headrace_engines()
     kind = engines.state_of(run.path)
     if kind is StateKind.COMMITTED:
-        with engines.resume(run.path) as engine, _repeatable(run):
+        with engines.resume(run.path, to_train=False) as engine, _repeatable(run):
             engine.save_pretrained(out.absolute())
     elif run.final.is_dir():
         with _repeatable(run):
             _copy_final(run.final, out.absolute())
+    elif (holder := lock_holder(run.path)) is not None:
+        raise RunDirectoryError(f"{run.path}: process {holder} imports the model; export it once steps are committed")
     else:
         raise RunDirectoryError(f"{run.path}: the run was stopped before its first commit; `headrace resume` begins it again")
 

@@ -8,8 +8,9 @@ appears whole or not at all.
 import errno
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -38,17 +39,26 @@ class Exporter:
     """Exports a chain whose weights came from `checkpoint` to `out_dir`, which must not exist or be empty.
 
     `read_unit(unit)` returns the flat weight plane of a unit and the plane that completes its master (or None); the arrays are
-    used until the next call. Shards hold about `shard_bytes` (decimal gigabytes are usual).
+    used until the next call. Shards hold about `shard_bytes` (decimal gigabytes are usual). `notes` are texts by the names of
+    the files that get them.
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, chain: Chain, out_dir: str | Path, read_unit: ReadUnit, *, shard_bytes: int = 5 * 10**9
+        self,
+        checkpoint: Checkpoint,
+        chain: Chain,
+        out_dir: str | Path,
+        read_unit: ReadUnit,
+        *,
+        shard_bytes: int = 5 * 10**9,
+        notes: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self._weights = chain.attach(checkpoint)
         self._chain = chain
         self._out = Path(out_dir)
         self._read_unit = read_unit
         self._shard_bytes = shard_bytes
+        self._notes = notes
 
     def write(self) -> Path:
         """Write the directory and return its path.
@@ -72,6 +82,8 @@ class Exporter:
                 self._check_space(partial)
                 self._write_weights(partial)
                 _copy_files(self._weights.checkpoint.directory, partial)
+                for name, text in self._notes.items():
+                    (partial / name).write_text(text, encoding="utf-8")
         except OSError as error:
             raise error if isinstance(error, HeadraceError) else self._refusal(error) from error
         return self._out

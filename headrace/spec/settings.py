@@ -9,6 +9,9 @@ from headrace.spec.errors import ConfigError
 from headrace.spec.layout import plane_set
 from headrace.spec.optimizer import AdamW, ParameterGroup, Schedule
 
+# The file of an exported model that says what it is: of which run, after how many steps.
+PROVENANCE_NAME = "headrace.json"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:

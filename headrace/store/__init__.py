@@ -2,8 +2,8 @@
 
 from headrace.store.checksum import checksum, checksum_reference
 from headrace.store.directories import OpenFile, open_direct
-from headrace.store.leftovers import Leftover, find_leftovers, leftovers_of, remove_leftover
-from headrace.store.lock import lock_holder
+from headrace.store.leftovers import Leftover, find_leftovers, leftovers_of, remove_leftover, remove_uncommitted
+from headrace.store.lock import RunLock, lock_holder
 from headrace.store.manifest import Manifest, read_manifest
 from headrace.store.places import GroupKind, GroupPlace, Places, place_units
 from headrace.store.state import StateStore
@@ -17,6 +17,7 @@ __all__ = [
     "OpenFile",
     "Places",
     "Progress",
+    "RunLock",
     "StateStore",
     "checksum",
     "checksum_reference",
@@ -27,4 +28,5 @@ __all__ = [
     "place_units",
     "read_manifest",
     "remove_leftover",
+    "remove_uncommitted",
 ]

@@ -12,7 +12,7 @@ from pathlib import Path
 from headrace.spec.errors import ConfigError, RunDirectoryError
 from headrace.store.directories import owner_of, remove_folder
 from headrace.store.lock import RunLock, lock_holder
-from headrace.store.manifest import MANIFEST_NAME, UNMADE_NAME, data_folder, read_manifest
+from headrace.store.manifest import MANIFEST_NAME, RECORD_NAMES, UNMADE_NAME, data_folder, read_manifest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +74,28 @@ def remove_leftover(leftover: Leftover) -> None:
     finally:
         if lock is not None:
             lock.release()
+
+
+def remove_uncommitted(run_directory: Path) -> None:
+    """Remove a state that was never committed, and its records, for a run that begins anew. The caller holds the run's lock,
+    and has seen that there is no commit. Folders of a run of which this one is a copy stay.
+
+    Raises:
+        RunDirectoryError: the manifest is damaged, or another process works on a folder.
+    """
+    manifest, here = read_manifest(run_directory), run_directory.resolve()
+    for directory in manifest.directories:
+        folder = data_folder(directory, manifest.run_id)
+        owner = owner_of(folder)
+        if owner is None or (owner[1] != here and _run_in(owner[1], manifest.run_id, folder) is _Run.KNOWS_IT):
+            continue
+        lock = RunLock(folder, needed=False)
+        try:
+            remove_folder(folder)
+        finally:
+            lock.release()
+    for name in (MANIFEST_NAME, *RECORD_NAMES):
+        (run_directory / name).unlink(missing_ok=True)
 
 
 def remove_unmade(run_directory: Path) -> None:

@@ -32,6 +32,10 @@ class RunningEngine(Protocol):
     def position(self) -> Any:
         """The JSON value stored with the last committed step; None before the first."""
 
+    @property
+    def provenance(self) -> dict[str, Any]:
+        """What the newest weights are, as JSON values: of which run, after how many steps. An export has it in a file."""
+
     def step(self, batch: Mapping[str, torch.Tensor], *, position: Any = None) -> StepResult:
         """Take one optimizer step."""
 

@@ -13,7 +13,7 @@ from headrace.spec.events import Sink
 from headrace.spec.layout import UnitLayout
 from headrace.spec.optimizer import AdamW
 from headrace.spec.settings import Settings
-from headrace.store import leftovers_of, read_manifest, remove_leftover
+from headrace.store import RunLock, read_manifest, remove_uncommitted
 from headrace.store.manifest import MANIFEST_NAME, RECORD_NAMES
 from headrace.training.base import Engines, StateKind
 from headrace.training.config import RunConfig
@@ -25,11 +25,12 @@ def headrace_engines() -> Engines:
     return Engines(Engine.open, resume, supports_packing, state_of, discard)
 
 
-def resume(run_directory: Path, *, sink: Sink | None = None) -> Engine:
+def resume(run_directory: Path, *, sink: Sink | None = None, to_train: bool = True) -> Engine:
     """Return `Engine.resume`, after a look at whether the model directory is still the one that the run began with.
 
     The weights come from the state; but the model directory gives the architecture, and its tensors' names for the export.
-    Nor may `config.yaml` say anything else than what the run began with: it would be passed over without a word.
+    Nor, if it is opened `to_train`, may `config.yaml` say anything else than what the run began with: it would be passed over
+    without a word.
 
     Raises:
         RunDirectoryError, CorruptData: see `Engine.resume`; or the model or an option is another one.
@@ -53,7 +54,7 @@ def resume(run_directory: Path, *, sink: Sink | None = None) -> Engine:
 
     def check(settings: Settings) -> None:
         for name, (now, then) in _options(config, settings).items():
-            if now != then:
+            if to_train and now != then:
                 raise RunDirectoryError(
                     f"{run_directory}: config.yaml has {name} {now}, the run began with {then} and goes on with that; put it "
                     "back. To train otherwise, begin a run from its model (`headrace export`, or `final`)"
@@ -106,13 +107,17 @@ def state_of(run_directory: Path) -> StateKind:
 
 
 def discard(run_directory: Path) -> None:
-    """Remove the engine's files of a run from its SSD directories and from `run_directory`.
+    """Remove the engine's files of a run that was never committed, from its SSD directories and from `run_directory`. What
+    another process has committed meanwhile stays: whoever begins a run there is told.
 
     Raises:
-        ConfigError: a living process holds the run.
+        RunDirectoryError: a living process holds the run: it may be in the middle of its import.
     """
-    if (run_directory / MANIFEST_NAME).exists():
-        for leftover in leftovers_of(run_directory):
-            remove_leftover(leftover)
-    for name in (MANIFEST_NAME, *RECORD_NAMES):
-        (run_directory / name).unlink(missing_ok=True)
+    if not (run_directory / MANIFEST_NAME).exists():
+        return
+    lock = RunLock(run_directory)
+    try:
+        if state_of(run_directory) is StateKind.BEGUN:
+            remove_uncommitted(run_directory)
+    finally:
+        lock.release()

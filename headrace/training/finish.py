@@ -3,11 +3,14 @@
 Invariant: the state is removed only after the model lies complete in `final/`; interrupted anywhere, `resume` ends it again.
 """
 
+import json
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 from headrace.report import CardFacts, model_card
 from headrace.report.metrics import Record
 from headrace.spec.errors import ExportFailed
+from headrace.spec.settings import PROVENANCE_NAME
 from headrace.training.base import RunningEngine
 from headrace.training.config import RunConfig
 from headrace.training.run_directory import RunDirectory
@@ -24,8 +27,9 @@ def write_final(engine: RunningEngine, run: RunDirectory, config: RunConfig, rec
         StorageError: the same of the card.
     """
     try:
-        # The export appears complete or not at all: one that is there is done. An empty directory, or a link to one, is none.
-        if not (run.final / "config.json").exists():
+        # The export appears complete or not at all, and says what it is: one that is there is done.
+        if _provenance(run.final) != engine.provenance:
+            _refuse_another(run.final)
             engine.save_pretrained(run.final)
     except ExportFailed as error:
         raise ExportFailed(
@@ -44,6 +48,20 @@ def write_final(engine: RunningEngine, run: RunDirectory, config: RunConfig, rec
         (run.final / "README.md").write_text(model_card(facts), encoding="utf-8")
     if not config.keep_state:
         engine.remove_state()
+
+
+def _provenance(model: Path) -> object:
+    """Return what the export in `model` says that it is; None where there is none, or it says nothing."""
+    try:
+        return json.loads((model / PROVENANCE_NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def _refuse_another(final: Path) -> None:
+    """Refuse to take what somebody else put there for this run's model: its state would be removed then."""
+    if final.exists() and (not final.is_dir() or any(final.iterdir())):
+        raise ExportFailed(f"export to {final}: something else is there, which is kept; move it away")
 
 
 def installed_versions() -> dict[str, str]:

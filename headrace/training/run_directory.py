@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headrace.durable import write_whole
+from headrace.durable import write_new, write_whole
 from headrace.plan.given import PLAN_NAME
 from headrace.spec.errors import DiskFull, HeadraceError, InputError, RunDirectoryError, StorageError
 from headrace.training.config import RunConfig
@@ -103,14 +103,18 @@ class RunDirectory:
         """Make the directory, write the options, and return the directories that had to be made, the innermost first.
 
         Raises:
-            RunDirectoryError: the directory cannot be made, or not written to.
+            RunDirectoryError: the directory cannot be made, or not written to; or another run has taken it since `check_new`.
         """
+        self.check_new()
         made = tuple(path for path in (self.path, *self.path.parents) if not path.exists())
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            write_whole(self.config, config.to_yaml())
+            write_new(self.config, config.to_yaml())
+        except FileExistsError:
+            self.check_new()
+            raise
         except OSError as error:
-            self.forget(made)
+            self._remove(made)
             raise RunDirectoryError(
                 f"output: {self.path} cannot be written ({error.strerror}); name another directory with --output"
             ) from error
@@ -148,8 +152,16 @@ class RunDirectory:
         )
 
     def forget(self, made: Sequence[Path]) -> None:
-        """Undo `write_config`, which returned `made`, after the run could not be started. Nothing else is touched."""
+        """Undo `write_config`, which returned `made`, after the run could not be started. Nothing else is touched: where there
+        is more than the options, another process has begun the run by them.
+        """
         with contextlib.suppress(OSError):
-            self.config.unlink(missing_ok=True)
+            if {path.name for path in self.path.iterdir()} == {self.config.name}:
+                self.config.unlink()
+                self._remove(made)
+
+    @staticmethod
+    def _remove(made: Sequence[Path]) -> None:
+        with contextlib.suppress(OSError):
             for directory in made:
                 directory.rmdir()

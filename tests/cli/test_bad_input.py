@@ -22,9 +22,10 @@ from bad_worlds import POSITIONS, VOCABULARY, World, check_refusal, listing, sav
 from safetensors.torch import load_file, save_file
 from transformers import T5Config
 
+from headrace.cli import main
 from headrace.cli.runs import run_config
 from headrace.ioengine import describe_directory
-from headrace.store import read_manifest
+from headrace.store import StateStore, read_manifest
 from headrace.store.manifest import MANIFEST_NAME, RECORD_NAMES
 from headrace.store.places import place_units
 from headrace.store.record import unpack_record
@@ -329,6 +330,29 @@ class TestResume:
         said = ran.refused("resume", ran.run)
         assert f"config.yaml has {name} " in said
         assert f"the run began with {then} and goes on with that" in said
+
+    def test_an_export_asks_for_no_options(self, ran: World) -> None:
+        """It trains nothing; and the refusal of edited options names it as the way out."""
+        path = ran.run / "config.yaml"
+        path.write_text(yaml.safe_dump(yaml.safe_load(path.read_text()) | {"learning_rate": 0.25}))
+        assert "headrace export" in ran.refused("resume", ran.run)
+        with pytest.raises(SystemExit) as left:
+            main(["export", str(ran.run), str(ran.folder / "out")])
+        assert not left.value.code
+        provenance = json.loads((ran.folder / "out" / "headrace.json").read_text())
+        assert provenance == {"run_id": read_manifest(ran.run).run_id, "steps": 2}
+
+    def test_an_export_to_where_the_finished_model_goes(self, ran: World) -> None:
+        shutil.rmtree(ran.run / "final")
+        assert "where the finished model of this run goes" in ran.refused("export", ran.run, ran.run / "final")
+
+    def test_an_export_of_a_run_that_imports(self, ran: World) -> None:
+        shutil.rmtree(ran.run / "final")
+        with StateStore.open(ran.run, sink=lambda event: None):
+            for name in RECORD_NAMES:
+                (ran.run / name).write_bytes(bytes((ran.run / name).stat().st_size))
+            said = ran.refused("export", ran.run, ran.folder / "out")
+        assert f"process {os.getpid()} imports the model" in said
 
     def test_a_model_directory_that_was_replaced(self, ran: World) -> None:
         shutil.rmtree(ran.model)

@@ -104,7 +104,7 @@ def test_in_mid_run_the_state_is_safe(
 
 
 def test_the_options_of_a_run_have_no_space_before_it_begins(world: World, fill: Callable[..., None]) -> None:
-    fill("config.yaml.new")
+    fill("config.yaml.*.new")
     said = refused(world, *world.train_words())
     assert f"output: {world.run} cannot be written ({NO_SPACE})" in said
     assert not world.run.exists()

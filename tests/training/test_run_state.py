@@ -3,25 +3,28 @@
 Run: pytest tests/training/test_run_state.py
 """
 
+import os
+import shutil
 from pathlib import Path
 
+import pytest
+
+from headrace.spec.errors import RunDirectoryError
 from headrace.spec.events import Event
 from headrace.spec.layout import PLANE_SETS, lay_out
 from headrace.store import StateStore
 from headrace.training.base import StateKind
-from headrace.training.engines import state_of
+from headrace.training.engines import discard, state_of
 
 
 def ignore(event: Event) -> None:
     """Sink of a test that does not look at events."""
 
 
-def test_only_a_commit_makes_a_run_committed(tmp_path: Path) -> None:
-    run, ssd = tmp_path / "run", tmp_path / "ssd"
-    ssd.mkdir()
-    assert state_of(run) is StateKind.NONE
+def create(run: Path, ssd: Path) -> StateStore:
+    ssd.mkdir(exist_ok=True)
     layouts = (lay_out("prologue", [("embed.weight", (40, 32), (1.0, 0.1))]),)
-    store = StateStore.create(
+    return StateStore.create(
         run,
         [ssd],
         layouts,
@@ -32,8 +35,58 @@ def test_only_a_commit_makes_a_run_committed(tmp_path: Path) -> None:
         sink=ignore,
         allow_tmpfs=True,
     )
+
+
+def test_only_a_commit_makes_a_run_committed(tmp_path: Path) -> None:
+    run, ssd = tmp_path / "run", tmp_path / "ssd"
+    assert state_of(run) is StateKind.NONE
+    store = create(run, ssd)
     assert state_of(run) is StateKind.BEGUN
     store.commit({"step": 0})
     assert state_of(run) is StateKind.COMMITTED
     store.close()
     assert state_of(run) is StateKind.COMMITTED
+
+
+def test_a_run_that_imports_in_another_process_is_not_discarded(tmp_path: Path) -> None:
+    """`headrace resume` beside a `headrace train` that imports: it is begun and not committed, and lives."""
+    run, ssd = tmp_path / "run", tmp_path / "ssd"
+    store = create(run, ssd)
+    before = {path: path.stat().st_ino for folder in (run, ssd) for path in folder.rglob("*")}
+    with pytest.raises(RunDirectoryError, match=f"{run}: in use by process {os.getpid()}"):
+        discard(run)
+    assert {path: path.stat().st_ino for folder in (run, ssd) for path in folder.rglob("*")} == before
+    store.commit({"step": 1})
+    store.close()
+    with StateStore.open(run, sink=ignore) as again:
+        assert again.record == {"step": 1}
+
+
+def test_a_run_that_was_killed_in_its_import_is_discarded(tmp_path: Path) -> None:
+    run, ssd = tmp_path / "run", tmp_path / "ssd"
+    create(run, ssd).close()
+    (run / "config.yaml").touch()
+    discard(run)
+    assert list(ssd.iterdir()) == []
+    assert {path.name for path in run.iterdir()} <= {"config.yaml", "lock"}
+    create(run, ssd).close()
+    discard(tmp_path / "nothing")
+
+
+def test_what_was_committed_meanwhile_is_not_discarded(tmp_path: Path) -> None:
+    run, ssd = tmp_path / "run", tmp_path / "ssd"
+    with create(run, ssd) as store:
+        store.commit({"step": 1})
+    discard(run)
+    assert state_of(run) is StateKind.COMMITTED
+    assert any(ssd.iterdir())
+
+
+def test_a_copy_that_is_discarded_leaves_the_first_ones_state(tmp_path: Path) -> None:
+    run, ssd, copy = tmp_path / "run", tmp_path / "ssd", tmp_path / "copy"
+    create(run, ssd).close()
+    shutil.copytree(run, copy)
+    before = sorted(ssd.rglob("*"))
+    discard(copy)
+    assert sorted(ssd.rglob("*")) == before
+    assert state_of(run) is StateKind.BEGUN

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from transformers import TrainerState
 
 from headrace.planning import explain, report_of
 from headrace.report import read_metrics
-from headrace.spec.errors import ConfigError, DataError, ModelError, PlanInfeasible, RunDirectoryError, StepFailed
+from headrace.spec.errors import ConfigError, DataError, ExportFailed, ModelError, PlanInfeasible, RunDirectoryError, StepFailed
 from headrace.spec.events import Notice, OpDone, StepResult
 from headrace.training import Interrupted, RunConfig, data, resume, train
 
@@ -212,6 +213,29 @@ class TestResume:
         assert resume(options["output"], engines=host.engines()).steps == 8
         assert (options["output"] / "final" / "README.md").exists()
 
+    @pytest.mark.parametrize("linked", [False, True])
+    @pytest.mark.parametrize("steps", [3, None])
+    def test_another_model_in_final_is_not_taken_for_this_runs(
+        self, options: dict[str, Any], tmp_path: Path, linked: bool, steps: int | None
+    ) -> None:
+        """An export of an earlier step, or a link to whatever; the state would be removed, and with it the training."""
+        with pytest.raises(StepFailed):
+            train(RunConfig.of(options), engines=FakeHost(script={3: broken}).engines())
+        final, other = options["output"] / "final", tmp_path / "other"
+        other.mkdir()
+        (other / "config.json").write_text("{}")
+        (other / "weights").write_text("another's")
+        if steps is not None:
+            (other / "headrace.json").write_text(json.dumps({"run_id": str(options["output"]), "steps": steps}))
+        final.symlink_to(other) if linked else other.rename(final)
+        with pytest.raises(ExportFailed, match=r"final: something else is there, which is kept; move it away.*headrace resume"):
+            resume(options["output"], engines=FakeHost().engines())
+        assert (final / "weights").read_text() == "another's"
+        final.unlink() if linked else final.rename(other)
+        done = resume(options["output"], engines=FakeHost(script=dict.fromkeys(range(20), broken)).engines())
+        assert (done.final / "weights").read_text() == self.unbroken(options)
+        assert not (options["output"] / "fake.json").exists()
+
     def test_a_run_killed_before_its_first_commit_begins_again(self, options: dict[str, Any]) -> None:
         with pytest.raises(StepFailed):
             train(RunConfig.of(options), engines=FakeHost(script={0: broken}).engines())
@@ -263,6 +287,37 @@ class TestRefusals:
         (options["output"] / "config.yaml").write_text("model: x\n")
         assert "headrace resume" in self.refused(options)
         assert (options["output"] / "config.yaml").read_text() == "model: x\n"
+
+    @pytest.mark.parametrize("when", ["while it is prepared", "while it is opened"])
+    def test_two_runs_that_begin_in_one_directory(self, options: dict[str, Any], when: str) -> None:
+        """The second to come leaves the first one's options and state alone, also where it had looked before the first came."""
+        first, changed = FakeHost(script={3: broken}), options | {"learning_rate": 0.5}
+
+        opened = when == "while it is opened"
+
+        def begin() -> None:
+            """If the second is being opened it has written its options, and a third may resume by them."""
+            run = partial(resume, options["output"]) if opened else partial(train, RunConfig.of(options))
+            with pytest.raises(StepFailed):
+                run(engines=first.engines())
+
+        second = FakeHost()
+
+        def supports_packing(model: Path) -> bool:
+            begin()
+            return True
+
+        def open_engine(*words: Any, **named: Any) -> Any:
+            begin()
+            raise RunDirectoryError("holds a run already")
+
+        engines = second.engines()
+        engines = replace(engines, open=open_engine) if opened else replace(engines, supports_packing=supports_packing)
+        with pytest.raises(RunDirectoryError, match="holds a run"):
+            train(RunConfig.of(changed), engines=engines)
+        assert resume(options["output"], engines=FakeHost().engines()).steps == 8
+        kept = RunConfig.from_yaml(options["output"] / "config.yaml").learning_rate
+        assert kept == (0.5 if opened else RunConfig.of(options).learning_rate)
 
     def test_an_empty_run_directory_is_taken(self, options: dict[str, Any]) -> None:
         options["output"].mkdir()

@@ -99,6 +99,10 @@ class FakeEngine:
     def position(self) -> Any:
         return self.state["position"]
 
+    @property
+    def provenance(self) -> dict[str, Any]:
+        return {"run_id": str(self.directory), "steps": self.step_index}
+
     def step(self, batch: Mapping[str, torch.Tensor], *, position: Any = None) -> StepResult:
         self.batches.append(batch)
         index = self.step_index
@@ -129,9 +133,10 @@ class FakeEngine:
         (self.directory / "fake.json").write_text(json.dumps(self.state))
 
     def save_pretrained(self, out_dir: Path) -> None:
-        Path(out_dir).mkdir()
+        Path(out_dir).mkdir(exist_ok=True)
         (Path(out_dir) / "weights").write_text(str(self.state["digest"]))
         (Path(out_dir) / "config.json").write_text("{}")
+        (Path(out_dir) / "headrace.json").write_text(json.dumps(self.provenance))
 
     def remove_state(self) -> None:
         (self.directory / "fake.json").unlink()
