@@ -4,8 +4,12 @@ The invariant: a cached set is used only if the sources (path, size, time of cha
 template, the sequence length and the format version are those it was made from; any other combination has another name.
 """
 
+import errno
 import fcntl
 import hashlib
+import os
+import re
+import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -15,14 +19,19 @@ from headrace.data.base import DataSpec, Tokenizer
 from headrace.data.encode import encode_rows
 from headrace.data.sources import Source, find_sources, read_rows
 from headrace.data.tokens import FORMAT_VERSION, NothingTrained, TokenSet, write_tokens
-from headrace.spec.errors import ConfigError, DataError, HeadraceError
+from headrace.spec.errors import ConfigError, DataError, DiskFull, HeadraceError
+from headrace.spec.sizes import format_bytes
+
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+# How the `tokenizers` library writes the system's number into the text of a plain Exception.
+_SYSTEM_NUMBER = re.compile(r"\(os error ([0-9]+)\)")
 
 
 def load_tokens(spec: DataSpec, tokenizer: Tokenizer, cache_dir: Path) -> TokenSet:
     """Return the samples of `spec.paths` as tokens, from below `cache_dir` if they are there, else made and kept there.
 
     Over-long samples are cut at `sequence_length`, samples without a trained token are left out; `TokenSet.info` counts both. A
-    second process that asks for the same set waits for the first.
+    second process that asks for the same set waits for the first. Beside a set that is there nothing is written.
 
     Raises:
         ConfigError: `cache_dir` cannot be made or written to.
@@ -38,13 +47,11 @@ def load_tokens(spec: DataSpec, tokenizer: Tokenizer, cache_dir: Path) -> TokenS
 def _load(spec: DataSpec, tokenizer: Tokenizer, cache_dir: Path) -> TokenSet:
     sources = find_sources(spec.paths, cache_dir)
     directory = cache_dir / f"tokens-{_key(sources, tokenizer, spec.sequence_length, cache_dir)}"
+    if (made := _whole(directory)) is not None:
+        return made
     with _locked(directory.with_suffix(".lock")):
-        if directory.is_dir():
-            try:
-                return TokenSet.open(directory)
-            except DataError:
-                # Damaged from outside, since ours appear complete: it is a cache, so it is made again.
-                pass
+        if (made := _whole(directory)) is not None:
+            return made  # by the process that held the lock
         pad_id = next((token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id) if token is not None), 0)
         try:
             write_tokens(directory, _samples(sources, tokenizer), sequence_length=spec.sequence_length, pad_id=pad_id)
@@ -53,18 +60,62 @@ def _load(spec: DataSpec, tokenizer: Tokenizer, cache_dir: Path) -> TokenSet:
     return TokenSet.open(directory)
 
 
-def tokenizer_fingerprint(tokenizer: Tokenizer, beside: Path | None = None) -> str:
-    """Return a hash of all files of the tokenizer, chat template included. They are written for that, into a folder in `beside`
-    (default: where temporary files go) that is removed.
+def _whole(directory: Path) -> TokenSet | None:
+    """Return the set in `directory`. None where there is none, or one that was damaged from outside, since ours appear whole:
+    it is a cache, so that one is made again.
     """
+    try:
+        return TokenSet.open(directory)
+    except DataError:
+        return None
+
+
+def tokenizer_fingerprint(tokenizer: Tokenizer, otherwise: Path | None = None) -> str:
+    """Return a hash of all files of the tokenizer, chat template included. They are written for that, into a folder that is
+    removed: where temporary files go, and where that cannot be, in `otherwise`.
+
+    Raises:
+        OSError: the system refuses both; its `filename` is the last of them.
+    """
+    try:
+        with tempfile.TemporaryDirectory(prefix="headrace-tokenizer-") as folder:
+            return _hash_of_files(tokenizer, Path(folder))
+    except OSError:
+        if otherwise is None:
+            raise
+    # One name and a lock, so that what a killed process left there goes with the next one.
+    beside = otherwise / "tokenizer.partial"
+    with _locked(otherwise / "tokenizer.lock"):
+        shutil.rmtree(beside, ignore_errors=True)
+        try:
+            beside.mkdir()
+            return _hash_of_files(tokenizer, beside)
+        finally:
+            shutil.rmtree(beside, ignore_errors=True)
+
+
+def _hash_of_files(tokenizer: Tokenizer, folder: Path) -> str:
+    try:
+        tokenizer.save_pretrained(str(folder))
+    except Exception as error:
+        number = _system_number(error)
+        if number is None or (number not in _NO_SPACE and isinstance(error, OSError) and error.filename):
+            raise
+        raise OSError(number, os.strerror(number), str(folder)) from error
     digest = hashlib.sha256()
-    with tempfile.TemporaryDirectory(prefix="tokenizer-", dir=beside) as folder:
-        tokenizer.save_pretrained(folder)
-        for path in sorted(Path(folder).rglob("*")):
-            if path.is_file():
-                content = path.read_bytes()
-                digest.update(f"{path.relative_to(folder)}\0{len(content)}\0".encode() + content)
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            content = path.read_bytes()
+            digest.update(f"{path.relative_to(folder)}\0{len(content)}\0".encode() + content)
     return digest.hexdigest()
+
+
+def _system_number(error: Exception) -> int | None:
+    """Return why the system refused, as an errno; None where it was not the system."""
+    if isinstance(error, OSError):
+        return error.errno
+    found = _SYSTEM_NUMBER.search(str(error))
+    return int(found[1]) if found else None
 
 
 def _key(sources: Iterable[Source], tokenizer: Tokenizer, sequence_length: int, cache_dir: Path) -> str:
@@ -85,11 +136,17 @@ def _samples(sources: Iterable[Source], tokenizer: Tokenizer) -> Iterator[tuple[
 
 @contextmanager
 def _usable(cache_dir: Path) -> Iterator[None]:
-    """Turn the system's refusal of a path at, above or below `cache_dir` into words; data that cannot be read is not meant."""
+    """Turn the system's refusal of a path at, above or below `cache_dir` into words; data that cannot be read is not meant.
+    Where there is no space it is the cache's, for nothing else is written.
+    """
     try:
         yield
     except OSError as error:
-        if isinstance(error, HeadraceError) or not isinstance(error.filename, str):
+        if isinstance(error, HeadraceError):
+            raise
+        if error.errno in _NO_SPACE:
+            raise DiskFull(_no_space(cache_dir)) from error
+        if not isinstance(error.filename, str):
             raise
         cache, path = cache_dir.absolute(), Path(error.filename).absolute()
         if not path.is_relative_to(cache) and not cache.is_relative_to(path):
@@ -98,6 +155,14 @@ def _usable(cache_dir: Path) -> Iterator[None]:
             f"cache: {error.filename} cannot be used ({error.strerror}); choose another with cache=DIR, or for all commands "
             "with XDG_CACHE_HOME"
         ) from error
+
+
+def _no_space(cache_dir: Path) -> str:
+    there = next(path for path in (cache_dir.absolute(), *cache_dir.absolute().parents) if path.exists())
+    return (
+        f"cache: no space left in {cache_dir} (now free: {format_bytes(shutil.disk_usage(there).free)}); make room there, or "
+        "choose another with cache=DIR, or for all commands with XDG_CACHE_HOME"
+    )
 
 
 @contextmanager

@@ -212,7 +212,7 @@ def write_tokens(
         sync(directory.parent)
     except BaseException as error:
         _remove(partial)
-        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise DiskFull(_disk_full(directory)) from error
         raise
     return info

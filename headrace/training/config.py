@@ -5,6 +5,7 @@ value that is not understood is refused with the key, the value, and what would 
 """
 
 import difflib
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -60,6 +61,13 @@ def _bytes(value: object) -> object:
     return parse_bytes(value) if isinstance(value, str | int) else value
 
 
+# More steps, rows or tokens than this is a slip, and what is counted from it would not fit into 64-bit numbers.
+_MOST = 1 << 62
+_MOST_SHOWN_LETTERS = 120
+
+Count = Annotated[PositiveInt, Field(le=_MOST)]
+CountFromZero = Annotated[NonNegativeInt, Field(le=_MOST)]
+Seed = Annotated[NonNegativeInt, Field(lt=1 << 128)]  # as many bits as numpy draws for one
 Size = Annotated[int, BeforeValidator(_bytes)]
 Paths = Annotated[tuple[Path, ...], BeforeValidator(_listed)]
 Names = Annotated[tuple[str, ...], BeforeValidator(_listed)]
@@ -89,16 +97,16 @@ class RunConfig(BaseModel):
     ssd: Paths = ()
     host_memory: Size | None = None
     device_memory: Size | None = None
-    tokens_per_step: PositiveInt | None = None
-    sequence_length: Annotated[int, Field(ge=2)] | None = None
-    max_steps: PositiveInt | None = None
+    tokens_per_step: Count | None = None
+    sequence_length: Annotated[int, Field(ge=2, le=_MOST)] | None = None
+    max_steps: Count | None = None
     epochs: Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)] | None = None
     learning_rate: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1e-5
     weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     adam_betas: tuple[float, float] = (0.9, 0.95)
     adam_epsilon: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1e-8
     parameter_groups: tuple[GroupConfig, ...] = ()
-    warmup_steps: NonNegativeInt = 0
+    warmup_steps: CountFromZero = 0
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     max_grad_norm: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = 1.0
     compute_dtype: Annotated[
@@ -107,10 +115,10 @@ class RunConfig(BaseModel):
     moments: Annotated[
         Literal["float32", "bfloat16", "int8"], BeforeValidator(lambda value: MOMENTS_NAMES.get(str(value), value))
     ] = "float32"
-    seed: NonNegativeInt = 0
+    seed: Seed = 0
     shuffle: bool = True
     packing: bool | None = None
-    checkpoint_every: PositiveInt | None = None
+    checkpoint_every: Count | None = None
     interpreter: Literal["overlapped", "plain"] = "overlapped"
     machine: str | None = None
     plan: Path | None = None
@@ -201,13 +209,13 @@ def read_yaml(path: Path) -> dict[str, Any]:
         ConfigError: no such file, or not a YAML mapping.
     """
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        values = _loaded(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(
             f"{path}: cannot be read ({error.strerror}); give the path of a YAML file with the run's options"
         ) from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not YAML ({' '.join(str(error).split())})") from error
+    except ValueError as error:
+        raise ConfigError(f"{path}: not YAML ({error})") from error
     if values is not None and not isinstance(values, dict):
         raise ConfigError(f"{path}: expected `key: value` lines, found a {type(values).__name__}")
     return values or {}
@@ -223,12 +231,38 @@ def parse_changes(words: Sequence[str]) -> dict[str, Any]:
     for word in words:
         key, equals, value = word.partition("=")
         if not equals:
-            raise ConfigError(f"{word!r}: expected key=value, such as learning_rate=2e-5")
+            raise ConfigError(f"{_shown(word)}: expected key=value, such as learning_rate=2e-5")
         try:
-            changes[key.replace("-", "_")] = yaml.safe_load(value)
-        except yaml.YAMLError as error:
-            raise ConfigError(f"{word!r}: the value is not YAML ({' '.join(str(error).split())})") from error
+            changes[key.replace("-", "_")] = _loaded(value)
+        except ValueError as error:
+            raise ConfigError(f"{_shown(word)}: the value is not YAML ({error})") from error
     return changes
+
+
+def _loaded(text: str) -> Any:
+    """Return what `text` says as YAML; ValueError says in one line why it says nothing."""
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(" ".join(str(error).split())) from error
+    except ValueError as error:  # not from YAML's reader, but from what it makes numbers and dates with
+        if "int_max_str_digits" in str(error):
+            raise ValueError(f"a number of more than {sys.get_int_max_str_digits()} digits") from error
+        raise
+    except (LookupError, AttributeError) as error:  # a tag such as !!bool before what is none
+        raise ValueError("a value that is not of the type that its tag names") from error
+    except RecursionError as error:
+        raise ValueError("lists or mappings too deep in one another") from error
+
+
+def _shown(value: object) -> str:
+    """Return `value` as an error shows it: whole, unless that fills the screen."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes no number of more than some thousand digits
+        return "a number of thousands of digits"
+    half = _MOST_SHOWN_LETTERS // 2
+    return text if len(text) <= _MOST_SHOWN_LETTERS else f"{text[:half]}...{text[-half:]}"
 
 
 def refuse_unknown_keys(values: Mapping[str, Any], known: Mapping[str, Any], source: str) -> None:
@@ -247,5 +281,5 @@ def _words(detail: Any) -> str:
     if detail["type"] == "missing":
         return f"{key} is missing"
     message = detail["msg"].removeprefix("Value error, ").removeprefix("size: ")
-    found = "" if detail["type"] == "value_error" else f", found {detail['input']!r}"
+    found = "" if detail["type"] == "value_error" else f", found {_shown(detail['input'])}"
     return f"{key}: {message}{found}" if key else message

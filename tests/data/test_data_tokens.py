@@ -250,10 +250,74 @@ def test_a_cache_that_cannot_be_written_is_an_option_to_change(spec, tmp_path, m
         load_tokens(spec, make_tokenizer(PLAIN), cache)
 
 
-def test_a_tokenizer_is_looked_at_in_the_cache_directory(spec, tmp_path, monkeypatch):
-    """So that one directory only must be writable, and one message names it."""
+def test_a_set_that_is_there_needs_no_cache_that_can_be_written(spec, tmp_path, monkeypatch):
+    """Such as one that is mounted read-only, or whose disk is full."""
+    cache = tmp_path / "cache"
+    expected = ids_of(load_tokens(spec, make_tokenizer(PLAIN), cache))
+    for lock in cache.glob("*.lock"):
+        lock.unlink()
+    mkdtemp = tempfile.mkdtemp
+
+    def elsewhere(suffix=None, prefix=None, dir=None):
+        assert dir is None or not Path(dir).is_relative_to(cache)
+        return mkdtemp(suffix, prefix, dir)
+
+    def refuse(path, *arguments, **options):
+        raise AssertionError(f"{path} opened to be written")
+
+    monkeypatch.setattr(tempfile, "mkdtemp", elsewhere)
+    monkeypatch.setattr(tokenize, "_locked", refuse)
+    before = sorted(path.name for path in cache.iterdir())
+    assert ids_of(load_tokens(spec, make_tokenizer(PLAIN), cache)) == expected
+    assert sorted(path.name for path in cache.iterdir()) == before
+
+
+def test_a_tokenizer_is_looked_at_in_the_cache_where_there_is_no_temporary_directory(spec, tmp_path, monkeypatch):
+    """So that one directory only must be writable, and one message names it. What was killed there goes."""
+    cache = tmp_path / "cache"
+    (cache / "tokenizer.partial").mkdir(parents=True)
+    (cache / "tokenizer.partial" / "tokenizer.json").write_text("half")
+    expected = ids_of(load_tokens(spec, make_tokenizer(PLAIN), tmp_path / "other"))
     monkeypatch.setattr(tempfile, "tempdir", "/proc")
-    assert len(load_tokens(spec, make_tokenizer(PLAIN), tmp_path / "cache")) == 20
+    assert ids_of(load_tokens(spec, make_tokenizer(PLAIN), cache)) == expected
+    assert cached(cache) == cached(tmp_path / "other")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)),
+        OSError(errno.EDQUOT, os.strerror(errno.EDQUOT), "/model/spiece.model"),  # as `shutil.copyfile` names what it copied
+        Exception("No space left on device (os error 28)"),  # as `tokenizers` has it
+    ],
+)
+def test_no_space_to_look_at_a_tokenizer(spec, tmp_path, monkeypatch, error):
+    tokenizer, folders = make_tokenizer(PLAIN), []
+    really = tokenizer.save_pretrained
+
+    def save_pretrained(folder):
+        folders.append(Path(folder).parent)
+        if len(folders) == 1 or not room:
+            raise error
+        really(folder)
+
+    monkeypatch.setattr(tokenizer, "save_pretrained", save_pretrained)
+    room = True
+    assert len(load_tokens(spec, tokenizer, tmp_path / "cache")) == 20
+    assert folders == [Path(tempfile.gettempdir()), tmp_path / "cache"]
+    room = False
+    with pytest.raises(DiskFull, match=rf"^cache: no space left in {tmp_path / 'cache'} \(now free: .*\); make room there"):
+        load_tokens(spec, tokenizer, tmp_path / "cache")
+    assert not [path for path in (tmp_path / "cache").iterdir() if path.name.startswith("tokenizer") and path.is_dir()]
+
+
+def test_what_is_wrong_with_a_tokenizer_is_not_put_down_to_a_disk(spec, tmp_path):
+    class Broken:
+        def save_pretrained(self, folder):
+            raise ValueError("no vocabulary")
+
+    with pytest.raises(ValueError, match="no vocabulary"):
+        load_tokens(spec, Broken(), tmp_path / "cache")
 
 
 def test_data_that_cannot_be_read_is_not_put_down_to_the_cache(spec, tmp_path, monkeypatch):

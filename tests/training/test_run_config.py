@@ -118,6 +118,33 @@ def test_words_without_an_equals_sign_are_refused() -> None:
         parse_changes(["fast"])
 
 
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("9" * 5000, "more than 4300 digits"),
+        ("2026-02-31", "day"),
+        ("!!bool perhaps", "its tag"),
+        ("[" * 3000, "too deep"),
+    ],
+)
+def test_values_that_yaml_itself_does_not_refuse_are_refused_in_one_line(tmp_path: Path, value: str, words: str) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(f"model: m\nmax_steps: {value}\n")
+    with pytest.raises(ConfigError, match=f"not YAML .*{words}") as from_a_file:
+        RunConfig.from_yaml(path)
+    with pytest.raises(ConfigError, match=f"max_steps=.*not YAML .*{words}") as from_a_word:
+        parse_changes([f"max_steps={value}"])
+    assert all("\n" not in str(caught.value) and len(str(caught.value)) < 400 for caught in (from_a_file, from_a_word))
+
+
+@pytest.mark.parametrize("value", ["9" * 4000, "0x" + "f" * 5000, "[0x" + "f" * 5000 + "]"])
+@pytest.mark.parametrize("key", ["max_steps", "tokens_per_step", "seed", "warmup_steps", "sequence_length", "learning_rate"])
+def test_numbers_that_no_computation_can_hold_are_refused(key: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=key) as caught:
+        RunConfig.of(NEEDED | parse_changes([f"{key}={value}"]))
+    assert len(str(caught.value)) < 400
+
+
 def test_parameter_groups_reach_the_optimizer() -> None:
     config = RunConfig.of(
         NEEDED | {"parameter_groups": [{"pattern": "embed", "learning_rate_scale": 0.1}], "weight_decay": 0.1}
