@@ -196,21 +196,31 @@ def test_a_moved_run_is_held_by_its_process_and_free_once_that_is_killed(tmp_pat
 
 
 def test_a_forked_child_neither_keeps_nor_frees_the_locks(tmp_path: Path) -> None:
+    ended, end = os.pipe()
+    told, tell = os.pipe()
     with make_store(tmp_path) as store:
-        out, into = os.pipe()
         child = os.fork()
         if child == 0:
-            store._parts.locks[0].release()  # as the end of an interpreter may do
-            os.read(out, 1)
-            os._exit(0)
-        assert find_leftovers(ssds(tmp_path)) == []
-        assert lock_holder(tmp_path / "run") == os.getpid()
-    try:
-        assert lock_holder(tmp_path / "run") is None
-        assert len(find_leftovers(ssds(tmp_path))) == 2
-    finally:
-        os.write(into, b"x")
-        os.waitpid(child, 0)
+            try:
+                os.close(end)  # else it would wait for itself
+                store._parts.locks[0].release()  # as the end of an interpreter may do
+                os.write(tell, b"x")
+                os.read(ended, 1)
+            finally:
+                os._exit(0)
+        try:
+            os.close(tell)
+            assert os.read(told, 1) == b"x"
+            assert find_leftovers(ssds(tmp_path)) == []
+            assert lock_holder(tmp_path / "run") == os.getpid()
+            store.close()
+            assert lock_holder(tmp_path / "run") is None
+            assert len(find_leftovers(ssds(tmp_path))) == 2
+        finally:
+            os.close(end)
+            os.waitpid(child, 0)
+            os.close(ended)
+            os.close(told)
 
 
 def test_a_drive_without_locks_is_as_good_as_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
