@@ -4,6 +4,7 @@ Invariant: what a living process holds is never listed nor removed; what may sti
 """
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
@@ -51,7 +52,7 @@ def leftovers_of(run_directory: Path) -> list[Leftover]:
     return [
         replace(leftover, run_directory=here, resumable=True, in_doubt=False)
         for leftover in found
-        if leftover is not None and (leftover.in_doubt or leftover.run_directory == here)
+        if leftover is not None and (leftover.in_doubt or _same(leftover.run_directory, here))
     ]
 
 
@@ -109,7 +110,7 @@ def remove_unmade(run_directory: Path) -> None:
     except RunDirectoryError:
         return  # none, or one that was cut short: folders are made after it
     for leftover in find_leftovers(directories):
-        if leftover.run_directory == run_directory.resolve() and not (leftover.resumable or leftover.in_doubt):
+        if _same(leftover.run_directory, run_directory) and not (leftover.resumable or leftover.in_doubt):
             remove_leftover(leftover)
 
 
@@ -156,8 +157,16 @@ def _run_in(run_directory: Path, run_id: str, folder: Path) -> _Run:
 
 def _has(run_directory: Path, name: str, run_id: str, folder: Path) -> bool:
     fields = json.loads((run_directory / name).read_text())
-    folders = (data_folder(run_directory / text, run_id).resolve() for text in fields["directories"])
-    return bool(fields["run_id"] == run_id and folder.resolve() in folders)
+    folders = (data_folder(run_directory / text, run_id) for text in fields["directories"])
+    return bool(fields["run_id"] == run_id and any(_same(folder, each) for each in folders))
+
+
+def _same(one: Path, other: Path) -> bool:
+    """Return whether two paths lead to one directory: through links, or because it is mounted twice."""
+    try:
+        return os.path.samefile(one, other)
+    except OSError:
+        return os.path.realpath(one) == os.path.realpath(other)
 
 
 def refuse_copy(run_directory: Path, directories: Sequence[Path], run_id: str) -> None:
@@ -169,10 +178,10 @@ def refuse_copy(run_directory: Path, directories: Sequence[Path], run_id: str) -
     for directory in directories:
         folder = data_folder(directory, run_id)
         owner = owner_of(folder)
-        if owner is None or owner[1] == run_directory.resolve():
+        if owner is None or _same(owner[1], run_directory):
             continue
         if _run_in(owner[1], run_id, folder) is _Run.KNOWS_IT:
             raise RunDirectoryError(
                 f"{run_directory}: is a copy of the run in {owner[1]}, whose state in {folder} it would change; "
-                f"go on with `headrace resume {owner[1]}`, or remove that directory if this one is to take its place"
+                f"go on with `headrace resume {owner[1]}`, or rename that directory if this one is to take its place"
             )

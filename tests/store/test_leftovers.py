@@ -196,21 +196,31 @@ def test_a_moved_run_is_held_by_its_process_and_free_once_that_is_killed(tmp_pat
 
 
 def test_a_forked_child_neither_keeps_nor_frees_the_locks(tmp_path: Path) -> None:
+    ended, end = os.pipe()
+    told, tell = os.pipe()
     with make_store(tmp_path) as store:
-        out, into = os.pipe()
         child = os.fork()
         if child == 0:
-            store._parts.locks[0].release()  # as the end of an interpreter may do
-            os.read(out, 1)
-            os._exit(0)
-        assert find_leftovers(ssds(tmp_path)) == []
-        assert lock_holder(tmp_path / "run") == os.getpid()
-    try:
-        assert lock_holder(tmp_path / "run") is None
-        assert len(find_leftovers(ssds(tmp_path))) == 2
-    finally:
-        os.write(into, b"x")
-        os.waitpid(child, 0)
+            try:
+                os.close(end)  # else it would wait for itself
+                store._parts.locks[0].release()  # as the end of an interpreter may do
+                os.write(tell, b"x")
+                os.read(ended, 1)
+            finally:
+                os._exit(0)
+        try:
+            os.close(tell)
+            assert os.read(told, 1) == b"x"
+            assert find_leftovers(ssds(tmp_path)) == []
+            assert lock_holder(tmp_path / "run") == os.getpid()
+            store.close()
+            assert lock_holder(tmp_path / "run") is None
+            assert len(find_leftovers(ssds(tmp_path))) == 2
+        finally:
+            os.close(end)
+            os.waitpid(child, 0)
+            os.close(ended)
+            os.close(told)
 
 
 def test_a_drive_without_locks_is_as_good_as_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,8 +244,10 @@ def test_a_drive_without_locks_is_as_good_as_before(tmp_path: Path, monkeypatch:
 def test_a_copy_of_a_run_directory_whose_state_was_not_copied_is_refused_and_the_first_untouched(tmp_path: Path) -> None:
     committed(tmp_path)
     shutil.copytree(tmp_path / "run", tmp_path / "copy")
-    with pytest.raises(RunDirectoryError, match=r"copy: is a copy of the run in .*/run, whose state in .* it would change"):
+    said = r"copy: is a copy of the run in .*/run, whose state in .* it would change"
+    with pytest.raises(RunDirectoryError, match=said) as refused:
         StateStore.open(tmp_path / "copy", sink=ignore)
+    assert "remove" not in str(refused.value)  # by another path the first may be this very directory
     assert owners(tmp_path) == {str((tmp_path / "run").resolve())}
     with open_store(tmp_path) as store:
         assert holds_step(store, 1)
@@ -250,6 +262,39 @@ def committed_inside(run: Path) -> None:
     with make_store(run.parent, directories=[run], weights=[1]) as store:
         write_step(store, 1)
         store.commit({"step": 1})
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_moved_run_with_a_link_at_its_old_place_is_one_run(tmp_path: Path, inside: bool) -> None:
+    run, big = tmp_path / "run", tmp_path / "big"
+    committed_inside(run) if inside else committed(tmp_path)
+    run.rename(big)
+    run.symlink_to(big)
+    listed = leftovers_of(big)
+    assert len(listed) == (1 if inside else 2)
+    assert all(each.resumable and each.run_directory == big.resolve() for each in listed)
+    for place in (run, big, run):
+        with StateStore.open(place, sink=ignore) as store:
+            assert holds_step(store, 1)
+
+
+def test_a_run_directory_and_a_drive_under_second_paths_are_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a bind mount has them; here links that are never resolved."""
+    committed(tmp_path)
+    (tmp_path / "again").symlink_to(tmp_path / "run")
+    (tmp_path / "ssd again").symlink_to(tmp_path / "ssd0")
+    really = Path.resolve
+
+    def resolve(self: Path, strict: bool = False) -> Path:
+        return self.absolute() if "again" in str(self) else really(self, strict)
+
+    monkeypatch.setattr(Path, "resolve", resolve)
+    assert only(leftovers_of(tmp_path / "again")).resumable
+    assert only_one(find_leftovers([tmp_path / "ssd again"])).resumable
+    with StateStore.open(tmp_path / "again", sink=ignore) as store:
+        assert holds_step(store, 1)
+    with open_store(tmp_path) as store:
+        assert holds_step(store, 1)
 
 
 @pytest.mark.parametrize("way", ["copied", "moved"])
