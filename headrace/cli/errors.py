@@ -5,9 +5,13 @@ anything refused, 130 and 143 for an interrupted run, as shells have them.
 """
 
 import contextlib
+import errno
 import functools
+import os
+import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import NoReturn, ParamSpec, TypeVar
 
 from headrace.cli.streams import give_up
@@ -16,12 +20,27 @@ from headrace.spec.errors import InputError, PlanInfeasible, StepFailed, Storage
 REFUSED = 2
 INTERRUPTED = 130
 
+# What to do about a place that was named and that the system refuses.
+_PERMISSIONS = "change its permissions, or those of a directory above it, or name another place"
+_SPACE = "free some space, or name another place"
+_ADVICE = {
+    errno.EACCES: _PERMISSIONS,
+    errno.EPERM: _PERMISSIONS,
+    errno.ENAMETOOLONG: "give a shorter name",
+    errno.ENOSPC: _SPACE,
+    errno.EDQUOT: _SPACE,
+}
+# Between the places in a text such as `ssd=[/nvme0, /nvme1]`.
+_NO_PLACE = re.compile(r"[=,\[\]\"'\s]+")
+
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
 def plainly(command: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Return `command` with its expected errors said in one line on stderr."""
+    """Return `command` with its expected errors said in one line on stderr. What the system refuses is expected where it is
+    about a place that the words of the command name, or about one above or below such a place.
+    """
 
     @functools.wraps(command)
     def run(*arguments: _P.args, **options: _P.kwargs) -> _R:
@@ -33,8 +52,42 @@ def plainly(command: Callable[_P, _R]) -> Callable[_P, _R]:
             leave_failed_step(error, "RUN_DIR")
         except KeyboardInterrupt:
             leave("interrupted", INTERRUPTED)
+        except OSError as error:
+            place = _named_place(error, (*arguments, *options.values()))
+            if place is None:
+                raise
+            advice = _ADVICE.get(error.errno or 0, "remove the cause, or name another place")
+            leave(f"{place}: {error.strerror}; {advice}", REFUSED)
 
     return run
+
+
+def _named_place(error: OSError, words: Iterable[object]) -> str | None:
+    """Return the path that `error` is about, if `words` name it or a path above or below it."""
+    named = {form for word in words for place in _places(word) for form in _forms(place)}
+    for found in (error.filename, error.filename2):
+        if not isinstance(found, str | bytes | os.PathLike):
+            continue  # none, or the number of an open file
+        path = os.fsdecode(found)
+        if any(one.is_relative_to(other) or other.is_relative_to(one) for one in _forms(path) for other in named):
+            return path
+    return None
+
+
+def _places(word: object) -> Iterator[str]:
+    """Give every text in the value of an option or an argument that may name a place."""
+    if isinstance(word, Path):
+        yield str(word)
+    elif isinstance(word, str):
+        yield from {part for part in (word, *_NO_PLACE.split(word)) if part}
+    elif isinstance(word, list | tuple):
+        for each in word:
+            yield from _places(each)
+
+
+def _forms(place: str) -> set[Path]:
+    """Return the place from the root: as it is written, and with links followed."""
+    return {Path(os.path.abspath(place)), Path(os.path.realpath(place))}
 
 
 def leave_failed_step(error: StepFailed, run_directory: object) -> NoReturn:

@@ -3,6 +3,7 @@
 Run: pytest tests/cli
 """
 
+import errno
 import json
 import os
 import re
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -120,6 +122,45 @@ class TestRefusals:
         assert "exists" in refusal(capsys, "export", tmp_path / "run", tmp_path)
         assert "no such directory" in refusal(capsys, "export", tmp_path / "run", tmp_path / "out")
 
+    @pytest.mark.parametrize(
+        "words",
+        [
+            ("resume", "PLACE"),
+            ("report", "PLACE"),
+            ("export", "PLACE", "out"),
+            ("train", "PLACE", "d.jsonl"),
+            ("train", "m", "d.jsonl", "output=PLACE"),
+            ("data", "PLACE", "--model", "m"),
+            ("doctor", "--no-measure", "--ssd", "PLACE"),
+            ("clean", "PLACE"),
+            ("plan", "PLACE"),
+            ("bench", "machine", "--ssd", "PLACE"),
+        ],
+    )
+    @pytest.mark.parametrize("reason", [errno.ENAMETOOLONG, errno.EACCES])
+    def test_a_place_that_the_system_does_not_look_at(
+        self,
+        words: tuple[str, ...],
+        reason: int,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        really, place = os.stat, tmp_path / ("a" * 300 if reason == errno.ENAMETOOLONG else "theirs") / "x"
+
+        def stat(path: Any, *arguments: Any, **options: Any) -> os.stat_result:
+            if isinstance(path, str | Path) and Path(path).is_relative_to(tmp_path / "theirs"):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+            return really(path, *arguments, **options)
+
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(os, "stat", stat)
+        assert run(*(word.replace("PLACE", str(place)) for word in words)) == 2
+        said = capsys.readouterr().err.splitlines()  # `bench` says before what it is about to do
+        assert [line for line in said if "Traceback" in line or line.startswith("error: ")] == said[-1:]
+        assert str(place) in said[-1]
+        assert os.strerror(reason) in said[-1]
+
     def test_an_unknown_option_is_exit_code_2(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert run("train", "m", "d", "--lerning-rate", "1") == 2
         assert "lerning-rate" in capsys.readouterr().err
@@ -171,6 +212,35 @@ class TestErrorsToWords:
 
         with pytest.raises(type(error)):
             command()
+
+    @pytest.mark.parametrize("found", ["x/run", "x/run/a/b", "x", "link/a", b"x/run"])
+    @pytest.mark.parametrize("word", ["{}", "output={}", "ssd=[/nvme0, '{}']"])
+    def test_what_the_system_refuses_of_a_place_that_was_named_is_one_line(
+        self, found: str | bytes, word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "x" / "run").mkdir(parents=True)
+        (tmp_path / "link").symlink_to(tmp_path / "x" / "run")
+
+        @plainly
+        def command(words: list[str], ssd: list[Path], count: int, nothing: None) -> None:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), found)
+
+        with pytest.raises(SystemExit) as left:
+            command(words=["m", word.format(tmp_path / "x" / "run")], ssd=[Path("/nvme1")], count=1, nothing=None)
+        assert left.value.code == 2
+        said = capsys.readouterr().err
+        assert said.startswith(f"error: {os.fsdecode(found)}: {os.strerror(errno.EACCES)}; change its permissions")
+        assert said.count("\n") == 1
+
+    @pytest.mark.parametrize("found", ["/elsewhere/file", "/nvme00", 3, None])
+    def test_what_the_system_refuses_elsewhere_keeps_its_traceback(self, found: str | int | None) -> None:
+        @plainly
+        def command(ssd: list[Path]) -> None:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), found)
+
+        with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+            command(ssd=[Path("/nvme0")])
 
     def test_an_interrupt_is_130(self, capsys: pytest.CaptureFixture[str]) -> None:
         @plainly
