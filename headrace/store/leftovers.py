@@ -88,7 +88,7 @@ def remove_uncommitted(run_directory: Path) -> None:
     for directory in manifest.directories:
         folder = data_folder(directory, manifest.run_id)
         owner = owner_of(folder)
-        if owner is None or (owner[1] != here and _run_in(owner[1], manifest.run_id, folder) is _Run.KNOWS_IT):
+        if owner is None or (not _same(owner[1], here) and _run_in(owner[1], manifest.run_id, folder) is _Run.KNOWS_IT):
             continue
         lock = RunLock(folder, needed=False)
         try:
