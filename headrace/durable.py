@@ -9,6 +9,7 @@ import contextlib
 import fcntl
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,9 +27,16 @@ def sync(path: Path) -> None:
 def write_whole(path: Path, text: str) -> None:
     """Write `text` to the file `path`, which is the old one or the new one at any moment; after an error nothing is beside it.
 
+    Links are followed. What is there and is no regular file, such as a pipe or a device, is written to and stays what it is.
+
     Raises:
         OSError: it cannot be written.
     """
+    if _is_special(path):
+        with path.open("w", encoding="utf-8") as file:
+            file.write(text)
+        return
+    path = Path(os.path.realpath(path))
     beside = path.with_name(path.name + ".new")
     try:
         _write_synced(beside, "w", text)
@@ -67,6 +75,16 @@ def _write_synced(path: Path, mode: str, text: str) -> None:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
+
+
+def _is_special(path: Path) -> bool:
+    """Return whether something is there that is no regular file. Looked at as it is opened: to where a link such as
+    /dev/stdout leads, there may be no path.
+    """
+    try:
+        return not stat.S_ISREG(path.stat().st_mode)
+    except FileNotFoundError:
+        return False
 
 
 @contextlib.contextmanager

@@ -1,9 +1,12 @@
 """What a run says of its plan: the table before the first step, and planned against measured after the last.
 
-Invariant: the tables are those of `headrace plan`; `summary.json` has the figures of the second one.
+Invariant: the tables are those of `headrace plan`; `summary.json` has the figures of the second one. A run that could go on is
+never refused for want of a figure in them.
 """
 
+import contextlib
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,8 @@ from headrace.plan.base import Plan
 from headrace.plan.profiles import load_profile
 from headrace.planning import PlanReport, explain, explain_outcome, outcome_of, report_of
 from headrace.report.metrics import Record
-from headrace.spec.errors import ModelError
+from headrace.spec.ceilings import Ceilings
+from headrace.spec.errors import ConfigError, ModelError
 from headrace.training.base import Display
 from headrace.training.config import RunConfig
 from headrace.training.data import read_model_config
@@ -23,11 +27,12 @@ class Account:
     """The report of a run's plan, and the two times that it is told."""
 
     def __init__(self, plan: Plan, config: RunConfig, directory: RunDirectory, *, total_steps: int) -> None:
-        ceilings = load_profile(config.machine) if config.machine else None
         spaces = config.ssd or (directory.path,)
-        ssd_allowed_bytes = default_ssd_bytes(ceilings, spaces, held_bytes=plan.peak("ssd"))
-        if ceilings is not None:
-            ceilings = ceilings.of_directories(file_systems(spaces))
+        ceilings, each_directory = _ceilings(config, directory, file_systems(spaces))
+        ssd_allowed_bytes = None
+        # Whoever makes the state's files says what is wrong; a run that goes on has them.
+        with contextlib.suppress(OSError, ConfigError):
+            ssd_allowed_bytes = default_ssd_bytes(each_directory, spaces, held_bytes=plan.peak("ssd"))
         self._directory, self._ceilings = directory, ceilings
         self._report: PlanReport = report_of(
             plan,
@@ -55,6 +60,24 @@ class Account:
         outcome = outcome_of(self._report, records)
         display.say(explain_outcome(outcome))
         self._directory.write_summary(outcome.to_json())
+
+
+def _ceilings(config: RunConfig, directory: RunDirectory, systems: Sequence[int]) -> tuple[Ceilings | None, Ceilings | None]:
+    """Return the machine with the drives of the run, and with a drive for each directory, whose file systems are `systems`.
+
+    A run that goes on has the first in its directory, whatever became of the profile since; it must not be divided again,
+    because drive i is then no more that of directory i.
+    """
+    with contextlib.suppress(ConfigError):
+        own = load_profile(directory.path / "machine.json")
+        rank = {system: index for index, system in enumerate(dict.fromkeys(systems))}
+        drives = tuple(own.drives[min(rank[system], len(own.drives) - 1)] for system in systems)
+        return own, replace(own, drives=drives)
+    with contextlib.suppress(ConfigError):  # a run that begins has read it before
+        if config.machine:
+            profile = load_profile(config.machine)
+            return profile.of_directories(systems), profile
+    return None, None
 
 
 def _architecture(model: Path) -> str:

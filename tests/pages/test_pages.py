@@ -4,6 +4,7 @@ Run: pytest tests/pages
 """
 
 import errno
+import fcntl
 import json
 import os
 import re
@@ -240,6 +241,52 @@ class TestPage:
         with pytest.raises(RunDirectoryError, match="Input/output error"):
             write_report(run, tmp_path / "report.html")
         assert {path.name for path in tmp_path.iterdir()} == {"run", "folder"}
+
+    @pytest.mark.parametrize("link", [False, True])
+    def test_a_pipe_is_written_to_and_stays_one(self, tmp_path: Path, link: bool) -> None:
+        run, pipe = write_run(tmp_path / "run"), tmp_path / "pipe"
+        os.mkfifo(pipe)
+        out = tmp_path / "link" if link else pipe
+        if link:
+            out.symlink_to(pipe)
+        before = sorted(tmp_path.iterdir())
+        reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+        try:
+            fcntl.fcntl(reader, fcntl.F_SETPIPE_SZ, 1 << 20)  # room for a whole page
+            assert write_report(run, out) == out
+            text = os.read(reader, 1 << 20).decode()
+        finally:
+            os.close(reader)
+        assert text == write_report(run).read_text(encoding="utf-8")
+        assert pipe.is_fifo()
+        assert out.is_symlink() is link
+        assert sorted(tmp_path.iterdir()) == before
+
+    def test_a_link_to_what_has_no_path_is_written_to(self, tmp_path: Path) -> None:
+        """As /dev/stdout is one, where the output goes to another program."""
+        run, out = write_run(tmp_path / "run"), tmp_path / "link"
+        reader, writer = os.pipe()
+        try:
+            fcntl.fcntl(reader, fcntl.F_SETPIPE_SZ, 1 << 20)
+            out.symlink_to(f"/proc/self/fd/{writer}")
+            write_report(run, out)
+            assert os.read(reader, 1 << 20).startswith(b"<!doctype html>")
+        finally:
+            os.close(reader)
+            os.close(writer)
+        assert out.is_symlink()
+
+    @pytest.mark.parametrize("exists", [True, False])
+    def test_a_link_stays_one_and_what_it_leads_to_is_written(self, tmp_path: Path, exists: bool) -> None:
+        run, folder = write_run(tmp_path / "run"), tmp_path / "folder"
+        folder.mkdir()
+        if exists:
+            (folder / "real.html").write_text("old")
+        (tmp_path / "link.html").symlink_to(Path("folder") / "real.html")
+        assert write_report(run, tmp_path / "link.html") == tmp_path / "link.html"
+        assert (tmp_path / "link.html").is_symlink()
+        assert [path.name for path in folder.iterdir()] == ["real.html"]
+        assert (folder / "real.html").read_text(encoding="utf-8").startswith("<!doctype html>")
 
     def test_out_names_the_file(self, tmp_path: Path) -> None:
         run = write_run(tmp_path / "run")

@@ -3,6 +3,7 @@
 Run: pytest tests/training
 """
 
+import errno
 import json
 import os
 import signal
@@ -15,9 +16,22 @@ import pytest
 from training_fakes import FakeHost, Screen, fake_plan, write_data, write_model
 from transformers import TrainerState
 
+from headrace.ioengine import DirectFile
+from headrace.plan.profiles import load_profile
 from headrace.planning import explain, report_of
 from headrace.report import read_metrics
-from headrace.spec.errors import ConfigError, DataError, ExportFailed, ModelError, PlanInfeasible, RunDirectoryError, StepFailed
+from headrace.spec.ceilings import Ceilings
+from headrace.spec.errors import (
+    ConfigError,
+    DataError,
+    DiskFull,
+    ExportFailed,
+    ModelError,
+    PlanInfeasible,
+    RunDirectoryError,
+    StepFailed,
+    StorageError,
+)
 from headrace.spec.events import Notice, OpDone, StepResult
 from headrace.training import Interrupted, RunConfig, data, resume, train
 
@@ -243,6 +257,74 @@ class TestResume:
         (options["output"] / "fake.json").unlink()
         assert resume(options["output"], engines=host.engines()).steps == 8
         assert host.discarded == [options["output"]]
+
+    @pytest.mark.parametrize("kept", [True, False])
+    def test_a_run_goes_on_by_its_own_copy_of_a_profile_that_was_removed(self, options: dict[str, Any], kept: bool) -> None:
+        profile, copy = options["output"].with_name("profile.json"), options["output"] / "machine.json"
+        profile.write_text(json.dumps(load_profile("rtx4090-4ssd").to_json()))
+        with pytest.raises(StepFailed):
+            train(RunConfig.of(options | {"machine": str(profile)}), engines=FakeHost(script={3: broken}).engines())
+        profile.unlink()
+        before = copy.read_text()
+        if not kept:
+            copy.write_text("{")
+        screen = Screen()
+        resume(options["output"], display=screen, engines=FakeHost().engines())
+        assert ("rtx4090-4ssd" in "".join(screen.said)) is kept
+        if kept:
+            assert copy.read_text() == before
+
+    def test_drives_are_those_of_the_run_also_when_it_goes_on(
+        self, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Of four directories the first two are on one drive: the copy has three, the second of which is the third's."""
+        ssd = [tmp_path / f"ssd{index}" for index in range(4)]
+        for directory in ssd:
+            directory.mkdir()
+        rates, profile = (1e9, 2e9, 3e9, 4e9), load_profile("rtx4090-4ssd")
+        drives = [
+            replace(drive, read_bytes_per_second=rate, write_bytes_per_second=rate, mixed_bytes_per_second=rate)
+            for drive, rate in zip(profile.drives, rates, strict=True)
+        ]
+        path = tmp_path / "profile.json"
+        path.write_text(json.dumps(replace(profile, drives=tuple(drives)).to_json()))
+        monkeypatch.setattr("headrace.training.account.file_systems", lambda directories: (0, 0, 2, 3))
+        asked: list[list[float]] = []
+
+        def asks(ceilings: Ceilings, directories: object, *, held_bytes: int) -> int:
+            asked.append([drive.mixed_bytes_per_second for drive in ceilings.drives])
+            return held_bytes
+
+        monkeypatch.setattr("headrace.training.account.default_ssd_bytes", asks)
+        more = {"machine": str(path), "ssd": [str(directory) for directory in ssd]}
+        with pytest.raises(StepFailed):
+            train(RunConfig.of(options | more), engines=FakeHost(script={3: broken}).engines())
+        copy = options["output"] / "machine.json"
+        before = copy.read_text()
+        assert [drive["mixed_bytes_per_second"] for drive in json.loads(before)["drives"]] == [1e9, 3e9, 4e9]
+        resume(options["output"], engines=FakeHost().engines())
+        assert copy.read_text() == before
+        assert asked == [[1e9, 2e9, 3e9, 4e9], [1e9, 1e9, 3e9, 4e9]]
+
+    @pytest.mark.parametrize("reason", [errno.ENOSPC, errno.EROFS])
+    def test_a_run_goes_on_where_no_more_can_be_written(
+        self, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: int
+    ) -> None:
+        (tmp_path / "ssd").mkdir()
+        with pytest.raises(StepFailed):
+            train(RunConfig.of(options | {"ssd": [str(tmp_path / "ssd")]}), engines=FakeHost(script={3: broken}).engines())
+
+        def refuse(directory: Path, num_bytes: int) -> None:
+            try:
+                raise OSError(reason, os.strerror(reason))
+            except OSError as error:
+                raise (DiskFull if reason == errno.ENOSPC else StorageError)(str(error)) from error
+
+        monkeypatch.setattr(DirectFile, "nameless", refuse)
+        screen = Screen()
+        assert resume(options["output"], display=screen, engines=FakeHost().engines()).steps == 8
+        (allowed,) = (line.split()[-2:] for line in screen.said[1].splitlines() if line.startswith("allowed"))
+        assert allowed == (["4", "KiB"] if reason == errno.ENOSPC else ["KiB", "unknown"])
 
     def test_a_finished_run_says_where_its_model_is(self, options: dict[str, Any]) -> None:
         train(RunConfig.of(options), engines=FakeHost().engines())
