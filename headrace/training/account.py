@@ -25,9 +25,9 @@ class Account:
     def __init__(self, plan: Plan, config: RunConfig, directory: RunDirectory, *, total_steps: int) -> None:
         ceilings = load_profile(config.machine) if config.machine else None
         spaces = config.ssd or (directory.path,)
-        ssd_allowed_bytes = default_ssd_bytes(ceilings, spaces, held_bytes=plan.peak("ssd"))
         if ceilings is not None:
             ceilings = ceilings.of_directories(file_systems(spaces))
+        ssd_allowed_bytes = default_ssd_bytes(ceilings, spaces, held_bytes=plan.peak("ssd"))
         self._directory, self._ceilings = directory, ceilings
         self._report: PlanReport = report_of(
             plan,
