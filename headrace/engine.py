@@ -525,7 +525,8 @@ class Engine:
 def _tune(store: StateStore, settings: Settings) -> None:
     """Let `store` move its bytes in the way that was measured to be best for the drives; as it does where nobody measured."""
     if settings.machine is not None:
-        store.keep_in_flight(Ceilings.from_json(settings.machine).in_flight(len(store.manifest.directories)))
+        drives = set(file_systems(store.manifest.directories))
+        store.keep_in_flight(Ceilings.from_json(settings.machine).in_flight(len(drives)))
 
 
 def _silent(event: Event) -> None:

@@ -125,13 +125,16 @@ def measure_directory(directory: Path, size_bytes: int = 256 * MIB) -> Bandwidth
 
 
 def measured_weights(directories: Sequence[Path]) -> tuple[int, ...] | None:
-    """Return how much of a volume each directory gets: in proportion to what it measures, reading and writing at once.
+    """Return how much of a volume each directory gets: in proportion to what it measures, reading and writing at once. Those of
+    one file system, each measured alone, have to share that: each drive gets what it can do, as `Ceilings.of_directories` says.
 
     None where there is nothing to share out: one directory gets all, and a bad one is refused by whoever makes the files.
     """
     if len(directories) < 2 or not all(directory.is_dir() for directory in directories):
         return None
-    return striping_weights([measure_directory(each, _SHORT_BYTES).mixed_bytes_per_second for each in directories])
+    systems = file_systems(directories)
+    measured = [measure_directory(each, _SHORT_BYTES).mixed_bytes_per_second for each in directories]
+    return striping_weights([rate / systems.count(system) for rate, system in zip(measured, systems, strict=True)])
 
 
 def _seconds_of(

@@ -87,6 +87,8 @@ def plan_model(
     config = read_config(model)
     workload = _workload(config, tokens_per_step, sequence_length, clip=clip, checkpoint_every=checkpoint_every)
     chain = Chain.from_config(config, compute_dtype, AdamW(), moments)
+    if ceilings is not None and budget.ssd:
+        ceilings = ceilings.of_directories(file_systems(budget.ssd))
     allowance = replace(
         _allowance(budget, ceilings, here=here),
         import_workspace_bytes=import_workspace_bytes(chain.layouts),
@@ -94,8 +96,6 @@ def plan_model(
     )
     if not allowance.device_overhead_bytes and not CpuMachine().multiplies(compute_dtype):
         chain.multiply_wide()
-    if ceilings is not None and budget.ssd:
-        ceilings = ceilings.of_directories(file_systems(budget.ssd))
     question = Question(workload=workload, allowance=allowance, moments=moments)
     planner = _Planner(chain, question, ceilings)
     report = PlanReport(

@@ -192,14 +192,14 @@ class Ceilings:
         drives = tuple(self.drives[min(index, len(self.drives) - 1)] for index in dict.fromkeys(file_systems))
         return replace(self, drives=drives)
 
-    def in_flight(self, num_directories: int) -> InFlight:
-        """Return how one I/O engine keeps `num_directories` busy: directory i is drive i, further ones are like the last drive.
+    def in_flight(self, num_drives: int) -> InFlight:
+        """Return how one I/O engine keeps the first `num_drives` busy; further ones are like the last.
 
         Threads add up, for a drive is only busy with pieces of its own under way. The piece is the largest that any of the
         drives asks for: each is measured to need that much, and none is slower with more. Engine defaults where no drive of
         these has a setting.
         """
-        drives = [self.drives[min(index, len(self.drives) - 1)] for index in range(num_directories)]
+        drives = [self.drives[min(index, len(self.drives) - 1)] for index in range(num_drives)]
         if not any(drive.is_tuned for drive in drives):
             return InFlight()
         settings = [drive.in_flight for drive in drives]

@@ -30,7 +30,7 @@ class Settings:
     checkpoint_every: int | None
     interpreter: str
     gradient_dtype: str | None = None  # of drained gradients; None: the compute dtype
-    machine: dict[str, Any] | None = None  # measured ceilings, as JSON
+    machine: dict[str, Any] | None = None  # measured ceilings, as JSON: those of the run's directories
     compile_blocks: bool = False
     liger: bool = False
     moments: str = "float32"  # how AdamW's moments are kept; runs from before there was a choice name none

@@ -6,7 +6,6 @@ never refused for want of a figure in them.
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +27,11 @@ class Account:
 
     def __init__(self, plan: Plan, config: RunConfig, directory: RunDirectory, *, total_steps: int) -> None:
         spaces = config.ssd or (directory.path,)
-        ceilings, each_directory = _ceilings(config, directory, file_systems(spaces))
+        ceilings = _ceilings(config, directory, file_systems(spaces))
         ssd_allowed_bytes = None
         # Whoever makes the state's files says what is wrong; a run that goes on has them.
         with contextlib.suppress(OSError, ConfigError):
-            ssd_allowed_bytes = default_ssd_bytes(each_directory, spaces, held_bytes=plan.peak("ssd"))
+            ssd_allowed_bytes = default_ssd_bytes(ceilings, spaces, held_bytes=plan.peak("ssd"))
         self._directory, self._ceilings = directory, ceilings
         self._report: PlanReport = report_of(
             plan,
@@ -62,22 +61,18 @@ class Account:
         self._directory.write_summary(outcome.to_json())
 
 
-def _ceilings(config: RunConfig, directory: RunDirectory, systems: Sequence[int]) -> tuple[Ceilings | None, Ceilings | None]:
-    """Return the machine with the drives of the run, and with a drive for each directory, whose file systems are `systems`.
+def _ceilings(config: RunConfig, directory: RunDirectory, systems: Sequence[int]) -> Ceilings | None:
+    """Return the machine with the drives of the run's directories, whose file systems are `systems`; None if nobody measured.
 
-    A run that goes on has the first in its directory, whatever became of the profile since; it must not be divided again,
-    because drive i is then no more that of directory i.
+    A run that goes on has them in its directory, whatever became of the profile since; they must not be divided again, because
+    drive i is then no more that of directory i.
     """
     with contextlib.suppress(ConfigError):
-        own = load_profile(directory.path / "machine.json")
-        rank = {system: index for index, system in enumerate(dict.fromkeys(systems))}
-        drives = tuple(own.drives[min(rank[system], len(own.drives) - 1)] for system in systems)
-        return own, replace(own, drives=drives)
+        return load_profile(directory.path / "machine.json")
     with contextlib.suppress(ConfigError):  # a run that begins has read it before
         if config.machine:
-            profile = load_profile(config.machine)
-            return profile.of_directories(systems), profile
-    return None, None
+            return load_profile(config.machine).of_directories(systems)
+    return None
 
 
 def _architecture(model: Path) -> str:

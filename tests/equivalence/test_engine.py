@@ -570,13 +570,36 @@ def test_measured_drives_say_how_the_store_moves_bytes_also_after_resume(
     run = tmp_path / "run"
     before = threads_of("read"), threads_of("write")
     with Engine.open(model_dir("llama"), budget, run_directory=run, machine=machine) as engine:
-        assert (threads_of("read") - before[0], threads_of("write") - before[1]) == (6, 6)
+        assert (threads_of("read") - before[0], threads_of("write") - before[1]) == (3, 3)  # both lie on one drive
         result = engine.step(batch_of(ROWS, LENGTH, 0))
         assert result.io_cpu_seconds is not None
         assert 0 < result.io_cpu_seconds <= engine.store.io_cpu_seconds
     with Engine.resume(run):
-        assert (threads_of("read") - before[0], threads_of("write") - before[1]) == (6, 6)
-    assert told == [InFlight(threads=6, piece_bytes=1 << 20)] * 2
+        assert (threads_of("read") - before[0], threads_of("write") - before[1]) == (3, 3)
+    assert told == [InFlight(threads=3, piece_bytes=1 << 20)] * 2
+
+
+def test_several_directories_of_one_drive_beside_another_drive(
+    model_dir: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each drive counts once, with its own setting and its own space, in the run and after it is resumed."""
+    machine = load_profile("rtx4090-1ssd")
+    quick = dataclasses.replace(machine.drives[0], threads_per_direction=2, piece_bytes=1 << 20)
+    slow = dataclasses.replace(machine.drives[0], threads_per_direction=5, piece_bytes=4 << 20)
+    machine = dataclasses.replace(machine, drives=(quick, quick, slow))
+    told: list[InFlight] = []
+    monkeypatch.setattr(StateStore, "keep_in_flight", lambda store, setting: told.append(setting))
+    for module in ("headrace.engine", "headrace.ioengine.measure", "headrace.ioengine.space"):
+        monkeypatch.setattr(f"{module}.file_systems", lambda directories: (0, 0, 2))
+    ssd = [tmp_path / name for name in ("first", "second", "third")]
+    for directory in ssd:
+        directory.mkdir()
+    run = tmp_path / "run"
+    with Engine.open(model_dir("llama"), headrace.Budget(host="4GiB", ssd=ssd), run_directory=run, machine=machine) as engine:
+        assert engine.settings.machine == dataclasses.replace(machine, drives=(quick, slow)).to_json()
+    with Engine.resume(run) as engine:
+        assert engine.step(batch_of(ROWS, LENGTH, 0)).loss > 0
+    assert told == [InFlight(threads=7, piece_bytes=4 << 20)] * 2
 
 
 def test_without_a_profile_the_store_keeps_its_defaults(

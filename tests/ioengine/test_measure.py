@@ -1,5 +1,6 @@
 """Directories are described and measured, and left as they were. Run: pytest tests/ioengine/test_measure.py"""
 
+import dataclasses
 import errno
 import os
 from collections.abc import Callable
@@ -8,7 +9,17 @@ from typing import Any
 
 import pytest
 
-from headrace.ioengine import DirectFile, describe_directory, file_systems, measure_directory
+from headrace.ioengine import (
+    Bandwidth,
+    DirectFile,
+    describe_directory,
+    file_systems,
+    measure,
+    measure_directory,
+    measured_weights,
+)
+from headrace.plan.profiles import load_profile
+from headrace.spec.ceilings import striped_shares
 from headrace.spec.errors import DiskFull, StorageError
 from headrace.spec.sizes import MIB
 
@@ -81,6 +92,28 @@ def test_what_is_no_directory_is_described_without_an_error(tmp_path: Path) -> N
 @pytest.mark.skipif(not os.path.ismount("/dev/shm"), reason="no tmpfs at /dev/shm here")
 def test_memory_is_told_from_a_drive() -> None:
     assert describe_directory(Path("/dev/shm")).in_memory
+
+
+@pytest.mark.parametrize("systems", [(0, 0, 2), (0, 1, 0), (0, 1, 2), (0, 0, 0), (0, 1, 1)])
+def test_stripes_go_by_drives_as_the_forecast_has_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, systems: tuple[int, ...]
+) -> None:
+    """However many directories lie on one of them: each is measured alone, and has the drive to itself then."""
+    directories = [tmp_path / name for name in ("one", "two", "three")]
+    for directory in directories:
+        directory.mkdir()
+    rig = load_profile("rtx4090-1ssd")
+    rates = {system: 6e9 / (1 + system) for system in systems}
+    drives = [dataclasses.replace(rig.drives[0], mixed_bytes_per_second=rates[system]) for system in systems]
+    speeds = {directory: rates[system] for directory, system in zip(directories, systems, strict=True)}
+    monkeypatch.setattr(measure, "file_systems", lambda found: systems)
+    monkeypatch.setattr(measure, "measure_directory", lambda found, size_bytes: Bandwidth(6e9, 6e9, speeds[found]))
+    weights = measured_weights(directories)
+    assert weights is not None
+    forecast = striped_shares(dataclasses.replace(rig, drives=tuple(drives)).of_directories(systems).drives)
+    for system, share in zip(dict.fromkeys(systems), forecast, strict=True):
+        on_it = sum(weight for weight, other in zip(weights, systems, strict=True) if other == system)
+        assert on_it / sum(weights) == pytest.approx(share, abs=0.02)
 
 
 def test_directories_of_one_file_system_are_known(tmp_path: Path) -> None:

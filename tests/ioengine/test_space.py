@@ -1,12 +1,13 @@
 """What may be written to directories: part of what is free, once for each file system."""
 
+import dataclasses
 import errno
 import os
 from pathlib import Path
 
 import pytest
 
-from headrace.ioengine import DirectFile, default_ssd_bytes
+from headrace.ioengine import DirectFile, default_ssd_bytes, describe_directory, space
 from headrace.plan.profiles import load_profile
 from headrace.spec.errors import ConfigError, DiskFull, StorageError
 
@@ -27,6 +28,30 @@ def test_space_of_one_file_system_is_counted_once(tmp_path: Path) -> None:
         directory.mkdir()
     for rig in (None, load_profile("rtx4090-4ssd")):
         assert default_ssd_bytes(rig, directories) == pytest.approx(default_ssd_bytes(rig, [tmp_path]), rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("systems", "free", "halves", "thirds"), [((0, 0, 2), (40, 40, 50), 80, 75), ((0, 1, 0), (40, 30, 40), 60, 45)]
+)
+def test_space_goes_by_the_stripes_of_each_drive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, systems: tuple[int, ...], free: tuple[int, ...], halves: int, thirds: int
+) -> None:
+    """Two equal drives get half of the stripes each, also where two directories lie on one; else one and two thirds."""
+    directories = [tmp_path / name for name in ("one", "two", "three")]
+    for directory in directories:
+        directory.mkdir()
+    described = {
+        directory: dataclasses.replace(describe_directory(directory), free_bytes=num_bytes << 30)
+        for directory, num_bytes in zip(directories, free, strict=True)
+    }
+    monkeypatch.setattr(space, "describe_directory", described.__getitem__)
+    monkeypatch.setattr(space, "file_systems", lambda found: systems)
+    for rig in (None, load_profile("rtx4090-4ssd").of_directories(systems)):
+        assert default_ssd_bytes(rig, directories) == pytest.approx(0.9 * (halves << 30), rel=1e-6)
+    rig = load_profile("rtx4090-1ssd")
+    faster = dataclasses.replace(rig.drives[0], mixed_bytes_per_second=2 * rig.drives[0].mixed_bytes_per_second)
+    uneven = dataclasses.replace(rig, drives=(rig.drives[0], faster))
+    assert default_ssd_bytes(uneven, directories) == pytest.approx(0.9 * (thirds << 30), rel=1e-6)
 
 
 def test_a_directory_that_is_named_twice_is_refused(tmp_path: Path) -> None:

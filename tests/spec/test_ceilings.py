@@ -78,6 +78,14 @@ def test_threads_of_drives_add_up_and_the_largest_piece_wins():
     assert half.in_flight(2) == InFlight(threads=1 + InFlight().threads, piece_bytes=16 << 20)
 
 
+def test_each_drive_of_a_run_counts_once_with_its_own_threads():
+    """Also where several directories lie on one drive, and others on another."""
+    slow = drive(threads_per_direction=1, piece_bytes=16 << 20)
+    quick = drive(threads_per_direction=8, piece_bytes=4 << 20)
+    run = Ceilings.from_json(profile(drives=[quick, quick, slow])).of_directories((0, 0, 2))
+    assert run.in_flight(len(run.drives)) == InFlight(threads=9, piece_bytes=16 << 20)
+
+
 def test_the_engine_keeps_its_defaults_where_no_drive_was_tuned():
     assert Ceilings.from_json(profile()).in_flight(1) == InFlight()
     assert Ceilings.from_json(profile()).in_flight(12) == InFlight()
