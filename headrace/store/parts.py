@@ -123,6 +123,7 @@ def create_parts(
             records.append(open_file(path, BLOCK_BYTES))
             undo.callback(records[-1].close)
         sync(run_directory)
+        undo.callback((run_directory / MANIFEST_NAME).unlink, missing_ok=True)
         write_manifest(run_directory)
         undo.pop_all()
     return _put_together(run_directory, manifest, places, locks, (files, records), (engine, sink))

@@ -121,6 +121,37 @@ def test_a_creation_that_fails_midway_removes_what_it_made(
     assert lock_holder(tmp_path / "run") is None
 
 
+STEPS = [("write_whole", "state.json.new"), ("Path.rename", "state.json"), ("sync", "state.json")]
+
+
+@pytest.mark.parametrize(("reason", "error"), [(errno.ENOSPC, DiskFull), (errno.EIO, StorageError)])
+@pytest.mark.parametrize(("step", "name"), STEPS)
+def test_a_manifest_that_cannot_be_written_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, name: str, reason: int, error: type[StorageError]
+) -> None:
+    def failing(*rest: object) -> None:
+        raise OSError(reason, os.strerror(reason))
+
+    monkeypatch.setattr(f"headrace.store.manifest.{step}", failing)
+    refused(tmp_path, error, rf"run/{name}: cannot be written \({os.strerror(reason)}\); ")
+
+
+def test_a_manifest_that_cannot_be_withdrawn_keeps_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = make_store(tmp_path)
+    write_step(store, 1)
+    store.commit({"step": 1})
+
+    def read_only(self: Path, target: Path) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(self))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", read_only)
+        with pytest.raises(StorageError, match=r"run/state.json: cannot be renamed \(Read-only file system\); "):
+            store.remove()
+    with open_store(tmp_path) as store:
+        assert holds_step(store, 1)
+
+
 def test_an_identity_that_is_not_json_leaves_nothing(tmp_path: Path) -> None:
     for name in ("ssd0", "ssd1"):
         (tmp_path / name).mkdir()
