@@ -36,8 +36,8 @@ def clean_up(directories: Sequence[Path], *, unfinished: bool, dry_run: bool) ->
                 remove_leftover(leftover)
                 if leftover.resumable:
                     _forget(leftover.run_directory)
-            except OSError as error:
-                refused.append(f"{error.filename or leftover.folder} ({error.strerror})")
+            except StorageError as error:
+                refused.append(str(error))
                 yield f"kept     {leftover.folder} ({size}): cannot be removed"
                 continue
         removed += 1
@@ -50,7 +50,7 @@ def clean_up(directories: Sequence[Path], *, unfinished: bool, dry_run: bool) ->
         f"; {' and '.join(kept)} kept (--unfinished removes them)" if kept else ""
     )
     if refused:
-        raise StorageError(f"cannot be removed: {'; '.join(refused)}; change their permissions, or clean as their owner")
+        raise StorageError(f"{'; '.join(refused)}; remove the cause, or clean as their owner")
 
 
 def _why_kept(leftover: Leftover) -> str:

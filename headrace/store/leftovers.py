@@ -11,7 +11,7 @@ from enum import Enum, auto
 from pathlib import Path
 
 from headrace.spec.errors import ConfigError, RunDirectoryError
-from headrace.store.directories import owner_of, remove_folder
+from headrace.store.directories import drop_folder, owner_of, remove_folder
 from headrace.store.lock import RunLock, lock_holder
 from headrace.store.manifest import MANIFEST_NAME, UNMADE_NAME, data_folder, read_manifest
 
@@ -61,6 +61,7 @@ def remove_leftover(leftover: Leftover) -> None:
 
     Raises:
         ConfigError: a process has taken up its run since.
+        StorageError: something in it cannot be removed.
     """
     holder = lock_holder(leftover.run_directory)
     try:
@@ -75,6 +76,7 @@ def remove_leftover(leftover: Leftover) -> None:
     finally:
         if lock is not None:
             lock.release()
+    drop_folder(leftover.folder)
 
 
 def remove_unmade(run_directory: Path) -> None:
@@ -82,6 +84,7 @@ def remove_unmade(run_directory: Path) -> None:
 
     Raises:
         ConfigError: a process has taken up its run just now.
+        StorageError: something cannot be removed.
     """
     try:
         directories = read_manifest(run_directory, UNMADE_NAME).directories

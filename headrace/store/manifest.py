@@ -58,7 +58,7 @@ def announce_manifest(run_directory: Path, manifest: Manifest) -> None:
     directories = [str(path.relative_to(here) if path.is_relative_to(here) else path) for path in manifest.directories]
     fields = {"format": MANIFEST_FORMAT, **asdict(manifest), "directories": directories}
     text = json.dumps(fields, indent=1)
-    with _refused(run_directory / UNMADE_NAME, "written", "no run was begun"):
+    with _refused(run_directory / UNMADE_NAME, "written", "repeat the command: no run was begun"):
         write_whole(run_directory / UNMADE_NAME, text)
 
 
@@ -68,7 +68,7 @@ def write_manifest(run_directory: Path) -> None:
     Raises:
         StorageError, DiskFull: it cannot be written.
     """
-    with _refused(run_directory / MANIFEST_NAME, "written", "no run was begun"):
+    with _refused(run_directory / MANIFEST_NAME, "written", "repeat the command: no run was begun"):
         (run_directory / UNMADE_NAME).rename(run_directory / MANIFEST_NAME)
         sync(run_directory)
 
@@ -79,22 +79,32 @@ def withdraw_manifest(run_directory: Path) -> None:
     Raises:
         StorageError, DiskFull: it cannot be renamed.
     """
-    with _refused(run_directory / MANIFEST_NAME, "renamed", "its state was not removed"):
+    with _refused(run_directory / MANIFEST_NAME, "renamed", "repeat the command: nothing was removed"):
         with contextlib.suppress(FileNotFoundError):
             (run_directory / MANIFEST_NAME).rename(run_directory / UNMADE_NAME)
         sync(run_directory)
 
 
+def remove_records(run_directory: Path, *more: str) -> None:
+    """Remove what is left in `run_directory` of a run whose manifest is withdrawn, when its last folder is gone.
+
+    Raises:
+        StorageError: a file cannot be removed.
+    """
+    for name in (*RECORD_NAMES, UNMADE_NAME, *more):
+        with _refused(run_directory / name, "removed", "remove it: the state itself is gone"):
+            (run_directory / name).unlink(missing_ok=True)
+
+
 @contextlib.contextmanager
-def _refused(path: Path, verb: str, outcome: str) -> Iterator[None]:
-    """Say what the system's refusal to write or rename `path` means."""
+def _refused(path: Path, verb: str, advice: str) -> Iterator[None]:
+    """Say what the system's refusal to write, rename or remove `path` means."""
     try:
         yield
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         raise (DiskFull if full else StorageError)(
-            f"{path}: cannot be {verb} ({error.strerror}); {'free some space' if full else 'remove the cause'} and repeat the "
-            f"command: {outcome}"
+            f"{path}: cannot be {verb} ({error.strerror}); {'free some space' if full else 'remove the cause'}, then {advice}"
         ) from error
 
 
