@@ -10,7 +10,7 @@ from pathlib import Path
 from headrace.spec.errors import StorageError
 from headrace.spec.sizes import format_bytes
 from headrace.store import Leftover, find_leftovers, leftovers_of, remove_leftover
-from headrace.store.manifest import MANIFEST_NAME, RECORD_NAMES
+from headrace.store.manifest import MANIFEST_NAME, UNMADE_NAME
 
 
 def clean_up(directories: Sequence[Path], *, unfinished: bool, dry_run: bool) -> Iterator[str]:
@@ -34,8 +34,6 @@ def clean_up(directories: Sequence[Path], *, unfinished: bool, dry_run: bool) ->
         if not dry_run:
             try:
                 remove_leftover(leftover)
-                if leftover.resumable:
-                    _forget(leftover.run_directory)
             except StorageError as error:
                 refused.append(str(error))
                 yield f"kept     {leftover.folder} ({size}): cannot be removed"
@@ -66,12 +64,6 @@ def _leftovers(directories: Sequence[Path]) -> list[Leftover]:
     for leftover in find_leftovers(directories):
         found[leftover.folder.resolve()] = leftover
     for directory in directories:
-        if (directory / MANIFEST_NAME).exists():
+        if any((directory / name).exists() for name in (MANIFEST_NAME, UNMADE_NAME)):
             found |= {leftover.folder.resolve(): leftover for leftover in leftovers_of(directory)}
     return list(found.values())
-
-
-def _forget(run_directory: Path) -> None:
-    """Remove the records of a state that is gone, so that nobody tries to resume it."""
-    for name in (MANIFEST_NAME, *RECORD_NAMES):
-        (run_directory / name).unlink(missing_ok=True)
