@@ -59,11 +59,20 @@ def _why_kept(leftover: Leftover) -> str:
 
 def _leftovers(directories: Sequence[Path]) -> list[Leftover]:
     """Return what lies in SSD directories, and what belongs to run directories wherever it lies; each folder once."""
-    found: dict[Path, Leftover] = {}
+    found: dict[object, Leftover] = {}
     # What a run directory that was named knows of its folders is newer than what they know of it.
     for leftover in find_leftovers(directories):
-        found[leftover.folder.resolve()] = leftover
+        found[_identity(leftover.folder)] = leftover
     for directory in directories:
         if any((directory / name).exists() for name in (MANIFEST_NAME, UNMADE_NAME)):
-            found |= {leftover.folder.resolve(): leftover for leftover in leftovers_of(directory)}
+            found |= {_identity(leftover.folder): leftover for leftover in leftovers_of(directory)}
     return list(found.values())
+
+
+def _identity(folder: Path) -> object:
+    """Return what is the same for a folder by whichever path it is reached."""
+    try:
+        status = folder.stat()
+    except OSError:
+        return folder  # gone meanwhile
+    return status.st_dev, status.st_ino

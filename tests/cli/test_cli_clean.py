@@ -147,3 +147,14 @@ def test_a_removal_that_was_cut_short_is_ended_from_the_run_directory(
     withdraw_manifest(world.run)
     assert "2 leftovers removed" in clean(world, world.run)
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["lock"]
+
+
+def test_a_folder_under_two_paths_is_counted_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a drive that is mounted twice has it; here a link that is never resolved."""
+    world = two_ssds(tmp_path, capsys)
+    (tmp_path / "again").symlink_to(tmp_path / "ssd0")
+    really = Path.resolve
+    monkeypatch.setattr(Path, "resolve", lambda self: self.absolute() if "again" in str(self) else really(self))
+    assert "1 leftover removed" in clean(world, tmp_path / "ssd0", tmp_path / "again", "--unfinished")
