@@ -10,7 +10,7 @@ from pathlib import Path
 from headrace.spec.errors import StorageError
 from headrace.spec.sizes import format_bytes
 from headrace.store import Leftover, find_leftovers, leftovers_of, remove_leftover
-from headrace.store.manifest import MANIFEST_NAME, RECORD_NAMES
+from headrace.store.manifest import MANIFEST_NAME, UNMADE_NAME
 
 
 def clean_up(directories: Sequence[Path], *, unfinished: bool, dry_run: bool) -> Iterator[str]:
@@ -34,10 +34,8 @@ def clean_up(directories: Sequence[Path], *, unfinished: bool, dry_run: bool) ->
         if not dry_run:
             try:
                 remove_leftover(leftover)
-                if leftover.resumable:
-                    _forget(leftover.run_directory)
-            except OSError as error:
-                refused.append(f"{error.filename or leftover.folder} ({error.strerror})")
+            except StorageError as error:
+                refused.append(str(error))
                 yield f"kept     {leftover.folder} ({size}): cannot be removed"
                 continue
         removed += 1
@@ -50,7 +48,7 @@ def clean_up(directories: Sequence[Path], *, unfinished: bool, dry_run: bool) ->
         f"; {' and '.join(kept)} kept (--unfinished removes them)" if kept else ""
     )
     if refused:
-        raise StorageError(f"cannot be removed: {'; '.join(refused)}; change their permissions, or clean as their owner")
+        raise StorageError(f"{'; '.join(refused)}; remove the cause, or clean as their owner")
 
 
 def _why_kept(leftover: Leftover) -> str:
@@ -61,17 +59,20 @@ def _why_kept(leftover: Leftover) -> str:
 
 def _leftovers(directories: Sequence[Path]) -> list[Leftover]:
     """Return what lies in SSD directories, and what belongs to run directories wherever it lies; each folder once."""
-    found: dict[Path, Leftover] = {}
+    found: dict[object, Leftover] = {}
     # What a run directory that was named knows of its folders is newer than what they know of it.
     for leftover in find_leftovers(directories):
-        found[leftover.folder.resolve()] = leftover
+        found[_identity(leftover.folder)] = leftover
     for directory in directories:
-        if (directory / MANIFEST_NAME).exists():
-            found |= {leftover.folder.resolve(): leftover for leftover in leftovers_of(directory)}
+        if any((directory / name).exists() for name in (MANIFEST_NAME, UNMADE_NAME)):
+            found |= {_identity(leftover.folder): leftover for leftover in leftovers_of(directory)}
     return list(found.values())
 
 
-def _forget(run_directory: Path) -> None:
-    """Remove the records of a state that is gone, so that nobody tries to resume it."""
-    for name in (MANIFEST_NAME, *RECORD_NAMES):
-        (run_directory / name).unlink(missing_ok=True)
+def _identity(folder: Path) -> object:
+    """Return what is the same for a folder by whichever path it is reached."""
+    try:
+        status = folder.stat()
+    except OSError:
+        return folder  # gone meanwhile
+    return status.st_dev, status.st_ino

@@ -4,6 +4,7 @@ Invariant: nothing is created before every directory is known to be fit and to h
 """
 
 import contextlib
+import errno
 import json
 import os
 from collections.abc import Callable, Sequence
@@ -144,17 +145,53 @@ def owner_of(folder: Path) -> tuple[str, Path] | None:
 
 
 def remove_folders(directories: Sequence[Path], run_id: str) -> None:
-    """Remove what `make_folders` and the store put into `directories`; nothing else."""
+    """Remove what `make_folders` and the store put into `directories`; nothing else. What cannot be removed keeps nothing else.
+
+    Raises:
+        StorageError: names what could not be removed, and why; raised after the last folder.
+    """
+    refused = []
     for directory in directories:
-        remove_folder(data_folder(directory, run_id))
+        try:
+            remove_folder(data_folder(directory, run_id))
+        except StorageError as error:
+            refused.append(str(error))
+    if refused:
+        names = " ".join(str(directory) for directory in directories)
+        raise StorageError(f"{'; '.join(refused)}; remove the cause, then remove the rest with `headrace clean {names}`")
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove the folder of a run in one directory. The data go first: without the note nobody would find them."""
-    for name in ("data", _OWNER_NEW, OWNER_NAME, LOCK_NAME):
-        (folder / name).unlink(missing_ok=True)
-    with contextlib.suppress(FileNotFoundError):
+    """Remove the folder of a run in one directory. The data go first: without the note nobody would find them.
+
+    Where its lock is held, network file systems keep the folder until that is released: call `drop_folder` then.
+
+    Raises:
+        StorageError: something in it, or the folder itself, cannot be removed.
+    """
+    try:
+        for name in ("data", _OWNER_NEW, OWNER_NAME, LOCK_NAME):
+            (folder / name).unlink(missing_ok=True)
         folder.rmdir()
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        if not (error.errno in (errno.ENOTEMPTY, errno.EBUSY) and _only_unlinked(folder)):
+            raise StorageError(f"{error.filename or folder}: cannot be removed: {error.strerror}") from error
+
+
+def drop_folder(folder: Path) -> None:
+    """Remove the folder if it is empty by now."""
+    with contextlib.suppress(OSError):
+        folder.rmdir()
+
+
+def _only_unlinked(folder: Path) -> bool:
+    """Return whether in `folder` is nothing but what NFS and FUSE make of a file that is unlinked while it is open."""
+    try:
+        return all(path.name.startswith((".nfs", ".fuse_hidden")) for path in folder.iterdir())
+    except OSError:
+        return False
 
 
 def _write_owner(folder: Path, run_directory: Path, run_id: str) -> None:

@@ -3,6 +3,7 @@
 Invariant: what a living process holds is never listed nor removed; what may still be resumed is told from what is surely dead.
 """
 
+import contextlib
 import json
 import os
 from collections.abc import Sequence
@@ -10,10 +11,17 @@ from dataclasses import dataclass, replace
 from enum import Enum, auto
 from pathlib import Path
 
-from headrace.spec.errors import ConfigError, RunDirectoryError
-from headrace.store.directories import owner_of, remove_folder
+from headrace.spec.errors import ConfigError, RunDirectoryError, StorageError
+from headrace.store.directories import drop_folder, owner_of, remove_folder
 from headrace.store.lock import RunLock, lock_holder
-from headrace.store.manifest import MANIFEST_NAME, RECORD_NAMES, UNMADE_NAME, data_folder, read_manifest
+from headrace.store.manifest import (
+    MANIFEST_NAME,
+    UNMADE_NAME,
+    data_folder,
+    read_manifest,
+    remove_records,
+    withdraw_manifest,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +33,7 @@ class Leftover:
     """
 
     folder: Path
+    run_id: str
     run_directory: Path
     num_bytes: int
     resumable: bool
@@ -40,27 +49,27 @@ def find_leftovers(directories: Sequence[Path]) -> list[Leftover]:
 def leftovers_of(run_directory: Path) -> list[Leftover]:
     """List the data folders of the run in `run_directory`, also where they know it by an earlier place. Changes nothing.
 
-    Folders that belong to a run of which this one is a copy are not listed.
+    Folders that belong to a run of which this one is a copy are not listed. What is left of a creation or a removal that was
+    cut short is dead; but in doubt where the directory was moved: it may be a copy from before its run was whole.
 
     Raises:
         RunDirectoryError: there is no run, or its manifest is damaged.
     """
-    manifest, here = read_manifest(run_directory), run_directory.resolve()
+    withdrawn = not (run_directory / MANIFEST_NAME).exists() and (run_directory / UNMADE_NAME).exists()
+    manifest, here = read_manifest(run_directory, UNMADE_NAME if withdrawn else MANIFEST_NAME), run_directory.resolve()
     found = [_look_at(data_folder(directory, manifest.run_id)) for directory in manifest.directories]
     if lock_holder(here) is not None:
         return []
-    return [
-        replace(leftover, run_directory=here, resumable=True, in_doubt=False)
-        for leftover in found
-        if leftover is not None and (leftover.in_doubt or _same(leftover.run_directory, here))
-    ]
+    mine = [each for each in found if each is not None and (each.in_doubt or _same(each.run_directory, here))]
+    return mine if withdrawn else [replace(each, run_directory=here, resumable=True, in_doubt=False) for each in mine]
 
 
 def remove_leftover(leftover: Leftover) -> None:
-    """Remove a data folder that was listed.
+    """Remove a data folder that was listed, and with the last one of its run that run's records.
 
     Raises:
         ConfigError: a process has taken up its run since.
+        StorageError: something in it cannot be removed, or the manifest of its run cannot be withdrawn.
     """
     holder = lock_holder(leftover.run_directory)
     try:
@@ -71,9 +80,32 @@ def remove_leftover(leftover: Leftover) -> None:
     try:
         if holder is not None or lock is None:
             raise ConfigError(f"{leftover.folder}: its run is in use by process {holder} again; nothing was removed")
+        # A run that lacks a part is none: whatever happens from here on, its other folders are known for dead.
+        if _run_in(leftover.run_directory, leftover.run_id, leftover.folder) is _Run.KNOWS_IT:
+            withdraw_manifest(leftover.run_directory)
         remove_folder(leftover.folder)
     finally:
         if lock is not None:
+            lock.release()
+    drop_folder(leftover.folder)
+    _forget(leftover.run_directory, leftover.run_id)
+
+
+def _forget(run_directory: Path, run_id: str) -> None:
+    """Remove the records of a run that is withdrawn, once its last folder is gone: until then they tell that the rest is dead.
+
+    While an SSD directory is not there, as where its drive is not mounted, nobody knows of the folder in it.
+    """
+    if not (run_directory / UNMADE_NAME).exists():
+        return
+    with contextlib.suppress(RunDirectoryError, StorageError):  # in use again, damaged, or not ours to remove: they may stay
+        lock = RunLock(run_directory, needed=False)
+        try:
+            manifest = read_manifest(run_directory, UNMADE_NAME)
+            gone = (each.is_dir() and not data_folder(each, run_id).exists() for each in manifest.directories)
+            if manifest.run_id == run_id and all(gone):
+                remove_records(run_directory)
+        finally:
             lock.release()
 
 
@@ -83,20 +115,23 @@ def remove_uncommitted(run_directory: Path) -> None:
 
     Raises:
         RunDirectoryError: the manifest is damaged, or another process works on a folder.
+        StorageError: something cannot be removed.
     """
-    manifest, here = read_manifest(run_directory), run_directory.resolve()
+    manifest = read_manifest(run_directory)
+    withdraw_manifest(run_directory)  # first, so that what a kill in between leaves is known to be dead
     for directory in manifest.directories:
         folder = data_folder(directory, manifest.run_id)
         owner = owner_of(folder)
-        if owner is None or (not _same(owner[1], here) and _run_in(owner[1], manifest.run_id, folder) is _Run.KNOWS_IT):
+        copied = owner is not None and not _same(owner[1], run_directory)
+        if owner is None or (copied and _run_in(owner[1], manifest.run_id, folder) is _Run.KNOWS_IT):
             continue
         lock = RunLock(folder, needed=False)
         try:
             remove_folder(folder)
         finally:
             lock.release()
-    for name in (MANIFEST_NAME, *RECORD_NAMES):
-        (run_directory / name).unlink(missing_ok=True)
+        drop_folder(folder)
+    remove_records(run_directory)
 
 
 def remove_unmade(run_directory: Path) -> None:
@@ -104,6 +139,7 @@ def remove_unmade(run_directory: Path) -> None:
 
     Raises:
         ConfigError: a process has taken up its run just now.
+        StorageError: something cannot be removed.
     """
     try:
         directories = read_manifest(run_directory, UNMADE_NAME).directories
@@ -132,6 +168,7 @@ def _look_at(folder: Path) -> Leftover | None:
     data, run = folder / "data", _run_in(run_directory, run_id, folder)
     return Leftover(
         folder=folder,
+        run_id=run_id,
         run_directory=run_directory,
         num_bytes=data.stat().st_size if data.exists() else 0,
         resumable=run is _Run.KNOWS_IT,

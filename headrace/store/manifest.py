@@ -4,14 +4,15 @@ Invariant: when the manifest exists, every file that it names exists at full siz
 """
 
 import contextlib
+import errno
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from headrace.durable import sync, write_whole
-from headrace.spec.errors import RunDirectoryError
+from headrace.spec.errors import DiskFull, RunDirectoryError, StorageError
 from headrace.spec.layout import GroupRange, ParameterSpec, Plane, PlaneSet, UnitLayout
 
 MANIFEST_FORMAT = 1
@@ -49,24 +50,62 @@ def announce_manifest(run_directory: Path, manifest: Manifest) -> None:
     """Write what `write_manifest` will make valid. Whoever finds it alone knows that its run was never whole.
 
     Directories inside the run directory are named from there, so that they go along where it is moved or copied.
+
+    Raises:
+        StorageError, DiskFull: it cannot be written.
     """
     here = run_directory.resolve()
     directories = [str(path.relative_to(here) if path.is_relative_to(here) else path) for path in manifest.directories]
     fields = {"format": MANIFEST_FORMAT, **asdict(manifest), "directories": directories}
-    write_whole(run_directory / UNMADE_NAME, json.dumps(fields, indent=1))
+    text = json.dumps(fields, indent=1)
+    with _refused(run_directory / UNMADE_NAME, "written", "repeat the command: no run was begun"):
+        write_whole(run_directory / UNMADE_NAME, text)
 
 
 def write_manifest(run_directory: Path) -> None:
-    """Make what was announced `state.json`, so that it is there as a whole or not at all, and survives a power cut."""
-    (run_directory / UNMADE_NAME).rename(run_directory / MANIFEST_NAME)
-    sync(run_directory)
+    """Make what was announced `state.json`, so that it is there as a whole or not at all, and survives a power cut.
+
+    Raises:
+        StorageError, DiskFull: it cannot be written.
+    """
+    with _refused(run_directory / MANIFEST_NAME, "written", "repeat the command: no run was begun"):
+        (run_directory / UNMADE_NAME).rename(run_directory / MANIFEST_NAME)
+        sync(run_directory)
 
 
 def withdraw_manifest(run_directory: Path) -> None:
-    """Undo `write_manifest`: from now on the run is one that is not whole."""
-    with contextlib.suppress(FileNotFoundError):
-        (run_directory / MANIFEST_NAME).rename(run_directory / UNMADE_NAME)
-    sync(run_directory)
+    """Undo `write_manifest`: from now on the run is one that is not whole.
+
+    Raises:
+        StorageError, DiskFull: it cannot be renamed.
+    """
+    with _refused(run_directory / MANIFEST_NAME, "renamed", "repeat the command: nothing was removed"):
+        with contextlib.suppress(FileNotFoundError):
+            (run_directory / MANIFEST_NAME).rename(run_directory / UNMADE_NAME)
+        sync(run_directory)
+
+
+def remove_records(run_directory: Path, *more: str) -> None:
+    """Remove what is left in `run_directory` of a run whose manifest is withdrawn, when its last folder is gone.
+
+    Raises:
+        StorageError: a file cannot be removed.
+    """
+    for name in (*RECORD_NAMES, UNMADE_NAME, *more):
+        with _refused(run_directory / name, "removed", "remove it: the state itself is gone"):
+            (run_directory / name).unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _refused(path: Path, verb: str, advice: str) -> Iterator[None]:
+    """Say what the system's refusal to write, rename or remove `path` means."""
+    try:
+        yield
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        raise (DiskFull if full else StorageError)(
+            f"{path}: cannot be {verb} ({error.strerror}); {'free some space' if full else 'remove the cause'}, then {advice}"
+        ) from error
 
 
 def read_manifest(run_directory: Path, name: str = MANIFEST_NAME) -> Manifest:

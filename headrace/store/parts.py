@@ -16,7 +16,15 @@ from headrace.spec.errors import ConfigError, RunDirectoryError
 from headrace.spec.events import Sink
 from headrace.spec.layout import PlaneSet, UnitLayout
 from headrace.spec.sizes import format_bytes
-from headrace.store.directories import OpenFile, check_directories, hold_folders, make_folders, note_owner, remove_folders
+from headrace.store.directories import (
+    OpenFile,
+    check_directories,
+    drop_folder,
+    hold_folders,
+    make_folders,
+    note_owner,
+    remove_folders,
+)
 from headrace.store.leftovers import refuse_copy, remove_unmade
 from headrace.store.lock import LOCK_NAME, RunLock
 from headrace.store.manifest import (
@@ -25,7 +33,9 @@ from headrace.store.manifest import (
     UNMADE_NAME,
     Manifest,
     announce_manifest,
+    data_folder,
     read_manifest,
+    remove_records,
     withdraw_manifest,
     write_manifest,
 )
@@ -47,21 +57,35 @@ class StoreParts:
     owns_engine: bool
 
     def close(self) -> None:
-        """Close files and engine, then free the locks."""
-        if self.owns_engine:
-            self.engine.close()
-        self.volume.close()
-        self.records.close()
+        """Close files and engine, then free the locks. A second call does nothing."""
+        self._close_files()
         for lock in self.locks:
             lock.release()
 
     def remove(self) -> None:
-        """Delete all that `create_parts` made; the run directory itself and other files in it stay."""
-        # The manifest goes first: without it nobody takes the rest for a run.
-        withdraw_manifest(self.run_directory)
-        remove_folders(self.manifest.directories, self.manifest.run_id)
-        for name in (*RECORD_NAMES, UNMADE_NAME, LOCK_NAME):
-            (self.run_directory / name).unlink(missing_ok=True)
+        """Close, and delete all that `create_parts` made; the run directory itself and other files in it stay.
+
+        Raises:
+            StorageError: the manifest cannot be withdrawn, and nothing was removed; or something else cannot be removed.
+        """
+        # Network file systems keep what is unlinked while it is open. The locks are held until the last file is gone, so that
+        # nobody opens what is being removed.
+        try:
+            self._close_files()
+            # The manifest goes first: without it nobody takes the rest for a run.
+            withdraw_manifest(self.run_directory)
+            remove_folders(self.manifest.directories, self.manifest.run_id)
+            remove_records(self.run_directory, LOCK_NAME)
+        finally:
+            self.close()
+            for directory in self.manifest.directories:
+                drop_folder(data_folder(directory, self.manifest.run_id))
+
+    def _close_files(self) -> None:
+        if self.owns_engine:
+            self.engine.close()
+        self.volume.close()
+        self.records.close()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +147,7 @@ def create_parts(
             records.append(open_file(path, BLOCK_BYTES))
             undo.callback(records[-1].close)
         sync(run_directory)
+        undo.callback((run_directory / MANIFEST_NAME).unlink, missing_ok=True)
         write_manifest(run_directory)
         undo.pop_all()
     return _put_together(run_directory, manifest, places, locks, (files, records), (engine, sink))
@@ -163,7 +188,7 @@ def open_parts(
             found = "only damaged commit records" if damaged else "no commit record"
             raise RunDirectoryError(
                 f"{run_directory}: {found} in {' and '.join(RECORD_NAMES)}: no step was ever finished, or the files were "
-                "changed; remove the run with `headrace clean` and start again"
+                f"changed; remove the run with `headrace clean {run_directory} --unfinished` and start again"
             )
         note_owner(manifest.directories, run_directory, manifest.run_id)
         undo.pop_all()

@@ -271,15 +271,15 @@ class StateStore:
             self._parts.close()
 
     def remove(self) -> None:
-        """Close, then delete data files, their folders and the records."""
-        # The lock file is held until the last file is gone, so that nobody opens what is being removed.
+        """Close, then delete data files, their folders and the records.
+
+        Raises:
+            StorageError: something cannot be removed; names it.
+        """
         if not self._closed:
             self._closed = True
             self._settle_all()
-            try:
-                self._parts.remove()
-            finally:
-                self._parts.close()
+            self._parts.remove()
 
     def __enter__(self) -> Self:
         return self

@@ -11,7 +11,9 @@ import pytest
 from bad_worlds import World, check_refusal, listing
 
 from headrace.cli import main
+from headrace.spec.layout import PLANE_SETS, lay_out
 from headrace.store import StateStore
+from headrace.store.manifest import withdraw_manifest
 
 
 def clean(world: World, *words: object) -> str:
@@ -117,3 +119,42 @@ def test_what_cannot_be_removed_is_said_and_keeps_nothing_else(ran: World, monke
     assert "1 leftover removed" in said.out
     assert listing(other) == before
     assert list(ran.ssd.iterdir()) == []
+
+
+def two_ssds(folder: Path, capsys: pytest.CaptureFixture[str]) -> World:
+    """A world of which only the state is needed: a run over two SSD directories, that has a step."""
+    layouts = (lay_out("block 0", [("weight", (64, 64), (1.0, 0.1))]),)
+    ssds = [folder / "ssd0", folder / "ssd1"]
+    for ssd in ssds:
+        ssd.mkdir()
+    StateStore.create(
+        folder / "run", ssds, layouts, PLANE_SETS["bfloat16"], chunk_elements=2048, scratch_bytes=4096, sink=lambda event: None
+    ).close()
+    return World(folder, capsys)
+
+
+def test_the_rest_of_a_run_of_which_a_part_was_cleaned_is_dead(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    world = two_ssds(tmp_path, capsys)
+    assert "1 leftover removed" in clean(world, tmp_path / "ssd0", "--unfinished")
+    assert "1 leftover removed" in clean(world, tmp_path / "ssd1")
+    assert [path.name for path in world.run.iterdir()] == ["lock"]
+
+
+def test_a_removal_that_was_cut_short_is_ended_from_the_run_directory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    world = two_ssds(tmp_path, capsys)
+    withdraw_manifest(world.run)
+    assert "2 leftovers removed" in clean(world, world.run)
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["lock"]
+
+
+def test_a_folder_under_two_paths_is_counted_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a drive that is mounted twice has it; here a link that is never resolved."""
+    world = two_ssds(tmp_path, capsys)
+    (tmp_path / "again").symlink_to(tmp_path / "ssd0")
+    really = Path.resolve
+    monkeypatch.setattr(Path, "resolve", lambda self: self.absolute() if "again" in str(self) else really(self))
+    assert "1 leftover removed" in clean(world, tmp_path / "ssd0", tmp_path / "again", "--unfinished")

@@ -110,6 +110,14 @@ def test_the_options_of_a_run_have_no_space_before_it_begins(world: World, fill:
     assert not world.run.exists()
 
 
+def test_the_state_of_a_run_has_no_space_before_it_begins(world: World, fill: Callable[..., None]) -> None:
+    fill("state.json.new*")
+    said = refused(world, *world.train_words())
+    assert f"{world.run / 'state.json.new'}: cannot be written ({NO_SPACE}); free some space" in said
+    assert not world.run.exists()
+    assert list(world.ssd.iterdir()) == []
+
+
 def test_a_run_directory_that_goes_away(world: World, unbroken: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
     """Moved here, as an unmounted drive would be: its files that are open stay so, no others can be made."""
     away = world.folder / "away"

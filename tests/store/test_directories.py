@@ -3,6 +3,7 @@
 Run: pytest tests/store/test_directories.py
 """
 
+import contextlib
 import errno
 import json
 import os
@@ -119,6 +120,37 @@ def test_a_creation_that_fails_midway_removes_what_it_made(
         monkeypatch.setattr("headrace.store.parts.write_manifest", lambda *args: open_file(Path(failing), 0))
     refused(tmp_path, DiskFull, failing, open_file=open_file)
     assert lock_holder(tmp_path / "run") is None
+
+
+STEPS = [("write_whole", "state.json.new"), ("Path.rename", "state.json"), ("sync", "state.json")]
+
+
+@pytest.mark.parametrize(("reason", "error"), [(errno.ENOSPC, DiskFull), (errno.EIO, StorageError)])
+@pytest.mark.parametrize(("step", "name"), STEPS)
+def test_a_manifest_that_cannot_be_written_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, name: str, reason: int, error: type[StorageError]
+) -> None:
+    def failing(*rest: object) -> None:
+        raise OSError(reason, os.strerror(reason))
+
+    monkeypatch.setattr(f"headrace.store.manifest.{step}", failing)
+    refused(tmp_path, error, rf"run/{name}: cannot be written \({os.strerror(reason)}\); ")
+
+
+def test_a_manifest_that_cannot_be_withdrawn_keeps_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = make_store(tmp_path)
+    write_step(store, 1)
+    store.commit({"step": 1})
+
+    def read_only(self: Path, target: Path) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(self))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", read_only)
+        with pytest.raises(StorageError, match=r"run/state.json: cannot be renamed \(Read-only file system\); "):
+            store.remove()
+    with open_store(tmp_path) as store:
+        assert holds_step(store, 1)
 
 
 def test_an_identity_that_is_not_json_leaves_nothing(tmp_path: Path) -> None:
@@ -260,3 +292,69 @@ def test_a_leftover_that_was_taken_up_again_stays(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=f"in use by process {os.getpid()}"):
             remove_leftover(found)
         store.verify()
+
+
+@pytest.fixture
+def network_drive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drives of NFS or FUSE: a file that is unlinked while it is open takes a hidden name, and goes when it is closed."""
+    really_close = os.close
+
+    def unlink(self: Path, missing_ok: bool = False) -> None:
+        opened = []
+        for descriptor in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):
+                opened.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        if str(self.resolve()) in opened:
+            os.rename(self, self.with_name(f".nfs{self.name}"))
+            return
+        with contextlib.suppress(*[FileNotFoundError] * missing_ok):
+            os.unlink(self)
+
+    def close(descriptor: int) -> None:
+        name = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        really_close(descriptor)
+        if name.name.startswith(".nfs"):
+            os.unlink(name)
+
+    monkeypatch.setattr(Path, "unlink", unlink)
+    monkeypatch.setattr(os, "close", close)
+
+
+@pytest.mark.usefixtures("network_drive")
+def test_a_store_on_network_drives_is_removed_whole(tmp_path: Path) -> None:
+    store = make_store(tmp_path)
+    store.remove()
+    assert files_under(tmp_path) == ["run", "ssd0", "ssd1"]
+
+
+@pytest.mark.usefixtures("network_drive")
+def test_leftovers_on_network_drives_are_removed_whole(tmp_path: Path) -> None:
+    make_store(tmp_path).close()
+    for each in find_leftovers([tmp_path / "ssd0", tmp_path / "ssd1"]):
+        remove_leftover(each)
+    assert not list(tmp_path.glob("ssd*/*"))
+
+
+def test_what_cannot_be_removed_keeps_nothing_else_and_is_named_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = make_store(tmp_path)
+    held, really = store.manifest.data_paths()[0], Path.unlink
+
+    def unlink(self: Path, missing_ok: bool = False) -> None:
+        if self == held:
+            raise PermissionError(errno.EACCES, "Permission denied", str(self))
+        really(self, missing_ok=missing_ok)
+
+    named = rf"^{held}: cannot be removed: Permission denied"
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", unlink)
+        with pytest.raises(StorageError, match=rf"{named}; .*headrace clean {tmp_path / 'ssd0'}"):
+            store.remove()
+        assert list((tmp_path / "ssd1").iterdir()) == []
+        (found,) = find_leftovers([tmp_path / "ssd0"])
+        assert (found.resumable, found.in_doubt) == (False, False)
+        with pytest.raises(StorageError, match=named):
+            remove_leftover(found)
+    (held.parent / "photo").write_text("somebody else's")
+    with pytest.raises(StorageError, match=rf"^{held.parent}: cannot be removed: Directory not empty"):
+        remove_leftover(found)
+    assert [path.name for path in held.parent.iterdir()] == ["photo"]

@@ -256,7 +256,7 @@ def test_without_any_whole_record_the_message_says_so(tmp_path: Path) -> None:
     store_after_two_steps(tmp_path).close()
     for name in ("commit.0", "commit.1"):
         damage_record(tmp_path / "run" / name)
-    with pytest.raises(RunDirectoryError, match="only damaged commit records"):
+    with pytest.raises(RunDirectoryError, match=r"only damaged commit records.*`headrace clean .*/run --unfinished`"):
         open_store(tmp_path)
     make_store(tmp_path / "ssd0", directories=[tmp_path / "ssd1"], weights=None).close()
     with pytest.raises(RunDirectoryError, match="no step was ever finished"):

@@ -19,6 +19,7 @@ from store_world import holds_step, ignore, make_store, open_store, write_step
 from headrace.ioengine import BlockFile
 from headrace.spec.errors import ConfigError, DiskFull, RunDirectoryError
 from headrace.store import Leftover, StateStore, find_leftovers, leftovers_of, lock_holder, remove_leftover
+from headrace.store.manifest import withdraw_manifest
 
 
 def committed(folder: Path) -> None:
@@ -158,6 +159,60 @@ def test_a_removal_that_was_cut_short_leaves_dead_folders(tmp_path: Path, monkey
             store.remove()
     found = only(find_leftovers(ssds(tmp_path)))
     assert (found.resumable, found.in_doubt) == (False, False)
+
+
+def test_a_removal_that_was_cut_short_is_found_from_its_run_directory(tmp_path: Path) -> None:
+    committed(tmp_path)
+    withdraw_manifest(tmp_path / "run")
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    assert leftovers_of(tmp_path / "copy") == []
+    found = only(leftovers_of(tmp_path / "run"))
+    assert (found.resumable, found.in_doubt) == (False, False)
+    # Where the run directory was moved, it may as well be a copy that was taken before the run was whole.
+    (tmp_path / "run").rename(tmp_path / "moved")
+    assert only(leftovers_of(tmp_path / "moved")).in_doubt
+
+
+def test_once_one_folder_is_removed_the_others_are_dead_and_the_records_go_with_the_last(tmp_path: Path) -> None:
+    committed(tmp_path)
+    first, second = find_leftovers(ssds(tmp_path))
+    remove_leftover(first)
+    with pytest.raises(RunDirectoryError, match=r"state\.json is missing"):
+        open_store(tmp_path)
+    rest = only_one(find_leftovers(ssds(tmp_path)))
+    assert (rest.folder, rest.resumable, rest.in_doubt) == (second.folder, False, False)
+    remove_leftover(rest)
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["lock"]
+
+
+def test_a_removal_killed_at_its_first_file_leaves_dead_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    committed(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr("headrace.store.leftovers.remove_folder", lambda folder: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            remove_leftover(find_leftovers(ssds(tmp_path))[0])
+    found = only(find_leftovers(ssds(tmp_path)))
+    assert (found.resumable, found.in_doubt) == (False, False)
+
+
+def test_the_records_of_a_run_stay_while_a_drive_of_it_is_away(tmp_path: Path) -> None:
+    committed(tmp_path)
+    (tmp_path / "ssd1").rename(tmp_path / "unplugged")
+    remove_leftover(only_one(find_leftovers([tmp_path / "ssd0"])))
+    (tmp_path / "unplugged").rename(tmp_path / "ssd1")
+    rest = only_one(find_leftovers(ssds(tmp_path)))
+    assert (rest.resumable, rest.in_doubt) == (False, False)
+
+
+def test_the_records_of_another_run_that_took_the_place_stay(tmp_path: Path) -> None:
+    committed(tmp_path)
+    stale = find_leftovers(ssds(tmp_path))
+    open_store(tmp_path).remove()
+    committed(tmp_path)
+    for each in stale:
+        remove_leftover(each)
+    with open_store(tmp_path) as store:
+        assert holds_step(store, 1)
 
 
 def test_what_belongs_to_a_run_directory_is_found_after_it_was_moved_but_not_from_a_copy(tmp_path: Path) -> None:
