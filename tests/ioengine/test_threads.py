@@ -101,8 +101,8 @@ def test_any_exception_of_a_file_reaches_the_one_who_waits() -> None:
 def test_a_stall_warns_then_raises_and_names_path_and_limit() -> None:
     file, events = GatedFile(SIZE), list[Event]()
     engine = ThreadEngine(1, 1, stall_warning_seconds=0.05, deadline_seconds=0.2, sink=events.append)
-    ticket = engine.read([(file, BLOCK_BYTES, huge_page_buffer(BLOCK_BYTES))])
     start = time.monotonic()
+    ticket = engine.read([(file, BLOCK_BYTES, huge_page_buffer(BLOCK_BYTES))])
     with pytest.raises(DeviceStalled, match=r"gated: read at offset 4096 did not finish: waited .* limit 0\.2 s"):
         ticket.wait()
     assert 0.2 <= time.monotonic() - start < 5
