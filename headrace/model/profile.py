@@ -117,7 +117,8 @@ def _profile(chain: Chain, sequences: int, length: int, other: ModelCosts | None
         return CostMeter(chain.wide_products, besides if on_gpu else ())
 
     ids = torch.zeros((sequences, length), dtype=torch.int64, device=chain.device)
-    batch = MicroBatch(ids, ids)
+    # Rows of models that cannot pack are padded. Of fake tensors nobody can see that they hide nothing, so this makes a mask.
+    batch = MicroBatch(ids, ids, None if chain.supports_packing else torch.ones_like(ids))
     flats = {
         unit: torch.zeros(chain.layouts[unit].num_elements, dtype=chain.dtype, device=chain.device)
         for unit in _residents(chain)

@@ -236,12 +236,17 @@ def _with_resident_states(plan: Plan, spare_bytes: int) -> Plan:
 
 def fits(plan: Plan) -> bool:
     """Say whether the plan's peaks are within what each tier allows."""
-    return excess_bytes(plan) == 0
+    return excess_bytes(plan) == (0, 0)
 
 
-def excess_bytes(plan: Plan) -> int:
-    """Return by how much the plan's peaks exceed what their tiers allow, together."""
-    return sum(max(0, plan.peak(tier) - allowed) for tier, allowed in plan.allowed_bytes.items())
+def excess_bytes(plan: Plan) -> tuple[int, int]:
+    """Return by how much the plan's peaks exceed what memory allows, on host and device together, and what the SSDs allow.
+
+    Two numbers, for they are not alike: space makes up for memory where something waits on SSD instead, but has an end to that.
+    """
+    excess = {tier: max(0, plan.peak(tier) - allowed) for tier, allowed in plan.allowed_bytes.items()}
+    ssd = excess.pop("ssd", 0)
+    return sum(excess.values()), ssd
 
 
 def _chunk_elements(problem: Problem, thrift: int) -> int:

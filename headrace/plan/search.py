@@ -122,6 +122,7 @@ def _fitting(problem: Problem) -> list[Choice]:
     if found:
         return found
     # The thriftiest take the least memory, but not always the least space: states are written in more and smaller chunks.
+    # Those within memory come first: the space that is named is what they need, and with more memory less may do.
     choices = (choice for thrift in (2, 1, 0) for choice in placements_of(problem, thrift))
     raise _infeasible(min((plan_of(problem, choice) for choice in choices), key=excess_bytes))
 
@@ -197,7 +198,9 @@ def nominal_machine(cores: int, *, host_bytes: int, device_bytes: int | None) ->
 
 
 def _infeasible(plan: Plan) -> PlanInfeasible:
-    tier = max(plan.allowed_bytes, key=lambda name: plan.peak(name) - plan.allowed_bytes[name])
+    short = {tier: plan.peak(tier) - allowed for tier, allowed in plan.allowed_bytes.items() if plan.peak(tier) > allowed}
+    # Memory first: where that is short, no amount of space makes up for it.
+    tier = max([name for name in short if name != "ssd"] or short, key=lambda name: short[name])
     needed, allowed = plan.peak(tier), plan.allowed_bytes[tier]
     if tier == "ssd":
         words = (

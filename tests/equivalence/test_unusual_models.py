@@ -4,6 +4,7 @@ Run: pytest tests/equivalence/test_unusual_models.py
 """
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 import headrace
 from headrace.engine import Engine
+from headrace.plan.base import Plan
 from headrace.spec.events import Event, Notice
 
 SHAPE = {
@@ -47,37 +49,84 @@ UNUSUAL: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("kept", ["planned", "everything"])
-@pytest.mark.parametrize("name", UNUSUAL)
-def test_it_trains_as_with_plain_pytorch(name: str, kept: str, tmp_path: Path) -> None:
-    kind, values = UNUSUAL[name]
+# Models whose rows have one sample each, so that these are padded.
+UNPACKED: dict[str, dict[str, Any]] = {"opt": {"dropout": 0.0, "ffn_dim": 96, "word_embed_proj_dim": 64}, "falcon": {}}
+
+
+def saved(kind: str, values: dict[str, Any], path: Path) -> Path:
+    """Save a model with weights far from their first values: small ones hide what is wrong."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**SHAPE, **values), dtype=torch.float32)
         with torch.no_grad():
-            for parameter in model.parameters():  # small first values hide what is wrong
+            for parameter in model.parameters():
                 parameter.add_(torch.randn_like(parameter) * 0.1)
-    model.save_pretrained(tmp_path / "model")
-    plain = PlainTrainer(tmp_path / "model", 1e-3, 0.0, None)
-    expected = [plain.step(batch_of(ROWS, LENGTH, seed)) for seed in range(2)]
+    model.save_pretrained(path)
+    return path
 
-    def everything(plan: Any) -> Any:
-        return dataclasses.replace(plan, kept=tuple(tuple(range(len(names))) for names in plan.operators))
 
+def recomputing_everything(plan: Plan) -> Plan:
+    return dataclasses.replace(plan, kept=tuple(() for _ in plan.operators))
+
+
+def keeping_everything(plan: Plan) -> Plan:
+    return dataclasses.replace(plan, kept=tuple(tuple(range(len(names))) for names in plan.operators))
+
+
+def for_other_operators(plan: Plan) -> Plan:
+    """As if planned where a mask makes a block run others."""
+    return dataclasses.replace(keeping_everything(plan), operators=tuple((*names[:-1], "other") for names in plan.operators))
+
+
+def trained(
+    model: Path, run: Path, batches: list[dict[str, torch.Tensor]], adjust: Callable[[Plan], Plan] | None
+) -> tuple[list[tuple[float, float]], list[str]]:
+    """Return losses and norms of two steps of the engine, and what it said of replay."""
     said: list[Event] = []
     with Engine.open(
-        tmp_path / "model",
+        model,
         headrace.Budget(host="4GiB"),
         headrace.AdamW(lr=1e-3),
-        run_directory=tmp_path / "run",
+        run_directory=run,
         compute_dtype="float32",
         tokens_per_step=ROWS * LENGTH,
         sequence_length=LENGTH,
-        adjust_plan=everything if kept == "everything" else None,
+        adjust_plan=adjust,
         sink=said.append,
     ) as engine:
-        got = [engine.step(batch_of(ROWS, LENGTH, seed)) for seed in range(2)]
-    assert [step.loss for step in got] == pytest.approx([loss for loss, _ in expected], rel=5e-6)
-    assert [step.grad_norm for step in got] == pytest.approx([norm for _, norm in expected], rel=1e-5)
+        steps = [engine.step(batch) for batch in batches]
     told = [event.text for event in said if isinstance(event, Notice) and event.text.startswith("replay:")]
+    return [(step.loss, step.grad_norm) for step in steps], told
+
+
+def assert_as_plain(got: list[tuple[float, float]], model: Path, batches: list[dict[str, torch.Tensor]]) -> None:
+    plain = PlainTrainer(model, 1e-3, 0.0, None)
+    expected = [plain.step(batch) for batch in batches]
+    assert [loss for loss, _ in got] == pytest.approx([loss for loss, _ in expected], rel=5e-6)
+    assert [norm for _, norm in got] == pytest.approx([norm for _, norm in expected], rel=1e-5)
+
+
+@pytest.mark.parametrize("kept", ["planned", "everything"])
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_it_trains_as_with_plain_pytorch(name: str, kept: str, tmp_path: Path) -> None:
+    kind, values = UNUSUAL[name]
+    model = saved(kind, values, tmp_path / "model")
+    batches = [batch_of(ROWS, LENGTH, seed) for seed in range(2)]
+    got, told = trained(model, tmp_path / "run", batches, keeping_everything if kept == "everything" else None)
+    assert_as_plain(got, model, batches)
     assert len(told) == (kept == "everything" and kind == "doge")
+
+
+@pytest.mark.parametrize("padded", [True, False])
+@pytest.mark.parametrize("kind", UNPACKED)
+def test_models_that_cannot_pack_replay_with_masks_and_without(kind: str, padded: bool, tmp_path: Path) -> None:
+    """A plan counts on masks. Where operators are others than planned, nothing is kept, and it trains all the same."""
+    model = saved(kind, UNPACKED[kind], tmp_path / "model")
+    batches = [batch_of(ROWS, LENGTH, seed, padded=padded) for seed in range(2)]
+    recomputed, told = trained(model, tmp_path / "recomputed", batches, recomputing_everything)
+    assert not told
+    assert_as_plain(recomputed, model, batches)
+    for adjust in (keeping_everything, for_other_operators):
+        got, told = trained(model, tmp_path / adjust.__name__, batches, adjust)
+        assert got == recomputed
+        assert len(told) == (adjust is for_other_operators)

@@ -66,7 +66,12 @@ def main() -> None:
         for seed in range(case["steps"]):
             ids = torch.randint(2, 4000, positions.shape, generator=torch.Generator().manual_seed(seed))
             batch = {"input_ids": ids, "labels": ids}
-            engine.step(batch | {"position_ids": positions} if case["packed"] else batch)
+            if case["packed"]:
+                batch["position_ids"] = positions
+            if case["padded"]:
+                seen, trained = (torch.arange(case["length"]) < end for end in (case["length"] - 16, 128))
+                batch |= {"attention_mask": seen.long().expand_as(ids), "labels": ids.where(trained, -100)}
+            engine.step(batch)
         plan = engine.plan
     assert plan is not None
     rows = {tier: plan.peak_bytes[tier] for tier in plan.peak_bytes if tier != "ssd"}

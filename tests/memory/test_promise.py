@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 MIB = 1 << 20
@@ -31,6 +31,7 @@ class Case:
     dtype: str = "bfloat16"
     device_mib: int | None = None
     packed: bool = False
+    padded: bool = False
     steps: int = 2
     littered: bool = False  # the search for a plan leaves 64 MiB in reference cycles
 
@@ -42,6 +43,7 @@ SHAPES = {
     "tied": (384, 6, 8192, True),
     "big": (2048, 4, 32000, False),
     "wordy": (256, 2, 147456, True),
+    "unpacked": (64, 2, 4096, True),  # of an architecture that cannot pack
 }
 QUICK = [
     Case("narrow", None),
@@ -57,6 +59,7 @@ LONG = [
     Case("wide", 680, tokens=1024, clip=1.0, packed=True),  # the least is 513 MiB, with a build of torch for CUDA 653
     Case("wide", None, tokens=4096, length=1024, steps=6),
     Case("wide", 900, tokens=4096, length=1024, device_mib=400, steps=6),
+    Case("unpacked", None, tokens=40960, length=2048, padded=True, steps=1),  # with a mask of 4 MiB for each row
     Case("big", None, tokens=2048, length=512),
     Case("big", 2560, tokens=2048, length=512, clip=1.0),
     Case("big", 4096, tokens=4096, length=1024),
@@ -72,15 +75,17 @@ def model_of(models: Path, shape: str) -> Path:
     hidden, blocks, vocabulary, tied = SHAPES[shape]
     path = models / shape
     if not path.exists():
-        config = LlamaConfig(
-            vocab_size=vocabulary,
-            hidden_size=hidden,
-            intermediate_size=11 * hidden // 4,
-            num_hidden_layers=blocks,
-            num_attention_heads=hidden // 64,
-            num_key_value_heads=hidden // 64,
-            tie_word_embeddings=tied,
-        )
+        sizes = {
+            "vocab_size": vocabulary,
+            "hidden_size": hidden,
+            "num_hidden_layers": blocks,
+            "num_attention_heads": hidden // 64,
+            "tie_word_embeddings": tied,
+        }
+        if shape == "unpacked":
+            config = OPTConfig(**sizes, ffn_dim=2 * hidden, word_embed_proj_dim=hidden, max_position_embeddings=2048)
+        else:
+            config = LlamaConfig(**sizes, num_key_value_heads=hidden // 64, intermediate_size=11 * hidden // 4)
         torch.manual_seed(5)
         AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(path)
     return path

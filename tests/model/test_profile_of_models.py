@@ -32,6 +32,16 @@ def chain_of(kind: str, dtype: str = "bfloat16", **values: Any) -> Chain:
     return Chain.from_config(CONFIG_MAPPING[kind](**SHAPE, **values), dtype, AdamW())
 
 
+def held_by_calls(chain: Chain, batch: MicroBatch) -> int:
+    """Return the bytes of what blocks are called with for `batch`, by the model's own code on real numbers."""
+    for unit in (0, chain.num_blocks + 1)[: 1 + chain.has_epilogue_unit]:
+        chain.bind(unit, torch.zeros(chain.layouts[unit].num_elements, dtype=chain.dtype), None)
+    with torch.no_grad():
+        calls = chain.prologue(batch).calls
+    held = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in _tensors_of(calls)}
+    return sum(held.values())
+
+
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize(
     ("kind", "values", "flops"),
@@ -60,15 +70,28 @@ def test_operations_of_a_block_are_those_of_its_products(kind: str, values: dict
 def test_packed_rows_have_positions_of_their_own(kind: str, values: dict[str, Any], rows: int) -> None:
     """And with them rotary tables: what blocks are called with through a whole step is planned for that."""
     chain = chain_of(kind, **values)
-    planned = profile(chain, rows, LENGTH).call_bytes
     ids = torch.zeros((rows, LENGTH), dtype=torch.int64)
     positions = (torch.arange(LENGTH) % (LENGTH // 2)).expand(rows, LENGTH).contiguous()
-    for unit in (0, chain.num_blocks + 1)[: 1 + chain.has_epilogue_unit]:
-        chain.bind(unit, torch.zeros(chain.layouts[unit].num_elements, dtype=chain.dtype), None)
-    with torch.no_grad():
-        calls = chain.prologue(MicroBatch(ids, ids, position_ids=positions)).calls
-    held = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in _tensors_of(calls)}
-    assert planned >= sum(held.values()) > planned / 2
+    planned = profile(chain, rows, LENGTH).call_bytes
+    assert planned >= held_by_calls(chain, MicroBatch(ids, ids, position_ids=positions)) > planned / 2
+
+
+@pytest.mark.parametrize("kind", ["opt", "falcon"])
+@pytest.mark.parametrize("rows", [1, 8])
+def test_rows_of_models_that_cannot_pack_are_padded_and_have_masks(kind: str, rows: int) -> None:
+    """Of every position with every other, which stay through a whole step and are attention's workspace besides."""
+    chain = chain_of(kind)
+    assert not chain.supports_packing
+    planned = profile(chain, rows, LENGTH)
+    ids = torch.zeros((rows, LENGTH), dtype=torch.int64)
+    mask = torch.ones_like(ids)
+    mask[:, LENGTH // 2 :] = 0
+    held = held_by_calls(chain, MicroBatch(ids, ids, mask))
+    assert planned.call_bytes >= held >= rows * LENGTH * LENGTH
+    assert held > planned.call_bytes / 2
+    # Attention makes of a mask one in numbers, for its own dtype.
+    longer = profile(chain, rows, 8 * LENGTH)
+    assert longer.blocks[0].forward_workspace_bytes >= rows * (8 * LENGTH) ** 2 * chain.dtype.itemsize
 
 
 def test_what_a_model_keeps_of_a_run_is_not_kept_of_a_profile() -> None:

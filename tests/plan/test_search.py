@@ -5,7 +5,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from headrace.plan.base import Plan
@@ -193,6 +193,30 @@ def test_space_on_the_ssds_is_a_budget_as_memory_is(clip: bool) -> None:
     assert planned(least).peak("ssd") == least < roomy.peak("ssd")
     with pytest.raises(PlanInfeasible):
         planned(least - 1)
+
+
+@settings(max_examples=6, deadline=None)
+@given(st.integers(40, 150), st.integers(0, 400), st.sampled_from([4, 8]), st.booleans())
+@example(60, 286, 16, True)
+@example(60, 335, 16, True)
+def test_the_need_that_is_named_is_enough(host_mib: int, ssd_mib: int, rows: int, clip: bool) -> None:
+    """Of memory whatever the space; of space with the memory that there is, and no less would do."""
+    made = problem(host_mib * MIB, clip=clip, rows=rows)
+    made = replace(made, allowance=replace(made.allowance, ssd_bytes=ssd_mib * MIB))
+    named: list[str] = []
+    while len(named) < 3:
+        try:
+            plan = make_plan(made)
+            break
+        except PlanInfeasible as refusal:
+            named.append(refusal.tier)
+            made = replace(made, allowance=replace(made.allowance, **{f"{refusal.tier}_bytes": refusal.needed_bytes}))
+    assert named in ([], ["host"], ["ssd"], ["host", "ssd"])
+    assert fits(plan)
+    if "ssd" in named:
+        choices = [plan_of(made, choice) for thrift in (0, 1, 2) for choice in placements_of(made, thrift)]
+        within = [choice.peak("ssd") for choice in choices if choice.peak("host") <= made.allowance.host_bytes]
+        assert made.allowance.ssd_bytes == min(within)
 
 
 @pytest.mark.parametrize("clip", [False, True])
