@@ -110,7 +110,7 @@ def test_resumed_and_rolled_back_runs_end_with_the_same_bits(
 
 
 def test_training_follows_fp32_moments(model_dir: Callable[..., Path], tmp_path: Path) -> None:
-    """Sixty steps from a loss of 6 to one below 3.5, with beta2 = 0.999: within 3 % of the loss at every step.
+    """Forty steps from a loss of 6 to one below 4.5, with beta2 = 0.999: within 3 % of the loss at every step.
 
     The reduced runs wander within what another order of summation would do. Moments that stall are not seen in so few steps:
     tests/update/test_reduced_moments.py.
@@ -120,9 +120,9 @@ def test_training_follows_fp32_moments(model_dir: Callable[..., Path], tmp_path:
     for name, moments in runs.items():
         # Records that are rare, and plain operations: a step of such a model is all overhead otherwise.
         with opened(path, tmp_path / name, moments=moments, checkpoint_every=30, interpreter="plain") as engine:
-            losses[name] = steps(engine, 0, 60)
+            losses[name] = steps(engine, 0, 40)
     assert losses["float32"][0] > 5.5
-    assert losses["float32"][-1] < 3.5
+    assert losses["float32"][-1] < 4.5
     for moments in MOMENTS[1:]:
         pairs = list(zip(losses[moments], losses["float32"], strict=True))
         assert any(ours != exact for ours, exact in pairs), "the option changed nothing"
