@@ -178,34 +178,8 @@ class Engine:
         )
         temporary = tempfile.TemporaryDirectory(prefix="headrace-") if run_directory is None else None
         directory = Path(run_directory) if run_directory is not None else Path(temporary.name if temporary else "")
-        directories = budget.ssd or (directory,)
-
-        def create(engine: "Engine") -> StateStore:
-            if tokens_per_step is not None:
-                length = sequence_length or tokens_per_step
-                engine.plan = engine._planner.plan(tokens_per_step, length, state=directories)
-            new = not directory.exists()
-            if not budget.ssd:
-                directory.mkdir(parents=True, exist_ok=True)  # the state lies in the run directory itself
-            try:
-                store = engine._create_store(directory, directories)
-            except BaseException:
-                if new and directory.exists():
-                    directory.rmdir()
-                raise
-            try:
-                _tune(store, settings)
-                if engine.plan is not None:
-                    engine._emit(Planned(plan=engine.plan))
-                engine._emit(Notice(text=f"importing {format_bytes(engine._checkpoint.num_bytes)} of weights", level="info"))
-                import_model(engine._weights, engine.chain, store, engine._record(None))
-            except BaseException:
-                store.remove()
-                raise
-            return store
-
         try:
-            engine = cls(settings, create, sink, adjust_plan, given_plan)
+            engine = cls(settings, lambda engine: engine._import(directory, budget.ssd), sink, adjust_plan, given_plan)
         except BaseException:
             if temporary is not None:
                 temporary.cleanup()
@@ -246,6 +220,32 @@ class Engine:
         except BaseException:
             store.close()
             raise
+
+    def _import(self, directory: Path, ssd: tuple[Path, ...]) -> StateStore:
+        """Return a new store with the model in it, planned for before it is made. What fails leaves nothing behind."""
+        directories, settings = ssd or (directory,), self.settings
+        if settings.tokens_per_step is not None:
+            length = settings.sequence_length or settings.tokens_per_step
+            self.plan = self._planner.plan(settings.tokens_per_step, length, state=directories)
+        new = not directory.exists()
+        if not ssd:
+            directory.mkdir(parents=True, exist_ok=True)  # the state lies in the run directory itself
+        try:
+            store = self._create_store(directory, directories)
+        except BaseException:
+            if new and directory.exists():
+                directory.rmdir()
+            raise
+        try:
+            _tune(store, settings)
+            if self.plan is not None:
+                self._emit(Planned(plan=self.plan))
+            self._emit(Notice(text=f"importing {format_bytes(self._checkpoint.num_bytes)} of weights", level="info"))
+            import_model(self._weights, self.chain, store, self._record(None))
+        except BaseException:
+            store.remove()
+            raise
+        return store
 
     def _create_store(self, directory: Path, ssd: tuple[Path, ...]) -> StateStore:
         plan = self.plan

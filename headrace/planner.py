@@ -1,6 +1,6 @@
 """The engine's plans: what the model takes in this process, what may be taken here, and the search between the two.
 
-Invariant: nothing is built, read or written; a plan that was made stays as it is, whatever is asked for afterwards.
+Invariant: no state is made or touched, and no buffer of a step: a plan that is refused leaves everything as it was.
 """
 
 import contextlib

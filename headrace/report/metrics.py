@@ -129,7 +129,7 @@ def steady_ssd_bytes(records: Sequence[Record], name: str) -> float | None:
     if not steady:
         return None
     total = sum(ssd_bytes(record, name) for record in steady)
-    if len(records) > 1:
+    if len(records) > 1 and steady[-1] is records[-1]:
         total -= ssd_bytes(steady[-1], name) - int(steady[-1][name]["ssd"])
     return total / len(steady)
 

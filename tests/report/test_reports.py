@@ -135,6 +135,13 @@ class TestMetrics:
         assert steady_ssd_bytes(records, "bytes_read") is None
         assert sum(ssd_bytes(record, "bytes_written") for record in records) == sum(written) + sum(flushes.values())
 
+    def test_a_flush_in_the_middle_counts_also_before_a_step_without_ssds(self) -> None:
+        moved = {"bytes_read": {}, "bytes_written": {"ssd": 6}, "io_cpu_seconds": 0.0}
+        written = [{"ssd": 0}, {"ssd": 6}, {}]
+        records: list[Any] = [{"bytes_written": sizes} for sizes in written]
+        records[1]["flushed"] = moved
+        assert steady_ssd_bytes(records, "bytes_written") == 12
+
     def test_a_broken_line_in_the_middle_is_named(self, tmp_path: Path) -> None:
         path = tmp_path / "metrics.jsonl"
         path.write_text('{"step": 1}\n{"ste\n{"step": 3}\n')
