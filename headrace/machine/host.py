@@ -21,8 +21,11 @@ _HUGE_PAGE_BYTES = 2 << 20
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
 _EVERYTHING_BYTES = (1 << 31) - 1
 STATM = Path("/proc/self/statm")
-# What may be made between two looks at what is resident: one block of the heap.
-_MARGIN_BYTES = LARGEST_HEAP_BLOCK_BYTES
+# What may be made between two looks at what is resident: one block of the heap, several where they are small.
+_MARGIN_BYTES, _SMALL_BLOCKS_MARGIN_BYTES = LARGEST_HEAP_BLOCK_BYTES, 8 * MAPPED_BYTES
+# Where giving back leaves too much, it is tried again when so much more is resident, or after so many looks, for what is freed
+# since cannot be seen: meanwhile it would only stop whoever asks for memory.
+_REGROWN_BYTES, _LOOKS_BETWEEN = MAPPED_BYTES, 20
 
 
 def huge_page_buffer(num_bytes: int) -> Bytes:
@@ -71,31 +74,44 @@ class HeapGuard:
     """Keeps freed memory as long as there is room, and gives it back where there is not.
 
     `keep` says whether it is kept from the beginning. Otherwise it is from the first step on that leaves room for another
-    workspace. While it is kept, all is given back as soon as more than `most_bytes` is resident. `look` must be called all the
-    time for this, not between operations: one was seen to add 1.9 to 2.8 workspaces to what it began with, by chance (LOG.md,
-    2026-11-23). Where giving back does not suffice, freed memory is no longer kept.
+    workspace. All is given back as soon as more than `most_bytes` is resident, also where only blocks too small to be mapped
+    were kept: scans of state-space layers make so many of them that half a workspace more stayed than is planned. `look` must
+    be called all the time for this, not between operations: one was seen to add 1.9 to 2.8 workspaces to what it began with,
+    by chance (both: LOG.md, 2026-11-23). Where giving back does not suffice, freed memory is no longer kept.
     """
 
     def __init__(self, planned_bytes: int, workspace_bytes: int, *, keep: bool) -> None:
-        self.most_bytes = planned_bytes - _MARGIN_BYTES
-        self._roomy_bytes = self.most_bytes - workspace_bytes
-        self._watches = keep  # once kept, blocks lie in the heap for as long as they live
+        self._planned_bytes = planned_bytes
+        self._roomy_bytes = planned_bytes - _MARGIN_BYTES - workspace_bytes
+        self._was_kept = keep  # once kept, large blocks lie in the heap for as long as they live
+        self._left_bytes = self._looks = 0
         self.keeps = keep
         keep_freed_memory(keep)
 
+    @property
+    def most_bytes(self) -> int:
+        """What may be resident before freed memory is given back."""
+        return self._planned_bytes - (_MARGIN_BYTES if self._was_kept else _SMALL_BLOCKS_MARGIN_BYTES)
+
     def look(self, resident_bytes: int) -> None:
         """Take note of what is resident at this moment. May be called from another thread."""
-        if not self._watches or resident_bytes <= self.most_bytes:
+        if resident_bytes <= self.most_bytes:
+            self._left_bytes = 0
             return
+        self._looks += 1
+        if self._left_bytes and resident_bytes <= self._left_bytes + _REGROWN_BYTES and self._looks < _LOOKS_BETWEEN:
+            return
+        self._looks = 0
         return_pieces()
-        if self.keeps and anonymous_bytes() > self.most_bytes:
+        self._left_bytes = anonymous_bytes()
+        if self.keeps and self._left_bytes > self.most_bytes:
             self.keeps = False
             keep_freed_memory(False)
 
     def after_step(self, peak_bytes: int) -> None:
         """Take note of a step's peak."""
-        if not self._watches and peak_bytes <= self._roomy_bytes:
-            self.keeps = self._watches = keep_freed_memory(True)
+        if not self._was_kept and peak_bytes <= self._roomy_bytes:
+            self.keeps = self._was_kept = keep_freed_memory(True)
 
 
 def anonymous_bytes() -> int:

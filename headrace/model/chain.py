@@ -68,7 +68,7 @@ class Chain:
         self.supports_packing = traits.supports_packing
         self.packing_reason = traits.packing_reason
         collect = bool(getattr(config, "output_router_logits", False))
-        self._runner = Runner(skeleton, blocks.modules, returns_tuple=traits.returns_tuple, collect_asides=collect)
+        self._runner = Runner(skeleton, blocks.modules, tuple_length=traits.tuple_length, collect_asides=collect)
         self.collects_asides = self._runner.collects_asides
         self._attached: WeightMap | None = None
         self._binding = Binding(skeleton, self.layouts, self.dtype)

@@ -35,7 +35,7 @@ class Traits:
     """
 
     blocks_name: str
-    returns_tuple: bool
+    tuple_length: int | None
     epilogue_names: frozenset[str]
     supports_packing: bool
     packing_reason: str
@@ -106,8 +106,10 @@ def tiny_runner(config_class: type, key: str) -> Runner:
     """Return a tiny float32 instance of an architecture, ready to be run block by block."""
     model = _tiny_model(config_class, key)
     blocks = find_blocks(model).modules
-    seen: list[bool] = []
-    handle = blocks[0].register_forward_hook(lambda module, args, out: seen.append(isinstance(out, tuple)))
+    seen: list[int | None] = []
+    handle = blocks[0].register_forward_hook(
+        lambda module, args, out: seen.append(len(out) if isinstance(out, tuple) else None)
+    )
     try:
         with torch.no_grad():
             model(input_ids=tiny_samples(model)[0].input_ids, use_cache=False, **_without_asides(model))
@@ -119,7 +121,7 @@ def tiny_runner(config_class: type, key: str) -> Runner:
         raise ModelError(f"{config_class.__name__}: its forward does not call its first block")
     collect = bool(getattr(model.config, "output_router_logits", False))
     model.config.output_router_logits = False
-    return Runner(model, blocks, returns_tuple=seen[0], collect_asides=collect)
+    return Runner(model, blocks, tuple_length=seen[0], collect_asides=collect)
 
 
 def _without_asides(model: Any) -> dict[str, Any]:
@@ -139,7 +141,7 @@ def _probe(config_class: type, key: str) -> Traits:
     runner = tiny_runner(config_class, key)
     _check_causal(runner)
     packs, reason = _check_packing(runner)
-    return Traits(find_blocks(runner.model).name, runner.returns_tuple, frozenset(_epilogue_names(runner)), packs, reason)
+    return Traits(find_blocks(runner.model).name, runner.tuple_length, frozenset(_epilogue_names(runner)), packs, reason)
 
 
 def _epilogue_names(runner: Runner) -> set[str]:

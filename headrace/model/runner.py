@@ -29,14 +29,16 @@ def run_block(block: nn.Module, hidden: torch.Tensor, args: tuple[Any, ...], kwa
 class Runner:
     """Runs the parts of `model`, whose repeated blocks are `blocks`, in any order.
 
-    `returns_tuple` says what a block returns. With `collect_asides` the router logits of each block are caught.
+    `tuple_length` says what a block returns (see `Taps`). With `collect_asides` the router logits of each block are caught.
     `run_block` may be replaced by another way to run a block that computes the same.
     """
 
-    def __init__(self, model: Any, blocks: Sequence[nn.Module], *, returns_tuple: bool, collect_asides: bool = False) -> None:
+    def __init__(
+        self, model: Any, blocks: Sequence[nn.Module], *, tuple_length: int | None, collect_asides: bool = False
+    ) -> None:
         self.model = model
         self.blocks = tuple(blocks)
-        self.returns_tuple = returns_tuple
+        self.tuple_length = tuple_length
         self.collects_asides = collect_asides and _has_aside_loss(model)
         self.run_block: RunBlock = run_block
         self._asides: list[torch.Tensor] | None = None
@@ -48,7 +50,7 @@ class Runner:
         inputs = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
         if batch.position_ids is not None:
             inputs["position_ids"] = batch.position_ids
-        with Taps(self.blocks, self.returns_tuple) as taps:
+        with Taps(self.blocks, self.tuple_length) as taps:
             self.model(**inputs, use_cache=False)
         if taps.hidden is None or len(taps.calls) != len(self.blocks):
             raise ModelError(
@@ -73,7 +75,7 @@ class Runner:
         `input_ids` and `targets` are (b, C), `hidden` the final hidden states (b, C, hidden). Norm, head, soft-capping and
         scaling are the model's own; logits exist for the chunk only.
         """
-        with Taps(self.blocks, self.returns_tuple, inject=hidden):
+        with Taps(self.blocks, self.tuple_length, inject=hidden):
             logits = self.model(input_ids=input_ids, use_cache=False).logits
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
 

@@ -49,14 +49,15 @@ class Taps:
 
     With `inject=None` the calls are recorded and the last block raises `Reached`, so that nothing after the blocks runs. With a
     tensor of shape (b, T, hidden) the last block returns it, so that everything after the blocks runs on it; what lies before
-    them computes nothing of use then, and asks the device for no value.
+    them computes nothing of use then, and asks the device for no value. `tuple_length` is the number of values in the tuple
+    that a block returns, hidden states first; None where it returns them alone.
     """
 
-    def __init__(self, blocks: Sequence[nn.Module], returns_tuple: bool, inject: torch.Tensor | None = None) -> None:
+    def __init__(self, blocks: Sequence[nn.Module], tuple_length: int | None, inject: torch.Tensor | None = None) -> None:
         self.calls: list[BlockCall] = []
         self.hidden: torch.Tensor | None = None
         self._blocks = blocks
-        self._returns_tuple = returns_tuple
+        self._tuple_length = tuple_length
         self._inject = inject
         self._unasked = None if inject is None else _Unasked()
 
@@ -89,6 +90,8 @@ class Taps:
                 hidden = self._inject
                 if self._unasked is not None:
                     self._unasked.active = False
-            return (hidden,) if self._returns_tuple else hidden
+            if self._tuple_length is None:
+                return hidden
+            return (hidden, *[None] * (self._tuple_length - 1))  # models unpack it, whatever they do with the rest
 
         return forward

@@ -37,10 +37,23 @@ _SIZES = {
     r"linear_(key|value)_head_dim": _HEAD_DIM,
     r"linear_num_key_heads": 2,
     r"linear_num_value_heads": 4,
+    r"(mamba_d_head|mamba_head_dim)": _HEAD_DIM,
+    r"(mamba_d_state|ssm_state_size|state_size)": 16,
+    r"(mamba_n_groups|n_groups)": 2,
+    r"(mamba_chunk_size|chunk_size)": 8,
+    r"time_step_rank": 4,
+    r"hidden_size_per_layer_input": 8,
     r"\w*(intermediate_size|ffn_hidden_size|ffn_dim|n_inner)": 96,
 }
+# Number and width of a state-space layer's heads, and the expansion of the model's width that they share out.
+_STATE_SPACE_HEADS = (
+    ("mamba_n_heads", "mamba_d_head", "mamba_expand"),
+    ("mamba_num_heads", "mamba_head_dim", "expand"),
+    ("num_heads", "head_dim", "expand"),
+)
 _KEY_VALUE_HEADS = re.compile(r"(num_key_value_heads|num_kv_heads|num_global_key_value_heads|n_head_kv)")
 _SPECIAL_TOKEN = re.compile(r"(pad|bos|eos|sep|decoder_start|image|audio|video)_token_(id|index)")
+_LAYERS_BY_INDEX = ("mlp_only_layers", "attn_layer_indices")
 _RANDOM = re.compile(r"(\w*_)?(dropout|pdrop|jitter_noise)(_prob|_rate)?")
 _DROPPED = ("qk_head_dim", "transformers_version", "dtype", "torch_dtype", "_name_or_path", "architectures")
 
@@ -58,6 +71,16 @@ def shrink(config: Any) -> Any:
     for key, value in values.items():
         if key in small:
             small[key] = _pick(value, layers) if _is_per_layer(values, value) else _shrink_value(key, value, layers, heads)
+    own = _own_settings(values)
+    if own:
+        small["per_layer_config"] = {
+            place: {key: _shrink_own(key, value, values, layers, heads) for key, value in own[index].items()}
+            for place, index in enumerate(layers)
+            if index in own
+        }
+    for count, width, expand in _STATE_SPACE_HEADS:
+        if all(isinstance(values.get(key), int) for key in (count, width, expand)):
+            small[count] = values[expand] * _HIDDEN // _HEAD_DIM  # heads times their width is the expanded width
     if "qk_rope_head_dim" in values:
         small.pop("head_dim", None)  # derived by the architecture
     if values.get("word_embed_proj_dim") not in (None, values.get("hidden_size")):
@@ -74,6 +97,9 @@ def _layer_count(values: dict[str, Any]) -> int:
     for key in ("num_hidden_layers", "n_layer", "n_layers", "num_layers"):
         if isinstance(values.get(key), int):
             return int(values[key])
+    for key in ("layers_block_type", "layer_types"):
+        if isinstance(values.get(key), list):
+            return len(values[key])
     raise ModelError(f"model_type {values.get('model_type')!r}: the configuration names no number of layers")
 
 
@@ -81,17 +107,25 @@ def _is_per_layer(values: dict[str, Any], value: Any) -> bool:
     return isinstance(value, list) and len(value) == _layer_count(values)
 
 
+def _own_settings(values: dict[str, Any]) -> dict[int, dict[str, Any]]:
+    """Return what the configuration says of single layers: settings by the index of the layer."""
+    return {int(index): settings for index, settings in (values.get("per_layer_config") or {}).items()}
+
+
 def _pick(value: list[Any], layers: list[int]) -> list[Any]:
     return [value[index] for index in layers]
 
 
 def _choose_layers(values: dict[str, Any]) -> list[int]:
-    """Return indices of few layers that show every kind of layer in the per-layer lists, at least two, in order."""
+    """Return indices of few layers that show every kind of layer in what is said per layer, at least two, in order."""
     count = _layer_count(values)
     lists = [value for value in values.values() if _is_per_layer(values, value)]
+    own = _own_settings(values)
+    named = [values[key] for key in _LAYERS_BY_INDEX if values.get(key)]
     kinds: dict[str, int] = {}
     for index in range(count):
-        kinds.setdefault(repr([entries[index] for entries in lists]), index)
+        kind = ([entries[index] for entries in lists], own.get(index), [index in indices for indices in named])
+        kinds.setdefault(repr(kind), index)
     chosen = sorted(kinds.values())[:_MAX_LAYERS]
     wanted = min(count, max(2, len(chosen), 2 * (values.get("decoder_sparse_step") or 1)), _MAX_LAYERS)
     chosen += [index for index in range(count) if index not in chosen][: wanted - len(chosen)]
@@ -105,7 +139,7 @@ def _shrink_value(key: str, value: Any, layers: list[int], heads: int | None) ->
         return 0.0
     if _SPECIAL_TOKEN.fullmatch(key):
         return None if value is None else 0 if key == "pad_token_id" else 1
-    if key == "mlp_only_layers" and isinstance(value, list):
+    if key in _LAYERS_BY_INDEX and isinstance(value, list):
         return [place for place, index in enumerate(layers) if index in value]
     if isinstance(value, bool) or not isinstance(value, int):
         return value
@@ -115,6 +149,14 @@ def _shrink_value(key: str, value: Any, layers: list[int], heads: int | None) ->
         if re.fullmatch(pattern, key):
             return len(layers) if size is None else _smaller(key, value, size)
     return value
+
+
+def _shrink_own(key: str, value: Any, values: dict[str, Any], layers: list[int], heads: int | None) -> Any:
+    """Shrink a setting of one layer so that it stays as many times what the other layers have as it was."""
+    small, common = _shrink_value(key, value, layers, heads), values.get(key)
+    if isinstance(value, bool) or not isinstance(value, int) or not isinstance(common, int) or value % common:
+        return small
+    return _shrink_value(key, common, layers, heads) * (value // common)
 
 
 def _smaller(key: str, value: int, size: int) -> int:

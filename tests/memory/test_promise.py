@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, Mamba2Config, OPTConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 MIB = 1 << 20
@@ -44,6 +44,7 @@ SHAPES = {
     "big": (2048, 4, 32000, False),
     "wordy": (256, 2, 147456, True),
     "unpacked": (64, 2, 4096, True),  # of an architecture that cannot pack
+    "scanned": (512, 8, 8000, False),  # state-space layers: thousands of tensors too small to be mapped
 }
 QUICK = [
     Case("narrow", None),
@@ -60,6 +61,7 @@ LONG = [
     Case("wide", None, tokens=4096, length=1024, steps=6),
     Case("wide", 900, tokens=4096, length=1024, device_mib=400, steps=6),
     Case("unpacked", None, tokens=40960, length=2048, padded=True, steps=1),  # with a mask of 4 MiB for each row
+    Case("scanned", None, tokens=1024, steps=3),
     Case("big", None, tokens=2048, length=512),
     Case("big", 2560, tokens=2048, length=512, clip=1.0),
     Case("big", 4096, tokens=4096, length=1024),
@@ -84,6 +86,9 @@ def model_of(models: Path, shape: str) -> Path:
         }
         if shape == "unpacked":
             config = OPTConfig(**sizes, ffn_dim=2 * hidden, word_embed_proj_dim=hidden, max_position_embeddings=2048)
+        elif shape == "scanned":
+            del sizes["num_attention_heads"]
+            config = Mamba2Config(**sizes, num_heads=hidden // 32, head_dim=64, state_size=64, n_groups=1)
         else:
             config = LlamaConfig(**sizes, num_key_value_heads=hidden // 64, intermediate_size=11 * hidden // 4)
         torch.manual_seed(5)

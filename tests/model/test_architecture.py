@@ -104,6 +104,31 @@ def test_shrinking_keeps_structure() -> None:
     assert 0 < dense_then_sparse.first_k_dense_replace < dense_then_sparse.num_hidden_layers
 
 
+def test_shrinking_shows_every_kind_of_layer() -> None:
+    by_index = shrink(CONFIG_MAPPING["bamba"](attn_layer_indices=[9, 18, 27]))
+    assert by_index.attn_layer_indices == [1] and by_index.num_hidden_layers == 2
+    by_list = shrink(CONFIG_MAPPING["nemotron_h"](layers_block_type=["linear_attention", "mlp"] * 5 + ["full_attention"]))
+    assert by_list.layers_block_type == ["linear_attention", "mlp", "full_attention"]
+    for small in (by_index, by_list):
+        assert 0 < small.num_key_value_heads < small.num_attention_heads
+
+
+def test_shrunk_heads_of_state_space_layers_share_out_the_expanded_width() -> None:
+    small = shrink(CONFIG_MAPPING["mamba2"](hidden_size=1024, expand=4, num_heads=64, head_dim=64))
+    assert small.num_heads * small.head_dim == small.expand * small.hidden_size
+
+
+def test_shrinking_keeps_the_settings_of_single_layers() -> None:
+    config = CONFIG_MAPPING["gemma4_text"](num_hidden_layers=12)
+    if "per_layer_config" not in config.to_dict():
+        pytest.skip("this version of transformers has no settings of single layers")
+    config = CONFIG_MAPPING["gemma4_text"](num_hidden_layers=12, per_layer_config={5: {"head_dim": 512}, 11: {"head_dim": 512}})
+    settings = shrink(config).to_dict()
+    assert len(settings["layer_types"]) == 2
+    (own,) = settings["per_layer_config"].values()
+    assert own["head_dim"] == 2 * settings["head_dim"]
+
+
 def test_traits_are_cached() -> None:
     assert probe(make_config(CONFIGS["llama"])) is probe_function(make_config(CONFIGS["llama"]))
 

@@ -39,6 +39,7 @@ _DEEPSEEK = {
     "v_head_dim": 16,
     "first_k_dense_replace": 1,
 }
+_STATE_SPACE = {"num_hidden_layers": 3, "hidden_size": 32, "vocab_size": 160, "chunk_size": 8, "n_groups": 2}
 
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", _BASE),
@@ -63,6 +64,45 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "olmoe": ("olmoe", {**_BASE, "num_experts": 4, "num_experts_per_tok": 2, **_ROUTED}),
     "deepseek-v3": ("deepseek_v3", _DEEPSEEK),
     "gpt-oss": ("gpt_oss", {**_HEAD, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8}),
+    "mamba2": ("mamba2", {**_STATE_SPACE, "num_heads": 4, "head_dim": 16, "state_size": 8}),
+    "bamba": (
+        "bamba",
+        {
+            **_BASE,
+            "attn_layer_indices": [1],
+            "mamba_n_heads": 4,
+            "mamba_d_head": 16,
+            "mamba_d_state": 8,
+            "mamba_chunk_size": 8,
+        },
+    ),
+    "granite-hybrid": (
+        "granitemoehybrid",
+        {
+            **_MIXTRAL,
+            "shared_intermediate_size": 32,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "mamba_n_heads": 4,
+            "mamba_d_head": 16,
+            "mamba_d_state": 8,
+            "mamba_chunk_size": 8,
+        },
+    ),
+    "nemotron-h": (
+        "nemotron_h",
+        {
+            **_HEAD,
+            **_STATE_SPACE,
+            "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 16,
+            "ssm_state_size": 8,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "moe_shared_expert_intermediate_size": 24,
+        },
+    ),
 }
 DROPOUT_GPT2 = ("gpt2", _GPT2)
 
