@@ -227,23 +227,24 @@ class Engine:
         if settings.tokens_per_step is not None:
             length = settings.sequence_length or settings.tokens_per_step
             self.plan = self._planner.plan(settings.tokens_per_step, length, state=directories)
-        new = not directory.exists()
-        if not ssd:
-            directory.mkdir(parents=True, exist_ok=True)  # the state lies in the run directory itself
+        made = [path for path in (directory, *directory.parents) if not path.exists()]
         try:
+            if not ssd:
+                _make(directory)  # the state lies in the run directory itself
             store = self._create_store(directory, directories)
+            try:
+                _tune(store, settings)
+                if self.plan is not None:
+                    self._emit(Planned(plan=self.plan))
+                self._emit(Notice(text=f"importing {format_bytes(self._checkpoint.num_bytes)} of weights", level="info"))
+                import_model(self._weights, self.chain, store, self._record(None))
+            except BaseException:
+                store.remove()
+                raise
         except BaseException:
-            if new and directory.exists():
-                directory.rmdir()
-            raise
-        try:
-            _tune(store, settings)
-            if self.plan is not None:
-                self._emit(Planned(plan=self.plan))
-            self._emit(Notice(text=f"importing {format_bytes(self._checkpoint.num_bytes)} of weights", level="info"))
-            import_model(self._weights, self.chain, store, self._record(None))
-        except BaseException:
-            store.remove()
+            for path in made:
+                with contextlib.suppress(OSError):  # gone already, or not empty: another's, too
+                    path.rmdir()
             raise
         return store
 
@@ -527,6 +528,13 @@ def _tune(store: StateStore, settings: Settings) -> None:
     if settings.machine is not None:
         drives = set(file_systems(store.manifest.directories))
         store.keep_in_flight(Ceilings.from_json(settings.machine).in_flight(len(drives)))
+
+
+def _make(directory: Path) -> None:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunDirectoryError(f"{directory}: cannot be made: {error.strerror}; name another run directory") from error
 
 
 def _silent(event: Event) -> None:

@@ -54,7 +54,11 @@ class DirectoryFacts:
 
 
 def describe_directory(directory: Path) -> DirectoryFacts:
-    """Look at `directory`: existence, writability (by making a file), file system, free space, O_DIRECT. Never raises."""
+    """Look at `directory`: existence, writability (by making a file), file system, free space, O_DIRECT.
+
+    Raises:
+        OSError: the system does not say whether it is there: it is below a folder of others, or its name is too long.
+    """
     is_directory = directory.is_dir()
     file_system = _file_system_type(directory) if is_directory else ""
     free_bytes = 0

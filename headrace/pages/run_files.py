@@ -143,6 +143,10 @@ def _is_number_or_null(value: Any) -> bool:
     return value is None or _is_number(value)
 
 
+def _is_flag(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
 def _are_numbers(value: Any) -> bool:
     return isinstance(value, dict) and all(map(_is_number, value.values()))
 
@@ -171,6 +175,7 @@ _STEP_FIELDS: Mapping[str, Callable[[Any], bool]] = {
     "bytes_written": _are_numbers,
     "peak_bytes": _are_numbers,
     "flushed": _is_flushed,
+    "resumed": _is_flag,
 }
 _LANE_FIELDS: Mapping[str, Callable[[Any], bool]] = {"step": _is_count, "seconds": _is_number, "lanes": _are_lanes}
 

@@ -33,7 +33,7 @@ from headrace.spec.errors import ConfigError, PlanInfeasible
 from headrace.spec.layout import plane_set, realigned
 from headrace.spec.optimizer import AdamW
 from headrace.spec.program import Lane
-from headrace.spec.sizes import GIB, MIB, format_bytes, round_up
+from headrace.spec.sizes import GIB, MIB, MOST_COUNT, format_bytes, round_up
 
 _SEQUENCE_LENGTH = 2048
 _ROWS = 8
@@ -83,6 +83,9 @@ def plan_model(
     """
     if max_steps is not None and max_steps < 1:
         raise ConfigError(f"max_steps: {max_steps} given; a run has at least 1 step")
+    for name, count in (("max_steps", max_steps), ("tokens_per_step", tokens_per_step), ("sequence_length", sequence_length)):
+        if count is not None and count > MOST_COUNT:
+            raise ConfigError(f"{name}: more than {MOST_COUNT} given; give at most that")
     budget = budget or Budget()
     config = read_config(model)
     workload = _workload(config, tokens_per_step, sequence_length, clip=clip, checkpoint_every=checkpoint_every)
@@ -169,6 +172,10 @@ def _workload(
         clip=clip,
         checkpoint_every=checkpoint_every,
     )
+    if sequence_length < 2:
+        raise ConfigError(
+            f"sequence_length: {sequence_length} given; a row has at least 2 tokens, for each follows from others"
+        )
     check_positions(config, sequence_length)
     return workload
 

@@ -12,6 +12,7 @@ from typing import Any
 from headrace.plan.base import Plan
 from headrace.plan.footprint import Allowance
 from headrace.plan.placement import Workload
+from headrace.spec.ceilings import MOST_BYTES
 from headrace.spec.errors import PlanInfeasible
 from headrace.spec.sizes import GIB, MIB, format_bytes, round_up
 
@@ -55,7 +56,7 @@ def nearest_variants(
 ) -> tuple[Variant, ...]:
     """Return variants of `question`, which `plan` answered with `refusal`, that fit: the change, its options, the plan.
 
-    More of what is short is always tried; smaller steps until `out_of_time`.
+    More of what is short is tried as far as machines have it; smaller steps until `out_of_time`.
     """
     found = list(_more_bytes(question, refusal, plan))
     if refusal.tier != "device":  # moments are never there
@@ -133,7 +134,7 @@ def _no_clipping(question: Question) -> Iterator[Candidate]:
 
 
 def _more_bytes(question: Question, refusal: PlanInfeasible, plan: Planner) -> Iterator[Variant]:
-    """Yield the question with each tier that is short grown to what is needed, if that ends."""
+    """Yield the question with each tier that is short grown to what is needed, if that ends below what machines have."""
     grown: dict[str, int] = {}
     for _ in range(_MOST_ROUNDS):
         tier = refusal.tier
@@ -141,6 +142,8 @@ def _more_bytes(question: Question, refusal: PlanInfeasible, plan: Planner) -> I
         grown[tier] = round_up(
             max(refusal.needed_bytes, grown.get(tier, 0) + 1), GIB if refusal.needed_bytes > 4 * GIB else MIB
         )
+        if grown[tier] > MOST_BYTES:
+            return  # no machine has that
         question = question.with_bytes(tier, grown[tier])
         try:
             found = plan(question)

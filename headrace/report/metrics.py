@@ -7,7 +7,9 @@ Invariant: each step occurs once, in order, also after crashes. A resumed run dr
 import json
 import math
 import os
+import statistics
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -81,13 +83,15 @@ class MetricsFile:
     """Appends one line for each `StepResult`.
 
     `committed_steps` is the number of steps whose effect is durable: lines of later steps are removed, because these steps will
-    be done again. `steps_per_epoch` gives each line its epoch.
+    be done again. `steps_per_epoch` gives each line its epoch. The first line of a process that goes on after earlier lines is
+    marked as `resumed`.
     """
 
     def __init__(self, path: Path, *, committed_steps: int = 0, steps_per_epoch: float | None = None) -> None:
         self._path, self._steps_per_epoch = path, steps_per_epoch
         self._changed = False  # what a flush moved belongs to the last step, whose line is written already
         self.records = [record for record in read_metrics(path) if record["step"] <= committed_steps]
+        self._resumed = bool(self.records)  # and no line was written since
         write_whole(path, "".join(json.dumps(record) + "\n" for record in self.records))
         self._file: TextIO = path.open("a", encoding="utf-8")
 
@@ -95,6 +99,8 @@ class MetricsFile:
         """Write the line of a step at once, so that a reader (or a crash) sees every finished step."""
         if isinstance(event, StepResult):
             record = metrics_record(event, epoch=event.step / self._steps_per_epoch if self._steps_per_epoch else None)
+            if self._resumed:
+                record["resumed"], self._resumed = True, False
             self.records.append(record)
             self._file.write(json.dumps(record) + "\n")
             self._file.flush()
@@ -122,16 +128,18 @@ def ssd_bytes(record: Record, name: str) -> int:
 def steady_ssd_bytes(records: Sequence[Record], name: str) -> float | None:
     """Return the mean bytes of `name` of one step in the middle of a run; None where none were counted.
 
-    What a step leaves to do runs on into the next: the first step of a process lacks what the flush after its last one has. So
-    the first record is left out, and so is the last one's flush, but of a single one.
+    What a step leaves to do runs on into the next one, or into a flush: so the flush counts with the step after it. The first
+    record is left out, and so is one that a process began with after another was killed: what was left is in neither. Of
+    records that are all of these kinds, each counts as it is.
     """
-    steady = [record for record in (records[1:] or records) if "ssd" in record.get(name, {})]
-    if not steady:
-        return None
-    total = sum(ssd_bytes(record, name) for record in steady)
-    if len(records) > 1 and steady[-1] is records[-1]:
-        total -= ssd_bytes(steady[-1], name) - int(steady[-1][name]["ssd"])
-    return total / len(steady)
+    whole = [(before, record) for before, record in pairwise(records) if "flushed" in before or not record.get("resumed")]
+    num_steps = sum("ssd" in record.get(name, {}) for _, record in whole)
+    if num_steps:
+        own_bytes = sum(int(record.get(name, {}).get("ssd", 0)) for _, record in whole)
+        flushed_bytes = sum(int(before.get("flushed", {}).get(name, {}).get("ssd", 0)) for before, _ in whole)
+        return (own_bytes + flushed_bytes) / num_steps
+    amounts = [ssd_bytes(record, name) for record in records if "ssd" in record.get(name, {})]
+    return statistics.fmean(amounts) if amounts else None
 
 
 def _add(record: Record, moved: Flushed) -> None:

@@ -20,7 +20,7 @@ from headrace.spec.sizes import MIB
 _MOST_FLOPS_PER_SECOND = 1e17
 _MOST_BYTES_PER_SECOND = 2e13
 _MOST_DRIVE_BYTES_PER_SECOND = 1e12  # one directory may be a stripe over many drives
-_MOST_BYTES = 1e16
+MOST_BYTES = 1e16
 _MOST_ENDURANCE_BYTES = 1e19
 _MOST_CORES = 4096
 _MOST_OVERHEAD_SECONDS = 10.0
@@ -91,7 +91,7 @@ class Drive:
         endurance = figures.get("rated_endurance_bytes")
         if endurance is not None:
             endurance = figure(figures, "rated_endurance_bytes", where=where, most=_MOST_ENDURANCE_BYTES)
-        capacity_bytes = whole(figures, "capacity_bytes", where=where, most=_MOST_BYTES)
+        capacity_bytes = whole(figures, "capacity_bytes", where=where, most=MOST_BYTES)
         return cls(
             **rates,
             capacity_bytes=capacity_bytes,
@@ -252,7 +252,7 @@ class Ceilings:
             device_memory_bytes=_device_memory(figures, has_device=has_device, where=name),
             device_memory_bytes_per_second=_device_memory_rate(figures, where=name),
             **{share: figure({share: 1.0, **figures}, share, where=name, most=1.0) for share in _SHARES},
-            host_memory_bytes=whole(figures, "host_memory_bytes", where=name, most=_MOST_BYTES),
+            host_memory_bytes=whole(figures, "host_memory_bytes", where=name, most=MOST_BYTES),
             cores=whole(figures, "cores", where=name, most=_MOST_CORES),
             flops_per_second=_flops(figures, where=name),
             drives=_drives(figures, where=name),
@@ -313,7 +313,7 @@ def _refuse_excess(rates: Mapping[str, float], together: str, alone: tuple[str, 
 
 def _device_memory(figures: Mapping[str, Any], *, has_device: bool, where: str) -> int:
     if has_device:
-        return whole(figures, "device_memory_bytes", where=where, most=_MOST_BYTES)
+        return whole(figures, "device_memory_bytes", where=where, most=MOST_BYTES)
     value = figures.get("device_memory_bytes", 0)
     if isinstance(value, bool) or value != 0:
         raise ConfigError(f"{where}: device_memory_bytes is {value!r} but has_device is false; write 0, or has_device true")

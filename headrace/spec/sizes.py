@@ -16,6 +16,8 @@ KEPT_FREE_BYTES = 64 << 20
 LARGEST_HEAP_BLOCK_BYTES = 32 << 20
 # A size above this is a slip, and what is counted from it would not fit into the 64-bit numbers of the system.
 _MOST_BYTES = 1 << 62
+# Nor would what is counted from more steps, rows or tokens than this.
+MOST_COUNT = 1 << 62
 
 # A bare letter is binary, as for ulimit, Docker and the JVM; "GB" is decimal as on drives; "GiB" is binary.
 _FACTORS = {"": 1, "b": 1}

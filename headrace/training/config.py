@@ -25,7 +25,7 @@ from pydantic import (
 from headrace.spec.budget import Budget
 from headrace.spec.errors import ConfigError
 from headrace.spec.optimizer import AdamW, ParameterGroup, Schedule
-from headrace.spec.sizes import parse_bytes
+from headrace.spec.sizes import MOST_COUNT, parse_bytes
 from headrace.spec.words import DTYPE_NAMES, MOMENTS_NAMES
 
 DEFAULT_SEQUENCE_LENGTH = 2048
@@ -61,12 +61,10 @@ def _bytes(value: object) -> object:
     return parse_bytes(value) if isinstance(value, str | int) else value
 
 
-# More steps, rows or tokens than this is a slip, and what is counted from it would not fit into 64-bit numbers.
-_MOST = 1 << 62
 _MOST_SHOWN_LETTERS = 120
 
-Count = Annotated[PositiveInt, Field(le=_MOST)]
-CountFromZero = Annotated[NonNegativeInt, Field(le=_MOST)]
+Count = Annotated[PositiveInt, Field(le=MOST_COUNT)]
+CountFromZero = Annotated[NonNegativeInt, Field(le=MOST_COUNT)]
 Seed = Annotated[NonNegativeInt, Field(lt=1 << 128)]  # as many bits as numpy draws for one
 Size = Annotated[int, BeforeValidator(_bytes)]
 Paths = Annotated[tuple[Path, ...], BeforeValidator(_listed)]
@@ -98,7 +96,7 @@ class RunConfig(BaseModel):
     host_memory: Size | None = None
     device_memory: Size | None = None
     tokens_per_step: Count | None = None
-    sequence_length: Annotated[int, Field(ge=2, le=_MOST)] | None = None
+    sequence_length: Annotated[int, Field(ge=2, le=MOST_COUNT)] | None = None
     max_steps: Count | None = None
     epochs: Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)] | None = None
     learning_rate: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1e-5

@@ -19,8 +19,9 @@ from headrace.ioengine import space
 from headrace.model import Chain
 from headrace.plan.profiles import load_profile
 from headrace.spec.ceilings import InFlight
+from headrace.spec.errors import ConfigError, DiskFull, RunDirectoryError
 from headrace.spec.events import Flushed, Notice, OpDone, StepResult
-from headrace.store import StateStore
+from headrace.store import StateStore, directories
 from headrace.update import Checksums, Updater
 
 
@@ -554,6 +555,37 @@ def test_an_engine_plans_within_the_space_of_its_drives(
         assert engine.plan is not None
         assert engine.plan.peak("ssd") < roomy.peak("ssd")
         assert engine.step(batch_of(64, LENGTH, 0)).loss > 0
+
+
+@pytest.mark.parametrize("ssd", [False, True])
+def test_an_import_that_is_broken_off_leaves_no_directory(ssd: bool, model_dir: Callable[..., Path], tmp_path: Path) -> None:
+    def breaks_off(event: object) -> None:
+        if isinstance(event, Notice) and event.text.startswith("importing"):
+            raise KeyboardInterrupt
+
+    (tmp_path / "ssd").mkdir()
+    budget = headrace.Budget(host="4GiB", ssd=[tmp_path / "ssd"] if ssd else ())
+    with pytest.raises(KeyboardInterrupt):
+        Engine.open(model_dir("llama"), budget, run_directory=tmp_path / "runs" / "first", sink=breaks_off)
+    assert [path.name for path in tmp_path.rglob("*")] == ["ssd"]
+
+
+def test_a_state_that_cannot_be_made_leaves_no_directory(
+    model_dir: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match="does not exist"):
+        Engine.open(model_dir("llama"), headrace.Budget(ssd=tmp_path / "none"), run_directory=tmp_path / "runs" / "first")
+    monkeypatch.setattr(directories, "default_bytes", lambda tier, free: 0)
+    with pytest.raises(DiskFull):
+        Engine.open(model_dir("llama"), headrace.Budget(host="4GiB"), run_directory=tmp_path / "runs" / "first")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_directory_that_cannot_be_made_is_named(model_dir: Callable[..., Path], tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for run in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(RunDirectoryError, match=f"{run}: cannot be made.*; name another run directory"):
+            Engine.open(model_dir("llama"), headrace.Budget(host="4GiB"), run_directory=run)
 
 
 def test_measured_drives_say_how_the_store_moves_bytes_also_after_resume(

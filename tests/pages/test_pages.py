@@ -161,6 +161,7 @@ class TestPage:
             ("metrics.jsonl", {"flushed": 5}, "flushed"),
             ("metrics.jsonl", {"flushed": {"bytes_read": {}, "bytes_written": {"ssd": "x"}, "io_cpu_seconds": 0}}, "flushed"),
             ("metrics.jsonl", {"flushed": {"bytes_read": {}, "bytes_written": {}}}, "flushed"),
+            ("metrics.jsonl", {"resumed": "x"}, "resumed"),
             ("metrics.jsonl", {"tokens": [1]}, "tokens"),
             ("metrics.jsonl", {"loss": "abc"}, "loss"),
             ("metrics.jsonl", {"lr": {}}, "lr"),

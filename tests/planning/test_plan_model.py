@@ -15,7 +15,7 @@ from headrace.plan.profiles import load_profile
 from headrace.plan.search import make_plan
 from headrace.planning import PlanReport, answer, explain, plan_model
 from headrace.spec.budget import Budget
-from headrace.spec.ceilings import Ceilings
+from headrace.spec.ceilings import MOST_BYTES, Ceilings
 from headrace.spec.errors import ConfigError, InputError, StorageError
 from headrace.spec.program import Lane
 
@@ -227,6 +227,9 @@ def test_the_largest_models_are_answered_in_time(tmp_path: Path, rig: Ceilings, 
         ({"tokens_per_step": 1000, "sequence_length": 300}, "not a multiple"),
         ({"tokens_per_step": -4, "sequence_length": 4}, "must be positive"),
         ({"max_steps": 0}, "at least 1 step"),
+        ({"max_steps": 10**400}, "max_steps: more than 4611686018427387904 given"),
+        ({"tokens_per_step": 32 * 10**400, "sequence_length": 32}, "tokens_per_step: more than 4611686018427387904 given"),
+        ({"tokens_per_step": 4, "sequence_length": 1}, "sequence_length: 1 given; a row has at least 2 tokens"),
         ({"compute_dtype": "int8"}, "int8"),
         ({"moments": "int4"}, "moments: 'int4' is not one of float32, bfloat16, int8"),
         ({"budget": Budget(device="1TiB")}, "rtx4090-4ssd has"),
@@ -235,6 +238,16 @@ def test_the_largest_models_are_answered_in_time(tmp_path: Path, rig: Ceilings, 
 def test_what_cannot_be_is_refused(small: Path, rig: Ceilings, options: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         plan_model(small, **({"budget": Budget(), "ceilings": rig, "here": False} | options))
+
+
+@pytest.mark.parametrize("measured", [False, True])
+def test_a_step_that_no_machine_can_hold_is_told_by_what_it_needs(small: Path, rig: Ceilings, measured: bool) -> None:
+    budget = Budget(host="8GiB", device="16GiB")
+    asked: dict[str, Any] = {"here": False, "tokens_per_step": 1 << 62, "sequence_length": 512, "variants_seconds": 0.5}
+    found = plan_model(small, budget, ceilings=rig if measured else None, **asked)
+    assert not found.fits
+    assert "memory: at least" in found.reason
+    assert all(max(each.peak_bytes.values()) <= MOST_BYTES for each in found.alternatives)
 
 
 @pytest.mark.parametrize("size", ["0", "-1GiB", "many"])

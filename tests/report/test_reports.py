@@ -135,6 +135,31 @@ class TestMetrics:
         assert steady_ssd_bytes(records, "bytes_read") is None
         assert sum(ssd_bytes(record, "bytes_written") for record in records) == sum(written) + sum(flushes.values())
 
+    @pytest.mark.parametrize(
+        ("written", "resumed", "flushes", "mean"),
+        [
+            ([0, 6, 6, 0, 6, 6], {3}, {5: 6}, 6),  # killed: what step 3 left went with its process
+            ([0, 6, 6, 0, 6, 6], {3}, {2: 6, 5: 6}, 6),  # stopped: that is in its flush
+            ([0, 0, 6, 6], {1}, {0: 6, 3: 6}, 6),  # stopped after one step
+            ([0, 0, 0], {1, 2}, {}, 0),  # killed after each step: there is nothing else
+        ],
+    )
+    def test_what_a_killed_process_left_undone_is_missing_in_no_mean(
+        self, written: list[int], resumed: set[int], flushes: dict[int, int], mean: float, tmp_path: Path
+    ) -> None:
+        metrics = MetricsFile(tmp_path / "metrics.jsonl")
+        for index, size in enumerate(written):
+            if index in resumed:
+                metrics.close()
+                metrics = MetricsFile(tmp_path / "metrics.jsonl", committed_steps=index)
+            metrics(step(index + 1, bytes_written={"ssd": size}))
+            if index in flushes:
+                metrics(Flushed(bytes_read={}, bytes_written={"ssd": flushes[index]}, io_cpu_seconds=0.0))
+        metrics.close()
+        records = read_metrics(tmp_path / "metrics.jsonl")
+        assert [index for index, record in enumerate(records) if "resumed" in record] == sorted(resumed)
+        assert steady_ssd_bytes(records, "bytes_written") == mean
+
     def test_a_flush_in_the_middle_counts_also_before_a_step_without_ssds(self) -> None:
         moved = {"bytes_read": {}, "bytes_written": {"ssd": 6}, "io_cpu_seconds": 0.0}
         written = [{"ssd": 0}, {"ssd": 6}, {}]
