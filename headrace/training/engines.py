@@ -111,7 +111,8 @@ def discard(run_directory: Path) -> None:
     another process has committed meanwhile stays: whoever begins a run there is told.
 
     Raises:
-        RunDirectoryError: a living process holds the run: it may be in the middle of its import.
+        RunDirectoryError: a living process holds the run: it may be in the middle of its import. Or nobody can tell whether
+            the run was moved or copied: then its state may be trained by now.
     """
     if not (run_directory / MANIFEST_NAME).exists():
         return

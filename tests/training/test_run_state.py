@@ -12,7 +12,7 @@ import pytest
 from headrace.spec.errors import RunDirectoryError
 from headrace.spec.events import Event
 from headrace.spec.layout import PLANE_SETS, lay_out
-from headrace.store import StateStore
+from headrace.store import StateStore, leftovers_of, remove_leftover
 from headrace.training.base import StateKind
 from headrace.training.engines import discard, state_of
 
@@ -90,3 +90,41 @@ def test_a_copy_that_is_discarded_leaves_the_first_ones_state(tmp_path: Path) ->
     discard(copy)
     assert sorted(ssd.rglob("*")) == before
     assert state_of(run) is StateKind.BEGUN
+
+
+def test_a_copy_whose_original_is_away_does_not_discard_what_that_may_have_trained(tmp_path: Path) -> None:
+    """Copied during the import, its records are empty; the state on the SSD may be trained by now."""
+    run, ssd, copy = tmp_path / "run", tmp_path / "ssd", tmp_path / "copy"
+    with create(run, ssd) as store:
+        shutil.copytree(run, copy)
+        store.commit({"step": 1})
+    run.rename(tmp_path / "away")
+    before = {path: path.stat().st_ino for path in (*ssd.rglob("*"), *copy.rglob("*"))}
+    with pytest.raises(RunDirectoryError, match=f"{copy}: .*{run}.*headrace clean {copy} --unfinished"):
+        discard(copy)
+    assert {path: path.stat().st_ino for path in (*ssd.rglob("*"), *copy.rglob("*"))} == before
+    with StateStore.open(tmp_path / "away", sink=ignore) as again:
+        assert again.record == {"step": 1}
+
+
+def test_a_moved_run_that_was_killed_in_its_import_begins_anew_as_it_is_told(tmp_path: Path) -> None:
+    run, ssd, moved = tmp_path / "run", tmp_path / "ssd", tmp_path / "moved"
+    create(run, ssd).close()
+    run.rename(moved)
+    with pytest.raises(RunDirectoryError, match="--unfinished"):
+        discard(moved)
+    for leftover in leftovers_of(moved):
+        remove_leftover(leftover)
+    assert list(ssd.iterdir()) == []
+    assert state_of(moved) is StateKind.NONE
+    discard(moved)
+
+
+def test_a_moved_run_that_was_killed_in_its_import_takes_its_own_state_along(tmp_path: Path) -> None:
+    """Inside the run directory no other run's state can lie."""
+    run, moved = tmp_path / "run", tmp_path / "moved"
+    run.mkdir()
+    create(run, run / "ssd").close()
+    run.rename(moved)
+    discard(moved)
+    assert list((moved / "ssd").iterdir()) == []
