@@ -233,8 +233,9 @@ class Engine:
         try:
             store = self._create_store(directory, directories)
         except BaseException:
-            if new and directory.exists():
-                directory.rmdir()
+            if new:
+                with contextlib.suppress(OSError):  # not there, or another process was quicker and lives in it
+                    directory.rmdir()
             raise
         try:
             _tune(store, settings)

@@ -233,8 +233,13 @@ def _make_run_directory(run_directory: Path, undo: contextlib.ExitStack) -> None
         run_directory.mkdir(parents=True)
     except OSError as error:
         raise RunDirectoryError(f"{run_directory}: cannot be made: {error.strerror}; name another run directory") from error
-    undo.callback(run_directory.rmdir)
-    undo.callback((run_directory / LOCK_NAME).unlink, missing_ok=True)
+    undo.callback(_remove_empty, run_directory)
+
+
+def _remove_empty(directory: Path) -> None:
+    """Remove a directory unless something lies in it, as that of another process that was quicker."""
+    with contextlib.suppress(OSError):
+        directory.rmdir()
 
 
 def _check_data_files(run_directory: Path, manifest: Manifest, places: Places) -> None:
