@@ -128,9 +128,8 @@ def create_parts(
             undo.callback((run_directory / LOCK_NAME).unlink, missing_ok=True)  # a directory that was empty is so again
         _refuse_existing(run_directory)
         # First, so that a creation that is killed is known for what it is.
-        undo.callback((run_directory / UNMADE_NAME).unlink, missing_ok=True)
+        undo.callback(_unmake, run_directory, manifest)
         announce_manifest(run_directory, manifest)
-        undo.callback(remove_folders, manifest.directories, manifest.run_id)
         locks += make_folders(manifest.directories, run_directory, manifest.run_id)
         for lock in locks[1:]:
             undo.callback(lock.release)
@@ -147,7 +146,6 @@ def create_parts(
             records.append(open_file(path, BLOCK_BYTES))
             undo.callback(records[-1].close)
         sync(run_directory)
-        undo.callback((run_directory / MANIFEST_NAME).unlink, missing_ok=True)
         write_manifest(run_directory)
         undo.pop_all()
     return _put_together(run_directory, manifest, places, locks, (files, records), (engine, sink))
@@ -234,6 +232,14 @@ def _make_run_directory(run_directory: Path, undo: contextlib.ExitStack) -> None
     except OSError as error:
         raise RunDirectoryError(f"{run_directory}: cannot be made: {error.strerror}; name another run directory") from error
     undo.callback(_remove_empty, run_directory)
+
+
+def _unmake(run_directory: Path, manifest: Manifest) -> None:
+    """Undo a creation. The announcement goes last: as long as a folder is left, it tells that this is dead."""
+    with contextlib.suppress(OSError):
+        (run_directory / MANIFEST_NAME).rename(run_directory / UNMADE_NAME)
+    remove_folders(manifest.directories, manifest.run_id)
+    (run_directory / UNMADE_NAME).unlink(missing_ok=True)
 
 
 def _remove_empty(directory: Path) -> None:

@@ -389,3 +389,28 @@ def test_a_run_directory_that_cannot_be_locked_leaves_nothing(tmp_path: Path, mo
 
     monkeypatch.setattr("headrace.store.lock.fcntl.flock", no_locks)
     refused(tmp_path, RunDirectoryError, "cannot be locked")
+
+
+def test_what_a_failed_creation_could_not_remove_is_dead_and_goes_as_it_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unlink = Path.unlink
+
+    def refusing(path: Path, missing_ok: bool = False) -> None:
+        if path.name == "data" and tmp_path / "ssd0" in path.parents:
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        unlink(path, missing_ok=missing_ok)
+
+    def no_manifest(run_directory: Path) -> None:
+        raise DiskFull("no space for the manifest")
+
+    with monkeypatch.context() as patches:
+        patches.setattr(Path, "unlink", refusing)
+        patches.setattr("headrace.store.parts.write_manifest", no_manifest)
+        with pytest.raises(StorageError, match="headrace clean"):
+            make_store(tmp_path)
+    (left,) = find_leftovers([tmp_path / "ssd0", tmp_path / "ssd1"])
+    assert (left.resumable, left.in_doubt) == (False, False)
+    remove_leftover(left)
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["lock"]
+    make_store(tmp_path).close()
