@@ -2,7 +2,14 @@
 
 from headrace.store.checksum import checksum, checksum_reference
 from headrace.store.directories import OpenFile, open_direct
-from headrace.store.leftovers import Leftover, find_leftovers, leftovers_of, remove_leftover, remove_uncommitted
+from headrace.store.leftovers import (
+    Leftover,
+    find_leftovers,
+    leftovers_of,
+    remove_leftover,
+    remove_uncommitted,
+    remove_unmade,
+)
 from headrace.store.lock import RunLock, lock_holder
 from headrace.store.manifest import Manifest, read_manifest
 from headrace.store.places import GroupKind, GroupPlace, Places, place_units
@@ -29,4 +36,5 @@ __all__ = [
     "read_manifest",
     "remove_leftover",
     "remove_uncommitted",
+    "remove_unmade",
 ]

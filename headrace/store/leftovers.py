@@ -150,7 +150,8 @@ def _is_own(folder: Path, run_directory: Path) -> bool:
 
 
 def remove_unmade(run_directory: Path) -> None:
-    """Remove what a creation that was killed in `run_directory` left on SSDs: a new one needs the space, and its place here.
+    """Remove what a creation, or a removal, that was killed in `run_directory` left on SSDs: a new one needs the space, and its
+    place here.
 
     Raises:
         ConfigError: a process has taken up its run just now.

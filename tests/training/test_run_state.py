@@ -13,6 +13,7 @@ from headrace.spec.errors import RunDirectoryError
 from headrace.spec.events import Event
 from headrace.spec.layout import PLANE_SETS, lay_out
 from headrace.store import StateStore, leftovers_of, remove_leftover
+from headrace.store.manifest import withdraw_manifest
 from headrace.training.base import StateKind
 from headrace.training.engines import discard, state_of
 
@@ -128,3 +129,14 @@ def test_a_moved_run_that_was_killed_in_its_import_takes_its_own_state_along(tmp
     run.rename(moved)
     discard(moved)
     assert list((moved / "ssd").iterdir()) == []
+
+
+def test_a_removal_that_was_cut_short_is_ended(tmp_path: Path) -> None:
+    """The run is finished, its model exported: nobody would look for what is left on the SSD."""
+    run, ssd = tmp_path / "run", tmp_path / "ssd"
+    with create(run, ssd) as store:
+        store.commit({"step": 1})
+    withdraw_manifest(run)
+    discard(run)
+    assert list(ssd.iterdir()) == []
+    assert {path.name for path in run.iterdir()} == {"lock"}

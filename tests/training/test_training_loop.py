@@ -328,8 +328,10 @@ class TestResume:
 
     def test_a_finished_run_says_where_its_model_is(self, options: dict[str, Any]) -> None:
         train(RunConfig.of(options), engines=FakeHost().engines())
+        host = FakeHost()
         with pytest.raises(RunDirectoryError, match=r"finished; its model is in .*final"):
-            resume(options["output"], engines=FakeHost().engines())
+            resume(options["output"], engines=host.engines())
+        assert host.discarded == [options["output"]]  # what a removal that was killed may have left
 
     def test_a_run_whose_state_is_gone_keeps_its_record_and_does_not_begin_again(self, options: dict[str, Any]) -> None:
         with pytest.raises(StepFailed):
