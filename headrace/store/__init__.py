@@ -12,6 +12,7 @@ from headrace.store.leftovers import (
 )
 from headrace.store.lock import RunLock, lock_holder
 from headrace.store.manifest import Manifest, read_manifest
+from headrace.store.parts import lost_commits
 from headrace.store.places import GroupKind, GroupPlace, Places, place_units
 from headrace.store.state import StateStore
 from headrace.store.verify import Progress
@@ -31,6 +32,7 @@ __all__ = [
     "find_leftovers",
     "leftovers_of",
     "lock_holder",
+    "lost_commits",
     "open_direct",
     "place_units",
     "read_manifest",

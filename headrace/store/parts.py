@@ -40,7 +40,7 @@ from headrace.store.manifest import (
     write_manifest,
 )
 from headrace.store.places import Places, place_units
-from headrace.store.record import CommitRecord, RecordFiles
+from headrace.store.record import CommitRecord, RecordFiles, unpack_record
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,6 +192,22 @@ def open_parts(
         undo.pop_all()
     parts = _put_together(run_directory, manifest, places, locks, (files, records), (engine, sink))
     return parts, record, damaged
+
+
+def lost_commits(run_directory: Path) -> bool:
+    """Return whether the run has commit records of which none is whole, so that it cannot be opened. Changes nothing.
+
+    Raises:
+        RunDirectoryError: there is no run, or its manifest is damaged.
+    """
+    manifest = read_manifest(run_directory)
+    places = place_units(manifest.layouts, manifest.planes, manifest.chunk_elements)
+    num_chunks = [place.num_chunks for place in places.groups]
+    contents = []
+    for name in RECORD_NAMES:
+        with contextlib.suppress(FileNotFoundError):
+            contents.append((run_directory / name).read_bytes())
+    return any(map(any, contents)) and all(unpack_record(each, manifest.run_id, num_chunks) is None for each in contents)
 
 
 def _manifest_of(request: StoreRequest) -> tuple[Manifest, Places]:
