@@ -403,6 +403,19 @@ class TestRefusals:
         kept = RunConfig.from_yaml(options["output"] / "config.yaml").learning_rate
         assert kept == (0.5 if opened else RunConfig.of(options).learning_rate)
 
+    def test_long_names_make_a_default_one_that_can_be_made(
+        self, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "runs").mkdir()
+        data = options["data"] if isinstance(options["data"], str | Path) else options["data"][0]
+        long = Path(data).rename(tmp_path / f"{'wässer' * 35}.jsonl")
+        model = Path(options["model"]).rename(tmp_path / ("m" * 60))
+        config = RunConfig.of({**options, "model": str(model), "data": [str(long)], "output": None})
+        done = train(config, engines=FakeHost().engines())
+        assert done.run_directory.parent == tmp_path / "runs"
+        assert done.run_directory.name.startswith(f"{model.name}-wässer")
+
     def test_an_empty_run_directory_is_taken(self, options: dict[str, Any]) -> None:
         options["output"].mkdir()
         assert train(RunConfig.of(options), engines=FakeHost().engines()).steps == 8
