@@ -3,19 +3,23 @@
 Run: pytest tests/training/test_run_state.py
 """
 
+import errno
 import os
 import shutil
 from pathlib import Path
 
 import pytest
 
+from headrace.durable import write_new
 from headrace.spec.errors import RunDirectoryError
 from headrace.spec.events import Event
 from headrace.spec.layout import PLANE_SETS, lay_out
 from headrace.store import StateStore, leftovers_of, remove_leftover
 from headrace.store.manifest import withdraw_manifest
 from headrace.training.base import StateKind
+from headrace.training.config import RunConfig
 from headrace.training.engines import discard, state_of
+from headrace.training.run_directory import RunDirectory
 
 
 def ignore(event: Event) -> None:
@@ -140,3 +144,30 @@ def test_a_removal_that_was_cut_short_is_ended(tmp_path: Path) -> None:
     discard(run)
     assert list(ssd.iterdir()) == []
     assert {path.name for path in run.iterdir()} == {"lock"}
+
+
+def test_options_that_have_no_space_on_a_drive_without_links_leave_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_links(*names: object) -> None:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    written: list[int] = []
+    fsync = os.fsync
+
+    def full(descriptor: int) -> None:
+        written.append(descriptor)
+        if len(written) == 2:  # the first is beside its place, where it had the space
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "link", no_links)
+    monkeypatch.setattr(os, "fsync", full)
+    config = RunConfig.of({"model": "m", "data": "d.jsonl"})
+    with pytest.raises(RunDirectoryError, match="No space left on device"):
+        RunDirectory(tmp_path / "run").write_config(config)
+    assert list(tmp_path.iterdir()) == []
+    RunDirectory(tmp_path / "run").write_config(config)
+    with pytest.raises(FileExistsError):
+        write_new(tmp_path / "run" / "config.yaml", "another's")
+    assert RunDirectory(tmp_path / "run").read_config() == config
