@@ -49,7 +49,8 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def write_new(path: Path, text: str) -> None:
-    """As `write_whole`, but for a file that nobody has made: of several processes one succeeds.
+    """As `write_whole`, but for a file that nobody has made: of several processes one succeeds. On a file system without links
+    a kill, or a power cut, may leave it cut short.
 
     Raises:
         FileExistsError: it is there.
@@ -63,11 +64,22 @@ def write_new(path: Path, text: str) -> None:
         except FileExistsError:
             raise
         except OSError:  # a file system without links
-            _write_synced(path, "x", text)
+            _write_first(path, text)
     finally:
         with contextlib.suppress(OSError):
             beside.unlink()
     sync(path.parent)
+
+
+def _write_first(path: Path, text: str) -> None:
+    try:
+        _write_synced(path, "x", text)
+    except FileExistsError:
+        raise
+    except BaseException:
+        with contextlib.suppress(OSError):
+            path.unlink()
+        raise
 
 
 def _write_synced(path: Path, mode: str, text: str) -> None:

@@ -208,7 +208,7 @@ def best_setting(rates: Mapping[InFlight, float]) -> InFlight:
 def _checked(directory: Path) -> DirectoryFacts:
     facts = describe_directory(directory)
     if not facts.writable:
-        what = "cannot be written to" if facts.is_directory else "no such directory"
+        what = "cannot be written to" if facts.is_directory else facts.refusal or "no such directory"
         raise StorageError(f"{directory}: {what}; name a directory on the SSD that runs may use")
     if facts.free_bytes < _FREE_SHARE * _LEAST_FILE_BYTES:
         raise DiskFull(

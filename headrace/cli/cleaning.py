@@ -4,13 +4,14 @@ Invariant: nothing is removed that a living process holds; nothing that could be
 it was, unless asked for.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from headrace.spec.errors import StorageError
+from headrace.spec.errors import ConfigError, RunDirectoryError, StorageError
 from headrace.spec.sizes import format_bytes
-from headrace.store import Leftover, find_leftovers, leftovers_of, remove_leftover
-from headrace.store.manifest import MANIFEST_NAME, UNMADE_NAME
+from headrace.store import Leftover, find_leftovers, leftovers_of, lost_commits, remove_leftover
+from headrace.store.manifest import MANIFEST_NAME, RECORD_NAMES, UNMADE_NAME
 
 
 def clean_up(directories: Sequence[Path], *, unfinished: bool, dry_run: bool) -> Iterator[str]:
@@ -23,13 +24,14 @@ def clean_up(directories: Sequence[Path], *, unfinished: bool, dry_run: bool) ->
         StorageError: some could not be removed; raised after the last line.
     """
     refused: list[str] = []
-    freed_bytes = removed = resumable = in_doubt = 0
+    kinds: Counter[str] = Counter()
+    freed_bytes = removed = 0
     for leftover in _leftovers(directories):
         size = format_bytes(leftover.num_bytes)
         if (leftover.resumable or leftover.in_doubt) and not unfinished:
-            resumable += leftover.resumable
-            in_doubt += leftover.in_doubt
-            yield f"kept     {leftover.folder} ({size}): {_why_kept(leftover)}"
+            kind, reason = _why_kept(leftover)
+            kinds[kind] += 1
+            yield f"kept     {leftover.folder} ({size}): {reason}"
             continue
         if not dry_run:
             try:
@@ -38,12 +40,14 @@ def clean_up(directories: Sequence[Path], *, unfinished: bool, dry_run: bool) ->
                 refused.append(str(error))
                 yield f"kept     {leftover.folder} ({size}): cannot be removed"
                 continue
+            except ConfigError as error:  # taken up since it was listed
+                yield f"kept     {error}"
+                continue
         removed += 1
         freed_bytes += leftover.num_bytes
         yield f"{'would remove' if dry_run else 'removed '} {leftover.folder} ({size}) of {leftover.run_directory}"
     verb = "would be " if dry_run else ""
-    counted = ((resumable, "that can be resumed"), (in_doubt, "whose run is not where it was"))
-    kept = [f"{count} {what}" for count, what in counted if count]
+    kept = [f"{count} {what}" for what, count in sorted(kinds.items())]
     yield f"{removed} leftover{'' if removed == 1 else 's'} {verb}removed, {format_bytes(freed_bytes)} {verb}freed" + (
         f"; {' and '.join(kept)} kept (--unfinished removes them)" if kept else ""
     )
@@ -51,10 +55,22 @@ def clean_up(directories: Sequence[Path], *, unfinished: bool, dry_run: bool) ->
         raise StorageError(f"{'; '.join(refused)}; remove the cause, or clean as their owner")
 
 
-def _why_kept(leftover: Leftover) -> str:
-    if leftover.resumable:
-        return f"`headrace resume {leftover.run_directory}` can go on with it"
-    return f"its run is not in {leftover.run_directory}; it may have been moved, or its drive is not mounted"
+def _why_kept(leftover: Leftover) -> tuple[str, str]:
+    """Return what is kept, as it is counted, and why."""
+    where = leftover.run_directory
+    if not leftover.resumable:
+        reason = f"its run is not in {where}; it may have been moved, or its drive is not mounted"
+        return "whose run is not where it was", reason
+    if _has_lost_commits(where):
+        return "whose commit records are damaged", f"{' and '.join(RECORD_NAMES)} are damaged in {where}; restore one of them"
+    return "that can be resumed", f"`headrace resume {where}` can go on with it"
+
+
+def _has_lost_commits(run_directory: Path) -> bool:
+    try:
+        return lost_commits(run_directory)
+    except (RunDirectoryError, OSError):
+        return False  # `resume` says what is wrong with it
 
 
 def _leftovers(directories: Sequence[Path]) -> list[Leftover]:

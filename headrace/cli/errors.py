@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NoReturn, ParamSpec, TypeVar
 
 from headrace.cli.streams import give_up
-from headrace.spec.errors import InputError, PlanInfeasible, StepFailed, StorageError
+from headrace.spec.errors import HeadraceError, InputError, PlanInfeasible, StepFailed, StorageError
 
 REFUSED = 2
 INTERRUPTED = 130
@@ -38,28 +38,34 @@ _R = TypeVar("_R")
 
 
 def plainly(command: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Return `command` with its expected errors said in one line on stderr. What the system refuses is expected where it is
-    about a place that the words of the command name, or about one above or below such a place.
-    """
+    """Return `command` with its expected errors said in one line on stderr. What the system refuses: see `places_plainly`."""
 
     @functools.wraps(command)
     def run(*arguments: _P.args, **options: _P.kwargs) -> _R:
         try:
-            return command(*arguments, **options)
+            with places_plainly(lambda: (*arguments, *options.values())):
+                return command(*arguments, **options)
         except (InputError, PlanInfeasible, StorageError) as error:
             leave(str(error), REFUSED)
         except StepFailed as error:
             leave_failed_step(error, "RUN_DIR")
         except KeyboardInterrupt:
             leave("interrupted", INTERRUPTED)
-        except OSError as error:
-            place = _named_place(error, (*arguments, *options.values()))
-            if place is None:
-                raise
-            advice = _ADVICE.get(error.errno or 0, "remove the cause, or name another place")
-            leave(f"{place}: {error.strerror}; {advice}", REFUSED)
 
     return run
+
+
+@contextlib.contextmanager
+def places_plainly(words: Callable[[], Iterable[object]]) -> Iterator[None]:
+    """Say in one line what the system refuses of a place that `words()` name, or of one above or below such a place."""
+    try:
+        yield
+    except OSError as error:
+        place = None if isinstance(error, HeadraceError) else _named_place(error, words())
+        if place is None:
+            raise
+        advice = _ADVICE.get(error.errno or 0, "remove the cause, or name another place")
+        leave(f"{place}: {error.strerror}; {advice}", REFUSED)
 
 
 def _named_place(error: OSError, words: Iterable[object]) -> str | None:

@@ -65,7 +65,7 @@ def _lines(sheet: dict[str, Any]) -> Iterator[str]:
 
 def _directory_lines(facts: dict[str, Any]) -> Iterator[str]:
     if not facts["is_directory"]:
-        found = "a file, not a directory" if facts["exists"] else "no such directory"
+        found = "a file, not a directory" if facts["exists"] else facts["refusal"] or "no such directory"
         yield f"ssd       {facts['path']}: {found}"
         return
     if not facts["writable"]:

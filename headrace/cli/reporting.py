@@ -3,6 +3,8 @@
 Invariant: a run directory is only read; the one file that is written by default is `report.html` in it.
 """
 
+import os
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -21,13 +23,22 @@ def report(
     """Write one HTML page about a run: a step's lanes, rates, memory, loss, what limits it, SSD wear. Opens without network."""
     from headrace.pages import read_run, summary, write_report, write_trace
 
+    # Then stdout is for the figures, the page or the trace alone.
+    taken = as_json or _is_stdout(out) or _is_stdout(trace)
     if out is not None or not as_json:
         page = write_report(run_directory, out)
-        # With --json stdout is for the figures alone.
-        typer.echo(f"wrote {page}", err=as_json)
+        typer.echo(f"wrote {page}", err=taken)
     if trace is not None:
-        typer.echo(f"wrote {write_trace(run_directory, trace)}", err=as_json)
+        typer.echo(f"wrote {write_trace(run_directory, trace)}", err=taken)
     if as_json:
         import json
 
         typer.echo(json.dumps(summary(read_run(run_directory)), indent=2))
+
+
+def _is_stdout(path: Path | None) -> bool:
+    """Return whether `path` is where stdout goes, by whatever name."""
+    try:
+        return path is not None and os.path.samestat(os.stat(path), os.fstat(sys.stdout.fileno()))
+    except (OSError, ValueError):  # nothing there yet, or stdout is no file of the system's
+        return False

@@ -16,7 +16,7 @@ from typing import Any
 from rich.console import Console
 
 from headrace.cli.environment import cache_directory, machine_profile_path
-from headrace.cli.errors import INTERRUPTED, leave, leave_failed_step
+from headrace.cli.errors import INTERRUPTED, leave, leave_failed_step, places_plainly
 from headrace.cli.screen import show
 from headrace.cli.streams import StdoutLost
 from headrace.durable import appearing
@@ -70,13 +70,14 @@ def run_config(words: Sequence[str], options: Mapping[str, Any]) -> RunConfig:
 
 def start(config: RunConfig) -> None:
     """Train; a stop signal ends the process with 130 or 143."""
-    with _stops(RunDirectory(config.output or default_output(config))):
+    with _stops(RunDirectory(config.output or default_output(config))), places_plainly(lambda: dict(config).values()):
         train(config, display=Terminal())
 
 
 def go_on(run_directory: Path) -> None:
     """Resume; a stop signal ends the process with 130 or 143."""
-    with _stops(RunDirectory(run_directory)):
+    run = RunDirectory(run_directory)
+    with _stops(run), places_plainly(lambda: dict(run.read_config()).values()):
         resume(run_directory, display=Terminal())
 
 

@@ -6,6 +6,7 @@ Invariant: nothing is left behind in the directory, whatever happens, also to th
 import contextlib
 import errno
 import os
+import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from headrace.spec.sizes import MIB, round_up
 _BUFFER_BYTES = 64 * MIB
 _SHORT_BYTES = 64 * MIB
 _IN_MEMORY = ("tmpfs", "ramfs")
+_OCTAL = re.compile(r"\\([0-7]{3})")  # how the kernel writes blanks and backslashes in the names of mount points
 
 
 class Bandwidth(NamedTuple):
@@ -39,7 +41,8 @@ class Bandwidth(NamedTuple):
 class DirectoryFacts:
     """What is known of a directory without measuring. Facts behind the first that is false are false or 0.
 
-    `refusal` is the system's reason why no file can be made there: empty where one can, or where only space is missing.
+    `refusal` is the system's reason why no file can be made there, or why it cannot be looked at: empty where one can, or where
+    only space is missing.
     """
 
     path: Path
@@ -54,11 +57,24 @@ class DirectoryFacts:
 
 
 def describe_directory(directory: Path) -> DirectoryFacts:
-    """Look at `directory`: existence, writability (by making a file), file system, free space, O_DIRECT.
+    """Look at `directory`: existence, writability (by making a file), file system, free space, O_DIRECT. Never raises."""
+    try:
+        return _described(directory)
+    except OSError as error:
+        return DirectoryFacts(
+            path=directory,
+            exists=False,
+            is_directory=False,
+            writable=False,
+            file_system="",
+            in_memory=False,
+            free_bytes=0,
+            takes_direct=False,
+            refusal=error.strerror or str(error),
+        )
 
-    Raises:
-        OSError: the system does not say whether it is there: it is below a folder of others, or its name is too long.
-    """
+
+def _described(directory: Path) -> DirectoryFacts:
     is_directory = directory.is_dir()
     file_system = _file_system_type(directory) if is_directory else ""
     free_bytes = 0
@@ -187,14 +203,14 @@ def _trial_file(directory: Path, size_bytes: int) -> Iterator[DirectFile]:
 def _file_system_type(directory: Path) -> str:
     """Return the type of the mount that holds `directory`, as the kernel names it; empty where it does not say."""
     try:
-        lines = Path("/proc/self/mountinfo").read_text().splitlines()
+        lines = Path("/proc/self/mountinfo").read_text(errors="surrogateescape").split("\n")
     except OSError:
         return ""
     resolved = directory.resolve()
     best, found = -1, ""
-    for line in lines:
+    for line in filter(None, lines):
         left, _, right = line.partition(" - ")
-        mount_point = Path(left.split()[4].encode().decode("unicode_escape"))
+        mount_point = Path(_OCTAL.sub(lambda found: chr(int(found[1], 8)), left.split(" ")[4]))
         # A later mount on the same point hides the earlier one.
         if resolved.is_relative_to(mount_point) and len(mount_point.parts) >= best:
             best, found = len(mount_point.parts), right.split()[0]

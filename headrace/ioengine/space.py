@@ -39,8 +39,8 @@ def _spaces(directories: Sequence[Path], *, full_will_do: bool) -> list[int]:
         facts = describe_directory(directory)
         full = facts.is_directory and not facts.writable and not facts.refusal
         if not facts.writable and not (full and full_will_do):
-            reason = "no space; free some, or" if full else "not writable;" if facts.is_directory else "no such directory;"
-            raise StorageError(f"{directory}: {reason} name another --ssd")
+            found = "not writable" if facts.is_directory else facts.refusal or "no such directory"
+            raise StorageError(f"{directory}: {'no space; free some, or' if full else f'{found};'} name another --ssd")
         status = directory.stat()
         if (twin := seen.setdefault((status.st_dev, status.st_ino), directory)) is not directory:
             raise ConfigError(f"{directory} and {twin} are the same directory; name each SSD directory once")

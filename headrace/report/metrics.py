@@ -62,8 +62,8 @@ def read_metrics(path: Path) -> list[Record]:
             continue
         try:
             record = json.loads(line)
-        except json.JSONDecodeError as error:
-            bad = bad or (number, error.msg)
+        except (ValueError, RecursionError) as error:  # Python reads no numbers of thousands of digits, nor lists so deep
+            bad = bad or (number, error.msg if isinstance(error, json.JSONDecodeError) else str(error))
             continue
         if bad is not None:
             raise RunDirectoryError(f"{path}, line {bad[0]}: not JSON ({bad[1]}); restore the file or remove the line")

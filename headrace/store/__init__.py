@@ -2,9 +2,17 @@
 
 from headrace.store.checksum import checksum, checksum_reference
 from headrace.store.directories import OpenFile, open_direct
-from headrace.store.leftovers import Leftover, find_leftovers, leftovers_of, remove_leftover, remove_uncommitted
+from headrace.store.leftovers import (
+    Leftover,
+    find_leftovers,
+    leftovers_of,
+    remove_leftover,
+    remove_uncommitted,
+    remove_unmade,
+)
 from headrace.store.lock import RunLock, lock_holder
 from headrace.store.manifest import Manifest, read_manifest
+from headrace.store.parts import lost_commits
 from headrace.store.places import GroupKind, GroupPlace, Places, place_units
 from headrace.store.state import StateStore
 from headrace.store.verify import Progress
@@ -24,9 +32,11 @@ __all__ = [
     "find_leftovers",
     "leftovers_of",
     "lock_holder",
+    "lost_commits",
     "open_direct",
     "place_units",
     "read_manifest",
     "remove_leftover",
     "remove_uncommitted",
+    "remove_unmade",
 ]

@@ -61,6 +61,8 @@ def check_directories(directories: Sequence[Path], needed_bytes: Sequence[int], 
 
 def _check_one(directory: Path, allow_in_memory: bool) -> DirectoryFacts:
     fact = describe_directory(directory)
+    if fact.refusal and not fact.exists:
+        raise ConfigError(f"{directory}: SSD directory cannot be looked at ({fact.refusal}); name another")
     if not fact.exists:
         raise ConfigError(f"{directory}: SSD directory does not exist; create it or name another")
     if not fact.is_directory:

@@ -114,17 +114,15 @@ def remove_uncommitted(run_directory: Path) -> None:
     and has seen that there is no commit. Folders of a run of which this one is a copy stay.
 
     Raises:
-        RunDirectoryError: the manifest is damaged, or another process works on a folder.
+        RunDirectoryError: the manifest is damaged, another process works on a folder, or in a folder may be the state that the
+            run of which this one is a copy has committed since, from where it is now; nothing was removed.
         StorageError: something cannot be removed.
     """
     manifest = read_manifest(run_directory)
+    folders = [data_folder(directory, manifest.run_id) for directory in manifest.directories]
+    ours = [folder for folder in folders if _is_own(folder, run_directory)]
     withdraw_manifest(run_directory)  # first, so that what a kill in between leaves is known to be dead
-    for directory in manifest.directories:
-        folder = data_folder(directory, manifest.run_id)
-        owner = owner_of(folder)
-        copied = owner is not None and not _same(owner[1], run_directory)
-        if owner is None or (copied and _run_in(owner[1], manifest.run_id, folder) is _Run.KNOWS_IT):
-            continue
+    for folder in ours:
         lock = RunLock(folder, needed=False)
         try:
             remove_folder(folder)
@@ -134,8 +132,26 @@ def remove_uncommitted(run_directory: Path) -> None:
     remove_records(run_directory)
 
 
+def _is_own(folder: Path, run_directory: Path) -> bool:
+    """Return whether the uncommitted state in `folder` is that of `run_directory`, not of a run that it is a copy of."""
+    owner = owner_of(folder)
+    if owner is None:
+        return False
+    if _same(owner[1], run_directory) or folder.resolve().is_relative_to(run_directory.resolve()):
+        return True
+    run = _run_in(owner[1], owner[0], folder)
+    if run is _Run.IN_DOUBT:
+        raise RunDirectoryError(
+            f"{run_directory}: never committed a step, and its state in {folder} was made by the run in {owner[1]}, which is "
+            f"not there; if that was moved here, remove the state with `headrace clean {run_directory} --unfinished` and "
+            "resume again; if this is a copy of it, begin another run"
+        )
+    return run is _Run.DEAD
+
+
 def remove_unmade(run_directory: Path) -> None:
-    """Remove what a creation that was killed in `run_directory` left on SSDs: a new one needs the space, and its place here.
+    """Remove what a creation, or a removal, that was killed in `run_directory` left on SSDs: a new one needs the space, and its
+    place here.
 
     Raises:
         ConfigError: a process has taken up its run just now.

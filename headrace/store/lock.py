@@ -37,15 +37,18 @@ class RunLock:
         try:
             _lock_exclusively(self._descriptor)
         except OSError as error:
-            holder = os.pread(self._descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
+            holder = os.pread(self._descriptor, 32, 0).decode(errors="replace").strip()
             os.close(self._descriptor)
             self._descriptor = -1
             if error.errno in _HELD:
                 raise RunDirectoryError(
-                    f"{folder}: in use by process {holder}; wait for it or stop it, a run has one process"
+                    f"{folder}: in use by process {holder or 'unknown'}; wait for it or stop it, a run has one process"
                 ) from error
             if not needed:
                 return
+            if not holder:  # nobody ever had it: it was made just now
+                with contextlib.suppress(OSError):
+                    path.unlink()
             raise RunDirectoryError(f"{path}: cannot be locked: {error.strerror}; put the run on a local drive") from error
         # The lock is what counts; the number is for messages, and a full disk may have no room for it.
         with contextlib.suppress(OSError):

@@ -40,7 +40,7 @@ from headrace.store.manifest import (
     write_manifest,
 )
 from headrace.store.places import Places, place_units
-from headrace.store.record import CommitRecord, RecordFiles
+from headrace.store.record import CommitRecord, RecordFiles, unpack_record
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,9 +128,8 @@ def create_parts(
             undo.callback((run_directory / LOCK_NAME).unlink, missing_ok=True)  # a directory that was empty is so again
         _refuse_existing(run_directory)
         # First, so that a creation that is killed is known for what it is.
-        undo.callback((run_directory / UNMADE_NAME).unlink, missing_ok=True)
+        undo.callback(_unmake, run_directory, manifest)
         announce_manifest(run_directory, manifest)
-        undo.callback(remove_folders, manifest.directories, manifest.run_id)
         locks += make_folders(manifest.directories, run_directory, manifest.run_id)
         for lock in locks[1:]:
             undo.callback(lock.release)
@@ -147,7 +146,6 @@ def create_parts(
             records.append(open_file(path, BLOCK_BYTES))
             undo.callback(records[-1].close)
         sync(run_directory)
-        undo.callback((run_directory / MANIFEST_NAME).unlink, missing_ok=True)
         write_manifest(run_directory)
         undo.pop_all()
     return _put_together(run_directory, manifest, places, locks, (files, records), (engine, sink))
@@ -196,6 +194,22 @@ def open_parts(
     return parts, record, damaged
 
 
+def lost_commits(run_directory: Path) -> bool:
+    """Return whether the run has commit records of which none is whole, so that it cannot be opened. Changes nothing.
+
+    Raises:
+        RunDirectoryError: there is no run, or its manifest is damaged.
+    """
+    manifest = read_manifest(run_directory)
+    places = place_units(manifest.layouts, manifest.planes, manifest.chunk_elements)
+    num_chunks = [place.num_chunks for place in places.groups]
+    contents = []
+    for name in RECORD_NAMES:
+        with contextlib.suppress(FileNotFoundError):
+            contents.append((run_directory / name).read_bytes())
+    return any(map(any, contents)) and all(unpack_record(each, manifest.run_id, num_chunks) is None for each in contents)
+
+
 def _manifest_of(request: StoreRequest) -> tuple[Manifest, Places]:
     places = place_units(request.layouts, request.planes, request.chunk_elements)
     weights = tuple(request.weights if request.weights is not None else [1] * len(request.directories))
@@ -233,8 +247,21 @@ def _make_run_directory(run_directory: Path, undo: contextlib.ExitStack) -> None
         run_directory.mkdir(parents=True)
     except OSError as error:
         raise RunDirectoryError(f"{run_directory}: cannot be made: {error.strerror}; name another run directory") from error
-    undo.callback(run_directory.rmdir)
-    undo.callback((run_directory / LOCK_NAME).unlink, missing_ok=True)
+    undo.callback(_remove_empty, run_directory)
+
+
+def _unmake(run_directory: Path, manifest: Manifest) -> None:
+    """Undo a creation. The announcement goes last: as long as a folder is left, it tells that this is dead."""
+    with contextlib.suppress(OSError):
+        (run_directory / MANIFEST_NAME).rename(run_directory / UNMADE_NAME)
+    remove_folders(manifest.directories, manifest.run_id)
+    (run_directory / UNMADE_NAME).unlink(missing_ok=True)
+
+
+def _remove_empty(directory: Path) -> None:
+    """Remove a directory unless something lies in it, as that of another process that was quicker."""
+    with contextlib.suppress(OSError):
+        directory.rmdir()
 
 
 def _check_data_files(run_directory: Path, manifest: Manifest, places: Places) -> None:

@@ -65,7 +65,7 @@ class Engines:
     """How a run gets its engine: `open` and `resume` as of `headrace.Engine`, and what must be known before.
 
     `supports_packing` tells whether a model directory's architecture keeps packed samples apart; `state_of` what a run
-    directory holds for `resume`; `discard` removes a state that was never completed.
+    directory holds for `resume`; `discard` removes a state that was never completed, or not wholly removed.
     """
 
     open: Callable[..., RunningEngine]

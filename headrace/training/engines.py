@@ -13,7 +13,7 @@ from headrace.spec.events import Sink
 from headrace.spec.layout import UnitLayout
 from headrace.spec.optimizer import AdamW
 from headrace.spec.settings import Settings
-from headrace.store import RunLock, read_manifest, remove_uncommitted
+from headrace.store import RunLock, read_manifest, remove_uncommitted, remove_unmade
 from headrace.store.manifest import MANIFEST_NAME, RECORD_NAMES
 from headrace.training.base import Engines, StateKind
 from headrace.training.config import RunConfig
@@ -107,13 +107,18 @@ def state_of(run_directory: Path) -> StateKind:
 
 
 def discard(run_directory: Path) -> None:
-    """Remove the engine's files of a run that was never committed, from its SSD directories and from `run_directory`. What
-    another process has committed meanwhile stays: whoever begins a run there is told.
+    """Remove the engine's files of a run that was never committed, from its SSD directories and from `run_directory`; and what
+    a creation or a removal that was cut short left there. What another process has committed meanwhile stays: whoever begins a
+    run there is told.
 
     Raises:
-        RunDirectoryError: a living process holds the run: it may be in the middle of its import.
+        RunDirectoryError: a living process holds the run: it may be in the middle of its import. Or nobody can tell whether
+            the run was moved or copied: then its state may be trained by now.
+        ConfigError: a process has taken up the run just now.
+        StorageError: something cannot be removed.
     """
     if not (run_directory / MANIFEST_NAME).exists():
+        remove_unmade(run_directory)
         return
     lock = RunLock(run_directory)
     try:

@@ -85,6 +85,7 @@ def resume(run_directory: str | Path, *, display: Display | None = None, engines
     engines = engines or _engines()
     kind = engines.state_of(directory.path)
     if kind is StateKind.NONE and directory.final.exists():
+        engines.discard(directory.path)  # killed while it removed its state: nobody else would free the space
         raise RunDirectoryError(f"{directory.path}: the run is finished; its model is in {directory.final}")
     if kind is not StateKind.COMMITTED and (done := len(read_metrics(directory.metrics))):
         raise RunDirectoryError(

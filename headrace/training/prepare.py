@@ -3,6 +3,7 @@
 Invariant: after `prepare` every choice is explicit and every path absolute, so `config.yaml` alone repeats the run.
 """
 
+import os
 from pathlib import Path
 
 from headrace.data import BatchStream
@@ -13,6 +14,8 @@ from headrace.training.base import Engines
 from headrace.training.config import RunConfig
 from headrace.training.data import open_tokenizer, open_tokens, total_steps, with_lengths
 from headrace.training.run_directory import RunDirectory
+
+_NAME_BYTES = 143  # as long as a name may be in an encrypted home directory; elsewhere it is 255
 
 
 def check(config: RunConfig) -> tuple[RunConfig, RunDirectory]:
@@ -55,8 +58,9 @@ def open_stream(config: RunConfig) -> BatchStream:
 
 
 def default_output(config: RunConfig) -> Path:
-    """Return `runs/<model>-<data>`."""
-    return Path("runs") / f"{config.model.absolute().name}-{Path(config.data[0]).stem}"
+    """Return `runs/<model>-<data>`, cut to a name that every file system takes."""
+    name = os.fsencode(f"{config.model.absolute().name}-{Path(config.data[0]).stem}")
+    return Path("runs") / (os.fsdecode(name) if len(name) <= _NAME_BYTES else name[:_NAME_BYTES].decode(errors="ignore"))
 
 
 def _absolute_paths(config: RunConfig) -> dict[str, object]:

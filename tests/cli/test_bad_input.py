@@ -198,6 +198,9 @@ class TestSsdDirectories:
         assert "needed" in said
         assert "free some space or add a directory" in said
 
+    def test_a_name_that_is_too_long(self, world: World) -> None:
+        assert "cannot be looked at (File name too long)" in world.train_refused(ssd=world.folder / ("x" * 256))
+
     def test_in_memory(self, world: World) -> None:
         shared = Path("/dev/shm")
         if not shared.is_dir() or describe_directory(shared).file_system != "tmpfs":
@@ -263,6 +266,21 @@ class TestOptions:
         path.write_text("model: [\n")
         assert "not YAML" in world.refused("train", path)
         assert "cannot be read" in world.refused("train", world.folder / "absent.yaml")
+
+
+class TestPlacesInAFile:
+    """What the system refuses of a place that a YAML file names is a line, as of one among the words."""
+
+    @pytest.mark.parametrize("name", ["model", "data", "output", "ssd", "plan", "cache"])
+    def test_that_a_run_begins_with(self, world: World, name: str) -> None:
+        options = {"model": str(world.model), "data": str(world.data), "output": str(world.run), "ssd": [str(world.ssd)]}
+        (world.folder / "run.yaml").write_text(yaml.safe_dump(options | {name: str(world.folder / ("x" * 256))}))
+        assert "File name too long" in world.refused("train", world.folder / "run.yaml")
+
+    def test_that_a_run_began_with(self, ran: World) -> None:
+        path, gone = ran.run / "config.yaml", ran.folder / ("x" * 256)
+        path.write_text(yaml.safe_dump(yaml.safe_load(path.read_text()) | {"model": str(gone)}))
+        assert "File name too long; give a shorter name" in ran.refused("resume", ran.run)
 
 
 class TestRunDirectories:

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 from bad_worlds import World, check_refusal, listing
 
-from headrace.cli import main
+from headrace.cli import cleaning, main
+from headrace.spec.errors import ConfigError
 from headrace.spec.layout import PLANE_SETS, lay_out
-from headrace.store import StateStore
-from headrace.store.manifest import withdraw_manifest
+from headrace.store import Leftover, StateStore
+from headrace.store.manifest import RECORD_NAMES, withdraw_manifest
 
 
 def clean(world: World, *words: object) -> str:
@@ -158,3 +159,33 @@ def test_a_folder_under_two_paths_is_counted_once(
     really = Path.resolve
     monkeypatch.setattr(Path, "resolve", lambda self: self.absolute() if "again" in str(self) else really(self))
     assert "1 leftover removed" in clean(world, tmp_path / "ssd0", tmp_path / "again", "--unfinished")
+
+
+def test_a_run_with_damaged_records_is_not_said_to_go_on(ran: World) -> None:
+    for name in RECORD_NAMES:
+        path = ran.run / name
+        path.write_bytes(path.read_bytes()[:100] + b"damage" + path.read_bytes()[106:])
+    before = listing(ran.folder)
+    said = clean(ran, ran.ssd)
+    assert "commit.0 and commit.1 are damaged" in said
+    assert "headrace resume" not in said
+    assert "1 whose commit records are damaged kept (--unfinished removes them)" in said
+    assert listing(ran.folder) == before
+    assert "1 leftover removed" in clean(ran, ran.run, "--unfinished")
+
+
+def test_a_run_that_is_taken_up_meanwhile_keeps_nothing_else(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = two_ssds(tmp_path, capsys)
+    really = cleaning.remove_leftover
+
+    def remove(leftover: Leftover) -> None:
+        if leftover.folder.parent.name == "ssd0":
+            raise ConfigError(f"{leftover.folder}: its run is in use by process 1 again; nothing was removed")
+        really(leftover)
+
+    monkeypatch.setattr(cleaning, "remove_leftover", remove)
+    said = clean(world, tmp_path / "ssd0", tmp_path / "ssd1", "--unfinished")
+    assert "in use by process 1 again" in said
+    assert "1 leftover removed" in said

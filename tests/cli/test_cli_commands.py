@@ -131,7 +131,6 @@ class TestRefusals:
             ("train", "PLACE", "d.jsonl"),
             ("train", "m", "d.jsonl", "output=PLACE"),
             ("data", "PLACE", "--model", "m"),
-            ("doctor", "--no-measure", "--ssd", "PLACE"),
             ("clean", "PLACE"),
             ("plan", "PLACE"),
             ("bench", "machine", "--ssd", "PLACE"),
@@ -160,6 +159,13 @@ class TestRefusals:
         assert [line for line in said if "Traceback" in line or line.startswith("error: ")] == said[-1:]
         assert str(place) in said[-1]
         assert os.strerror(reason) in said[-1]
+
+    def test_the_doctor_tells_of_one_among_the_rest(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        place = tmp_path / ("a" * 300)
+        assert run("doctor", "--no-measure", "--ssd", place, "--ssd", tmp_path) == 0
+        said = capsys.readouterr().out
+        assert f"{place}: File name too long" in said
+        assert f"{tmp_path}: " in said
 
     def test_an_unknown_option_is_exit_code_2(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert run("train", "m", "d", "--lerning-rate", "1") == 2

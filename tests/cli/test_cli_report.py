@@ -4,6 +4,8 @@ Run: pytest tests/cli/test_cli_report.py
 """
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -65,3 +67,12 @@ def test_what_is_no_run_is_refused_in_one_line(options: list[str], tmp_path: Pat
     error = capsys.readouterr().err
     assert error.startswith("error: ")
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("option", ["--out", "--trace"])
+def test_what_goes_to_stdout_is_all_there_is_on_it(option: str, run_directory: Path) -> None:
+    command = [sys.executable, "-m", "headrace.cli", "report", str(run_directory), option, "/dev/stdout"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "wrote" not in done.stdout
+    assert "wrote /dev/stdout" in done.stderr
+    assert done.stdout.rstrip().endswith("</html>" if option == "--out" else "]")

@@ -125,3 +125,30 @@ def test_directories_of_one_file_system_are_known(tmp_path: Path) -> None:
     assert file_systems([tmp_path, tmp_path / "nowhere"]) == (0, 1)  # refused later, by whoever needs it
     if os.stat("/dev/shm").st_dev != os.stat(tmp_path).st_dev:
         assert file_systems([directories[0], Path("/dev/shm"), directories[1]]) == (0, 1, 0)
+
+
+def test_what_the_system_refuses_to_look_at_is_described_with_its_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    facts = describe_directory(tmp_path / ("x" * 300))
+    assert (facts.exists, facts.is_directory, facts.writable) == (False, False, False)
+    assert facts.refusal == os.strerror(errno.ENAMETOOLONG)
+
+    def closed(path: Path, **options: object) -> os.stat_result:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(Path, "stat", closed)
+    assert describe_directory(tmp_path).refusal == os.strerror(errno.EACCES)
+
+
+def test_mount_points_may_have_any_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drive = tmp_path / "süd\u00a0 1"
+    drive.mkdir()
+    known = f"36 35 98:0 / / rw - other root rw\n37 36 98:1 / {tmp_path}/süd\u00a0\\0401 rw - named drive rw\n".encode()
+
+    def read_text(path: Path, encoding: str | None = None, errors: str = "strict") -> str:
+        return (known + b"38 36 98:2 / /not-\xff-utf-8 rw - third drive rw\n").decode(errors=errors)
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+    assert describe_directory(drive).file_system == "named"
+    assert describe_directory(tmp_path).file_system == "other"

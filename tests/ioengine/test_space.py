@@ -76,3 +76,8 @@ def test_where_there_is_no_space_only_a_runs_own_counts(tmp_path: Path, monkeypa
 
 def test_nothing_is_known_of_space_without_directory_and_profile() -> None:
     assert default_ssd_bytes(None, ()) is None
+
+
+def test_what_cannot_be_looked_at_is_refused_with_the_reason(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="File name too long; name another --ssd"):
+        default_ssd_bytes(None, [tmp_path / ("x" * 300)])

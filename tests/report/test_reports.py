@@ -173,6 +173,13 @@ class TestMetrics:
         with pytest.raises(RunDirectoryError, match="line 2"):
             read_metrics(path)
 
+    @pytest.mark.parametrize("line", ['{"step": ' + "3" * 5000 + "}", "[" * 100_000])
+    def test_a_line_that_python_has_no_value_for_is_named(self, tmp_path: Path, line: str) -> None:
+        path = tmp_path / "metrics.jsonl"
+        path.write_text(f'{{"step": 1}}\n{line}\n{{"step": 3}}\n')
+        with pytest.raises(RunDirectoryError, match="line 2: not JSON"):
+            read_metrics(path)
+
     @pytest.mark.parametrize(
         ("line", "found"),
         [

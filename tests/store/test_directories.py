@@ -12,6 +12,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from store_world import LAYOUTS, PLANES, holds_step, ignore, make_store, open_store, write_step
@@ -19,7 +20,7 @@ from store_world import LAYOUTS, PLANES, holds_step, ignore, make_store, open_st
 from headrace.ioengine import BlockFile
 from headrace.spec.errors import ConfigError, DiskFull, HeadraceError, RunDirectoryError, StorageError
 from headrace.spec.events import Event, Notice
-from headrace.store import StateStore, find_leftovers, lock_holder, open_direct, read_manifest, remove_leftover
+from headrace.store import RunLock, StateStore, find_leftovers, lock_holder, open_direct, read_manifest, remove_leftover
 
 
 def files_under(folder: Path) -> list[str]:
@@ -358,3 +359,58 @@ def test_what_cannot_be_removed_keeps_nothing_else_and_is_named_last(tmp_path: P
     with pytest.raises(StorageError, match=rf"^{held.parent}: cannot be removed: Directory not empty"):
         remove_leftover(found)
     assert [path.name for path in held.parent.iterdir()] == ["photo"]
+
+
+@pytest.mark.parametrize("made", [True, False])
+def test_a_creation_that_comes_second_takes_nothing_from_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made: bool
+) -> None:
+    """Both find no run directory; this one makes it, the other is the first to lock it."""
+    first: list[RunLock] = []
+    mkdir = Path.mkdir
+
+    def mkdir_and_lose(path: Path, *rest: Any, **options: Any) -> None:
+        mkdir(path, *rest, **options)
+        if path == tmp_path / "run":
+            first.append(RunLock(path))
+            if made:
+                (path / "precious").touch()
+
+    monkeypatch.setattr(Path, "mkdir", mkdir_and_lose)
+    with pytest.raises(RunDirectoryError, match=f"in use by process {os.getpid()}"):
+        make_store(tmp_path)
+    assert lock_holder(tmp_path / "run") == os.getpid()
+    first[0].release()
+
+
+def test_a_run_directory_that_cannot_be_locked_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("headrace.store.lock.fcntl.flock", no_locks)
+    refused(tmp_path, RunDirectoryError, "cannot be locked")
+
+
+def test_what_a_failed_creation_could_not_remove_is_dead_and_goes_as_it_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unlink = Path.unlink
+
+    def refusing(path: Path, missing_ok: bool = False) -> None:
+        if path.name == "data" and tmp_path / "ssd0" in path.parents:
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        unlink(path, missing_ok=missing_ok)
+
+    def no_manifest(run_directory: Path) -> None:
+        raise DiskFull("no space for the manifest")
+
+    with monkeypatch.context() as patches:
+        patches.setattr(Path, "unlink", refusing)
+        patches.setattr("headrace.store.parts.write_manifest", no_manifest)
+        with pytest.raises(StorageError, match="headrace clean"):
+            make_store(tmp_path)
+    (left,) = find_leftovers([tmp_path / "ssd0", tmp_path / "ssd1"])
+    assert (left.resumable, left.in_doubt) == (False, False)
+    remove_leftover(left)
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["lock"]
+    make_store(tmp_path).close()

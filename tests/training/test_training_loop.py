@@ -328,8 +328,10 @@ class TestResume:
 
     def test_a_finished_run_says_where_its_model_is(self, options: dict[str, Any]) -> None:
         train(RunConfig.of(options), engines=FakeHost().engines())
+        host = FakeHost()
         with pytest.raises(RunDirectoryError, match=r"finished; its model is in .*final"):
-            resume(options["output"], engines=FakeHost().engines())
+            resume(options["output"], engines=host.engines())
+        assert host.discarded == [options["output"]]  # what a removal that was killed may have left
 
     def test_a_run_whose_state_is_gone_keeps_its_record_and_does_not_begin_again(self, options: dict[str, Any]) -> None:
         with pytest.raises(StepFailed):
@@ -400,6 +402,19 @@ class TestRefusals:
         assert resume(options["output"], engines=FakeHost().engines()).steps == 8
         kept = RunConfig.from_yaml(options["output"] / "config.yaml").learning_rate
         assert kept == (0.5 if opened else RunConfig.of(options).learning_rate)
+
+    def test_long_names_make_a_default_one_that_can_be_made(
+        self, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "runs").mkdir()
+        data = options["data"] if isinstance(options["data"], str | Path) else options["data"][0]
+        long = Path(data).rename(tmp_path / f"{'wässer' * 35}.jsonl")
+        model = Path(options["model"]).rename(tmp_path / ("m" * 60))
+        config = RunConfig.of({**options, "model": str(model), "data": [str(long)], "output": None})
+        done = train(config, engines=FakeHost().engines())
+        assert done.run_directory.parent == tmp_path / "runs"
+        assert done.run_directory.name.startswith(f"{model.name}-wässer")
 
     def test_an_empty_run_directory_is_taken(self, options: dict[str, Any]) -> None:
         options["output"].mkdir()
