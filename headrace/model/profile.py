@@ -134,11 +134,11 @@ def _profile(chain: Chain, sequences: int, length: int, other: ModelCosts | None
             again = chain.prologue(batch)
             if again.hidden.requires_grad:
                 again.hidden.backward(torch.zeros_like(again.hidden))  # type: ignore[no-untyped-call]
-        blocks = _profile_blocks(chain, result.hidden, result.calls, meter)
+        blocks, final = _profile_blocks(chain, result.hidden, result.calls, meter)
         # Chunks larger than the micro-batch, but for one, say nothing.
         chunks = [tokens for index, tokens in enumerate(_LOSS_CHUNKS) if not index or _LOSS_CHUNKS[index - 1] < ids.numel()]
         known = dict(other.epilogue_workspace_bytes) if other else {}
-        losses = {tokens: _profile_loss(chain, result.hidden, ids, tokens, meter) for tokens in chunks if tokens not in known}
+        losses = {tokens: _profile_loss(chain, final, ids, tokens, meter) for tokens in chunks if tokens not in known}
     finally:
         for unit in flats:
             chain.release(unit)
@@ -148,7 +148,7 @@ def _profile(chain: Chain, sequences: int, length: int, other: ModelCosts | None
         compute_dtype=chain.compute_dtype,
         sequences=sequences,
         length=length,
-        hidden_size_bytes=result.hidden.shape[-1] * result.hidden.element_size(),
+        hidden_size_bytes=result.hidden.shape[-1] * max(result.hidden.element_size(), final.element_size()),
         prologue_elements=chain.layouts[0].num_elements,
         prologue_parameters=chain.layouts[0].num_parameters,
         epilogue_elements=epilogue.num_elements if epilogue else 0,
@@ -170,8 +170,9 @@ def _residents(chain: Chain) -> tuple[int, ...]:
 
 def _profile_blocks(
     chain: Chain, hidden: torch.Tensor, calls: tuple[Any, ...], meter: Callable[..., CostMeter]
-) -> tuple[BlockCosts, ...]:
-    known: dict[object, BlockCosts] = {}
+) -> tuple[tuple[BlockCosts, ...], torch.Tensor]:
+    """Return the costs of each block and the final hidden states: some models begin with bfloat16 and go on with float32."""
+    known: dict[object, tuple[BlockCosts, torch.Tensor]] = {}
     costs = []
     for index in range(chain.num_blocks):
         layout = chain.layouts[index + 1]
@@ -179,20 +180,29 @@ def _profile_blocks(
         shapes = tuple((parameter.name.split(".")[-2:], parameter.shape) for parameter in layout.parameters)
         values = [*call.args, *(call.kwargs[name] for name in sorted(call.kwargs))]
         # Blocks of one shape that get the same objects do the same; masks of two kinds make two kinds of blocks.
-        key = (str(shapes), tuple(value if isinstance(value, bool | int | str) else id(value) for value in values))
+        key = (
+            str(shapes),
+            hidden.dtype,
+            tuple(value if isinstance(value, bool | int | str) else id(value) for value in values),
+        )
         if key not in known:
             known[key] = _profile_block(chain, index, hidden, call, meter)
-        costs.append(known[key])
-    return tuple(costs)
+        block, hidden = known[key]
+        costs.append(block)
+    return tuple(costs), hidden
 
 
-def _profile_block(chain: Chain, index: int, hidden: torch.Tensor, call: Any, meter: Callable[..., CostMeter]) -> BlockCosts:
+def _profile_block(
+    chain: Chain, index: int, hidden: torch.Tensor, call: Any, meter: Callable[..., CostMeter]
+) -> tuple[BlockCosts, torch.Tensor]:
     layout = chain.layouts[index + 1]
     flat = torch.zeros(layout.num_elements, dtype=chain.dtype, device=chain.device)
     chain.bind(index + 1, flat, None)
     existing = (flat, hidden, *_tensors_of((call,)))
     with torch.no_grad(), meter(*existing) as forward:
-        chain.block(index, hidden, call)
+        left = chain.block(index, hidden, call).hidden
+    after = torch.zeros_like(left)  # of its own: what is cut from a larger storage would keep that alive
+    del left
     chain.release(index + 1)
     chain.bind(index + 1, flat, lambda parameter, gradient: None)
     try:
@@ -208,7 +218,7 @@ def _profile_block(chain: Chain, index: int, hidden: torch.Tensor, call: Any, me
     if [operator.name for operator in operators] != recomputed:
         # With a graph it goes another way, as attention with a trained bias does: no ordinal means the same there.
         operators = [replace(operator, must_run=True) for operator in operators]
-    return BlockCosts(
+    costs = BlockCosts(
         num_elements=layout.num_elements,
         num_parameters=layout.num_parameters,
         forward_flops=forward.flops,
@@ -217,6 +227,7 @@ def _profile_block(chain: Chain, index: int, hidden: torch.Tensor, call: Any, me
         operators=tuple(operators),
         attention_flops=sum(operator.flops for operator in forward.operators if operator.name == ATTENTION),
     )
+    return costs, after
 
 
 def _profile_loss(

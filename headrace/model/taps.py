@@ -13,6 +13,8 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from headrace.spec.errors import ModelError
+
 
 @dataclass(frozen=True, slots=True)
 class BlockCall:
@@ -44,13 +46,21 @@ class _Unasked(TorchFunctionMode):
         return True if self.active and func is torch.Tensor.__bool__ else func(*args, **(kwargs or {}))
 
 
+# Stands for what a block returns besides hidden states. Not None, which blocks that get it may take for "nothing there".
+_NOT_COMPUTED = object()
+
+
 class Taps:
     """While entered, the blocks compute nothing.
 
     With `inject=None` the calls are recorded and the last block raises `Reached`, so that nothing after the blocks runs. With a
     tensor of shape (b, T, hidden) the last block returns it, so that everything after the blocks runs on it; what lies before
     them computes nothing of use then, and asks the device for no value. `tuple_length` is the number of values in the tuple
-    that a block returns, hidden states first; None where it returns them alone.
+    that a block returns, hidden states first; None where it returns them alone. What else is in it is not computed: a model may
+    drop it.
+
+    Raises:
+        ModelError: a block gets what another one returns besides hidden states.
     """
 
     def __init__(self, blocks: Sequence[nn.Module], tuple_length: int | None, inject: torch.Tensor | None = None) -> None:
@@ -80,6 +90,8 @@ class Taps:
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             hidden, *rest = args if args else (kwargs.pop("hidden_states"),)
+            if any(value is _NOT_COMPUTED for value in (*rest, *kwargs.values())):
+                raise ModelError("its blocks cannot be run block by block: they hand one another more than hidden states")
             if self._inject is None:
                 if index == 0:
                     self.hidden = hidden
@@ -92,6 +104,6 @@ class Taps:
                     self._unasked.active = False
             if self._tuple_length is None:
                 return hidden
-            return (hidden, *[None] * (self._tuple_length - 1))  # models unpack it, whatever they do with the rest
+            return (hidden, *[_NOT_COMPUTED] * (self._tuple_length - 1))
 
         return forward

@@ -40,7 +40,7 @@ class ModelCosts:
     compute_dtype: str
     sequences: int
     length: int
-    hidden_size_bytes: int  # of one token
+    hidden_size_bytes: int  # of one token, at the widest: residuals in float32 come after the first block
     prologue_elements: int
     prologue_parameters: int
     epilogue_elements: int

@@ -23,6 +23,16 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", **SHAPE, "tie_word_embeddings": False},
     "llama-tied": {"model_type": "llama", **SHAPE, "tie_word_embeddings": True},
     "gpt2-dropout": {"model_type": "gpt2", "vocab_size": 384, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 128},
+    "mamba2": {
+        "model_type": "mamba2",
+        **{key: SHAPE[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers")},
+        "num_heads": 8,
+        "head_dim": 16,
+        "state_size": 16,
+        "n_groups": 1,
+        "chunk_size": 16,
+        "residual_in_fp32": True,
+    },
     "mixtral-aux": {"model_type": "mixtral", **SHAPE, "num_local_experts": 4, "output_router_logits": True},
     "gemma3": {"model_type": "gemma3_text", **SHAPE, "head_dim": 16, "sliding_window": 16, "tie_word_embeddings": True},
     "deepseek": {

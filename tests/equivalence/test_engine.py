@@ -27,7 +27,8 @@ from headrace.update import Checksums, Updater
 
 def micro_batches(rows: int) -> dict[str, Any]:
     count = -(-ROWS // rows)
-    return {"micro_batch_sequences": rows, "num_micro_batches": count, "accumulate": count > 1}
+    sizes = {"micro_batch_sequences": rows, "num_micro_batches": count, "accumulate": count > 1}
+    return {**sizes, "loss_chunk_tokens": LENGTH}  # in which losses are summed: a plan's may go by the budget
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if "dropout" not in name])
@@ -162,7 +163,7 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
 }
 
 
-PLACED = ("llama", "llama-tied", "gpt2-dropout")
+PLACED = ("llama", "llama-tied", "gpt2-dropout", "mamba2")
 
 
 @pytest.mark.parametrize("every", [pytest.param(False, id="some"), pytest.param(True, id="all", marks=pytest.mark.soak)])
@@ -296,7 +297,7 @@ def test_blocks_that_cannot_be_replayed_are_recomputed_and_named_once(
 
 @pytest.mark.parametrize(
     ("planned", "freed", "expected"),
-    [(1, "kept", True), (1, "returned", False), (1 << 40, "kept", False), (1 << 40, "returned", False)],
+    [(1, "kept", True), (1, "returned", True), (1 << 40, "kept", False), (1 << 40, "returned", False)],
 )
 def test_pieces_that_come_near_the_planned_peak_are_given_back_during_steps(
     planned: int,
@@ -307,6 +308,7 @@ def test_pieces_that_come_near_the_planned_peak_are_given_back_during_steps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     returned: list[None] = []
+    monkeypatch.setattr("headrace.machine.host._LOOKS_BETWEEN", 1)  # what is alive cannot be given back: tried again and again
     monkeypatch.setattr("headrace.machine.host.return_pieces", lambda: returned.append(None))
     adjust = {"freed_memory": freed, "peak_bytes": {"host": {"all": planned}, "ssd": {}}}
     train(model_dir("llama"), tmp_path / "run", steps=4, adjust=adjust)

@@ -106,7 +106,7 @@ def test_shrinking_keeps_structure() -> None:
 
 def test_shrinking_shows_every_kind_of_layer() -> None:
     by_index = shrink(CONFIG_MAPPING["bamba"](attn_layer_indices=[9, 18, 27]))
-    assert by_index.attn_layer_indices == [1] and by_index.num_hidden_layers == 2
+    assert (by_index.attn_layer_indices, by_index.num_hidden_layers) == ([1], 2)
     by_list = shrink(CONFIG_MAPPING["nemotron_h"](layers_block_type=["linear_attention", "mlp"] * 5 + ["full_attention"]))
     assert by_list.layers_block_type == ["linear_attention", "mlp", "full_attention"]
     for small in (by_index, by_list):

@@ -94,6 +94,18 @@ def test_rows_of_models_that_cannot_pack_are_padded_and_have_masks(kind: str, ro
     assert longer.blocks[0].forward_workspace_bytes >= rows * (8 * LENGTH) ** 2 * chain.dtype.itemsize
 
 
+@pytest.mark.parametrize("in_float32", [False, True])
+def test_hidden_states_are_as_wide_as_blocks_leave_them(in_float32: bool) -> None:
+    sizes = {"num_heads": 8, "head_dim": 16, "state_size": 8, "n_groups": 1, "chunk_size": 16}
+    shape = {key: SHAPE[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers")}
+    config = CONFIG_MAPPING["mamba2"](**shape, **sizes, residual_in_fp32=in_float32)
+    costs = profile(Chain.from_config(config, "bfloat16", AdamW()), ROWS, LENGTH)
+    assert costs.hidden_size_bytes == 64 * (4 if in_float32 else 2)
+    # The first block gets bfloat16 in either case, the second what the first leaves.
+    first, second = costs.blocks
+    assert (first.forward_workspace_bytes != second.forward_workspace_bytes) == in_float32
+
+
 def test_what_a_model_keeps_of_a_run_is_not_kept_of_a_profile() -> None:
     """Long rows take another rotary table, which the model makes when it first sees one and copies from ever after."""
     chain = chain_of(
