@@ -36,7 +36,7 @@ from headrace.spec.optimizer import AdamW, Schedule
 from headrace.spec.program import Lane
 from headrace.spec.settings import PROVENANCE_NAME, Settings
 from headrace.spec.sizes import format_bytes
-from headrace.store import StateStore
+from headrace.store import StateStore, make_run_directory
 from headrace.update import AdamWRule, HitRate, LossScale, StepHyper, Updater
 
 # Operations of the SSD lanes that may be under way at once; each is cut into pieces by the I/O engine besides.
@@ -227,25 +227,16 @@ class Engine:
         if settings.tokens_per_step is not None:
             length = settings.sequence_length or settings.tokens_per_step
             self.plan = self._planner.plan(settings.tokens_per_step, length, state=directories)
-        made = [path for path in (directory, *directory.parents) if not path.exists()]
-        try:
-            if not ssd:
-                _make(directory)  # the state lies in the run directory itself
+        with contextlib.ExitStack() as undo:
+            make_run_directory(directory, undo)
             store = self._create_store(directory, directories)
-            try:
-                _tune(store, settings)
-                if self.plan is not None:
-                    self._emit(Planned(plan=self.plan))
-                self._emit(Notice(text=f"importing {format_bytes(self._checkpoint.num_bytes)} of weights", level="info"))
-                import_model(self._weights, self.chain, store, self._record(None))
-            except BaseException:
-                store.remove()
-                raise
-        except BaseException:
-            for path in made:
-                with contextlib.suppress(OSError):  # gone already, or not empty: another's, too
-                    path.rmdir()
-            raise
+            undo.callback(store.remove)
+            _tune(store, settings)
+            if self.plan is not None:
+                self._emit(Planned(plan=self.plan))
+            self._emit(Notice(text=f"importing {format_bytes(self._checkpoint.num_bytes)} of weights", level="info"))
+            import_model(self._weights, self.chain, store, self._record(None))
+            undo.pop_all()
         return store
 
     def _create_store(self, directory: Path, ssd: tuple[Path, ...]) -> StateStore:
@@ -528,13 +519,6 @@ def _tune(store: StateStore, settings: Settings) -> None:
     if settings.machine is not None:
         drives = set(file_systems(store.manifest.directories))
         store.keep_in_flight(Ceilings.from_json(settings.machine).in_flight(len(drives)))
-
-
-def _make(directory: Path) -> None:
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise RunDirectoryError(f"{directory}: cannot be made: {error.strerror}; name another run directory") from error
 
 
 def _silent(event: Event) -> None:

@@ -91,7 +91,8 @@ class Taps:
         def forward(*args: Any, **kwargs: Any) -> Any:
             hidden, *rest = args if args else (kwargs.pop("hidden_states"),)
             if any(value is _NOT_COMPUTED for value in (*rest, *kwargs.values())):
-                raise ModelError("its blocks cannot be run block by block: they hand one another more than hidden states")
+                name = type(self._blocks[index]).__name__
+                raise ModelError(f"{name}: cannot be run block by block: blocks hand one another more than hidden states")
             if self._inject is None:
                 if index == 0:
                     self.hidden = hidden

@@ -133,6 +133,7 @@ def _kept_free_bytes(plan: Plan, compute: dict[str, int]) -> int:
     small to be mapped one by one.
 
     Measured then (LOG.md, 2026-11-21): up to 12 MiB above 31 MiB of workspace. Where hidden states are mapped, hardly anything.
+    What scans of state-space layers leave besides is given back near the limit (`machine.HeapGuard`).
     """
     if plan.freed_memory == "kept":
         pieces = _PIECES_OF_ACTIVATIONS * compute["activations"] + _PIECES_OF_WORKSPACE * compute["workspace"]

@@ -12,7 +12,7 @@ from headrace.store.leftovers import (
 )
 from headrace.store.lock import RunLock, lock_holder
 from headrace.store.manifest import Manifest, read_manifest
-from headrace.store.parts import lost_commits
+from headrace.store.parts import lost_commits, make_run_directory
 from headrace.store.places import GroupKind, GroupPlace, Places, place_units
 from headrace.store.state import StateStore
 from headrace.store.verify import Progress
@@ -33,6 +33,7 @@ __all__ = [
     "leftovers_of",
     "lock_holder",
     "lost_commits",
+    "make_run_directory",
     "open_direct",
     "place_units",
     "read_manifest",

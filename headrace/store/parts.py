@@ -120,7 +120,7 @@ def create_parts(
     remove_unmade(run_directory)
     check_directories(manifest.directories, file_bytes, allow_in_memory=request.allow_tmpfs, sink=sink)
     with contextlib.ExitStack() as undo:
-        _make_run_directory(run_directory, undo)
+        make_run_directory(run_directory, undo)
         was_there = (run_directory / LOCK_NAME).exists()
         locks = [RunLock(run_directory)]
         undo.callback(locks[0].release)
@@ -240,14 +240,21 @@ def _refuse_existing(run_directory: Path) -> None:
         raise RunDirectoryError(f"{run_directory}: expected a directory, found a file; name another run directory")
 
 
-def _make_run_directory(run_directory: Path, undo: contextlib.ExitStack) -> None:
+def make_run_directory(run_directory: Path, undo: contextlib.ExitStack) -> None:
+    """Make a run directory that is not there; `undo` removes it, and what was made above it, unless something lies in it.
+
+    Raises:
+        RunDirectoryError: it cannot be made.
+    """
     if run_directory.exists():
         return
+    for path in (*reversed(run_directory.parents), run_directory):
+        if not path.exists():
+            undo.callback(_remove_empty, path)
     try:
-        run_directory.mkdir(parents=True)
+        run_directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RunDirectoryError(f"{run_directory}: cannot be made: {error.strerror}; name another run directory") from error
-    undo.callback(_remove_empty, run_directory)
 
 
 def _unmake(run_directory: Path, manifest: Manifest) -> None:

@@ -585,8 +585,9 @@ def test_a_state_that_cannot_be_made_leaves_no_directory(
 
 def test_a_run_directory_that_cannot_be_made_is_named(model_dir: Callable[..., Path], tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    for run in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(RunDirectoryError, match=f"{run}: cannot be made.*; name another run directory"):
+    told = {tmp_path / "file": "expected a directory", tmp_path / "file" / "below": "cannot be made"}
+    for run, what in told.items():
+        with pytest.raises(RunDirectoryError, match=f"{run}: {what}.*; name another run directory"):
             Engine.open(model_dir("llama"), headrace.Budget(host="4GiB"), run_directory=run)
 
 
