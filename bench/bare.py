@@ -15,8 +15,6 @@ from typing import Any
 
 from headrace.ioengine import Bytes, DirectFile, Volume
 
-# What `ThreadEngine` has in each direction unless it is told otherwise.
-THREADS = 4
 SLICES = 10
 
 
@@ -66,9 +64,11 @@ class _Recorded:
 
 
 def bare_rates(
-    requests: Sequence[Request], repeats: int, *, load: Callable[[], AbstractContextManager[None]] = nullcontext
+    requests: Sequence[Request], repeats: int, threads: int, *, load: Callable[[], AbstractContextManager[None]] = nullcontext
 ) -> dict[str, float]:
     """Return bytes per second of the requests done again: all at once, and slice after slice as training had them.
+
+    `threads` is what the run had in each direction.
 
     The second keeps the order in time: where a step reads first and writes later, a drive cannot do both at once. The third is
     the second while `load` is entered: what the drive gives to those who have nothing else to do, on cores that have.
@@ -77,10 +77,10 @@ def bare_rates(
     slices = sliced(requests, SLICES)
     free, in_order, beside_load = [], [], []
     for _ in range(repeats):
-        free.append(seconds_of(requests))
-        in_order.append(sum(seconds_of(part) for part in slices))
+        free.append(seconds_of(requests, threads))
+        in_order.append(sum(seconds_of(part, threads) for part in slices))
         with load():
-            beside_load.append(sum(seconds_of(part) for part in slices))
+            beside_load.append(sum(seconds_of(part, threads) for part in slices))
     for file in {id(request.file): request.file for request in requests}.values():
         file.sync()
     return {
@@ -103,8 +103,8 @@ def sliced(requests: Sequence[Request], count: int) -> list[list[Request]]:
     return [part for part in slices if part]
 
 
-def seconds_of(requests: Sequence[Request]) -> float:
-    """Do the requests again, reads and writes at once from threads of their own; return the seconds.
+def seconds_of(requests: Sequence[Request], threads: int) -> float:
+    """Do the requests again, reads and writes at once, each from `threads` of their own; return the seconds.
 
     Raises:
         StorageError: what a request raised; the others are left undone.
@@ -124,12 +124,12 @@ def seconds_of(requests: Sequence[Request]) -> float:
             failures.append(failure)
 
     queues = [deque(request for request in requests if request.is_read is is_read) for is_read in (True, False)]
-    threads = [threading.Thread(target=serve, args=(queue,)) for queue in queues for _ in range(THREADS)]
+    servers = [threading.Thread(target=serve, args=(queue,)) for queue in queues for _ in range(threads)]
     start = time.perf_counter()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    for server in servers:
+        server.start()
+    for server in servers:
+        server.join()
     if failures:
         raise failures[0]
     return max(time.perf_counter() - start, 1e-9)

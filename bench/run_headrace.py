@@ -111,7 +111,7 @@ def main() -> None:
         last = recorder.between(*window)
         seen["ssd"] = ssd_rates(overlapped, requests, *counted)
         load = nullcontext if machine.has_device else multiplying
-        seen["bare"] = bare_rates(last, options.observe, load=load) if last else None
+        seen["bare"] = bare_rates(last, options.observe, machine.in_flight(1).threads, load=load) if last else None
         record.settings["observed"] = seen
         engine.close()
     write(record, options.result)

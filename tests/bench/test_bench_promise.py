@@ -1,6 +1,7 @@
 """The promise table: what is observed is what happened, the bare loop repeats what was asked, and results accumulate."""
 
 import json
+import threading
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import promise
 import pytest
-from bare import Recorder, bare_rates, seconds_of, sliced
+from bare import Recorder, Request, bare_rates, seconds_of, sliced
 from observed import Cores, bytes_inside, interference, median_rate, ssd_rates
 
 from headrace.ioengine import DirectFile, ThreadEngine, Volume
@@ -137,20 +138,39 @@ def test_the_bare_loop_does_again_what_was_asked(tmp_path, engine):
     zeros = huge_page_buffer(64 * PAGE)
     file.write_from(0, zeros)
     writes, reads = ([each for each in requests if each.is_read is is_read] for is_read in (False, True))
-    seconds_of(writes)
-    seconds_of(reads)
+    seconds_of(writes, 2)
+    seconds_of(reads, 2)
     check = huge_page_buffer(16 * PAGE)
     file.read_into(8 * PAGE, check)
     assert (check == kept).all()
     assert (into == kept[: into.size]).all()
     assert len(recorder.requests) == len(requests), "the bare loop must not go through the recorder"
     entered = []
-    rates = bare_rates(requests, 1, load=lambda: entered.append(True) or nullcontext())
+    rates = bare_rates(requests, 1, 4, load=lambda: entered.append(True) or nullcontext())
     assert entered == [True]
     assert min(rates[name] for name in rates if name.endswith("_per_second")) > 0
     assert rates["bytes"] == 24 * PAGE
     assert rates["read_share"] == pytest.approx(1 / 3)
     volume_of.close()
+
+
+def test_the_bare_loop_has_as_many_requests_under_way_as_the_run(tmp_path):
+    class Together:
+        """A file whose requests wait until as many as expected are under way; that ends only if there are."""
+
+        def __init__(self, count):
+            self.barrier = threading.Barrier(count, timeout=10)
+
+        def read_into(self, offset, into):
+            self.barrier.wait()
+
+        write_from = read_into
+
+    threads = 7
+    file = Together(2 * threads)
+    buffer = huge_page_buffer(PAGE)
+    requests = [Request(file, is_read, 0, buffer, 0.0, 1.0) for is_read in (True, False) for _ in range(threads)]
+    seconds_of(requests, threads)
 
 
 def test_a_request_that_fails_fails_the_bare_loop(tmp_path, engine):
@@ -160,7 +180,7 @@ def test_a_request_that_fails_fails_the_bare_loop(tmp_path, engine):
     volume_of.read(0, huge_page_buffer(PAGE)).wait()
     broken = [replace(each, offset=16 * PAGE) for each in recorder.requests]
     with pytest.raises(Exception, match="bytes"):
-        seconds_of(broken)
+        seconds_of(broken, 4)
     volume_of.close()
 
 
