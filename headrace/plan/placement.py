@@ -19,7 +19,8 @@ _LOSS_CHUNK_BYTES = 96 * MIB
 # Beyond this many tokens a matrix product is as fast per token as it gets.
 _SATURATED_TOKENS = 2048
 # Elements of a chunk of an update, by thrift: small ones take less memory and more operations.
-_CHUNK_CHOICES = (8 << 20, 1 << 20, 1 << 16)
+_CHUNK_CHOICES = (8 << 20, 4 << 20, 1 << 20, 1 << 16)
+THRIFTS = tuple(range(len(_CHUNK_CHOICES)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +94,7 @@ class Choice:
 
 
 def placements_of(problem: Problem, thrift: int) -> Iterator[Choice]:
-    """Yield the placements without replay of a thrift: 0 has generous buffers, 1 lean ones, 2 the leanest.
+    """Yield the placements without replay of a thrift: 0 has generous buffers, others lean ones, of ever smaller chunks.
 
     Whether freed memory is kept only matters where the CPU computes, and the leanest does without.
     """
@@ -101,7 +102,7 @@ def placements_of(problem: Problem, thrift: int) -> Iterator[Choice]:
     for home in problem.homes:
         for rows in _micro_batches(problem.workload):
             for held in ("host", "ssd") if problem.clips else ("host",):
-                for freed in ("kept", "returned") if thrift < 2 and not problem.separate_device else ("returned",):
+                for freed in ("kept", "returned") if thrift < THRIFTS[-1] and not problem.separate_device else ("returned",):
                     yield Choice(
                         rows=rows,
                         input_home=home,

@@ -16,7 +16,7 @@ from dataclasses import replace
 from headrace.plan.base import Plan
 from headrace.plan.footprint import with_footprint
 from headrace.plan.forecast import SEARCH_OPERATIONS, forecast
-from headrace.plan.placement import Choice, Problem, excess_bytes, filled, fits, placements_of, plan_of, replay_order
+from headrace.plan.placement import THRIFTS, Choice, Problem, excess_bytes, filled, fits, placements_of, plan_of, replay_order
 from headrace.plan.policy import (
     ALIKE,
     balanced,
@@ -60,6 +60,7 @@ def make_plan(problem: Problem, ceilings: Ceilings | None = None) -> Plan:
         return with_threads(plan, machine) if ceilings else plan  # nobody measured how lanes share cores
 
     known: dict[Choice, float] = {}
+    too_fast: dict[tuple[bool, int], float] = {}
 
     def seconds(choice: Choice) -> float:
         if choice.amount == 0:
@@ -67,12 +68,23 @@ def make_plan(problem: Problem, ceilings: Ceilings | None = None) -> Plan:
         if choice not in known:
             plan = filled(problem, plan_of(problem, choice))
             known[choice] = forecast(plan, machine, most_operations=SEARCH_OPERATIONS).step_seconds
-        return known[choice]
+        return known[choice] * too_fast.get(_buffers(choice), 1.0)
 
-    promise = [(min(map(seconds, _extremes(problem, choice))), index) for index, choice in enumerate(placements)]
+    def promises() -> list[tuple[float, int]]:
+        return sorted((min(map(seconds, _extremes(problem, choice))), index) for index, choice in enumerate(placements))
+
+    # A coarse forecast is too fast, and the more so the smaller buffers are: what is compared are kinds of them, each set right
+    # by one of its own.
+    factors = {}
+    for _, index in promises():
+        if _buffers(placements[index]) not in factors:
+            plan = filled(problem, plan_of(problem, placements[index]))
+            factors[_buffers(placements[index])] = forecast(plan, machine).step_seconds / seconds(placements[index])
+    too_fast.update(factors)
+    promise = promises()
     found = [(seconds(choice), choice) for choice in placements]
     finalists: dict[tuple[object, ...], Choice] = {}
-    for _, index in sorted(promise):
+    for _, index in promise:
         choice = placements[index]
         # Thriftier buffers do the same in a little more time: only the best of a kind goes on.
         finalists.setdefault((choice.rows, choice.input_home, choice.held, choice.freed_memory), choice)
@@ -100,6 +112,10 @@ def make_plan(problem: Problem, ceilings: Ceilings | None = None) -> Plan:
     return with_speculation(split(with_device_updates(problem, plan, machine)), machine)
 
 
+def _buffers(choice: Choice) -> tuple[bool, int]:
+    return choice.lean, choice.chunk_elements
+
+
 def _extremes(problem: Problem, placement: Choice) -> list[Choice]:
     """Return a placement without replay, and with as many kept outputs as fit where block inputs wait."""
     least, most = 0, len(replay_order(problem.costs_of(placement.rows)))
@@ -117,13 +133,13 @@ def _fitting(problem: Problem) -> list[Choice]:
     generous = list(placements_of(problem, 0))
     found = [choice for choice in generous if fits(plan_of(problem, choice))]
     # Thrift may pay as long as something does not fit without: so more memory never leads to a slower plan.
-    for kind in (1,) if len(found) == len(generous) else (1, 2):
+    for kind in THRIFTS[1:-1] if len(found) == len(generous) else THRIFTS[1:]:
         found += [choice for choice in placements_of(problem, kind) if fits(plan_of(problem, choice))]
     if found:
         return found
     # The thriftiest take the least memory, but not always the least space: states are written in more and smaller chunks.
     # Those within memory come first: the space that is named is what they need, and with more memory less may do.
-    choices = (choice for thrift in (2, 1, 0) for choice in placements_of(problem, thrift))
+    choices = (choice for thrift in reversed(THRIFTS) for choice in placements_of(problem, thrift))
     raise _infeasible(min((plan_of(problem, choice) for choice in choices), key=excess_bytes))
 
 

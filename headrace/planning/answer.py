@@ -21,7 +21,7 @@ from headrace.plan.base import Plan
 from headrace.plan.endurance import endurance
 from headrace.plan.footprint import Allowance, planned_runtime_bytes, with_footprint
 from headrace.plan.forecast import Forecast, forecast
-from headrace.plan.placement import Problem, Workload, filled, fits, placements_of, plan_of
+from headrace.plan.placement import THRIFTS, Problem, Workload, filled, fits, placements_of, plan_of
 from headrace.plan.search import make_plan, nominal_ceilings, nominal_machine
 from headrace.planning.allowances import default_device_bytes, default_device_overhead_bytes, default_host_bytes
 from headrace.planning.config import check_positions, position_limit, read_config
@@ -49,8 +49,6 @@ _COMPILER_OF_KERNELS, _LOADED_BY_RUNS_BYTES = "numba", 36 * MIB
 _WORTH_IT = 0.99
 # Placements of a variant that are compared.
 _MOST_PLACEMENTS = 4
-# From generous buffers to the leanest, as `placements_of` counts them.
-_THRIFTS = (0, 1, 2)
 
 
 def plan_model(
@@ -232,7 +230,7 @@ class _Planner:
             PlanInfeasible: memory or SSD space is too small.
         """
         problem = self._problem(question)
-        choices = (choice for thrift in _THRIFTS for choice in placements_of(problem, thrift))
+        choices = (choice for thrift in THRIFTS for choice in placements_of(problem, thrift))
         fitting = (plan for plan in (plan_of(problem, choice) for choice in choices) if fits(plan))
         chosen = [filled(problem, plan) for plan in islice(fitting, _MOST_PLACEMENTS)]
         if not chosen:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from headrace.plan.base import Plan
 from headrace.plan.footprint import Allowance, with_footprint, with_runtime
 from headrace.plan.forecast import forecast
-from headrace.plan.placement import Choice, Problem, Workload, filled, fits, placements_of, plan_of, replay_order
+from headrace.plan.placement import THRIFTS, Choice, Problem, Workload, filled, fits, placements_of, plan_of, replay_order
 from headrace.plan.search import make_plan, nominal_ceilings
 from headrace.spec.ceilings import Ceilings, Drive
 from headrace.spec.costs import BlockCosts, ModelCosts, OperatorCosts
@@ -89,7 +89,7 @@ def brute_force(made: Problem, ceilings: Ceilings) -> float:
     """Return the best step time over every placement, every amount and every home."""
     best = float("inf")
     amounts = range(0, len(replay_order(costs_of(1))) + 1, 3)
-    for thrift in (0, 1, 2):
+    for thrift in THRIFTS:
         for choice, amount, home in itertools.product(placements_of(made, thrift), amounts, made.homes):
             plan = plan_of(made, replace(choice, amount=amount, kept_home=home))
             if fits(plan):
@@ -104,6 +104,27 @@ def test_the_choice_is_as_fast_as_the_best_of_all(flops: float, host_mib: int) -
     plan = make_plan(made, ceilings)
     assert fits(plan)
     assert forecast(plan, ceilings).step_seconds <= 1.02 * brute_force(made, ceilings)
+
+
+@pytest.mark.parametrize("host_mib", [700, 900])
+def test_small_chunks_are_not_taken_for_faster_than_they_are(host_mib: int) -> None:
+    """A search's coarse forecasts cut work into fewer, larger chunks, as if there were larger buffers for them. A budget in
+    which a block has fifty of the smallest chunks was planned with those, a sixth slower than with what else fits.
+    """
+    elements, blocks = 48 << 20, 24
+    small = costs_of(1)
+    block = replace(small.blocks[0], num_elements=elements, num_parameters=elements)
+    costs = replace(small, blocks=(block,) * blocks)
+    layout = lay_out("block", [("weight", (elements // 1024, 1024), (1.0, 0.0))])
+    made = replace(
+        problem(host_mib * MIB, rows=1),
+        layouts=(layouts()[0], *(layout,) * blocks, layouts()[-1]),
+        costs_of=lambda sequences: costs,
+    )
+    ceilings = machine(made, flops=2e11, read=3e9, write=7e9, mixed=4.6e9)
+    every = [plan_of(made, choice) for thrift in THRIFTS for choice in placements_of(made, thrift)]
+    best = min(forecast(filled(made, plan), ceilings).step_seconds for plan in every if fits(plan))
+    assert forecast(make_plan(made, ceilings), ceilings).step_seconds <= 1.02 * best
 
 
 @settings(max_examples=4, deadline=None)
@@ -214,7 +235,7 @@ def test_the_need_that_is_named_is_enough(host_mib: int, ssd_mib: int, rows: int
     assert named in ([], ["host"], ["ssd"], ["host", "ssd"])
     assert fits(plan)
     if "ssd" in named:
-        choices = [plan_of(made, choice) for thrift in (0, 1, 2) for choice in placements_of(made, thrift)]
+        choices = [plan_of(made, choice) for thrift in THRIFTS for choice in placements_of(made, thrift)]
         within = [choice.peak("ssd") for choice in choices if choice.peak("host") <= made.allowance.host_bytes]
         assert made.allowance.ssd_bytes == min(within)
 
