@@ -22,7 +22,7 @@ from headrace.flow.traffic import Traffic
 from headrace.flow.update import device_updater
 from headrace.ioengine import file_systems, measured_weights
 from headrace.machine import HeapGuard, MemoryMeter, keep_freed_memory, this_machine
-from headrace.model import Chain, Checkpoint, Exporter, self_check
+from headrace.model import Chain, Checkpoint, Exporter, check_whole, self_check
 from headrace.plan.base import Plan
 from headrace.plan.given import load_plan
 from headrace.plan.memory import scratch_bytes
@@ -67,6 +67,7 @@ class Engine:
         try:
             self._checkpoint = Checkpoint.open(Path(settings.model_dir))
             self_check(self._checkpoint.config)
+            check_whole(self._checkpoint.config, self._checkpoint.whole)
             self.chain = Chain.from_config(
                 self._checkpoint.config, settings.compute_dtype, settings.optimizer, settings.moments
             )

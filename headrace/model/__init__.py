@@ -8,12 +8,14 @@ from headrace.model.checkpoint import Checkpoint, check_tokenizer
 from headrace.model.export import Exporter
 from headrace.model.importing import import_unit, import_workspace_bytes
 from headrace.model.matching import WeightMap, load_buffers, match_weights
+from headrace.model.parts import text_part
 from headrace.model.probe import Traits, probe, self_check
 from headrace.model.products import WideProducts
 from headrace.model.profile import Profiles, profile
 from headrace.model.replay import Record, Replay, ReplayMismatch, find_skippable
 from headrace.model.skeleton import build_skeleton
 from headrace.model.taps import BlockCall
+from headrace.model.whole_check import check_whole
 
 __all__ = [
     "IGNORED",
@@ -36,6 +38,7 @@ __all__ = [
     "block_seed",
     "build_skeleton",
     "check_tokenizer",
+    "check_whole",
     "find_blocks",
     "find_skippable",
     "import_unit",
@@ -46,4 +49,5 @@ __all__ = [
     "profile",
     "self_check",
     "shift_labels",
+    "text_part",
 ]

@@ -87,6 +87,12 @@ def parameter_aliases(model: nn.Module) -> dict[str, str]:
     return {name: names.setdefault(id(parameter), name) for name, parameter in model.named_parameters(remove_duplicate=False)}
 
 
+def is_tied(model: Any) -> bool:
+    """Return whether the input embedding and the head of a model of transformers are one parameter."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    return head is not None and embedding.weight is head.weight
+
+
 def _hand_over(spec: ParameterSpec, sink: GradientSink) -> Callable[[Any], None]:
     def hook(parameter: Any) -> None:
         gradient = parameter.grad

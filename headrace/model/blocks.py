@@ -31,8 +31,11 @@ def check_architecture(config: Any) -> None:
     name = f"{type(config).__name__} (model_type {getattr(config, 'model_type', None)!r})"
     if getattr(config, "is_encoder_decoder", False):
         raise ModelError(f"{name} is an encoder-decoder model; only decoder-only causal language models can be fine-tuned")
-    if config.get_text_config() is not config:
-        raise ModelError(f"{name} describes a model of several parts ({', '.join(config.sub_configs)}); give its text model")
+    if (text := config.get_text_config()) is not config:
+        reason = "transformers has no causal language model for its text part alone"
+        if type(text) in MODEL_FOR_CAUSAL_LM_MAPPING:
+            reason = f"its architectures ({config.architectures}) are no class of the installed transformers for it"
+        raise ModelError(f"{name} describes a model of several parts ({', '.join(config.sub_configs)}), and {reason}")
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ModelError(
             f"{name} has no causal language model class in the installed transformers; "

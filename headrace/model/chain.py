@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from headrace.model.batch import BlockResult, MicroBatch, PrologueResult
-from headrace.model.binding import Binding, GradientSink
+from headrace.model.binding import Binding, GradientSink, is_tied
 from headrace.model.blocks import find_blocks
 from headrace.model.checkpoint import Checkpoint
 from headrace.model.compiled import CompiledBlocks, check_compiler, check_compiles
@@ -61,7 +61,7 @@ class Chain:
         self.num_blocks = len(blocks.modules)
         self.unit_names = tuple(layout.name for layout in self.layouts)
         self.has_epilogue_unit = len(self.layouts) == self.num_blocks + 2
-        self.tied = _is_tied(skeleton)
+        self.tied = is_tied(skeleton)
         self.has_dropout = _draws_random_numbers(skeleton)
         self.notes: tuple[str, ...] = ()
         self.wide_products = False
@@ -124,6 +124,11 @@ class Chain:
             weights = match_weights(checkpoint, self.model)
             load_buffers(weights)
             self._attached = weights
+            if checkpoint.whole is not None:
+                self.notes += (
+                    f"of {type(checkpoint.whole).__name__} the text model is trained; "
+                    f"{len(weights.unused)} tensors of its other parts stay as they are",
+                )
         return self._attached
 
     def move_buffers(self, device: torch.device | str) -> None:
@@ -162,7 +167,7 @@ class Chain:
         check_compiler(self.device)
         check_compiles(self.config)
         self._runner.run_block = CompiledBlocks()
-        self.notes = (
+        self.notes += (
             "blocks are compiled: no operator output is kept or skipped; the first step takes longer, and more memory",
         )
 
@@ -175,7 +180,7 @@ class Chain:
         check_liger(self.config, self.device)
         blocks = LigerBlocks(self.model, self._runner.blocks)
         self._runner.run_block = blocks
-        self.notes = (f"blocks use Liger's kernels in {blocks.describe()}: no operator output is kept or skipped",)
+        self.notes += (f"blocks use Liger's kernels in {blocks.describe()}: no operator output is kept or skipped",)
 
     def multiply_wide(self) -> None:
         """Compute products of 16-bit numbers in float32 from here on: for processors without instructions for them."""
@@ -259,11 +264,6 @@ def _refuse_shared_between_blocks(model: nn.Module, blocks_name: str) -> None:
                 f"{type(model).__name__}: {other} and {name} are one parameter; "
                 "models whose blocks share parameters are not supported"
             )
-
-
-def _is_tied(model: Any) -> bool:
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    return head is not None and embedding.weight is head.weight
 
 
 def _draws_random_numbers(model: nn.Module) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 import transformers
 from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer
 
+from headrace.model.parts import text_part
 from headrace.model.safetensors_file import StoredTensor, read_header
 from headrace.spec.errors import ModelError
 
@@ -21,11 +22,15 @@ _INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
-    """A model directory whose headers have been read and checked. `tensors` are by stored name."""
+    """A model directory whose headers have been read and checked. `tensors` are by stored name.
+
+    `config` is that of what is trained; `whole` is the skeleton of the model whose text part that is, None if it is all.
+    """
 
     directory: Path
     config: Any = field(repr=False)
     tensors: Mapping[str, StoredTensor] = field(repr=False)
+    whole: Any | None = field(default=None, repr=False)
 
     @property
     def num_bytes(self) -> int:
@@ -59,7 +64,8 @@ class Checkpoint:
                 f"{directory / index[first]}: tensor {first} ({len(missing)} in all) is in {_INDEX}, not in the file; "
                 "fetch file and index again, from the same place"
             )
-        return cls(directory, config, tensors)
+        config, whole = text_part(config)
+        return cls(directory, config, tensors, whole)
 
 
 def _read_config(directory: Path) -> Any:

@@ -162,14 +162,14 @@ def _convert_back(weights: WeightMap, conversion: Conversion, layout: UnitLayout
     """Run transformers' operations backwards on the whole parameters, in float32; return bits by stored name."""
     specs = {spec.name: spec for spec in layout.parameters}
     tensors = {}
-    for name in conversion.parameters:
+    for made_name, name in zip(conversion.made, conversion.parameters, strict=True):
         weight = parameter_view(planes[0], specs[name])
         master = None if planes[1] is None else parameter_view(planes[1], specs[name])
         dtype = "F32" if any(_dtype(weights, key) != "BF16" for key in conversion.renamed.values()) else "BF16"
         bits = np.ascontiguousarray(take(weight, master, dtype))
-        tensors[name] = torch.from_numpy(bits.view(np.int16) if dtype == "BF16" else bits)
+        tensors[made_name] = torch.from_numpy(bits.view(np.int16) if dtype == "BF16" else bits)
     made = {}
-    for key, tensor in reverse_conversion(conversion, weights.model, tensors).items():
+    for key, tensor in reverse_conversion(conversion, weights.stored_model, tensors).items():
         bits = tensor.contiguous().numpy()
         made[key] = bits if bits.dtype == np.int16 else take(bits, None, _dtype(weights, key))
     return made

@@ -135,7 +135,9 @@ def _import_conversion(
     weight_out: np.ndarray,
     master_out: np.ndarray | None,
 ) -> None:
-    made: dict[str, Any] = run_conversion(conversion, weights.model, lambda key: read_whole(weights.checkpoint.tensors[key]))
+    made: dict[str, Any] = run_conversion(
+        conversion, weights.stored_model, lambda key: read_whole(weights.checkpoint.tensors[key])
+    )
     for name, tensor in zip(conversion.parameters, made.values(), strict=True):
         if name not in specs:
             raise ModelError(f"{conversion.target}: its stored tensors make {name} too, which lies in another unit")

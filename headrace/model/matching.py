@@ -24,6 +24,7 @@ from transformers.core_model_loading import (
 
 from headrace.model.binding import parameter_aliases
 from headrace.model.checkpoint import Checkpoint
+from headrace.model.parts import names_in_whole
 from headrace.model.safetensors_file import WEIGHT_DTYPES, StoredTensor, read_rows
 from headrace.spec.errors import ModelError
 
@@ -44,13 +45,15 @@ class Conversion:
     """Stored tensors become `parameters` by operations of transformers that are more than placing.
 
     `sources` are stored names by the pattern that they matched; `target` is the name that the rule gives the result;
-    `renamed` are stored names by the name that they have when the rule is applied.
+    `renamed` are stored names by the name that they have when the rule is applied. `made` are the names that the rule gives the
+    parameters: others than theirs where they are a part of a larger model.
     """
 
     converter: Any
     target: str
     sources: Mapping[str, tuple[str, ...]]
     renamed: Mapping[str, str]
+    made: tuple[str, ...] = ()
     parameters: tuple[str, ...] = ()
 
 
@@ -59,11 +62,12 @@ class WeightMap:
     """The role of every tensor of a checkpoint.
 
     `pieces` and `copies` (a tied parameter stored a second time) are by parameter; `buffers` map names in the model to stored
-    names; `unused` are stored, but not in the model.
+    names; `unused` are stored, but not in the model. `stored_model` is what was stored: `model`, or what that is a part of.
     """
 
     checkpoint: Checkpoint
     model: Any = field(repr=False)
+    stored_model: Any = field(repr=False)
     pieces: Mapping[str, Sequence[Piece]] = field(repr=False)
     copies: Mapping[str, Sequence[Piece]] = field(repr=False)
     conversions: Sequence[Conversion] = field(repr=False)
@@ -77,7 +81,9 @@ def match_weights(checkpoint: Checkpoint, model: Any) -> WeightMap:
     Raises:
         ModelError: parameters without a source, or with one of another shape or an unsupported dtype; the message names them.
     """
-    roles = _Roles(checkpoint, model)
+    stored_model = model if checkpoint.whole is None else checkpoint.whole
+    names = {name: name for name in model.state_dict()} if stored_model is model else names_in_whole(model, stored_model)
+    roles = _Roles(checkpoint, stored_model, model, names)
     for key in sorted(checkpoint.tensors, key=dot_natural_key):
         roles.add(key)
     pieces, copies, conversions = roles.resolve()
@@ -90,20 +96,25 @@ def match_weights(checkpoint: Checkpoint, model: Any) -> WeightMap:
             f"{', '.join(list(checkpoint.tensors)[:2])}; check that config.json belongs to the weights"
         )
     _check_dtypes(checkpoint, pieces, conversions)
-    return WeightMap(checkpoint, model, pieces, copies, conversions, roles.buffers, roles.unused)
+    return WeightMap(checkpoint, model, stored_model, pieces, copies, conversions, roles.buffers, roles.unused)
 
 
 class _Roles:
-    """Sorts stored names into roles. The order of steps is that of transformers' loading."""
+    """Sorts stored names into roles. The order of steps is that of transformers' loading.
 
-    def __init__(self, checkpoint: Checkpoint, model: Any) -> None:
+    Rules go by the names of the model that was stored; `names` has for these the names in the model that is trained.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, model: Any, trained: Any, names: Mapping[str, str]) -> None:
         mapping = get_model_conversion_mapping(model)
         self._checkpoint, self._model = checkpoint, model
         self._renamings = [rule for rule in mapping if isinstance(rule, WeightRenaming)]
         self._converters = [rule for rule in mapping if isinstance(rule, WeightConverter)]
         self._by_pattern = {pattern: rule for rule in self._converters for pattern in rule.source_patterns}
         self._state = model.state_dict()
-        self._aliases = parameter_aliases(model)
+        self._trained = trained.state_dict()
+        self._names = names
+        self._aliases = parameter_aliases(trained)
         self._groups: dict[str, tuple[Any, dict[str, list[str]]]] = {}
         self._plain: dict[str, list[Piece]] = {}
         self.buffers: dict[str, str] = {}
@@ -114,15 +125,15 @@ class _Roles:
         name, pattern = rename_source_key(key, self._renamings, self._converters, prefix, self._state)
         if name not in self._state and key in self._state:
             name, pattern = rename_source_key(key, [], [], base_model_prefix=prefix, meta_state_dict=self._state)
-        if name not in self._state:
+        if name not in self._names:
             self.unused.append(key)
         elif pattern is not None:
             _, sources = self._groups.setdefault(name, (self._by_pattern[pattern], {}))
             sources.setdefault(pattern, []).append(key)
-        elif name in self._aliases:
-            self._plain.setdefault(self._aliases[name], []).append(Piece(key, self._aliases[name]))
+        elif self._names[name] in self._aliases:
+            self._plain.setdefault(self._own(name), []).append(Piece(key, self._own(name)))
         else:
-            self.buffers[name] = key
+            self.buffers[self._names[name]] = key
 
     def resolve(self) -> tuple[dict[str, list[Piece]], dict[str, list[Piece]], list[Conversion]]:
         """Return pieces and copies by parameter, and conversions, with shapes checked."""
@@ -134,7 +145,7 @@ class _Roles:
                 self._check_shape(parameter, piece.key, self._shape(piece.key))
             pieces[parameter], copies[parameter] = found[:1], found[1:]
         for target, (rule, sources) in self._groups.items():
-            placed = self._place(rule, self._aliases.get(target, target), sources)
+            placed = self._place(rule, self._own(target), sources)
             if placed is not None:
                 pieces[placed[0].parameter] = placed
             else:
@@ -177,8 +188,8 @@ class _Roles:
         conversion = Conversion(copy.deepcopy(rule), target, grouped, renamed)
         made = run_conversion(conversion, self._model, lambda key: torch.empty(self._shape(key), device="meta"))
         for name, tensor in made.items():
-            self._check_shape(self._aliases.get(name, name), next(iter(sources.values()))[0], tuple(tensor.shape))
-        conversion = replace(conversion, parameters=tuple(self._aliases.get(name, name) for name in made))
+            self._check_shape(self._own(name), next(iter(sources.values()))[0], tuple(tensor.shape))
+        conversion = replace(conversion, made=tuple(made), parameters=tuple(self._own(name) for name in made))
         back = reverse_conversion(conversion, self._model, made)
         shapes = {key: tuple(tensor.shape) for key, tensor in back.items()}
         if shapes != {key: self._shape(key) for key in renamed.values()}:
@@ -187,11 +198,16 @@ class _Roles:
             )
         return conversion
 
+    def _own(self, name: str) -> str:
+        """Return the name in the layouts of what rules call `name`."""
+        own = self._names.get(name, name)
+        return self._aliases.get(own, own)
+
     def _shape(self, key: str) -> tuple[int, ...]:
         return self._checkpoint.tensors[key].shape
 
     def _check_shape(self, parameter: str, key: str, found: tuple[int, ...]) -> None:
-        expected = tuple(self._state[parameter].shape) if parameter in self._state else None
+        expected = tuple(self._trained[parameter].shape) if parameter in self._trained else None
         if expected != found:
             raise ModelError(
                 f"{self._checkpoint.tensors[key].path}: {key}: expected {expected} for {parameter}, found {found}; "
@@ -221,7 +237,7 @@ def read_whole(stored: StoredTensor) -> torch.Tensor:
 
 
 def run_conversion(conversion: Conversion, model: Any, read: Any) -> dict[str, Any]:
-    """Run transformers' operations on tensors that `read(stored name)` returns; return tensors by parameter name."""
+    """Run transformers' operations on tensors that `read(stored name)` returns; return tensors by the names that it makes."""
     converter = copy.deepcopy(conversion.converter)
     for pattern, keys in conversion.sources.items():
         for key in keys:
@@ -234,7 +250,7 @@ def run_conversion(conversion: Conversion, model: Any, read: Any) -> dict[str, A
 
 
 def reverse_conversion(conversion: Conversion, model: Any, tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the stored tensors, by stored name, that `conversion` would make into `tensors` (by parameter name)."""
+    """Return the stored tensors, by stored name, that `conversion` would make into `tensors` (by the names that it makes)."""
     reverse = conversion.converter.reverse_transform()
     target = ""
     for name, tensor in tensors.items():

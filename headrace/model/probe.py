@@ -86,7 +86,8 @@ def architecture_key(config: Any) -> str:
     return json.dumps(shrink(config).to_dict(), sort_keys=True, default=str)
 
 
-def _tiny_model(config_class: type, key: str) -> Any:
+def tiny_model(config_class: type, key: str) -> Any:
+    """Return a tiny float32 instance of an architecture, in training mode, with weights away from their initial values."""
     values = {name: value for name, value in json.loads(key).items() if name not in ("transformers_version", "dtype")}
     config = config_class(**values)
     config.use_cache = False
@@ -104,7 +105,7 @@ def _tiny_model(config_class: type, key: str) -> Any:
 
 def tiny_runner(config_class: type, key: str) -> Runner:
     """Return a tiny float32 instance of an architecture, ready to be run block by block."""
-    model = _tiny_model(config_class, key)
+    model = tiny_model(config_class, key)
     blocks = find_blocks(model).modules
     seen: list[int | None] = []
     handle = blocks[0].register_forward_hook(

@@ -5,15 +5,15 @@ corrections) holds the value that the architecture gives it, because most are in
 """
 
 import copy
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from headrace.model.blocks import check_architecture
 from headrace.spec.errors import ModelError
@@ -59,15 +59,35 @@ def build_skeleton(config: Any, dtype: torch.dtype) -> Any:
     config.use_cache = False
     if getattr(config, "output_router_logits", False):
         config.output_router_logits = False
-    with ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng(devices=[]))  # construction must not move the caller's generator
-        stack.callback(register_module_parameter_registration_hook(_to_meta).remove)
-        stack.enter_context(_LargeOnMeta())
+    with _without_weights():
         model = _from_config(config, dtype)
     _keep_buffers_exact(model)
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     return model.train()
+
+
+def build_whole(model_class: type[PreTrainedModel], config: Any) -> Any:
+    """Return a model of several parts without weights: for the names, shapes and ties of its parameters, not to be run.
+
+    Raises:
+        ModelError: transformers cannot build it from this configuration.
+    """
+    with _without_weights():
+        try:
+            return model_class(copy.deepcopy(config))
+        except Exception as error:  # whatever a broken configuration or a missing library triggers
+            raise ModelError(f"{model_class.__name__}: transformers cannot build the model: {error!r}") from error
+
+
+@contextmanager
+def _without_weights() -> Iterator[None]:
+    """While entered, parameters of the modules that are made are on the meta device."""
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=[]))  # construction must not move the caller's generator
+        stack.callback(register_module_parameter_registration_hook(_to_meta).remove)
+        stack.enter_context(_LargeOnMeta())
+        yield
 
 
 def _from_config(config: Any, dtype: torch.dtype) -> Any:

@@ -24,7 +24,7 @@ from headrace.plan.forecast import Forecast, forecast
 from headrace.plan.placement import THRIFTS, Problem, Workload, filled, fits, placements_of, plan_of
 from headrace.plan.search import make_plan, nominal_ceilings, nominal_machine
 from headrace.planning.allowances import default_device_bytes, default_device_overhead_bytes, default_host_bytes
-from headrace.planning.config import check_positions, position_limit, read_config
+from headrace.planning.config import check_positions, position_limit, read_parts
 from headrace.planning.report import Alternative, PlanReport
 from headrace.planning.variants import Question, Variant, nearest_variants, smaller_moments
 from headrace.spec.budget import Budget
@@ -85,7 +85,7 @@ def plan_model(
         if count is not None and count > MOST_COUNT:
             raise ConfigError(f"{name}: more than {MOST_COUNT} given; give at most that")
     budget = budget or Budget()
-    config = read_config(model)
+    config, whole = read_parts(model)
     workload = _workload(config, tokens_per_step, sequence_length, clip=clip, checkpoint_every=checkpoint_every)
     chain = Chain.from_config(config, compute_dtype, AdamW(), moments)
     if ceilings is not None and budget.ssd:
@@ -100,7 +100,7 @@ def plan_model(
     question = Question(workload=workload, allowance=allowance, moments=moments)
     planner = _Planner(chain, question, ceilings)
     report = PlanReport(
-        model=type(chain.model).__name__,
+        model=type(chain.model if whole is None else whole).__name__,
         parameters=chain.num_parameters,
         compute_dtype=compute_dtype,
         moments=moments,
@@ -117,6 +117,10 @@ def plan_model(
         found = nearest_variants(question, error, planner.quick_plan, lambda: time.monotonic() > deadline)
         variants = tuple(planner.alternative(*variant) for variant in found)
         return replace(report, reason=str(error), needed_bytes={error.tier: error.needed_bytes}, alternatives=variants)
+    if whole is not None:
+        plan = replace(
+            plan, notes=(*plan.notes, f"of {report.model} the text model is trained; its other parts stay as they are")
+        )
     report = _with_times(report, plan, planner.ceilings, max_steps or _STEPS)
     return replace(report, alternatives=planner.sparing_the_ssd(question, plan, report.forecast))
 

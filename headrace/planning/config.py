@@ -11,6 +11,7 @@ from typing import Any
 
 from transformers import AutoConfig
 
+from headrace.model import text_part
 from headrace.spec.errors import ConfigError, ModelError
 
 _HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+$")
@@ -20,7 +21,14 @@ _NEEDED_WHERE_KNOWN = ("num_attention_heads", "intermediate_size")
 
 
 def read_config(model: str | Path) -> Any:
+    """Return the configuration of what is trained of `model` (`read_parts`)."""
+    return read_parts(model)[0]
+
+
+def read_parts(model: str | Path) -> tuple[Any, Any | None]:
     """Return the configuration of `model`: a directory with a config.json, such a file, or the name of a model on the Hub.
+
+    Of a model of several parts, that of the text model, which is what is trained, and the whole model's skeleton.
 
     Raises:
         ModelError: no such file or model, not JSON, an architecture that transformers does not know, or sizes that are missing.
@@ -34,7 +42,7 @@ def read_config(model: str | Path) -> Any:
     except Exception as error:  # transformers raises many kinds for what a file may hold
         raise ModelError(f"{path}: transformers does not accept it: {error}") from error
     _check_sizes(values, config, path)
-    return config
+    return text_part(config)
 
 
 def check_positions(config: Any, sequence_length: int) -> None:

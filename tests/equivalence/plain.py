@@ -73,8 +73,10 @@ def batch_of(sequences: int, length: int, seed: int, *, vocabulary: int = 384, p
 class PlainTrainer:
     """Stock transformers and `torch.optim.AdamW` in float32, everything in memory."""
 
-    def __init__(self, path: Path, lr: float, weight_decay: float, max_grad_norm: float | None) -> None:
-        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).train()
+    def __init__(
+        self, path: Path, lr: float, weight_decay: float, max_grad_norm: float | None, kind: Any = AutoModelForCausalLM
+    ) -> None:
+        self.model = kind.from_pretrained(path, dtype=torch.float32).train()
         self.model.config.use_cache = False
         decayed = [p for n, p in self.model.named_parameters() if p.dim() >= 2 and "norm" not in n.lower()]
         rest = [p for n, p in self.model.named_parameters() if not (p.dim() >= 2 and "norm" not in n.lower())]
