@@ -68,10 +68,9 @@ def bare_rates(
 ) -> dict[str, float]:
     """Return bytes per second of the requests done again: all at once, and slice after slice as training had them.
 
-    `threads` is what the run had in each direction.
-
     The second keeps the order in time: where a step reads first and writes later, a drive cannot do both at once. The third is
     the second while `load` is entered: what the drive gives to those who have nothing else to do, on cores that have.
+    `threads` is what the run had in each direction.
     """
     num_bytes = sum(request.buffer.size for request in requests)
     slices = sliced(requests, SLICES)

@@ -3,18 +3,10 @@
 from typing import Any
 
 import torch
+from tiny_sizes import SIZES
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, VoxtralForConditionalGeneration
 
-_TEXT = {
-    "vocab_size": 160,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "pad_token_id": 0,
-    "eos_token_id": 1,
-}
+_TEXT = {**SIZES, "pad_token_id": 0, "eos_token_id": 1}
 _HEAD = {**_TEXT, "head_dim": 16}
 _LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
 _MIXED = {**_HEAD, **_LINEAR, "layer_types": ["linear_attention", "linear_attention", "full_attention"]}

@@ -8,7 +8,7 @@ from headrace.model.checkpoint import Checkpoint, check_tokenizer
 from headrace.model.export import Exporter
 from headrace.model.importing import import_unit, import_workspace_bytes
 from headrace.model.matching import WeightMap, load_buffers, match_weights
-from headrace.model.parts import text_part
+from headrace.model.parts import note_on, text_part
 from headrace.model.probe import Traits, probe, self_check
 from headrace.model.products import WideProducts
 from headrace.model.profile import Profiles, profile
@@ -45,6 +45,7 @@ __all__ = [
     "import_workspace_bytes",
     "load_buffers",
     "match_weights",
+    "note_on",
     "probe",
     "profile",
     "self_check",

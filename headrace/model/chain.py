@@ -20,6 +20,7 @@ from headrace.model.checkpoint import Checkpoint
 from headrace.model.compiled import CompiledBlocks, check_compiler, check_compiles
 from headrace.model.liger import LigerBlocks, check_liger
 from headrace.model.matching import WeightMap, load_buffers, match_weights
+from headrace.model.parts import note_on
 from headrace.model.probe import Traits, probe
 from headrace.model.products import WideProducts
 from headrace.model.runner import Runner, run_block
@@ -125,10 +126,7 @@ class Chain:
             load_buffers(weights)
             self._attached = weights
             if checkpoint.whole is not None:
-                self.notes += (
-                    f"of {type(checkpoint.whole).__name__} the text model is trained; "
-                    f"{len(weights.unused)} tensors of its other parts stay as they are",
-                )
+                self.notes += (note_on(checkpoint.whole),)
         return self._attached
 
     def move_buffers(self, device: torch.device | str) -> None:

@@ -47,6 +47,11 @@ def _is_tied(whole: Any) -> bool:
         raise ModelError(f"{type(whole).__name__}: no language model: {error}") from error
 
 
+def note_on(whole: Any) -> str:
+    """Return what a person should know of a run whose model is a part of `whole`."""
+    return f"of {type(whole).__name__} the text model is trained; its other parts stay as they are"
+
+
 def names_in_whole(text: Any, whole: Any) -> Mapping[str, str]:
     """Return the names of the text model's parameters and persistent buffers by those that they have in the whole model.
 

@@ -11,12 +11,11 @@ import torch
 from torch import nn
 
 from headrace.model.parts import names_in_whole
-from headrace.model.probe import architecture_key, tiny_model
+from headrace.model.probe import RELATIVE_TOLERANCE, architecture_key, tiny_model
 from headrace.model.skeleton import build_whole
 from headrace.spec.errors import ModelError
 
 _TOKENS = 12
-_RELATIVE_TOLERANCE = 1e-4  # as in the check of gradients
 
 
 @torch.no_grad()
@@ -40,7 +39,7 @@ def check_whole(config: Any, whole: Any | None) -> None:
             f"{type(whole).__name__}: cannot be compared with its text model, because it does not run on text alone: {error!r}"
         ) from error
     difference, largest = float((found - expected).abs().max()), float(expected.abs().max())
-    if not difference <= _RELATIVE_TOLERANCE * largest:
+    if not difference <= RELATIVE_TOLERANCE * largest:
         raise ModelError(
             f"{type(whole).__name__}: computes other logits from text than its text model, {type(text).__name__}, does alone: "
             f"they differ by {difference:.2g} where the largest is {largest:.2g}; it cannot be trained as a part"

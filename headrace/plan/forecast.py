@@ -5,7 +5,8 @@ it: a unit's update into fewer, larger chunks, a block's micro-batches into fewe
 the same floating-point operations, bytes and launches in all. Without this a 175B step has a hundred thousand operations.
 Buffers that hold a chunk or an input grow with it, so a coarse forecast lets reads run ahead further than the engine's own
 buffers do, and is too fast: by up to 6 % at the default and 15 % at a quarter of it where updates are immediate, 2.5 % and 4 %
-where they are deferred (48 blocks, two machines, 4 to 64 micro-batches).
+where they are deferred (48 blocks, two machines, 4 to 64 micro-batches), and by a fifth where chunks are as small as in the
+tightest plans.
 
 Invariant: a function of plan and ceilings alone; `lower_bound_seconds <= step_seconds`. No clock, no files, no torch.
 """

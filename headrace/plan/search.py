@@ -59,32 +59,11 @@ def make_plan(problem: Problem, ceilings: Ceilings | None = None) -> Plan:
     def split(plan: Plan) -> Plan:
         return with_threads(plan, machine) if ceilings else plan  # nobody measured how lanes share cores
 
-    known: dict[Choice, float] = {}
-    too_fast: dict[tuple[bool, int], float] = {}
-
-    def seconds(choice: Choice) -> float:
-        if choice.amount == 0:
-            choice = replace(choice, kept_home="device")  # where nothing is kept, it does not matter where
-        if choice not in known:
-            plan = filled(problem, plan_of(problem, choice))
-            known[choice] = forecast(plan, machine, most_operations=SEARCH_OPERATIONS).step_seconds
-        return known[choice] * too_fast.get(_buffers(choice), 1.0)
-
-    def promises() -> list[tuple[float, int]]:
-        return sorted((min(map(seconds, _extremes(problem, choice))), index) for index, choice in enumerate(placements))
-
-    # A coarse forecast is too fast, and the more so the smaller buffers are: what is compared are kinds of them, each set right
-    # by one of its own.
-    factors = {}
-    for _, index in promises():
-        if _buffers(placements[index]) not in factors:
-            plan = filled(problem, plan_of(problem, placements[index]))
-            factors[_buffers(placements[index])] = forecast(plan, machine).step_seconds / seconds(placements[index])
-    too_fast.update(factors)
-    promise = promises()
+    seconds = _Seconds(problem, machine)
+    promise = [(min(map(seconds, _extremes(problem, choice))), index) for index, choice in enumerate(placements)]
     found = [(seconds(choice), choice) for choice in placements]
     finalists: dict[tuple[object, ...], Choice] = {}
-    for _, index in promise:
+    for _, index in sorted(promise):
         choice = placements[index]
         # Thriftier buffers do the same in a little more time: only the best of a kind goes on.
         finalists.setdefault((choice.rows, choice.input_home, choice.held, choice.freed_memory), choice)
@@ -112,8 +91,29 @@ def make_plan(problem: Problem, ceilings: Ceilings | None = None) -> Plan:
     return with_speculation(split(with_device_updates(problem, plan, machine)), machine)
 
 
-def _buffers(choice: Choice) -> tuple[bool, int]:
-    return choice.lean, choice.chunk_elements
+class _Seconds:
+    """Seconds of a step for every choice, by coarse forecasts that are set right for each kind of buffers.
+
+    A coarse forecast is too fast, and the more so the smaller buffers are (`forecast`): of each kind the first that is asked
+    for is forecast as it is, too, and what lies between the two holds for the others of its kind.
+    """
+
+    def __init__(self, problem: Problem, machine: Ceilings) -> None:
+        self._problem, self._machine = problem, machine
+        self._known: dict[Choice, float] = {}
+        self._factors: dict[tuple[bool, int], float] = {}
+
+    def __call__(self, choice: Choice) -> float:
+        if choice.amount == 0:
+            choice = replace(choice, kept_home="device")  # where nothing is kept, it does not matter where
+        if choice not in self._known:
+            plan = filled(self._problem, plan_of(self._problem, choice))
+            coarse = forecast(plan, self._machine, most_operations=SEARCH_OPERATIONS).step_seconds
+            buffers = choice.lean, choice.chunk_elements
+            if buffers not in self._factors:
+                self._factors[buffers] = forecast(plan, self._machine).step_seconds / coarse
+            self._known[choice] = coarse * self._factors[buffers]
+        return self._known[choice]
 
 
 def _extremes(problem: Problem, placement: Choice) -> list[Choice]:

@@ -2,7 +2,7 @@
 
 from headrace.planning.allowances import default_device_bytes, default_host_bytes
 from headrace.planning.answer import plan_model, report_of
-from headrace.planning.config import read_config
+from headrace.planning.config import read_parts
 from headrace.planning.explain import explain, explain_outcome
 from headrace.planning.outcome import Outcome, OutcomeRow, outcome_of
 from headrace.planning.report import Alternative, PlanReport
@@ -18,6 +18,6 @@ __all__ = [
     "explain_outcome",
     "outcome_of",
     "plan_model",
-    "read_config",
+    "read_parts",
     "report_of",
 ]

@@ -16,7 +16,7 @@ import torch
 
 from headrace.ioengine import default_ssd_bytes, file_systems
 from headrace.machine import CpuMachine, anonymous_bytes
-from headrace.model import Chain, Profiles, import_workspace_bytes
+from headrace.model import Chain, Profiles, import_workspace_bytes, note_on
 from headrace.plan.base import Plan
 from headrace.plan.endurance import endurance
 from headrace.plan.footprint import Allowance, planned_runtime_bytes, with_footprint
@@ -118,9 +118,7 @@ def plan_model(
         variants = tuple(planner.alternative(*variant) for variant in found)
         return replace(report, reason=str(error), needed_bytes={error.tier: error.needed_bytes}, alternatives=variants)
     if whole is not None:
-        plan = replace(
-            plan, notes=(*plan.notes, f"of {report.model} the text model is trained; its other parts stay as they are")
-        )
+        plan = replace(plan, notes=(*plan.notes, note_on(whole)))
     report = _with_times(report, plan, planner.ceilings, max_steps or _STEPS)
     return replace(report, alternatives=planner.sparing_the_ssd(question, plan, report.forecast))
 

@@ -20,15 +20,10 @@ _NEEDED = ("hidden_size", "num_hidden_layers", "vocab_size")
 _NEEDED_WHERE_KNOWN = ("num_attention_heads", "intermediate_size")
 
 
-def read_config(model: str | Path) -> Any:
-    """Return the configuration of what is trained of `model` (`read_parts`)."""
-    return read_parts(model)[0]
-
-
 def read_parts(model: str | Path) -> tuple[Any, Any | None]:
-    """Return the configuration of `model`: a directory with a config.json, such a file, or the name of a model on the Hub.
+    """Return the configuration of what is trained of `model`, and the skeleton of the whole model if that is a part of it.
 
-    Of a model of several parts, that of the text model, which is what is trained, and the whole model's skeleton.
+    `model` is a directory with a config.json, such a file, or the name of a model on the Hub.
 
     Raises:
         ModelError: no such file or model, not JSON, an architecture that transformers does not know, or sizes that are missing.

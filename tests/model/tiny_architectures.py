@@ -3,29 +3,22 @@
 from typing import Any
 
 import torch
+from tiny_sizes import SIZES
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from headrace.model import Chain, MicroBatch
 
-_BASE = {
-    "vocab_size": 160,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
-_HEAD = {**_BASE, "head_dim": 16}
-_NO_GROUPS = {key: value for key, value in _BASE.items() if key != "num_key_value_heads"}
+_HEAD = {**SIZES, "head_dim": 16}
+_NO_GROUPS = {key: value for key, value in SIZES.items() if key != "num_key_value_heads"}
 _GPT2 = {"vocab_size": 160, "n_embd": 32, "n_layer": 3, "n_head": 4, "bos_token_id": 1, "eos_token_id": 1}
 _GPT2_PLAIN = {**_GPT2, "resid_pdrop": 0.0, "attn_pdrop": 0.0, "embd_pdrop": 0.0}
 _OPT = {**_NO_GROUPS, "ffn_dim": 48, "dropout": 0.0, "word_embed_proj_dim": 32}
 _OPT.pop("intermediate_size")
-_MIXTRAL = {**_BASE, "num_local_experts": 4, "num_experts_per_tok": 2}
+_MIXTRAL = {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2}
 _QWEN3_MOE = {**_HEAD, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 _ROUTED = {"output_router_logits": True, "router_aux_loss_coef": 0.3}
 _DEEPSEEK = {
-    **_BASE,
+    **SIZES,
     "num_key_value_heads": 4,
     "moe_intermediate_size": 24,
     "n_routed_experts": 4,
@@ -42,33 +35,33 @@ _DEEPSEEK = {
 _STATE_SPACE = {"num_hidden_layers": 3, "hidden_size": 32, "vocab_size": 160, "chunk_size": 8, "n_groups": 2}
 
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("llama", _BASE),
-    "llama-tied": ("llama", {**_BASE, "tie_word_embeddings": True}),
-    "qwen2": ("qwen2", {**_BASE, "tie_word_embeddings": True}),
+    "llama": ("llama", SIZES),
+    "llama-tied": ("llama", {**SIZES, "tie_word_embeddings": True}),
+    "qwen2": ("qwen2", {**SIZES, "tie_word_embeddings": True}),
     "qwen3": ("qwen3", _HEAD),
     "gemma2": ("gemma2", {**_HEAD, "sliding_window": 8}),
     "gemma3": ("gemma3_text", {**_HEAD, "sliding_window": 8, "num_hidden_layers": 6}),
-    "phi3": ("phi3", {**_BASE, "pad_token_id": 0}),
-    "mistral": ("mistral", {**_BASE, "sliding_window": 8}),
+    "phi3": ("phi3", {**SIZES, "pad_token_id": 0}),
+    "mistral": ("mistral", {**SIZES, "sliding_window": 8}),
     "gpt2": ("gpt2", _GPT2_PLAIN),
     "opt": ("opt", _OPT),
     "opt-projected": ("opt", {**_OPT, "word_embed_proj_dim": 16}),
     "gpt-neox": ("gpt_neox", _NO_GROUPS),
     "bloom": ("bloom", {"vocab_size": 160, "hidden_size": 32, "n_layer": 3, "n_head": 4}),
     "falcon": ("falcon", {"vocab_size": 160, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}),
-    "granite": ("granite", {**_BASE, "logits_scaling": 4.0, "embedding_multiplier": 2.0, "residual_multiplier": 0.5}),
+    "granite": ("granite", {**SIZES, "logits_scaling": 4.0, "embedding_multiplier": 2.0, "residual_multiplier": 0.5}),
     "mixtral": ("mixtral", _MIXTRAL),
     "mixtral-routed": ("mixtral", {**_MIXTRAL, **_ROUTED}),
     "qwen3-moe": ("qwen3_moe", _QWEN3_MOE),
     "qwen3-moe-routed": ("qwen3_moe", {**_QWEN3_MOE, **_ROUTED, "mlp_only_layers": [1]}),
-    "olmoe": ("olmoe", {**_BASE, "num_experts": 4, "num_experts_per_tok": 2, **_ROUTED}),
+    "olmoe": ("olmoe", {**SIZES, "num_experts": 4, "num_experts_per_tok": 2, **_ROUTED}),
     "deepseek-v3": ("deepseek_v3", _DEEPSEEK),
     "gpt-oss": ("gpt_oss", {**_HEAD, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8}),
     "mamba2": ("mamba2", {**_STATE_SPACE, "num_heads": 4, "head_dim": 16, "state_size": 8}),
     "bamba": (
         "bamba",
         {
-            **_BASE,
+            **SIZES,
             "attn_layer_indices": [1],
             "mamba_n_heads": 4,
             "mamba_d_head": 16,

@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 from planned_models import gpt3_175b, llama_small, saved
 
-from headrace.planning import read_config
+from headrace.planning import read_parts
 from headrace.planning.config import check_positions, position_limit
 from headrace.spec.errors import ConfigError, ModelError
 
 
 def test_a_directory_and_its_file_are_the_same_model(tmp_path: Path) -> None:
     directory = saved(tmp_path / "model", gpt3_175b())
-    assert read_config(directory).to_dict() == read_config(str(directory / "config.json")).to_dict()
-    assert position_limit(read_config(directory)) == 2048
+    assert read_parts(directory)[0].to_dict() == read_parts(str(directory / "config.json"))[0].to_dict()
+    assert position_limit(read_parts(directory)[0]) == 2048
 
 
 @pytest.mark.parametrize(
@@ -23,12 +23,12 @@ def test_a_directory_and_its_file_are_the_same_model(tmp_path: Path) -> None:
 )
 def test_a_missing_size_is_not_taken_from_another_model(tmp_path: Path, field: str) -> None:
     with pytest.raises(ModelError, match=f"{field}.* missing"):
-        read_config(saved(tmp_path / "model", llama_small(), **{field: None}))
+        read_parts(saved(tmp_path / "model", llama_small(), **{field: None}))
 
 
 def test_a_missing_size_is_called_as_the_file_would_call_it(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="n_layer missing"):
-        read_config(saved(tmp_path / "model", gpt3_175b(), n_layer=None))
+        read_parts(saved(tmp_path / "model", gpt3_175b(), n_layer=None))
 
 
 @pytest.mark.parametrize(
@@ -43,20 +43,20 @@ def test_a_missing_size_is_called_as_the_file_would_call_it(tmp_path: Path) -> N
 )
 def test_absurd_fields_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
-        read_config(saved(tmp_path / "model", llama_small(), **changes))
+        read_parts(saved(tmp_path / "model", llama_small(), **changes))
 
 
 def test_files_that_are_none_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="no directory and no file"):
-        read_config(tmp_path / "nowhere")
+        read_parts(tmp_path / "nowhere")[0]
     with pytest.raises(ModelError, match=r"no config\.json"):
-        read_config(tmp_path)
+        read_parts(tmp_path)[0]
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ModelError, match="not JSON"):
-        read_config(tmp_path)
+        read_parts(tmp_path)[0]
     (tmp_path / "config.json").write_text(json.dumps([1]))
     with pytest.raises(ModelError, match="found a list"):
-        read_config(tmp_path)
+        read_parts(tmp_path)[0]
 
 
 def test_positions_limit_the_sequence() -> None:
