@@ -31,19 +31,30 @@ class Reached(Exception):
     """A signal, not an error: the last tap was reached: everything before the blocks has run."""
 
 
-class _Unasked(TorchFunctionMode):
-    """While `active`, whoever asks whether a tensor is true is told that it is, and the device is not asked.
+class _Answers(TorchFunctionMode):
+    """Answers what the model's own code asks for around the blocks, where the answer changes nothing.
 
-    For code whose results are dropped. Masks are made after a look at the positions, which on a GPU would stop the host until
-    all that was issued is done: once for each chunk of the loss.
+    Some models draw before each block whether to skip it, at a rate of 0, too (OPT before transformers 5.23); those with
+    another rate are refused. The draw is 1.0, above all rates, and a number: when a step is planned tensors are fake, and
+    could not be compared.
+
+    While `unasked`, for code whose results are dropped, whoever asks whether a tensor is true is told that it is, and the
+    device is not asked. Masks are made after a look at the positions, which on a GPU would stop the host until all that was
+    issued is done: once for each chunk of the loss.
     """
 
-    active = True
+    def __init__(self, *, unasked: bool) -> None:
+        super().__init__()
+        self.unasked = unasked
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return True if self.active and func is torch.Tensor.__bool__ else func(*args, **(kwargs or {}))
+        if func is torch.rand and args in (([],), ((),)):
+            return 1.0
+        if self.unasked and func is torch.Tensor.__bool__:
+            return True
+        return func(*args, **(kwargs or {}))
 
 
 # Stands for what a block returns besides hidden states. Not None, which blocks that get it may take for "nothing there".
@@ -69,18 +80,16 @@ class Taps:
         self._blocks = blocks
         self._tuple_length = tuple_length
         self._inject = inject
-        self._unasked = None if inject is None else _Unasked()
+        self._answers = _Answers(unasked=inject is not None)
 
     def __enter__(self) -> "Taps":
         for index, block in enumerate(self._blocks):
             block.forward = self._tap(index)  # an instance attribute: hides the class's method
-        if self._unasked is not None:
-            self._unasked.__enter__()  # type: ignore[no-untyped-call]
+        self._answers.__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> bool:
-        if self._unasked is not None:
-            self._unasked.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        self._answers.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
         for block in self._blocks:
             del block.__dict__["forward"]
         return kind is not None and issubclass(kind, Reached)
@@ -101,8 +110,7 @@ class Taps:
                     raise Reached
             elif last:
                 hidden = self._inject
-                if self._unasked is not None:
-                    self._unasked.active = False
+                self._answers.unasked = False
             if self._tuple_length is None:
                 return hidden
             return (hidden, *[_NOT_COMPUTED] * (self._tuple_length - 1))

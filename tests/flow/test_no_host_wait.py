@@ -48,7 +48,9 @@ class Waits(TorchDispatchMode):
 
     def note(self, what: str) -> None:
         frames = [
-            frame for frame in traceback.extract_stack() if "/torch/" not in frame.filename and frame.filename != __file__
+            frame
+            for frame in traceback.extract_stack()
+            if "/torch/" not in frame.filename and frame.filename != __file__ and frame.name != "__torch_function__"
         ]
         self.found.append(f"{self.verb}: {what}, asked for in {frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}")
 

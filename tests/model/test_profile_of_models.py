@@ -94,6 +94,14 @@ def test_rows_of_models_that_cannot_pack_are_padded_and_have_masks(kind: str, ro
     assert longer.blocks[0].forward_workspace_bytes >= rows * (8 * LENGTH) ** 2 * chain.dtype.itemsize
 
 
+def test_draws_whether_to_skip_a_block_skip_none() -> None:
+    """OPT draws a number on the host before each block and compares it with a rate; before transformers 5.23 with any rate."""
+    chain = chain_of("opt")
+    without = profile(chain, 1, LENGTH)
+    chain.model.model.decoder.layerdrop = 1e-30
+    assert profile(chain, 1, LENGTH) == without
+
+
 @pytest.mark.parametrize("in_float32", [False, True])
 def test_hidden_states_are_as_wide_as_blocks_leave_them(in_float32: bool) -> None:
     sizes = {"num_heads": 8, "head_dim": 16, "state_size": 8, "n_groups": 1, "chunk_size": 16}
