@@ -2,6 +2,7 @@
 
 PYTHON ?= python3
 VENV ?= .venv
+CONSTRAINTS ?= constraints.txt
 WORKERS ?= 2
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
@@ -9,7 +10,7 @@ STAMP := $(VENV)/installed
 # One thread for each test process: with WORKERS of them, more would only wait for one another.
 TEST_ENV := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false
 
-.PHONY: help venv demo test test-gpu bench-gpu check format soak bench bench-promise clean
+.PHONY: help venv demo test test-oldest test-gpu bench-gpu check format soak bench bench-promise clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ -/'
@@ -17,12 +18,12 @@ help:  ## list the targets
 venv: $(STAMP)  ## make the environment in .venv and install everything into it
 
 # torch comes first and alone: what it needs is by far the largest part, and it decides the build (CPU or CUDA) of this machine.
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Headrace needs Python 3.11 or newer, found " + sys.version.split()[0] + "; run: make PYTHON=python3.12 ...")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet -c $(CONSTRAINTS) torch
+	$(BIN)/python -m pip install --quiet -c $(CONSTRAINTS) -e '.[dev]'
 	@touch $@
 
 demo: $(STAMP)  ## fine-tune a small model through all three tiers, kill it, resume it, use it
@@ -30,6 +31,9 @@ demo: $(STAMP)  ## fine-tune a small model through all three tiers, kill it, res
 
 test: $(STAMP)  ## all quick tests (minutes)
 	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) -m "not soak and not gpu" --durations=12 --durations-min=5
+
+test-oldest:  ## the same with the oldest versions that are allowed, in .venv-oldest (gigabytes: torch brings CUDA)
+	$(MAKE) test VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt
 
 # GPU_PYTHON names an environment that has torch, transformers, numba, pytest and pytest-xdist: nothing is installed then.
 GPU_ENV := $(if $(GPU_PYTHON),,$(STAMP))
@@ -75,4 +79,4 @@ bench-promise: $(STAMP)  ## planned against measured, and the distance to the li
 	$(BIN)/python bench/promise.py --scratch $(or $(SCRATCH),bench-results) --output bench-results/promise
 
 clean:  ## remove the environment and what runs left in this tree
-	rm -rf $(VENV) demo-run bench-results .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-oldest demo-run bench-results .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -137,8 +137,9 @@ def fitted_rates(amounts: Sequence[tuple[float, float]], seconds: Sequence[float
     """
     if not any(seconds):
         return 0.0, 0.0
-    table, taken = np.asarray(amounts, dtype=np.float64), np.asarray(seconds, dtype=np.float64)
-    scale = np.maximum(taken, taken.max() * 1e-6)  # what takes next to nothing must not outweigh all else
+    longest = max(seconds)
+    table, taken = np.asarray(amounts, dtype=np.float64), np.asarray(seconds, dtype=np.float64) / longest
+    scale = np.maximum(taken, 1e-6)  # what takes next to nothing must not outweigh all else
     wanted = taken / scale
     best, least = np.zeros(2), float((wanted**2).sum())
     for columns in ([0], [1], [0, 1]):
@@ -148,7 +149,7 @@ def fitted_rates(amounts: Sequence[tuple[float, float]], seconds: Sequence[float
         if (found >= 0).all() and error < least - 1e-12:  # rounding must not prefer the second of two that explain all
             best, least = np.zeros(2), error
             best[columns] = found
-    return float(best[0]), float(best[1])
+    return float(best[0] * longest), float(best[1] * longest)
 
 
 def fresh_pages_share(load: Load, seconds: float, rounds: int) -> float:

@@ -13,6 +13,7 @@ from types import FunctionType
 from typing import Any, cast
 
 import torch
+import transformers
 from torch import nn
 
 from headrace.model.probe import architecture_key, compare_gradients, tiny_runner, tiny_samples
@@ -81,7 +82,8 @@ def check_compiles(config: Any) -> None:
     reason = _why_not(cast(Hashable, type(config)), architecture_key(config))
     if reason:
         raise ConfigError(
-            f"compile_blocks: the blocks of {type(config).__name__} cannot be compiled: {reason}; leave compile_blocks out"
+            f"compile_blocks: the blocks of {type(config).__name__} cannot be compiled: {reason}; leave compile_blocks out, or "
+            f"try newer versions (here are torch {torch.__version__} and transformers {transformers.__version__})"
         )
 
 

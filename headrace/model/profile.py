@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import transformers
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from headrace.model.batch import MicroBatch
@@ -49,7 +50,7 @@ def profile(chain: Chain, sequences: int, length: int, *, for_gpu: bool = False,
         raise ModelError(
             f"{type(chain.model).__name__}: what its code does depends on values, not on shapes alone ({error.func}), so "
             "that a step cannot be planned; dynamic rotary scaling is one such thing (rope_type), routers that copy counts to "
-            "the host another"
+            f"the host another; a newer transformers may not do it (here it is {transformers.__version__})"
         ) from error
     if not chain.replayable:
         return replace(costs, blocks=tuple(_not_replayable(block, chain.dtype.itemsize) for block in costs.blocks))

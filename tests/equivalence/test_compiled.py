@@ -14,6 +14,7 @@ import torch
 import torch._dynamo
 from test_engine import LENGTH, ROWS, batch_of, micro_batches, train
 from torch._dynamo.utils import counters
+from versions import COMPILES_EXPERTS
 
 import headrace
 from headrace.engine import Engine
@@ -44,7 +45,14 @@ def assert_same(ours: tuple[Any, Any], expected: tuple[Any, Any], *, loss: float
 
 
 @pytest.mark.usefixtures("traced")
-@pytest.mark.parametrize("name", ["llama", "mixtral-aux", pytest.param("deepseek", marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama",
+        pytest.param("mixtral-aux", marks=COMPILES_EXPERTS),
+        pytest.param("deepseek", marks=[pytest.mark.soak, COMPILES_EXPERTS]),
+    ],
+)
 def test_losses_and_weights_are_those_of_the_models_own_code(name: str, model_dir: Callable[..., Path], tmp_path: Path) -> None:
     path, options = model_dir(name), {"compute_dtype": "float32", "max_grad_norm": 0.5, "adjust": micro_batches(2)}
     expected = train(path, tmp_path / "own", **options)
@@ -82,7 +90,7 @@ def test_the_plan_keeps_and_skips_nothing_and_says_so(model_dir: Callable[..., P
 
 
 @pytest.mark.usefixtures("traced")
-@pytest.mark.parametrize(("name", "padded"), [("llama", True), ("mixtral-aux", False)])
+@pytest.mark.parametrize(("name", "padded"), [("llama", True), pytest.param("mixtral-aux", False, marks=COMPILES_EXPERTS)])
 def test_shorter_batches_are_filled_up_and_compile_nothing(
     name: str, padded: bool, model_dir: Callable[..., Path], tmp_path: Path
 ) -> None:

@@ -10,6 +10,7 @@ import torch._inductor.config
 from tiny_architectures import CONFIGS, DROPOUT_GPT2, flats_of, make_config, make_plain
 from torch._dynamo.utils import counters
 from transformers.models.llama.modeling_llama import LlamaMLP
+from versions import COMPILES_EXPERTS
 
 from headrace.model import BlockCall, Chain, profile
 from headrace.model.compiled import CompiledBlocks, check_compiler, check_compiles
@@ -24,11 +25,12 @@ def _forget_graphs() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gpt2", "mixtral"])
+@pytest.mark.parametrize("name", ["qwen3", "gpt2", pytest.param("mixtral", marks=COMPILES_EXPERTS)])
 def test_blocks_of_this_kind_can_be_compiled(name: str) -> None:
     check_compiles(make_config(CONFIGS[name]))
 
 
+@COMPILES_EXPERTS
 def test_router_logits_are_not_lost_after_a_model_without_them() -> None:
     """The compiler's guards do not see the hooks that catch them: one model must not run the graphs of another."""
     for name in ("mixtral", "mixtral-routed"):
@@ -54,7 +56,8 @@ def test_a_block_that_asks_for_a_value_is_refused_with_the_reason(monkeypatch: p
         ("llama", {**CONFIGS["llama"][1], "attention_bias": True})
     )  # an architecture that no other test asked for
     with pytest.raises(
-        ConfigError, match=r"the blocks of LlamaConfig cannot be compiled: Data-dependent.*leave compile_blocks out"
+        ConfigError,
+        match=r"the blocks of LlamaConfig cannot be compiled: Data-dependent.*leave compile_blocks out.*transformers 5\.",
     ):
         check_compiles(config)
 
@@ -92,7 +95,9 @@ def test_binding_other_weights_compiles_nothing() -> None:
                         out.backward(torch.ones_like(out))
                     chain.release(index + 1)
                     results.append((out.detach(), into))
-                torch.testing.assert_close(results[1], results[0])
+                for name, expected in {"out": results[0][0], **results[0][1]}.items():
+                    got = {"out": results[1][0], **results[1][1]}[name]
+                    torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6 * float(expected.abs().max()))
                 assert bool(results[1][1]) is gradients
                 seen.append(results[1][0])
     assert counters["stats"]["unique_graphs"] - before == 2
