@@ -16,7 +16,7 @@ import torch
 
 from headrace.ioengine import default_ssd_bytes, file_systems
 from headrace.machine import CpuMachine, anonymous_bytes
-from headrace.model import Chain, Profiles, import_workspace_bytes, note_on
+from headrace.model import Chain, Profiles, check_whole, import_workspace_bytes, note_on, self_check
 from headrace.plan.base import Plan
 from headrace.plan.endurance import endurance
 from headrace.plan.footprint import Allowance, planned_runtime_bytes, with_footprint
@@ -75,7 +75,7 @@ def plan_model(
     would spare them.
 
     Raises:
-        ModelError: there is no configuration, or its architecture cannot be run block by block.
+        ModelError: there is no configuration, or its architecture is one that training refuses: tried on a tiny instance.
         InputError: lengths or budgets that cannot be.
         StorageError: an SSD directory of the budget cannot be used.
     """
@@ -87,6 +87,8 @@ def plan_model(
     budget = budget or Budget()
     config, whole = read_parts(model)
     workload = _workload(config, tokens_per_step, sequence_length, clip=clip, checkpoint_every=checkpoint_every)
+    self_check(config)
+    check_whole(config, whole)
     chain = Chain.from_config(config, compute_dtype, AdamW(), moments)
     if ceilings is not None and budget.ssd:
         ceilings = ceilings.of_directories(file_systems(budget.ssd))

@@ -97,7 +97,7 @@ def test_binding_other_weights_compiles_nothing() -> None:
                     results.append((out.detach(), into))
                 for name, expected in {"out": results[0][0], **results[0][1]}.items():
                     got = {"out": results[1][0], **results[1][1]}[name]
-                    torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6 * float(expected.abs().max()))
+                    torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-5 * float(expected.abs().max()))
                 assert bool(results[1][1]) is gradients
                 seen.append(results[1][0])
     assert counters["stats"]["unique_graphs"] - before == 2

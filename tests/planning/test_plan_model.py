@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from planned_models import gpt3_175b, llama_70b, llama_small, saved
+from tiny_wholes import make_whole
 
 from headrace.plan.base import Plan
 from headrace.plan.placement import Problem
@@ -16,7 +17,7 @@ from headrace.plan.search import make_plan
 from headrace.planning import PlanReport, answer, explain, plan_model
 from headrace.spec.budget import Budget
 from headrace.spec.ceilings import MOST_BYTES, Ceilings
-from headrace.spec.errors import ConfigError, InputError, StorageError
+from headrace.spec.errors import ConfigError, InputError, ModelError, StorageError
 from headrace.spec.program import Lane
 
 
@@ -238,6 +239,22 @@ def test_the_largest_models_are_answered_in_time(tmp_path: Path, rig: Ceilings, 
 def test_what_cannot_be_is_refused(small: Path, rig: Ceilings, options: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         plan_model(small, **({"budget": Budget(), "ceilings": rig, "here": False} | options))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("gemma4", {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 160}, "cannot be trained block by block"),
+        ("cohere2_vision", {}, "computes other logits from text than its text model"),
+    ],
+)
+def test_a_model_that_training_refuses_is_not_planned(
+    name: str, changes: dict[str, Any], message: str, rig: Ceilings, tmp_path: Path
+) -> None:
+    """It needs an instance to be found out, a tiny one: the configuration alone looks like one that can be trained."""
+    make_whole(name, **changes).config.save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=message):
+        plan_model(tmp_path, Budget(), ceilings=rig, here=False)
 
 
 @pytest.mark.parametrize("measured", [False, True])
