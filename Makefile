@@ -68,11 +68,12 @@ soak: $(STAMP)  ## long stress runs, and all properties on fresh examples (an ho
 	$(TEST_ENV) $(BIN)/python -m pytest -m soak --timeout=7200
 	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) -m "not soak and not gpu" --hypothesis-profile=fresh
 
-bench: $(STAMP)  ## what this machine can do, and Headrace beside plain PyTorch; SCRATCH=directory on the disk to measure
+# DEEPSPEED_PYTHON names an environment that has DeepSpeed (bench/README.md); without it only plain PyTorch is compared.
+bench: $(STAMP)  ## what this machine can do, and Headrace beside its peers; SCRATCH=directory on the disk to measure
 	@mkdir -p bench-results
 	$(BIN)/python bench/limits.py --scratch $(or $(SCRATCH),bench-results) --output bench-results/limits.json
-	$(BIN)/python bench/compare.py --scratch $(or $(SCRATCH),bench-results) --output bench-results/compare --size S \
-		--tokens-per-step 2048 --contestants headrace,plain
+	$(BIN)/python bench/peers.py --scratch $(or $(SCRATCH),bench-results) --output bench-results/peers \
+		$(if $(DEEPSPEED_PYTHON),--deepspeed-python $(DEEPSPEED_PYTHON))
 
 bench-promise: $(STAMP)  ## planned against measured, and the distance to the limit, of 17 runs (an hour or more); SCRATCH=directory
 	@mkdir -p bench-results

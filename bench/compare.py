@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from sys import executable
+from typing import Any
 
 from launch import HERE, environment, machine_facts, make_model, require_disk, run_worker, scratch_directory
 from shapes import SHAPES
@@ -134,8 +135,8 @@ def all_runs(contestants: list[Contestant], options: argparse.Namespace, scratch
             yield {"name": contestant.name, "round": number, **run}
 
 
-def main() -> int:
-    options = options_of()
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Run the comparison; return what the JSON file has: machine, options, runs, and summaries in the contestants' order."""
     contestants = chosen(options)
     if options.warmup >= options.steps or options.rounds < 1:
         refuse(f"--steps {options.steps} must be more than --warmup {options.warmup}, and --rounds {options.rounds} at least 1")
@@ -152,13 +153,16 @@ def main() -> int:
             print(progress_line(run, options.warmup), flush=True)
             written["runs"].append(run)
             json_file.write_text(json.dumps(written, indent=1, default=str))  # an hour's runs outlive an interruption
-    runs = written["runs"]
-    summaries = summaries_of([contestant.name for contestant in contestants], runs, options)
-    table = table_of(summaries, options, facts)
-    json_file.write_text(json.dumps(written | {"summaries": summaries}, indent=1, default=str))
+    written["summaries"] = summaries_of([contestant.name for contestant in contestants], written["runs"], options)
+    json_file.write_text(json.dumps(written, indent=1, default=str))
+    table = table_of(written["summaries"], options, facts)
     Path(f"{options.output}.md").write_text(table)
     print("\n" + table)
-    return 0 if all(run["status"] == "ok" for run in runs) else 1
+    return written
+
+
+def main() -> int:
+    return 0 if all(run["status"] == "ok" for run in measure(options_of())["runs"]) else 1
 
 
 if __name__ == "__main__":
