@@ -70,6 +70,9 @@ def options_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--learning-rate", type=float, default=1e-5)
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--host-memory", default="4GiB", help="Headrace's host budget")
+    parser.add_argument(
+        "--profile", type=Path, default=None, help="of this machine, by which Headrace plans; none: a nominal one"
+    )
     parser.add_argument("--deepspeed-python", type=Path, default=None, help="python of an environment with DeepSpeed")
     parser.add_argument("--omp-wait-policy", choices=["passive", "active"], default="passive", help="the same for all")
     parser.add_argument("--timeout-seconds", type=float, default=3600, help="of one run")
@@ -117,6 +120,8 @@ def command_of(contestant: Contestant, options: argparse.Namespace, model: Path)
         command += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
     if contestant.script == "run_headrace.py":
         command += ["--host-memory", options.host_memory]
+        if options.profile is not None:
+            command += ["--machine", str(options.profile)]
     return command + list(contestant.arguments)  # last, so that a variant's options win
 
 

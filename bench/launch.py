@@ -194,6 +194,18 @@ def make_model(size: str, directory: Path, variables: dict[str, str]) -> None:
         refuse(f"make_model.py failed:\n{done.stdout[-1000:]}{done.stderr[-2000:]}")
 
 
+def measure_machine(directory: Path, profile: Path, seconds: float) -> dict[str, Any]:
+    """Return what `headrace bench machine` finds now, with the disk of `directory`, and leave it in `profile`."""
+    print(f"measuring the machine for {seconds:.0f} s ...", flush=True)
+    command = [sys.executable, "-m", "headrace.cli", "bench", "machine", "--ssd", str(directory)]
+    command += ["--output", str(profile), "--seconds", str(seconds)]
+    done = subprocess.run(command, env=environment(omp_wait_policy="passive"), capture_output=True, text=True, check=False)
+    if done.returncode:
+        refuse(f"the machine could not be measured:\n{done.stderr[-2000:]}")
+    print(done.stdout)
+    return dict(json.loads(profile.read_text()))
+
+
 def machine_facts(directory: Path) -> dict[str, Any]:
     """Return what a reader needs to place the numbers: processor, cores, memory, kernel, file system of `directory`."""
     processors = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]

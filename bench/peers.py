@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import compare
-from launch import GIB
+from launch import GIB, measure_machine, scratch_directory
 from summary import NONE
 from worker import refuse
 
@@ -63,6 +63,8 @@ def options_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--only", default="", help=f"lines to run, with commas between them; of: {names}")
     parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--profile", type=Path, default=None, help="of this machine; without it, it is measured first")
+    parser.add_argument("--profile-seconds", type=float, default=90, help="seconds to measure the machine for")
     parser.add_argument("--deepspeed-python", type=Path, default=None, help="python of an environment with DeepSpeed")
     parser.add_argument("--scratch", type=Path, required=True, help="directory on the disk under test; nothing stays in it")
     parser.add_argument("--output", type=Path, required=True, help="directory for results")
@@ -80,11 +82,25 @@ def chosen(options: argparse.Namespace) -> list[Line]:
     return [line for line in LINES if options.deepspeed_python is not None or not line.needs_deepspeed]
 
 
-def comparison_of(line: Line, options: argparse.Namespace) -> argparse.Namespace:
+def profile_of(options: argparse.Namespace) -> Path:
+    """Return the profile by which Headrace plans all lines: given, measured before by the same command, or measured now."""
+    kept = options.output / "profile.json"
+    if options.profile is not None:
+        if not options.profile.is_file():
+            refuse(f"--profile {options.profile}: there is no such file; make one with `headrace bench machine`")
+        return options.profile
+    if not kept.exists():
+        with scratch_directory(options.scratch) as scratch:
+            measure_machine(scratch, kept, options.profile_seconds)
+    return kept
+
+
+def comparison_of(line: Line, options: argparse.Namespace, profile: Path) -> argparse.Namespace:
     """Return `compare.py`'s options for one line. Headrace is the first contestant: ratios are to it."""
     arguments = ["--contestants", f"{OURS},{line.peer}", "--size", line.size, "--rounds", str(options.rounds)]
     for name in ("tokens_per_step", "sequence_length", "steps", "warmup", "host_memory"):
         arguments += [f"--{name.replace('_', '-')}", str(getattr(line, name))]
+    arguments += ["--profile", str(profile)]
     if options.deepspeed_python is not None:
         arguments += ["--deepspeed-python", str(options.deepspeed_python)]
     output = options.output / line.name
@@ -146,6 +162,7 @@ def main() -> int:
     elif not options.only:
         print("DeepSpeed is left out: give --deepspeed-python PATH (bench/README.md tells how to set it up)")
     options.output.mkdir(parents=True, exist_ok=True)
+    profile = profile_of(options)
     results = {}
     for line in lines:
         kept = options.output / f"{line.name}.json"
@@ -154,7 +171,7 @@ def main() -> int:
             print(f"{line.name}: is there already", flush=True)
         else:
             print(f"{line.name}:", flush=True)
-            found = compare.measure(comparison_of(line, options))
+            found = compare.measure(comparison_of(line, options, profile))
         results[line.name] = found
         table = table_of(lines, results)
         (options.output / "peers.md").write_text(table)

@@ -9,7 +9,6 @@ on where it was when it is given again; OUTPUT.md has the table. Exit code 1 if 
 
 import argparse
 import json
-import subprocess
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -17,7 +16,17 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from launch import GIB, HERE, environment, machine_facts, make_model, require_disk, run_worker, scratch_directory
+from launch import (
+    GIB,
+    HERE,
+    environment,
+    machine_facts,
+    make_model,
+    measure_machine,
+    require_disk,
+    run_worker,
+    scratch_directory,
+)
 from shapes import SHAPES
 from worker import refuse
 
@@ -137,19 +146,7 @@ def profile_of(options: argparse.Namespace, results: dict[str, Any], path: Path)
         return dict(given)
     if results["profile"] is not None:
         return dict(results["profile"])
-    return measured_profile(options, path)
-
-
-def measured_profile(options: argparse.Namespace, path: Path) -> dict[str, Any]:
-    """Return what `headrace bench machine` finds now, and leave it in `path`."""
-    print(f"measuring the machine for {options.profile_seconds:.0f} s ...", flush=True)
-    command = [sys.executable, "-m", "headrace.cli", "bench", "machine", "--ssd", str(path.parent)]
-    command += ["--output", str(path), "--seconds", str(options.profile_seconds)]
-    done = subprocess.run(command, env=environment(omp_wait_policy="passive"), capture_output=True, text=True, check=False)
-    if done.returncode:
-        refuse(f"the machine could not be measured:\n{done.stderr[-2000:]}")
-    print(done.stdout)
-    return dict(json.loads(path.read_text()))
+    return measure_machine(path.parent, path, options.profile_seconds)
 
 
 def command_of(combination: Combination, options: argparse.Namespace, model: Path, profile: Path) -> list[str]:
@@ -359,7 +356,7 @@ def run_all(options: argparse.Namespace, combinations: list[Combination], result
                     make_model(combination.size, model, variables)
                 about = {"name": combination.name, "round": number, "combination": asdict(combination)}
                 if options.measure_each:
-                    about["profile"] = measured_profile(options, profile)
+                    about["profile"] = measure_machine(profile.parent, profile, options.profile_seconds)
                 command = command_of(combination, options, model, profile)
                 run = run_worker(command, variables, scratch=scratch, timeout_seconds=options.timeout_seconds)
                 results["runs"].append(about | {"cores": results["machine"]["cores"]} | run)

@@ -20,7 +20,7 @@ def words(*more: str) -> Any:
 
 def results_of(line: peers.Line, ours: float, theirs: float, their_memory: float = 5.0) -> dict[str, Any]:
     """Return what `compare.py` writes, for steps of so many seconds; Headrace takes 1 GiB."""
-    options = comparison_of(line, words())
+    options = comparison_of(line, words(), Path("p.json"))
     runs = []
     for name, seconds, memory in ((peers.OURS, ours, 1.0), (line.peer, theirs, their_memory)):
         rows = [seconds] * line.steps
@@ -35,7 +35,7 @@ def test_three_sizes_and_two_token_counts_are_compared_with_deepspeed():
 
 def test_each_line_is_a_comparison_that_compare_takes():
     for line in LINES:
-        options = comparison_of(line, words("--deepspeed-python", "python", "--rounds", "3"))
+        options = comparison_of(line, words("--deepspeed-python", "python", "--rounds", "3"), Path("p.json"))
         assert [contestant.name for contestant in compare.chosen(options)] == [peers.OURS, line.peer]
         assert (options.size, options.tokens_per_step, options.steps, options.rounds) == (
             line.size,
@@ -44,6 +44,8 @@ def test_each_line_is_a_comparison_that_compare_takes():
             3,
         )
         assert options.warmup < options.steps
+        ours = compare.command_of(compare.chosen(options)[0], options, Path("model"))
+        assert ours[ours.index("--machine") + 1] == "p.json"
         assert options.output == Path("o") / line.name
         assert parse_bytes(options.host_memory) > 0
         assert line.tokens_per_step % line.sequence_length == 0
@@ -90,10 +92,15 @@ def test_results_are_kept_and_failures_tried_again(tmp_path: Path, monkeypatch: 
         Path(f"{options.output}.json").write_text(peers.json.dumps(found))
         return found
 
+    def measure_machine(directory: Path, profile: Path, seconds: float) -> None:
+        measured.append("machine")
+        profile.write_text("{}")
+
     monkeypatch.setattr(compare, "measure", measure)
+    monkeypatch.setattr(peers, "measure_machine", measure_machine)
     monkeypatch.setattr("sys.argv", ["peers.py", "--scratch", str(tmp_path), "--output", str(tmp_path / "results")])
     first, second = LINES[0].name, LINES[1].name
     assert peers.main() == 1
     assert peers.main() == 0
-    assert measured == [first, second, second]
+    assert measured == ["machine", first, second, second]
     assert (tmp_path / "results" / "peers.md").read_text().count("\n| ") == 3

@@ -311,7 +311,7 @@ def test_results_of_another_profile_are_not_mixed(no_work, monkeypatch, tmp_path
 
 
 def test_each_run_may_have_a_profile_of_its_own(no_work, monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(promise, "measured_profile", lambda options, scratch: {"name": f"before run {len(no_work)}"})
+    monkeypatch.setattr(promise, "measure_machine", lambda directory, profile, seconds: {"name": f"before run {len(no_work)}"})
     assert main_of(monkeypatch, tmp_path, "--measure-each") == 0
     runs = json.loads((tmp_path / "out.json").read_text())["runs"]
     assert [run["profile"]["name"] for run in runs] == [f"before run {number}" for number in range(3)]
