@@ -197,7 +197,7 @@ def make_model(size: str, directory: Path, variables: dict[str, str]) -> None:
 def measure_machine(directory: Path, profile: Path, seconds: float) -> dict[str, Any]:
     """Return what `headrace bench machine` finds now, with the disk of `directory`, and leave it in `profile`."""
     print(f"measuring the machine for {seconds:.0f} s ...", flush=True)
-    command = [sys.executable, "-m", "headrace.cli", "bench", "machine", "--ssd", str(directory)]
+    command = [sys.executable, "-m", "headrace", "bench", "machine", "--ssd", str(directory)]
     command += ["--output", str(profile), "--seconds", str(seconds)]
     done = subprocess.run(command, env=environment(omp_wait_policy="passive"), capture_output=True, text=True, check=False)
     if done.returncode:

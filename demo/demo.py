@@ -223,7 +223,7 @@ def generate(model_directory: Path, data: Path) -> tuple[str, str, float]:
 def run_headrace(*arguments: str, watch: Callable[[str, "subprocess.Popen[str]"], None] | None = None, expect: int = 0) -> int:
     """Run `headrace` in a process of its own, show its lines, and return its exit code, which must be `expect`."""
     print(f"\n    $ headrace {' '.join(show(word) for word in arguments)}", flush=True)
-    command = [sys.executable, "-m", "headrace.cli", *arguments]
+    command = [sys.executable, "-m", "headrace", *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment()) as process:
         assert process.stdout is not None
         for line in process.stdout:
@@ -237,7 +237,7 @@ def run_headrace(*arguments: str, watch: Callable[[str, "subprocess.Popen[str]"]
 
 def refused(*arguments: str) -> str:
     """Run `headrace`, which must refuse with exit code 2, and return what it says."""
-    command = [sys.executable, "-m", "headrace.cli", *arguments]
+    command = [sys.executable, "-m", "headrace", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, env=environment())
     if done.returncode != 2:
         fail(f"headrace {arguments[0]}: exit code {done.returncode}, expected a refusal with 2: {done.stderr}")

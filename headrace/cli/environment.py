@@ -7,6 +7,8 @@ import os
 import sys
 from pathlib import Path
 
+from headrace.control_groups import quota_cores
+
 # Idle OpenMP threads otherwise spin for milliseconds on the cores that the update and the SSD threads could use. Without any
 # spinning, each of a block's many small operations waits for a thread to be woken (docs/decisions/0003).
 SPIN_COUNT = "10000"
@@ -28,6 +30,10 @@ def set_process_defaults() -> None:
     if "OMP_WAIT_POLICY" not in os.environ:  # a spin count would overrule it
         os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
         os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+    quota = quota_cores()
+    if quota is not None and quota < len(os.sched_getaffinity(0)):
+        # As many threads as may run all the time: one that is stopped holds up the others wherever they wait for one another.
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, int(quota))))
     for name, value in _DEFAULTS.items():
         os.environ.setdefault(name, value)
     sys.setswitchinterval(min(_SWITCH_SECONDS, sys.getswitchinterval()))

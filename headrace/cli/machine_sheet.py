@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import headrace
+from headrace.control_groups import quota_cores
 from headrace.spec.sizes import format_bytes
 
 _FLAGS = ("avx2", "fma", "f16c", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "asimd", "bf16", "sve")
@@ -98,7 +99,7 @@ def _cpu() -> dict[str, Any]:
         "model": fields.get("model name") or platform.processor() or None,
         "cores": os.cpu_count(),
         "usable_cores": len(os.sched_getaffinity(0)),
-        "cgroup_cores": _cgroup_cores(),
+        "cgroup_cores": quota_cores(),
         "flags": [flag for flag in _FLAGS if flag in flags],
     }
 
@@ -128,11 +129,6 @@ def _limits() -> dict[str, int | None]:
         "cgroup_limit_bytes": control_group_limit_bytes(),
         "pinnable_bytes": pinnable_memory_bytes(),
     }
-
-
-def _cgroup_cores() -> float | None:
-    words = (_text(Path("/sys/fs/cgroup/cpu.max")) or "").split()
-    return int(words[0]) / int(words[1]) if len(words) == 2 and words[0].isdigit() else None
 
 
 def _in_container() -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from headrace.control_groups import groups_of, text_of
 from headrace.spec.budget import default_bytes
 
 _HERE = Path("/")
@@ -52,7 +53,7 @@ def pinnable_memory_bytes(root: Path = _HERE) -> int | None:
     The driver there is Windows' own, whose memory manager caps shared device memory (which pinned memory is) at half.
     """
     total = _fields(root / "proc/meminfo").get("MemTotal")
-    return total // 2 if total is not None and "microsoft" in (_text(root / "proc/version") or "").lower() else None
+    return total // 2 if total is not None and "microsoft" in (text_of(root / "proc/version") or "").lower() else None
 
 
 def default_host_bytes(root: Path = _HERE, *, pins: bool) -> int:
@@ -64,35 +65,24 @@ def default_host_bytes(root: Path = _HERE, *, pins: bool) -> int:
 
 def _groups(root: Path) -> Iterator[_Group]:
     """Yield the groups with a limit, of both versions: a machine may have the memory controller in either."""
-    for line in (_text(root / "proc/self/cgroup") or "").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if not controllers:
-            tops = (root / "sys/fs/cgroup", root / "sys/fs/cgroup/unified")
-            for top in tops:
-                yield from _limited(_upwards(top, path), ("memory.max", "memory.high"), "memory.current", "")
-        elif "memory" in controllers.split(","):
-            directories = [
+    for version, directories in groups_of("memory", root):
+        if version == 2:
+            yield from _limited(directories, ("memory.max", "memory.high"), "memory.current", "")
+        else:
+            # A group above counts only where it says so: in version 1 that was a choice once.
+            counting = [
                 directory
-                for number, directory in enumerate(_upwards(root / "sys/fs/cgroup/memory", path))
-                # A group above counts only where it says so: in version 1 that was a choice once.
-                if number == 0 or _text(directory / "memory.use_hierarchy") != "0"
+                for directory in directories
+                if directory is directories[0] or text_of(directory / "memory.use_hierarchy") != "0"
             ]
-            yield from _limited(directories, ("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_")
-
-
-def _upwards(top: Path, path: str) -> list[Path]:
-    """Return a group's directory and those above it. What is not here is left out: a container may see the host's path."""
-    parts = [part for part in path.split("/") if part]
-    if ".." in parts:  # outside of what this namespace shows
-        parts = []
-    return [directory for length in range(len(parts), -1, -1) if (directory := top.joinpath(*parts[:length])).is_dir()]
+            yield from _limited(counting, ("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_")
 
 
 def _limited(directories: list[Path], limits: tuple[str, ...], usage: str, prefix: str) -> Iterator[_Group]:
     for directory in directories:
-        texts = [_text(directory / name) or "" for name in limits]
+        texts = [text_of(directory / name) or "" for name in limits]
         found = [int(text) for text in texts if text.isdigit() and int(text) < _UNLIMITED_BYTES]
-        used = _text(directory / usage) or ""
+        used = text_of(directory / usage) or ""
         if found:
             statistics = _pairs(directory / "memory.stat")
             reclaimable = sum(statistics.get(prefix + name, 0) for name in _RECLAIMABLE)
@@ -101,7 +91,7 @@ def _limited(directories: list[Path], limits: tuple[str, ...], usage: str, prefi
 
 def _resource_rests(root: Path) -> Iterator[int]:
     status = _fields(root / "proc/self/status")
-    for line in (_text(root / "proc/self/limits") or "").splitlines():
+    for line in (text_of(root / "proc/self/limits") or "").splitlines():
         for name, field in _RESOURCES.items():
             soft = line.removeprefix(name).split()[0] if line.startswith(name + " ") else ""
             if soft.isdigit():
@@ -111,7 +101,7 @@ def _resource_rests(root: Path) -> Iterator[int]:
 def _fields(path: Path) -> dict[str, int]:
     """Return the `Name:  number kB` lines of a file, in bytes."""
     found = {}
-    for line in (_text(path) or "").splitlines():
+    for line in (text_of(path) or "").splitlines():
         name, _, rest = line.partition(":")
         words = rest.split()
         if len(words) == 2 and words[1] == "kB" and words[0].isdigit():
@@ -120,12 +110,5 @@ def _fields(path: Path) -> dict[str, int]:
 
 
 def _pairs(path: Path) -> dict[str, int]:
-    pairs = (line.split() for line in (_text(path) or "").splitlines())
+    pairs = (line.split() for line in (text_of(path) or "").splitlines())
     return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdigit()}
-
-
-def _text(path: Path) -> str | None:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace").strip()
-    except OSError:
-        return None

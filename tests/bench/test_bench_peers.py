@@ -63,9 +63,9 @@ def test_without_deepspeed_its_lines_are_left_out_unless_named():
 @pytest.mark.parametrize(
     ("theirs", "memory", "expected"),
     [
-        (4.5, 5.0, "**2.25** (2.25-2.25; 2.20) | 0.20 (0.25) |"),
-        (4.3, 5.0, "**2.15** (2.15-2.15; 2.20, **short**) | 0.20 (0.25) |"),
-        (4.5, 3.0, "**2.25** (2.25-2.25; 2.20) | 0.33 (0.25, **short**) |"),
+        (4.5, 5.0, "**2.25** (2.25-2.25; 2.20) | 0.200 (0.25) |"),
+        (4.3, 5.0, "**2.15** (2.15-2.15; 2.20, **short**) | 0.200 (0.25) |"),
+        (4.5, 3.0, "**2.25** (2.25-2.25; 2.20) | 0.333 (0.25, **short**) |"),
     ],
 )
 def test_a_row_says_what_is_short_of_its_aim(theirs: float, memory: float, expected: str):

@@ -453,7 +453,7 @@ def test_from_a_shell(world: World, tmp_path_factory: pytest.TempPathFactory) ->
     """The same through a process of its own: nothing else reaches stderr, such as warnings of libraries."""
     world.shards()[1].unlink()
     before = listing(world.folder)
-    command = [sys.executable, "-m", "headrace.cli", *world.train_words()]
+    command = [sys.executable, "-m", "headrace", *world.train_words()]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path_factory.mktemp("elsewhere"), timeout=120)
     check_refusal(done.returncode, done.stderr)
     assert done.stdout == ""

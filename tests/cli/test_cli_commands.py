@@ -359,6 +359,21 @@ class TestStart:
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment | given)
         assert done.stdout.split() == expected
 
+    @pytest.mark.parametrize(
+        ("quota", "given", "expected"),
+        [(None, None, None), (2.5, None, "2"), (0.5, None, "1"), (8.0, None, None), (2.0, "4", "4")],
+    )
+    def test_no_more_threads_than_a_container_may_run(
+        self, quota: float | None, given: str | None, expected: str | None, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("headrace.cli.environment.quota_cores", lambda: quota)
+        monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)))
+        monkeypatch.setenv("OMP_NUM_THREADS", given or "")  # put back afterwards, whatever happens to it
+        if given is None:
+            monkeypatch.delenv("OMP_NUM_THREADS")
+        set_process_defaults()
+        assert os.environ.get("OMP_NUM_THREADS") == expected
+
     def test_the_version(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert run("--version") == 0
         assert re.fullmatch(r"headrace \d+\.\d+\.\d+\n", capsys.readouterr().out)

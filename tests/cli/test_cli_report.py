@@ -71,7 +71,7 @@ def test_what_is_no_run_is_refused_in_one_line(options: list[str], tmp_path: Pat
 
 @pytest.mark.parametrize("option", ["--out", "--trace"])
 def test_what_goes_to_stdout_is_all_there_is_on_it(option: str, run_directory: Path) -> None:
-    command = [sys.executable, "-m", "headrace.cli", "report", str(run_directory), option, "/dev/stdout"]
+    command = [sys.executable, "-m", "headrace", "report", str(run_directory), option, "/dev/stdout"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "wrote" not in done.stdout
     assert "wrote /dev/stdout" in done.stderr

@@ -19,7 +19,7 @@ MANY_STEPS = 5000
 
 def stopped(words: list[str], number: signal.Signals, cwd: Path) -> tuple[int, str]:
     """Start a command, send it a signal when it has taken a step, and return its exit code and its stderr."""
-    command = [sys.executable, "-m", "headrace.cli", *words]
+    command = [sys.executable, "-m", "headrace", *words]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=cwd) as process:
         assert process.stdout
         assert any(re.match(r"step +\d+/", line) for line in process.stdout)

@@ -41,8 +41,6 @@ def row(plan: dict[str, Any]) -> int:
 
 
 def headrace(*words: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "headrace.cli", *words], capture_output=True, text=True, timeout=120, check=False
-    )
+    done = subprocess.run([sys.executable, "-m", "headrace", *words], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout

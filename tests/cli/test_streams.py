@@ -58,7 +58,7 @@ class TestAFullStdout:
 
 def headrace(*words: object, shell: str) -> subprocess.CompletedProcess[str]:
     """Run the command in a process of its own, with what a shell does to its streams."""
-    command = ["sh", "-c", f'"$0" -m headrace.cli "$@" {shell}', sys.executable, *map(str, words)]
+    command = ["sh", "-c", f'"$0" -m headrace "$@" {shell}', sys.executable, *map(str, words)]
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
@@ -97,7 +97,7 @@ def test_without_stderr_the_exit_code_stays(world: World) -> None:
 
 def test_a_reader_that_went_away_in_mid_run_is_said_to_be_stdout(world: World) -> None:
     words = world.train_words(**{"max-steps": 5000})
-    command = [sys.executable, "-m", "headrace.cli", *words]
+    command = [sys.executable, "-m", "headrace", *words]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout
         assert process.stderr

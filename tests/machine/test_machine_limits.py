@@ -1,4 +1,4 @@
-"""What a process may still take of memory, on made machines: /proc and /sys trees in a folder.
+"""What a process may still take of memory and cores, on made machines: /proc and /sys trees in a folder.
 
 Run: pytest tests/machine
 """
@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from headrace.control_groups import quota_cores
 from headrace.machine import (
     available_memory_bytes,
     control_group_limit_bytes,
@@ -124,6 +125,39 @@ class TestVersion1:
         machine.write("proc/self/cgroup", "5:memory:/x")
         machine.old_group("x", UNLIMITED_V1, GIB)
         assert control_group_limit_bytes(machine.root) is None
+
+
+class TestCores:
+    """CPU time a second, as container engines limit it."""
+
+    def test_without_a_limit_there_is_none(self, machine: Machine) -> None:
+        assert quota_cores(machine.root) is None
+        machine.write("proc/self/cgroup", "4:cpu,cpuacct:/x\n0::/y")
+        machine.write("sys/fs/cgroup/y/cpu.max", "max 100000")
+        machine.write("sys/fs/cgroup/cpu,cpuacct/x/cpu.cfs_quota_us", "-1")
+        machine.write("sys/fs/cgroup/cpu,cpuacct/x/cpu.cfs_period_us", "100000")
+        assert quota_cores(machine.root) is None
+
+    def test_the_least_of_its_groups_and_those_above(self, machine: Machine) -> None:
+        machine.write("proc/self/cgroup", "0::/pod/container")
+        machine.write("sys/fs/cgroup/pod/container/cpu.max", "800000 100000")
+        assert quota_cores(machine.root) == 8
+        machine.write("sys/fs/cgroup/pod/cpu.max", "125000 50000")
+        assert quota_cores(machine.root) == 2.5
+
+    @pytest.mark.parametrize("top", ["cpu", "cpu,cpuacct"])
+    def test_version_1_has_it_in_two_files(self, machine: Machine, top: str) -> None:
+        machine.write("proc/self/cgroup", "4:cpu,cpuacct:/docker/x\n5:memory:/docker/x")
+        machine.write(f"sys/fs/cgroup/{top}/cpu.cfs_quota_us", "-1")
+        machine.write(f"sys/fs/cgroup/{top}/docker/x/cpu.cfs_quota_us", "150000")
+        machine.write(f"sys/fs/cgroup/{top}/docker/x/cpu.cfs_period_us", "100000")
+        assert quota_cores(machine.root) == 1.5
+
+    @pytest.mark.parametrize("text", ["", "max", "100000", "0 0", "nonsense 100000"])
+    def test_what_cannot_be_read_limits_nothing(self, machine: Machine, text: str) -> None:
+        machine.write("proc/self/cgroup", "0::/")
+        machine.write("sys/fs/cgroup/cpu.max", text)
+        assert quota_cores(machine.root) is None
 
 
 class TestResourceLimits:

@@ -1,5 +1,0 @@
-"""`python -m headrace.cli`, the same as the command `headrace`."""
-
-from headrace.cli import main
-
-main()
