@@ -201,6 +201,7 @@ def base_choice(plan: Plan) -> Choice:
         kept_home="device",
         freed_memory=plan.freed_memory,
         chunk_elements=plan.chunk_elements,
+        state_slots=plan.state_slots,
     )
 
 

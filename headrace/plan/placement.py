@@ -18,9 +18,11 @@ from headrace.spec.sizes import MIB, round_up
 _LOSS_CHUNK_BYTES = 96 * MIB
 # Beyond this many tokens a matrix product is as fast per token as it gets.
 _SATURATED_TOKENS = 2048
-# Elements of a chunk of an update, by thrift: small ones take less memory and more operations.
-_CHUNK_CHOICES = (8 << 20, 4 << 20, 1 << 20, 1 << 16)
-THRIFTS = tuple(range(len(_CHUNK_CHOICES)))
+# Elements of a chunk of an update, and chunks whose states are in memory at a time, by thrift: small chunks take less memory
+# and more operations; the more of them there are, the further ahead states are read.
+_STATE_BUFFERS = ((8 << 20, 4), (4 << 20, 8), (4 << 20, 5), (4 << 20, 3), (1 << 20, 3), (1 << 16, 3))
+_LEAST_STATE_SLOTS = 3
+THRIFTS = tuple(range(len(_STATE_BUFFERS)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +93,7 @@ class Choice:
     lean: bool = False
     freed_memory: str = "returned"
     chunk_elements: int
+    state_slots: int
 
 
 def placements_of(problem: Problem, thrift: int) -> Iterator[Choice]:
@@ -98,7 +101,7 @@ def placements_of(problem: Problem, thrift: int) -> Iterator[Choice]:
 
     Whether freed memory is kept only matters where the CPU computes, and the leanest does without.
     """
-    chunk_elements = problem.allowance.chunk_elements or _chunk_elements(problem, thrift)
+    chunk_elements, state_slots = _state_buffers(problem, thrift)
     for home in problem.homes:
         for rows in _micro_batches(problem.workload):
             for held in ("host", "ssd") if problem.clips else ("host",):
@@ -110,6 +113,7 @@ def placements_of(problem: Problem, thrift: int) -> Iterator[Choice]:
                         lean=thrift > 0,
                         freed_memory=freed,
                         chunk_elements=chunk_elements,
+                        state_slots=state_slots,
                     )
 
 
@@ -182,7 +186,7 @@ def plan_of(problem: Problem, choice: Choice) -> Plan:
         device_slots=prefetch + 1 if problem.separate_device else 0,
         prefetch=prefetch,
         chunk_elements=choice.chunk_elements,
-        state_slots=3 if choice.lean else 4,
+        state_slots=choice.state_slots,
         gradient_slots=1 if choice.lean else 2,
         resident_states=(),
         stash_tiers=tiers,
@@ -250,9 +254,15 @@ def excess_bytes(plan: Plan) -> tuple[int, int]:
     return sum(excess.values()), ssd
 
 
-def _chunk_elements(problem: Problem, thrift: int) -> int:
-    largest = max(layout.num_elements for layout in problem.layouts)
-    return min(_CHUNK_CHOICES[thrift], round_up(largest, UNIT_ALIGNMENT))
+def _state_buffers(problem: Problem, thrift: int) -> tuple[int, int]:
+    """Return elements of a chunk and slots for states. Where units, or a store that is there, set the chunk, lean buffers are
+    still no more than the generous ones.
+    """
+    most = round_up(max(layout.num_elements for layout in problem.layouts), UNIT_ALIGNMENT)
+    sizes = [problem.allowance.chunk_elements or min(chunk, most) for chunk, _ in _STATE_BUFFERS]
+    slots = _STATE_BUFFERS[thrift][1]
+    generous = sizes[0] * _STATE_BUFFERS[0][1]
+    return sizes[thrift], max(_LEAST_STATE_SLOTS, min(slots, generous // sizes[thrift]))
 
 
 def _micro_batches(workload: Workload) -> list[int]:

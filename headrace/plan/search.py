@@ -36,8 +36,11 @@ _AMOUNT_PARTS = 4
 _FINALISTS = 3
 # Amounts are tried upwards until one is slower than the best by this: the step time is convex in the amount, but for noise.
 _WORSE = 1.02
-# So many choices that are this close to the best get their updates balanced: which one gains most by it shows only then.
-_BALANCED, _CLOSE = 2, 1.1
+# So many kinds of choices are then forecast without cutting corners.
+_EXACT = 8
+# So many choices that are this close to the best get their updates balanced, each with other buffers: which one gains most by
+# it shows only then.
+_BALANCED, _CLOSE = 3, 1.1
 
 
 def make_plan(problem: Problem, ceilings: Ceilings | None = None) -> Plan:
@@ -69,16 +72,19 @@ def make_plan(problem: Problem, ceilings: Ceilings | None = None) -> Plan:
         finalists.setdefault((choice.rows, choice.input_home, choice.held, choice.freed_memory), choice)
     for choice in list(finalists.values())[:_FINALISTS]:
         found += [_best_amount(problem, replace(choice, kept_home=home), seconds) for home in homes]
+    found = seconds.exactly(found)
     # Of alike ones the first: the simpler.
     best_seconds, best = min(found, key=lambda entry: round(math.log(entry[0]) / math.log(ALIKE)))
     plan = filled(problem, plan_of(problem, best))
     if plan.update_policy == "immediate":
         homes = ("host", "ssd") if ceilings else ("host",)
         close = sorted((taken, index) for index, (taken, _) in enumerate(found) if taken < _CLOSE * best_seconds)
-        choices = dict.fromkeys([best, *(found[index][1] for _, index in close)])
+        choices: dict[tuple[object, ...], Choice] = {}
+        for choice in (best, *(found[index][1] for _, index in close)):
+            choices.setdefault((choice.chunk_elements, choice.state_slots, choice.freed_memory), choice)  # one of a kind
         plans = [
             balanced(problem, plan_of(problem, choice), filled(problem, plan_of(problem, choice)), machine, homes)
-            for choice in list(choices)[:_BALANCED]
+            for choice in list(choices.values())[:_BALANCED]
         ]
         plan = min(plans, key=lambda candidate: forecast(candidate, machine).step_seconds)
         return split(with_device_updates(problem, plan, machine))
@@ -101,7 +107,7 @@ class _Seconds:
     def __init__(self, problem: Problem, machine: Ceilings) -> None:
         self._problem, self._machine = problem, machine
         self._known: dict[Choice, float] = {}
-        self._factors: dict[tuple[bool, int], float] = {}
+        self._factors: dict[tuple[bool, int, int], float] = {}
 
     def __call__(self, choice: Choice) -> float:
         if choice.amount == 0:
@@ -109,11 +115,25 @@ class _Seconds:
         if choice not in self._known:
             plan = filled(self._problem, plan_of(self._problem, choice))
             coarse = forecast(plan, self._machine, most_operations=SEARCH_OPERATIONS).step_seconds
-            buffers = choice.lean, choice.chunk_elements
+            buffers = choice.lean, choice.chunk_elements, choice.state_slots
             if buffers not in self._factors:
                 self._factors[buffers] = forecast(plan, self._machine).step_seconds / coarse
             self._known[choice] = coarse * self._factors[buffers]
         return self._known[choice]
+
+    def exactly(self, found: list[tuple[float, Choice]]) -> list[tuple[float, Choice]]:
+        """Return what is best of each kind among those found, the best kinds only, with seconds as `forecast` has them."""
+        kinds: dict[tuple[object, ...], tuple[float, int]] = {}
+        for index, (seconds, choice) in enumerate(found):
+            buffers = choice.lean, choice.chunk_elements, choice.state_slots
+            kind = *buffers, choice.rows, choice.freed_memory, choice.held, choice.kept_home if choice.amount else ""
+            kinds[kind] = min(kinds.get(kind, (math.inf, index)), (seconds, index))
+        best = sorted(kinds.values())[:_EXACT]
+        plans = {index: plan_of(self._problem, found[index][1]) for _, index in best}
+        return [
+            (forecast(filled(self._problem, plans[index]), self._machine).step_seconds, found[index][1])
+            for index in sorted(plans)
+        ]
 
 
 def _extremes(problem: Problem, placement: Choice) -> list[Choice]:

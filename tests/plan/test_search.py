@@ -379,7 +379,7 @@ def test_beside_a_gpu_updates_have_the_cores_that_their_bandwidth_asks_for() -> 
 
 
 def test_a_choice_is_a_value() -> None:
-    choice = Choice(rows=1, input_home="device", chunk_elements=2048)
+    choice = Choice(rows=1, input_home="device", chunk_elements=2048, state_slots=4)
     assert replace(choice, amount=3) != choice
     assert plan_of(problem(GIB), choice) == plan_of(problem(GIB), choice)
 
