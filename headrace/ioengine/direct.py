@@ -4,10 +4,13 @@ Where O_DIRECT is refused (some FUSE and network file systems) the file is read 
 moved is dropped from it again. Invariant: the page cache never holds more than a fixed number of this file's bytes.
 """
 
+import contextlib
 import errno
+import fcntl
 import mmap
 import os
 import secrets
+import struct
 import threading
 from pathlib import Path
 from typing import Self
@@ -21,6 +24,8 @@ from headrace.spec.sizes import format_bytes
 # Without O_DIRECT, written pages can leave the page cache only once they are on the drive; so many may wait for that.
 _MAX_DIRTY_BYTES = 64 << 20
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+# ioctl_iflags(2): a file's flags, and the one for no copy-on-write.
+_GET_FLAGS, _SET_FLAGS, _NO_COPY_ON_WRITE = 0x80086601, 0x40086602, 0x00800000
 
 
 class DirectFile:
@@ -49,6 +54,7 @@ class DirectFile:
             raise StorageError(f"{path}: cannot create the file: {error.strerror}") from error
         try:
             file = cls.open(path)
+            _write_in_place(file._descriptor)
             try:
                 file.extend(size_bytes)
             except BaseException:
@@ -179,6 +185,18 @@ class DirectFile:
         if full:
             self.sync()
             os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _write_in_place(descriptor: int) -> None:
+    """Have a file system that puts changed blocks elsewhere (btrfs) write them in place; a file must be empty for that.
+
+    There, copies and the file system's own checksums made a step take three times as long (LOG.md, 2026-11-23), and what is
+    overwritten needs space once more. States have checksums of their own, and the committed slot is never written to. Other
+    file systems refuse the flag, or know none.
+    """
+    with contextlib.suppress(OSError):
+        flags, _ = struct.unpack("ii", fcntl.ioctl(descriptor, _GET_FLAGS, bytes(8)))
+        fcntl.ioctl(descriptor, _SET_FLAGS, struct.pack("ii", flags | _NO_COPY_ON_WRITE, 0))
 
 
 def _takes_direct_reads(descriptor: int) -> bool:

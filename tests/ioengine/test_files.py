@@ -2,6 +2,7 @@
 
 import errno
 import os
+import struct
 import time
 from pathlib import Path
 
@@ -248,3 +249,29 @@ def test_a_throttled_file_keeps_to_its_speed_in_each_direction() -> None:
     start = time.monotonic()
     file.read_into(0, buffer)
     assert time.monotonic() - start >= 0.05
+
+
+class TestCopyOnWrite:
+    """Files of file systems that put changed blocks elsewhere are told not to, while they are empty."""
+
+    def test_the_flag_is_added_to_those_that_are_there_before_space_is_reserved(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        calls: list[tuple[int, bytes, int]] = []
+
+        def ioctl(descriptor: int, request: int, data: bytes) -> bytes:
+            calls.append((request, data, os.fstat(descriptor).st_size))
+            return struct.pack("ii", 0x10, 0)
+
+        monkeypatch.setattr("fcntl.ioctl", ioctl)
+        DirectFile.create(tmp_path / "file", SIZE).close()
+        assert calls == [(0x80086601, bytes(8), 0), (0x40086602, struct.pack("ii", 0x00800010, 0), 0)]
+
+    def test_a_file_system_that_knows_no_such_flag_is_left_alone(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def ioctl(*_: object) -> bytes:
+            raise OSError(errno.ENOTTY, "Inappropriate ioctl for device")
+
+        monkeypatch.setattr("fcntl.ioctl", ioctl)
+        file = DirectFile.create(tmp_path / "file", SIZE)
+        assert file.size_bytes == SIZE
+        file.close()
