@@ -95,6 +95,11 @@ class Choice:
     chunk_elements: int
     state_slots: int
 
+    @property
+    def buffers(self) -> tuple[bool, int, int]:
+        """What kind of buffers there are: those of one kind are alike in how far forecasts are off."""
+        return self.lean, self.chunk_elements, self.state_slots
+
 
 def placements_of(problem: Problem, thrift: int) -> Iterator[Choice]:
     """Yield the placements without replay of a thrift: 0 has generous buffers, others lean ones, of ever smaller chunks.

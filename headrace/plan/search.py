@@ -81,7 +81,7 @@ def make_plan(problem: Problem, ceilings: Ceilings | None = None) -> Plan:
         close = sorted((taken, index) for index, (taken, _) in enumerate(found) if taken < _CLOSE * best_seconds)
         choices: dict[tuple[object, ...], Choice] = {}
         for choice in (best, *(found[index][1] for _, index in close)):
-            choices.setdefault((choice.chunk_elements, choice.state_slots, choice.freed_memory), choice)  # one of a kind
+            choices.setdefault((choice.buffers, choice.freed_memory), choice)  # the best of each kind
         plans = [
             balanced(problem, plan_of(problem, choice), filled(problem, plan_of(problem, choice)), machine, homes)
             for choice in list(choices.values())[:_BALANCED]
@@ -115,18 +115,16 @@ class _Seconds:
         if choice not in self._known:
             plan = filled(self._problem, plan_of(self._problem, choice))
             coarse = forecast(plan, self._machine, most_operations=SEARCH_OPERATIONS).step_seconds
-            buffers = choice.lean, choice.chunk_elements, choice.state_slots
-            if buffers not in self._factors:
-                self._factors[buffers] = forecast(plan, self._machine).step_seconds / coarse
-            self._known[choice] = coarse * self._factors[buffers]
+            if choice.buffers not in self._factors:
+                self._factors[choice.buffers] = forecast(plan, self._machine).step_seconds / coarse
+            self._known[choice] = coarse * self._factors[choice.buffers]
         return self._known[choice]
 
     def exactly(self, found: list[tuple[float, Choice]]) -> list[tuple[float, Choice]]:
         """Return what is best of each kind among those found, the best kinds only, with seconds as `forecast` has them."""
         kinds: dict[tuple[object, ...], tuple[float, int]] = {}
         for index, (seconds, choice) in enumerate(found):
-            buffers = choice.lean, choice.chunk_elements, choice.state_slots
-            kind = *buffers, choice.rows, choice.freed_memory, choice.held, choice.kept_home if choice.amount else ""
+            kind = *choice.buffers, choice.rows, choice.freed_memory, choice.held, choice.kept_home if choice.amount else ""
             kinds[kind] = min(kinds.get(kind, (math.inf, index)), (seconds, index))
         best = sorted(kinds.values())[:_EXACT]
         plans = {index: plan_of(self._problem, found[index][1]) for _, index in best}
@@ -156,7 +154,7 @@ def _fitting(problem: Problem) -> list[Choice]:
     for kind in THRIFTS[1:-1] if len(found) == len(generous) else THRIFTS[1:]:
         found += [choice for choice in placements_of(problem, kind) if fits(plan_of(problem, choice))]
     if found:
-        return found
+        return list(dict.fromkeys(found))  # where units are small, kinds of buffers coincide
     # The thriftiest take the least memory, but not always the least space: states are written in more and smaller chunks.
     # Those within memory come first: the space that is named is what they need, and with more memory less may do.
     choices = (choice for thrift in reversed(THRIFTS) for choice in placements_of(problem, thrift))
