@@ -85,11 +85,11 @@ def test_results_are_kept_and_failures_tried_again(tmp_path: Path, monkeypatch: 
 
     def measure(options: Any) -> dict[str, Any]:
         line = next(line for line in LINES if line.name == options.output.name)
-        found = results_of(line, 2.0, 3.0)
+        found = results_of(line, 2.0, 3.0) | {"options": vars(options)}
         if measured.count(line.name) == 0 and line is LINES[1]:
             found["runs"][1]["status"] = "failed"
         measured.append(line.name)
-        Path(f"{options.output}.json").write_text(peers.json.dumps(found))
+        Path(f"{options.output}.json").write_text(peers.json.dumps(found, default=str))
         return found
 
     def measure_machine(directory: Path, profile: Path, seconds: float) -> None:
@@ -98,9 +98,13 @@ def test_results_are_kept_and_failures_tried_again(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(compare, "measure", measure)
     monkeypatch.setattr(peers, "measure_machine", measure_machine)
-    monkeypatch.setattr("sys.argv", ["peers.py", "--scratch", str(tmp_path), "--output", str(tmp_path / "results")])
+    words = ["peers.py", "--scratch", str(tmp_path), "--output", str(tmp_path / "results")]
+    monkeypatch.setattr("sys.argv", words)
     first, second = LINES[0].name, LINES[1].name
     assert peers.main() == 1
     assert peers.main() == 0
     assert measured == ["machine", first, second, second]
     assert (tmp_path / "results" / "peers.md").read_text().count("\n| ") == 3
+    monkeypatch.setattr("sys.argv", [*words, "--rounds", "2", "--only", first])
+    assert peers.main() == 0
+    assert measured[4:] == [first]  # what is there answers another question
