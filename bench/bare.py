@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from headrace.ioengine import Bytes, DirectFile, Volume
+from headrace.files import Bytes, DirectFile, Volume
 
 SLICES = 10
 

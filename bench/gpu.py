@@ -160,7 +160,7 @@ def batches(options: argparse.Namespace) -> Iterable[torch.Tensor]:
 def run_headrace(case: Case, options: argparse.Namespace) -> Row:
     """Train with the engine. States in host memory need deferred updates (clipping) and no checkpoint at every step."""
     import headrace
-    from headrace.spec.events import Event, OpDone
+    from headrace.terms.events import Event, OpDone
 
     operations: list[OpDone] = []
 

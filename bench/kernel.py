@@ -27,8 +27,8 @@ import numpy as np
 import torch
 from numpy.typing import DTypeLike, NDArray
 
-from headrace.spec.layout import GroupRange
 from headrace.store import checksum
+from headrace.terms.layout import GroupRange
 from headrace.update import (
     AdamWRule,
     StepHyper,

@@ -16,9 +16,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import headrace
-from headrace.engine import Engine
+from headrace.engine.trainer import Engine
 from headrace.report.lanes import LanesFile
-from headrace.spec.events import Event, OpDone
+from headrace.terms.events import Event, OpDone
 
 ROWS, LENGTH = 8, 64
 

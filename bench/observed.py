@@ -12,10 +12,10 @@ from math import prod
 from statistics import median
 from typing import Any
 
-from headrace.plan.base import Plan
+from headrace.plan.plan import Plan
 from headrace.report.lanes import union_seconds
-from headrace.spec.events import OpDone
-from headrace.spec.program import Lane, Verb
+from headrace.terms.events import OpDone
+from headrace.terms.program import Lane, Verb
 
 Span = tuple[float, float]
 _SSD = (Lane.SSD_READ, Lane.SSD_WRITE, Lane.COMMIT)  # a commit writes the states that live in memory

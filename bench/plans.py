@@ -21,10 +21,10 @@ from typing import Any
 
 from transformers import GPT2Config, LlamaConfig, PretrainedConfig
 
+from headrace.answers.answer import plan_model
 from headrace.plan.profiles import load_profile
-from headrace.planning import plan_model
-from headrace.spec.budget import Budget
-from headrace.spec.sizes import GIB, format_seconds
+from headrace.terms.budget import Budget
+from headrace.terms.sizes import GIB, format_seconds
 
 TB = 10**12
 GPU = "rtx4090"

@@ -29,8 +29,8 @@ from headrace.plan.published import (
     table,
 )
 from headrace.plan.search import make_plan
-from headrace.spec.errors import PlanInfeasible
-from headrace.spec.sizes import GIB
+from headrace.terms.errors import PlanInfeasible
+from headrace.terms.sizes import GIB
 
 TOLERANCE = 0.10
 

@@ -24,15 +24,15 @@ from shapes import SHAPES, TokenStream
 from worker import refuse
 
 import headrace
-from headrace.calibrate import measure_machine
-from headrace.engine import Engine
-from headrace.machine import MemoryMeter
+from headrace.engine.trainer import Engine
+from headrace.machine.meter import MemoryMeter
+from headrace.measure.machine import measure_machine
 from headrace.model import Profiles
-from headrace.plan.base import Plan
 from headrace.plan.footprint import Allowance
 from headrace.plan.forecast import forecast
 from headrace.plan.placement import Choice, Problem, Workload, filled, fits, plan_of, replay_order
-from headrace.spec.ceilings import Ceilings
+from headrace.plan.plan import Plan
+from headrace.terms.ceilings import Ceilings
 
 Row = dict[str, Any]
 

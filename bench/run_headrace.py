@@ -23,12 +23,12 @@ from worker import Record, Task, measure, parser, refuse, write
 
 import headrace
 from headrace.flow.execute import PlainInterpreter
-from headrace.plan.base import Plan
 from headrace.plan.forecast import forecast
+from headrace.plan.plan import Plan
 from headrace.report.lanes import summarise
-from headrace.spec.ceilings import Ceilings
-from headrace.spec.events import Event, OpDone
-from headrace.spec.program import Lane, Verb
+from headrace.terms.ceilings import Ceilings
+from headrace.terms.events import Event, OpDone
+from headrace.terms.program import Lane, Verb
 
 
 def main() -> None:

@@ -6,12 +6,12 @@
 
 from typing import TYPE_CHECKING, Any
 
-from headrace.spec.budget import Budget
-from headrace.spec.optimizer import AdamW, ParameterGroup, Schedule
+from headrace.terms.budget import Budget
+from headrace.terms.optimizer import AdamW, ParameterGroup, Schedule
 
 if TYPE_CHECKING:
     from headrace.cli.environment import set_process_defaults
-    from headrace.engine import Engine
+    from headrace.engine.trainer import Engine
 
 __all__ = ["AdamW", "Budget", "Engine", "ParameterGroup", "Schedule", "set_process_defaults"]
 __version__ = "0.1.0"
@@ -19,7 +19,7 @@ __version__ = "0.1.0"
 
 def __getattr__(name: str) -> Any:
     if name == "Engine":
-        from headrace.engine import Engine
+        from headrace.engine.trainer import Engine
 
         return Engine
     if name == "set_process_defaults":

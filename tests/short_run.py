@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file
 
 import headrace
-from headrace.engine import Engine
-from headrace.plan.base import Plan
+from headrace.engine.trainer import Engine
+from headrace.plan.plan import Plan
 
 
 def short_run(

@@ -8,10 +8,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from headrace.spec.errors import ConfigError, RunDirectoryError, StorageError
-from headrace.spec.sizes import format_bytes
 from headrace.store import Leftover, find_leftovers, leftovers_of, lost_commits, remove_leftover
 from headrace.store.manifest import MANIFEST_NAME, RECORD_NAMES, UNMADE_NAME
+from headrace.terms.errors import ConfigError, RunDirectoryError, StorageError
+from headrace.terms.sizes import format_bytes
 
 
 def clean_up(directories: Sequence[Path], *, unfinished: bool, dry_run: bool) -> Iterator[str]:

@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-from headrace.control_groups import quota_cores
+from headrace.machine.control_groups import quota_cores
 
 # Idle OpenMP threads otherwise spin for milliseconds on the cores that the update and the SSD threads could use. Without any
 # spinning, each of a block's many small operations waits for a thread to be woken (docs/decisions/0003).

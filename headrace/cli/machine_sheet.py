@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import headrace
-from headrace.control_groups import quota_cores
-from headrace.spec.sizes import format_bytes
+from headrace.machine.control_groups import quota_cores
+from headrace.terms.sizes import format_bytes
 
 _FLAGS = ("avx2", "fma", "f16c", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "asimd", "bf16", "sve")
 
@@ -121,7 +121,7 @@ def _memory() -> dict[str, Any]:
 def _limits() -> dict[str, int | None]:
     """Return what keeps this process from taking all of it; nulls where torch, which `machine` is built on, is missing."""
     try:
-        from headrace.machine import available_memory_bytes, control_group_limit_bytes, pinnable_memory_bytes
+        from headrace.machine.limits import available_memory_bytes, control_group_limit_bytes, pinnable_memory_bytes
     except ImportError:
         return {"allowed_bytes": None, "cgroup_limit_bytes": None, "pinnable_bytes": None}
     return {
@@ -152,8 +152,8 @@ def _gpus() -> list[dict[str, Any]]:
 
 
 def _directory(path: Path, measure: bool) -> dict[str, Any]:
-    from headrace.ioengine import describe_directory, measure_directory
-    from headrace.spec.errors import StorageError
+    from headrace.files import describe_directory, measure_directory
+    from headrace.terms.errors import StorageError
 
     facts = describe_directory(path)
     values: dict[str, Any] = {

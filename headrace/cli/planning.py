@@ -9,15 +9,17 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from headrace.answers.answer import plan_model
+from headrace.answers.explain import explain
+from headrace.answers.report import PlanReport
 from headrace.cli.environment import cache_directory, machine_profile_path
 from headrace.plan.profiles import load_profile
-from headrace.planning import PlanReport, explain, plan_model
-from headrace.spec.budget import Budget
-from headrace.spec.ceilings import Ceilings, Drive
-from headrace.spec.errors import ConfigError, StorageError
-from headrace.spec.events import Event, Notice
-from headrace.spec.sizes import format_bytes, format_seconds
-from headrace.spec.words import DTYPE_NAMES, MOMENTS_NAMES, plain_figure
+from headrace.terms.budget import Budget
+from headrace.terms.ceilings import Ceilings, Drive
+from headrace.terms.errors import ConfigError, StorageError
+from headrace.terms.events import Event, Notice
+from headrace.terms.sizes import format_bytes, format_seconds
+from headrace.terms.words import DTYPE_NAMES, MOMENTS_NAMES, plain_figure
 
 
 def make_report(
@@ -73,7 +75,9 @@ def bench_machine(directories: Sequence[Path], output: Path | None, *, seconds: 
     Raises:
         StorageError: a directory cannot be measured, or the profile cannot be written.
     """
-    from headrace.calibrate import measure_machine  # late: it brings the kernels and their compiler, which a plan does without
+    from headrace.measure.machine import (
+        measure_machine,
+    )  # late: it brings the kernels and their compiler, which a plan does without
 
     path = output or machine_profile_path()
     ceilings = measure_machine(tuple(directories) or (Path.cwd(),), seconds_budget=seconds, sink=_say)
@@ -148,9 +152,9 @@ def _epoch(
     model: Path, data: Sequence[Path], tokens_per_step: int | None, sequence_length: int | None
 ) -> tuple[int | None, int | None, int]:
     """Return tokens per step, sequence length and steps of one pass over the data, as training would have them."""
-    from headrace.training import RunConfig  # late: it brings the data libraries
-    from headrace.training.data import with_lengths
-    from headrace.training.prepare import open_stream
+    from headrace.runs import RunConfig  # late: it brings the data libraries
+    from headrace.runs.data import with_lengths
+    from headrace.runs.prepare import open_stream
 
     if not model.is_dir():
         raise ConfigError(f"data: the steps of a pass need the model's tokenizer, and {model} is no model directory")

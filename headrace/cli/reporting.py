@@ -21,7 +21,7 @@ def report(
     trace: Annotated[Path | None, typer.Option(help="Also write the last steps as a trace for ui.perfetto.dev.")] = None,
 ) -> None:
     """Write one HTML page about a run: a step's lanes, rates, memory, loss, what limits it, SSD wear. Opens without network."""
-    from headrace.pages import read_run, summary, write_report, write_trace
+    from headrace.report.pages import read_run, summary, write_report, write_trace
 
     # Then stdout is for the figures, the page or the trace alone.
     taken = as_json or _is_stdout(out) or _is_stdout(trace)

@@ -19,14 +19,14 @@ from headrace.cli.environment import cache_directory, machine_profile_path
 from headrace.cli.errors import INTERRUPTED, leave, leave_failed_step, places_plainly
 from headrace.cli.screen import show
 from headrace.cli.streams import StdoutLost
-from headrace.durable import appearing
+from headrace.files.durable import appearing
 from headrace.report import LineProgress, LiveProgress, Reporter
-from headrace.spec.errors import ConfigError, ExportFailed, RunDirectoryError, StepFailed
-from headrace.spec.sizes import format_bytes
-from headrace.training import Interrupted, RunConfig, RunDirectory, resume, train
-from headrace.training.base import StateKind
-from headrace.training.config import parse_changes, read_yaml
-from headrace.training.prepare import default_output
+from headrace.runs import Interrupted, RunConfig, RunDirectory, resume, train
+from headrace.runs.config import parse_changes, read_yaml
+from headrace.runs.prepare import default_output
+from headrace.runs.protocols import StateKind
+from headrace.terms.errors import ConfigError, ExportFailed, RunDirectoryError, StepFailed
+from headrace.terms.sizes import format_bytes
 
 _CHANGE = re.compile(r"^[A-Za-z_-]+=")
 
@@ -111,8 +111,8 @@ def export_run(run_directory: Path, out: Path) -> None:
     if os.path.realpath(out) == os.path.realpath(run.final):
         raise RunDirectoryError(f"{out} is where the finished model of this run goes; name another directory")
 
+    from headrace.runs.engines import headrace_engines  # late, because it imports the kernels' compiler
     from headrace.store import lock_holder
-    from headrace.training.engines import headrace_engines  # late, because it imports the kernels' compiler
 
     engines = headrace_engines()
     kind = engines.state_of(run.path)

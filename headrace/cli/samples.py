@@ -13,9 +13,9 @@ from rich.text import Text
 
 from headrace.cli.environment import cache_directory
 from headrace.data import DataSpec, Segment, TokenSet, length_histogram, render_samples, summarize
-from headrace.spec.errors import ConfigError
-from headrace.training import RunConfig, RunDirectory, open_tokens
-from headrace.training.data import open_tokenizer, with_lengths
+from headrace.runs import RunConfig, RunDirectory, open_tokens
+from headrace.runs.data import open_tokenizer, with_lengths
+from headrace.terms.errors import ConfigError
 
 _BAR_WIDTH = 40
 # Where there is no colour, brackets that hardly occur in text.

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any, TextIO
 
-from headrace.spec.errors import StorageError
+from headrace.terms.errors import StorageError
 
 
 class StdoutLost(StorageError):

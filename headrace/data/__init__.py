@@ -1,11 +1,11 @@
 """Data sets to tokens to packed, masked batches; the position is part of a run's state."""
 
-from headrace.data.base import IGNORED, Batch, DataSpec, Kind, Row, Sample, Tokenizer
 from headrace.data.packing import EpochRows, packed_rows, single_rows
 from headrace.data.show import LengthBin, Segment, Summary, length_histogram, render_samples, summarize
 from headrace.data.stream import BatchStream
 from headrace.data.tokenize import load_tokens, tokenizer_fingerprint
 from headrace.data.tokens import TokenInfo, TokenSet, TokenWriter, write_tokens
+from headrace.data.values import IGNORED, Batch, DataSpec, Kind, Row, Sample, Tokenizer
 
 __all__ = [
     "IGNORED",

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from headrace.data.base import Row, Tokenizer
-from headrace.spec.errors import DataError, ModelError
+from headrace.data.values import Row, Tokenizer
+from headrace.terms.errors import DataError, ModelError
 
 Messages = list[Mapping[str, Any]]
 Encoded = tuple[list[int], list[bool]]

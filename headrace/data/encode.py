@@ -10,9 +10,9 @@ from functools import partial
 from itertools import compress, islice
 from typing import Any
 
-from headrace.data.base import IGNORED, Kind, Row, Tokenizer
 from headrace.data.chat import Encoded, Template, encode_chat, encode_chat_completion
-from headrace.spec.errors import DataError, ModelError
+from headrace.data.values import IGNORED, Kind, Row, Tokenizer
+from headrace.terms.errors import DataError, ModelError
 
 _ROWS_AT_ONCE = 512
 _LARGEST_ID = 2**31 - 1

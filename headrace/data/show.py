@@ -8,9 +8,9 @@ from itertools import groupby
 
 import numpy as np
 
-from headrace.data.base import DataSpec, Tokenizer
 from headrace.data.packing import packed_rows
 from headrace.data.tokens import TokenSet
+from headrace.data.values import DataSpec, Tokenizer
 
 Segment = tuple[str, bool]
 """A piece of text, and whether the model is trained to write it."""

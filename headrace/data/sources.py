@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headrace.data.base import Kind, Row
 from headrace.data.tables import is_saved_dataset, open_hub, read_saved, read_table
-from headrace.spec.errors import DataError
+from headrace.data.values import Kind, Row
+from headrace.terms.errors import DataError
 
 ACCEPTED = "text | messages | prompt + completion | input_ids (+ labels)"
 _HUB_NAME = re.compile(r"^[\w-][\w.-]*/[\w.-]+$")

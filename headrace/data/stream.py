@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.data.base import IGNORED, Batch, DataSpec
 from headrace.data.packing import EpochRows, packed_rows, single_rows
 from headrace.data.tokens import TokenSet
-from headrace.spec.errors import DataError
+from headrace.data.values import IGNORED, Batch, DataSpec
+from headrace.terms.errors import DataError
 
 _COUNTERS = ("steps", "tokens", "trained_tokens")
 

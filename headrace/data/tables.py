@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from headrace.data.base import Row
-from headrace.spec.errors import DataError
+from headrace.data.values import Row
+from headrace.terms.errors import DataError
 
 
 def read_table(path: Path, builder: str) -> Iterator[Row]:

@@ -15,12 +15,12 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from headrace.data.base import DataSpec, Tokenizer
 from headrace.data.encode import encode_rows
 from headrace.data.sources import Source, find_sources, read_rows
 from headrace.data.tokens import FORMAT_VERSION, NothingTrained, TokenSet, write_tokens
-from headrace.spec.errors import ConfigError, DataError, DiskFull, HeadraceError
-from headrace.spec.sizes import format_bytes
+from headrace.data.values import DataSpec, Tokenizer
+from headrace.terms.errors import ConfigError, DataError, DiskFull, HeadraceError
+from headrace.terms.sizes import format_bytes
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 # How the `tokenizers` library writes the system's number into the text of a plain Exception.

@@ -23,10 +23,10 @@ from typing import IO, Self, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.data.base import Sample
-from headrace.durable import sync
-from headrace.spec.errors import DataError, DiskFull
-from headrace.spec.sizes import format_bytes
+from headrace.data.values import Sample
+from headrace.files.durable import sync
+from headrace.terms.errors import DataError, DiskFull
+from headrace.terms.sizes import format_bytes
 
 FORMAT_VERSION = 2  # 2: padding of ready tokens is left out
 _FLUSH_TOKENS = 1 << 20

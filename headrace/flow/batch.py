@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from headrace.model import IGNORED, MicroBatch, shift_labels
-from headrace.spec.errors import DataError
+from headrace.terms.errors import DataError
 
 _BATCH_KEYS = ("input_ids", "labels", "attention_mask", "position_ids", "token_mask")
 

@@ -6,10 +6,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from headrace.machine import Arena, Bytes, Machine
-from headrace.plan.base import Plan
+from headrace.machine.arena import Arena
+from headrace.machine.device import Machine
+from headrace.machine.host import Bytes
 from headrace.plan.memory import PAGE_BYTES, arena_bytes, buffer_groups
-from headrace.spec.sizes import round_up
+from headrace.plan.plan import Plan
+from headrace.terms.sizes import round_up
 
 TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 # How NumPy sees a gradient: it has no bfloat16, so the bits.

@@ -3,8 +3,8 @@
 import time
 
 from headrace.flow.state import Parts, StepState
-from headrace.spec.events import Committed, OpDone
-from headrace.spec.program import Lane, Op, Verb
+from headrace.terms.events import Committed, OpDone
+from headrace.terms.program import Lane, Op, Verb
 
 
 def commit(state: StepState, op: Op) -> None:

@@ -10,8 +10,8 @@ import torch
 
 from headrace.flow.state import Package, StepState
 from headrace.model import BlockResult, Record, Replay, ReplayMismatch, block_seed
-from headrace.spec.layout import ParameterSpec
-from headrace.spec.program import Op
+from headrace.terms.layout import ParameterSpec
+from headrace.terms.program import Op
 
 # Elements of a gradient that are added at once: enough for all threads, a few megabytes of copies.
 _ADD_ELEMENTS = 1 << 20

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from headrace.flow.state import StepState
 from headrace.plan.memory import held_gradient_bytes, held_gradient_offset
-from headrace.spec.program import Op
+from headrace.terms.program import Op
 from headrace.update import clip_factor, square_sum
 
 # Conversion goes in pieces so small that torch keeps to this thread; compute owns the others.

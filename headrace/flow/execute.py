@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 
-from headrace.machine import DeviceEvent, Machine
-from headrace.spec.errors import StepFailed
-from headrace.spec.events import OpDone, Sink
-from headrace.spec.program import Lane, Op, Program
+from headrace.machine.device import DeviceEvent, Machine
+from headrace.terms.errors import StepFailed
+from headrace.terms.events import OpDone, Sink
+from headrace.terms.program import Lane, Op, Program
 
 Perform = Callable[[Op], None]
 

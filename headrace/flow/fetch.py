@@ -3,8 +3,8 @@
 import torch
 
 from headrace.flow.state import StepState
-from headrace.machine import Bytes
-from headrace.spec.program import Op
+from headrace.machine.host import Bytes
+from headrace.terms.program import Op
 
 
 def fetch(state: StepState, op: Op) -> None:

@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.machine import Bytes, huge_page_buffer
+from headrace.machine.host import Bytes, huge_page_buffer
 from headrace.model import Chain, WeightMap, import_unit
-from headrace.spec.layout import Plane, PlaneSet, UnitLayout, chunk_ranges
 from headrace.store import StateStore
+from headrace.terms.layout import Plane, PlaneSet, UnitLayout, chunk_ranges
 
 
 def import_model(weights: WeightMap, chain: Chain, store: StateStore, record: Mapping[str, Any]) -> None:

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from headrace.flow.state import HOLE, Package, StepState
-from headrace.machine import Bytes
+from headrace.machine.host import Bytes
 from headrace.plan.memory import TENSOR_ALIGNMENT_BYTES, stash_offset, stash_slot_bytes
-from headrace.spec.program import Lane, Op
-from headrace.spec.sizes import round_up
+from headrace.terms.program import Lane, Op
+from headrace.terms.sizes import round_up
 
 
 @dataclass(frozen=True, slots=True)

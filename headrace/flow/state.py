@@ -9,12 +9,12 @@ import torch
 
 from headrace.flow.batch import StepBatch
 from headrace.flow.buffers import Buffers
-from headrace.machine import Machine
+from headrace.machine.device import Machine
 from headrace.model import Chain
-from headrace.plan.base import Plan
-from headrace.spec.events import Sink
-from headrace.spec.program import Op
+from headrace.plan.plan import Plan
 from headrace.store import StateStore
+from headrace.terms.events import Sink
+from headrace.terms.program import Op
 from headrace.update import Checksums, DeviceUpdater, LossScale, StepHyper, Updater
 
 

@@ -18,7 +18,7 @@ from contextlib import nullcontext
 from headrace.flow import commit, compute, drain, fetch, stash, update
 from headrace.flow.execute import Interpreter, Run
 from headrace.flow.state import StepState
-from headrace.spec.program import Lane, Op, Program, Verb
+from headrace.terms.program import Lane, Op, Program, Verb
 
 HANDLERS: dict[Verb, Callable[[StepState, Op], None]] = {
     Verb.PROLOGUE: compute.prologue,

@@ -14,12 +14,12 @@ from headrace.flow.commit import write_resident_states
 from headrace.flow.execute import Interpreter
 from headrace.flow.state import Parts, StepState, Verdict
 from headrace.flow.step import run_step
-from headrace.plan.base import Plan
 from headrace.plan.carry import Carry, cold_carry, redo_carry
 from headrace.plan.footprint import MOST_PROGRAMS
+from headrace.plan.plan import Plan
 from headrace.plan.program import build_program, build_tail
-from headrace.spec.events import Notice
-from headrace.spec.program import Lane, Program
+from headrace.terms.events import Notice
+from headrace.terms.program import Lane, Program
 from headrace.update import HitRate
 
 

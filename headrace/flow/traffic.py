@@ -1,7 +1,7 @@
 """What moves between a store and its drives, counted from one question to the next, so that nothing falls between."""
 
-from headrace.spec.events import Flushed
 from headrace.store import StateStore
+from headrace.terms.events import Flushed
 
 
 class Traffic:

@@ -11,10 +11,11 @@ import torch
 from numpy.typing import NDArray
 
 from headrace.flow.state import StepState
-from headrace.machine import Bytes, Machine
-from headrace.plan.base import Plan
+from headrace.machine.device import Machine
+from headrace.machine.host import Bytes
 from headrace.plan.memory import DEVICE_UPDATE_PIECE_ELEMENTS
-from headrace.spec.program import Op
+from headrace.plan.plan import Plan
+from headrace.terms.program import Op
 from headrace.update import DeviceUpdater
 
 # A device inside host memory: pieces so small that torch keeps to this thread; compute owns the others.

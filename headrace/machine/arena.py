@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.machine.host import Bytes
-from headrace.spec.errors import PlanInfeasible
-from headrace.spec.sizes import format_bytes, round_up
+from headrace.terms.errors import PlanInfeasible
+from headrace.terms.sizes import format_bytes, round_up
 
 PAGE_BYTES = 4096
 

@@ -11,11 +11,11 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from headrace.machine.base import DeviceEvent
+from headrace.machine.device import DeviceEvent
 from headrace.machine.host import Bytes, huge_page_buffer
-from headrace.spec.errors import InputError
-from headrace.spec.program import Lane
-from headrace.spec.sizes import MIB, format_bytes
+from headrace.terms.errors import InputError
+from headrace.terms.program import Lane
+from headrace.terms.sizes import MIB, format_bytes
 
 _DEVICE_LANES = (Lane.COMPUTE, Lane.HOST_TO_DEVICE, Lane.DEVICE_TO_HOST, Lane.DEVICE_UPDATE)
 _COPY_LANES = (Lane.HOST_TO_DEVICE, Lane.DEVICE_TO_HOST)

@@ -2,9 +2,9 @@
 
 import torch
 
-from headrace.machine.base import Machine
 from headrace.machine.cpu import CpuMachine
 from headrace.machine.cuda import CudaMachine
+from headrace.machine.device import Machine
 
 
 def this_machine(device_bytes: int | None) -> Machine:

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.spec.sizes import KEPT_FREE_BYTES, LARGEST_HEAP_BLOCK_BYTES, MAPPED_BYTES
+from headrace.terms.sizes import KEPT_FREE_BYTES, LARGEST_HEAP_BLOCK_BYTES, MAPPED_BYTES
 
 Bytes = NDArray[np.uint8]
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from headrace.control_groups import groups_of, text_of
-from headrace.spec.budget import default_bytes
+from headrace.machine.control_groups import groups_of, text_of
+from headrace.terms.budget import default_bytes
 
 _HERE = Path("/")
 _UNKNOWN_BYTES = 1 << 62

@@ -8,13 +8,13 @@ from headrace.model.checkpoint import Checkpoint, check_tokenizer
 from headrace.model.export import Exporter
 from headrace.model.importing import import_unit, import_workspace_bytes
 from headrace.model.matching import WeightMap, load_buffers, match_weights
-from headrace.model.parts import note_on, text_part
 from headrace.model.probe import Traits, probe, self_check
 from headrace.model.products import WideProducts
 from headrace.model.profile import Profiles, profile
 from headrace.model.replay import Record, Replay, ReplayMismatch, find_skippable
 from headrace.model.skeleton import build_skeleton
 from headrace.model.taps import BlockCall
+from headrace.model.text_part import note_on, text_part
 from headrace.model.whole_check import check_whole
 
 __all__ = [

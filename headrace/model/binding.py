@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from headrace.spec.errors import ModelError, StepFailed
-from headrace.spec.layout import ParameterSpec, UnitLayout
+from headrace.terms.errors import ModelError, StepFailed
+from headrace.terms.layout import ParameterSpec, UnitLayout
 
 GradientSink = Callable[[ParameterSpec, torch.Tensor], None]
 

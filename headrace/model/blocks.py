@@ -11,7 +11,7 @@ from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from headrace.spec.errors import ModelError
+from headrace.terms.errors import ModelError
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,15 +20,15 @@ from headrace.model.checkpoint import Checkpoint
 from headrace.model.compiled import CompiledBlocks, check_compiler, check_compiles
 from headrace.model.liger import LigerBlocks, check_liger
 from headrace.model.matching import WeightMap, load_buffers, match_weights
-from headrace.model.parts import note_on
 from headrace.model.probe import Traits, probe
 from headrace.model.products import WideProducts
 from headrace.model.runner import Runner, run_block
 from headrace.model.skeleton import build_skeleton
 from headrace.model.taps import BlockCall
-from headrace.spec.errors import ConfigError, ModelError
-from headrace.spec.layout import UnitLayout, lay_out, plane_set
-from headrace.spec.optimizer import AdamW
+from headrace.model.text_part import note_on
+from headrace.terms.errors import ConfigError, ModelError
+from headrace.terms.layout import UnitLayout, lay_out, plane_set
+from headrace.terms.optimizer import AdamW
 
 
 class Chain:

@@ -12,9 +12,9 @@ from typing import Any
 import transformers
 from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer
 
-from headrace.model.parts import text_part
 from headrace.model.safetensors_file import StoredTensor, read_header
-from headrace.spec.errors import ModelError
+from headrace.model.text_part import text_part
+from headrace.terms.errors import ModelError
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"

@@ -18,7 +18,7 @@ from torch import nn
 
 from headrace.model.probe import architecture_key, compare_gradients, tiny_runner, tiny_samples
 from headrace.model.runner import run_block
-from headrace.spec.errors import ConfigError
+from headrace.terms.errors import ConfigError
 
 # Two for each kind of block, shape of a micro-batch and kind of mask; torch's own limit (8) is for code that should not vary.
 _MOST_GRAPHS = 256

@@ -17,8 +17,8 @@ from torch.utils.flop_counter import flop_registry
 
 from headrace.model.products import is_narrow, multiplied_wide
 from headrace.model.replay import REPLAYABLE, is_random, operator_name, overwritten, tensors_in, with_log_sumexp
-from headrace.spec.costs import OperatorCosts
-from headrace.spec.sizes import MIB, round_up
+from headrace.terms.costs import OperatorCosts
+from headrace.terms.sizes import MIB, round_up
 
 _aten = torch.ops.aten
 

@@ -6,7 +6,7 @@ bfloat16 planes hold a float32 master exactly as `(hi << 16) + lo` in integer ar
 
 import numpy as np
 
-from headrace.spec.errors import ModelError
+from headrace.terms.errors import ModelError
 
 
 def float32_of(stored: np.ndarray, dtype: str) -> np.ndarray:

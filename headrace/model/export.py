@@ -15,7 +15,7 @@ from types import MappingProxyType
 import numpy as np
 import torch
 
-from headrace.durable import appearing, is_mount_point
+from headrace.files.durable import appearing, is_mount_point
 from headrace.model.chain import Chain
 from headrace.model.checkpoint import Checkpoint
 from headrace.model.encoding import take
@@ -23,9 +23,9 @@ from headrace.model.importing import at_least_1d, parameter_view, rows_per_piece
 from headrace.model.matching import Conversion, Piece, WeightMap, reverse_conversion
 from headrace.model.safetensors_file import StoredTensor, read_bytes
 from headrace.model.shard_writer import ShardWriter, plan_shards
-from headrace.spec.errors import ExportFailed, HeadraceError, ModelError, RunDirectoryError
-from headrace.spec.layout import UnitLayout
-from headrace.spec.sizes import format_bytes
+from headrace.terms.errors import ExportFailed, HeadraceError, ModelError, RunDirectoryError
+from headrace.terms.layout import UnitLayout
+from headrace.terms.sizes import format_bytes
 
 UnitPlanes = tuple[np.ndarray, np.ndarray | None]
 ReadUnit = Callable[[int], UnitPlanes]

@@ -14,8 +14,8 @@ import torch
 from headrace.model.encoding import float32_of, put
 from headrace.model.matching import Conversion, Piece, WeightMap, read_whole, run_conversion
 from headrace.model.safetensors_file import PIECE_BYTES, WEIGHT_DTYPES, read_rows
-from headrace.spec.errors import ModelError
-from headrace.spec.layout import ParameterSpec, UnitLayout
+from headrace.terms.errors import ModelError
+from headrace.terms.layout import ParameterSpec, UnitLayout
 
 _STORED_NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 _ROWS_AT_A_TIME_ELEMENTS = 1 << 20

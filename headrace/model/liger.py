@@ -23,7 +23,7 @@ from torch import nn
 from headrace.model.batch import MicroBatch
 from headrace.model.probe import architecture_key, compare_gradients, tiny_runner, tiny_samples
 from headrace.model.runner import run_block
-from headrace.spec.errors import ConfigError
+from headrace.terms.errors import ConfigError
 
 # Liger's own names of what it can replace. Everything else that it can do (losses above all) is asked not to be done.
 _WANTED = frozenset({"rope", "rms_norm", "swiglu", "geglu"})

@@ -24,9 +24,9 @@ from transformers.core_model_loading import (
 
 from headrace.model.binding import parameter_aliases
 from headrace.model.checkpoint import Checkpoint
-from headrace.model.parts import names_in_whole
 from headrace.model.safetensors_file import WEIGHT_DTYPES, StoredTensor, read_rows
-from headrace.spec.errors import ModelError
+from headrace.model.text_part import names_in_whole
+from headrace.terms.errors import ModelError
 
 Index = tuple[int | slice, ...]
 

@@ -19,7 +19,7 @@ from headrace.model.batch import IGNORED, MicroBatch, shift_labels
 from headrace.model.blocks import check_architecture, find_blocks
 from headrace.model.runner import RunBlock, Runner
 from headrace.model.tiny import shrink
-from headrace.spec.errors import HeadraceError, ModelError
+from headrace.terms.errors import HeadraceError, ModelError
 
 # Two samples of unequal length, longer than the tiny sliding window, so that windows and packing are seen.
 _LENGTHS = (13, 10)

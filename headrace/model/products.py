@@ -14,7 +14,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from headrace.spec.sizes import MIB
+from headrace.terms.sizes import MIB
 
 _aten = torch.ops.aten
 _NARROW = (torch.bfloat16, torch.float16)

@@ -18,8 +18,8 @@ from headrace.model.batch import MicroBatch
 from headrace.model.chain import Chain
 from headrace.model.cost_meter import AttentionOfGpus, CostMeter
 from headrace.model.skip import skippable
-from headrace.spec.costs import ATTENTION, BlockCosts, ModelCosts
-from headrace.spec.errors import ModelError
+from headrace.terms.costs import ATTENTION, BlockCosts, ModelCosts
+from headrace.terms.errors import ModelError
 
 # Chunks of positions for which the epilogue is tried: its peak is the larger of a part that grows and one that does not.
 _LOSS_CHUNKS = (16, 64, 128, 256, 512, 1024, 2048)

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from headrace.spec.costs import ATTENTION
-from headrace.spec.errors import HeadraceError
+from headrace.terms.costs import ATTENTION
+from headrace.terms.errors import HeadraceError
 
 Output = torch.Tensor | tuple[Any, ...]
 

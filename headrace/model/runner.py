@@ -15,7 +15,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from headrace.model.batch import IGNORED, BlockResult, MicroBatch, PrologueResult
 from headrace.model.taps import BlockCall, Taps
-from headrace.spec.errors import ModelError
+from headrace.terms.errors import ModelError
 
 # How a block is run: the block, its hidden states, and what else it is called with -> what the block returns.
 RunBlock = Callable[[nn.Module, torch.Tensor, tuple[Any, ...], dict[str, Any]], Any]

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from headrace.spec.errors import ModelError
-from headrace.spec.sizes import MIB, format_bytes
+from headrace.terms.errors import ModelError
+from headrace.terms.sizes import MIB, format_bytes
 
 # safetensors name -> bytes per element; names that are not here have unknown size and are refused.
 _ELEMENT_BYTES = {

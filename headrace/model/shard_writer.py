@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from headrace.model.safetensors_file import StoredTensor
-from headrace.spec.errors import ModelError
+from headrace.terms.errors import ModelError
 
 _INDEX = "model.safetensors.index.json"
 

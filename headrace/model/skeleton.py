@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from headrace.model.blocks import check_architecture
-from headrace.spec.errors import ModelError
+from headrace.terms.errors import ModelError
 
 # A large uninitialised tensor is a weight, not a table, and so is a large one of three dimensions (experts): made on meta at
 # once. Without this, constructing Llama 4 Scout writes 200 GB of zeros, one block at a time (141 s measured).

@@ -12,7 +12,7 @@ import torch
 
 from headrace.model.probe import architecture_key, tiny_runner, tiny_samples
 from headrace.model.replay import count_operators, find_skippable, operator_name
-from headrace.spec.costs import OperatorCosts
+from headrace.terms.costs import OperatorCosts
 
 
 def skippable(config: Any, operators: Sequence[OperatorCosts]) -> tuple[int, ...]:

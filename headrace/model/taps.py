@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from headrace.spec.errors import ModelError
+from headrace.terms.errors import ModelError
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ structure: switches, layer patterns, tying, scalings and the kind of head sharin
 import re
 from typing import Any
 
-from headrace.spec.errors import ModelError
+from headrace.terms.errors import ModelError
 
 _HEAD_DIM = 16
 _NUM_HEADS = 4

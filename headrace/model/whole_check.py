@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from headrace.model.parts import names_in_whole
 from headrace.model.probe import RELATIVE_TOLERANCE, architecture_key, tiny_model
 from headrace.model.skeleton import build_whole
-from headrace.spec.errors import ModelError
+from headrace.model.text_part import names_in_whole
+from headrace.terms.errors import ModelError
 
 _TOKENS = 12
 

@@ -10,7 +10,7 @@ Invariant: a function of its arguments alone; no schedule of these lanes at thes
 from collections.abc import Callable, Mapping, Sequence
 
 from headrace.plan.rates import LANES, PLACE
-from headrace.spec.program import Lane
+from headrace.terms.program import Lane
 
 Speeds = Callable[[int], Sequence[tuple[int, float]]]
 

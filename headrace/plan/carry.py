@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
-from headrace.plan.base import Plan
+from headrace.plan.plan import Plan
 
 Refs = tuple[int, ...]
 

@@ -10,9 +10,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from headrace.spec.ceilings import Drive, striped_shares
-from headrace.spec.sizes import format_seconds
-from headrace.spec.words import plain_figure
+from headrace.terms.ceilings import Drive, striped_shares
+from headrace.terms.sizes import format_seconds
+from headrace.terms.words import plain_figure
 
 # TLC drives for desktops are warranted for 600 TB per TB of capacity, nearly all of them; data-centre drives for thrice that.
 TYPICAL_WRITES_OF_CAPACITY = 600.0

@@ -6,11 +6,11 @@ The promise of the planner rests here: measured peak <= planned peak, tested in 
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from headrace.plan.base import Plan
 from headrace.plan.memory import buffer_groups, device_update_temporary_bytes, scratch_bytes
+from headrace.plan.plan import Plan
 from headrace.plan.program import RECALLED_AHEAD
-from headrace.spec.costs import ATTENTION, ModelCosts
-from headrace.spec.sizes import KEPT_FREE_BYTES, MAPPED_BYTES, MIB, round_up
+from headrace.terms.costs import ATTENTION, ModelCosts
+from headrace.terms.sizes import KEPT_FREE_BYTES, MAPPED_BYTES, MIB, round_up
 
 # Measured (LOG.md, 2026-11-21): oneDNN keeps 0.7 to 1 MiB of code for each shape of a bfloat16 product; lanes and programs
 # leave 3 MiB, freed tensors too small to go back to the kernel up to 11 MiB.

@@ -16,16 +16,16 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
 
-from headrace.plan.base import Plan, spread
 from headrace.plan.bound import least_seconds
 from headrace.plan.carry import cold_carry, redo_carry
+from headrace.plan.plan import Plan, spread
 from headrace.plan.program import build_program, build_tail
 from headrace.plan.simulate import Timeline, simulate
-from headrace.spec.ceilings import Ceilings
-from headrace.spec.costs import ATTENTION
-from headrace.spec.layout import UNIT_ALIGNMENT
-from headrace.spec.program import Lane, Program
-from headrace.spec.sizes import round_up
+from headrace.terms.ceilings import Ceilings
+from headrace.terms.costs import ATTENTION
+from headrace.terms.layout import UNIT_ALIGNMENT
+from headrace.terms.program import Lane, Program
+from headrace.terms.sizes import round_up
 
 # For a search that compares many plans: coarse, and alike for all of them.
 SEARCH_OPERATIONS = 800

@@ -11,11 +11,11 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from headrace.plan.base import Plan
 from headrace.plan.footprint import runtime_row, with_footprint
 from headrace.plan.placement import Problem, operators_of, units_of
-from headrace.spec.errors import ConfigError, PlanInfeasible
-from headrace.spec.sizes import format_bytes
+from headrace.plan.plan import Plan
+from headrace.terms.errors import ConfigError, PlanInfeasible
+from headrace.terms.sizes import format_bytes
 
 # Where a run directory has its plan.
 PLAN_NAME = "plan.json"

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from headrace.plan.base import Plan
-from headrace.spec.sizes import round_up
+from headrace.plan.plan import Plan
+from headrace.terms.sizes import round_up
 
 PAGE_BYTES = 4096
 # What an update on the device takes besides its planes (update/on_device.py; tests count both): temporaries, per element of

@@ -6,13 +6,13 @@ Pure: no clock, no files, no torch. Which choice is best is `search`'s business,
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from headrace.plan.base import Plan, Unit
 from headrace.plan.footprint import Allowance, with_footprint
 from headrace.plan.memory import buffer_groups
-from headrace.spec.costs import ATTENTION, ModelCosts, OperatorCosts
-from headrace.spec.errors import InputError
-from headrace.spec.layout import UNIT_ALIGNMENT, UnitLayout
-from headrace.spec.sizes import MIB, round_up
+from headrace.plan.plan import Plan, Unit
+from headrace.terms.costs import ATTENTION, ModelCosts, OperatorCosts
+from headrace.terms.errors import InputError
+from headrace.terms.layout import UNIT_ALIGNMENT, UnitLayout
+from headrace.terms.sizes import MIB, round_up
 
 # Logits and their gradients of one chunk of positions stay below this; the head's speed no longer depends on it.
 _LOSS_CHUNK_BYTES = 96 * MIB

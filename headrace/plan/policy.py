@@ -4,11 +4,11 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from headrace.plan.base import Plan, Speculation, spread
 from headrace.plan.footprint import with_footprint
 from headrace.plan.forecast import SEARCH_OPERATIONS, core_update_bytes_per_second, forecast, redo_seconds
 from headrace.plan.placement import Choice, Problem, filled, fits, plan_of
-from headrace.spec.ceilings import Ceilings
+from headrace.plan.plan import Plan, Speculation, spread
+from headrace.terms.ceilings import Ceilings
 
 # Shares of the blocks whose updates may be held for the next forward: 0, 1/8, ... 7/8.
 _LATE_PARTS = 8

@@ -12,8 +12,8 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
-from headrace.spec.ceilings import Ceilings
-from headrace.spec.errors import ConfigError
+from headrace.terms.ceilings import Ceilings
+from headrace.terms.errors import ConfigError
 
 # The variants that are listed; any number up to the limit is understood.
 DRIVE_COUNTS = (1, 4, 12)

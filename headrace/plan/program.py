@@ -13,10 +13,10 @@ from collections.abc import Iterable
 from itertools import accumulate
 from typing import Any
 
-from headrace.plan.base import Plan
 from headrace.plan.carry import Carry, Refs, Slot, renumbered
 from headrace.plan.memory import DEVICE_UPDATE_TRAFFIC_BYTES
-from headrace.spec.program import Lane, Op, Program, Verb
+from headrace.plan.plan import Plan
+from headrace.terms.program import Lane, Op, Program, Verb
 
 # Block inputs that are brought back before the use that comes next, if there are buffers for them.
 RECALLED_AHEAD = 2

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace.plan.simulate import simulate
-from headrace.spec.ceilings import Ceilings, Drive
-from headrace.spec.program import Lane, Op, Program, Verb
+from headrace.terms.ceilings import Ceilings, Drive
+from headrace.terms.program import Lane, Op, Program, Verb
 
 # What the released system gets out of the GPU, counting 6 operations per parameter and token: 96 % of the card's 165.2.
 COMPUTE_FLOPS_PER_SECOND = 158e12

@@ -6,8 +6,8 @@ No clock, no files, no torch.
 from collections.abc import Callable, Mapping
 from functools import cache
 
-from headrace.spec.ceilings import Ceilings
-from headrace.spec.program import Lane, Op, Verb
+from headrace.terms.ceilings import Ceilings
+from headrace.terms.program import Lane, Op, Verb
 
 LANES = tuple(Lane)
 PLACE = {lane: place for place, lane in enumerate(LANES)}

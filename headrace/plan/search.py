@@ -13,10 +13,10 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
-from headrace.plan.base import Plan
 from headrace.plan.footprint import with_footprint
 from headrace.plan.forecast import SEARCH_OPERATIONS, forecast
 from headrace.plan.placement import THRIFTS, Choice, Problem, excess_bytes, filled, fits, placements_of, plan_of, replay_order
+from headrace.plan.plan import Plan
 from headrace.plan.policy import (
     ALIKE,
     balanced,
@@ -26,9 +26,9 @@ from headrace.plan.policy import (
     with_speculation,
     with_threads,
 )
-from headrace.spec.ceilings import Ceilings
-from headrace.spec.errors import PlanInfeasible
-from headrace.spec.sizes import MIB, format_bytes, round_up
+from headrace.terms.ceilings import Ceilings
+from headrace.terms.errors import PlanInfeasible
+from headrace.terms.sizes import MIB, format_bytes, round_up
 
 # Amounts of kept outputs that are tried, in parts of all; around the best one, half steps are tried besides.
 _AMOUNT_PARTS = 4

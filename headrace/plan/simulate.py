@@ -19,9 +19,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from headrace.plan.rates import ALL_LANES, LANES, PLACE, PLACES, Rates
-from headrace.spec.ceilings import Ceilings
-from headrace.spec.errors import StepFailed
-from headrace.spec.program import Lane, Op, Program
+from headrace.terms.ceilings import Ceilings
+from headrace.terms.errors import StepFailed
+from headrace.terms.program import Lane, Op, Program
 
 # What the first operation of a lane waits for, and what a lane waits for that has come to the end of its queue.
 _NOTHING, _MORE = (bytearray(b"\1"), 0), (bytearray(b"\0"), 0)

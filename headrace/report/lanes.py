@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from headrace.report.metrics import Record, read_metrics
-from headrace.spec.errors import RunDirectoryError
-from headrace.spec.events import Event, OpDone
-from headrace.spec.program import Lane
+from headrace.terms.errors import RunDirectoryError
+from headrace.terms.events import Event, OpDone
+from headrace.terms.program import Lane
 
 LANES_NAME = "lanes.jsonl"
 TIMELINE_NAME = "timeline.json"

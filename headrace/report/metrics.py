@@ -13,9 +13,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, TextIO
 
-from headrace.durable import write_whole
-from headrace.spec.errors import RunDirectoryError
-from headrace.spec.events import Committed, Event, Flushed, StepResult
+from headrace.files.durable import write_whole
+from headrace.terms.errors import RunDirectoryError
+from headrace.terms.events import Committed, Event, Flushed, StepResult
 
 Record = dict[str, Any]
 

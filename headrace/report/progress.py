@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn
 
-from headrace.spec.events import Event, Notice, OpDone, StepResult
-from headrace.spec.sizes import format_seconds
-from headrace.spec.words import plain_figure
+from headrace.terms.events import Event, Notice, OpDone, StepResult
+from headrace.terms.sizes import format_seconds
+from headrace.terms.words import plain_figure
 
 _ETA_WINDOW_STEPS = 20
 _BAR_WIDTH = 20

@@ -10,7 +10,7 @@ import threading
 from collections import deque
 from typing import Protocol, TypeVar
 
-from headrace.spec.events import Event, OpDone
+from headrace.terms.events import Event, OpDone
 
 
 class Reporter(Protocol):

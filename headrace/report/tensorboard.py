@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from headrace.spec.errors import ConfigError
-from headrace.spec.events import Event, StepResult
+from headrace.terms.errors import ConfigError
+from headrace.terms.events import Event, StepResult
 
 _FILE_VERSION = "brain.Event:2"  # what readers ask for in the first record
 

@@ -10,8 +10,8 @@ import json
 from pathlib import Path
 from typing import Any, TextIO
 
-from headrace.spec.events import Committed, Event, OpDone
-from headrace.spec.program import Lane
+from headrace.terms.events import Committed, Event, OpDone
+from headrace.terms.program import Lane
 
 PROCESS_ID = 1
 _LANES = tuple(lane.value for lane in Lane)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.report.metrics import Record
-from headrace.spec.events import Event, StepResult
+from headrace.terms.events import Event, StepResult
 
 
 def trainer_state(

@@ -1,5 +1,6 @@
 """Where each plane of each unit lives on SSD: slots, commits, checksums, scratch."""
 
+from headrace.store.assembly import lost_commits, make_run_directory
 from headrace.store.checksum import checksum, checksum_reference
 from headrace.store.directories import OpenFile, open_direct
 from headrace.store.leftovers import (
@@ -12,7 +13,6 @@ from headrace.store.leftovers import (
 )
 from headrace.store.lock import RunLock, lock_holder
 from headrace.store.manifest import Manifest, read_manifest
-from headrace.store.parts import lost_commits, make_run_directory
 from headrace.store.places import GroupKind, GroupPlace, Places, place_units
 from headrace.store.state import StateStore
 from headrace.store.verify import Progress

@@ -10,14 +10,14 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from headrace.durable import sync, write_whole
-from headrace.ioengine import BlockFile, DirectFile, DirectoryFacts, describe_directory
-from headrace.spec.budget import default_bytes
-from headrace.spec.errors import ConfigError, DiskFull, StorageError
-from headrace.spec.events import Notice, Sink
-from headrace.spec.sizes import format_bytes
+from headrace.files import BlockFile, DirectFile, DirectoryFacts, describe_directory
+from headrace.files.durable import sync, write_whole
 from headrace.store.lock import LOCK_NAME, RunLock
 from headrace.store.manifest import data_folder
+from headrace.terms.budget import default_bytes
+from headrace.terms.errors import ConfigError, DiskFull, StorageError
+from headrace.terms.events import Notice, Sink
+from headrace.terms.sizes import format_bytes
 
 # Opens the file at a path; makes it, with so many bytes reserved, where the second argument is not None.
 OpenFile = Callable[[Path, int | None], BlockFile]

@@ -10,7 +10,7 @@ import os
 import time
 from pathlib import Path
 
-from headrace.spec.errors import RunDirectoryError
+from headrace.terms.errors import RunDirectoryError
 
 LOCK_NAME = "lock"
 _HELD = (errno.EWOULDBLOCK, errno.EACCES)

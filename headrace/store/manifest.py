@@ -11,9 +11,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from headrace.durable import sync, write_whole
-from headrace.spec.errors import DiskFull, RunDirectoryError, StorageError
-from headrace.spec.layout import GroupRange, ParameterSpec, Plane, PlaneSet, UnitLayout
+from headrace.files.durable import sync, write_whole
+from headrace.terms.errors import DiskFull, RunDirectoryError, StorageError
+from headrace.terms.layout import GroupRange, ParameterSpec, Plane, PlaneSet, UnitLayout
 
 MANIFEST_FORMAT = 1
 MANIFEST_NAME = "state.json"

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from itertools import accumulate
 
-from headrace.ioengine import BLOCK_BYTES
-from headrace.spec.errors import ConfigError
-from headrace.spec.layout import UNIT_ALIGNMENT, PlaneSet, UnitLayout, chunk_ranges
+from headrace.files import BLOCK_BYTES
+from headrace.terms.errors import ConfigError
+from headrace.terms.layout import UNIT_ALIGNMENT, PlaneSet, UnitLayout, chunk_ranges
 
 
 class GroupKind(StrEnum):

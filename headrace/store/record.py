@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from headrace.ioengine import BLOCK_BYTES, BlockFile
+from headrace.files import BLOCK_BYTES, BlockFile
 from headrace.machine.host import huge_page_buffer
-from headrace.spec.errors import StorageError
-from headrace.spec.sizes import round_up
 from headrace.store.slots import GroupVersion
+from headrace.terms.errors import StorageError
+from headrace.terms.sizes import round_up
 
 RECORD_FORMAT = 1
 _MAGIC = b"HEADRACE"

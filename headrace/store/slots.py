@@ -7,7 +7,7 @@ only once every chunk is written. Invariants: the committed slot is never writte
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from headrace.spec.errors import StorageError
+from headrace.terms.errors import StorageError
 
 # Slot of a group that was never written: it reads as zeros.
 VIRGIN = -1

@@ -11,26 +11,26 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from headrace.ioengine import Bytes, DoneTicket, ThreadEngine, Ticket
-from headrace.spec.ceilings import InFlight
-from headrace.spec.errors import StorageError
-from headrace.spec.events import Notice, Sink
-from headrace.spec.layout import PlaneSet, UnitLayout
-from headrace.spec.sizes import MIB
+from headrace.files import Bytes, DoneTicket, ThreadEngine, Ticket
+from headrace.store.assembly import StoreParts, StoreRequest, create_parts, open_parts
 from headrace.store.checksum import checksum
 from headrace.store.directories import OpenFile, open_direct
 from headrace.store.manifest import Manifest
-from headrace.store.parts import StoreParts, StoreRequest, create_parts, open_parts
 from headrace.store.places import GroupPlace
 from headrace.store.record import CommitRecord, pack_record
 from headrace.store.slots import VIRGIN, GroupSlots
 from headrace.store.verify import Progress, verify_groups
+from headrace.terms.ceilings import InFlight
+from headrace.terms.errors import StorageError
+from headrace.terms.events import Notice, Sink
+from headrace.terms.layout import PlaneSet, UnitLayout
+from headrace.terms.sizes import MIB
 
 
 class StateStore:
     """The state of one run on its SSD directories. Make one with `StateStore.create` or `StateStore.open`.
 
-    Units are indices into `layouts`, chunks into `spec.layout.chunk_ranges(num_elements, chunk_elements)`. Buffers are
+    Units are indices into `layouts`, chunks into `terms.layout.chunk_ranges(num_elements, chunk_elements)`. Buffers are
     contiguous 1-D uint8 arrays, aligned to 4096 bytes; they belong to the transfer until its ticket is done.
     """
 

@@ -6,13 +6,13 @@ Invariant: what passes is byte for byte what was written; what does not is named
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from headrace.ioengine import Bytes, Ticket, Volume
+from headrace.files import Bytes, Ticket, Volume
 from headrace.machine.host import huge_page_buffer
-from headrace.spec.errors import CorruptData
-from headrace.spec.sizes import format_bytes
 from headrace.store.checksum import checksum
 from headrace.store.places import GroupPlace
 from headrace.store.slots import VIRGIN, GroupVersion
+from headrace.terms.errors import CorruptData
+from headrace.terms.sizes import format_bytes
 
 # Told `(bytes verified, bytes in all)` after each chunk.
 Progress = Callable[[int, int], None]

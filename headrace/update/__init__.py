@@ -1,7 +1,8 @@
 """The update: AdamW over planes, its norm and clipping, on the CPU and on a device."""
 
-from headrace.update.adamw import AdamWRule
-from headrace.update.base import (
+from headrace.update.clip import HitRate, LossScale, clip_factor
+from headrace.update.norm import BLOCK_ELEMENTS, add_block_sums, block_square_sums, square_sum
+from headrace.update.rule import (
     GRADIENT_DTYPES,
     Checksums,
     Coefficients,
@@ -11,10 +12,9 @@ from headrace.update.base import (
     adamw_coefficients,
     group_pieces,
 )
-from headrace.update.clip import HitRate, LossScale, clip_factor
-from headrace.update.norm import BLOCK_ELEMENTS, add_block_sums, block_square_sums, square_sum
-from headrace.update.on_device import DeviceUpdater
-from headrace.update.parallel import Updater
+from headrace.update.rules.adamw import AdamWRule
+from headrace.update.sites.device import DeviceUpdater
+from headrace.update.sites.host import Updater
 from headrace.update.split import join_master, round_to_bfloat16, split_master, widen_bfloat16
 
 __all__ = [

@@ -7,7 +7,7 @@ import math
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from headrace.spec.errors import ConfigError
+from headrace.terms.errors import ConfigError
 
 # As torch.nn.utils.clip_grad_norm_: keeps a norm of zero from being a divisor.
 _NORM_GUARD = 1e-6

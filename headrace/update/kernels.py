@@ -22,8 +22,8 @@ from numba import types
 from numba.extending import intrinsic, overload
 from numba.np.arrayobj import make_array
 
-from headrace.jit import compiled
-from headrace.spec.layout import MOMENT_BLOCK_ELEMENTS, UNIT_ALIGNMENT
+from headrace.machine.jit import compiled
+from headrace.terms.layout import MOMENT_BLOCK_ELEMENTS, UNIT_ALIGNMENT
 
 # A block of the square sum: the largest length that divides every chunk a unit can be cut into.
 BLOCK_ELEMENTS = UNIT_ALIGNMENT

@@ -8,10 +8,10 @@ Invariant: each block of `BLOCK_ELEMENTS` elements is summed alone, in fp64; blo
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.spec.errors import ConfigError
+from headrace.terms.errors import ConfigError
 from headrace.update import kernels
-from headrace.update.base import GRADIENT_DTYPES
 from headrace.update.kernels import BLOCK_ELEMENTS
+from headrace.update.rule import GRADIENT_DTYPES
 
 __all__ = ["BLOCK_ELEMENTS", "add_block_sums", "block_square_sums", "square_sum"]
 

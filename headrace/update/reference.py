@@ -16,10 +16,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headrace.spec.errors import ConfigError
-from headrace.spec.layout import MOMENT_BLOCK_ELEMENTS
-from headrace.update.base import Coefficients
+from headrace.terms.errors import ConfigError
+from headrace.terms.layout import MOMENT_BLOCK_ELEMENTS
 from headrace.update.kernels import LARGEST_M, LARGEST_V, NOISE_LAST_SHIFT, NOISE_ROUNDS, SMALLEST_M
+from headrace.update.rule import Coefficients
 
 _QUIET_NAN_BITS = 0x7FC00000
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.spec.errors import ConfigError
+from headrace.terms.errors import ConfigError
 from headrace.update import kernels
 
 

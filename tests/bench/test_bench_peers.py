@@ -9,7 +9,7 @@ import pytest
 from peers import LINES, chosen, comparison_of, options_of, row_of, table_of
 from test_bench_summary import run as run_of
 
-from headrace.spec.sizes import parse_bytes
+from headrace.terms.sizes import parse_bytes
 
 FACTS = {"cores": 2, "processor": "p", "memory_bytes": 2**34, "file_system": "ext4"}
 

@@ -12,10 +12,10 @@ import pytest
 from bare import Recorder, Request, bare_rates, seconds_of, sliced
 from observed import Cores, bytes_inside, interference, median_rate, ssd_rates
 
-from headrace.ioengine import DirectFile, ThreadEngine, Volume
-from headrace.machine import huge_page_buffer
-from headrace.spec.events import OpDone
-from headrace.spec.program import Lane, Verb
+from headrace.files import DirectFile, ThreadEngine, Volume
+from headrace.machine.host import huge_page_buffer
+from headrace.terms.events import OpDone
+from headrace.terms.program import Lane, Verb
 
 PAGE = 4096
 

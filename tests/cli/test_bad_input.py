@@ -24,7 +24,7 @@ from transformers import T5Config
 
 from headrace.cli import main
 from headrace.cli.runs import run_config
-from headrace.ioengine import describe_directory
+from headrace.files import describe_directory
 from headrace.store import StateStore, read_manifest
 from headrace.store.manifest import MANIFEST_NAME, RECORD_NAMES
 from headrace.store.places import place_units

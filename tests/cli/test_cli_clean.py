@@ -11,10 +11,10 @@ import pytest
 from bad_worlds import World, check_refusal, listing
 
 from headrace.cli import cleaning, main
-from headrace.spec.errors import ConfigError
-from headrace.spec.layout import PLANE_SETS, lay_out
 from headrace.store import Leftover, StateStore
 from headrace.store.manifest import RECORD_NAMES, withdraw_manifest
+from headrace.terms.errors import ConfigError
+from headrace.terms.layout import PLANE_SETS, lay_out
 
 
 def clean(world: World, *words: object) -> str:

@@ -26,8 +26,8 @@ from headrace.cli.errors import plainly
 from headrace.cli.machine_sheet import machine_sheet, sheet_text
 from headrace.cli.runs import run_config
 from headrace.cli.samples import marked
-from headrace.spec.errors import ConfigError, DiskFull, StepFailed
-from headrace.training import RunConfig
+from headrace.runs import RunConfig
+from headrace.terms.errors import ConfigError, DiskFull, StepFailed
 
 TRAIN_FLAGS = {
     "--checkpoint-every",

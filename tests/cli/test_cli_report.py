@@ -13,7 +13,7 @@ import pytest
 from headrace.cli import main
 from headrace.report import MetricsFile
 from headrace.report.lanes import LanesFile
-from headrace.spec.events import OpDone, StepResult
+from headrace.terms.events import OpDone, StepResult
 
 
 @pytest.fixture

@@ -21,10 +21,10 @@ from bad_worlds import World, check_refusal
 
 from headrace.cli import main
 from headrace.report import read_metrics
-from headrace.spec.errors import StorageError
+from headrace.runs import loop
+from headrace.runs.run_directory import RunDirectory
 from headrace.store.manifest import MANIFEST_NAME, RECORD_NAMES
-from headrace.training import loop
-from headrace.training.run_directory import RunDirectory
+from headrace.terms.errors import StorageError
 
 NO_SPACE = os.strerror(errno.ENOSPC)
 pytestmark = pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")

@@ -21,7 +21,7 @@ POLICIES = ["immediate", "deferred", "speculative"]
 
 # Children are forked from a server that has imported everything, so that a hundred starts cost seconds, not many minutes.
 PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["trainee", "headrace.engine", "transformers.models.llama.modeling_llama"])
+PROCESSES.set_forkserver_preload(["trainee", "headrace.engine.trainer", "transformers.models.llama.modeling_llama"])
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 
 import headrace
-from headrace.engine import Engine
-from headrace.plan.base import Plan
+from headrace.engine.trainer import Engine
+from headrace.plan.plan import Plan
 
 
 def batch(seed: int) -> dict[str, torch.Tensor]:

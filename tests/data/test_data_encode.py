@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 from made_tokenizers import COUNTING, PLAIN, STRICT, TAGGED, THINKING, make_tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from headrace.data.base import Kind, Row
 from headrace.data.encode import encode_rows
-from headrace.spec.errors import DataError, ModelError
+from headrace.data.values import Kind, Row
+from headrace.terms.errors import DataError, ModelError
 
 EOS = "<|eos|>"
 PLAIN_TOKENIZER = make_tokenizer(PLAIN)

@@ -5,9 +5,9 @@ import json
 import datasets
 import pytest
 
-from headrace.data.base import Kind
 from headrace.data.sources import find_sources, read_rows
-from headrace.spec.errors import DataError
+from headrace.data.values import Kind
+from headrace.terms.errors import DataError
 
 
 def values(path, tmp_path):

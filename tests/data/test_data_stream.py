@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from made_tokenizers import make_tokens, numbered_tokens
 
 from headrace.data import IGNORED, BatchStream, DataSpec
-from headrace.spec.errors import DataError
+from headrace.terms.errors import DataError
 
 LENGTHS = st.lists(st.integers(2, 16), min_size=1, max_size=40)
 BASE = DataSpec(paths=("unused",), sequence_length=16, tokens_per_step=48, seed=3)

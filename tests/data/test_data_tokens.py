@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from made_tokenizers import PLAIN, TAGGED, make_tokenizer, make_tokens
 
 from headrace.data import DataSpec, TokenSet, load_tokens, tokenize, tokens, write_tokens
-from headrace.spec.errors import ConfigError, DataError, DiskFull
+from headrace.terms.errors import ConfigError, DataError, DiskFull
 
 SAMPLES = st.lists(
     st.lists(st.tuples(st.integers(0, 2**31 - 1), st.booleans()), min_size=0, max_size=12).map(

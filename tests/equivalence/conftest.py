@@ -12,10 +12,10 @@ from plain import MODELS
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
-import headrace.planner
+import headrace.answers.planner
 from headrace.model import profile
 from headrace.plan.search import make_plan
-from headrace.spec.sizes import GIB
+from headrace.terms.sizes import GIB
 
 logging.set_verbosity_error()
 logging.disable_progress_bar()
@@ -48,7 +48,7 @@ def profiled_and_planned_once() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys.modules["headrace.model.profile"], "profile", profile_once)
-        patch.setattr(headrace.planner, "make_plan", plan_once)
+        patch.setattr(headrace.answers.planner, "make_plan", plan_once)
         yield
 
 

@@ -17,9 +17,9 @@ from torch._dynamo.utils import counters
 from versions import COMPILES_EXPERTS
 
 import headrace
-from headrace.engine import Engine
+from headrace.engine.trainer import Engine
 from headrace.model.compiled import CompiledBlocks, check_compiler
-from headrace.spec.errors import ConfigError
+from headrace.terms.errors import ConfigError
 
 KINDS_OF_BLOCKS = {"llama": 1, "mixtral-aux": 1, "deepseek": 2}
 

@@ -11,9 +11,9 @@ import pytest
 from plain import batch_of
 
 from headrace import AdamW, Budget
-from headrace.engine import Engine
-from headrace.spec.errors import CorruptData
+from headrace.engine.trainer import Engine
 from headrace.store import StateStore
+from headrace.terms.errors import CorruptData
 
 ROWS, LENGTH = 4, 32
 

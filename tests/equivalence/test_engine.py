@@ -14,14 +14,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 from transformers import AutoModelForCausalLM
 
 import headrace
-from headrace.engine import Engine
-from headrace.ioengine import space
+from headrace.engine.trainer import Engine
+from headrace.files import space
 from headrace.model import Chain
 from headrace.plan.profiles import load_profile
-from headrace.spec.ceilings import InFlight
-from headrace.spec.errors import ConfigError, DiskFull, RunDirectoryError
-from headrace.spec.events import Flushed, Notice, OpDone, StepResult
 from headrace.store import StateStore, directories
+from headrace.terms.ceilings import InFlight
+from headrace.terms.errors import ConfigError, DiskFull, RunDirectoryError
+from headrace.terms.events import Flushed, Notice, OpDone, StepResult
 from headrace.update import Checksums, Updater
 
 
@@ -534,7 +534,7 @@ def test_an_engine_plans_within_the_space_of_its_drives(
     (tmp_path / "ssd").mkdir()
     budget = headrace.Budget(host="700MiB", ssd=tmp_path / "ssd")
     usable = space.default_bytes
-    monkeypatch.setattr("headrace.planner.anonymous_bytes", lambda: 300 << 20)  # whatever tests before have left here
+    monkeypatch.setattr("headrace.answers.planner.anonymous_bytes", lambda: 300 << 20)  # whatever tests before have left here
 
     def opened(name: str) -> Engine:
         return Engine.open(
@@ -625,7 +625,7 @@ def test_several_directories_of_one_drive_beside_another_drive(
     machine = dataclasses.replace(machine, drives=(quick, quick, slow))
     told: list[InFlight] = []
     monkeypatch.setattr(StateStore, "keep_in_flight", lambda store, setting: told.append(setting))
-    for module in ("headrace.engine", "headrace.ioengine.measure", "headrace.ioengine.space"):
+    for module in ("headrace.engine.trainer", "headrace.files.directories", "headrace.files.space"):
         monkeypatch.setattr(f"{module}.file_systems", lambda directories: (0, 0, 2))
     ssd = [tmp_path / name for name in ("first", "second", "third")]
     for directory in ssd:

@@ -14,11 +14,11 @@ import torch
 from plain import batch_of
 
 from headrace import AdamW, Budget
-from headrace.engine import Engine
-from headrace.plan.base import Plan
+from headrace.answers.answer import plan_model
+from headrace.engine.trainer import Engine
 from headrace.plan.given import load_plan
-from headrace.planning import plan_model
-from headrace.spec.errors import ConfigError, PlanInfeasible
+from headrace.plan.plan import Plan
+from headrace.terms.errors import ConfigError, PlanInfeasible
 
 ROWS, LENGTH = 6, 32
 STEP = {"tokens_per_step": ROWS * LENGTH, "sequence_length": LENGTH}
@@ -63,7 +63,7 @@ def test_a_process_with_other_libraries_has_the_same_plan(path: Path, tmp_path: 
     """What the interpreter takes differs by a mebibyte or two from process to process, and the budget is just enough."""
 
     def takes(mebibytes: float) -> None:
-        monkeypatch.setattr("headrace.planner.anonymous_bytes", lambda: int(mebibytes * (1 << 20)))
+        monkeypatch.setattr("headrace.answers.planner.anonymous_bytes", lambda: int(mebibytes * (1 << 20)))
 
     takes(301.0)
     least, *_ = run(path, tmp_path / "least")

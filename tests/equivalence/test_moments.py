@@ -11,11 +11,11 @@ from plain import batch_of
 from safetensors.torch import load_file
 
 import headrace
-from headrace.engine import Engine
-from headrace.plan.base import Plan
-from headrace.spec.errors import InputError
-from headrace.spec.layout import MOMENTS
+from headrace.engine.trainer import Engine
+from headrace.plan.plan import Plan
 from headrace.store import read_manifest
+from headrace.terms.errors import InputError
+from headrace.terms.layout import MOMENTS
 
 ROWS, LENGTH, STEPS = 4, 24, 3
 # Weight decay on matrices only: two groups, whose border must not cut a block of the moments.

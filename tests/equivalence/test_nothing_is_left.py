@@ -12,7 +12,7 @@ import torch
 from plain import batch_of
 
 from headrace import AdamW, Budget
-from headrace.engine import Engine
+from headrace.engine.trainer import Engine
 
 ROWS, LENGTH = 4, 32
 

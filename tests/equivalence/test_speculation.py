@@ -11,10 +11,10 @@ from plain import batch_of
 from safetensors.torch import load_file
 
 import headrace
-from headrace.engine import Engine
-from headrace.plan.base import Plan, Speculation
-from headrace.spec.events import StepResult
+from headrace.engine.trainer import Engine
+from headrace.plan.plan import Plan, Speculation
 from headrace.store import StateStore
+from headrace.terms.events import StepResult
 from headrace.update import LossScale
 
 ROWS, LENGTH = 4, 32

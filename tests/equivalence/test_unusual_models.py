@@ -15,9 +15,9 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from versions import CAUSAL_DOGE, LONG_ROPE_IN_A_PLAN
 
 import headrace
-from headrace.engine import Engine
-from headrace.plan.base import Plan
-from headrace.spec.events import Event, Notice
+from headrace.engine.trainer import Engine
+from headrace.plan.plan import Plan
+from headrace.terms.events import Event, Notice
 
 SHAPE = {
     "vocab_size": 384,

@@ -12,7 +12,7 @@ import torch
 from plain import LENGTH, ROWS, PlainTrainer, batch_of, train
 
 import headrace
-from headrace.machine import CpuMachine
+from headrace.machine.cpu import CpuMachine
 from headrace.model import products
 
 STEPS = 3

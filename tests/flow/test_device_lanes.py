@@ -12,9 +12,9 @@ from queue import SimpleQueue
 import pytest
 
 from headrace.flow.execute import Interpreter, OverlappedInterpreter, PlainInterpreter
-from headrace.machine import CpuMachine
-from headrace.spec.events import OpDone
-from headrace.spec.program import Lane, Op, Program, Verb
+from headrace.machine.cpu import CpuMachine
+from headrace.terms.events import OpDone
+from headrace.terms.program import Lane, Op, Program, Verb
 
 DEVICE_LANES = (Lane.COMPUTE, Lane.HOST_TO_DEVICE, Lane.DEVICE_TO_HOST, Lane.DEVICE_UPDATE)
 WORK_SECONDS = 0.01
@@ -147,7 +147,7 @@ def test_the_host_does_not_run_ahead_of_the_device() -> None:
 
 
 def test_a_device_that_fails_after_the_issue_is_a_failed_step() -> None:
-    from headrace.spec.errors import StepFailed
+    from headrace.terms.errors import StepFailed
 
     class Broken(Mark):
         def synchronize(self) -> None:

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.flow.execute import Interpreter, OverlappedInterpreter, PlainInterpreter
-from headrace.machine import CpuMachine
-from headrace.spec.errors import StepFailed
-from headrace.spec.events import OpDone
-from headrace.spec.program import Lane, Op, Program, Verb
+from headrace.machine.cpu import CpuMachine
+from headrace.terms.errors import StepFailed
+from headrace.terms.events import OpDone
+from headrace.terms.program import Lane, Op, Program, Verb
 
 LANES = list(Lane)
 

@@ -18,9 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import headrace
-from headrace.engine import Engine
+from headrace.engine.trainer import Engine
 from headrace.flow import step
-from headrace.spec.program import Verb
+from headrace.terms.program import Verb
 
 _aten = torch.ops.aten
 # Their results come to the host, or have shapes that only the device knows.

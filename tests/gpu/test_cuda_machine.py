@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.machine import CudaMachine
-from headrace.spec.errors import InputError
-from headrace.spec.program import Lane
-from headrace.spec.sizes import GIB, MIB
+from headrace.machine.cuda import CudaMachine
+from headrace.terms.errors import InputError
+from headrace.terms.program import Lane
+from headrace.terms.sizes import GIB, MIB
 
 pytestmark = pytest.mark.gpu
 

@@ -7,9 +7,9 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import headrace
-from headrace.engine import Engine
-from headrace.spec.errors import PlanInfeasible
-from headrace.spec.sizes import GIB, MIB, format_bytes, round_up
+from headrace.engine.trainer import Engine
+from headrace.terms.errors import PlanInfeasible
+from headrace.terms.sizes import GIB, MIB, format_bytes, round_up
 
 pytestmark = pytest.mark.gpu
 LENGTH = 1024

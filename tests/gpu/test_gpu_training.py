@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import headrace
-from headrace.engine import Engine
+from headrace.engine.trainer import Engine
 from headrace.flow import compute
 from headrace.model import Replay
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from gpu_world import LENGTH, ROWS, PlainTrainer, batch_of, train_on_cpu
 
-from headrace.engine import Engine
+from headrace.engine.trainer import Engine
 
 STEPS = 2
 

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.machine import CpuMachine
-from headrace.machine.cpu import processor_flags
+from headrace.machine.cpu import CpuMachine, processor_flags
 
 X86 = "processor\t: 0\nmodel name\t: some\nflags\t\t: fpu avx512f {}\n\nprocessor\t: 1\nflags\t\t: fpu avx512f {}\n"
 ARM = "processor\t: 0\nBogoMIPS\t: 50.00\nFeatures\t: fp asimd {}\nCPU part\t: 0xd40\n"

@@ -10,14 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from headrace.control_groups import quota_cores
-from headrace.machine import (
-    available_memory_bytes,
-    control_group_limit_bytes,
-    default_host_bytes,
-    pinnable_memory_bytes,
-)
-from headrace.spec.budget import default_bytes
+from headrace.machine.control_groups import quota_cores
+from headrace.machine.limits import available_memory_bytes, control_group_limit_bytes, default_host_bytes, pinnable_memory_bytes
+from headrace.terms.budget import default_bytes
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 UNLIMITED_V1 = "9223372036854771712"

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 import headrace
-import headrace.planner
-from headrace.engine import Engine
-from headrace.machine import anonymous_bytes
-from headrace.spec.errors import PlanInfeasible
+import headrace.answers.planner
+from headrace.engine.trainer import Engine
+from headrace.machine.host import anonymous_bytes
+from headrace.terms.errors import PlanInfeasible
 
 # What the interpreter may hold more at one opening than at the one before.
 BETWEEN_OPENINGS_BYTES = 1 << 20
@@ -44,7 +44,7 @@ def open_engine(case: dict[str, Any]) -> tuple[Engine, int]:
 
 def litter() -> None:
     """Make each search for a plan leave 64 MiB in objects that refer to one another."""
-    search = headrace.planner.make_plan
+    search = headrace.answers.planner.make_plan
 
     def littering(*arguments: Any) -> Any:
         before, cycle = anonymous_bytes(), []
@@ -52,7 +52,7 @@ def litter() -> None:
             cycle += [[cycle] for _ in range(10_000)]
         return search(*arguments)
 
-    headrace.planner.make_plan = littering
+    headrace.answers.planner.make_plan = littering
 
 
 def main() -> None:

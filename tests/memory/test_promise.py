@@ -176,8 +176,8 @@ def test_a_larger_process_stays_inside_its_plan(case: Case, models: Path, tmp_pa
 
 def test_a_budget_too_small_is_refused_before_anything_is_written(models: Path, tmp_path: Path) -> None:
     from headrace import Budget
-    from headrace.engine import Engine
-    from headrace.spec.errors import PlanInfeasible
+    from headrace.engine.trainer import Engine
+    from headrace.terms.errors import PlanInfeasible
 
     ssd = tmp_path / "ssd"
     ssd.mkdir()

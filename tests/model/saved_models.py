@@ -8,8 +8,8 @@ import torch
 from tiny_architectures import CONFIGS, make_config, make_plain
 
 from headrace.model import Chain, Checkpoint, import_unit
-from headrace.spec.layout import PLANE_SETS
-from headrace.spec.optimizer import AdamW
+from headrace.terms.layout import PLANE_SETS
+from headrace.terms.optimizer import AdamW
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 

@@ -12,8 +12,8 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from headrace.model import Chain, build_skeleton, find_blocks, probe, self_check
 from headrace.model import probe as probe_function
 from headrace.model.tiny import shrink
-from headrace.spec.errors import ModelError
-from headrace.spec.optimizer import AdamW
+from headrace.terms.errors import ModelError
+from headrace.terms.optimizer import AdamW
 
 
 def test_self_check_passes(case: Any) -> None:

@@ -12,8 +12,8 @@ from saved_models import import_all, save
 from tiny_architectures import CONFIGS, make_config
 
 from headrace.model import Chain, Checkpoint, check_tokenizer, import_unit
-from headrace.spec.errors import InputError, ModelError
-from headrace.spec.optimizer import AdamW
+from headrace.terms.errors import InputError, ModelError
+from headrace.terms.optimizer import AdamW
 
 
 def edit_config(directory: Path, **values: Any) -> None:

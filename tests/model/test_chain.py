@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from tiny_architectures import CONFIGS, DROPOUT_GPT2, flats_of, make_batches, make_config, make_plain
 
 from headrace.model import Chain, MicroBatch, block_seed, shift_labels
-from headrace.spec.errors import ConfigError, ModelError, StepFailed
-from headrace.spec.optimizer import AdamW, ParameterGroup
+from headrace.terms.errors import ConfigError, ModelError, StepFailed
+from headrace.terms.optimizer import AdamW, ParameterGroup
 
 OPTIMIZER = AdamW(weight_decay=0.1)
 

@@ -15,8 +15,8 @@ from tiny_architectures import CONFIGS, make_config, make_plain
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from headrace.model import Chain, Checkpoint, Exporter, import_unit
-from headrace.spec.errors import ExportFailed, ModelError, RunDirectoryError
-from headrace.spec.optimizer import AdamW
+from headrace.terms.errors import ExportFailed, ModelError, RunDirectoryError
+from headrace.terms.optimizer import AdamW
 
 SAVED = ["llama", "llama-tied", "gpt2", "opt-projected", "gemma3", "falcon", "mixtral", "qwen3-moe", "deepseek-v3", "gpt-oss"]
 

@@ -15,8 +15,8 @@ from versions import COMPILES_EXPERTS
 from headrace.model import BlockCall, Chain, profile
 from headrace.model.compiled import CompiledBlocks, check_compiler, check_compiles
 from headrace.model.probe import architecture_key, compare_gradients, tiny_runner, tiny_samples
-from headrace.spec.errors import ConfigError
-from headrace.spec.optimizer import AdamW
+from headrace.terms.errors import ConfigError
+from headrace.terms.optimizer import AdamW
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from headrace.model.encoding import float32_of, put, take
-from headrace.spec.errors import ModelError
+from headrace.terms.errors import ModelError
 
 FINITE = st.floats(width=32, allow_nan=False, allow_infinity=False, min_value=-(2.0**127), max_value=2.0**127)
 

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from saved_models import import_all, save
 
-from headrace.durable import appearing, is_mount_point
+from headrace.files.durable import appearing, is_mount_point
 from headrace.model import Exporter
-from headrace.spec.errors import ExportFailed
+from headrace.terms.errors import ExportFailed
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def test_every_file_is_on_the_drive_before_the_directory_appears(
 def killed_export(out: Path) -> None:
     """A process is killed while it writes a model."""
     code = (
-        "import os, signal, sys\nfrom pathlib import Path\nfrom headrace.durable import appearing\n"
+        "import os, signal, sys\nfrom pathlib import Path\nfrom headrace.files.durable import appearing\n"
         "with appearing(Path(sys.argv[1])) as partial:\n"
         "    (partial / 'model.safetensors').write_bytes(b'half')\n    os.kill(os.getpid(), signal.SIGKILL)"
     )

@@ -13,8 +13,8 @@ from saved_models import DTYPES
 from transformers import AutoModelForCausalLM, GptOssConfig, LlamaConfig
 
 from headrace.model import Chain, Checkpoint, import_unit, import_workspace_bytes
-from headrace.spec.layout import PLANE_SETS
-from headrace.spec.optimizer import AdamW
+from headrace.terms.layout import PLANE_SETS
+from headrace.terms.optimizer import AdamW
 
 
 def save(directory: Path, dtype: str, kind: str) -> Path:

@@ -14,8 +14,8 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 from headrace.model import Chain, liger
 from headrace.model.liger import LigerBlocks, check_liger
 from headrace.model.probe import architecture_key, compare_gradients, tiny_runner, tiny_samples
-from headrace.spec.errors import ConfigError
-from headrace.spec.optimizer import AdamW
+from headrace.terms.errors import ConfigError
+from headrace.terms.optimizer import AdamW
 
 CALLS: list[str] = []
 

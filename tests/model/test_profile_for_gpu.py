@@ -8,7 +8,7 @@ from transformers import GPT2Config, LlamaConfig
 
 from headrace import AdamW
 from headrace.model import Chain, profile
-from headrace.spec.costs import ATTENTION, BlockCosts
+from headrace.terms.costs import ATTENTION, BlockCosts
 
 LENGTH, HEADS = 256, 8
 

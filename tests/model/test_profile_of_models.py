@@ -14,7 +14,7 @@ from versions import CAUSAL_DOGE, LONG_ROPE_IN_A_PLAN
 from headrace import AdamW
 from headrace.model import Chain, MicroBatch, profile, self_check
 from headrace.model.profile import _tensors_of
-from headrace.spec.errors import ModelError
+from headrace.terms.errors import ModelError
 
 ROWS, LENGTH = 2, 64
 SHAPE = {

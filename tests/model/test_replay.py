@@ -10,7 +10,7 @@ import torch
 
 from headrace.model import Record
 from headrace.model.cost_meter import CostMeter
-from headrace.spec.costs import ATTENTION
+from headrace.terms.costs import ATTENTION
 
 _aten = torch.ops.aten
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from headrace.spec.ceilings import Ceilings
+from headrace.terms.ceilings import Ceilings
 
 
 def machine(

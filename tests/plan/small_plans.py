@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from headrace.plan.base import Plan, Unit
+from headrace.plan.plan import Plan, Unit
 
 
 def small_plan(num_blocks: int = 4, **changes: Any) -> Plan:

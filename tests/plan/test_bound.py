@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from headrace.plan.bound import least_seconds
 from headrace.plan.rates import LANES, PLACE
-from headrace.spec.program import Lane
+from headrace.terms.program import Lane
 
 FOUR = (Lane.COMPUTE, Lane.SSD_READ, Lane.SSD_WRITE, Lane.UPDATE)
 

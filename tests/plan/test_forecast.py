@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from machines import machine
 from small_plans import small_plan
 
-from headrace.plan.base import Plan, Unit
 from headrace.plan.carry import cold_carry
 from headrace.plan.forecast import forecast, redo_seconds
+from headrace.plan.plan import Plan, Unit
 from headrace.plan.program import build_program
-from headrace.spec.ceilings import Ceilings
-from headrace.spec.errors import ConfigError
-from headrace.spec.program import Lane
+from headrace.terms.ceilings import Ceilings
+from headrace.terms.errors import ConfigError
+from headrace.terms.program import Lane
 
 
 def large_plan(num_blocks: int = 96, micro: int = 32, elements: int = 900_000_000 // 2048 * 2048, **changes: Any) -> Plan:

@@ -11,9 +11,9 @@ from test_search import costs_of, layouts, machine, problem
 from headrace.plan.given import adopted
 from headrace.plan.placement import Problem
 from headrace.plan.search import make_plan
-from headrace.spec.costs import ModelCosts
-from headrace.spec.errors import ConfigError, PlanInfeasible
-from headrace.spec.sizes import MIB
+from headrace.terms.costs import ModelCosts
+from headrace.terms.errors import ConfigError, PlanInfeasible
+from headrace.terms.sizes import MIB
 
 
 def one_block(made: Problem) -> Problem:

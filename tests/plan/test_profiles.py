@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from headrace.plan.profiles import load_profile, profile_names
-from headrace.spec.ceilings import Ceilings, Drive
-from headrace.spec.errors import ConfigError
+from headrace.terms.ceilings import Ceilings, Drive
+from headrace.terms.errors import ConfigError
 
 PROMISED = [
     f"{gpu}-{drives}ssd"

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from small_plans import small_plan
 
 from headrace.flow.execute import _Completion
-from headrace.plan.base import Plan
 from headrace.plan.carry import cold_carry
 from headrace.plan.footprint import MOST_PROGRAMS, program_bytes
+from headrace.plan.plan import Plan
 from headrace.plan.program import RECALLED_AHEAD, build_program, build_tail
-from headrace.spec.program import Lane, Op, Program, Verb
+from headrace.terms.program import Lane, Op, Program, Verb
 
 IN_ORDER_LANES = {Lane.COMPUTE, Lane.UPDATE, Lane.DEVICE_UPDATE, Lane.COMMIT, Lane.HOST_TO_DEVICE, Lane.DEVICE_TO_HOST}
 

@@ -21,8 +21,8 @@ from headrace.plan.published import (
     table,
 )
 from headrace.plan.simulate import simulate
-from headrace.spec.ceilings import Ceilings
-from headrace.spec.program import Lane, Verb
+from headrace.terms.ceilings import Ceilings
+from headrace.terms.program import Lane, Verb
 
 
 @pytest.fixture(scope="module")

@@ -8,16 +8,16 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from headrace.plan.base import Plan
 from headrace.plan.footprint import Allowance, with_footprint, with_runtime
 from headrace.plan.forecast import forecast
 from headrace.plan.placement import THRIFTS, Choice, Problem, Workload, filled, fits, placements_of, plan_of, replay_order
+from headrace.plan.plan import Plan
 from headrace.plan.search import make_plan, nominal_ceilings
-from headrace.spec.ceilings import Ceilings, Drive
-from headrace.spec.costs import BlockCosts, ModelCosts, OperatorCosts
-from headrace.spec.errors import InputError, PlanInfeasible
-from headrace.spec.layout import lay_out
-from headrace.spec.sizes import GIB, MIB
+from headrace.terms.ceilings import Ceilings, Drive
+from headrace.terms.costs import BlockCosts, ModelCosts, OperatorCosts
+from headrace.terms.errors import InputError, PlanInfeasible
+from headrace.terms.layout import lay_out
+from headrace.terms.sizes import GIB, MIB
 
 WIDTH, BLOCKS, LENGTH = 512, 4, 256
 # What the footprint adds for libraries, so that the budgets below are those of buffers and tensors.

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from machines import machine
 
 from headrace.plan.simulate import Timed, Timeline, simulate
-from headrace.spec.ceilings import Ceilings
-from headrace.spec.errors import ConfigError, StepFailed
-from headrace.spec.program import Lane, Op, Program, Verb
+from headrace.terms.ceilings import Ceilings
+from headrace.terms.errors import ConfigError, StepFailed
+from headrace.terms.program import Lane, Op, Program, Verb
 
 VERBS = {
     Lane.COMPUTE: Verb.FORWARD,

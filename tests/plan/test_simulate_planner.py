@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from machines import machine
 from small_plans import small_plan
 
-from headrace.plan.base import Plan, Unit
 from headrace.plan.carry import cold_carry
+from headrace.plan.plan import Plan, Unit
 from headrace.plan.program import build_program
 from headrace.plan.simulate import simulate
-from headrace.spec.ceilings import Ceilings
-from headrace.spec.program import Lane, Program
+from headrace.terms.ceilings import Ceilings
+from headrace.terms.program import Lane, Program
 
 RATES = ("compute", "read", "write", "inward", "outward", "update", "device")
 

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from headrace.report.lanes import LanesFile, read_recording, summarise, union_seconds
 from headrace.report.metrics import Record, read_metrics
-from headrace.spec.errors import RunDirectoryError
-from headrace.spec.events import Notice, OpDone
-from headrace.spec.program import Lane, Op, Verb
+from headrace.terms.errors import RunDirectoryError
+from headrace.terms.events import Notice, OpDone
+from headrace.terms.program import Lane, Op, Verb
 
 
 def op(step: int, verb: Verb, lane: Lane, start: float, stop: float, **changes: int) -> OpDone:

@@ -37,8 +37,8 @@ from headrace.report import (
     steady_ssd_bytes,
 )
 from headrace.report.progress import StepClock
-from headrace.spec.errors import RunDirectoryError
-from headrace.spec.events import Committed, Event, Flushed, Notice, OpDone, StepResult
+from headrace.terms.errors import RunDirectoryError
+from headrace.terms.events import Committed, Event, Flushed, Notice, OpDone, StepResult
 
 
 def step(number: int, **changes: object) -> StepResult:

@@ -5,11 +5,11 @@ from typing import Any
 
 import numpy as np
 
-from headrace.ioengine import Bytes, ThreadEngine
+from headrace.files import Bytes, ThreadEngine
 from headrace.machine.host import huge_page_buffer
-from headrace.spec.events import Event
-from headrace.spec.layout import PLANE_SETS, UnitLayout, chunk_ranges, lay_out
 from headrace.store import StateStore
+from headrace.terms.events import Event
+from headrace.terms.layout import PLANE_SETS, UnitLayout, chunk_ranges, lay_out
 
 CHUNK = 2048
 PLANES = PLANE_SETS["bfloat16"]

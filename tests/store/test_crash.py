@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 from store_world import holds_step, make_store, open_store, quick_engine, write_step
 
-from headrace.ioengine import BlockFile, Bytes
+from headrace.files import BlockFile, Bytes
 from headrace.machine.host import huge_page_buffer
-from headrace.spec.errors import RunDirectoryError, StorageError
 from headrace.store import open_direct
+from headrace.terms.errors import RunDirectoryError, StorageError
 
 
 class PowerGone(StorageError):

@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 from store_world import LAYOUTS, PLANES, holds_step, ignore, make_store, open_store, write_step
 
-from headrace.ioengine import BlockFile
-from headrace.spec.errors import ConfigError, DiskFull, HeadraceError, RunDirectoryError, StorageError
-from headrace.spec.events import Event, Notice
+from headrace.files import BlockFile
 from headrace.store import RunLock, StateStore, find_leftovers, lock_holder, open_direct, read_manifest, remove_leftover
+from headrace.terms.errors import ConfigError, DiskFull, HeadraceError, RunDirectoryError, StorageError
+from headrace.terms.events import Event, Notice
 
 
 def files_under(folder: Path) -> list[str]:
@@ -118,7 +118,7 @@ def test_a_creation_that_fails_midway_removes_what_it_made(
         return open_direct(path, create_bytes)
 
     if failing == "state.json":
-        monkeypatch.setattr("headrace.store.parts.write_manifest", lambda *args: open_file(Path(failing), 0))
+        monkeypatch.setattr("headrace.store.assembly.write_manifest", lambda *args: open_file(Path(failing), 0))
     refused(tmp_path, DiskFull, failing, open_file=open_file)
     assert lock_holder(tmp_path / "run") is None
 
@@ -406,7 +406,7 @@ def test_what_a_failed_creation_could_not_remove_is_dead_and_goes_as_it_is_told(
 
     with monkeypatch.context() as patches:
         patches.setattr(Path, "unlink", refusing)
-        patches.setattr("headrace.store.parts.write_manifest", no_manifest)
+        patches.setattr("headrace.store.assembly.write_manifest", no_manifest)
         with pytest.raises(StorageError, match="headrace clean"):
             make_store(tmp_path)
     (left,) = find_leftovers([tmp_path / "ssd0", tmp_path / "ssd1"])

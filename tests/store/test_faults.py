@@ -18,11 +18,12 @@ from store_world import (
     write_step,
 )
 
-from headrace.ioengine import BlockFile, Bytes, DirectFile, Fault, FaultKind, FaultyFile
+from headrace.files import BlockFile, Bytes, DirectFile
 from headrace.machine.host import huge_page_buffer
-from headrace.spec.errors import CorruptData, DeviceStalled, DiskFull, RunDirectoryError, ShortTransfer, StorageError
-from headrace.spec.events import Event, Notice
 from headrace.store import OpenFile, StateStore, checksum, open_direct, place_units
+from headrace.terms.errors import CorruptData, DeviceStalled, DiskFull, RunDirectoryError, ShortTransfer, StorageError
+from headrace.terms.events import Event, Notice
+from headrace.testing import Fault, FaultKind, FaultyFile
 
 
 def faulty(name: str, *script: Fault) -> OpenFile:

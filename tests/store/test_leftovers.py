@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 from store_world import holds_step, ignore, make_store, open_store, write_step
 
-from headrace.ioengine import BlockFile
-from headrace.spec.errors import ConfigError, DiskFull, RunDirectoryError
+from headrace.files import BlockFile
 from headrace.store import Leftover, StateStore, find_leftovers, leftovers_of, lock_holder, remove_leftover
 from headrace.store.manifest import withdraw_manifest
+from headrace.terms.errors import ConfigError, DiskFull, RunDirectoryError
 
 
 def committed(folder: Path) -> None:
@@ -116,7 +116,7 @@ def killed_creation(folder: Path) -> None:
     """A process is killed between its last data file and the manifest."""
     code = (
         "import os, signal, sys\nfrom pathlib import Path\n"
-        "import headrace.store.parts as parts\nfrom store_world import make_store\n"
+        "import headrace.store.assembly as parts\nfrom store_world import make_store\n"
         "parts.write_manifest = lambda *rest: os.kill(os.getpid(), signal.SIGKILL)\nmake_store(Path(sys.argv[1]))"
     )
     process = subprocess.run([sys.executable, "-c", code, str(folder)], cwd=Path(__file__).parent, check=False)
@@ -154,7 +154,7 @@ def test_a_removal_that_was_cut_short_leaves_dead_folders(tmp_path: Path, monkey
     committed(tmp_path)
     store = open_store(tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr("headrace.store.parts.remove_folders", lambda *rest: 1 / 0)
+        patch.setattr("headrace.store.assembly.remove_folders", lambda *rest: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             store.remove()
     found = only(find_leftovers(ssds(tmp_path)))

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.spec.errors import ConfigError, StorageError
-from headrace.spec.layout import MOMENTS, PLANE_SETS, Plane, PlaneSet, UnitLayout, plane_set
 from headrace.store import place_units
 from headrace.store.slots import VIRGIN, GroupSlots, GroupVersion
+from headrace.terms.errors import ConfigError, StorageError
+from headrace.terms.layout import MOMENTS, PLANE_SETS, Plane, PlaneSet, UnitLayout, plane_set
 
 
 def write_all(slots: GroupSlots, checksum: int = 1) -> None:

@@ -25,10 +25,10 @@ from store_world import (
     write_step,
 )
 
-from headrace.ioengine import Bytes, MemoryFile
+from headrace.files import Bytes, MemoryFile
 from headrace.machine.host import huge_page_buffer
-from headrace.spec.errors import StorageError
 from headrace.store import StateStore, lock_holder
+from headrace.terms.errors import StorageError
 
 
 def test_a_new_store_reads_as_zeros_without_any_transfer(tmp_path: Path) -> None:

@@ -26,12 +26,12 @@ def run(program: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_engine_needs_none_of_what_the_command_line_needs() -> None:
-    done = run("import headrace; headrace.Engine; import headrace.engine")
+    done = run("import headrace; headrace.Engine; import headrace.engine.trainer")
     assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_the_command_line_does_need_them() -> None:
     """Or the test above could not fail."""
-    done = run("import headrace.training.config")
+    done = run("import headrace.runs.config")
     assert done.returncode != 0
     assert "is not for the engine" in done.stderr

@@ -21,7 +21,7 @@ from update_planes import (
     wild,
 )
 
-from headrace.spec.errors import ConfigError
+from headrace.terms.errors import ConfigError
 from headrace.update import GRADIENT_DTYPES, AdamWRule, StepHyper, adamw_coefficients, join_master
 from headrace.update.reference import update_tensors
 

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from update_planes import COMPUTE_DTYPES, HYPER, gradient_of, ordinary, same_planes
 
-from headrace.spec.errors import ConfigError
-from headrace.spec.layout import UNIT_ALIGNMENT, GroupRange, plane_set
 from headrace.store import checksum_reference
+from headrace.terms.errors import ConfigError
+from headrace.terms.layout import UNIT_ALIGNMENT, GroupRange, plane_set
 from headrace.update import GRADIENT_DTYPES, AdamWRule, Summing, Updater, kernels
 
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.spec.errors import ConfigError
+from headrace.terms.errors import ConfigError
 from headrace.update import LossScale, clip_factor
 
 

@@ -9,8 +9,8 @@ from torch.utils._pytree import tree_leaves
 from update_planes import COMPUTE_DTYPES, HYPER, as_array, as_tensor, gradient_of, ordinary, same_planes, wild
 
 from headrace.plan.memory import DEVICE_UPDATE_TEMPORARY_BYTES, DEVICE_UPDATE_TRAFFIC_BYTES
-from headrace.spec.errors import ConfigError
-from headrace.spec.layout import GroupRange
+from headrace.terms.errors import ConfigError
+from headrace.terms.layout import GroupRange
 from headrace.update import GRADIENT_DTYPES, AdamWRule, DeviceUpdater, Updater
 
 NUM_ELEMENTS = 10_000

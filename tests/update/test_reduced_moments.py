@@ -19,11 +19,11 @@ from update_planes import (
     wild,
 )
 
-from headrace.spec.errors import ConfigError
-from headrace.spec.layout import MOMENT_BLOCK_ELEMENTS, MOMENTS, UNIT_ALIGNMENT, GroupRange, chunk_ranges, plane_set
+from headrace.terms.errors import ConfigError
+from headrace.terms.layout import MOMENT_BLOCK_ELEMENTS, MOMENTS, UNIT_ALIGNMENT, GroupRange, chunk_ranges, plane_set
 from headrace.update import GRADIENT_DTYPES, AdamWRule, DeviceUpdater, Updater, adamw_coefficients, kernels
-from headrace.update.base import noise_key
 from headrace.update.reference import Noise, decode, encode, update_tensors
+from headrace.update.rule import noise_key
 
 REDUCED = MOMENTS[1:]
 NUM_ELEMENTS = 150 * UNIT_ALIGNMENT

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from update_planes import EDGES, as_tensor
 
-from headrace.spec.errors import ConfigError
+from headrace.terms.errors import ConfigError
 from headrace.update import join_master, reference, round_to_bfloat16, split_master, widen_bfloat16
 
 words = arrays.arrays(np.uint32, st.integers(0, 300), elements=st.integers(0, (1 << 32) - 1))

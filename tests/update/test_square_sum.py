@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from update_planes import as_tensor, gradient_of
 
-from headrace.spec.errors import ConfigError
+from headrace.terms.errors import ConfigError
 from headrace.update import BLOCK_ELEMENTS, GRADIENT_DTYPES, add_block_sums, block_square_sums, square_sum
 from headrace.update.kernels import LANES
 

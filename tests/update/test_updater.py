@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from update_planes import COMPUTE_DTYPES, HYPER, copied, gradient_of, ordinary, same_planes
 
-from headrace.spec.errors import ConfigError
-from headrace.spec.layout import PLANE_SETS, UNIT_ALIGNMENT, GroupRange, chunk_ranges
+from headrace.terms.errors import ConfigError
+from headrace.terms.layout import PLANE_SETS, UNIT_ALIGNMENT, GroupRange, chunk_ranges
 from headrace.update import GRADIENT_DTYPES, AdamWRule, Updater, group_pieces
 
 # Long enough for shares of more than one thread; the borders of the groups lie on no multiple of anything but 32.

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from headrace.spec.layout import PLANE_SETS
+from headrace.terms.layout import PLANE_SETS
 from headrace.update import StepHyper, round_to_bfloat16, split_master
 
 Planes = tuple[NDArray[Any], tuple[NDArray[Any], ...]]

@@ -1,0 +1,356 @@
+"""Does it fit, how fast, what limits it, and what else would fit: every answer from shapes and a machine profile.
+
+Invariant: the placement is `make_plan`'s and the times are the simulator's, as for a run; nothing is estimated beside them.
+"""
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headrace.answers.allowances import default_device_bytes, default_device_overhead_bytes, default_host_bytes
+from headrace.answers.model_config import check_positions, position_limit, read_parts
+from headrace.answers.report import Alternative, PlanReport
+from headrace.answers.variants import Question, Variant, nearest_variants, smaller_moments
+from headrace.files import default_ssd_bytes, file_systems
+from headrace.machine.cpu import CpuMachine
+from headrace.machine.host import anonymous_bytes
+from headrace.model import Chain, Profiles, check_whole, import_workspace_bytes, note_on, self_check
+from headrace.plan.endurance import endurance
+from headrace.plan.footprint import Allowance, planned_runtime_bytes, with_footprint
+from headrace.plan.forecast import Forecast, forecast
+from headrace.plan.placement import THRIFTS, Problem, Workload, filled, fits, placements_of, plan_of
+from headrace.plan.plan import Plan
+from headrace.plan.search import make_plan, nominal_ceilings, nominal_machine
+from headrace.terms.budget import Budget
+from headrace.terms.ceilings import Ceilings
+from headrace.terms.errors import ConfigError, PlanInfeasible
+from headrace.terms.layout import plane_set, realigned
+from headrace.terms.optimizer import AdamW
+from headrace.terms.program import Lane
+from headrace.terms.sizes import GIB, MIB, MOST_COUNT, format_bytes, round_up
+
+_SEQUENCE_LENGTH = 2048
+_ROWS = 8
+# Steps that wear is stated for when the length of the run is not known.
+_STEPS = 1000
+# Forecasts that are only compared with one another may be coarser.
+_COARSE_OPERATIONS = 1000
+# Finer, for times that stand beside the plan's own.
+_MOST_OPERATIONS = 2000
+# What a run loads besides what a plan does: kernels with their compiler, tokenizer, data. Measured (LOG.md, 2026-11-22).
+_COMPILER_OF_KERNELS, _LOADED_BY_RUNS_BYTES = "numba", 36 * MIB
+# A variant of a plan that fits is worth a line below this share of its time.
+_WORTH_IT = 0.99
+# Placements of a variant that are compared.
+_MOST_PLACEMENTS = 4
+
+
+def plan_model(
+    model: str | Path,
+    budget: Budget | None = None,
+    *,
+    ceilings: Ceilings | None = None,
+    here: bool = True,
+    tokens_per_step: int | None = None,
+    sequence_length: int | None = None,
+    clip: bool = True,
+    checkpoint_every: int | None = None,
+    compute_dtype: str = "bfloat16",
+    moments: str = "float32",
+    max_steps: int | None = None,
+    variants_seconds: float = 4.0,
+) -> PlanReport:
+    """Plan the training of `model` (a directory, a config.json, or OWNER/NAME on the Hub) within `budget`.
+
+    `ceilings` is the machine; without it times are those of a nominal one, and the report says so. Where the budget names SSD
+    directories, their drives alone count. `here` says that it is this machine, so that budgets that are not given follow from
+    what is free now. `max_steps` is the length of the run, for hours and wear. Where the model does not fit, the search for
+    variants that do ends after about `variants_seconds`; where it fits and the SSDs limit the step, the alternatives are what
+    would spare them.
+
+    Raises:
+        ModelError: there is no configuration, or its architecture is one that training refuses: tried on a tiny instance.
+        InputError: lengths or budgets that cannot be.
+        StorageError: an SSD directory of the budget cannot be used.
+    """
+    if max_steps is not None and max_steps < 1:
+        raise ConfigError(f"max_steps: {max_steps} given; a run has at least 1 step")
+    for name, count in (("max_steps", max_steps), ("tokens_per_step", tokens_per_step), ("sequence_length", sequence_length)):
+        if count is not None and count > MOST_COUNT:
+            raise ConfigError(f"{name}: more than {MOST_COUNT} given; give at most that")
+    budget = budget or Budget()
+    config, whole = read_parts(model)
+    workload = _workload(config, tokens_per_step, sequence_length, clip=clip, checkpoint_every=checkpoint_every)
+    self_check(config)
+    check_whole(config, whole)
+    chain = Chain.from_config(config, compute_dtype, AdamW(), moments)
+    if ceilings is not None and budget.ssd:
+        ceilings = ceilings.of_directories(file_systems(budget.ssd))
+    allowance = replace(
+        _allowance(budget, ceilings, here=here),
+        import_workspace_bytes=import_workspace_bytes(chain.layouts),
+        ssd_bytes=default_ssd_bytes(ceilings, budget.ssd),
+    )
+    if not allowance.device_overhead_bytes and not CpuMachine().multiplies(compute_dtype):
+        chain.multiply_wide()
+    question = Question(workload=workload, allowance=allowance, moments=moments)
+    planner = _Planner(chain, question, ceilings)
+    report = PlanReport(
+        model=type(chain.model if whole is None else whole).__name__,
+        parameters=chain.num_parameters,
+        compute_dtype=compute_dtype,
+        moments=moments,
+        tokens_per_step=workload.tokens_per_step,
+        sequence_length=workload.sequence_length,
+        machine=planner.ceilings.name,
+        measured=ceilings is not None,
+        allowed_bytes=question.allowed_bytes,
+    )
+    try:
+        plan = planner.plan(question)
+    except PlanInfeasible as error:
+        deadline = time.monotonic() + variants_seconds
+        found = nearest_variants(question, error, planner.quick_plan, lambda: time.monotonic() > deadline)
+        variants = tuple(planner.alternative(*variant) for variant in found)
+        return replace(report, reason=str(error), needed_bytes={error.tier: error.needed_bytes}, alternatives=variants)
+    if whole is not None:
+        plan = replace(plan, notes=(*plan.notes, note_on(whole)))
+    report = _with_times(report, plan, planner.ceilings, max_steps or _STEPS)
+    return replace(report, alternatives=planner.sparing_the_ssd(question, plan, report.forecast))
+
+
+def report_of(
+    plan: Plan, ceilings: Ceilings | None, *, model: str, ssd_allowed_bytes: int | None, num_steps: int
+) -> PlanReport:
+    """Return the report of a plan that a run has already: the same figures as `plan_model` has for it.
+
+    `ceilings` is the machine that the plan was made for, None for a nominal one; `model` a name for people.
+    """
+    host_bytes, device_bytes = plan.allowed_bytes["host"], plan.allowed_bytes.get("device")
+    machine = ceilings or nominal_machine(plan.compute_threads, host_bytes=host_bytes, device_bytes=device_bytes)
+    report = PlanReport(
+        model=model,
+        parameters=plan.num_parameters,
+        compute_dtype=plan.compute_dtype,
+        moments=plan.moments,
+        tokens_per_step=plan.tokens_per_step,
+        sequence_length=plan.sequence_length,
+        machine=machine.name,
+        measured=ceilings is not None,
+        allowed_bytes=plan.allowed_bytes | ({} if ssd_allowed_bytes is None else {"ssd": ssd_allowed_bytes}),
+    )
+    return _with_times(report, plan, machine, num_steps)
+
+
+def _with_times(report: PlanReport, plan: Plan, ceilings: Ceilings, num_steps: int) -> PlanReport:
+    found = forecast(plan, ceilings)
+    written, seconds = found.ssd_bytes_written_per_step, found.step_seconds
+    return replace(
+        report,
+        plan=plan,
+        needed_bytes={tier: plan.peak(tier) for tier in plan.peak_bytes},
+        forecast=found,
+        endurance=endurance(ceilings.drives, written, num_steps=num_steps, step_seconds=seconds),
+        doubled=_doubled(plan, ceilings, found),
+    )
+
+
+def _workload(
+    config: Any, tokens_per_step: int | None, sequence_length: int | None, *, clip: bool, checkpoint_every: int | None
+) -> Workload:
+    if sequence_length is None:
+        # As long as the model and the step allow, up to the default; a step given decides where it is shorter.
+        limits = (position_limit(config), tokens_per_step)
+        sequence_length = min([_SEQUENCE_LENGTH, *(limit for limit in limits if limit is not None)])
+    workload = Workload(
+        tokens_per_step=_ROWS * sequence_length if tokens_per_step is None else tokens_per_step,
+        sequence_length=sequence_length,
+        clip=clip,
+        checkpoint_every=checkpoint_every,
+    )
+    if sequence_length < 2:
+        raise ConfigError(
+            f"sequence_length: {sequence_length} given; a row has at least 2 tokens, for each follows from others"
+        )
+    check_positions(config, sequence_length)
+    return workload
+
+
+def _allowance(budget: Budget, ceilings: Ceilings | None, *, here: bool) -> Allowance:
+    device_bytes = budget.device_bytes
+    if device_bytes is None:
+        device_bytes = default_device_bytes(ceilings, here=here)
+    elif ceilings is not None and ceilings.has_device and device_bytes > ceilings.device_memory_bytes:
+        raise ConfigError(
+            f"device memory: {format_bytes(device_bytes)} given, "
+            f"{ceilings.name} has {format_bytes(ceilings.device_memory_bytes)}"
+        )
+    host_bytes = budget.host_bytes
+    if host_bytes is None:
+        host_bytes = default_host_bytes(ceilings, here=here)
+    return Allowance(
+        host_bytes=host_bytes,
+        device_bytes=device_bytes,
+        runtime_bytes=_runtime_bytes(),
+        cores=torch.get_num_threads() if here or ceilings is None else ceilings.cores,
+        device_overhead_bytes=default_device_overhead_bytes(ceilings, here=here),
+    )
+
+
+def _runtime_bytes() -> int:
+    """Return what to plan for the interpreter of a run. Where runs load more than this process did, that is added."""
+    loaded = _COMPILER_OF_KERNELS in sys.modules
+    return planned_runtime_bytes(anonymous_bytes() + (0 if loaded else _LOADED_BY_RUNS_BYTES))
+
+
+class _Planner:
+    """Plans for one model: its costs by micro-batch are profiled once each."""
+
+    def __init__(self, chain: Chain, question: Question, ceilings: Ceilings | None) -> None:
+        self._chain = chain
+        self._profiles = Profiles(chain, for_gpu=question.allowance.device_overhead_bytes > 0)
+        self._measured = ceilings
+        # For times alone: the choice depends on whether anybody measured, as it does in a run.
+        self.ceilings = ceilings or nominal_ceilings(self._problem(question))
+
+    def plan(self, question: Question) -> Plan:
+        """Return the plan for `question`.
+
+        Raises:
+            PlanInfeasible: memory or SSD space is too small.
+        """
+        return make_plan(self._problem(question), self._measured)
+
+    def quick_plan(self, question: Question) -> Plan:
+        """Return a plan for `question` without the search for what to replay: one that fits, not the fastest.
+
+        Raises:
+            PlanInfeasible: memory or SSD space is too small.
+        """
+        problem = self._problem(question)
+        choices = (choice for thrift in THRIFTS for choice in placements_of(problem, thrift))
+        fitting = (plan for plan in (plan_of(problem, choice) for choice in choices) if fits(plan))
+        chosen = [filled(problem, plan) for plan in islice(fitting, _MOST_PLACEMENTS)]
+        if not chosen:
+            return self.plan(question)  # says why nothing fits
+        return min(chosen, key=self._seconds) if len(chosen) > 1 else chosen[0]
+
+    def _problem(self, question: Question) -> Problem:
+        alignment = plane_set(self._chain.compute_dtype, question.moments).parameter_alignment
+        return Problem(
+            layouts=tuple(realigned(layout, alignment) for layout in self._chain.layouts),
+            costs_of=partial(self._profiles.of, length=question.workload.sequence_length),
+            workload=question.workload,
+            allowance=question.allowance,
+            compute_dtype=self._chain.compute_dtype,
+            moments=question.moments,
+        )
+
+    def _seconds(self, plan: Plan) -> float:
+        return forecast(plan, self.ceilings, most_operations=_COARSE_OPERATIONS).step_seconds
+
+    def sparing_the_ssd(self, question: Question, plan: Plan, found: Forecast | None) -> tuple[Alternative, ...]:
+        """Return the variants of a plan whose step the SSDs limit that move fewer bytes over them, if they are faster.
+
+        The plan stays as it is but for one change: weights that stay in host memory, or smaller moments.
+        """
+        if found is None or found.bottleneck not in (Lane.SSD_READ, Lane.SSD_WRITE):
+            return ()
+        variants = [*self._weights_in_host_memory(question, plan), *self._smaller_moments(question, plan)]
+        made = (self.alternative(*variant, most_operations=_MOST_OPERATIONS) for variant in variants)
+        return tuple(each for each in made if each.step_seconds < _WORTH_IT * found.step_seconds)
+
+    def _weights_in_host_memory(self, question: Question, plan: Plan) -> Iterator[Variant]:
+        if plan.host_slots < plan.num_blocks:
+            problem = self._problem(question)
+            roomy = with_footprint(
+                replace(plan, host_slots=plan.num_blocks), problem.costs_of(plan.micro_batch_sequences), problem.allowance
+            )
+            needed_bytes = round_up(roomy.peak("host"), GIB if roomy.peak("host") > 4 * GIB else MIB)
+            yield f"all weights in host memory, {format_bytes(needed_bytes)} of it", {"host_memory": needed_bytes}, roomy
+
+    def _smaller_moments(self, question: Question, plan: Plan) -> Iterator[Variant]:
+        for change, options, other in smaller_moments(question):
+            problem = self._problem(other)
+            units = tuple(
+                replace(unit, num_elements=layout.num_elements)
+                for unit, layout in zip(plan.units, problem.layouts, strict=True)
+            )
+            changed = replace(plan, moments=other.moments, units=units, resident_states=())
+            changed = with_footprint(changed, problem.costs_of(plan.micro_batch_sequences), problem.allowance)
+            if fits(changed):
+                yield change, options, filled(problem, changed)
+
+    def alternative(
+        self, change: str, options: dict[str, Any], plan: Plan, *, most_operations: int = _COARSE_OPERATIONS
+    ) -> Alternative:
+        """Return a variant with its times."""
+        found = forecast(plan, self.ceilings, most_operations=most_operations)
+        return Alternative(
+            change=change,
+            options=options,
+            step_seconds=found.step_seconds,
+            tokens_per_second=found.tokens_per_second,
+            peak_bytes={tier: plan.peak(tier) for tier in plan.peak_bytes},
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Resource:
+    """What can be bought, the lanes that it serves, and the machine with twice of it."""
+
+    words: str
+    lanes: tuple[Lane, ...]
+    double: Callable[[Ceilings], Ceilings]
+
+
+def _twice(*names: str) -> Callable[[Ceilings], Ceilings]:
+    return lambda ceilings: replace(ceilings, **{name: 2 * getattr(ceilings, name) for name in names})
+
+
+_RESOURCES = (
+    _Resource(
+        "compute",
+        (Lane.COMPUTE, Lane.DEVICE_UPDATE),
+        lambda ceilings: replace(
+            ceilings,
+            flops_per_second={dtype: 2 * rate for dtype, rate in ceilings.flops_per_second.items()},
+            device_memory_bytes_per_second=2 * ceilings.device_update_bytes_per_second,
+        ),
+    ),
+    _Resource(
+        "SSDs",
+        (Lane.SSD_READ, Lane.SSD_WRITE),
+        lambda ceilings: replace(ceilings, drives=ceilings.drives * 2),
+    ),
+    _Resource(
+        "host-device link",
+        (Lane.HOST_TO_DEVICE, Lane.DEVICE_TO_HOST),
+        _twice("host_to_device_bytes_per_second", "device_to_host_bytes_per_second", "both_ways_bytes_per_second"),
+    ),
+    _Resource(
+        "CPU cores and host memory bandwidth",
+        (Lane.UPDATE,),
+        _twice("update_bytes_per_second", "update_bytes_per_second_per_core", "host_memory_bytes_per_second"),
+    ),
+)
+
+
+def _doubled(plan: Plan, ceilings: Ceilings, found: Forecast) -> dict[str, float]:
+    """Return the seconds per step with twice of each resource that the step keeps busy, the busiest first."""
+    coarse = forecast(plan, ceilings, most_operations=_COARSE_OPERATIONS).step_seconds
+    share = {resource.words: max(found.utilisation[lane] for lane in resource.lanes) for resource in _RESOURCES}
+    times = {}
+    for resource in sorted(_RESOURCES, key=lambda resource: -share[resource.words]):
+        if share[resource.words] > 0.2:  # else it hides behind others entirely
+            faster = forecast(plan, resource.double(ceilings), most_operations=_COARSE_OPERATIONS).step_seconds
+            # Only the ratio is taken from the coarse ones.
+            times[resource.words] = found.step_seconds * min(1.0, faster / coarse)
+    return times

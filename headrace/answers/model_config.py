@@ -1,0 +1,119 @@
+"""A model's configuration, and nothing else of it: from a directory, a config.json, or the Hub.
+
+Invariant: what comes out names every size that decides memory and time. Where a file leaves one out, transformers would fill
+in another model's and a plan would be printed for that one.
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig
+
+from headrace.model import text_part
+from headrace.terms.errors import ConfigError, ModelError
+
+_HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+$")
+# Names as transformers' own; each architecture's `attribute_map` says what its files call them.
+_NEEDED = ("hidden_size", "num_hidden_layers", "vocab_size")
+_NEEDED_WHERE_KNOWN = ("num_attention_heads", "intermediate_size")
+
+
+def read_parts(model: str | Path) -> tuple[Any, Any | None]:
+    """Return the configuration of what is trained of `model`, and the skeleton of the whole model if that is a part of it.
+
+    `model` is a directory with a config.json, such a file, or the name of a model on the Hub.
+
+    Raises:
+        ModelError: no such file or model, not JSON, an architecture that transformers does not know, or sizes that are missing.
+    """
+    path = _config_file(model)
+    values = _read_json(path)
+    if not isinstance(values.get("model_type"), str):
+        raise ModelError(f"{path}: model_type is {values.get('model_type')!r}; it names the architecture, such as llama")
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    except Exception as error:  # transformers raises many kinds for what a file may hold
+        raise ModelError(f"{path}: transformers does not accept it: {error}") from error
+    _check_sizes(values, config, path)
+    return text_part(config)
+
+
+def check_positions(config: Any, sequence_length: int) -> None:
+    """Refuse sequences that the model has no positions for.
+
+    Raises:
+        ConfigError: `sequence_length` is above the configuration's.
+    """
+    positions = position_limit(config)
+    if positions and sequence_length > positions:
+        raise ConfigError(
+            f"sequence_length: {sequence_length} is more than the {positions} positions of the model; use at most that, or "
+            "raise max_position_embeddings in its config.json if the model's positions may be stretched"
+        )
+
+
+def position_limit(config: Any) -> int | None:
+    """Return the number of positions that the model has, None where it has no limit."""
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return positions if isinstance(positions, int) and positions > 0 else None
+
+
+def _config_file(model: str | Path) -> Path:
+    path = Path(model)
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ModelError(f"model: {path} has no config.json; give a Hugging Face model directory, or its config.json")
+        return path / "config.json"
+    if path.is_file():
+        return path
+    if not isinstance(model, str) or not _HUB_ID.match(model) or path.suffix == ".json":
+        raise ModelError(f"model: {model} is no directory and no file; give a model directory, a config.json, or OWNER/NAME")
+    return _from_hub(model)
+
+
+def _from_hub(name: str) -> Path:
+    from huggingface_hub import hf_hub_download  # late: most plans are for what lies here
+
+    try:
+        return Path(hf_hub_download(name, "config.json"))
+    except Exception as error:  # no network, no such model, no access: the Hub's library has a kind for each
+        reason = str(error).strip().splitlines()
+        raise ModelError(
+            f"model: {name} is no directory here, and its config.json could not be fetched from the Hub "
+            f"({type(error).__name__}: {reason[0] if reason else 'no reason given'}); "
+            "give a local model directory or config.json"
+        ) from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read ({error.strerror})") from error
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{path}: not JSON ({error}); fetch the file again") from error
+    if not isinstance(values, dict):
+        raise ModelError(f"{path}: expected a JSON object, found a {type(values).__name__}; fetch the file again")
+    return values
+
+
+def _check_sizes(values: dict[str, Any], config: Any, path: Path) -> None:
+    """Refuse a file that does not give the sizes itself, or gives one that cannot be."""
+    text = config.get_text_config()
+    # A model of several kinds of input keeps those of its language model apart.
+    given = {**values, **next((part for part in values.values() if _describes(part, text)), {})}
+    names = dict(getattr(text, "attribute_map", {}))
+    wanted = [*_NEEDED, *(name for name in _NEEDED_WHERE_KNOWN if isinstance(getattr(text, name, None), int))]
+    missing = [names.get(name, name) for name in wanted if name not in given and names.get(name, name) not in given]
+    if missing:
+        raise ModelError(f"{path}: {', '.join(missing)} missing; without it the model's size is unknown: fetch the file again")
+    for name in wanted:
+        size = getattr(text, name)
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ModelError(f"{path}: {names.get(name, name)} is {size!r}; expected a whole number above 0")
+
+
+def _describes(part: object, text: Any) -> bool:
+    return isinstance(part, dict) and part.get("model_type") == text.model_type

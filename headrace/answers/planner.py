@@ -1,0 +1,129 @@
+"""The engine's plans: what the model takes in this process, what may be taken here, and the search between the two.
+
+Invariant: no state is made or touched, and no buffer of a step: a plan that is refused leaves everything as it was.
+"""
+
+import contextlib
+import gc
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from headrace.files import default_ssd_bytes
+from headrace.machine.device import Machine
+from headrace.machine.host import anonymous_bytes, return_pieces
+from headrace.machine.limits import default_host_bytes
+from headrace.model import Chain, Profiles, WeightMap, import_workspace_bytes
+from headrace.plan.footprint import Allowance, planned_runtime_bytes, with_runtime
+from headrace.plan.given import adopted
+from headrace.plan.placement import Problem, Workload
+from headrace.plan.plan import Plan
+from headrace.plan.search import make_plan
+from headrace.store import Manifest
+from headrace.terms.budget import default_bytes
+from headrace.terms.ceilings import Ceilings
+from headrace.terms.errors import ConfigError, StorageError
+from headrace.terms.settings import Settings
+from headrace.terms.sizes import format_bytes
+
+
+class Planner:
+    """Plans the steps of `chain` on `machine`, as `settings` ask for it.
+
+    `weights` are the checkpoint's, which the import reads. `warm_up` loads and compiles what a run will have loaded, so that
+    this process can be measured. `given` is a plan to take instead of searching; `adjust` may change each plan that is made.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        chain: Chain,
+        machine: Machine,
+        weights: WeightMap,
+        *,
+        cores: int,
+        warm_up: Callable[[], None],
+        given: Plan | None,
+        adjust: Callable[[Plan], Plan] | None,
+    ) -> None:
+        self._settings, self._chain, self._machine, self._weights = settings, chain, machine, weights
+        self._cores, self._warm_up, self._given, self._adjust = cores, warm_up, given, adjust
+        self._ceilings = Ceilings.from_json(settings.machine) if settings.machine else None
+        self._profiles = Profiles(chain)
+        self._runtime_bytes: int | None = None
+
+    def plan(self, tokens_per_step: int, sequence_length: int, *, state: Manifest | Sequence[Path]) -> Plan:
+        """Return the plan for a step of so many tokens. `state` is the run's state, or the directories that it will be made in.
+
+        Raises:
+            PlanInfeasible: a budget is too small.
+            ConfigError: the lengths do not divide; or the plan that was given is for another run.
+        """
+        costs_of = partial(self._profiles.of, length=sequence_length)
+        problem = Problem(
+            layouts=self._chain.layouts,
+            costs_of=costs_of,
+            workload=Workload(
+                tokens_per_step=tokens_per_step,
+                sequence_length=sequence_length,
+                clip=self._settings.max_grad_norm is not None,
+                checkpoint_every=self._settings.checkpoint_every,
+            ),
+            allowance=self._allowance(lambda: costs_of(1), state),
+            compute_dtype=self._settings.compute_dtype,
+            gradient_dtype=self._settings.gradient_dtype,
+            moments=self._settings.moments,
+        )
+        plan = adopted(self._given, problem) if self._given else make_plan(problem, self._ceilings)
+        gc.collect()
+        return_pieces()  # what simulating many plans took: it is in no plan
+        plan = replace(plan, notes=tuple(dict.fromkeys((*plan.notes, *self._chain.notes))))
+        return self._adjust(plan) if self._adjust else plan
+
+    def plan_here(self, plan: Plan, tell: Callable[[str], None]) -> Plan:
+        """Return an earlier process's plan with what libraries take in this one. Too much is told, not refused: the run can
+        have no other budget, and loses nothing if it is ended from outside.
+        """
+        plan = with_runtime(plan, self._runtime(lambda: self._profiles.of(1, plan.sequence_length)))
+        if plan.peak("host") > plan.allowed_bytes["host"]:
+            needed, allowed = format_bytes(plan.peak("host")), format_bytes(plan.allowed_bytes["host"])
+            tell(f"host memory: {needed} needed, {allowed} allowed: libraries take more than when the run began")
+        return plan
+
+    def _allowance(self, profile_model: Callable[[], object], state: Manifest | Sequence[Path]) -> Allowance:
+        stored = state if isinstance(state, Manifest) else None  # then the model has been imported
+        device_bytes = self._settings.device_bytes
+        if device_bytes is None and self._machine.separate_device:
+            device_bytes = default_bytes("device", self._machine.device_memory_bytes()[0])
+        return Allowance(
+            host_bytes=self._settings.host_bytes or default_host_bytes(pins=self._machine.device.type == "cuda"),
+            device_bytes=device_bytes,
+            runtime_bytes=self._runtime(profile_model),
+            cores=self._cores,
+            chunk_elements=stored.chunk_elements if stored else None,
+            device_overhead_bytes=self._machine.device_overhead_bytes,
+            import_workspace_bytes=None if stored else import_workspace_bytes(self._chain.layouts, self._weights),
+            ssd_bytes=self._ssd_bytes(state),
+        )
+
+    def _ssd_bytes(self, state: Manifest | Sequence[Path]) -> int | None:
+        """Return what may be written; None where a directory cannot be used: whoever makes the files says what is wrong."""
+        if isinstance(state, Manifest):
+            directories, held = state.directories, sum(path.stat().st_size for path in state.data_paths())
+        else:
+            directories, held = tuple(state), 0
+        # A directory that is still to be made lies in one that is there.
+        there = [next((path for path in (each, *each.parents) if path.exists()), each) for each in directories]
+        with contextlib.suppress(StorageError, ConfigError):
+            return default_ssd_bytes(self._ceilings, there, held_bytes=held)
+        return None
+
+    def _runtime(self, profile_model: Callable[[], object]) -> int:
+        """Return what to plan for the interpreter and its libraries, measured once: after all that compiles or loads did so."""
+        if self._runtime_bytes is None:
+            profile_model()
+            self._warm_up()
+            gc.collect()
+            self._runtime_bytes = planned_runtime_bytes(anonymous_bytes())
+        return self._runtime_bytes

@@ -1,0 +1,99 @@
+"""What `headrace plan` answers, as a value.
+
+Invariant: it fits if and only if there is a plan, and a plan's peaks are within what is allowed.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from headrace.plan.endurance import Endurance
+from headrace.plan.forecast import Forecast
+from headrace.plan.plan import Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alternative:
+    """A variant that fits: what to change in words and as options, and what it gives, before any search for what to replay.
+
+    Beside a plan that fits: what would be faster where the SSDs limit the step, the plan being the same otherwise.
+    """
+
+    change: str
+    options: dict[str, Any]
+    step_seconds: float
+    tokens_per_second: float
+    peak_bytes: dict[str, int]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the alternative as plain JSON values."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanReport:
+    """Whether a model can be trained on a machine, how, how fast, and what would be better.
+
+    `reason` says why it does not fit. `needed_bytes` and `allowed_bytes` are per tier; the first is the plan's peak, or where
+    there is no plan what the leanest one would need in the tier that lacks most. `doubled` maps a resource, in words, to the
+    seconds per step with twice of it. `measured` is false where the machine is a nominal one, for lack of a profile.
+    """
+
+    model: str
+    parameters: int
+    compute_dtype: str
+    moments: str = "float32"
+    tokens_per_step: int
+    sequence_length: int
+    machine: str
+    measured: bool
+    allowed_bytes: dict[str, int]
+    needed_bytes: dict[str, int] = field(default_factory=dict)
+    reason: str = ""
+    plan: Plan | None = None
+    forecast: Forecast | None = None
+    endurance: Endurance | None = None
+    doubled: dict[str, float] = field(default_factory=dict)
+    alternatives: tuple[Alternative, ...] = ()
+
+    @property
+    def fits(self) -> bool:
+        """Whether there is a plan within the budgets."""
+        return self.plan is not None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return one object of plain JSON values; figures that are not known are null."""
+        forecast, endurance, plan = self.forecast, self.endurance, self.plan
+        values: dict[str, Any] = {
+            "model": self.model,
+            "parameters": self.parameters,
+            "compute_dtype": self.compute_dtype,
+            "moments": self.moments,
+            "tokens_per_step": self.tokens_per_step,
+            "sequence_length": self.sequence_length,
+            "machine": self.machine,
+            "measured": self.measured,
+            "fits": self.fits,
+            "reason": self.reason,
+            "peak_bytes": self.needed_bytes,
+            "allowed_bytes": self.allowed_bytes,
+            "peak_bytes_by_purpose": plan.peak_bytes if plan else None,
+            "step_seconds": forecast.step_seconds if forecast else None,
+            "lower_bound_seconds": forecast.lower_bound_seconds if forecast else None,
+            "tokens_per_second": forecast.tokens_per_second if forecast else None,
+            "bottleneck": forecast.explanation if forecast else None,
+            "bottleneck_lane": str(forecast.bottleneck) if forecast else None,
+            "utilisation": {str(lane): share for lane, share in forecast.utilisation.items()} if forecast else None,
+            "ssd_bytes_read_per_step": forecast.ssd_bytes_read_per_step if forecast else None,
+            "ssd_bytes_written_per_step": forecast.ssd_bytes_written_per_step if forecast else None,
+            "step_seconds_with_twice": self.doubled,
+            "plan": plan.to_json() if plan else None,
+            "alternatives": [alternative.to_json() for alternative in self.alternatives],
+        }
+        if endurance is not None:
+            values |= {
+                "num_steps": endurance.num_steps,
+                "run_hours": endurance.run_hours,
+                "written_terabytes": endurance.written_terabytes,
+                "share_of_endurance": endurance.share_of_rating,
+            }
+        return values

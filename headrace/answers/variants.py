@@ -1,0 +1,156 @@
+"""The nearest variants that fit, for a question whose answer is no.
+
+Each changes one thing where one is enough: fewer tokens per step, shorter sequences, no clipping, smaller moments, more memory
+or space.
+Invariant: every variant returned has been planned, and fits.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from headrace.plan.footprint import Allowance
+from headrace.plan.placement import Workload
+from headrace.plan.plan import Plan
+from headrace.terms.ceilings import MOST_BYTES
+from headrace.terms.errors import PlanInfeasible
+from headrace.terms.sizes import GIB, MIB, format_bytes, round_up
+
+Planner = Callable[["Question"], Plan]
+Candidate = tuple[str, dict[str, Any], "Question"]
+Variant = tuple[str, dict[str, Any], Plan]
+
+_SHORTEST_SEQUENCE = 128
+# What is short may move from tier to tier as it is granted; it settles in a few rounds or never.
+_MOST_ROUNDS = 8
+_OPTIONS = {"host": "host_memory", "device": "device_memory", "ssd": "ssd_space"}
+_WORDS = {"host": "host memory", "device": "device memory", "ssd": "SSD space"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """What is asked of the planner."""
+
+    workload: Workload
+    allowance: Allowance
+    moments: str = "float32"
+
+    @property
+    def allowed_bytes(self) -> dict[str, int]:
+        """What may be used per tier, where that is known."""
+        allowance = self.allowance
+        allowed = {"device": allowance.device_bytes, "host": allowance.host_bytes, "ssd": allowance.ssd_bytes}
+        return {tier: size for tier, size in allowed.items() if size is not None}
+
+    def with_bytes(self, tier: str, num_bytes: int) -> "Question":
+        """Return the question with another budget for one tier."""
+        return replace(self, allowance=replace(self.allowance, **{f"{tier}_bytes": num_bytes}))
+
+    def with_workload(self, **changes: Any) -> "Question":
+        """Return the question with another workload."""
+        return replace(self, workload=replace(self.workload, **changes))
+
+
+def nearest_variants(
+    question: Question, refusal: PlanInfeasible, plan: Planner, out_of_time: Callable[[], bool]
+) -> tuple[Variant, ...]:
+    """Return variants of `question`, which `plan` answered with `refusal`, that fit: the change, its options, the plan.
+
+    More of what is short is tried as far as machines have it; smaller steps until `out_of_time`.
+    """
+    found = list(_more_bytes(question, refusal, plan))
+    if refusal.tier != "device":  # moments are never there
+        found += _first_that_fits(smaller_moments(question), plan, out_of_time)
+    smallest = list(_one_short_sequence(question))[-1:]
+    if not list(_first_that_fits(smallest, plan, out_of_time)):
+        return tuple(found)  # the weights alone are too much
+    changes = [_fewer_tokens(question), _no_clipping(question), _shorter_sequences(question)]
+    smaller = [variant for change in changes for variant in _first_that_fits(change, plan, out_of_time)]
+    # Two changes at once only where one is not enough.
+    return (*found, *(smaller or _first_that_fits(_one_short_sequence(question), plan, out_of_time)))
+
+
+def _first_that_fits(candidates: Iterable[Candidate], plan: Planner, out_of_time: Callable[[], bool]) -> Iterator[Variant]:
+    for change, options, question in candidates:
+        if out_of_time():
+            return
+        try:
+            yield change, options, plan(question)
+        except PlanInfeasible:
+            continue
+        return
+
+
+def _fewer_tokens(question: Question) -> Iterator[Candidate]:
+    workload = question.workload
+    sequences = workload.sequences // 2
+    while sequences >= 1:
+        tokens = sequences * workload.sequence_length
+        yield (
+            f"{tokens} tokens per step instead of {workload.tokens_per_step}",
+            {"tokens_per_step": tokens},
+            question.with_workload(tokens_per_step=tokens),
+        )
+        sequences //= 2
+
+
+def _shorter_sequences(question: Question) -> Iterator[Candidate]:
+    """Yield the same number of tokens in shorter rows."""
+    workload = question.workload
+    length = workload.sequence_length // 2
+    while length >= _SHORTEST_SEQUENCE:
+        if workload.tokens_per_step % length == 0:
+            yield (
+                f"sequences of {length} tokens instead of {workload.sequence_length}",
+                {"sequence_length": length},
+                question.with_workload(sequence_length=length),
+            )
+        length //= 2
+
+
+def _one_short_sequence(question: Question) -> Iterator[Candidate]:
+    length = question.workload.sequence_length
+    while length >= min(_SHORTEST_SEQUENCE, question.workload.sequence_length):
+        yield (
+            f"steps of one sequence of {length} tokens",
+            {"sequence_length": length, "tokens_per_step": length},
+            question.with_workload(sequence_length=length, tokens_per_step=length),
+        )
+        length //= 2
+
+
+def smaller_moments(question: Question) -> Iterator[Candidate]:
+    """Yield the question with 8-bit moments, if it has larger ones."""
+    if question.moments != "int8":
+        bits = {"float32": 32, "bfloat16": 16}[question.moments]
+        words = f"moments of 8 bits instead of {bits} (rounded at random: not exact AdamW)"
+        yield words, {"moments": "int8"}, replace(question, moments="int8")
+
+
+def _no_clipping(question: Question) -> Iterator[Candidate]:
+    if question.workload.clip:
+        words = "no clipping to a global norm (gradients need not be held until it is known)"
+        yield words, {"max_grad_norm": 0}, question.with_workload(clip=False)
+
+
+def _more_bytes(question: Question, refusal: PlanInfeasible, plan: Planner) -> Iterator[Variant]:
+    """Yield the question with each tier that is short grown to what is needed, if that ends below what machines have."""
+    grown: dict[str, int] = {}
+    for _ in range(_MOST_ROUNDS):
+        tier = refusal.tier
+        # In sizes that people buy and type.
+        grown[tier] = round_up(
+            max(refusal.needed_bytes, grown.get(tier, 0) + 1), GIB if refusal.needed_bytes > 4 * GIB else MIB
+        )
+        if grown[tier] > MOST_BYTES:
+            return  # no machine has that
+        question = question.with_bytes(tier, grown[tier])
+        try:
+            found = plan(question)
+        except PlanInfeasible as error:
+            refusal = error
+            continue
+        allowed = {_WORDS[name]: format_bytes(size) for name, size in grown.items()}
+        change = " and ".join(f"{size} of {words}" for words, size in allowed.items())
+        yield change, {_OPTIONS[name]: size for name, size in grown.items()}, found
+        return

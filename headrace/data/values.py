@@ -1,0 +1,133 @@
+"""The values of this package: what is asked (`DataSpec`), what a file holds (`Row`, `Kind`), what the model gets (`Batch`).
+
+The invariant all of them serve: a label is either `IGNORED` or equal to the input id at the same place. The shift by one
+position is the model's own, so the first token of a sample is never a target: no sample is predicted from another.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.terms.errors import ConfigError
+
+IGNORED = -100
+"""The label of a position that carries no loss: the default `ignore_index` of PyTorch's cross entropy."""
+
+Ids = NDArray[np.int64]
+"""Token ids, labels, positions or a mask of a batch, shape `(sequences, length)`."""
+
+
+class Tokenizer(Protocol):
+    """What this package uses of a Hugging Face tokenizer, fast or slow."""
+
+    chat_template: Any
+    eos_token_id: int | None
+    pad_token_id: int | None
+    is_fast: bool
+
+    @property
+    def all_special_ids(self) -> list[int]:
+        """Return the ids that stand for marks and not for text."""
+
+    def __call__(self, text: list[str], **options: Any) -> Any:
+        """Return a mapping whose `input_ids` is one list of ids for each text."""
+
+    def apply_chat_template(self, conversation: Sequence[Mapping[str, Any]], **options: Any) -> Any:
+        """Return a rendered conversation."""
+
+    def decode(self, token_ids: list[int], **options: Any) -> Any:
+        """Return the text of `token_ids`."""
+
+    def save_pretrained(self, save_directory: str) -> Any:
+        """Write all files that make up the tokenizer."""
+
+
+class Kind(Enum):
+    """The accepted sets of columns, the first that a source has wins. The value is the columns that every sample needs."""
+
+    TOKENS = ("input_ids",)
+    CHAT = ("messages",)
+    COMPLETION = ("prompt", "completion")
+    TEXT = ("text",)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns that every sample of this kind needs."""
+        columns: tuple[str, ...] = self.value
+        return columns
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One sample as it stands in a file. `place` names file and line (or row) for messages."""
+
+    place: str
+    values: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One tokenised sample, a view into a `TokenSet`: `input_ids` int32 and `trained` bool, both of shape `(length,)`."""
+
+    input_ids: NDArray[np.int32]
+    trained: NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataSpec:
+    """What the user chooses about the data.
+
+    `paths` are files, directories or one Hub data set (`owner/name`). A step takes `tokens_per_step // sequence_length` rows.
+    `packing` puts several samples into a row, which a model can take only if it honours `position_ids`.
+    """
+
+    paths: tuple[str, ...]
+    sequence_length: int
+    tokens_per_step: int
+    seed: int = 0
+    packing: bool = True
+    shuffle: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.paths:
+            raise ConfigError("data: no file, directory or data set was named; name at least one")
+        if self.sequence_length < 2:
+            raise ConfigError(
+                f"sequence_length: {self.sequence_length} holds nothing to predict; "
+                "at least 2 tokens are needed, 512 to 8192 are usual"
+            )
+        if self.tokens_per_step < self.sequence_length:
+            raise ConfigError(
+                f"tokens_per_step: {self.tokens_per_step} is less than one row of sequence_length {self.sequence_length}; "
+                f"set it to a multiple of {self.sequence_length}"
+            )
+        if self.seed < 0:
+            raise ConfigError(f"seed: expected an integer >= 0, found {self.seed}")
+
+    @property
+    def rows_per_step(self) -> int:
+        """Rows that one optimizer step takes."""
+        return self.tokens_per_step // self.sequence_length
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """The rows of one optimizer step, all arrays of shape `(sequences, length)`.
+
+    Packed rows have `position_ids` that restart at each sample and a `token_mask` (1 for tokens, 0 for what fills the row, on
+    the right), but no `attention_mask`, which would hide from models that samples are apart; padded rows (one sample each) have
+    an `attention_mask` (1 for tokens, 0 for padding, on the right) and no `position_ids`. `num_tokens` leaves padding out,
+    `num_trained_tokens` counts the labels that are not `IGNORED`, the divisor of a token-weighted loss.
+    """
+
+    input_ids: Ids
+    labels: Ids
+    position_ids: Ids | None
+    attention_mask: Ids | None
+    token_mask: Ids | None
+    num_tokens: int
+    num_trained_tokens: int

@@ -1,0 +1,5 @@
+"""The parts together: open, step, flush, resume, export."""
+
+from headrace.engine.trainer import Engine
+
+__all__ = ["Engine"]

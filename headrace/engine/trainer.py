@@ -1,0 +1,528 @@
+"""The engine: builds the parts, owns them, and offers steps, resume and export. The only place where parts meet."""
+
+import contextlib
+import json
+import math
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from headrace.answers.planner import Planner
+from headrace.files import file_systems, measured_weights
+from headrace.flow.batch import checked_batch, filled_up, step_batch
+from headrace.flow.buffers import Buffers
+from headrace.flow.execute import OverlappedInterpreter, PlainInterpreter
+from headrace.flow.load import UnitReader, import_model
+from headrace.flow.state import Parts, StepState, Verdict
+from headrace.flow.steps import Steps
+from headrace.flow.traffic import Traffic
+from headrace.flow.update import device_updater
+from headrace.machine.here import this_machine
+from headrace.machine.host import HeapGuard, keep_freed_memory
+from headrace.machine.meter import MemoryMeter
+from headrace.model import Chain, Checkpoint, Exporter, check_whole, self_check
+from headrace.plan.given import load_plan
+from headrace.plan.memory import scratch_bytes
+from headrace.plan.plan import Plan
+from headrace.store import StateStore, make_run_directory
+from headrace.terms.budget import Budget
+from headrace.terms.ceilings import Ceilings
+from headrace.terms.errors import RunDirectoryError
+from headrace.terms.events import Event, Notice, Planned, Sink, StepResult
+from headrace.terms.layout import plane_set
+from headrace.terms.optimizer import AdamW, Schedule
+from headrace.terms.program import Lane
+from headrace.terms.settings import PROVENANCE_NAME, Settings
+from headrace.terms.sizes import format_bytes
+from headrace.update import AdamWRule, HitRate, LossScale, StepHyper, Updater
+
+# Operations of the SSD lanes that may be under way at once; each is cut into pieces by the I/O engine besides.
+_LANE_WIDTHS = {Lane.SSD_READ: 2, Lane.SSD_WRITE: 3}
+# Of a state that is made before there is a plan.
+_CHUNK_ELEMENTS = 4 << 20
+
+
+class Engine:
+    """Fine-tunes one model out of core. Use as a context manager, or `close` it.
+
+    `step` runs one optimizer step over a whole batch. Updates of the last blocks, and the commit, may still be under way
+    when it returns; `flush` waits for them. A step whose gradient is not finite changes nothing and says so.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        store_of: Callable[["Engine"], StateStore],
+        sink: Sink | None,
+        adjust_plan: Callable[[Plan], Plan] | None = None,
+        given_plan: Plan | None = None,
+    ) -> None:
+        self.settings = settings
+        self._user_sink = sink
+        self._closers = contextlib.ExitStack()
+        keep_freed_memory(False)
+        try:
+            self._checkpoint = Checkpoint.open(Path(settings.model_dir))
+            self_check(self._checkpoint.config)
+            check_whole(self._checkpoint.config, self._checkpoint.whole)
+            self.chain = Chain.from_config(
+                self._checkpoint.config, settings.compute_dtype, settings.optimizer, settings.moments
+            )
+            self._weights = self.chain.attach(self._checkpoint)
+            self.machine = this_machine(settings.device_bytes)
+            self.chain.move_buffers(self.machine.device)
+            if settings.compile_blocks:
+                self.chain.compile_blocks()
+            elif not self.machine.multiplies(settings.compute_dtype):
+                self.chain.multiply_wide()
+            if settings.liger:
+                self.chain.use_liger()
+            self._heap: HeapGuard | None = None
+            rule = AdamWRule(settings.compute_dtype, settings.moments)
+            self._cores = torch.get_num_threads()
+            self._closers.callback(torch.set_num_threads, self._cores)
+            self._updater = Updater(rule, 1)  # with the plan's threads as soon as there is one
+            self._closers.callback(lambda: self._updater.close())
+            self._planner = Planner(
+                settings,
+                self.chain,
+                self.machine,
+                self._weights,
+                cores=self._cores,
+                warm_up=lambda: self._updater.warm_up(),
+                given=given_plan,
+                adjust=adjust_plan,
+            )
+            self.plan: Plan | None = None  # a resumed run has its plan in the record
+            self.store = store_of(self)
+            self._closers.callback(self.store.close)
+            self._check_layouts()
+            self._read_record()
+            self._meter = MemoryMeter()
+            self._closers.callback(self._meter.close)
+            self._steps: Steps | None = None
+            self._hits = HitRate()
+            self._traffic = Traffic(self.store)  # from here on: an import, or a state that was verified, is no step's
+            self._closed = False
+        except BaseException:
+            self._closers.close()
+            raise
+
+    # -- opening ----------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def open(
+        cls,
+        model_dir: str | Path,
+        budget: Budget | None = None,
+        optimizer: AdamW | None = None,
+        *,
+        run_directory: str | Path | None = None,
+        schedule: Schedule | None = None,
+        max_grad_norm: float | None = None,
+        compute_dtype: str = "bfloat16",
+        tokens_per_step: int | None = None,
+        sequence_length: int | None = None,
+        seed: int = 0,
+        checkpoint_every: int | None = None,
+        interpreter: str = "overlapped",
+        gradient_dtype: str | None = None,
+        moments: str = "float32",
+        machine: Ceilings | None = None,
+        sink: Sink | None = None,
+        adjust_plan: Callable[[Plan], Plan] | None = None,
+        compile_blocks: bool = False,
+        liger: bool = False,
+        plan: Plan | str | Path | None = None,
+    ) -> "Engine":
+        """Import a Hugging Face model directory into a new store and return the engine that trains it.
+
+        `run_directory` holds the run's records (default: a temporary folder, removed by `close`); the budget's SSD directories
+        hold the state (default: the run directory). Without `tokens_per_step` the plan is made for the first batch.
+        `gradient_dtype="float32"` drains gradients unrounded (default: in the compute dtype, summed in fp32 before).
+        `moments` says how AdamW's moments are kept: `float32`, or `bfloat16` or `int8` (8 bits and a scale for each block of
+        256), which take less space and traffic, and round at random. Everything else stays exact.
+        `machine` are measured ceilings, by which the plan is chosen (`headrace bench machine`; None: a nominal machine); of its
+        drives those of the SSD directories count.
+        `adjust_plan` may change the plan before anything is built: for experiments with placements that the planner would not
+        choose. `compile_blocks` runs blocks under `torch.compile`, `liger` by Liger's kernels (GPU): same mathematics, other
+        rounding, no replay. What compiling takes of time and memory in the first step is in no plan.
+        `plan` was made before, or names a run directory or a file that has it: the same plan, the same bits. None: search.
+
+        Raises:
+            InputError: the model, a directory, an option or `plan` cannot be used; nothing has been allocated or written.
+            PlanInfeasible: the budget is too small; the message says what would do.
+        """
+        budget = budget or Budget()
+        given_plan = plan if isinstance(plan, Plan | None) else load_plan(Path(plan))
+        settings = Settings(
+            model_dir=str(Path(model_dir).resolve()),
+            device_bytes=budget.device_bytes,
+            host_bytes=budget.host_bytes,
+            optimizer=optimizer or AdamW(),
+            schedule=schedule or Schedule(),
+            max_grad_norm=max_grad_norm,
+            compute_dtype=compute_dtype,
+            tokens_per_step=tokens_per_step,
+            sequence_length=sequence_length,
+            seed=seed,
+            checkpoint_every=checkpoint_every,
+            interpreter=interpreter,
+            gradient_dtype=gradient_dtype,
+            moments=moments,
+            machine=machine.of_directories(file_systems(budget.ssd) or (0,)).to_json() if machine else None,
+            compile_blocks=compile_blocks,
+            liger=liger,
+        )
+        temporary = tempfile.TemporaryDirectory(prefix="headrace-") if run_directory is None else None
+        directory = Path(run_directory) if run_directory is not None else Path(temporary.name if temporary else "")
+        try:
+            engine = cls(settings, lambda engine: engine._import(directory, budget.ssd), sink, adjust_plan, given_plan)
+        except BaseException:
+            if temporary is not None:
+                temporary.cleanup()
+            raise
+        if temporary is not None:
+            engine._closers.callback(temporary.cleanup)
+            engine._closers.callback(engine.store.remove)
+        return engine
+
+    @classmethod
+    def resume(
+        cls,
+        run_directory: str | Path,
+        *,
+        sink: Sink | None = None,
+        verify: bool = True,
+        check: Callable[[Settings], None] = lambda settings: None,
+    ) -> "Engine":
+        """Return the engine of an existing run, at its last committed step. `verify` reads and checks the whole state first.
+
+        `check` is called before that, with what the run was opened with, and may refuse it.
+
+        Raises:
+            RunDirectoryError: no run, another format version, or in use by another process.
+            CorruptData: a state record does not have the checksum it was written with (unit, file, offset, both checksums).
+        """
+        store = StateStore.open(Path(run_directory), sink=sink or _silent)
+        try:
+            identity = store.record.get("settings")
+            if not isinstance(identity, dict):
+                raise RunDirectoryError(f"{run_directory}: its newest record holds no settings; it cannot be resumed")
+            settings = Settings.from_json(identity)
+            check(settings)
+            _tune(store, settings)
+            if verify:
+                store.verify()
+            return cls(settings, lambda engine: store, sink)
+        except BaseException:
+            store.close()
+            raise
+
+    def _import(self, directory: Path, ssd: tuple[Path, ...]) -> StateStore:
+        """Return a new store with the model in it, planned for before it is made. What fails leaves nothing behind."""
+        directories, settings = ssd or (directory,), self.settings
+        if settings.tokens_per_step is not None:
+            length = settings.sequence_length or settings.tokens_per_step
+            self.plan = self._planner.plan(settings.tokens_per_step, length, state=directories)
+        with contextlib.ExitStack() as undo:
+            make_run_directory(directory, undo)
+            store = self._create_store(directory, directories)
+            undo.callback(store.remove)
+            _tune(store, settings)
+            if self.plan is not None:
+                self._emit(Planned(plan=self.plan))
+            self._emit(Notice(text=f"importing {format_bytes(self._checkpoint.num_bytes)} of weights", level="info"))
+            import_model(self._weights, self.chain, store, self._record(None))
+            undo.pop_all()
+        return store
+
+    def _create_store(self, directory: Path, ssd: tuple[Path, ...]) -> StateStore:
+        plan = self.plan
+        largest_unit = max(layout.num_elements for layout in self.chain.layouts)
+        return StateStore.create(
+            directory,
+            ssd,
+            self.chain.layouts,
+            plane_set(self.settings.compute_dtype, self.settings.moments),
+            chunk_elements=plan.chunk_elements if plan else min(_CHUNK_ELEMENTS, largest_unit),
+            scratch_bytes=scratch_bytes(plan) if plan else 0,
+            weights=measured_weights(ssd),
+            identity={"model": self.settings.model_dir},
+            sink=self._emit,
+        )
+
+    def _check_layouts(self) -> None:
+        """Refuse to read one model's state as another's."""
+        if tuple(self.store.manifest.layouts) != tuple(self.chain.layouts):
+            raise RunDirectoryError(
+                f"{self.settings.model_dir}: its parameters are not those that this run's state was laid out for "
+                f"({len(self.store.manifest.layouts)} units in the run, {len(self.chain.layouts)} in the model); "
+                "put the model back that the run was started with"
+            )
+
+    def _read_record(self) -> None:
+        record = self.store.record
+        self.num_steps = int(record["num_steps"])
+        self._num_updates = int(record["num_updates"])
+        self.position: Any = record.get("position")
+        scale = record.get("loss_scale")
+        self._loss_scale = LossScale.from_json(scale) if scale else None
+        if record.get("plan") and self.plan is None:
+            self.plan = self._planner.plan_here(Plan.from_json(record["plan"]), lambda text: self._emit(Notice(text=text)))
+
+    # -- planning ---------------------------------------------------------------------------------------------------
+
+    def _ready(self, sequences: int, length: int) -> Steps:
+        """Return what runs a batch of this shape, with a larger plan than before if the batch needs one."""
+        plan = self.plan
+        if (
+            plan is None
+            or length > plan.sequence_length
+            or sequences > self._rows(plan, sequences, length) * plan.num_micro_batches
+        ):
+            self.flush()
+            self._drop_buffers()
+            longest = max(length, plan.sequence_length if plan else 0)
+            plan = self.plan = self._planner.plan(sequences * longest, longest, state=self.store.manifest)
+        if self._steps is None:
+            self._steps = self._build_steps(plan)
+        return self._steps
+
+    def _rows(self, plan: Plan, sequences: int, length: int) -> int:
+        """Return how many rows a micro-batch of this shape has: of more rows that are shorter than planned, more at once."""
+        rows = plan.micro_batch_sequences
+        if sequences <= rows * plan.num_micro_batches or self.settings.compile_blocks:  # compiled ones are filled up
+            return rows
+        return rows * plan.sequence_length // length
+
+    def _build_steps(self, plan: Plan) -> Steps:
+        self.store.grow_scratch(scratch_bytes(plan))
+        # A run that goes on with fewer cores than it began with takes what there is.
+        torch.set_num_threads(min(plan.compute_threads, self._cores))
+        self._updater.close()
+        self._updater = Updater(self._updater.rule, min(plan.update_threads, self._cores))
+        self._updater.warm_up()
+        workspace = plan.peak_bytes["host"].get("workspace", 0)
+        keep = plan.freed_memory == "kept"
+        if not plan.separate_device:
+            self._heap = HeapGuard(plan.peak("host"), workspace, keep=keep)
+            self._meter.tell(self._heap.look)
+        parts = Parts(
+            plan=plan,
+            chain=self.chain,
+            machine=self.machine,
+            buffers=Buffers(plan, self.machine),
+            store=self.store,
+            updater=self._updater,
+            seed=self.settings.seed,
+            sink=self._emit,
+            device_updater=device_updater(plan, self.machine),
+        )
+        overlapped = self.settings.interpreter == "overlapped"
+        interpreter = (
+            OverlappedInterpreter(self.machine, self._user_sink, _LANE_WIDTHS)
+            if overlapped
+            else PlainInterpreter(self.machine, self._user_sink)
+        )
+        return Steps(parts, interpreter, self._hits)
+
+    def _drop_buffers(self) -> None:
+        if self._steps is not None:
+            self._steps.close()
+            self._hits = self._steps.hits
+        self._steps = None
+        self.machine.release_host_buffers()
+        keep_freed_memory(False)
+
+    # -- stepping ---------------------------------------------------------------------------------------------------
+
+    def step(self, batch: Mapping[str, torch.Tensor], *, position: Any = None) -> StepResult:
+        """Run one optimizer step over a whole batch and return its loss, gradient norm, tokens and seconds.
+
+        `batch`: `input_ids`, `labels` (-100: not trained), optional `attention_mask`, `position_ids` and `token_mask` (0 for
+        what only fills a packed row: auxiliary losses leave it out), integer tensors of (sequences, length). The loss is the
+        mean over the step's trained tokens, whatever the split into micro-batches.
+        `position` is stored with the step (the data position; see `Engine.position`).
+
+        Raises:
+            DataError: shapes do not agree, a token is not in the vocabulary, or none is trained.
+            StepFailed: a lane failed (its cause is chained); the last committed step is untouched, `resume` goes on from it.
+        """
+        started, cpu_batch = time.perf_counter(), checked_batch(batch, self.chain.vocabulary)
+        shape = cpu_batch["input_ids"].shape
+        steps = self._ready(*shape)
+        rows = self._rows(steps.parts.plan, *shape)
+        if self.settings.compile_blocks:  # one length is one graph
+            cpu_batch = filled_up(cpu_batch, steps.parts.plan.sequence_length, needs_mask=self.chain.collects_asides)
+        self._meter.reset()
+        data = step_batch(cpu_batch, rows, self.machine.device)
+        self.plan = steps.follow_hit_rate()
+        verdict = self._verdict(position)
+
+        def state_of(pending: Verdict | None) -> StepState:
+            return StepState(steps.parts, data, verdict, pending)
+
+        state = steps.run(len(data.micro_batches), verdict, state_of)
+        self._move_on(verdict)
+        loss = float(state.loss_sum) / data.trained_tokens if state.loss_sum is not None else math.nan
+        if state.aside_loss is not None:
+            loss += float(state.aside_loss)
+        moved = self._traffic.moved()
+        result = StepResult(
+            step=verdict.step,
+            loss=loss,
+            grad_norm=verdict.grad_norm,
+            learning_rate=verdict.hyper.learning_rate,
+            tokens=batch["input_ids"].numel(),
+            trained_tokens=data.trained_tokens,
+            seconds=time.perf_counter() - started,
+            skipped=verdict.skipped,
+            loss_scale=verdict.loss_scale.scale if verdict.loss_scale else None,
+            update_policy=self.plan.update_policy,
+            redone=verdict.redone,
+            bytes_read=moved.bytes_read,
+            bytes_written=moved.bytes_written,
+            io_cpu_seconds=moved.io_cpu_seconds,
+            peak_bytes=self._peak_bytes(self.plan),
+        )
+        if self._heap is not None:
+            self._heap.after_step(result.peak_bytes["host"])
+        self._emit(result)
+        return result
+
+    def _peak_bytes(self, plan: Plan) -> dict[str, int]:
+        """Return the measured peaks. Of a device tier inside host memory the planned bytes are taken off the host's."""
+        host = self._meter.peak_bytes()
+        if self.machine.device.type == "cuda":
+            return {"device": self.machine.device_peak_bytes(), "host": host}
+        return {"host": host - plan.peak("device")} if plan.separate_device else {"host": host}
+
+    def _verdict(self, position: Any) -> Verdict:
+        plan, optimizer = self.plan, self.settings.optimizer
+        assert plan is not None
+        if self.settings.compute_dtype == "float16" and self._loss_scale is None:
+            self._loss_scale = LossScale()
+        scale = self._loss_scale.scale if self._loss_scale else 1.0
+        return Verdict(
+            step=self.num_steps,
+            num_updates=self._num_updates,
+            hyper=StepHyper(
+                learning_rate=optimizer.lr * self.settings.schedule.factor(self.num_steps),
+                beta1=optimizer.betas[0],
+                beta2=optimizer.betas[1],
+                eps=optimizer.eps,
+                step=self._num_updates + 1,
+                gradient_scale=1.0 / scale,
+            ),
+            loss_scale=self._loss_scale,
+            max_grad_norm=self.settings.max_grad_norm,
+            durable=(self.num_steps + 1) % plan.checkpoint_every == 0,
+            record=lambda verdict: self._record(verdict, position),
+        )
+
+    def _record(self, verdict: Verdict | None, position: Any = None) -> dict[str, Any]:
+        """Return the payload of a commit: where the run stands after the step of `verdict` (None: after the import)."""
+        scale = self._after(verdict) if verdict else None
+        return {
+            "settings": self.settings.to_json(),
+            "plan": self.plan.to_json() if self.plan else None,
+            "num_steps": verdict.step + 1 if verdict else 0,
+            "num_updates": verdict.num_updates_after if verdict else 0,
+            "position": position,
+            "loss_scale": scale.to_json() if scale else None,
+        }
+
+    @staticmethod
+    def _after(verdict: Verdict) -> LossScale | None:
+        return verdict.loss_scale.after(verdict.skipped is None) if verdict.loss_scale else None
+
+    def _move_on(self, verdict: Verdict) -> None:
+        self.num_steps += 1
+        self._num_updates = verdict.num_updates_after
+        self._loss_scale = self._after(verdict)
+
+    def flush(self) -> None:
+        """Finish everything under way and make the newest step durable."""
+        if self._steps is not None:
+            self._steps.flush()
+            moved = self._traffic.moved()
+            if any((*moved.bytes_read.values(), *moved.bytes_written.values())):
+                self._emit(moved)
+
+    # -- results ----------------------------------------------------------------------------------------------------
+
+    @property
+    def step_index(self) -> int:
+        """Number of steps done."""
+        return self.num_steps
+
+    @property
+    def provenance(self) -> dict[str, Any]:
+        """What the newest weights are: of which run, after how many steps."""
+        return {"run_id": self.store.manifest.run_id, "steps": self.num_steps}
+
+    @property
+    def supports_packing(self) -> bool:
+        """Whether samples may share a row, told apart by restarting position ids alone."""
+        return self.chain.supports_packing
+
+    def save_pretrained(self, out_dir: str | Path) -> None:
+        """Write the newest weights as an ordinary Hugging Face directory, in constant memory.
+
+        Tensors have the names, layout and dtype of the checkpoint that was opened; tokenizer files come along. `headrace.json`
+        has the `provenance`.
+        """
+        self.flush()
+        reader, notes = UnitReader(self.store, self.chain.layouts), {PROVENANCE_NAME: json.dumps(self.provenance) + "\n"}
+        Exporter(self._checkpoint, self.chain, Path(out_dir), reader, notes=notes).write()
+        self._traffic.moved()  # what an export reads is no step's
+
+    # -- ends -------------------------------------------------------------------------------------------------------
+
+    def remove_state(self) -> None:
+        """Close the engine and delete its files on the SSDs. What was exported stays."""
+        self._shut_down()
+        self.store.remove()
+        self._closers.close()
+
+    def close(self) -> None:
+        """Make the newest step durable and end all threads; after a failed step, end them without."""
+        if self._closed:
+            return
+        try:
+            if self._steps is not None and not self._steps.failed:
+                self.flush()
+        finally:
+            self._shut_down()
+            self._closers.close()
+
+    def _shut_down(self) -> None:
+        self._closed = True
+        self._drop_buffers()
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _emit(self, event: Event) -> None:
+        if self._user_sink is not None:
+            self._user_sink(event)
+
+
+def _tune(store: StateStore, settings: Settings) -> None:
+    """Let `store` move its bytes in the way that was measured to be best for the drives; as it does where nobody measured."""
+    if settings.machine is not None:
+        drives = set(file_systems(store.manifest.directories))
+        store.keep_in_flight(Ceilings.from_json(settings.machine).in_flight(len(drives)))
+
+
+def _silent(event: Event) -> None:
+    """The sink of those who do not listen."""

@@ -1,0 +1,37 @@
+"""Bytes to and from files: direct, striped, many in flight."""
+
+from headrace.files.block_file import BLOCK_BYTES, BlockFile, Bytes, DoneTicket, Ticket
+from headrace.files.direct import DirectFile
+from headrace.files.directories import (
+    Bandwidth,
+    DirectoryFacts,
+    describe_directory,
+    file_systems,
+    measure_directory,
+    measured_weights,
+)
+from headrace.files.memory import MemoryFile
+from headrace.files.space import default_ssd_bytes
+from headrace.files.threads import PieceTicket, ThreadEngine
+from headrace.files.volume import Volume, striping_weights
+
+__all__ = [
+    "BLOCK_BYTES",
+    "Bandwidth",
+    "BlockFile",
+    "Bytes",
+    "DirectFile",
+    "DirectoryFacts",
+    "DoneTicket",
+    "MemoryFile",
+    "PieceTicket",
+    "ThreadEngine",
+    "Ticket",
+    "Volume",
+    "default_ssd_bytes",
+    "describe_directory",
+    "file_systems",
+    "measure_directory",
+    "measured_weights",
+    "striping_weights",
+]

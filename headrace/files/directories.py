@@ -1,0 +1,217 @@
+"""What a directory can do: its file system, its space, its speed. For striping weights, the plan's ceilings and the doctor.
+
+Invariant: nothing is left behind in the directory, whatever happens, also to the process.
+"""
+
+import contextlib
+import errno
+import os
+import re
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from headrace.files.block_file import BLOCK_BYTES, Bytes
+from headrace.files.direct import DirectFile
+from headrace.files.threads import ThreadEngine
+from headrace.files.volume import striping_weights
+from headrace.machine.host import huge_page_buffer
+from headrace.terms.errors import DiskFull, StorageError
+from headrace.terms.sizes import MIB, round_up
+
+_BUFFER_BYTES = 64 * MIB
+_SHORT_BYTES = 64 * MIB
+_IN_MEMORY = ("tmpfs", "ramfs")
+_OCTAL = re.compile(r"\\([0-7]{3})")  # how the kernel writes blanks and backslashes in the names of mount points
+
+
+class Bandwidth(NamedTuple):
+    """Measured speeds. `mixed` is reads and writes together, while both run."""
+
+    read_bytes_per_second: float
+    write_bytes_per_second: float
+    mixed_bytes_per_second: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DirectoryFacts:
+    """What is known of a directory without measuring. Facts behind the first that is false are false or 0.
+
+    `refusal` is the system's reason why no file can be made there, or why it cannot be looked at: empty where one can, or where
+    only space is missing.
+    """
+
+    path: Path
+    exists: bool
+    is_directory: bool
+    writable: bool
+    file_system: str
+    in_memory: bool
+    free_bytes: int
+    takes_direct: bool
+    refusal: str = ""
+
+
+def describe_directory(directory: Path) -> DirectoryFacts:
+    """Look at `directory`: existence, writability (by making a file), file system, free space, O_DIRECT. Never raises."""
+    try:
+        return _described(directory)
+    except OSError as error:
+        return DirectoryFacts(
+            path=directory,
+            exists=False,
+            is_directory=False,
+            writable=False,
+            file_system="",
+            in_memory=False,
+            free_bytes=0,
+            takes_direct=False,
+            refusal=error.strerror or str(error),
+        )
+
+
+def _described(directory: Path) -> DirectoryFacts:
+    is_directory = directory.is_dir()
+    file_system = _file_system_type(directory) if is_directory else ""
+    free_bytes = 0
+    takes_direct = writable = False
+    refusal = ""
+    if is_directory:
+        status = os.statvfs(directory)
+        free_bytes = status.f_bavail * status.f_frsize
+        try:
+            with _trial_file(directory, BLOCK_BYTES) as file:
+                writable, takes_direct = True, file.direct
+        except StorageError as error:
+            refusal = _reason(error)
+    return DirectoryFacts(
+        path=directory,
+        exists=directory.exists(),
+        is_directory=is_directory,
+        writable=writable,
+        file_system=file_system,
+        in_memory=file_system in _IN_MEMORY,
+        free_bytes=free_bytes,
+        takes_direct=takes_direct,
+        refusal=refusal,
+    )
+
+
+def file_systems(directories: Sequence[Path]) -> tuple[int, ...]:
+    """Return for each directory the index of the first that lies on the same file system: its own, unless drives are shared.
+
+    A directory that cannot be looked at is one of its own. Never raises.
+    """
+    first: dict[int, int] = {}
+    found = []
+    for index, directory in enumerate(directories):
+        try:
+            found.append(first.setdefault(os.stat(directory).st_dev, index))
+        except OSError:
+            found.append(index)
+    return tuple(found)
+
+
+def _reason(error: StorageError) -> str:
+    cause = error.__cause__
+    if not isinstance(cause, OSError):
+        return str(error)
+    return "" if cause.errno in (errno.ENOSPC, errno.EDQUOT) else cause.strerror or str(cause)
+
+
+def measure_directory(directory: Path, size_bytes: int = 256 * MIB) -> Bandwidth:
+    """Write, read, then do both at once, on a new file of `size_bytes` that has no name and goes when it is closed.
+
+    Short, so a drive's cache may flatter it. Cost: three times `size_bytes` moved, 64 MiB of memory.
+
+    Raises:
+        DiskFull: less than `size_bytes` free.
+        StorageError: the directory cannot be written to.
+    """
+    size_bytes = round_up(max(size_bytes, 2 * BLOCK_BYTES), 2 * BLOCK_BYTES)
+    half_bytes = round_up(size_bytes // 2, BLOCK_BYTES)
+    out, into = huge_page_buffer(min(_BUFFER_BYTES, size_bytes)), huge_page_buffer(min(_BUFFER_BYTES, size_bytes))
+    out[:] = np.random.default_rng(0).integers(0, 256, out.size, dtype=np.uint8)  # some drives compress
+    into[::BLOCK_BYTES] = 0  # page faults are not the drive's
+    with _trial_file(directory, size_bytes) as file, ThreadEngine() as engine:
+        write_seconds = _seconds_of(engine, file, write=(0, size_bytes, out))
+        read_seconds = _seconds_of(engine, file, read=(0, size_bytes, into))
+        mixed_seconds = _seconds_of(engine, file, read=(0, half_bytes, into), write=(half_bytes, size_bytes, out))
+    return Bandwidth(size_bytes / read_seconds, size_bytes / write_seconds, size_bytes / mixed_seconds)
+
+
+def measured_weights(directories: Sequence[Path]) -> tuple[int, ...] | None:
+    """Return how much of a volume each directory gets: in proportion to what it measures, reading and writing at once. Those of
+    one file system, each measured alone, have to share that: each drive gets what it can do, as `Ceilings.of_directories` says.
+
+    None where there is nothing to share out: one directory gets all, and a bad one is refused by whoever makes the files.
+    """
+    if len(directories) < 2 or not all(directory.is_dir() for directory in directories):
+        return None
+    systems = file_systems(directories)
+    measured = [measure_directory(each, _SHORT_BYTES).mixed_bytes_per_second for each in directories]
+    return striping_weights([rate / systems.count(system) for rate, system in zip(measured, systems, strict=True)])
+
+
+def _seconds_of(
+    engine: ThreadEngine,
+    file: DirectFile,
+    *,
+    read: tuple[int, int, Bytes] | None = None,
+    write: tuple[int, int, Bytes] | None = None,
+) -> float:
+    start_seconds = time.perf_counter()
+    tickets = []
+    if read is not None:
+        tickets.append(engine.read([(file, offset, part) for offset, part in _parts(*read)]))
+    if write is not None:
+        tickets.append(engine.write([(file, offset, part) for offset, part in _parts(*write)]))
+    for ticket in tickets:
+        ticket.wait()
+    if write is not None:
+        file.sync()
+    return max(time.perf_counter() - start_seconds, 1e-9)
+
+
+def _parts(start: int, stop: int, buffer: Bytes) -> Iterator[tuple[int, Bytes]]:
+    """Cover `[start, stop)` with the same buffer over and over: its content does not matter here."""
+    for offset in range(start, stop, buffer.size):
+        yield offset, buffer[: min(buffer.size, stop - offset)]
+
+
+@contextlib.contextmanager
+def _trial_file(directory: Path, size_bytes: int) -> Iterator[DirectFile]:
+    try:
+        file = DirectFile.nameless(directory, size_bytes)
+    except DiskFull:
+        raise
+    except StorageError as error:
+        cause = error.__cause__
+        if not isinstance(cause, OSError):
+            raise
+        raise StorageError(f"{directory}: cannot create a file there: {cause.strerror}; choose a writable directory") from cause
+    try:
+        yield file
+    finally:
+        file.close()
+
+
+def _file_system_type(directory: Path) -> str:
+    """Return the type of the mount that holds `directory`, as the kernel names it; empty where it does not say."""
+    try:
+        lines = Path("/proc/self/mountinfo").read_text(errors="surrogateescape").split("\n")
+    except OSError:
+        return ""
+    resolved = directory.resolve()
+    best, found = -1, ""
+    for line in filter(None, lines):
+        left, _, right = line.partition(" - ")
+        mount_point = Path(_OCTAL.sub(lambda found: chr(int(found[1], 8)), left.split(" ")[4]))
+        # A later mount on the same point hides the earlier one.
+        if resolved.is_relative_to(mount_point) and len(mount_point.parts) >= best:
+            best, found = len(mount_point.parts), right.split()[0]
+    return found

@@ -1,0 +1,45 @@
+"""A file that lies in memory: for tests, and for machines without a drive worth using.
+
+Invariant: the same answers as a file on a drive, alignment and range errors included.
+"""
+
+from pathlib import Path
+
+import numpy as np
+
+from headrace.files.block_file import Bytes, check_aligned
+
+
+class MemoryFile:
+    """A `BlockFile` of zeros, `size_bytes` long, that calls itself `name`."""
+
+    def __init__(self, size_bytes: int, name: str = "memory") -> None:
+        self.path = Path(name)
+        self.direct = True
+        self._content: Bytes = np.zeros(size_bytes, dtype=np.uint8)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes in the file."""
+        return self._content.size
+
+    def read_into(self, offset: int, into: Bytes) -> None:
+        """See `BlockFile.read_into`."""
+        check_aligned(str(self.path), offset, into, self.size_bytes)
+        into[:] = self._content[offset : offset + into.size]
+
+    def write_from(self, offset: int, data: Bytes) -> None:
+        """See `BlockFile.write_from`."""
+        check_aligned(str(self.path), offset, data, self.size_bytes)
+        self._content[offset : offset + data.size] = data
+
+    def extend(self, size_bytes: int) -> None:
+        """See `BlockFile.extend`."""
+        added_bytes = max(0, size_bytes - self.size_bytes)
+        self._content = np.concatenate([self._content, np.zeros(added_bytes, dtype=np.uint8)])
+
+    def sync(self) -> None:
+        """Nothing survives a power cut; there is nothing to wait for."""
+
+    def close(self) -> None:
+        """The content stays, so that a test can open it again."""

@@ -1,0 +1,48 @@
+"""How much may be written to SSD directories.
+
+Invariant: nothing is reserved by asking; whoever makes the files looks again.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from headrace.files.directories import describe_directory, file_systems
+from headrace.terms.budget import default_bytes
+from headrace.terms.ceilings import Ceilings
+from headrace.terms.errors import ConfigError, StorageError
+
+
+def default_ssd_bytes(ceilings: Ceilings | None, directories: Sequence[Path], *, held_bytes: int = 0) -> int | None:
+    """Return what may be written to `directories`, or without any to the profile's drives: free space less 10 %.
+
+    `ceilings` are those of the directories (`Ceilings.of_directories`). Data are striped over the drives in proportion to
+    bandwidth, so the one with the least space for its share sets the limit. What a run's own state holds there, `held_bytes`,
+    counts as free, and all of it may be written in any case: where there is no space besides, nothing else counts.
+
+    Raises:
+        ConfigError: a directory is named twice.
+        StorageError: a directory is none, or not writable; or has no space, and nothing is held.
+    """
+    drives = ceilings.drives if ceilings is not None else ()
+    spaces = _spaces(directories, full_will_do=held_bytes > 0) if directories else [drive.capacity_bytes for drive in drives]
+    if not spaces:
+        return None
+    rates = [drives[min(index, len(drives) - 1)].mixed_bytes_per_second if drives else 1.0 for index in range(len(spaces))]
+    free_bytes = min(space * (sum(rates) / rate) for space, rate in zip(spaces, rates, strict=True))
+    return max(held_bytes, default_bytes("ssd", int(free_bytes) + held_bytes))
+
+
+def _spaces(directories: Sequence[Path], *, full_will_do: bool) -> list[int]:
+    """Return the free bytes of each file system that has some of `directories`, in their order."""
+    spaces, seen = [], dict[tuple[int, int], Path]()
+    for directory in directories:
+        facts = describe_directory(directory)
+        full = facts.is_directory and not facts.writable and not facts.refusal
+        if not facts.writable and not (full and full_will_do):
+            found = "not writable" if facts.is_directory else facts.refusal or "no such directory"
+            raise StorageError(f"{directory}: {'no space; free some, or' if full else f'{found};'} name another --ssd")
+        status = directory.stat()
+        if (twin := seen.setdefault((status.st_dev, status.st_ino), directory)) is not directory:
+            raise ConfigError(f"{directory} and {twin} are the same directory; name each SSD directory once")
+        spaces.append(0 if full else facts.free_bytes)
+    return [spaces[system] for system in dict.fromkeys(file_systems(directories))]

@@ -1,0 +1,1 @@
+"""What this machine can do: every part alone, and pairs of parts at once."""

@@ -1,0 +1,362 @@
+"""The ceilings of this machine, measured: each part alone, pairs of parts at once, and fixed costs of operations.
+
+What is run is what training runs: blocks through the model's code, the update kernel, the engine's copies and its I/O.
+Invariant: the result passes the checks of `Ceilings.from_json`; measuring takes about `seconds_budget`, and leaves nothing.
+"""
+
+import contextlib
+import math
+import platform
+import time
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from headrace.machine.here import this_machine
+from headrace.machine.host import keep_freed_memory
+from headrace.machine.limits import available_memory_bytes
+from headrace.measure.compute import AttentionLoad, BlockLoad, HeadLoad, fitted_rates, fresh_pages_share
+from headrace.measure.drives import Drive, DriveLoad
+from headrace.measure.loads import Figures, Load, in_order, interleaved, rates_together, seconds_of
+from headrace.measure.memory import CopyLoad, DrainLoad, StreamLoad, UpdateBuffers, UpdateLoad
+from headrace.terms.ceilings import Ceilings
+from headrace.terms.errors import ConfigError
+from headrace.terms.events import Notice, Sink
+from headrace.terms.layout import PLANE_SETS, UNIT_ALIGNMENT
+from headrace.terms.program import Lane
+from headrace.terms.sizes import MIB
+
+_ROUNDS = 3
+# Beyond this share of its own rate a lane counts as undisturbed: it is within what repeats differ by.
+_UNDISTURBED = 0.97
+_LEAST_SHARE = 0.01
+# Shapes of the block that is measured: hidden size and tokens. The largest that one turn has time for is taken.
+_SHAPES_CPU = ((256, 256), (1024, 512), (2048, 1024))
+_SHAPES_GPU = ((1024, 2048), (4096, 2048))
+# What a block takes besides its matrix products is fitted to these. None may take more than so many turns.
+_SAMPLED_SHAPES_CPU = ((768, 256), (768, 1024), (1024, 512), (2048, 256), (2048, 1024))
+_SAMPLED_SHAPES_GPU = ((1024, 512), (1024, 2048), (2048, 2048), (4096, 2048))
+# Rows, heads, length, width of a head.
+_ATTENTION_SHAPE_CPU = (2, 12, 512, 64)
+_ATTENTION_SHAPE_GPU = (4, 16, 2048, 64)
+# And what the head takes, to these.
+_HEAD_SHAPES = ((768, 256), (2048, 256))
+_LONGEST_TURNS = 4
+# Activations are as large here as in training: smaller than 2 MiB they are not mapped one by one. The first that there is time
+# for, or the last.
+_FRESH_SHAPES = ((1024, 2048), (512, 2048))
+_LAUNCH_SHAPE = (64, 16)
+_LAUNCH_REPEATS = 15
+# Larger than any cache; smaller where memory is scarce.
+_STREAM_BYTES = 512 * MIB
+_UPDATE_ELEMENTS = 16 * MIB
+_COPY_BYTES = 128 * MIB
+_MEMORY_SHARE = 16
+# A quick look does not write gigabytes.
+_QUICK_SECONDS = 20.0
+_QUICK_FILE_BYTES = 256 * MIB
+_FILE_BYTES = 4096 * MIB
+# Parts of the time: for what is built and filled before, and for trying settings of the I/O engine.
+_SETUP_SHARE = 0.25
+_TUNING_SHARE = 0.12
+_DEFAULT_DTYPE = "bfloat16"
+# A dtype that takes so many times as long as the default one is none of this processor's: a small block is enough to say so.
+_EMULATED = 8
+
+
+def measure_machine(directories: Sequence[Path], *, seconds_budget: float = 90, sink: Sink | None = None) -> Ceilings:
+    """Measure this machine and its SSD `directories`; `sink` gets a notice per phase.
+
+    With little time (below 20 s) blocks and files are smaller and fewer repeats are taken: rough, but of the right order.
+    Every directory's file is written over and over for up to a third of the time.
+
+    Raises:
+        ConfigError: no directory, or no time, or no end to it.
+        StorageError: a directory cannot be written to, or has no space.
+    """
+    if not directories or not 0 < seconds_budget < math.inf:
+        raise ConfigError(f"bench machine: {len(directories)} SSD directories and {seconds_budget} seconds given; needs both")
+    with contextlib.ExitStack() as stack:
+        return _Bench(directories, seconds_budget, sink, stack).measure()
+
+
+class _Bench:
+    """The loads of one machine, built once; closed by `stack`."""
+
+    def __init__(self, directories: Sequence[Path], seconds: float, sink: Sink | None, stack: contextlib.ExitStack) -> None:
+        self._seconds, self._sink, self._stack = seconds, sink, stack
+        # Where the machine is slower than the shares of the time allow for, what would come later is left out.
+        self._deadline = time.perf_counter() + seconds
+        self._directories = tuple(directories)
+        self._quick = seconds < _QUICK_SECONDS
+        self._machine = this_machine(None)
+        stack.callback(self._machine.release_host_buffers)
+        self._gpu = self._machine.device.type == "cuda"
+        self._cores = torch.get_num_threads()
+        self._scarce_bytes = available_memory_bytes() // _MEMORY_SHARE
+        self._loads: dict[str, Load] = {}
+        self._drives: list[Drive] = []
+        self._unit_seconds = 0.0  # of the block that is measured in each dtype
+
+    def measure(self) -> Ceilings:
+        """Build, warm up, measure, and put together."""
+        keep_freed_memory(False)  # until what that costs has been measured
+        self._stack.callback(keep_freed_memory, False)
+        self._say("SSDs: writing test files" + ("" if self._quick else ", trying how many transfers of which size are best"))
+        self._open_drives()
+        self._say("memory: building buffers and compiling the update kernel")
+        self._build_memory()
+        self._say("compute: building a block for each dtype")
+        shape = self._block_shape()
+        launch_seconds = self._build_compute(shape)
+        overheads = {
+            "fresh_pages_share": self._fresh_pages_share(shape),
+            "launch_seconds": launch_seconds,
+            "transfer_seconds": max(drive.transfer_seconds() for drive in self._drives),
+            "commit_seconds": max(drive.commit_seconds() for drive in self._drives),
+        }
+        for load in self._loads.values():
+            load.unit()
+        self._say(f"measuring {len(self._loads)} parts alone and {len(self._pairs())} pairs at once")
+        return self._ceilings(self._run(), overheads)
+
+    # -- loads ----------------------------------------------------------------------------------------------------------
+
+    def _open_drives(self) -> None:
+        """Fill a file on each drive and choose how it is kept busy; a quick look keeps the engine's defaults."""
+        most_bytes = _QUICK_FILE_BYTES if self._quick else _FILE_BYTES
+        for index, directory in enumerate(self._directories):
+            drive = self._stack.enter_context(Drive(directory, most_bytes))
+            drive.fill()
+            if not self._quick:
+                drive.tune(_TUNING_SHARE * self._seconds / len(self._directories))
+            self._drives.append(drive)
+            self._loads[f"read {index}"] = DriveLoad([drive], write=False)
+            self._loads[f"write {index}"] = DriveLoad([drive], write=True)
+        # One directory is all of them.
+        together = len(self._drives) > 1
+        for lane, name, write in ((Lane.SSD_READ, "read 0", False), (Lane.SSD_WRITE, "write 0", True)):
+            self._loads[lane] = DriveLoad(self._drives, write=write) if together else self._loads[name]
+
+    def _build_memory(self) -> None:
+        smaller = 8 if self._quick else 1
+        elements = min(_UPDATE_ELEMENTS // smaller, self._scarce_bytes // 16) // UNIT_ALIGNMENT * UNIT_ALIGNMENT
+        # As many threads as plans use where compute needs the others; alone, also one and all.
+        parameters = UpdateBuffers(elements)
+        for name, threads in ((Lane.UPDATE, max(1, self._cores // 2)), ("update 1", 1), ("update all", self._cores)):
+            update = UpdateLoad(parameters, threads)
+            self._stack.callback(update.close)
+            self._loads[name] = update
+        stream = StreamLoad(min(_STREAM_BYTES // smaller, self._scarce_bytes), self._cores)
+        self._stack.callback(stream.close)
+        self._loads["stream"] = stream
+        num_bytes = min(_COPY_BYTES // smaller, self._scarce_bytes) // 4096 * 4096
+        self._loads[Lane.HOST_TO_DEVICE] = CopyLoad(self._machine, Lane.HOST_TO_DEVICE, num_bytes)
+        self._loads[Lane.DEVICE_TO_HOST] = (
+            CopyLoad(self._machine, Lane.DEVICE_TO_HOST, num_bytes) if self._gpu else DrainLoad(num_bytes // 4)
+        )
+
+    def _build_compute(self, shape: tuple[int, int]) -> float:
+        """Add a block of `shape` per dtype that works here; return the seconds of an operation on next to nothing."""
+        launch = BlockLoad(self._machine, _DEFAULT_DTYPE, hidden_size=_LAUNCH_SHAPE[0], tokens=_LAUNCH_SHAPE[1])
+        launch_seconds = seconds_of(launch.unit, _LAUNCH_REPEATS) / 2
+        least = (_SHAPES_GPU if self._gpu else _SHAPES_CPU)[0]
+        default_seconds = seconds_of(self._block(_DEFAULT_DTYPE, least).unit, 2)
+        for dtype in PLANE_SETS:
+            # Not every processor's library has every product in 16 bits.
+            with contextlib.suppress(RuntimeError, NotImplementedError):
+                small = self._block(dtype, least)
+                emulated = seconds_of(small.unit, 1) > _EMULATED * default_seconds
+                load = small if emulated else self._block(dtype, shape)
+                load.unit()
+                self._loads[Lane.COMPUTE if dtype == _DEFAULT_DTYPE else f"compute {dtype}"] = load
+        self._unit_seconds = seconds_of(self._loads[Lane.COMPUTE].unit, 1)
+        for other in () if self._quick else _SAMPLED_SHAPES_GPU if self._gpu else _SAMPLED_SHAPES_CPU:
+            if other != shape and self._has_time(other, shape):
+                self._loads[f"block of {other[0]} x {other[1]}"] = self._block(_DEFAULT_DTYPE, other)
+        if not self._quick:
+            self._loads["attention"] = AttentionLoad(self._machine, _ATTENTION_SHAPE_GPU if self._gpu else _ATTENTION_SHAPE_CPU)
+        for hidden_size, tokens in () if self._quick else _HEAD_SHAPES:
+            self._loads[f"head of {hidden_size}"] = HeadLoad(self._machine, hidden_size=hidden_size, tokens=tokens)
+        return launch_seconds
+
+    def _fresh_pages_share(self, shape: tuple[int, int]) -> float:
+        if self._gpu:
+            return 1.0
+        fitting = [other for other in _FRESH_SHAPES if self._has_time(other, shape)]
+        chosen = _SHAPES_CPU[0] if self._quick else (*fitting, _FRESH_SHAPES[-1])[0]
+        return fresh_pages_share(self._block(_DEFAULT_DTYPE, chosen), self._turn_seconds(), self._rounds())
+
+    def _has_time(self, other: tuple[int, int], shape: tuple[int, int]) -> bool:
+        """Say whether a unit of the `other` shape is short enough, judged by what one of `shape` takes."""
+        return self._unit_seconds * _work(other, shape) < _LONGEST_TURNS * self._turn_seconds()
+
+    def _block(self, dtype: str, shape: tuple[int, int]) -> BlockLoad:
+        return BlockLoad(self._machine, dtype, hidden_size=shape[0], tokens=shape[1])
+
+    def _block_shape(self) -> tuple[int, int]:
+        """Return the largest shape of which a unit takes no longer than a turn, judged by the smaller ones."""
+        turn = self._turn_seconds()
+        shapes = _SHAPES_GPU if self._gpu else _SHAPES_CPU
+        if self._quick:
+            return shapes[0]
+        chosen = shapes[1]  # smaller ones say little about a model's blocks: 0.10 instead of 0.24 TFLOP/s on two cores
+        for shape, larger in pairwise(shapes[1:]):
+            load = self._block(_DEFAULT_DTYPE, shape)
+            if seconds_of(load.unit, 2) * _work(larger, shape) > turn:
+                break
+            chosen = larger
+        return chosen
+
+    # -- measuring ------------------------------------------------------------------------------------------------------
+
+    def _pairs(self) -> list[tuple[str, str]]:
+        """Return what is measured together: each drive's and the link's directions, and lanes that may disturb each other."""
+        drives = [(f"read {index}", f"write {index}") for index in range(len(self._drives))]
+        moving: list[tuple[str, str]] = [(Lane.HOST_TO_DEVICE, Lane.DEVICE_TO_HOST)]
+        with_compute = (Lane.UPDATE, Lane.SSD_READ, Lane.SSD_WRITE, Lane.HOST_TO_DEVICE, Lane.DEVICE_TO_HOST)
+        with_update = (Lane.SSD_READ, Lane.SSD_WRITE, Lane.HOST_TO_DEVICE, Lane.DEVICE_TO_HOST)
+        moving += [(Lane.COMPUTE, lane) for lane in with_compute]
+        moving += [(Lane.UPDATE, lane) for lane in with_update]
+        return drives + moving
+
+    def _rounds(self) -> int:
+        return 1 if self._quick else _ROUNDS
+
+    def _turn_seconds(self) -> float:
+        # Parts and pairs: three for each drive, and about thirty more; what fresh pages cost counts as six.
+        turns = self._rounds() * (3 * len(self._directories) + 36)
+        return (1 - _SETUP_SHARE - (0 if self._quick else _TUNING_SHARE)) * self._seconds / turns
+
+    def _run(self) -> Figures:
+        turn, pairs = self._turn_seconds(), self._pairs()
+
+        def measure(names: Sequence[str]) -> Sequence[float]:
+            return rates_together([self._loads[name] for name in names], turn)
+
+        paired = [name for name in self._loads if any(name in pair for pair in pairs)]
+        names = [name for name in self._loads if name not in paired] + paired
+        return interleaved(measure, in_order(names, pairs), self._rounds(), deadline=self._deadline)
+
+    # -- results --------------------------------------------------------------------------------------------------------
+
+    def _ceilings(self, found: Figures, overheads: dict[str, float]) -> Ceilings:
+        rates = found.rates
+        per_core = rates["update 1"]
+        update = max(rates["update all"], rates[Lane.UPDATE], per_core)
+        inward, outward = rates[Lane.HOST_TO_DEVICE], rates[Lane.DEVICE_TO_HOST]
+        values = {
+            "name": f"{self._title()}, {len(self._drives)} SSD {'directory' if len(self._drives) == 1 else 'directories'}",
+            "has_device": self._gpu,
+            "device_memory_bytes": self._machine.device_memory_bytes()[1] if self._gpu else 0,
+            "host_memory_bytes": psutil.virtual_memory().total,
+            "cores": self._cores,
+            **self._compute_rates(rates, overheads["launch_seconds"]),
+            "host_to_device_bytes_per_second": inward,
+            "device_to_host_bytes_per_second": outward,
+            "both_ways_bytes_per_second": _both(found, Lane.HOST_TO_DEVICE, Lane.DEVICE_TO_HOST),
+            # The kernel counts each byte as the stream does; whichever got more out of the bus shows what the bus can do.
+            "host_memory_bytes_per_second": max(rates["stream"], update),
+            "update_bytes_per_second": update,
+            "update_bytes_per_second_per_core": per_core,
+            "drives": [self._drive(found, index) for index in range(len(self._drives))],
+            "slowdowns": self._slowdowns(found),
+            "sources": self._sources(),
+            **overheads,
+        }
+        return Ceilings.from_json(values)
+
+    def _title(self) -> str:
+        if self._gpu:
+            return torch.cuda.get_device_name(self._machine.device)
+        return f"{platform.machine()} CPU with {self._cores} threads"
+
+    def _compute_rates(self, rates: dict[str, float], launch_seconds: float) -> dict[str, Any]:
+        """Return rates of matrix products and of attention, and what blocks and the head take besides.
+
+        Without what the simulator adds to each operation: a block is two, forward and backward.
+        """
+        blocks = {name: load for name, load in self._loads.items() if isinstance(load, BlockLoad)}
+        attention_rate = rates.get("attention", math.inf)  # a rough look counts it as any product
+
+        def seconds(name: str) -> float:
+            load, unit_seconds = blocks[name], blocks[name].flops / rates[name]
+            attention_seconds = (load.flops - load.product_flops) / attention_rate
+            return max(unit_seconds - 2 * launch_seconds - attention_seconds, unit_seconds / 2)
+
+        usual = [name for name in blocks if name == Lane.COMPUTE or name.startswith("block of ")]
+        amounts = [(blocks[name].product_flops, float(blocks[name].hidden_elements)) for name in usual]
+        product_seconds, hidden_seconds = fitted_rates(amounts, [seconds(name) for name in usual])
+        if product_seconds <= 0:  # noise, for no block is without products
+            product_seconds, hidden_seconds = seconds(Lane.COMPUTE) / blocks[Lane.COMPUTE].product_flops, 0.0
+        flops = {_DEFAULT_DTYPE: 1 / product_seconds}
+        for dtype in PLANE_SETS:
+            name = f"compute {dtype}"
+            if name in blocks:  # measured on one block only
+                besides = min(hidden_seconds * blocks[name].hidden_elements, seconds(name) / 2)
+                flops[dtype] = blocks[name].product_flops / (seconds(name) - besides)
+        heads = {name: load for name, load in self._loads.items() if isinstance(load, HeadLoad)}
+        left = [max(0.0, load.flops * (1 / rates[name] - product_seconds) - launch_seconds) for name, load in heads.items()]
+        logit_seconds, head_seconds = fitted_rates([(load.logits, load.parameters) for load in heads.values()], left)
+        return {
+            "flops_per_second": flops,
+            "attention_share": min(1.0, attention_rate * product_seconds),
+            "hidden_seconds": hidden_seconds,
+            "logit_seconds": logit_seconds,
+            "head_seconds": head_seconds,
+        }
+
+    def _drive(self, found: Figures, index: int) -> dict[str, float | int | None]:
+        read, write, drive = f"read {index}", f"write {index}", self._drives[index]
+        return {
+            "read_bytes_per_second": found.rates[read],
+            "write_bytes_per_second": found.rates[write],
+            "mixed_bytes_per_second": _both(found, read, write),
+            "capacity_bytes": drive.capacity_bytes,
+            "threads_per_direction": drive.setting.threads if drive.setting else None,
+            "piece_bytes": drive.setting.piece_bytes if drive.setting else None,
+            "io_cpu_seconds_per_gigabyte": drive.cpu_seconds_per_gigabyte,
+        }
+
+    def _slowdowns(self, found: Figures) -> dict[str, dict[str, float]]:
+        """Return what is left of each lane's rate beside another, without what sharing the memory bus explains already."""
+        lanes = {str(lane) for lane in Lane}
+        bus = max(found.rates["stream"], found.rates["update all"])
+        slowdowns: dict[str, dict[str, float]] = {}
+        for one, other in self._pairs():
+            shares = found.shares[one, other]
+            if not {one, other} <= lanes or (one, other) == (Lane.HOST_TO_DEVICE, Lane.DEVICE_TO_HOST):
+                continue
+            explained = 1.0
+            if Lane.COMPUTE not in (one, other):
+                explained = min(1.0, bus / (found.rates[one] + found.rates[other]))
+            for lane, beside, share in ((one, other, shares[0]), (other, one, shares[1])):
+                kept = max(_LEAST_SHARE, share / explained)
+                if kept < _UNDISTURBED:
+                    slowdowns.setdefault(str(lane), {})[str(beside)] = round(kept, 4)
+        return slowdowns
+
+    def _sources(self) -> dict[str, str]:
+        how = f"median of up to {self._rounds()} interleaved turns of {self._turn_seconds():.2g} s, torch {torch.__version__}"
+        kept = "a rough look" if self._quick else "measured"
+        directories = {f"drives[{index}]": str(path.resolve()) for index, path in enumerate(self._directories)}
+        return {"all figures": f"{kept} by headrace bench machine: {how}", **directories}
+
+    def _say(self, text: str) -> None:
+        if self._sink is not None:
+            self._sink(Notice(text=text, level="info"))
+
+
+def _work(one: tuple[int, int], other: tuple[int, int]) -> float:
+    """Return the operations of a block of one shape, in those of another: hidden size squared, times tokens."""
+    return (one[0] / other[0]) ** 2 * one[1] / other[1]
+
+
+def _both(found: Figures, one: str, other: str) -> float:
+    """Return the total of two directions at once; noise above the sum of the two alone is cut."""
+    first, second = found.shares[one, other]
+    return min(1.0, first) * found.rates[one] + min(1.0, second) * found.rates[other]

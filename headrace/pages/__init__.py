@@ -1,8 +1,0 @@
-"""The report page of a run: one HTML file drawn from what the run directory holds."""
-
-from headrace.pages.page import write_report
-from headrace.pages.run_files import RunFiles, read_run
-from headrace.pages.summary import summary
-from headrace.pages.trace import write_trace
-
-__all__ = ["RunFiles", "read_run", "summary", "write_report", "write_trace"]

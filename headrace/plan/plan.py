@@ -1,0 +1,294 @@
+"""The plan: a frozen value that says what lives where, how large every buffer is, and what the step's program looks like.
+
+It is made before anything is allocated, it is printed to the user, and the engine runs inside its numbers.
+"""
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+from headrace.terms.layout import PlaneSet, plane_set
+from headrace.terms.sizes import format_bytes
+
+# Staging buffers on the device for chunks that are updated there: while one is worked on, another comes or goes.
+DEVICE_STATE_SLOTS = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unit:
+    """A unit as the plan sees it: a name and a number of elements (with padding) and of parameters (without)."""
+
+    name: str
+    num_elements: int
+    num_parameters: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speculation:
+    """What a plan with deferred updates would gain by speculating, in the simulator's seconds; the buffers are the same.
+
+    A step takes `deferred_seconds` as planned; `hit_seconds` where updates start at once and no gradient has to be clipped;
+    `redo_seconds` more where one has, and the updates are done again. `late_units` are those of the speculative plan.
+    """
+
+    late_units: tuple[int, ...]
+    deferred_seconds: float
+    hit_seconds: float
+    redo_seconds: float
+
+    @property
+    def break_even(self) -> float:
+        """Share of steps that must be hits for speculation to be as fast as waiting: above 1 if it never is."""
+        return 1 - (self.deferred_seconds - self.hit_seconds) / self.redo_seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Every choice of a run. Units are: 0 the prologue, 1..num_blocks the blocks, then (if there is one) the epilogue.
+
+    `update_policy` says when a unit may be updated:
+      *immediate*    when its gradient has been drained, behind backward: without clipping;
+      *deferred*     when the global norm is known, behind the next forward: exact clipping, every gradient held until then;
+      *speculative*  as immediate, as if nothing were clipped; every gradient is held, and where the norm says otherwise the
+                     step is taken back to the committed slots and its updates are done again: as exact, and faster while
+                     guesses are right.
+    Under the first and the last, `late_units` are still updated behind the next forward, so that drives and update cores have
+    the same work in both halves of the step. Gradients that are held wait in tier `held_gradients`.
+    `host_slots` buffers hold blocks' weights in host memory; as many blocks as there are slots need not be read again at
+    the turn from forward to backward and from step to step, so this number is also the weight cache.
+    `freed_memory` says what happens to tensors of the CPU's compute that are freed: *returned* to the kernel, so that memory
+    holds what is alive, or *kept* by the C library for the next ones, which spares fresh pages and takes more. Where a step
+    takes less than planned, it is kept all the same, and given back near the limit (`machine.HeapGuard`).
+    With a separate device each `device_update_every`-th chunk, counted through all units, is updated on it (1: all, 0: none).
+    """
+
+    compute_dtype: str
+    gradient_dtype: str
+    separate_device: bool
+    units: tuple[Unit, ...]
+    num_blocks: int
+    tied: bool
+
+    sequence_length: int
+    tokens_per_step: int
+    micro_batch_sequences: int
+    num_micro_batches: int
+    hidden_size_bytes: int  # of one token's hidden state
+    loss_chunk_tokens: int
+
+    update_policy: str
+    held_gradients: str
+    late_units: tuple[int, ...]  # deferred: all
+    checkpoint_every: int
+
+    host_slots: int
+    device_slots: int
+    prefetch: int
+    chunk_elements: int
+    state_slots: int
+    gradient_slots: int
+    resident_states: tuple[int, ...]
+    accumulate: bool
+
+    stash_tiers: tuple[str, ...]  # per block: where its input and kept outputs wait for backward
+    stash_slots: int
+    kept: tuple[tuple[int, ...], ...]  # per block: ordinals of the operator outputs that are kept and replayed
+    kept_bytes: tuple[int, ...]  # per block: of those outputs, one micro-batch
+    skipped: tuple[tuple[int, ...], ...]  # per block: ordinals that recompute leaves out, for nothing needs them
+    operators: tuple[tuple[str, ...], ...]  # per block: the operators that the ordinals count
+
+    compute_threads: int
+    update_threads: int
+    device_update_every: int = 0
+    speculation: Speculation | None = None  # set where clipping allows a choice
+    forward_flops: tuple[float, ...] = ()  # per unit, of one micro-batch
+    attention_flops: tuple[float, ...] = ()  # per block: those of the forward's that are attention's products
+    epilogue_flops: float = 0.0  # forward, of one micro-batch
+    spared_flops: tuple[float, ...] = ()  # per block: of one micro-batch's recompute, by replaying and skipping
+
+    peak_bytes: dict[str, dict[str, int]] = field(default_factory=dict)
+    allowed_bytes: dict[str, int] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    moments: str = "float32"  # how AdamW's moments are kept
+    freed_memory: str = "returned"
+
+    @property
+    def planes(self) -> PlaneSet:
+        """The planes that follow from compute dtype and moments."""
+        return plane_set(self.compute_dtype, self.moments)
+
+    @property
+    def has_epilogue(self) -> bool:
+        """Whether parameters are used after the blocks only (false for some tied models)."""
+        return len(self.units) == self.num_blocks + 2
+
+    @property
+    def resident_units(self) -> tuple[int, ...]:
+        """The units whose weights stay on the device: prologue and epilogue."""
+        return (0, self.num_blocks + 1) if self.has_epilogue else (0,)
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of the model."""
+        return sum(unit.num_parameters for unit in self.units)
+
+    @property
+    def gradient_bytes_per_element(self) -> int:
+        """Bytes of a drained gradient element."""
+        return 4 if self.gradient_dtype == "float32" else 2
+
+    @property
+    def largest_block_elements(self) -> int:
+        """Elements of the largest block: the size of a weight slot."""
+        return max(unit.num_elements for unit in self.units[1 : self.num_blocks + 1])
+
+    @property
+    def hidden_bytes(self) -> int:
+        """Bytes of the hidden states of one micro-batch."""
+        return self.micro_batch_sequences * self.sequence_length * self.hidden_size_bytes
+
+    def is_late(self, unit: int) -> bool:
+        """Whether `unit` is updated behind the next forward."""
+        return unit in self.late_units
+
+    def is_held(self, unit: int) -> bool:
+        """Whether the gradient of `unit` is kept until the step's verdict is known."""
+        return self.update_policy != "immediate" or unit in self.late_units
+
+    @property
+    def held_in_memory(self) -> tuple[int, ...]:
+        """The units that have a buffer of their own for their gradient."""
+        if self.held_gradients != "host":
+            return ()
+        return tuple(range(len(self.units))) if self.update_policy != "immediate" else tuple(sorted(self.late_units))
+
+    def own_gradient_slot(self, unit: int) -> int:
+        """Return the number of the buffer that `unit` has for its gradient: after the ring's and the resident units'."""
+        return self.gradient_slots + 1 + unit
+
+    @property
+    def device_state_slots(self) -> int:
+        """Staging buffers on the device for chunks that are updated there: none if no chunk is."""
+        return DEVICE_STATE_SLOTS if self.separate_device and self.device_update_every else 0
+
+    def stash_bytes(self, block: int) -> int:
+        """Bytes that wait for backward per micro-batch of `block` (1..num_blocks): its input and its kept outputs."""
+        return self.hidden_bytes + self.kept_bytes[block - 1]
+
+    def blocks_stashed_on(self, tier: str) -> list[int]:
+        """Blocks (1..num_blocks) whose inputs wait on `tier`."""
+        return [index for index, home in enumerate(self.stash_tiers, start=1) if home == tier]
+
+    def num_chunks(self, unit: int) -> int:
+        """Number of chunks in which `unit` is updated."""
+        return -(-self.units[unit].num_elements // self.chunk_elements)
+
+    def chunk(self, unit: int, chunk: int) -> tuple[int, int]:
+        """Elements `[start, stop)` of a chunk."""
+        start = chunk * self.chunk_elements
+        return start, min(start + self.chunk_elements, self.units[unit].num_elements)
+
+    def state_bytes(self, unit: int) -> int:
+        """Bytes of a unit's states: those of its chunks, one after another."""
+        whole, rest = divmod(self.units[unit].num_elements, self.chunk_elements)
+        return whole * self.planes.state_bytes(self.chunk_elements) + self.planes.state_bytes(rest)
+
+    def states_of_chunk(self, unit: int, chunk: int) -> slice:
+        """Return where a chunk's states lie among those of its unit, in bytes."""
+        start, stop = self.chunk(unit, chunk)
+        offset = chunk * self.planes.state_bytes(self.chunk_elements)
+        return slice(offset, offset + self.planes.state_bytes(stop - start))
+
+    def peak(self, tier: str) -> int:
+        """Planned peak bytes of a tier."""
+        return sum(self.peak_bytes.get(tier, {}).values())
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the plan as plain JSON values."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> "Plan":
+        """Inverse of `to_json`."""
+        known = dict(values)
+        known["units"] = tuple(Unit(**unit) for unit in known["units"])
+        for name in ("resident_states", "late_units", "notes", "forward_flops", "stash_tiers", "kept_bytes", "spared_flops"):
+            known[name] = tuple(known[name])
+        known["attention_flops"] = tuple(known.get("attention_flops", ()))
+        if speculation := known.get("speculation"):
+            known["speculation"] = Speculation(**{**speculation, "late_units": tuple(speculation["late_units"])})
+        for name in ("kept", "skipped", "operators"):
+            known[name] = tuple(tuple(items) for items in known[name])
+        return cls(**known)
+
+    def _explain_stash(self) -> str:
+        homes = [f"{len(blocks)} on {tier}" for tier in ("device", "host", "ssd") if (blocks := self.blocks_stashed_on(tier))]
+        kept = sum(len(ordinals) for ordinals in self.kept)
+        return f"inputs of blocks: {', '.join(homes)}; {kept} operator outputs kept ({format_bytes(self._kept_total())} a step)"
+
+    def _explain_update(self) -> str:
+        return self._explain_policy() + (f"; {self._explain_device_updates()}" if self.device_state_slots else "")
+
+    def _explain_device_updates(self) -> str:
+        every = self.device_update_every
+        return "all on the device" if every == 1 else f"one chunk of {every} on the device"
+
+    def _explain_policy(self) -> str:
+        held = f", gradients held on {self.held_gradients}"
+        if self.update_policy == "deferred":
+            return f"deferred, behind forward{held}"
+        late = f", {len(self.late_units)} of {len(self.units)} units behind forward" if self.late_units else ""
+        return f"{self.update_policy}, behind backward{late}{held if late or self.update_policy == 'speculative' else ''}"
+
+    def _kept_total(self) -> int:
+        return sum(self.kept_bytes) * self.num_micro_batches
+
+    def explain(self) -> str:
+        """Return the plan's choices in words, and its peaks in one line for each tier."""
+        lines = [
+            f"model    {_count(self.num_parameters)} parameters, {self.num_blocks} blocks, {self.compute_dtype} compute"
+            + ("" if self.moments == "float32" else f", {self.moments} moments"),
+            f"step     {self.tokens_per_step} tokens = {self.num_micro_batches} micro-"
+            f"batch{'es' if self.num_micro_batches > 1 else ''} of {self.micro_batch_sequences} x {self.sequence_length}",
+            f"update   {self._explain_update()}; "
+            f"every {'step' if self.checkpoint_every == 1 else f'{self.checkpoint_every} steps'} a checkpoint",
+            f"threads  {self.compute_threads} for compute, {self.update_threads} for updates",
+            f"slots    {self.host_slots} blocks in host memory"
+            + (f", {self.device_slots} on the device" if self.separate_device else "")
+            + f"; states of {len(self.resident_states)} of {len(self.units)} units in memory",
+            f"replay   {self._explain_stash()}",
+        ]
+        if self.freed_memory == "kept":
+            lines.append("heap     freed memory is kept for the next operations")
+        for tier, rows in self.peak_bytes.items():
+            allowed = self.allowed_bytes.get(tier)
+            of = f" of {format_bytes(allowed)}" if allowed else ""
+            parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in rows.items() if size)
+            lines.append(f"{tier:<8} {format_bytes(self.peak(tier))}{of}: {parts}")
+        if self.speculation:
+            lines.append(f"clipping {explain_speculation(self.speculation)}")
+        lines += [f"note     {note}" for note in self.notes]
+        return "\n".join(lines)
+
+
+def explain_speculation(speculation: Speculation) -> str:
+    """Say what clipping costs under each policy, and when the engine takes which."""
+    costs = (
+        f"{speculation.deferred_seconds:.3g} s a step if updates wait for the norm; if they do not, "
+        f"{speculation.hit_seconds:.3g} s, and {speculation.redo_seconds:.3g} s more where a gradient is clipped"
+    )
+    if speculation.break_even >= 1:
+        return f"{costs}: they wait"
+    return f"{costs}: they wait until more than {max(0.0, speculation.break_even):.0%} of the last steps were not clipped"
+
+
+def spread(count: int, num_blocks: int) -> tuple[int, ...]:
+    """Return `count` of the blocks 1..num_blocks, evenly spread."""
+    return tuple(block for block in range(1, num_blocks + 1) if block * count // num_blocks > (block - 1) * count // num_blocks)
+
+
+def _count(number: int) -> str:
+    for factor, letter in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= factor:
+            return f"{number / factor:.3g} {letter}"
+    return str(number)

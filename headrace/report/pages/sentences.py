@@ -1,0 +1,143 @@
+"""The findings as sentences: what limits the run, who waits for whom, what more of it would give, how far the SSDs are worn.
+
+Invariant: a sentence is made only where its figures are known, and says whether they were measured or planned.
+"""
+
+from headrace.report.pages.findings import Findings, together_share
+from headrace.report.pages.markup import decimal_bytes
+from headrace.report.pages.run_files import RunFiles
+from headrace.terms.sizes import format_seconds
+from headrace.terms.words import plain_figure
+
+_LANES = {
+    "compute": "compute",
+    "ssd-read": "SSD reads",
+    "ssd-write": "SSD writes",
+    "host-to-device": "host-to-device copies",
+    "device-to-host": "device-to-host copies",
+    "update": "the optimizer update",
+    "device-update": "updates on the device",
+    "commit": "commits",
+}
+# As the planner has it: a lane that is busy for less does not limit the step by itself.
+_SATURATED = 0.85
+_WORTH_A_WORD = 0.01
+
+
+def lane_words(lane: str) -> str:
+    """Return what a lane is called within a sentence."""
+    return _LANES.get(lane, lane)
+
+
+def bottleneck_words(found: Findings, run: RunFiles) -> list[str]:
+    """Return the bottleneck in sentences, most important first."""
+    sentences = []
+    if found.busiest is not None and found.step_seconds is not None:
+        sentences.append(_limit(found, run))
+        sentences += _waiting(found)
+    if found.forecast is not None:
+        sentences += _planned(found)
+        for words, seconds in found.doubled:
+            gain = 1 - seconds / found.forecast.step_seconds
+            much = f"{gain:.0%} less" if gain >= _WORTH_A_WORD else "no gain: something else limits the step then"
+            sentences.append(f"With {words} the plan's step would take {format_seconds(seconds)} ({much}).")
+    elif found.busiest is not None:
+        sentences += _bound(found)
+    return sentences
+
+
+def endurance_words(found: Findings) -> list[str]:
+    """Return bytes written and wear in sentences."""
+    written = found.written
+    if written is None:
+        return []
+    steps = f"{written.steps} step" + ("" if written.steps == 1 else "s")
+    sentences = [
+        f"{decimal_bytes(written.so_far_bytes)} written to the SSDs in {steps}, {decimal_bytes(written.per_step_bytes)} a step."
+    ]
+    if written.forecast_bytes is not None:
+        sentences.append(f"All {written.total_steps} steps will write {decimal_bytes(written.forecast_bytes)}.")
+    if written.wear is not None and written.wear.written_bytes:
+        wear = written.wear
+        rating = "the typical rating of a drive of its size" if wear.rating_is_typical else "its rating"
+        share = f"{wear.share_of_rating:.2%}" if wear.share_of_rating < 0.1 else f"{wear.share_of_rating:.0%}"
+        sentences.append(
+            f"The run uses {share} of the endurance of SSD {wear.drive} ({decimal_bytes(wear.drive_rated_bytes)}, {rating})."
+        )
+    return sentences
+
+
+def io_cpu_words(found: Findings) -> list[str]:
+    """Return in a sentence what CPU time the SSDs' traffic costs."""
+    cost = found.io_cpu
+    if cost is None:
+        return []
+    of = f"{decimal_bytes(cost.step_bytes)} a step over the SSDs"
+    return [f"{of} cost {plain_figure(cost.step_seconds)} CPU seconds, {plain_figure(cost.seconds_per_gigabyte)} for each GB."]
+
+
+def _limit(found: Findings, run: RunFiles) -> str:
+    assert found.busiest is not None
+    assert found.step_seconds is not None
+    share, words = found.busiest.share, lane_words(found.busiest.lane)
+    ceilings = run.ceilings
+    shared = ceilings is not None and (
+        ceilings.ssd_mixed_bytes_per_second < ceilings.ssd_read_bytes_per_second + ceilings.ssd_write_bytes_per_second
+    )
+    if shared and found.measured is not None:
+        both = together_share(found.measured, ("ssd-read", "ssd-write"))
+        if both > share:
+            share, words = both, "SSD reads and writes, which share the drives"
+    step = format_seconds(found.step_seconds)
+    if share >= _SATURATED:
+        return f"A step takes {step} and is limited by {words}: busy for {share:.0%} of it."
+    return (
+        f"A step takes {step} and no lane is busy all the time: the most is {words} with {share:.0%}; "
+        "the rest is waiting for one another. More memory for buffers or more tokens per step would help."
+    )
+
+
+def _waiting(found: Findings) -> list[str]:
+    """Return a sentence for each lane whose waits were looked at."""
+    measured = found.measured
+    if measured is None:
+        return []
+    sentences = []
+    for lane, waited in found.waits.items():
+        total = sum(wait.seconds for wait in waited)
+        worth = [wait for wait in waited[:3] if wait.seconds >= _WORTH_A_WORD * measured.seconds]
+        parts = ", ".join(f"{format_seconds(wait.seconds)} for {lane_words(wait.lane)} ({wait.verb})" for wait in worth)
+        if total < _WORTH_A_WORD * measured.seconds:
+            sentences.append(f"In step {measured.step}, {lane_words(lane)} waited for next to nothing.")
+        else:
+            of = f"{format_seconds(total)} of {format_seconds(measured.seconds)}"
+            within = f"In step {measured.step}, {lane_words(lane)} waited {of}"
+            sentences.append(f"{within}: {parts}." if parts else f"{within}, spread over many small waits.")
+    return sentences
+
+
+def _planned(found: Findings) -> list[str]:
+    ahead = found.forecast
+    assert ahead is not None
+    words = f"The plan's simulation takes {format_seconds(ahead.step_seconds)} for a step, {ahead.explanation}."
+    if found.step_seconds is None:
+        return [words]
+    against = found.step_seconds / ahead.step_seconds - 1
+    how = (
+        f"take {abs(against):.0%} {'longer' if against > 0 else 'less'} than planned"
+        if abs(against) >= 0.005
+        else "take what was planned"
+    )
+    bound = found.step_seconds / ahead.lower_bound_seconds if ahead.lower_bound_seconds > 0 else None
+    tail = f", {bound:.2f} times the lower bound of this machine" if bound is not None else ""
+    return [words, f"Measured steps {how}{tail}."]
+
+
+def _bound(found: Findings) -> list[str]:
+    """Without a machine profile: what the busy times alone say about twice the speed of the busiest lane."""
+    assert found.busiest is not None
+    others = [share.share for share in found.shares if share.lane != found.busiest.lane]
+    gain = min(found.busiest.share / 2, found.busiest.share - max(others, default=0.0))
+    if gain < _WORTH_A_WORD:
+        return ["No lane alone would make the step faster: others are as busy."]
+    return [f"Were {lane_words(found.busiest.lane)} twice as fast, a step could take up to {gain:.0%} less."]

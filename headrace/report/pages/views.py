@@ -1,0 +1,133 @@
+"""One step as bars on lanes, the same for what was measured and what was planned.
+
+Invariant: all times are seconds from the beginning of the step, which is where compute's first operation begins. Operations
+that belong to the step before and run on into this one are part of the view; what lies outside of the window is cut off.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from headrace.plan.simulate import Timeline
+from headrace.report.lanes import Recording
+from headrace.terms.program import Lane
+
+LANE_ORDER = tuple(lane.value for lane in Lane)
+LANE_WORDS = {
+    "compute": "Compute",
+    "ssd-read": "SSD reads",
+    "ssd-write": "SSD writes",
+    "host-to-device": "Host → device",
+    "device-to-host": "Device → host",
+    "update": "Update",
+    "device-update": "Update on device",
+    "commit": "Commit",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bar:
+    """An operation, or `count` short ones drawn as one. `row` tells apart those that run at once on one lane."""
+
+    lane: str
+    verb: str
+    label: str
+    start_seconds: float
+    stop_seconds: float
+    bytes: int
+    row: int = 0
+    count: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepView:
+    """The bars of one step of `seconds`; `step` is its number, None for a plan."""
+
+    seconds: float
+    bars: tuple[Bar, ...]
+    step: int | None = None
+    memory: tuple[tuple[float, dict[str, int]], ...] = ()
+
+    def lane(self, lane: str) -> tuple[Bar, ...]:
+        """Return the bars of one lane by start."""
+        return tuple(sorted((bar for bar in self.bars if bar.lane == lane), key=lambda bar: bar.start_seconds))
+
+
+def measured_view(recording: Recording) -> StepView | None:
+    """Return the newest recorded step, None if there is none."""
+    if not recording.steps:
+        return None
+    step = recording.steps[-1]
+    bars = [
+        Bar(
+            lane=op.lane,
+            verb=op.verb,
+            label=op.label if op.step == step.step else f"{op.label} (of step {op.step})",
+            start_seconds=op.start_seconds - step.begin_seconds,
+            stop_seconds=op.stop_seconds - step.begin_seconds,
+            bytes=op.bytes,
+        )
+        for each in recording.steps
+        for op in each.ops
+    ]
+    memory = [(seconds - step.begin_seconds, tiers) for seconds, tiers in recording.memory]
+    inside = tuple(sample for sample in memory if 0 <= sample[0] <= step.seconds)
+    return StepView(seconds=step.seconds, bars=_window(bars, step.seconds), step=step.step, memory=inside)
+
+
+def planned_view(timeline: Timeline) -> StepView:
+    """Return the simulated step in the steady state."""
+    computing = [timed.start_seconds for timed in timeline.step_ops() if timed.op.lane is Lane.COMPUTE]
+    begin = min(computing, default=0.0)
+    bars = [
+        Bar(
+            lane=timed.op.lane,
+            verb=timed.op.verb,
+            label=timed.op.label if timed.program == timeline.measured else f"{timed.op.label} (of the step beside)",
+            start_seconds=timed.start_seconds - begin,
+            stop_seconds=timed.stop_seconds - begin,
+            bytes=timed.op.bytes,
+        )
+        for timed in timeline.ops
+        if abs(timed.program - timeline.measured) <= 1
+    ]
+    return StepView(seconds=timeline.step_seconds, bars=_window(bars, timeline.step_seconds))
+
+
+def in_rows(bars: Iterable[Bar]) -> tuple[Bar, ...]:
+    """Return the bars of one lane, those that run at once on rows of their own: the first row that is free."""
+    free: list[float] = []
+    placed = []
+    for bar in sorted(bars, key=lambda bar: (bar.start_seconds, bar.stop_seconds)):
+        # Clocks are read to the microsecond; the next operation may seem to begin within the last one.
+        row = next((row for row, until in enumerate(free) if until <= bar.start_seconds + 2e-6), len(free))
+        free[row : row + 1] = [bar.stop_seconds]
+        placed.append(replace(bar, row=row))
+    return tuple(placed)
+
+
+def joined(bars: Iterable[Bar], resolution_seconds: float) -> tuple[Bar, ...]:
+    """Return the bars with neighbours of one verb and row joined, where each bar and gap is below the resolution."""
+    rows: dict[int, list[Bar]] = {}
+    for bar in bars:
+        row = rows.setdefault(bar.row, [])
+        last = row[-1] if row else None
+        if (
+            last is not None
+            and last.verb == bar.verb
+            and bar.start_seconds - last.stop_seconds < resolution_seconds
+            and bar.stop_seconds - bar.start_seconds < resolution_seconds
+        ):
+            count = last.count + 1
+            label = f"{count} × {bar.verb}"
+            row[-1] = replace(last, stop_seconds=bar.stop_seconds, bytes=last.bytes + bar.bytes, count=count, label=label)
+        else:
+            row.append(bar)
+    return tuple(bar for row in sorted(rows) for bar in rows[row])
+
+
+def _window(bars: Iterable[Bar], seconds: float) -> tuple[Bar, ...]:
+    return tuple(
+        replace(bar, start_seconds=max(0.0, bar.start_seconds), stop_seconds=min(seconds, bar.stop_seconds))
+        for bar in bars
+        if bar.stop_seconds > 0 and bar.start_seconds < seconds
+    )

@@ -1,0 +1,87 @@
+"""What a run says of its plan: the table before the first step, and planned against measured after the last.
+
+Invariant: the tables are those of `headrace plan`; `summary.json` has the figures of the second one. A run that could go on is
+never refused for want of a figure in them.
+"""
+
+import contextlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from headrace.answers.answer import report_of
+from headrace.answers.explain import explain, explain_outcome
+from headrace.answers.outcome import outcome_of
+from headrace.answers.report import PlanReport
+from headrace.files import default_ssd_bytes, file_systems
+from headrace.plan.plan import Plan
+from headrace.plan.profiles import load_profile
+from headrace.report.metrics import Record
+from headrace.runs.config import RunConfig
+from headrace.runs.data import read_model_config
+from headrace.runs.protocols import Display
+from headrace.runs.run_directory import RunDirectory
+from headrace.terms.ceilings import Ceilings
+from headrace.terms.errors import ConfigError, ModelError
+
+
+class Account:
+    """The report of a run's plan, and the two times that it is told."""
+
+    def __init__(self, plan: Plan, config: RunConfig, directory: RunDirectory, *, total_steps: int) -> None:
+        spaces = config.ssd or (directory.path,)
+        ceilings = _ceilings(config, directory, file_systems(spaces))
+        ssd_allowed_bytes = None
+        # Whoever makes the state's files says what is wrong; a run that goes on has them.
+        with contextlib.suppress(OSError, ConfigError):
+            ssd_allowed_bytes = default_ssd_bytes(ceilings, spaces, held_bytes=plan.peak("ssd"))
+        self._directory, self._ceilings = directory, ceilings
+        self._report: PlanReport = report_of(
+            plan,
+            ceilings,
+            model=_architecture(config.model),
+            ssd_allowed_bytes=ssd_allowed_bytes,
+            num_steps=total_steps,
+        )
+        self._plan = plan
+
+    def tell_before(self, display: Display) -> None:
+        """Show the plan."""
+        display.say(explain(self._report))
+
+    def keep_plan(self) -> None:
+        """Leave the plan in the run directory, for `headrace report`. To be called once there is a run to go on with."""
+        self._directory.write_plan(self._plan.to_json())
+        if self._ceilings is not None:
+            self._directory.write_machine(self._ceilings.to_json())
+
+    def tell_after(self, display: Display, records: Sequence[Record]) -> None:
+        """Show planned against measured, and write `summary.json`. Nothing to tell without a step."""
+        if not records:
+            return
+        outcome = outcome_of(self._report, records)
+        display.say(explain_outcome(outcome))
+        self._directory.write_summary(outcome.to_json())
+
+
+def _ceilings(config: RunConfig, directory: RunDirectory, systems: Sequence[int]) -> Ceilings | None:
+    """Return the machine with the drives of the run's directories, whose file systems are `systems`; None if nobody measured.
+
+    A run that goes on has them in its directory, whatever became of the profile since; they must not be divided again, because
+    drive i is then no more that of directory i.
+    """
+    with contextlib.suppress(ConfigError):
+        return load_profile(directory.path / "machine.json")
+    with contextlib.suppress(ConfigError):  # a run that begins has read it before
+        if config.machine:
+            return load_profile(config.machine).of_directories(systems)
+    return None
+
+
+def _architecture(model: Path) -> str:
+    """Return the class of the model, by which `headrace plan` calls it too; the directory's name where it names none."""
+    try:
+        names: Any = read_model_config(model).get("architectures")
+    except ModelError:
+        return model.name
+    return str(names[0]) if isinstance(names, list) and names else model.name

@@ -1,0 +1,124 @@
+"""From options to token batches: the tokenizer, the token set, the stream, and the choices that depend on them.
+
+Invariant: everything that can be wrong with the user's data or tokenizer is found here, before the engine allocates anything.
+"""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer
+
+from headrace.data import Batch, BatchStream, DataSpec, TokenSet, load_tokens
+from headrace.plan.given import load_plan
+from headrace.runs.config import DEFAULT_ROWS_PER_STEP, DEFAULT_SEQUENCE_LENGTH, RunConfig
+from headrace.terms.errors import ConfigError, ModelError
+
+
+def read_model_config(model: Path) -> dict[str, Any]:
+    """Return `config.json` of the model directory.
+
+    Raises:
+        ModelError: the directory or the file is missing, or the file is not a JSON object.
+    """
+    path = model / "config.json"
+    if not model.is_dir():
+        raise ModelError(f"model: {model} is no directory; give a local Hugging Face model directory")
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read ({error.strerror}); {model} is no Hugging Face model directory") from error
+    except ValueError as error:
+        raise ModelError(f"{path}: not JSON ({error}); fetch the file again") from error
+    if not isinstance(found, dict):
+        raise ModelError(f"{path}: expected a JSON object, found a {type(found).__name__}; fetch the file again")
+    return found
+
+
+def open_tokenizer(model: Path) -> Any:
+    """Return the tokenizer of the model directory.
+
+    Raises:
+        ModelError: there is none, or it cannot be read.
+    """
+    names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+    if not any((model / name).exists() for name in names):
+        raise ModelError(
+            f"{model}: the tokenizer is missing (none of {', '.join(names)}); copy the tokenizer files of the model there"
+        )
+    try:
+        return AutoTokenizer.from_pretrained(str(model), local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # transformers raises whatever its parsers raise
+        raise ModelError(f"{model}: the tokenizer cannot be read ({type(error).__name__}: {error})") from error
+
+
+def with_lengths(config: RunConfig) -> RunConfig:
+    """Return `config` with `sequence_length` and `tokens_per_step` decided: those of the plan that is given, if one is.
+
+    Raises:
+        ConfigError: `sequence_length` is more than the model has positions for, or `plan` names no plan.
+    """
+    model_config = read_model_config(config.model)
+    positions = model_config.get("max_position_embeddings") or model_config.get("n_positions")
+    plan = load_plan(config.plan) if config.plan else None
+    tokens = config.tokens_per_step or (plan.tokens_per_step if plan else None)
+    length = config.sequence_length or (plan.sequence_length if plan else None)
+    if length is None:
+        length = min(DEFAULT_SEQUENCE_LENGTH, positions or DEFAULT_SEQUENCE_LENGTH, tokens or DEFAULT_SEQUENCE_LENGTH)
+    elif positions and length > positions:
+        raise ConfigError(
+            f"sequence_length: {length} is more than the {positions} positions of {config.model.name}; use at most that, or "
+            "raise max_position_embeddings in its config.json if the model's positions may be stretched"
+        )
+    return RunConfig.of(dict(config) | {"sequence_length": length, "tokens_per_step": tokens or DEFAULT_ROWS_PER_STEP * length})
+
+
+def open_tokens(config: RunConfig, tokenizer: Any) -> tuple[TokenSet, DataSpec]:
+    """Return the tokenised samples and what was asked for. `config` has its lengths decided; `packing=None` counts as true.
+
+    Raises:
+        DataError: see `headrace.data.load_tokens`.
+        ModelError: the tokenizer makes ids that the model has no embedding for.
+    """
+    if config.sequence_length is None or config.tokens_per_step is None:
+        raise ConfigError("sequence_length and tokens_per_step are undecided; call with_lengths(config) first")
+    spec = DataSpec(
+        paths=config.data,
+        sequence_length=config.sequence_length,
+        tokens_per_step=config.tokens_per_step,
+        seed=config.seed,
+        packing=config.packing is not False,
+        shuffle=config.shuffle,
+    )
+    tokens = load_tokens(spec, tokenizer, config.cache)
+    vocabulary, largest = read_model_config(config.model).get("vocab_size"), int(tokens.tokens.max())
+    if isinstance(vocabulary, int) and largest >= vocabulary:
+        raise ModelError(
+            f"{config.model}: the data has token {largest}, the model has embeddings for 0 to {vocabulary - 1} only; "
+            "tokenizer (or input_ids) and model do not belong together"
+        )
+    if isinstance(vocabulary, int) and tokens.info.pad_id >= vocabulary:
+        # A token that was added for padding and that the model was never made larger for. What fills a row is not trained, nor
+        # seen by what is: any token will do.
+        tokens = replace(tokens, info=replace(tokens.info, pad_id=0))
+    return tokens, spec
+
+
+def total_steps(config: RunConfig, stream: BatchStream) -> int:
+    """Return the steps of the whole run: `max_steps` where given, else `epochs` (default 1) rounded up to whole steps."""
+    return config.max_steps or max(1, math.ceil((config.epochs or 1.0) * stream.steps_per_epoch))
+
+
+def tensors_of(batch: Batch) -> dict[str, torch.Tensor]:
+    """Return the arrays of `batch` as the tensors `Engine.step` takes, without copying."""
+    arrays = {
+        "input_ids": batch.input_ids,
+        "labels": batch.labels,
+        "position_ids": batch.position_ids,
+        "attention_mask": batch.attention_mask,
+        "token_mask": batch.token_mask,
+    }
+    return {name: torch.from_numpy(array) for name, array in arrays.items() if array is not None}

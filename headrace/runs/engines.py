@@ -1,0 +1,128 @@
+"""The real engine for the loop. Imported late: this is what pulls in the model library and the kernels' compiler.
+
+Invariant: only here does the loop's side know the names of the engine's own files.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from headrace.engine.trainer import Engine
+from headrace.model import Chain, Checkpoint
+from headrace.runs.config import RunConfig
+from headrace.runs.protocols import Engines, StateKind
+from headrace.runs.run_directory import RunDirectory
+from headrace.store import RunLock, read_manifest, remove_uncommitted, remove_unmade
+from headrace.store.manifest import MANIFEST_NAME, RECORD_NAMES
+from headrace.terms.errors import RunDirectoryError
+from headrace.terms.events import Sink
+from headrace.terms.layout import UnitLayout
+from headrace.terms.optimizer import AdamW
+from headrace.terms.settings import Settings
+
+
+def headrace_engines() -> Engines:
+    """Return the engines of this package."""
+    return Engines(Engine.open, resume, supports_packing, state_of, discard)
+
+
+def resume(run_directory: Path, *, sink: Sink | None = None, to_train: bool = True) -> Engine:
+    """Return `Engine.resume`, after a look at whether the model directory is still the one that the run began with.
+
+    The weights come from the state; but the model directory gives the architecture, and its tensors' names for the export.
+    Nor, if it is opened `to_train`, may `config.yaml` say anything else than what the run began with: it would be passed over
+    without a word.
+
+    Raises:
+        RunDirectoryError, CorruptData: see `Engine.resume`; or the model or an option is another one.
+        ModelError: the model directory is gone or damaged.
+    """
+    manifest, config = read_manifest(run_directory), RunDirectory(run_directory).read_config()
+    begun_with = Path(str(manifest.identity["model"]))
+    if config.model.resolve() != begun_with:
+        raise RunDirectoryError(
+            f"{run_directory}: config.yaml names the model {config.model}, the run began with {begun_with}; "
+            "name that one again, or begin another run"
+        )
+    chain = Chain.from_config(Checkpoint.open(begun_with).config, config.compute_dtype, AdamW())
+    found, expected = _shapes(chain.layouts), _shapes(manifest.layouts)
+    if found != expected:
+        name = min(found.keys() ^ expected.keys() or {name for name in found if found[name] != expected[name]})
+        raise RunDirectoryError(
+            f"{run_directory}: {begun_with} now holds another model than the run began with: {name} was "
+            f"{expected.get(name, 'not there')}, is {found.get(name, 'not there')}; put the model of the run back there"
+        )
+
+    def check(settings: Settings) -> None:
+        for name, (now, then) in _options(config, settings).items():
+            if to_train and now != then:
+                raise RunDirectoryError(
+                    f"{run_directory}: config.yaml has {name} {now}, the run began with {then} and goes on with that; put it "
+                    "back. To train otherwise, begin a run from its model (`headrace export`, or `final`)"
+                )
+
+    return Engine.resume(run_directory, sink=sink, check=check)
+
+
+def _options(config: RunConfig, settings: Settings) -> dict[str, tuple[object, object]]:
+    """Return each option that the engine was opened with: what the configuration says now, and what the run began with."""
+    options = config.engine_options(config.max_steps or 0)
+    optimizer, begun_with = options.pop("optimizer"), settings.optimizer
+    schedule, planned = options.pop("schedule"), settings.schedule
+    return {
+        "max_steps": (schedule.total_steps, planned.total_steps),
+        "warmup_steps": (schedule.warmup_steps, planned.warmup_steps),
+        "lr_schedule": (schedule.kind, planned.kind),
+        "learning_rate": (optimizer.lr, begun_with.lr),
+        "weight_decay": (optimizer.weight_decay, begun_with.weight_decay),
+        "adam_betas": (optimizer.betas, begun_with.betas),
+        "adam_epsilon": (optimizer.eps, begun_with.eps),
+        "parameter_groups": (optimizer.groups, begun_with.groups),
+        "device_memory": (config.device_memory, settings.device_bytes),
+        "host_memory": (config.host_memory, settings.host_bytes),
+        **{name: (value, getattr(settings, name)) for name, value in options.items()},
+    }
+
+
+def _shapes(layouts: Sequence[UnitLayout]) -> dict[str, tuple[int, ...]]:
+    return {parameter.name: parameter.shape for layout in layouts for parameter in layout.parameters}
+
+
+def supports_packing(model: Path) -> bool:
+    """Return whether the architecture of a model directory keeps samples of one row apart by their positions alone.
+
+    Raises:
+        ModelError: the architecture is not supported, or its files are damaged.
+    """
+    return Chain.from_config(Checkpoint.open(model).config, "float32", AdamW()).supports_packing
+
+
+def state_of(run_directory: Path) -> StateKind:
+    """Return what the run directory holds for `Engine.resume`."""
+    if not (run_directory / MANIFEST_NAME).exists():
+        return StateKind.NONE
+    # Record files have their size from the beginning, and nothing in them before the first commit.
+    records = [run_directory / name for name in RECORD_NAMES]
+    committed = any(record.exists() and any(record.read_bytes()) for record in records)
+    return StateKind.COMMITTED if committed else StateKind.BEGUN
+
+
+def discard(run_directory: Path) -> None:
+    """Remove the engine's files of a run that was never committed, from its SSD directories and from `run_directory`; and what
+    a creation or a removal that was cut short left there. What another process has committed meanwhile stays: whoever begins a
+    run there is told.
+
+    Raises:
+        RunDirectoryError: a living process holds the run: it may be in the middle of its import. Or nobody can tell whether
+            the run was moved or copied: then its state may be trained by now.
+        ConfigError: a process has taken up the run just now.
+        StorageError: something cannot be removed.
+    """
+    if not (run_directory / MANIFEST_NAME).exists():
+        remove_unmade(run_directory)
+        return
+    lock = RunLock(run_directory)
+    try:
+        if state_of(run_directory) is StateKind.BEGUN:
+            remove_uncommitted(run_directory)
+    finally:
+        lock.release()

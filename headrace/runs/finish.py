@@ -1,0 +1,75 @@
+"""The end of a run: the model as an ordinary Hugging Face directory, its card, and the SSD space given back.
+
+Invariant: the state is removed only after the model lies complete in `final/`; interrupted anywhere, `resume` ends it again.
+"""
+
+import json
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from headrace.report import CardFacts, model_card
+from headrace.report.metrics import Record
+from headrace.runs.config import RunConfig
+from headrace.runs.protocols import RunningEngine
+from headrace.runs.run_directory import RunDirectory
+from headrace.terms.errors import ExportFailed
+from headrace.terms.settings import PROVENANCE_NAME
+
+# Places on somebody's machine: of no use to a reader of the card, and private.
+_NOT_ON_CARD = {"model", "data", "output", "ssd", "cache", "keep_state", "report_to", "interpreter"}
+
+
+def write_final(engine: RunningEngine, run: RunDirectory, config: RunConfig, records: list[Record]) -> None:
+    """Export the model to `final/` with its card; unless `keep_state`, remove the run's state (closes the engine).
+
+    Raises:
+        ExportFailed: there is no space for the model, or it cannot be written; the state is as it was.
+        StorageError: the same of the card.
+    """
+    try:
+        # The export appears complete or not at all, and says what it is: one that is there is done.
+        if _provenance(run.final) != engine.provenance:
+            _refuse_another(run.final)
+            engine.save_pretrained(run.final)
+    except ExportFailed as error:
+        raise ExportFailed(
+            f"{error}. All steps are committed and the run is intact: `headrace resume {run.path}` then writes the model, "
+            f"`headrace export {run.path} OUT` writes it elsewhere"
+        ) from error
+    facts = CardFacts(
+        name=run.path.name,
+        base_model=config.model.name,
+        data=tuple(name.rstrip("/").rpartition("/")[2] for name in config.data),
+        versions=installed_versions(),
+        options=config.model_dump(mode="json", exclude=_NOT_ON_CARD),
+        records=records,
+    )
+    with run.writing():
+        (run.final / "README.md").write_text(model_card(facts), encoding="utf-8")
+    if not config.keep_state:
+        engine.remove_state()
+
+
+def _provenance(model: Path) -> object:
+    """Return what the export in `model` says that it is; None where there is none, or it says nothing."""
+    try:
+        return json.loads((model / PROVENANCE_NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def _refuse_another(final: Path) -> None:
+    """Refuse to take what somebody else put there for this run's model: its state would be removed then."""
+    if final.exists() and (not final.is_dir() or any(final.iterdir())):
+        raise ExportFailed(f"export to {final}: something else is there, which is kept; move it away")
+
+
+def installed_versions() -> dict[str, str]:
+    """Return the versions of the packages that decide the numbers. Packages that run from a source tree may have none."""
+    versions = {}
+    for name in ("headrace", "torch", "transformers", "numba"):
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            versions[name] = "not installed as a package"
+    return versions

@@ -1,0 +1,252 @@
+"""The run from first to last step: `train` begins one, `resume` goes on with one. This is the page to read first.
+
+Invariant: the position in the data is committed with the step that consumed it, so a resumed run sees the next sample and no
+sample twice; `metrics.jsonl` has each step once.
+"""
+
+import signal
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from headrace.data import BatchStream
+from headrace.machine.host import anonymous_bytes
+from headrace.plan.plan import Plan
+from headrace.plan.profiles import load_profile
+from headrace.report import LanesFile, MetricsFile, Reporters, TensorBoard, TraceFile, TrainerStateFile
+from headrace.report.metrics import read_metrics
+from headrace.runs.config import RunConfig
+from headrace.runs.data import tensors_of
+from headrace.runs.finish import write_final
+from headrace.runs.prepare import check, open_stream, prepare
+from headrace.runs.protocols import Display, Engines, NoDisplay, RunningEngine, StateKind
+from headrace.runs.run_directory import RunDirectory
+from headrace.runs.signals import Interrupted, StopRequest
+from headrace.terms.errors import RunDirectoryError
+from headrace.terms.events import Committed, Event, OpDone, Planned, Sink, StepResult
+from headrace.terms.sizes import format_seconds
+
+if TYPE_CHECKING:
+    from headrace.runs.account import Account
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    """A run that is done: its directory, its model, and the number of steps it took."""
+
+    run_directory: Path
+    final: Path
+    steps: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Run:
+    """What one process works with. `total_steps` is `config.max_steps`, decided."""
+
+    config: RunConfig
+    directory: RunDirectory
+    stream: BatchStream
+    total_steps: int
+    display: Display
+    engines: Engines
+
+
+def train(config: RunConfig, *, display: Display | None = None, engines: Engines | None = None) -> Finished:
+    """Run `config` from the first step to the last and return where the model is.
+
+    Raises:
+        InputError: model, data, options or run directory cannot be used; nothing is left behind.
+        PlanInfeasible: the budgets are too small.
+        StorageError, StepFailed: the run broke, or a disk is full; `resume` goes on after the cause is removed.
+        Interrupted: SIGINT or SIGTERM came; the run can be resumed.
+    """
+    checked, directory = check(config)
+    engines = engines or _engines()
+    resolved, stream = prepare(checked, directory, engines)
+    run = _run(resolved, directory, stream, display, engines)
+    made = directory.write_config(resolved)
+    return _begin(run, on_failure=lambda: directory.forget(made))
+
+
+def resume(run_directory: str | Path, *, display: Display | None = None, engines: Engines | None = None) -> Finished:
+    """Go on with a run after its last committed step, whatever ended it, and return where the model is.
+
+    Raises:
+        RunDirectoryError: no run, a finished one, or one that another process works on.
+        CorruptData: the state does not have the checksums it was written with.
+        DataError: the data is not what the run began with.
+        Interrupted: as for `train`.
+    """
+    directory = RunDirectory(Path(run_directory).absolute())
+    config = directory.read_config()
+    engines = engines or _engines()
+    kind = engines.state_of(directory.path)
+    if kind is StateKind.NONE and directory.final.exists():
+        engines.discard(directory.path)  # killed while it removed its state: nobody else would free the space
+        raise RunDirectoryError(f"{directory.path}: the run is finished; its model is in {directory.final}")
+    if kind is not StateKind.COMMITTED and (done := len(read_metrics(directory.metrics))):
+        raise RunDirectoryError(
+            f"{directory.path}: the run had taken {done} steps, but its state is gone (by headrace clean --unfinished, say); "
+            "begin another run"
+        )
+    run = _run(config, directory, open_stream(config), display, engines)
+    if kind is not StateKind.COMMITTED:
+        engines.discard(directory.path)  # killed while the model was imported: there is nothing to go on from
+        return _begin(run)
+    with ExitStack() as stack:
+        reporters = _reporters(run, stack)
+        engine = stack.enter_context(engines.resume(directory.path, sink=_for_people(reporters)))
+        if engine.position is not None:
+            run.stream.restore(engine.position["data"])
+        run.display.say(f"resuming {directory.path} after step {engine.step_index} of {run.total_steps}")
+        return _drive(run, engine, reporters)
+
+
+def _begin(run: _Run, on_failure: Callable[[], None] | None = None) -> Finished:
+    """Open a new engine and drive it. `on_failure` undoes what was made before, if the engine cannot be opened."""
+    config = run.config
+    told: list[Account] = []
+
+    def tell(plan: Plan) -> None:
+        told.append(_account(run, plan))
+        told[0].tell_before(run.display)
+
+    with ExitStack() as stack:
+        reporters = _reporters(run, stack)
+        try:
+            engine = run.engines.open(
+                config.model,
+                config.budget,
+                run_directory=run.directory.path,
+                **config.engine_options(run.total_steps),
+                machine=load_profile(config.machine) if config.machine else None,
+                plan=config.plan,
+                sink=_for_people(reporters, tell),
+            )
+        except BaseException:
+            if on_failure is not None:
+                on_failure()
+            raise
+        stack.enter_context(engine)
+        return _drive(run, engine, reporters, told[0] if told else None)
+
+
+def _drive(run: _Run, engine: RunningEngine, reporters: Reporters, account: "Account | None" = None) -> Finished:
+    """Take the steps that are left, then finish. The engine and the reporters are closed by the caller, in this order.
+    `account` is of the plan if that has been shown; otherwise it is shown here, where there is one.
+    """
+    if account is None and engine.plan is not None:
+        account = _account(run, engine.plan)
+        account.tell_before(run.display)
+    if account is not None:
+        account.keep_plan()
+    with run.directory.writing():
+        metrics = _files(run, reporters, engine.step_index)
+    started = time.monotonic()
+    with StopRequest() as stop:
+        while engine.step_index < run.total_steps and stop.received is None and reporters.failure is None:
+            batch = tensors_of(run.stream.next_batch())
+            result = engine.step(batch, position={"data": run.stream.state()})
+            reporters(replace(result, step=engine.step_index))
+        engine.flush()
+        reporters.close()
+        if reporters.failure is not None:
+            raise run.directory.unwritable(reporters.failure) from reporters.failure
+        if account is not None:
+            account.tell_after(run.display, metrics.records)
+        if stop.received is not None:
+            raise _interrupted(run, engine.step_index, stop.received)
+    steps = engine.step_index
+    write_final(engine, run.directory, run.config, metrics.records)
+    run.display.say(f"done: {steps} steps, {format_seconds(time.monotonic() - started)}; model in {run.directory.final}")
+    return Finished(run_directory=run.directory.path, final=run.directory.final, steps=steps)
+
+
+def _account(run: _Run, plan: Plan) -> "Account":
+    """Return what tells of the engine's plan."""
+    from headrace.runs.account import Account  # late, for the same reason as the engine
+
+    return Account(plan, run.config, run.directory, total_steps=run.total_steps)
+
+
+def _run(config: RunConfig, directory: RunDirectory, stream: BatchStream, display: Display | None, engines: Engines) -> _Run:
+    if config.max_steps is None:
+        raise RunDirectoryError(f"{directory.config}: max_steps is missing; restore the file as the run wrote it")
+    return _Run(
+        config=config,
+        directory=directory,
+        stream=stream,
+        total_steps=config.max_steps,
+        display=display or NoDisplay(),
+        engines=engines,
+    )
+
+
+def _reporters(run: _Run, stack: ExitStack) -> Reporters:
+    """Return the reporters, so far those for the eye: what the engine has to say while it opens is shown too."""
+    reporters = Reporters()
+    stack.callback(reporters.close)
+    reporters.add(run.display.progress(run.total_steps))
+    return reporters
+
+
+def _files(run: _Run, reporters: Reporters, done_steps: int) -> MetricsFile:
+    """Add the reporters that write files, each without what belongs to steps after `done_steps`."""
+    directory, config = run.directory, run.config
+    steps_per_epoch = run.stream.steps_per_epoch
+    metrics = reporters.add(MetricsFile(directory.metrics, committed_steps=done_steps, steps_per_epoch=steps_per_epoch))
+    reporters.add(
+        TrainerStateFile(
+            directory.trainer_state,
+            metrics.records,
+            max_steps=run.total_steps,
+            num_train_epochs=run.total_steps / steps_per_epoch,
+            train_batch_size=(config.tokens_per_step or 0) // (config.sequence_length or 1),
+            clock=time.monotonic,
+        )
+    )
+    reporters.add(LanesFile(directory.path, committed_steps=done_steps, memory=_memory_in_use))
+    if "tensorboard" in config.report_to:
+        reporters.add(TensorBoard(directory.tensorboard, committed_steps=done_steps))
+    if "trace" in config.report_to:
+        reporters.add(TraceFile(directory.trace(done_steps)))
+    return metrics
+
+
+def _memory_in_use() -> dict[str, int]:
+    return {"host": anonymous_bytes()}  # the same figure as the measured peaks
+
+
+def _for_people(reporters: Reporters, tell: Callable[[Plan], None] = lambda plan: None) -> Sink:
+    """Return the engine's sink: steps are counted from 1; results come from the loop, which knows them first; a plan goes to
+    `tell`.
+    """
+
+    def emit(event: Event) -> None:
+        if isinstance(event, Planned):
+            tell(event.plan)
+        elif isinstance(event, OpDone | Committed):
+            reporters(replace(event, step=event.step + 1))
+        elif not isinstance(event, StepResult):
+            reporters(event)
+
+    return emit
+
+
+def _interrupted(run: _Run, step: int, number: int) -> Interrupted:
+    return Interrupted(
+        f"{signal.Signals(number).name}: stopped after step {step} of {run.total_steps}, which is committed; "
+        f"go on with: headrace resume {run.directory.path}",
+        signal_number=number,
+        step=step,
+    )
+
+
+def _engines() -> Engines:
+    # Late, because it imports the model library and the kernels' compiler; bad options should be refused before that.
+    from headrace.runs.engines import headrace_engines
+
+    return headrace_engines()

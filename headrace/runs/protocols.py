@@ -1,0 +1,112 @@
+"""What the training loop needs from the engine and from the screen: two protocols.
+
+Invariant: the loop uses nothing else of either, so that both can be replaced, in tests and in programs that embed Headrace.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+import torch
+
+from headrace.plan.plan import Plan
+from headrace.report import Reporter
+from headrace.terms.events import StepResult
+
+
+class RunningEngine(Protocol):
+    """The part of `headrace.Engine` that the loop drives."""
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan that the engine runs inside; None until it is known."""
+
+    @property
+    def step_index(self) -> int:
+        """Steps taken so far: committed ones and the running one."""
+
+    @property
+    def position(self) -> Any:
+        """The JSON value stored with the last committed step; None before the first."""
+
+    @property
+    def provenance(self) -> dict[str, Any]:
+        """What the newest weights are, as JSON values: of which run, after how many steps. An export has it in a file."""
+
+    def step(self, batch: Mapping[str, torch.Tensor], *, position: Any = None) -> StepResult:
+        """Take one optimizer step."""
+
+    def flush(self) -> None:
+        """Finish and commit what is under way."""
+
+    def save_pretrained(self, out_dir: Path) -> None:
+        """Write an ordinary Hugging Face directory."""
+
+    def remove_state(self) -> None:
+        """Delete the run's state from the SSD tier."""
+
+    def close(self) -> None:
+        """Give everything back."""
+
+    def __enter__(self) -> Self:
+        """Return the engine."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool | None:
+        """Close."""
+
+
+@dataclass(frozen=True, slots=True)
+class Engines:
+    """How a run gets its engine: `open` and `resume` as of `headrace.Engine`, and what must be known before.
+
+    `supports_packing` tells whether a model directory's architecture keeps packed samples apart; `state_of` what a run
+    directory holds for `resume`; `discard` removes a state that was never completed, or not wholly removed.
+    """
+
+    open: Callable[..., RunningEngine]
+    resume: Callable[..., RunningEngine]
+    supports_packing: Callable[[Path], bool]
+    state_of: Callable[[Path], "StateKind"]
+    discard: Callable[[Path], None]
+
+
+class StateKind(Enum):
+    """The engine's state in a run directory: none at all, begun but never committed, or committed at least once."""
+
+    NONE = "none"
+    BEGUN = "begun"
+    COMMITTED = "committed"
+
+
+class Display(Protocol):
+    """Where a run shows itself."""
+
+    def say(self, text: str) -> None:
+        """Show lines of text once."""
+
+    def progress(self, total_steps: int) -> Reporter:
+        """Return the reporter that shows steps and notices."""
+
+
+class NoDisplay:
+    """Shows nothing: for programs that read `metrics.jsonl` or give their own display."""
+
+    def say(self, text: str) -> None:
+        """Take the text and show nothing."""
+
+    def progress(self, total_steps: int) -> Reporter:
+        """Return a reporter that does nothing."""
+        return _Silent()
+
+
+class _Silent:
+    def __call__(self, event: object) -> None:
+        """Take an event and show nothing."""
+
+    def close(self) -> None:
+        """Hold nothing, give nothing back."""

@@ -1,0 +1,167 @@
+"""What lies where in a run directory, and when a directory may become one.
+
+    config.yaml          every option as it was resolved
+    metrics.jsonl        one line for each step
+    trainer_state.json   the same in Hugging Face's form
+    plan.json            the plan that the engine ran inside
+    summary.json         planned against measured, after the last step
+    lanes.jsonl          what each lane did, one line for each step
+    timeline.json        the operations of the last two steps
+    report.html          on request: `headrace report`
+    tensorboard/, trace.json    on request
+    final/               the finished model, an ordinary Hugging Face directory
+
+The engine keeps its records beside these. Invariant: a directory that has anything in it is never taken for a new run.
+"""
+
+import contextlib
+import errno
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headrace.files.durable import write_new, write_whole
+from headrace.plan.given import PLAN_NAME
+from headrace.runs.config import RunConfig
+from headrace.terms.errors import DiskFull, HeadraceError, InputError, RunDirectoryError, StorageError
+
+
+@dataclass(frozen=True, slots=True)
+class RunDirectory:
+    """The places in the run directory `path`."""
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        """The resolved options."""
+        return self.path / "config.yaml"
+
+    @property
+    def metrics(self) -> Path:
+        """The record of steps."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def trainer_state(self) -> Path:
+        """The record of steps in Hugging Face's form."""
+        return self.path / "trainer_state.json"
+
+    @property
+    def plan(self) -> Path:
+        """The plan that the engine ran inside."""
+        return self.path / PLAN_NAME
+
+    @property
+    def tensorboard(self) -> Path:
+        """TensorBoard's event files."""
+        return self.path / "tensorboard"
+
+    @property
+    def final(self) -> Path:
+        """The finished model."""
+        return self.path / "final"
+
+    def trace(self, done_steps: int) -> Path:
+        """The timeline; a resumed run writes another file and leaves the first."""
+        return self.path / ("trace.json" if done_steps == 0 else f"trace-from-step-{done_steps}.json")
+
+    def check_new(self) -> None:
+        """Raise RunDirectoryError unless the directory is missing or empty."""
+        if self.path.exists() and not self.path.is_dir():
+            raise RunDirectoryError(f"output: {self.path} is a file; name a directory that does not exist yet")
+        if self.path.is_dir() and any(self.path.iterdir()):
+            found = f"a run{self._of_model()}" if self.config.exists() else "other files"
+            advice = f"`headrace resume {self.path}` goes on with it, or " if self.config.exists() else ""
+            raise RunDirectoryError(
+                f"output: {self.path} exists and holds {found}; {advice}name another directory with --output"
+            )
+
+    def _of_model(self) -> str:
+        try:
+            return f" of {self.read_config().model}"
+        except InputError:
+            return ""  # written by another version, or damaged: still a run
+
+    def read_config(self) -> RunConfig:
+        """Return the options of the run.
+
+        Raises:
+            RunDirectoryError: the directory is missing or is no run.
+        """
+        if not self.path.is_dir():
+            raise RunDirectoryError(f"{self.path}: no such directory; give the directory that `headrace train` wrote")
+        if not self.config.exists():
+            raise RunDirectoryError(
+                f"{self.path}: no run ({self.config.name} is missing); give a directory that `headrace train` wrote"
+            )
+        return RunConfig.from_yaml(self.config)
+
+    def write_config(self, config: RunConfig) -> tuple[Path, ...]:
+        """Make the directory, write the options, and return the directories that had to be made, the innermost first.
+
+        Raises:
+            RunDirectoryError: the directory cannot be made, or not written to; or another run has taken it since `check_new`.
+        """
+        self.check_new()
+        made = tuple(path for path in (self.path, *self.path.parents) if not path.exists())
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            write_new(self.config, config.to_yaml())
+        except FileExistsError:
+            self.check_new()
+            raise
+        except OSError as error:
+            self._remove(made)
+            raise RunDirectoryError(
+                f"output: {self.path} cannot be written ({error.strerror}); name another directory with --output"
+            ) from error
+        return made
+
+    def write_plan(self, values: Mapping[str, Any]) -> None:
+        """Write the plan's plain values, for `headrace report`."""
+        with self.writing():
+            write_whole(self.plan, json.dumps(values) + "\n")
+
+    def write_machine(self, values: Mapping[str, Any]) -> None:
+        """Write the ceilings that the plan was made for, for `headrace report`."""
+        with self.writing():
+            write_whole(self.path / "machine.json", json.dumps(values) + "\n")
+
+    def write_summary(self, values: Mapping[str, Any]) -> None:
+        """Write planned against measured, for scripts and for `headrace report --json`."""
+        with self.writing():
+            write_whole(self.path / "summary.json", json.dumps(values, indent=2) + "\n")
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """Turn the system's refusal to write a file of the run into `unwritable`."""
+        try:
+            yield
+        except OSError as error:
+            raise error if isinstance(error, HeadraceError) else self.unwritable(error) from error
+
+    def unwritable(self, error: OSError) -> StorageError:
+        """Return what to tell of a run whose own files (not its state) could not be written."""
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        return (DiskFull if full else StorageError)(
+            f"{error.filename or self.path}: cannot be written ({error.strerror or error}); the last committed step is safe: "
+            f"{'free some space' if full else 'remove the cause'}, then go on with: headrace resume {self.path}"
+        )
+
+    def forget(self, made: Sequence[Path]) -> None:
+        """Undo `write_config`, which returned `made`, after the run could not be started. Nothing else is touched: where there
+        is more than the options, another process has begun the run by them.
+        """
+        with contextlib.suppress(OSError):
+            if {path.name for path in self.path.iterdir()} == {self.config.name}:
+                self.config.unlink()
+                self._remove(made)
+
+    @staticmethod
+    def _remove(made: Sequence[Path]) -> None:
+        with contextlib.suppress(OSError):
+            for directory in made:
+                directory.rmdir()

@@ -1,0 +1,51 @@
+"""SIGINT and SIGTERM: the first asks for an orderly stop after the running step, the second kills at once.
+
+Invariant: handlers are put back as they were found. Killing at once is safe because
+every step is a checkpoint (design section 5).
+"""
+
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+from headrace.terms.errors import HeadraceError
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Interrupted(HeadraceError):
+    """The run was stopped by `signal_number` after `step` committed steps and can be resumed."""
+
+    def __init__(self, message: str, *, signal_number: int, step: int) -> None:
+        super().__init__(message)
+        self.signal_number = signal_number
+        self.step = step
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code that shells expect: 130 after SIGINT, 143 after SIGTERM."""
+        return 128 + self.signal_number
+
+
+class StopRequest:
+    """While open, notes the first stop signal in `received`. Outside the main thread it does nothing, as Python wants."""
+
+    def __init__(self) -> None:
+        self.received: int | None = None
+        self._found: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            self._found = {number: signal.signal(number, self._note) for number in STOP_SIGNALS}
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        for number, handler in self._found.items():
+            signal.signal(number, handler)
+        self._found = {}
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.received = number
+        for each in STOP_SIGNALS:
+            signal.signal(each, signal.SIG_DFL)  # the next one ends the process without asking us

@@ -1,0 +1,361 @@
+"""What a machine can do at most: rates, capacities, overheads, and how much its parts slow one another.
+
+`Ceilings` is a value that is measured (`headrace bench machine`), shipped with the package (`plan/machines`) or written by
+hand, and it is all that the planner and the simulated interpreter know of the hardware. The invariant: an instance holds
+only figures that can be true. A missing, unknown or absurd one is refused by the name of its field, because a planner fed a
+zero or a NaN would still print a plan.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from headrace.terms.errors import ConfigError
+from headrace.terms.figures import figure, mapping_of, number, optional_whole, refuse_unknown, whole
+from headrace.terms.layout import PLANE_SETS
+from headrace.terms.program import Lane
+from headrace.terms.sizes import MIB
+
+# Largest believable figures: a rack of the fastest hardware of 2026 lies below each, a slip of the unit above.
+_MOST_FLOPS_PER_SECOND = 1e17
+_MOST_BYTES_PER_SECOND = 2e13
+_MOST_DRIVE_BYTES_PER_SECOND = 1e12  # one directory may be a stripe over many drives
+MOST_BYTES = 1e16
+_MOST_ENDURANCE_BYTES = 1e19
+_MOST_CORES = 4096
+_MOST_OVERHEAD_SECONDS = 10.0
+_MOST_THREADS = 256
+_MOST_PIECE_BYTES = 1 << 30
+_MOST_CPU_SECONDS_PER_GIGABYTE = 1000.0
+# Pieces are cut at multiples of this, as direct input and output asks for.
+_PIECE_UNIT_BYTES = 4096
+# Below the data sheets of all GPUs with 4 GiB or more that were made since 2020 (192 GB/s: RTX 3050 laptop; from memory).
+_LEAST_DEVICE_MEMORY_BYTES_PER_SECOND = 150e9
+# Two rates measured together may exceed the sum of the two measured alone by noise, not by more.
+_NOISE = 1.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InFlight:
+    """How drives are kept busy: by `threads` in each direction, each with a piece of at most `piece_bytes` under way.
+
+    The defaults are what the I/O engine does where nobody measured.
+    """
+
+    threads: int = 4
+    piece_bytes: int = 16 * MIB
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drive:
+    """One SSD directory. `mixed_bytes_per_second` is the total of both directions when reads and writes run at once.
+
+    `rated_endurance_bytes` is what the maker warrants to be writable over the drive's life (TBW), None where not known.
+    `threads_per_direction` and `piece_bytes` are the setting of the I/O engine with which the rates were measured, None for its
+    defaults. `io_cpu_seconds_per_gigabyte` is the CPU time of the engine's threads, system calls included, for 10^9 bytes.
+    """
+
+    read_bytes_per_second: float
+    write_bytes_per_second: float
+    mixed_bytes_per_second: float
+    capacity_bytes: int
+    rated_endurance_bytes: float | None = None
+    threads_per_direction: int | None = None
+    piece_bytes: int | None = None
+    io_cpu_seconds_per_gigabyte: float | None = None
+
+    @property
+    def is_tuned(self) -> bool:
+        """Whether a setting of the I/O engine is known for it."""
+        return self.threads_per_direction is not None or self.piece_bytes is not None
+
+    @property
+    def in_flight(self) -> InFlight:
+        """The setting of the I/O engine for this drive alone; what is not known is the engine's default."""
+        default = InFlight()
+        return InFlight(
+            threads=self.threads_per_direction or default.threads, piece_bytes=self.piece_bytes or default.piece_bytes
+        )
+
+    @classmethod
+    def from_json(cls, values: object, *, where: str) -> "Drive":
+        """Return the drive that `values` describe; `where` names the place in errors, such as `rig: drives[0]`.
+
+        Raises:
+            ConfigError: a figure is missing, unknown or absurd.
+        """
+        figures = mapping_of(values, where=where)
+        refuse_unknown(figures, {each.name for each in fields(cls)}, where=where)
+        rates = {name: figure(figures, name, where=where, most=_MOST_DRIVE_BYTES_PER_SECOND) for name in _DRIVE_RATES}
+        _refuse_excess(rates, _DRIVE_RATES[2], _DRIVE_RATES[:2], where=where)
+        endurance = figures.get("rated_endurance_bytes")
+        if endurance is not None:
+            endurance = figure(figures, "rated_endurance_bytes", where=where, most=_MOST_ENDURANCE_BYTES)
+        capacity_bytes = whole(figures, "capacity_bytes", where=where, most=MOST_BYTES)
+        return cls(
+            **rates,
+            capacity_bytes=capacity_bytes,
+            rated_endurance_bytes=endurance,
+            threads_per_direction=optional_whole(figures, "threads_per_direction", where=where, most=_MOST_THREADS),
+            piece_bytes=optional_whole(
+                figures, "piece_bytes", where=where, most=_MOST_PIECE_BYTES, multiple_of=_PIECE_UNIT_BYTES
+            ),
+            io_cpu_seconds_per_gigabyte=_cpu_cost(figures, where=where),
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the drive as plain JSON values."""
+        return {each.name: getattr(self, each.name) for each in fields(self)}
+
+
+def striped_shares(drives: Sequence[Drive]) -> tuple[float, ...]:
+    """Return the part of all bytes that each drive gets: by what it does while it reads and writes at once, as
+    `files.measured_weights` lays out the stripes (in small integers, so about).
+    """
+    rate = sum(drive.mixed_bytes_per_second for drive in drives)
+    return tuple(drive.mixed_bytes_per_second / rate for drive in drives)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ceilings:
+    """A machine profile. Make one with `from_json`, which checks the figures.
+
+    `flops_per_second` maps a compute dtype (`bfloat16`, ...) to the sustained rate of large matrix products, counting two
+    operations per multiply-add; attention's products, its softmax included, reach `attention_share` of it. What a model takes
+    besides is counted in seconds: `hidden_seconds` for each element of a micro-batch's hidden states in a block's forward,
+    recompute and backward together (norms, activations, sums); `logit_seconds` for each logit, and `head_seconds` for each
+    parameter of the head and chunk of the loss (the gradient of one chunk is added to that of the others).
+    `both_ways_bytes_per_second` is the total over the host-device link when both directions run at once.
+    `update_bytes_per_second` counts all memory traffic of the update kernel (26 bytes per parameter with bfloat16) on
+    all cores. `slowdowns[a][b]` is the share of its own rate that lane `a` keeps while lane `b` is busy (1 where absent).
+    `fresh_pages_share` is the share of its matrix rate that a CPU keeps where freed memory goes back to the kernel at once.
+    `device_memory_bytes_per_second` is the bandwidth of the device's own memory; None where nobody measured it.
+    `has_device` is false where the CPU computes; the link's figures are then those of copies inside host memory.
+    `sources` says of each figure where it comes from.
+    """
+
+    name: str
+    has_device: bool
+    device_memory_bytes: int
+    host_memory_bytes: int
+    cores: int
+    flops_per_second: Mapping[str, float]
+    host_to_device_bytes_per_second: float
+    device_to_host_bytes_per_second: float
+    both_ways_bytes_per_second: float
+    host_memory_bytes_per_second: float
+    update_bytes_per_second: float
+    update_bytes_per_second_per_core: float
+    drives: tuple[Drive, ...]
+    device_memory_bytes_per_second: float | None = None
+    fresh_pages_share: float = 1.0
+    attention_share: float = 1.0
+    hidden_seconds: float = 0.0
+    logit_seconds: float = 0.0
+    head_seconds: float = 0.0
+    launch_seconds: float = 0.0  # added to each operation of the compute lane
+    transfer_seconds: float = 0.0  # added to each copy, read and write
+    commit_seconds: float = 0.0
+    slowdowns: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    sources: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def ssd_read_bytes_per_second(self) -> float:
+        """Read rate of all drives together, until the last of them has read its stripes."""
+        return min(drive.read_bytes_per_second / share for drive, share in zip(self.drives, self._shares, strict=True))
+
+    @property
+    def ssd_write_bytes_per_second(self) -> float:
+        """Write rate of all drives together, until the last of them has written its stripes."""
+        return min(drive.write_bytes_per_second / share for drive, share in zip(self.drives, self._shares, strict=True))
+
+    @property
+    def ssd_mixed_bytes_per_second(self) -> float:
+        """Total rate of all drives while reads and writes run at once: stripes go by it, so all finish together."""
+        return sum(drive.mixed_bytes_per_second for drive in self.drives)
+
+    @property
+    def _shares(self) -> tuple[float, ...]:
+        return striped_shares(self.drives)
+
+    @property
+    def ssd_capacity_bytes(self) -> int:
+        """Capacity of all drives together."""
+        return sum(drive.capacity_bytes for drive in self.drives)
+
+    def of_directories(self, file_systems: Sequence[int]) -> "Ceilings":
+        """Return the profile of a run with these directories: directory i is drive i, further ones are like the last drive.
+
+        `file_systems` has for each directory the first that lies on the same file system (`files.file_systems`): however
+        many there are on one drive, it is one drive.
+        """
+        drives = tuple(self.drives[min(index, len(self.drives) - 1)] for index in dict.fromkeys(file_systems))
+        return replace(self, drives=drives)
+
+    def in_flight(self, num_drives: int) -> InFlight:
+        """Return how one I/O engine keeps the first `num_drives` busy; further ones are like the last.
+
+        Threads add up, for a drive is only busy with pieces of its own under way. The piece is the largest that any of the
+        drives asks for: each is measured to need that much, and none is slower with more. Engine defaults where no drive of
+        these has a setting.
+        """
+        drives = [self.drives[min(index, len(self.drives) - 1)] for index in range(num_drives)]
+        if not any(drive.is_tuned for drive in drives):
+            return InFlight()
+        settings = [drive.in_flight for drive in drives]
+        return InFlight(
+            threads=sum(setting.threads for setting in settings), piece_bytes=max(setting.piece_bytes for setting in settings)
+        )
+
+    @property
+    def device_update_bytes_per_second(self) -> float:
+        """Rate at which updates on the device read and write its memory; without a figure, that of the slowest GPUs in use."""
+        return self.device_memory_bytes_per_second or _LEAST_DEVICE_MEMORY_BYTES_PER_SECOND
+
+    def matrix_flops_per_second(self, compute_dtype: str) -> float:
+        """Return the sustained matrix rate for `compute_dtype`.
+
+        Raises:
+            ConfigError: the profile has no figure for it.
+        """
+        if compute_dtype not in self.flops_per_second:
+            known = ", ".join(sorted(self.flops_per_second))
+            raise ConfigError(
+                f"{self.name}: flops_per_second has no figure for {compute_dtype!r}, only for {known}; "
+                "add it to the profile or choose another compute dtype"
+            )
+        return self.flops_per_second[compute_dtype]
+
+    @classmethod
+    def from_json(cls, values: object) -> "Ceilings":
+        """Return the ceilings that `values` (a parsed JSON object, as `to_json` makes) describe.
+
+        Raises:
+            ConfigError: a figure is missing, unknown, not a number, not positive, or beyond what hardware can do; the message
+                names the field and shows the value.
+        """
+        figures = mapping_of(values, where="machine profile")
+        name = figures.get("name")
+        if not isinstance(name, str) or not name:
+            raise ConfigError(f"machine profile: name is {name!r}; write a text that names the machine")
+        refuse_unknown(figures, {each.name for each in fields(cls)}, where=name)
+        has_device = figures.get("has_device")
+        if not isinstance(has_device, bool):
+            raise ConfigError(f"{name}: has_device is {has_device!r}; write true (a GPU) or false (the CPU computes)")
+        rates = {rate: figure(figures, rate, where=name, most=_MOST_BYTES_PER_SECOND) for rate in _RATES}
+        _refuse_excess(rates, _LINK[2], _LINK[:2], where=name)
+        _refuse_excess(rates, "update_bytes_per_second_per_core", ("update_bytes_per_second",), where=name)
+        _refuse_excess(rates, "update_bytes_per_second", ("host_memory_bytes_per_second",), where=name)
+        return cls(
+            name=name,
+            has_device=has_device,
+            device_memory_bytes=_device_memory(figures, has_device=has_device, where=name),
+            device_memory_bytes_per_second=_device_memory_rate(figures, where=name),
+            **{share: figure({share: 1.0, **figures}, share, where=name, most=1.0) for share in _SHARES},
+            host_memory_bytes=whole(figures, "host_memory_bytes", where=name, most=MOST_BYTES),
+            cores=whole(figures, "cores", where=name, most=_MOST_CORES),
+            flops_per_second=_flops(figures, where=name),
+            drives=_drives(figures, where=name),
+            slowdowns=_slowdowns(figures, where=name),
+            sources=_sources(figures, where=name),
+            **rates,
+            **{overhead: _overhead(figures, overhead, where=name) for overhead in _OVERHEADS},
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the ceilings as plain JSON values; `from_json` gives an equal instance back."""
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        values["flops_per_second"] = dict(self.flops_per_second)
+        values["drives"] = [drive.to_json() for drive in self.drives]
+        values["slowdowns"] = {lane: dict(factors) for lane, factors in self.slowdowns.items()}
+        values["sources"] = dict(self.sources)
+        return values
+
+
+_DRIVE_RATES = ("read_bytes_per_second", "write_bytes_per_second", "mixed_bytes_per_second")
+_LINK = ("host_to_device_bytes_per_second", "device_to_host_bytes_per_second", "both_ways_bytes_per_second")
+_RATES = (
+    *_LINK,
+    "host_memory_bytes_per_second",
+    "update_bytes_per_second",
+    "update_bytes_per_second_per_core",
+)
+_SHARES = ("attention_share", "fresh_pages_share")
+_OVERHEADS = ("hidden_seconds", "logit_seconds", "head_seconds", "launch_seconds", "transfer_seconds", "commit_seconds")
+
+
+def _cpu_cost(figures: Mapping[str, Any], *, where: str) -> float | None:
+    """Return the CPU seconds per gigabyte: a coarse clock may have counted none."""
+    name = "io_cpu_seconds_per_gigabyte"
+    if figures.get(name) is None:
+        return None
+    value = number(figures, name, where=where)
+    if not 0 <= value <= _MOST_CPU_SECONDS_PER_GIGABYTE:
+        raise ConfigError(f"{where}: {name} is {value!r}; it must be between 0 and {_MOST_CPU_SECONDS_PER_GIGABYTE:.3g}")
+    return float(value)
+
+
+def _overhead(figures: Mapping[str, Any], name: str, *, where: str) -> float:
+    """Return an overhead: unlike a rate it may be zero, and is when absent."""
+    value = number(figures, name, where=where) if name in figures else 0.0
+    if not 0 <= value <= _MOST_OVERHEAD_SECONDS:
+        raise ConfigError(f"{where}: {name} is {value!r}; it must be between 0 and {_MOST_OVERHEAD_SECONDS:.3g} seconds")
+    return float(value)
+
+
+def _refuse_excess(rates: Mapping[str, float], together: str, alone: tuple[str, ...], *, where: str) -> None:
+    limit = sum(rates[name] for name in alone)
+    if rates[together] > _NOISE * limit:
+        raise ConfigError(
+            f"{where}: {together} is {rates[together]:.4g}, more than {' + '.join(alone)} = {limit:.4g}; measure them again"
+        )
+
+
+def _device_memory(figures: Mapping[str, Any], *, has_device: bool, where: str) -> int:
+    if has_device:
+        return whole(figures, "device_memory_bytes", where=where, most=MOST_BYTES)
+    value = figures.get("device_memory_bytes", 0)
+    if isinstance(value, bool) or value != 0:
+        raise ConfigError(f"{where}: device_memory_bytes is {value!r} but has_device is false; write 0, or has_device true")
+    return 0
+
+
+def _device_memory_rate(figures: Mapping[str, Any], *, where: str) -> float | None:
+    name = "device_memory_bytes_per_second"
+    return None if figures.get(name) is None else figure(figures, name, where=where, most=_MOST_BYTES_PER_SECOND)
+
+
+def _flops(figures: Mapping[str, Any], *, where: str) -> dict[str, float]:
+    rates = mapping_of(figures.get("flops_per_second"), where=f"{where}: flops_per_second")
+    refuse_unknown(rates, set(PLANE_SETS), where=f"{where}: flops_per_second")
+    if not rates:
+        raise ConfigError(f"{where}: flops_per_second is empty; give a figure for one of {', '.join(PLANE_SETS)} at least")
+    return {name: figure(rates, name, where=f"{where}: flops_per_second", most=_MOST_FLOPS_PER_SECOND) for name in rates}
+
+
+def _drives(figures: Mapping[str, Any], *, where: str) -> tuple[Drive, ...]:
+    drives = figures.get("drives")
+    if not isinstance(drives, list | tuple) or not drives:
+        raise ConfigError(f"{where}: drives is {drives!r}; write a list with one object per SSD directory")
+    return tuple(Drive.from_json(drive, where=f"{where}: drives[{index}]") for index, drive in enumerate(drives))
+
+
+def _slowdowns(figures: Mapping[str, Any], *, where: str) -> dict[str, dict[str, float]]:
+    where = f"{where}: slowdowns"
+    lanes = {str(lane) for lane in Lane}
+    slowdowns = {}
+    table = mapping_of(figures.get("slowdowns", {}), where=where)
+    refuse_unknown(table, lanes, where=where)
+    for lane in table:
+        others = mapping_of(table[lane], where=f"{where}[{lane}]")
+        refuse_unknown(others, lanes - {lane}, where=f"{where}[{lane}]")
+        slowdowns[lane] = {other: figure(others, other, where=f"{where}[{lane}]", most=1.0) for other in others}
+    return slowdowns
+
+
+def _sources(figures: Mapping[str, Any], *, where: str) -> dict[str, str]:
+    sources = mapping_of(figures.get("sources", {}), where=f"{where}: sources")
+    for name, source in sources.items():
+        if not isinstance(source, str):
+            raise ConfigError(f"{where}: sources[{name}] is {source!r}; write a text")
+    return dict(sources)

@@ -1,0 +1,99 @@
+"""What components tell the outside while a run goes on. A sink is any callable that takes an event."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpDone:
+    """An operation of a step ran on `lane` from `start_seconds` to `stop_seconds` (one monotonic clock for all lanes)."""
+
+    step: int
+    label: str
+    verb: str
+    lane: str
+    unit: int
+    micro: int
+    chunk: int
+    start_seconds: float
+    stop_seconds: float
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """What one optimizer step did. `bytes_read` and `bytes_written` are per tier name; `peak_bytes` too.
+
+    `tokens` are the positions of the batch, what fills rows included; bytes are those since the step before, whichever step
+    they were for: updates run on behind the next one.
+    `update_policy` is the plan's; `redone`: updates were begun on the guess that nothing is clipped, and done again.
+    `io_cpu_seconds` is the CPU time of the I/O threads, system calls included, and of checksums that the update did not take.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float | None
+    learning_rate: float
+    tokens: int
+    trained_tokens: int
+    seconds: float
+    skipped: str | None = None
+    loss_scale: float | None = None
+    update_policy: str = ""
+    redone: bool = False
+    bytes_read: dict[str, int] = field(default_factory=dict)
+    bytes_written: dict[str, int] = field(default_factory=dict)
+    peak_bytes: dict[str, int] = field(default_factory=dict)
+    io_cpu_seconds: float | None = None
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens of the step over its wall time."""
+        return self.tokens / self.seconds if self.seconds > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Notice:
+    """Something a person should know: a fall-back, a skipped step, a slow disk. `level` is `info` or `warning`."""
+
+    text: str
+    level: str = "warning"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Committed:
+    """Step `step` is durable."""
+
+    step: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flushed:
+    """What steps had left under way is done; it moved so much after the last `StepResult`, which counts it not."""
+
+    bytes_read: dict[str, int]
+    bytes_written: dict[str, int]
+    io_cpu_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """A new run has its plan (`headrace.plan.plan.Plan`), and nothing of the model has been read yet."""
+
+    plan: Any
+
+
+Event = OpDone | StepResult | Notice | Committed | Flushed | Planned
+Sink = Callable[[Event], None]
+
+
+def fan_out(*sinks: Sink) -> Sink:
+    """Return a sink that passes each event to all of `sinks`."""
+
+    def emit(event: Event) -> None:
+        for sink in sinks:
+            sink(event)
+
+    return emit

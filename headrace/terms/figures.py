@@ -1,0 +1,58 @@
+"""Figures that people and machines wrote down, checked: what is missing, unknown or absurd is refused by its name."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from headrace.terms.errors import ConfigError
+
+
+def mapping_of(values: object, *, where: str) -> Mapping[str, Any]:
+    """Return `values` if they are an object with named figures; `where` names the place in errors, here and below."""
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{where}: expected an object with named figures, found {values!r}")
+    return values
+
+
+def refuse_unknown(figures: Mapping[str, Any], known: set[str], *, where: str) -> None:
+    """Refuse names that are not `known`."""
+    unknown = sorted(str(name) for name in figures if name not in known)
+    if unknown:
+        raise ConfigError(f"{where}: unknown field {', '.join(unknown)}; the fields are {', '.join(sorted(known))}")
+
+
+def number(figures: Mapping[str, Any], name: str, *, where: str) -> float:
+    """Return figure `name` if it is a finite number."""
+    if name not in figures:
+        raise ConfigError(f"{where}: {name} is missing; measure it with 'headrace bench machine' or write it into the profile")
+    value = figures[name]
+    # A bool is an int to Python, and 10**400 has no float; neither is a figure.
+    if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) > 1e300 or not math.isfinite(value):
+        raise ConfigError(f"{where}: {name} is {value!r}; write a finite number")
+    return value
+
+
+def figure(figures: Mapping[str, Any], name: str, *, where: str, most: float) -> float:
+    """Return figure `name` if it lies in `(0, most]`."""
+    value = number(figures, name, where=where)
+    if not 0 < value <= most:
+        raise ConfigError(f"{where}: {name} is {value!r}; it must be above 0 and at most {most:.3g} (is the unit right?)")
+    return float(value)
+
+
+def whole(figures: Mapping[str, Any], name: str, *, where: str, most: float) -> int:
+    """Return figure `name` if it is a whole number in `(0, most]`."""
+    value = figure(figures, name, where=where, most=most)
+    if value != int(value):
+        raise ConfigError(f"{where}: {name} is {value!r}; it must be a whole number")
+    return int(figures[name])
+
+
+def optional_whole(figures: Mapping[str, Any], name: str, *, where: str, most: float, multiple_of: int = 1) -> int | None:
+    """Return figure `name` if it lies in `[1, most]` and is a multiple; None where it is absent or null."""
+    if figures.get(name) is None:
+        return None
+    value = whole(figures, name, where=where, most=most)
+    if value % multiple_of:
+        raise ConfigError(f"{where}: {name} is {value!r}; it must be a multiple of {multiple_of}")
+    return value

@@ -1,0 +1,202 @@
+"""How the parameters of a unit lie in flat buffers, and which planes there are.
+
+A *unit* is what is fetched, drained, updated and committed as one: the prologue, one block, or the epilogue of a model
+(design section 3). All its parameters lie in one flat range of `num_elements` elements, the same range in every plane.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from headrace.terms.errors import ConfigError
+from headrace.terms.sizes import round_up
+
+# Elements by which each parameter is aligned: 64 bytes in a 2-byte plane, a cache line and an AVX-512 register.
+PARAMETER_ALIGNMENT = 32
+# Elements by which a unit, and every chunk of it, is aligned: 4 KiB in a 2-byte plane, what O_DIRECT needs.
+UNIT_ALIGNMENT = 2048
+# Parameters that share one scale where moments have 8 bits (Dettmers et al. 2022, section 2: small blocks contain outliers).
+MOMENT_BLOCK_ELEMENTS = 256
+# What a chunk of states is padded to: O_DIRECT's border.
+_PAGE_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Plane:
+    """One number for every `elements_per_value` parameters. `dtype` is a NumPy name; bfloat16 bits are `uint16`.
+
+    `bytes_per_element` are the bytes of one number.
+    """
+
+    name: str
+    dtype: str
+    bytes_per_element: int
+    elements_per_value: int = 1
+
+    def num_values(self, num_elements: int) -> int:
+        """Numbers that the plane has for `num_elements` parameters."""
+        return -(-num_elements // self.elements_per_value)
+
+    def num_bytes(self, num_elements: int) -> int:
+        """Bytes that the plane has for `num_elements` parameters."""
+        return self.num_values(num_elements) * self.bytes_per_element
+
+    def part(self, start: int, stop: int) -> slice:
+        """Return where the numbers of elements `[start, stop)` lie; both are multiples of `elements_per_value`."""
+        return slice(start // self.elements_per_value, self.num_values(stop))
+
+
+@dataclass(frozen=True, slots=True)
+class PlaneSet:
+    """The planes of one compute dtype: the weights that compute uses, and the states that only the update touches.
+
+    `moments` says how AdamW's moments are kept: one of `MOMENTS`.
+    """
+
+    compute_dtype: str
+    weight: Plane
+    states: tuple[Plane, ...]
+    moments: str = "float32"
+
+    def state_bytes(self, num_elements: int) -> int:
+        """Bytes of the planes that only the update touches, for a chunk of so many parameters, in whole pages."""
+        return round_up(sum(plane.num_bytes(num_elements) for plane in self.states), _PAGE_BYTES)
+
+    def num_bytes(self, num_elements: int) -> int:
+        """Bytes of all planes together: 12 per parameter for bfloat16 with float32 moments."""
+        return self.weight.num_bytes(num_elements) + self.state_bytes(num_elements)
+
+    def split_states(self, num_elements: int) -> Iterator[tuple[Plane, slice]]:
+        """Yield each state plane and where its bytes lie in a chunk: back to back, in order."""
+        start = 0
+        for plane in self.states:
+            stop = start + plane.num_bytes(num_elements)
+            yield plane, slice(start, stop)
+            start = stop
+
+    @property
+    def block_elements(self) -> int:
+        """Elements that share a number, by which every cut of a unit must be aligned: 1 where none do."""
+        return max(plane.elements_per_value for plane in self.states)
+
+    @property
+    def parameter_alignment(self) -> int:
+        """Elements by which each parameter is aligned, so that no block has elements of two parameters."""
+        return max(PARAMETER_ALIGNMENT, self.block_elements)
+
+
+_M, _V = Plane("m", "float32", 4), Plane("v", "float32", 4)
+
+# Design section 4. bfloat16: the weight is the upper half of the fp32 master, `lo` the remainder: nothing is stored twice.
+PLANE_SETS = {
+    "bfloat16": PlaneSet("bfloat16", Plane("hi", "uint16", 2), (Plane("lo", "int16", 2), _M, _V)),
+    "float32": PlaneSet("float32", Plane("w", "float32", 4), (_M, _V)),
+    "float16": PlaneSet("float16", Plane("w16", "float16", 2), (Plane("w", "float32", 4), _M, _V)),
+}
+# The planes of the moments. int8: codes, and the unit that a block's codes count (`update.kernels` has the code).
+_MOMENT_PLANES = {
+    "float32": (_M, _V),
+    "bfloat16": (Plane("m", "uint16", 2), Plane("v", "uint16", 2)),
+    "int8": (
+        Plane("m", "int8", 1),
+        Plane("v", "uint8", 1),
+        Plane("m_unit", "float32", 4, MOMENT_BLOCK_ELEMENTS),
+        Plane("v_unit", "float32", 4, MOMENT_BLOCK_ELEMENTS),
+    ),
+}
+# How moments may be kept; the first is the default, and the only one that is exact AdamW.
+MOMENTS = tuple(_MOMENT_PLANES)
+_REDUCED_SETS = {
+    (name, moments): PlaneSet(name, exact.weight, exact.states[:-2] + planes, moments)
+    for name, exact in PLANE_SETS.items()
+    for moments, planes in _MOMENT_PLANES.items()
+    if moments != exact.moments
+}
+
+
+def plane_set(compute_dtype: str, moments: str = "float32") -> PlaneSet:
+    """Return the planes of a compute dtype with moments kept as `moments`.
+
+    Raises:
+        ConfigError: either is not known.
+    """
+    if compute_dtype not in PLANE_SETS:
+        raise ConfigError(f"compute_dtype: {compute_dtype!r} is not one of {', '.join(PLANE_SETS)}")
+    if moments not in MOMENTS:
+        raise ConfigError(f"moments: {moments!r} is not one of {', '.join(MOMENTS)}")
+    return PLANE_SETS[compute_dtype] if moments == "float32" else _REDUCED_SETS[compute_dtype, moments]
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterSpec:
+    """One parameter inside a unit: its place is elements `[offset, offset + num_elements)` of each plane."""
+
+    name: str
+    shape: tuple[int, ...]
+    offset: int
+    num_elements: int
+    group: int
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRange:
+    """Elements `[start, stop)` of a unit that share weight decay and learning-rate factor."""
+
+    start: int
+    stop: int
+    learning_rate_scale: float
+    weight_decay: float
+
+
+@dataclass(frozen=True, slots=True)
+class UnitLayout:
+    """Names, shapes and places of a unit's parameters. `num_elements` includes the padding."""
+
+    name: str
+    parameters: tuple[ParameterSpec, ...]
+    groups: tuple[GroupRange, ...]
+    num_elements: int
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of parameters without padding."""
+        return sum(parameter.num_elements for parameter in self.parameters)
+
+
+def lay_out(
+    name: str,
+    parameters: list[tuple[str, tuple[int, ...], tuple[float, float]]],
+    parameter_alignment: int = PARAMETER_ALIGNMENT,
+) -> UnitLayout:
+    """Place `(name, shape, (learning_rate_scale, weight_decay))` so that each group is one contiguous range.
+
+    Groups come in order of first appearance, parameters in the order given, each at a multiple of `parameter_alignment`.
+    """
+    keys = list(dict.fromkeys(key for _, _, key in parameters))
+    placed: list[ParameterSpec] = []
+    groups: list[GroupRange] = []
+    offset = 0
+    for index, key in enumerate(keys):
+        start = offset
+        for parameter_name, shape, parameter_key in parameters:
+            if parameter_key == key:
+                num_elements = 1
+                for extent in shape:
+                    num_elements *= extent
+                placed.append(ParameterSpec(parameter_name, tuple(shape), offset, num_elements, index))
+                offset += round_up(num_elements, parameter_alignment)
+        if index == len(keys) - 1:
+            offset = round_up(offset, UNIT_ALIGNMENT)
+        groups.append(GroupRange(start, offset, *key))
+    return UnitLayout(name, tuple(placed), tuple(groups), offset)
+
+
+def realigned(layout: UnitLayout, parameter_alignment: int) -> UnitLayout:
+    """Return the same parameters, in the same order and groups, laid out with another alignment."""
+    keys = [(group.learning_rate_scale, group.weight_decay) for group in layout.groups]
+    parameters = [(parameter.name, parameter.shape, keys[parameter.group]) for parameter in layout.parameters]
+    return lay_out(layout.name, parameters, parameter_alignment)
+
+
+def chunk_ranges(num_elements: int, chunk_elements: int) -> list[tuple[int, int]]:
+    """Return the `(start, stop)` element ranges in which a unit of `num_elements` is updated."""
+    return [(start, min(start + chunk_elements, num_elements)) for start in range(0, num_elements, chunk_elements)]

@@ -1,0 +1,77 @@
+"""A file that is as slow as declared: other people's drives, for tests and trials.
+
+Invariant: bytes of one direction never move faster than declared over any stretch of calls; the directions are independent.
+"""
+
+import threading
+import time
+from pathlib import Path
+
+from headrace.files.block_file import BlockFile, Bytes
+
+
+class ThrottledFile:
+    """A `BlockFile` around `inner` that reads and writes at declared speeds."""
+
+    def __init__(self, inner: BlockFile, *, read_bytes_per_second: float, write_bytes_per_second: float) -> None:
+        self.inner = inner
+        self._read = _Pace(read_bytes_per_second)
+        self._write = _Pace(write_bytes_per_second)
+
+    @property
+    def path(self) -> Path:
+        """Path of the file inside."""
+        return self.inner.path
+
+    @property
+    def direct(self) -> bool:
+        """As the file inside."""
+        return self.inner.direct
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of the file inside."""
+        return self.inner.size_bytes
+
+    def read_into(self, offset: int, into: Bytes) -> None:
+        """See `BlockFile.read_into`."""
+        ready_seconds = self._read.book(into.size)
+        self.inner.read_into(offset, into)
+        _sleep_until(ready_seconds)
+
+    def write_from(self, offset: int, data: Bytes) -> None:
+        """See `BlockFile.write_from`."""
+        ready_seconds = self._write.book(data.size)
+        self.inner.write_from(offset, data)
+        _sleep_until(ready_seconds)
+
+    def extend(self, size_bytes: int) -> None:
+        """Pass on."""
+        self.inner.extend(size_bytes)
+
+    def sync(self) -> None:
+        """Pass on."""
+        self.inner.sync()
+
+    def close(self) -> None:
+        """Pass on."""
+        self.inner.close()
+
+
+class _Pace:
+    """One direction of a drive: transfers follow one another."""
+
+    def __init__(self, bytes_per_second: float) -> None:
+        self._bytes_per_second = bytes_per_second
+        self._free_seconds = 0.0
+        self._lock = threading.Lock()
+
+    def book(self, num_bytes: int) -> float:
+        """Return when a transfer of `num_bytes` that is asked for now is over."""
+        with self._lock:
+            self._free_seconds = max(self._free_seconds, time.monotonic()) + num_bytes / self._bytes_per_second
+            return self._free_seconds
+
+
+def _sleep_until(ready_seconds: float) -> None:
+    time.sleep(max(0.0, ready_seconds - time.monotonic()))

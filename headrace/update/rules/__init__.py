@@ -1,0 +1,1 @@
+"""What an update computes: one file for each rule."""

@@ -1,0 +1,1 @@
+"""Where an update runs."""

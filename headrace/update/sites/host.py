@@ -1,0 +1,162 @@
+"""Apply an update rule to a range of a unit, with several threads.
+
+Not here: which range, when and where its bytes come from; that is the program's business.
+
+Invariant: every element of the range is updated exactly once, with the coefficients of its own group, and when `update_range`
+returns or raises no thread touches the arrays any more.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.terms.errors import ConfigError
+from headrace.terms.layout import UNIT_ALIGNMENT, GroupRange, PlaneSet
+from headrace.terms.sizes import round_up
+from headrace.update.norm import square_sum
+from headrace.update.rule import GRADIENT_DTYPES, Checksums, StepHyper, Summing, UpdateRule, group_pieces, refuse_cut_blocks
+
+# Shares per thread: a thread that the system interrupts leaves its remaining shares to the others.
+_SHARES_PER_THREAD = 4
+# Smallest share worth handing out: about 60 microseconds of work, against some microseconds for the hand-over.
+_SMALLEST_SHARE_ELEMENTS = 64 * UNIT_ALIGNMENT
+_WORD_BYTES = 8  # of a checksum
+
+
+class Updater:
+    """Applies `rule` with `threads` threads: the caller and `threads - 1` of its own. A context manager.
+
+    Several threads may call `update_range` at once on different ranges; each works itself, and they share the others.
+
+    Raises:
+        ConfigError: `threads` below 1.
+    """
+
+    def __init__(self, rule: UpdateRule, threads: int) -> None:
+        if threads < 1:
+            raise ConfigError(f"update threads: expected at least 1, found {threads}")
+        self.rule = rule
+        self.threads = threads
+        self._pool = ThreadPoolExecutor(max(1, threads - 1), thread_name_prefix="headrace-update")
+
+    def __enter__(self) -> "Updater":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let running work finish and end the threads; closing twice is harmless."""
+        self._pool.shutdown(wait=True)
+
+    def warm_up(self) -> None:
+        """Compile the rule and the norm for each type of gradient, so that the first step does not wait."""
+        planes = self.rule.planes
+        hyper = StepHyper(learning_rate=0.0, beta1=0.9, beta2=0.95, eps=1e-8, step=1)
+        for dtype in GRADIENT_DTYPES:
+            weight = np.zeros(UNIT_ALIGNMENT, planes.weight.dtype)
+            states = tuple(np.zeros(plane.num_values(UNIT_ALIGNMENT), plane.dtype) for plane in planes.states)
+            gradient = np.zeros(UNIT_ALIGNMENT, dtype)
+            summing = _Sums(planes, UNIT_ALIGNMENT).of_share(0) if self.rule.sums else None
+            self.rule.apply(weight, states, gradient, hyper, 0.0, 1.0, 0, 0, summing)
+            square_sum(gradient)
+
+    def update_range(
+        self,
+        weight: NDArray[Any],
+        states: tuple[NDArray[Any], ...],
+        gradient: NDArray[Any],
+        hyper: StepHyper,
+        groups: Sequence[GroupRange],
+        start: int,
+        stop: int,
+        unit: int = 0,
+        *,
+        take_checksums: bool = False,
+    ) -> Checksums | None:
+        """Update elements `[start, stop)` of `unit` in place; the same bits for any `threads` and any cut of the unit.
+
+        With `take_checksums`, return those of the new weights and of the new states, laid out as `PlaneSet.split_states` has
+        them; None where the rule takes none.
+
+        Shapes: all arrays `(stop - start,)`, of a state plane its numbers for so many; index 0 is for the unit's element
+        `start`. Types: see `UpdateRule.apply`.
+
+        Raises:
+            ConfigError: arrays of another length, groups that do not cover the range, or a range or group that cuts a block of
+                the planes; nothing has been changed then.
+        """
+        planes, num_elements = self.rule.planes, stop - start
+        lengths = [plane.num_values(num_elements) for plane in planes.states]
+        named = [(f"state {i}", s, length) for i, (s, length) in enumerate(zip(states, lengths, strict=False))]
+        for name, array, length in (("weight", weight, num_elements), ("gradient", gradient, num_elements), *named):
+            if array.shape != (length,):
+                raise ConfigError(
+                    f"update of elements [{start}, {stop}): {name} must have shape ({length},), found {array.shape}"
+                )
+        pieces = group_pieces(groups, start, stop)
+        refuse_cut_blocks(planes, (piece.start for piece in pieces))
+        shares = deque(self._shares(pieces, num_elements))
+        sums = _Sums(planes, num_elements) if take_checksums and self.rule.sums else None
+
+        def work() -> None:
+            while shares:
+                try:
+                    share = shares.popleft()
+                except IndexError:  # another thread took the last one
+                    return
+                part = slice(share.start - start, share.stop - start)
+                parts = tuple(
+                    state[plane.part(part.start, part.stop)] for plane, state in zip(planes.states, states, strict=False)
+                )
+                scalars = (share.weight_decay, share.learning_rate_scale)
+                summing = sums.of_share(part.start) if sums is not None else None
+                self.rule.apply(weight[part], parts, gradient[part], hyper, *scalars, unit, share.start, summing)
+
+        futures = [self._pool.submit(work) for _ in range(min(self.threads, len(shares)) - 1)]
+        try:
+            work()
+        finally:
+            wait(futures)  # all of them, before an error leaves: the caller may reuse the buffers
+        for future in futures:
+            future.result()
+        return sums.checksums() if sums is not None else None
+
+    def _shares(self, pieces: Sequence[GroupRange], num_elements: int) -> list[GroupRange]:
+        """Cut `pieces` at multiples of `UNIT_ALIGNMENT` of the unit, so that no two threads write to one page."""
+        num_shares = 1 if self.threads == 1 else self.threads * _SHARES_PER_THREAD
+        share_elements = max(round_up(-(-num_elements // num_shares), UNIT_ALIGNMENT), _SMALLEST_SHARE_ELEMENTS)
+        shares = []
+        for piece in pieces:
+            begin = piece.start
+            while begin < piece.stop:
+                end = min((begin // UNIT_ALIGNMENT * UNIT_ALIGNMENT) + share_elements, piece.stop)
+                shares.append(replace(piece, start=begin, stop=end))
+                begin = end
+        return shares
+
+
+class _Sums:
+    """What the shares of a range add to its checksums. Whole planes follow one another, so each begins at a known word."""
+
+    def __init__(self, planes: PlaneSet, num_elements: int) -> None:
+        self._widths = [plane.bytes_per_element for plane in (planes.weight, *planes.states)]
+        self._begins = [0, *(place.start for _, place in planes.split_states(num_elements))]
+        self._totals: list[NDArray[np.uint64]] = []
+
+    def of_share(self, start: int) -> Summing:
+        """Return where a share from element `start` of the range on adds: totals of its own, so that no two threads meet."""
+        places = zip(self._begins, self._widths, strict=True)
+        first_words = np.array([(begin + start * width) // _WORD_BYTES for begin, width in places], np.int64)
+        self._totals.append(np.zeros(2, np.uint64))
+        return Summing(first_words, self._totals[-1])
+
+    def checksums(self) -> Checksums:
+        """Return the sums of all shares, modulo 2^64."""
+        weights, states = (sum(int(totals[of]) for totals in self._totals) % 2**64 for of in (0, 1))
+        return Checksums(weights, states)

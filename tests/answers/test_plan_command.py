@@ -1,0 +1,114 @@
+"""`headrace plan` and `headrace bench machine` on the command line: output, exit codes, where the profile is kept."""
+
+import json
+from pathlib import Path
+
+import pytest
+from planned_models import llama_small, saved
+from typer.testing import CliRunner, Result
+
+from headrace.cli.app import app
+from headrace.plan.profiles import load_profile
+from headrace.terms.ceilings import Ceilings
+from headrace.terms.words import DTYPE_NAMES, MOMENTS_NAMES
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "settings"))
+    return saved(tmp_path / "model", llama_small())
+
+
+def run(*words: object) -> Result:
+    return CliRunner().invoke(app, [str(word) for word in words])
+
+
+def test_json_has_what_scripts_ask_for(model: Path) -> None:
+    result = run("plan", model, "--machine", "rtx3090-1ssd", "--tokens-per-step", 1024, "--sequence-length", 512, "--json")
+    assert result.exit_code == 0, result.output
+    values = json.loads(result.stdout)
+    for name in (
+        "fits",
+        "parameters",
+        "step_seconds",
+        "tokens_per_second",
+        "bottleneck",
+        "peak_bytes",
+        "ssd_bytes_read_per_step",
+        "ssd_bytes_written_per_step",
+        "plan",
+        "alternatives",
+    ):
+        assert name in values
+    assert values["fits"]
+
+
+def test_moments_are_an_option(model: Path) -> None:
+    words = ("plan", model, "--machine", "rtx3090-1ssd", "--tokens-per-step", 1024, "--json", "--moments")
+    values = [json.loads(run(*words, moments).stdout) for moments in ("float32", "bfloat16", "int8")]
+    assert [found["plan"]["moments"] for found in values] == ["float32", "bfloat16", "int8"]
+    written = [found["ssd_bytes_written_per_step"] / found["parameters"] for found in values]
+    assert written[0] > 12 > written[1] > 8 > written[2] > 6
+    refused = run(*words[:-2], "--moments", "int4")
+    assert refused.exit_code == 2
+    assert "moments: 'int4' is not one of" in refused.stderr
+
+
+def test_what_train_calls_dtypes_and_moments_plan_does_too(model: Path) -> None:
+    words = ("plan", model, "--machine", "rtx3090-1ssd", "--tokens-per-step", 1024, "--json")
+    for short, name in DTYPE_NAMES.items():
+        found = json.loads(run(*words, "--compute-dtype", short).stdout)
+        assert found["plan"]["compute_dtype"] == name
+    for short, name in MOMENTS_NAMES.items():
+        found = json.loads(run(*words, "--moments", short).stdout)
+        assert found["plan"]["moments"] == name
+
+
+def test_a_profile_that_is_kept_is_this_machines(model: Path, tmp_path: Path) -> None:
+    kept = tmp_path / "settings" / "headrace" / "machine.json"
+    kept.parent.mkdir(parents=True)
+    values = load_profile("h100-1ssd").to_json() | {"name": "my rig", "has_device": False, "device_memory_bytes": 0}
+    kept.write_text(json.dumps(values))
+    result = run("plan", model, "--ssd", tmp_path, "--host-memory", "8GiB", "--tokens-per-step", 512, "--sequence-length", 256)
+    assert result.exit_code == 0, result.output
+    assert "my rig" in result.stdout
+    assert "device" not in result.stdout.split("\n\n")[1].splitlines()[0]
+
+
+def test_measuring_writes_the_profile_where_plans_look(model: Path, tmp_path: Path) -> None:
+    result = run("bench", "machine", "--ssd", tmp_path, "--seconds", 0.5)
+    assert result.exit_code == 0, result.output
+    kept = tmp_path / "settings" / "headrace" / "machine.json"
+    assert isinstance(load_profile(kept), Ceilings)
+    for words in ("TFLOP/s", "ssd 0 read", "a commit", str(kept)):
+        assert words in result.stdout
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--host-memory", "0"),
+        ("--device-memory", "-1GiB"),
+        ("--sequence-length", "2048"),
+        ("--tokens-per-step", "1000", "--sequence-length", "300"),
+        ("--machine", "no-such-machine"),
+        ("--ssd", "/nowhere/at/all"),
+        ("--max-steps", "0"),
+        ("--max-grad-norm", "nan"),
+        ("--max-grad-norm", "-1"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(model: Path, words: tuple[str, ...]) -> None:
+    result = run("plan", model, *words)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.count("\n") == 1
+
+
+def test_an_absurd_profile_is_named_by_its_figure(model: Path, tmp_path: Path) -> None:
+    values = load_profile("h100-1ssd").to_json() | {"update_bytes_per_second": -1}
+    (tmp_path / "rig.json").write_text(json.dumps(values))
+    result = run("plan", model, "--machine", tmp_path / "rig.json")
+    assert result.exit_code == 2
+    assert "update_bytes_per_second is -1" in result.stderr

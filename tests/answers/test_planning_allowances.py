@@ -1,0 +1,34 @@
+"""Default budgets: parts of what is free, and never beyond a limit."""
+
+from dataclasses import replace
+
+import pytest
+
+from headrace.answers import allowances
+from headrace.answers.allowances import default_device_bytes, default_device_overhead_bytes, default_host_bytes
+from headrace.machine import cuda, limits
+from headrace.machine.limits import available_memory_bytes
+from headrace.plan.profiles import load_profile
+
+
+def test_a_machine_that_is_not_here_is_taken_by_its_profile() -> None:
+    rig = load_profile("rtx4090-1ssd")
+    assert default_host_bytes(rig, here=False) == int(0.7 * rig.host_memory_bytes)
+    assert default_device_bytes(rig, here=False) == int(0.9 * rig.device_memory_bytes)
+
+
+def test_here_it_is_what_is_available() -> None:
+    assert default_host_bytes(load_profile("h100-1ssd"), here=True) == pytest.approx(0.7 * available_memory_bytes(), rel=0.1)
+
+
+def test_under_wsl_no_more_than_can_be_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(allowances.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(limits, "available_memory_bytes", lambda root: 1000)
+    monkeypatch.setattr(limits, "pinnable_memory_bytes", lambda root: 500)
+    assert default_host_bytes(None, here=True) == 500
+
+
+def test_what_libraries_take_of_a_gpu_is_what_the_machine_counts() -> None:
+    rig = load_profile("rtx4090-1ssd")
+    assert default_device_overhead_bytes(rig, here=False) == cuda.GPU_OVERHEAD_BYTES
+    assert default_device_overhead_bytes(replace(rig, has_device=False, device_memory_bytes=0), here=False) == 0

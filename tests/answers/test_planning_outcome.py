@@ -1,0 +1,110 @@
+"""Planned against measured: what stands for a step, what is missing, and what the table says.
+
+Run: pytest tests/answers/test_planning_outcome.py
+"""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from planned_models import llama_small, saved
+
+from headrace.answers.answer import plan_model, report_of
+from headrace.answers.explain import explain, explain_outcome
+from headrace.answers.outcome import outcome_of
+from headrace.answers.report import PlanReport
+from headrace.plan.profiles import load_profile
+from headrace.terms.budget import Budget
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> PlanReport:
+    model = saved(tmp_path_factory.mktemp("models") / "small", llama_small())
+    rig = load_profile("rtx4090-1ssd")
+    return plan_model(model, Budget(), ceilings=rig, here=False, tokens_per_step=1024, sequence_length=512, max_steps=10)
+
+
+def record(seconds: float, **changes: Any) -> dict[str, Any]:
+    values = {
+        "seconds": seconds,
+        "tokens_per_second": 1024 / seconds,
+        "bytes_read": {"ssd": 1000},
+        "bytes_written": {"ssd": 500},
+        "peak_bytes": {"host": 700, "device": 300},
+    }
+    return values | changes
+
+
+def rows(report: PlanReport, records: list[dict[str, Any]]) -> dict[str, Any]:
+    return outcome_of(report, records).to_json()["planned_and_measured"]
+
+
+def test_the_first_step_counts_for_peaks_only(report: PlanReport) -> None:
+    first = record(90.0, peak_bytes={"host": 900, "device": 300}, bytes_read={"ssd": 10**9})
+    found = rows(report, [first, record(1.0), record(2.0), record(4.0)])
+    assert report.plan is not None
+    assert report.forecast is not None
+    assert found["host_peak_bytes"]["measured"] == 900
+    assert found["host_peak_bytes"]["planned"] == report.plan.peak("host")
+    assert found["step_seconds"]["measured"] == 2.0
+    assert found["tokens_per_second"]["measured"] == 512
+    assert found["ssd_bytes_read_per_step"]["measured"] == 1000
+    assert found["step_seconds"]["ratio"] == 2.0 / report.forecast.step_seconds
+    assert found["ssd_bytes_written_per_step"]["planned"] == report.forecast.ssd_bytes_written_per_step
+
+
+def test_of_a_single_step_there_is_nothing_else(report: PlanReport) -> None:
+    assert rows(report, [record(90.0)])["step_seconds"]["measured"] == 90.0
+
+
+def test_bytes_are_a_mean_because_commits_may_come_seldom(report: PlanReport) -> None:
+    steps = [record(1.0), *(record(1.0, bytes_written={"ssd": size}) for size in (0, 0, 300))]
+    assert rows(report, steps)["ssd_bytes_written_per_step"]["measured"] == 100
+
+
+def test_what_was_not_measured_is_null_and_a_dash(report: PlanReport) -> None:
+    outcome = outcome_of(report, [record(1.0, peak_bytes={"host": 700}), record(1.0, peak_bytes={}, skipped="overflow")])
+    found = outcome.to_json()["planned_and_measured"]
+    assert found["ssd_peak_bytes"]["measured"] is found["device_peak_bytes"]["ratio"] is None
+    table = {line[:20].strip(): line[20:].split() for line in explain_outcome(outcome).splitlines()}
+    assert table["peak, device"][-2:] == ["-", "-"]
+    assert table["peak, host"][-3:-1] == ["700", "B"]
+    assert "1 of them skipped" in explain_outcome(outcome)
+
+
+def test_a_fast_run_is_told_without_powers_of_ten(report: PlanReport) -> None:
+    table = explain_outcome(outcome_of(report, [record(0.01), record(0.01)]))
+    assert "102400" in table
+    assert report.forecast
+    fast = replace(report, forecast=replace(report.forecast, step_seconds=report.forecast.step_seconds / 1e4))
+    (time,) = (line for line in explain(fast).splitlines() if line.startswith("time"))
+    assert "e+" not in time
+
+
+def test_columns_are_aligned(report: PlanReport) -> None:
+    lines = explain_outcome(outcome_of(report, [record(1.0), record(2.0)])).splitlines()
+    # One line for words at the end.
+    assert {len(line) for line in lines[:-1]} == {len(lines[0])}
+
+
+def test_the_report_of_a_plan_is_the_one_it_came_with(report: PlanReport) -> None:
+    assert report.plan is not None
+    rig = load_profile("rtx4090-1ssd")
+    again = report_of(report.plan, rig, model=report.model, ssd_allowed_bytes=report.allowed_bytes["ssd"], num_steps=10)
+    assert explain(again) == explain(report)
+    assert again.to_json() == report.to_json()
+
+
+def test_a_run_with_smaller_moments_says_so_as_its_plan_does(report: PlanReport) -> None:
+    assert report.plan is not None
+    plan = replace(report.plan, moments="int8")
+    again = report_of(plan, load_profile("rtx4090-1ssd"), model=report.model, ssd_allowed_bytes=None, num_steps=10)
+    assert again.to_json()["moments"] == "int8"
+    assert "int8 moments" in explain(again)
+
+
+def test_for_a_machine_that_nobody_measured_the_table_says_so(tmp_path: Path) -> None:
+    model = saved(tmp_path / "small", llama_small())
+    found = plan_model(model, Budget(host="8GiB", ssd=[tmp_path]), tokens_per_step=512, sequence_length=256)
+    assert "headrace bench machine" in explain_outcome(outcome_of(found, [record(1.0)]))

@@ -1,0 +1,52 @@
+"""Options of the update that would make weights of NaN, or fail only in the first step, are refused when they are given.
+
+Run: pytest tests/terms/test_optimizer.py
+"""
+
+import math
+from typing import Any
+
+import pytest
+
+from headrace.terms.errors import ConfigError
+from headrace.terms.optimizer import AdamW, ParameterGroup, Schedule
+
+
+@pytest.mark.parametrize("name", ["lr", "eps", "weight_decay"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -1.0])
+def test_numbers_that_no_update_can_use(name: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=name):
+        AdamW(**{name: value})
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"pattern": "("},
+        {"pattern": "x", "weight_decay": math.nan},
+        {"pattern": "x", "weight_decay": -0.1},
+        {"pattern": "x", "learning_rate_scale": math.inf},
+        {"pattern": "x", "learning_rate_scale": -1.0},
+    ],
+)
+def test_groups_that_no_update_can_use(values: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=list(values)[-1]):
+        ParameterGroup(**values)
+
+
+def test_betas_are_two() -> None:
+    with pytest.raises(ConfigError, match="betas: expected two numbers"):
+        AdamW(betas=(0.9,))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["linear", "cosine"])
+def test_a_schedule_that_falls_says_over_how_many_steps(kind: str) -> None:
+    """Otherwise the second step would have a learning rate of 0."""
+    with pytest.raises(ConfigError, match="total_steps, found 0"):
+        Schedule(kind)
+    assert Schedule(kind, 0, 4).factor(1) > 0
+
+
+def test_a_schedule_that_there_is_not() -> None:
+    with pytest.raises(ConfigError, match="'step' is not one of constant, linear, cosine"):
+        Schedule("step")
