@@ -41,7 +41,7 @@ def show_samples(source: str, *, model: Path | None, count: int, sequence_length
         console.print(Text(f"sample {number} of {len(tokens)}", style="bold"))
         console.print(marked(segments, colour=console.is_terminal), soft_wrap=True)
         console.print()
-    console.print(Text(totals(tokens, spec)))
+    console.print(Text("\n".join([*(f"note: {notice}" for notice in tokens.notices), totals(tokens, spec)])))
 
 
 def marked(segments: list[Segment], *, colour: bool) -> Text:
@@ -92,6 +92,7 @@ def _config(source: str, model: Path | None, sequence_length: int | None) -> Run
 def _values(tokens: TokenSet, spec: DataSpec, samples: list[list[Segment]]) -> dict[str, Any]:
     return {
         "summary": dataclasses.asdict(summarize(tokens, spec)),
+        "notices": list(tokens.notices),
         "lengths": [dataclasses.asdict(each) for each in length_histogram(tokens)],
         "samples": [[{"text": text, "trained": trained} for text, trained in segments] for segments in samples],
     }

@@ -46,6 +46,11 @@ class BatchStream:
         self._counters = dict.fromkeys(_COUNTERS, 0)
 
     @property
+    def notices(self) -> tuple[str, ...]:
+        """What whoever trains on the data should know of it."""
+        return self._tokens.notices
+
+    @property
     def steps_per_epoch(self) -> float:
         """Steps of the first epoch. Later ones are packed otherwise and may differ by a few rows."""
         return self._rows_of_first_epoch / self._spec.rows_per_step
@@ -56,7 +61,11 @@ class BatchStream:
         return self._epoch + self._row_index / len(self._rows)
 
     def next_batch(self) -> Batch:
-        """Return the next step's rows and move on."""
+        """Return the next step's rows and move on.
+
+        Raises:
+            CorruptData: the token cache is no longer what was written.
+        """
         rows = [self._next_row() for _ in range(self._spec.rows_per_step)]
         batch = (
             packed_batch(self._tokens, rows, self._spec.sequence_length)

@@ -13,6 +13,7 @@ import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from headrace.data.encode import encode_rows
@@ -47,27 +48,30 @@ def load_tokens(spec: DataSpec, tokenizer: Tokenizer, cache_dir: Path) -> TokenS
 def _load(spec: DataSpec, tokenizer: Tokenizer, cache_dir: Path) -> TokenSet:
     sources = find_sources(spec.paths, cache_dir)
     directory = cache_dir / f"tokens-{_key(sources, tokenizer, spec.sequence_length, cache_dir)}"
-    if (made := _whole(directory)) is not None:
+    if isinstance(made := _whole(directory), TokenSet):
         return made
     with _locked(directory.with_suffix(".lock")):
-        if (made := _whole(directory)) is not None:
+        if isinstance(made := _whole(directory), TokenSet):
             return made  # by the process that held the lock
         pad_id = next((token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id) if token is not None), 0)
         try:
             write_tokens(directory, _samples(sources, tokenizer), sequence_length=spec.sequence_length, pad_id=pad_id)
         except NothingTrained as error:
             raise DataError(f"{', '.join(spec.paths)}: {error}") from error
-    return TokenSet.open(directory)
+    tokens = TokenSet.open(directory)
+    if made is None:
+        return tokens
+    return replace(tokens, notices=(f"{directory}: the token cache was damaged ({made.__cause__}), and was made again",))
 
 
-def _whole(directory: Path) -> TokenSet | None:
-    """Return the set in `directory`. None where there is none, or one that was damaged from outside, since ours appear whole:
-    it is a cache, so that one is made again.
+def _whole(directory: Path) -> TokenSet | DataError | None:
+    """Return the set in `directory`; None where there is none; why not, where it was damaged from outside, since ours appear
+    whole: it is a cache, so that one is made again.
     """
     try:
-        return TokenSet.open(directory)
-    except DataError:
-        return None
+        return TokenSet.open(directory) if directory.exists() else None
+    except DataError as error:
+        return error
 
 
 def tokenizer_fingerprint(tokenizer: Tokenizer, otherwise: Path | None = None) -> str:

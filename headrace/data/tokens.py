@@ -4,8 +4,11 @@
     trained  one bit for each token, eight to a byte, first token in the highest bit
     offsets  int64, samples + 1 of them: sample i is tokens[offsets[i]:offsets[i + 1]]
 
-The invariant: a directory under its final name is complete; it is written beside it, made durable, and renamed. The first
-token of a sample is never trained, so the number of set bits is the number of targets.
+`checksums` has one for each block of each of them (`blocks.py`), `info.json` the rest and a checksum of itself and of those.
+
+The invariant: a directory under its final name is complete; it is written beside it, made durable, and renamed. What is read
+from it is what was written, or an error. The first token of a sample is never trained, so the number of set bits is the number
+of targets.
 """
 
 import errno
@@ -13,25 +16,28 @@ import hashlib
 import json
 import os
 import shutil
+import zlib
+from array import array
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Self, TypeVar
+from typing import IO, Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.data.blocks import BlockArray, BlockChecksums, num_blocks
 from headrace.data.values import Sample
 from headrace.files.durable import sync
 from headrace.terms.errors import DataError, DiskFull
 from headrace.terms.sizes import format_bytes
 
-FORMAT_VERSION = 2  # 2: padding of ready tokens is left out
+FORMAT_VERSION = 3  # 2: padding of ready tokens is left out; 3: checksums
 _FLUSH_TOKENS = 1 << 20
 _FILES = ("tokens", "trained", "offsets")
-_T = TypeVar("_T", bound=np.generic)
+_CHECKSUMS = "checksums"
 
 
 class NothingTrained(DataError):
@@ -43,7 +49,8 @@ class TokenInfo:
     """What tokenising made and what it left out.
 
     `cut_tokens` were beyond `sequence_length`, in `cut_samples` samples; `dropped_samples` had no trained token (left); `kinds`
-    counts the samples read by their columns. `digest` is of the arrays: equal digests, equal samples in equal order.
+    counts the samples read by their columns. `digest` is of the arrays: equal digests, equal samples in equal order. `largest_id`
+    is the largest of all tokens.
     """
 
     sequence_length: int
@@ -56,17 +63,19 @@ class TokenInfo:
     pad_id: int
     kinds: dict[str, int]
     digest: str
+    largest_id: int
     version: int = FORMAT_VERSION
 
 
 @dataclass(frozen=True, slots=True)
 class TokenSet:
-    """All samples of a data set. `trained_bits` is uint8, `offsets` int64; see the module."""
+    """All samples of a data set. `trained_bits` is uint8, `offsets` int64; see the module. `notices` are for whoever uses it."""
 
-    tokens: NDArray[np.int32]
-    trained_bits: NDArray[np.uint8]
+    tokens: BlockArray[np.int32]
+    trained_bits: BlockArray[np.uint8]
     offsets: NDArray[np.int64]
     info: TokenInfo
+    notices: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -77,28 +86,52 @@ class TokenSet:
         return np.diff(self.offsets)
 
     def sample(self, index: int) -> Sample:
-        """Return sample `index`."""
+        """Return sample `index`.
+
+        Raises:
+            CorruptData: the files are no longer what was written.
+        """
         start, stop = int(self.offsets[index]), int(self.offsets[index + 1])
-        bits = np.unpackbits(self.trained_bits[start // 8 : -(-stop // 8)])
-        return Sample(self.tokens[start:stop], bits[start % 8 : start % 8 + stop - start].astype(np.bool_))
+        bits = np.unpackbits(self.trained_bits.read(start // 8, -(-stop // 8)))
+        return Sample(self.tokens.read(start, stop), bits[start % 8 : start % 8 + stop - start].astype(np.bool_))
 
     @classmethod
     def open(cls, directory: Path) -> "TokenSet":
-        """Map the arrays of `directory`.
+        """Map the arrays of `directory`. Cost: offsets are read and compared now, all else when it is used.
 
         Raises:
-            DataError: a file is missing, of the wrong length, or of another version.
+            DataError: a file is missing, damaged, of the wrong length, or of another version.
         """
         try:
-            info = TokenInfo(**json.loads((directory / "info.json").read_text()))
-            tokens = _mapped(directory / "tokens", np.dtype(np.int32), info.tokens)
-            bits = _mapped(directory / "trained", np.dtype(np.uint8), -(-info.tokens // 8))
-            offsets = _mapped(directory / "offsets", np.dtype(np.int64), info.samples + 1)
-        except (OSError, ValueError, TypeError) as error:
+            sums = (directory / _CHECKSUMS).read_bytes()
+            info = _read_info(directory / "info.json", sums)
+            counts = (info.tokens, -(-info.tokens // 8), info.samples + 1)
+            ends = np.cumsum([num_blocks(count * size) for count, size in zip(counts, (4, 1, 8), strict=True)])
+            of_tokens, of_bits, of_offsets, more = np.split(np.frombuffer(sums, dtype=np.uint32), ends)
+            if len(more):
+                raise ValueError(f"{_CHECKSUMS} has {len(more)} more than there are blocks")
+            tokens = BlockArray(directory / "tokens", np.dtype(np.int32), counts[0], of_tokens)
+            bits = BlockArray(directory / "trained", np.dtype(np.uint8), counts[1], of_bits)
+            offsets = BlockArray(directory / "offsets", np.dtype(np.int64), counts[2], of_offsets).read(0, counts[2])
+        except (OSError, ValueError, TypeError, KeyError) as error:
             raise DataError(
                 f"{directory}: not a complete token cache ({error}); delete the directory to tokenise again"
             ) from error
         return cls(tokens, bits, offsets, info)
+
+
+def _read_info(path: Path, checksums: bytes) -> TokenInfo:
+    record = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(record, dict) or record["checksum"] != _checksum(record["info"], checksums):
+        raise ValueError(f"{path.name} or {_CHECKSUMS} is damaged")
+    info = TokenInfo(**record["info"])
+    if info.version != FORMAT_VERSION:
+        raise ValueError(f"it has format {info.version}, this version reads {FORMAT_VERSION}")
+    return info
+
+
+def _checksum(info: dict[str, Any], checksums: bytes) -> int:
+    return zlib.crc32(json.dumps(info, sort_keys=True).encode(), zlib.crc32(checksums))
 
 
 class TokenWriter:
@@ -110,10 +143,12 @@ class TokenWriter:
         self._sequence_length = sequence_length
         self._pad_id = pad_id
         self._files: dict[str, IO[bytes]] = {name: (directory / name).open("wb") for name in _FILES}
+        self._checksums = {name: BlockChecksums() for name in _FILES}
         self._digest = hashlib.sha256()
-        self._tokens: list[int] = []
-        self._trained: list[bool] = []
+        self._tokens = array("i")
+        self._trained = bytearray()
         self._offsets: list[int] = [0]
+        self._largest_id = 0
         self._count = _Counts()
 
     def __enter__(self) -> Self:
@@ -139,8 +174,10 @@ class TokenWriter:
         self._count.samples += 1
         self._count.tokens += len(targets)
         self._count.trained_tokens += num_targets
-        self._tokens += ids[: self._sequence_length]
-        self._trained += targets
+        kept = ids[: self._sequence_length]
+        self._largest_id = max(self._largest_id, *kept)
+        self._tokens.extend(kept)
+        self._trained.extend(targets)
         self._offsets.append(self._count.tokens)
         if len(self._tokens) >= _FLUSH_TOKENS:
             self._flush(len(self._tokens) // 8 * 8)
@@ -152,15 +189,17 @@ class TokenWriter:
             sequence_length=self._sequence_length,
             pad_id=self._pad_id,
             digest=self._digest.hexdigest(),
+            largest_id=self._largest_id,
             **(asdict(self._count) | {"kinds": dict(self._count.kinds)}),
         )
         for file in self._files.values():
             file.flush()
             os.fsync(file.fileno())
-        with (self._directory / "info.json").open("w") as record:
-            json.dump(asdict(info), record, indent=1)
-            record.flush()
-            os.fsync(record.fileno())
+        sums = np.concatenate([self._checksums[name].sums for name in _FILES]).tobytes()
+        record = {"checksum": _checksum(asdict(info), sums), "info": asdict(info)}
+        for name, content in ((_CHECKSUMS, sums), ("info.json", json.dumps(record, indent=1).encode())):
+            (self._directory / name).write_bytes(content)
+            sync(self._directory / name)
         return info
 
     def _flush(self, count: int) -> None:
@@ -172,8 +211,10 @@ class TokenWriter:
         self._offsets.clear()
 
     def _write(self, name: str, values: NDArray[np.generic]) -> None:
-        self._files[name].write(values.tobytes())
-        self._digest.update(name.encode() + len(values).to_bytes(8, "little") + values.tobytes())
+        content = values.tobytes()
+        self._files[name].write(content)
+        self._checksums[name].add(content)
+        self._digest.update(name.encode() + len(values).to_bytes(8, "little") + content)
 
 
 @dataclass(slots=True)
@@ -234,16 +275,9 @@ def _disk_full(directory: Path) -> str:
     )
 
 
-def _mapped(path: Path, dtype: np.dtype[_T], count: int) -> NDArray[_T]:
-    found = path.stat().st_size
-    if found != count * dtype.itemsize:
-        raise ValueError(f"{path.name} has {found} bytes, expected {count * dtype.itemsize}")
-    return np.memmap(path, dtype=dtype, mode="r", shape=(count,))
-
-
 def _remove(directory: Path) -> None:
     # Only files of ours, one level deep: a wrong path must not cost a user more than that.
     if directory.is_dir():
-        for name in (*_FILES, "info.json"):
+        for name in (*_FILES, _CHECKSUMS, "info.json"):
             (directory / name).unlink(missing_ok=True)
         directory.rmdir()

@@ -94,7 +94,7 @@ def open_tokens(config: RunConfig, tokenizer: Any) -> tuple[TokenSet, DataSpec]:
         shuffle=config.shuffle,
     )
     tokens = load_tokens(spec, tokenizer, config.cache)
-    vocabulary, largest = read_model_config(config.model).get("vocab_size"), int(tokens.tokens.max())
+    vocabulary, largest = read_model_config(config.model).get("vocab_size"), tokens.info.largest_id
     if isinstance(vocabulary, int) and largest >= vocabulary:
         raise ModelError(
             f"{config.model}: the data has token {largest}, the model has embeddings for 0 to {vocabulary - 1} only; "

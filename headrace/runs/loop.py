@@ -175,12 +175,15 @@ def _account(run: _Run, plan: Plan) -> "Account":
 def _run(config: RunConfig, directory: RunDirectory, stream: BatchStream, display: Display | None, engines: Engines) -> _Run:
     if config.max_steps is None:
         raise RunDirectoryError(f"{directory.config}: max_steps is missing; restore the file as the run wrote it")
+    display = display or NoDisplay()
+    for notice in stream.notices:
+        display.say(f"note: {notice}")
     return _Run(
         config=config,
         directory=directory,
         stream=stream,
         total_steps=config.max_steps,
-        display=display or NoDisplay(),
+        display=display,
         engines=engines,
     )
 

@@ -60,10 +60,8 @@ def test_an_epoch_holds_every_token_once(tmp_path_factory, lengths, spec):
 @settings(max_examples=40, deadline=None)
 def test_packed_rows_keep_samples_whole_and_apart(tmp_path_factory, lengths, spec):
     tokens = numbered_tokens(folder(tmp_path_factory), lengths, 16)
-    first_ids = {int(tokens.tokens[start]) for start in tokens.offsets[:-1]}
-    length_of = {
-        int(tokens.tokens[start]): int(stop - start) for start, stop in zip(tokens.offsets, tokens.offsets[1:], strict=False)
-    }
+    samples = [tokens.sample(index).input_ids for index in range(len(tokens))]
+    length_of = {int(ids[0]): len(ids) for ids in samples}
     batch = BatchStream(tokens, spec).next_batch()
     assert batch.attention_mask is None
     assert batch.input_ids.shape == batch.labels.shape == batch.position_ids.shape == (spec.rows_per_step, 16)
@@ -80,7 +78,7 @@ def test_packed_rows_keep_samples_whole_and_apart(tmp_path_factory, lengths, spe
                 assert not ids[start:].any()
                 assert (labels[start:] == IGNORED).all()
             else:
-                assert int(ids[start]) in first_ids
+                assert int(ids[start]) in length_of
                 assert length_of[int(ids[start])] == stop - start
                 assert ids[start:stop].tolist() == list(range(ids[start], ids[start] + stop - start))
                 assert (labels[start + 1 : stop] == ids[start + 1 : stop]).all()

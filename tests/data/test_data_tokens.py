@@ -6,6 +6,7 @@ import os
 import shutil
 import tempfile
 import time
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -14,10 +15,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from made_tokenizers import PLAIN, TAGGED, make_tokenizer, make_tokens
+from made_tokenizers import PLAIN, TAGGED, make_tokenizer, make_tokens, numbered_tokens
 
-from headrace.data import DataSpec, TokenSet, load_tokens, tokenize, tokens, write_tokens
-from headrace.terms.errors import ConfigError, DataError, DiskFull
+from headrace.data import BatchStream, DataSpec, TokenSet, blocks, load_tokens, tokenize, tokens, write_tokens
+from headrace.terms.errors import ConfigError, CorruptData, DataError, DiskFull
 
 SAMPLES = st.lists(
     st.lists(st.tuples(st.integers(0, 2**31 - 1), st.booleans()), min_size=0, max_size=12).map(
@@ -59,6 +60,7 @@ def test_what_is_written_is_read_back_for_any_samples(tmp_path_factory, samples,
     assert ids_of(made) == [ids for ids, _ in kept]
     assert [made.sample(index).trained.tolist() for index in range(len(made))] == [trained for _, trained in kept]
     assert made.info.tokens == len(made.tokens) == sum(len(ids) for ids, _ in kept)
+    assert made.info.largest_id == max(max(ids) for ids, _ in kept)
     assert made.info.trained_tokens == sum(sum(trained) for _, trained in kept)
     assert made.info.dropped_samples == len(samples) - len(kept)
     assert made.info.cut_tokens == sum(max(0, len(ids) - length) for ids, _ in samples)
@@ -85,7 +87,7 @@ def test_the_second_run_takes_the_cache_and_does_not_tokenise(tmp_path, spec, mo
     monkeypatch.setattr(tokenize, "encode_rows", never)
     again = load_tokens(spec, tokenizer, tmp_path / "cache")
     assert ids_of(again) == ids_of(first)
-    assert isinstance(again.tokens, np.memmap)
+    assert isinstance(again.sample(0).input_ids.base, np.memmap)
 
 
 def test_a_tokenizer_loaded_anew_finds_the_cache(tmp_path, spec):
@@ -121,8 +123,8 @@ def test_options_that_do_not_change_tokens_share_the_cache(tmp_path, spec):
 
 @pytest.mark.parametrize(
     ("name", "harm"),
-    [(name, harm) for name in ("tokens", "trained", "offsets", "info.json") for harm in ("gone", "short")]
-    + [("info.json", "other")],
+    [(name, harm) for name in ("tokens", "trained", "offsets", "checksums", "info.json") for harm in ("gone", "short")]
+    + [("info.json", "other"), ("info.json", "older")],
 )
 def test_a_damaged_cache_is_named_when_opened_and_made_again_when_used(tmp_path, spec, name, harm):
     whole = load_tokens(spec, make_tokenizer(), tmp_path / "cache")
@@ -131,12 +133,64 @@ def test_a_damaged_cache_is_named_when_opened_and_made_again_when_used(tmp_path,
     file = directory / name
     if harm == "gone":
         file.unlink()
+    elif harm == "short":
+        file.write_bytes(file.read_bytes()[:-1])
     else:
-        file.write_bytes(file.read_bytes()[:-1] if harm == "short" else b'{"other": 1}')
+        file.write_text(json.dumps({"other": 1} if harm == "other" else json.loads(file.read_text())["info"]))
     with pytest.raises(DataError, match="not a complete token cache"):
         TokenSet.open(directory)
-    assert ids_of(load_tokens(spec, make_tokenizer(), tmp_path / "cache")) == expected
+    again = load_tokens(spec, make_tokenizer(), tmp_path / "cache")
+    assert ids_of(again) == expected
+    assert len(again.notices) == 1
+    assert again.notices[0].startswith(f"{directory}: the token cache was damaged (")
     assert ids_of(TokenSet.open(directory)) == expected
+    assert not load_tokens(spec, make_tokenizer(), tmp_path / "cache").notices
+
+
+@given(where=st.floats(0, 1, exclude_max=True), change=st.integers(1, 255), number=st.integers(0, 4))
+@settings(max_examples=150, deadline=None)
+def test_no_changed_byte_of_the_cache_becomes_another_token(tmp_path_factory, where, change, number):
+    """Whichever byte of whichever file: an error that names the cache, or all as it was (blanks in JSON)."""
+    directory = tmp_path_factory.mktemp("tokens") / "set"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocks, "BLOCK_BYTES", 64)
+        made = make_tokens(directory, [([7 * i + j for j in range(9)], [j % 3 == 1 for j in range(9)]) for i in range(20)], 8)
+        expected = (ids_of(made), [made.sample(index).trained.tolist() for index in range(20)], made.info)
+        file = directory / ("tokens", "trained", "offsets", "checksums", "info.json")[number]
+        content = bytearray(file.read_bytes())
+        content[int(where * len(content))] ^= change
+        file.write_bytes(content)
+        try:
+            again = TokenSet.open(directory)
+            found = (ids_of(again), [again.sample(index).trained.tolist() for index in range(20)], again.info)
+        except (DataError, CorruptData) as error:
+            assert str(directory) in str(error)
+        else:
+            assert file.name == "info.json"
+            assert found == expected
+
+
+def test_a_changed_block_is_named_when_its_samples_come_and_others_can_be_had(tmp_path, monkeypatch):
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", 64)
+    made = numbered_tokens(tmp_path / "set", [16] * 4, 16)  # one sample is one block of tokens
+    file = tmp_path / "set" / "tokens"
+    content = bytearray(file.read_bytes())
+    content[2 * 64 + 5] ^= 1
+    with file.open("r+b") as opened:
+        opened.write(content)
+    assert [made.sample(index).input_ids[0] for index in (0, 1, 3)] == [1, 17, 49]
+    stream = BatchStream(made, DataSpec(paths=("unused",), sequence_length=16, tokens_per_step=64))
+    with pytest.raises(CorruptData, match=rf"^{file}: the token cache is damaged: bytes 128 to 192 .* Remove {tmp_path}/set: "):
+        stream.next_batch()
+
+
+def test_a_block_is_compared_once(tmp_path, monkeypatch):
+    made = numbered_tokens(tmp_path / "set", [16] * 40, 16)
+    compared, crc32 = [], zlib.crc32
+    monkeypatch.setattr(blocks.zlib, "crc32", lambda data: compared.append(len(data)) or crc32(data))
+    for _ in range(3):
+        assert ids_of(made)[39][0] == 39 * 16 + 1
+    assert sorted(compared) == [40 * 16 // 8, 40 * 16 * 4]
 
 
 def test_a_failure_while_tokenising_leaves_nothing_behind(tmp_path, spec):
