@@ -81,7 +81,7 @@ class BlockArray(Generic[_T]):
 
     def _verify(self, block: int) -> None:
         offset = block * BLOCK_BYTES
-        found, expected = zlib.crc32(self._bytes[offset : offset + BLOCK_BYTES]), int(self._checksums[block])
+        found, expected = zlib.crc32(self._bytes[offset : offset + BLOCK_BYTES].data), int(self._checksums[block])
         if found != expected:
             raise CorruptData(
                 f"{self._path}: the token cache is damaged: bytes {offset} to "

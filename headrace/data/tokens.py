@@ -49,8 +49,8 @@ class TokenInfo:
     """What tokenising made and what it left out.
 
     `cut_tokens` were beyond `sequence_length`, in `cut_samples` samples; `dropped_samples` had no trained token (left); `kinds`
-    counts the samples read by their columns. `digest` is of the arrays: equal digests, equal samples in equal order. `largest_id`
-    is the largest of all tokens.
+    counts the samples read by their columns. `digest` is of the arrays: equal digests, equal samples in equal order.
+    `largest_id` is the largest of all tokens.
     """
 
     sequence_length: int
@@ -69,7 +69,7 @@ class TokenInfo:
 
 @dataclass(frozen=True, slots=True)
 class TokenSet:
-    """All samples of a data set. `trained_bits` is uint8, `offsets` int64; see the module. `notices` are for whoever uses it."""
+    """All samples of a data set. `trained_bits` is uint8, `offsets` int64; see the module. `notices` are for people."""
 
     tokens: BlockArray[np.int32]
     trained_bits: BlockArray[np.uint8]

@@ -152,6 +152,7 @@ def test_a_damaged_cache_is_named_when_opened_and_made_again_when_used(tmp_path,
 def test_no_changed_byte_of_the_cache_becomes_another_token(tmp_path_factory, where, change, number):
     """Whichever byte of whichever file: an error that names the cache, or all as it was (blanks in JSON)."""
     directory = tmp_path_factory.mktemp("tokens") / "set"
+    refused = None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(blocks, "BLOCK_BYTES", 64)
         made = make_tokens(directory, [([7 * i + j for j in range(9)], [j % 3 == 1 for j in range(9)]) for i in range(20)], 8)
@@ -164,10 +165,12 @@ def test_no_changed_byte_of_the_cache_becomes_another_token(tmp_path_factory, wh
             again = TokenSet.open(directory)
             found = (ids_of(again), [again.sample(index).trained.tolist() for index in range(20)], again.info)
         except (DataError, CorruptData) as error:
-            assert str(directory) in str(error)
-        else:
-            assert file.name == "info.json"
-            assert found == expected
+            refused = str(error)
+    if refused is None:
+        assert file.name == "info.json"
+        assert found == expected
+    else:
+        assert str(directory) in refused
 
 
 def test_a_changed_block_is_named_when_its_samples_come_and_others_can_be_had(tmp_path, monkeypatch):
