@@ -11,7 +11,7 @@ import pytest
 WORK = """
 import json, resource, sys
 import torch
-from headrace.machine import keep_freed_memory, anonymous_bytes
+from headrace.machine.host import keep_freed_memory, anonymous_bytes
 torch.set_num_threads(1)
 
 def work():
@@ -41,7 +41,7 @@ print(json.dumps(found))
 GUARDED = """
 import json
 import torch
-from headrace.machine import HeapGuard, anonymous_bytes
+from headrace.machine.host import HeapGuard, anonymous_bytes
 torch.set_num_threads(1)
 MIB = 1 << 20
 before = anonymous_bytes()
@@ -84,7 +84,8 @@ print(json.dumps(found))
 SMALL_BLOCKS = """
 import json
 import torch
-from headrace.machine import HeapGuard, anonymous_bytes, host
+from headrace.machine import host
+from headrace.machine.host import HeapGuard, anonymous_bytes
 torch.set_num_threads(1)
 MIB = 1 << 20
 given_back = []

@@ -171,7 +171,7 @@ class TestResourceLimits:
     def test_a_real_process_with_a_real_limit(self) -> None:
         """The words of this kernel's /proc are those that the made machines use."""
         code = (
-            "import resource\nfrom headrace.machine import available_memory_bytes\n"
+            "import resource\nfrom headrace.machine.limits import available_memory_bytes\n"
             "used = 1024 * int(open('/proc/self/status').read().split('VmData:')[1].split()[0])\n"
             f"resource.setrlimit(resource.RLIMIT_DATA, (used + {64 * MIB}, resource.RLIM_INFINITY))\n"
             "print(available_memory_bytes())"
