@@ -106,7 +106,9 @@ def test_stripes_go_by_drives_as_the_forecast_has_them(
     drives = [dataclasses.replace(rig.drives[0], mixed_bytes_per_second=rates[system]) for system in systems]
     speeds = {directory: rates[system] for directory, system in zip(directories, systems, strict=True)}
     monkeypatch.setattr("headrace.files.directories.file_systems", lambda found: systems)
-    monkeypatch.setattr("headrace.files.directories.measure_directory", lambda found, size_bytes: Bandwidth(6e9, 6e9, speeds[found]))
+    monkeypatch.setattr(
+        "headrace.files.directories.measure_directory", lambda found, size_bytes: Bandwidth(6e9, 6e9, speeds[found])
+    )
     weights = measured_weights(directories)
     assert weights is not None
     forecast = striped_shares(dataclasses.replace(rig, drives=tuple(drives)).of_directories(systems).drives)
