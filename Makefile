@@ -10,7 +10,7 @@ STAMP := $(VENV)/installed
 # One thread for each test process: with WORKERS of them, more would only wait for one another.
 TEST_ENV := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false
 
-.PHONY: help venv demo test test-oldest test-gpu bench-gpu check format soak bench bench-promise clean
+.PHONY: help venv demo test deep test-oldest test-gpu bench-gpu check format soak bench bench-promise clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ -/'
@@ -30,7 +30,10 @@ demo: $(STAMP)  ## fine-tune a small model through all three tiers, kill it, res
 	$(BIN)/python demo/demo.py
 
 test: $(STAMP)  ## all quick tests (minutes)
-	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) -m "not soak and not gpu" --durations=12 --durations-min=5
+	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) -m "not deep and not soak and not gpu" --durations=12 --durations-min=5
+
+deep: $(STAMP)  ## what `test` has a sample of, whole: all architectures, full products (most of an hour)
+	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) -m "deep and not soak and not gpu" --durations=12 --durations-min=5
 
 test-oldest:  ## the same with the oldest versions that are allowed, in .venv-oldest (gigabytes: torch brings CUDA)
 	$(MAKE) test VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt

@@ -166,13 +166,13 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
 PLACED = ("llama", "llama-tied", "gpt2-dropout", "mamba2")
 
 
-@pytest.mark.parametrize("every", [pytest.param(False, id="some"), pytest.param(True, id="all", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("every", [pytest.param(False, id="some"), pytest.param(True, id="all", marks=pytest.mark.deep)])
 @pytest.mark.parametrize("clip", [None, 0.5], ids=["immediate", "deferred"])
 @pytest.mark.parametrize("name", PLACED)
 def test_placement_changes_nothing(
     name: str, clip: float | None, every: bool, model_dir: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """Each placement with one of the models; with all of them in `make soak`."""
+    """Each placement with one of the models; with all of them in `make deep`."""
     path = model_dir(name, "bfloat16")
     blocks = 3 if "gpt2" in name else 4
     base = train(path, tmp_path / "base", max_grad_norm=clip, adjust=micro_batches(2))
