@@ -1,6 +1,7 @@
 """Which cases of a promise `make test` tries; the others are marked `deep` and left to `make deep`.
 
-Most mistakes show with one value, or with two together: `pairwise` keeps enough of a product that every two values of two axes meet.
+Most mistakes show with one value, or with two together: `pairwise` keeps enough of a product for every two values of two axes
+to meet.
 """
 
 import itertools
