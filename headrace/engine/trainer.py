@@ -36,13 +36,11 @@ from headrace.terms.errors import RunDirectoryError
 from headrace.terms.events import Event, Notice, Planned, Sink, StepResult
 from headrace.terms.layout import plane_set
 from headrace.terms.optimizer import AdamW, Schedule
-from headrace.terms.program import Lane
 from headrace.terms.settings import PROVENANCE_NAME, Settings
 from headrace.terms.sizes import format_bytes
 from headrace.update import AdamWRule, HitRate, LossScale, StepHyper, Updater
 
 # Operations of the SSD lanes that may be under way at once; each is cut into pieces by the I/O engine besides.
-_LANE_WIDTHS = {Lane.SSD_READ: 2, Lane.SSD_WRITE: 3}
 # Of a state that is made before there is a plan.
 _CHUNK_ELEMENTS = 4 << 20
 
@@ -326,7 +324,7 @@ class Engine:
         )
         overlapped = self.settings.interpreter == "overlapped"
         interpreter = (
-            OverlappedInterpreter(self.machine, self._user_sink, _LANE_WIDTHS)
+            OverlappedInterpreter(self.machine, self._user_sink)
             if overlapped
             else PlainInterpreter(self.machine, self._user_sink)
         )

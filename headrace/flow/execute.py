@@ -7,7 +7,7 @@ for ever: each dependency points to an earlier operation, and the first failure 
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 
@@ -189,13 +189,13 @@ class PlainInterpreter(Interpreter):
 
 
 class OverlappedInterpreter(Interpreter):
-    """One queue per lane; the calling thread is the compute lane, the others have `widths[lane]` threads each.
+    """One queue per lane; the calling thread is the compute lane, the others have the threads of their rows in the table.
 
     A lane with several threads still *starts* its operations in order; it only does not wait for one to finish before the
     next. The program states every dependency, so this is safe.
     """
 
-    def __init__(self, machine: Machine, sink: Sink | None = None, widths: Mapping[Lane, int] | None = None) -> None:
+    def __init__(self, machine: Machine, sink: Sink | None = None) -> None:
         super().__init__(machine, sink)
         self._queues: dict[Lane, SimpleQueue[tuple[Run, Op] | None]] = {}
         self._threads: list[threading.Thread] = []
@@ -203,7 +203,7 @@ class OverlappedInterpreter(Interpreter):
             if lane is Lane.COMPUTE:
                 continue
             self._queues[lane] = SimpleQueue()
-            for number in range((widths or {}).get(lane, 1)):
+            for number in range(lane.row.threads):
                 thread = threading.Thread(target=self._serve, args=(lane,), name=f"headrace {lane} {number}", daemon=True)
                 thread.start()
                 self._threads.append(thread)

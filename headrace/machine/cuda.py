@@ -17,8 +17,6 @@ from headrace.terms.errors import InputError
 from headrace.terms.program import Lane
 from headrace.terms.sizes import MIB, format_bytes
 
-_DEVICE_LANES = (Lane.COMPUTE, Lane.HOST_TO_DEVICE, Lane.DEVICE_TO_HOST, Lane.DEVICE_UPDATE)
-_COPY_LANES = (Lane.HOST_TO_DEVICE, Lane.DEVICE_TO_HOST)
 # Workspaces of cuBLAS (32 MiB for each of the two threads that compute: this one and autograd's) and the allocator's segments.
 GPU_OVERHEAD_BYTES = 160 * MIB
 # An event's time is a float32 of milliseconds since the base: later than this it would be coarser than 10 microseconds.
@@ -74,8 +72,7 @@ class CudaMachine:
                 f"{torch.cuda.get_device_name(self.device)} has {format_bytes(total_bytes)}; ask for less"
             )
         _forget_earlier_machines(self.device)
-        # Copies get priority over compute: a copy that waits makes compute wait later.
-        self._streams = {lane: _stream(self.device, priority=-1 if lane in _COPY_LANES else 0) for lane in _DEVICE_LANES}
+        self._streams = {lane: _stream(self.device, priority=lane.row.stream) for lane in Lane if lane.row.stream is not None}
         self._registered: list[Bytes] = []
         self._load_libraries()
         # After the libraries: a budget that is too small is the planner's to refuse, in words.

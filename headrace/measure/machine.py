@@ -218,10 +218,9 @@ class _Bench:
         """Return what is measured together: each drive's and the link's directions, and lanes that may disturb each other."""
         drives = [(f"read {index}", f"write {index}") for index in range(len(self._drives))]
         moving: list[tuple[str, str]] = [(Lane.HOST_TO_DEVICE, Lane.DEVICE_TO_HOST)]
-        with_compute = (Lane.UPDATE, Lane.SSD_READ, Lane.SSD_WRITE, Lane.HOST_TO_DEVICE, Lane.DEVICE_TO_HOST)
-        with_update = (Lane.SSD_READ, Lane.SSD_WRITE, Lane.HOST_TO_DEVICE, Lane.DEVICE_TO_HOST)
-        moving += [(Lane.COMPUTE, lane) for lane in with_compute]
-        moving += [(Lane.UPDATE, lane) for lane in with_update]
+        on_bus = [lane for lane in Lane if lane.row.on_bus and lane in self._loads]
+        moving += [(Lane.COMPUTE, lane) for lane in on_bus]
+        moving += [(Lane.UPDATE, lane) for lane in on_bus if lane is not Lane.UPDATE]
         return drives + moving
 
     def _rounds(self) -> int:
@@ -324,7 +323,7 @@ class _Bench:
 
     def _slowdowns(self, found: Figures) -> dict[str, dict[str, float]]:
         """Return what is left of each lane's rate beside another, without what sharing the memory bus explains already."""
-        lanes = {str(lane) for lane in Lane}
+        lanes = set(Lane)
         bus = max(found.rates["stream"], found.rates["update all"])
         slowdowns: dict[str, dict[str, float]] = {}
         for one, other in self._pairs():

@@ -7,12 +7,11 @@ what is solved is its dual, whose answer are prices of the lanes' work at which 
 Invariant: a function of its arguments alone; no schedule of these lanes at these speeds takes less.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
-from headrace.plan.rates import LANES, PLACE
 from headrace.terms.program import Lane
 
-Speeds = Callable[[int], Sequence[tuple[int, float]]]
+Speeds = Callable[[tuple[Lane, ...]], Mapping[Lane, float]]
 
 # Beside coefficients of about 1: below this, rounding.
 _NOTHING = 1e-11
@@ -23,17 +22,16 @@ _MOST_PIVOTS = 1000
 def least_seconds(alone: Mapping[Lane, float], speeds: Speeds) -> float:
     """Return the least seconds for work that takes each lane `alone[lane]` seconds alone.
 
-    `speeds` gives, for a set of busy lanes (a bit mask of their places in `LANES`), the place and the speed of each, at most 1.
+    `speeds` gives, for busy lanes in the order of the table, the speed of each, at most 1.
     """
-    lanes = [lane for lane in LANES if alone.get(lane, 0.0) > 0]
+    lanes = [lane for lane in Lane if alone.get(lane, 0.0) > 0]
     if not lanes:
         return 0.0
     longest = max(alone[lane] for lane in lanes)
     sets = []
     for chosen in range(1, 1 << len(lanes)):
-        busy = sum(1 << PLACE[lane] for bit, lane in enumerate(lanes) if chosen >> bit & 1)
-        speed = dict(speeds(busy))
-        sets.append([speed.get(PLACE[lane], 0.0) for lane in lanes])
+        speed = speeds(tuple(lane for bit, lane in enumerate(lanes) if chosen >> bit & 1))
+        sets.append([speed.get(lane, 0.0) for lane in lanes])
     return longest * _greatest(sets, [alone[lane] / longest for lane in lanes])
 
 

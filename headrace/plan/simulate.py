@@ -15,10 +15,11 @@ work that matters more, in the model as on a real machine; the tests state how l
 No clock, no files, no torch.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
-from headrace.plan.rates import ALL_LANES, LANES, PLACE, PLACES, Rates
+from headrace.plan.rates import Rates
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.errors import StepFailed
 from headrace.terms.program import Lane, Op, Program
@@ -34,16 +35,8 @@ _MOST_ROUNDS = 12
 # A lane that is busy for less than this share of the step does not limit it by itself.
 _SATURATED = 0.85
 
-_WORDS = {
-    Lane.COMPUTE: "compute",
-    Lane.SSD_READ: "SSD reads",
-    Lane.SSD_WRITE: "SSD writes",
-    Lane.HOST_TO_DEVICE: "host-to-device copies",
-    Lane.DEVICE_TO_HOST: "device-to-host copies",
-    Lane.UPDATE: "the CPU's update kernel",
-    Lane.DEVICE_UPDATE: "updates on the device",
-    Lane.COMMIT: "commits",
-}
+
+_Value = TypeVar("_Value")
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +115,8 @@ def simulate(
     if len(programs) < 3:
         raise ValueError(f"simulate: {len(programs)} programs given, at least 3 are needed to find the steady state")
     rates = Rates(ceilings, compute_dtype, compute_threads, update_threads)
-    clock = _Clock(rates)
+    used = {op.lane for program in {id(program): program for program in programs}.values() for op in program.ops}
+    clock = _Clock(rates, tuple(lane for lane in Lane if lane in used))
     given, repeats = len(programs), programs[-1] == programs[-2]
     going_on = repeats
     clock.admit(programs[0])
@@ -141,11 +135,26 @@ def simulate(
     return _timeline(clock, measured, repeats=repeats, given=given)
 
 
-class _Clock:
-    """The event loop. At most one operation per lane is under way, so a scan over eight lanes beats a heap."""
+class _Known(dict[int, _Value]):
+    """What was found for a set of lanes; an event asks for a few, so no call is made where it is known."""
 
-    def __init__(self, rates: Rates) -> None:
-        self.rates = rates
+    def __init__(self, find: Callable[[int], _Value]) -> None:
+        super().__init__()
+        self._find = find
+
+    def __missing__(self, mask: int) -> _Value:
+        value = self[mask] = self._find(mask)
+        return value
+
+
+class _Clock:
+    """The event loop. At most one operation per lane is under way, so a scan over the few lanes beats a heap.
+
+    A set of lanes is a bit mask of their places among those that the programs use; only sets that occur are looked into.
+    """
+
+    def __init__(self, rates: Rates, lanes: tuple[Lane, ...]) -> None:
+        self.rates, self.lanes = rates, lanes
         self.programs: list[Program] = []
         self.done: list[bytearray] = []
         self.left: list[int] = []
@@ -153,7 +162,10 @@ class _Clock:
         self.stop: list[list[float]] = []
         self.finish: list[float] = []
         self.now = 0.0
-        count = len(LANES)
+        count = len(lanes)
+        self.place = {lane: place for place, lane in enumerate(lanes)}
+        self.places_of, self.speeds_of = _Known(self._places), _Known(self._speeds)
+        self.all_lanes = (1 << count) - 1
         self.work: list[list[float]] = []  # by program and operation: the seconds that it takes alone
         self.queue: list[list[tuple[int, Op]]] = [[] for _ in range(count)]
         self.head = [0] * count
@@ -162,6 +174,14 @@ class _Clock:
         self.busy = 0
         self.speed = [1.0] * count
         self.due = [0.0] * count  # when the lane's operation stops if no speed changes
+
+    def _places(self, mask: int) -> tuple[int, ...]:
+        return tuple(place for place in range(len(self.lanes)) if mask >> place & 1)
+
+    def _speeds(self, busy: int) -> tuple[tuple[int, float], ...]:
+        places = self.places_of[busy]
+        speeds = self.rates.speeds(tuple([self.lanes[place] for place in places]))
+        return tuple((place, speeds[self.lanes[place]]) for place in places)
 
     def admit(self, program: Program) -> None:
         """Append a program to the lanes' queues."""
@@ -176,7 +196,7 @@ class _Clock:
         self.start.append([0.0] * len(program.ops))
         self.stop.append([0.0] * len(program.ops))
         for op in program.ops:
-            self.queue[PLACE[op.lane]].append((number, op))
+            self.queue[self.place[op.lane]].append((number, op))
         self.blocked = [_NOTHING if blocked is _MORE else blocked for blocked in self.blocked]
 
     def settled(self, since: int) -> bool:
@@ -202,7 +222,7 @@ class _Clock:
         return True
 
     def _start_ready(self) -> None:
-        for place in PLACES[ALL_LANES ^ self.busy]:
+        for place in self.places_of[self.all_lanes ^ self.busy]:
             flags, index = self.blocked[place]
             if flags[index] and self._ready(place):
                 number, op = self.queue[place][self.head[place]]
@@ -210,7 +230,7 @@ class _Clock:
                 self.due[place] = self.now + self.work[number][op.index]
                 self.speed[place] = 1.0
                 self.busy |= 1 << place
-        for place, speed in self.rates.speeds(self.busy):
+        for place, speed in self.speeds_of[self.busy]:
             # Left alone where nothing changes, so that undisturbed operations take exactly their own seconds.
             if speed != self.speed[place]:
                 self.due[place] = self.now + (self.due[place] - self.now) * self.speed[place] / speed
@@ -240,7 +260,7 @@ class _Clock:
 
     def _advance(self) -> None:
         """Move to the next end of an operation and complete all that end then."""
-        under_way, due = PLACES[self.busy], self.due
+        under_way, due = self.places_of[self.busy], self.due
         self.now = now = max(self.now, min([due[place] for place in under_way]))
         for place in under_way:
             if due[place] <= now:
@@ -274,9 +294,9 @@ def _timeline(clock: _Clock, measured: int, *, repeats: bool, given: int) -> Tim
     if not settled:
         first = max(1, (given + measured) // 2)
         period = (clock.finish[measured] - clock.finish[first - 1]) / (measured - first + 1)
-    spans: dict[Lane, list[tuple[float, float]]] = {lane: [] for lane in LANES}
-    alone, busy, flops = (dict.fromkeys(LANES, 0.0) for _ in range(3))
-    num_bytes = dict.fromkeys(LANES, 0)
+    spans: dict[Lane, list[tuple[float, float]]] = {lane: [] for lane in Lane}
+    alone, busy, flops = (dict.fromkeys(Lane, 0.0) for _ in range(3))
+    num_bytes = dict.fromkeys(Lane, 0)
     timed = zip(clock.programs[measured].ops, clock.start[measured], clock.stop[measured], clock.work[measured], strict=True)
     for op, start, stop, work in timed:
         lane = op.lane
@@ -295,7 +315,7 @@ def _timeline(clock: _Clock, measured: int, *, repeats: bool, given: int) -> Tim
             bytes=num_bytes[lane],
             flops=flops[lane],
         )
-        for lane in LANES
+        for lane in Lane
     }
     bottleneck, explanation = _explain(clock.rates, lanes, spans, step_seconds)
     return Timeline(
@@ -320,14 +340,16 @@ def _explain(
     rates: Rates, lanes: dict[Lane, LaneUse], spans: dict[Lane, list[tuple[float, float]]], step_seconds: float
 ) -> tuple[Lane, str]:
     """Return the lane that limits the step, and why in words."""
-    bottleneck = max(LANES, key=lambda lane: lanes[lane].utilisation)
-    share, words = lanes[bottleneck].utilisation, _WORDS[bottleneck]
-    for pair, place in zip(rates.shares, ("drives", "link"), strict=True):
+    bottleneck = max(Lane, key=lambda lane: lanes[lane].utilisation)
+    share, words = lanes[bottleneck].utilisation, bottleneck.row.words
+    for shared, sharing in rates.shares.items():
         # Two directions in turn keep what they share busy although neither is; only the union shows it.
-        together = _union_seconds(sorted([*spans[pair[0]], *spans[pair[1]]])) / step_seconds if step_seconds else 0.0
-        if rates.shared_factor(pair) < 1 and together > share + 1e-9:
-            bottleneck = max(pair, key=lambda lane: lanes[lane].utilisation)
-            share, words = min(1.0, together), f"{_WORDS[pair[0]]} and {_WORDS[pair[1]].split()[-1]}, which share the {place}"
+        together = sorted(span for lane in sharing for span in spans[lane])
+        both = _union_seconds(together) / step_seconds if step_seconds else 0.0
+        if rates.shared_factor(sharing) < 1 and both > share + 1e-9:
+            bottleneck = max(sharing, key=lambda lane: lanes[lane].utilisation)
+            directions = [sharing[0].row.words, *(lane.row.words.split()[-1] for lane in sharing[1:])]
+            share, words = min(1.0, both), f"{' and '.join(directions)}, which share the {shared.name}"
     if share >= _SATURATED:
         return bottleneck, f"limited by {words}: busy {share:.0%} of the step"
     return bottleneck, (

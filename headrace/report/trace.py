@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from headrace.terms.events import Committed, Event, OpDone
-from headrace.terms.program import Lane
+from headrace.terms.program import Lane, lane_named
 
 PROCESS_ID = 1
-_LANES = tuple(lane.value for lane in Lane)
 _MOST_THREADS_OF_A_LANE = 100  # only for the order of thread numbers
 
 
@@ -84,7 +83,8 @@ class TraceFile:
 
     def _lane(self, lane: str) -> int:
         # Known lanes keep the order of the design, whichever reports first.
-        return self._lanes.setdefault(lane, _LANES.index(lane) if lane in _LANES else len(_LANES) + len(self._lanes))
+        known, found = list(Lane), lane_named(lane)
+        return self._lanes.setdefault(lane, known.index(found) if found else len(known) + len(self._lanes))
 
     def _put(self, entry: dict[str, Any]) -> None:
         self._file.write(("" if self._first else ",\n") + json.dumps(entry))

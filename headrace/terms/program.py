@@ -7,17 +7,124 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 
-class Lane(StrEnum):
-    """A resource that works through its operations in program order."""
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Something that lanes share. `rate` names the figure of a profile (`Ceilings`) that says what they move together.
 
-    COMPUTE = "compute"
-    SSD_READ = "ssd-read"
-    SSD_WRITE = "ssd-write"
-    HOST_TO_DEVICE = "host-to-device"
-    DEVICE_TO_HOST = "device-to-host"
-    UPDATE = "update"
-    DEVICE_UPDATE = "device-update"
-    COMMIT = "commit"
+    Without a figure they do no more together than in turn: each keeps half of its speed beside another, where a profile's
+    `slowdowns` do not say otherwise.
+    """
+
+    name: str
+    rate: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaneRow:
+    """What is known of a lane. `heading` names it on a page, `words` within a sentence.
+
+    `rate` and `overhead` name figures of a profile: bytes per second, and seconds that each operation takes besides. `on_bus`:
+    what it moves crosses the host's memory bus. `stream` is the priority of the lane's own stream on a device that has streams,
+    None where its work is the host's. It has `threads`; with one, an operation that is done tells that all before it are.
+    """
+
+    heading: str
+    words: str
+    rate: str | None = None
+    overhead: str | None = None
+    shares: Share | None = None
+    on_bus: bool = False
+    stream: int | None = None
+    threads: int = 1
+
+
+_DEVICE = Share("device")
+_DRIVES = Share("drives", "ssd_mixed_bytes_per_second")
+_LINK = Share("link", "both_ways_bytes_per_second")
+
+
+class Lane(StrEnum):
+    """A resource that works through its operations in program order. This is the table of lanes: to add one, add a row."""
+
+    row: LaneRow
+
+    def __new__(cls, name: str, row: LaneRow) -> "Lane":
+        """Make the lane `name`."""
+        lane = str.__new__(cls, name)
+        lane._value_, lane.row = name, row
+        return lane
+
+    COMPUTE = "compute", LaneRow(heading="Compute", words="compute", overhead="launch_seconds", shares=_DEVICE, stream=0)
+    SSD_READ = (
+        "ssd-read",
+        LaneRow(
+            heading="SSD reads",
+            words="SSD reads",
+            rate="ssd_read_bytes_per_second",
+            overhead="transfer_seconds",
+            shares=_DRIVES,
+            on_bus=True,
+            threads=2,
+        ),
+    )
+    SSD_WRITE = (
+        "ssd-write",
+        LaneRow(
+            heading="SSD writes",
+            words="SSD writes",
+            rate="ssd_write_bytes_per_second",
+            overhead="transfer_seconds",
+            shares=_DRIVES,
+            on_bus=True,
+            threads=3,
+        ),
+    )
+    # Copies get priority over compute: a copy that waits makes compute wait later.
+    HOST_TO_DEVICE = (
+        "host-to-device",
+        LaneRow(
+            heading="Host → device",
+            words="host-to-device copies",
+            rate="host_to_device_bytes_per_second",
+            overhead="transfer_seconds",
+            shares=_LINK,
+            on_bus=True,
+            stream=-1,
+        ),
+    )
+    DEVICE_TO_HOST = (
+        "device-to-host",
+        LaneRow(
+            heading="Device → host",
+            words="device-to-host copies",
+            rate="device_to_host_bytes_per_second",
+            overhead="transfer_seconds",
+            shares=_LINK,
+            on_bus=True,
+            stream=-1,
+        ),
+    )
+    UPDATE = (
+        "update",
+        LaneRow(heading="Update", words="the CPU's update kernel", rate="update_bytes_per_second", on_bus=True),
+    )
+    DEVICE_UPDATE = (
+        "device-update",
+        LaneRow(
+            heading="Update on device",
+            words="updates on the device",
+            rate="device_update_bytes_per_second",
+            overhead="launch_seconds",
+            shares=_DEVICE,
+            stream=0,
+        ),
+    )
+    COMMIT = "commit", LaneRow(heading="Commit", words="commits", overhead="commit_seconds")
+
+
+def lane_named(name: str) -> Lane | None:
+    """Return the lane `name`, None if the table has none: what a program of another version wrote may name others."""
+    return next((lane for lane in Lane if lane == name), None)
 
 
 class Verb(StrEnum):

@@ -30,7 +30,7 @@ def random_program(seed: int, count: int) -> Program:
 
 def interpreters() -> list[Interpreter]:
     machine = CpuMachine()
-    return [PlainInterpreter(machine), OverlappedInterpreter(machine, widths={Lane.SSD_READ: 3, Lane.SSD_WRITE: 2})]
+    return [PlainInterpreter(machine), OverlappedInterpreter(machine)]
 
 
 @settings(max_examples=25, deadline=None)

@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.plan.bound import least_seconds
-from headrace.plan.rates import LANES, PLACE
 from headrace.terms.program import Lane
 
 FOUR = (Lane.COMPUTE, Lane.SSD_READ, Lane.SSD_WRITE, Lane.UPDATE)
@@ -17,12 +16,10 @@ FOUR = (Lane.COMPUTE, Lane.SSD_READ, Lane.SSD_WRITE, Lane.UPDATE)
 def speeds_of(kept: dict[tuple[Lane, Lane], float]):
     """Return speeds of lanes that each keep the product of their shares beside the others."""
 
-    def speeds(busy: int) -> list[tuple[int, float]]:
-        active = [lane for lane in LANES if busy >> PLACE[lane] & 1]
-        return [
-            (PLACE[lane], float(np.prod([kept.get((lane, other), 1.0) for other in active if other is not lane])))
-            for lane in active
-        ]
+    def speeds(active: tuple[Lane, ...]) -> dict[Lane, float]:
+        return {
+            lane: float(np.prod([kept.get((lane, other), 1.0) for other in active if other is not lane])) for lane in active
+        }
 
     return speeds
 
@@ -33,8 +30,8 @@ def by_enumeration(alone: dict[Lane, float], speeds) -> float:
     rows = []
     for chosen in range(1, 1 << len(lanes)):
         names = [lane for bit, lane in enumerate(lanes) if chosen >> bit & 1]
-        speed = dict(speeds(sum(1 << PLACE[lane] for lane in names)))
-        rows.append([speed.get(PLACE[lane], 0.0) for lane in lanes])
+        speed = speeds(tuple(names))
+        rows.append([speed.get(lane, 0.0) for lane in lanes])
     matrix = np.array([*rows, *-np.eye(len(lanes))])
     limits = np.array([1.0] * len(rows) + [0.0] * len(lanes))
     picks = np.array(list(combinations(range(len(matrix)), len(lanes))))

@@ -19,9 +19,9 @@ from headrace.report.pages.run_files import RunFiles
 from headrace.report.pages.views import StepView, measured_view, planned_view
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.errors import HeadraceError
+from headrace.terms.program import Lane
 
 _RECENT_STEPS = 20
-_SHARED = (("ssd-read", "ssd-write"), ("host-to-device", "device-to-host"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,14 +178,7 @@ def _rates(lanes: tuple[Record, ...], run: RunFiles, ahead: Forecast | None) -> 
     ceilings, plan = run.ceilings, run.plan
     limits: dict[str, float] = {}
     if ceilings is not None:
-        limits = {
-            "ssd-read": ceilings.ssd_read_bytes_per_second,
-            "ssd-write": ceilings.ssd_write_bytes_per_second,
-            "host-to-device": ceilings.host_to_device_bytes_per_second,
-            "device-to-host": ceilings.device_to_host_bytes_per_second,
-            "update": ceilings.update_bytes_per_second,
-            "device-update": ceilings.device_update_bytes_per_second,
-        }
+        limits = {lane: getattr(ceilings, lane.row.rate) for lane in Lane if lane.row.rate is not None}
     found = []
     for share in _shares(lanes):
         if share.bytes and share.busy_seconds > 0:
@@ -198,12 +191,12 @@ def _rates(lanes: tuple[Record, ...], run: RunFiles, ahead: Forecast | None) -> 
                 ceiling=limits.get(share.lane),
             )
             found.append(rate)
-    compute = next((share for share in _shares(lanes) if share.lane == "compute"), None)
+    compute = next((share for share in _shares(lanes) if share.lane == Lane.COMPUTE), None)
     if ahead is not None and plan is not None and ceilings is not None and compute is not None and compute.busy_seconds > 0:
         flops = ahead.flops_per_step
         limit = ceilings.matrix_flops_per_second(plan.compute_dtype)
         mean = flops / (compute.busy_seconds + compute.idle_seconds)
-        found.append(Rate(name="compute", unit="FLOP", busy=flops / compute.busy_seconds, mean=mean, ceiling=limit))
+        found.append(Rate(name=Lane.COMPUTE, unit="FLOP", busy=flops / compute.busy_seconds, mean=mean, ceiling=limit))
     return tuple(found)
 
 
@@ -228,19 +221,19 @@ def _doubled(run: RunFiles, lane: str) -> tuple[tuple[str, float], ...]:
 
 
 def _with_twice(ceilings: Ceilings, lane: str) -> tuple[str, Ceilings] | None:
-    if lane in _SHARED[0]:
+    if lane in (Lane.SSD_READ, Lane.SSD_WRITE):
         return "twice as many SSDs", replace(ceilings, drives=ceilings.drives * 2)
-    if lane in _SHARED[1]:
+    if lane in (Lane.HOST_TO_DEVICE, Lane.DEVICE_TO_HOST):
         names = ("host_to_device_bytes_per_second", "device_to_host_bytes_per_second", "both_ways_bytes_per_second")
         return "a host-device link twice as fast", replace(ceilings, **_times(ceilings, names))
-    if lane == "compute":
+    if lane == Lane.COMPUTE:
         flops: Mapping[str, float] = {name: 2 * rate for name, rate in ceilings.flops_per_second.items()}
         words = "a GPU twice as fast" if ceilings.has_device else "cores twice as fast"
         return words, replace(ceilings, flops_per_second=flops)
-    if lane == "device-update":
+    if lane == Lane.DEVICE_UPDATE:
         rate = 2 * ceilings.device_update_bytes_per_second
         return "device memory twice as fast", replace(ceilings, device_memory_bytes_per_second=rate)
-    if lane == "update":
+    if lane == Lane.UPDATE:
         names = ("update_bytes_per_second", "update_bytes_per_second_per_core", "host_memory_bytes_per_second")
         return "host memory twice as fast", replace(ceilings, **_times(ceilings, names))
     return None

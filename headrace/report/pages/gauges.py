@@ -9,7 +9,7 @@ from headrace.plan.plan import Plan
 from headrace.report.metrics import Record
 from headrace.report.pages.findings import Rate
 from headrace.report.pages.markup import element, escape, rate
-from headrace.report.pages.views import LANE_WORDS
+from headrace.report.pages.views import lane_heading
 from headrace.terms.sizes import format_bytes
 
 _TIER_WORDS = {"device": "Device memory", "host": "Host memory", "ssd": "SSD space"}
@@ -111,7 +111,7 @@ def _gauge(each: Rate, most: float) -> str:
     if each.ceiling:
         words += f" · {each.busy / each.ceiling:.0%} of {rate(each.ceiling, each.unit)}"
     about = element("small", escape(f"{rate(each.mean, each.unit)} over the step"))
-    name = LANE_WORDS.get(each.name, each.name)
+    name = lane_heading(each.name)
     return element(
         "div",
         element("div", element("b", escape(name)), element("span", escape(words)), about, class_="gauge-words"),

@@ -7,7 +7,8 @@ legible at any width. The page's script zooms by changing each drawing's view bo
 from collections.abc import Iterable
 
 from headrace.report.pages.markup import element, escape, figure, ticks
-from headrace.report.pages.views import LANE_ORDER, LANE_WORDS, Bar, StepView, in_rows, joined
+from headrace.report.pages.views import Bar, StepView, in_rows, joined, lane_heading
+from headrace.terms.program import Lane
 from headrace.terms.sizes import format_bytes
 
 # Families of verbs, each with a colour of its own in the style sheet.
@@ -40,7 +41,7 @@ def lane_chart(measured: StepView | None, planned: StepView | None) -> str:
     views = [(name, view) for name, view in (("planned", planned), ("measured", measured)) if view is not None]
     span = max(view.seconds for _, view in views)
     used = {bar.lane for _, view in views for bar in view.bars}
-    lanes = [lane for lane in LANE_ORDER if lane in used] + sorted(used - set(LANE_ORDER))
+    lanes = [lane for lane in Lane if lane in used] + sorted(used - set(Lane))
     rows = [_lane_row(lane, views, span) for lane in lanes]
     ends = "".join(_end_mark(name, view.seconds, span) for name, view in views)
     body = element("div", _grid(span), ends, *rows, _memory_row(measured, span), class_="lanes-body")
@@ -64,7 +65,7 @@ def _lane_row(lane: str, views: Iterable[tuple[str, StepView]], span: float) -> 
         shares.append(element("span", f"{busy:.0%}", class_=f"share {name}", title=f"{name}: busy {busy:.1%} of the step"))
     return element(
         "div",
-        element("div", escape(LANE_WORDS.get(lane, lane)), class_="lane-name"),
+        element("div", escape(lane_heading(lane)), class_="lane-name"),
         element("div", *tracks, class_="tracks"),
         element("div", *shares, class_="shares"),
         class_="lane",

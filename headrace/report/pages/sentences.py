@@ -6,19 +6,10 @@ Invariant: a sentence is made only where its figures are known, and says whether
 from headrace.report.pages.findings import Findings, together_share
 from headrace.report.pages.markup import decimal_bytes
 from headrace.report.pages.run_files import RunFiles
+from headrace.terms.program import Lane, lane_named
 from headrace.terms.sizes import format_seconds
 from headrace.terms.words import plain_figure
 
-_LANES = {
-    "compute": "compute",
-    "ssd-read": "SSD reads",
-    "ssd-write": "SSD writes",
-    "host-to-device": "host-to-device copies",
-    "device-to-host": "device-to-host copies",
-    "update": "the optimizer update",
-    "device-update": "updates on the device",
-    "commit": "commits",
-}
 # As the planner has it: a lane that is busy for less does not limit the step by itself.
 _SATURATED = 0.85
 _WORTH_A_WORD = 0.01
@@ -26,7 +17,8 @@ _WORTH_A_WORD = 0.01
 
 def lane_words(lane: str) -> str:
     """Return what a lane is called within a sentence."""
-    return _LANES.get(lane, lane)
+    known = lane_named(lane)
+    return known.row.words if known else lane
 
 
 def bottleneck_words(found: Findings, run: RunFiles) -> list[str]:
@@ -85,7 +77,7 @@ def _limit(found: Findings, run: RunFiles) -> str:
         ceilings.ssd_mixed_bytes_per_second < ceilings.ssd_read_bytes_per_second + ceilings.ssd_write_bytes_per_second
     )
     if shared and found.measured is not None:
-        both = together_share(found.measured, ("ssd-read", "ssd-write"))
+        both = together_share(found.measured, (Lane.SSD_READ, Lane.SSD_WRITE))
         if both > share:
             share, words = both, "SSD reads and writes, which share the drives"
     step = format_seconds(found.step_seconds)

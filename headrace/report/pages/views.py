@@ -9,19 +9,7 @@ from dataclasses import dataclass, replace
 
 from headrace.plan.simulate import Timeline
 from headrace.report.lanes import Recording
-from headrace.terms.program import Lane
-
-LANE_ORDER = tuple(lane.value for lane in Lane)
-LANE_WORDS = {
-    "compute": "Compute",
-    "ssd-read": "SSD reads",
-    "ssd-write": "SSD writes",
-    "host-to-device": "Host → device",
-    "device-to-host": "Device → host",
-    "update": "Update",
-    "device-update": "Update on device",
-    "commit": "Commit",
-}
+from headrace.terms.program import Lane, lane_named
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +79,12 @@ def planned_view(timeline: Timeline) -> StepView:
         if abs(timed.program - timeline.measured) <= 1
     ]
     return StepView(seconds=timeline.step_seconds, bars=_window(bars, timeline.step_seconds))
+
+
+def lane_heading(lane: str) -> str:
+    """Return what a lane is called above its row."""
+    known = lane_named(lane)
+    return known.row.heading if known else lane
 
 
 def in_rows(bars: Iterable[Bar]) -> tuple[Bar, ...]:

@@ -23,7 +23,7 @@ from headrace.report.pages.lane_chart import FAMILY_OF
 from headrace.report.pages.markup import data_block, decimal_bytes, element, figure, rate, ticks
 from headrace.report.pages.sentences import bottleneck_words, endurance_words, io_cpu_words
 from headrace.report.pages.step_charts import thin
-from headrace.report.pages.views import LANE_WORDS, Bar, in_rows, joined
+from headrace.report.pages.views import Bar, in_rows, joined, lane_heading
 from headrace.terms.errors import RunDirectoryError
 from headrace.terms.program import Lane, Verb
 
@@ -32,7 +32,7 @@ SECTIONS = ("bottleneck", "timeline", "rates", "memory", "steps", "endurance")
 
 
 def test_every_lane_has_a_name_and_every_verb_a_colour() -> None:
-    assert set(LANE_WORDS) == {str(lane) for lane in Lane}
+    assert len({lane_heading(lane) for lane in Lane}) == len(Lane)
     assert set(FAMILY_OF) == {str(verb) for verb in Verb}
 
 
@@ -310,7 +310,9 @@ class TestFindings:
         words = " ".join(bottleneck_words(find(run), run))
         # The drives share their rate, and a write follows the reads: together they are busy all the time.
         assert "limited by SSD reads and writes, which share the drives: busy for 100%" in words
-        assert "compute waited 500 ms of 1.0 s: 400 ms for the optimizer update (update), 100 ms for SSD reads (fetch)" in words
+        assert (
+            "compute waited 500 ms of 1.0 s: 400 ms for the CPU's update kernel (update), 100 ms for SSD reads (fetch)" in words
+        )
         assert "With twice as many SSDs the plan's step would take" in words
 
     def test_twice_what_limits_the_plan_makes_the_planned_step_shorter(self, tmp_path: Path) -> None:

@@ -1,0 +1,114 @@
+"""A lane is a row of one table: with a row more, the simulator, the trace and the pages know it, and nothing else changes."""
+
+import json
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import pytest
+from machines import machine
+
+from headrace.flow.execute import OverlappedInterpreter
+from headrace.machine.cpu import CpuMachine
+from headrace.plan.simulate import simulate
+from headrace.report.lanes import LanesFile, read_recording
+from headrace.report.pages.lane_chart import lane_chart
+from headrace.report.pages.sentences import lane_words
+from headrace.report.pages.views import measured_view, planned_view
+from headrace.report.trace import TraceFile
+from headrace.terms.ceilings import Ceilings
+from headrace.terms.events import OpDone
+from headrace.terms.program import Lane, LaneRow, Op, Program, Share, Verb, lane_named
+
+
+@dataclass(frozen=True, kw_only=True)
+class WithNetwork(Ceilings):
+    """A profile that has measured a network card, too."""
+
+    nic_up_bytes_per_second: float
+    network_bytes_per_second: float
+
+
+@pytest.fixture
+def nic_up(monkeypatch: pytest.MonkeyPatch) -> Lane:
+    """Add the row `nic-up` to the table."""
+    row = LaneRow(
+        heading="Network, up",
+        words="sending over the network",
+        rate="nic_up_bytes_per_second",
+        overhead="transfer_seconds",
+        shares=Share("network card", "network_bytes_per_second"),
+        on_bus=True,
+        threads=2,
+    )
+    lane = Lane.__new_member__(Lane, "nic-up", row)  # type: ignore[attr-defined]
+    lane._name_ = "NIC_UP"
+    monkeypatch.setitem(Lane._member_map_, "NIC_UP", lane)
+    monkeypatch.setitem(Lane._value2member_map_, "nic-up", lane)
+    monkeypatch.setattr(Lane, "_member_names_", [*Lane._member_names_, "NIC_UP"])
+    return lane
+
+
+def profile() -> WithNetwork:
+    base = machine(memory=1e12, read=2e9)
+    values = {field.name: getattr(base, field.name) for field in fields(Ceilings)}
+    return WithNetwork(**values, nic_up_bytes_per_second=1e9, network_bytes_per_second=1e9)
+
+
+def step(lane: Lane) -> Program:
+    read = Op(index=0, verb=Verb.FETCH, lane=Lane.SSD_READ, bytes=4 * 10**9)
+    return Program((read, Op(index=1, verb=Verb.DRAIN, lane=lane, bytes=3 * 10**9, after=(0,))))
+
+
+def test_the_simulator_gives_a_new_lane_its_rate_and_finds_that_it_limits(nic_up: Lane) -> None:
+    found = simulate([step(nic_up)] * 3, profile())
+    assert found.lanes[nic_up].alone_seconds == pytest.approx(3.0, rel=1e-3)
+    assert found.step_seconds == pytest.approx(3.0, rel=1e-2)
+    assert found.bottleneck is nic_up
+    assert "limited by sending over the network" in found.explanation
+
+
+def test_an_interpreter_serves_a_new_lane(nic_up: Lane) -> None:
+    interpreter, served = OverlappedInterpreter(CpuMachine()), []
+    try:
+        interpreter.run(step(nic_up), lambda op: served.append(op.lane), 0).wait()
+    finally:
+        interpreter.close()
+    assert served == [Lane.SSD_READ, nic_up]
+
+
+def test_traces_and_pages_name_a_new_lane(nic_up: Lane, tmp_path: Path) -> None:
+    done = [
+        OpDone(
+            step=number,
+            label="drain",
+            verb=Verb.DRAIN,
+            lane=lane,
+            unit=1,
+            micro=-1,
+            chunk=-1,
+            start_seconds=number + 0.1,
+            stop_seconds=number + 0.9,
+            bytes=7,
+        )
+        for number in range(2)
+        for lane in (nic_up, Lane.COMPUTE)
+    ]
+    trace, lanes = TraceFile(tmp_path / "trace.json"), LanesFile(tmp_path)
+    for event in done:
+        trace(event)
+        lanes(event)
+    trace.close()
+    lanes.close()
+    threads = {entry["tid"]: entry["args"] for entry in json.loads((tmp_path / "trace.json").read_text()) if "tid" in entry}
+    assert sorted(threads) == [0, 100 * list(Lane).index(nic_up)]
+    assert lane_words("nic-up") == "sending over the network"
+    page = lane_chart(
+        measured_view(read_recording(tmp_path / "timeline.json")), planned_view(simulate([step(nic_up)] * 3, profile()))
+    )
+    assert page.index("Compute") < page.index("Network, up")
+
+
+def test_a_lane_of_another_version_keeps_its_name() -> None:
+    assert lane_named("nic-up") is None
+    assert lane_words("nic-up") == "nic-up"
+    assert lane_named("ssd-read") is Lane.SSD_READ
