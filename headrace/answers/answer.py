@@ -46,6 +46,8 @@ _COARSE_OPERATIONS = 1000
 _MOST_OPERATIONS = 2000
 # What a run loads besides what a plan does: kernels with their compiler, tokenizer, data. Measured (LOG.md, 2026-11-22).
 _COMPILER_OF_KERNELS, _LOADED_BY_RUNS_BYTES = "numba", 36 * MIB
+# What it all takes in a run on a machine that is not this one: what was measured here. Of this process it says nothing.
+_RUNTIME_ELSEWHERE_BYTES = 300 * MIB
 # A variant of a plan that fits is worth a line below this share of its time.
 _WORTH_IT = 0.99
 # Placements of a variant that are compared.
@@ -71,9 +73,9 @@ def plan_model(
 
     `ceilings` is the machine; without it times are those of a nominal one, and the report says so. Where the budget names SSD
     directories, their drives alone count. `here` says that it is this machine, so that budgets that are not given follow from
-    what is free now. `max_steps` is the length of the run, for hours and wear. Where the model does not fit, the search for
-    variants that do ends after about `variants_seconds`; where it fits and the SSDs limit the step, the alternatives are what
-    would spare them.
+    what is free now; where it is not, nothing is asked of this one but for directories of its own that the budget names.
+    `max_steps` is the length of the run, for hours and wear. Where the model does not fit, the search for variants that do
+    ends after about `variants_seconds`; where it fits and the SSDs limit the step, the alternatives are what would spare them.
 
     Raises:
         ModelError: there is no configuration, or its architecture is one that training refuses: tried on a tiny instance.
@@ -98,10 +100,10 @@ def plan_model(
         import_workspace_bytes=import_workspace_bytes(chain.layouts),
         ssd_bytes=default_ssd_bytes(ceilings, budget.ssd),
     )
-    if not allowance.device_overhead_bytes and not CpuMachine().multiplies(compute_dtype):
+    if not allowance.device_overhead_bytes and not _multiplies(compute_dtype, ceilings, here=here):
         chain.multiply_wide()
     question = Question(workload=workload, allowance=allowance, moments=moments)
-    planner = _Planner(chain, question, ceilings)
+    planner = _Planner(chain, question, ceilings, here=here)
     report = PlanReport(
         model=type(chain.model if whole is None else whole).__name__,
         parameters=chain.num_parameters,
@@ -198,10 +200,17 @@ def _allowance(budget: Budget, ceilings: Ceilings | None, *, here: bool) -> Allo
     return Allowance(
         host_bytes=host_bytes,
         device_bytes=device_bytes,
-        runtime_bytes=_runtime_bytes(),
+        runtime_bytes=_runtime_bytes() if here or ceilings is None else _RUNTIME_ELSEWHERE_BYTES,
         cores=torch.get_num_threads() if here or ceilings is None else ceilings.cores,
         device_overhead_bytes=default_device_overhead_bytes(ceilings, here=here),
     )
+
+
+def _multiplies(compute_dtype: str, ceilings: Ceilings | None, *, here: bool) -> bool:
+    """Return whether the CPU that computes has instructions for products of `compute_dtype`: this one, or the profile's."""
+    if here or ceilings is None:
+        return CpuMachine().multiplies(compute_dtype)
+    return compute_dtype not in ceilings.widened_dtypes
 
 
 def _runtime_bytes() -> int:
@@ -213,9 +222,11 @@ def _runtime_bytes() -> int:
 class _Planner:
     """Plans for one model: its costs by micro-batch are profiled once each."""
 
-    def __init__(self, chain: Chain, question: Question, ceilings: Ceilings | None) -> None:
+    def __init__(self, chain: Chain, question: Question, ceilings: Ceilings | None, *, here: bool) -> None:
         self._chain = chain
-        self._profiles = Profiles(chain, for_gpu=question.allowance.device_overhead_bytes > 0)
+        for_gpu = question.allowance.device_overhead_bytes > 0
+        # Elsewhere, too, tensors are allocated as the command tells the library to, whatever this process was told.
+        self._profiles = Profiles(chain, for_gpu=for_gpu, huge_pages=None if here or ceilings is None else True)
         self._measured = ceilings
         # For times alone: the choice depends on whether anybody measured, as it does in a run.
         self.ceilings = ceilings or nominal_ceilings(self._problem(question))

@@ -265,6 +265,7 @@ class _Bench:
             "drives": [self._drive(found, index) for index in range(len(self._drives))],
             "slowdowns": self._slowdowns(found),
             "sources": self._sources(),
+            "widened_dtypes": [dtype for dtype in PLANE_SETS if not self._machine.multiplies(dtype)],
             **overheads,
         }
         return Ceilings.from_json(values)

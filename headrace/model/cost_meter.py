@@ -29,10 +29,11 @@ class CostMeter(TorchDispatchMode):
     """Floating-point operations, live bytes, and the replayable operators of what runs inside.
 
     `wide`: products of 16-bit numbers go by way of float32, and what that takes is measured as anything else. `besides` are
-    storages that are counted elsewhere.
+    storages that are counted elsewhere. `huge_pages`: whether large storages begin on huge pages; None: as in
+    this process.
     """
 
-    def __init__(self, wide: bool, besides: Iterable[torch.Tensor] = ()) -> None:
+    def __init__(self, wide: bool, besides: Iterable[torch.Tensor] = (), *, huge_pages: bool | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._wide, self._inside = wide, False
         self.flops = 0.0
@@ -40,7 +41,7 @@ class CostMeter(TorchDispatchMode):
         self.operators: list[OperatorCosts] = []
         self._made_by: dict[int, int] = {}  # live storage -> ordinal of the operator that made it
         self._known = {tensor.untyped_storage()._cdata for tensor in besides}
-        self._huge_pages = _allocates_huge_pages()
+        self._huge_pages = _allocates_huge_pages() if huge_pages is None else huge_pages
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None

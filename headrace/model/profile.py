@@ -25,10 +25,18 @@ from headrace.terms.errors import ModelError
 _LOSS_CHUNKS = (16, 64, 128, 256, 512, 1024, 2048)
 
 
-def profile(chain: Chain, sequences: int, length: int, *, for_gpu: bool = False, other: ModelCosts | None = None) -> ModelCosts:
+def profile(
+    chain: Chain,
+    sequences: int,
+    length: int,
+    *,
+    for_gpu: bool = False,
+    huge_pages: bool | None = None,
+    other: ModelCosts | None = None,
+) -> ModelCosts:
     """Return the costs of `chain` on micro-batches of `sequences` rows of `length` tokens. `for_gpu`: those on a GPU that
-    need not be here. `other`: what this gave for micro-batches of another size; the epilogue's part is as there, for it works
-    on chunks of positions, however many there are.
+    need not be here. `huge_pages`: as in `CostMeter`. `other`: what this gave for micro-batches of another size; the
+    epilogue's part is as there, for it works on chunks of positions, however many there are.
 
     Blocks whose layouts and calls are alike are run once, by the model's own code. Where the chain runs them by other code
     (`Chain.replayable` is false), no operator can be named, so none is listed; and gradients of a block's parameters may be
@@ -45,7 +53,8 @@ def profile(chain: Chain, sequences: int, length: int, *, for_gpu: bool = False,
             chain.own_code(),
             attention if for_gpu else nullcontext(),
         ):
-            costs = _profile(chain, sequences, length, other, on_gpu=for_gpu or chain.device.type == "cuda")
+            on_gpu = for_gpu or chain.device.type == "cuda"
+            costs = _profile(chain, sequences, length, other, on_gpu=on_gpu, huge_pages=huge_pages)
     except DataDependentOutputException as error:
         raise ModelError(
             f"{type(chain.model).__name__}: what its code does depends on values, not on shapes alone ({error.func}), so "
@@ -79,8 +88,8 @@ def _left_as_found(model: torch.nn.Module) -> Iterator[None]:
 class Profiles:
     """What `profile` returns for one chain, by the size of a micro-batch: made once each, and from one another."""
 
-    def __init__(self, chain: Chain, *, for_gpu: bool = False) -> None:
-        self._chain, self._for_gpu = chain, for_gpu
+    def __init__(self, chain: Chain, *, for_gpu: bool = False, huge_pages: bool | None = None) -> None:
+        self._chain, self._for_gpu, self._huge_pages = chain, for_gpu, huge_pages
         self._costs: dict[tuple[int, int], ModelCosts] = {}
 
     def of(self, sequences: int, length: int) -> ModelCosts:
@@ -88,7 +97,9 @@ class Profiles:
         key = (sequences, length)
         if key not in self._costs:
             other = next(iter(self._costs.values()), None)
-            self._costs[key] = profile(self._chain, sequences, length, for_gpu=self._for_gpu, other=other)
+            self._costs[key] = profile(
+                self._chain, sequences, length, for_gpu=self._for_gpu, huge_pages=self._huge_pages, other=other
+            )
         return self._costs[key]
 
 
@@ -107,7 +118,9 @@ def _not_replayable(block: BlockCosts, bytes_per_element: int) -> BlockCosts:
     return replace(block, operators=(), backward_workspace_bytes=block.backward_workspace_bytes + gradients_bytes)
 
 
-def _profile(chain: Chain, sequences: int, length: int, other: ModelCosts | None, *, on_gpu: bool) -> ModelCosts:
+def _profile(
+    chain: Chain, sequences: int, length: int, other: ModelCosts | None, *, on_gpu: bool, huge_pages: bool | None
+) -> ModelCosts:
     """What weights, hidden states and calls take has rows of its own in a plan, and is no workspace.
 
     On a CPU it is counted all the same: what its libraries make of an operator's inputs (weights packed anew) and what the C
@@ -115,7 +128,7 @@ def _profile(chain: Chain, sequences: int, length: int, other: ModelCosts | None
     """
 
     def meter(*besides: torch.Tensor) -> CostMeter:
-        return CostMeter(chain.wide_products, besides if on_gpu else ())
+        return CostMeter(chain.wide_products, besides if on_gpu else (), huge_pages=huge_pages)
 
     ids = torch.zeros((sequences, length), dtype=torch.int64, device=chain.device)
     # Rows of models that cannot pack are padded. Of fake tensors nobody can see that they hide nothing, so this makes a mask.

@@ -130,6 +130,7 @@ class Ceilings:
     all cores. `slowdowns[a][b]` is the share of its own rate that lane `a` keeps while lane `b` is busy (1 where absent).
     `fresh_pages_share` is the share of its matrix rate that a CPU keeps where freed memory goes back to the kernel at once.
     `device_memory_bytes_per_second` is the bandwidth of the device's own memory; None where nobody measured it.
+    `widened_dtypes` are those whose products a CPU computes in float32, because it has no instructions for them.
     `has_device` is false where the CPU computes; the link's figures are then those of copies inside host memory.
     `sources` says of each figure where it comes from.
     """
@@ -156,6 +157,7 @@ class Ceilings:
     launch_seconds: float = 0.0  # added to each operation of the compute lane
     transfer_seconds: float = 0.0  # added to each copy, read and write
     commit_seconds: float = 0.0
+    widened_dtypes: tuple[str, ...] = ()
     slowdowns: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     sources: Mapping[str, str] = field(default_factory=dict)
 
@@ -256,6 +258,7 @@ class Ceilings:
             cores=whole(figures, "cores", where=name, most=_MOST_CORES),
             flops_per_second=_flops(figures, where=name),
             drives=_drives(figures, where=name),
+            widened_dtypes=_widened(figures, where=name),
             slowdowns=_slowdowns(figures, where=name),
             sources=_sources(figures, where=name),
             **rates,
@@ -267,6 +270,7 @@ class Ceilings:
         values = {each.name: getattr(self, each.name) for each in fields(self)}
         values["flops_per_second"] = dict(self.flops_per_second)
         values["drives"] = [drive.to_json() for drive in self.drives]
+        values["widened_dtypes"] = list(self.widened_dtypes)
         values["slowdowns"] = {lane: dict(factors) for lane, factors in self.slowdowns.items()}
         values["sources"] = dict(self.sources)
         return values
@@ -331,6 +335,13 @@ def _flops(figures: Mapping[str, Any], *, where: str) -> dict[str, float]:
     if not rates:
         raise ConfigError(f"{where}: flops_per_second is empty; give a figure for one of {', '.join(PLANE_SETS)} at least")
     return {name: figure(rates, name, where=f"{where}: flops_per_second", most=_MOST_FLOPS_PER_SECOND) for name in rates}
+
+
+def _widened(figures: Mapping[str, Any], *, where: str) -> tuple[str, ...]:
+    names = figures.get("widened_dtypes", [])
+    if not isinstance(names, list | tuple) or not set(map(str, names)) <= set(PLANE_SETS):
+        raise ConfigError(f"{where}: widened_dtypes is {names!r}; write a list of some of {', '.join(PLANE_SETS)}")
+    return tuple(names)
 
 
 def _drives(figures: Mapping[str, Any], *, where: str) -> tuple[Drive, ...]:

@@ -212,6 +212,8 @@ def test_an_absurd_figure_of_a_drive_is_named_with_its_place(name: str, absurd: 
         ({"slowdowns": {"compute": {"compute": 0.5}}}, "compute"),
         ({"slowdowns": {"compute": {"update": 1.2}}}, r"slowdowns\[compute\]: update"),
         ({"slowdowns": {"compute": 0.5}}, r"slowdowns\[compute\]"),
+        ({"widened_dtypes": ["int3"]}, "widened_dtypes"),
+        ({"widened_dtypes": "bfloat16"}, "widened_dtypes"),
         ({"sources": {"cores": 3}}, r"sources\[cores\]"),
         ({"name": ""}, "name"),
         ({"speed": 1}, "speed"),
