@@ -5,6 +5,7 @@ import threading
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import promise
@@ -250,7 +251,7 @@ def test_an_unknown_name_is_refused_with_those_that_are_known(capsys):
 
 @pytest.fixture
 def no_work(monkeypatch):
-    """Runs are made up; the names that were run are returned."""
+    """Runs are made up, and the disk that they would need; the names that were run are returned."""
     names = []
 
     def run_worker(command, variables, **options):
@@ -263,6 +264,7 @@ def no_work(monkeypatch):
         (directory / size).touch()
         assert len(list(directory.parent.glob("model-*"))) == 1, "one checkpoint at a time"
 
+    monkeypatch.setattr("shutil.disk_usage", lambda directory: SimpleNamespace(free=1e12))
     monkeypatch.setattr(promise, "run_worker", run_worker)
     monkeypatch.setattr(promise, "make_model", make_model)
     return names
@@ -308,6 +310,15 @@ def test_results_of_another_profile_are_not_mixed(no_work, monkeypatch, tmp_path
         main_of(monkeypatch, tmp_path, "--profile", str(profile))
     assert refused.value.code == 2
     assert "another one" in capsys.readouterr().err
+
+
+def test_without_the_space_nothing_begins(no_work, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr("shutil.disk_usage", lambda directory: SimpleNamespace(free=2e9))
+    with pytest.raises(SystemExit) as refused:
+        main_of(monkeypatch, tmp_path, "--measure-each")
+    assert refused.value.code == 2
+    assert "2.0 GB are free" in capsys.readouterr().err
+    assert no_work == []
 
 
 def test_each_run_may_have_a_profile_of_its_own(no_work, monkeypatch, tmp_path, capsys):
