@@ -30,7 +30,7 @@ demo: $(STAMP)  ## fine-tune a small model through all three tiers, kill it, res
 	$(BIN)/python demo/demo.py
 
 test: $(STAMP)  ## all quick tests (minutes)
-	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) -m "not deep and not soak and not gpu" --durations=12 --durations-min=5
+	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) -m "not deep and not soak and not gpu" --ledger --durations=12 --durations-min=5
 
 deep: $(STAMP)  ## what `test` has a sample of, whole: all architectures, full products (most of an hour)
 	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) -m "deep and not soak and not gpu" --durations=12 --durations-min=5

@@ -1,0 +1,74 @@
+"""A ledger of the time that the tests of each folder take: a room that takes more than its share of the whole fails the run.
+
+Shares and not seconds: a slow machine is slow in all rooms. Only `make test` asks for it (`--ledger`): a part has no shares.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import PurePosixPath
+
+import pytest
+
+# The most that each folder may take of the time of all tests, in percent: together more than 100, as no two runs are the same.
+# Who needs more takes it from another room, or marks tests `deep`.
+MOST_PERCENT = {
+    "answers": 16,
+    "bench": 4,
+    "cli": 16,
+    "crash": 10,
+    "data": 4,
+    "equivalence": 36,
+    "files": 3,
+    "flow": 3,
+    "gpu": 3,
+    "machine": 3,
+    "measure": 4,
+    "memory": 16,
+    "model": 16,
+    "plan": 18,
+    "report": 4,
+    "runs": 8,
+    "store": 8,
+    "style": 5,
+    "terms": 2,
+    "update": 6,
+}
+
+
+def overspent(seconds: Mapping[str, float], most_percent: Mapping[str, float]) -> list[str]:
+    """Return a line for each folder that took more than its share, or has none."""
+    total = sum(seconds.values()) or 1.0
+    lines = []
+    for folder, spent in sorted(seconds.items()):
+        percent = 100 * spent / total
+        if folder not in most_percent:
+            lines.append(f"{folder} has no share: it took {percent:.1f} %; give it one in tests/ledger.py")
+        elif percent > most_percent[folder]:
+            lines.append(
+                f"{folder} took {percent:.1f} % of {total:.0f} s, its share is {most_percent[folder]} %: see tests/ledger.py"
+            )
+    return lines
+
+
+class Ledger:
+    """A plugin that adds up what the tests of each folder take, shows it at the end, and fails a run that overspent."""
+
+    def __init__(self, most_percent: Mapping[str, float]) -> None:
+        self.seconds: Counter[str] = Counter()
+        self.most_percent = most_percent
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.seconds[PurePosixPath(report.nodeid).parts[1]] += report.duration
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if session.exitstatus == pytest.ExitCode.OK and overspent(self.seconds, self.most_percent):
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        total = sum(self.seconds.values()) or 1.0
+        terminalreporter.section("seconds of each folder, and its percentage of the whole")
+        for folder, spent in self.seconds.most_common():
+            terminalreporter.write_line(f"{folder:12} {spent:7.1f} s {100 * spent / total:5.1f} %")
+        for line in overspent(self.seconds, self.most_percent):
+            terminalreporter.write_line(f"TOO LONG: {line}", red=True)
