@@ -1,23 +1,33 @@
 """Conversations to tokens, with the mask of what the assistant says.
 
 Where the template marks the assistant's words by `{% generation %}`, the template decides. Elsewhere each assistant turn is
-found by rendering the conversation up to it, with and without it. The invariant: a turn is trained only where these renderings
-agree with the whole conversation token by token; a template for which they do not is refused, never guessed at.
+found by rendering the conversation up to it, with and without it. Both give stretches of the rendered text, and a token is the
+assistant's if it stands for at least one character of such a stretch: tokens may reach over their borders (a line break of the
+template and one of the assistant are one token in most vocabularies).
+
+The invariant: a turn is trained only where these renderings agree with the whole conversation character by character; a sample
+for which they do not is left out, never guessed at.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from headrace.data.values import Row, Tokenizer
+from headrace.data.bounded import Tokens, tokenize, tokens_between
+from headrace.data.values import Encoded, Row, Tokenizer, Unmarked
 from headrace.terms.errors import DataError, ModelError
 
 Messages = list[Mapping[str, Any]]
-Encoded = tuple[list[int], list[bool]]
-"""Token ids of a sample, and for each whether it is a target."""
+Stretch = tuple[int, int]
+"""Characters of a text: from the first one up to, and without, the second."""
 
 _GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+
+
+class _Unmarkable(Exception):
+    """Nobody can tell which tokens are the assistant's; why not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,37 +50,50 @@ class Template:
                 "the samples are conversations, but the tokenizer has no chat template; use the tokenizer of an instruct "
                 "model, add a chat_template.jinja to its directory, or give the data as text or prompt + completion strings"
             )
-        # Of several named templates the tokenizer chooses by whether there are tools: tags count if all have them. Only fast
-        # tokenizers can tell which tokens a tagged stretch of text became.
+        # Of several named templates the tokenizer chooses by whether there are tools: tags count if all have them.
         texts = template.values() if isinstance(template, dict) else [template]
-        return cls(tokenizer, tokenizer.is_fast and all(_GENERATION_TAG.search(text) for text in texts))
+        return cls(tokenizer, all(_GENERATION_TAG.search(text) for text in texts))
 
-    def render(self, row: Row, messages: Messages, *, prompt: bool = False) -> list[int]:
-        """Return the ids of `messages`; with `prompt`, the opening of an assistant turn follows them."""
-        return list(self._apply(row, messages, add_generation_prompt=prompt)["input_ids"])
+    def render(self, row: Row, messages: Messages, *, prompt: bool = False) -> str:
+        """Return the text of `messages`; with `prompt`, the opening of an assistant turn follows them."""
+        with _refusals(row, messages):
+            tools = row.values.get("tools") or None
+            return str(self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=prompt))
 
-    def render_tagged(self, row: Row, messages: Messages) -> Encoded:
-        """Return the ids of `messages` and the mask that the template's tags give."""
-        made = self._apply(row, messages, return_assistant_tokens_mask=True)
-        return list(made["input_ids"]), [bool(trained) for trained in made["assistant_masks"]]
+    def render_tagged(self, row: Row, messages: Messages) -> tuple[str, list[Stretch]]:
+        """Return the text of `messages` and the stretches that the template's tags mark."""
+        # The tokenizer would give a mask, but tokenises all of the text for it, and loses turns whose first blank no token has.
+        from transformers.utils.chat_template_utils import render_jinja_template
 
-    def _apply(self, row: Row, messages: Messages, **options: Any) -> Any:
-        tools = row.values.get("tools") or None
-        try:
-            return self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=True, return_dict=True, **options)
-        # Templates are programs of the model's author: they raise whatever Jinja, or their own `raise_exception`, raises.
-        except Exception as error:
-            roles = ", ".join(str(message["role"]) for message in messages)
-            raise DataError(
-                f"{row.place}: the chat template refuses this conversation ({error}); its roles are {roles}. Correct the sample"
-            ) from error
+        with _refusals(row, messages):
+            tools = row.values.get("tools") or None
+            texts, stretches = render_jinja_template(
+                conversations=[messages],
+                tools=tools,
+                chat_template=self.tokenizer.get_chat_template(None, tools),
+                return_assistant_tokens_mask=True,
+                **self.tokenizer.special_tokens_map,
+            )
+        return texts[0], stretches[0]
 
 
-def encode_chat(row: Row, template: Template) -> Encoded:
+@contextmanager
+def _refusals(row: Row, messages: Messages) -> Iterator[None]:
+    try:
+        yield
+    # Templates are programs of the model's author: they raise whatever Jinja, or their own `raise_exception`, raises.
+    except Exception as error:
+        roles = ", ".join(str(message["role"]) for message in messages)
+        raise DataError(
+            f"{row.place}: the chat template refuses this conversation ({error}); its roles are {roles}. Correct the sample"
+        ) from error
+
+
+def encode_chat(row: Row, template: Template, most_tokens: int) -> Encoded | Unmarked:
     """Return the ids of the conversation in column `messages`, trained where the assistant speaks.
 
     Raises:
-        DataError: malformed messages, no assistant turn, or a template whose turns cannot be told apart.
+        DataError: malformed messages, or no assistant turn.
     """
     messages = checked_messages(row, "messages")
     if not any(message["role"] == "assistant" for message in messages):
@@ -79,18 +102,22 @@ def encode_chat(row: Row, template: Template) -> Encoded:
             f"{row.place}: no message has the role 'assistant' (found {roles}), nothing to train on; remove the sample"
         )
     if template.has_tags:
-        return template.render_tagged(row, messages)
-    return _by_prefixes(row, messages, template)
+        text, stretches = template.render_tagged(row, messages)
+        return _encode(row, text, iter(stretches), template.tokenizer, most_tokens)
+    text = template.render(row, messages)
+    return _encode(row, text, _turns(row, messages, text, template), template.tokenizer, most_tokens)
 
 
-def encode_chat_completion(row: Row, template: Template) -> Encoded:
+def encode_chat_completion(row: Row, template: Template, most_tokens: int) -> Encoded | Unmarked:
     """Return the ids of `prompt` + `completion`, both lists of messages, trained on all of the completion."""
     prompt = checked_messages(row, "prompt")
-    ids = template.render(row, prompt + checked_messages(row, "completion"))
+    text = template.render(row, prompt + checked_messages(row, "completion"))
     start = template.render(row, prompt, prompt=True)
-    if ids[: len(start)] != start:
-        raise DataError(_unlike(row, len(prompt)))
-    return ids, [False] * len(start) + [True] * (len(ids) - len(start))
+
+    def completion() -> Iterator[Stretch]:
+        yield _length_of_start(text, start, len(prompt)), len(text)
+
+    return _encode(row, text, completion(), template.tokenizer, most_tokens)
 
 
 def checked_messages(row: Row, column: str) -> Messages:
@@ -118,38 +145,67 @@ def checked_messages(row: Row, column: str) -> Messages:
     return messages
 
 
-def _by_prefixes(row: Row, messages: Messages, template: Template) -> Encoded:
-    ids = template.render(row, messages)
-    trained = [False] * len(ids)
-    turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-    starts = [template.render(row, messages[:index], prompt=True) if index else [] for index in turns]
-    limits = [*(len(start) for start in starts[1:]), len(ids)]
-    for index, start, limit in zip(turns, starts, limits, strict=True):
-        if ids[: len(start)] != start:
-            raise DataError(_unlike(row, index))
-        closed = ids if index == len(messages) - 1 else template.render(row, messages[: index + 1])
-        stop = len(closed) if ids[: len(closed)] == closed else _end_of_turn(ids, start, closed, template)
-        # A turn that ends where it starts, or only after the next has begun, is not understood: say so.
-        if not len(start) < stop <= limit:
-            raise DataError(_unlike(row, index))
-        trained[len(start) : stop] = [True] * (stop - len(start))
-    return ids, trained
+def _encode(row: Row, text: str, stretches: Iterator[Stretch], tokenizer: Tokenizer, most_tokens: int) -> Encoded | Unmarked:
+    options = {"add_special_tokens": False} | ({"return_offsets_mapping": True} if tokenizer.is_fast else {})
+    (tokens,) = tokenize([text], tokenizer, most_tokens, **options)
+    trained = [False] * len(tokens.ids)
+    done = 0
+    try:
+        for begin, end in stretches:
+            # A turn that ends where it starts, or begins before the last has ended, is not understood: say so.
+            if not done <= begin < end:
+                raise _Unmarkable("by the chat template, a turn of the assistant is empty, or begins within another")
+            first, stop = _tokens_of(tokens, text, begin, end, tokenizer)
+            if first >= len(trained):
+                break  # this turn and all that follow are beyond what is kept
+            trained[first:stop] = [True] * (stop - first)
+            done = end
+    except _Unmarkable as error:
+        return Unmarked(row.place, str(error))
+    return Encoded(tokens.ids, trained, tokens.beyond)
 
 
-def _end_of_turn(ids: Sequence[int], start: Sequence[int], closed: Sequence[int], template: Template) -> int:
-    """Return where the turn that begins at `start` ends in `ids`, 0 if that is not known.
+def _tokens_of(tokens: Tokens, text: str, begin: int, end: int, tokenizer: Tokenizer) -> Stretch:
+    """Return the first and past the last token of a stretch of `text`."""
+    if tokens.ends:
+        return tokens_between(tokens, begin, end)
+    # The tokenizer cannot tell which characters a token stands for; but which tokens the text up to a character has.
+    return _num_tokens(tokens, text[:begin], tokenizer), _num_tokens(tokens, text[:end], tokenizer)
+
+
+def _num_tokens(tokens: Tokens, start: str, tokenizer: Tokenizer) -> int:
+    (made,) = tokenize([start], tokenizer, len(tokens.ids), add_special_tokens=False)
+    if tokens.ids[: len(made.ids)] != made.ids[: len(tokens.ids)]:
+        raise _Unmarkable("a token reaches over the border of a turn, and this tokenizer cannot tell which characters it has")
+    return min(len(made.ids), len(tokens.ids))
+
+
+def _turns(row: Row, messages: Messages, text: str, template: Template) -> Iterator[Stretch]:
+    """Yield where the assistant speaks in `text`, the rendering of all `messages`."""
+    for index, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        start = template.render(row, messages[:index], prompt=True) if index else ""
+        begin = _length_of_start(text, start, index)
+        closed = text if index == len(messages) - 1 else template.render(row, messages[: index + 1])
+        yield begin, len(closed) if text.startswith(closed) else _end_of_turn(text, begin, closed, index, template)
+
+
+def _length_of_start(text: str, start: str, index: int) -> int:
+    if not text.startswith(start):
+        raise _Unmarkable(f"the chat template renders what is before message {index} unlike the whole conversation")
+    return len(start)
+
+
+def _end_of_turn(text: str, begin: int, closed: str, index: int, template: Template) -> int:
+    """Return where the turn that begins at `begin` ends in `text`.
 
     Some templates render the last turn unlike earlier ones (Qwen3 adds an empty thought to it), so `closed`, the conversation
-    that ends with this turn, is no prefix of the whole. Its last special token is the mark that ends a turn in both.
+    that ends with this turn, does not begin the whole. Its last special token is the mark that ends a turn in both.
     """
-    special = set(template.tokenizer.all_special_ids)
-    mark = next((token for token in reversed(closed[len(start) :]) if token in special), None)
-    return ids.index(mark, len(start)) + 1 if mark is not None and mark in ids[len(start) :] else 0
-
-
-def _unlike(row: Row, index: int) -> str:
-    return (
-        f"{row.place}: cannot tell which tokens of message {index} are the assistant's: the chat template has no "
-        "{% generation %} tags, and it renders the beginning of this conversation unlike the whole. Put {% generation %} and "
-        "{% endgeneration %} around the assistant's content in the chat template, or give the data as prompt + completion"
-    )
+    marks = ((closed.rfind(mark, begin), mark) for mark in template.tokenizer.all_special_tokens if mark)
+    place, mark = max(marks, default=(-1, ""))
+    found = text.find(mark, begin) if place >= 0 else -1
+    if found < 0:
+        raise _Unmarkable(f"the chat template renders message {index} unlike the whole conversation, and no mark ends it")
+    return found + len(mark)

@@ -2,81 +2,118 @@
 
 text: every token, with the end-of-sequence token appended. prompt + completion: the completion and that token.
 messages: see `chat.py`. input_ids: where `labels` is not -100, without what `attention_mask` calls padding.
-The invariant: only what the kind promises is trained.
+The invariant: only what the kind promises is trained; what is in memory at once is bounded, however many or long the rows are.
 """
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from itertools import compress, islice
+from itertools import compress
 from typing import Any
 
-from headrace.data.chat import Encoded, Template, encode_chat, encode_chat_completion
-from headrace.data.values import IGNORED, Kind, Row, Tokenizer
+from headrace.data.bounded import Tokens, tokenize
+from headrace.data.chat import Template, encode_chat, encode_chat_completion
+from headrace.data.values import IGNORED, Encoded, Kind, Row, Tokenizer, Unmarked
 from headrace.terms.errors import DataError, ModelError
 
 _ROWS_AT_ONCE = 512
+_CHARACTERS_AT_ONCE = 1 << 20
 _LARGEST_ID = 2**31 - 1
 
 
-def encode_rows(kind: Kind, rows: Iterable[Row], tokenizer: Tokenizer) -> Iterator[Encoded]:
-    """Yield ids and mask of each row, in order. Fast tokenizers get many texts at once and use all cores.
+def encode_rows(kind: Kind, rows: Iterable[Row], tokenizer: Tokenizer, most_tokens: int) -> Iterator[Encoded | Unmarked]:
+    """Yield ids and mask of each row, in order: all, or at least the first `most_tokens`.
 
     Raises:
         DataError: a sample that is not what its columns promise, with its place.
         ModelError: the tokenizer lacks an end-of-sequence token or a chat template that the samples need.
     """
-    encode = _encoder(kind, tokenizer)
-    remaining = iter(rows)
-    while chunk := list(islice(remaining, _ROWS_AT_ONCE)):
+    encode = _encoder(kind, tokenizer, most_tokens)
+    for chunk in _chunks(rows):
         yield from encode(chunk)
 
 
-def _encoder(kind: Kind, tokenizer: Tokenizer) -> Callable[[list[Row]], list[Encoded]]:
+def _chunks(rows: Iterable[Row]) -> Iterator[list[Row]]:
+    chunk: list[Row] = []
+    size = 0
+    for row in rows:
+        chunk.append(row)
+        size += _size(row.values)
+        if len(chunk) == _ROWS_AT_ONCE or size >= _CHARACTERS_AT_ONCE:
+            yield chunk
+            chunk, size = [], 0
+    if chunk:
+        yield chunk
+
+
+def _size(value: Any) -> int:
+    """Return about how many characters a value has; numbers count as eight, as they do in memory."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, list) and value and isinstance(value[0], int):
+        return 8 * len(value)
+    values = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return 8 + sum(map(_size, values))
+
+
+def _encoder(kind: Kind, tokenizer: Tokenizer, most_tokens: int) -> Callable[[list[Row]], Iterable[Encoded | Unmarked]]:
     match kind:
         case Kind.TOKENS:
-            return lambda rows: [_encode_tokens(row) for row in rows]
+            return lambda rows: map(_encode_tokens, rows)
         case Kind.CHAT:
             template = Template.of(tokenizer)
-            return lambda rows: [encode_chat(row, template) for row in rows]
+            return lambda rows: (encode_chat(row, template, most_tokens) for row in rows)
         case Kind.COMPLETION:
-            return partial(_encode_completions, tokenizer=tokenizer)
+            return partial(_encode_completions, tokenizer=tokenizer, most_tokens=most_tokens)
         case Kind.TEXT:
-            return partial(_encode_texts, tokenizer=tokenizer)
+            return partial(_encode_texts, tokenizer=tokenizer, most_tokens=most_tokens)
 
 
-def _encode_texts(rows: list[Row], *, tokenizer: Tokenizer) -> list[Encoded]:
+def _encode_texts(rows: list[Row], *, tokenizer: Tokenizer, most_tokens: int) -> list[Encoded]:
     eos = _eos(tokenizer)
-    ids = _tokenize([_string(row, "text") for row in rows], tokenizer)
-    ended = [tokens if tokens[-1:] == [eos] else [*tokens, eos] for tokens in ids]
-    return [(tokens, [True] * len(tokens)) for tokens in ended]
+    made = tokenize([_string(row, "text") for row in rows], tokenizer, most_tokens)
+    return [_trained_from(0, tokens.ids, tokens.beyond, eos) for tokens in made]
 
 
-def _encode_completions(rows: list[Row], *, tokenizer: Tokenizer) -> list[Encoded]:
+def _encode_completions(rows: list[Row], *, tokenizer: Tokenizer, most_tokens: int) -> list[Encoded | Unmarked]:
     chats = [isinstance(row.values["prompt"], list) and isinstance(row.values["completion"], list) for row in rows]
-    strings = iter(_encode_string_pairs([row for row, chat in zip(rows, chats, strict=True) if not chat], tokenizer))
+    pairs = [row for row, chat in zip(rows, chats, strict=True) if not chat]
+    strings = iter(_encode_string_pairs(pairs, tokenizer, most_tokens))
     if not any(chats):
         return list(strings)
     template = Template.of(tokenizer)
-    return [encode_chat_completion(row, template) if chat else next(strings) for row, chat in zip(rows, chats, strict=True)]
+    return [
+        encode_chat_completion(row, template, most_tokens) if chat else next(strings)
+        for row, chat in zip(rows, chats, strict=True)
+    ]
 
 
-def _encode_string_pairs(rows: list[Row], tokenizer: Tokenizer) -> list[Encoded]:
+def _encode_string_pairs(rows: list[Row], tokenizer: Tokenizer, most_tokens: int) -> list[Encoded]:
     if not rows:
         return []
     eos = _eos(tokenizer)
     prompts = [_string(row, "prompt") for row in rows]
     completions = [_string(row, "completion") for row in rows]
-    starts = [_without_last(ids, eos) for ids in _tokenize(prompts, tokenizer)]
-    together = _tokenize([prompt + completion for prompt, completion in zip(prompts, completions, strict=True)], tokenizer)
-    apart = _tokenize(completions, tokenizer, add_special_tokens=False)
-    encoded = []
-    for start, whole, rest in zip(starts, together, apart, strict=True):
-        # Tokenised together, the completion has the pieces it would have in running text. Where a token straddles the border,
-        # the prompt keeps the pieces it has when it stands alone, as it will when the model is asked.
-        ids = whole if whole[: len(start)] == start else start + rest
-        ids = [*_without_last(ids, eos), eos]
-        encoded.append((ids, [False] * len(start) + [True] * (len(ids) - len(start))))
-    return encoded
+    starts = tokenize(prompts, tokenizer, most_tokens)
+    together = tokenize(
+        [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)], tokenizer, most_tokens
+    )
+    apart = tokenize(completions, tokenizer, most_tokens, add_special_tokens=False)
+    return [_encode_pair(*parts, eos=eos) for parts in zip(starts, together, apart, strict=True)]
+
+
+def _encode_pair(prompt: Tokens, whole: Tokens, completion: Tokens, *, eos: int) -> Encoded:
+    start = prompt.ids if prompt.beyond else _without_last(prompt.ids, eos)
+    # Tokenised together, the completion has the pieces it would have in running text. Where a token straddles the border, the
+    # prompt keeps the pieces it has when it stands alone, as it will when the model is asked.
+    if whole.ids[: len(start)] == start:
+        return _trained_from(len(start), whole.ids, whole.beyond, eos)
+    return _trained_from(len(start), start + completion.ids, prompt.beyond + completion.beyond, eos)
+
+
+def _trained_from(start: int, ids: list[int], beyond: int, eos: int) -> Encoded:
+    """Return `ids`, trained from `start` on, with the mark of the end if it is the end."""
+    ended = ids if beyond else [*_without_last(ids, eos), eos]
+    return Encoded(ended, [False] * start + [True] * (len(ended) - start), beyond)
 
 
 def _encode_tokens(row: Row) -> Encoded:
@@ -87,7 +124,7 @@ def _encode_tokens(row: Row) -> Encoded:
     _check_is_one_sample(row)
     attended = _attended(row, len(ids))
     trained = _trained(row, ids)
-    return list(compress(ids, attended)), list(compress(trained, attended))
+    return Encoded(list(compress(ids, attended)), list(compress(trained, attended)))
 
 
 def _check_is_one_sample(row: Row) -> None:
@@ -146,12 +183,6 @@ def _string(row: Row, column: str) -> str:
             f"{row.place}: {column} holds half a character at {error.start} ({error.reason}); correct the sample"
         ) from error
     return found
-
-
-def _tokenize(texts: list[str], tokenizer: Tokenizer, **options: Any) -> list[list[int]]:
-    # verbose=False: longer than the model's maximum is no news here, samples are cut to sequence_length later.
-    ids: list[list[int]] = tokenizer(texts, return_attention_mask=False, verbose=False, **options)["input_ids"]
-    return [list(tokens) for tokens in ids]
 
 
 def _without_last(ids: list[int], token: int) -> list[int]:

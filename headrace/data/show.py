@@ -21,10 +21,12 @@ class Summary:
     """Totals of a data set. `efficiency` is the share of the positions of an epoch's `rows` that hold a token.
 
     `kinds` counts samples read by their columns, `dropped_samples` had nothing to train, `cut_tokens` were beyond the length.
+    In `unmarked_samples` the assistant's turns cannot be found.
     """
 
     samples: int
     dropped_samples: int
+    unmarked_samples: int
     tokens: int
     trained_tokens: int
     cut_samples: int
@@ -61,6 +63,7 @@ def summarize(tokens: TokenSet, spec: DataSpec) -> Summary:
     return Summary(
         samples=info.samples,
         dropped_samples=info.dropped_samples,
+        unmarked_samples=info.unmarked_samples,
         tokens=info.tokens,
         trained_tokens=info.trained_tokens,
         cut_samples=info.cut_samples,

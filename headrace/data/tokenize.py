@@ -19,10 +19,13 @@ from pathlib import Path
 from headrace.data.encode import encode_rows
 from headrace.data.sources import Source, find_sources, read_rows
 from headrace.data.tokens import FORMAT_VERSION, NothingTrained, TokenSet, write_tokens
-from headrace.data.values import DataSpec, Tokenizer
+from headrace.data.values import DataSpec, Encoded, Tokenizer, Unmarked
 from headrace.terms.errors import ConfigError, DataError, DiskFull, HeadraceError
 from headrace.terms.sizes import format_bytes
 
+# Of conversations whose turns cannot be found so many are left out; more are a sign that the chat template is at fault.
+_MOST_UNMARKED_SHARE = 0.1
+_TRIED_SAMPLES = 512
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 # How the `tokenizers` library writes the system's number into the text of a plain Exception.
 _SYSTEM_NUMBER = re.compile(r"\(os error ([0-9]+)\)")
@@ -31,12 +34,12 @@ _SYSTEM_NUMBER = re.compile(r"\(os error ([0-9]+)\)")
 def load_tokens(spec: DataSpec, tokenizer: Tokenizer, cache_dir: Path) -> TokenSet:
     """Return the samples of `spec.paths` as tokens, from below `cache_dir` if they are there, else made and kept there.
 
-    Over-long samples are cut at `sequence_length`, samples without a trained token are left out; `TokenSet.info` counts both. A
-    second process that asks for the same set waits for the first. Beside a set that is there nothing is written.
+    Over-long samples are cut at `sequence_length`, samples without a trained token are left out, and so are the few
+    conversations whose turns cannot be found; `TokenSet.info` counts all, and `notices` are to be shown. A second process that asks for the same set waits for the first. Beside a set that is there nothing is written.
 
     Raises:
         ConfigError: `cache_dir` cannot be made or written to.
-        DataError: unreadable or unusable data, or no trained token in all of it.
+        DataError: unreadable or unusable data, conversations whose turns cannot be found, or no trained token in all of it.
         ModelError: the tokenizer lacks what the data needs.
         DiskFull: no space left in `cache_dir`.
     """
@@ -54,14 +57,16 @@ def _load(spec: DataSpec, tokenizer: Tokenizer, cache_dir: Path) -> TokenSet:
         if isinstance(made := _whole(directory), TokenSet):
             return made  # by the process that held the lock
         pad_id = next((token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id) if token is not None), 0)
+        samples = _Samples(sources, tokenizer, spec.sequence_length)
         try:
-            write_tokens(directory, _samples(sources, tokenizer), sequence_length=spec.sequence_length, pad_id=pad_id)
+            write_tokens(directory, samples, sequence_length=spec.sequence_length, pad_id=pad_id, remarks=samples.remarks)
         except NothingTrained as error:
             raise DataError(f"{', '.join(spec.paths)}: {error}") from error
     tokens = TokenSet.open(directory)
     if made is None:
         return tokens
-    return replace(tokens, notices=(f"{directory}: the token cache was damaged ({made.__cause__}), and was made again",))
+    damaged = f"{directory}: the token cache was damaged ({made.__cause__}), and was made again"
+    return replace(tokens, notices=(damaged, *tokens.notices))
 
 
 def _whole(directory: Path) -> TokenSet | DataError | None:
@@ -131,11 +136,46 @@ def _key(sources: Iterable[Source], tokenizer: Tokenizer, sequence_length: int, 
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
 
 
-def _samples(sources: Iterable[Source], tokenizer: Tokenizer) -> Iterator[tuple[list[int], list[bool], str]]:
-    for source in sources:
-        kind, rows = read_rows(source)
-        for ids, trained in encode_rows(kind, rows, tokenizer):
-            yield ids, trained, " + ".join(kind.columns)
+class _Samples:
+    """The samples of `sources`, tokenised as they are asked for, and then what there is to say of them."""
+
+    def __init__(self, sources: Iterable[Source], tokenizer: Tokenizer, most_tokens: int) -> None:
+        self._sources, self._tokenizer, self._most_tokens = sources, tokenizer, most_tokens
+        self._count = self._num_unmarked = 0
+        self._first_unmarked: Unmarked | None = None
+
+    def __iter__(self) -> Iterator[tuple[Encoded | Unmarked, str]]:
+        for source in self._sources:
+            kind, rows = read_rows(source)
+            for sample in encode_rows(kind, rows, self._tokenizer, self._most_tokens):
+                self._count += 1
+                if isinstance(sample, Unmarked):
+                    self._num_unmarked += 1
+                    self._first_unmarked = self._first_unmarked or sample
+                # A template that suits none of the first samples suits none: that is said before hours of tokenising.
+                if self._num_unmarked == self._count >= _TRIED_SAMPLES:
+                    raise DataError(self._too_many())
+                yield sample, " + ".join(kind.columns)
+        if self._num_unmarked > _MOST_UNMARKED_SHARE * self._count:
+            raise DataError(self._too_many())
+
+    def remarks(self) -> list[str]:
+        """Return a sentence for each thing that is no error."""
+        return [self._unmarked()] if self._num_unmarked else []
+
+    def _unmarked(self) -> str:
+        first = self._first_unmarked
+        assert first is not None
+        return (
+            f"{self._num_unmarked} of {self._count} samples ({self._num_unmarked / self._count:.1%}) are left out, because "
+            f"nobody can tell which of their tokens are the assistant's; the first is {first.place}: {first.reason}"
+        )
+
+    def _too_many(self) -> str:
+        return (
+            f"{self._unmarked()}. More than {_MOST_UNMARKED_SHARE:.0%} are too many. Put {{% generation %}} and "
+            "{% endgeneration %} around the assistant's content in the chat template, or give the data as prompt + completion"
+        )
 
 
 @contextmanager

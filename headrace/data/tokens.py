@@ -19,7 +19,7 @@ import shutil
 import zlib
 from array import array
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.data.blocks import BlockArray, BlockChecksums, num_blocks
-from headrace.data.values import Sample
+from headrace.data.values import Encoded, Sample, Unmarked
 from headrace.files.durable import sync
 from headrace.terms.errors import DataError, DiskFull
 from headrace.terms.sizes import format_bytes
@@ -48,8 +48,9 @@ class NothingTrained(DataError):
 class TokenInfo:
     """What tokenising made and what it left out.
 
-    `cut_tokens` were beyond `sequence_length`, in `cut_samples` samples; `dropped_samples` had no trained token (left); `kinds`
-    counts the samples read by their columns. `digest` is of the arrays: equal digests, equal samples in equal order.
+    `cut_tokens` were beyond `sequence_length`, in `cut_samples` samples (estimated for texts so long that only their beginnings
+    were tokenised); `dropped_samples` had no trained token (left); of `unmarked_samples` nobody could tell which tokens are the
+    assistant's; `kinds` counts the samples read by their columns. `remarks` are sentences for people. `digest` is of the arrays: equal digests, equal samples in equal order.
     `largest_id` is the largest of all tokens.
     """
 
@@ -60,10 +61,12 @@ class TokenInfo:
     cut_samples: int
     cut_tokens: int
     dropped_samples: int
+    unmarked_samples: int
     pad_id: int
     kinds: dict[str, int]
     digest: str
     largest_id: int
+    remarks: list[str]
     version: int = FORMAT_VERSION
 
 
@@ -117,7 +120,7 @@ class TokenSet:
             raise DataError(
                 f"{directory}: not a complete token cache ({error}); delete the directory to tokenise again"
             ) from error
-        return cls(tokens, bits, offsets, info)
+        return cls(tokens, bits, offsets, info, tuple(info.remarks))
 
 
 def _read_info(path: Path, checksums: bytes) -> TokenInfo:
@@ -158,10 +161,14 @@ class TokenWriter:
         for file in self._files.values():
             file.close()
 
-    def add(self, ids: list[int], trained: list[bool], kind: str) -> None:
+    def add(self, sample: Encoded | Unmarked, kind: str) -> None:
         """Append a sample, cut to `sequence_length`, unless nothing in it is left to train."""
         self._count.kinds[kind] += 1
-        cut = len(ids) - self._sequence_length
+        if isinstance(sample, Unmarked):
+            self._count.unmarked_samples += 1
+            return
+        ids, trained = sample.ids, sample.trained
+        cut = max(0, len(ids) - self._sequence_length) + sample.beyond
         # The first token has nothing before it to be predicted from.
         targets = [False, *trained[1 : self._sequence_length]]
         num_targets = sum(targets)
@@ -182,7 +189,7 @@ class TokenWriter:
         if len(self._tokens) >= _FLUSH_TOKENS:
             self._flush(len(self._tokens) // 8 * 8)
 
-    def finish(self) -> TokenInfo:
+    def finish(self, remarks: list[str]) -> TokenInfo:
         """Write the rest and the record, and make all of it durable."""
         self._flush(len(self._tokens))
         info = TokenInfo(
@@ -190,6 +197,7 @@ class TokenWriter:
             pad_id=self._pad_id,
             digest=self._digest.hexdigest(),
             largest_id=self._largest_id,
+            remarks=remarks,
             **(asdict(self._count) | {"kinds": dict(self._count.kinds)}),
         )
         for file in self._files.values():
@@ -225,13 +233,20 @@ class _Counts:
     cut_samples: int = 0
     cut_tokens: int = 0
     dropped_samples: int = 0
+    unmarked_samples: int = 0
     kinds: Counter[str] = field(default_factory=Counter)
 
 
 def write_tokens(
-    directory: Path, samples: Iterable[tuple[list[int], list[bool], str]], *, sequence_length: int, pad_id: int = 0
+    directory: Path,
+    samples: Iterable[tuple[Encoded | Unmarked, str]],
+    *,
+    sequence_length: int,
+    pad_id: int = 0,
+    remarks: Callable[[], list[str]] = list,
 ) -> TokenInfo:
-    """Write `samples` (ids, mask, kind) as the token directory `directory`, which appears complete or not at all.
+    """Write `samples`, each with its kind, as the token directory `directory`, which appears complete or not at all. `remarks`
+    is called when all were seen.
 
     Effects: makes `directory` and, while writing, a neighbour that ends in `.partial`, which a failure may have left.
 
@@ -243,9 +258,9 @@ def write_tokens(
     _remove(partial)
     try:
         with TokenWriter(partial, sequence_length=sequence_length, pad_id=pad_id) as writer:
-            for ids, trained, kind in samples:
-                writer.add(ids, trained, kind)
-            info = writer.finish()
+            for sample, kind in samples:
+                writer.add(sample, kind)
+            info = writer.finish(remarks())
         if info.samples == 0:
             raise NothingTrained(_nothing_trained(info))
         _remove(directory)

@@ -30,14 +30,21 @@ class Tokenizer(Protocol):
     is_fast: bool
 
     @property
-    def all_special_ids(self) -> list[int]:
-        """Return the ids that stand for marks and not for text."""
+    def all_special_tokens(self) -> list[str]:
+        """Return the texts that stand for marks and not for themselves."""
+
+    @property
+    def special_tokens_map(self) -> Mapping[str, Any]:
+        """Return the marks by their roles, as chat templates ask for them."""
 
     def __call__(self, text: list[str], **options: Any) -> Any:
         """Return a mapping whose `input_ids` is one list of ids for each text."""
 
     def apply_chat_template(self, conversation: Sequence[Mapping[str, Any]], **options: Any) -> Any:
         """Return a rendered conversation."""
+
+    def get_chat_template(self, chat_template: str | None, tools: Any) -> str:
+        """Return the template that conversations with or without `tools` are rendered by."""
 
     def decode(self, token_ids: list[int], **options: Any) -> Any:
         """Return the text of `token_ids`."""
@@ -67,6 +74,23 @@ class Row:
 
     place: str
     values: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """The token ids of a row, and for each whether it is a target. `beyond` estimates how many more it has that nobody made."""
+
+    ids: list[int]
+    trained: list[bool]
+    beyond: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Unmarked:
+    """A row of which nobody can tell which tokens are the assistant's, and why not."""
+
+    place: str
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,14 +1,16 @@
 """Byte-level tokenizers made on the spot, with and without a chat template, and token sets made of bare numbers."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from headrace.data import TokenSet, write_tokens
+from headrace.data.values import Encoded
 
 PLAIN = (
     "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}<|end|>\n{% endfor %}"
@@ -57,16 +59,46 @@ def _backend() -> str:
 
 
 def make_tokenizer(template: str | None = None, *, eos: bool = True) -> PreTrainedTokenizerFast:
+    return _with_marks(Backend.from_str(_backend()), template, eos=eos)
+
+
+def _with_marks(backend: Backend, template: str | None, *, eos: bool = True) -> PreTrainedTokenizerFast:
     marks = {"eos_token": "<|eos|>", "pad_token": "<|pad|>"} if eos else {}
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Backend.from_str(_backend()), additional_special_tokens=["<|start|>", "<|end|>"], **marks
-    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, additional_special_tokens=["<|start|>", "<|end|>"], **marks)
     tokenizer.chat_template = template
     return tokenizer
 
 
+def merging_tokenizer(template: str | None = None, *, trim_offsets: bool = False) -> PreTrainedTokenizerFast:
+    """In which white space merges, as in most vocabularies; `trim_offsets`: tokens do not count blanks at their ends as theirs."""
+    values = json.loads(_backend())
+    for merged in ("ĊĊ", "ĠĠ"):
+        values["model"]["vocab"][merged] = max(values["model"]["vocab"].values()) + 1
+        values["model"]["merges"].append([merged[0], merged[1]])
+    backend = Backend.from_str(json.dumps(values))
+    backend.post_processor = processors.ByteLevel(trim_offsets=trim_offsets)
+    return _with_marks(backend, template)
+
+
+def slow_tokenizer(
+    template: str | None = None, make: Callable[[str | None], PreTrainedTokenizerFast] = make_tokenizer
+) -> PreTrainedTokenizerFast:
+    """As those written in Python are: it cannot tell which characters a token stands for."""
+
+    class Slow(PreTrainedTokenizerFast):
+        is_fast = False
+
+        def __call__(self, *arguments, **options):
+            assert not options.get("return_offsets_mapping")
+            return super().__call__(*arguments, **options)
+
+    tokenizer = make(template)
+    tokenizer.__class__ = Slow
+    return tokenizer
+
+
 def make_tokens(directory: Path, samples: Sequence[tuple[Sequence[int], Sequence[bool]]], sequence_length: int) -> TokenSet:
-    rows = ((list(ids), list(trained), "input_ids") for ids, trained in samples)
+    rows = ((Encoded(list(ids), list(trained)), "input_ids") for ids, trained in samples)
     write_tokens(directory, rows, sequence_length=sequence_length, pad_id=0)
     return TokenSet.open(directory)
 

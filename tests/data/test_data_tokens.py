@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from made_tokenizers import PLAIN, TAGGED, make_tokenizer, make_tokens, numbered_tokens
 
 from headrace.data import BatchStream, DataSpec, TokenSet, blocks, load_tokens, tokenize, tokens, write_tokens
+from headrace.data.values import Encoded
 from headrace.terms.errors import ConfigError, CorruptData, DataError, DiskFull
 
 SAMPLES = st.lists(
@@ -210,7 +211,7 @@ def test_a_full_disk_is_a_named_error_and_leaves_nothing_behind(tmp_path, monkey
 
     monkeypatch.setattr(tokens.TokenWriter, "_write", full)
     with pytest.raises(DiskFull, match="no space left for the token cache"):
-        write_tokens(tmp_path / "set", [([1, 2], [True, True], "text")], sequence_length=4)
+        write_tokens(tmp_path / "set", [(Encoded([1, 2], [True, True]), "text")], sequence_length=4)
     assert not list(tmp_path.iterdir())
 
 
@@ -235,7 +236,7 @@ def test_what_a_killed_process_left_half_written_is_replaced(tmp_path):
     partial = tmp_path / "set.partial"
     partial.mkdir()
     (partial / "tokens").write_bytes(b"half")
-    write_tokens(tmp_path / "set", [([1, 2], [True, True], "text")], sequence_length=4)
+    write_tokens(tmp_path / "set", [(Encoded([1, 2], [True, True]), "text")], sequence_length=4)
     assert ids_of(TokenSet.open(tmp_path / "set")) == [[1, 2]]
     assert not partial.exists()
 
@@ -254,6 +255,41 @@ def test_long_samples_are_cut_and_counted_and_those_left_without_target_dropped(
     assert (info.samples, info.tokens, info.trained_tokens) == (1, 64, 63)
     assert (info.cut_samples, info.cut_tokens, info.dropped_samples) == (2, 12, 4)
     assert info.kinds == {"input_ids": 5}
+
+
+# Renders a conversation that ends oddly unlike its beginning.
+ODD = "{% if 'odd' in messages[-1].content %}odd {% endif %}" + PLAIN
+
+
+def conversations(path, *, odd, total):
+    answers = ["odd" if index < odd else f"four {index}" for index in range(total)]
+    rows = [{"messages": [{"role": "user", "content": "two?"}, {"role": "assistant", "content": each}]} for each in answers]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_a_few_conversations_whose_turns_cannot_be_found_are_left_out_counted_and_shown(tmp_path, spec):
+    conversations(tmp_path / "data.jsonl", odd=2, total=20)
+    for _ in ("made", "found in the cache"):
+        made = load_tokens(spec, make_tokenizer(ODD), tmp_path / "cache")
+        assert (made.info.samples, made.info.unmarked_samples, made.info.dropped_samples) == (18, 2, 0)
+        assert made.info.kinds == {"messages": 20}
+        assert made.notices == (
+            "2 of 20 samples (10.0%) are left out, because nobody can tell which of their tokens are the assistant's; the first "
+            f"is {tmp_path}/data.jsonl, line 1: the chat template renders what is before message 1 unlike the whole conversation",
+        )
+
+
+def test_too_many_conversations_whose_turns_cannot_be_found_are_an_error_with_their_share(tmp_path, spec, monkeypatch):
+    conversations(tmp_path / "data.jsonl", odd=3, total=20)
+    expected = (
+        r"^3 of 20 samples \(15.0%\) are left out.*data.jsonl, line 1: .* More than 10% are too many. Put {% generation %}"
+    )
+    with pytest.raises(DataError, match=expected):
+        load_tokens(spec, make_tokenizer(ODD), tmp_path / "cache")
+    assert cached(tmp_path / "cache") == []
+    monkeypatch.setattr(tokenize, "_TRIED_SAMPLES", 2)  # all of the first: the rest is not read
+    with pytest.raises(DataError, match=r"^2 of 2 samples \(100.0%\)"):
+        load_tokens(spec, make_tokenizer(ODD), tmp_path / "cache")
 
 
 def test_a_data_set_with_nothing_to_train_is_refused_with_the_numbers(tmp_path, spec):

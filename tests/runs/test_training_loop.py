@@ -169,6 +169,15 @@ class TestARun:
         train(RunConfig.of(options), engines=host.engines())
         assert max(int(batch["input_ids"].max()) for batch in host.made[0].batches) < 10**6
 
+    def test_what_is_left_out_of_the_data_is_said_before_the_first_step(
+        self, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        load_tokens = data.load_tokens
+        monkeypatch.setattr(data, "load_tokens", lambda *given: replace(load_tokens(*given), notices=("2 samples are odd",)))
+        screen = Screen()
+        train(RunConfig.of(options), display=screen, engines=FakeHost().engines())
+        assert screen.said[0] == "note: 2 samples are odd"
+
     def test_one_epoch_is_the_default_and_shows_every_sample_once(self, options: dict[str, Any]) -> None:
         host = FakeHost(packing=False)
         del options["max_steps"]
