@@ -35,7 +35,8 @@ def load_tokens(spec: DataSpec, tokenizer: Tokenizer, cache_dir: Path) -> TokenS
     """Return the samples of `spec.paths` as tokens, from below `cache_dir` if they are there, else made and kept there.
 
     Over-long samples are cut at `sequence_length`, samples without a trained token are left out, and so are the few
-    conversations whose turns cannot be found; `TokenSet.info` counts all, and `notices` are to be shown. A second process that asks for the same set waits for the first. Beside a set that is there nothing is written.
+    conversations whose turns cannot be found; `TokenSet.info` counts all, and `notices` are to be shown. A second process that
+    asks for the same set waits for the first. Beside a set that is there nothing is written.
 
     Raises:
         ConfigError: `cache_dir` cannot be made or written to.

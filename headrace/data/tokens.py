@@ -50,8 +50,8 @@ class TokenInfo:
 
     `cut_tokens` were beyond `sequence_length`, in `cut_samples` samples (estimated for texts so long that only their beginnings
     were tokenised); `dropped_samples` had no trained token (left); of `unmarked_samples` nobody could tell which tokens are the
-    assistant's; `kinds` counts the samples read by their columns. `remarks` are sentences for people. `digest` is of the arrays: equal digests, equal samples in equal order.
-    `largest_id` is the largest of all tokens.
+    assistant's; `kinds` counts the samples read by their columns. `remarks` are sentences for people. `digest` is of the
+    arrays: equal digests, equal samples in equal order. `largest_id` is the largest of all tokens.
     """
 
     sequence_length: int

@@ -70,7 +70,7 @@ def _with_marks(backend: Backend, template: str | None, *, eos: bool = True) -> 
 
 
 def merging_tokenizer(template: str | None = None, *, trim_offsets: bool = False) -> PreTrainedTokenizerFast:
-    """In which white space merges, as in most vocabularies; `trim_offsets`: tokens do not count blanks at their ends as theirs."""
+    """In which white space merges, as in most vocabularies; `trim_offsets`: tokens do not count blanks at their ends."""
     values = json.loads(_backend())
     for merged in ("ĊĊ", "ĠĠ"):
         values["model"]["vocab"][merged] = max(values["model"]["vocab"].values()) + 1

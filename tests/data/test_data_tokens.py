@@ -274,8 +274,9 @@ def test_a_few_conversations_whose_turns_cannot_be_found_are_left_out_counted_an
         assert (made.info.samples, made.info.unmarked_samples, made.info.dropped_samples) == (18, 2, 0)
         assert made.info.kinds == {"messages": 20}
         assert made.notices == (
-            "2 of 20 samples (10.0%) are left out, because nobody can tell which of their tokens are the assistant's; the first "
-            f"is {tmp_path}/data.jsonl, line 1: the chat template renders what is before message 1 unlike the whole conversation",
+            "2 of 20 samples (10.0%) are left out, because nobody can tell which of their tokens are the assistant's; the "
+            f"first is {tmp_path}/data.jsonl, line 1: the chat template renders what is before message 1 unlike the whole "
+            "conversation",
         )
 
 
