@@ -83,4 +83,4 @@ bench-promise: $(STAMP)  ## planned against measured, and the distance to the li
 	$(BIN)/python bench/promise.py --scratch $(or $(SCRATCH),bench-results) --output bench-results/promise
 
 clean:  ## remove the environment and what runs left in this tree
-	rm -rf $(VENV) .venv-oldest demo-run bench-results .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-oldest demo-run bench-results .tests-tmp .pytest_cache .mypy_cache .ruff_cache .hypothesis
