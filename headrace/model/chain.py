@@ -44,7 +44,7 @@ class Chain:
         collects_asides: whether blocks hand router logits aside for an auxiliary loss.
         notes: what a person should know of how blocks are run, if not by the model's own code as it stands.
         wide_products: whether products of 16-bit numbers are computed in float32 in the context of `arithmetic`.
-        supports_packing, packing_reason: whether several samples may share a row with restarting positions, and why not.
+        packing_reason: why several samples may not share a row with restarting positions, where `packs` says so.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Chain:
         self.has_dropout = _draws_random_numbers(skeleton)
         self.notes: tuple[str, ...] = ()
         self.wide_products = False
-        self.supports_packing = traits.supports_packing
+        self._packing_limit = traits.packing_limit
         self.packing_reason = traits.packing_reason
         collect = bool(getattr(config, "output_router_logits", False))
         self._runner = Runner(skeleton, blocks.modules, tuple_length=traits.tuple_length, collect_asides=collect)
@@ -103,6 +103,10 @@ class Chain:
     def num_parameters(self) -> int:
         """Parameters of the model, tied ones counted once, without padding."""
         return sum(layout.num_parameters for layout in self.layouts)
+
+    def packs(self, length: int) -> bool:
+        """Return whether several samples may share a row of `length` tokens: they do not see one another."""
+        return self._packing_limit is None or length < self._packing_limit
 
     def bind(self, unit: int, flat: torch.Tensor, gradient_sink: GradientSink | None) -> None:
         """Make the parameters of `unit` views of `flat` (1-D, compute dtype). See `Binding.bind`."""

@@ -21,7 +21,9 @@ import torch
 from torch import nn
 
 from headrace.model.batch import MicroBatch
-from headrace.model.probe import architecture_key, compare_gradients, tiny_runner, tiny_samples
+from headrace.model.instance import tiny_samples
+from headrace.model.probe import compare_gradients, tiny_runner
+from headrace.model.thresholds import architecture_key
 from headrace.model.runner import run_block
 from headrace.terms.errors import ConfigError
 

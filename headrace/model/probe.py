@@ -4,25 +4,23 @@ Invariant: nothing about an architecture is written down here; a family that tra
 refused with the reason.
 """
 
-import json
+import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, cast
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
 
 from headrace.model.batch import IGNORED, MicroBatch, shift_labels
 from headrace.model.blocks import check_architecture, find_blocks
+from headrace.model.instance import LENGTHS, tiny_model, tiny_samples
 from headrace.model.runner import RunBlock, Runner
-from headrace.model.tiny import shrink
+from headrace.model.thresholds import architecture_key, key_without, tiny_of
 from headrace.terms.errors import HeadraceError, ModelError
 
-# Two samples of unequal length, longer than the tiny sliding window, so that windows and packing are seen.
-_LENGTHS = (13, 10)
 # Sums in another order: measured 3e-8 on 25 architectures in float32; a lost gradient is larger by orders of magnitude.
 RELATIVE_TOLERANCE = 1e-4
 
@@ -31,13 +29,14 @@ RELATIVE_TOLERANCE = 1e-4
 class Traits:
     """What trying told: what a block returns, which parameters come after the blocks only, whether samples can be packed.
 
-    `blocks_name` is the dotted name of the list of blocks. `packing_reason` says why packing is not possible, if so.
+    `blocks_name` is the dotted name of the list of blocks. Samples can be packed into rows of fewer than `packing_limit` tokens
+    (None: of any number, 0: not at all); `packing_reason` says why not into longer ones.
     """
 
     blocks_name: str
     tuple_length: int | None
     epilogue_names: frozenset[str]
-    supports_packing: bool
+    packing_limit: int | None
     packing_reason: str
 
 
@@ -49,7 +48,12 @@ def probe(config: Any) -> Traits:
     """
     check_architecture(config)
     with _words_for_its_errors(config):
-        return _probe(cast(Hashable, type(config)), architecture_key(config))
+        traits = _probe(cast(Hashable, type(config)), architecture_key(config))
+        limit, reason = (None, "") if traits.packing_limit is None else _shorter_rows(config)
+        unmet = tiny_of(config).unmet
+        if unmet and limit != 0 and min(unmet.values()) < (limit or math.inf):
+            limit, reason = int(min(unmet.values())), f"rows of as many tokens as {_named(unmet)} say are in no trial"
+        return replace(traits, packing_limit=limit, packing_reason=reason or traits.packing_reason)
 
 
 def self_check(config: Any) -> None:
@@ -67,6 +71,40 @@ def self_check(config: Any) -> None:
         raise ModelError(f"{type(config).__name__}: cannot be trained block by block: {reason}")
 
 
+def _shorter_rows(config: Any) -> tuple[int, str]:
+    """Return below which number of tokens samples in one row stay apart, where they do not in rows of any length, and why.
+
+    Each number of the configuration that the rows of the trial go beyond is moved out of their way in turn.
+    """
+    met = tiny_of(config).met
+
+    def stay_apart(unreached: set[str]) -> bool:
+        try:
+            return _probe(cast(Hashable, type(config)), key_without(config, unreached)).packing_limit is None
+        except HeadraceError:  # a size, and no number of tokens: nothing runs with another one
+            return False
+
+    movable = {name for name in met if _can_move(config, name)}
+    if not movable or not stay_apart(movable):
+        return 0, ""
+    decisive = {name: met[name] for name in movable if not stay_apart(movable - {name})}
+    if not decisive or not stay_apart(set(decisive)):
+        return 0, ""
+    return int(min(decisive.values())), f"in rows that reach {_named(decisive)} samples see each other"
+
+
+def _can_move(config: Any, name: str) -> bool:
+    try:
+        tiny_runner(type(config), key_without(config, {name}))
+    except HeadraceError:
+        return False
+    return True
+
+
+def _named(numbers: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {value:g}" for name, value in sorted(numbers.items()))
+
+
 @contextmanager
 def _words_for_its_errors(config: Any) -> Iterator[None]:
     """Whatever a model's own code raises, block by block, is a reason why it cannot be run so."""
@@ -79,28 +117,6 @@ def _words_for_its_errors(config: Any) -> Iterator[None]:
             f"{type(config).__name__}: cannot be run block by block: its own code raises {error!r}; blocks may hand one "
             "another more than hidden states"
         ) from error
-
-
-def architecture_key(config: Any) -> str:
-    """Return what tells architectures and structures apart: the shrunk configuration."""
-    return json.dumps(shrink(config).to_dict(), sort_keys=True, default=str)
-
-
-def tiny_model(config_class: type, key: str) -> Any:
-    """Return a tiny float32 instance of an architecture, in training mode, with weights away from their initial values."""
-    values = {name: value for name, value in json.loads(key).items() if name not in ("transformers_version", "dtype")}
-    config = config_class(**values)
-    config.use_cache = False
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        try:
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
-        except Exception as error:  # whatever the architecture's own code raises for sizes it cannot have
-            raise ModelError(f"{config_class.__name__}: cannot build a tiny instance for checking: {error!r}") from error
-        with torch.no_grad():
-            for parameter in model.parameters():  # away from the initial values: near those, mistakes are invisible
-                parameter.add_(torch.randn_like(parameter) * 0.1)
-    return model.float().train()
 
 
 def tiny_runner(config_class: type, key: str) -> Runner:
@@ -129,20 +145,13 @@ def _without_asides(model: Any) -> dict[str, Any]:
     return {"output_router_logits": False} if getattr(model.config, "output_router_logits", False) else {}
 
 
-def tiny_samples(model: Any) -> list[MicroBatch]:
-    """Return two samples of unequal length for a tiny instance."""
-    generator = torch.Generator().manual_seed(1)
-    high = model.get_input_embeddings().weight.shape[0]
-    ids = [torch.randint(2, high, (1, length), generator=generator) for length in _LENGTHS]
-    return [MicroBatch(sample, sample, torch.ones_like(sample)) for sample in ids]
-
-
 @lru_cache(maxsize=64)
 def _probe(config_class: type, key: str) -> Traits:
     runner = tiny_runner(config_class, key)
     _check_causal(runner)
-    packs, reason = _check_packing(runner)
-    return Traits(find_blocks(runner.model).name, runner.tuple_length, frozenset(_epilogue_names(runner)), packs, reason)
+    reason = _check_packing(runner)
+    names = frozenset(_epilogue_names(runner))
+    return Traits(find_blocks(runner.model).name, runner.tuple_length, names, 0 if reason else None, reason)
 
 
 def _epilogue_names(runner: Runner) -> set[str]:
@@ -187,20 +196,20 @@ def _check_causal(runner: Runner) -> None:
         )
 
 
-def _check_packing(runner: Runner) -> tuple[bool, str]:
-    """Say whether samples packed into one row with restarting positions stay apart, and if not, why."""
+def _check_packing(runner: Runner) -> str:
+    """Say why samples packed into one row with restarting positions do not stay apart; "" if they do."""
     samples = tiny_samples(runner.model)
     ids = torch.cat([sample.input_ids for sample in samples], dim=1)
-    positions = torch.cat([torch.arange(length) for length in _LENGTHS])[None]
+    positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
     try:
         packed = _run_blocks(runner, MicroBatch(ids, ids, None, positions))
     except (TypeError, ValueError, RuntimeError, IndexError) as error:
-        return False, f"positions cannot be given: {error}"
+        return f"positions cannot be given: {error}"
     alone = torch.cat([_run_blocks(runner, MicroBatch(one.input_ids, one.labels)) for one in samples], dim=1)
     difference = float((packed - alone).abs().max())
     if difference > 1e-4 * float(alone.abs().max()):
-        return False, f"samples in one row see each other: block outputs differ by {difference:.2g}"
-    return True, ""
+        return f"samples in one row see each other: block outputs differ by {difference:.2g}"
+    return ""
 
 
 @lru_cache(maxsize=64)
@@ -255,7 +264,7 @@ def _differing_gradient(model: nn.Module, expected: Mapping[str, torch.Tensor | 
 
 def _plain_loss(runner: Runner, samples: Sequence[MicroBatch]) -> torch.Tensor:
     """Return the model's own loss of the samples as one padded batch."""
-    length = max(_LENGTHS)
+    length = max(LENGTHS)
 
     def pad(rows: list[torch.Tensor], value: int) -> torch.Tensor:
         return torch.cat([nn.functional.pad(row, (0, length - row.shape[1]), value=value) for row in rows])

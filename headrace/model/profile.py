@@ -132,7 +132,7 @@ def _profile(
 
     ids = torch.zeros((sequences, length), dtype=torch.int64, device=chain.device)
     # Rows of models that cannot pack are padded. Of fake tensors nobody can see that they hide nothing, so this makes a mask.
-    batch = MicroBatch(ids, ids, None if chain.supports_packing else torch.ones_like(ids))
+    batch = MicroBatch(ids, ids, None if chain.packs(length) else torch.ones_like(ids))
     flats = {
         unit: torch.zeros(chain.layouts[unit].num_elements, dtype=chain.dtype, device=chain.device)
         for unit in _residents(chain)
@@ -173,7 +173,7 @@ def _profile(
         prologue_backward_workspace_bytes=prologue_backward.peak_bytes,
         epilogue_workspace_bytes=tuple((tokens, known.get(tokens) or losses[tokens].peak_bytes) for tokens in chunks),
         epilogue_flops_per_token=other.epilogue_flops_per_token if other else losses[chunks[0]].flops / chunks[0] / 3,
-        call_bytes=_call_bytes(result.calls, sequences if chain.supports_packing else 1),
+        call_bytes=_call_bytes(result.calls, sequences if chain.packs(length) else 1),
         wide_products=chain.wide_products,
     )
 

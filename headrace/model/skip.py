@@ -10,7 +10,9 @@ from typing import Any, cast
 
 import torch
 
-from headrace.model.probe import architecture_key, tiny_runner, tiny_samples
+from headrace.model.instance import tiny_samples
+from headrace.model.probe import tiny_runner
+from headrace.model.thresholds import architecture_key
 from headrace.model.replay import count_operators, find_skippable, operator_name
 from headrace.terms.costs import OperatorCosts
 

@@ -2,10 +2,15 @@
 
 What the chain must know about an architecture (what its blocks return, which parameters come before and after them, whether
 packed samples stay apart) is found by trying, on an instance of a few kilobytes. Invariant: shrinking changes sizes, never
-structure: switches, layer patterns, tying, scalings and the kind of head sharing stay as they are.
+structure: switches, layer patterns, tying, scalings and the kind of head sharing stay as they are. What is counted in tokens
+shrinks too, below the length of a tiny row: a window, or the position from which something is computed otherwise, is seen.
 """
 
+import math
 import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from headrace.terms.errors import ModelError
@@ -30,7 +35,7 @@ _SIZES = {
     r"(sliding_window|attention_chunk_size|window_size)": 8,
     r"(num_experts|num_local_experts|n_routed_experts|moe_num_experts)": 4,
     r"(num_experts_per_tok|moe_topk|moe_k)": 2,
-    r"n_group": 2,
+    r"(n_group|num_expert_group)": 2,
     r"topk_group": 1,
     r"first_k_dense_replace": 1,
     r"max_window_layers": 1,
@@ -45,6 +50,12 @@ _SIZES = {
     r"hidden_size_per_layer_input": 8,
     r"\w*(intermediate_size|ffn_hidden_size|ffn_dim|n_inner)": 96,
 }
+# Of these, what is counted in tokens: a row that is shorter never meets it.
+_COUNTED_IN_TOKENS = re.compile(r"(sliding_window|attention_chunk_size|window_size)")
+# Longer than any tiny row, and a multiple of what sizes are usually multiples of.
+UNREACHED = 24
+# No size and no count of tokens: the base of rotary tables, where a range of initial values ends.
+_NEITHER = re.compile(r"\w*rope_theta|rope_type|factor|beta_fast|seed|\w*_token_(id|index)|\w*initializer\w*|linear_a_log_max")
 # Number and width of a state-space layer's heads, and the expansion of the model's width that they share out.
 _STATE_SPACE_HEADS = (
     ("mamba_n_heads", "mamba_d_head", "mamba_expand"),
@@ -53,29 +64,86 @@ _STATE_SPACE_HEADS = (
 )
 _KEY_VALUE_HEADS = re.compile(r"(num_key_value_heads|num_kv_heads|num_global_key_value_heads|n_head_kv)")
 _SPECIAL_TOKEN = re.compile(r"(pad|bos|eos|sep|decoder_start|image|audio|video)_token_(id|index)")
-_LAYERS_BY_INDEX = ("mlp_only_layers", "attn_layer_indices")
+_LAYERS_BY_INDEX = re.compile(r"\w*(layers|layer_ids|layer_idxs?|attn_idxs|indices)")
 _RANDOM = re.compile(r"(\w*_)?(dropout|pdrop|jitter_noise)(_prob|_rate)?")
 _DROPPED = ("qk_head_dim", "transformers_version", "dtype", "torch_dtype", "_name_or_path", "architectures")
 
 
-def shrink(config: Any) -> Any:
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """What decides the tiny value of a key: the layers that are kept, the attention heads there were, and `chosen` values of
+    keys that have no rule here.
+    """
+
+    layers: list[int]
+    heads: int | None
+    chosen: Mapping[str, float]
+
+    def of(self, key: str, value: Any) -> Any:
+        """Return what becomes of `value`."""
+        if key in ("rope_parameters", "rope_scaling"):
+            return value  # by `_shrink_rope`, which has to know the width of a tiny head
+        if isinstance(value, dict):
+            return {name: self.of(str(name), inner) for name, inner in value.items()}
+        if isinstance(value, list):
+            return self._of_list(key, value)
+        if _RANDOM.fullmatch(key) and isinstance(value, float):
+            return 0.0
+        if _SPECIAL_TOKEN.fullmatch(key):
+            return None if value is None else 0 if key == "pad_token_id" else 1
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return value
+        known = self._known(key, value) if isinstance(value, int) else None
+        if known is None:
+            return min(value, type(value)(self.chosen[key])) if key in self.chosen else value
+        return known
+
+    def _of_list(self, key: str, value: list[Any]) -> list[Any]:
+        if _LAYERS_BY_INDEX.fullmatch(key) and _ascends(value):
+            return [place for place, index in enumerate(self.layers) if index in value]
+        return [self.of(key, inner) for inner in value]
+
+    def _known(self, key: str, value: int) -> int | None:
+        if _KEY_VALUE_HEADS.fullmatch(key):
+            return _NUM_HEADS if value == self.heads else 1 if value == 1 else _NUM_HEADS // 2
+        for pattern, size in _SIZES.items():
+            if re.fullmatch(pattern, key):
+                if _COUNTED_IN_TOKENS.fullmatch(key) and key in self.chosen:
+                    return int(self.chosen[key])
+                return len(self.layers) if size is None else _smaller(key, value, size)
+        return None
+
+
+def shrink(config: Any, chosen: Mapping[str, float] = MappingProxyType({}), *, scaled_rope: bool = True) -> Any:
     """Return a tiny configuration of the class of `config`, without dropout.
+
+    `chosen` are values for keys of `open_keys`, and for those counted in tokens; without `scaled_rope` rotary tables are plain.
 
     Raises:
         ModelError: the architecture does not accept the shrunk sizes.
     """
-    values = config.to_dict()
+    return shrink_values(type(config), config.to_dict(), chosen, scaled_rope=scaled_rope)
+
+
+def shrink_values(
+    config_class: type,
+    values: dict[str, Any],
+    chosen: Mapping[str, float] = MappingProxyType({}),
+    *,
+    scaled_rope: bool = True,
+) -> Any:
+    """Return what `shrink` does, of a configuration's class and values."""
     small = {key: value for key, value in values.items() if key not in _DROPPED}
-    layers = _choose_layers(values)
     heads = next((values[key] for key in ("num_attention_heads", "n_head", "n_heads") if values.get(key)), None)
+    sizes = _Sizes(_choose_layers(values), heads, chosen)
     for key, value in values.items():
         if key in small:
-            small[key] = _pick(value, layers) if _is_per_layer(values, value) else _shrink_value(key, value, layers, heads)
+            small[key] = sizes.of(key, _pick(value, sizes.layers) if _is_per_layer(values, key) else value)
     own = _own_settings(values)
     if own:
         small["per_layer_config"] = {
-            place: {key: _shrink_own(key, value, values, layers, heads) for key, value in own[index].items()}
-            for place, index in enumerate(layers)
+            place: {key: _shrink_own(key, value, values, sizes) for key, value in own[index].items()}
+            for place, index in enumerate(sizes.layers)
             if index in own
         }
     for count, width, expand in _STATE_SPACE_HEADS:
@@ -87,13 +155,60 @@ def shrink(config: Any) -> Any:
         small["word_embed_proj_dim"] = _HIDDEN // 2  # a narrower embedding is structure, not size
     elif "word_embed_proj_dim" in values:
         small["word_embed_proj_dim"] = small["hidden_size"]
+    width = _HEAD_DIM // 2 if "qk_rope_head_dim" in values else _HEAD_DIM
+    for key in ("rope_parameters", "rope_scaling"):
+        if key in small:
+            small[key] = _shrink_rope(small[key], sizes, width, scaled=scaled_rope)
     try:
-        return type(config)(**small)
+        return config_class(**small)
     except Exception as error:  # whatever validation the configuration class does
-        raise ModelError(f"{type(config).__name__}: cannot make a tiny instance for checking: {error!r}") from error
+        raise ModelError(f"{config_class.__name__}: cannot make a tiny instance for checking: {error!r}") from error
 
 
-def _layer_count(values: dict[str, Any]) -> int:
+def open_keys(values: Mapping[str, Any], above: float) -> dict[str, float]:
+    """Return the keys above `above` that there is no rule for, at any depth, with the least value of each.
+
+    They may be sizes, or counts of tokens from which something is computed otherwise: nobody knows, so it is tried.
+    """
+    found: dict[str, float] = {}
+
+    def look(key: str, value: Any) -> None:
+        if isinstance(value, dict):
+            for name, inner in value.items():
+                look(str(name), inner)
+        elif isinstance(value, list):
+            for inner in value if not (_LAYERS_BY_INDEX.fullmatch(key) and _ascends(value)) else ():
+                look(key, inner)
+        elif isinstance(value, int | float) and not isinstance(value, bool) and above < value < math.inf and _is_open(key):
+            found[key] = min(value, found.get(key, math.inf))
+
+    for key, value in values.items():
+        if key not in _DROPPED and key not in ("id2label", "label2id", "per_layer_config"):
+            look(key, value)
+    return found
+
+
+def counted_in_tokens(values: Mapping[str, Any], above: float) -> dict[str, float]:
+    """Return the keys above `above` that are known to be counts of tokens, with their values."""
+    return {
+        key: value
+        for key, value in values.items()
+        if _COUNTED_IN_TOKENS.fullmatch(key) and isinstance(value, int) and value > above
+    }
+
+
+def _is_open(key: str) -> bool:
+    rules = (_NEITHER, _KEY_VALUE_HEADS, _SPECIAL_TOKEN, _RANDOM)
+    return not any(rule.fullmatch(key) for rule in rules) and not any(re.fullmatch(pattern, key) for pattern in _SIZES)
+
+
+def _ascends(value: list[Any]) -> bool:
+    """Return whether a list may be indices of layers."""
+    whole = all(isinstance(entry, int) and not isinstance(entry, bool) for entry in value)
+    return whole and all(one < other for one, other in zip(value, value[1:], strict=False))
+
+
+def _layer_count(values: Mapping[str, Any]) -> int:
     for key in ("num_hidden_layers", "n_layer", "n_layers", "num_layers"):
         if isinstance(values.get(key), int):
             return int(values[key])
@@ -103,11 +218,14 @@ def _layer_count(values: dict[str, Any]) -> int:
     raise ModelError(f"model_type {values.get('model_type')!r}: the configuration names no number of layers")
 
 
-def _is_per_layer(values: dict[str, Any], value: Any) -> bool:
-    return isinstance(value, list) and len(value) == _layer_count(values)
+def _is_per_layer(values: Mapping[str, Any], key: str) -> bool:
+    value = values[key]
+    if not isinstance(value, list) or len(value) != _layer_count(values):
+        return False
+    return not (_LAYERS_BY_INDEX.fullmatch(key) and _ascends(value))
 
 
-def _own_settings(values: dict[str, Any]) -> dict[int, dict[str, Any]]:
+def _own_settings(values: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
     """Return what the configuration says of single layers: settings by the index of the layer."""
     return {int(index): settings for index, settings in (values.get("per_layer_config") or {}).items()}
 
@@ -116,12 +234,16 @@ def _pick(value: list[Any], layers: list[int]) -> list[Any]:
     return [value[index] for index in layers]
 
 
-def _choose_layers(values: dict[str, Any]) -> list[int]:
+def _choose_layers(values: Mapping[str, Any]) -> list[int]:
     """Return indices of few layers that show every kind of layer in what is said per layer, at least two, in order."""
     count = _layer_count(values)
-    lists = [value for value in values.values() if _is_per_layer(values, value)]
+    lists = [values[key] for key in values if _is_per_layer(values, key)]
     own = _own_settings(values)
-    named = [values[key] for key in _LAYERS_BY_INDEX if values.get(key)]
+    named = [
+        value
+        for key, value in values.items()
+        if _LAYERS_BY_INDEX.fullmatch(key) and isinstance(value, list) and value and _ascends(value)
+    ]
     kinds: dict[str, int] = {}
     for index in range(count):
         kind = ([entries[index] for entries in lists], own.get(index), [index in indices for indices in named])
@@ -132,31 +254,12 @@ def _choose_layers(values: dict[str, Any]) -> list[int]:
     return sorted(chosen)
 
 
-def _shrink_value(key: str, value: Any, layers: list[int], heads: int | None) -> Any:
-    if key in ("rope_parameters", "rope_scaling"):
-        return _plain_rope(value)
-    if _RANDOM.fullmatch(key) and isinstance(value, float):
-        return 0.0
-    if _SPECIAL_TOKEN.fullmatch(key):
-        return None if value is None else 0 if key == "pad_token_id" else 1
-    if key in _LAYERS_BY_INDEX and isinstance(value, list):
-        return [place for place, index in enumerate(layers) if index in value]
-    if isinstance(value, bool) or not isinstance(value, int):
-        return value
-    if _KEY_VALUE_HEADS.fullmatch(key):
-        return _NUM_HEADS if value == heads else 1 if value == 1 else _NUM_HEADS // 2
-    for pattern, size in _SIZES.items():
-        if re.fullmatch(pattern, key):
-            return len(layers) if size is None else _smaller(key, value, size)
-    return value
-
-
-def _shrink_own(key: str, value: Any, values: dict[str, Any], layers: list[int], heads: int | None) -> Any:
+def _shrink_own(key: str, value: Any, values: Mapping[str, Any], sizes: _Sizes) -> Any:
     """Shrink a setting of one layer so that it stays as many times what the other layers have as it was."""
-    small, common = _shrink_value(key, value, layers, heads), values.get(key)
+    small, common = sizes.of(key, value), values.get(key)
     if isinstance(value, bool) or not isinstance(value, int) or not isinstance(common, int) or value % common:
         return small
-    return _shrink_value(key, common, layers, heads) * (value // common)
+    return sizes.of(key, common) * (value // common)
 
 
 def _smaller(key: str, value: int, size: int) -> int:
@@ -167,11 +270,24 @@ def _smaller(key: str, value: int, size: int) -> int:
     return size if fixed else min(value, size)
 
 
-def _plain_rope(rope: Any) -> Any:
-    """Replace scaled rotary tables by plain ones: their lists of factors have the length of the full head."""
+def _shrink_rope(rope: Any, sizes: _Sizes, width: int, *, scaled: bool) -> Any:
+    """Shrink what says how rotary tables of heads of `width` are made: factors by pair of dimensions get fewer.
+
+    Sections by kind of position, for text alone, come to nothing; and plain tables are those without a scaling.
+    """
     if not isinstance(rope, dict):
         return rope
     if any(isinstance(value, dict) for value in rope.values()):
-        return {key: _plain_rope(value) for key, value in rope.items()}
-    kept = {key: rope[key] for key in ("partial_rotary_factor", "rope_theta") if rope.get(key) is not None}
-    return {"rope_type": "default", "rope_theta": 10000.0, **kept}
+        return {key: _shrink_rope(value, sizes, width, scaled=scaled) for key, value in rope.items()}
+    kept = {"rope_type": "default"} | {key: value for key, value in rope.items() if value is not None}
+    kept["rope_theta"] = min(kept.get("rope_theta", 10000.0), 10000.0)
+    if not scaled:
+        return {key: kept[key] for key in ("partial_rotary_factor", "rope_theta") if key in kept} | {"rope_type": "default"}
+    pairs = int(width * kept.get("partial_rotary_factor", 1.0)) // 2
+    for key, value in rope.items():
+        if isinstance(value, list):
+            factors = value if all(isinstance(entry, int | float) for entry in value) and key.endswith("factor") else []
+            kept[key] = [factors[place * len(factors) // pairs] for place in range(pairs)] if factors else None
+        elif not isinstance(value, bool) and isinstance(value, int | float) and key != "rope_theta":
+            kept[key] = sizes.of(key, value)
+    return {key: value for key, value in kept.items() if value is not None}

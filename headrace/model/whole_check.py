@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from headrace.model.probe import RELATIVE_TOLERANCE, architecture_key, tiny_model
+from headrace.model.instance import tiny_model
+from headrace.model.probe import RELATIVE_TOLERANCE
+from headrace.model.thresholds import architecture_key
 from headrace.model.skeleton import build_whole
 from headrace.model.text_part import names_in_whole
 from headrace.terms.errors import ModelError

@@ -14,7 +14,9 @@ from versions import COMPILES_EXPERTS
 
 from headrace.model import BlockCall, Chain, profile
 from headrace.model.compiled import CompiledBlocks, check_compiler, check_compiles
-from headrace.model.probe import architecture_key, compare_gradients, tiny_runner, tiny_samples
+from headrace.model.instance import tiny_samples
+from headrace.model.probe import compare_gradients, tiny_runner
+from headrace.model.thresholds import architecture_key
 from headrace.terms.errors import ConfigError
 from headrace.terms.optimizer import AdamW
 

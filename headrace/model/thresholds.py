@@ -1,0 +1,138 @@
+"""Which tiny instance shows what a model computes otherwise beyond some number of tokens: windows, chunks, temperatures, ranks.
+
+Keys of a configuration that nobody knows are taken for such numbers, and made so small that the rows of the trial go beyond
+them. Where the instance does not run then, the key is a size that others have to fit; or else rows as long as it says are not
+known to be computed alike, and what depends on that is limited to shorter ones. Invariant: no number of a configuration that
+is larger than the rows of the trial is passed over in silence.
+"""
+
+import json
+from collections.abc import Collection, Hashable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, cast
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from headrace.model.instance import LENGTHS, tiny_model, tiny_samples
+from headrace.model.tiny import UNREACHED, counted_in_tokens, open_keys, shrink_values
+from headrace.terms.errors import ModelError
+
+# Both are met within the longer sample. The larger lies between the samples' lengths, so that what is decided by the longest
+# sample of a batch is seen; the smaller is for what is cut into even parts.
+_MET = (11, 8)
+# An instance with more parameters than this would take longer to fill than to refuse.
+_LARGEST_ELEMENTS = 30_000_000
+# From here on some scalings of rotary tables differ.
+_ROPE_LENGTH = "original_max_position_embeddings"
+
+
+@dataclass(frozen=True, slots=True)
+class Tiny:
+    """A tiny configuration: `key` is what tells architectures and structures apart, its JSON.
+
+    `met` are the keys that the rows of the trial go beyond, `unmet` those that they might have to and do not, with the numbers
+    of the full configuration. `chosen` are the tiny values of keys without a rule.
+    """
+
+    key: str
+    met: Mapping[str, float]
+    unmet: Mapping[str, float]
+    chosen: Mapping[str, float]
+    scaled_rope: bool
+
+
+def tiny_of(config: Any) -> Tiny:
+    """Return the tiny configuration of the architecture and structure of `config`. Cached.
+
+    Raises:
+        ModelError: the architecture does not accept the shrunk sizes.
+    """
+    return _tiny(cast(Hashable, type(config)), _json(config))
+
+
+def architecture_key(config: Any) -> str:
+    """Return what tells architectures and structures apart: the shrunk configuration."""
+    return tiny_of(config).key
+
+
+def key_without(config: Any, names: Collection[str]) -> str:
+    """Return the key of the tiny instance whose rows do not go beyond the keys `names` of `Tiny.met`.
+
+    Raises:
+        ModelError: the architecture does not accept these sizes.
+    """
+    tiny = tiny_of(config)
+    chosen = {**tiny.chosen, **dict.fromkeys(names, UNREACHED)}
+    return _json(shrink_values(type(config), json.loads(_json(config)), chosen, scaled_rope=tiny.scaled_rope))
+
+
+def _json(config: Any) -> str:
+    return json.dumps(config.to_dict(), sort_keys=True, default=str)
+
+
+@lru_cache(maxsize=256)
+def _tiny(config_class: type, full: str) -> Tiny:
+    values = json.loads(full)
+    unknown = open_keys(values, above=_MET[0])
+    chosen, scaled_rope, runs = _base(config_class, values, unknown)
+    if not chosen and runs:
+        for key in unknown:
+            for size in _MET:
+                if _runs(config_class, values, {**chosen, key: size}, scaled_rope=scaled_rope):
+                    chosen = {**chosen, key: size}
+                    break
+    unmet = {
+        key: value
+        for key, value in unknown.items()
+        if runs and key not in chosen and not _is_a_size(config_class, values, chosen, key, int(value))
+    }
+    if not scaled_rope and isinstance(length := (values.get("rope_parameters") or {}).get(_ROPE_LENGTH), int):
+        unmet[_ROPE_LENGTH] = length
+    met = {**{key: unknown[key] for key in chosen}, **counted_in_tokens(values, above=UNREACHED)}
+    key = _json(shrink_values(config_class, values, chosen, scaled_rope=scaled_rope))
+    return Tiny(key, {name: met[name] for name in sorted(met)}, unmet, chosen, scaled_rope)
+
+
+def _base(config_class: type, values: dict[str, Any], unknown: Mapping[str, float]) -> tuple[dict[str, float], bool, bool]:
+    """Return values for all unknown keys or none, whether rotary tables are scaled, and whether the instance runs with that."""
+    for scaled_rope in (True, False):
+        for size in (*_MET, None) if unknown else (None,):
+            chosen = {} if size is None else dict.fromkeys(unknown, float(size))
+            if _runs(config_class, values, chosen, scaled_rope=scaled_rope):
+                return chosen, scaled_rope, True
+    return {}, True, False  # whoever builds it says why it cannot be
+
+
+def _runs(config_class: type, values: dict[str, Any], chosen: Mapping[str, float], *, scaled_rope: bool) -> bool:
+    try:
+        config = shrink_values(config_class, values, chosen, scaled_rope=scaled_rope)
+        if sum(shape.numel() for shape in _shapes(config)) > _LARGEST_ELEMENTS:
+            return False
+        model = tiny_model(config_class, _json(config))
+        with torch.no_grad():
+            logits = model(input_ids=tiny_samples(model)[0].input_ids, use_cache=False).logits
+    except Exception:  # the architecture's own code, on sizes that it may not like
+        return False
+    return logits.shape[1] == LENGTHS[0] and bool(torch.isfinite(logits).all())
+
+
+def _shapes(config: Any) -> Iterator[torch.Size]:
+    with torch.device("meta"), torch.random.fork_rng(devices=[]):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    yield from (parameter.shape for parameter in model.parameters())
+
+
+def _is_a_size(config_class: type, values: dict[str, Any], chosen: Mapping[str, float], key: str, value: int) -> bool:
+    """Return whether the shapes of parameters go with `key`, or nothing but `value` fits: then it counts no tokens."""
+    own = _shapes_with(config_class, values, chosen)
+    others = [_shapes_with(config_class, values, {**chosen, key: other}) for other in (*_MET, UNREACHED, value // 2)]
+    return all(shapes is None or shapes != own for shapes in others)
+
+
+def _shapes_with(config_class: type, values: dict[str, Any], chosen: Mapping[str, float]) -> list[torch.Size] | None:
+    try:
+        return list(_shapes(shrink_values(config_class, values, chosen)))
+    except Exception:  # sizes that it does not like, again
+        return None
