@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -14,7 +15,7 @@ import torch
 
 from headrace.answers.planner import Planner
 from headrace.files import file_systems, measured_weights
-from headrace.flow.batch import checked_batch, filled_up, step_batch
+from headrace.flow.batch import check_apart, checked_batch, filled_up, step_batch
 from headrace.flow.buffers import Buffers
 from headrace.flow.execute import OverlappedInterpreter, PlainInterpreter
 from headrace.flow.load import UnitReader, import_model
@@ -353,6 +354,7 @@ class Engine:
             StepFailed: a lane failed (its cause is chained); the last committed step is untouched, `resume` goes on from it.
         """
         started, cpu_batch = time.perf_counter(), checked_batch(batch, self.chain.vocabulary)
+        check_apart(cpu_batch, self.chain)
         shape = cpu_batch["input_ids"].shape
         steps = self._ready(*shape)
         rows = self._rows(steps.parts.plan, *shape)
@@ -467,8 +469,8 @@ class Engine:
 
     @property
     def supports_packing(self) -> bool:
-        """Whether samples may share a row, told apart by restarting position ids alone."""
-        return self.chain.supports_packing
+        """Whether samples may share a row of any length, told apart by restarting position ids alone; see `Chain.packs`."""
+        return self.chain.packs(sys.maxsize)
 
     def save_pretrained(self, out_dir: str | Path) -> None:
         """Write the newest weights as an ordinary Hugging Face directory, in constant memory.

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from headrace.model import IGNORED, MicroBatch, shift_labels
+from headrace.model import IGNORED, Chain, MicroBatch, shift_labels
 from headrace.terms.errors import DataError
 
 _BATCH_KEYS = ("input_ids", "labels", "attention_mask", "position_ids", "token_mask")
@@ -52,6 +52,21 @@ def checked_batch(batch: Mapping[str, torch.Tensor], vocabulary: int) -> dict[st
     if not (labels[:, 1:] != IGNORED).any():
         raise DataError(f"batch: none of its {labels.numel()} labels is trained (all {IGNORED}, or the first of their row)")
     return checked
+
+
+def check_apart(batch: Mapping[str, torch.Tensor], chain: Chain) -> None:
+    """Refuse rows of several samples, told by positions that begin again, where the model would let them see one another.
+
+    Raises:
+        DataError: there is such a row; the message says why the model does not keep its samples apart.
+    """
+    if "position_ids" not in batch or "attention_mask" in batch or chain.packs(batch["position_ids"].shape[1]):
+        return
+    if (batch["position_ids"][:, 1:] == 0).any():
+        raise DataError(
+            f"batch: position_ids begin again within a row of {batch['position_ids'].shape[1]} tokens, but the model does not "
+            f"keep samples of one row apart: {chain.packing_reason}; give each sample a row of its own"
+        )
 
 
 def step_batch(batch: Mapping[str, torch.Tensor], rows: int, device: torch.device) -> StepBatch:

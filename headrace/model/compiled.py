@@ -18,8 +18,8 @@ from torch import nn
 
 from headrace.model.instance import tiny_samples
 from headrace.model.probe import compare_gradients, tiny_runner
-from headrace.model.thresholds import architecture_key
 from headrace.model.runner import run_block
+from headrace.model.thresholds import architecture_key
 from headrace.terms.errors import ConfigError
 
 # Two for each kind of block, shape of a micro-batch and kind of mask; torch's own limit (8) is for code that should not vary.

@@ -23,8 +23,8 @@ from torch import nn
 from headrace.model.batch import MicroBatch
 from headrace.model.instance import tiny_samples
 from headrace.model.probe import compare_gradients, tiny_runner
-from headrace.model.thresholds import architecture_key
 from headrace.model.runner import run_block
+from headrace.model.thresholds import architecture_key
 from headrace.terms.errors import ConfigError
 
 # Liger's own names of what it can replace. Everything else that it can do (losses above all) is asked not to be done.

@@ -4,7 +4,6 @@ Invariant: nothing about an architecture is written down here; a family that tra
 refused with the reason.
 """
 
-import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -49,17 +48,21 @@ def probe(config: Any) -> Traits:
     check_architecture(config)
     with _words_for_its_errors(config):
         traits = _probe(cast(Hashable, type(config)), architecture_key(config))
-        limit, reason = (None, "") if traits.packing_limit is None else _shorter_rows(config)
+        if traits.packing_limit is not None:
+            limit, reason = _shorter_rows(config)
+            traits = replace(traits, packing_limit=limit, packing_reason=reason or traits.packing_reason)
         unmet = tiny_of(config).unmet
-        if unmet and limit != 0 and min(unmet.values()) < (limit or math.inf):
-            limit, reason = int(min(unmet.values())), f"rows of as many tokens as {_named(unmet)} say are in no trial"
-        return replace(traits, packing_limit=limit, packing_reason=reason or traits.packing_reason)
+        if unmet and (traits.packing_limit is None or min(unmet.values()) < traits.packing_limit):
+            reason = f"no trial has rows of as many tokens as {_named(unmet)}"
+            traits = replace(traits, packing_limit=int(min(unmet.values())), packing_reason=reason)
+        return traits
 
 
 def self_check(config: Any) -> None:
     """Compare loss and all gradients of a block-major run with plain `loss.backward()`, in float32, on a tiny instance.
 
-    Two micro-batches of unequal length against one padded batch and the model's own loss, auxiliary loss included.
+    Two micro-batches of a sample each, of unequal length in rows of one length, as those of a step are, against one batch of
+    both and the model's own loss, auxiliary loss included.
 
     Raises:
         ModelError: they differ; the message names the parameter and both numbers.
@@ -215,7 +218,8 @@ def _check_packing(runner: Runner) -> str:
 @lru_cache(maxsize=64)
 def _self_check(config_class: type, key: str) -> str:
     runner = tiny_runner(config_class, key)
-    model, samples = runner.model, tiny_samples(runner.model)
+    model = runner.model
+    samples = [_filled_up(sample) for sample in tiny_samples(model)]
     expected_loss = _plain_loss(runner, samples)
     expected_loss.backward()  # type: ignore[no-untyped-call]
     expected = _take_gradients(model)
@@ -263,21 +267,24 @@ def _differing_gradient(model: nn.Module, expected: Mapping[str, torch.Tensor | 
 
 
 def _plain_loss(runner: Runner, samples: Sequence[MicroBatch]) -> torch.Tensor:
-    """Return the model's own loss of the samples as one padded batch."""
-    length = max(LENGTHS)
-
-    def pad(rows: list[torch.Tensor], value: int) -> torch.Tensor:
-        return torch.cat([nn.functional.pad(row, (0, length - row.shape[1]), value=value) for row in rows])
-
+    """Return the model's own loss of the samples, rows of one length, as one batch."""
     wanted = {"output_router_logits": True} if runner.collects_asides else {}
     loss: torch.Tensor = runner.model(
-        input_ids=pad([sample.input_ids for sample in samples], 0),
-        attention_mask=pad([torch.ones_like(sample.input_ids) for sample in samples], 0),
-        labels=pad([sample.labels for sample in samples], IGNORED),
+        input_ids=torch.cat([sample.input_ids for sample in samples]),
+        attention_mask=torch.cat([cast(torch.Tensor, sample.attention_mask) for sample in samples]),
+        labels=torch.cat([sample.labels for sample in samples]),
         use_cache=False,
         **wanted,
     ).loss
     return loss
+
+
+def _filled_up(sample: MicroBatch) -> MicroBatch:
+    """Return a sample in a row as long as the longest has."""
+    more = (0, max(LENGTHS) - sample.input_ids.shape[1])
+    pad = nn.functional.pad
+    mask = pad(torch.ones_like(sample.input_ids), more, value=0)
+    return MicroBatch(pad(sample.input_ids, more, value=0), pad(sample.labels, more, value=IGNORED), mask)
 
 
 def block_major_backward(runner: Runner, batches: Sequence[MicroBatch]) -> float:

@@ -12,8 +12,8 @@ import torch
 
 from headrace.model.instance import tiny_samples
 from headrace.model.probe import tiny_runner
-from headrace.model.thresholds import architecture_key
 from headrace.model.replay import count_operators, find_skippable, operator_name
+from headrace.model.thresholds import architecture_key
 from headrace.terms.costs import OperatorCosts
 
 

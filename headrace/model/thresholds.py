@@ -16,12 +16,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from headrace.model.instance import LENGTHS, tiny_model, tiny_samples
-from headrace.model.tiny import UNREACHED, counted_in_tokens, open_keys, shrink_values
-from headrace.terms.errors import ModelError
+from headrace.model.tiny import MET, UNREACHED, counted_in_tokens, open_keys, shrink_values
 
-# Both are met within the longer sample. The larger lies between the samples' lengths, so that what is decided by the longest
-# sample of a batch is seen; the smaller is for what is cut into even parts.
-_MET = (11, 8)
 # An instance with more parameters than this would take longer to fill than to refuse.
 _LARGEST_ELEMENTS = 30_000_000
 # From here on some scalings of rotary tables differ.
@@ -75,11 +71,11 @@ def _json(config: Any) -> str:
 @lru_cache(maxsize=256)
 def _tiny(config_class: type, full: str) -> Tiny:
     values = json.loads(full)
-    unknown = open_keys(values, above=_MET[0])
+    unknown = open_keys(values)
     chosen, scaled_rope, runs = _base(config_class, values, unknown)
     if not chosen and runs:
         for key in unknown:
-            for size in _MET:
+            for size in MET:
                 if _runs(config_class, values, {**chosen, key: size}, scaled_rope=scaled_rope):
                     chosen = {**chosen, key: size}
                     break
@@ -90,7 +86,7 @@ def _tiny(config_class: type, full: str) -> Tiny:
     }
     if not scaled_rope and isinstance(length := (values.get("rope_parameters") or {}).get(_ROPE_LENGTH), int):
         unmet[_ROPE_LENGTH] = length
-    met = {**{key: unknown[key] for key in chosen}, **counted_in_tokens(values, above=UNREACHED)}
+    met = {**{key: unknown[key] for key in chosen}, **counted_in_tokens(values)}
     key = _json(shrink_values(config_class, values, chosen, scaled_rope=scaled_rope))
     return Tiny(key, {name: met[name] for name in sorted(met)}, unmet, chosen, scaled_rope)
 
@@ -98,7 +94,7 @@ def _tiny(config_class: type, full: str) -> Tiny:
 def _base(config_class: type, values: dict[str, Any], unknown: Mapping[str, float]) -> tuple[dict[str, float], bool, bool]:
     """Return values for all unknown keys or none, whether rotary tables are scaled, and whether the instance runs with that."""
     for scaled_rope in (True, False):
-        for size in (*_MET, None) if unknown else (None,):
+        for size in (*MET, None) if unknown else (None,):
             chosen = {} if size is None else dict.fromkeys(unknown, float(size))
             if _runs(config_class, values, chosen, scaled_rope=scaled_rope):
                 return chosen, scaled_rope, True
@@ -127,7 +123,7 @@ def _shapes(config: Any) -> Iterator[torch.Size]:
 def _is_a_size(config_class: type, values: dict[str, Any], chosen: Mapping[str, float], key: str, value: int) -> bool:
     """Return whether the shapes of parameters go with `key`, or nothing but `value` fits: then it counts no tokens."""
     own = _shapes_with(config_class, values, chosen)
-    others = [_shapes_with(config_class, values, {**chosen, key: other}) for other in (*_MET, UNREACHED, value // 2)]
+    others = [_shapes_with(config_class, values, {**chosen, key: other}) for other in (*MET, UNREACHED, value // 2)]
     return all(shapes is None or shapes != own for shapes in others)
 
 

@@ -6,6 +6,7 @@ structure: switches, layer patterns, tying, scalings and the kind of head sharin
 shrinks too, below the length of a tiny row: a window, or the position from which something is computed otherwise, is seen.
 """
 
+import itertools
 import math
 import re
 from collections.abc import Mapping
@@ -24,7 +25,7 @@ _MAX_LAYERS = 4
 # Canonical keys of transformers 5 configurations and the size each gets. A value that is smaller already is kept.
 _SIZES = {
     r"(num_hidden_layers|n_layers?|num_layers)": None,  # decided from the layer pattern
-    r"(vocab_size|vocab_size_per_layer_input)": _VOCABULARY,
+    r"(\w+_)?vocab_size(_per_layer_input)?": _VOCABULARY,
     r"(hidden_size|n_embd|d_model)": _HIDDEN,
     r"(head_dim|global_head_dim|d_kv|v_head_dim|rotary_dim)": _HEAD_DIM,
     r"qk_nope_head_dim": _HEAD_DIM,
@@ -52,7 +53,10 @@ _SIZES = {
 }
 # Of these, what is counted in tokens: a row that is shorter never meets it.
 _COUNTED_IN_TOKENS = re.compile(r"(sliding_window|attention_chunk_size|window_size)")
-# Longer than any tiny row, and a multiple of what sizes are usually multiples of.
+# Both are met within the longer sample of the trial. The larger lies between the samples' lengths, so that what is decided by
+# the longest sample of a batch is seen; the smaller is for what is cut into even parts.
+MET = (11, 8)
+# Longer than any row of the trial, and a multiple of what sizes are usually multiples of.
 UNREACHED = 24
 # No size and no count of tokens: the base of rotary tables, where a range of initial values ends.
 _NEITHER = re.compile(r"\w*rope_theta|rope_type|factor|beta_fast|seed|\w*_token_(id|index)|\w*initializer\w*|linear_a_log_max")
@@ -95,7 +99,7 @@ class _Sizes:
             return value
         known = self._known(key, value) if isinstance(value, int) else None
         if known is None:
-            return min(value, type(value)(self.chosen[key])) if key in self.chosen else value
+            return type(value)(self.chosen[key]) if key in self.chosen and value > MET[0] else value
         return known
 
     def _of_list(self, key: str, value: list[Any]) -> list[Any]:
@@ -155,18 +159,18 @@ def shrink_values(
         small["word_embed_proj_dim"] = _HIDDEN // 2  # a narrower embedding is structure, not size
     elif "word_embed_proj_dim" in values:
         small["word_embed_proj_dim"] = small["hidden_size"]
-    width = _HEAD_DIM // 2 if "qk_rope_head_dim" in values else _HEAD_DIM
+    rotated = _HEAD_DIM // 2 if "qk_rope_head_dim" in values else _HEAD_DIM
     for key in ("rope_parameters", "rope_scaling"):
         if key in small:
-            small[key] = _shrink_rope(small[key], sizes, width, scaled=scaled_rope)
+            small[key] = _shrink_rope(small[key], sizes, rotated, scaled=scaled_rope)
     try:
         return config_class(**small)
     except Exception as error:  # whatever validation the configuration class does
         raise ModelError(f"{config_class.__name__}: cannot make a tiny instance for checking: {error!r}") from error
 
 
-def open_keys(values: Mapping[str, Any], above: float) -> dict[str, float]:
-    """Return the keys above `above` that there is no rule for, at any depth, with the least value of each.
+def open_keys(values: Mapping[str, Any]) -> dict[str, float]:
+    """Return the keys above the larger of `MET` that there is no rule for, at any depth, with the least such value of each.
 
     They may be sizes, or counts of tokens from which something is computed otherwise: nobody knows, so it is tried.
     """
@@ -179,7 +183,7 @@ def open_keys(values: Mapping[str, Any], above: float) -> dict[str, float]:
         elif isinstance(value, list):
             for inner in value if not (_LAYERS_BY_INDEX.fullmatch(key) and _ascends(value)) else ():
                 look(key, inner)
-        elif isinstance(value, int | float) and not isinstance(value, bool) and above < value < math.inf and _is_open(key):
+        elif isinstance(value, int | float) and not isinstance(value, bool) and MET[0] < value < math.inf and _is_open(key):
             found[key] = min(value, found.get(key, math.inf))
 
     for key, value in values.items():
@@ -188,12 +192,12 @@ def open_keys(values: Mapping[str, Any], above: float) -> dict[str, float]:
     return found
 
 
-def counted_in_tokens(values: Mapping[str, Any], above: float) -> dict[str, float]:
-    """Return the keys above `above` that are known to be counts of tokens, with their values."""
+def counted_in_tokens(values: Mapping[str, Any]) -> dict[str, float]:
+    """Return the keys that are known to be counts of tokens, and shrink, with their values."""
     return {
         key: value
         for key, value in values.items()
-        if _COUNTED_IN_TOKENS.fullmatch(key) and isinstance(value, int) and value > above
+        if _COUNTED_IN_TOKENS.fullmatch(key) and isinstance(value, int) and value > MET[1]
     }
 
 
@@ -205,7 +209,7 @@ def _is_open(key: str) -> bool:
 def _ascends(value: list[Any]) -> bool:
     """Return whether a list may be indices of layers."""
     whole = all(isinstance(entry, int) and not isinstance(entry, bool) for entry in value)
-    return whole and all(one < other for one, other in zip(value, value[1:], strict=False))
+    return whole and all(one < other for one, other in itertools.pairwise(value))
 
 
 def _layer_count(values: Mapping[str, Any]) -> int:

@@ -12,9 +12,9 @@ from torch import nn
 
 from headrace.model.instance import tiny_model
 from headrace.model.probe import RELATIVE_TOLERANCE
-from headrace.model.thresholds import architecture_key
 from headrace.model.skeleton import build_whole
 from headrace.model.text_part import names_in_whole
+from headrace.model.thresholds import architecture_key
 from headrace.terms.errors import ModelError
 
 _TOKENS = 12

@@ -22,7 +22,7 @@ from headrace.terms.settings import Settings
 
 def headrace_engines() -> Engines:
     """Return the engines of this package."""
-    return Engines(Engine.open, resume, supports_packing, state_of, discard)
+    return Engines(Engine.open, resume, why_not_packed, state_of, discard)
 
 
 def resume(run_directory: Path, *, sink: Sink | None = None, to_train: bool = True) -> Engine:
@@ -87,13 +87,15 @@ def _shapes(layouts: Sequence[UnitLayout]) -> dict[str, tuple[int, ...]]:
     return {parameter.name: parameter.shape for layout in layouts for parameter in layout.parameters}
 
 
-def supports_packing(model: Path) -> bool:
-    """Return whether the architecture of a model directory keeps samples of one row apart by their positions alone.
+def why_not_packed(model: Path, sequence_length: int) -> str:
+    """Return why the architecture of a model directory does not keep samples of one row of `sequence_length` tokens apart by
+    their positions alone; "" if it does.
 
     Raises:
         ModelError: the architecture is not supported, or its files are damaged.
     """
-    return Chain.from_config(Checkpoint.open(model).config, "float32", AdamW()).supports_packing
+    chain = Chain.from_config(Checkpoint.open(model).config, "float32", AdamW())
+    return "" if chain.packs(sequence_length) else chain.packing_reason
 
 
 def state_of(run_directory: Path) -> StateKind:

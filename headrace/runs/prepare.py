@@ -40,12 +40,13 @@ def prepare(config: RunConfig, directory: RunDirectory, engines: Engines) -> tup
         InputError: the model, the tokenizer, the data or an option cannot be used.
     """
     # Asked in any case: it looks at the architecture and the weight files, which is quicker than tokenising.
-    packing = engines.supports_packing(config.model) and config.packing is not False
-    if config.packing and not packing:
+    reason = engines.why_not_packed(config.model, config.sequence_length or 0)
+    if config.packing and reason:
         raise ConfigError(
-            f"packing: {config.model.name} cannot keep several samples of one row apart (its positions do not restart); "
-            "leave packing out or set it to false"
+            f"packing: {config.model.name} cannot keep several samples of one row of {config.sequence_length} tokens apart: "
+            f"{reason}; leave packing out or set it to false"
         )
+    packing = not reason and config.packing is not False
     config = _with(config, packing=packing, output=directory.path, **_absolute_paths(config))
     stream = open_stream(config)
     return _with(config, max_steps=total_steps(config, stream)), stream

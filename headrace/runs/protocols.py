@@ -64,13 +64,14 @@ class RunningEngine(Protocol):
 class Engines:
     """How a run gets its engine: `open` and `resume` as of `headrace.Engine`, and what must be known before.
 
-    `supports_packing` tells whether a model directory's architecture keeps packed samples apart; `state_of` what a run
-    directory holds for `resume`; `discard` removes a state that was never completed, or not wholly removed.
+    `why_not_packed` says why a model directory's architecture does not keep samples in rows of so many tokens apart ("": it
+    does); `state_of` what a run directory holds for `resume`; `discard` removes a state that was never completed, or not wholly
+    removed.
     """
 
     open: Callable[..., RunningEngine]
     resume: Callable[..., RunningEngine]
-    supports_packing: Callable[[Path], bool]
+    why_not_packed: Callable[[Path, int], str]
     state_of: Callable[[Path], "StateKind"]
     discard: Callable[[Path], None]
 

@@ -285,10 +285,10 @@ def test_packing_support_is_found_by_trying() -> None:
     support = {
         name: Chain.from_config(make_config(CONFIGS[name]), "float32", OPTIMIZER) for name in ("llama", "qwen3", "opt", "bloom")
     }
-    assert support["llama"].supports_packing
-    assert support["qwen3"].supports_packing
-    assert not support["opt"].supports_packing
-    assert not support["bloom"].supports_packing
+    assert support["llama"].packs(10**9)
+    assert support["qwen3"].packs(10**9)
+    assert not support["opt"].packs(2)
+    assert not support["bloom"].packs(2)
     assert support["bloom"].packing_reason
 
 

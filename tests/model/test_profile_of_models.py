@@ -82,7 +82,7 @@ def test_packed_rows_have_positions_of_their_own(kind: str, values: dict[str, An
 def test_rows_of_models_that_cannot_pack_are_padded_and_have_masks(kind: str, rows: int) -> None:
     """Of every position with every other, which stay through a whole step and are attention's workspace besides."""
     chain = chain_of(kind)
-    assert not chain.supports_packing
+    assert not chain.packs(LENGTH)
     planned = profile(chain, rows, LENGTH)
     ids = torch.zeros((rows, LENGTH), dtype=torch.int64)
     mask = torch.ones_like(ids)

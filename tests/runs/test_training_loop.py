@@ -397,16 +397,16 @@ class TestRefusals:
 
         second = FakeHost()
 
-        def supports_packing(model: Path) -> bool:
+        def why_not_packed(model: Path, sequence_length: int) -> str:
             begin()
-            return True
+            return ""
 
         def open_engine(*words: Any, **named: Any) -> Any:
             begin()
             raise RunDirectoryError("holds a run already")
 
         engines = second.engines()
-        engines = replace(engines, open=open_engine) if opened else replace(engines, supports_packing=supports_packing)
+        engines = replace(engines, open=open_engine) if opened else replace(engines, why_not_packed=why_not_packed)
         with pytest.raises(RunDirectoryError, match="holds a run"):
             train(RunConfig.of(changed), engines=engines)
         assert resume(options["output"], engines=FakeHost().engines()).steps == 8

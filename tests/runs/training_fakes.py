@@ -163,7 +163,13 @@ class FakeHost:
         self.discarded: list[Path] = []
 
     def engines(self) -> Engines:
-        return Engines(self.open, self.resume, lambda model: self.packing, self.state_of, self.discarded.append)
+        return Engines(
+            self.open,
+            self.resume,
+            lambda model, length: "" if self.packing else "samples see each other",
+            self.state_of,
+            self.discarded.append,
+        )
 
     def open(self, model: Path, budget: Any, optimizer: Any, *, run_directory: Path, sink: Any, **options: Any) -> FakeEngine:
         if self.fail is not None:
