@@ -35,6 +35,7 @@ from headrace.terms.budget import Budget
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.errors import RunDirectoryError
 from headrace.terms.events import Event, Notice, Planned, Sink, StepResult
+from headrace.terms.families import trained_unit
 from headrace.terms.layout import plane_set
 from headrace.terms.optimizer import AdamW, Schedule
 from headrace.terms.settings import PROVENANCE_NAME, Settings
@@ -244,12 +245,12 @@ class Engine:
     def _create_store(self, directory: Path, ssd: tuple[Path, ...]) -> StateStore:
         plan = self.plan
         largest_unit = max(layout.num_elements for layout in self.chain.layouts)
+        planes = plane_set(self.settings.compute_dtype, self.settings.moments)
+        chunk_elements = plan.chunk_elements if plan else min(_CHUNK_ELEMENTS, largest_unit)
         return StateStore.create(
             directory,
             ssd,
-            self.chain.layouts,
-            plane_set(self.settings.compute_dtype, self.settings.moments),
-            chunk_elements=plan.chunk_elements if plan else min(_CHUNK_ELEMENTS, largest_unit),
+            [trained_unit(layout, planes, chunk_elements) for layout in self.chain.layouts],
             scratch_bytes=scratch_bytes(plan) if plan else 0,
             weights=measured_weights(ssd),
             identity={"model": self.settings.model_dir},
@@ -479,7 +480,7 @@ class Engine:
         has the `provenance`.
         """
         self.flush()
-        reader, notes = UnitReader(self.store, self.chain.layouts), {PROVENANCE_NAME: json.dumps(self.provenance) + "\n"}
+        reader, notes = UnitReader(self.store), {PROVENANCE_NAME: json.dumps(self.provenance) + "\n"}
         Exporter(self._checkpoint, self.chain, Path(out_dir), reader, notes=notes).write()
         self._traffic.moved()  # what an export reads is no step's
 

@@ -4,6 +4,7 @@ import time
 
 from headrace.flow.state import Parts, StepState
 from headrace.terms.events import Committed, OpDone
+from headrace.terms.families import STATES
 from headrace.terms.program import Lane, Op, Verb
 
 
@@ -49,7 +50,7 @@ def write_resident_states(parts: Parts) -> int:
     for unit in plan.resident_states:
         states = parts.buffers.resident_states[unit]
         for chunk in range(plan.num_chunks(unit)):
-            tickets.append(parts.store.write_states(unit, chunk, states[plan.states_of_chunk(unit, chunk)]))
+            tickets.append(parts.store.write(unit, STATES, chunk, states[plan.states_of_chunk(unit, chunk)]))
     for ticket in tickets:
         ticket.wait()
     return sum(plan.state_bytes(unit) for unit in plan.resident_states)

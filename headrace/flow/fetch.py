@@ -4,12 +4,13 @@ import torch
 
 from headrace.flow.state import StepState
 from headrace.machine.host import Bytes
+from headrace.terms.families import WEIGHTS
 from headrace.terms.program import Op
 
 
 def fetch(state: StepState, op: Op) -> None:
     """Read a unit's newest weights into its host slot (a resident unit: into the staging buffer)."""
-    state.parts.store.read_weights(op.unit, _host_weights(state, op)).wait()
+    state.parts.store.read(op.unit, WEIGHTS, _host_weights(state, op)).wait()
 
 
 def upload(state: StepState, op: Op) -> None:

@@ -1,6 +1,6 @@
 """A model into the store and out again, unit by unit: at no time does it exist whole in memory."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 from headrace.machine.host import Bytes, huge_page_buffer
 from headrace.model import Chain, WeightMap, import_unit
 from headrace.store import StateStore
-from headrace.terms.layout import Plane, PlaneSet, UnitLayout, chunk_ranges
+from headrace.terms.families import STATES, WEIGHTS, Family, Unit
+from headrace.terms.layout import Plane
 
 
 def import_model(weights: WeightMap, chain: Chain, store: StateStore, record: Mapping[str, Any]) -> None:
@@ -18,54 +19,59 @@ def import_model(weights: WeightMap, chain: Chain, store: StateStore, record: Ma
     The first state plane (the remainder of the split master, or the fp32 master) is written where it is not all zero; the
     moments are zero, and the store knows zero without writing it.
     """
-    planes, chunk_elements = store.manifest.planes, store.manifest.chunk_elements
-    largest = max(layout.num_elements for layout in chain.layouts)
-    weight_memory = huge_page_buffer(largest * planes.weight.bytes_per_element)
-    plane = _master_plane(planes)
-    master_memory = huge_page_buffer(largest * plane.bytes_per_element) if plane else None
-    width = planes.weight.bytes_per_element
-    for unit, layout in enumerate(chain.layouts):
-        weight = weight_memory[: layout.num_elements * width]
-        master = None
-        if plane is not None and master_memory is not None:
-            master = master_memory[: layout.num_elements * plane.bytes_per_element].view(plane.dtype)
-        complete = import_unit(weights, layout, weight.view(planes.weight.dtype), master)
-        for chunk, (start, stop) in enumerate(chunk_ranges(layout.num_elements, chunk_elements)):
-            store.write_weights(unit, chunk, weight[start * width : stop * width]).wait()
-            if master is not None and not complete:
-                store.write_states(unit, chunk, _states_with_master(planes, master[start:stop])).wait()
+    units = store.manifest.units
+    # One buffer for each plane of the largest unit, used again and again: what the heap gives back is not the system's at once.
+    weight_memory = huge_page_buffer(max(unit.weights.num_bytes for unit in units))
+    master_memory = huge_page_buffer(max(map(_master_bytes, units), default=0))
+    for index, (unit, layout) in enumerate(zip(units, chain.layouts, strict=True)):
+        weight, states, plane = weight_memory[: unit.weights.num_bytes], unit.family(STATES), _master_plane(unit)
+        master = master_memory[: _master_bytes(unit)].view(plane.dtype) if plane else None
+        complete = import_unit(weights, layout, weight.view(unit.weights.planes[0].dtype), master)
+        width = unit.weights.planes[0].bytes_per_element
+        for chunk, (start, stop) in enumerate(unit.weights.chunks):
+            store.write(index, WEIGHTS, chunk, weight[start * width : stop * width]).wait()
+        if states is not None and master is not None and not complete:
+            for chunk, (start, stop) in enumerate(states.chunks):
+                store.write(index, STATES, chunk, _states_with_master(states, chunk, master[start:stop])).wait()
     store.commit(record)
 
 
-def _master_plane(planes: PlaneSet) -> Plane | None:
-    """Return the state plane that completes the weights to the fp32 master: none where the weights are the master."""
-    return planes.states[0] if planes.states[0].name in ("lo", "w") else None
+def _master_plane(unit: Unit) -> Plane | None:
+    """Return the state plane that completes the weights to the fp32 master; None where the weights are it, or frozen."""
+    states = unit.family(STATES)
+    return states.planes[0] if states is not None and states.planes[0].name in ("lo", "w") else None
 
 
-def _states_with_master(planes: PlaneSet, master: NDArray[Any]) -> Bytes:
-    """Return a chunk's states: the master's plane, then zero moments."""
-    states = huge_page_buffer(planes.state_bytes(master.size))
-    states[: master.nbytes] = master.view(np.uint8)
-    return states
+def _master_bytes(unit: Unit) -> int:
+    plane = _master_plane(unit)
+    return plane.num_bytes(unit.weights.layout.num_elements) if plane else 0
+
+
+def _states_with_master(states: Family, chunk: int, master: NDArray[Any]) -> Bytes:
+    """Return a chunk's states: the master's plane, then zeros."""
+    whole = huge_page_buffer(states.chunk_bytes(chunk))
+    whole[: master.nbytes] = master.view(np.uint8)
+    return whole
 
 
 class UnitReader:
     """Gives a unit's newest weights, and its first state plane where the master is split, to the exporter."""
 
-    def __init__(self, store: StateStore, layouts: Sequence[UnitLayout]) -> None:
-        self._store, self._layouts = store, layouts
+    def __init__(self, store: StateStore) -> None:
+        self._store = store
 
     def __call__(self, unit: int) -> tuple[NDArray[Any], NDArray[Any] | None]:
         """Return `(weights, lo or fp32 master, or None where the weights are the master)`."""
-        planes, layout = self._store.manifest.planes, self._layouts[unit]
-        weights = huge_page_buffer(layout.num_elements * planes.weight.bytes_per_element)
-        self._store.read_weights(unit, weights).wait()
-        plane = _master_plane(planes)
-        if plane is None:
-            return weights.view(planes.weight.dtype), None
-        master = np.empty(layout.num_elements, plane.dtype)
-        for chunk, (start, stop) in enumerate(chunk_ranges(layout.num_elements, self._store.manifest.chunk_elements)):
-            states = huge_page_buffer(planes.state_bytes(stop - start))
-            self._store.read_states(unit, chunk, states).wait()
-            master[start:stop] = states[: (stop - start) * plane.bytes_per_element].view(plane.dtype)
-        return weights.view(planes.weight.dtype), master
+        described = self._store.manifest.units[unit]
+        weights = huge_page_buffer(described.weights.num_bytes)
+        self._store.read(unit, WEIGHTS, weights).wait()
+        states, plane = described.family(STATES), _master_plane(described)
+        bits = weights.view(described.weights.planes[0].dtype)
+        if states is None or plane is None:
+            return bits, None
+        master = np.empty(described.weights.layout.num_elements, plane.dtype)
+        for chunk, (start, stop) in enumerate(states.chunks):
+            content = huge_page_buffer(states.chunk_bytes(chunk))
+            self._store.read(unit, STATES, content, chunk).wait()
+            master[start:stop] = content[: (stop - start) * plane.bytes_per_element].view(plane.dtype)
+        return bits, master

@@ -19,6 +19,7 @@ from headrace.plan.footprint import MOST_PROGRAMS
 from headrace.plan.plan import Plan
 from headrace.plan.program import build_program, build_tail
 from headrace.terms.events import Notice
+from headrace.terms.families import STATES, WEIGHTS
 from headrace.terms.program import Lane, Program
 from headrace.update import HitRate
 
@@ -144,7 +145,7 @@ class Steps:
         plan, machine = parts.plan, parts.machine
         for unit in plan.resident_units:
             into = parts.buffers.resident_host_weights(unit)
-            parts.store.read_weights(unit, into).wait()
+            parts.store.read(unit, WEIGHTS, into).wait()
             if plan.separate_device:
                 source = torch.from_numpy(into).view(parts.buffers.dtype)
                 with machine.lane(Lane.HOST_TO_DEVICE):
@@ -155,5 +156,5 @@ class Steps:
         for unit in plan.resident_states:
             states = parts.buffers.resident_states[unit]
             for chunk in range(plan.num_chunks(unit)):
-                parts.store.read_states(unit, chunk, states[plan.states_of_chunk(unit, chunk)]).wait()
+                parts.store.read(unit, STATES, states[plan.states_of_chunk(unit, chunk)], chunk).wait()
         return cold_carry(plan)

@@ -15,6 +15,7 @@ from headrace.machine.device import Machine
 from headrace.machine.host import Bytes
 from headrace.plan.memory import DEVICE_UPDATE_PIECE_ELEMENTS
 from headrace.plan.plan import Plan
+from headrace.terms.families import STATES, WEIGHTS
 from headrace.terms.program import Op
 from headrace.update import DeviceUpdater
 
@@ -33,7 +34,7 @@ def device_updater(plan: Plan, machine: Machine) -> DeviceUpdater | None:
 def read_states(state: StepState, op: Op) -> None:
     """Read a chunk's states into their staging buffer."""
     if not state.verdict_of(op).void:
-        state.parts.store.read_states(op.unit, op.chunk, _states(state, op)).wait()
+        state.parts.store.read(op.unit, STATES, _states(state, op), op.chunk).wait()
 
 
 def states_to_device(state: StepState, op: Op) -> None:
@@ -80,14 +81,14 @@ def write_states(state: StepState, op: Op) -> None:
     """Write a chunk's new states into the slot that is not committed."""
     if not state.verdict_of(op).void:
         known = state.checksums.get((op.unit, op.chunk))
-        state.parts.store.write_states(op.unit, op.chunk, _states(state, op), known.states if known else None).wait()
+        state.parts.store.write(op.unit, STATES, op.chunk, _states(state, op), known.states if known else None).wait()
 
 
 def write_weights(state: StepState, op: Op) -> None:
     """Write a chunk's new weights into the slot that is not committed."""
     if not state.verdict_of(op).void:
         known = state.checksums.get((op.unit, op.chunk))
-        state.parts.store.write_weights(op.unit, op.chunk, _weights(state, op), known.weights if known else None).wait()
+        state.parts.store.write(op.unit, WEIGHTS, op.chunk, _weights(state, op), known.weights if known else None).wait()
 
 
 def _weights(state: StepState, op: Op) -> Bytes:

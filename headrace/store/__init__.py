@@ -13,13 +13,12 @@ from headrace.store.leftovers import (
 )
 from headrace.store.lock import RunLock, lock_holder
 from headrace.store.manifest import Manifest, read_manifest
-from headrace.store.places import GroupKind, GroupPlace, Places, place_units
+from headrace.store.places import FamilyPlace, Places, place_units
 from headrace.store.state import StateStore
 from headrace.store.verify import Progress
 
 __all__ = [
-    "GroupKind",
-    "GroupPlace",
+    "FamilyPlace",
     "Leftover",
     "Manifest",
     "OpenFile",

@@ -39,7 +39,7 @@ from headrace.store.places import Places, place_units
 from headrace.store.record import CommitRecord, RecordFiles, unpack_record
 from headrace.terms.errors import ConfigError, RunDirectoryError
 from headrace.terms.events import Sink
-from headrace.terms.layout import PlaneSet, UnitLayout
+from headrace.terms.families import Unit
 from headrace.terms.sizes import format_bytes
 
 
@@ -93,9 +93,7 @@ class StoreRequest:
     """What is asked of a new store."""
 
     directories: Sequence[Path]
-    layouts: Sequence[UnitLayout]
-    planes: PlaneSet
-    chunk_elements: int
+    units: Sequence[Unit]
     scratch_bytes: int
     stripe_bytes: int
     weights: Sequence[int] | None
@@ -109,7 +107,7 @@ def create_parts(
     """Check everything, then make data files, record files and manifest.
 
     Raises:
-        ConfigError, DiskFull: layouts or directories will not do; nothing was made.
+        ConfigError, DiskFull: units or directories will not do; nothing was made.
         RunDirectoryError: the run directory holds a run, or is in use.
         StorageError: a file could not be made; what had been is removed again.
     """
@@ -160,7 +158,7 @@ def open_parts(
         RunDirectoryError: no run, another format, in use, never committed, or a data file missing or too short.
     """
     manifest = read_manifest(run_directory)
-    places = place_units(manifest.layouts, manifest.planes, manifest.chunk_elements)
+    places = place_units(manifest.units)
     with contextlib.ExitStack() as undo:
         locks = [RunLock(run_directory)]
         undo.callback(locks[0].release)
@@ -181,7 +179,7 @@ def open_parts(
         # A killed process may have written what no power cut spares yet. From here on it counts: older slots are overwritten.
         for file in (*files, *records):
             file.sync()
-        record, damaged = RecordFiles(records).read(manifest.run_id, [place.num_chunks for place in places.groups])
+        record, damaged = RecordFiles(records).read(manifest.run_id, [place.num_chunks for place in places.committed])
         if record is None:
             found = "only damaged commit records" if damaged else "no commit record"
             raise RunDirectoryError(
@@ -201,8 +199,8 @@ def lost_commits(run_directory: Path) -> bool:
         RunDirectoryError: there is no run, or its manifest is damaged.
     """
     manifest = read_manifest(run_directory)
-    places = place_units(manifest.layouts, manifest.planes, manifest.chunk_elements)
-    num_chunks = [place.num_chunks for place in places.groups]
+    places = place_units(manifest.units)
+    num_chunks = [place.num_chunks for place in places.committed]
     contents = []
     for name in RECORD_NAMES:
         with contextlib.suppress(FileNotFoundError):
@@ -211,7 +209,7 @@ def lost_commits(run_directory: Path) -> bool:
 
 
 def _manifest_of(request: StoreRequest) -> tuple[Manifest, Places]:
-    places = place_units(request.layouts, request.planes, request.chunk_elements)
+    places = place_units(request.units)
     weights = tuple(request.weights if request.weights is not None else [1] * len(request.directories))
     if len(weights) != len(request.directories):
         raise ConfigError(
@@ -221,9 +219,7 @@ def _manifest_of(request: StoreRequest) -> tuple[Manifest, Places]:
         raise ConfigError("no SSD directory given; name at least one")
     manifest = Manifest(
         run_id=secrets.token_hex(8),
-        layouts=tuple(request.layouts),
-        planes=request.planes,
-        chunk_elements=request.chunk_elements,
+        units=tuple(request.units),
         scratch_bytes=request.scratch_bytes,
         stripe_bytes=request.stripe_bytes,
         weights=weights,

@@ -4,18 +4,20 @@ Invariant: when the manifest exists, every file that it names exists at full siz
 """
 
 import contextlib
+import dataclasses
 import errno
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from headrace.files.durable import sync, write_whole
-from headrace.terms.errors import DiskFull, RunDirectoryError, StorageError
-from headrace.terms.layout import GroupRange, ParameterSpec, Plane, PlaneSet, UnitLayout
+from headrace.terms.errors import ConfigError, DiskFull, RunDirectoryError, StorageError
+from headrace.terms.families import Durability, Family, Unit
+from headrace.terms.layout import GroupRange, ParameterSpec, Plane, UnitLayout
 
-MANIFEST_FORMAT = 1
+MANIFEST_FORMAT = 2
 MANIFEST_NAME = "state.json"
 # The manifest of a run that is being made or removed.
 UNMADE_NAME = MANIFEST_NAME + ".new"
@@ -27,14 +29,23 @@ class Manifest:
     """What a store was created with. `identity` is the caller's: model, data, options."""
 
     run_id: str
-    layouts: tuple[UnitLayout, ...]
-    planes: PlaneSet
-    chunk_elements: int
+    units: tuple[Unit, ...]
     scratch_bytes: int
     stripe_bytes: int
     weights: tuple[int, ...]
     directories: tuple[Path, ...]
     identity: Mapping[str, Any]
+
+    @property
+    def layouts(self) -> tuple[UnitLayout, ...]:
+        """Where the parameters of each unit lie in its weights."""
+        return tuple(unit.weights.layout for unit in self.units)
+
+    @property
+    def chunk_elements(self) -> int:
+        """Elements of the longest chunk."""
+        chunks = [chunk for unit in self.units for family in unit.families for chunk in family.chunks]
+        return max((stop - start for start, stop in chunks), default=0)
 
     def data_paths(self) -> tuple[Path, ...]:
         """Return the data file in each directory."""
@@ -56,7 +67,8 @@ def announce_manifest(run_directory: Path, manifest: Manifest) -> None:
     """
     here = run_directory.resolve()
     directories = [str(path.relative_to(here) if path.is_relative_to(here) else path) for path in manifest.directories]
-    fields = {"format": MANIFEST_FORMAT, **asdict(manifest), "directories": directories}
+    values = {field.name: getattr(manifest, field.name) for field in dataclasses.fields(manifest)}
+    fields = {"format": MANIFEST_FORMAT, **values, "units": _described(manifest.units), "directories": directories}
     text = json.dumps(fields, indent=1)
     with _refused(run_directory / UNMADE_NAME, "written", "repeat the command: no run was begun"):
         write_whole(run_directory / UNMADE_NAME, text)
@@ -130,28 +142,57 @@ def read_manifest(run_directory: Path, name: str = MANIFEST_NAME) -> Manifest:
         )
     try:
         return _parse(fields, run_directory.resolve())
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, IndexError, ConfigError) as error:
         raise RunDirectoryError(f"{path}: damaged, {type(error).__name__}: {error}; restore the file") from error
 
 
 def _parse(fields: dict[str, Any], run_directory: Path) -> Manifest:
-    planes = fields["planes"]
     return Manifest(
         run_id=fields["run_id"],
-        layouts=tuple(_parse_layout(layout) for layout in fields["layouts"]),
-        planes=PlaneSet(
-            planes["compute_dtype"],
-            Plane(**planes["weight"]),
-            tuple(Plane(**plane) for plane in planes["states"]),
-            planes.get("moments", "float32"),  # manifests from before there was a choice have no such key
-        ),
-        chunk_elements=fields["chunk_elements"],
+        units=_parse_units(fields["units"]),
         scratch_bytes=fields["scratch_bytes"],
         stripe_bytes=fields["stripe_bytes"],
         weights=tuple(fields["weights"]),
         directories=tuple(run_directory / text for text in fields["directories"]),
         identity=fields["identity"],
     )
+
+
+def _described(units: Sequence[Unit]) -> dict[str, Any]:
+    """Return `units` as JSON values. A layout that families share is written once: a large model has thousands of names."""
+    layouts: dict[UnitLayout, int] = {}
+    described = [
+        {
+            "name": unit.name,
+            "families": [
+                {
+                    "name": family.name,
+                    "layout": layouts.setdefault(family.layout, len(layouts)),
+                    "borders": family.borders,
+                    "planes": [asdict(plane) for plane in family.planes],
+                    "durability": family.durability,
+                }
+                for family in unit.families
+            ],
+        }
+        for unit in units
+    ]
+    return {"layouts": [asdict(layout) for layout in layouts], "units": described}
+
+
+def _parse_units(fields: dict[str, Any]) -> tuple[Unit, ...]:
+    layouts = [_parse_layout(layout) for layout in fields["layouts"]]
+
+    def family(values: dict[str, Any]) -> Family:
+        return Family(
+            name=values["name"],
+            layout=layouts[values["layout"]],
+            borders=tuple(values["borders"]),
+            planes=tuple(Plane(**plane) for plane in values["planes"]),
+            durability=Durability(values["durability"]),
+        )
+
+    return tuple(Unit(unit["name"], tuple(map(family, unit["families"]))) for unit in fields["units"])
 
 
 def _parse_layout(fields: dict[str, Any]) -> UnitLayout:

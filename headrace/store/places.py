@@ -1,40 +1,37 @@
-"""Where each unit's planes lie in the volume: a value, computed once from layouts and planes.
+"""Where each family of each unit lies in the volume: a value, computed once from the units.
 
-A *group* is what is written and committed as a whole: the weight plane of a unit, or all its state planes. Each group has two
-slots; inside a slot its chunks follow one another. Behind the last slot begins the scratch region. Invariant: slots do not
-overlap, and every chunk begins and ends on a border of 4096 bytes.
+A family has as many slots as its durability asks for; inside a slot its chunks follow one another. Behind the last slot begins
+the scratch region. Invariant: slots do not overlap, and every chunk begins and ends on a border of 4096 bytes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from itertools import accumulate
 
-from headrace.files import BLOCK_BYTES
 from headrace.terms.errors import ConfigError
-from headrace.terms.layout import UNIT_ALIGNMENT, PlaneSet, UnitLayout, chunk_ranges
-
-
-class GroupKind(StrEnum):
-    """Which planes of a unit."""
-
-    WEIGHTS = "weights"
-    STATES = "states"
+from headrace.terms.families import Durability, Unit
+from headrace.terms.layout import UNIT_ALIGNMENT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)  # a key of tables: itself, not its content
-class GroupPlace:
-    """The two slots of a group. Chunk `k` lies at `slot_offsets[slot] + chunk_offsets[k]`; the last is the slot's size."""
+class FamilyPlace:
+    """The slots of a family. Chunk `k` lies at `slot_offsets[slot] + chunk_offsets[k]`; the last is the slot's size."""
 
     unit: int
     unit_name: str
-    kind: GroupKind
-    slot_offsets: tuple[int, int]
+    family: str
+    durability: Durability
+    slot_offsets: tuple[int, ...]
     chunk_offsets: tuple[int, ...]
 
     @property
+    def label(self) -> str:
+        """How messages call it."""
+        return f"unit {self.unit_name}, {self.family}"
+
+    @property
     def num_chunks(self) -> int:
-        """Chunks in the group."""
+        """Chunks in the family."""
         return len(self.chunk_offsets) - 1
 
     @property
@@ -53,49 +50,44 @@ class GroupPlace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Places:
-    """All groups: `weights[u]` and `states[u]` of unit `u`, and where the scratch region begins."""
+    """The place of each family by unit and name, and where the scratch region begins."""
 
-    weights: tuple[GroupPlace, ...]
-    states: tuple[GroupPlace, ...]
+    families: Mapping[tuple[int, str], FamilyPlace]
     durable_bytes: int
 
     @property
-    def groups(self) -> tuple[GroupPlace, ...]:
-        """Every group, in the order of the commit record: all weights, then all states."""
-        return self.weights + self.states
+    def committed(self) -> tuple[FamilyPlace, ...]:
+        """Every family that commits name, in the order of the commit record: by family name as they first appear, then unit."""
+        places = [place for place in self.families.values() if place.durability.committed]
+        names = list(dict.fromkeys(place.family for place in places))
+        return tuple(sorted(places, key=lambda place: (names.index(place.family), place.unit)))
 
 
-def place_units(layouts: Sequence[UnitLayout], planes: PlaneSet, chunk_elements: int) -> Places:
-    """Place two slots of weights and of states for each unit, one unit after another.
+def place_units(units: Sequence[Unit]) -> Places:
+    """Place the slots of each family, one unit after another.
 
     Raises:
-        ConfigError: a chunk, a unit or a plane set whose sizes are no multiples of 4096 bytes.
+        ConfigError: borders of chunks that are no multiples of 2048 elements, so that some chunk would not begin on a page.
     """
-    if chunk_elements < UNIT_ALIGNMENT or chunk_elements % UNIT_ALIGNMENT:
-        raise ConfigError(f"chunk of {chunk_elements} elements: expected a positive multiple of {UNIT_ALIGNMENT}")
-    # States are padded to pages chunk by chunk; weights are read as a whole, so theirs must have no gaps.
-    if planes.weight.num_bytes(UNIT_ALIGNMENT) % BLOCK_BYTES:
-        raise ConfigError(
-            f"{planes.compute_dtype} weights: {planes.weight.bytes_per_element} bytes per element, so that {UNIT_ALIGNMENT} "
-            f"elements are no multiple of {BLOCK_BYTES} bytes; use a plane whose size is even"
-        )
     offset = 0
-    placed: dict[GroupKind, list[GroupPlace]] = {GroupKind.WEIGHTS: [], GroupKind.STATES: []}
-    for unit, layout in enumerate(layouts):
-        if layout.num_elements < 0 or layout.num_elements % UNIT_ALIGNMENT:
-            raise ConfigError(f"unit {layout.name}: {layout.num_elements} elements, expected a multiple of {UNIT_ALIGNMENT}")
-        ranges = chunk_ranges(layout.num_elements, chunk_elements)
-        for kind, bytes_of in {GroupKind.WEIGHTS: planes.weight.num_bytes, GroupKind.STATES: planes.state_bytes}.items():
-            chunk_offsets = tuple(accumulate((bytes_of(stop - start) for start, stop in ranges), initial=0))
-            size = chunk_offsets[-1]
-            placed[kind].append(
-                GroupPlace(
-                    unit=unit,
-                    unit_name=layout.name,
-                    kind=kind,
-                    slot_offsets=(offset, offset + size),
-                    chunk_offsets=chunk_offsets,
+    placed: dict[tuple[int, str], FamilyPlace] = {}
+    for index, unit in enumerate(units):
+        for family in unit.families:
+            odd = next((border for border in family.borders if border % UNIT_ALIGNMENT), None)
+            if odd is not None:
+                raise ConfigError(
+                    f"unit {unit.name}, {family.name}: a chunk begins or ends at element {odd}, expected a multiple of "
+                    f"{UNIT_ALIGNMENT}"
                 )
+            chunk_offsets = tuple(accumulate(map(family.chunk_bytes, range(family.num_chunks)), initial=0))
+            slots = family.durability.slots
+            placed[index, family.name] = FamilyPlace(
+                unit=index,
+                unit_name=unit.name,
+                family=family.name,
+                durability=family.durability,
+                slot_offsets=tuple(offset + slot * chunk_offsets[-1] for slot in range(slots)),
+                chunk_offsets=chunk_offsets,
             )
-            offset += 2 * size
-    return Places(weights=tuple(placed[GroupKind.WEIGHTS]), states=tuple(placed[GroupKind.STATES]), durable_bytes=offset)
+            offset += slots * chunk_offsets[-1]
+    return Places(families=placed, durable_bytes=offset)

@@ -1,7 +1,8 @@
-"""Which slot of a group holds what: the rule that makes every step a checkpoint. No input or output here.
+"""Which slot of a family holds what: the rule that makes every step a checkpoint. No input or output here.
 
-A group's writes go to the slot that is not *its* committed one, over earlier uncommitted versions if there are any, and count
-only once every chunk is written. Invariants: the committed slot is never written to; a reader gets chunks of one version only.
+A *group* is one family of one unit. Its writes go to the slot that is not *its* committed one, over earlier uncommitted
+versions if there are any, and count only once every chunk is written. Invariants: the committed slot is never written to; a
+reader gets chunks of one version only.
 """
 
 from collections.abc import Sequence
@@ -25,8 +26,9 @@ class GroupVersion:
 class GroupSlots:
     """The committed version of one group, and what has been written since."""
 
-    def __init__(self, name: str, num_chunks: int, committed: GroupVersion | None = None) -> None:
+    def __init__(self, name: str, num_chunks: int, committed: GroupVersion | None = None, *, once: bool = False) -> None:
         self.name = name
+        self.once = once
         self.num_chunks = num_chunks
         self.committed = committed or GroupVersion(VIRGIN, 0, (0,) * num_chunks)
         self._complete = False  # whether `slot_to_write` holds a version newer than the committed one
@@ -35,7 +37,13 @@ class GroupSlots:
 
     @property
     def slot_to_write(self) -> int:
-        """The slot that is not committed; slot 0 for a group that never was."""
+        """The slot that is not committed; slot 0 for a group that never was.
+
+        Raises:
+            StorageError: the group is written once, and was.
+        """
+        if self.once and self.committed.slot != VIRGIN:
+            raise StorageError(f"{self.name}: is written once, and was committed; nothing may change it")
         return 0 if self.committed.slot == VIRGIN else 1 - self.committed.slot
 
     @property

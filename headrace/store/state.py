@@ -16,21 +16,21 @@ from headrace.store.assembly import StoreParts, StoreRequest, create_parts, open
 from headrace.store.checksum import checksum
 from headrace.store.directories import OpenFile, open_direct
 from headrace.store.manifest import Manifest
-from headrace.store.places import GroupPlace
+from headrace.store.places import FamilyPlace
 from headrace.store.record import CommitRecord, pack_record
 from headrace.store.slots import VIRGIN, GroupSlots
 from headrace.store.verify import Progress, verify_groups
 from headrace.terms.ceilings import InFlight
 from headrace.terms.errors import StorageError
 from headrace.terms.events import Notice, Sink
-from headrace.terms.layout import PlaneSet, UnitLayout
+from headrace.terms.families import Durability, Unit
 from headrace.terms.sizes import MIB
 
 
 class StateStore:
     """The state of one run on its SSD directories. Make one with `StateStore.create` or `StateStore.open`.
 
-    Units are indices into `layouts`, chunks into `terms.layout.chunk_ranges(num_elements, chunk_elements)`. Buffers are
+    Units are indices into `manifest.units`, families their names there, chunks indices into `Family.chunks`. Buffers are
     contiguous 1-D uint8 arrays, aligned to 4096 bytes; they belong to the transfer until its ticket is done.
     """
 
@@ -38,14 +38,14 @@ class StateStore:
         self._parts = parts
         self._newest = newest
         self._scratch_bytes = parts.manifest.scratch_bytes
-        groups = parts.places.groups
-        versions = newest.groups if newest else [None] * len(groups)
+        places = parts.places.committed
+        versions = newest.groups if newest else [None] * len(places)
         self._slots = {
-            place: GroupSlots(f"unit {place.unit_name}, {place.kind}", place.num_chunks, version)
-            for place, version in zip(groups, versions, strict=True)
+            place: GroupSlots(place.label, place.num_chunks, version, once=place.durability is Durability.ONCE)
+            for place, version in zip(places, versions, strict=True)
         }
-        self._writes: dict[tuple[GroupPlace, int], Ticket] = {}
-        self._reads: dict[GroupPlace, list[tuple[int, Sequence[int], Ticket]]] = {place: [] for place in groups}
+        self._writes: dict[tuple[FamilyPlace, int], Ticket] = {}
+        self._reads: dict[FamilyPlace, list[tuple[int, Sequence[int], Ticket]]] = {place: [] for place in places}
         self._checksum_seconds = 0.0
         # Writers, commit and abandon exclude one another; `_table` guards the tables for as long as a look-up takes. Nobody
         # waits for a transfer while holding `_table`, nor a writer while holding `_writing`: others would wait along.
@@ -60,10 +60,8 @@ class StateStore:
         cls,
         run_directory: Path,
         directories: Sequence[Path],
-        layouts: Sequence[UnitLayout],
-        planes: PlaneSet,
+        units: Sequence[Unit],
         *,
-        chunk_elements: int,
         scratch_bytes: int,
         sink: Sink,
         weights: Sequence[int] | None = None,
@@ -73,7 +71,7 @@ class StateStore:
         open_file: OpenFile = open_direct,
         engine: ThreadEngine | None = None,
     ) -> Self:
-        """Reserve space for two slots of every unit and for scratch, striped over `directories` by `weights` (equal if None).
+        """Reserve space for the slots of every family and for scratch, striped over `directories` by `weights` (equal if None).
 
         `identity` is kept as given (JSON). `open_file` and `engine` replace the files and the threads; an engine given is not
         closed with the store.
@@ -85,9 +83,7 @@ class StateStore:
         """
         request = StoreRequest(
             directories=directories,
-            layouts=layouts,
-            planes=planes,
-            chunk_elements=chunk_elements,
+            units=units,
             scratch_bytes=scratch_bytes,
             stripe_bytes=stripe_bytes,
             weights=weights,
@@ -156,35 +152,37 @@ class StateStore:
         """Move bytes with so many threads and pieces of that size from now on."""
         self._parts.engine.keep_in_flight(setting)
 
-    def read_weights(self, unit: int, into: Bytes) -> Ticket:
-        """Start reading the whole weight plane of `unit`: its newest complete version, zeros if it was never written.
+    def read(self, unit: int, family: str, into: Bytes, chunk: int | None = None) -> Ticket:
+        """Start reading one chunk of a family, or all of it: its newest complete version, zeros if it was never written.
 
-        Waits for writes of that version that are under way.
+        Planes lie in a chunk as `Family` says. Waits for writes of that version that are under way. What is scratch is read as
+        it lies: neither checked nor ordered with writes under way.
 
         Raises:
-            StorageError: `into` has another size, a write of that version failed, or the next version is half written over it.
+            StorageError: `into` has another size, a write of that version failed, the next version is half written over it, or
+                the unit has no such family on the drives.
         """
-        place = self._parts.places.weights[unit]
-        return self._read(place, range(place.num_chunks), into)
+        place = self._place(unit, family)
+        chunks = range(place.num_chunks) if chunk is None else range(place.num_chunks)[chunk : chunk + 1]
+        if place.durability.committed:
+            return self._read(place, chunks, into)
+        _check_size(place, into, sum(place.chunk_bytes(chunk) for chunk in chunks))
+        return self._parts.volume.read(place.offset(0, chunks[0]), into)
 
-    def read_states(self, unit: int, chunk: int, into: Bytes) -> Ticket:
-        """Start reading all state planes of one chunk as `planes.split_states` has them. Else as `read_weights`."""
-        place = self._parts.places.states[unit]
-        return self._read(place, range(place.num_chunks)[chunk : chunk + 1], into)
-
-    def write_weights(self, unit: int, chunk: int, data: Bytes, known_checksum: int | None = None) -> Ticket:
-        """Start writing the weights of one chunk to the slot that is not committed.
+    def write(self, unit: int, family: str, chunk: int, data: Bytes, known_checksum: int | None = None) -> Ticket:
+        """Start writing one chunk of a family to the slot that is not committed.
 
         Takes its checksum, unless whoever made the data did so on the way. Waits for transfers under way in the same place.
 
         Raises:
-            StorageError: `data` has another size, or a commit failed and neither was repeated nor abandoned.
+            StorageError: `data` has another size, the family is written once and was committed, the unit has no such family on
+                the drives, or a commit failed and neither was repeated nor abandoned.
         """
-        return self._write(self._parts.places.weights[unit], chunk, data, known_checksum)
-
-    def write_states(self, unit: int, chunk: int, data: Bytes, known_checksum: int | None = None) -> Ticket:
-        """Start writing all state planes of one chunk as `planes.split_states` has them. Else as `write_weights`."""
-        return self._write(self._parts.places.states[unit], chunk, data, known_checksum)
+        place = self._place(unit, family)
+        if place.durability.committed:
+            return self._write(place, chunk, data, known_checksum)
+        _check_size(place, data, place.chunk_bytes(chunk))
+        return self._parts.volume.write(place.offset(0, chunk), data)
 
     def commit(self, record: Mapping[str, Any]) -> None:
         """Make all writes so far durable, together with `record` (JSON). Units not written keep their version.
@@ -287,7 +285,13 @@ class StateStore:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _read(self, place: GroupPlace, chunks: Sequence[int], into: Bytes) -> Ticket:
+    def _place(self, unit: int, family: str) -> FamilyPlace:
+        place = self._parts.places.families.get((unit, family))
+        if place is None or not place.slot_offsets:
+            raise StorageError(f"unit {self.manifest.units[unit].name}: no family {family!r} on the drives")
+        return place
+
+    def _read(self, place: FamilyPlace, chunks: Sequence[int], into: Bytes) -> Ticket:
         _check_size(place, into, sum(place.chunk_bytes(chunk) for chunk in chunks))
         while True:
             with self._table:
@@ -295,7 +299,7 @@ class StateStore:
                 slot = slots.slot_to_read(chunks)
                 if slot == VIRGIN or not chunks:
                     break
-                writes = [self._writes[place, chunk] for chunk in chunks] if slot == slots.slot_to_write else []
+                writes = [self._writes[place, chunk] for chunk in chunks] if slot != slots.committed.slot else []
                 if all(write.done for write in writes):
                     for write in writes:
                         write.wait()  # raises if it failed
@@ -308,7 +312,7 @@ class StateStore:
         into.fill(0)
         return DoneTicket()
 
-    def _write(self, place: GroupPlace, chunk: int, data: Bytes, known_checksum: int | None) -> Ticket:
+    def _write(self, place: FamilyPlace, chunk: int, data: Bytes, known_checksum: int | None) -> Ticket:
         _check_size(place, data, place.chunk_bytes(chunk))
         start_seconds = time.thread_time()
         value = checksum(data) if known_checksum is None else known_checksum
@@ -317,7 +321,7 @@ class StateStore:
             with self._writing:
                 if self._record_in_doubt:
                     raise StorageError(
-                        f"unit {place.unit_name}, {place.kind}: the last commit failed while its record was written; "
+                        f"{place.label}: the last commit failed while its record was written; "
                         "commit again or abandon before writing"
                     )
                 with self._table:
@@ -332,7 +336,7 @@ class StateStore:
             for transfer in in_the_way:
                 _settle(transfer)
 
-    def _in_the_way(self, place: GroupPlace, slot: int, chunk: int) -> list[Ticket]:
+    def _in_the_way(self, place: FamilyPlace, slot: int, chunk: int) -> list[Ticket]:
         """Return the transfers under way where `chunk` is to be written."""
         reads = [read for read_slot, chunks, read in self._reads[place] if read_slot == slot and chunk in chunks]
         earlier = self._writes.get((place, chunk))
@@ -367,9 +371,8 @@ def _settle(ticket: Ticket) -> None:
             raise
 
 
-def _check_size(place: GroupPlace, buffer: Bytes, expected_bytes: int) -> None:
+def _check_size(place: FamilyPlace, buffer: Bytes, expected_bytes: int) -> None:
     if buffer.size != expected_bytes:
         raise StorageError(
-            f"unit {place.unit_name}, {place.kind}: buffer of {buffer.size} bytes, expected {expected_bytes}; "
-            "cut it to the chunk's size"
+            f"{place.label}: buffer of {buffer.size} bytes, expected {expected_bytes}; cut it to the chunk's size"
         )

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from headrace.files import Bytes, Ticket, Volume
 from headrace.machine.host import huge_page_buffer
 from headrace.store.checksum import checksum
-from headrace.store.places import GroupPlace
+from headrace.store.places import FamilyPlace
 from headrace.store.slots import VIRGIN, GroupVersion
 from headrace.terms.errors import CorruptData
 from headrace.terms.sizes import format_bytes
@@ -20,14 +20,14 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class _Check:
-    place: GroupPlace
+    place: FamilyPlace
     chunk: int
     offset: int
     num_bytes: int
     stored: int
 
 
-def verify_groups(volume: Volume, groups: Sequence[tuple[GroupPlace, GroupVersion]], progress: Progress | None) -> None:
+def verify_groups(volume: Volume, groups: Sequence[tuple[FamilyPlace, GroupVersion]], progress: Progress | None) -> None:
     """Compare each chunk of each version with its checksum; the next chunk is read meanwhile. Needs room for two chunks.
 
     Raises:
@@ -52,7 +52,7 @@ def verify_groups(volume: Volume, groups: Sequence[tuple[GroupPlace, GroupVersio
             progress(done_bytes, total_bytes)
 
 
-def _checks(place: GroupPlace, version: GroupVersion) -> Iterator[_Check]:
+def _checks(place: FamilyPlace, version: GroupVersion) -> Iterator[_Check]:
     if version.slot != VIRGIN:
         for chunk in range(place.num_chunks):
             offset = place.offset(version.slot, chunk)
@@ -71,7 +71,7 @@ def _compare(volume: Volume, check: _Check, content: Bytes) -> None:
     path, file_offset = volume.locate(check.offset)
     striped = f" (striped over {len(volume.files)} files from there)" if len(volume.files) > 1 else ""
     raise CorruptData(
-        f"unit {check.place.unit_name}, {check.place.kind}, chunk {check.chunk}: {path} at offset {file_offset}, "
+        f"{check.place.label}, chunk {check.chunk}: {path} at offset {file_offset}, "
         f"{format_bytes(check.num_bytes)}{striped}: stored checksum {check.stored:#018x}, computed {computed:#018x}; "
         "the drive returned other bytes than were written: do not go on from this run, and check the drive"
     )

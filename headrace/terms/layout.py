@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from headrace.terms.errors import ConfigError
-from headrace.terms.sizes import round_up
+from headrace.terms.sizes import PAGE_BYTES, round_up
 
 # Elements by which each parameter is aligned: 64 bytes in a 2-byte plane, a cache line and an AVX-512 register.
 PARAMETER_ALIGNMENT = 32
@@ -16,8 +16,6 @@ PARAMETER_ALIGNMENT = 32
 UNIT_ALIGNMENT = 2048
 # Parameters that share one scale where moments have 8 bits (Dettmers et al. 2022, section 2: small blocks contain outliers).
 MOMENT_BLOCK_ELEMENTS = 256
-# What a chunk of states is padded to: O_DIRECT's border.
-_PAGE_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +57,7 @@ class PlaneSet:
 
     def state_bytes(self, num_elements: int) -> int:
         """Bytes of the planes that only the update touches, for a chunk of so many parameters, in whole pages."""
-        return round_up(sum(plane.num_bytes(num_elements) for plane in self.states), _PAGE_BYTES)
+        return round_up(sum(plane.num_bytes(num_elements) for plane in self.states), PAGE_BYTES)
 
     def num_bytes(self, num_elements: int) -> int:
         """Bytes of all planes together: 12 per parameter for bfloat16 with float32 moments."""

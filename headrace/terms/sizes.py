@@ -8,6 +8,8 @@ from headrace.terms.errors import ConfigError
 KIB = 1 << 10
 MIB = 1 << 20
 GIB = 1 << 30
+# A page of memory, and the border by which direct input and output go.
+PAGE_BYTES = 4096
 # Where freed memory is given back, blocks of this size and more go back at once, and are whole huge pages where there are some.
 MAPPED_BYTES = 2 << 20
 # Of smaller ones the heap keeps so much.

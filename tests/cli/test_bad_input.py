@@ -398,11 +398,11 @@ class TestResume:
     @pytest.mark.parametrize("kind", ["weights", "states"])
     def test_a_flipped_byte(self, ran: World, kind: str) -> None:
         manifest = read_manifest(ran.run)
-        places = place_units(manifest.layouts, manifest.planes, manifest.chunk_elements)
-        chunks = [place.num_chunks for place in places.groups]
+        places = place_units(manifest.units)
+        chunks = [place.num_chunks for place in places.committed]
         records = [unpack_record((ran.run / name).read_bytes(), manifest.run_id, chunks) for name in RECORD_NAMES]
         newest = max((record for record in records if record), key=lambda record: record.sequence)
-        place, version = next(pair for pair in zip(places.groups, newest.groups, strict=True) if pair[0].kind == kind)
+        place, version = next(pair for pair in zip(places.committed, newest.groups, strict=True) if pair[0].family == kind)
         offset = place.offset(version.slot, 0)
         (path,) = manifest.data_paths()
         with path.open("r+b") as file:

@@ -14,6 +14,7 @@ from headrace.cli import cleaning, main
 from headrace.store import Leftover, StateStore
 from headrace.store.manifest import RECORD_NAMES, withdraw_manifest
 from headrace.terms.errors import ConfigError
+from headrace.terms.families import trained_unit
 from headrace.terms.layout import PLANE_SETS, lay_out
 
 
@@ -128,9 +129,8 @@ def two_ssds(folder: Path, capsys: pytest.CaptureFixture[str]) -> World:
     ssds = [folder / "ssd0", folder / "ssd1"]
     for ssd in ssds:
         ssd.mkdir()
-    StateStore.create(
-        folder / "run", ssds, layouts, PLANE_SETS["bfloat16"], chunk_elements=2048, scratch_bytes=4096, sink=lambda event: None
-    ).close()
+    units = [trained_unit(layout, PLANE_SETS["bfloat16"], 2048) for layout in layouts]
+    StateStore.create(folder / "run", ssds, units, scratch_bytes=4096, sink=lambda event: None).close()
     return World(folder, capsys)
 
 

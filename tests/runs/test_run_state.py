@@ -19,6 +19,7 @@ from headrace.store import StateStore, leftovers_of, remove_leftover
 from headrace.store.manifest import withdraw_manifest
 from headrace.terms.errors import RunDirectoryError
 from headrace.terms.events import Event
+from headrace.terms.families import trained_unit
 from headrace.terms.layout import PLANE_SETS, lay_out
 
 
@@ -32,9 +33,7 @@ def create(run: Path, ssd: Path) -> StateStore:
     return StateStore.create(
         run,
         [ssd],
-        layouts,
-        PLANE_SETS["bfloat16"],
-        chunk_elements=2048,
+        [trained_unit(layout, PLANE_SETS["bfloat16"], 2048) for layout in layouts],
         scratch_bytes=0,
         identity={},
         sink=ignore,

@@ -9,6 +9,7 @@ from headrace.files import Bytes, ThreadEngine
 from headrace.machine.host import huge_page_buffer
 from headrace.store import StateStore
 from headrace.terms.events import Event
+from headrace.terms.families import STATES, WEIGHTS, trained_unit
 from headrace.terms.layout import PLANE_SETS, UnitLayout, chunk_ranges, lay_out
 
 CHUNK = 2048
@@ -17,6 +18,7 @@ LAYOUTS = (
     lay_out("prologue", [("embed.weight", (40, 32), (1.0, 0.1))]),
     lay_out("block 0", [("attn.weight", (64, 64), (1.0, 0.1)), ("norm.weight", (64,), (1.0, 0.0))]),
 )
+UNITS = tuple(trained_unit(layout, PLANES, CHUNK) for layout in LAYOUTS)
 
 
 def ignore(event: Event) -> None:
@@ -38,7 +40,6 @@ def make_store(folder: Path, **changes: Any) -> StateStore:
     for name in ("ssd0", "ssd1"):
         (folder / name).mkdir(exist_ok=True)
     arguments: dict[str, Any] = {
-        "chunk_elements": CHUNK,
         "scratch_bytes": 16 * 4096,
         "weights": [2, 1],
         "stripe_bytes": 4096,
@@ -47,7 +48,8 @@ def make_store(folder: Path, **changes: Any) -> StateStore:
         "allow_tmpfs": True,
     }
     directories = changes.pop("directories", [folder / "ssd0", folder / "ssd1"])
-    return StateStore.create(folder / "run", directories, LAYOUTS, PLANES, **{**arguments, **changes})
+    units = changes.pop("units", UNITS)
+    return StateStore.create(folder / "run", directories, units, **{**arguments, **changes})
 
 
 def open_store(folder: Path, **changes: Any) -> StateStore:
@@ -59,8 +61,8 @@ def write_step(store: StateStore, step: int, units: tuple[int, ...] = (0, 1)) ->
     tickets = []
     for unit in units:
         for chunk, (start, stop) in enumerate(chunk_ranges(LAYOUTS[unit].num_elements, CHUNK)):
-            tickets.append(store.write_weights(unit, chunk, filled((stop - start) * 2, weight_value(step, unit, chunk))))
-            tickets.append(store.write_states(unit, chunk, filled((stop - start) * 10, weight_value(step, unit, chunk) + 1)))
+            tickets.append(store.write(unit, WEIGHTS, chunk, filled((stop - start) * 2, weight_value(step, unit, chunk))))
+            tickets.append(store.write(unit, STATES, chunk, filled((stop - start) * 10, weight_value(step, unit, chunk) + 1)))
     for ticket in tickets:
         ticket.wait()
 
@@ -71,14 +73,14 @@ def weight_value(step: int, unit: int, chunk: int) -> int:
 
 def read_weights(store: StateStore, unit: int) -> Bytes:
     into = filled(LAYOUTS[unit].num_elements * 2, 99)
-    store.read_weights(unit, into).wait()
+    store.read(unit, WEIGHTS, into).wait()
     return into
 
 
 def read_states(store: StateStore, unit: int, chunk: int) -> Bytes:
     start, stop = chunk_ranges(LAYOUTS[unit].num_elements, CHUNK)[chunk]
     into = filled((stop - start) * 10, 99)
-    store.read_states(unit, chunk, into).wait()
+    store.read(unit, STATES, into, chunk).wait()
     return into
 
 

@@ -4,6 +4,7 @@ Run: pytest tests/store/test_directories.py
 """
 
 import contextlib
+import dataclasses
 import errno
 import json
 import os
@@ -15,12 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from store_world import LAYOUTS, PLANES, holds_step, ignore, make_store, open_store, write_step
+from store_world import LAYOUTS, UNITS, holds_step, ignore, make_store, open_store, write_step
 
 from headrace.files import BlockFile
 from headrace.store import RunLock, StateStore, find_leftovers, lock_holder, open_direct, read_manifest, remove_leftover
 from headrace.terms.errors import ConfigError, DiskFull, HeadraceError, RunDirectoryError, StorageError
 from headrace.terms.events import Event, Notice
+from headrace.terms.families import Unit
 
 
 def files_under(folder: Path) -> list[str]:
@@ -105,7 +107,9 @@ def test_too_little_space_names_needed_and_free_for_each_directory(tmp_path: Pat
 
 
 def test_unit_sizes_are_checked_first(tmp_path: Path) -> None:
-    refused(tmp_path, ConfigError, "chunk of 1000 elements", chunk_elements=1000)
+    (weights, *rest) = UNITS[0].families
+    odd = Unit("prologue", (dataclasses.replace(weights, borders=(0, 1000, weights.layout.num_elements)), *rest))
+    refused(tmp_path, ConfigError, "ends at element 1000, expected a multiple of 2048", units=(odd, UNITS[1]))
 
 
 @pytest.mark.parametrize("failing", ["ssd0", "ssd1", "commit.0", "commit.1", "state.json"])
@@ -185,10 +189,11 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        (lambda fields: {**fields, "format": 99}, "format 99, this version reads format 1"),
+        (lambda fields: {**fields, "format": 99}, "format 99, this version reads format 2"),
+        (lambda fields: {**fields, "format": 1}, "format 1, this version reads format 2; use the version that wrote it"),
         (lambda fields: [], "format None"),
-        (lambda fields: {key: value for key, value in fields.items() if key != "planes"}, "damaged, KeyError"),
-        (lambda fields: {**fields, "layouts": [1]}, "damaged, TypeError"),
+        (lambda fields: {key: value for key, value in fields.items() if key != "units"}, "damaged, KeyError"),
+        (lambda fields: {**fields, "units": {"layouts": [1], "units": []}}, "damaged, TypeError"),
     ],
 )
 def test_another_format_or_a_damaged_manifest_is_refused(tmp_path: Path, change, match: str) -> None:
@@ -206,22 +211,7 @@ def test_the_manifest_survives_the_file(tmp_path: Path) -> None:
     with make_store(tmp_path) as store:
         found = read_manifest(tmp_path / "run")
         assert found == replace(store.manifest, identity=dict(store.manifest.identity))
-        assert (found.layouts, found.planes) == (LAYOUTS, PLANES)
-
-
-def test_a_manifest_from_before_there_was_a_choice_of_moments_has_fp32_ones(tmp_path: Path) -> None:
-    with make_store(tmp_path) as store:
-        write_step(store, 1)
-        store.commit({"step": 1})
-    path = tmp_path / "run" / "state.json"
-    fields = json.loads(path.read_text())
-    del fields["planes"]["moments"]
-    for plane in (fields["planes"]["weight"], *fields["planes"]["states"]):
-        del plane["elements_per_value"]
-    path.write_text(json.dumps(fields))
-    assert read_manifest(tmp_path / "run").planes == PLANES
-    with open_store(tmp_path) as store:
-        store.verify()
+        assert (found.units, found.layouts, found.chunk_elements) == (UNITS, LAYOUTS, 2048)
 
 
 def test_missing_and_short_data_files_are_named(tmp_path: Path) -> None:

@@ -6,9 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from store_world import (
-    CHUNK,
     LAYOUTS,
-    PLANES,
+    UNITS,
     filled,
     holds_step,
     make_store,
@@ -23,6 +22,7 @@ from headrace.machine.host import huge_page_buffer
 from headrace.store import OpenFile, StateStore, checksum, open_direct, place_units
 from headrace.terms.errors import CorruptData, DeviceStalled, DiskFull, RunDirectoryError, ShortTransfer, StorageError
 from headrace.terms.events import Event, Notice
+from headrace.terms.families import WEIGHTS
 from headrace.testing import Fault, FaultKind, FaultyFile
 
 
@@ -55,7 +55,7 @@ def test_a_failed_write_fails_reads_and_the_commit_until_it_is_written_again(
     committed_store(tmp_path)
     with open_store(tmp_path, open_file=faulty("data", Fault(verb="write", call=0, kind=kind))) as store:
         data = filled(4096, 2_000_005)
-        tickets = [store.write_weights(0, 0, data)]
+        tickets = [store.write(0, WEIGHTS, 0, data)]
         with pytest.raises(expected, match="data"):
             tickets[0].wait()
         with pytest.raises(expected, match="data"):
@@ -75,7 +75,7 @@ def test_a_failed_write_fails_reads_and_the_commit_until_it_is_written_again(
 def test_a_failed_write_can_be_abandoned(tmp_path: Path) -> None:
     committed_store(tmp_path)
     with open_store(tmp_path, open_file=faulty("data", Fault(verb="write", call=0, kind=FaultKind.EIO))) as store:
-        store.write_weights(0, 0, filled(4096, 2))
+        store.write(0, WEIGHTS, 0, filled(4096, 2))
         store.abandon()
         store.commit({"step": 1})
         assert holds_step(store, 1)
@@ -123,7 +123,7 @@ def test_a_failed_record_can_be_repeated(tmp_path: Path, fault: Fault) -> None:
             store.commit({"step": 2})
         assert store.committed_version == 1
         with pytest.raises(StorageError, match="commit again or abandon"):
-            store.write_weights(0, 0, filled(4096, 3))
+            store.write(0, WEIGHTS, 0, filled(4096, 3))
         store.commit({"step": 2})
     with open_store(tmp_path) as store:
         assert holds_step(store, 2)
@@ -151,7 +151,7 @@ def test_a_stalled_drive_is_an_error_and_close_ends(tmp_path: Path) -> None:
         quick_engine(deadline_seconds=0.2) as engine,
         open_store(tmp_path, open_file=faulty("data", script), engine=engine) as store,
     ):
-        store.write_weights(0, 0, filled(4096, 2))
+        store.write(0, WEIGHTS, 0, filled(4096, 2))
         with pytest.raises(DeviceStalled, match="data"):
             store.commit({"step": 2})
         with pytest.raises(DeviceStalled):
@@ -177,8 +177,8 @@ def test_a_flipped_bit_is_found_and_located(tmp_path: Path, target: tuple[str, s
         assert [row[0] for row in progress] == sorted({row[0] for row in progress})
         assert progress[-1] == (total_bytes, total_bytes)
     unit, kind, chunk = target
-    groups = place_units(LAYOUTS, PLANES, CHUNK).groups
-    place = next(place for place in groups if (place.unit_name, place.kind) == (unit, kind))
+    places = place_units(UNITS).committed
+    place = next(place for place in places if (place.unit_name, place.family) == (unit, kind))
     path = next((tmp_path / "ssd0").rglob("data"))
     flip_byte(path, place.offset(0, chunk) + 1234)
     with open_store(tmp_path) as store, pytest.raises(CorruptData) as caught:
@@ -207,7 +207,7 @@ def test_a_checksum_that_is_known_is_kept_as_it_is(tmp_path: Path, damaged: bool
         page = huge_page_buffer(4096)
         page[:] = data
         page[77] ^= damaged
-        store.write_weights(0, 0, page, known).wait()
+        store.write(0, WEIGHTS, 0, page, known).wait()
         store.commit({"step": 1})
         if damaged:
             with pytest.raises(CorruptData, match=f"stored checksum {known:#018x}"):

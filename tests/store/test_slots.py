@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from headrace.store import place_units
 from headrace.store.slots import VIRGIN, GroupSlots, GroupVersion
 from headrace.terms.errors import ConfigError, StorageError
+from headrace.terms.families import trained_unit
 from headrace.terms.layout import MOMENTS, PLANE_SETS, Plane, PlaneSet, UnitLayout, plane_set
 
 
@@ -74,9 +75,9 @@ def test_a_version_that_is_being_overwritten_is_read_only_where_it_is_still_whol
 )
 def test_slots_never_overlap_and_chunks_are_aligned(sizes: list[int], chunk: int, planes: str, moments: str) -> None:
     layouts = [UnitLayout(f"u{index}", (), (), size * 2048) for index, size in enumerate(sizes)]
-    places = place_units(layouts, plane_set(planes, moments), chunk * 2048)
+    places = place_units([trained_unit(layout, plane_set(planes, moments), chunk * 2048) for layout in layouts])
     taken: list[tuple[int, int]] = []
-    for place in places.groups:
+    for place in places.committed:
         for slot in (0, 1):
             for index in range(place.num_chunks):
                 start = place.offset(slot, index)
@@ -96,9 +97,9 @@ def test_slots_never_overlap_and_chunks_are_aligned(sizes: list[int], chunk: int
 def test_sizes_that_cannot_be_aligned_are_refused() -> None:
     unit = UnitLayout("block 0", (), (), 4096)
     with pytest.raises(ConfigError, match="chunk of 100 elements"):
-        place_units([unit], PLANE_SETS["bfloat16"], 100)
+        trained_unit(unit, PLANE_SETS["bfloat16"], 100)
     with pytest.raises(ConfigError, match="unit block 0: 100 elements"):
-        place_units([UnitLayout("block 0", (), (), 100)], PLANE_SETS["bfloat16"], 2048)
+        trained_unit(UnitLayout("block 0", (), (), 100), PLANE_SETS["bfloat16"], 2048)
     odd = PlaneSet("bfloat16", Plane("q", "uint8", 1), (Plane("m", "float32", 4),))
-    with pytest.raises(ConfigError, match="1 bytes per element"):
-        place_units([unit], odd, 2048)
+    with pytest.raises(ConfigError, match="1 bytes per weight"):
+        trained_unit(unit, odd, 2048)

@@ -29,6 +29,7 @@ from headrace.files import Bytes, MemoryFile
 from headrace.machine.host import huge_page_buffer
 from headrace.store import StateStore, lock_holder
 from headrace.terms.errors import StorageError
+from headrace.terms.families import STATES, WEIGHTS
 
 
 def test_a_new_store_reads_as_zeros_without_any_transfer(tmp_path: Path) -> None:
@@ -57,7 +58,7 @@ def test_an_import_of_weights_alone_leaves_the_states_virgin(tmp_path: Path) -> 
     with make_store(tmp_path) as store:
         for unit, layout in enumerate(LAYOUTS):
             for chunk in range(num_chunks(layout)):
-                store.write_weights(unit, chunk, filled(4096, weight_value(7, unit, chunk)))
+                store.write(unit, WEIGHTS, chunk, filled(4096, weight_value(7, unit, chunk)))
         store.commit({"step": 0})
     with open_store(tmp_path) as store:
         written = store.bytes_written
@@ -124,7 +125,7 @@ def test_a_half_written_unit_is_not_read_and_not_committed(tmp_path: Path) -> No
     with make_store(tmp_path) as store:
         write_step(store, 1)
         store.commit({"step": 1})
-        store.write_weights(1, 0, filled(4096, 5))
+        store.write(1, WEIGHTS, 0, filled(4096, 5))
         assert holds_step(store, 1)
         with pytest.raises(StorageError, match=r"unit block 0, weights: commit asked while 2 of 3 chunks"):
             store.commit({"step": 2})
@@ -146,11 +147,11 @@ def test_a_record_that_is_not_json_changes_nothing(tmp_path: Path) -> None:
 def test_buffers_of_another_size_are_refused_with_both_sizes(tmp_path: Path, size: int) -> None:
     with make_store(tmp_path) as store:
         with pytest.raises(StorageError, match=f"block 0, states: buffer of {size} bytes, expected 20480"):
-            store.write_states(1, 0, huge_page_buffer(size))
+            store.write(1, STATES, 0, huge_page_buffer(size))
         with pytest.raises(StorageError, match=f"block 0, states: buffer of {size} bytes"):
-            store.read_states(1, 0, huge_page_buffer(size))
+            store.read(1, STATES, huge_page_buffer(size), 0)
         with pytest.raises(StorageError, match="expected 12288"):
-            store.read_weights(1, huge_page_buffer(4096))
+            store.read(1, WEIGHTS, huge_page_buffer(4096))
 
 
 def test_scratch_is_read_back_grows_and_touches_no_state(tmp_path: Path) -> None:
@@ -234,7 +235,7 @@ def test_a_read_waits_for_the_write_of_what_it_asks_for(tmp_path: Path) -> None:
     store, gate, held = slow_store(tmp_path)
     held.add("write")
     for chunk in range(3):
-        store.write_weights(1, chunk, filled(4096, weight_value(1, 1, chunk)))
+        store.write(1, WEIGHTS, chunk, filled(4096, weight_value(1, 1, chunk)))
     found: list[Bytes] = []
     reader = threading.Thread(target=lambda: found.append(read_weights(store, 1)))
     assert in_background(reader)
@@ -249,7 +250,7 @@ def test_a_write_waits_for_reads_of_the_place_it_goes_to(tmp_path: Path) -> None
     write_step(store, 1)
     held.add("read")
     into = huge_page_buffer(3 * 4096)
-    ticket = store.read_weights(1, into)  # uncommitted, in the slot that the next version overwrites
+    ticket = store.read(1, WEIGHTS, into)  # uncommitted, in the slot that the next version overwrites
     writer = threading.Thread(target=lambda: write_step(store, 2))
     assert in_background(writer)
     gate.set()
@@ -266,12 +267,12 @@ def test_a_read_that_waits_for_its_writes_keeps_nobody_else_waiting(tmp_path: Pa
     store.commit({"step": 1})
     held.add("write")
     for chunk in range(3):
-        store.write_weights(1, chunk, filled(4096, weight_value(1, 1, chunk)))
+        store.write(1, WEIGHTS, chunk, filled(4096, weight_value(1, 1, chunk)))
     found: list[Bytes] = []
     reader = threading.Thread(target=lambda: found.append(read_weights(store, 1)))
     assert in_background(reader)
     assert np.array_equal(read_weights(store, 0), expected_weights(1, 0))  # of another unit: at once
-    assert not store.write_states(0, 0, filled(20480, 3)).done  # started at once, though held
+    assert not store.write(0, STATES, 0, filled(20480, 3)).done  # started at once, though held
     assert reader.is_alive()
     gate.set()
     reader.join(20)
@@ -284,10 +285,10 @@ def test_a_write_that_waits_for_a_read_keeps_nobody_else_waiting(tmp_path: Path)
     write_step(store, 1)
     held.add("read")
     into = huge_page_buffer(3 * 4096)
-    read = store.read_weights(1, into)  # uncommitted, in the slot that the next version overwrites
-    writer = threading.Thread(target=lambda: store.write_weights(1, 0, filled(4096, 7)).wait())
+    read = store.read(1, WEIGHTS, into)  # uncommitted, in the slot that the next version overwrites
+    writer = threading.Thread(target=lambda: store.write(1, WEIGHTS, 0, filled(4096, 7)).wait())
     assert in_background(writer)
-    store.write_weights(0, 0, filled(4096, 8)).wait()
+    store.write(0, WEIGHTS, 0, filled(4096, 8)).wait()
     assert writer.is_alive()
     gate.set()
     read.wait()
@@ -313,7 +314,7 @@ def test_reads_go_on_during_a_commit(tmp_path: Path) -> None:
     write_step(store, 1)
     store.commit({"step": 1})
     held.add("write")
-    store.write_weights(0, 0, filled(4096, 3))
+    store.write(0, WEIGHTS, 0, filled(4096, 3))
     committer = threading.Thread(target=lambda: store.commit({"step": 2}))
     assert in_background(committer)
     assert np.array_equal(read_weights(store, 1), expected_weights(1, 1))
@@ -342,8 +343,7 @@ class StoreMachine(RuleBasedStateMachine):
         shutil.rmtree(self.folder)
 
     def write(self, kind: str, unit: int, chunk: int, value: int) -> None:
-        call = self.store.write_weights if kind == "weights" else self.store.write_states
-        call(unit, chunk, filled(4096 if kind == "weights" else 20480, value + chunk))
+        self.store.write(unit, kind, chunk, filled(4096 if kind == "weights" else 20480, value + chunk))
 
     @rule(kind=st.sampled_from(["weights", "states"]), unit=st.sampled_from([0, 1]), value=st.integers(1, 2**40))
     def write_unit(self, kind: str, unit: int, value: int) -> None:
