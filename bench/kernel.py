@@ -29,9 +29,10 @@ from numpy.typing import DTypeLike, NDArray
 
 from headrace.store import checksum
 from headrace.terms.layout import GroupRange
+from headrace.terms.optimizer import AdamW
 from headrace.update import (
     AdamWRule,
-    StepHyper,
+    StepScalars,
     Updater,
     join_master,
     round_to_bfloat16,
@@ -40,7 +41,8 @@ from headrace.update import (
     widen_bfloat16,
 )
 
-HYPER = StepHyper(learning_rate=1e-5, beta1=0.9, beta2=0.95, eps=1e-8, step=10)
+RULE = AdamW(betas=(0.9, 0.95), eps=1e-8)
+STEP = StepScalars(learning_rate=1e-5, update=10)
 # The fastest of 2^14, 2^16, 2^18 and 2^20 for torch: its call costs much, and the third-level cache holds the buffers.
 FUSED_CHUNK_ELEMENTS = 1 << 20
 
@@ -66,7 +68,7 @@ def on_huge_pages(num_elements: int, dtype: DTypeLike) -> NDArray:
 
 def make_planes(num_elements: int, compute_dtype: str) -> tuple[NDArray, tuple[NDArray, ...]]:
     """Return `(weight, states)` of one plane set, as at the start of a run."""
-    planes = AdamWRule(compute_dtype).planes
+    planes = AdamWRule(RULE, compute_dtype).planes
     weight = on_huge_pages(num_elements, planes.weight.dtype)
     states = tuple(on_huge_pages(num_elements, plane.dtype) for plane in planes.states)
     master = np.random.default_rng(0).standard_normal(num_elements, np.float32) * np.float32(0.02)
@@ -91,12 +93,12 @@ def fused(weight: NDArray, states: tuple[NDArray, ...], gradient: NDArray) -> No
         torch._fused_adamw_(
             *tensors,
             [],
-            [torch.tensor(float(HYPER.step))],
-            lr=HYPER.learning_rate,
-            beta1=HYPER.beta1,
-            beta2=HYPER.beta2,
+            [torch.tensor(float(STEP.update))],
+            lr=STEP.learning_rate,
+            beta1=RULE.betas[0],
+            beta2=RULE.betas[1],
             weight_decay=0.1,
-            eps=HYPER.eps,
+            eps=RULE.eps,
             amsgrad=False,
             maximize=False,
         )
@@ -113,9 +115,7 @@ def cpu_adam(num_elements: int) -> Callable[[], object]:
     gradient = on_huge_pages(num_elements, np.float32)
     gradient[:] = np.random.default_rng(1).standard_normal(num_elements, np.float32)
     parameter.grad = torch.from_numpy(gradient)
-    optimizer = DeepSpeedCPUAdam(
-        [parameter], lr=HYPER.learning_rate, betas=(HYPER.beta1, HYPER.beta2), eps=HYPER.eps, weight_decay=0.1
-    )
+    optimizer = DeepSpeedCPUAdam([parameter], lr=STEP.learning_rate, betas=RULE.betas, eps=RULE.eps, weight_decay=0.1)
     moments = {name: on_huge_pages(num_elements, np.float32) for name in ("exp_avg", "exp_avg_sq")}
     optimizer.state[parameter] = {"step": 0} | {name: torch.from_numpy(array) for name, array in moments.items()}
     return optimizer.step
@@ -139,17 +139,17 @@ def contestants(
     updaters = []
     for compute_dtype, num_bytes in (("bfloat16", 26), ("float32", 26), ("float16", 28)):
         weight, states = make_planes(num_elements, compute_dtype)
-        updater = Updater(AdamWRule(compute_dtype), threads)
+        updater = Updater(AdamWRule(RULE, compute_dtype), threads)
         updaters.append(updater)
 
         def update(updater=updater, weight=weight, states=states) -> None:
-            updater.update_range(weight, states, gradient, HYPER, groups, 0, num_elements)
+            updater.update_range(weight, states, gradient, STEP, groups, 0, num_elements)
 
         calls[f"headrace {compute_dtype}"] = (update, num_bytes)
         if compute_dtype == "bfloat16":
 
             def update_and_sum(updater=updater, weight=weight, states=states) -> None:
-                updater.update_range(weight, states, gradient, HYPER, groups, 0, num_elements, take_checksums=True)
+                updater.update_range(weight, states, gradient, STEP, groups, 0, num_elements, take_checksums=True)
 
             def update_then_sum(update=update, arrays=(weight, *states)) -> None:
                 update()

@@ -7,6 +7,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from headrace.answers.planner import Planner
 from headrace.files import file_systems, measured_weights
 from headrace.flow.batch import check_apart, checked_batch, filled_up, step_batch
-from headrace.flow.buffers import Buffers
+from headrace.flow.buffers import GRADIENT_VIEWS, Buffers
 from headrace.flow.execute import OverlappedInterpreter, PlainInterpreter
 from headrace.flow.load import UnitReader, import_model
 from headrace.flow.state import Parts, StepState, Verdict
@@ -40,7 +41,7 @@ from headrace.terms.layout import plane_set
 from headrace.terms.optimizer import AdamW, Schedule
 from headrace.terms.settings import PROVENANCE_NAME, Settings
 from headrace.terms.sizes import format_bytes
-from headrace.update import AdamWRule, HitRate, LossScale, StepHyper, Updater
+from headrace.update import AdamWRule, HitRate, LossScale, StepScalars, Updater
 
 # Operations of the SSD lanes that may be under way at once; each is cut into pieces by the I/O engine besides.
 # Of a state that is made before there is a plan.
@@ -83,7 +84,7 @@ class Engine:
             if settings.liger:
                 self.chain.use_liger()
             self._heap: HeapGuard | None = None
-            rule = AdamWRule(settings.compute_dtype, settings.moments)
+            rule = AdamWRule(replace(settings.optimizer, moments=settings.moments), settings.compute_dtype)
             self._cores = torch.get_num_threads()
             self._closers.callback(torch.set_num_threads, self._cores)
             self._updater = Updater(rule, 1)  # with the plan's threads as soon as there is one
@@ -94,7 +95,7 @@ class Engine:
                 self.machine,
                 self._weights,
                 cores=self._cores,
-                warm_up=lambda: self._updater.warm_up(),
+                warm_up=self._warm_up,
                 given=given_plan,
                 adjust=adjust_plan,
             )
@@ -307,7 +308,7 @@ class Engine:
         torch.set_num_threads(min(plan.compute_threads, self._cores))
         self._updater.close()
         self._updater = Updater(self._updater.rule, min(plan.update_threads, self._cores))
-        self._updater.warm_up()
+        self._warm_up()
         workspace = plan.peak_bytes["host"].get("workspace", 0)
         keep = plan.freed_memory == "kept"
         if not plan.separate_device:
@@ -322,7 +323,7 @@ class Engine:
             updater=self._updater,
             seed=self.settings.seed,
             sink=self._emit,
-            device_updater=device_updater(plan, self.machine),
+            device_updater=device_updater(plan, self.machine, self._updater.rule),
         )
         overlapped = self.settings.interpreter == "overlapped"
         interpreter = (
@@ -331,6 +332,9 @@ class Engine:
             else PlainInterpreter(self.machine, self._user_sink)
         )
         return Steps(parts, interpreter, self._hits)
+
+    def _warm_up(self) -> None:
+        self._updater.warm_up(GRADIENT_VIEWS[self.settings.gradient_dtype or self.settings.compute_dtype].name)
 
     def _drop_buffers(self) -> None:
         if self._steps is not None:
@@ -379,7 +383,7 @@ class Engine:
             step=verdict.step,
             loss=loss,
             grad_norm=verdict.grad_norm,
-            learning_rate=verdict.hyper.learning_rate,
+            learning_rate=verdict.scalars.learning_rate,
             tokens=batch["input_ids"].numel(),
             trained_tokens=data.trained_tokens,
             seconds=time.perf_counter() - started,
@@ -413,12 +417,9 @@ class Engine:
         return Verdict(
             step=self.num_steps,
             num_updates=self._num_updates,
-            hyper=StepHyper(
+            scalars=StepScalars(
                 learning_rate=optimizer.lr * self.settings.schedule.factor(self.num_steps),
-                beta1=optimizer.betas[0],
-                beta2=optimizer.betas[1],
-                eps=optimizer.eps,
-                step=self._num_updates + 1,
+                update=self._num_updates + 1,
                 gradient_scale=1.0 / scale,
             ),
             loss_scale=self._loss_scale,

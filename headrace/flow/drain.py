@@ -64,7 +64,7 @@ def decide(state: StepState, op: Op) -> None:
         verdict.clipped = True
         # Updates that run already took a factor of 1 for granted; from here on they stop, and the engine takes them back.
         verdict.missed = state.plan.update_policy == "speculative"
-        verdict.hyper = dataclasses.replace(verdict.hyper, gradient_scale=verdict.hyper.gradient_scale * factor)
+        verdict.scalars = dataclasses.replace(verdict.scalars, gradient_scale=verdict.scalars.gradient_scale * factor)
 
 
 def _accumulator(state: StepState, unit: int) -> torch.Tensor | None:

@@ -15,7 +15,7 @@ from headrace.plan.plan import Plan
 from headrace.store import StateStore
 from headrace.terms.events import Sink
 from headrace.terms.program import Op
-from headrace.update import Checksums, DeviceUpdater, LossScale, StepHyper, Updater
+from headrace.update import Checksums, DeviceUpdater, LossScale, StepScalars, Updater
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +37,12 @@ class Parts:
 class Verdict:
     """What becomes of a step's gradients. Filled in by `decide`; read by the update and the commit.
 
-    `hyper.gradient_scale` is 1/loss scale times the clip factor. `record` makes the commit's payload once the verdict is known.
+    `scalars.gradient_scale` is 1/loss scale times the clip factor; `record` makes the commit's payload, once that is known.
     """
 
     step: int
     num_updates: int  # applied before this step
-    hyper: StepHyper
+    scalars: StepScalars
     loss_scale: LossScale | None
     max_grad_norm: float | None
     durable: bool  # whether this step is a checkpoint

@@ -17,18 +17,18 @@ from headrace.plan.memory import DEVICE_UPDATE_PIECE_ELEMENTS
 from headrace.plan.plan import Plan
 from headrace.terms.families import STATES, WEIGHTS
 from headrace.terms.program import Op
-from headrace.update import DeviceUpdater
+from headrace.update import DeviceUpdater, UpdateRule
 
 # A device inside host memory: pieces so small that torch keeps to this thread; compute owns the others.
 _HOST_PIECE_ELEMENTS = 32768
 
 
-def device_updater(plan: Plan, machine: Machine) -> DeviceUpdater | None:
-    """Return what applies the rule on the device, or None if the plan updates nothing there."""
+def device_updater(plan: Plan, machine: Machine, rule: UpdateRule) -> DeviceUpdater | None:
+    """Return what applies `rule` on the device, or None if the plan updates nothing there."""
     if not plan.device_state_slots:
         return None
     piece = _HOST_PIECE_ELEMENTS if machine.device.type == "cpu" else DEVICE_UPDATE_PIECE_ELEMENTS
-    return DeviceUpdater(plan.compute_dtype, chunk_elements=min(piece, plan.chunk_elements))
+    return DeviceUpdater(rule, piece_elements=min(piece, plan.chunk_elements))
 
 
 def read_states(state: StepState, op: Op) -> None:
@@ -66,7 +66,7 @@ def update(state: StepState, op: Op) -> None:
         weights,
         _state_planes(state, op, stop - start),
         buffers.gradient(op.unit, op.gradient_slot)[start:stop],
-        verdict.hyper,
+        verdict.scalars,
         state.parts.chain.layouts[op.unit].groups,
         start,
         stop,
@@ -136,7 +136,7 @@ def _update_on_device(state: StepState, op: Op) -> None:
         weights.view(parts.buffers.dtype),
         tuple(planes),
         gradient.view(parts.buffers.gradient_dtype),
-        state.verdict_of(op).hyper,
+        state.verdict_of(op).scalars,
         parts.chain.layouts[op.unit].groups,
         start,
         stop,

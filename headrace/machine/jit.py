@@ -11,15 +11,17 @@ from numba import njit
 
 _Loop = TypeVar("_Loop", bound=Callable[..., Any])
 
+# For loops and for what they inline. numba's own error model would test every divisor for zero, and not vectorise.
+JIT_OPTIONS = {"nogil": True, "error_model": "numpy"}
+
 
 def compiled(loop: _Loop) -> _Loop:
     """Compile `loop` at its first call, to run without the GIL; keep the machine code on disk where that is possible.
 
     Numba notices a change only of the file that a loop stands in: what it calls must stand there too.
     """
-    options = {"nogil": True, "error_model": "numpy"}  # "python" would test every divisor for zero, and not vectorise
     try:
-        machine_code: _Loop = njit(cache=True, **options)(loop)
+        machine_code: _Loop = njit(cache=True, **JIT_OPTIONS)(loop)
     except RuntimeError:  # no directory to write to
-        machine_code = njit(**options)(loop)
+        machine_code = njit(**JIT_OPTIONS)(loop)
     return machine_code

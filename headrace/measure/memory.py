@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 from headrace.machine.device import Machine
 from headrace.machine.host import huge_page_buffer
 from headrace.terms.layout import PLANE_SETS, GroupRange
+from headrace.terms.optimizer import AdamW
 from headrace.terms.program import Lane
-from headrace.update import AdamWRule, StepHyper, Updater, square_sum
+from headrace.update import AdamWRule, StepScalars, Updater, square_sum
 
 _PLANES = PLANE_SETS["bfloat16"]
 _ONE_IN_BFLOAT16 = 0x3F80
@@ -63,15 +64,15 @@ class UpdateLoad:
 
     def __init__(self, buffers: UpdateBuffers, threads: int) -> None:
         self._buffers = buffers
-        self._updater = Updater(AdamWRule("bfloat16"), threads)
-        self._hyper = StepHyper(learning_rate=1e-5, beta1=0.9, beta2=0.95, eps=1e-8, step=1)
+        self._updater = Updater(AdamWRule(AdamW(), "bfloat16"), threads)
+        self._scalars = StepScalars(learning_rate=1e-5, update=1)
         self._groups = (GroupRange(0, buffers.weight.size, 1.0, 0.0),)
 
     def unit(self) -> float:
         """Update all parameters once, as a step does; returns all bytes that cross the memory bus, as plans count them."""
         buffers, size = self._buffers, self._buffers.weight.size
         arrays = buffers.weight, buffers.states, buffers.gradient
-        self._updater.update_range(*arrays, self._hyper, self._groups, 0, size, take_checksums=True)
+        self._updater.update_range(*arrays, self._scalars, self._groups, 0, size, take_checksums=True)
         return float(2 * _PLANES.num_bytes(size) + size * buffers.gradient.itemsize)
 
     def close(self) -> None:

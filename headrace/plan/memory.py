@@ -6,7 +6,7 @@ from headrace.plan.plan import Plan
 from headrace.terms.sizes import round_up
 
 PAGE_BYTES = 4096
-# What an update on the device takes besides its planes (update/on_device.py; tests count both): temporaries, per element of
+# What an update on the device takes besides its planes (tests count both): temporaries, per element of
 # the piece that it works on at once, and what torch's kernels read and write of device memory, per element.
 DEVICE_UPDATE_PIECE_ELEMENTS = 1 << 20
 DEVICE_UPDATE_TEMPORARY_BYTES = 36

@@ -90,7 +90,7 @@ PLANE_SETS = {
     "float32": PlaneSet("float32", Plane("w", "float32", 4), (_M, _V)),
     "float16": PlaneSet("float16", Plane("w16", "float16", 2), (Plane("w", "float32", 4), _M, _V)),
 }
-# The planes of the moments. int8: codes, and the unit that a block's codes count (`update.kernels` has the code).
+# The planes of the moments. int8: codes, and the unit that a block's codes count (`update.rules.moments` has the code).
 _MOMENT_PLANES = {
     "float32": (_M, _V),
     "bfloat16": (Plane("m", "uint16", 2), Plane("v", "uint16", 2)),

@@ -5,6 +5,7 @@ import re
 from dataclasses import dataclass
 
 from headrace.terms.errors import ConfigError
+from headrace.terms.layout import MOMENTS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +32,7 @@ class AdamW:
 
     Norm weights and biases (parameters with fewer than two dimensions, and those named `*norm*` or `*bias`) are not decayed.
     `groups` are tried in order, the first match wins; a group's `weight_decay=None` means the rule above.
+    `moments` says how the two moments are kept: one of `MOMENTS`, of which float32 alone is exact AdamW.
     """
 
     lr: float = 1e-5
@@ -38,8 +40,11 @@ class AdamW:
     eps: float = 1e-8
     weight_decay: float = 0.0
     groups: tuple[ParameterGroup, ...] = ()
+    moments: str = "float32"
 
     def __post_init__(self) -> None:
+        if self.moments not in MOMENTS:
+            raise ConfigError(f"moments: {self.moments!r} is not one of {', '.join(MOMENTS)}")
         _check_not_negative("lr", self.lr)
         _check_not_negative("weight_decay", self.weight_decay)
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):

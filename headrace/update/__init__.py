@@ -1,15 +1,14 @@
-"""The update: AdamW over planes, its norm and clipping, on the CPU and on a device."""
+"""The update: rules over planes, the gradient's norm and clipping, on the CPU and on a device."""
 
 from headrace.update.clip import HitRate, LossScale, clip_factor
 from headrace.update.norm import BLOCK_ELEMENTS, add_block_sums, block_square_sums, square_sum
 from headrace.update.rule import (
     GRADIENT_DTYPES,
     Checksums,
-    Coefficients,
-    StepHyper,
+    ElementRule,
+    StepScalars,
     Summing,
     UpdateRule,
-    adamw_coefficients,
     group_pieces,
 )
 from headrace.update.rules.adamw import AdamWRule
@@ -22,15 +21,14 @@ __all__ = [
     "GRADIENT_DTYPES",
     "AdamWRule",
     "Checksums",
-    "Coefficients",
     "DeviceUpdater",
+    "ElementRule",
     "HitRate",
     "LossScale",
-    "StepHyper",
+    "StepScalars",
     "Summing",
     "UpdateRule",
     "Updater",
-    "adamw_coefficients",
     "add_block_sums",
     "block_square_sums",
     "clip_factor",

@@ -1,75 +1,66 @@
-"""What an update rule is: the values of one step, and the contract that every rule keeps.
+"""What an update rule is: the contract that every rule keeps, and what rules have in common whose elements are updated alone.
 
-Not here: arithmetic on arrays (`kernels` on the CPU, `reference` on tensors) and threads (`parallel`).
+Not here: the rules (`rules/`), the compiled loops (`loops`), the planes on tensors (`tensors`), threads and devices (`sites/`).
 
-Invariant: all forms of a rule take their scalars from one `Coefficients`, rounded to fp32 once, so they cannot differ in them.
+Invariant: all forms of a rule take the same scalars, computed in double precision and rounded to fp32 once, so they cannot
+differ in them.
 """
 
 import hashlib
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import astuple, dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from headrace.terms.errors import ConfigError
 from headrace.terms.layout import GroupRange, PlaneSet
+from headrace.update.loops import StateCode, coded_loop, plain_loop, summed_loop
+from headrace.update.tensors import Noise, States, update_tensors
 
 # NumPy types of a gradient; uint16 stands for bfloat16 bits.
 GRADIENT_DTYPES = ("uint16", "float32", "float16")
+_WORD_BYTES = 8  # of a checksum
+_WEIGHT_DTYPES = {
+    "bfloat16": (torch.bfloat16, torch.int16, torch.uint16),
+    "float32": (torch.float32,),
+    "float16": (torch.float16,),
+}
+_STATE_DTYPES = {
+    "int16": (torch.int16,),
+    "float32": (torch.float32,),
+    "uint16": (torch.uint16, torch.int16),
+    "int8": (torch.int8,),
+    "uint8": (torch.uint8,),
+}
+_GRADIENT_TENSORS = (torch.bfloat16, torch.float32, torch.float16)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepHyper:
-    """The scalars of one update.
+class StepScalars:
+    """What one update of a unit is given besides the gradient, whatever the rule.
 
-    `step` counts applied updates from 1: the first is 1, a skipped step does not count. `gradient_scale` multiplies the
-    gradient before all else: the clip factor divided by the loss scale.
+    `update` counts the updates applied to the unit from 1: the first is 1, a skipped step does not count. `gradient_scale`
+    multiplies the gradient before all else: the clip factor divided by the loss scale.
 
     Raises:
-        ConfigError: `step` below 1, or a scalar that is not finite.
+        ConfigError: `update` below 1, or a scalar that is not finite.
     """
 
     learning_rate: float
-    beta1: float
-    beta2: float
-    eps: float
-    step: int
+    update: int
     gradient_scale: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.step < 1:
-            raise ConfigError(f"step: updates are counted from 1, found {self.step}")
-        scalars = (self.learning_rate, self.beta1, self.beta2, self.eps, self.gradient_scale)
-        if not all(math.isfinite(scalar) for scalar in scalars):
+        if self.update < 1:
+            raise ConfigError(f"update: updates are counted from 1, found {self.update}")
+        if not (math.isfinite(self.learning_rate) and math.isfinite(self.gradient_scale)):
             raise ConfigError(f"expected finite scalars for the update; skip the step instead: {self}")
-
-
-@dataclass(frozen=True, slots=True)
-class Coefficients:
-    """The scalars as the element loop uses them, each exactly representable in fp32.
-
-    g = gradient * gradient_scale
-    m = (g if from_gradient else m) + (g - m) * moment
-    v = v * keep + (g * gain) * g
-    p = p * decay - (m * rate) / (sqrt(v) * correction + eps)
-    """
-
-    gradient_scale: float
-    decay: float
-    from_gradient: float
-    moment: float
-    keep: float
-    gain: float
-    rate: float
-    correction: float
-    eps: float
-
-    def vector(self) -> NDArray[np.float32]:
-        """Return the fields in order as float32, which is how the compiled loops take them."""
-        return np.array(astuple(self), np.float32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,36 +82,12 @@ class Checksums(NamedTuple):
     states: int
 
 
-def adamw_coefficients(hyper: StepHyper, weight_decay: float, learning_rate_scale: float) -> Coefficients:
-    """Return the scalars of AdamW (Loshchilov & Hutter 2019, algorithm 2), as `torch.optim.AdamW` defines them.
-
-    Computed in double precision, then rounded to fp32 once. The first moment is interpolated from its nearer end, as
-    `torch.lerp` does: with `beta1 = 0` it is the gradient itself. Where torch divides by `sqrt(1 - beta2^step)`, the loop
-    multiplies by its inverse: one division less, and torch on a GPU divides by a scalar in the same way.
-    """
-    learning_rate = hyper.learning_rate * learning_rate_scale
-    toward = 1.0 - hyper.beta1
-    near = toward < 0.5
-    exact = (
-        hyper.gradient_scale,
-        1.0 - learning_rate * weight_decay,
-        0.0 if near else 1.0,
-        toward if near else -hyper.beta1,
-        hyper.beta2,
-        1.0 - hyper.beta2,
-        learning_rate / (1.0 - hyper.beta1**hyper.step),
-        1.0 / math.sqrt(1.0 - hyper.beta2**hyper.step),
-        hyper.eps,
-    )
-    return Coefficients(*(float(np.float32(value)) for value in exact))
-
-
-def noise_key(step: int, unit: int) -> int:
-    """Return the 32 bits that place the random roundings of one unit in one update: a function of these numbers alone.
+def noise_key(update: int, unit: int) -> int:
+    """Return the 32 bits that place the random roundings of one unit in one of its updates: a function of these numbers alone.
 
     So a resumed run, and any placement of the states, rounds every moment as an unbroken one does.
     """
-    return int.from_bytes(hashlib.blake2b(f"{step}/{unit}".encode(), digest_size=4).digest(), "little")
+    return int.from_bytes(hashlib.blake2b(f"{update}/{unit}".encode(), digest_size=4).digest(), "little")
 
 
 def group_pieces(groups: Sequence[GroupRange], start: int, stop: int) -> list[GroupRange]:
@@ -160,7 +127,8 @@ def refuse_cut_blocks(planes: PlaneSet, starts: Iterable[int]) -> None:
 class UpdateRule(Protocol):
     """Changes weights and states by one gradient, block by block of `planes.block_elements`: no block depends on another.
 
-    So any cut of a unit between blocks, in any order and in any threads, gives the same bits.
+    So any cut of a unit between blocks, in any order and in any threads, gives the same bits; and the host's form gives those
+    of the device's. `headrace.testing.rule_contract` checks that, and the rest of this contract.
     """
 
     @property
@@ -173,12 +141,17 @@ class UpdateRule(Protocol):
         """Whether `apply` can take checksums on the way."""
         ...
 
+    @property
+    def temporary_bytes(self) -> int:
+        """The most that `apply_to_tensors` allocates at once, per element, allocator rounding aside."""
+        ...
+
     def apply(
         self,
         weight: NDArray[Any],
         states: tuple[NDArray[Any], ...],
         gradient: NDArray[Any],
-        hyper: StepHyper,
+        step: StepScalars,
         weight_decay: float,
         learning_rate_scale: float,
         unit: int = 0,
@@ -195,3 +168,178 @@ class UpdateRule(Protocol):
             ConfigError: an array of another type or length, or a range that cuts a block; nothing has been changed then.
         """
         ...
+
+    def apply_to_tensors(
+        self,
+        weight: Tensor,
+        states: tuple[Tensor, ...],
+        gradient: Tensor,
+        step: StepScalars,
+        weight_decay: float,
+        learning_rate_scale: float,
+        unit: int = 0,
+        first_element: int = 0,
+    ) -> None:
+        """Update tensors in place, on the device and the stream that they are on: `apply` on tensors, with the same bits.
+
+        `weight` may also be the bits of bfloat16 numbers; the gradient is bfloat16, float32 or float16.
+
+        Raises:
+            ConfigError: a tensor of another type, length or device, or a range that cuts a block; nothing is changed then.
+        """
+        ...
+
+
+class ElementRule(ABC):
+    """A rule by which an element of the master and of the states becomes what it, its gradient and some scalars say.
+
+    A subclass gives its scalars, one element's arithmetic, and the same arithmetic on tensors; planes of all compute types,
+    checksums, codes of states, threads and devices follow. `planes.states` begin with the rest of the master, if there is one,
+    then come the rule's own.
+    """
+
+    element: ClassVar[Callable[..., Any]]
+    """`element(p, gradient, states, scalars)` returns `(p, states)` of one element: fp32 numbers, marked `loops.inlined`.
+
+    A static method, whose file has all that it calls (or `kernels`): the key of its machine code is a digest of these.
+    """
+
+    def __init__(self, planes: PlaneSet, temporary_bytes: int, code: StateCode | None = None) -> None:
+        self._planes, self._temporary_bytes, self._code = planes, temporary_bytes, code
+
+    @abstractmethod
+    def scalars(self, step: StepScalars, weight_decay: float, learning_rate_scale: float) -> tuple[float, ...]:
+        """Return what `element` is given, always as many, in double precision."""
+
+    @abstractmethod
+    def on_tensors(
+        self, p: Tensor, gradient: Tensor, states: Sequence[Tensor], scalars: tuple[float, ...]
+    ) -> tuple[Tensor, States]:
+        """Return the new fp32 `p` and `states`: `element` in torch operations that round as it does, whole tensors at once.
+
+        `scalars` are exactly representable in fp32; `gradient` is fp32, bfloat16 or float16.
+        """
+
+    @property
+    def planes(self) -> PlaneSet:
+        """The planes that the rule reads and writes."""
+        return self._planes
+
+    @property
+    def sums(self) -> bool:
+        """Whether `apply` can take checksums on the way: with states that are kept as they are."""
+        return self._code is None
+
+    @property
+    def temporary_bytes(self) -> int:
+        """The most that `apply_to_tensors` allocates at once, per element, allocator rounding aside."""
+        return self._temporary_bytes
+
+    def apply(
+        self,
+        weight: NDArray[Any],
+        states: tuple[NDArray[Any], ...],
+        gradient: NDArray[Any],
+        step: StepScalars,
+        weight_decay: float,
+        learning_rate_scale: float,
+        unit: int = 0,
+        first_element: int = 0,
+        summing: Summing | None = None,
+    ) -> None:
+        """Update `weight` and `states` in place: see `UpdateRule.apply`."""
+        self._check(weight, states, gradient)
+        refuse_cut_blocks(self._planes, (first_element,))
+        scalars = np.array(self.scalars(step, weight_decay, learning_rate_scale), np.float32)
+        planes, gradient, kind = (_integers(weight), *states), _tagged(gradient), (type(self).element, scalars.size)
+        if summing is not None:
+            self._check_sums((weight, *states))
+            summed_loop(*kind)(gradient, scalars, summing.first_words, summing.totals, *planes)
+        elif self._code is None:
+            plain_loop(*kind)(gradient, scalars, *planes)
+        else:
+            key = np.uint32(noise_key(step.update, unit))
+            coded_loop(*kind, self._code)(gradient, scalars, first_element, key, *planes)
+
+    @torch.no_grad()
+    def apply_to_tensors(
+        self,
+        weight: Tensor,
+        states: tuple[Tensor, ...],
+        gradient: Tensor,
+        step: StepScalars,
+        weight_decay: float,
+        learning_rate_scale: float,
+        unit: int = 0,
+        first_element: int = 0,
+    ) -> None:
+        """Update tensors in place: see `UpdateRule.apply_to_tensors`."""
+        self._check_tensors(weight, states, gradient)
+        refuse_cut_blocks(self._planes, (first_element,))
+        scalars = np.array(self.scalars(step, weight_decay, learning_rate_scale), np.float32).tolist()
+
+        def update(p: Tensor, own: Sequence[Tensor]) -> tuple[Tensor, States]:
+            if self._code is None:
+                return self.on_tensors(p, gradient, own, scalars)
+            p, new = self.on_tensors(p, gradient, self._code.decode_tensors(own), scalars)
+            return p, self._code.encode_tensors(new, Noise(noise_key(step.update, unit), first_element))
+
+        new_weight, new_states = update_tensors(weight, states, update)
+        weight.copy_(new_weight)
+        for state, new_state in zip(states, new_states, strict=True):
+            state.copy_(new_state.view(state.dtype))
+
+    def _check(self, weight: NDArray[Any], states: tuple[NDArray[Any], ...], gradient: NDArray[Any]) -> None:
+        """Raise ConfigError unless the arrays are ones that a compiled loop can run over without leaving them."""
+        self._check_count(states)
+        for plane, array in zip((self._planes.weight, *self._planes.states), (weight, *states), strict=True):
+            _check_array(plane.name, array, (plane.dtype,), plane.num_values(weight.size))
+        _check_array("gradient", gradient, GRADIENT_DTYPES, weight.size)
+
+    def _check_sums(self, planes: tuple[NDArray[Any], ...]) -> None:
+        if not self.sums:
+            raise ConfigError("update: no checksums are taken along where states are kept in fewer than 32 bits")
+        if any(plane.nbytes % _WORD_BYTES for plane in planes):
+            raise ConfigError(f"update: checksums are of whole words of {_WORD_BYTES} bytes, found {planes[0].size} elements")
+
+    def _check_tensors(self, weight: Tensor, states: tuple[Tensor, ...], gradient: Tensor) -> None:
+        """Raise ConfigError unless the tensors have the types and lengths of the planes and are on one device."""
+        self._check_count(states)
+        length = weight.numel()
+        _check_tensor("weight", weight, _WEIGHT_DTYPES[self._planes.compute_dtype], length, weight.device)
+        _check_tensor("gradient", gradient, _GRADIENT_TENSORS, length, weight.device)
+        for plane, state in zip(self._planes.states, states, strict=True):
+            _check_tensor(plane.name, state, _STATE_DTYPES[plane.dtype], plane.num_values(length), weight.device)
+
+    def _check_count(self, states: tuple[Any, ...]) -> None:
+        count = len(self._planes.states)
+        if len(states) != count:
+            raise ConfigError(f"update: {self._planes.compute_dtype} has {count} state planes, found {len(states)}")
+
+
+def _check_array(name: str, array: NDArray[Any], dtypes: tuple[str, ...], num_elements: int) -> None:
+    if array.dtype.name in dtypes and array.shape == (num_elements,) and array.flags.c_contiguous:
+        return
+    raise ConfigError(
+        f"update: {name} must be a contiguous array of {num_elements} elements of {' or '.join(dtypes)}; "
+        f"found shape {array.shape}, {array.dtype.name}, strides {array.strides}"
+    )
+
+
+def _check_tensor(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], num_elements: int, device: torch.device) -> None:
+    if tensor.dtype in dtypes and tensor.shape == (num_elements,) and tensor.device == device:
+        return
+    raise ConfigError(
+        f"update: {name} must have shape ({num_elements},), be {' or '.join(map(str, dtypes))} and on {device}; "
+        f"found shape {tuple(tensor.shape)}, {tensor.dtype}, on {tensor.device}"
+    )
+
+
+def _integers(weight: NDArray[Any]) -> NDArray[Any]:
+    """Return float16 weights as their bits, which is how the loops write them."""
+    return weight.view("uint16") if weight.dtype.name == "float16" else weight
+
+
+def _tagged(gradient: NDArray[Any]) -> NDArray[Any]:
+    """Return a float16 gradient as int16: the type by which the loops tell it from bfloat16 bits."""
+    return gradient.view("int16") if gradient.dtype.name == "float16" else gradient

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from update_planes import (
     COMPUTE_DTYPES,
-    HYPER,
+    STEP,
+    adamw,
     as_array,
     as_tensor,
     copied,
@@ -22,26 +23,28 @@ from update_planes import (
 )
 
 from headrace.terms.errors import ConfigError
-from headrace.update import GRADIENT_DTYPES, AdamWRule, StepHyper, adamw_coefficients, join_master
-from headrace.update.reference import update_tensors
+from headrace.terms.optimizer import AdamW
+from headrace.update import GRADIENT_DTYPES, AdamWRule, StepScalars, join_master
 
-scalars = st.builds(
-    StepHyper,
+steps = st.builds(
+    StepScalars,
     learning_rate=st.sampled_from([0.0, 1e-6, 1e-3, 0.5]),
-    beta1=st.sampled_from([0.0, 0.3, 0.5, 0.9, 0.999]),
-    beta2=st.sampled_from([0.0, 0.95, 0.999]),
-    eps=st.sampled_from([1e-8, 1e-15, 1e-3]),
-    step=st.integers(1, 100_000),
+    update=st.integers(1, 100_000),
     gradient_scale=st.sampled_from([1.0, 0.37, 2.0**-16]),
+)
+rules = st.builds(
+    AdamW,
+    betas=st.tuples(st.sampled_from([0.0, 0.3, 0.5, 0.9, 0.999]), st.sampled_from([0.0, 0.95, 0.999])),
+    eps=st.sampled_from([1e-8, 1e-15, 1e-3]),
 )
 
 
-def check_against_reference(planes, gradient, compute_dtype, hyper, weight_decay, learning_rate_scale):
-    k = adamw_coefficients(hyper, weight_decay, learning_rate_scale)
-    weight, states = (as_tensor(planes[0], bfloat16=True), tuple(as_tensor(state) for state in planes[1]))
-    new_weight, new_states = update_tensors(weight, states, as_tensor(gradient, bfloat16=True), k)
-    AdamWRule(compute_dtype).apply(*planes, gradient, hyper, weight_decay, learning_rate_scale)
-    assert same_planes(planes, (as_array(new_weight), tuple(as_array(state) for state in new_states)))
+def check_against_reference(planes, gradient, rule, step, weight_decay, learning_rate_scale):
+    tensors = as_tensor(planes[0].copy(), bfloat16=True), tuple(as_tensor(state.copy()) for state in planes[1])
+    scalars = (step, weight_decay, learning_rate_scale)
+    rule.apply_to_tensors(*tensors, as_tensor(gradient, bfloat16=True), *scalars)
+    rule.apply(*planes, gradient, *scalars)
+    assert same_planes(planes, (as_array(tensors[0]), tuple(as_array(state) for state in tensors[1])))
 
 
 @pytest.mark.parametrize("gradient_dtype", GRADIENT_DTYPES)
@@ -50,24 +53,32 @@ def check_against_reference(planes, gradient, compute_dtype, hyper, weight_decay
 @given(
     num_elements=st.integers(0, 3000),
     seed=st.integers(0, 1 << 30),
-    hyper=scalars,
+    optimizer=rules,
+    step=steps,
     weight_decay=st.sampled_from([0.0, 0.1]),
     learning_rate_scale=st.sampled_from([1.0, 0.1]),
 )
-def test_bits_of_the_reference(compute_dtype, gradient_dtype, num_elements, seed, hyper, weight_decay, learning_rate_scale):
+def test_bits_of_the_reference(
+    compute_dtype, gradient_dtype, num_elements, seed, optimizer, step, weight_decay, learning_rate_scale
+):
     gradient = gradient_of(num_elements, seed, gradient_dtype)
     check_against_reference(
-        ordinary(num_elements, seed, compute_dtype), gradient, compute_dtype, hyper, weight_decay, learning_rate_scale
+        ordinary(num_elements, seed, compute_dtype),
+        gradient,
+        AdamWRule(optimizer, compute_dtype),
+        step,
+        weight_decay,
+        learning_rate_scale,
     )
 
 
 @pytest.mark.parametrize("gradient_dtype", GRADIENT_DTYPES)
 @pytest.mark.parametrize("compute_dtype", COMPUTE_DTYPES)
 @settings(max_examples=25, deadline=None)
-@given(seed=st.integers(0, 1 << 30), hyper=scalars)
-def test_bits_of_the_reference_for_any_bit_pattern(compute_dtype, gradient_dtype, seed, hyper):
+@given(seed=st.integers(0, 1 << 30), optimizer=rules, step=steps)
+def test_bits_of_the_reference_for_any_bit_pattern(compute_dtype, gradient_dtype, seed, optimizer, step):
     gradient = gradient_of(4096, seed, gradient_dtype, any_bits=True)
-    check_against_reference(wild(4096, seed, compute_dtype), gradient, compute_dtype, hyper, 0.1, 1.0)
+    check_against_reference(wild(4096, seed, compute_dtype), gradient, AdamWRule(optimizer, compute_dtype), step, 0.1, 1.0)
 
 
 @pytest.mark.parametrize("compute_dtype", ["bfloat16", "float16"])
@@ -75,11 +86,11 @@ def test_split_and_half_planes_follow_the_fp32_planes(compute_dtype):
     """The master of every plane set goes through the same numbers as plain fp32 weights."""
     single = ordinary(4096, 1, "float32")
     other = planes_of(single[0], *single[1], compute_dtype)
-    for step in range(1, 30):
-        hyper = dataclasses.replace(HYPER, step=step)
-        gradient = gradient_of(4096, step, "float32")
-        AdamWRule("float32").apply(*single, gradient, hyper, 0.1, 1.0)
-        AdamWRule(compute_dtype).apply(*other, gradient, hyper, 0.1, 1.0)
+    for update in range(1, 30):
+        step = dataclasses.replace(STEP, update=update)
+        gradient = gradient_of(4096, update, "float32")
+        adamw("float32").apply(*single, gradient, step, 0.1, 1.0)
+        adamw(compute_dtype).apply(*other, gradient, step, 0.1, 1.0)
     master = join_master(other[0], other[1][0]) if compute_dtype == "bfloat16" else other[1][0]
     assert same_bits(master, single[0])
     weights = torch.from_numpy(master)
@@ -103,13 +114,13 @@ def test_follows_torch_adamw(beta1, weight_decay):
             [parameter], lr=1e-3, betas=(beta1, 0.95), eps=1e-8, weight_decay=weight_decay, foreach=False
         )
         runs[dtype] = (parameter, optimizer)
-    for step in range(1, steps + 1):
-        gradient = gradient_of(num_elements, step, "float32")
+    for update in range(1, steps + 1):
+        gradient = gradient_of(num_elements, update, "float32")
         for dtype, (parameter, optimizer) in runs.items():
             parameter.grad = torch.from_numpy(gradient).to(dtype)
             optimizer.step()
-        hyper = StepHyper(learning_rate=1e-3, beta1=beta1, beta2=0.95, eps=1e-8, step=step)
-        AdamWRule("float32").apply(*planes, gradient, hyper, weight_decay, 1.0)
+        step = StepScalars(learning_rate=1e-3, update=update)
+        adamw("float32", betas=(beta1, 0.95)).apply(*planes, gradient, step, weight_decay, 1.0)
     single, double = (runs[dtype][0].detach().double().numpy() for dtype in (torch.float32, torch.float64))
     moved = np.abs(double - master).max()
     # A step rounds the weight once, by 2^-25 of it at most on average: 300 steps at random stay within 2e-6 of weights near 4.
@@ -127,7 +138,7 @@ def test_one_step_is_within_three_roundings_of_torch():
     optimizer.state[parameter] = {"step": torch.tensor(2.0), "exp_avg": m, "exp_avg_sq": v}
     parameter.grad = torch.from_numpy(gradient * np.float32(0.5))
     optimizer.step()
-    AdamWRule("float32").apply(*planes, gradient, HYPER, 0.1, 1.0)
+    adamw("float32").apply(*planes, gradient, STEP, 0.1, 1.0)
     np.testing.assert_array_max_ulp(planes[1][1], v.numpy(), 3)
     # m and the weight are differences: their error is relative to the larger operand, and the update is about 1e-3.
     np.testing.assert_allclose(planes[1][0], m.numpy(), rtol=3e-7, atol=1e-8)
@@ -137,8 +148,8 @@ def test_one_step_is_within_three_roundings_of_torch():
 def test_learning_rate_scale_multiplies_rate_and_decay():
     scaled, plain = ordinary(4096, 2, "bfloat16"), ordinary(4096, 2, "bfloat16")
     gradient = gradient_of(4096, 2, "uint16")
-    AdamWRule("bfloat16").apply(*scaled, gradient, HYPER, 0.1, 0.25)
-    AdamWRule("bfloat16").apply(*plain, gradient, dataclasses.replace(HYPER, learning_rate=HYPER.learning_rate / 4), 0.1, 1.0)
+    adamw("bfloat16").apply(*scaled, gradient, STEP, 0.1, 0.25)
+    adamw("bfloat16").apply(*plain, gradient, dataclasses.replace(STEP, learning_rate=STEP.learning_rate / 4), 0.1, 1.0)
     assert same_planes(scaled, plain)
 
 
@@ -147,7 +158,8 @@ def test_beta1_zero_keeps_no_memory():
     planes = ordinary(64, 2, "float32")
     planes[1][0][:] = 1e30
     gradient = gradient_of(64, 2, "float32")
-    AdamWRule("float32").apply(*planes, gradient, dataclasses.replace(HYPER, beta1=0.0, gradient_scale=1.0), 0.0, 1.0)
+    rule = adamw("float32", betas=(0.0, 0.95))
+    rule.apply(*planes, gradient, dataclasses.replace(STEP, gradient_scale=1.0), 0.0, 1.0)
     assert same_bits(planes[1][0], gradient)
 
 
@@ -155,7 +167,7 @@ def test_beta1_zero_keeps_no_memory():
 def test_nan_stays_nan_in_the_weight_that_compute_sees(bits):
     hi, (lo, m, v) = planes_of(np.ones(8, np.float32), np.zeros(8, np.float32), np.zeros(8, np.float32), "bfloat16")
     gradient = np.full(8, bits, np.uint32).view(np.float32)
-    AdamWRule("bfloat16").apply(hi, (lo, m, v), gradient, HYPER, 0.0, 1.0)
+    adamw("bfloat16").apply(hi, (lo, m, v), gradient, STEP, 0.0, 1.0)
     assert (hi == 0x7FC0).all()
     assert (lo == 0).all()
 
@@ -166,7 +178,7 @@ def test_gradient_types_agree_where_they_can():
     forms = ((values.view(np.uint32) >> 16).astype(np.uint16), values.astype(np.float16), values)
     results = [ordinary(256, 4, "bfloat16") for _ in forms]
     for planes, gradient in zip(results, forms, strict=True):
-        AdamWRule("bfloat16").apply(*planes, gradient, HYPER, 0.1, 1.0)
+        adamw("bfloat16").apply(*planes, gradient, STEP, 0.1, 1.0)
     assert same_planes(results[0], results[1])
     assert same_planes(results[0], results[2])
 
@@ -186,14 +198,14 @@ def test_arrays_that_do_not_fit_are_refused_untouched(name):
         "dtype": (weight, states, gradient.astype(np.float64)),
     }[name]
     with pytest.raises(ConfigError, match=r"update: .*(found|planes)"):
-        AdamWRule("bfloat16").apply(*broken, HYPER, 0.1, 1.0)
+        adamw("bfloat16").apply(*broken, STEP, 0.1, 1.0)
     assert same_planes((weight, states), before)
 
 
 def test_unknown_compute_dtype_and_impossible_scalars_are_refused():
     with pytest.raises(ConfigError, match="'int4' is not one of bfloat16"):
-        AdamWRule("int4")
+        adamw("int4")
     with pytest.raises(ConfigError, match="counted from 1, found 0"):
-        dataclasses.replace(HYPER, step=0)
+        dataclasses.replace(STEP, update=0)
     with pytest.raises(ConfigError, match="skip the step"):
-        dataclasses.replace(HYPER, gradient_scale=float("nan"))
+        dataclasses.replace(STEP, gradient_scale=float("nan"))

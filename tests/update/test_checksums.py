@@ -6,12 +6,16 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from update_planes import COMPUTE_DTYPES, HYPER, gradient_of, ordinary, same_planes
+from update_planes import COMPUTE_DTYPES, STEP, adamw, gradient_of, ordinary, same_planes
 
+from headrace.machine.jit import compiled
 from headrace.store import checksum_reference
 from headrace.terms.errors import ConfigError
 from headrace.terms.layout import UNIT_ALIGNMENT, GroupRange, plane_set
-from headrace.update import GRADIENT_DTYPES, AdamWRule, Summing, Updater, kernels
+from headrace.update import GRADIENT_DTYPES, Summing, Updater
+from headrace.update.loops import SUMMED_ELEMENTS, add_words
+
+sum_words = compiled(add_words)  # as a loop of its own
 
 
 def as_written(planes, weight, states):
@@ -27,14 +31,14 @@ def as_written(planes, weight, states):
 @pytest.mark.parametrize("compute_dtype", COMPUTE_DTYPES)
 @pytest.mark.parametrize("threads", [1, 3])
 def test_they_are_those_of_the_bytes_that_are_left(compute_dtype, gradient_dtype, threads):
-    size = 3 * kernels.SUMMED_ELEMENTS + 5 * UNIT_ALIGNMENT  # tiles, and a rest; shares of several threads
+    size = 3 * SUMMED_ELEMENTS + 5 * UNIT_ALIGNMENT  # tiles, and a rest; shares of several threads
     groups = (GroupRange(0, 160, 1.0, 0.0), GroupRange(160, 70_016, 1.0, 0.1), GroupRange(70_016, size, 0.1, 0.01))
     gradient = gradient_of(size, 3, gradient_dtype)
     (weight, states), expected = ordinary(size, 3, compute_dtype), ordinary(size, 3, compute_dtype)
-    rule = AdamWRule(compute_dtype)
+    rule = adamw(compute_dtype)
     with Updater(rule, threads) as updater:
-        found = updater.update_range(weight, states, gradient, HYPER, groups, 0, size, take_checksums=True)
-        assert updater.update_range(*expected, gradient, HYPER, groups, 0, size) is None
+        found = updater.update_range(weight, states, gradient, STEP, groups, 0, size, take_checksums=True)
+        assert updater.update_range(*expected, gradient, STEP, groups, 0, size) is None
     assert same_planes((weight, states), expected)
     weights, content = as_written(rule.planes, weight, states)
     assert found == (checksum_reference(weights), checksum_reference(content))
@@ -52,10 +56,10 @@ def test_any_size_and_any_groups(pages, borders, compute_dtype, seed):
     edges = [0, *sorted(32 * border for border in borders if 32 * border < size), size]
     groups = [GroupRange(a, b, 1.0, 0.1) for a, b in itertools.pairwise(edges)]
     weight, states = ordinary(size, seed, compute_dtype)
-    rule = AdamWRule(compute_dtype)
+    rule = adamw(compute_dtype)
     with Updater(rule, 2) as updater:
         found = updater.update_range(
-            weight, states, gradient_of(size, seed, "uint16"), HYPER, groups, 0, size, take_checksums=True
+            weight, states, gradient_of(size, seed, "uint16"), STEP, groups, 0, size, take_checksums=True
         )
     weights, content = as_written(rule.planes, weight, states)
     assert found == (checksum_reference(weights), checksum_reference(content))
@@ -66,24 +70,24 @@ def test_moments_of_fewer_bits_leave_them_to_the_store(moments):
     size, planes = UNIT_ALIGNMENT, plane_set("bfloat16", moments)
     weight = np.zeros(size, np.uint16)
     states = tuple(np.zeros(plane.num_values(size), plane.dtype) for plane in planes.states)
-    rule = AdamWRule("bfloat16", moments)
+    rule = adamw("bfloat16", moments)
     gradient, groups = np.zeros(size, np.uint16), (GroupRange(0, size, 1.0, 0.0),)
     with Updater(rule, 1) as updater:
-        assert updater.update_range(weight, states, gradient, HYPER, groups, 0, size, take_checksums=True) is None
-    with pytest.raises(ConfigError, match=f"no checksums are taken along with {moments}"):
-        rule.apply(weight, states, gradient, HYPER, 0.0, 1.0, 0, 0, Summing(np.zeros(6, np.int64), np.zeros(2, np.uint64)))
+        assert updater.update_range(weight, states, gradient, STEP, groups, 0, size, take_checksums=True) is None
+    with pytest.raises(ConfigError, match="no checksums are taken along where states"):
+        rule.apply(weight, states, gradient, STEP, 0.0, 1.0, 0, 0, Summing(np.zeros(6, np.int64), np.zeros(2, np.uint64)))
 
 
 def test_half_words_are_refused():
     weight, states = ordinary(2, 0, "bfloat16")
     summing = Summing(np.zeros(4, np.int64), np.zeros(2, np.uint64))
     with pytest.raises(ConfigError, match="whole words of 8 bytes, found 2 elements"):
-        AdamWRule("bfloat16").apply(weight, states, np.zeros(2, np.uint16), HYPER, 0.0, 1.0, 0, 0, summing)
+        adamw("bfloat16").apply(weight, states, np.zeros(2, np.uint16), STEP, 0.0, 1.0, 0, 0, summing)
 
 
 @given(values=st.lists(st.integers(0, 2**64 - 1), max_size=70), cut=st.integers(0, 70))
 def test_parts_of_a_buffer_add_up_to_its_checksum(values, cut):
     words = np.array(values, np.uint64)
     cut = min(cut, words.size)
-    first = kernels.add_words(words[:cut], 0, np.uint64(0))
-    assert int(kernels.add_words(words[cut:], cut, np.uint64(first))) == checksum_reference(words)
+    first = sum_words(words[:cut], 0, np.uint64(0))
+    assert int(sum_words(words[cut:], cut, np.uint64(first))) == checksum_reference(words)

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from update_planes import COMPUTE_DTYPES, HYPER, as_array, as_tensor, gradient_of, ordinary, same_planes, wild
+from update_planes import COMPUTE_DTYPES, STEP, adamw, as_array, as_tensor, gradient_of, ordinary, same_planes, wild
 
 from headrace.plan.memory import DEVICE_UPDATE_TEMPORARY_BYTES, DEVICE_UPDATE_TRAFFIC_BYTES
 from headrace.terms.errors import ConfigError
 from headrace.terms.layout import GroupRange
-from headrace.update import GRADIENT_DTYPES, AdamWRule, DeviceUpdater, Updater
+from headrace.update import GRADIENT_DTYPES, DeviceUpdater, Updater
 
 NUM_ELEMENTS = 10_000
 GROUPS = (GroupRange(0, 4128, 1.0, 0.0), GroupRange(4128, NUM_ELEMENTS, 0.5, 0.1))
@@ -25,9 +25,9 @@ def check_equals_cpu(compute_dtype, gradient_dtype, make, device):
     planes, gradient = make(NUM_ELEMENTS, 0, compute_dtype), gradient_of(NUM_ELEMENTS, 0, gradient_dtype, any_bits=make is wild)
     weight, states = on_device(planes, device)
     tensor = as_tensor(gradient, bfloat16=True).to(device)
-    DeviceUpdater(compute_dtype, chunk_elements=999).update_range(weight, states, tensor, HYPER, GROUPS, 0, NUM_ELEMENTS)
-    with Updater(AdamWRule(compute_dtype), 2) as updater:
-        updater.update_range(*planes, gradient, HYPER, GROUPS, 0, NUM_ELEMENTS)
+    DeviceUpdater(adamw(compute_dtype), piece_elements=999).update_range(weight, states, tensor, STEP, GROUPS, 0, NUM_ELEMENTS)
+    with Updater(adamw(compute_dtype), 2) as updater:
+        updater.update_range(*planes, gradient, STEP, GROUPS, 0, NUM_ELEMENTS)
     assert same_planes(planes, (as_array(weight.cpu()), tuple(as_array(state.cpu()) for state in states)))
 
 
@@ -52,9 +52,9 @@ def test_weights_as_bits(bits_dtype):
     first, second = on_device(ordinary(4096, 1, "bfloat16")), on_device(ordinary(4096, 1, "bfloat16"))
     gradient = as_tensor(gradient_of(4096, 1, "uint16"), bfloat16=True)
     groups = (GroupRange(0, 4096, 1.0, 0.1),)
-    updater = DeviceUpdater("bfloat16")
-    updater.update_range(*first, gradient, HYPER, groups, 0, 4096)
-    updater.update_range(second[0].view(bits_dtype), second[1], gradient, HYPER, groups, 0, 4096)
+    updater = DeviceUpdater(adamw("bfloat16"))
+    updater.update_range(*first, gradient, STEP, groups, 0, 4096)
+    updater.update_range(second[0].view(bits_dtype), second[1], gradient, STEP, groups, 0, 4096)
     assert torch.equal(first[0].view(torch.int16), second[0].view(torch.int16))
 
 
@@ -62,11 +62,11 @@ def test_a_range_in_the_middle_of_a_unit():
     whole, part = on_device(ordinary(4096, 1, "bfloat16")), on_device(ordinary(4096, 1, "bfloat16"))
     gradient = as_tensor(gradient_of(4096, 1, "float32"))
     groups = (GroupRange(0, 2000, 1.0, 0.1), GroupRange(2000, 4096, 1.0, 0.0))
-    updater = DeviceUpdater("bfloat16", chunk_elements=500)
-    updater.update_range(*whole, gradient, HYPER, groups, 0, 4096)
+    updater = DeviceUpdater(adamw("bfloat16"), piece_elements=500)
+    updater.update_range(*whole, gradient, STEP, groups, 0, 4096)
     for start, stop in ((0, 1024), (1024, 4096)):
         states = tuple(state[start:stop] for state in part[1])
-        updater.update_range(part[0][start:stop], states, gradient[start:stop], HYPER, groups, start, stop)
+        updater.update_range(part[0][start:stop], states, gradient[start:stop], STEP, groups, start, stop)
     assert torch.equal(whole[0].view(torch.int16), part[0].view(torch.int16))
     assert all(torch.equal(a, b) for a, b in zip(whole[1], part[1], strict=True))
 
@@ -99,9 +99,9 @@ class StorageMeter(TorchDispatchMode):
 def test_temporaries_stay_below_what_is_promised(compute_dtype, gradient_dtype):
     weight, states = on_device(ordinary(NUM_ELEMENTS, 0, compute_dtype))
     gradient = as_tensor(gradient_of(NUM_ELEMENTS, 0, gradient_dtype), bfloat16=True)
-    updater = DeviceUpdater(compute_dtype, chunk_elements=1024)
+    updater = DeviceUpdater(adamw(compute_dtype), piece_elements=1024)
     with StorageMeter([weight, *states, gradient]) as meter:
-        updater.update_range(weight, states, gradient, HYPER, GROUPS, 0, NUM_ELEMENTS)
+        updater.update_range(weight, states, gradient, STEP, GROUPS, 0, NUM_ELEMENTS)
     assert 16 * 1024 <= meter.peak_bytes <= updater.temporary_bytes
     assert meter.live_bytes == 0
 
@@ -123,9 +123,9 @@ class TrafficMeter(TorchDispatchMode):
 def test_the_plan_counts_what_an_update_on_the_device_takes(compute_dtype):
     weight, states = on_device(ordinary(4096, 0, compute_dtype))
     gradient = as_tensor(gradient_of(4096, 0, "float16"))
-    updater = DeviceUpdater(compute_dtype, chunk_elements=4096)
+    updater = DeviceUpdater(adamw(compute_dtype), piece_elements=4096)
     with TrafficMeter() as meter:
-        updater.update_range(weight, states, gradient, HYPER, (GroupRange(0, 4096, 1.0, 0.1),), 0, 4096)
+        updater.update_range(weight, states, gradient, STEP, (GroupRange(0, 4096, 1.0, 0.1),), 0, 4096)
     assert meter.num_bytes == 4096 * DEVICE_UPDATE_TRAFFIC_BYTES[compute_dtype]
     assert updater.temporary_bytes == 4096 * DEVICE_UPDATE_TEMPORARY_BYTES
 
@@ -133,7 +133,7 @@ def test_the_plan_counts_what_an_update_on_the_device_takes(compute_dtype):
 def test_tensors_that_do_not_fit_are_refused():
     (weight, states), gradient = on_device(ordinary(64, 0, "bfloat16")), as_tensor(gradient_of(64, 0, "float32"))
     groups = (GroupRange(0, 64, 1.0, 0.0),)
-    updater = DeviceUpdater("bfloat16")
+    updater = DeviceUpdater(adamw("bfloat16"))
     for broken in (
         (weight.to(torch.float32), states, gradient),
         (weight, states[:2], gradient),
@@ -143,8 +143,8 @@ def test_tensors_that_do_not_fit_are_refused():
         (weight, states, gradient.to("meta")),
     ):
         with pytest.raises(ConfigError, match=r"update: .*found"):
-            updater.update_range(*broken, HYPER, groups, 0, 64)
+            updater.update_range(*broken, STEP, groups, 0, 64)
     with pytest.raises(ConfigError, match="is not one of"):
-        DeviceUpdater("int4")
+        DeviceUpdater(adamw("int4"))
     with pytest.raises(ConfigError, match="positive number, found 0"):
-        DeviceUpdater("bfloat16", chunk_elements=0)
+        DeviceUpdater(adamw("bfloat16"), piece_elements=0)

@@ -8,7 +8,8 @@ import torch
 from test_device_updater import StorageMeter
 from update_planes import (
     COMPUTE_DTYPES,
-    HYPER,
+    STEP,
+    adamw,
     as_array,
     as_tensor,
     copied,
@@ -19,11 +20,13 @@ from update_planes import (
     wild,
 )
 
+from headrace.machine.jit import compiled
 from headrace.terms.errors import ConfigError
 from headrace.terms.layout import MOMENT_BLOCK_ELEMENTS, MOMENTS, UNIT_ALIGNMENT, GroupRange, chunk_ranges, plane_set
-from headrace.update import GRADIENT_DTYPES, AdamWRule, DeviceUpdater, Updater, adamw_coefficients, kernels
-from headrace.update.reference import Noise, decode, encode, update_tensors
+from headrace.update import GRADIENT_DTYPES, DeviceUpdater, Updater
 from headrace.update.rule import noise_key
+from headrace.update.rules.moments import MOMENT_CODES
+from headrace.update.tensors import Noise
 
 REDUCED = MOMENTS[1:]
 NUM_ELEMENTS = 150 * UNIT_ALIGNMENT
@@ -33,18 +36,26 @@ GROUPS = (GroupRange(0, 768, 1.0, 0.0), GroupRange(768, 100_096, 1.0, 0.1), Grou
 
 def encoded(m, v, moments, key=7):
     """Return the planes of fp32 moments, by the reference."""
-    like = tuple(as_tensor(np.zeros(0, plane.dtype)) for plane in plane_set("float32", moments).states)
-    return tuple(as_array(part) for part in encode(as_tensor(m), as_tensor(v), like, Noise(key, 0)))
+    parts = MOMENT_CODES[moments].encode_tensors((as_tensor(m), as_tensor(v)), Noise(key, 0))
+    return tuple(
+        as_array(part).view(plane.dtype) for part, plane in zip(parts, plane_set("float32", moments).states, strict=True)
+    )
 
 
 def decoded(planes):
-    return tuple(as_array(moment) for moment in decode([as_tensor(plane) for plane in planes]))
+    code = MOMENT_CODES["int8" if len(planes) == 4 else "bfloat16"]
+    return tuple(as_array(moment) for moment in code.decode_tensors([as_tensor(plane) for plane in planes]))
 
 
 def reduced(num_elements, seed, compute_dtype, moments, make=ordinary):
     """Return planes as `make` has them, with the moments encoded."""
     weight, (*master, m, v) = make(num_elements, seed, compute_dtype)
     return weight, (*master, *encoded(m, v, moments))
+
+
+def compiled_encode(code):
+    """Return the part of a loop that encodes, as a loop of its own."""
+    return compiled(code.encode)
 
 
 def parts_of(states, planes, start, stop):
@@ -64,15 +75,14 @@ def test_bits_of_the_reference(moments, compute_dtype, gradient_dtype, make):
         if moments == "bfloat16":
             tail[-1][:] &= 0x7FFF  # the second moment has no sign
         planes = (wild(num_elements, 1, compute_dtype)[0], planes[1][: -len(tail)] + tail)
-    tensors = as_tensor(planes[0], bfloat16=True), tuple(as_tensor(state) for state in planes[1])
-    for step in (1, 2, 1000):
-        gradient = gradient_of(num_elements, step, gradient_dtype, any_bits=make is wild)
+    tensors = as_tensor(planes[0].copy(), bfloat16=True), tuple(as_tensor(state.copy()) for state in planes[1])
+    rule = adamw(compute_dtype, moments)
+    for update in (1, 2, 1000):
+        gradient = gradient_of(num_elements, update, gradient_dtype, any_bits=make is wild)
         gradient[::97] = 0
-        hyper = dataclasses.replace(HYPER, step=step)
-        AdamWRule(compute_dtype, moments).apply(*planes, gradient, hyper, 0.1, 0.5, unit, first)
-        noise = Noise(noise_key(step, unit), first)
-        k = adamw_coefficients(hyper, 0.1, 0.5)
-        tensors = update_tensors(*tensors, as_tensor(gradient, bfloat16=True), k, noise)
+        step = dataclasses.replace(STEP, update=update)
+        rule.apply(*planes, gradient, step, 0.1, 0.5, unit, first)
+        rule.apply_to_tensors(*tensors, as_tensor(gradient, bfloat16=True), step, 0.1, 0.5, unit, first)
         assert same_planes(planes, (as_array(tensors[0]), tuple(as_array(state) for state in tensors[1])))
 
 
@@ -82,8 +92,8 @@ def test_the_update_itself_is_exact(moments):
     weight, (lo, *kept) = reduced(4096, 2, "bfloat16", moments)
     exact = weight.copy(), (lo.copy(), *decoded(kept))
     gradient = gradient_of(4096, 2, "uint16")
-    AdamWRule("bfloat16").apply(*exact, gradient, HYPER, 0.1, 1.0)
-    AdamWRule("bfloat16", moments).apply(weight, (lo, *kept), gradient, HYPER, 0.1, 1.0)
+    adamw("bfloat16").apply(*exact, gradient, STEP, 0.1, 1.0)
+    adamw("bfloat16", moments).apply(weight, (lo, *kept), gradient, STEP, 0.1, 1.0)
     assert same_bits(weight, exact[0])
     assert same_bits(lo, exact[1][0])
 
@@ -97,13 +107,13 @@ def test_threads_and_chunks_do_not_change_a_bit(moments, threads):
         part = slice(group.start, group.stop)
         states = parts_of(expected[1], planes, group.start, group.stop)
         scalars = (group.weight_decay, group.learning_rate_scale)
-        AdamWRule("bfloat16", moments).apply(expected[0][part], states, gradient[part], HYPER, *scalars, 4, group.start)
-    with Updater(AdamWRule("bfloat16", moments), threads) as updater:
+        adamw("bfloat16", moments).apply(expected[0][part], states, gradient[part], STEP, *scalars, 4, group.start)
+    with Updater(adamw("bfloat16", moments), threads) as updater:
         for chunk_elements in (NUM_ELEMENTS, 37 * UNIT_ALIGNMENT, UNIT_ALIGNMENT):
             weight, states = reduced(NUM_ELEMENTS, 0, "bfloat16", moments)
             for start, stop in chunk_ranges(NUM_ELEMENTS, chunk_elements):
                 parts = parts_of(states, planes, start, stop)
-                updater.update_range(weight[start:stop], parts, gradient[start:stop], HYPER, GROUPS, start, stop, 4)
+                updater.update_range(weight[start:stop], parts, gradient[start:stop], STEP, GROUPS, start, stop, 4)
             assert same_planes((weight, states), expected)
 
 
@@ -117,12 +127,12 @@ def check_device(moments, compute_dtype, device):
     planes, gradient = reduced(num_elements, 0, compute_dtype, moments), gradient_of(num_elements, 0, "uint16")
     weight, states = on_device_planes(planes, device)
     tensor = as_tensor(gradient, bfloat16=True).to(device)
-    updater = DeviceUpdater(compute_dtype, moments, chunk_elements=999)
+    updater = DeviceUpdater(adamw(compute_dtype, moments), piece_elements=999)
     with StorageMeter([weight, *states, tensor]) as meter:
-        updater.update_range(weight, states, tensor, HYPER, groups, 0, num_elements, 2)
+        updater.update_range(weight, states, tensor, STEP, groups, 0, num_elements, 2)
     assert meter.peak_bytes <= updater.temporary_bytes
-    with Updater(AdamWRule(compute_dtype, moments), 2) as cpu:
-        cpu.update_range(*planes, gradient, HYPER, groups, 0, num_elements, 2)
+    with Updater(adamw(compute_dtype, moments), 2) as cpu:
+        cpu.update_range(*planes, gradient, STEP, groups, 0, num_elements, 2)
     assert same_planes(planes, (as_array(weight.cpu()), tuple(as_array(state.cpu()) for state in states)))
 
 
@@ -150,7 +160,7 @@ def test_what_was_never_touched_stays_all_zero_bytes(moments):
     gradient = gradient_of(4096, 0, "float32")
     gradient[1024:2048] = 0
     assert all((moment == 0).all() for moment in decoded(states))
-    AdamWRule("float32", moments).apply(weight, states, gradient, HYPER, 0.0, 1.0)
+    adamw("float32", moments).apply(weight, states, gradient, STEP, 0.0, 1.0)
     for part in parts_of(states, plane_set("float32", moments), 1024, 2048):
         assert not part.view(np.uint8).any()
     assert all(part.view(np.uint8).any() for part in parts_of(states, plane_set("float32", moments), 0, 1024))
@@ -187,10 +197,10 @@ def test_second_moments_fall_although_a_step_changes_less_than_a_place(moments):
     gradient = np.zeros(2048, np.float32)
     # One element of each block keeps its gradient, so that the scale of the block does not fall with the rest.
     gradient[::256] = 1e-3
-    rule = AdamWRule("float32", moments)
-    for step in range(1, 694):
-        hyper = dataclasses.replace(HYPER, learning_rate=0.0, beta2=0.999, step=step, gradient_scale=1.0)
-        rule.apply(weight, states, gradient, hyper, 0.0, 1.0)
+    rule = adamw("float32", moments, betas=(0.9, 0.999))
+    for update in range(1, 694):
+        step = dataclasses.replace(STEP, learning_rate=0.0, update=update, gradient_scale=1.0)
+        rule.apply(weight, states, gradient, step, 0.0, 1.0)
     fell = (decoded(states)[1] / before)[np.arange(2048) % 256 != 0]
     assert fell.mean() == pytest.approx(0.5, rel=0.03)
     assert 0.05 < fell.min() <= fell.max() < 1.0
@@ -277,9 +287,11 @@ def test_the_random_bits_are_the_published_hash_of_key_and_element():
     bits = np.array([lowbias32((first + index) % 2**32 ^ key) for index in range(4096)], np.uint32)
     values = (np.uint32(0x3F800000) + (np.uint32(0x10000) - (bits >> np.uint32(16)))).view(np.float32)
     zeros, m, v = np.zeros(4096, np.float32), np.zeros(4096, np.uint16), np.zeros(4096, np.uint16)
-    kernels._encode_bfloat16(values, zeros, m, v, first, np.uint32(key))
+    encode = compiled_encode(MOMENT_CODES["bfloat16"])
+    encode((values, zeros), (m, v), 0, 4096, first, np.uint32(key))
     assert (m == 0x3F81).all()  # just enough to reach the next number
-    kernels._encode_bfloat16((values.view(np.uint32) - np.uint32(1)).view(np.float32), zeros, m, v, first, np.uint32(key))
+    values = (values.view(np.uint32) - np.uint32(1)).view(np.float32)
+    encode((values, zeros), (m, v), 0, 4096, first, np.uint32(key))
     assert (m == 0x3F80).all()
     ones = (bits[:, None] >> np.arange(32, dtype=np.uint32) & 1).mean(axis=0)
     assert np.abs(ones - 0.5).max() < 0.04
@@ -295,18 +307,18 @@ def test_ranges_and_groups_that_cut_a_block_are_refused_untouched():
     planes, gradient = reduced(1024, 0, "float32", "int8"), gradient_of(1024, 0, "float32")
     before = copied(planes)
     groups = (GroupRange(0, 160, 1.0, 0.0), GroupRange(160, 1024, 1.0, 0.1))
-    with Updater(AdamWRule("float32", "int8"), 1) as updater, pytest.raises(ConfigError, match="begins at element 160"):
-        updater.update_range(*planes, gradient, HYPER, groups, 0, 1024)
+    with Updater(adamw("float32", "int8"), 1) as updater, pytest.raises(ConfigError, match="begins at element 160"):
+        updater.update_range(*planes, gradient, STEP, groups, 0, 1024)
     with pytest.raises(ConfigError, match="blocks of 256 elements"):
-        AdamWRule("float32", "int8").apply(*planes, gradient, HYPER, 0.0, 1.0, 0, 32)
+        adamw("float32", "int8").apply(*planes, gradient, STEP, 0.0, 1.0, 0, 32)
     tensors = on_device_planes(planes, "cpu")
     with pytest.raises(ConfigError, match="begins at element 160"):
-        DeviceUpdater("float32", "int8").update_range(*tensors, as_tensor(gradient), HYPER, groups, 0, 1024)
+        DeviceUpdater(adamw("float32", "int8")).update_range(*tensors, as_tensor(gradient), STEP, groups, 0, 1024)
     assert same_planes(planes, before)
     assert MOMENT_BLOCK_ELEMENTS == 256
 
 
-@pytest.mark.parametrize("make", [AdamWRule, DeviceUpdater, plane_set])
+@pytest.mark.parametrize("make", [adamw, plane_set])
 def test_moments_that_are_not_known_are_refused(make):
     with pytest.raises(ConfigError, match="'int4' is not one of float32, bfloat16, int8"):
         make("bfloat16", "int4")

@@ -9,7 +9,7 @@ from hypothesis.extra import numpy as arrays
 from update_planes import EDGES, as_tensor
 
 from headrace.terms.errors import ConfigError
-from headrace.update import join_master, reference, round_to_bfloat16, split_master, widen_bfloat16
+from headrace.update import join_master, round_to_bfloat16, split_master, tensors, widen_bfloat16
 
 words = arrays.arrays(np.uint32, st.integers(0, 300), elements=st.integers(0, (1 << 32) - 1))
 
@@ -61,10 +61,10 @@ def test_reference_splits_and_joins_alike():
     bits = np.random.default_rng(1).integers(0, 1 << 32, 1 << 16, np.uint32)
     master = np.concatenate([bits.view(np.float32), EDGES])
     hi, lo = split_master(master)
-    reference_hi, reference_lo = reference.split(as_tensor(master))
+    reference_hi, reference_lo = tensors.split(as_tensor(master))
     assert np.array_equal(reference_hi.numpy().view(np.uint16), hi)
     assert np.array_equal(reference_lo.numpy(), lo)
-    joined = reference.join(as_tensor(hi, bfloat16=True), as_tensor(lo))
+    joined = tensors.join(as_tensor(hi, bfloat16=True), as_tensor(lo))
     assert np.array_equal(joined.numpy().view(np.uint32), join_master(hi, lo).view(np.uint32))
 
 

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from update_planes import COMPUTE_DTYPES, HYPER, copied, gradient_of, ordinary, same_planes
+from update_planes import COMPUTE_DTYPES, STEP, adamw, copied, gradient_of, ordinary, same_planes
 
 from headrace.terms.errors import ConfigError
 from headrace.terms.layout import PLANE_SETS, UNIT_ALIGNMENT, GroupRange, chunk_ranges
-from headrace.update import GRADIENT_DTYPES, AdamWRule, Updater, group_pieces
+from headrace.update import GRADIENT_DTYPES, Updater, group_pieces
 
 # Long enough for shares of more than one thread; the borders of the groups lie on no multiple of anything but 32.
 NUM_ELEMENTS = 200 * UNIT_ALIGNMENT
@@ -24,9 +24,7 @@ def expected_planes(compute_dtype, gradient):
     for group in GROUPS:
         part = slice(group.start, group.stop)
         states = tuple(state[part] for state in planes[1])
-        AdamWRule(compute_dtype).apply(
-            planes[0][part], states, gradient[part], HYPER, group.weight_decay, group.learning_rate_scale
-        )
+        adamw(compute_dtype).apply(planes[0][part], states, gradient[part], STEP, group.weight_decay, group.learning_rate_scale)
     return planes
 
 
@@ -35,13 +33,13 @@ def expected_planes(compute_dtype, gradient):
 def test_threads_and_chunks_do_not_change_a_bit(compute_dtype, threads):
     gradient = gradient_of(NUM_ELEMENTS, 0, "uint16")
     expected = expected_planes(compute_dtype, gradient)
-    with Updater(AdamWRule(compute_dtype), threads) as updater:
+    with Updater(adamw(compute_dtype), threads) as updater:
         for chunk_elements in (NUM_ELEMENTS, 37 * UNIT_ALIGNMENT, UNIT_ALIGNMENT):
             weight, states = ordinary(NUM_ELEMENTS, 0, compute_dtype)
             for start, stop in chunk_ranges(NUM_ELEMENTS, chunk_elements):
                 part = slice(start, stop)
                 parts = tuple(state[part] for state in states)
-                updater.update_range(weight[part], parts, gradient[part], HYPER, GROUPS, start, stop)
+                updater.update_range(weight[part], parts, gradient[part], STEP, GROUPS, start, stop)
             assert same_planes((weight, states), expected)
 
 
@@ -52,11 +50,11 @@ def test_any_cut_and_any_groups(cuts, borders):
     groups = [GroupRange(a, b, 1.0 / (1 + i), 0.1 * i) for i, (a, b) in enumerate(itertools.pairwise(edges))]
     gradient = gradient_of(4096, 1, "float32")
     whole, pieces = ordinary(4096, 1, "bfloat16"), ordinary(4096, 1, "bfloat16")
-    with Updater(AdamWRule("bfloat16"), 2) as updater:
-        updater.update_range(*whole, gradient, HYPER, groups, 0, 4096)
+    with Updater(adamw("bfloat16"), 2) as updater:
+        updater.update_range(*whole, gradient, STEP, groups, 0, 4096)
         for start, stop in zip([0, *sorted(cuts)], [*sorted(cuts), 4096], strict=True):
             parts = tuple(state[start:stop] for state in pieces[1])
-            updater.update_range(pieces[0][start:stop], parts, gradient[start:stop], HYPER, groups[::-1], start, stop)
+            updater.update_range(pieces[0][start:stop], parts, gradient[start:stop], STEP, groups[::-1], start, stop)
     assert same_planes(whole, pieces)
 
 
@@ -64,12 +62,12 @@ def test_calls_from_several_threads_share_the_workers():
     gradient = gradient_of(NUM_ELEMENTS, 0, "uint16")
     expected = expected_planes("bfloat16", gradient)
     weight, states = ordinary(NUM_ELEMENTS, 0, "bfloat16")
-    with Updater(AdamWRule("bfloat16"), 2) as updater:
+    with Updater(adamw("bfloat16"), 2) as updater:
 
         def update(start, stop):
             part = slice(start, stop)
             parts = tuple(state[part] for state in states)
-            updater.update_range(weight[part], parts, gradient[part], HYPER, GROUPS, start, stop)
+            updater.update_range(weight[part], parts, gradient[part], STEP, GROUPS, start, stop)
 
         callers = [threading.Thread(target=update, args=chunk) for chunk in chunk_ranges(NUM_ELEMENTS, 20 * UNIT_ALIGNMENT)]
         for caller in callers:
@@ -91,7 +89,7 @@ class RecordingRule:
         self.calls = []
         self.active = 0
 
-    def apply(self, weight, states, gradient, hyper, weight_decay, learning_rate_scale, unit=0, first_element=0, summing=None):
+    def apply(self, weight, states, gradient, step, weight_decay, learning_rate_scale, unit=0, first_element=0, summing=None):
         with self.lock:
             self.active += 1
             self.calls.append((int(weight[0]), int(weight[-1]) + 1, threading.current_thread().name, weight_decay))
@@ -106,7 +104,7 @@ class RecordingRule:
 def run_recorded(rule, threads):
     numbers = np.arange(NUM_ELEMENTS, dtype=np.float32)
     with Updater(rule, threads) as updater:
-        updater.update_range(numbers, (numbers, numbers), numbers, HYPER, GROUPS, 0, NUM_ELEMENTS)
+        updater.update_range(numbers, (numbers, numbers), numbers, STEP, GROUPS, 0, NUM_ELEMENTS)
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -130,17 +128,18 @@ def test_an_error_in_one_share_comes_out_after_all_threads_have_stopped():
     assert rule.active == 0
 
 
-def test_warm_up_compiles_every_gradient_type():
+@pytest.mark.parametrize("dtype", GRADIENT_DTYPES)
+def test_warm_up_compiles_the_gradient_type_of_the_run_and_no_other(dtype):
     class Counting(RecordingRule):
         def apply(self, weight, states, gradient, *rest):
             self.calls.append(gradient.dtype.name)
 
     rule = Counting()
     with Updater(rule, 1) as updater:
-        updater.warm_up()
-    assert sorted(rule.calls) == sorted(GRADIENT_DTYPES)
-    with Updater(AdamWRule("bfloat16"), 1) as updater:
-        updater.warm_up()
+        updater.warm_up(dtype)
+    assert rule.calls == [dtype]
+    with Updater(adamw("bfloat16"), 1) as updater:
+        updater.warm_up(dtype)
 
 
 @pytest.mark.parametrize(
@@ -156,8 +155,8 @@ def test_warm_up_compiles_every_gradient_type():
 def test_groups_that_leave_gaps_or_overlap_are_refused_untouched(groups):
     planes, gradient = ordinary(128, 0, "float32"), gradient_of(128, 0, "float32")
     before = copied(planes)
-    with Updater(AdamWRule("float32"), 1) as updater, pytest.raises(ConfigError, match="without gap or overlap"):
-        updater.update_range(*planes, gradient, HYPER, groups, 0, 128)
+    with Updater(adamw("float32"), 1) as updater, pytest.raises(ConfigError, match="without gap or overlap"):
+        updater.update_range(*planes, gradient, STEP, groups, 0, 128)
     assert same_planes(planes, before)
 
 
@@ -170,20 +169,20 @@ def test_groups_outside_the_range_do_not_matter():
 def test_wrong_lengths_and_thread_counts_are_refused():
     planes, gradient = ordinary(128, 0, "float32"), gradient_of(128, 0, "float32")
     groups = (GroupRange(0, 256, 1.0, 0.0),)
-    with Updater(AdamWRule("float32"), 1) as updater:
+    with Updater(adamw("float32"), 1) as updater:
         with pytest.raises(ConfigError, match=r"weight must have shape \(256,\), found \(128,\)"):
-            updater.update_range(*planes, gradient, HYPER, groups, 0, 256)
+            updater.update_range(*planes, gradient, STEP, groups, 0, 256)
         with pytest.raises(ConfigError, match="state 1"):
-            updater.update_range(planes[0], (planes[1][0], planes[1][1][:9]), gradient, HYPER, groups, 0, 128)
+            updater.update_range(planes[0], (planes[1][0], planes[1][1][:9]), gradient, STEP, groups, 0, 128)
     with pytest.raises(ConfigError, match="expected at least 1, found 0"):
-        Updater(AdamWRule("float32"), 0)
+        Updater(adamw("float32"), 0)
 
 
 def test_close_ends_the_threads_and_may_be_repeated():
     updater = Updater(RecordingRule(), 2)
     before = set(threading.enumerate())
     numbers = np.zeros(NUM_ELEMENTS, np.float32)
-    updater.update_range(numbers, (numbers, numbers), numbers, HYPER, GROUPS, 0, NUM_ELEMENTS)
+    updater.update_range(numbers, (numbers, numbers), numbers, STEP, GROUPS, 0, NUM_ELEMENTS)
     started = set(threading.enumerate()) - before
     assert started
     updater.close()

@@ -1,5 +1,6 @@
 """Planes and gradients for the tests of the update: ordinary values, and every kind of bit pattern."""
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -7,16 +8,23 @@ import torch
 from numpy.typing import NDArray
 
 from headrace.terms.layout import PLANE_SETS
-from headrace.update import StepHyper, round_to_bfloat16, split_master
+from headrace.terms.optimizer import AdamW
+from headrace.update import AdamWRule, StepScalars, round_to_bfloat16, split_master
 
 Planes = tuple[NDArray[Any], tuple[NDArray[Any], ...]]
 
 COMPUTE_DTYPES = tuple(PLANE_SETS)
-HYPER = StepHyper(learning_rate=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, step=3, gradient_scale=0.5)
+ADAMW = AdamW(betas=(0.9, 0.95), eps=1e-8)
+STEP = StepScalars(learning_rate=1e-3, update=3, gradient_scale=0.5)
 # fp32 patterns at the edges: zeros, least and greatest subnormal, least normal, one, a tie of bfloat16, greatest number,
 # the first that rounds to infinity in bfloat16, infinities, NaNs of small and large payload.
 EDGE_BITS = (0, 1, 0x7FFFFF, 0x800000, 0x3F800000, 0x3F808000, 0x7F7FFFFF, 0x7F7F8000, 0x7F800000, 0x7F800001, 0x7FFFFFFF)
 EDGES = np.array([bits | sign for bits in EDGE_BITS for sign in (0, 1 << 31)], np.uint32).view(np.float32)
+
+
+def adamw(compute_dtype: str, moments: str = "float32", **changes: Any) -> AdamWRule:
+    """Return AdamW with the betas of these tests, or others."""
+    return AdamWRule(dataclasses.replace(ADAMW, moments=moments, **changes), compute_dtype)
 
 
 def planes_of(master: NDArray[np.float32], m: NDArray[np.float32], v: NDArray[np.float32], compute_dtype: str) -> Planes:

@@ -1,128 +1,87 @@
-"""AdamW on the CPU: checks the arrays and hands them to the compiled loop of their plane set.
+"""AdamW (Loshchilov & Hutter 2019, algorithm 2), as `torch.optim.AdamW` defines it, in fp32.
 
-Not here: the loops (`kernels`), the scalars (`base.adamw_coefficients`), threads (`parallel`).
-
-Invariant: a loop only ever sees contiguous arrays of one length and of the types it was written for.
+The three forms of the rule stand below one another: its scalars, an element in a compiled loop, tensors. Every operation is
+rounded once, so the last two give the same bits.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+import torch
+from torch import Tensor
 
-from headrace.terms.errors import ConfigError
-from headrace.terms.layout import PlaneSet, plane_set
-from headrace.update import kernels
-from headrace.update.rule import GRADIENT_DTYPES, StepHyper, Summing, adamw_coefficients, noise_key, refuse_cut_blocks
+from headrace.terms.layout import plane_set
+from headrace.terms.optimizer import AdamW
+from headrace.update.loops import inlined
+from headrace.update.rule import ElementRule, StepScalars
+from headrace.update.rules.moments import MOMENT_CODES
+from headrace.update.tensors import States, root_of
 
-# By compute dtype and moments.
-_LOOPS: dict[tuple[str, str], Callable[..., None]] = {
-    ("bfloat16", "float32"): kernels.adamw_bfloat16,
-    ("float32", "float32"): kernels.adamw_float32,
-    ("float16", "float32"): kernels.adamw_float16,
-    ("bfloat16", "bfloat16"): kernels.adamw_bfloat16_bfloat16,
-    ("float32", "bfloat16"): kernels.adamw_float32_bfloat16,
-    ("float16", "bfloat16"): kernels.adamw_float16_bfloat16,
-    ("bfloat16", "int8"): kernels.adamw_bfloat16_int8,
-    ("float32", "int8"): kernels.adamw_float32_int8,
-    ("float16", "int8"): kernels.adamw_float16_int8,
-}
-# Those that take checksums on the way, by compute dtype: with moments as they are by default.
-_SUMMED_LOOPS: dict[str, Callable[..., None]] = {
-    "bfloat16": kernels.adamw_bfloat16_summed,
-    "float32": kernels.adamw_float32_summed,
-    "float16": kernels.adamw_float16_summed,
-}
-_WORD_BYTES = 8
+# The most that is alive at once on a device beside the planes, per element of a piece; a test traces it.
+_TEMPORARY_BYTES = {"float32": 36, "bfloat16": 48, "int8": 76}
 
 
-class AdamWRule:
-    """AdamW over the planes of one compute dtype, with moments kept as `moments`; an `UpdateRule`.
+@inlined
+def _element(p: Any, gradient: Any, states: Any, scalars: Any) -> Any:
+    """Return weight and moments of an element after an update by `gradient`."""
+    m, v = states
+    scale, decay, toward, moment, keep, gain, rate, correction, eps = scalars
+    g = gradient * scale
+    m_new = (g if toward != 0 else m) + (g - m) * moment
+    v_new = v * keep + (g * gain) * g
+    return p * decay - (m_new * rate) / (np.sqrt(v_new) * correction + eps), (m_new, v_new)
 
-    `torch.optim.AdamW`'s arithmetic in fp32, every operation rounded once: the bits of `reference.update_tensors`. A result
-    that is NaN becomes the quiet NaN in `hi`, whatever its payload. Moments of fewer than 32 bits take part in the update
-    unrounded, and are then rounded at random, without bias.
+
+class AdamWRule(ElementRule):
+    """AdamW over the planes of one compute dtype, with moments kept as `optimizer` says.
+
+    Moments of fewer than 32 bits take part in the update unrounded, and are then rounded at random, without bias.
+
+    Cost: one pass; bfloat16 and float32 planes move 26 bytes per element with a 2-byte gradient, float16 planes 28. Checksums
+    make it a quarter (AMD) to more than half (Cascade Lake) longer, a pass of their own twice that (bench/kernel.py).
 
     Raises:
         ConfigError: there is no such plane set.
     """
 
-    def __init__(self, compute_dtype: str, moments: str = "float32") -> None:
-        self._planes = plane_set(compute_dtype, moments)
-        self._loop = _LOOPS[compute_dtype, moments]
-        self._summed_loop = _SUMMED_LOOPS[compute_dtype] if moments == "float32" else None
+    element = staticmethod(_element)
 
-    @property
-    def planes(self) -> PlaneSet:
-        """The planes that the rule reads and writes."""
-        return self._planes
+    def __init__(self, optimizer: AdamW, compute_dtype: str) -> None:
+        moments = optimizer.moments
+        super().__init__(plane_set(compute_dtype, moments), _TEMPORARY_BYTES[moments], MOMENT_CODES[moments])
+        self._optimizer = optimizer
 
-    @property
-    def sums(self) -> bool:
-        """Whether `apply` can take checksums on the way: with float32 moments."""
-        return self._summed_loop is not None
+    def scalars(self, step: StepScalars, weight_decay: float, learning_rate_scale: float) -> tuple[float, ...]:
+        """Return scale, decay and so on, as `_element` names them.
 
-    def apply(
-        self,
-        weight: NDArray[Any],
-        states: tuple[NDArray[Any], ...],
-        gradient: NDArray[Any],
-        hyper: StepHyper,
-        weight_decay: float,
-        learning_rate_scale: float,
-        unit: int = 0,
-        first_element: int = 0,
-        summing: Summing | None = None,
-    ) -> None:
-        """Update `weight` and `states` in place: see `UpdateRule.apply`.
-
-        Cost: one pass; bfloat16 and float32 planes move 26 bytes per element with a 2-byte gradient, float16 planes 28.
-        Checksums make it a quarter (AMD) to more than half (Cascade Lake) longer, a pass of their own
-        twice that (bench/kernel.py).
+        The first moment is interpolated from its nearer end, as `torch.lerp` does: with `beta1 = 0` it is the gradient itself.
+        Where torch divides by `sqrt(1 - beta2^step)`, the loop multiplies by its inverse: one division less, and torch on a GPU
+        divides by a scalar in the same way.
         """
-        self._check(weight, states, gradient)
-        refuse_cut_blocks(self._planes, (first_element,))
-        coefficients = adamw_coefficients(hyper, weight_decay, learning_rate_scale).vector()
-        arrays = (_integers(weight), *states, _tagged(gradient), coefficients)
-        if summing is not None:
-            self._apply_and_sum(arrays, (weight, *states), summing)
-        elif self._planes.moments == "float32":
-            self._loop(*arrays)
-        else:
-            self._loop(*arrays, first_element, np.uint32(noise_key(hyper.step, unit)))
+        (beta1, beta2), learning_rate = self._optimizer.betas, step.learning_rate * learning_rate_scale
+        toward = 1.0 - beta1
+        near = toward < 0.5
+        return (
+            step.gradient_scale,
+            1.0 - learning_rate * weight_decay,
+            0.0 if near else 1.0,
+            toward if near else -beta1,
+            beta2,
+            1.0 - beta2,
+            learning_rate / (1.0 - beta1**step.update),
+            1.0 / math.sqrt(1.0 - beta2**step.update),
+            self._optimizer.eps,
+        )
 
-    def _apply_and_sum(self, arrays: tuple[NDArray[Any], ...], planes: tuple[NDArray[Any], ...], summing: Summing) -> None:
-        if self._summed_loop is None:
-            raise ConfigError(f"update: no checksums are taken along with {self._planes.moments} moments")
-        if any(plane.nbytes % _WORD_BYTES for plane in planes):
-            raise ConfigError(f"update: checksums are of whole words of {_WORD_BYTES} bytes, found {planes[0].size} elements")
-        self._summed_loop(*arrays, tuple(plane.view(np.uint64) for plane in planes), summing.first_words, summing.totals)
-
-    def _check(self, weight: NDArray[Any], states: tuple[NDArray[Any], ...], gradient: NDArray[Any]) -> None:
-        planes = (self._planes.weight, *self._planes.states)
-        if len(states) != len(self._planes.states):
-            raise ConfigError(f"update: {self._planes.compute_dtype} has {len(planes) - 1} state planes, found {len(states)}")
-        for plane, array in zip(planes, (weight, *states), strict=True):
-            _check_array(plane.name, array, (plane.dtype,), plane.num_values(weight.size))
-        _check_array("gradient", gradient, GRADIENT_DTYPES, weight.size)
-
-
-def _check_array(name: str, array: NDArray[Any], dtypes: tuple[str, ...], num_elements: int) -> None:
-    """Raise ConfigError unless `array` is one a compiled loop can run over without leaving it."""
-    if array.dtype.name in dtypes and array.shape == (num_elements,) and array.flags.c_contiguous:
-        return
-    raise ConfigError(
-        f"update: {name} must be a contiguous array of {num_elements} elements of {' or '.join(dtypes)}; "
-        f"found shape {array.shape}, {array.dtype.name}, strides {array.strides}"
-    )
-
-
-def _integers(weight: NDArray[Any]) -> NDArray[Any]:
-    """Return float16 weights as their bits, which is how the loops write them."""
-    return weight.view("uint16") if weight.dtype.name == "float16" else weight
-
-
-def _tagged(gradient: NDArray[Any]) -> NDArray[Any]:
-    """Return a float16 gradient as int16: the type by which the loops tell it from bfloat16 bits."""
-    return gradient.view("int16") if gradient.dtype.name == "float16" else gradient
+    def on_tensors(
+        self, p: Tensor, gradient: Tensor, states: Sequence[Tensor], scalars: tuple[float, ...]
+    ) -> tuple[Tensor, States]:
+        """Return the new fp32 weights and moments: `_element` on tensors."""
+        m, v = states
+        scale, decay, toward, moment, keep, gain, rate, correction, eps = scalars
+        g = gradient.to(torch.float32) * scale
+        m = (g if toward else m) + (g - m) * moment
+        v = v * keep + (g * gain) * g
+        return p * decay - (m * rate) / (root_of(v) * correction + eps), (m, v)

@@ -19,7 +19,7 @@ from headrace.terms.errors import ConfigError
 from headrace.terms.layout import UNIT_ALIGNMENT, GroupRange, PlaneSet
 from headrace.terms.sizes import round_up
 from headrace.update.norm import square_sum
-from headrace.update.rule import GRADIENT_DTYPES, Checksums, StepHyper, Summing, UpdateRule, group_pieces, refuse_cut_blocks
+from headrace.update.rule import Checksums, StepScalars, Summing, UpdateRule, group_pieces, refuse_cut_blocks
 
 # Shares per thread: a thread that the system interrupts leaves its remaining shares to the others.
 _SHARES_PER_THREAD = 4
@@ -54,24 +54,22 @@ class Updater:
         """Let running work finish and end the threads; closing twice is harmless."""
         self._pool.shutdown(wait=True)
 
-    def warm_up(self) -> None:
-        """Compile the rule and the norm for each type of gradient, so that the first step does not wait."""
+    def warm_up(self, gradient_dtype: str) -> None:
+        """Compile the rule and the norm for gradients of that NumPy type, so that the first step does not wait."""
         planes = self.rule.planes
-        hyper = StepHyper(learning_rate=0.0, beta1=0.9, beta2=0.95, eps=1e-8, step=1)
-        for dtype in GRADIENT_DTYPES:
-            weight = np.zeros(UNIT_ALIGNMENT, planes.weight.dtype)
-            states = tuple(np.zeros(plane.num_values(UNIT_ALIGNMENT), plane.dtype) for plane in planes.states)
-            gradient = np.zeros(UNIT_ALIGNMENT, dtype)
-            summing = _Sums(planes, UNIT_ALIGNMENT).of_share(0) if self.rule.sums else None
-            self.rule.apply(weight, states, gradient, hyper, 0.0, 1.0, 0, 0, summing)
-            square_sum(gradient)
+        weight = np.zeros(UNIT_ALIGNMENT, planes.weight.dtype)
+        states = tuple(np.zeros(plane.num_values(UNIT_ALIGNMENT), plane.dtype) for plane in planes.states)
+        gradient = np.zeros(UNIT_ALIGNMENT, gradient_dtype)
+        summing = _Sums(planes, UNIT_ALIGNMENT).of_share(0) if self.rule.sums else None
+        self.rule.apply(weight, states, gradient, StepScalars(learning_rate=0.0, update=1), 0.0, 1.0, 0, 0, summing)
+        square_sum(gradient)
 
     def update_range(
         self,
         weight: NDArray[Any],
         states: tuple[NDArray[Any], ...],
         gradient: NDArray[Any],
-        hyper: StepHyper,
+        step: StepScalars,
         groups: Sequence[GroupRange],
         start: int,
         stop: int,
@@ -116,7 +114,7 @@ class Updater:
                 )
                 scalars = (share.weight_decay, share.learning_rate_scale)
                 summing = sums.of_share(part.start) if sums is not None else None
-                self.rule.apply(weight[part], parts, gradient[part], hyper, *scalars, unit, share.start, summing)
+                self.rule.apply(weight[part], parts, gradient[part], step, *scalars, unit, share.start, summing)
 
         futures = [self._pool.submit(work) for _ in range(min(self.threads, len(shares)) - 1)]
         try:

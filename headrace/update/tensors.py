@@ -1,0 +1,73 @@
+"""The planes on tensors: the split master in plain torch operations, and an update of it by any rule that has a tensor form.
+
+Each operation is one torch kernel with one rounding. No `addcmul`, `lerp` or `alpha=`: some backends contract those to a fused
+multiply-add; and no division by a scalar, which a GPU computes as a product with the inverse. This is what the compiled loops
+are tested against, and what runs on a device.
+
+Invariant: the bits of the compiled loops for every input; only NaNs outside `hi` and `lo` may differ in payload.
+
+Legend: `hi` may be bfloat16, int16 or uint16, the same bits; `lo` is int16. Tensors may have any shape and live on any device.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headrace.terms.errors import ConfigError
+
+QUIET_NAN_BITS = 0x7FC00000
+
+States = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Noise:
+    """Where random roundings come from: the `key` of the update and unit, and the number of the first element."""
+
+    key: int
+    first_element: int
+
+
+def root_of(v: Tensor) -> Tensor:
+    """Return the correctly rounded square root of fp32 `v`.
+
+    By way of fp64, because torch's own fp32 root on a CPU is MKL's and misses the last bit of one number in five. In fp64 it
+    is never so near to the middle of two fp32 numbers that rounding it once more could go astray.
+    """
+    return v.to(torch.float64).sqrt_().to(torch.float32)
+
+
+def join(hi: Tensor, lo: Tensor) -> Tensor:
+    """Return the fp32 master whose bits are `(hi << 16) + lo`."""
+    return ((hi.view(torch.int16).to(torch.int32) << 16) + lo.to(torch.int32)).view(torch.float32)
+
+
+def split(master: Tensor) -> tuple[Tensor, Tensor]:
+    """Return `(hi, lo)`, both int16, of an fp32 `master`: `hi` rounded half away from zero, NaN made the quiet NaN."""
+    bits = master.view(torch.int32).masked_fill(master != master, QUIET_NAN_BITS)
+    high = (bits + 0x8000) >> 16
+    return high.to(torch.int16), (bits - (high << 16)).to(torch.int16)
+
+
+def update_tensors(
+    weight: Tensor, states: Sequence[Tensor], update: Callable[[Tensor, Sequence[Tensor]], tuple[Tensor, States]]
+) -> tuple[Tensor, States]:
+    """Return the new `(weight, states)`, in the types of the old: what `update` makes of the fp32 master and the rule's states.
+
+    The plane set is told from the type of `weight`; `states` begin with the rest of its master where there is one.
+
+    Raises:
+        ConfigError: `weight` has a type that no plane set has.
+    """
+    if weight.dtype in (torch.bfloat16, torch.int16, torch.uint16):
+        p, new = update(join(weight, states[0]), states[1:])
+        hi, lo = split(p)
+        return hi.view(weight.dtype), (lo, *new)
+    if weight.dtype == torch.float32:
+        return update(weight, states)
+    if weight.dtype == torch.float16:
+        p, new = update(states[0], states[1:])
+        return p.to(torch.float16), (p, *new)
+    raise ConfigError(f"update: weight must be bfloat16, float32 or float16, found {weight.dtype}")
