@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headrace.data.tables import is_saved_dataset, open_hub, read_saved, read_table
+from headrace.data.tables import is_saved_dataset, open_hub, read_arrow, read_parquet, read_saved
 from headrace.data.values import Kind, Row
 from headrace.terms.errors import DataError
 
@@ -176,6 +176,6 @@ _READERS: Mapping[str, Callable[[Path], Iterator[Row]]] = {
     ".jsonl": _read_json_lines,
     ".ndjson": _read_json_lines,
     ".json": _read_json,
-    ".parquet": lambda path: read_table(path, "parquet"),
-    ".arrow": lambda path: read_table(path, "arrow"),
+    ".parquet": read_parquet,
+    ".arrow": read_arrow,
 }

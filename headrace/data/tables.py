@@ -1,7 +1,8 @@
-"""Parquet files, Arrow files, saved data sets and Hub data sets, read by `datasets`.
+"""Parquet files and Arrow files, read by `pyarrow`; saved data sets and Hub data sets, read by `datasets`.
 
-The only module that imports `datasets`, and only when a table is read: the import takes a second that JSON need not pay.
-Local tables are streamed, so that no second copy of them is written. `datasets` is left as loud as it was found.
+The only module that imports either, and only when a table is read: `datasets` takes a second that JSON need not pay. Local
+tables are read in pieces of about a megabyte, so that neither memory nor a second copy on a drive goes by their size. `datasets`
+is left as loud as it was found.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,21 +13,80 @@ from typing import Any
 from headrace.data.values import Row
 from headrace.terms.errors import DataError
 
+_BATCH_BYTES = 1 << 20
+_BATCH_ROWS = 512
 
-def read_table(path: Path, builder: str) -> Iterator[Row]:
-    """Yield the rows of one file by the `datasets` builder `parquet` or `arrow`.
+
+def read_parquet(path: Path) -> Iterator[Row]:
+    """Yield the rows of a Parquet file. A row group may hold the whole file: pages of it are in memory, not more.
 
     Raises:
         DataError: the file is empty or is not what its name says.
     """
+    from pyarrow.parquet import ParquetFile
+
+    def batches() -> Iterator[Any]:
+        with ParquetFile(path, buffer_size=_BATCH_BYTES, pre_buffer=False) as file:
+            row_bytes = max(1, sum(file.metadata.row_group(i).total_byte_size for i in range(file.metadata.num_row_groups)))
+            rows = max(1, min(_BATCH_ROWS, _BATCH_BYTES * file.metadata.num_rows // row_bytes))
+            yield from file.iter_batches(batch_size=rows, use_threads=False)
+
+    return _rows(path, "Parquet", batches)
+
+
+def read_arrow(path: Path) -> Iterator[Row]:
+    """Yield the rows of an Arrow file, which is mapped: what is in memory of it is the kernel's to drop.
+
+    Raises:
+        DataError: the file is empty or is not what its name says.
+    """
+    import pyarrow
+
+    def batches() -> Iterator[Any]:
+        with pyarrow.memory_map(str(path)) as source:
+            try:
+                reader = pyarrow.ipc.open_file(source)
+                whole = (reader.get_batch(index) for index in range(reader.num_record_batches))
+            except pyarrow.ArrowInvalid:  # the other of its two forms
+                source.seek(0)
+                whole = iter(pyarrow.ipc.open_stream(source))
+            for batch in whole:
+                rows = max(1, min(_BATCH_ROWS, _BATCH_BYTES * batch.num_rows // max(1, batch.nbytes)))
+                yield from (batch.slice(start, rows) for start in range(0, batch.num_rows, rows))
+
+    return _rows(path, "Arrow", batches)
+
+
+def _rows(path: Path, form: str, batches: Callable[[], Iterator[Any]]) -> Iterator[Row]:
     if path.stat().st_size == 0:
-        raise DataError(f"{path}: the file is empty; expected a {builder} file with at least one row")
+        raise DataError(f"{path}: the file is empty; expected {form} with at least one row")
+    index = 0
+    decode: Callable[[Any], Any] | None = None
+    made = batches()
+    while True:
+        try:
+            batch = next(made, None)
+            if batch is None:
+                return
+            decode = decode or _decoder(batch.schema)
+            values = [decode(row) for row in batch.to_pylist()]
+        except Exception as error:
+            raise DataError(
+                f"{path}: is not readable as {form}; write it again ({type(error).__name__}: {_first_line(error)})"
+            ) from error
+        for row in values:
+            yield Row(f"{path}, row {index}", row)
+            index += 1
+
+
+def _decoder(schema: Any) -> Callable[[Any], Any]:
+    """Return what makes a row of its columns. `datasets` keeps objects of several shapes as text, and says so in the schema."""
+    if b"Json" not in (schema.metadata or {}).get(b"huggingface", b""):
+        return lambda row: row
     import datasets
 
-    def load() -> Any:
-        return datasets.load_dataset(builder, data_files=[str(path)], split="train", streaming=True)
-
-    return _rows(str(path), load, f"is not a readable {builder} file; write it again")
+    decode: Callable[[Any], Any] = datasets.Features.from_arrow_schema(schema).decode_example
+    return decode
 
 
 def is_saved_dataset(path: Path) -> bool:
@@ -52,7 +112,7 @@ def read_saved(path: Path) -> Iterator[Row]:
             raise DataError(f"{path}: no split 'train', found {', '.join(loaded)}; name the directory of one split")
         return loaded["train"]
 
-    return _rows(str(path), load, "is not a readable saved data set; save it again")
+    return _rows_of_data_set(str(path), load, "is not a readable saved data set; save it again")
 
 
 def open_hub(name: str, cache_dir: Path) -> tuple[str, Callable[[], Iterator[Row]]]:
@@ -71,12 +131,12 @@ def open_hub(name: str, cache_dir: Path) -> tuple[str, Callable[[], Iterator[Row
                 f"{name}: no such file or directory here, and not to be had as a Hub data set with a split 'train' "
                 f"({type(error).__name__}: {_first_line(error)}); check the path, or the network"
             ) from error
-    return f"{name}\0{loaded._fingerprint}\n", lambda: _rows(
+    return f"{name}\0{loaded._fingerprint}\n", lambda: _rows_of_data_set(
         name, lambda: loaded, "cannot be read; delete its copy in the cache"
     )
 
 
-def _rows(name: str, load: Callable[[], Any], failure: str) -> Iterator[Row]:
+def _rows_of_data_set(name: str, load: Callable[[], Any], failure: str) -> Iterator[Row]:
     # Quiet around each step and not around the loop: between two rows the caller's code runs, under its own settings.
     try:
         with _quiet():

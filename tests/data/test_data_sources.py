@@ -3,8 +3,11 @@
 import json
 
 import datasets
+import pyarrow
+import pyarrow.parquet
 import pytest
 
+from headrace.data import tables
 from headrace.data.sources import find_sources, read_rows
 from headrace.data.values import Kind
 from headrace.terms.errors import DataError
@@ -40,6 +43,39 @@ def test_json_lines_and_arrays_and_tables_hold_the_same_rows(tmp_path, texts):
     arrow = next((tmp_path / "saved").glob("*.arrow"))
     for path in (lines, array, lines_in_json, table, arrow, tmp_path / "saved", tmp_path / "split"):
         assert [dict(row) for row in values(path, tmp_path)] == texts, path
+
+
+def test_tables_of_any_form_hold_the_same_rows_whatever_the_pieces(tmp_path, monkeypatch):
+    rows = [{"input_ids": list(range(index % 7 + 1)), "labels": None, "n": {"a": [index], "b": "ü"}} for index in range(300)]
+    table = pyarrow.Table.from_pylist(rows)
+    pyarrow.parquet.write_table(table, tmp_path / "one.parquet")
+    pyarrow.parquet.write_table(table, tmp_path / "many.parquet", row_group_size=70, compression="zstd")
+    with pyarrow.ipc.new_file(tmp_path / "file.arrow", table.schema) as writer:
+        writer.write_table(table, max_chunksize=100)
+    with pyarrow.ipc.new_stream(tmp_path / "stream.arrow", table.schema) as writer:
+        writer.write_table(table)
+    monkeypatch.setattr(tables, "_BATCH_BYTES", 1000)
+    for path in tmp_path.iterdir():
+        assert values(path, tmp_path) == rows, path
+
+
+@pytest.mark.skipif(not hasattr(datasets, "Json"), reason="older versions of datasets have no such type")
+def test_objects_that_a_data_set_keeps_as_text_are_objects(tmp_path):
+    rows = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": [{"type": "text"}]}]}] * 3
+    data = datasets.Dataset.from_dict({"messages": [row["messages"] for row in rows]}, on_mixed_types="use_json")
+    data.to_parquet(tmp_path / "a.parquet")
+    assert values(tmp_path / "a.parquet", tmp_path) == rows
+
+
+def test_a_large_row_group_is_not_read_whole(tmp_path):
+    """It was: 300 MB of rows in one group, and a millisecond for each row besides."""
+    texts = [f"{index:06}" * 200 for index in range(40_000)]
+    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "a.parquet")
+    del texts
+    before = pyarrow.total_allocated_bytes()
+    rows = read_rows(find_sources([str(tmp_path / "a.parquet")], tmp_path)[0])[1]
+    most = max(pyarrow.total_allocated_bytes() for index, _ in enumerate(rows) if index % 100 == 0)
+    assert most - before < 8 << 20
 
 
 def test_a_byte_order_mark_is_skipped(tmp_path):
