@@ -1,8 +1,8 @@
 """Parquet files and Arrow files, read by `pyarrow`; saved data sets and Hub data sets, read by `datasets`.
 
 The only module that imports either, and only when a table is read: `datasets` takes a second that JSON need not pay. Local
-tables are read in pieces of about a megabyte, so that neither memory nor a second copy on a drive goes by their size. `datasets`
-is left as loud as it was found.
+tables are read about a megabyte at a time, so that neither memory nor a copy on a drive goes by their size. `datasets` is left
+as loud as it was found.
 """
 
 from collections.abc import Callable, Iterator
