@@ -12,8 +12,11 @@ import pytest
 
 
 def sampled(cases: Iterable[Any], quick: Container[Any]) -> list[Any]:
-    """Return all cases as parameters; those that are not among `quick` are deep."""
-    return [case if case in quick else pytest.param(case, marks=pytest.mark.deep) for case in cases]
+    """Return all cases as parameters, a tuple as several; those that are not among `quick` are deep."""
+    return [
+        pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=[] if case in quick else pytest.mark.deep)
+        for case in cases
+    ]
 
 
 def pairwise(**axes: Sequence[Any]) -> pytest.MarkDecorator:

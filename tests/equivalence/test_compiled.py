@@ -48,9 +48,9 @@ def assert_same(ours: tuple[Any, Any], expected: tuple[Any, Any], *, loss: float
 @pytest.mark.parametrize(
     "name",
     [
-        "llama",
+        pytest.param("llama", marks=pytest.mark.deep),
         pytest.param("mixtral-aux", marks=COMPILES_EXPERTS),
-        pytest.param("deepseek", marks=[pytest.mark.soak, COMPILES_EXPERTS]),
+        pytest.param("deepseek", marks=[pytest.mark.deep, COMPILES_EXPERTS]),
     ],
 )
 def test_losses_and_weights_are_those_of_the_models_own_code(name: str, model_dir: Callable[..., Path], tmp_path: Path) -> None:
@@ -90,7 +90,9 @@ def test_the_plan_keeps_and_skips_nothing_and_says_so(model_dir: Callable[..., P
 
 
 @pytest.mark.usefixtures("traced")
-@pytest.mark.parametrize(("name", "padded"), [("llama", True), pytest.param("mixtral-aux", False, marks=COMPILES_EXPERTS)])
+@pytest.mark.parametrize(
+    ("name", "padded"), [("llama", True), pytest.param("mixtral-aux", False, marks=[pytest.mark.deep, COMPILES_EXPERTS])]
+)
 def test_shorter_batches_are_filled_up_and_compile_nothing(
     name: str, padded: bool, model_dir: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -156,7 +158,7 @@ def test_compiling_and_liger_together_are_refused(model_dir: Callable[..., Path]
         Engine.open(model_dir("llama"), run_directory=tmp_path / "run", compile_blocks=True, liger=True)
 
 
-@pytest.mark.soak
+@pytest.mark.deep
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_generated_code_trains_the_same(dtype: str, model_dir: Callable[..., Path], tmp_path: Path) -> None:
     """The whole way, with a compiler: half a minute where nothing is cached."""

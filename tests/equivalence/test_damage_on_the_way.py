@@ -3,12 +3,14 @@
 Run: pytest tests/equivalence/test_damage_on_the_way.py
 """
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from plain import batch_of
+from tiers import sampled
 
 from headrace import AdamW, Budget
 from headrace.engine.trainer import Engine
@@ -18,8 +20,13 @@ from headrace.terms.errors import CorruptData
 ROWS, LENGTH = 4, 32
 
 
-@pytest.mark.parametrize("kind", ["write_states", "write_weights", None])
-@pytest.mark.parametrize("compute_dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    ("compute_dtype", "kind"),
+    sampled(
+        itertools.product(["bfloat16", "float32"], ["write_states", "write_weights", None]),
+        [("bfloat16", "write_states"), ("float32", "write_weights"), ("bfloat16", None)],
+    ),
+)
 def test_what_changes_after_the_update_is_found(
     compute_dtype: str, kind: str | None, model_dir: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,6 +1,7 @@
 """Updates that begin on a guess, and updates that are held for the next forward: the bits of those that wait for the norm."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 import torch
 from plain import batch_of
 from safetensors.torch import load_file
+from tiers import sampled
 
 import headrace
 from headrace.engine.trainer import Engine
@@ -19,6 +21,7 @@ from headrace.update import LossScale
 
 ROWS, LENGTH = 4, 32
 SPECULATIVE: dict[str, Any] = {"update_policy": "speculative", "late_units": (0, 2), "resident_states": ()}
+ON_SSD = {**SPECULATIVE, "held_gradients": "ssd"}
 DEFERRED: dict[str, Any] = {"resident_states": ()}
 
 
@@ -59,8 +62,10 @@ def assert_same(
         assert torch.equal(got[1][name], tensor), name
 
 
-@pytest.mark.parametrize("quantile", [0.0, 0.5, 1.0], ids=["all-wrong", "some-wrong", "none-wrong"])
-@pytest.mark.parametrize("interpreter", ["overlapped", "plain"])
+@pytest.mark.parametrize(  # all guesses wrong, some, none
+    ("quantile", "interpreter"),
+    sampled(itertools.product([0.0, 0.5, 1.0], ["overlapped", "plain"]), [(0.0, "plain"), (0.5, "overlapped"), (1.0, "plain")]),
+)
 def test_wrong_guesses_cost_time_and_change_nothing(
     quantile: float, interpreter: str, model_dir: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -77,7 +82,7 @@ def test_wrong_guesses_cost_time_and_change_nothing(
     assert not any(result.redone for result in want[0])
 
 
-@pytest.mark.parametrize("changes", [SPECULATIVE, {**SPECULATIVE, "held_gradients": "ssd"}], ids=["memory", "ssd"])
+@pytest.mark.parametrize("changes", sampled([SPECULATIVE, ON_SSD], [ON_SSD]), ids=["memory", "ssd"])
 def test_an_overflow_is_taken_back(changes: dict[str, Any], model_dir: Callable[..., Path], tmp_path: Path) -> None:
     path = model_dir("llama")
     options: dict[str, Any] = {"compute_dtype": "float16", "steps": 10, "scale": 2.0**24}
@@ -87,8 +92,9 @@ def test_an_overflow_is_taken_back(changes: dict[str, Any], model_dir: Callable[
     assert_same(train(path, tmp_path / "speculative", changes, **options), want)
 
 
-@pytest.mark.parametrize("done", [False, True], ids=["before", "after"])
-@pytest.mark.parametrize("late_units", [(), (0, 2)], ids=["none-late", "late"])
+@pytest.mark.parametrize(
+    ("late_units", "done"), sampled(itertools.product([(), (0, 2)], [False, True]), [((), True), ((0, 2), False)])
+)
 def test_a_step_that_cannot_be_taken_back_is_never_committed(
     late_units: tuple[int, ...], done: bool, model_dir: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -125,7 +131,10 @@ def test_late_updates_of_a_step_that_is_skipped_are_forgotten(model_dir: Callabl
     assert_same(train(path, tmp_path / "late", late, **options), want)
 
 
-@pytest.mark.parametrize(("limit", "begin", "end"), [(1e6, "deferred", "speculative"), (1e-6, "speculative", "deferred")])
+@pytest.mark.parametrize(
+    ("limit", "begin", "end"),
+    sampled([(1e6, "deferred", "speculative"), (1e-6, "speculative", "deferred")], [(1e-6, "speculative", "deferred")]),
+)
 def test_the_policy_follows_the_hit_rate(
     limit: float, begin: str, end: str, model_dir: Callable[..., Path], tmp_path: Path
 ) -> None:

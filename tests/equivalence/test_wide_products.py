@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from plain import LENGTH, ROWS, PlainTrainer, batch_of, train
+from tiers import sampled
 
 import headrace
 from headrace.machine.cpu import CpuMachine
@@ -39,7 +40,7 @@ def feign(monkeypatch: pytest.MonkeyPatch, multiplies: bool) -> list[Any]:
     return widened
 
 
-@pytest.mark.parametrize("placement", list(PLACEMENTS))
+@pytest.mark.parametrize("placement", sampled(PLACEMENTS, ["few slots", "a device of its own"]))
 def test_places_change_no_bit(
     placement: str, model_dir: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -52,8 +53,17 @@ def test_places_change_no_bit(
     assert all(torch.equal(placed_weights[name], value) for name, value in weights.items())
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("llama", "bfloat16"), ("llama", "float16"), ("mixtral-aux", "bfloat16")])
-@pytest.mark.parametrize("multiplies", [True, False], ids=["with instructions", "without"])
+@pytest.mark.parametrize(
+    ("name", "dtype", "multiplies"),
+    sampled(
+        [
+            (name, dtype, multiplies)
+            for name, dtype in [("llama", "bfloat16"), ("llama", "float16"), ("mixtral-aux", "bfloat16")]
+            for multiplies in (True, False)
+        ],
+        [("llama", "bfloat16", True), ("llama", "float16", False), ("mixtral-aux", "bfloat16", False)],
+    ),
+)
 def test_losses_are_those_of_float32(
     name: str, dtype: str, multiplies: bool, model_dir: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -66,6 +76,7 @@ def test_losses_are_those_of_float32(
     assert bool(widened) is not multiplies
 
 
+@pytest.mark.deep
 def test_compiled_blocks_multiply_as_the_compiler_does(
     model_dir: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,4 +19,5 @@ def test_what_is_not_tried_at_once_is_deep() -> None:
     assert sum(not row.marks for row in rows) == 6
     assert {mark.name for row in rows for mark in row.marks} == {"deep"}
     first, second = sampled(["a", "b"], ["a"])
-    assert (first, second.values, [mark.name for mark in second.marks]) == ("a", ("b",), ["deep"])
+    assert (first.values, first.marks, second.values, [mark.name for mark in second.marks]) == (("a",), [], ("b",), ["deep"])
+    assert [row.values for row in sampled([(1, 2), (3, 4)], [(1, 2)])] == [(1, 2), (3, 4)]
