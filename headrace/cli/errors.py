@@ -30,8 +30,8 @@ _ADVICE = {
     errno.ENOSPC: _SPACE,
     errno.EDQUOT: _SPACE,
 }
-# Between the places in a text such as `ssd=[/nvme0, /nvme1]`.
-_NO_PLACE = re.compile(r"[=,\[\]\"'\s]+")
+# Between the places in a text such as `ssd=[/nvme0, /nvme1]`; names may have spaces in them.
+_NO_PLACE = re.compile(r"[=,\[\]\"'\n]+")
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -85,7 +85,7 @@ def _places(word: object) -> Iterator[str]:
     if isinstance(word, Path):
         yield str(word)
     elif isinstance(word, str):
-        yield from {part for part in (word, *_NO_PLACE.split(word)) if part}
+        yield from {part.strip() for part in (word, *_NO_PLACE.split(word)) if part.strip()}
     elif isinstance(word, list | tuple):
         for each in word:
             yield from _places(each)

@@ -1,14 +1,20 @@
 """Worlds for whole commands: a model, data and an SSD directory, and a run that has been there already."""
 
+import functools
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 from bad_worlds import World, save_model
 
 from headrace.cli import main
 from headrace.store.manifest import MANIFEST_NAME
+
+YAML_DUMP = functools.partial(yaml.safe_dump, sort_keys=False)
 
 
 @pytest.fixture(scope="session")
@@ -48,5 +54,16 @@ def ran(trained: Path, tmp_path: Path, shared_cache: Path, capsys: pytest.Captur
     world = World(tmp_path / "world", capsys)
     shutil.copytree(trained, world.folder)
     for path in (world.run / MANIFEST_NAME, world.run / "config.yaml", *world.ssd.glob("*/owner.json")):
-        path.write_text(path.read_text().replace(str(trained), str(world.folder)))
+        read, write = (json.loads, json.dumps) if path.suffix == ".json" else (yaml.safe_load, YAML_DUMP)
+        values = read(path.read_text(encoding="utf-8"))
+        path.write_text(write(moved(values, str(trained), str(world.folder))), encoding="utf-8")
     return world
+
+
+def moved(value: Any, old: str, new: str) -> Any:
+    """Return what was read from a file with `new` for `old` in all its texts."""
+    if isinstance(value, dict):
+        return {key: moved(each, old, new) for key, each in value.items()}
+    if isinstance(value, list):
+        return [moved(each, old, new) for each in value]
+    return value.replace(old, new) if isinstance(value, str) else value

@@ -125,13 +125,13 @@ def test_a_timeout_of_the_call_is_kept() -> None:
 
 
 def test_a_long_queue_on_a_slow_drive_is_no_stall() -> None:
-    pieces = 10
+    pieces = 30
     script = [Fault(verb="read", call=call, kind=FaultKind.STALL, seconds=0.06) for call in range(pieces)]
     file = FaultyFile(MemoryFile(SIZE), script)
-    with ThreadEngine(1, 1, piece_bytes=BLOCK_BYTES, deadline_seconds=0.4) as engine:
+    with ThreadEngine(1, 1, piece_bytes=BLOCK_BYTES, deadline_seconds=1.5) as engine:
         start = time.monotonic()
         engine.read([(file, 0, huge_page_buffer(pieces * BLOCK_BYTES))]).wait()
-        assert time.monotonic() - start > 0.5
+        assert time.monotonic() - start > 1.5
 
 
 def test_close_finishes_requests_ends_threads_and_refuses_more() -> None:
