@@ -29,8 +29,9 @@ class CostMeter(TorchDispatchMode):
     """Floating-point operations, live bytes, and the replayable operators of what runs inside.
 
     `wide`: products of 16-bit numbers go by way of float32, and what that takes is measured as anything else. `besides` are
-    storages that are counted elsewhere. `huge_pages`: whether large storages begin on huge pages; None: as in
-    this process.
+    storages that are counted elsewhere. `huge_pages`: whether large storages begin on huge pages; None: as in this process.
+    `by_values` tells whether something ran whose shapes follow from values: experts that look for their tokens. For memory the
+    worst is that one of them gets all, and that is what is followed.
     """
 
     def __init__(self, wide: bool, besides: Iterable[torch.Tensor] = (), *, huge_pages: bool | None = None) -> None:
@@ -40,13 +41,28 @@ class CostMeter(TorchDispatchMode):
         self.peak_bytes = self._live_bytes = 0
         self.operators: list[OperatorCosts] = []
         self._made_by: dict[int, int] = {}  # live storage -> ordinal of the operator that made it
+        self.by_values = False
+        self._places: set[int] = set()  # live storages of places that were asked for
+        self._whole: set[torch.Size] = set()  # shapes of masks all of whose places were given
         self._known = {tensor.untyped_storage()._cdata for tensor in besides}
         self._huge_pages = _allocates_huge_pages() if huge_pages is None else huge_pages
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if self._wide and is_narrow(func, args):
+        try:
+            return self._run(func, args, kwargs)
+        except Exception as error:
+            if not getattr(error, "__notes__", None):
+                error.add_note(str(func))  # what ran when it failed
+            raise
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> Any:
+        if func is _aten.nonzero.default:
+            out = self._places_of(args[0])
+        elif func is _aten._local_scalar_dense.default and args[0].untyped_storage()._cdata in self._places:
+            return 0  # one of the places: any will do
+        elif self._wide and is_narrow(func, args):
             # Its pieces are followed for what they take; its operations are those of the product, however it is cut.
             self._inside = True
             with self:
@@ -74,6 +90,15 @@ class CostMeter(TorchDispatchMode):
                 self._made_by[tensor.untyped_storage()._cdata] = len(self.operators)
             self.operators.append(cost)
         return out
+
+    def _places_of(self, mask: torch.Tensor) -> torch.Tensor:
+        """Return as many places as there may be: all of a mask, and one of each further mask of that shape."""
+        self.by_values = True
+        rows = 1 if mask.shape in self._whole else mask.numel()
+        self._whole.add(mask.shape)
+        places = mask.new_zeros((rows, mask.dim()), dtype=torch.int64)
+        self._places.add(places.untyped_storage()._cdata)
+        return places
 
     def _must_run(self, written: torch.Tensor) -> None:
         """Note that the output of an operator is written into afterwards: nothing to keep (see `replay.Record`)."""

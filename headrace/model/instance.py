@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from headrace.model.batch import MicroBatch
-from headrace.terms.errors import ModelError
+from headrace.terms.errors import ModelError, in_one_line
 
 # Two samples of unequal length, longer than the tiny sliding window, so that windows and packing are seen.
 LENGTHS = (13, 10)
@@ -26,7 +26,9 @@ def tiny_model(config_class: type, key: str) -> Any:
         try:
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
         except Exception as error:  # whatever the architecture's own code raises for sizes it cannot have
-            raise ModelError(f"{config_class.__name__}: cannot build a tiny instance for checking: {error!r}") from error
+            raise ModelError(
+                f"{config_class.__name__}: cannot build a tiny instance for checking: {in_one_line(error)}"
+            ) from error
         with torch.no_grad():
             for parameter in model.parameters():  # away from the initial values: near those, mistakes are invisible
                 parameter.add_(torch.randn_like(parameter) * 0.1)

@@ -18,7 +18,7 @@ from headrace.model.blocks import check_architecture, find_blocks
 from headrace.model.instance import LENGTHS, tiny_model, tiny_samples
 from headrace.model.runner import RunBlock, Runner
 from headrace.model.thresholds import architecture_key, key_without, tiny_of
-from headrace.terms.errors import HeadraceError, ModelError
+from headrace.terms.errors import HeadraceError, ModelError, in_one_line
 
 # Sums in another order: measured 3e-8 on 25 architectures in float32; a lost gradient is larger by orders of magnitude.
 RELATIVE_TOLERANCE = 1e-4
@@ -117,8 +117,8 @@ def _words_for_its_errors(config: Any) -> Iterator[None]:
         raise
     except Exception as error:
         raise ModelError(
-            f"{type(config).__name__}: cannot be run block by block: its own code raises {error!r}; blocks may hand one "
-            "another more than hidden states"
+            f"{type(config).__name__}: cannot be run block by block: its own code raises {in_one_line(error)}; blocks may hand "
+            "one another more than hidden states"
         ) from error
 
 
@@ -134,7 +134,7 @@ def tiny_runner(config_class: type, key: str) -> Runner:
         with torch.no_grad():
             model(input_ids=tiny_samples(model)[0].input_ids, use_cache=False, **_without_asides(model))
     except Exception as error:  # the architecture's own code, on sizes that it may not like
-        raise ModelError(f"{config_class.__name__}: its tiny instance does not run: {error!r}") from error
+        raise ModelError(f"{config_class.__name__}: its tiny instance does not run: {in_one_line(error)}") from error
     finally:
         handle.remove()
     if not seen:

@@ -5,21 +5,25 @@ operations and follows which storages are alive, so that the peak of live bytes 
 anything is allocated. What a library allocates inside one operator is not seen.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
 import transformers
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.overrides import TorchFunctionMode
 
-from headrace.model.batch import MicroBatch
+from headrace.model.batch import MicroBatch, PrologueResult
 from headrace.model.chain import Chain
 from headrace.model.cost_meter import AttentionOfGpus, CostMeter
+from headrace.model.runner import left_as_found
 from headrace.model.skip import skippable
+from headrace.model.taps import BlockCall
 from headrace.terms.costs import ATTENTION, BlockCosts, ModelCosts
-from headrace.terms.errors import ModelError
+from headrace.terms.errors import HeadraceError, ModelError, in_one_line
 
 # Chunks of positions for which the epilogue is tried: its peak is the larger of a part that grows and one that does not.
 _LOSS_CHUNKS = (16, 64, 128, 256, 512, 1024, 2048)
@@ -48,18 +52,27 @@ def profile(
     attention = AttentionOfGpus()
     try:
         with (
-            _left_as_found(chain.model),
+            _quiet(logging.getLogger(torch._subclasses.fake_tensor.__name__)),
+            left_as_found(chain.model.modules()),
             FakeTensorMode(allow_non_fake_inputs=True),
             chain.own_code(),
             attention if for_gpu else nullcontext(),
         ):
             on_gpu = for_gpu or chain.device.type == "cuda"
             costs = _profile(chain, sequences, length, other, on_gpu=on_gpu, huge_pages=huge_pages)
-    except DataDependentOutputException as error:
+    except HeadraceError:
+        raise
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise ModelError(
             f"{type(chain.model).__name__}: what its code does depends on values, not on shapes alone ({error.func}), so "
-            "that a step cannot be planned; dynamic rotary scaling is one such thing (rope_type), routers that copy counts to "
-            f"the host another; a newer transformers may not do it (here it is {transformers.__version__})"
+            "that a step cannot be planned; routers that copy counts to the host are one such thing; a newer transformers may "
+            f"not do it (here it is {transformers.__version__})"
+        ) from error
+    except Exception as error:  # the architecture's own code on tensors without values, and whatever operators it has
+        operator = next(iter(getattr(error, "__notes__", ())), "no operator of torch")
+        raise ModelError(
+            f"{type(chain.model).__name__}: a step cannot be planned: its code fails on shapes alone, in {operator}: "
+            f"{in_one_line(error)}"
         ) from error
     if not chain.replayable:
         return replace(costs, blocks=tuple(_not_replayable(block, chain.dtype.itemsize) for block in costs.blocks))
@@ -70,19 +83,13 @@ def profile(
 
 
 @contextmanager
-def _left_as_found(model: torch.nn.Module) -> Iterator[None]:
-    """Undo what a model keeps of a run for the next one, such as rotary tables for long rows: here these are fake tensors, and
-    to copy from a fake tensor does nothing, silently.
-    """
-    before = {module: (dict(vars(module)), dict(module._buffers)) for module in model.modules()}
+def _quiet(log: logging.Logger) -> Iterator[None]:
+    """Keep tracebacks out of the log: what fails is said in one line by whoever caught it."""
+    before, log.disabled = log.disabled, True
     try:
         yield
     finally:
-        for module, (attributes, buffers) in before.items():
-            vars(module).clear()
-            vars(module).update(attributes)
-            module._buffers.clear()
-            module._buffers.update(buffers)
+        log.disabled = before
 
 
 class Profiles:
@@ -141,11 +148,11 @@ def _profile(
         chain.bind(unit, flat, None)
     try:
         with torch.no_grad(), meter(*flats.values()) as prologue:
-            result = chain.prologue(batch)
+            result = _prologue(chain, batch)
         chain.release(0)
         chain.bind(0, flats[0], lambda parameter, gradient: None)
         with meter(*flats.values()) as prologue_backward:
-            again = chain.prologue(batch)
+            again = _prologue(chain, batch)
             if again.hidden.requires_grad:
                 again.hidden.backward(torch.zeros_like(again.hidden))  # type: ignore[no-untyped-call]
         blocks, final = _profile_blocks(chain, result.hidden, result.calls, meter)
@@ -176,6 +183,49 @@ def _profile(
         call_bytes=_call_bytes(result.calls, sequences if chain.packs(length) else 1),
         wide_products=chain.wide_products,
     )
+
+
+def _prologue(chain: Chain, batch: MicroBatch) -> PrologueResult:
+    """Run the prologue, also where it looks at values, if that decides no more than the numbers in the tables that it makes.
+
+    Rotary tables that grow with the longest position are made so. Both answers are tried, and blocks must be called alike.
+    """
+    try:
+        return chain.prologue(batch)
+    except DataDependentOutputException:
+        results = []
+        for answer in (True, False):
+            with _Answer(answer):
+                results.append(chain.prologue(batch))
+        if _outline(results[0].calls) != _outline(results[1].calls):
+            raise
+        return results[0]
+
+
+class _Answer(TorchFunctionMode):
+    """Whoever asks whether a tensor is true gets `answer`."""
+
+    def __init__(self, answer: bool) -> None:
+        super().__init__()
+        self._answer = answer
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return self._answer if func is torch.Tensor.__bool__ else func(*args, **(kwargs or {}))
+
+
+def _outline(value: Any) -> Any:
+    """Return what is alike of values that differ in numbers alone."""
+    if isinstance(value, torch.Tensor):
+        return (value.shape, value.dtype)
+    if isinstance(value, BlockCall):
+        return (_outline(value.args), _outline(value.kwargs))
+    if isinstance(value, dict):
+        return {name: _outline(inner) for name, inner in value.items()}
+    if isinstance(value, tuple | list):
+        return [_outline(inner) for inner in value]
+    return value
 
 
 def _residents(chain: Chain) -> tuple[int, ...]:
@@ -228,8 +278,9 @@ def _profile_block(
             del out
     finally:
         chain.release(index + 1)
-    operators = forward.operators
-    if [operator.name for operator in operators] != recomputed:
+    # Where values decide how many operators run, no ordinal means anything.
+    operators = [] if forward.by_values else forward.operators
+    if operators and [operator.name for operator in operators] != recomputed:
         # With a graph it goes another way, as attention with a trained bias does: no ordinal means the same there.
         operators = [replace(operator, must_run=True) for operator in operators]
     costs = BlockCosts(

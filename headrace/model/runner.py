@@ -5,7 +5,8 @@ by the model's own code, and everything that carries a gradient out of it is ret
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,6 +27,22 @@ def run_block(block: nn.Module, hidden: torch.Tensor, args: tuple[Any, ...], kwa
     return block(hidden, *args, **kwargs)
 
 
+@contextmanager
+def left_as_found(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Undo what modules keep of a run for the next one, such as rotary tables for long rows: what is computed would depend on
+    what came before, in another order after a resume; and fake tensors, of a run on shapes alone, must not stay.
+    """
+    before = {module: (dict(vars(module)), dict(module._buffers)) for module in modules}
+    try:
+        yield
+    finally:
+        for module, (attributes, buffers) in before.items():
+            vars(module).clear()
+            vars(module).update(attributes)
+            module._buffers.clear()
+            module._buffers.update(buffers)
+
+
 class Runner:
     """Runs the parts of `model`, whose repeated blocks are `blocks`, in any order.
 
@@ -42,6 +59,8 @@ class Runner:
         self.collects_asides = collect_asides and _has_aside_loss(model)
         self.run_block: RunBlock = run_block
         self._asides: list[torch.Tensor] | None = None
+        inside = {id(module) for block in self.blocks for module in block.modules()}
+        self._outside = [module for module in model.modules() if id(module) not in inside]
         if self.collects_asides:
             self._hook_routers()
 
@@ -50,7 +69,7 @@ class Runner:
         inputs = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
         if batch.position_ids is not None:
             inputs["position_ids"] = batch.position_ids
-        with Taps(self.blocks, self.tuple_length) as taps:
+        with left_as_found(self._outside), Taps(self.blocks, self.tuple_length) as taps:
             self.model(**inputs, use_cache=False)
         if taps.hidden is None or len(taps.calls) != len(self.blocks):
             raise ModelError(
@@ -75,7 +94,7 @@ class Runner:
         `input_ids` and `targets` are (b, C), `hidden` the final hidden states (b, C, hidden). Norm, head, soft-capping and
         scaling are the model's own; logits exist for the chunk only.
         """
-        with Taps(self.blocks, self.tuple_length, inject=hidden):
+        with left_as_found(self._outside), Taps(self.blocks, self.tuple_length, inject=hidden):
             logits = self.model(input_ids=input_ids, use_cache=False).logits
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from headrace.terms.errors import ModelError
+from headrace.terms.errors import ModelError, in_one_line
 
 _HEAD_DIM = 16
 _NUM_HEADS = 4
@@ -166,7 +166,7 @@ def shrink_values(
     try:
         return config_class(**small)
     except Exception as error:  # whatever validation the configuration class does
-        raise ModelError(f"{config_class.__name__}: cannot make a tiny instance for checking: {error!r}") from error
+        raise ModelError(f"{config_class.__name__}: cannot make a tiny instance for checking: {in_one_line(error)}") from error
 
 
 def open_keys(values: Mapping[str, Any]) -> dict[str, float]:

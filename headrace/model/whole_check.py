@@ -15,7 +15,7 @@ from headrace.model.probe import RELATIVE_TOLERANCE
 from headrace.model.skeleton import build_whole
 from headrace.model.text_part import names_in_whole
 from headrace.model.thresholds import architecture_key
-from headrace.terms.errors import ModelError
+from headrace.terms.errors import ModelError, in_one_line
 
 _TOKENS = 12
 
@@ -38,7 +38,8 @@ def check_whole(config: Any, whole: Any | None) -> None:
         found = tiny(input_ids=ids, use_cache=False).logits
     except Exception as error:  # its own code, which may want pictures, and finds parts without weights
         raise ModelError(
-            f"{type(whole).__name__}: cannot be compared with its text model, because it does not run on text alone: {error!r}"
+            f"{type(whole).__name__}: cannot be compared with its text model, because it does not run on text alone: "
+            f"{in_one_line(error)}"
         ) from error
     difference, largest = float((found - expected).abs().max()), float(expected.abs().max())
     if not difference <= RELATIVE_TOLERANCE * largest:

@@ -80,3 +80,9 @@ class ExportFailed(StorageError):
 
 class StepFailed(HeadraceError, RuntimeError):
     """A lane of the running step failed. Its cause is chained; the last committed state is untouched."""
+
+
+def in_one_line(error: BaseException, most: int = 300) -> str:
+    """Return the kind and the words of an error that is not ours, on one line of about `most` characters."""
+    words = " ".join(str(error).split())
+    return f"{type(error).__name__}: {words[:most]}{'...' if len(words) > most else ''}" if words else type(error).__name__

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_architectures import CONFIGS, make_config
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers import CONFIG_MAPPING
+from transformers.models.llama.modeling_llama import LlamaMLP
 from versions import CAUSAL_DOGE, LONG_ROPE_IN_A_PLAN
 
 from headrace import AdamW
@@ -157,12 +159,44 @@ def test_a_block_that_goes_another_way_with_a_graph_is_recomputed_whole() -> Non
     assert not found.skippable
 
 
-def test_code_that_looks_at_values_is_refused_in_words() -> None:
-    chain = chain_of(
-        "llama", max_position_embeddings=10, rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
-    )
-    with pytest.raises(ModelError, match=r"depends on values.*rope_type.*here it is 5\."):
-        profile(chain, ROWS, LENGTH)
+def test_tables_that_grow_with_the_row_cost_what_others_do() -> None:
+    """Code that looks at values, but only to decide which numbers a table has."""
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
+    found = profile(chain_of("llama", max_position_embeddings=10, rope_parameters=rope), ROWS, LENGTH)
+    plain = profile(chain_of("llama", max_position_embeddings=10), ROWS, LENGTH)
+    assert found.blocks == plain.blocks
+    assert found.call_bytes == plain.call_bytes
+
+
+def test_code_that_looks_at_values_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forward(self: Any, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden * 2 if hidden.sum() > 0 else hidden
+
+    monkeypatch.setattr(LlamaMLP, "forward", forward)
+    with pytest.raises(ModelError, match=r"LlamaForCausalLM: .*depends on values.*local_scalar.*here it is 5\.[^\n]*$"):
+        profile(chain_of("llama"), ROWS, LENGTH)
+
+
+@pytest.mark.parametrize("operator", ["bmm", "unique"])
+def test_code_that_fails_without_values_is_refused_with_the_operator_in_one_line(
+    operator: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def forward(self: Any, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden * torch.unique(hidden)[0] if operator == "unique" else hidden.float() @ hidden.mT
+
+    monkeypatch.setattr(LlamaMLP, "forward", forward)
+    with pytest.raises(ModelError, match=rf"^LlamaForCausalLM: .*{operator}[^\n]*$"):
+        profile(chain_of("llama"), ROWS, LENGTH)
+    assert not caplog.records  # torch writes a traceback into its log
+
+
+def test_experts_that_look_for_their_tokens_are_planned_as_if_one_got_all() -> None:
+    """No more operations than there are, but for a token that each other expert gets; and memory for the worst."""
+    found = profile(Chain.from_config(make_config(CONFIGS["dbrx"]), "float32", AdamW()), 1, LENGTH).blocks[0]
+    assert not found.operators
+    expert_flops = 2 * 3 * 32 * 48
+    routed, of_others = 2 * LENGTH * expert_flops, 4 * expert_flops
+    assert routed <= found.forward_flops - found.attention_flops <= routed + of_others + 2 * LENGTH * 32 * (32 * 3 + 4)
 
 
 @pytest.mark.parametrize("kind", ["ernie4_5_moe", "afmoe"])

@@ -56,6 +56,18 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-moe-routed": ("qwen3_moe", {**_QWEN3_MOE, **_ROUTED, "mlp_only_layers": [1]}),
     "olmoe": ("olmoe", {**SIZES, "num_experts": 4, "num_experts_per_tok": 2, **_ROUTED}),
     "deepseek-v3": ("deepseek_v3", _DEEPSEEK),
+    "dbrx": (
+        "dbrx",
+        {
+            "d_model": 32,
+            "n_heads": 4,
+            "n_layers": 3,
+            "max_seq_len": 128,
+            "vocab_size": 160,
+            "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8},
+            "ffn_config": {"hidden_size": 32, "ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
+        },
+    ),
     "gpt-oss": ("gpt_oss", {**_HEAD, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8}),
     "mamba2": ("mamba2", {**_STATE_SPACE, "num_heads": 4, "head_dim": 16, "state_size": 8}),
     "bamba": (
