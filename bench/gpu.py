@@ -171,13 +171,16 @@ def run_headrace(case: Case, options: argparse.Namespace) -> Row:
     in_host = case.tier == "host"
     with headrace.Engine.open(
         options.model,
-        headrace.Budget(device=case.device_gib * GIB, host=(options.host_state_gib if in_host else options.host_gib) * GIB),
-        headrace.AdamW(lr=1e-5),
-        run_directory=options.scratch / "state",
-        tokens_per_step=options.tokens_per_step,
-        sequence_length=options.sequence_length,
-        max_grad_norm=1.0 if in_host else None,
-        checkpoint_every=1000 if in_host else None,
+        headrace.Options(
+            device_memory=case.device_gib * GIB,
+            host_memory=(options.host_state_gib if in_host else options.host_gib) * GIB,
+            learning_rate=1e-5,
+            output=options.scratch / "state",
+            tokens_per_step=options.tokens_per_step,
+            sequence_length=options.sequence_length,
+            max_grad_norm=1.0 if in_host else None,
+            checkpoint_every=1000 if in_host else None,
+        ),
         sink=sink,
     ) as engine:
         started = time.perf_counter()

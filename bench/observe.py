@@ -91,11 +91,15 @@ def running(scratch: Path, sink: Switch) -> Iterator[Engine]:
     AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(scratch / "model")
     with Engine.open(
         scratch / "model",
-        headrace.Budget(host="1GiB", device="64MiB"),
-        headrace.AdamW(lr=1e-3),
-        run_directory=scratch / "run",
-        tokens_per_step=ROWS * LENGTH,
-        sequence_length=LENGTH,
+        headrace.Options(
+            host_memory="1GiB",
+            device_memory="64MiB",
+            learning_rate=1e-3,
+            output=scratch / "run",
+            max_grad_norm=None,
+            tokens_per_step=ROWS * LENGTH,
+            sequence_length=LENGTH,
+        ),
         sink=sink,
     ) as engine:
         yield engine

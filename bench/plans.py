@@ -23,7 +23,7 @@ from transformers import GPT2Config, LlamaConfig, PretrainedConfig
 
 from headrace.answers.answer import plan_model
 from headrace.plan.profiles import load_profile
-from headrace.terms.budget import Budget
+from headrace.terms.options import Options
 from headrace.terms.sizes import GIB, format_seconds
 
 TB = 10**12
@@ -114,12 +114,15 @@ def answer(config: Path, cell: Cell) -> Answer:
     )
     report = plan_model(
         config,
-        Budget(device=DEVICE_GIB * GIB, host=int(cell.ram_gib * HOST_SHARE * GIB)),
-        ceilings=machine,
+        Options(
+            device_memory=DEVICE_GIB * GIB,
+            host_memory=int(cell.ram_gib * HOST_SHARE * GIB),
+            machine=machine,
+            tokens_per_step=cell.tokens,
+            sequence_length=SEQUENCE_LENGTH,
+            max_steps=STEPS,
+        ),
         here=False,
-        tokens_per_step=cell.tokens,
-        sequence_length=SEQUENCE_LENGTH,
-        max_steps=STEPS,
     )
     return report.to_json()
 

@@ -168,12 +168,14 @@ def run(options: argparse.Namespace, folder: Path, model: Path, machine: Ceiling
     try:
         engine = Watching.open(
             model,
-            headrace.Budget(host=options.host_memory),
-            headrace.AdamW(lr=1e-5),
-            run_directory=run_directory,
-            tokens_per_step=options.tokens_per_step,
-            sequence_length=length,
-            machine=machine,
+            headrace.Options(
+                host_memory=options.host_memory,
+                output=run_directory,
+                max_grad_norm=None,
+                tokens_per_step=options.tokens_per_step,
+                sequence_length=length,
+                machine=machine,
+            ),
             adjust_plan=adjust,
         )
     except DoesNotFit:

@@ -61,14 +61,21 @@ def main() -> None:
 
     engine = headrace.Engine.open(
         options.model,
-        headrace.Budget(device=options.device_memory, host=options.host_memory, ssd=[ssd]),
-        headrace.AdamW(lr=options.learning_rate, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0),
-        run_directory=options.scratch / "run",
-        tokens_per_step=options.tokens_per_step,
-        sequence_length=options.sequence_length,
-        compute_dtype="bfloat16",
-        max_grad_norm=options.max_grad_norm or None,
-        machine=machine,
+        headrace.Options(
+            device_memory=options.device_memory,
+            host_memory=options.host_memory,
+            ssd=[ssd],
+            learning_rate=options.learning_rate,
+            adam_betas=(0.9, 0.95),
+            adam_epsilon=1e-8,
+            weight_decay=0.0,
+            output=options.scratch / "run",
+            tokens_per_step=options.tokens_per_step,
+            sequence_length=options.sequence_length,
+            compute_dtype="bfloat16",
+            max_grad_norm=options.max_grad_norm or None,
+            machine=machine,
+        ),
         sink=keep if options.observe else None,
     )
     recorder = Recorder(engine.store._parts.volume) if options.observe else None  # the store has no other door to its files

@@ -6,14 +6,14 @@
 
 from typing import TYPE_CHECKING, Any
 
-from headrace.terms.budget import Budget
-from headrace.terms.optimizer import AdamW, ParameterGroup, Schedule
+from headrace.terms.optimizer import ParameterGroup
+from headrace.terms.options import Options, RunOptions
 
 if TYPE_CHECKING:
     from headrace.cli.environment import set_process_defaults
     from headrace.engine.trainer import Engine
 
-__all__ = ["AdamW", "Budget", "Engine", "ParameterGroup", "Schedule", "set_process_defaults"]
+__all__ = ["Engine", "Options", "ParameterGroup", "RunOptions", "set_process_defaults"]
 __version__ = "0.1.0"
 
 

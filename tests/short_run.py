@@ -11,21 +11,23 @@ from safetensors.torch import load_file
 import headrace
 from headrace.engine.trainer import Engine
 from headrace.plan.plan import Plan
+from headrace.terms.events import Sink
 
 
 def short_run(
     path: Path,
     run_directory: Path,
     batches: Sequence[dict[str, torch.Tensor]],
-    budget: headrace.Budget,
     *,
     adjust: dict[str, Any] | None = None,
     inspect: Callable[[Engine], None] | None = None,
     export: Path | None = None,
+    sink: Sink | None = None,
     **options: Any,
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Return losses and final weights of a run over `batches`. `adjust` replaces fields of the plan, by values or by functions
-    of it; `inspect` sees the engine before it is closed.
+    """Return losses and final weights of a run over `batches`, without clipping if `options` do not say so.
+
+    `adjust` replaces fields of the plan, by values or by functions of it; `inspect` sees the engine before it is closed.
     """
 
     def adjust_plan(plan: Plan) -> Plan:
@@ -33,16 +35,20 @@ def short_run(
         return dataclasses.replace(plan, **changes)
 
     rows, length = batches[0]["input_ids"].shape
+    given: dict[str, Any] = {"host_memory": "4GiB", "max_grad_norm": None}
     out = export or run_directory.parent / f"{run_directory.name}-out"
     with Engine.open(
         path,
-        budget,
-        headrace.AdamW(lr=1e-3, weight_decay=0.1),
-        run_directory=run_directory,
-        tokens_per_step=rows * length,
-        sequence_length=length,
+        headrace.Options(
+            learning_rate=1e-3,
+            weight_decay=0.1,
+            output=run_directory,
+            tokens_per_step=rows * length,
+            sequence_length=length,
+            **given | options,
+        ),
+        sink,
         adjust_plan=adjust_plan,
-        **options,
     ) as engine:
         losses = [engine.step(batch).loss for batch in batches]
         if inspect is not None:

@@ -27,17 +27,16 @@ from headrace.plan.footprint import Allowance, planned_runtime_bytes, with_footp
 from headrace.plan.forecast import Forecast, forecast
 from headrace.plan.placement import THRIFTS, Problem, Workload, filled, fits, placements_of, plan_of
 from headrace.plan.plan import Plan
+from headrace.plan.profiles import load_profile
 from headrace.plan.search import make_plan, nominal_ceilings, nominal_machine
 from headrace.terms.budget import Budget
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.errors import ConfigError, PlanInfeasible
 from headrace.terms.layout import plane_set, realigned
-from headrace.terms.optimizer import AdamW
+from headrace.terms.options import DEFAULT_ROWS_PER_STEP, DEFAULT_SEQUENCE_LENGTH, Options
 from headrace.terms.program import Lane
-from headrace.terms.sizes import GIB, MIB, MOST_COUNT, format_bytes, round_up
+from headrace.terms.sizes import GIB, MIB, format_bytes, round_up
 
-_SEQUENCE_LENGTH = 2048
-_ROWS = 8
 # Steps that wear is stated for when the length of the run is not known.
 _STEPS = 1000
 # Forecasts that are only compared with one another may be coarser.
@@ -55,44 +54,30 @@ _MOST_PLACEMENTS = 4
 
 
 def plan_model(
-    model: str | Path,
-    budget: Budget | None = None,
-    *,
-    ceilings: Ceilings | None = None,
-    here: bool = True,
-    tokens_per_step: int | None = None,
-    sequence_length: int | None = None,
-    clip: bool = True,
-    checkpoint_every: int | None = None,
-    compute_dtype: str = "bfloat16",
-    moments: str = "float32",
-    max_steps: int | None = None,
-    variants_seconds: float = 4.0,
+    model: str | Path, options: Options | None = None, *, here: bool = True, variants_seconds: float = 4.0
 ) -> PlanReport:
-    """Plan the training of `model` (a directory, a config.json, or OWNER/NAME on the Hub) within `budget`.
+    """Plan the training of `model` (a directory, a config.json, or OWNER/NAME on the Hub) under `options`.
 
-    `ceilings` is the machine; without it times are those of a nominal one, and the report says so. Where the budget names SSD
-    directories, their drives alone count. `here` says that it is this machine, so that budgets that are not given follow from
-    what is free now; where it is not, nothing is asked of this one but for directories of its own that the budget names.
-    `max_steps` is the length of the run, for hours and wear. Where the model does not fit, the search for variants that do
-    ends after about `variants_seconds`; where it fits and the SSDs limit the step, the alternatives are what would spare them.
+    `options.machine` is the machine, by name or as measured ceilings; without it times are those of a nominal one, and the
+    report says so. Where SSD directories are named, their drives alone count. `here` says that it is this machine, so that
+    budgets that are not given follow from what is free now; where it is not, nothing is asked of this one but for directories
+    of its own. `options.max_steps` is the length of the run, for hours and wear.
+    Where the model does not fit, the search for variants that do ends after about `variants_seconds`; where it fits and the
+    SSDs limit the step, the alternatives are what would spare them.
 
     Raises:
         ModelError: there is no configuration, or its architecture is one that training refuses: tried on a tiny instance.
         InputError: lengths or budgets that cannot be.
         StorageError: an SSD directory of the budget cannot be used.
     """
-    if max_steps is not None and max_steps < 1:
-        raise ConfigError(f"max_steps: {max_steps} given; a run has at least 1 step")
-    for name, count in (("max_steps", max_steps), ("tokens_per_step", tokens_per_step), ("sequence_length", sequence_length)):
-        if count is not None and count > MOST_COUNT:
-            raise ConfigError(f"{name}: more than {MOST_COUNT} given; give at most that")
-    budget = budget or Budget()
+    options = options or Options()
+    budget, machine = options.budget, options.machine
+    ceilings = load_profile(machine) if isinstance(machine, str) else machine
     config, whole = read_parts(model)
-    workload = _workload(config, tokens_per_step, sequence_length, clip=clip, checkpoint_every=checkpoint_every)
+    workload = _workload(config, options)
     self_check(config)
     check_whole(config, whole)
-    chain = Chain.from_config(config, compute_dtype, AdamW(), moments)
+    chain = Chain.from_config(config, options.compute_dtype, options.rule, options.moments)
     if ceilings is not None and budget.ssd:
         ceilings = ceilings.of_directories(file_systems(budget.ssd))
     allowance = replace(
@@ -100,15 +85,15 @@ def plan_model(
         import_workspace_bytes=import_workspace_bytes(chain.layouts),
         ssd_bytes=default_ssd_bytes(ceilings, budget.ssd),
     )
-    if not allowance.device_overhead_bytes and not _multiplies(compute_dtype, ceilings, here=here):
+    if not allowance.device_overhead_bytes and not _multiplies(options.compute_dtype, ceilings, here=here):
         chain.multiply_wide()
-    question = Question(workload=workload, allowance=allowance, moments=moments)
+    question = Question(workload=workload, allowance=allowance, moments=options.moments)
     planner = _Planner(chain, question, ceilings, here=here)
     report = PlanReport(
         model=type(chain.model if whole is None else whole).__name__,
         parameters=chain.num_parameters,
-        compute_dtype=compute_dtype,
-        moments=moments,
+        compute_dtype=options.compute_dtype,
+        moments=options.moments,
         tokens_per_step=workload.tokens_per_step,
         sequence_length=workload.sequence_length,
         machine=planner.ceilings.name,
@@ -124,7 +109,7 @@ def plan_model(
         return replace(report, reason=str(error), needed_bytes={error.tier: error.needed_bytes}, alternatives=variants)
     if whole is not None:
         plan = replace(plan, notes=(*plan.notes, note_on(whole)))
-    report = _with_times(report, plan, planner.ceilings, max_steps or _STEPS)
+    report = _with_times(report, plan, planner.ceilings, options.max_steps or _STEPS)
     return replace(report, alternatives=planner.sparing_the_ssd(question, plan, report.forecast))
 
 
@@ -164,18 +149,17 @@ def _with_times(report: PlanReport, plan: Plan, ceilings: Ceilings, num_steps: i
     )
 
 
-def _workload(
-    config: Any, tokens_per_step: int | None, sequence_length: int | None, *, clip: bool, checkpoint_every: int | None
-) -> Workload:
+def _workload(config: Any, options: Options) -> Workload:
+    tokens_per_step, sequence_length = options.tokens_per_step, options.sequence_length
     if sequence_length is None:
         # As long as the model and the step allow, up to the default; a step given decides where it is shorter.
         limits = (position_limit(config), tokens_per_step)
-        sequence_length = min([_SEQUENCE_LENGTH, *(limit for limit in limits if limit is not None)])
+        sequence_length = min([DEFAULT_SEQUENCE_LENGTH, *(limit for limit in limits if limit is not None)])
     workload = Workload(
-        tokens_per_step=_ROWS * sequence_length if tokens_per_step is None else tokens_per_step,
+        tokens_per_step=DEFAULT_ROWS_PER_STEP * sequence_length if tokens_per_step is None else tokens_per_step,
         sequence_length=sequence_length,
-        clip=clip,
-        checkpoint_every=checkpoint_every,
+        clip=options.max_grad_norm is not None,
+        checkpoint_every=options.checkpoint_every,
     )
     if sequence_length < 2:
         raise ConfigError(

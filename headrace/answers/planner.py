@@ -24,12 +24,12 @@ from headrace.store import Manifest
 from headrace.terms.budget import default_bytes
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.errors import ConfigError, StorageError
-from headrace.terms.settings import Settings
+from headrace.terms.options import Options
 from headrace.terms.sizes import format_bytes
 
 
 class Planner:
-    """Plans the steps of `chain` on `machine`, as `settings` ask for it.
+    """Plans the steps of `chain` on `machine`, as `options` ask for it.
 
     `weights` are the checkpoint's, which the import reads. `warm_up` loads and compiles what a run will have loaded, so that
     this process can be measured. `given` is a plan to take instead of searching; `adjust` may change each plan that is made.
@@ -37,7 +37,7 @@ class Planner:
 
     def __init__(
         self,
-        settings: Settings,
+        options: Options,
         chain: Chain,
         machine: Machine,
         weights: WeightMap,
@@ -47,9 +47,9 @@ class Planner:
         given: Plan | None,
         adjust: Callable[[Plan], Plan] | None,
     ) -> None:
-        self._settings, self._chain, self._machine, self._weights = settings, chain, machine, weights
+        self._options, self._chain, self._machine, self._weights = options, chain, machine, weights
         self._cores, self._warm_up, self._given, self._adjust = cores, warm_up, given, adjust
-        self._ceilings = Ceilings.from_json(settings.machine) if settings.machine else None
+        self._ceilings = options.machine if isinstance(options.machine, Ceilings) else None
         self._profiles = Profiles(chain)
         self._runtime_bytes: int | None = None
 
@@ -67,13 +67,13 @@ class Planner:
             workload=Workload(
                 tokens_per_step=tokens_per_step,
                 sequence_length=sequence_length,
-                clip=self._settings.max_grad_norm is not None,
-                checkpoint_every=self._settings.checkpoint_every,
+                clip=self._options.max_grad_norm is not None,
+                checkpoint_every=self._options.checkpoint_every,
             ),
             allowance=self._allowance(lambda: costs_of(1), state),
-            compute_dtype=self._settings.compute_dtype,
-            gradient_dtype=self._settings.gradient_dtype,
-            moments=self._settings.moments,
+            compute_dtype=self._options.compute_dtype,
+            gradient_dtype=self._options.gradient_dtype,
+            moments=self._options.moments,
         )
         plan = adopted(self._given, problem) if self._given else make_plan(problem, self._ceilings)
         gc.collect()
@@ -93,11 +93,11 @@ class Planner:
 
     def _allowance(self, profile_model: Callable[[], object], state: Manifest | Sequence[Path]) -> Allowance:
         stored = state if isinstance(state, Manifest) else None  # then the model has been imported
-        device_bytes = self._settings.device_bytes
+        device_bytes = self._options.budget.device_bytes
         if device_bytes is None and self._machine.separate_device:
             device_bytes = default_bytes("device", self._machine.device_memory_bytes()[0])
         return Allowance(
-            host_bytes=self._settings.host_bytes or default_host_bytes(pins=self._machine.device.type == "cuda"),
+            host_bytes=self._options.budget.host_bytes or default_host_bytes(pins=self._machine.device.type == "cuda"),
             device_bytes=device_bytes,
             runtime_bytes=self._runtime(profile_model),
             cores=self._cores,

@@ -14,8 +14,10 @@ import typer
 import headrace
 from headrace.cli.environment import set_process_defaults
 from headrace.cli.errors import INTERRUPTED, leave, plain_usage_errors, plainly
+from headrace.cli.options import with_options
 from headrace.cli.reporting import report
 from headrace.cli.streams import guarded_streams
+from headrace.terms.options import Options, RunOptions
 
 app = typer.Typer(
     name="headrace",
@@ -57,40 +59,16 @@ def _common(
 
 @app.command()
 @plainly
+@with_options(RunOptions.declarations())
 def train(
-    context: typer.Context,
     words: Annotated[
         list[str], typer.Argument(metavar="RUN.YAML | MODEL DATA...", help="A YAML file, or model and data; then key=value.")
     ],
-    output: Annotated[Path | None, typer.Option(help="Run directory; must not exist. Default: runs/MODEL-DATA.")] = None,
-    ssd: Annotated[list[Path] | None, typer.Option(help="Directory on an SSD for the state; give several to stripe.")] = None,
-    host_memory: Annotated[str | None, typer.Option(help="Main memory the process may use, such as 16GiB.")] = None,
-    device_memory: Annotated[str | None, typer.Option(help="GPU memory; without a GPU, a device tier of that size.")] = None,
-    tokens_per_step: Annotated[int | None, typer.Option(help="Tokens of one optimizer step.")] = None,
-    sequence_length: Annotated[int | None, typer.Option(help="Tokens of one row.")] = None,
-    max_steps: Annotated[int | None, typer.Option(help="Steps of the run; wins over --epochs.")] = None,
-    epochs: Annotated[float | None, typer.Option(help="Passes over the data. Default: 1.")] = None,
-    learning_rate: Annotated[float | None, typer.Option(help="Default: 1e-5.")] = None,
-    weight_decay: Annotated[float | None, typer.Option(help="Not applied to norms and biases. Default: 0.")] = None,
-    warmup_steps: Annotated[int | None, typer.Option(help="Steps of linear rise of the learning rate. Default: 0.")] = None,
-    lr_schedule: Annotated[str | None, typer.Option(help="constant, linear or cosine. Default: constant.")] = None,
-    max_grad_norm: Annotated[float | None, typer.Option(help="Clip to this global norm; 0 for none. Default: 1.")] = None,
-    compute_dtype: Annotated[str | None, typer.Option(help="bfloat16, float32 or float16. Default: bfloat16.")] = None,
-    moments: Annotated[str | None, typer.Option(help="AdamW's moments: float32, bfloat16 or int8. Default: float32.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Order of the data and dropout. Default: 0.")] = None,
-    packing: Annotated[bool | None, typer.Option(help="Several samples in a row. Default: where the model can.")] = None,
-    checkpoint_every: Annotated[int | None, typer.Option(help="Commit every so many steps. Default: 1.")] = None,
-    machine: Annotated[str | None, typer.Option(help="Machine profile. Default: what `bench machine` kept.")] = None,
-    plan: Annotated[Path | None, typer.Option(help="Follow this plan: a run directory, or a plan as JSON.")] = None,
-    report_to: Annotated[list[str] | None, typer.Option(help="tensorboard or trace; may be given twice.")] = None,
-    compile_blocks: Annotated[bool | None, typer.Option(help="Run blocks under torch.compile. Default: no.")] = None,
-    liger: Annotated[bool | None, typer.Option(help="Liger's kernels in the blocks, on a GPU. Default: no.")] = None,
-    keep_state: Annotated[bool | None, typer.Option(help="Keep the state on the SSDs after the end.")] = None,
+    **given: Any,
 ) -> None:
     """Fine-tune a model. Every option can also stand in the YAML file, or be given as key=value (with _ for -)."""
     from headrace.cli.runs import run_config, start
 
-    given = {name: value for name, value in context.params.items() if name != "words" and value not in (None, [], ())}
     start(run_config(words, given))
 
 
@@ -174,24 +152,13 @@ app.command()(report)
 
 @app.command()
 @plainly
+@with_options(each for each in Options.declarations() if each.plan)
 def plan(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Directory, config.json, or OWNER/NAME on the Hub.")],
     data: Annotated[list[Path] | None, typer.Option(help="Data of the run: its length is one pass. Repeatable.")] = None,
-    tokens_per_step: Annotated[int | None, typer.Option(help="Tokens of one optimizer step. Default: 8 rows.")] = None,
-    sequence_length: Annotated[int | None, typer.Option(help="Tokens of one row. Default: up to 2048.")] = None,
-    ssd: Annotated[
-        list[Path] | None, typer.Option(help="Directory on an SSD for the state; repeatable. Default: here.")
-    ] = None,
-    host_memory: Annotated[str | None, typer.Option(help="Main memory of the process. Default: 70 % of what is free.")] = None,
-    device_memory: Annotated[str | None, typer.Option(help="GPU memory. Default: 90 % of what is free.")] = None,
-    machine: Annotated[
-        str | None, typer.Option(metavar="NAME|FILE", help="Plan for another machine, such as rtx4090-4ssd. Default: this one.")
-    ] = None,
-    max_steps: Annotated[int | None, typer.Option(help="Steps of the run, for hours and wear.")] = None,
-    max_grad_norm: Annotated[float, typer.Option(help="Clip to this global norm; 0 for none.")] = 1.0,
-    compute_dtype: Annotated[str, typer.Option(help="bfloat16, float32 or float16.")] = "bfloat16",
-    moments: Annotated[str, typer.Option(help="AdamW's moments: float32, bfloat16 or int8.")] = "float32",
+    *,
     as_json: Json = False,
+    **given: Any,
 ) -> None:
     """Say whether a model fits, how fast it will be, and what limits it. Needs config.json only, no weights."""
     # A search makes millions of small objects and no cycles: looking for those takes a seventh of the time.
@@ -199,20 +166,7 @@ def plan(
     from headrace.cli.planning import make_report, report_text
     from headrace.cli.screen import show
 
-    report = make_report(
-        model,
-        data=data or (),
-        tokens_per_step=tokens_per_step,
-        sequence_length=sequence_length,
-        ssd=ssd or (),
-        host_memory=host_memory,
-        device_memory=device_memory,
-        machine=machine,
-        max_steps=max_steps,
-        max_grad_norm=max_grad_norm,
-        compute_dtype=compute_dtype,
-        moments=moments,
-    )
+    report = make_report(model, Options.of(given), data or ())
     if as_json:
         typer.echo(report_text(report, as_json=True))
     else:

@@ -7,6 +7,7 @@ import json
 import math
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from headrace.answers.answer import plan_model
@@ -14,54 +15,28 @@ from headrace.answers.explain import explain
 from headrace.answers.report import PlanReport
 from headrace.cli.environment import cache_directory, machine_profile_path
 from headrace.plan.profiles import load_profile
-from headrace.terms.budget import Budget
 from headrace.terms.ceilings import Ceilings, Drive
 from headrace.terms.errors import ConfigError, StorageError
 from headrace.terms.events import Event, Notice
+from headrace.terms.options import Options, RunOptions
 from headrace.terms.sizes import format_bytes, format_seconds
-from headrace.terms.words import DTYPE_NAMES, MOMENTS_NAMES, plain_figure
+from headrace.terms.words import plain_figure
 
 
-def make_report(
-    model: str,
-    *,
-    data: Sequence[Path],
-    tokens_per_step: int | None,
-    sequence_length: int | None,
-    ssd: Sequence[Path],
-    host_memory: str | None,
-    device_memory: str | None,
-    machine: str | None,
-    max_steps: int | None,
-    max_grad_norm: float,
-    compute_dtype: str,
-    moments: str = "float32",
-) -> PlanReport:
+def make_report(model: str, options: Options, data: Sequence[Path]) -> PlanReport:
     """Return the answer for `headrace plan`'s options. With `data`, the length of the run is one pass over it.
 
     Raises:
         InputError: model, data, machine or a number cannot be used.
         StorageError: an SSD directory cannot be used.
     """
-    if not max_grad_norm >= 0:  # not a number is refused, too
-        raise ConfigError(f"max_grad_norm: {max_grad_norm} given; give a norm to clip to, or 0 for no clipping")
-    ceilings = _ceilings(machine)
-    here = machine is None
-    budget = Budget(device=device_memory, host=host_memory, ssd=tuple(ssd) or ((Path.cwd(),) if here else ()))
-    if data and max_steps is None:
-        tokens_per_step, sequence_length, max_steps = _epoch(Path(model), data, tokens_per_step, sequence_length)
-    return plan_model(
-        model,
-        budget,
-        ceilings=ceilings,
-        here=here,
-        tokens_per_step=tokens_per_step,
-        sequence_length=sequence_length,
-        clip=max_grad_norm > 0,
-        compute_dtype=DTYPE_NAMES.get(compute_dtype, compute_dtype),
-        moments=MOMENTS_NAMES.get(moments, moments),
-        max_steps=max_steps,
-    )
+    here = options.machine is None
+    if here:
+        kept = machine_profile_path()
+        options = replace(options, ssd=options.ssd or (Path.cwd(),), machine=load_profile(kept) if kept.exists() else None)
+    if data and options.max_steps is None:
+        options = _of_one_epoch(Path(model), data, options)
+    return plan_model(model, options, here=here)
 
 
 def report_text(report: PlanReport, *, as_json: bool) -> str:
@@ -140,28 +115,16 @@ def _drive_lines(index: int, drive: Drive) -> Iterator[str]:
         yield f"{f'ssd {index} in flight':<18} {threads:8d} each way, in pieces of {piece}"
 
 
-def _ceilings(machine: str | None) -> Ceilings | None:
-    """Return the profile named, else this machine's if it was measured."""
-    if machine is not None:
-        return load_profile(machine)
-    kept = machine_profile_path()
-    return load_profile(kept) if kept.exists() else None
-
-
-def _epoch(
-    model: Path, data: Sequence[Path], tokens_per_step: int | None, sequence_length: int | None
-) -> tuple[int | None, int | None, int]:
-    """Return tokens per step, sequence length and steps of one pass over the data, as training would have them."""
-    from headrace.runs import RunConfig  # late: it brings the data libraries
-    from headrace.runs.data import with_lengths
+def _of_one_epoch(model: Path, data: Sequence[Path], options: Options) -> Options:
+    """Return the options with tokens per step, sequence length and steps of one pass over the data, as training has them."""
+    from headrace.runs.data import with_lengths  # late: it brings the data libraries
     from headrace.runs.prepare import open_stream
 
     if not model.is_dir():
         raise ConfigError(f"data: the steps of a pass need the model's tokenizer, and {model} is no model directory")
-    values = {"model": model, "data": [str(path) for path in data], "cache": cache_directory()}
-    lengths = {"tokens_per_step": tokens_per_step, "sequence_length": sequence_length}
-    config = with_lengths(RunConfig.of(values | {name: value for name, value in lengths.items() if value is not None}))
-    return config.tokens_per_step, config.sequence_length, max(1, math.ceil(open_stream(config).steps_per_epoch))
+    places = {"model": model, "data": [str(path) for path in data], "cache": cache_directory()}
+    run = with_lengths(RunOptions(**vars(options) | places))
+    return replace(run, max_steps=max(1, math.ceil(open_stream(run).steps_per_epoch)))
 
 
 def _say(event: Event) -> None:

@@ -1,4 +1,4 @@
-"""`train`, `resume` and `export`: from words to a `RunConfig`, and the run shown on this terminal.
+"""`train`, `resume` and `export`: from words to a `RunOptions`, and the run shown on this terminal.
 
 Invariant: options win over key=value words, these over the YAML file.
 """
@@ -21,7 +21,7 @@ from headrace.cli.screen import show
 from headrace.cli.streams import StdoutLost
 from headrace.files.durable import appearing
 from headrace.report import LineProgress, LiveProgress, Reporter
-from headrace.runs import Interrupted, RunConfig, RunDirectory, resume, train
+from headrace.runs import Interrupted, RunDirectory, RunOptions, resume, train
 from headrace.runs.config import parse_changes, read_yaml
 from headrace.runs.prepare import default_output
 from headrace.runs.protocols import StateKind
@@ -46,11 +46,11 @@ class Terminal:
         return LiveProgress(console, total_steps) if live else LineProgress(sys.stdout, total_steps)
 
 
-def run_config(words: Sequence[str], options: Mapping[str, Any]) -> RunConfig:
+def run_config(words: Sequence[str], options: Mapping[str, Any]) -> RunOptions:
     """Return the configuration of `RUN.YAML | MODEL DATA...`, `key=value` words and options.
 
     Raises:
-        ConfigError: the words are neither, or see `RunConfig.of`.
+        ConfigError: the words are neither, or see `RunOptions.of`.
     """
     changes = parse_changes([word for word in words if _CHANGE.match(word)])
     places = [word for word in words if not _CHANGE.match(word)]
@@ -65,19 +65,19 @@ def run_config(words: Sequence[str], options: Mapping[str, Any]) -> RunConfig:
         values |= {"model": places[0], "data": places[1:]}
     elif places:
         raise ConfigError(f"found only {places[0]!r}; give a RUN.YAML, or a MODEL directory and one or more DATA files")
-    return RunConfig.of(values | changes | dict(options), source=source)
+    return RunOptions.of(values | changes | dict(options), source=source)
 
 
-def start(config: RunConfig) -> None:
+def start(config: RunOptions) -> None:
     """Train; a stop signal ends the process with 130 or 143."""
-    with _stops(RunDirectory(config.output or default_output(config))), places_plainly(lambda: dict(config).values()):
+    with _stops(RunDirectory(Path(config.output or default_output(config)))), places_plainly(lambda: vars(config).values()):
         train(config, display=Terminal())
 
 
 def go_on(run_directory: Path) -> None:
     """Resume; a stop signal ends the process with 130 or 143."""
     run = RunDirectory(run_directory)
-    with _stops(run), places_plainly(lambda: dict(run.read_config()).values()):
+    with _stops(run), places_plainly(lambda: vars(run.read_config()).values()):
         resume(run_directory, display=Terminal())
 
 

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from headrace.cli.environment import cache_directory
 from headrace.data import DataSpec, Segment, TokenSet, length_histogram, render_samples, summarize
-from headrace.runs import RunConfig, RunDirectory, open_tokens
+from headrace.runs import RunDirectory, RunOptions, open_tokens
 from headrace.runs.data import open_tokenizer, with_lengths
 from headrace.terms.errors import ConfigError
 
@@ -77,17 +77,17 @@ def totals(tokens: TokenSet, spec: DataSpec) -> str:
     return "\n".join(lines)
 
 
-def _config(source: str, model: Path | None, sequence_length: int | None) -> RunConfig:
+def _config(source: str, model: Path | None, sequence_length: int | None) -> RunOptions:
     length = {} if sequence_length is None else {"sequence_length": sequence_length}
     run = RunDirectory(Path(source))
     if run.config.exists():
         config = run.read_config()
         if not length:
             return config
-        return RunConfig.of(dict(config) | length | {"tokens_per_step": None})
+        return dataclasses.replace(config, sequence_length=sequence_length, tokens_per_step=None)
     if model is None:
         raise ConfigError(f"{source}: no run, so the tokenizer is not known; name a model directory with --model")
-    return RunConfig.of({"model": model, "data": source, "cache": cache_directory()} | length)
+    return RunOptions.of({"model": model, "data": source, "cache": cache_directory()} | length)
 
 
 def _values(tokens: TokenSet, spec: DataSpec, samples: list[list[Segment]]) -> dict[str, Any]:

@@ -31,15 +31,15 @@ from headrace.model import Chain, Checkpoint, Exporter, check_whole, self_check
 from headrace.plan.given import load_plan
 from headrace.plan.memory import scratch_bytes
 from headrace.plan.plan import Plan
+from headrace.plan.profiles import load_profile
 from headrace.store import StateStore, make_run_directory
-from headrace.terms.budget import Budget
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.errors import RunDirectoryError
 from headrace.terms.events import Event, Notice, Planned, Sink, StepResult
 from headrace.terms.families import trained_unit
 from headrace.terms.layout import plane_set
-from headrace.terms.optimizer import AdamW, Schedule
-from headrace.terms.settings import PROVENANCE_NAME, Settings
+from headrace.terms.options import Options
+from headrace.terms.provenance import PROVENANCE_NAME
 from headrace.terms.sizes import format_bytes
 from headrace.update import AdamWRule, HitRate, LossScale, StepScalars, Updater
 
@@ -57,40 +57,40 @@ class Engine:
 
     def __init__(
         self,
-        settings: Settings,
+        model: Path,
+        options: Options,
         store_of: Callable[["Engine"], StateStore],
         sink: Sink | None,
         adjust_plan: Callable[[Plan], Plan] | None = None,
         given_plan: Plan | None = None,
     ) -> None:
-        self.settings = settings
+        self.options = options
+        self._model_dir = model
         self._user_sink = sink
         self._closers = contextlib.ExitStack()
         keep_freed_memory(False)
         try:
-            self._checkpoint = Checkpoint.open(Path(settings.model_dir))
+            self._checkpoint = Checkpoint.open(model)
             self_check(self._checkpoint.config)
             check_whole(self._checkpoint.config, self._checkpoint.whole)
-            self.chain = Chain.from_config(
-                self._checkpoint.config, settings.compute_dtype, settings.optimizer, settings.moments
-            )
+            self.chain = Chain.from_config(self._checkpoint.config, options.compute_dtype, options.rule, options.moments)
             self._weights = self.chain.attach(self._checkpoint)
-            self.machine = this_machine(settings.device_bytes)
+            self.machine = this_machine(options.budget.device_bytes)
             self.chain.move_buffers(self.machine.device)
-            if settings.compile_blocks:
+            if options.compile_blocks:
                 self.chain.compile_blocks()
-            elif not self.machine.multiplies(settings.compute_dtype):
+            elif not self.machine.multiplies(options.compute_dtype):
                 self.chain.multiply_wide()
-            if settings.liger:
+            if options.liger:
                 self.chain.use_liger()
             self._heap: HeapGuard | None = None
-            rule = AdamWRule(replace(settings.optimizer, moments=settings.moments), settings.compute_dtype)
+            rule = AdamWRule(options.rule, options.compute_dtype)
             self._cores = torch.get_num_threads()
             self._closers.callback(torch.set_num_threads, self._cores)
             self._updater = Updater(rule, 1)  # with the plan's threads as soon as there is one
             self._closers.callback(lambda: self._updater.close())
             self._planner = Planner(
-                settings,
+                options,
                 self.chain,
                 self.machine,
                 self._weights,
@@ -119,71 +119,37 @@ class Engine:
     @classmethod
     def open(
         cls,
-        model_dir: str | Path,
-        budget: Budget | None = None,
-        optimizer: AdamW | None = None,
-        *,
-        run_directory: str | Path | None = None,
-        schedule: Schedule | None = None,
-        max_grad_norm: float | None = None,
-        compute_dtype: str = "bfloat16",
-        tokens_per_step: int | None = None,
-        sequence_length: int | None = None,
-        seed: int = 0,
-        checkpoint_every: int | None = None,
-        interpreter: str = "overlapped",
-        gradient_dtype: str | None = None,
-        moments: str = "float32",
-        machine: Ceilings | None = None,
+        model: str | Path,
+        options: Options | None = None,
         sink: Sink | None = None,
+        *,
+        plan: Plan | None = None,
         adjust_plan: Callable[[Plan], Plan] | None = None,
-        compile_blocks: bool = False,
-        liger: bool = False,
-        plan: Plan | str | Path | None = None,
     ) -> "Engine":
         """Import a Hugging Face model directory into a new store and return the engine that trains it.
 
-        `run_directory` holds the run's records (default: a temporary folder, removed by `close`); the budget's SSD directories
-        hold the state (default: the run directory). Without `tokens_per_step` the plan is made for the first batch.
-        `gradient_dtype="float32"` drains gradients unrounded (default: in the compute dtype, summed in fp32 before).
-        `moments` says how AdamW's moments are kept: `float32`, or `bfloat16` or `int8` (8 bits and a scale for each block of
-        256), which take less space and traffic, and round at random. Everything else stays exact.
-        `machine` are measured ceilings, by which the plan is chosen (`headrace bench machine`; None: a nominal machine); of its
-        drives those of the SSD directories count.
-        `adjust_plan` may change the plan before anything is built: for experiments with placements that the planner would not
-        choose. `compile_blocks` runs blocks under `torch.compile`, `liger` by Liger's kernels (GPU): same mathematics, other
-        rounding, no replay. What compiling takes of time and memory in the first step is in no plan.
-        `plan` was made before, or names a run directory or a file that has it: the same plan, the same bits. None: search.
+        `options` say all else (`headrace.Options`); events go to `sink`. The run directory `output` holds the run's records
+        (default: a temporary folder, removed by `close`); the `ssd` directories hold the state (default: the run directory).
+        Without `tokens_per_step` the plan is made for the first batch. Of the machine's drives those of the SSD directories
+        count. `plan` is taken instead of the one that `options` name. `adjust_plan` may change the plan before anything is
+        built: for experiments with placements that the planner would not choose.
 
         Raises:
             InputError: the model, a directory, an option or `plan` cannot be used; nothing has been allocated or written.
             PlanInfeasible: the budget is too small; the message says what would do.
         """
-        budget = budget or Budget()
-        given_plan = plan if isinstance(plan, Plan | None) else load_plan(Path(plan))
-        settings = Settings(
-            model_dir=str(Path(model_dir).resolve()),
-            device_bytes=budget.device_bytes,
-            host_bytes=budget.host_bytes,
-            optimizer=optimizer or AdamW(),
-            schedule=schedule or Schedule(),
-            max_grad_norm=max_grad_norm,
-            compute_dtype=compute_dtype,
-            tokens_per_step=tokens_per_step,
-            sequence_length=sequence_length,
-            seed=seed,
-            checkpoint_every=checkpoint_every,
-            interpreter=interpreter,
-            gradient_dtype=gradient_dtype,
-            moments=moments,
-            machine=machine.of_directories(file_systems(budget.ssd) or (0,)).to_json() if machine else None,
-            compile_blocks=compile_blocks,
-            liger=liger,
-        )
-        temporary = tempfile.TemporaryDirectory(prefix="headrace-") if run_directory is None else None
-        directory = Path(run_directory) if run_directory is not None else Path(temporary.name if temporary else "")
+        options = options or Options()
+        ssd = options.budget.ssd
+        if plan is None and options.plan is not None:
+            plan = load_plan(Path(options.plan))
+        machine = load_profile(options.machine) if isinstance(options.machine, str) else options.machine
+        if machine is not None:
+            options = replace(options, machine=machine.of_directories(file_systems(ssd) or (0,)))
+        _ = options.schedule  # refuses one without an end
+        temporary = tempfile.TemporaryDirectory(prefix="headrace-") if options.output is None else None
+        directory = Path(temporary.name if options.output is None and temporary else options.output or "")
         try:
-            engine = cls(settings, lambda engine: engine._import(directory, budget.ssd), sink, adjust_plan, given_plan)
+            engine = cls(Path(model).resolve(), options, lambda engine: engine._import(directory, ssd), sink, adjust_plan, plan)
         except BaseException:
             if temporary is not None:
                 temporary.cleanup()
@@ -200,7 +166,7 @@ class Engine:
         *,
         sink: Sink | None = None,
         verify: bool = True,
-        check: Callable[[Settings], None] = lambda settings: None,
+        check: Callable[[Options], None] = lambda options: None,
     ) -> "Engine":
         """Return the engine of an existing run, at its last committed step. `verify` reads and checks the whole state first.
 
@@ -212,30 +178,30 @@ class Engine:
         """
         store = StateStore.open(Path(run_directory), sink=sink or _silent)
         try:
-            identity = store.record.get("settings")
-            if not isinstance(identity, dict):
-                raise RunDirectoryError(f"{run_directory}: its newest record holds no settings; it cannot be resumed")
-            settings = Settings.from_json(identity)
-            check(settings)
-            _tune(store, settings)
+            recorded = store.record.get("options", store.record.get("settings"))  # its name in versions up to 0.1
+            if not isinstance(recorded, dict):
+                raise RunDirectoryError(f"{run_directory}: its newest record holds no options; it cannot be resumed")
+            options = Options.from_record(recorded)
+            check(options)
+            _tune(store, options)
             if verify:
                 store.verify()
-            return cls(settings, lambda engine: store, sink)
+            return cls(Path(str(store.manifest.identity["model"])), options, lambda engine: store, sink)
         except BaseException:
             store.close()
             raise
 
     def _import(self, directory: Path, ssd: tuple[Path, ...]) -> StateStore:
         """Return a new store with the model in it, planned for before it is made. What fails leaves nothing behind."""
-        directories, settings = ssd or (directory,), self.settings
-        if settings.tokens_per_step is not None:
-            length = settings.sequence_length or settings.tokens_per_step
-            self.plan = self._planner.plan(settings.tokens_per_step, length, state=directories)
+        directories, options = ssd or (directory,), self.options
+        if options.tokens_per_step is not None:
+            length = options.sequence_length or options.tokens_per_step
+            self.plan = self._planner.plan(options.tokens_per_step, length, state=directories)
         with contextlib.ExitStack() as undo:
             make_run_directory(directory, undo)
             store = self._create_store(directory, directories)
             undo.callback(store.remove)
-            _tune(store, settings)
+            _tune(store, options)
             if self.plan is not None:
                 self._emit(Planned(plan=self.plan))
             self._emit(Notice(text=f"importing {format_bytes(self._checkpoint.num_bytes)} of weights", level="info"))
@@ -246,7 +212,7 @@ class Engine:
     def _create_store(self, directory: Path, ssd: tuple[Path, ...]) -> StateStore:
         plan = self.plan
         largest_unit = max(layout.num_elements for layout in self.chain.layouts)
-        planes = plane_set(self.settings.compute_dtype, self.settings.moments)
+        planes = plane_set(self.options.compute_dtype, self.options.moments)
         chunk_elements = plan.chunk_elements if plan else min(_CHUNK_ELEMENTS, largest_unit)
         return StateStore.create(
             directory,
@@ -254,7 +220,7 @@ class Engine:
             [trained_unit(layout, planes, chunk_elements) for layout in self.chain.layouts],
             scratch_bytes=scratch_bytes(plan) if plan else 0,
             weights=measured_weights(ssd),
-            identity={"model": self.settings.model_dir},
+            identity={"model": str(self._model_dir)},
             sink=self._emit,
         )
 
@@ -262,7 +228,7 @@ class Engine:
         """Refuse to read one model's state as another's."""
         if tuple(self.store.manifest.layouts) != tuple(self.chain.layouts):
             raise RunDirectoryError(
-                f"{self.settings.model_dir}: its parameters are not those that this run's state was laid out for "
+                f"{self._model_dir}: its parameters are not those that this run's state was laid out for "
                 f"({len(self.store.manifest.layouts)} units in the run, {len(self.chain.layouts)} in the model); "
                 "put the model back that the run was started with"
             )
@@ -298,7 +264,7 @@ class Engine:
     def _rows(self, plan: Plan, sequences: int, length: int) -> int:
         """Return how many rows a micro-batch of this shape has: of more rows that are shorter than planned, more at once."""
         rows = plan.micro_batch_sequences
-        if sequences <= rows * plan.num_micro_batches or self.settings.compile_blocks:  # compiled ones are filled up
+        if sequences <= rows * plan.num_micro_batches or self.options.compile_blocks:  # compiled ones are filled up
             return rows
         return rows * plan.sequence_length // length
 
@@ -321,11 +287,11 @@ class Engine:
             buffers=Buffers(plan, self.machine),
             store=self.store,
             updater=self._updater,
-            seed=self.settings.seed,
+            seed=self.options.seed,
             sink=self._emit,
             device_updater=device_updater(plan, self.machine, self._updater.rule),
         )
-        overlapped = self.settings.interpreter == "overlapped"
+        overlapped = self.options.interpreter == "overlapped"
         interpreter = (
             OverlappedInterpreter(self.machine, self._user_sink)
             if overlapped
@@ -334,7 +300,7 @@ class Engine:
         return Steps(parts, interpreter, self._hits)
 
     def _warm_up(self) -> None:
-        self._updater.warm_up(GRADIENT_VIEWS[self.settings.gradient_dtype or self.settings.compute_dtype].name)
+        self._updater.warm_up(GRADIENT_VIEWS[self.options.gradient_dtype or self.options.compute_dtype].name)
 
     def _drop_buffers(self) -> None:
         if self._steps is not None:
@@ -363,7 +329,7 @@ class Engine:
         shape = cpu_batch["input_ids"].shape
         steps = self._ready(*shape)
         rows = self._rows(steps.parts.plan, *shape)
-        if self.settings.compile_blocks:  # one length is one graph
+        if self.options.compile_blocks:  # one length is one graph
             cpu_batch = filled_up(cpu_batch, steps.parts.plan.sequence_length, needs_mask=self.chain.collects_asides)
         self._meter.reset()
         data = step_batch(cpu_batch, rows, self.machine.device)
@@ -409,21 +375,21 @@ class Engine:
         return {"host": host - plan.peak("device")} if plan.separate_device else {"host": host}
 
     def _verdict(self, position: Any) -> Verdict:
-        plan, optimizer = self.plan, self.settings.optimizer
+        plan, rule = self.plan, self.options.rule
         assert plan is not None
-        if self.settings.compute_dtype == "float16" and self._loss_scale is None:
+        if self.options.compute_dtype == "float16" and self._loss_scale is None:
             self._loss_scale = LossScale()
         scale = self._loss_scale.scale if self._loss_scale else 1.0
         return Verdict(
             step=self.num_steps,
             num_updates=self._num_updates,
             scalars=StepScalars(
-                learning_rate=optimizer.lr * self.settings.schedule.factor(self.num_steps),
+                learning_rate=rule.lr * self.options.schedule.factor(self.num_steps),
                 update=self._num_updates + 1,
                 gradient_scale=1.0 / scale,
             ),
             loss_scale=self._loss_scale,
-            max_grad_norm=self.settings.max_grad_norm,
+            max_grad_norm=self.options.max_grad_norm,
             durable=(self.num_steps + 1) % plan.checkpoint_every == 0,
             record=lambda verdict: self._record(verdict, position),
         )
@@ -432,7 +398,7 @@ class Engine:
         """Return the payload of a commit: where the run stands after the step of `verdict` (None: after the import)."""
         scale = self._after(verdict) if verdict else None
         return {
-            "settings": self.settings.to_json(),
+            "options": self.options.to_record(),
             "plan": self.plan.to_json() if self.plan else None,
             "num_steps": verdict.step + 1 if verdict else 0,
             "num_updates": verdict.num_updates_after if verdict else 0,
@@ -519,11 +485,11 @@ class Engine:
             self._user_sink(event)
 
 
-def _tune(store: StateStore, settings: Settings) -> None:
+def _tune(store: StateStore, options: Options) -> None:
     """Let `store` move its bytes in the way that was measured to be best for the drives; as it does where nobody measured."""
-    if settings.machine is not None:
+    if isinstance(options.machine, Ceilings):
         drives = set(file_systems(store.manifest.directories))
-        store.keep_in_flight(Ceilings.from_json(settings.machine).in_flight(len(drives)))
+        store.keep_in_flight(options.machine.in_flight(len(drives)))
 
 
 def _silent(event: Event) -> None:

@@ -17,19 +17,19 @@ from headrace.files import default_ssd_bytes, file_systems
 from headrace.plan.plan import Plan
 from headrace.plan.profiles import load_profile
 from headrace.report.metrics import Record
-from headrace.runs.config import RunConfig
 from headrace.runs.data import read_model_config
 from headrace.runs.protocols import Display
 from headrace.runs.run_directory import RunDirectory
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.errors import ConfigError, ModelError
+from headrace.terms.options import RunOptions
 
 
 class Account:
     """The report of a run's plan, and the two times that it is told."""
 
-    def __init__(self, plan: Plan, config: RunConfig, directory: RunDirectory, *, total_steps: int) -> None:
-        spaces = config.ssd or (directory.path,)
+    def __init__(self, plan: Plan, config: RunOptions, directory: RunDirectory, *, total_steps: int) -> None:
+        spaces = config.budget.ssd or (directory.path,)
         ceilings = _ceilings(config, directory, file_systems(spaces))
         ssd_allowed_bytes = None
         # Whoever makes the state's files says what is wrong; a run that goes on has them.
@@ -64,7 +64,7 @@ class Account:
         self._directory.write_summary(outcome.to_json())
 
 
-def _ceilings(config: RunConfig, directory: RunDirectory, systems: Sequence[int]) -> Ceilings | None:
+def _ceilings(config: RunOptions, directory: RunDirectory, systems: Sequence[int]) -> Ceilings | None:
     """Return the machine with the drives of the run's directories, whose file systems are `systems`; None if nobody measured.
 
     A run that goes on has them in its directory, whatever became of the profile since; they must not be divided again, because
@@ -73,8 +73,9 @@ def _ceilings(config: RunConfig, directory: RunDirectory, systems: Sequence[int]
     with contextlib.suppress(ConfigError):
         return load_profile(directory.path / "machine.json")
     with contextlib.suppress(ConfigError):  # a run that begins has read it before
-        if config.machine:
-            return load_profile(config.machine).of_directories(systems)
+        machine = load_profile(config.machine) if isinstance(config.machine, str) else config.machine
+        if machine is not None:
+            return machine.of_directories(systems)
     return None
 
 

@@ -14,8 +14,8 @@ from transformers import AutoTokenizer
 
 from headrace.data import Batch, BatchStream, DataSpec, TokenSet, load_tokens
 from headrace.plan.given import load_plan
-from headrace.runs.config import DEFAULT_ROWS_PER_STEP, DEFAULT_SEQUENCE_LENGTH, RunConfig
 from headrace.terms.errors import ConfigError, ModelError
+from headrace.terms.options import DEFAULT_ROWS_PER_STEP, DEFAULT_SEQUENCE_LENGTH, RunOptions
 
 
 def read_model_config(model: Path) -> dict[str, Any]:
@@ -55,7 +55,7 @@ def open_tokenizer(model: Path) -> Any:
         raise ModelError(f"{model}: the tokenizer cannot be read ({type(error).__name__}: {error})") from error
 
 
-def with_lengths(config: RunConfig) -> RunConfig:
+def with_lengths(config: RunOptions) -> RunOptions:
     """Return `config` with `sequence_length` and `tokens_per_step` decided: those of the plan that is given, if one is.
 
     Raises:
@@ -63,7 +63,7 @@ def with_lengths(config: RunConfig) -> RunConfig:
     """
     model_config = read_model_config(config.model)
     positions = model_config.get("max_position_embeddings") or model_config.get("n_positions")
-    plan = load_plan(config.plan) if config.plan else None
+    plan = load_plan(Path(config.plan)) if config.plan else None
     tokens = config.tokens_per_step or (plan.tokens_per_step if plan else None)
     length = config.sequence_length or (plan.sequence_length if plan else None)
     if length is None:
@@ -73,10 +73,10 @@ def with_lengths(config: RunConfig) -> RunConfig:
             f"sequence_length: {length} is more than the {positions} positions of {config.model.name}; use at most that, or "
             "raise max_position_embeddings in its config.json if the model's positions may be stretched"
         )
-    return RunConfig.of(dict(config) | {"sequence_length": length, "tokens_per_step": tokens or DEFAULT_ROWS_PER_STEP * length})
+    return replace(config, sequence_length=length, tokens_per_step=tokens or DEFAULT_ROWS_PER_STEP * length)
 
 
-def open_tokens(config: RunConfig, tokenizer: Any) -> tuple[TokenSet, DataSpec]:
+def open_tokens(config: RunOptions, tokenizer: Any) -> tuple[TokenSet, DataSpec]:
     """Return the tokenised samples and what was asked for. `config` has its lengths decided; `packing=None` counts as true.
 
     Raises:
@@ -107,7 +107,7 @@ def open_tokens(config: RunConfig, tokenizer: Any) -> tuple[TokenSet, DataSpec]:
     return tokens, spec
 
 
-def total_steps(config: RunConfig, stream: BatchStream) -> int:
+def total_steps(config: RunOptions, stream: BatchStream) -> int:
     """Return the steps of the whole run: `max_steps` where given, else `epochs` (default 1) rounded up to whole steps."""
     return config.max_steps or max(1, math.ceil((config.epochs or 1.0) * stream.steps_per_epoch))
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from headrace.engine.trainer import Engine
 from headrace.model import Chain, Checkpoint
-from headrace.runs.config import RunConfig
 from headrace.runs.protocols import Engines, StateKind
 from headrace.runs.run_directory import RunDirectory
 from headrace.store import RunLock, read_manifest, remove_uncommitted, remove_unmade
@@ -17,7 +16,7 @@ from headrace.terms.errors import RunDirectoryError
 from headrace.terms.events import Sink
 from headrace.terms.layout import UnitLayout
 from headrace.terms.optimizer import AdamW
-from headrace.terms.settings import Settings
+from headrace.terms.options import Options
 
 
 def headrace_engines() -> Engines:
@@ -52,8 +51,9 @@ def resume(run_directory: Path, *, sink: Sink | None = None, to_train: bool = Tr
             f"{expected.get(name, 'not there')}, is {found.get(name, 'not there')}; put the model of the run back there"
         )
 
-    def check(settings: Settings) -> None:
-        for name, (now, then) in _options(config, settings).items():
+    def check(begun: Options) -> None:
+        for name in Options.fixed_keys():
+            now, then = getattr(config, name), getattr(begun, name)
             if to_train and now != then:
                 raise RunDirectoryError(
                     f"{run_directory}: config.yaml has {name} {now}, the run began with {then} and goes on with that; put it "
@@ -61,26 +61,6 @@ def resume(run_directory: Path, *, sink: Sink | None = None, to_train: bool = Tr
                 )
 
     return Engine.resume(run_directory, sink=sink, check=check)
-
-
-def _options(config: RunConfig, settings: Settings) -> dict[str, tuple[object, object]]:
-    """Return each option that the engine was opened with: what the configuration says now, and what the run began with."""
-    options = config.engine_options(config.max_steps or 0)
-    optimizer, begun_with = options.pop("optimizer"), settings.optimizer
-    schedule, planned = options.pop("schedule"), settings.schedule
-    return {
-        "max_steps": (schedule.total_steps, planned.total_steps),
-        "warmup_steps": (schedule.warmup_steps, planned.warmup_steps),
-        "lr_schedule": (schedule.kind, planned.kind),
-        "learning_rate": (optimizer.lr, begun_with.lr),
-        "weight_decay": (optimizer.weight_decay, begun_with.weight_decay),
-        "adam_betas": (optimizer.betas, begun_with.betas),
-        "adam_epsilon": (optimizer.eps, begun_with.eps),
-        "parameter_groups": (optimizer.groups, begun_with.groups),
-        "device_memory": (config.device_memory, settings.device_bytes),
-        "host_memory": (config.host_memory, settings.host_bytes),
-        **{name: (value, getattr(settings, name)) for name, value in options.items()},
-    }
 
 
 def _shapes(layouts: Sequence[UnitLayout]) -> dict[str, tuple[int, ...]]:

@@ -9,17 +9,17 @@ from pathlib import Path
 
 from headrace.report import CardFacts, model_card
 from headrace.report.metrics import Record
-from headrace.runs.config import RunConfig
 from headrace.runs.protocols import RunningEngine
 from headrace.runs.run_directory import RunDirectory
 from headrace.terms.errors import ExportFailed
-from headrace.terms.settings import PROVENANCE_NAME
+from headrace.terms.options import RunOptions
+from headrace.terms.provenance import PROVENANCE_NAME
 
 # Places on somebody's machine: of no use to a reader of the card, and private.
 _NOT_ON_CARD = {"model", "data", "output", "ssd", "cache", "keep_state", "report_to", "interpreter"}
 
 
-def write_final(engine: RunningEngine, run: RunDirectory, config: RunConfig, records: list[Record]) -> None:
+def write_final(engine: RunningEngine, run: RunDirectory, config: RunOptions, records: list[Record]) -> None:
     """Export the model to `final/` with its card; unless `keep_state`, remove the run's state (closes the engine).
 
     Raises:
@@ -41,7 +41,7 @@ def write_final(engine: RunningEngine, run: RunDirectory, config: RunConfig, rec
         base_model=config.model.name,
         data=tuple(name.rstrip("/").rpartition("/")[2] for name in config.data),
         versions=installed_versions(),
-        options=config.model_dump(mode="json", exclude=_NOT_ON_CARD),
+        options={key: value for key, value in config.to_json().items() if key not in _NOT_ON_CARD},
         records=records,
     )
     with run.writing():

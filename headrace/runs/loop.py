@@ -15,10 +15,8 @@ from typing import TYPE_CHECKING
 from headrace.data import BatchStream
 from headrace.machine.host import anonymous_bytes
 from headrace.plan.plan import Plan
-from headrace.plan.profiles import load_profile
 from headrace.report import LanesFile, MetricsFile, Reporters, TensorBoard, TraceFile, TrainerStateFile
 from headrace.report.metrics import read_metrics
-from headrace.runs.config import RunConfig
 from headrace.runs.data import tensors_of
 from headrace.runs.finish import write_final
 from headrace.runs.prepare import check, open_stream, prepare
@@ -27,6 +25,7 @@ from headrace.runs.run_directory import RunDirectory
 from headrace.runs.signals import Interrupted, StopRequest
 from headrace.terms.errors import RunDirectoryError
 from headrace.terms.events import Committed, Event, OpDone, Planned, Sink, StepResult
+from headrace.terms.options import RunOptions
 from headrace.terms.sizes import format_seconds
 
 if TYPE_CHECKING:
@@ -46,7 +45,7 @@ class Finished:
 class _Run:
     """What one process works with. `total_steps` is `config.max_steps`, decided."""
 
-    config: RunConfig
+    config: RunOptions
     directory: RunDirectory
     stream: BatchStream
     total_steps: int
@@ -54,7 +53,7 @@ class _Run:
     engines: Engines
 
 
-def train(config: RunConfig, *, display: Display | None = None, engines: Engines | None = None) -> Finished:
+def train(config: RunOptions, *, display: Display | None = None, engines: Engines | None = None) -> Finished:
     """Run `config` from the first step to the last and return where the model is.
 
     Raises:
@@ -117,15 +116,7 @@ def _begin(run: _Run, on_failure: Callable[[], None] | None = None) -> Finished:
     with ExitStack() as stack:
         reporters = _reporters(run, stack)
         try:
-            engine = run.engines.open(
-                config.model,
-                config.budget,
-                run_directory=run.directory.path,
-                **config.engine_options(run.total_steps),
-                machine=load_profile(config.machine) if config.machine else None,
-                plan=config.plan,
-                sink=_for_people(reporters, tell),
-            )
+            engine = run.engines.open(config.model, replace(config, output=run.directory.path), _for_people(reporters, tell))
         except BaseException:
             if on_failure is not None:
                 on_failure()
@@ -172,7 +163,7 @@ def _account(run: _Run, plan: Plan) -> "Account":
     return Account(plan, run.config, run.directory, total_steps=run.total_steps)
 
 
-def _run(config: RunConfig, directory: RunDirectory, stream: BatchStream, display: Display | None, engines: Engines) -> _Run:
+def _run(config: RunOptions, directory: RunDirectory, stream: BatchStream, display: Display | None, engines: Engines) -> _Run:
     if config.max_steps is None:
         raise RunDirectoryError(f"{directory.config}: max_steps is missing; restore the file as the run wrote it")
     display = display or NoDisplay()

@@ -4,36 +4,38 @@ Invariant: after `prepare` every choice is explicit and every path absolute, so 
 """
 
 import os
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from headrace.data import BatchStream
-from headrace.runs.config import RunConfig
 from headrace.runs.data import open_tokenizer, open_tokens, total_steps, with_lengths
 from headrace.runs.protocols import Engines
 from headrace.runs.run_directory import RunDirectory
 from headrace.store.directories import check_directories
 from headrace.terms.errors import ConfigError
 from headrace.terms.events import Event
+from headrace.terms.options import RunOptions
 
 _NAME_BYTES = 143  # as long as a name may be in an encrypted home directory; elsewhere it is 255
 
 
-def check(config: RunConfig) -> tuple[RunConfig, RunDirectory]:
+def check(config: RunOptions) -> tuple[RunOptions, RunDirectory]:
     """Return the options with lengths decided and the (still untouched) run directory. Quick: reads `config.json` only.
 
     Raises:
         InputError: the run directory is taken, there is no model, an option does not suit it, or an SSD directory is unfit.
     """
-    directory = RunDirectory((config.output or default_output(config)).absolute())
+    directory = RunDirectory(Path(config.output or default_output(config)).absolute())
     directory.check_new()
     config = with_lengths(config)
-    if config.ssd:
+    if ssd := config.budget.ssd:
         # The engine asks again, with the space it needs; but nobody should tokenise for an hour to hear of a misspelt path.
-        check_directories(config.ssd, [0] * len(config.ssd), allow_in_memory=False, sink=_said_later)
+        check_directories(ssd, [0] * len(ssd), allow_in_memory=False, sink=_said_later)
     return config, directory
 
 
-def prepare(config: RunConfig, directory: RunDirectory, engines: Engines) -> tuple[RunConfig, BatchStream]:
+def prepare(config: RunOptions, directory: RunDirectory, engines: Engines) -> tuple[RunOptions, BatchStream]:
     """Return the decided options and the stream at its first row.
 
     Raises:
@@ -47,37 +49,33 @@ def prepare(config: RunConfig, directory: RunDirectory, engines: Engines) -> tup
             f"{reason}; leave packing out or set it to false"
         )
     packing = not reason and config.packing is not False
-    config = _with(config, packing=packing, output=directory.path, **_absolute_paths(config))
+    config = replace(config, packing=packing, output=directory.path, **_absolute_paths(config))
     stream = open_stream(config)
-    return _with(config, max_steps=total_steps(config, stream)), stream
+    return replace(config, max_steps=total_steps(config, stream)), stream
 
 
-def open_stream(config: RunConfig) -> BatchStream:
+def open_stream(config: RunOptions) -> BatchStream:
     """Return the stream of a decided configuration, at its first row."""
     tokens, spec = open_tokens(config, open_tokenizer(config.model))
     return BatchStream(tokens, spec)
 
 
-def default_output(config: RunConfig) -> Path:
+def default_output(config: RunOptions) -> Path:
     """Return `runs/<model>-<data>`, cut to a name that every file system takes."""
     name = os.fsencode(f"{config.model.absolute().name}-{Path(config.data[0]).stem}")
     return Path("runs") / (os.fsdecode(name) if len(name) <= _NAME_BYTES else name[:_NAME_BYTES].decode(errors="ignore"))
 
 
-def _absolute_paths(config: RunConfig) -> dict[str, object]:
+def _absolute_paths(config: RunOptions) -> dict[str, Any]:
     return {
         "model": config.model.absolute(),
         # What is no path here may be a data set of the Hub.
         "data": tuple(str(Path(name).absolute()) if Path(name).exists() else name for name in config.data),
-        "ssd": tuple(path.absolute() for path in config.ssd),
+        "ssd": tuple(path.absolute() for path in config.budget.ssd),
         "cache": config.cache.absolute(),
-        "plan": config.plan and config.plan.absolute(),
+        "plan": config.plan and Path(config.plan).absolute(),
     }
 
 
 def _said_later(event: Event) -> None:
     """The engine's own check says the same when it makes the state."""
-
-
-def _with(config: RunConfig, **changes: object) -> RunConfig:
-    return RunConfig.of(dict(config) | changes)

@@ -24,8 +24,9 @@ from typing import Any
 
 from headrace.files.durable import write_new, write_whole
 from headrace.plan.given import PLAN_NAME
-from headrace.runs.config import RunConfig
+from headrace.runs.config import from_yaml, to_yaml
 from headrace.terms.errors import DiskFull, HeadraceError, InputError, RunDirectoryError, StorageError
+from headrace.terms.options import RunOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +86,7 @@ class RunDirectory:
         except InputError:
             return ""  # written by another version, or damaged: still a run
 
-    def read_config(self) -> RunConfig:
+    def read_config(self) -> RunOptions:
         """Return the options of the run.
 
         Raises:
@@ -97,9 +98,9 @@ class RunDirectory:
             raise RunDirectoryError(
                 f"{self.path}: no run ({self.config.name} is missing); give a directory that `headrace train` wrote"
             )
-        return RunConfig.from_yaml(self.config)
+        return from_yaml(self.config)
 
-    def write_config(self, config: RunConfig) -> tuple[Path, ...]:
+    def write_config(self, config: RunOptions) -> tuple[Path, ...]:
         """Make the directory, write the options, and return the directories that had to be made, the innermost first.
 
         Raises:
@@ -109,7 +110,7 @@ class RunDirectory:
         made = tuple(path for path in (self.path, *self.path.parents) if not path.exists())
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            write_new(self.config, config.to_yaml())
+            write_new(self.config, to_yaml(config))
         except FileExistsError:
             self.check_new()
             raise

@@ -15,8 +15,8 @@ from headrace.machine import cpu, limits
 from headrace.model import cost_meter
 from headrace.plan.profiles import load_profile
 from headrace.plan.search import nominal_machine
-from headrace.terms.budget import Budget
 from headrace.terms.ceilings import Ceilings
+from headrace.terms.options import Options
 from headrace.terms.sizes import GIB, MIB
 
 Host = Callable[[pytest.MonkeyPatch], None]
@@ -69,7 +69,7 @@ def test_every_host_makes_the_same_plan_for_given_ceilings(machine: Callable[[],
         with pytest.MonkeyPatch.context() as patch:
             host(patch)
             lengths = {"tokens_per_step": 256, "sequence_length": 256}
-            return plan_model(model, Budget(host="600MiB"), ceilings=ceilings, here=False, clip=False, **lengths)
+            return plan_model(model, Options(host_memory="600MiB", machine=ceilings, max_grad_norm=None, **lengths), here=False)
 
     first, other = asked(small_and_old), asked(large_and_new)
     assert first.fits
@@ -83,7 +83,7 @@ def test_a_profile_says_what_its_processor_multiplies_in_float32(tmp_path: Path)
 
     def libraries(machine: Ceilings) -> int:
         lengths = {"tokens_per_step": 256, "sequence_length": 256}
-        found = plan_model(model, Budget(), ceilings=machine, here=False, clip=False, **lengths)
+        found = plan_model(model, Options(machine=machine, max_grad_norm=None, **lengths), here=False)
         assert found.plan is not None
         return found.plan.peak_bytes["host"]["libraries"]
 

@@ -18,9 +18,9 @@ from headrace.plan.placement import Problem
 from headrace.plan.plan import Plan
 from headrace.plan.profiles import load_profile
 from headrace.plan.search import make_plan, nominal_machine
-from headrace.terms.budget import Budget
 from headrace.terms.ceilings import MOST_BYTES, Ceilings
 from headrace.terms.errors import ConfigError, InputError, ModelError, StorageError
+from headrace.terms.options import Options
 from headrace.terms.program import Lane
 from headrace.terms.sizes import GIB
 
@@ -37,7 +37,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def report(small: Path, rig: Ceilings) -> PlanReport:
-    return plan_model(small, Budget(), ceilings=rig, here=False, tokens_per_step=4096, sequence_length=512, max_steps=200)
+    return plan_model(small, Options(machine=rig, tokens_per_step=4096, sequence_length=512, max_steps=200), here=False)
 
 
 def test_a_small_model_fits_and_every_figure_is_there(report: PlanReport) -> None:
@@ -84,7 +84,7 @@ def test_twice_of_the_bottleneck_helps_most(report: PlanReport) -> None:
 
 
 def test_without_a_profile_the_machine_is_called_nominal(small: Path, tmp_path: Path) -> None:
-    found = plan_model(small, Budget(host="8GiB", ssd=[tmp_path]), tokens_per_step=1024, sequence_length=512)
+    found = plan_model(small, Options(host_memory="8GiB", ssd=[tmp_path], tokens_per_step=1024, sequence_length=512))
     assert found.fits
     assert found.measured is False
     assert "headrace bench machine" in explain(found)
@@ -100,7 +100,7 @@ def test_without_a_profile_the_plan_is_the_one_that_a_run_makes(small: Path, mon
         return make_plan(problem, ceilings)
 
     monkeypatch.setattr(answer, "make_plan", recorded)
-    found = plan_model(small, Budget(host="700MiB"), tokens_per_step=8192, clip=False)
+    found = plan_model(small, Options(host_memory="700MiB", max_grad_norm=None, tokens_per_step=8192))
     assert found.plan == make_plan(problems[0], None)
     assert found.plan is not None
     assert "ssd" not in found.plan.stash_tiers
@@ -108,29 +108,19 @@ def test_without_a_profile_the_plan_is_the_one_that_a_run_makes(small: Path, mon
 
 
 def test_what_does_not_fit_comes_with_variants_that_do(small: Path, rig: Ceilings) -> None:
-    options: dict[str, Any] = {"ceilings": rig, "here": False, "variants_seconds": 60.0}
-    asked = {"tokens_per_step": 8192, "sequence_length": 1024}
-    leanest = plan_model(small, Budget(device="1MiB"), **options, **asked).needed_bytes["device"]
+    how: dict[str, Any] = {"here": False, "variants_seconds": 60.0}
+    asked = {"machine": rig, "tokens_per_step": 8192, "sequence_length": 1024}
+    leanest = plan_model(small, Options(device_memory="1MiB", **asked), **how).needed_bytes["device"]
     device = leanest - (1 << 20)
-    refused = plan_model(small, Budget(device=device), **options, **asked)
+    refused = plan_model(small, Options(device_memory=device, **asked), **how)
     assert not refused.fits
     assert refused.plan is None
     assert refused.needed_bytes["device"] > refused.allowed_bytes["device"]
     assert "device memory" in refused.reason
     assert {"device_memory", "sequence_length"} <= {name for found in refused.alternatives for name in found.options}
     for alternative in refused.alternatives:
-        budget = Budget(device=alternative.options.get("device_memory", device), host=alternative.options.get("host_memory"))
-        lengths = {
-            name: alternative.options[name] for name in ("tokens_per_step", "sequence_length") if name in alternative.options
-        }
-        again = plan_model(
-            small,
-            budget,
-            **options,
-            **(asked | lengths),
-            clip="max_grad_norm" not in alternative.options,
-            moments=alternative.options.get("moments", "float32"),
-        )
+        changes = {"max_grad_norm": None if "max_grad_norm" in alternative.options else 1.0} | alternative.options
+        again = plan_model(small, Options(**{"device_memory": device} | asked | changes), **how)
         assert again.fits, alternative.change
         assert alternative.change in explain(refused)
         assert alternative.step_seconds > 0
@@ -138,7 +128,7 @@ def test_what_does_not_fit_comes_with_variants_that_do(small: Path, rig: Ceiling
 
 def test_too_little_ssd_space_is_found_here_and_not_in_the_run(small: Path, rig: Ceilings) -> None:
     drive = replace(rig.drives[0], capacity_bytes=50 << 20)
-    found = plan_model(small, Budget(), ceilings=replace(rig, drives=(drive,)), here=False, tokens_per_step=1024)
+    found = plan_model(small, Options(machine=replace(rig, drives=(drive,)), tokens_per_step=1024), here=False)
     assert not found.fits
     assert found.reason.startswith("ssd")
     assert any("ssd_space" in alternative.options for alternative in found.alternatives)
@@ -148,33 +138,33 @@ def test_where_space_is_short_a_plan_that_writes_less_is_found(
     small: Path, rig: Ceilings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(answer, "anonymous_bytes", lambda: 300 << 20)  # this process grows from plan to plan
-    asked: dict[str, Any] = {"here": False, "tokens_per_step": 8192, "sequence_length": 1024}
-    asked["variants_seconds"] = 0.0
-    least = plan_model(small, Budget(host="1MiB"), ceilings=rig, **asked).needed_bytes["host"]
-    budget = Budget(host=least + (24 << 20))
-    whole = plan_model(small, budget, ceilings=rig, **asked)
+    asked: dict[str, Any] = {"tokens_per_step": 8192, "sequence_length": 1024}
+    how: dict[str, Any] = {"here": False, "variants_seconds": 0.0}
+    least = plan_model(small, Options(host_memory="1MiB", machine=rig, **asked), **how).needed_bytes["host"]
+    host = least + (24 << 20)
+    whole = plan_model(small, Options(host_memory=host, machine=rig, **asked), **how)
     assert whole.plan is not None
     assert whole.plan.peak_bytes["ssd"]["scratch"] > 0
     states = whole.plan.peak_bytes["ssd"]["states, two slots"]
     capacity = int((whole.needed_bytes["ssd"] - 1) / 0.9 / len(rig.drives))
     short = replace(rig, drives=tuple(replace(drive, capacity_bytes=capacity) for drive in rig.drives))
-    found = plan_model(small, budget, ceilings=short, **asked)
+    found = plan_model(small, Options(host_memory=host, machine=short, **asked), **how)
     assert found.fits, found.reason
     assert states <= found.needed_bytes["ssd"] <= found.allowed_bytes["ssd"] < whole.needed_bytes["ssd"]
 
 
 def test_where_space_is_short_smaller_moments_are_offered_as_they_would_be_planned(small: Path, rig: Ceilings) -> None:
-    asked: dict[str, Any] = {"here": False, "tokens_per_step": 1024}
-    whole = plan_model(small, Budget(), ceilings=rig, **asked)
-    reduced = plan_model(small, Budget(), ceilings=rig, moments="int8", **asked)
+    asked: dict[str, Any] = {"tokens_per_step": 1024}
+    whole = plan_model(small, Options(machine=rig, **asked), here=False)
+    reduced = plan_model(small, Options(machine=rig, moments="int8", **asked), here=False)
     assert reduced.needed_bytes["ssd"] < 0.6 * whole.needed_bytes["ssd"]
     capacity = int((reduced.needed_bytes["ssd"] + whole.needed_bytes["ssd"]) / 2 / 0.9)
     rig = replace(rig, drives=(replace(rig.drives[0], capacity_bytes=capacity),))
-    refused = plan_model(small, Budget(), ceilings=rig, **asked)
+    refused = plan_model(small, Options(machine=rig, **asked), here=False)
     assert not refused.fits
     offered = next(found for found in refused.alternatives if found.options == {"moments": "int8"})
     assert offered.change in explain(refused)
-    again = plan_model(small, Budget(), ceilings=rig, moments="int8", **asked)
+    again = plan_model(small, Options(machine=rig, moments="int8", **asked), here=False)
     assert again.fits
     assert again.plan is not None
     assert again.plan.moments == again.to_json()["moments"] == "int8"
@@ -190,9 +180,9 @@ def test_where_the_ssds_limit_a_plan_it_says_what_would_spare_them(
         rig.drives[0], read_bytes_per_second=2e8, write_bytes_per_second=2e8, mixed_bytes_per_second=2e8, capacity_bytes=1 << 40
     )
     slow_rig = replace(rig, drives=(slow,))
-    asked: dict[str, Any] = {"here": False, "tokens_per_step": 1024, "sequence_length": 512}
-    leanest = plan_model(small, Budget(host="1MiB"), ceilings=slow_rig, **asked).needed_bytes["host"]
-    found = plan_model(small, Budget(host=leanest + (1 << 20)), ceilings=slow_rig, **asked)
+    asked: dict[str, Any] = {"tokens_per_step": 1024, "sequence_length": 512}
+    leanest = plan_model(small, Options(host_memory="1MiB", machine=slow_rig, **asked), here=False).needed_bytes["host"]
+    found = plan_model(small, Options(host_memory=leanest + (1 << 20), machine=slow_rig, **asked), here=False)
     assert found.forecast is not None
     assert found.plan is not None
     assert found.plan.host_slots < found.plan.num_blocks
@@ -204,10 +194,10 @@ def test_where_the_ssds_limit_a_plan_it_says_what_would_spare_them(
     host = variants["host_memory"]
     assert host.peak_bytes["host"] <= host.options["host_memory"]
     # What is promised comes true: asked with that much memory, or with those moments, the planner finds a plan as fast.
-    roomy = plan_model(small, Budget(host=host.options["host_memory"]), ceilings=slow_rig, **asked)
+    roomy = plan_model(small, Options(host_memory=host.options["host_memory"], machine=slow_rig, **asked), here=False)
     assert roomy.forecast is not None
     assert roomy.forecast.step_seconds <= 1.02 * host.step_seconds
-    fewer = plan_model(small, Budget(host=leanest + (1 << 20)), ceilings=slow_rig, moments="int8", **asked)
+    fewer = plan_model(small, Options(host_memory=leanest + (1 << 20), machine=slow_rig, moments="int8", **asked), here=False)
     assert fewer.forecast is not None
     assert fewer.forecast.step_seconds <= 1.02 * variants["moments"].step_seconds
 
@@ -216,7 +206,7 @@ def test_where_the_ssds_limit_a_plan_it_says_what_would_spare_them(
 def test_the_largest_models_are_answered_in_time(tmp_path: Path, rig: Ceilings, config: Any, parameters: int) -> None:
     model = saved(tmp_path / "large", config)
     started = time.process_time()
-    found = plan_model(model / "config.json", Budget(host="110GiB"), ceilings=rig, here=False)
+    found = plan_model(model / "config.json", Options(host_memory="110GiB", machine=rig), here=False)
     assert time.process_time() - started < 20  # below 10 on an idle core; shared ones take longer
     assert found.parameters == parameters
     assert found.tokens_per_step == 8 * 2048
@@ -229,20 +219,20 @@ def test_the_largest_models_are_answered_in_time(tmp_path: Path, rig: Ceilings, 
     ("options", "message"),
     [
         ({"sequence_length": 2048}, "more than the 1024 positions"),
-        ({"tokens_per_step": 1000, "sequence_length": 300}, "not a multiple"),
-        ({"tokens_per_step": -4, "sequence_length": 4}, "must be positive"),
-        ({"max_steps": 0}, "at least 1 step"),
-        ({"max_steps": 10**400}, "max_steps: more than 4611686018427387904 given"),
-        ({"tokens_per_step": 32 * 10**400, "sequence_length": 32}, "tokens_per_step: more than 4611686018427387904 given"),
-        ({"tokens_per_step": 4, "sequence_length": 1}, "sequence_length: 1 given; a row has at least 2 tokens"),
+        ({"tokens_per_step": 1000, "sequence_length": 300}, "no multiple of sequence_length 300"),
+        ({"tokens_per_step": -4, "sequence_length": 4}, "tokens_per_step: expected a whole number from 1"),
+        ({"max_steps": 0}, "max_steps: expected a whole number from 1 to .*, found 0"),
+        ({"max_steps": 10**400}, "max_steps: expected a whole number from 1 to 4611686018427387904, found 1000"),
+        ({"tokens_per_step": 32 * 10**400, "sequence_length": 32}, "tokens_per_step: expected a whole number from 1 to 4611"),
+        ({"tokens_per_step": 4, "sequence_length": 1}, "sequence_length: expected a whole number from 2 to .*, found 1"),
         ({"compute_dtype": "int8"}, "int8"),
-        ({"moments": "int4"}, "moments: 'int4' is not one of float32, bfloat16, int8"),
-        ({"budget": Budget(device="1TiB")}, "rtx4090-4ssd has"),
+        ({"moments": "int4"}, "moments: expected float32, bfloat16 or int8, found 'int4'"),
+        ({"device_memory": "1TiB"}, "rtx4090-4ssd has"),
     ],
 )
 def test_what_cannot_be_is_refused(small: Path, rig: Ceilings, options: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
-        plan_model(small, **({"budget": Budget(), "ceilings": rig, "here": False} | options))
+        plan_model(small, Options(machine=rig, **options), here=False)
 
 
 def test_a_little_less_memory_costs_a_little_speed(tmp_path: Path) -> None:
@@ -269,12 +259,8 @@ def test_a_little_less_memory_costs_a_little_speed(tmp_path: Path) -> None:
     def seconds(host_mib: int) -> float:
         found = plan_model(
             model,
-            Budget(host=host_mib << 20),
-            ceilings=ceilings,
+            Options(host_memory=host_mib << 20, machine=ceilings, max_grad_norm=None, tokens_per_step=256, sequence_length=256),
             here=False,
-            tokens_per_step=256,
-            sequence_length=256,
-            clip=False,
         )
         assert found.forecast is not None
         return found.forecast.step_seconds
@@ -297,14 +283,19 @@ def test_a_model_that_training_refuses_is_not_planned(
     """It needs an instance to be found out, a tiny one: the configuration alone looks like one that can be trained."""
     make_whole(name, **changes).config.save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=message):
-        plan_model(tmp_path, Budget(), ceilings=rig, here=False)
+        plan_model(tmp_path, Options(machine=rig), here=False)
 
 
 @pytest.mark.parametrize("measured", [False, True])
 def test_a_step_that_no_machine_can_hold_is_told_by_what_it_needs(small: Path, rig: Ceilings, measured: bool) -> None:
-    budget = Budget(host="8GiB", device="16GiB")
-    asked: dict[str, Any] = {"here": False, "tokens_per_step": 1 << 62, "sequence_length": 512, "variants_seconds": 0.5}
-    found = plan_model(small, budget, ceilings=rig if measured else None, **asked)
+    options = Options(
+        host_memory="8GiB",
+        device_memory="16GiB",
+        machine=rig if measured else None,
+        tokens_per_step=1 << 62,
+        sequence_length=512,
+    )
+    found = plan_model(small, options, here=False, variants_seconds=0.5)
     assert not found.fits
     assert "memory: at least" in found.reason
     assert all(max(each.peak_bytes.values()) <= MOST_BYTES for each in found.alternatives)
@@ -312,8 +303,8 @@ def test_a_step_that_no_machine_can_hold_is_told_by_what_it_needs(small: Path, r
 
 @pytest.mark.parametrize("size", ["0", "-1GiB", "many"])
 def test_budgets_that_cannot_be_are_refused(size: str) -> None:
-    with pytest.raises(ConfigError, match="host memory"):
-        Budget(host=size)
+    with pytest.raises(ConfigError, match="host_memory"):
+        Options(host_memory=size)
 
 
 def test_a_plan_has_the_drives_of_its_directories(
@@ -324,18 +315,18 @@ def test_a_plan_has_the_drives_of_its_directories(
     directories = [tmp_path / name for name in ("one", "two")]
     for directory in directories:
         directory.mkdir()
-    asked: dict[str, Any] = {"here": False, "tokens_per_step": 4096, "sequence_length": 512}
-    single = plan_model(small, Budget(host="1200MiB"), ceilings=load_profile("rtx4090-1ssd"), **asked)
+    asked: dict[str, Any] = {"tokens_per_step": 4096, "sequence_length": 512}
+    single = plan_model(small, Options(host_memory="1200MiB", machine=load_profile("rtx4090-1ssd"), **asked), here=False)
     for ssd in (directories[:1], directories):
-        found = plan_model(small, Budget(host="1200MiB", ssd=ssd), ceilings=rig, **asked)
+        found = plan_model(small, Options(host_memory="1200MiB", ssd=ssd, machine=rig, **asked), here=False)
         assert found.forecast is not None
         assert single.forecast is not None
         assert found.forecast.step_seconds == single.forecast.step_seconds
         assert found.endurance == single.endurance
     with pytest.raises(ConfigError, match="same directory"):
-        plan_model(small, Budget(ssd=directories[:1] * 2), ceilings=rig, **asked)
+        plan_model(small, Options(ssd=directories[:1] * 2, machine=rig, **asked), here=False)
 
 
 def test_an_ssd_directory_that_is_none_is_refused(small: Path, rig: Ceilings, tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="no such directory"):
-        plan_model(small, Budget(ssd=[tmp_path / "nowhere"]), ceilings=rig)
+        plan_model(small, Options(ssd=[tmp_path / "nowhere"], machine=rig))

@@ -15,14 +15,14 @@ from headrace.answers.explain import explain, explain_outcome
 from headrace.answers.outcome import outcome_of
 from headrace.answers.report import PlanReport
 from headrace.plan.profiles import load_profile
-from headrace.terms.budget import Budget
+from headrace.terms.options import Options
 
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> PlanReport:
     model = saved(tmp_path_factory.mktemp("models") / "small", llama_small())
     rig = load_profile("rtx4090-1ssd")
-    return plan_model(model, Budget(), ceilings=rig, here=False, tokens_per_step=1024, sequence_length=512, max_steps=10)
+    return plan_model(model, Options(machine=rig, tokens_per_step=1024, sequence_length=512, max_steps=10), here=False)
 
 
 def record(seconds: float, **changes: Any) -> dict[str, Any]:
@@ -106,5 +106,5 @@ def test_a_run_with_smaller_moments_says_so_as_its_plan_does(report: PlanReport)
 
 def test_for_a_machine_that_nobody_measured_the_table_says_so(tmp_path: Path) -> None:
     model = saved(tmp_path / "small", llama_small())
-    found = plan_model(model, Budget(host="8GiB", ssd=[tmp_path]), tokens_per_step=512, sequence_length=256)
+    found = plan_model(model, Options(host_memory="8GiB", ssd=[tmp_path], tokens_per_step=512, sequence_length=256))
     assert "headrace bench machine" in explain_outcome(outcome_of(found, [record(1.0)]))

@@ -26,40 +26,7 @@ from headrace.cli.errors import plainly
 from headrace.cli.machine_sheet import machine_sheet, sheet_text
 from headrace.cli.runs import run_config
 from headrace.cli.samples import marked
-from headrace.runs import RunConfig
 from headrace.terms.errors import ConfigError, DiskFull, StepFailed
-
-TRAIN_FLAGS = {
-    "--checkpoint-every",
-    "--compile-blocks",
-    "--compute-dtype",
-    "--device-memory",
-    "--epochs",
-    "--help",
-    "--host-memory",
-    "--keep-state",
-    "--learning-rate",
-    "--liger",
-    "--lr-schedule",
-    "--machine",
-    "--max-grad-norm",
-    "--max-steps",
-    "--moments",
-    "--no-compile-blocks",
-    "--no-keep-state",
-    "--no-liger",
-    "--no-packing",
-    "--output",
-    "--packing",
-    "--plan",
-    "--report-to",
-    "--seed",
-    "--sequence-length",
-    "--ssd",
-    "--tokens-per-step",
-    "--warmup-steps",
-    "--weight-decay",
-}
 
 
 @pytest.fixture(autouse=True)
@@ -288,23 +255,6 @@ class TestWords:
     def test_a_lone_word_is_refused(self) -> None:
         with pytest.raises(ConfigError, match=r"RUN\.YAML"):
             run_config(["m"], {})
-
-    def test_the_flags_are_frozen_and_each_is_a_key(self, capsys: pytest.CaptureFixture[str]) -> None:
-        assert run("train", "--help") == 0
-        flags = set(re.findall(r"--[a-z][a-z-]+", capsys.readouterr().out)) - {"--for"}
-        assert flags - {"--epochs."} == TRAIN_FLAGS
-        keys = {flag[2:].removeprefix("no-").replace("-", "_") for flag in TRAIN_FLAGS - {"--help"}}
-        assert keys <= RunConfig.model_fields.keys()
-
-    def test_the_readme_names_every_key_and_those_that_are_no_options(self) -> None:
-        text = (Path(__file__).parents[2] / "README.md").read_text()
-        options = text[text.index("## Options") : text.index("## Data")]
-        rows = [line.split("|")[1] for line in options.splitlines() if line.startswith("| `")]
-        assert {key for row in rows for key in re.findall(r"`(\w+)`", row)} == RunConfig.model_fields.keys()
-        flags = {flag[2:].replace("-", "_") for flag in TRAIN_FLAGS}
-        said = re.search(r"Only (.*) are no options", options)
-        assert said
-        assert set(re.findall(r"`(\w+)`", said[1])) == RunConfig.model_fields.keys() - flags - {"model", "data"}
 
     def test_every_key_can_be_a_word(self) -> None:
         words = ["model=m", "data=[a, b]", "shuffle=false", "adam_betas=[0.8, 0.9]", "adam_epsilon=1e-6", "interpreter=plain"]

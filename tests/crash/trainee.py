@@ -33,13 +33,16 @@ def main(model: str, run: str, out: str, steps: int, policy: str, moments: str =
     else:
         engine = Engine.open(
             model,
-            headrace.Budget(host="2GiB"),
-            headrace.AdamW(lr=1e-3, weight_decay=0.1),
-            run_directory=run_directory,
-            max_grad_norm=None if policy == "immediate" else 0.5,
-            moments=moments,
-            tokens_per_step=96,
-            sequence_length=24,
+            headrace.Options(
+                host_memory="2GiB",
+                learning_rate=1e-3,
+                weight_decay=0.1,
+                output=run_directory,
+                max_grad_norm=None if policy == "immediate" else 0.5,
+                moments=moments,
+                tokens_per_step=96,
+                sequence_length=24,
+            ),
             adjust_plan=speculative if policy == "speculative" else None,
         )
     with engine:

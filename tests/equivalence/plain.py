@@ -7,8 +7,6 @@ import torch
 from short_run import short_run
 from transformers import AutoModelForCausalLM
 
-import headrace
-
 ROWS, LENGTH = 6, 32
 SHAPE = {
     "vocab_size": 384,
@@ -98,10 +96,9 @@ def train(
     run_directory: Path,
     *,
     steps: int = 3,
-    budget: headrace.Budget | None = None,
     padded: bool = False,
     **options: Any,
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Return losses and final weights of a short run."""
     batches = [batch_of(ROWS, LENGTH, seed, padded=padded) for seed in range(steps)]
-    return short_run(path, run_directory, batches, budget or headrace.Budget(host="4GiB"), **options)
+    return short_run(path, run_directory, batches, **options)

@@ -72,11 +72,10 @@ def test_another_shape_is_another_two_graphs(model_dir: Callable[..., Path], tmp
 
 @pytest.mark.usefixtures("traced")
 def test_the_plan_keeps_and_skips_nothing_and_says_so(model_dir: Callable[..., Path], tmp_path: Path) -> None:
-    options = {"tokens_per_step": ROWS * LENGTH, "sequence_length": LENGTH}
-    budget = headrace.Budget(host="4GiB")
-    with Engine.open(model_dir("llama"), budget, run_directory=tmp_path / "own", **options) as engine:
+    options = {"host_memory": "4GiB", "max_grad_norm": None, "tokens_per_step": ROWS * LENGTH, "sequence_length": LENGTH}
+    with Engine.open(model_dir("llama"), headrace.Options(output=tmp_path / "own", **options)) as engine:
         own = engine.plan
-    with Engine.open(model_dir("llama"), budget, run_directory=tmp_path / "run", compile_blocks=True, **options) as engine:
+    with Engine.open(model_dir("llama"), headrace.Options(output=tmp_path / "run", compile_blocks=True, **options)) as engine:
         plan = engine.plan
     assert own is not None
     assert plan is not None
@@ -100,13 +99,16 @@ def test_shorter_batches_are_filled_up_and_compile_nothing(
     for option in (False, True):
         with Engine.open(
             model_dir(name),
-            headrace.Budget(host="4GiB"),
-            headrace.AdamW(lr=1e-3),
-            run_directory=tmp_path / str(option),
-            compute_dtype="float32",
-            tokens_per_step=ROWS * LENGTH,
-            sequence_length=LENGTH,
-            compile_blocks=option,
+            headrace.Options(
+                host_memory="4GiB",
+                learning_rate=1e-3,
+                output=tmp_path / str(option),
+                max_grad_norm=None,
+                compute_dtype="float32",
+                tokens_per_step=ROWS * LENGTH,
+                sequence_length=LENGTH,
+                compile_blocks=option,
+            ),
         ) as engine:
             steps = []
             for seed, length in enumerate((LENGTH, LENGTH - 5, LENGTH // 2)):
@@ -131,14 +133,14 @@ def test_a_resumed_run_compiles_again_and_ends_with_the_same_bits(model_dir: Cal
     for broken in (False, True):
         directory, seen = tmp_path / f"run-{broken}", graphs()
         engine = Engine.open(
-            model_dir("llama"), headrace.Budget(host="4GiB"), headrace.AdamW(lr=1e-3), run_directory=directory, **options
+            model_dir("llama"), headrace.Options(host_memory="4GiB", learning_rate=1e-3, output=directory, **options)
         )
         losses = [engine.step(batch_of(ROWS, LENGTH, seed)).loss for seed in range(2)]
         if broken:
             engine.close()
             engine = Engine.resume(directory)
-            assert engine.settings.compile_blocks
-            assert engine.store.record["settings"]["compile_blocks"] is True
+            assert engine.options.compile_blocks
+            assert engine.store.record["options"]["compile_blocks"] is True
         losses += [engine.step(batch_of(ROWS, LENGTH, seed)).loss for seed in range(2, 4)]
         assert graphs() - seen == 2 * (1 + broken)
         engine.save_pretrained(tmp_path / f"out-{broken}")
@@ -149,13 +151,17 @@ def test_a_resumed_run_compiles_again_and_ends_with_the_same_bits(model_dir: Cal
 
 def test_dropout_is_refused_before_anything_is_written(model_dir: Callable[..., Path], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"compile_blocks: GPT2LMHeadModel has dropout.*set its dropout rates to 0"):
-        Engine.open(model_dir("gpt2-dropout"), run_directory=tmp_path / "run", compile_blocks=True)
+        Engine.open(
+            model_dir("gpt2-dropout"), headrace.Options(output=tmp_path / "run", max_grad_norm=None, compile_blocks=True)
+        )
     assert list(tmp_path.iterdir()) == []
 
 
 def test_compiling_and_liger_together_are_refused(model_dir: Callable[..., Path], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="give one of them"):
-        Engine.open(model_dir("llama"), run_directory=tmp_path / "run", compile_blocks=True, liger=True)
+        Engine.open(
+            model_dir("llama"), headrace.Options(output=tmp_path / "run", max_grad_norm=None, compile_blocks=True, liger=True)
+        )
 
 
 @pytest.mark.deep

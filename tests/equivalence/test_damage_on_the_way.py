@@ -12,7 +12,7 @@ import pytest
 from plain import batch_of
 from tiers import sampled
 
-from headrace import AdamW, Budget
+import headrace
 from headrace.engine.trainer import Engine
 from headrace.store import StateStore
 from headrace.terms.errors import CorruptData
@@ -30,9 +30,14 @@ ROWS, LENGTH = 4, 32
 def test_what_changes_after_the_update_is_found(
     compute_dtype: str, kind: str | None, model_dir: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = {"tokens_per_step": ROWS * LENGTH, "sequence_length": LENGTH, "compute_dtype": compute_dtype}
+    options = {
+        "tokens_per_step": ROWS * LENGTH,
+        "sequence_length": LENGTH,
+        "compute_dtype": compute_dtype,
+        "max_grad_norm": None,
+    }
     with Engine.open(
-        model_dir("llama"), Budget(host="4GiB"), AdamW(lr=1e-3), run_directory=tmp_path / "run", **options
+        model_dir("llama"), headrace.Options(host_memory="4GiB", learning_rate=1e-3, output=tmp_path / "run", **options)
     ) as engine:
         engine.step(batch_of(ROWS, LENGTH, 0))
         engine.flush()

@@ -89,8 +89,8 @@ def test_auxiliary_losses_do_not_count_what_fills_packed_rows(model_dir: Callabl
     path = model_dir("mixtral-aux")
     loss, norm = PlainTrainer(path, 1e-3, 0.1, None).step(padded)
     for name, batch in {"padded": padded, "packed": packed}.items():
-        options = {"run_directory": tmp_path / name, "compute_dtype": "float32"}
-        with Engine.open(path, headrace.Budget(host="4GiB"), headrace.AdamW(lr=1e-3), **options) as engine:
+        options = {"output": tmp_path / name, "compute_dtype": "float32", "max_grad_norm": None}
+        with Engine.open(path, headrace.Options(host_memory="4GiB", learning_rate=1e-3, **options)) as engine:
             result = engine.step(batch)
         assert result.loss == pytest.approx(loss, rel=2e-6), name
         assert result.grad_norm == pytest.approx(norm, rel=1e-5), name
@@ -112,9 +112,9 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
         }
     },
     "recompute-all": {"adjust": {"skipped": ((),) * 4}},
-    "device-tier": {"budget": {"device": "1GiB"}},
+    "device-tier": {"device_memory": "1GiB"},
     "device-tier-ssd": {
-        "budget": {"device": "1GiB"},
+        "device_memory": "1GiB",
         "adjust": {
             "stash_tiers": ("host", "ssd", "ssd", "device"),
             "stash_slots": 2,
@@ -123,7 +123,7 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
             "prefetch": 1,
         },
     },
-    "device-tier-plain": {"budget": {"device": "1GiB"}, "interpreter": "plain"},
+    "device-tier-plain": {"device_memory": "1GiB", "interpreter": "plain"},
     "three-directories": {"directories": 3},
     "small-chunks": {"adjust": {"chunk_elements": 2048}},
     "gradients-on-ssd": {"adjust": {"held_gradients": "ssd", "resident_states": ()}},
@@ -131,27 +131,27 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
     "late-on-ssd": {
         "adjust": {"late_units": (1, 3, 4), "held_gradients": "ssd", "resident_states": (), "host_slots": 2, "prefetch": 1}
     },
-    "late-device-tier": {"budget": {"device": "1GiB"}, "adjust": {"late_units": (1, 2), "resident_states": ()}},
+    "late-device-tier": {"device_memory": "1GiB", "adjust": {"late_units": (1, 2), "resident_states": ()}},
     "speculative": {"adjust": {"update_policy": "speculative", "late_units": (), "resident_states": ()}},
     "speculative-late": {
         "adjust": {"update_policy": "speculative", "late_units": (0, 2), "resident_states": (), "host_slots": 3, "prefetch": 1}
     },
     "speculative-ssd": {
-        "budget": {"device": "1GiB"},
+        "device_memory": "1GiB",
         "adjust": {"update_policy": "speculative", "late_units": (2,), "held_gradients": "ssd", "resident_states": ()},
     },
-    "device-updates": {"budget": {"device": "1GiB"}, "adjust": {"device_update_every": 1}},
+    "device-updates": {"device_memory": "1GiB", "adjust": {"device_update_every": 1}},
     "device-updates-plain": {
-        "budget": {"device": "1GiB"},
+        "device_memory": "1GiB",
         "adjust": {"device_update_every": 2, "chunk_elements": 2048},
         "interpreter": "plain",
     },
     "late-device-updates": {
-        "budget": {"device": "1GiB"},
+        "device_memory": "1GiB",
         "adjust": {"device_update_every": 3, "chunk_elements": 4096, "late_units": (0, 2), "resident_states": ()},
     },
     "speculative-device-updates": {
-        "budget": {"device": "1GiB"},
+        "device_memory": "1GiB",
         "adjust": {
             "device_update_every": 2,
             "chunk_elements": 4096,
@@ -162,7 +162,7 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
         },
     },
     "states-in-memory-device-updates": {
-        "budget": {"device": "1GiB"},
+        "device_memory": "1GiB",
         "adjust": {"device_update_every": 2, "resident_states": lambda plan: tuple(range(len(plan.units)))},
     },
     "states-in-memory": {"adjust": {"resident_states": lambda plan: tuple(range(len(plan.units)))}},
@@ -203,8 +203,7 @@ def test_placement_changes_nothing(
         folders = [tmp_path / f"ssd{number}-{index}" for index in range(options.pop("directories", 1))]
         for folder in folders:
             folder.mkdir()
-        budget = headrace.Budget(host="4GiB", ssd=folders, **options.pop("budget", {}))
-        got = train(path, tmp_path / f"run{number}", max_grad_norm=clip, adjust=changes, budget=budget, **options)
+        got = train(path, tmp_path / f"run{number}", max_grad_norm=clip, adjust=changes, ssd=folders, **options)
         assert got[0] == base[0], f"{placement}: losses differ"
         for key, want in base[1].items():
             assert torch.equal(got[1][key], want), f"{placement}: {key} differs"
@@ -230,7 +229,7 @@ def test_each_kth_chunk_is_updated_on_the_device_with_the_same_bits(
             tmp_path / f"every{every}",
             steps=steps,
             adjust={**micro_batches(3), "device_update_every": every, "chunk_elements": 4096, "state_slots": 2},
-            budget=headrace.Budget(host="4GiB", device="1GiB"),
+            device_memory="1GiB",
             compute_dtype=compute_dtype,
             gradient_dtype=gradient_dtype,
             sink=sink,
@@ -263,13 +262,17 @@ def test_more_rows_than_planned_are_plain_pytorch(tier: str, held: str, model_di
     planned = []
     with Engine.open(
         path,
-        headrace.Budget(host="4GiB", device="1GiB" if tier == "host" else None),
-        headrace.AdamW(lr=1e-3, weight_decay=0.1),
-        run_directory=tmp_path / "run",
-        compute_dtype="float32",
-        max_grad_norm=0.5,
-        tokens_per_step=4 * LENGTH,
-        sequence_length=LENGTH,
+        headrace.Options(
+            host_memory="4GiB",
+            device_memory="1GiB" if tier == "host" else None,
+            learning_rate=1e-3,
+            weight_decay=0.1,
+            output=tmp_path / "run",
+            compute_dtype="float32",
+            max_grad_norm=0.5,
+            tokens_per_step=4 * LENGTH,
+            sequence_length=LENGTH,
+        ),
         adjust_plan=adjust_plan,
     ) as engine:
         for seed, (rows, length) in enumerate(
@@ -374,7 +377,8 @@ def test_bfloat16_follows_a_float32_master(model_dir: Callable[..., Path], tmp_p
     plain = PlainTrainer(path, 1e-3, 0.1, None)
     expected = [plain.step(batch_of(ROWS, LENGTH, seed % 4))[0] for seed in range(100)]
     with Engine.open(
-        path, headrace.Budget(host="4GiB"), headrace.AdamW(lr=1e-3, weight_decay=0.1), run_directory=tmp_path / "run"
+        path,
+        headrace.Options(host_memory="4GiB", learning_rate=1e-3, weight_decay=0.1, output=tmp_path / "run", max_grad_norm=None),
     ) as engine:
         losses = [engine.step(batch_of(ROWS, LENGTH, seed % 4)).loss for seed in range(100)]
     assert losses[0] == pytest.approx(expected[0], rel=2e-3)
@@ -396,10 +400,9 @@ def test_float16_overflow_skips_the_step_and_halves_the_scale(model_dir: Callabl
     events = []
     with Engine.open(
         path,
-        headrace.Budget(host="4GiB"),
-        headrace.AdamW(lr=1e-3),
-        run_directory=tmp_path / "run",
-        compute_dtype="float16",
+        headrace.Options(
+            host_memory="4GiB", learning_rate=1e-3, output=tmp_path / "run", max_grad_norm=None, compute_dtype="float16"
+        ),
         sink=lambda event: events.append(event) if isinstance(event, StepResult) else None,
     ) as engine:
         engine._loss_scale = dataclasses.replace(engine._loss_scale or _fresh_scale(), scale=2.0**26)
@@ -425,7 +428,7 @@ def test_a_gradient_that_is_not_finite_skips_the_step(
 ) -> None:
     path = model_dir("llama", "bfloat16")
     with Engine.open(
-        path, headrace.Budget(host="4GiB"), headrace.AdamW(lr=1e-3), run_directory=tmp_path / "run", max_grad_norm=clip
+        path, headrace.Options(host_memory="4GiB", learning_rate=1e-3, output=tmp_path / "run", max_grad_norm=clip)
     ) as engine:
         first = engine.step(batch_of(ROWS, LENGTH, 0))
         block = engine.chain.block
@@ -451,7 +454,7 @@ def test_a_step_can_be_resumed_bit_for_bit(model_dir: Callable[..., Path], tmp_p
     options = {"tokens_per_step": ROWS * LENGTH, "sequence_length": LENGTH, "max_grad_norm": 1.0}
     unbroken, weights = train(path, tmp_path / "whole", steps=4, max_grad_norm=1.0)
     with Engine.open(
-        path, headrace.Budget(host="4GiB"), headrace.AdamW(lr=1e-3, weight_decay=0.1), run_directory=tmp_path / "run", **options
+        path, headrace.Options(host_memory="4GiB", learning_rate=1e-3, weight_decay=0.1, output=tmp_path / "run", **options)
     ) as engine:
         losses = [engine.step(batch_of(ROWS, LENGTH, seed), position={"next": seed + 1}).loss for seed in range(2)]
     with Engine.resume(tmp_path / "run") as engine:
@@ -477,12 +480,14 @@ def test_every_byte_is_some_steps(clip: float | None, resident: bool, model_dir:
 
     with Engine.open(
         model_dir("llama"),
-        headrace.Budget(host="4GiB"),
-        headrace.AdamW(lr=1e-3),
-        run_directory=tmp_path / "run",
-        max_grad_norm=clip,
-        tokens_per_step=ROWS * LENGTH,
-        sequence_length=LENGTH,
+        headrace.Options(
+            host_memory="4GiB",
+            learning_rate=1e-3,
+            output=tmp_path / "run",
+            max_grad_norm=clip,
+            tokens_per_step=ROWS * LENGTH,
+            sequence_length=LENGTH,
+        ),
         adjust_plan=states_in_memory,
         sink=said.append,
     ) as engine:
@@ -507,7 +512,9 @@ def test_every_byte_is_some_steps(clip: float | None, resident: bool, model_dir:
 
 def test_batches_that_cannot_be_used_are_refused(model_dir: Callable[..., Path], tmp_path: Path) -> None:
     batch = batch_of(2, 16, 0)
-    with Engine.open(model_dir("llama"), headrace.Budget(host="4GiB"), run_directory=tmp_path / "run") as engine:
+    with Engine.open(
+        model_dir("llama"), headrace.Options(host_memory="4GiB", output=tmp_path / "run", max_grad_norm=None)
+    ) as engine:
         with pytest.raises(ValueError, match="none of its 32 labels is trained"):
             engine.step({**batch, "labels": torch.full_like(batch["labels"], -100)})
         with pytest.raises(ValueError, match="input_ids has token 384; the model has embeddings for 0 to 383"):
@@ -532,10 +539,11 @@ def test_an_engine_plans_for_the_drives_that_it_has(model_dir: Callable[..., Pat
     machine = load_profile("rtx4090-4ssd")
     (tmp_path / "ssd").mkdir()
     for name, ssd in (("without", ()), ("with", [tmp_path / "ssd"])):
-        budget = headrace.Budget(host="4GiB", ssd=ssd)
-        with Engine.open(model_dir("llama"), budget, run_directory=tmp_path / name, machine=machine) as engine:
-            assert engine.settings.machine is not None
-            assert len(engine.settings.machine["drives"]) == 1
+        with Engine.open(
+            model_dir("llama"), headrace.Options(host_memory="4GiB", ssd=ssd, output=tmp_path / name, machine=machine)
+        ) as engine:
+            assert engine.options.machine is not None
+            assert len(engine.options.machine.drives) == 1
 
 
 def test_an_engine_plans_within_the_space_of_its_drives(
@@ -548,18 +556,21 @@ def test_an_engine_plans_within_the_space_of_its_drives(
     )
     machine = dataclasses.replace(machine, has_device=False, device_memory_bytes=0, drives=(fast,))
     (tmp_path / "ssd").mkdir()
-    budget = headrace.Budget(host="700MiB", ssd=tmp_path / "ssd")
     usable = space.default_bytes
     monkeypatch.setattr("headrace.answers.planner.anonymous_bytes", lambda: 300 << 20)  # whatever tests before have left here
 
     def opened(name: str) -> Engine:
         return Engine.open(
             model_dir("llama"),
-            budget,
-            run_directory=tmp_path / name,
-            machine=machine,
-            tokens_per_step=64 * LENGTH,
-            sequence_length=LENGTH,
+            headrace.Options(
+                host_memory="700MiB",
+                ssd=tmp_path / "ssd",
+                output=tmp_path / name,
+                max_grad_norm=None,
+                machine=machine,
+                tokens_per_step=64 * LENGTH,
+                sequence_length=LENGTH,
+            ),
         )
 
     with opened("roomy") as engine:
@@ -582,9 +593,12 @@ def test_an_import_that_is_broken_off_leaves_no_directory(ssd: bool, model_dir: 
             raise KeyboardInterrupt
 
     (tmp_path / "ssd").mkdir()
-    budget = headrace.Budget(host="4GiB", ssd=[tmp_path / "ssd"] if ssd else ())
     with pytest.raises(KeyboardInterrupt):
-        Engine.open(model_dir("llama"), budget, run_directory=tmp_path / "runs" / "first", sink=breaks_off)
+        Engine.open(
+            model_dir("llama"),
+            headrace.Options(host_memory="4GiB", ssd=[tmp_path / "ssd"] if ssd else (), output=tmp_path / "runs" / "first"),
+            sink=breaks_off,
+        )
     assert [path.name for path in tmp_path.rglob("*")] == ["ssd"]
 
 
@@ -592,10 +606,14 @@ def test_a_state_that_cannot_be_made_leaves_no_directory(
     model_dir: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ConfigError, match="does not exist"):
-        Engine.open(model_dir("llama"), headrace.Budget(ssd=tmp_path / "none"), run_directory=tmp_path / "runs" / "first")
+        Engine.open(
+            model_dir("llama"), headrace.Options(ssd=tmp_path / "none", output=tmp_path / "runs" / "first", max_grad_norm=None)
+        )
     monkeypatch.setattr(directories, "default_bytes", lambda tier, free: 0)
     with pytest.raises(DiskFull):
-        Engine.open(model_dir("llama"), headrace.Budget(host="4GiB"), run_directory=tmp_path / "runs" / "first")
+        Engine.open(
+            model_dir("llama"), headrace.Options(host_memory="4GiB", output=tmp_path / "runs" / "first", max_grad_norm=None)
+        )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -604,7 +622,7 @@ def test_a_run_directory_that_cannot_be_made_is_named(model_dir: Callable[..., P
     told = {tmp_path / "file": "expected a directory", tmp_path / "file" / "below": "cannot be made"}
     for run, what in told.items():
         with pytest.raises(RunDirectoryError, match=f"{run}: {what}.*; name another run directory"):
-            Engine.open(model_dir("llama"), headrace.Budget(host="4GiB"), run_directory=run)
+            Engine.open(model_dir("llama"), headrace.Options(host_memory="4GiB", output=run, max_grad_norm=None))
 
 
 def test_measured_drives_say_how_the_store_moves_bytes_also_after_resume(
@@ -618,10 +636,12 @@ def test_measured_drives_say_how_the_store_moves_bytes_also_after_resume(
     monkeypatch.setattr(StateStore, "keep_in_flight", lambda store, setting: (told.append(setting), keep(store, setting)))
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
-    budget = headrace.Budget(host="4GiB", ssd=[tmp_path / "one", tmp_path / "two"])
     run = tmp_path / "run"
     before = threads_of("read"), threads_of("write")
-    with Engine.open(model_dir("llama"), budget, run_directory=run, machine=machine) as engine:
+    with Engine.open(
+        model_dir("llama"),
+        headrace.Options(host_memory="4GiB", ssd=[tmp_path / "one", tmp_path / "two"], output=run, machine=machine),
+    ) as engine:
         assert (threads_of("read") - before[0], threads_of("write") - before[1]) == (3, 3)  # both lie on one drive
         result = engine.step(batch_of(ROWS, LENGTH, 0))
         assert result.io_cpu_seconds is not None
@@ -647,8 +667,10 @@ def test_several_directories_of_one_drive_beside_another_drive(
     for directory in ssd:
         directory.mkdir()
     run = tmp_path / "run"
-    with Engine.open(model_dir("llama"), headrace.Budget(host="4GiB", ssd=ssd), run_directory=run, machine=machine) as engine:
-        assert engine.settings.machine == dataclasses.replace(machine, drives=(quick, slow)).to_json()
+    with Engine.open(
+        model_dir("llama"), headrace.Options(host_memory="4GiB", ssd=ssd, output=run, max_grad_norm=None, machine=machine)
+    ) as engine:
+        assert engine.options.machine == dataclasses.replace(machine, drives=(quick, slow))
     with Engine.resume(run) as engine:
         assert engine.step(batch_of(ROWS, LENGTH, 0)).loss > 0
     assert told == [InFlight(threads=7, piece_bytes=4 << 20)] * 2
@@ -659,5 +681,5 @@ def test_without_a_profile_the_store_keeps_its_defaults(
 ) -> None:
     monkeypatch.setattr(StateStore, "keep_in_flight", lambda store, setting: pytest.fail("nobody measured"))
     before = threads_of("read")
-    with Engine.open(model_dir("llama"), headrace.Budget(host="4GiB"), run_directory=tmp_path / "run"):
+    with Engine.open(model_dir("llama"), headrace.Options(host_memory="4GiB", output=tmp_path / "run", max_grad_norm=None)):
         assert threads_of("read") - before == InFlight().threads

@@ -13,7 +13,7 @@ import pytest
 import torch
 from plain import batch_of
 
-from headrace import AdamW, Budget
+from headrace import Options
 from headrace.answers.answer import plan_model
 from headrace.engine.trainer import Engine
 from headrace.plan.given import load_plan
@@ -21,13 +21,15 @@ from headrace.plan.plan import Plan
 from headrace.terms.errors import ConfigError, PlanInfeasible
 
 ROWS, LENGTH = 6, 32
-STEP = {"tokens_per_step": ROWS * LENGTH, "sequence_length": LENGTH}
+STEP = {"host_memory": "4GiB", "max_grad_norm": None, "tokens_per_step": ROWS * LENGTH, "sequence_length": LENGTH}
 
 
-def run(path: Path, folder: Path, host: str = "4GiB", **options: Any) -> tuple[Plan, list[float], bytes]:
+def run(
+    path: Path, folder: Path, host: str = "4GiB", *, hooks: dict[str, Any] | None = None, **options: Any
+) -> tuple[Plan, list[float], bytes]:
     """Return the plan, losses and final weights of a run of three steps."""
-    engine_options = {**STEP, **options}
-    with Engine.open(path, Budget(host=host), AdamW(lr=1e-3), run_directory=folder, **engine_options) as engine:
+    given = STEP | {"host_memory": host, "learning_rate": 1e-3} | options
+    with Engine.open(path, Options(output=folder, **given), **hooks or {}) as engine:
         losses = [engine.step(batch_of(ROWS, LENGTH, seed)).loss for seed in range(3)]
         engine.save_pretrained(folder / "out")
         assert engine.plan is not None
@@ -47,11 +49,11 @@ def one_row_at_a_time(plan: Plan) -> Plan:
 
 
 def test_the_same_plan_is_the_same_bits(path: Path, tmp_path: Path) -> None:
-    first, *bits = run(path, tmp_path / "first", adjust_plan=one_row_at_a_time)
+    first, *bits = run(path, tmp_path / "first", hooks={"adjust_plan": one_row_at_a_time})
     (tmp_path / "first" / "plan.json").write_text(json.dumps(first.to_json()))
     given = load_plan(tmp_path / "first")
     assert given == first
-    second, *same = run(path, tmp_path / "second", "5GiB", plan=given)
+    second, *same = run(path, tmp_path / "second", "5GiB", hooks={"plan": given})
     assert second.micro_batch_sequences == 1
     assert same == bits
     third, *other = run(path, tmp_path / "third")
@@ -68,23 +70,23 @@ def test_a_process_with_other_libraries_has_the_same_plan(path: Path, tmp_path: 
     takes(301.0)
     least, *_ = run(path, tmp_path / "least")
     just_enough = str(least.peak("host"))
-    first, *bits = run(path, tmp_path / "first", just_enough, plan=least)
+    first, *bits = run(path, tmp_path / "first", just_enough, hooks={"plan": least})
     takes(303.5)
-    second, *same = run(path, tmp_path / "second", just_enough, plan=first)
+    second, *same = run(path, tmp_path / "second", just_enough, hooks={"plan": first})
     # What is free on the SSD is another by then; it is no choice of the planner's.
     allowed = {**second.allowed_bytes, "ssd": first.allowed_bytes["ssd"]}
     assert dataclasses.replace(second, allowed_bytes=allowed).to_json() == first.to_json()
     assert same == bits
     takes(340.0)
     with pytest.raises(PlanInfeasible, match="host memory: the plan that was given needs"):
-        run(path, tmp_path / "third", just_enough, plan=first)
+        run(path, tmp_path / "third", just_enough, hooks={"plan": first})
     assert not (tmp_path / "third").exists()
 
 
 def test_what_headrace_plan_says_can_be_run(path: Path, tmp_path: Path) -> None:
-    report = plan_model(path / "config.json", Budget(host="4GiB"), **STEP)
+    report = plan_model(path / "config.json", Options(**STEP | {"max_grad_norm": 1.0}))
     (tmp_path / "plan.json").write_text(json.dumps(report.to_json()))
-    plan, losses, _ = run(path, tmp_path / "run", max_grad_norm=1.0, plan=load_plan(tmp_path / "plan.json"))
+    plan, losses, _ = run(path, tmp_path / "run", max_grad_norm=1.0, hooks={"plan": load_plan(tmp_path / "plan.json")})
     assert report.plan is not None
     assert plan.micro_batch_sequences == report.plan.micro_batch_sequences
     assert all(torch.isfinite(torch.tensor(losses)))
@@ -104,7 +106,7 @@ def test_what_headrace_plan_says_can_be_run(path: Path, tmp_path: Path) -> None:
 def test_another_runs_plan_is_refused(path: Path, tmp_path: Path, options: dict[str, Any], words: str) -> None:
     given = planned(path, tmp_path)
     with pytest.raises(ConfigError, match=words):
-        run(path, tmp_path / "run", plan=given, **options)
+        run(path, tmp_path / "run", hooks={"plan": given}, **options)
     assert not (tmp_path / "run").exists()
 
 
@@ -117,10 +119,10 @@ def test_a_figure_that_is_no_number_is_refused(path: Path, tmp_path: Path) -> No
 def test_a_plan_for_more_cores_or_another_model_is_refused(path: Path, tmp_path: Path, model_dir: Callable[..., Path]) -> None:
     given = planned(path, tmp_path)
     with pytest.raises(ConfigError, match=r"parameters .* in the plan, .* here; units differ"):
-        run(model_dir("llama-tied"), tmp_path / "run", plan=given)
+        run(model_dir("llama-tied"), tmp_path / "run", hooks={"plan": given})
     larger = Plan.from_json(given.to_json() | {"compute_threads": 999})
     with pytest.raises(ConfigError, match="999 threads in the plan"):
-        run(path, tmp_path / "run", plan=larger)
+        run(path, tmp_path / "run", hooks={"plan": larger})
 
 
 @pytest.mark.parametrize(
@@ -139,12 +141,12 @@ def test_a_plan_for_more_cores_or_another_model_is_refused(path: Path, tmp_path:
 def test_a_plan_that_was_edited_is_refused(path: Path, tmp_path: Path, changes: dict[str, Any], words: str) -> None:
     damaged = Plan.from_json(planned(path, tmp_path).to_json() | changes)
     with pytest.raises(ConfigError, match=words):
-        run(path, tmp_path / "run", plan=damaged)
+        run(path, tmp_path / "run", hooks={"plan": damaged})
     assert not (tmp_path / "run").exists()
 
 
 def planned(path: Path, folder: Path) -> Plan:
-    with Engine.open(path, Budget(host="4GiB"), AdamW(), run_directory=folder / "planned", **STEP) as engine:
+    with Engine.open(path, Options(output=folder / "planned", **STEP)) as engine:
         assert engine.plan is not None
         return engine.plan
 

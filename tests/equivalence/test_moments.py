@@ -20,7 +20,7 @@ from headrace.terms.layout import MOMENTS
 
 ROWS, LENGTH, STEPS = 4, 24, 3
 # Weight decay on matrices only: two groups, whose border must not cut a block of the moments.
-RULE = headrace.AdamW(lr=1e-3, weight_decay=0.1, betas=(0.9, 0.999))
+RULE = {"learning_rate": 1e-3, "weight_decay": 0.1, "adam_betas": (0.9, 0.999)}
 BATCHES = 4
 
 
@@ -29,9 +29,14 @@ def opened(path: Path, run_directory: Path, adjust: dict[str, Any] | None = None
         changes = {name: value(plan) if callable(value) else value for name, value in (adjust or {}).items()}
         return dataclasses.replace(plan, **changes)
 
-    given = {"max_grad_norm": 0.5, "moments": "int8", "tokens_per_step": ROWS * LENGTH, "sequence_length": LENGTH}
-    budget = options.pop("budget", headrace.Budget(host="4GiB"))
-    return Engine.open(path, budget, RULE, run_directory=run_directory, adjust_plan=adjust_plan, **{**given, **options})
+    given: dict[str, Any] = {
+        "host_memory": "4GiB",
+        "max_grad_norm": 0.5,
+        "moments": "int8",
+        "tokens_per_step": ROWS * LENGTH,
+        "sequence_length": LENGTH,
+    }
+    return Engine.open(path, headrace.Options(output=run_directory, **RULE, **given | options), adjust_plan=adjust_plan)
 
 
 def steps(engine: Engine, start: int, stop: int) -> list[float]:
@@ -58,7 +63,7 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
         "adjust": {"resident_states": lambda plan: tuple(range(len(plan.units))), "host_slots": 4},
         "checkpoint_every": 3,
     },
-    "device tier": {"budget": headrace.Budget(device="1GiB", host="4GiB")},
+    "device tier": {"device_memory": "1GiB"},
 }
 
 
@@ -100,7 +105,7 @@ def test_resumed_and_rolled_back_runs_end_with_the_same_bits(
         engine.chain.block = block  # type: ignore[method-assign]
         got += steps(engine, 1, 2)
     with Engine.resume(tmp_path / "run") as engine:
-        assert engine.settings.moments == "int8"
+        assert engine.options.moments == "int8"
         assert engine.plan is not None
         assert engine.plan.moments == "int8"
         assert "int8 moments" in engine.plan.explain()
@@ -146,6 +151,6 @@ def test_other_compute_types_have_smaller_moments_too(
 
 
 def test_unknown_moments_are_refused_before_anything_is_written(model_dir: Callable[..., Path], tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="moments: 'int4' is not one of float32, bfloat16, int8"):
+    with pytest.raises(InputError, match="moments: expected float32, bfloat16 or int8, found 'int4'"):
         opened(model_dir("llama"), tmp_path / "run", moments="int4")
     assert not (tmp_path / "run").exists()

@@ -13,7 +13,7 @@ import torch
 from plain import batch_of
 from tiers import sampled
 
-from headrace import AdamW, Budget
+import headrace
 from headrace.engine.trainer import Engine
 
 ROWS, LENGTH = 4, 32
@@ -48,9 +48,15 @@ def test_a_step_leaves_no_tensor_in_a_cycle(
     name: str, clip: float | None, model_dir: Callable[..., Path], tmp_path: Path, collected: Callable[[], list[torch.Tensor]]
 ) -> None:
     with Engine.open(
-        model_dir(name), Budget(host="4GiB"), AdamW(), run_directory=tmp_path / "run", max_grad_norm=clip,
-        tokens_per_step=ROWS * LENGTH, sequence_length=LENGTH,
-    ) as engine:  # fmt: skip
+        model_dir(name),
+        headrace.Options(
+            host_memory="4GiB",
+            output=tmp_path / "run",
+            max_grad_norm=clip,
+            tokens_per_step=ROWS * LENGTH,
+            sequence_length=LENGTH,
+        ),
+    ) as engine:
         engine.step(batch_of(ROWS, LENGTH, 0))  # what the first step compiles and keeps is its own affair
         collected()
         for seed in (1, 2):

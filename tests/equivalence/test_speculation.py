@@ -25,15 +25,26 @@ ON_SSD = {**SPECULATIVE, "held_gradients": "ssd"}
 DEFERRED: dict[str, Any] = {"resident_states": ()}
 
 
-def open_engine(path: Path, folder: Path, **options: Any) -> Engine:
+def open_engine(
+    path: Path,
+    folder: Path,
+    adjust_plan: Callable[[Plan], Plan] | None = None,
+    max_grad_norm: float | None = None,
+    **options: Any,
+) -> Engine:
     return Engine.open(
         path,
-        headrace.Budget(host="4GiB"),
-        headrace.AdamW(lr=1e-3, weight_decay=0.1),
-        run_directory=folder,
-        tokens_per_step=ROWS * LENGTH,
-        sequence_length=LENGTH,
-        **options,
+        headrace.Options(
+            host_memory="4GiB",
+            learning_rate=1e-3,
+            weight_decay=0.1,
+            output=folder,
+            tokens_per_step=ROWS * LENGTH,
+            sequence_length=LENGTH,
+            max_grad_norm=max_grad_norm,
+            **options,
+        ),
+        adjust_plan=adjust_plan,
     )
 
 

@@ -13,7 +13,6 @@ from tiers import sampled
 from tiny_wholes import make_whole
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-import headrace
 from headrace.model import Checkpoint
 
 BATCHES = [batch_of(4, 32, seed, vocabulary=160) for seed in range(3)]
@@ -35,7 +34,7 @@ def test_inside_and_alone_are_the_same(tmp_path: Path, name: str) -> None:
     ends = []
     for directory in saved(tmp_path, name):
         run = tmp_path / f"{directory.name}-run"
-        losses, _ = short_run(directory, run, BATCHES, headrace.Budget(host="4GiB"))
+        losses, _ = short_run(directory, run, BATCHES)
         ends.append((losses, tmp_path / f"{directory.name}-run-out"))
     assert ends[0][0] == ends[1][0]
     whole = AutoModelForImageTextToText.from_pretrained(ends[0][1])
@@ -53,8 +52,7 @@ def test_the_whole_model_is_that_of_plain_pytorch(tmp_path: Path, name: str) -> 
     plain = PlainTrainer(directory, 1e-3, 0.1, None, AutoModelForImageTextToText)  # as in a short run
     no_pictures = {"token_type_ids": torch.zeros_like(BATCHES[0]["input_ids"])} if name == "gemma3" else {}
     expected = [plain.step({**batch, **no_pictures})[0] for batch in BATCHES]
-    budget = headrace.Budget(host="4GiB")
-    losses, _ = short_run(directory, tmp_path / "run", BATCHES, budget, compute_dtype="float32", export=tmp_path / "out")
+    losses, _ = short_run(directory, tmp_path / "run", BATCHES, compute_dtype="float32", export=tmp_path / "out")
     assert losses == pytest.approx(expected, rel=2e-6)
     ours = AutoModelForImageTextToText.from_pretrained(tmp_path / "out", dtype=torch.float32)
     for (key, got), want in zip(ours.named_parameters(), plain.model.parameters(), strict=True):

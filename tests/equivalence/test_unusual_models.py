@@ -90,12 +90,15 @@ def trained(
     said: list[Event] = []
     with Engine.open(
         model,
-        headrace.Budget(host="4GiB"),
-        headrace.AdamW(lr=1e-3),
-        run_directory=run,
-        compute_dtype="float32",
-        tokens_per_step=ROWS * LENGTH,
-        sequence_length=LENGTH,
+        headrace.Options(
+            host_memory="4GiB",
+            learning_rate=1e-3,
+            output=run,
+            max_grad_norm=None,
+            compute_dtype="float32",
+            tokens_per_step=ROWS * LENGTH,
+            sequence_length=LENGTH,
+        ),
         adjust_plan=adjust,
         sink=said.append,
     ) as engine:

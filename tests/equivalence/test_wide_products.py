@@ -12,7 +12,6 @@ import torch
 from plain import LENGTH, ROWS, PlainTrainer, batch_of, train
 from tiers import sampled
 
-import headrace
 from headrace.machine.cpu import CpuMachine
 from headrace.model import products
 
@@ -22,7 +21,7 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
     "few slots": {"adjust": {"host_slots": 2, "prefetch": 1, "state_slots": 1, "gradient_slots": 1, "resident_states": ()}},
     "all outputs kept": {"adjust": {"kept": lambda plan: tuple(tuple(range(len(names))) for names in plan.operators)}},
     "nothing kept or skipped": {"adjust": {"kept": ((),) * 4, "skipped": ((),) * 4}},
-    "a device of its own": {"budget": headrace.Budget(host="4GiB", device="1GiB")},
+    "a device of its own": {"device_memory": "1GiB"},
 }
 
 

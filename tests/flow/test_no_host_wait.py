@@ -115,13 +115,15 @@ def run(path: Path, run_directory: Path, **options: Any) -> None:
 
     with Engine.open(
         path,
-        headrace.Budget(host="4GiB"),
-        run_directory=run_directory,
-        tokens_per_step=ROWS * LENGTH,
-        sequence_length=LENGTH,
-        max_grad_norm=1.0,
+        headrace.Options(
+            host_memory="4GiB",
+            output=run_directory,
+            tokens_per_step=ROWS * LENGTH,
+            sequence_length=LENGTH,
+            max_grad_norm=1.0,
+            **options,
+        ),
         adjust_plan=adjust,
-        **options,
     ) as engine:
         for kind in ("plain", "packed"):
             ids = torch.arange(ROWS * LENGTH).reshape(ROWS, LENGTH) % 120

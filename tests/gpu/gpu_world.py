@@ -69,13 +69,13 @@ def train(
     *,
     steps: int = 3,
     adjust: dict[str, Any] | None = None,
-    budget: headrace.Budget | None = None,
     **options: Any,
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Return losses and final weights of a short run with micro-batches of two rows, if `adjust` does not change that."""
     batches = [batch_of(ROWS, LENGTH, seed) for seed in range(steps)]
-    budget = budget or headrace.Budget(device="2GiB", host="4GiB")
-    return short_run(path, run_directory, batches, budget, adjust={**micro_batches(2), **(adjust or {})}, **options)
+    return short_run(
+        path, run_directory, batches, adjust={**micro_batches(2), **(adjust or {})}, **{"device_memory": "2GiB"} | options
+    )
 
 
 def micro_batches(rows: int) -> dict[str, Any]:

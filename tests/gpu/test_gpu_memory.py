@@ -36,12 +36,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def measured_and_planned(model: Path, run: Path, device_bytes: int, tokens_per_step: int) -> tuple[int, int]:
     with Engine.open(
         model,
-        headrace.Budget(device=device_bytes, host="8GiB"),
-        headrace.AdamW(lr=1e-4),
-        run_directory=run,
-        tokens_per_step=tokens_per_step,
-        sequence_length=LENGTH,
-        max_grad_norm=1.0,
+        headrace.Options(
+            device_memory=device_bytes,
+            host_memory="8GiB",
+            learning_rate=1e-4,
+            output=run,
+            tokens_per_step=tokens_per_step,
+            sequence_length=LENGTH,
+            max_grad_norm=1.0,
+        ),
     ) as engine:
         assert engine.plan is not None
         planned = engine.plan.peak("device")

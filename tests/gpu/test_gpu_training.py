@@ -53,10 +53,15 @@ def test_sixteen_bits_follow_float32(
     expected = [plain.step(batch_of(ROWS, LENGTH, seed % 2)) for seed in range(30)]
     with Engine.open(
         path,
-        headrace.Budget(device="2GiB", host="4GiB"),
-        headrace.AdamW(lr=1e-3, weight_decay=0.1),
-        run_directory=tmp_path / "run",
-        compute_dtype=compute_dtype,
+        headrace.Options(
+            device_memory="2GiB",
+            host_memory="4GiB",
+            learning_rate=1e-3,
+            weight_decay=0.1,
+            output=tmp_path / "run",
+            max_grad_norm=None,
+            compute_dtype=compute_dtype,
+        ),
     ) as engine:
         losses: list[float] = []
         while len(losses) < 30:
@@ -158,10 +163,9 @@ def test_a_run_is_resumed_bit_for_bit(model_dir: Callable[..., Path], tmp_path: 
                 if number
                 else Engine.open(
                     path,
-                    headrace.Budget(device="2GiB", host="4GiB"),
-                    headrace.AdamW(lr=1e-3),
-                    run_directory=tmp_path / name,
-                    **options,
+                    headrace.Options(
+                        device_memory="2GiB", host_memory="4GiB", learning_rate=1e-3, output=tmp_path / name, **options
+                    ),
                 )
             )
             with opened as engine:

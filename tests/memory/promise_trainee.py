@@ -26,13 +26,16 @@ def open_engine(case: dict[str, Any]) -> tuple[Engine, int]:
         try:
             engine = Engine.open(
                 case["model"],
-                headrace.Budget(host=host_bytes, device=case["device_bytes"]),
-                headrace.AdamW(lr=1e-3),
-                run_directory=case["run"],
-                max_grad_norm=case["clip"],
-                compute_dtype=case["dtype"],
-                tokens_per_step=case["tokens"],
-                sequence_length=case["length"],
+                headrace.Options(
+                    host_memory=host_bytes,
+                    device_memory=case["device_bytes"],
+                    learning_rate=1e-3,
+                    output=case["run"],
+                    max_grad_norm=case["clip"],
+                    compute_dtype=case["dtype"],
+                    tokens_per_step=case["tokens"],
+                    sequence_length=case["length"],
+                ),
             )
             return engine, host_bytes
         except PlanInfeasible as refusal:

@@ -176,7 +176,7 @@ def test_a_larger_process_stays_inside_its_plan(case: Case, models: Path, tmp_pa
 
 
 def test_a_budget_too_small_is_refused_before_anything_is_written(models: Path, tmp_path: Path) -> None:
-    from headrace import Budget
+    import headrace
     from headrace.engine.trainer import Engine
     from headrace.terms.errors import PlanInfeasible
 
@@ -185,10 +185,14 @@ def test_a_budget_too_small_is_refused_before_anything_is_written(models: Path, 
     with pytest.raises(PlanInfeasible) as refusal:
         Engine.open(
             model_of(models, "wide"),
-            Budget(host="1MiB", ssd=[ssd]),
-            run_directory=tmp_path / "run",
-            tokens_per_step=512,
-            sequence_length=256,
+            headrace.Options(
+                host_memory="1MiB",
+                ssd=[ssd],
+                output=tmp_path / "run",
+                max_grad_norm=None,
+                tokens_per_step=512,
+                sequence_length=256,
+            ),
         )
     assert refusal.value.needed_bytes > refusal.value.allowed_bytes == MIB
     assert not (tmp_path / "run").exists()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from headrace import AdamW, Budget
+import headrace
 from headrace.engine.trainer import Engine
 from headrace.plan.footprint import planned_runtime_bytes
 from headrace.terms.events import Event, Notice
@@ -26,8 +26,8 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
         max_position_embeddings=64,
     )  # fmt: skip
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder / "model")
-    options = {"tokens_per_step": 64, "sequence_length": 32}
-    with Engine.open(folder / "model", Budget(host="4GiB"), AdamW(), run_directory=folder / "run", **options) as engine:
+    options = {"tokens_per_step": 64, "sequence_length": 32, "max_grad_norm": None}
+    with Engine.open(folder / "model", headrace.Options(host_memory="4GiB", output=folder / "run", **options)) as engine:
         engine.step(batch())
     return folder / "run"
 

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from headrace.files.durable import write_new
-from headrace.runs.config import RunConfig
 from headrace.runs.engines import discard, state_of
 from headrace.runs.protocols import StateKind
 from headrace.runs.run_directory import RunDirectory
@@ -21,6 +20,7 @@ from headrace.terms.errors import RunDirectoryError
 from headrace.terms.events import Event
 from headrace.terms.families import trained_unit
 from headrace.terms.layout import PLANE_SETS, lay_out
+from headrace.terms.options import RunOptions
 
 
 def ignore(event: Event) -> None:
@@ -162,7 +162,7 @@ def test_options_that_have_no_space_on_a_drive_without_links_leave_nothing(
 
     monkeypatch.setattr(os, "link", no_links)
     monkeypatch.setattr(os, "fsync", full)
-    config = RunConfig.of({"model": "m", "data": "d.jsonl"})
+    config = RunOptions.of({"model": "m", "data": "d.jsonl"})
     with pytest.raises(RunDirectoryError, match="No space left on device"):
         RunDirectory(tmp_path / "run").write_config(config)
     assert list(tmp_path.iterdir()) == []

@@ -10,12 +10,14 @@ from pathlib import Path
 
 from training_fakes import FakeHost, write_data, write_model
 
-from headrace.runs import RunConfig, resume, train
+from headrace.runs import RunOptions, resume, train
+from headrace.runs.config import to_yaml
 
 PROGRAM = """
 import os, pathlib, signal, sys
 from training_fakes import FakeHost
-from headrace.runs import RunConfig, train
+from headrace.runs import train
+from headrace.runs.config import from_yaml
 
 def twice():
     os.kill(os.getpid(), signal.SIGINT)
@@ -24,13 +26,13 @@ def twice():
     os.kill(os.getpid(), signal.SIGTERM)
     print("still here", flush=True)
 
-train(RunConfig.from_yaml(pathlib.Path(sys.argv[1])), engines=FakeHost(script={3: twice}).engines())
+train(from_yaml(pathlib.Path(sys.argv[1])), engines=FakeHost(script={3: twice}).engines())
 """
 
 
 def test_the_second_signal_kills_at_once(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
-    config = RunConfig.of(
+    config = RunOptions.of(
         {
             "model": write_model(tmp_path / "model"),
             "data": str(write_data(tmp_path / "data.jsonl")),
@@ -41,8 +43,8 @@ def test_the_second_signal_kills_at_once(tmp_path: Path) -> None:
             "max_steps": 8,
         }
     )
-    (tmp_path / "run.yaml").write_text(config.to_yaml())
-    unbroken = train(RunConfig.of(dict(config) | {"output": tmp_path / "unbroken"}), engines=FakeHost().engines())
+    (tmp_path / "run.yaml").write_text(to_yaml(config))
+    unbroken = train(RunOptions.of(vars(config) | {"output": tmp_path / "unbroken"}), engines=FakeHost().engines())
     command = [sys.executable, "-c", PROGRAM, str(tmp_path / "run.yaml")]
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent, timeout=120)
     assert done.returncode == -signal.SIGTERM, done.stderr

@@ -21,7 +21,8 @@ from headrace.answers.explain import explain
 from headrace.files import DirectFile
 from headrace.plan.profiles import load_profile
 from headrace.report import read_metrics
-from headrace.runs import Interrupted, RunConfig, data, resume, train
+from headrace.runs import Interrupted, RunOptions, data, resume, train
+from headrace.runs.config import from_yaml
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.errors import (
     ConfigError,
@@ -35,6 +36,7 @@ from headrace.terms.errors import (
     StorageError,
 )
 from headrace.terms.events import Notice, OpDone, StepResult
+from headrace.terms.optimizer import Schedule
 
 
 @pytest.fixture
@@ -58,7 +60,7 @@ def broken() -> None:
 class TestARun:
     def test_leaves_what_the_issue_promises(self, options: dict[str, Any]) -> None:
         screen, host = Screen(), FakeHost()
-        done = train(RunConfig.of(options | {"report_to": ["tensorboard", "trace"]}), display=screen, engines=host.engines())
+        done = train(RunOptions.of(options | {"report_to": ["tensorboard", "trace"]}), display=screen, engines=host.engines())
         run = options["output"]
         assert (done.final, done.steps) == (run / "final", 8)
         assert [record["step"] for record in read_metrics(run / "metrics.jsonl")] == list(range(1, 9))
@@ -73,7 +75,7 @@ class TestARun:
 
     def test_shows_plan_notices_and_steps(self, options: dict[str, Any]) -> None:
         screen = Screen()
-        train(RunConfig.of(options), display=screen, engines=FakeHost().engines())
+        train(RunOptions.of(options), display=screen, engines=FakeHost().engines())
         assert screen.events[0] == Notice(text="a notice while opening")
         assert [event.step for event in screen.events if isinstance(event, StepResult)] == list(range(1, 9))
         assert [event.step for event in screen.events if isinstance(event, OpDone)] == list(range(1, 9))
@@ -81,7 +83,7 @@ class TestARun:
 
     def test_the_table_before_the_run_is_that_of_the_plan_command(self, options: dict[str, Any]) -> None:
         screen = Screen()
-        train(RunConfig.of(options), display=screen, engines=FakeHost().engines())
+        train(RunOptions.of(options), display=screen, engines=FakeHost().engines())
         report = report_of(fake_plan(), None, model="model", ssd_allowed_bytes=None, num_steps=8)
         before, expected = screen.said[0].splitlines(), explain(report).splitlines()
         # What may be written to the drive is not the same twice: others write to it too.
@@ -95,7 +97,7 @@ class TestARun:
         screen, host = Screen(), FakeHost()
         shown: list[list[str]] = []
         host.while_importing = lambda: shown.append(list(screen.said))
-        train(RunConfig.of(options), display=screen, engines=host.engines())
+        train(RunOptions.of(options), display=screen, engines=host.engines())
         (before,) = shown
         assert before == screen.said[:1]
         assert "allowed" in before[0]
@@ -109,14 +111,14 @@ class TestARun:
         host = FakeHost()
         host.while_importing = fail
         with pytest.raises(ModelError):
-            train(RunConfig.of(options), engines=host.engines())
+            train(RunOptions.of(options), engines=host.engines())
         assert not options["output"].exists()
 
     @pytest.mark.parametrize("measured", [True, False])
     def test_planned_against_measured_after_the_run(self, options: dict[str, Any], measured: bool) -> None:
         screen = Screen()
         more = {"machine": "rtx4090-1ssd"} if measured else {}
-        train(RunConfig.of(options | more), display=screen, engines=FakeHost().engines())
+        train(RunOptions.of(options | more), display=screen, engines=FakeHost().engines())
         table = next(text for text in screen.said if "measured" in text.splitlines()[0])
         rows = {line[:20].strip(): line[20:].split() for line in table.splitlines()}
         assert rows["peak, host"] == ["2", "KiB", "1.95", "KiB", "0.98"]
@@ -134,26 +136,27 @@ class TestARun:
         screens = [Screen(), Screen()]
         for screen, machine in zip(screens, ("rtx4090-4ssd", "rtx4090-1ssd"), strict=True):
             changes = {"machine": machine, "output": options["output"].with_name(machine)}
-            train(RunConfig.of(options | changes), display=screen, engines=FakeHost().engines())
+            train(RunOptions.of(options | changes), display=screen, engines=FakeHost().engines())
         tables = [[line for line in screen.said[0].splitlines() if line[:4] in ("time", "run ", "ssd ")] for screen in screens]
         assert tables[0] == tables[1]
         kept = json.loads((options["output"].with_name("rtx4090-4ssd") / "machine.json").read_text())
         assert len(kept["drives"]) == 1
 
     def test_keeps_the_state_where_asked(self, options: dict[str, Any]) -> None:
-        train(RunConfig.of(options | {"keep_state": True}), engines=FakeHost().engines())
+        train(RunOptions.of(options | {"keep_state": True}), engines=FakeHost().engines())
         assert (options["output"] / "fake.json").exists()
 
     def test_hands_the_options_to_the_engine(self, options: dict[str, Any]) -> None:
         host = FakeHost()
         more = {"learning_rate": 3e-4, "warmup_steps": 2, "lr_schedule": "cosine", "max_grad_norm": 0, "host_memory": "2GiB"}
-        train(RunConfig.of(options | more), engines=host.engines())
-        opened = host.opened[0]
-        assert opened["optimizer"].lr == 3e-4
-        assert (opened["schedule"].kind, opened["schedule"].total_steps, opened["schedule"].warmup_steps) == ("cosine", 8, 2)
-        assert opened["max_grad_norm"] is None
-        assert opened["budget"].host_bytes == 2 << 30
-        assert (opened["tokens_per_step"], opened["sequence_length"]) == (64, 32)
+        train(RunOptions.of(options | more), engines=host.engines())
+        model, opened = host.opened[0]
+        assert model == options["model"]
+        assert opened.rule.lr == 3e-4
+        assert opened.schedule == Schedule("cosine", 2, 8)
+        assert opened.max_grad_norm is None
+        assert (opened.budget.host_bytes, opened.output) == (2 << 30, options["output"])
+        assert (opened.tokens_per_step, opened.sequence_length) == (64, 32)
 
     def test_a_padding_token_that_the_model_has_no_embedding_for_fills_no_row(
         self, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -166,7 +169,7 @@ class TestARun:
 
         monkeypatch.setattr(data, "load_tokens", with_added_token)
         host = FakeHost(packing=False)
-        train(RunConfig.of(options), engines=host.engines())
+        train(RunOptions.of(options), engines=host.engines())
         assert max(int(batch["input_ids"].max()) for batch in host.made[0].batches) < 10**6
 
     def test_what_is_left_out_of_the_data_is_said_before_the_first_step(
@@ -175,40 +178,40 @@ class TestARun:
         load_tokens = data.load_tokens
         monkeypatch.setattr(data, "load_tokens", lambda *given: replace(load_tokens(*given), notices=("2 samples are odd",)))
         screen = Screen()
-        train(RunConfig.of(options), display=screen, engines=FakeHost().engines())
+        train(RunOptions.of(options), display=screen, engines=FakeHost().engines())
         assert screen.said[0] == "note: 2 samples are odd"
 
     def test_one_epoch_is_the_default_and_shows_every_sample_once(self, options: dict[str, Any]) -> None:
         host = FakeHost(packing=False)
         del options["max_steps"]
-        done = train(RunConfig.of(options), engines=host.engines())
+        done = train(RunOptions.of(options), engines=host.engines())
         assert done.steps == 20  # 40 samples, unpacked, 2 rows a step
         records = read_metrics(options["output"] / "metrics.jsonl")
         assert records[-1]["epoch"] == 1.0
 
     def test_the_resolved_options_repeat_the_run(self, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.chdir(options["model"].parent)
-        train(RunConfig.of(options | {"model": "model", "data": "data.jsonl"}), engines=FakeHost().engines())
-        config = RunConfig.from_yaml(options["output"] / "config.yaml")
+        train(RunOptions.of(options | {"model": "model", "data": "data.jsonl"}), engines=FakeHost().engines())
+        config = from_yaml(options["output"] / "config.yaml")
         assert (config.packing, config.max_steps) == (True, 8)
         assert config.model == options["model"]
         assert config.data == (options["data"],)
         again = train(
-            RunConfig.of(dict(config) | {"output": options["output"].with_name("again")}), engines=FakeHost().engines()
+            RunOptions.of(vars(config) | {"output": options["output"].with_name("again")}), engines=FakeHost().engines()
         )
         assert (again.final / "weights").read_text() == (options["output"] / "final" / "weights").read_text()
 
 
 class TestResume:
     def unbroken(self, options: dict[str, Any]) -> str:
-        done = train(RunConfig.of(options | {"output": options["output"].with_name("unbroken")}), engines=FakeHost().engines())
+        done = train(RunOptions.of(options | {"output": options["output"].with_name("unbroken")}), engines=FakeHost().engines())
         return (done.final / "weights").read_text()
 
     @pytest.mark.parametrize("at", [0, 3, 7])
     def test_after_a_broken_step_every_batch_comes_exactly_once(self, options: dict[str, Any], at: int) -> None:
         run = options["output"]
         with pytest.raises(StepFailed):
-            train(RunConfig.of(options), engines=FakeHost(script={at: broken}).engines())
+            train(RunOptions.of(options), engines=FakeHost(script={at: broken}).engines())
         with (run / "metrics.jsonl").open("a") as file:
             file.write('{"step": 99, "loss": 0}\n{"st')  # a step that was never committed, and half a line
         done = resume(run, engines=FakeHost().engines())
@@ -222,7 +225,7 @@ class TestResume:
         before = signal.getsignal(number)
         host = FakeHost(script={2: lambda: os.kill(os.getpid(), number)})
         with pytest.raises(Interrupted, match=r"step 3 of 8.*headrace resume") as caught:
-            train(RunConfig.of(options), engines=host.engines())
+            train(RunOptions.of(options), engines=host.engines())
         assert (caught.value.exit_code, caught.value.step) == (code, 3)
         assert host.made[0].closed
         assert json.loads((options["output"] / "summary.json").read_text())["steps"] == 3
@@ -231,7 +234,7 @@ class TestResume:
         assert (done.final / "weights").read_text() == self.unbroken(options)
 
     def test_a_run_whose_export_was_cut_off_is_finished_without_a_step(self, options: dict[str, Any]) -> None:
-        train(RunConfig.of(options | {"keep_state": True}), engines=FakeHost().engines())
+        train(RunOptions.of(options | {"keep_state": True}), engines=FakeHost().engines())
         (options["output"] / "final" / "README.md").unlink()
         host = FakeHost(script=dict.fromkeys(range(20), broken))
         assert resume(options["output"], engines=host.engines()).steps == 8
@@ -244,7 +247,7 @@ class TestResume:
     ) -> None:
         """An export of an earlier step, or a link to whatever; the state would be removed, and with it the training."""
         with pytest.raises(StepFailed):
-            train(RunConfig.of(options), engines=FakeHost(script={3: broken}).engines())
+            train(RunOptions.of(options), engines=FakeHost(script={3: broken}).engines())
         final, other = options["output"] / "final", tmp_path / "other"
         other.mkdir()
         (other / "config.json").write_text("{}")
@@ -262,7 +265,7 @@ class TestResume:
 
     def test_a_run_killed_before_its_first_commit_begins_again(self, options: dict[str, Any]) -> None:
         with pytest.raises(StepFailed):
-            train(RunConfig.of(options), engines=FakeHost(script={0: broken}).engines())
+            train(RunOptions.of(options), engines=FakeHost(script={0: broken}).engines())
         host = FakeHost()
         (options["output"] / "fake.json").unlink()
         assert resume(options["output"], engines=host.engines()).steps == 8
@@ -273,7 +276,7 @@ class TestResume:
         profile, copy = options["output"].with_name("profile.json"), options["output"] / "machine.json"
         profile.write_text(json.dumps(load_profile("rtx4090-4ssd").to_json()))
         with pytest.raises(StepFailed):
-            train(RunConfig.of(options | {"machine": str(profile)}), engines=FakeHost(script={3: broken}).engines())
+            train(RunOptions.of(options | {"machine": str(profile)}), engines=FakeHost(script={3: broken}).engines())
         profile.unlink()
         before = copy.read_text()
         if not kept:
@@ -308,7 +311,7 @@ class TestResume:
         monkeypatch.setattr("headrace.runs.account.default_ssd_bytes", asks)
         more = {"machine": str(path), "ssd": [str(directory) for directory in ssd]}
         with pytest.raises(StepFailed):
-            train(RunConfig.of(options | more), engines=FakeHost(script={3: broken}).engines())
+            train(RunOptions.of(options | more), engines=FakeHost(script={3: broken}).engines())
         copy = options["output"] / "machine.json"
         before = copy.read_text()
         assert [drive["mixed_bytes_per_second"] for drive in json.loads(before)["drives"]] == [1e9, 3e9, 4e9]
@@ -322,7 +325,7 @@ class TestResume:
     ) -> None:
         (tmp_path / "ssd").mkdir()
         with pytest.raises(StepFailed):
-            train(RunConfig.of(options | {"ssd": [str(tmp_path / "ssd")]}), engines=FakeHost(script={3: broken}).engines())
+            train(RunOptions.of(options | {"ssd": [str(tmp_path / "ssd")]}), engines=FakeHost(script={3: broken}).engines())
 
         def refuse(directory: Path, num_bytes: int) -> None:
             try:
@@ -337,7 +340,7 @@ class TestResume:
         assert allowed == (["4", "KiB"] if reason == errno.ENOSPC else ["KiB", "unknown"])
 
     def test_a_finished_run_says_where_its_model_is(self, options: dict[str, Any]) -> None:
-        train(RunConfig.of(options), engines=FakeHost().engines())
+        train(RunOptions.of(options), engines=FakeHost().engines())
         host = FakeHost()
         with pytest.raises(RunDirectoryError, match=r"finished; its model is in .*final"):
             resume(options["output"], engines=host.engines())
@@ -345,7 +348,7 @@ class TestResume:
 
     def test_a_run_whose_state_is_gone_keeps_its_record_and_does_not_begin_again(self, options: dict[str, Any]) -> None:
         with pytest.raises(StepFailed):
-            train(RunConfig.of(options), engines=FakeHost(script={3: broken}).engines())
+            train(RunOptions.of(options), engines=FakeHost(script={3: broken}).engines())
         (options["output"] / "fake.json").unlink()
         before = (options["output"] / "metrics.jsonl").read_text()
         with pytest.raises(RunDirectoryError, match="had taken 3 steps, but its state is gone"):
@@ -354,7 +357,7 @@ class TestResume:
 
     def test_changed_data_is_refused(self, options: dict[str, Any]) -> None:
         with pytest.raises(StepFailed):
-            train(RunConfig.of(options), engines=FakeHost(script={3: broken}).engines())
+            train(RunOptions.of(options), engines=FakeHost(script={3: broken}).engines())
         write_data(Path(options["data"]), samples=30)
         with pytest.raises(DataError, match="digest"):
             resume(options["output"], engines=FakeHost().engines())
@@ -372,7 +375,7 @@ class TestRefusals:
     def refused(self, options: dict[str, Any], host: FakeHost | None = None) -> str:
         existed = options["output"].exists()
         with pytest.raises((ModelError, ConfigError, DataError, RunDirectoryError, PlanInfeasible)) as caught:
-            train(RunConfig.of(options), engines=(host or FakeHost()).engines())
+            train(RunOptions.of(options), engines=(host or FakeHost()).engines())
         assert options["output"].exists() == existed
         return str(caught.value)
 
@@ -391,7 +394,7 @@ class TestRefusals:
 
         def begin() -> None:
             """If the second is being opened it has written its options, and a third may resume by them."""
-            run = partial(resume, options["output"]) if opened else partial(train, RunConfig.of(options))
+            run = partial(resume, options["output"]) if opened else partial(train, RunOptions.of(options))
             with pytest.raises(StepFailed):
                 run(engines=first.engines())
 
@@ -408,10 +411,10 @@ class TestRefusals:
         engines = second.engines()
         engines = replace(engines, open=open_engine) if opened else replace(engines, why_not_packed=why_not_packed)
         with pytest.raises(RunDirectoryError, match="holds a run"):
-            train(RunConfig.of(changed), engines=engines)
+            train(RunOptions.of(changed), engines=engines)
         assert resume(options["output"], engines=FakeHost().engines()).steps == 8
-        kept = RunConfig.from_yaml(options["output"] / "config.yaml").learning_rate
-        assert kept == (0.5 if opened else RunConfig.of(options).learning_rate)
+        kept = from_yaml(options["output"] / "config.yaml").learning_rate
+        assert kept == (0.5 if opened else RunOptions.of(options).learning_rate)
 
     def test_long_names_make_a_default_one_that_can_be_made(
         self, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -421,14 +424,14 @@ class TestRefusals:
         data = options["data"] if isinstance(options["data"], str | Path) else options["data"][0]
         long = Path(data).rename(tmp_path / f"{'wässer' * 35}.jsonl")
         model = Path(options["model"]).rename(tmp_path / ("m" * 60))
-        config = RunConfig.of({**options, "model": str(model), "data": [str(long)], "output": None})
+        config = RunOptions.of({**options, "model": str(model), "data": [str(long)], "output": None})
         done = train(config, engines=FakeHost().engines())
         assert done.run_directory.parent == tmp_path / "runs"
         assert done.run_directory.name.startswith(f"{model.name}-wässer")
 
     def test_an_empty_run_directory_is_taken(self, options: dict[str, Any]) -> None:
         options["output"].mkdir()
-        assert train(RunConfig.of(options), engines=FakeHost().engines()).steps == 8
+        assert train(RunOptions.of(options), engines=FakeHost().engines()).steps == 8
 
     def test_a_plan_that_does_not_fit_leaves_nothing(self, options: dict[str, Any]) -> None:
         error = PlanInfeasible("host: 3 GiB needed", tier="host", needed_bytes=3, allowed_bytes=1)

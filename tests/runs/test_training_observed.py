@@ -11,7 +11,7 @@ from training_fakes import FakeHost, write_data, write_model
 
 from headrace.report import read_recording
 from headrace.report.metrics import read_metrics
-from headrace.runs import RunConfig, resume, train
+from headrace.runs import RunOptions, resume, train
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def options(tmp_path: Path) -> dict[str, object]:
 
 
 def test_lanes_and_plan_are_written_and_count_steps_from_one(options: dict[str, object], tmp_path: Path) -> None:
-    train(RunConfig.of(options), engines=FakeHost().engines())
+    train(RunOptions.of(options), engines=FakeHost().engines())
     lines = read_metrics(tmp_path / "run" / "lanes.jsonl")
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
     assert lines[2]["lanes"]["compute"] == {"busy_seconds": 0.5, "idle_seconds": 0.5, "bytes": 0}
@@ -45,7 +45,7 @@ def test_a_resumed_run_has_each_step_once_and_says_where_it_went_on(options: dic
         raise RuntimeError("the power is gone")
 
     with pytest.raises(RuntimeError):
-        train(RunConfig.of(options), engines=FakeHost(script={3: fail}).engines())
+        train(RunOptions.of(options), engines=FakeHost(script={3: fail}).engines())
     resume(tmp_path / "run", engines=FakeHost().engines())
     lines = read_metrics(tmp_path / "run" / "lanes.jsonl")
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]

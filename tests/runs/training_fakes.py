@@ -18,6 +18,7 @@ from headrace.report import Reporter
 from headrace.runs import Engines
 from headrace.runs.protocols import StateKind
 from headrace.terms.events import Committed, Event, Notice, OpDone, Planned, StepResult
+from headrace.terms.options import Options
 
 
 def write_model(directory: Path, **config: object) -> Path:
@@ -158,7 +159,7 @@ class FakeHost:
     def __init__(self, *, packing: bool = True, script: Mapping[int, Any] | None = None, fail: Exception | None = None) -> None:
         self.packing, self.script, self.fail = packing, script or {}, fail
         self.while_importing: Callable[[], None] = lambda: None
-        self.opened: list[dict[str, Any]] = []
+        self.opened: list[tuple[Path, Options]] = []
         self.made: list[FakeEngine] = []
         self.discarded: list[Path] = []
 
@@ -171,14 +172,14 @@ class FakeHost:
             self.discarded.append,
         )
 
-    def open(self, model: Path, budget: Any, optimizer: Any, *, run_directory: Path, sink: Any, **options: Any) -> FakeEngine:
+    def open(self, model: Path, options: Options, sink: Any) -> FakeEngine:
         if self.fail is not None:
             raise self.fail
-        self.opened.append({"model": model, "budget": budget, "optimizer": optimizer, **options})
+        self.opened.append((model, options))
         sink(Planned(plan=fake_plan()))
         sink(Notice(text="a notice while opening"))
         self.while_importing()
-        engine = self._make(run_directory, {"steps": 0, "digest": 0, "position": None}, sink)
+        engine = self._make(Path(str(options.output)), {"steps": 0, "digest": 0, "position": None}, sink)
         engine.flush()  # the import is committed
         return engine
 

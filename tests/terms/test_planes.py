@@ -6,7 +6,6 @@ import pytest
 
 from headrace.terms.errors import ConfigError
 from headrace.terms.layout import MOMENTS, PLANE_SETS, UNIT_ALIGNMENT, lay_out, plane_set, realigned
-from headrace.terms.settings import Settings
 
 # Sizes that are multiples of nothing, in two groups.
 PARAMETERS = [
@@ -63,15 +62,3 @@ def test_a_plane_set_that_is_not_known_is_refused() -> None:
         plane_set("int8")
     with pytest.raises(ConfigError, match="moments: 'float16' is not one of float32, bfloat16, int8"):
         plane_set("bfloat16", "float16")
-
-
-def test_settings_of_runs_from_before_there_was_a_choice_have_fp32_moments() -> None:
-    values = dict.fromkeys(Settings.__slots__) | {
-        "compute_dtype": "bfloat16",
-        "interpreter": "overlapped",
-        "optimizer": {"betas": (0.9, 0.95), "groups": ()},
-        "schedule": {},
-    }
-    del values["moments"]
-    assert Settings.from_json(values).moments == "float32"
-    assert Settings.from_json(values | {"moments": "int8"}).moments == "int8"

@@ -80,11 +80,15 @@ def observed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[OpDon
 
     with Engine.open(
         base / "model",
-        headrace.Budget(host="4GiB", device="1GiB", ssd=[run]),
-        run_directory=base / "state",
-        tokens_per_step=ROWS * LENGTH,
-        sequence_length=LENGTH,
-        max_grad_norm=1.0,
+        headrace.Options(
+            host_memory="4GiB",
+            device_memory="1GiB",
+            ssd=[run],
+            output=base / "state",
+            tokens_per_step=ROWS * LENGTH,
+            sequence_length=LENGTH,
+            max_grad_norm=1.0,
+        ),
         sink=emit,
         adjust_plan=on_ssd,
     ) as engine:

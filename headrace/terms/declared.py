@@ -1,0 +1,215 @@
+"""How an option is declared: once, as a field of a frozen dataclass, with all that anybody needs to know of it.
+
+To add an option, add one field to a class of `terms/options.py`:
+
+    momentum: float = option(0.9, Number(0, 1), "How much of the last update stays.")
+
+Its name is the key of the YAML file and, with `-` for `_`, the option on the command line; its kind reads and checks values,
+whoever gives them; its help stands in `--help` and in README's table (`row` says more there). What a run was begun with is
+written into its record and must not change in `config.yaml`, unless the option is declared with `fixed=False`.
+Invariant: an instance that exists is valid in itself.
+"""
+
+import dataclasses
+import difflib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Self
+
+from headrace.terms.errors import ConfigError
+from headrace.terms.kinds import Kind, Text
+
+_KEY = "option"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Declaration:
+    """One option: what it is called, what it may be, and how it is explained.
+
+    `default` is None where something is chosen, which `default_words` then say; `required` where there is no default at all.
+    `flag` is its name on the command line, None where it is a key of the file only; `plan`: `headrace plan` has it too.
+    """
+
+    key: str
+    kind: Kind
+    help: str
+    row: str
+    default: Any
+    default_words: str
+    required: bool
+    optional: bool
+    on_command_line: bool
+    plan: bool
+    fixed: bool
+
+    @property
+    def flag(self) -> str | None:
+        """The option on the command line."""
+        return f"--{self.key.replace('_', '-')}" if self.on_command_line and self.kind.cli is not None else None
+
+    @property
+    def readme_row(self) -> str:
+        """The line of README's table."""
+        meaning = self.row or self.help[:1].lower() + self.help[1:].rstrip(".")
+        return f"| `{self.key}` | {self.default_words} | {meaning} |"
+
+    @property
+    def command_help(self) -> str:
+        """What `--help` says."""
+        plain = self.default_words.replace("`", "")
+        return f"{self.help} Default: {plain}." if plain != "-" else self.help
+
+    def read(self, value: Any) -> Any:
+        """Return `value`, checked; ConfigError says key, what was expected, and what was found."""
+        return None if value is None and self.optional else self.kind.read(value, self.key)
+
+
+def option(
+    default: Any = dataclasses.MISSING,
+    kind: Kind = Text(),  # noqa: B008 (frozen, and without fields)
+    help: str = "",
+    *,
+    row: str = "",
+    words: str | None = None,
+    factory: Callable[[], Any] | None = None,
+    optional: bool = False,
+    cli: bool = True,
+    plan: bool = False,
+    fixed: bool = True,
+) -> Any:
+    """Return the dataclass field of an option.
+
+    `help` is for the command line, `row` for README where that says more; `words` say the default where the value does not.
+    `optional`: None may be given although it is not the default. `cli=False`: a key only. `plan`: also an option of
+    `headrace plan`. `fixed=False`: may be another when the run goes on.
+    """
+    metadata = {
+        _KEY: {
+            "kind": kind,
+            "help": help,
+            "row": row,
+            "words": words,
+            "optional": optional or default is None,
+            "on_command_line": cli,
+            "plan": plan,
+            "fixed": fixed,
+        }
+    }
+    if factory is not None:
+        return field(default_factory=factory, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Declared:
+    """The base of classes whose fields are options: reads each value by its declaration, and refuses unknown keys."""
+
+    def __post_init__(self) -> None:
+        wrong = []
+        for each in self.declarations():
+            try:
+                object.__setattr__(self, each.key, each.read(getattr(self, each.key)))  # frozen: set once, here
+            except ConfigError as error:
+                wrong.append(str(error))
+        if wrong:
+            raise ConfigError("; ".join(wrong))
+
+    @classmethod
+    def declarations(cls) -> tuple[Declaration, ...]:
+        """Return the options in the order in which people read them: first those without a default."""
+        return tuple(sorted(_declarations(cls), key=lambda each: not each.required))
+
+    @classmethod
+    def keys(cls) -> tuple[str, ...]:
+        """Return the keys of all options."""
+        return tuple(each.key for each in cls.declarations())
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any], *, source: str = "options") -> Self:
+        """Return the options in `values`; `source` is named in errors.
+
+        Raises:
+            ConfigError: an unknown key (names the nearest), a missing one, or a value that is not understood.
+        """
+        refuse_unknown_keys(values, cls.keys(), source)
+        missing = [f"{each.key} is missing" for each in cls.declarations() if each.required and each.key not in values]
+        if missing:
+            raise ConfigError(f"{source}: {'; '.join(missing)}")
+        try:
+            return cls(**values)
+        except ConfigError as error:
+            raise ConfigError(f"{source}: {error}") from error
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all options as plain JSON values, which `of` reads back to equal ones."""
+        return {key: _plain(getattr(self, key)) for key in self.keys()}
+
+
+def _declarations(cls: type[Declared]) -> Iterator[Declaration]:
+    for each in fields(cls):
+        values = dict(each.metadata[_KEY])
+        missing, words = dataclasses.MISSING, values.pop("words")
+        default = None if each.default is missing else each.default
+        required = each.default is missing and each.default_factory is missing
+        yield Declaration(
+            key=each.name,
+            default=default,
+            required=required,
+            default_words="-" if required else _words_of(default) if words is None else words,
+            **values,
+        )
+
+
+def _words_of(default: Any) -> str:
+    if isinstance(default, bool):
+        return str(default).lower()
+    if isinstance(default, str):
+        return f"`{default}`"
+    if isinstance(default, tuple):
+        return f"({', '.join(_words_of(each) for each in default)})" if default else "none"
+    return f"{default:g}".replace("e-0", "e-") if isinstance(default, float) else str(default)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple | list):
+        return [_plain(each) for each in value]
+    if isinstance(value, Path):
+        return str(value)
+    if hasattr(value, "to_json"):
+        return value.to_json()
+    return dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value
+
+
+# What other trainers call it. difflib alone would not find these.
+_ELSEWHERE = {
+    "batch_size": "tokens_per_step",
+    "cutoff_len": "sequence_length",
+    "dataset": "data",
+    "dtype": "compute_dtype",
+    "gradient_accumulation_steps": "tokens_per_step",
+    "lr": "learning_rate",
+    "lr_scheduler_type": "lr_schedule",
+    "max_length": "sequence_length",
+    "max_seq_length": "sequence_length",
+    "model_name_or_path": "model",
+    "num_epochs": "epochs",
+    "num_train_epochs": "epochs",
+    "output_dir": "output",
+    "per_device_train_batch_size": "tokens_per_step",
+    "precision": "compute_dtype",
+    "save_steps": "checkpoint_every",
+}
+
+
+def refuse_unknown_keys(values: Mapping[str, Any], known: Iterable[str], source: str) -> None:
+    """Raise ConfigError for the first key of `values` that is not in `known`, naming the nearest that is."""
+    known = tuple(known)
+    for key in values:
+        if key in known:
+            continue
+        plain = str(key).replace("-", "_").lower()
+        elsewhere = _ELSEWHERE.get(plain)
+        near = [elsewhere] if elsewhere in known else difflib.get_close_matches(plain, known, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}?" if near else f"known keys are {', '.join(known)}"
+        raise ConfigError(f"{source}: unknown key {key!r}; {hint}")

@@ -1,0 +1,207 @@
+"""What the value of an option may be: each kind reads it as a YAML file, a command line or a program gives it.
+
+Invariant: what a kind returns is valid, and reading it again returns an equal value. Errors name the key, what was
+expected, and what was found.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, ClassVar
+
+from headrace.terms.errors import ConfigError
+from headrace.terms.sizes import MOST_COUNT, parse_bytes
+
+_MOST_SHOWN_LETTERS = 120
+
+
+class Kind:
+    """One kind. `cli` is the type that the command line reads a value as, None where it cannot be given there."""
+
+    cli: ClassVar[Any] = str
+
+    def read(self, value: Any, key: str) -> Any:
+        """Return the value of `key`, checked; ConfigError says what was expected and found."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Number(Kind):
+    """A finite number of at least `least` (more than it, if `above`) and at most `most`."""
+
+    least: float = 0.0
+    most: float = math.inf
+    above: bool = False
+    cli: ClassVar[Any] = float
+
+    def read(self, value: Any, key: str) -> float:
+        """Return the number."""
+        try:
+            number = math.nan if isinstance(value, bool) else float(value)
+        except (TypeError, ValueError, OverflowError):
+            number = math.nan
+        fits = number > self.least if self.above else number >= self.least
+        if not (fits and number <= self.most and math.isfinite(number)):
+            most = f" and <= {self.most:.0f}" if self.most < math.inf else ""
+            raise _wrong(key, f"a number {'>' if self.above else '>='} {self.least:g}{most}", value)
+        return number
+
+
+@dataclass(frozen=True)
+class Whole(Kind):
+    """A whole number from `least` to `most`."""
+
+    least: int = 1
+    most: int = MOST_COUNT
+    cli: ClassVar[Any] = int
+
+    def read(self, value: Any, key: str) -> int:
+        """Return the number."""
+        number = None
+        if isinstance(value, int) and not isinstance(value, bool):
+            number = value
+        elif isinstance(value, str | float) and len(str(value)) < _MOST_SHOWN_LETTERS:
+            try:
+                number = int(value) if int(value) == float(value) else None
+            except (ValueError, OverflowError):
+                number = None
+        if number is None or not self.least <= number <= self.most:
+            raise _wrong(key, f"a whole number from {self.least} to {self.most}", value)
+        return number
+
+
+class Flag(Kind):
+    """Yes or no."""
+
+    cli: ClassVar[Any] = bool
+    _WORDS: ClassVar = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+
+    def read(self, value: Any, key: str) -> bool:
+        """Return whether it is yes."""
+        found = self._WORDS.get(shown(value).strip("'").lower())
+        if found is None:
+            raise _wrong(key, "true or false", value)
+        return found
+
+
+@dataclass(frozen=True)
+class OneOf(Kind):
+    """One of `names`; `others` are what people call them besides."""
+
+    names: tuple[str, ...]
+    others: Mapping[str, str] = field(default_factory=dict)
+
+    def read(self, value: Any, key: str) -> str:
+        """Return the name."""
+        name = self.others.get(value, value) if isinstance(value, str) else None
+        if name not in self.names:
+            raise _wrong(key, f"{', '.join(self.names[:-1])} or {self.names[-1]}", value)
+        return str(name)
+
+
+class Size(Kind):
+    """Bytes: `16GiB` and the like, or a number."""
+
+    def read(self, value: Any, key: str) -> int:
+        """Return the number of bytes."""
+        return parse_bytes(value, name=key)
+
+
+class Place(Kind):
+    """A file or a directory."""
+
+    cli: ClassVar[Any] = Path
+
+    def read(self, value: Any, key: str) -> Path:
+        """Return the path."""
+        if not isinstance(value, str | Path):
+            raise _wrong(key, "a path", value)
+        return Path(value)
+
+
+class Text(Kind):
+    """A name."""
+
+    def read(self, value: Any, key: str) -> str:
+        """Return the text."""
+        if not isinstance(value, str | Path):
+            raise _wrong(key, "a text", value)
+        return str(value)
+
+
+@dataclass(frozen=True)
+class Listed(Kind):
+    """Several of a kind, from `least` to `most`; one alone is a list of one, where it is no list itself."""
+
+    of: Kind
+    least: int = 0
+    most: int | None = None
+
+    @property
+    def cli(self) -> Any:
+        """A list of what one of them is read as."""
+        return list[self.of.cli]  # type: ignore[name-defined]
+
+    def read(self, value: Any, key: str) -> tuple[Any, ...]:
+        """Return the values."""
+        if isinstance(value, str | Path):
+            return (self.of.read(value, key),)
+        if not isinstance(value, list | tuple) or len(value) < self.least or len(value) > (self.most or len(value)):
+            many = f" of {self.least}{'' if self.most else ' or more'}" if self.least else ""
+            raise _wrong(key, f"a list{many}", value)
+        return tuple(self.of.read(each, f"{key}.{number}") for number, each in enumerate(value))
+
+
+@dataclass(frozen=True)
+class Record(Kind):
+    """A value of the class `of`, or a mapping of its fields."""
+
+    of: type
+    cli: ClassVar[Any] = None
+
+    def read(self, value: Any, key: str) -> Any:
+        """Return the value."""
+        if isinstance(value, self.of):
+            return value
+        try:
+            if isinstance(value, Mapping):
+                return self.of(**value)
+        except TypeError:
+            pass
+        except ConfigError as error:
+            raise ConfigError(f"{key}.{error}") from error
+        raise _wrong(key, f"a mapping with keys of {', '.join(each.name for each in fields(self.of))}", value)
+
+
+@dataclass(frozen=True)
+class Either(Kind):
+    """A value of the class `of` (or the JSON object that its `from_json` reads), or what `other` reads."""
+
+    of: Any
+    other: Kind
+
+    @property
+    def cli(self) -> Any:
+        """What the other is read as."""
+        return self.other.cli
+
+    def read(self, value: Any, key: str) -> Any:
+        """Return the value."""
+        if isinstance(value, self.of):
+            return value
+        return self.of.from_json(value) if isinstance(value, dict) else self.other.read(value, key)
+
+
+def _wrong(key: str, expected: str, value: object) -> ConfigError:
+    return ConfigError(f"{key}: expected {expected}, found {shown(value)}")
+
+
+def shown(value: object) -> str:
+    """Return `value` as an error shows it: whole, unless that fills the screen."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes no number of more than some thousand digits
+        return "a number of thousands of digits"
+    half = _MOST_SHOWN_LETTERS // 2
+    return text if len(text) <= _MOST_SHOWN_LETTERS else f"{text[:half]}...{text[-half:]}"

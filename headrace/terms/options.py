@@ -1,0 +1,288 @@
+"""The options of training, each declared once (`terms/declared.py` says how to add one).
+
+`Options` is what an engine and a plan need; `RunOptions` is what a whole run needs besides. Either is carried whole, from the
+command line or a program down to the record of the run. From here come the command line, README's table, and the record.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headrace.terms.budget import Budget
+from headrace.terms.ceilings import Ceilings
+from headrace.terms.declared import Declared, option
+from headrace.terms.errors import ConfigError
+from headrace.terms.kinds import Either, Flag, Listed, Number, OneOf, Place, Record, Size, Text, Whole
+from headrace.terms.layout import plane_set
+from headrace.terms.optimizer import AdamW, ParameterGroup, Schedule
+from headrace.terms.words import DTYPE_NAMES, MOMENTS_NAMES
+
+DEFAULT_SEQUENCE_LENGTH = 2048
+DEFAULT_ROWS_PER_STEP = 8
+_MOST_SEED = (1 << 128) - 1  # as many bits as numpy draws for one
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(Declared):
+    """What an engine trains with, and a plan is made for. Values are taken as a YAML file has them: sizes such as "16GiB".
+
+    Sizes are bytes, lengths and counts are tokens or steps. None stands for "choose for me".
+    """
+
+    output: str | Path | None = option(
+        None,
+        Place(),
+        "Run directory; must not exist.",
+        row="run directory; refused if it has anything in it",
+        words="`runs/MODEL-DATA`",
+        fixed=False,
+    )
+    ssd: str | Path | Sequence[str | Path] = option(
+        (),
+        Listed(Place()),
+        "Directory on an SSD for the state; give several to stripe.",
+        row="directories for the state; several are striped by their measured speed; a tenth of the free space stays free",
+        words="run directory",
+        plan=True,
+        fixed=False,
+    )
+    host_memory: str | int | None = option(
+        None,
+        Size(),
+        "Main memory the process may use, such as 16GiB.",
+        row="bytes this process may use, Python and libraries included. By default control groups and resource limits count, "
+        "page cache is free, and under WSL with a GPU it is half of memory at most",
+        words="70 % of what this process may still take",
+        plan=True,
+    )
+    device_memory: str | int | None = option(
+        None,
+        Size(),
+        "GPU memory; without a GPU, a device tier of that size.",
+        row="without a GPU, a value makes a separate device tier inside host memory (for tests)",
+        words="90 % of what is free on the GPU",
+        plan=True,
+    )
+    sequence_length: int | None = option(None, Whole(2), "Tokens of one row.", words="2048 or the model's limit", plan=True)
+    tokens_per_step: int | None = option(
+        None,
+        Whole(),
+        "Tokens of one optimizer step.",
+        row="tokens of one optimizer step; costs SSD space for activations, and the hidden states of one block in memory",
+        words="8 rows",
+        plan=True,
+    )
+    max_steps: int | None = option(
+        None,
+        Whole(),
+        "Steps of the run; wins over epochs.",
+        row="length of the run; wins over `epochs`",
+        words="by `epochs`",
+        plan=True,
+    )
+    learning_rate: float = option(1e-5, Number(), "Of AdamW, after the warm-up.")
+    weight_decay: float = option(
+        0.0, Number(), "Not applied to norms and biases.", row="of AdamW; norms and biases are not decayed"
+    )
+    adam_betas: tuple[float, float] = option((0.9, 0.95), Listed(Number(), 2, 2), "The two decay rates of AdamW.", cli=False)
+    adam_epsilon: float = option(1e-8, Number(above=True), "The epsilon of AdamW.", cli=False)
+    parameter_groups: tuple[ParameterGroup, ...] = option(
+        (),
+        Listed(Record(ParameterGroup)),
+        "Parameters with a decay and a learning rate of their own.",
+        row="list of `{pattern, weight_decay, learning_rate_scale}`, first match wins",
+        cli=False,
+    )
+    warmup_steps: int = option(0, Whole(0), "Steps of linear rise of the learning rate.")
+    lr_schedule: str = option(
+        "constant", OneOf(Schedule.KINDS), "constant, linear or cosine.", row="`constant`, `linear` or `cosine`"
+    )
+    max_grad_norm: float | None = option(
+        1.0,
+        Number(),
+        "Clip to this global norm; 0 for none.",
+        row="exact global-norm clipping; 0 for none. Where clipping is seldom, updates start before the norm is known, and a "
+        "wrong guess is taken back: same bits",
+        words="1.0",
+        optional=True,
+        plan=True,
+    )
+    compute_dtype: str = option(
+        "bfloat16",
+        OneOf(("bfloat16", "float32", "float16"), DTYPE_NAMES),
+        "bfloat16, float32 or float16.",
+        row="or `float32`, `float16` (dynamic loss scaling); the master weights are always fp32",
+        plan=True,
+    )
+    gradient_dtype: str | None = option(
+        None,
+        OneOf(("bfloat16", "float32", "float16"), DTYPE_NAMES),
+        "Of drained gradients.",
+        row="of drained gradients: `float32` leaves them unrounded; micro-batches are summed in fp32 either way",
+        words="`compute_dtype`",
+        cli=False,
+    )
+    moments: str = option(
+        "float32",
+        OneOf(("float32", "bfloat16", "int8"), MOMENTS_NAMES),
+        "AdamW's moments: float32, bfloat16 or int8.",
+        row="how AdamW's moments are kept: `bfloat16` or `int8` (in blocks of 256) take 8 or 6 bytes per parameter instead of "
+        "12; rounded at random, so no longer exact AdamW; fixed for a run",
+        plan=True,
+    )
+    seed: int = option(0, Whole(0, _MOST_SEED), "Order of the data and dropout.")
+    checkpoint_every: int | None = option(
+        None,
+        Whole(),
+        "Commit every so many steps.",
+        row="commit every so many steps; more than 1 pays only where states live in memory. Without clipping every step is "
+        "committed",
+        words="1",
+    )
+    compile_blocks: bool = option(
+        False,
+        Flag(),
+        "Run blocks under torch.compile.",
+        row="blocks under `torch.compile`: needs a C++ compiler (CPU) or Triton (GPU), no dropout; nothing is replayed. The "
+        "first step takes longer, and memory that is in no plan",
+    )
+    liger: bool = option(
+        False,
+        Flag(),
+        "Liger's kernels in the blocks, on a GPU.",
+        row="Liger's norms, gated products and rotations in blocks, on a GPU with `liger-kernel`; nothing is replayed",
+    )
+    plan: str | Path | None = option(
+        None,
+        Place(),
+        "Follow this plan: a run directory, or a plan as JSON.",
+        row="the plan of another run (its directory), or what `headrace plan --json` printed into a file: same plan, data and "
+        "seed, same bits, also where free memory changed in between",
+        words="the planner's",
+        fixed=False,
+    )
+    machine: str | Ceilings | None = option(
+        None,
+        Either(Ceilings, Text()),
+        "Machine profile: a name such as rtx4090-4ssd, or a file.",
+        row="profile by which the plan is chosen: a name such as `rtx4090-4ssd`, or a file",
+        words="what `bench machine` kept",
+        plan=True,
+        fixed=False,
+    )
+    interpreter: str = option(
+        "overlapped",
+        OneOf(("overlapped", "plain")),
+        "overlapped or plain.",
+        row="`plain` runs one operation after the other: same bits, for tests",
+        cli=False,
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.max_grad_norm == 0:  # the two ways to say that nothing is clipped
+            object.__setattr__(self, "max_grad_norm", None)
+        length, tokens = self.sequence_length, self.tokens_per_step
+        if length is not None and tokens is not None and tokens % length:
+            nearest = max(1, round(tokens / length)) * length
+            raise ConfigError(
+                f"tokens_per_step: {tokens} is no multiple of sequence_length {length}; a step takes whole rows: use {nearest}"
+            )
+        if self.gradient_dtype not in (None, "float32", self.compute_dtype):
+            raise ConfigError(
+                f"gradient_dtype: {self.gradient_dtype!r} is neither float32 nor the compute dtype {self.compute_dtype}"
+            )
+        if self.compile_blocks and self.liger:
+            raise ConfigError("compile_blocks and liger: both fuse the same operators of a block; give one of them")
+        plane_set(self.compute_dtype, self.moments)
+        _ = self.rule  # refuses what is no rule of updates: betas, factors
+
+    @property
+    def budget(self) -> Budget:
+        """The budget of each tier."""
+        return Budget(device=self.device_memory, host=self.host_memory, ssd=self.ssd)
+
+    @property
+    def rule(self) -> AdamW:
+        """The update rule."""
+        return AdamW(
+            self.learning_rate, self.adam_betas, self.adam_epsilon, self.weight_decay, self.parameter_groups, self.moments
+        )
+
+    @property
+    def schedule(self) -> Schedule:
+        """The learning rate over the run's `max_steps`."""
+        return Schedule(self.lr_schedule, self.warmup_steps, self.max_steps or 0)
+
+    @classmethod
+    def fixed_keys(cls) -> tuple[str, ...]:
+        """Return the keys of what a run goes on with as it began."""
+        return tuple(each.key for each in Options.declarations() if each.fixed)
+
+    def to_record(self) -> dict[str, Any]:
+        """Return what `resume` needs besides the state, as plain JSON values: what is fixed, and the machine."""
+        values = self.to_json()
+        return {key: values[key] for key in (*self.fixed_keys(), "machine")}
+
+    @staticmethod
+    def from_record(values: Mapping[str, Any]) -> "Options":
+        """Inverse of `to_record`; also of what versions up to 0.1 wrote, which had AdamW and its schedule as objects."""
+        known = dict(values)
+        if "model_dir" in known:
+            del known["model_dir"]
+            adamw, schedule = known.pop("optimizer"), known.pop("schedule")
+            known |= {
+                "device_memory": known.pop("device_bytes"),
+                "host_memory": known.pop("host_bytes"),
+                "learning_rate": adamw["lr"],
+                "adam_betas": adamw["betas"],
+                "adam_epsilon": adamw["eps"],
+                "weight_decay": adamw["weight_decay"],
+                "parameter_groups": adamw["groups"],
+                "lr_schedule": schedule["kind"],
+                "warmup_steps": schedule["warmup_steps"],
+                "max_steps": schedule["total_steps"] or None,
+            }
+        return Options.of(known, source="the run's record")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions(Options):
+    """What `headrace train` runs with: an engine's options, and what is trained, for how long, and what is left at the end.
+
+    The `config.yaml` of a run directory has what was chosen where an option is None.
+    """
+
+    model: Path = option(kind=Place(), help="Model directory.", row="model directory", cli=False)
+    data: tuple[str, ...] = option(
+        kind=Listed(Text(), 1), help="Files or directories.", row="one or more files or directories", cli=False
+    )
+    epochs: float | None = option(
+        None, Number(0, 1e9, above=True), "Passes over the data.", row="length of the run in passes over the data", words="1"
+    )
+    packing: bool | None = option(
+        None,
+        Flag(),
+        "Several samples in a row.",
+        row="several samples in one row, without seeing one another",
+        words="where the model can",
+    )
+    shuffle: bool = option(True, Flag(), "Another order of the data in each pass.", cli=False)
+    report_to: tuple[str, ...] = option(
+        (),
+        Listed(OneOf(("tensorboard", "trace"))),
+        "tensorboard or trace; may be given twice.",
+        row="`tensorboard`, `trace` (timeline for ui.perfetto.dev)",
+    )
+    keep_state: bool = option(
+        False, Flag(), "Keep the state on the SSDs after the end.", row="keep the state on the SSDs after the end"
+    )
+    cache: Path = option(
+        kind=Place(),
+        help="Tokenised data.",
+        row="tokenised data",
+        words="`~/.cache/headrace`",
+        cli=False,
+        factory=lambda: Path.home() / ".cache" / "headrace",
+    )

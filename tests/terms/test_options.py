@@ -1,0 +1,153 @@
+"""Options are declared once: the file, the command line, README and the record of a run say what the declaration says.
+
+Run: pytest tests/terms/test_options.py
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from headrace.cli.options import with_options
+from headrace.plan.profiles import load_profile
+from headrace.terms.declared import Declaration, option
+from headrace.terms.errors import ConfigError
+from headrace.terms.kinds import Number
+from headrace.terms.optimizer import AdamW, ParameterGroup, Schedule
+from headrace.terms.options import Options, RunOptions
+
+README = (Path(__file__).parents[2] / "README.md").read_text()
+OPTIONS = README[README.index("## Options") : README.index("## Data")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WithMomentum(RunOptions):
+    """One more option."""
+
+    momentum: float = option(0.9, Number(0, 1), "How much of the last update stays.")
+
+
+def test_an_option_is_one_declaration() -> None:
+    command = typer.Typer(rich_markup_mode=None)
+    given: list[WithMomentum] = []
+
+    @command.command()
+    @with_options(WithMomentum.declarations())
+    def train(model: str, **options: Any) -> None:
+        given.append(WithMomentum.of({"model": model, "data": "d"} | options))
+
+    told = " ".join(CliRunner().invoke(command, ["--help"]).output.split())
+    assert re.search(r"--momentum <?\w+>? How much of the last update stays\. Default: 0\.9\.", told, re.IGNORECASE), told
+    assert CliRunner().invoke(command, ["m", "--momentum", "0.8", "--no-packing"]).exit_code == 0
+    assert (given[0].momentum, given[0].packing, given[0].learning_rate) == (0.8, False, 1e-5)
+    with pytest.raises(ConfigError, match="momentum: expected a number >= 0 and <= 1, found 2"):
+        replace(given[0], momentum=2)
+    row = next(each.readme_row for each in WithMomentum.declarations() if each.key == "momentum")
+    assert row == "| `momentum` | 0.9 | how much of the last update stays |"
+
+
+def test_the_table_of_the_readme_is_the_declaration() -> None:
+    rows = [line for line in OPTIONS.splitlines() if line.startswith("| `")]
+    assert rows == [each.readme_row for each in RunOptions.declarations()]
+
+
+def test_the_readme_names_the_keys_that_are_no_options() -> None:
+    said = re.search(r"Only (.*) are no options", OPTIONS)
+    assert said
+    keys_only = {each.key for each in RunOptions.declarations() if each.flag is None and not each.required}
+    assert set(re.findall(r"`(\w+)`", said[1])) == keys_only
+
+
+@pytest.mark.parametrize("command", ["train", "plan"])
+def test_the_help_of_a_command_is_the_declaration(command: str) -> None:
+    from headrace.cli.app import app
+
+    told = " ".join(CliRunner().invoke(app, [command, "--help"]).output.split())
+    declared: Iterator[Declaration] = (each for each in RunOptions.declarations() if command == "train" or each.plan)
+    flags = {each.flag: each for each in declared if each.flag is not None}
+    for flag, each in flags.items():
+        assert re.search(rf"{flag} [^.]*{re.escape(each.command_help)}", told), flag
+    others = {"--help"} | ({"--data", "--json"} if command == "plan" else set())
+    assert {word.replace("--no-", "--") for word in re.findall(r"--[a-z][a-z-]+", told)} == flags.keys() | others
+
+
+def test_the_record_has_all_that_a_run_goes_on_with() -> None:
+    groups = (ParameterGroup(pattern="embed", weight_decay=0.5),)
+    options = RunOptions(
+        model=Path("m"),
+        data=("d",),
+        ssd=["/a"],
+        host_memory="3GiB",
+        learning_rate=2e-5,
+        parameter_groups=groups,
+        machine=load_profile("rtx4090-4ssd"),
+        max_steps=7,
+        lr_schedule="cosine",
+    )
+    record = json.loads(json.dumps(options.to_record()))
+    found = Options.from_record(record)
+    assert {key: getattr(found, key) for key in record} == {key: getattr(options, key) for key in record}
+    assert found.rule == AdamW(lr=2e-5, groups=groups)
+    assert not {"output", "ssd", "plan", "model", "data"} & record.keys()
+
+
+def test_records_of_version_0_1_are_read() -> None:
+    """As `Settings.to_json` wrote them until November 2026; runs from before there was a choice of moments name none."""
+    record = {
+        "model_dir": "/models/llama",
+        "device_bytes": None,
+        "host_bytes": 4 << 30,
+        "optimizer": {
+            "lr": 1e-3,
+            "betas": [0.9, 0.99],
+            "eps": 1e-7,
+            "weight_decay": 0.1,
+            "groups": [{"pattern": "embed", "weight_decay": None, "learning_rate_scale": 0.1}],
+        },
+        "schedule": {"kind": "linear", "warmup_steps": 3, "total_steps": 40},
+        "max_grad_norm": None,
+        "compute_dtype": "bfloat16",
+        "tokens_per_step": 64,
+        "sequence_length": 32,
+        "seed": 5,
+        "checkpoint_every": 2,
+        "interpreter": "plain",
+        "gradient_dtype": "float32",
+        "machine": load_profile("rtx4090-1ssd").to_json(),
+        "compile_blocks": False,
+        "liger": False,
+    }
+    found = Options.from_record(record)
+    groups = (ParameterGroup(pattern="embed", learning_rate_scale=0.1),)
+    assert found.rule == AdamW(1e-3, (0.9, 0.99), 1e-7, 0.1, groups)
+    assert found.schedule == Schedule("linear", 3, 40)
+    assert (found.budget.device_bytes, found.budget.host_bytes, found.max_grad_norm) == (None, 4 << 30, None)
+    assert (found.tokens_per_step, found.sequence_length, found.seed, found.checkpoint_every) == (64, 32, 5, 2)
+    assert (found.interpreter, found.gradient_dtype, found.moments) == ("plain", "float32", "float32")
+    assert found.machine == load_profile("rtx4090-1ssd")
+    assert Options.from_record(record | {"moments": "int8"}).moments == "int8"
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"gradient_dtype": "float16"}, "gradient_dtype: 'float16' is neither float32 nor the compute dtype bfloat16"),
+        ({"compile_blocks": True, "liger": True}, "give one of them"),
+        ({"seed": True}, "seed: expected a whole number from 0 to .*, found True"),
+        ({"ssd": [3]}, "ssd.0: expected a path, found 3"),
+        ({"keep_state": "maybe", "max_steps": 0}, "max_steps: .*; keep_state: expected true or false, found 'maybe'"),
+    ],
+)
+def test_what_cannot_be_is_refused(values: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        RunOptions(model=Path("m"), data=("d",), **values)
+
+
+def test_clipping_to_nothing_is_no_clipping() -> None:
+    assert Options(max_grad_norm=0).max_grad_norm is Options(max_grad_norm=None).max_grad_norm is None
