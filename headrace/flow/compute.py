@@ -11,7 +11,7 @@ import torch
 from headrace.flow.state import Package, StepState
 from headrace.model import BlockResult, Record, Replay, ReplayMismatch, block_seed
 from headrace.terms.layout import ParameterSpec
-from headrace.terms.program import Op
+from headrace.terms.program import Op, Pool
 
 # Elements of a gradient that are added at once: enough for all threads, a few megabytes of copies.
 _ADD_ELEMENTS = 1 << 20
@@ -153,7 +153,7 @@ class _Bound:
         buffers, plan = self._state.parts.buffers, self._state.plan
         if self._unit in plan.resident_units:
             return buffers.resident_weights[self._unit]
-        slot = self._op.device_slot if plan.separate_device else self._op.host_slot
+        slot = self._op.slot(Pool.DEVICE_WEIGHTS if plan.separate_device else Pool.HOST_WEIGHTS)
         return buffers.device_weights[slot][: plan.units[self._unit].num_elements]
 
     def _accumulator(self) -> torch.Tensor:
@@ -162,7 +162,7 @@ class _Bound:
             return buffers.resident_accumulator(self._unit)
         if buffers.accumulator is not None:
             return buffers.accumulator[: plan.units[self._unit].num_elements]
-        return buffers.gradient_tensor(self._unit, self._op.gradient_slot)
+        return buffers.gradient_tensor(self._unit, self._op.slot(Pool.GRADIENT))
 
 
 def _add(into: torch.Tensor, gradient: torch.Tensor) -> None:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from headrace.flow.state import StepState
 from headrace.plan.memory import held_gradient_bytes, held_gradient_offset
-from headrace.terms.program import Op
+from headrace.terms.program import Op, Pool
 from headrace.update import clip_factor, square_sum
 
 # Conversion goes in pieces so small that torch keeps to this thread; compute owns the others.
@@ -23,9 +23,10 @@ def drain(state: StepState, op: Op) -> None:
     """Bring a unit's gradient into its host buffer in the drained dtype, zero what got none, and take its square sum."""
     parts, plan = state.parts, state.plan
     accumulator = _accumulator(state, op.unit)
-    gradient = parts.buffers.gradient(op.unit, op.gradient_slot)
+    slot = op.slot(Pool.GRADIENT)
+    gradient = parts.buffers.gradient(op.unit, slot)
     if accumulator is not None:
-        into = parts.buffers.gradient_tensor(op.unit, op.gradient_slot)
+        into = parts.buffers.gradient_tensor(op.unit, slot)
         if plan.separate_device:
             piece = _CONVERT_ELEMENTS if accumulator.device.type == "cpu" else _DEVICE_CONVERT_ELEMENTS
             for start in range(0, into.numel(), piece):
@@ -88,5 +89,5 @@ def _zero_the_rest(state: StepState, unit: int, gradient: NDArray[Any]) -> None:
 
 def _held(state: StepState, op: Op) -> tuple[int, NDArray[np.uint8]]:
     plan = state.plan
-    buffer = state.parts.buffers.gradients[op.gradient_slot]
+    buffer = state.parts.buffers.gradients[op.slot(Pool.GRADIENT)]
     return held_gradient_offset(plan, op.unit), buffer[: held_gradient_bytes(plan, op.unit)]

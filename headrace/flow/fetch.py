@@ -5,7 +5,7 @@ import torch
 from headrace.flow.state import StepState
 from headrace.machine.host import Bytes
 from headrace.terms.families import WEIGHTS
-from headrace.terms.program import Op
+from headrace.terms.program import Op, Pool
 
 
 def fetch(state: StepState, op: Op) -> None:
@@ -16,16 +16,18 @@ def fetch(state: StepState, op: Op) -> None:
 def upload(state: StepState, op: Op) -> None:
     """Copy a unit's weights from the host to the device."""
     parts = state.parts
-    if op.device_slot < 0:
+    slot = op.slot(Pool.DEVICE_WEIGHTS)
+    if slot < 0:
         into = parts.buffers.resident_weights[op.unit]
     else:
-        into = parts.buffers.device_weights[op.device_slot][: state.plan.units[op.unit].num_elements]
+        into = parts.buffers.device_weights[slot][: state.plan.units[op.unit].num_elements]
     source = torch.from_numpy(_host_weights(state, op)).view(parts.buffers.dtype)
     parts.machine.copy(into, source)
 
 
 def _host_weights(state: StepState, op: Op) -> Bytes:
-    if op.host_slot < 0:
+    slot = op.slot(Pool.HOST_WEIGHTS)
+    if slot < 0:
         return state.parts.buffers.resident_host_weights(op.unit)
     num_bytes = state.plan.units[op.unit].num_elements * state.plan.planes.weight.bytes_per_element
-    return state.parts.buffers.host_weights[op.host_slot][:num_bytes]
+    return state.parts.buffers.host_weights[slot][:num_bytes]

@@ -12,7 +12,7 @@ import torch
 from headrace.flow.state import HOLE, Package, StepState
 from headrace.machine.host import Bytes
 from headrace.plan.memory import TENSOR_ALIGNMENT_BYTES, stash_offset, stash_slot_bytes
-from headrace.terms.program import Lane, Op
+from headrace.terms.program import Lane, Op, Pool
 from headrace.terms.sizes import round_up
 
 
@@ -123,8 +123,8 @@ def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def _buffer(state: StepState, op: Op) -> Bytes:
-    buffers = state.parts.buffers
-    return buffers.stash[op.stash_slot] if op.stash_slot >= 0 else buffers.host_stash[op.unit][op.micro]
+    buffers, slot = state.parts.buffers, op.slot(Pool.STASH)
+    return buffers.stash[slot] if slot >= 0 else buffers.host_stash[op.unit][op.micro]
 
 
 def _pages(state: StepState, op: Op) -> Bytes:

@@ -1,6 +1,6 @@
 """One optimizer step. This is the first page to read.
 
-A step's program (plan/program.py) lists operations; each names a verb, and each verb is one function of this package:
+A step's program (plan/schedules/train.py) lists operations; each names a verb, and each verb is one function of this package:
 
     fetch.py     weights come            ssd -> host -> device
     compute.py   the model runs          prologue, blocks and epilogue; backward recomputes each block from its input

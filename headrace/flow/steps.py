@@ -14,10 +14,10 @@ from headrace.flow.commit import write_resident_states
 from headrace.flow.execute import Interpreter
 from headrace.flow.state import Parts, StepState, Verdict
 from headrace.flow.step import run_step
-from headrace.plan.carry import Carry, cold_carry, redo_carry
 from headrace.plan.footprint import MOST_PROGRAMS
+from headrace.plan.ledger import Snapshot
 from headrace.plan.plan import Plan
-from headrace.plan.program import build_program, build_tail
+from headrace.plan.schedules.train import build_program, build_tail, redo
 from headrace.terms.events import Notice
 from headrace.terms.families import STATES, WEIGHTS
 from headrace.terms.program import Lane, Program
@@ -33,11 +33,11 @@ class Steps:
     def __init__(self, parts: Parts, interpreter: Interpreter, hits: HitRate) -> None:
         self.parts, self.hits = parts, hits
         self._interpreter = interpreter
-        self._programs: dict[tuple[int, Carry], tuple[Program, Carry]] = {}
+        self._programs: dict[tuple[int, Snapshot], tuple[Program, Snapshot]] = {}
         self._pending: Verdict | None = None
         self._last: Verdict | None = None
         self._told = False
-        self._carry = self._load_residents()
+        self._left = self._load_residents()
 
     @property
     def failed(self) -> bool:
@@ -55,12 +55,12 @@ class Steps:
             return self._run(num_micro_batches, verdict, state_of(self._pending))
 
     def _run(self, num_micro_batches: int, verdict: Verdict, state: StepState) -> StepState:
-        key = (num_micro_batches, self._carry)
+        key = (num_micro_batches, self._left)
         if key not in self._programs:
             if len(self._programs) == MOST_PROGRAMS:
                 del self._programs[next(iter(self._programs))]  # the oldest: the steady state needs one
             self._programs[key] = build_program(self.parts.plan, *key)
-        program, self._carry = self._programs[key]
+        program, self._left = self._programs[key]
         run_step(program, state, self._interpreter)
         self._tell(state.not_kept)
         self._last = verdict
@@ -96,7 +96,7 @@ class Steps:
     def _flush(self) -> None:
         if self._pending is not None:
             self._pending.durable = True
-            program, self._carry = build_tail(self.parts.plan, self._carry)
+            program, self._left = build_tail(self.parts.plan, self._left)
             run_step(program, StepState(self.parts, StepBatch(), self._pending, self._pending), self._interpreter)
             self._pending = None
         self._interpreter.wait()
@@ -123,12 +123,12 @@ class Steps:
         """Go back to the committed slots; then record a skipped step, or repeat the updates from the held gradients."""
         self._interpreter.wait()
         self.parts.store.abandon()
-        self._carry, self._pending = self._load_residents(), None
+        self._left, self._pending = self._load_residents(), None
         if verdict.skipped is not None:
             self.parts.store.commit(verdict.record(verdict))
             return
         verdict.missed, verdict.redone = False, True
-        self._carry, self._pending = redo_carry(self.parts.plan), verdict
+        self._left, self._pending = redo(self.parts.plan), verdict
         self._flush()
 
     def _tell(self, not_kept: set[int]) -> None:
@@ -139,7 +139,7 @@ class Steps:
             words = f"replay: {blocks} run other operators than planned, or keep more; they are recomputed, which takes longer"
             self.parts.sink(Notice(text=words))
 
-    def _load_residents(self) -> Carry:
+    def _load_residents(self) -> Snapshot:
         """Read what lives in memory from the store's newest version: at the start, and after a step was taken back."""
         parts = self.parts
         plan, machine = parts.plan, parts.machine
@@ -157,4 +157,4 @@ class Steps:
             states = parts.buffers.resident_states[unit]
             for chunk in range(plan.num_chunks(unit)):
                 parts.store.read(unit, STATES, states[plan.states_of_chunk(unit, chunk)], chunk).wait()
-        return cold_carry(plan)
+        return Snapshot()

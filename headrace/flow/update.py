@@ -16,7 +16,7 @@ from headrace.machine.host import Bytes
 from headrace.plan.memory import DEVICE_UPDATE_PIECE_ELEMENTS
 from headrace.plan.plan import Plan
 from headrace.terms.families import STATES, WEIGHTS
-from headrace.terms.program import Op
+from headrace.terms.program import Op, Pool
 from headrace.update import DeviceUpdater, UpdateRule
 
 # A device inside host memory: pieces so small that torch keeps to this thread; compute owns the others.
@@ -47,7 +47,7 @@ def states_to_device(state: StepState, op: Op) -> None:
 def states_to_host(state: StepState, op: Op) -> None:
     """Copy a chunk's new states and weights back to where the old ones came from."""
     if not state.verdict_of(op).void:
-        for there, here in _places(state, op)[:2]:
+        for there, here in _places(state, op):
             state.parts.machine.copy(torch.from_numpy(here), there)
 
 
@@ -65,7 +65,7 @@ def update(state: StepState, op: Op) -> None:
     checksums = state.parts.updater.update_range(
         weights,
         _state_planes(state, op, stop - start),
-        buffers.gradient(op.unit, op.gradient_slot)[start:stop],
+        buffers.gradient(op.unit, op.slot(Pool.GRADIENT))[start:stop],
         verdict.scalars,
         state.parts.chain.layouts[op.unit].groups,
         start,
@@ -95,7 +95,8 @@ def _weights(state: StepState, op: Op) -> Bytes:
     """Return the chunk's part of the unit's weights in host memory."""
     plan, buffers = state.plan, state.parts.buffers
     start, stop = plan.chunk(op.unit, op.chunk)
-    whole = buffers.resident_host_weights(op.unit) if op.host_slot < 0 else buffers.host_weights[op.host_slot]
+    slot = op.slot(Pool.HOST_WEIGHTS)
+    whole = buffers.resident_host_weights(op.unit) if slot < 0 else buffers.host_weights[slot]
     width = plan.planes.weight.bytes_per_element
     return whole[start * width : stop * width]
 
@@ -104,21 +105,31 @@ def _states(state: StepState, op: Op) -> Bytes:
     """Return the chunk's states, all planes back to back: in staging, or where they always are."""
     plan, buffers = state.plan, state.parts.buffers
     start, stop = plan.chunk(op.unit, op.chunk)
-    if op.state_slot >= 0:
-        return buffers.states[op.state_slot][: plan.planes.state_bytes(stop - start)]
+    slot = op.slot(Pool.STATES)
+    if slot >= 0:
+        return buffers.states[slot][: plan.planes.state_bytes(stop - start)]
     return buffers.resident_states[op.unit][plan.states_of_chunk(op.unit, op.chunk)]
 
 
 def _places(state: StepState, op: Op) -> list[tuple[torch.Tensor, Bytes]]:
-    """Return where a chunk's states, weights and gradient lie, as bytes: on the device, back to back, and on the host."""
-    plan, buffers = state.plan, state.parts.buffers
-    first, last = (place * plan.gradient_bytes_per_element for place in plan.chunk(op.unit, op.chunk))
-    gradient = buffers.gradient_bytes(op.unit, op.gradient_slot)[first:last]
-    slot, start, places = buffers.device_states[op.device_state_slot], 0, []
-    for here in (_states(state, op), _weights(state, op), gradient):
-        places.append((slot[start : start + here.size], here))
-        start += here.size
-    return places
+    """Return where a chunk's states, weights and, on its way there, its gradient lie, as bytes: on the device, on the host."""
+    plan = state.plan
+    here, slot = [_states(state, op), _weights(state, op)], op.slot(Pool.GRADIENT)
+    if slot >= 0:
+        first, last = (place * plan.gradient_bytes_per_element for place in plan.chunk(op.unit, op.chunk))
+        here.append(state.parts.buffers.gradient_bytes(op.unit, slot)[first:last])
+    return list(zip(_on_device(state, op), here, strict=False))
+
+
+def _on_device(state: StepState, op: Op) -> list[torch.Tensor]:
+    """Return a chunk's states, weights and gradient on the device, as bytes: they lie back to back."""
+    plan = state.plan
+    first, last = plan.chunk(op.unit, op.chunk)
+    count, planes = last - first, plan.planes
+    slot = state.parts.buffers.device_states[op.slot(Pool.DEVICE_STATES)]
+    weights = planes.state_bytes(count)
+    gradient = weights + planes.weight.num_bytes(count)
+    return [slot[:weights], slot[weights:gradient], slot[gradient : gradient + count * plan.gradient_bytes_per_element]]
 
 
 def _update_on_device(state: StepState, op: Op) -> None:
@@ -126,7 +137,7 @@ def _update_on_device(state: StepState, op: Op) -> None:
     assert parts.device_updater is not None, "a program for updates on the device comes with a plan that has them"
     assert plan.moments == "float32", "smaller moments are not laid out plane by plane"
     start, stop = plan.chunk(op.unit, op.chunk)
-    states, weights, gradient = (there for there, _ in _places(state, op))
+    states, weights, gradient = _on_device(state, op)
     planes, begin = [], 0
     for plane in plan.planes.states:
         end = begin + (stop - start) * plane.bytes_per_element

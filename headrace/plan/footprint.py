@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from headrace.plan.memory import buffer_groups, device_update_temporary_bytes, scratch_bytes
 from headrace.plan.plan import Plan
-from headrace.plan.program import RECALLED_AHEAD
+from headrace.plan.schedules.train import RECALLED_AHEAD
 from headrace.terms.costs import ATTENTION, ModelCosts
 from headrace.terms.sizes import KEPT_FREE_BYTES, MAPPED_BYTES, MIB, round_up
 

@@ -17,9 +17,9 @@ from functools import cached_property
 from itertools import groupby
 
 from headrace.plan.bound import least_seconds
-from headrace.plan.carry import cold_carry, redo_carry
+from headrace.plan.ledger import Snapshot
 from headrace.plan.plan import Plan, spread
-from headrace.plan.program import build_program, build_tail
+from headrace.plan.schedules.train import build_program, build_tail, redo
 from headrace.plan.simulate import Timeline, simulate
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.costs import ATTENTION
@@ -110,7 +110,7 @@ def redo_seconds(plan: Plan, ceilings: Ceilings) -> float:
     """Return what it takes to do all updates of a step again from the held gradients, with nothing else under way."""
     ceilings = _under(plan, ceilings)
     coarse = _coarsened(plan, ceilings, 2 * SEARCH_OPERATIONS)
-    tail, _ = build_tail(coarse, redo_carry(coarse))
+    tail, _ = build_tail(coarse, redo(coarse))
     timeline = simulate([tail] * 3, ceilings, compute_dtype=plan.compute_dtype, update_threads=plan.update_threads)
     return timeline.step_seconds
 
@@ -225,14 +225,14 @@ def _checkpointed_bytes(plan: Plan) -> int:
 def _programs(plan: Plan) -> list[Program]:
     """Return consecutive programs from a cold start until they repeat; where they do, thrice the one that does."""
     programs: list[Program] = []
-    carry = cold_carry(plan)
+    before = Snapshot()
     while len(programs) < _MOST_PROGRAMS:
-        program, after = build_program(plan, plan.num_micro_batches, carry)
-        if after == carry:
+        program, after = build_program(plan, plan.num_micro_batches, before)
+        if after == before:
             # What is built from equal knowledge is equal, and how it began does not matter to the steady state.
             return [program] * 3
         programs.append(program)
-        carry = after
+        before = after
     return programs
 
 

@@ -1,6 +1,7 @@
 """Every buffer of a plan, with its tier and exact size. The flow takes these buffers and no others; the plan sums them."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from headrace.plan.plan import Plan
 from headrace.terms.sizes import round_up
@@ -121,3 +122,28 @@ def held_gradient_bytes(plan: Plan, unit: int) -> int:
     if plan.held_gradients != "ssd" or not plan.is_held(unit):
         return 0
     return round_up(plan.units[unit].num_elements * plan.gradient_bytes_per_element, PAGE_BYTES)
+
+
+class ChunkBytes(NamedTuple):
+    """Bytes of a chunk: its states, its weights, what its update moves, and what goes to the device and comes back."""
+
+    states: int
+    weights: int
+    traffic: int
+    there: int
+    back: int
+    device_traffic: int
+
+
+def chunk_bytes(plan: Plan, num_elements: int) -> ChunkBytes:
+    """Return the bytes of a chunk of so many elements."""
+    planes, gradient_bytes = plan.planes, num_elements * plan.gradient_bytes_per_element
+    all_planes = planes.num_bytes(num_elements)
+    return ChunkBytes(
+        states=planes.state_bytes(num_elements),
+        weights=planes.weight.num_bytes(num_elements),
+        traffic=2 * all_planes + gradient_bytes,
+        there=all_planes + gradient_bytes,
+        back=all_planes,
+        device_traffic=num_elements * DEVICE_UPDATE_TRAFFIC_BYTES[plan.compute_dtype],
+    )

@@ -184,7 +184,7 @@ class _Step:
             if (phase, module) not in self.fetched:
                 # A place in the window is free when the module that many uses ago has been computed.
                 free = self.used[-_PREFETCH + ahead - place :][:1] if len(self.used) >= _PREFETCH - (ahead - place) else []
-                common: dict[str, Any] = {"unit": module, "phase": phase, "bytes": 2 * self.modules[module]}
+                common: dict[str, Any] = {"unit": module, "bytes": 2 * self.modules[module]}
                 fetch = self.emit(Verb.FETCH, Lane.SSD_READ, free, **common)
                 self.fetched[phase, module] = self.emit(Verb.UPLOAD, Lane.HOST_TO_DEVICE, [fetch], **common)
         return self.fetched[phase, order[place]]
@@ -210,13 +210,9 @@ class _Step:
                     recalled[ahead] = self.recall(ahead, stashed[ahead])
             upload = self.fetch_window(order, place, "backward")
             flops = 4.0 * self.modules[module] * self.tokens
-            compute = self.emit(
-                Verb.BACKWARD, Lane.COMPUTE, [upload, recalled[module]], unit=module, phase="backward", flops=flops
-            )
+            compute = self.emit(Verb.BACKWARD, Lane.COMPUTE, [upload, recalled[module]], unit=module, flops=flops)
             self.used.append(compute)
-            drains[module] = self.emit(
-                Verb.DRAIN, Lane.DEVICE_TO_HOST, [compute], unit=module, phase="backward", bytes=2 * self.modules[module]
-            )
+            drains[module] = self.emit(Verb.DRAIN, Lane.DEVICE_TO_HOST, [compute], unit=module, bytes=2 * self.modules[module])
             if module == groups[-1].start:
                 written.append(self.update(groups.pop(), drains, written))
         return written[-1]
@@ -224,12 +220,12 @@ class _Step:
     def recall(self, module: int, stashed: int) -> int:
         # It replaces the stash of the module computed last.
         after = [stashed, *self.used[-1:]]
-        return self.emit(Verb.RECALL, Lane.HOST_TO_DEVICE, after, unit=module, phase="backward", bytes=self.stash_bytes)
+        return self.emit(Verb.RECALL, Lane.HOST_TO_DEVICE, after, unit=module, bytes=self.stash_bytes)
 
     def update(self, group: range, drains: dict[int, int], written: list[int]) -> int:
         """Read master and moments (12 bytes), update, write them and the 16-bit weights (14 bytes); return the write."""
         elements = sum(self.modules[module] for module in group)
-        common: dict[str, Any] = {"unit": group.start, "chunk": len(written), "phase": "update"}
+        common: dict[str, Any] = {"unit": group.start, "chunk": len(written)}
         free = written[-_STATE_BUFFERS:][:1] if len(written) >= _STATE_BUFFERS else []
         read = self.emit(Verb.READ_STATES, Lane.SSD_READ, free, bytes=12 * elements, **common)
         update = self.emit(Verb.UPDATE, Lane.UPDATE, [read, drains[group.start]], bytes=28 * elements, **common)

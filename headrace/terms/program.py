@@ -1,10 +1,10 @@
-"""One step as a program: operations with lanes, dependencies and buffer slots (design section 6).
+"""One step as a program: operations with lanes, dependencies and buffers (design section 6).
 
 The planner emits it; three interpreters run it: overlapped (threads and streams), plain (in order), simulated (virtual clock).
 """
 
 from dataclasses import dataclass
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,35 +154,80 @@ class Verb(StrEnum):
     COMMIT = "commit"  # everything durable, then the record
 
 
+class Pool(IntEnum):
+    """Where buffers lie that operations read and write. A buffer is an integer: its pool and its slot there (`buffer`).
+
+    What is `PASSING` lives within one program: compute, one operation after the other, orders its uses in two programs.
+    """
+
+    HOST_WEIGHTS = 0  # a block's weights in host memory
+    DEVICE_WEIGHTS = 1  # and on the device
+    RESIDENT_WEIGHTS = 2  # by unit: weights that stay where compute reads them
+    STAGING = 3  # the host copy through which resident weights reach a separate device
+    STATES = 4  # a chunk's states in host memory
+    RESIDENT_STATES = 5  # all states that stay in host memory, in pieces of one chunk each
+    DEVICE_STATES = 6  # all planes and the gradient of a chunk that is updated on the device
+    GRADIENT = 7  # a unit's drained gradient
+    ACCUMULATOR = 8  # a block's gradient, where backward sums it
+    RESIDENT_ACCUMULATOR = 9  # that of the resident units
+    STASH = 10  # one block input on its way to or from the SSD
+    SSD_WEIGHTS = 11  # by unit: its newest weights
+    SSD_STATES = 12  # by unit: its newest states
+    HELD = 13  # by unit: its gradient on the SSD, until the norm is known
+    FREE_SLOTS = 14  # on the SSD, where a step may write: those that the last commit made free
+    VERDICT = 15  # a step's: clip factor, or skip
+    NORM = 16  # PASSING, from here on; in pieces of one unit each
+    MADE = 17  # by block and micro-batch: what forward leaves for backward, as compute made it
+    HOST_STASH = 18  # and in host memory
+    SSD_STASH = 19  # and on the SSD
+    RECALLED = 20  # and back on the device
+
+
+PASSING = Pool.NORM
+_SLOT_BITS = 22
+SLOT_MASK = (1 << _SLOT_BITS) - 1
+# A piece of a buffer, such as one chunk of a block's weights: numbered from 1, above the buffer's own bits; 0 is all of it.
+PIECE_SHIFT = 32
+WHOLE_MASK = (1 << PIECE_SHIFT) - 1
+
+
+def buffer(pool: Pool, slot: int = 0) -> int:
+    """Return the buffer in `slot` of `pool`; plus `piece << PIECE_SHIFT` it is one piece of it."""
+    return pool << _SLOT_BITS | slot
+
+
+def pool_of(buffer: int) -> Pool:
+    """Return the pool of a buffer."""
+    return Pool((buffer & WHOLE_MASK) >> _SLOT_BITS)
+
+
 # Not frozen, though nobody changes one: making it would take three times as long, and a search for a plan makes 200 000.
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class Op:
     """One operation. `after` and `after_previous` are indices of operations of this and of the previous program.
 
-    Slots are indices into pools of buffers of planned size, -1 where the verb uses none: `host_slot` and `device_slot` hold a
-    block's weights, `state_slot` a chunk's states, `device_state_slot` all planes and the gradient of a chunk that is updated
-    on the device, `gradient_slot` a unit's drained gradient, `stash_slot` one block input on its way to or from the SSD.
-    `bytes` is what crosses the lane; `flops` what compute does.
+    `part` is a piece of the unit that streams alone, -1 for all of it. `late`: it belongs to the step before, as an update that
+    was held, and that step's commit. `bytes` is what crosses the lane; `flops` what compute does. `buffers` are those that it
+    touches, as integers; what of them it reads and writes is the ledger's to know (plan/ledger.py).
     """
 
     index: int
     verb: Verb
     lane: Lane
     unit: int = -1
+    part: int = -1
     micro: int = -1
     chunk: int = -1
-    host_slot: int = -1
-    device_slot: int = -1
-    state_slot: int = -1
-    device_state_slot: int = -1
-    gradient_slot: int = -1
-    stash_slot: int = -1
-    phase: str = "forward"
-    late: bool = False  # it is part of the step before: an update that was held, and that step's commit
     bytes: int = 0
     flops: float = 0.0
+    late: bool = False
+    buffers: tuple[int, ...] = ()
     after: tuple[int, ...] = ()
     after_previous: tuple[int, ...] = ()
+
+    def slot(self, pool: Pool) -> int:
+        """Return the slot of `pool` that the operation uses, -1 if it uses none."""
+        return next((buffer & SLOT_MASK for buffer in self.buffers if buffer >> _SLOT_BITS == pool), -1)
 
     @property
     def is_on_device(self) -> bool:
@@ -192,7 +237,7 @@ class Op:
     @property
     def label(self) -> str:
         """A short name for traces and errors, such as `update unit 3 chunk 0`."""
-        places = (("unit", self.unit), ("micro", self.micro), ("chunk", self.chunk))
+        places = (("unit", self.unit), ("part", self.part), ("micro", self.micro), ("chunk", self.chunk))
         return " ".join([str(self.verb), *(f"{word} {value}" for word, value in places if value >= 0)])
 
 

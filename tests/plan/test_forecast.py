@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from machines import machine
 from small_plans import small_plan
 
-from headrace.plan.carry import cold_carry
 from headrace.plan.forecast import forecast, redo_seconds
+from headrace.plan.ledger import Snapshot
 from headrace.plan.plan import Plan, Unit
-from headrace.plan.program import build_program
+from headrace.plan.schedules.train import build_program
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.errors import ConfigError
 from headrace.terms.program import Lane
@@ -76,7 +76,7 @@ def test_attention_takes_longer_than_products_unless_it_is_kept() -> None:
 
 def test_bytes_are_those_of_the_repeating_program() -> None:
     plan = small_plan()
-    carry = cold_carry(plan)
+    carry = Snapshot()
     for _ in range(5):
         program, carry = build_program(plan, plan.num_micro_batches, carry)
     found = forecast(plan, machine())

@@ -7,52 +7,23 @@ from collections import defaultdict
 from dataclasses import replace
 
 import pytest
+from drawn_plans import plans
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_plans import small_plan
 
 from headrace.flow.execute import _Completion
-from headrace.plan.carry import cold_carry
 from headrace.plan.footprint import MOST_PROGRAMS, program_bytes
+from headrace.plan.ledger import Snapshot
 from headrace.plan.plan import Plan
-from headrace.plan.program import RECALLED_AHEAD, build_program, build_tail
-from headrace.terms.program import Lane, Op, Program, Verb
+from headrace.plan.schedules.train import RECALLED_AHEAD, build_program, build_tail
+from headrace.terms.program import Lane, Op, Pool, Program, Verb
 
 IN_ORDER_LANES = {Lane.COMPUTE, Lane.UPDATE, Lane.DEVICE_UPDATE, Lane.COMMIT, Lane.HOST_TO_DEVICE, Lane.DEVICE_TO_HOST}
 
 
-@st.composite
-def plans(draw: st.DrawFn) -> Plan:
-    num_blocks = draw(st.integers(2, 6))
-    separate = draw(st.booleans())
-    prefetch = draw(st.integers(0, 2))
-    policy = draw(st.sampled_from(["immediate", "deferred", "speculative"]))
-    homes = st.sampled_from(["device", "host", "ssd"] if separate else ["device", "ssd"])
-    stash = tuple(draw(st.lists(homes, min_size=num_blocks, max_size=num_blocks)))
-    units = num_blocks + 2
-    resident = draw(st.sets(st.integers(0, units - 1))) if policy == "deferred" else set()
-    late = set(range(units)) if policy == "deferred" else draw(st.sets(st.integers(0, units - 1)))
-    return small_plan(
-        num_blocks,
-        separate_device=separate,
-        prefetch=prefetch,
-        host_slots=draw(st.integers(max(2, prefetch + 1), num_blocks + 2)),
-        device_slots=draw(st.integers(prefetch + 1, num_blocks + 1)) if separate else 0,
-        update_policy=policy,
-        late_units=tuple(sorted(late)),
-        held_gradients=draw(st.sampled_from(["host", "ssd"])),
-        stash_tiers=stash,
-        stash_slots=draw(st.integers(2, 5)) if "ssd" in stash else 0,
-        state_slots=draw(st.integers(1, 4)),
-        gradient_slots=draw(st.integers(1, 3)),
-        accumulate=draw(st.booleans()),
-        resident_states=tuple(sorted(resident)),
-        device_update_every=draw(st.integers(0, 4)),
-    )
-
-
 def programs_of(plan: Plan, steps: int, num_micro: int) -> list[Program]:
-    carry, programs = cold_carry(plan), []
+    carry, programs = Snapshot(), []
     for _ in range(steps):
         program, carry = build_program(plan, num_micro, carry)
         programs.append(program)
@@ -75,27 +46,30 @@ class Memory:
         self.versions = dict.fromkeys(range(len(plan.units)), 0)
 
     def host_key(self, op: Op) -> tuple:
-        if op.host_slot >= 0:
-            return ("host", op.host_slot)
+        if op.slot(Pool.HOST_WEIGHTS) >= 0:
+            return ("host", op.slot(Pool.HOST_WEIGHTS))
         return ("staging",) if self.plan.separate_device else ("resident", op.unit)
 
 
 def perform(memory: Memory, op: Op, step: int) -> list[tuple]:
     """Check and change the contents that `op` touches; return its accesses: (buffer, writes) or (buffer, writes, chunk)."""
     plan, buffer, unit = memory.plan, memory.buffer, op.unit
-    tail = [("gradient", op.gradient_slot)] if op.gradient_slot >= 0 else []
+    tail = [("gradient", op.slot(Pool.GRADIENT))] if op.slot(Pool.GRADIENT) >= 0 else []
     if op.verb is Verb.FETCH:
         key = memory.host_key(op)
         buffer[key] = (unit, dict(memory.ssd_weights[unit]))
         return [(key, True), (("ssd weights", unit), False)]
     if op.verb is Verb.UPLOAD:
-        source, into = memory.host_key(op), ("device", op.device_slot) if op.device_slot >= 0 else ("resident", unit)
+        source, into = (
+            memory.host_key(op),
+            ("device", op.slot(Pool.DEVICE_WEIGHTS)) if op.slot(Pool.DEVICE_WEIGHTS) >= 0 else ("resident", unit),
+        )
         held, chunks = buffer[source]
         assert held == unit
         buffer[into] = (unit, dict(chunks))
         return [(source, False), (into, True)]
     if op.verb in (Verb.FORWARD, Verb.BACKWARD):
-        key = ("device", op.device_slot) if plan.separate_device else ("host", op.host_slot)
+        key = ("device", op.slot(Pool.DEVICE_WEIGHTS)) if plan.separate_device else ("host", op.slot(Pool.HOST_WEIGHTS))
         held, chunks = buffer[key]
         assert held == unit, f"{op.label} finds unit {held} in {key}"
         assert set(chunks.values()) == {step}, f"{op.label} at step {step} computes with versions {chunks}"
@@ -105,8 +79,8 @@ def perform(memory: Memory, op: Op, step: int) -> list[tuple]:
             return [*accesses, (("hidden", op.micro), True)]
         tier = plan.stash_tiers[unit - 1]
         if tier == "ssd" and not plan.separate_device:
-            assert buffer["stash", op.stash_slot] == (unit, op.micro, step)
-            accesses.append((("stash", op.stash_slot), False))
+            assert buffer["stash", op.slot(Pool.STASH)] == (unit, op.micro, step)
+            accesses.append((("stash", op.slot(Pool.STASH)), False))
         elif tier != "device":
             assert buffer["recalled", unit, op.micro] == step
         direct = not plan.accumulate and not plan.separate_device
@@ -120,7 +94,7 @@ def perform(memory: Memory, op: Op, step: int) -> list[tuple]:
         accesses = [(("resident", resident), False) for resident in used]
         return accesses + ([(("resident accumulator",), True)] if op.verb is not Verb.PROLOGUE else [])
     if op.verb in (Verb.STASH, Verb.SPILL, Verb.UNSPILL, Verb.RECALL):
-        key = ("stash", op.stash_slot) if op.stash_slot >= 0 else ("stash of", unit, op.micro)
+        key = ("stash", op.slot(Pool.STASH)) if op.slot(Pool.STASH) >= 0 else ("stash of", unit, op.micro)
         place = ("ssd stash", unit, op.micro)
         content = (unit, op.micro, step)
         if op.verb is Verb.STASH:
@@ -150,37 +124,37 @@ def perform(memory: Memory, op: Op, step: int) -> list[tuple]:
         buffer[tail[0]] = buffer["held", unit]
         return [(("held", unit), False), (tail[0], True)]
     if op.verb is Verb.READ_STATES:
-        key = ("states", op.state_slot)
+        key = ("states", op.slot(Pool.STATES))
         buffer[key] = (unit, op.chunk, memory.ssd_states[unit, op.chunk])
         return [(("ssd states", unit, op.chunk), False), (key, True)]
     if op.verb is Verb.STATES_TO_DEVICE:
-        of_step, key, staging = step - op.late, memory.host_key(op), ("device states", op.device_state_slot)
+        of_step, key, staging = step - op.late, memory.host_key(op), ("device states", op.slot(Pool.DEVICE_STATES))
         assert buffer[tail[0]] == (unit, of_step), f"{op.label} at step {step} takes the gradient {buffer[tail[0]]}"
         held, chunks = buffer[key]
         assert held == unit
         assert chunks[op.chunk] == of_step
         buffer[staging] = (unit, op.chunk, of_step)
         accesses = [(tail[0], False), (key, False, op.chunk), (staging, True)]
-        if op.state_slot >= 0:
-            assert buffer["states", op.state_slot] == (unit, op.chunk, of_step)
-            return [*accesses, (("states", op.state_slot), False)]
+        if op.slot(Pool.STATES) >= 0:
+            assert buffer["states", op.slot(Pool.STATES)] == (unit, op.chunk, of_step)
+            return [*accesses, (("states", op.slot(Pool.STATES)), False)]
         return [*accesses, (("resident states", unit, op.chunk), False)]
     if op.verb is Verb.STATES_TO_HOST:
-        of_step, key, staging = step - op.late, memory.host_key(op), ("device states", op.device_state_slot)
+        of_step, key, staging = step - op.late, memory.host_key(op), ("device states", op.slot(Pool.DEVICE_STATES))
         assert buffer[staging] == (unit, op.chunk, of_step + 1)
         held, chunks = buffer[key]
         assert held == unit
         assert chunks[op.chunk] == of_step
         chunks[op.chunk] = of_step + 1
         accesses = [(staging, False), (key, True, op.chunk)]
-        if op.state_slot >= 0:
-            state = ("states", op.state_slot)
+        if op.slot(Pool.STATES) >= 0:
+            state = ("states", op.slot(Pool.STATES))
             assert buffer[state] == (unit, op.chunk, of_step)
             buffer[state] = (unit, op.chunk, of_step + 1)
             return [*accesses, (state, True)]
         return [*accesses, (("resident states", unit, op.chunk), True)]
     if op.verb is Verb.UPDATE and op.is_on_device:
-        staging = ("device states", op.device_state_slot)
+        staging = ("device states", op.slot(Pool.DEVICE_STATES))
         assert buffer[staging] == (unit, op.chunk, step - op.late)
         buffer[staging] = (unit, op.chunk, step - op.late + 1)
         return [(staging, True)]
@@ -193,14 +167,14 @@ def perform(memory: Memory, op: Op, step: int) -> list[tuple]:
         assert chunks[op.chunk] == of_step
         chunks[op.chunk] = of_step + 1
         accesses = [(tail[0], False), (key, True, op.chunk)]
-        if op.state_slot >= 0:
-            state = ("states", op.state_slot)
+        if op.slot(Pool.STATES) >= 0:
+            state = ("states", op.slot(Pool.STATES))
             assert buffer[state] == (unit, op.chunk, of_step)
             buffer[state] = (unit, op.chunk, of_step + 1)
             return [*accesses, (state, True)]
         return [*accesses, (("resident states", unit, op.chunk), True)]
     if op.verb is Verb.WRITE_STATES:
-        key = ("states", op.state_slot)
+        key = ("states", op.slot(Pool.STATES))
         held, chunk, version = buffer[key]
         assert (held, chunk) == (unit, op.chunk)
         memory.ssd_states[unit, op.chunk] = version
@@ -328,7 +302,7 @@ def test_operations_of_many_chunks_take_no_more_memory_than_the_plan_counts(poli
     units = tuple(replace(unit, num_elements=500 * 2048) for unit in small_plan().units)
     late = tuple(range(len(units))) if policy == "deferred" else ()
     plan = small_plan(units=units, chunk_elements=2048, update_policy=policy, late_units=late)
-    carry = cold_carry(plan)
+    carry = Snapshot()
     for _ in range(3):
         _, carry = build_program(plan, plan.num_micro_batches, carry)
     tracemalloc.start()

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from machines import machine
 from small_plans import small_plan
 
-from headrace.plan.carry import cold_carry
+from headrace.plan.ledger import Snapshot
 from headrace.plan.plan import Plan, Unit
-from headrace.plan.program import build_program
+from headrace.plan.schedules.train import build_program
 from headrace.plan.simulate import simulate
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.program import Lane, Program
@@ -55,7 +55,7 @@ def plans(draw: st.DrawFn) -> Plan:
 
 
 def steady_programs(plan: Plan, *, most: int = 8) -> list[Program]:
-    carry, programs = cold_carry(plan), []
+    carry, programs = Snapshot(), []
     for _ in range(most):
         program, carry = build_program(plan, plan.num_micro_batches, carry)
         programs.append(program)

@@ -34,7 +34,6 @@ MOST_LINES_OF_A_FILE = 400
 # Known to be longer. A number here may shrink, and no line may be added without a reason beside it.
 LONGER = {
     "engine/trainer.py": 600,  # the one place where all parts meet
-    "plan/program.py": 550,  # one step's program, read from top to bottom
 }
 MOST_LINES_OF_A_FUNCTION = 80
 

@@ -1,25 +1,113 @@
-"""From a plan to the program of one step: operations, lanes, dependencies, buffer slots.
+"""The builder of programs before the ledger: it kept six slots on each operation and wrote out each hazard where it arises.
 
-The order of the operations is one in which a single thread may run them, so each dependency points backwards and lanes that
-work in this order can never wait for one another in a circle. What a step leaves behind (filled slots, updates still to be
-done, the commit) is a `Carry`, from which the next step's program is built; in the steady state it repeats itself.
-
-A reference to an operation is its index, or `~index` (negative) for one of the previous program. Two programs back everything
-is finished: whoever runs programs starts one only when the last but one is complete.
+It is the reference for `headrace.plan.schedules.train`: the same operations in the same order, at the same simulated times.
+A reference to an operation is its index, or `~index` (negative) for one of the previous program.
 """
 
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields, replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
-from headrace.plan.carry import Carry, Refs, Slot, renumbered
 from headrace.plan.memory import DEVICE_UPDATE_TRAFFIC_BYTES
 from headrace.plan.plan import Plan
-from headrace.terms.program import Lane, Op, Program, Verb
+from headrace.terms.program import Lane, Program, Verb
 
-# Block inputs that are brought back before the use that comes next, if there are buffers for them.
 RECALLED_AHEAD = 2
+
+
+@dataclass(slots=True, kw_only=True)
+class SlottedOp:
+    """An operation with the slot of each pool that it uses, -1 where it uses none."""
+
+    index: int
+    verb: Verb
+    lane: Lane
+    unit: int = -1
+    micro: int = -1
+    chunk: int = -1
+    host_slot: int = -1
+    device_slot: int = -1
+    state_slot: int = -1
+    device_state_slot: int = -1
+    gradient_slot: int = -1
+    stash_slot: int = -1
+    phase: str = "forward"
+    late: bool = False
+    bytes: int = 0
+    flops: float = 0.0
+    after: tuple[int, ...] = ()
+    after_previous: tuple[int, ...] = ()
+
+
+Refs = tuple[int, ...]
+
+
+class Slot(NamedTuple):
+    """A weight buffer: which block is in it, what makes its content valid, what still reads it."""
+
+    unit: int = -1
+    ready: Refs = ()
+    busy: Refs = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Carry:
+    """What a program leaves to its successor: contents of slots, and references to the operations to wait for."""
+
+    host: tuple[Slot, ...]
+    device: tuple[Slot, ...]
+    state_busy: tuple[Refs, ...]
+    gradient_busy: tuple[Refs, ...]  # per slot: the ring, the resident units', then one for each unit
+    stash_busy: tuple[Refs, ...]
+    weights_stored: tuple[Refs, ...]  # per unit: the writes that put its newest weights on the SSD
+    states_stored: tuple[Refs, ...]
+    resident_ready: tuple[Refs, ...]  # per unit: what made the resident weights valid
+    device_state_busy: tuple[Refs, ...] = ()
+    staging_busy: Refs = ()  # the host copy through which resident weights reach a separate device
+    held: tuple[Refs, ...] = ()  # per unit: what made its held gradient valid
+    written: Refs = ()  # by the step, so far: the commit that its successor does waits for it
+    commit: Refs = ()
+    decide: Refs = ()
+    pending: tuple[int, ...] = ()  # units (not references) whose update is still to be done
+
+
+def cold_carry(plan: Plan) -> Carry:
+    """Return the carry of a step that follows nothing: empty slots, nothing pending."""
+    per_unit: tuple[Refs, ...] = ((),) * len(plan.units)
+    return Carry(
+        host=(Slot(),) * plan.host_slots,
+        device=(Slot(),) * plan.device_slots,
+        state_busy=((),) * plan.state_slots,
+        gradient_busy=((),) * (plan.gradient_slots + 1 + len(plan.units)),
+        stash_busy=((),) * plan.stash_slots,
+        weights_stored=per_unit,
+        states_stored=per_unit,
+        resident_ready=per_unit,
+        held=per_unit,
+        device_state_busy=((),) * plan.device_state_slots,
+    )
+
+
+def redo_carry(plan: Plan) -> Carry:
+    """Return the carry after a step was taken back whose gradients are held still: every update is to be done again."""
+    return replace(cold_carry(plan), pending=tuple(range(len(plan.units))))
+
+
+def _map_refs(value: Any, change: Callable[[Refs], Refs]) -> Any:
+    """Apply `change` to each tuple of references inside a carry's field."""
+    if isinstance(value, Slot):
+        return Slot(value.unit, change(value.ready), change(value.busy))
+    if isinstance(value, tuple) and all(isinstance(item, int) for item in value):
+        return change(value)
+    return tuple(_map_refs(item, change) for item in value)
+
+
+def renumbered(carry: Carry, change: Callable[[Refs], Refs]) -> Carry:
+    """Return `carry` with `change` applied to each tuple of references."""
+    refs = {field.name: getattr(carry, field.name) for field in fields(Carry) if field.name != "pending"}
+    return Carry(**{name: _map_refs(value, change) for name, value in refs.items()}, pending=carry.pending)
 
 
 def build_program(plan: Plan, num_micro_batches: int, carry: Carry) -> tuple[Program, Carry]:
@@ -44,7 +132,7 @@ class _Builder:
 
     def __init__(self, plan: Plan, num_micro: int, carry: Carry) -> None:
         self.plan, self.num_micro = plan, num_micro
-        self.ops: list[Op] = []
+        self.ops: list[SlottedOp] = []
         self.shared_refs: dict[Refs, Refs] = {}
         before = renumbered(carry, lambda refs: tuple(~ref for ref in refs))
         self.before = before
@@ -73,7 +161,7 @@ class _Builder:
         wanted = sorted(set(after))
         previous = bisect_left(wanted, 0)
         here, there = tuple(wanted[previous:]), tuple([~ref for ref in reversed(wanted[:previous])])
-        op = Op(
+        op = SlottedOp(
             index=len(self.ops),
             verb=verb,
             lane=lane,
@@ -133,7 +221,8 @@ class _Builder:
             self.emit(
                 Verb.PROLOGUE_BACKWARD,
                 Lane.COMPUTE,
-                self.drains[:1],
+                # Changed: without an epilogue it waited for the last block's drain, for which there was no reason.
+                self.drains[:1] if self.plan.has_epilogue else (),
                 unit=0,
                 micro=micro,
                 phase="backward",

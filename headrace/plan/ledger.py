@@ -1,0 +1,191 @@
+"""The ledger: it takes operations with the buffers that they read and write, and derives what each must wait for.
+
+A buffer is an integer (`terms.program.buffer`). A reader waits for those that wrote it; a writer for these and for all readers
+since. Pieces of a buffer, such as the chunks of a block's weights, are written and read each by itself: writers of different
+pieces do not wait for one another, a reader of the whole waits for all of them. What is *renewed* is written to another place
+than where it is read, as on an SSD the slot that is not committed, so nobody has to be waited for. Where no buffer explains a
+dependency (a throttle: so that not too much is under way), it is given as `after`, with the reason beside it.
+
+What one program hands to the next is a `Snapshot`: what each buffer holds, who wrote it, who reads it. Invariants: a snapshot
+is canonical, so what is built from equal ones is equal; it has no reference older than one program, because whoever runs
+programs starts one only when the last but one is complete; nothing here knows what a step is.
+
+A reference to an operation is its index, or `~index` (negative) for one of the previous program.
+"""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from headrace.terms.program import PASSING, PIECE_SHIFT, WHOLE_MASK, Lane, Op, Program, Verb, buffer
+
+Refs = tuple[int, ...]
+
+_FIRST_PASSING = buffer(PASSING)
+# Tuples of more references than this are kept once: chunks of a unit often wait for all of it.
+_LONG = 2
+
+
+class Known(NamedTuple):
+    """A buffer in a snapshot: what it holds (a number of the schedule's, -1 for nothing) and who wrote and reads it."""
+
+    buffer: int
+    content: int
+    writers: Refs
+    readers: Refs
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What a program leaves to the next one, by buffer; one without an entry is empty and idle. The default: a cold start."""
+
+    known: tuple[Known, ...] = ()
+
+
+class _Uses:
+    """The uses of one buffer, as far as somebody must still wait for them.
+
+    While it is written in pieces, `before` is what the writer of each piece waits for, and `pieces` has those that wrote and
+    read each piece; a use of the whole ends that. Of operations in a row on a lane that ends them in order, only the last is
+    kept.
+    """
+
+    __slots__ = ("before", "pieces", "reader_lane", "readers", "writer_lane", "writers")
+
+    def __init__(self, writers: list[int], readers: list[int]) -> None:
+        self.writers, self.readers = writers, readers
+        self.writer_lane: Lane | None = None
+        self.reader_lane: Lane | None = None
+        self.before: Refs | None = None
+        self.pieces: dict[int, list[int]] = {}
+
+    def read_in_pieces(self, piece: int, index: int) -> Sequence[int]:
+        """Return what a reader waits for while there are pieces; a reader of the whole ends that."""
+        if not piece:
+            self.before = None
+            return self.writers
+        if (made := self.pieces.get(piece)) is None:
+            return self.before or ()
+        made.append(index)
+        return made[:1]
+
+    def begin_pieces(self, before: Refs) -> None:
+        self.before, self.pieces, self.writers, self.readers = before, {}, [], []
+        self.writer_lane = self.reader_lane = None
+
+    def write_piece(self, piece: int, index: int, lane: Lane, *, in_order: bool) -> Sequence[int]:
+        """Enter the writer of a piece and return what it waits for."""
+        waits = self.pieces.get(piece) or self.before or ()
+        self.pieces[piece] = [index]
+        if in_order and self.writer_lane is lane:
+            self.writers[-1] = index
+        else:
+            self.writers.append(index)
+            self.writer_lane = lane
+        return waits
+
+    def write_whole(self, index: int) -> None:
+        self.writers, self.readers, self.before, self.reader_lane = [index], [], None, None
+
+
+class _AllUses(dict[int, _Uses]):
+    def __missing__(self, whole: int) -> _Uses:
+        uses = self[whole] = _Uses([], [])
+        return uses
+
+
+class Ledger:
+    """Builds one program upon a snapshot. `contents` says what buffers hold, and is the schedule's to change."""
+
+    def __init__(self, before: Snapshot) -> None:
+        self.contents = {known.buffer: known.content for known in before.known if known.content >= 0}
+        self._uses = _AllUses(
+            (known.buffer, _Uses([~ref for ref in known.writers], [~ref for ref in known.readers])) for known in before.known
+        )
+        self._ops: list[Op] = []
+        self._shared: dict[Refs, Refs] = {}
+        self._in_order = frozenset(lane for lane in Lane if lane.row.threads == 1)
+
+    def op(
+        self,
+        verb: Verb,
+        lane: Lane,
+        reads: Sequence[int] = (),
+        writes: Sequence[int] = (),
+        renews: Sequence[int] = (),
+        after: Sequence[int] = (),
+        *,
+        unit: int = -1,
+        part: int = -1,
+        micro: int = -1,
+        chunk: int = -1,
+        num_bytes: int = 0,
+        flops: float = 0.0,
+        late: bool = False,
+    ) -> int:
+        """Append an operation and return its index. What is in `after` it waits for besides; say why where it is given."""
+        index, all_uses, in_order = len(self._ops), self._uses, lane in self._in_order
+        waits, touched = list(after), []
+        for each in reads:
+            whole = each & WHOLE_MASK
+            touched.append(whole)
+            uses = all_uses[whole]
+            waits += uses.writers if uses.before is None else uses.read_in_pieces(each >> PIECE_SHIFT, index)
+            if in_order and uses.reader_lane is lane:
+                uses.readers[-1] = index
+            else:
+                uses.readers.append(index)
+                uses.reader_lane = lane
+        for each in writes:
+            whole = each & WHOLE_MASK
+            touched.append(whole)
+            uses = all_uses[whole]
+            if each != whole:
+                if uses.before is None:
+                    uses.begin_pieces((*uses.writers, *uses.readers))
+                waits += uses.write_piece(each >> PIECE_SHIFT, index, lane, in_order=in_order)
+            else:
+                waits += uses.writers
+                waits += uses.readers
+                uses.write_whole(index)
+        for each in renews:
+            whole = each & WHOLE_MASK
+            touched.append(whole)
+            uses = all_uses[whole]
+            if each != whole:
+                if uses.before is None:
+                    uses.begin_pieces(())
+                uses.write_piece(each >> PIECE_SHIFT, index, lane, in_order=in_order)
+            else:
+                uses.write_whole(index)
+        here, there = self._split(waits)
+        buffers = tuple(touched)
+        buffers = self._shared.setdefault(buffers, buffers)
+        self._ops.append(Op(index, verb, lane, unit, part, micro, chunk, num_bytes, flops, late, buffers, here, there))
+        return index
+
+    def _split(self, waits: list[int]) -> tuple[Refs, Refs]:
+        """Return the operations of this and of the previous program among `waits`, each once and in order."""
+        if len(waits) > 1:
+            waits = sorted(set(waits))
+        there: Refs = ()
+        if waits and waits[0] < 0:
+            first = bisect_left(waits, 0)
+            waits, there = waits[first:], tuple([~ref for ref in reversed(waits[:first])])
+            if len(there) > _LONG:
+                there = self._shared.setdefault(there, there)
+        here = tuple(waits)
+        return (self._shared.setdefault(here, here) if len(here) > _LONG else here), there
+
+    def finish(self) -> tuple[Program, Snapshot]:
+        """Return the program, and what it leaves to the next one."""
+        contents, known = self.contents, []
+        for whole in sorted({*self._uses, *contents}):
+            if whole < _FIRST_PASSING:
+                uses, content = self._uses[whole], contents.get(whole, -1)
+                writers = tuple([ref for ref in uses.writers if ref >= 0])
+                readers = tuple([ref for ref in uses.readers if ref >= 0])
+                if content >= 0 or writers or readers:
+                    known.append(Known(whole, content, writers, readers))
+        return Program(tuple(self._ops)), Snapshot(tuple(known))

@@ -1,0 +1,394 @@
+"""A training step: from a plan to the program of one step.
+
+The order of the operations is one in which a single thread may run them, so each dependency points backwards and lanes that
+work in this order can never wait for one another in a circle. Each operation names the buffers that it reads and writes; the
+ledger finds what it must wait for. What a step leaves behind (filled slots, updates still to be done, the commit) is the
+ledger's snapshot, from which the next step's program is built; in the steady state it repeats itself.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+from headrace.plan.ledger import Known, Ledger, Snapshot
+from headrace.plan.memory import ChunkBytes, chunk_bytes
+from headrace.plan.plan import Plan
+from headrace.terms.program import PIECE_SHIFT, Lane, Pool, Program, Verb, buffer
+
+# Block inputs that are brought back before the use that comes next, if there are buffers for them.
+RECALLED_AHEAD = 2
+
+_HOST, _DEVICE = buffer(Pool.HOST_WEIGHTS), buffer(Pool.DEVICE_WEIGHTS)
+_RESIDENT, _STAGING = buffer(Pool.RESIDENT_WEIGHTS), buffer(Pool.STAGING)
+_STATES, _RESIDENT_STATES, _DEVICE_STATES = buffer(Pool.STATES), buffer(Pool.RESIDENT_STATES), buffer(Pool.DEVICE_STATES)
+_GRADIENT, _HELD = buffer(Pool.GRADIENT), buffer(Pool.HELD)
+_ACCUMULATOR, _RESIDENT_ACCUMULATOR = buffer(Pool.ACCUMULATOR), buffer(Pool.RESIDENT_ACCUMULATOR)
+_SSD_WEIGHTS, _SSD_STATES, _FREE_SLOTS = buffer(Pool.SSD_WEIGHTS), buffer(Pool.SSD_STATES), buffer(Pool.FREE_SLOTS)
+_STASH, _HOST_STASH, _SSD_STASH = buffer(Pool.STASH), buffer(Pool.HOST_STASH), buffer(Pool.SSD_STASH)
+_MADE, _RECALLED = buffer(Pool.MADE), buffer(Pool.RECALLED)
+_NORM, _VERDICT = buffer(Pool.NORM), buffer(Pool.VERDICT)
+_PIECE = 1 << PIECE_SHIFT
+
+
+def build_program(plan: Plan, num_micro_batches: int, before: Snapshot) -> tuple[Program, Snapshot]:
+    """Return the program of one step over `num_micro_batches` micro-batches, and what it leaves behind."""
+    schedule = _Training(plan, num_micro_batches, before)
+    schedule.step()
+    return schedule.ledger.finish()
+
+
+def build_tail(plan: Plan, before: Snapshot) -> tuple[Program, Snapshot]:
+    """Return the program that finishes what a step left pending: late updates and their commit."""
+    schedule = _Training(plan, 0, before)
+    if schedule.pending:
+        for unit in sorted(schedule.pending):
+            schedule.pending_update(unit)
+        schedule.commit()
+    return schedule.ledger.finish()
+
+
+def redo(plan: Plan) -> Snapshot:
+    """Return what is left after a step was taken back whose gradients are held still: every update is to be done again."""
+    held = sorted((_held_buffer(plan, unit), unit) for unit in range(len(plan.units)))
+    return Snapshot(tuple(Known(where, unit, (), ()) for where, unit in held))
+
+
+def _held_buffer(plan: Plan, unit: int) -> int:
+    """Return where the gradient of `unit` waits for a late update: with it in `contents`, the update is still to be done."""
+    return (_GRADIENT + plan.own_gradient_slot(unit)) if plan.held_gradients == "host" else _HELD + unit
+
+
+class _Training:
+    """Emits operations in order."""
+
+    def __init__(self, plan: Plan, num_micro: int, before: Snapshot) -> None:
+        self.plan, self.num_micro = plan, num_micro
+        self.ledger = Ledger(before)
+        self.contents = self.ledger.contents
+        units = range(len(plan.units))
+        self.separate, self.blocks = plan.separate_device, plan.num_blocks
+        # As sets: looked into for each unit.
+        self.held_in_memory, self.late = frozenset(plan.held_in_memory), frozenset(plan.late_units)
+        self.residents, self.resident_states = frozenset(plan.resident_units), frozenset(plan.resident_states)
+        self.pending = frozenset(unit for unit in units if self.contents.get(_held_buffer(plan, unit)) == unit)
+        # Where compute reads a block's weights, and where backward makes its gradient.
+        self.host_slots = range(_HOST, _HOST + plan.host_slots)
+        self.device_slots = range(_DEVICE, _DEVICE + plan.device_slots)
+        self.in_place = not plan.accumulate and not plan.separate_device
+        self.state_turn = self.gradient_turn = self.stash_turn = self.device_state_turn = 0
+        self.every = plan.device_update_every if plan.device_state_slots else 0
+        self.known_sizes: dict[int, ChunkBytes] = {}
+        self.first_chunk = list(accumulate((plan.num_chunks(unit) for unit in units), initial=0))
+        self.weight_bytes = [plan.planes.weight.num_bytes(unit.num_elements) for unit in plan.units]
+        self.gradient_bytes = [unit.num_elements * plan.gradient_bytes_per_element for unit in plan.units]
+        self.position = 0  # of compute, in the order of block uses: forward 0..L-1, backward L..2L-1
+        self.acquired: dict[int, tuple[int, int]] = {}  # block -> its buffers in host memory and on the device, -1 for none
+        self.stashed: dict[tuple[int, int], int] = {}  # what brought a block's input to where it waits
+        self.recalled: dict[tuple[int, int], int] = {}  # where backward reads it, -1 where compute left it
+        self.newest_use: Sequence[int] = ()  # the block that was run last, forward or backward
+
+    # -- the step -------------------------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        plan, op = self.plan, self.ledger.op
+        last_block, epilogue = self.blocks, self.blocks + 1
+        self.pending_update(0)
+        for micro in range(self.num_micro):
+            op(Verb.PROLOGUE, Lane.COMPUTE, (_RESIDENT,), unit=0, micro=micro, flops=self.flops(0))
+        for block in range(1, last_block + 1):
+            self.position = block - 1
+            for ahead in range(block, min(block + plan.prefetch, last_block) + 1):
+                self.acquire(ahead, forward=True)
+            self.forward(block)
+        if plan.has_epilogue:
+            self.pending_update(epilogue)
+        if self.pending:
+            self.commit()
+        self.epilogue()
+        for block in range(last_block, 0, -1):
+            self.position = 2 * last_block - block
+            for ahead in range(block, max(block - plan.prefetch, 1) - 1, -1):
+                self.acquire(ahead, forward=False)
+            self.backward(block)
+        for micro in range(self.num_micro):
+            op(
+                Verb.PROLOGUE_BACKWARD,
+                Lane.COMPUTE,
+                (_RESIDENT,),
+                (_RESIDENT_ACCUMULATOR,),
+                unit=0,
+                micro=micro,
+                flops=self.flops(0),
+            )
+        self.drain(0, self.gradient_slot(0))
+        op(Verb.DECIDE, Lane.COMPUTE, (_NORM,), renews=(_VERDICT,))
+        if not self.late:
+            self.commit()
+
+    def forward(self, block: int) -> None:
+        host, device = self.acquired.pop(block)
+        weights, waits = (device if self.separate else host,), self.plan.stash_tiers[block - 1] != "device"
+        for micro in range(self.num_micro):
+            ref = self.ledger.op(
+                Verb.FORWARD,
+                Lane.COMPUTE,
+                weights,
+                (_MADE + self.place(block, micro),) if waits else (),
+                # What waits for its way out is bounded: compute may be one block ahead of the stash.
+                after=(self.stashed[block - 1, micro],) if (block - 1, micro) in self.stashed else (),
+                unit=block,
+                micro=micro,
+                flops=self.flops(block),
+            )
+            if waits:
+                self.stash(block, micro)
+            self.newest_use = (ref,)
+
+    def epilogue(self) -> None:
+        unit = self.blocks + 1 if self.plan.has_epilogue else 0
+        weights = (_RESIDENT, _RESIDENT + unit) if unit else (_RESIDENT,)
+        for micro in range(self.num_micro):
+            self.ledger.op(
+                Verb.EPILOGUE,
+                Lane.COMPUTE,
+                weights,
+                (_RESIDENT_ACCUMULATOR,),
+                unit=unit,
+                micro=micro,
+                flops=3 * self.plan.epilogue_flops,
+            )
+        if unit:
+            self.drain(unit, self.gradient_slot(unit))
+
+    def backward(self, block: int) -> None:
+        host, device = self.acquired.pop(block)
+        gradient, weights = self.gradient_slot(block), device if self.separate else host
+        made = (gradient,) if self.in_place else (_ACCUMULATOR,)
+        for micro in range(self.num_micro):
+            self.recall_ahead(block, micro)
+            inputs = self.recalled.pop((block, micro))
+            ref = self.ledger.op(
+                Verb.BACKWARD,
+                Lane.COMPUTE,
+                (weights, inputs) if inputs >= 0 else (weights,),
+                made,
+                unit=block,
+                micro=micro,
+                flops=self.backward_flops(block),
+            )
+            self.newest_use = (ref,)
+        self.drain(block, gradient, host)
+
+    # -- weights --------------------------------------------------------------------------------------------------------
+
+    def acquire(self, block: int, *, forward: bool) -> None:
+        """Make `block`'s weights ready for compute at its coming use; with an update pending, by updating them."""
+        if block in self.acquired:
+            return
+        pending = forward and block in self.pending
+        device = self.find(self.device_slots, block) if self.separate and not pending else -1
+        # Updates behind backward work on the host's copy, so backward wants it there although compute may not need it.
+        if device >= 0 and (forward or block in self.late):
+            self.acquired[block] = (-1, device)
+            return
+        host = self.fetch(block)
+        # Hold the slot while the rest is arranged: nothing may choose it as its victim.
+        self.acquired[block] = (host, device)
+        if pending:
+            self.pending_update(block, host)
+        if self.separate and device < 0:
+            self.acquired[block] = (host, self.upload(block, host))
+
+    def fetch(self, block: int) -> int:
+        found = self.find(self.host_slots, block)
+        if found >= 0:
+            return found
+        slot = self.victim(self.host_slots)
+        self.contents[slot] = block
+        reads, num_bytes = (_SSD_WEIGHTS + block,), self.weight_bytes[block]
+        self.ledger.op(Verb.FETCH, Lane.SSD_READ, reads, (slot,), unit=block, num_bytes=num_bytes)
+        return slot
+
+    def upload(self, block: int, host: int) -> int:
+        slot = self.find(self.device_slots, block)  # an older version of the block is replaced where it is
+        slot = slot if slot >= 0 else self.victim(self.device_slots)
+        self.contents[slot] = block
+        self.ledger.op(Verb.UPLOAD, Lane.HOST_TO_DEVICE, (host,), (slot,), unit=block, num_bytes=self.weight_bytes[block])
+        return slot
+
+    def find(self, slots: range, block: int) -> int:
+        """Return the buffer that holds `block`'s weights, -1 if none does."""
+        contents = self.contents
+        return next((slot for slot in slots if contents.get(slot) == block), -1)
+
+    def victim(self, slots: range) -> int:
+        """Return the buffer whose block is used again last (Belady 1966: the order of use is known)."""
+        for slot in slots:
+            if slot not in self.contents:
+                return slot
+        free = [slot for slot in slots if self.contents[slot] not in self.acquired]
+        return max(free, key=lambda slot: (self.uses_until(self.contents[slot]), -slot))
+
+    def uses_until(self, block: int) -> int:
+        blocks = self.blocks
+        return next(
+            use - self.position for use in (block - 1, 2 * blocks - block, 2 * blocks + block - 1) if use > self.position
+        )
+
+    # -- block inputs ---------------------------------------------------------------------------------------------------
+
+    def place(self, block: int, micro: int) -> int:
+        """Return the slot of a block's input in the pools that have one for each micro-batch."""
+        return block * self.num_micro + micro
+
+    def stash(self, block: int, micro: int) -> None:
+        place, common = self.place(block, micro), self.input_of(block, micro)
+        on_ssd = self.plan.stash_tiers[block - 1] == "ssd"
+        stash = self.stash_slot() if on_ssd else _HOST_STASH + place
+        ref = self.ledger.op(Verb.STASH, Lane.DEVICE_TO_HOST, (_MADE + place,), (stash,), **common)
+        if on_ssd:
+            ref = self.ledger.op(Verb.SPILL, Lane.SSD_WRITE, (stash,), (_SSD_STASH + place,), **common)
+        self.stashed[block, micro] = ref
+
+    def stash_slot(self) -> int:
+        slot = self.stash_turn
+        self.stash_turn = (slot + 1) % self.plan.stash_slots
+        return _STASH + slot
+
+    def input_of(self, block: int, micro: int) -> dict[str, Any]:
+        return {"unit": block, "micro": micro, "num_bytes": self.plan.stash_bytes(block)}
+
+    def recall_ahead(self, block: int, micro: int) -> None:
+        """Start bringing back the inputs of this use and of the next ones, as many as there are buffers for."""
+        ahead = max(1, min(self.plan.stash_slots - 1, RECALLED_AHEAD))
+        for _ in range(ahead + 1):
+            if block < 1:
+                return
+            if (block, micro) not in self.recalled:
+                self.recalled[block, micro] = self.recall(block, micro)
+            block, micro = (block, micro + 1) if micro + 1 < self.num_micro else (block - 1, 0)
+
+    def recall(self, block: int, micro: int) -> int:
+        """Return the buffer that backward reads, -1 for none."""
+        tier = self.plan.stash_tiers[block - 1]
+        if tier == "device":
+            return -1
+        place, common = self.place(block, micro), self.input_of(block, micro)
+        stash = self.stash_slot() if tier == "ssd" else _HOST_STASH + place
+        if tier == "ssd":
+            self.ledger.op(Verb.UNSPILL, Lane.SSD_READ, (_SSD_STASH + place,), (stash,), **common)
+        if not self.separate:
+            return stash
+        back = _RECALLED + place
+        # Not before compute has come so far: what is recalled takes memory of the device, and no slot holds it back.
+        self.ledger.op(Verb.RECALL, Lane.HOST_TO_DEVICE, (stash,), (back,), after=self.newest_use, **common)
+        return back
+
+    # -- gradients ------------------------------------------------------------------------------------------------------
+
+    def gradient_slot(self, unit: int) -> int:
+        """Return the drained-gradient buffer of `unit`: its own, the resident units', or the next of a ring."""
+        if unit in self.held_in_memory:
+            return _GRADIENT + self.plan.own_gradient_slot(unit)
+        if unit in self.residents:
+            return _GRADIENT + self.plan.gradient_slots
+        slot = self.gradient_turn
+        self.gradient_turn = (slot + 1) % self.plan.gradient_slots
+        return _GRADIENT + slot
+
+    def drain(self, unit: int, gradient: int, host: int = -1) -> None:
+        """Bring a unit's gradient to the host; then update the unit, or hold the gradient for later, or both."""
+        op, num_bytes = self.ledger.op, self.gradient_bytes[unit]
+        made = (_RESIDENT_ACCUMULATOR,) if unit in self.residents else () if self.in_place else (_ACCUMULATOR,)
+        writes = (gradient, _NORM + (unit + 1) * _PIECE)
+        op(Verb.DRAIN, Lane.DEVICE_TO_HOST, made, writes, unit=unit, num_bytes=num_bytes)
+        if self.plan.held_gradients == "ssd" and self.plan.is_held(unit):
+            op(Verb.HOLD, Lane.SSD_WRITE, (gradient,), (_HELD + unit,), unit=unit, num_bytes=num_bytes)
+        if unit in self.late:
+            self.contents[_held_buffer(self.plan, unit)] = unit
+        else:
+            self.update(unit, gradient, host, late=False)
+
+    # -- updates --------------------------------------------------------------------------------------------------------
+
+    def pending_update(self, unit: int, host: int = -1) -> None:
+        """Emit the update of `unit` that the previous step left pending, if it did."""
+        if unit not in self.pending:
+            return
+        if host < 0 and unit not in self.residents:
+            host = self.fetch(unit)
+        gradient = self.gradient_slot(unit)
+        if self.plan.held_gradients == "ssd":
+            reads, num_bytes = (_HELD + unit,), self.gradient_bytes[unit]
+            self.ledger.op(Verb.UNHOLD, Lane.SSD_READ, reads, (gradient,), unit=unit, late=True, num_bytes=num_bytes)
+        del self.contents[_held_buffer(self.plan, unit)]
+        self.update(unit, gradient, host, late=True)
+
+    def update(self, unit: int, gradient: int, host: int, *, late: bool) -> None:
+        """Emit a unit's update, chunk by chunk, in place on its weights in host memory. A late one is the previous step's."""
+        plan, op = self.plan, self.ledger.op
+        staged = self.separate and unit in self.residents
+        if staged:
+            reads, num_bytes = (_SSD_WEIGHTS + unit,), self.weight_bytes[unit]
+            op(Verb.FETCH, Lane.SSD_READ, reads, (_STAGING,), unit=unit, num_bytes=num_bytes)
+        weights = _STAGING if staged else _RESIDENT + unit if unit in self.residents else host
+        given = (gradient, _VERDICT) if late else (gradient,)
+        resident, first = unit in self.resident_states, self.first_chunk[unit] + 1
+        for chunk in range(plan.num_chunks(unit)):
+            common: dict[str, Any] = {"unit": unit, "chunk": chunk, "late": late}
+            piece, sizes = (chunk + 1) * _PIECE, self.sizes(unit, chunk)
+            if resident:
+                # A checkpoint may be reading these states.
+                states = _RESIDENT_STATES + (first + chunk) * _PIECE
+            else:
+                states = _STATES + self.state_turn
+                self.state_turn = (self.state_turn + 1) % plan.state_slots
+                stored = (_SSD_STATES + unit + piece,)
+                op(Verb.READ_STATES, Lane.SSD_READ, stored, (states,), num_bytes=sizes.states, **common)
+            changed = (weights + piece, states)
+            if self.every and (first + chunk) % self.every == 0:
+                self.update_on_device(sizes, given, changed, common)
+            else:
+                op(Verb.UPDATE, Lane.UPDATE, given, changed, num_bytes=sizes.traffic, **common)
+            if not resident:
+                op(Verb.WRITE_STATES, Lane.SSD_WRITE, (states, _FREE_SLOTS), (), stored, num_bytes=sizes.states, **common)
+            stored, written = (_SSD_WEIGHTS + unit + piece,), (weights + piece, _FREE_SLOTS)
+            op(Verb.WRITE_WEIGHTS, Lane.SSD_WRITE, written, (), stored, num_bytes=sizes.weights, **common)
+        if staged:
+            num_bytes = self.weight_bytes[unit]
+            op(Verb.UPLOAD, Lane.HOST_TO_DEVICE, (_STAGING,), (_RESIDENT + unit,), unit=unit, num_bytes=num_bytes)
+        elif not late and host >= 0 and (stale := self.find(self.device_slots, unit)) >= 0:
+            del self.contents[stale]
+
+    def update_on_device(
+        self, sizes: ChunkBytes, given: tuple[int, ...], changed: tuple[int, ...], common: dict[str, Any]
+    ) -> None:
+        """Emit a chunk's way to the device, its update there and its way back."""
+        op, slot = self.ledger.op, (_DEVICE_STATES + self.device_state_turn,)
+        self.device_state_turn = (self.device_state_turn + 1) % self.plan.device_state_slots
+        # What goes to the device is being changed from here on, until it is back.
+        there = (*slot, *changed)
+        op(Verb.STATES_TO_DEVICE, Lane.HOST_TO_DEVICE, given, there, num_bytes=sizes.there, **common)
+        op(Verb.UPDATE, Lane.DEVICE_UPDATE, (), slot, num_bytes=sizes.device_traffic, **common)
+        op(Verb.STATES_TO_HOST, Lane.DEVICE_TO_HOST, slot, changed, num_bytes=sizes.back, **common)
+
+    def commit(self) -> None:
+        reads = (_VERDICT, _RESIDENT_STATES) if self.resident_states else (_VERDICT,)
+        self.ledger.op(Verb.COMMIT, Lane.COMMIT, reads, (_FREE_SLOTS,), late=bool(self.pending))
+
+    # -- sizes ----------------------------------------------------------------------------------------------------------
+
+    def sizes(self, unit: int, chunk: int) -> ChunkBytes:
+        start, stop = self.plan.chunk(unit, chunk)
+        found = self.known_sizes.get(stop - start)
+        if found is None:
+            found = self.known_sizes[stop - start] = chunk_bytes(self.plan, stop - start)
+        return found
+
+    def flops(self, unit: int) -> float:
+        return self.plan.forward_flops[unit] if self.plan.forward_flops else 0.0
+
+    def backward_flops(self, block: int) -> float:
+        """Gradients cost twice the forward, and the recompute what is neither kept nor skipped."""
+        spared = self.plan.spared_flops[block - 1] if self.plan.spared_flops else 0.0
+        return 3 * self.flops(block) - spared
