@@ -202,7 +202,10 @@ def test_where_the_ssds_limit_a_plan_it_says_what_would_spare_them(
     assert fewer.forecast.step_seconds <= 1.02 * variants["moments"].step_seconds
 
 
-@pytest.mark.parametrize(("config", "parameters"), [(llama_70b(), 70_553_706_496), (gpt3_175b(), 174_604_259_328)])
+@pytest.mark.parametrize(
+    ("config", "parameters"),
+    [(llama_70b(), 70_553_706_496), pytest.param(gpt3_175b(), 174_604_259_328, marks=pytest.mark.deep)],
+)
 def test_the_largest_models_are_answered_in_time(tmp_path: Path, rig: Ceilings, config: Any, parameters: int) -> None:
     model = saved(tmp_path / "large", config)
     started = time.process_time()

@@ -27,7 +27,9 @@ def _forget_graphs() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gpt2", pytest.param("mixtral", marks=COMPILES_EXPERTS)])
+@pytest.mark.parametrize(
+    "name", [pytest.param("qwen3", marks=pytest.mark.deep), "gpt2", pytest.param("mixtral", marks=COMPILES_EXPERTS)]
+)
 def test_blocks_of_this_kind_can_be_compiled(name: str) -> None:
     check_compiles(make_config(CONFIGS[name]))
 

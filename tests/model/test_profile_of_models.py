@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import sampled
 from tiny_architectures import CONFIGS, make_config
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers import CONFIG_MAPPING
@@ -199,7 +200,7 @@ def test_experts_that_look_for_their_tokens_are_planned_as_if_one_got_all() -> N
     assert routed <= found.forward_flops - found.attention_flops <= routed + of_others + 2 * LENGTH * 32 * (32 * 3 + 4)
 
 
-@pytest.mark.parametrize("kind", ["ernie4_5_moe", "afmoe"])
+@pytest.mark.parametrize("kind", sampled(["ernie4_5_moe", "afmoe"], ["ernie4_5_moe"]))
 def test_parameters_that_the_architecture_freezes_stop_no_profile(kind: str) -> None:
     assert profile(Chain.from_config(CONFIG_MAPPING[kind](), "bfloat16", AdamW()), 1, 16).blocks[-1].operators
 
