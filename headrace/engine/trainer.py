@@ -74,7 +74,7 @@ class Engine:
             self_check(self._checkpoint.config)
             check_whole(self._checkpoint.config, self._checkpoint.whole)
             self.chain = Chain.from_config(self._checkpoint.config, options.compute_dtype, options.rule, options.moments)
-            self._weights = self.chain.attach(self._checkpoint)
+            self._weights = self.chain.attach(self._checkpoint, leave_out_blocks=options.leave_out_blocks)
             self.machine = this_machine(options.budget.device_bytes)
             self.chain.move_buffers(self.machine.device)
             if options.compile_blocks:

@@ -19,7 +19,7 @@ from headrace.model.blocks import find_blocks
 from headrace.model.checkpoint import Checkpoint
 from headrace.model.compiled import CompiledBlocks, check_compiler, check_compiles
 from headrace.model.liger import LigerBlocks, check_liger
-from headrace.model.matching import WeightMap, load_buffers, match_weights
+from headrace.model.matching import WeightMap, describe_unknown, load_buffers, match_weights, refuse_left_out_blocks
 from headrace.model.probe import Traits, probe
 from headrace.model.products import WideProducts
 from headrace.model.runner import Runner, run_block
@@ -116,21 +116,26 @@ class Chain:
         """Make the parameters of `unit` meta again: running it is an error until it is bound."""
         self._binding.release(unit)
 
-    def attach(self, checkpoint: Checkpoint) -> WeightMap:
+    def attach(self, checkpoint: Checkpoint, *, leave_out_blocks: bool = False) -> WeightMap:
         """Match the tensors of `checkpoint` with the parameters, once, and load the persistent buffers that it holds.
 
         To be called before the first step, also when weights come from elsewhere: some buffers (router corrections) are in no
-        unit. Nothing but headers and those buffers is read.
+        unit. Nothing but headers and those buffers is read. `leave_out_blocks` allows weights of blocks that the configuration
+        does not have.
 
         Raises:
             ModelError: the checkpoint does not fit the model; the message names what is missing or of another shape.
         """
         if self._attached is None or self._attached.checkpoint is not checkpoint:
             weights = match_weights(checkpoint, self.model)
+            if not leave_out_blocks:
+                refuse_left_out_blocks(weights)
             load_buffers(weights)
             self._attached = weights
             if checkpoint.whole is not None:
                 self.notes += (note_on(checkpoint.whole),)
+            if weights.unknown:
+                self.notes += (f"{describe_unknown(weights.unknown)}: not trained, and exported as they came",)
         return self._attached
 
     def move_buffers(self, device: torch.device | str) -> None:

@@ -6,7 +6,8 @@ so a model that cannot be imported, or could not be exported in the layout it ca
 """
 
 import copy
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,6 +24,7 @@ from transformers.core_model_loading import (
 )
 
 from headrace.model.binding import parameter_aliases
+from headrace.model.blocks import find_blocks
 from headrace.model.checkpoint import Checkpoint
 from headrace.model.safetensors_file import WEIGHT_DTYPES, StoredTensor, read_rows
 from headrace.model.text_part import names_in_whole
@@ -62,7 +64,8 @@ class WeightMap:
     """The role of every tensor of a checkpoint.
 
     `pieces` and `copies` (a tied parameter stored a second time) are by parameter; `buffers` map names in the model to stored
-    names; `unused` are stored, but not in the model. `stored_model` is what was stored: `model`, or what that is a part of.
+    names; `unused` are stored, but not trained; `unknown` are those of them that are in no part of the stored model, with the
+    names that they would have in it. `stored_model` is what was stored: `model`, or what that is a part of.
     """
 
     checkpoint: Checkpoint
@@ -73,6 +76,7 @@ class WeightMap:
     conversions: Sequence[Conversion] = field(repr=False)
     buffers: Mapping[str, str] = field(repr=False)
     unused: Sequence[str] = field(repr=False)
+    unknown: Mapping[str, str] = field(repr=False)
 
 
 def match_weights(checkpoint: Checkpoint, model: Any) -> WeightMap:
@@ -96,7 +100,46 @@ def match_weights(checkpoint: Checkpoint, model: Any) -> WeightMap:
             f"{', '.join(list(checkpoint.tensors)[:2])}; check that config.json belongs to the weights"
         )
     _check_dtypes(checkpoint, pieces, conversions)
-    return WeightMap(checkpoint, model, stored_model, pieces, copies, conversions, roles.buffers, roles.unused)
+    return WeightMap(checkpoint, model, stored_model, pieces, copies, conversions, roles.buffers, roles.unused, roles.unknown)
+
+
+def refuse_left_out_blocks(weights: WeightMap) -> None:
+    """Refuse weights of blocks that the configuration does not have: a shorter model would be trained than was stored.
+
+    What transformers itself passes over, such as the blocks that predict further tokens, may be there.
+
+    Raises:
+        ModelError: there are such weights; the message counts and names them.
+    """
+    blocks = find_blocks(weights.model)
+    own = {name: name for name in weights.model.state_dict()}
+    places = own if weights.stored_model is weights.model else names_in_whole(weights.model, weights.stored_model)
+    first = next(place for place, name in places.items() if name.startswith(f"{blocks.name}.0."))
+    prefix = first[: len(first) - len(places[first]) + len(blocks.name) + 1]
+    known = getattr(weights.stored_model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    block = re.compile(rf"{re.escape(prefix)}(\d+)\.")
+    further: dict[int, dict[str, str]] = {}
+    for key, name in weights.unknown.items():
+        if (found := block.match(name)) and int(found[1]) >= len(blocks.modules):
+            further.setdefault(int(found[1]), {})[key] = name
+    # A pattern for single tensors may match one of a block by its end; of what is passed over as a block, all match.
+    left_out = [
+        key
+        for named in further.values()
+        if not all(any(re.search(pattern, name) for pattern in known) for name in named.values())
+        for key in named
+    ]
+    if left_out:
+        raise ModelError(
+            f"{weights.checkpoint.directory}: config.json has {len(blocks.modules)} blocks (num_hidden_layers), the files hold "
+            f"{describe_unknown(left_out)}, of further ones: correct config.json, or set leave_out_blocks to train the shorter "
+            "model; those weights then go into the export as they came"
+        )
+
+
+def describe_unknown(keys: Collection[str]) -> str:
+    """Return how many stored tensors there are, and the names of some."""
+    return f"{len(keys)} stored tensors that the model does not have ({', '.join(list(keys)[:3])}{', ...' * (len(keys) > 3)})"
 
 
 class _Roles:
@@ -119,6 +162,7 @@ class _Roles:
         self._plain: dict[str, list[Piece]] = {}
         self.buffers: dict[str, str] = {}
         self.unused: list[str] = []
+        self.unknown: dict[str, str] = {}
 
     def add(self, key: str) -> None:
         prefix = self._model.base_model_prefix
@@ -127,6 +171,8 @@ class _Roles:
             name, pattern = rename_source_key(key, [], [], base_model_prefix=prefix, meta_state_dict=self._state)
         if name not in self._names:
             self.unused.append(key)
+            if name not in self._state:
+                self.unknown[key] = name
         elif pattern is not None:
             _, sources = self._groups.setdefault(name, (self._by_pattern[pattern], {}))
             sources.setdefault(pattern, []).append(key)

@@ -153,6 +153,13 @@ class Options(Declared):
         "Liger's kernels in the blocks, on a GPU.",
         row="Liger's norms, gated products and rotations in blocks, on a GPU with `liger-kernel`; nothing is replayed",
     )
+    leave_out_blocks: bool = option(
+        False,
+        Flag(),
+        "Train fewer blocks than have weights.",
+        row="train the blocks that `config.json` has, though the files hold weights of more, which go into `final/` as they "
+        "came; without it that is refused",
+    )
     plan: str | Path | None = option(
         None,
         Place(),

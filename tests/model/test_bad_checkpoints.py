@@ -1,6 +1,7 @@
 """Broken, truncated and foreign model directories: each is refused with the file, the numbers and what to do."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,33 @@ def test_weights_of_another_configuration(tmp_path: Path) -> None:
     edit_config(directory, intermediate_size=48, num_hidden_layers=5)
     with pytest.raises(ModelError, match=r"18 parameters .*model\.layers\.3"):
         import_all(directory, "bfloat16")
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral", "gpt2"])
+def test_weights_of_blocks_that_the_configuration_leaves_out(tmp_path: Path, name: str) -> None:
+    directory, _ = save(tmp_path, name)
+    stored = set(load_file(directory / "model.safetensors"))
+    of_the_last = [key for key in stored if re.search(r"\b(layers|h)\.2\.", key)]
+    edit_config(directory, **{"n_layer" if name == "gpt2" else "num_hidden_layers": 2})
+    checkpoint = Checkpoint.open(directory)
+    chain = Chain.from_config(checkpoint.config, "bfloat16", AdamW())
+    with pytest.raises(ModelError, match=rf"has 2 blocks .* {len(of_the_last)} stored tensors .*\.2\..*leave_out_blocks"):
+        chain.attach(checkpoint)
+    weights = chain.attach(checkpoint, leave_out_blocks=True)
+    assert set(weights.unused) == set(weights.unknown) == set(of_the_last)
+    [note] = chain.notes
+    assert note.startswith(f"{len(of_the_last)} stored tensors that the model does not have (")
+
+
+def test_blocks_that_transformers_passes_over_are_no_fault(tmp_path: Path) -> None:
+    """DeepSeek-V3 comes with a block that predicts one token more."""
+    directory, _ = save(tmp_path, "deepseek-v3")
+    tensors = load_file(directory / "model.safetensors")
+    save_file({**tensors, "model.layers.61.eh_proj.weight": torch.ones(3)}, directory / "model.safetensors")
+    checkpoint = Checkpoint.open(directory)
+    chain = Chain.from_config(checkpoint.config, "bfloat16", AdamW())
+    assert list(chain.attach(checkpoint).unknown) == ["model.layers.61.eh_proj.weight"]
+    assert "1 stored tensors" in chain.notes[0]
 
 
 def test_a_missing_expert_is_named(tmp_path: Path) -> None:

@@ -224,6 +224,8 @@ def test_a_text_model_alone_is_no_part_whatever_else_its_files_hold(tmp_path: Pa
     save_file({**stored, "vision_tower.patch.weight": torch.ones(3)}, directory / WEIGHTS, metadata={"format": "pt"})
     checkpoint, chain, planes, _ = import_all(directory, "bfloat16")
     assert checkpoint.whole is None
-    assert chain.notes == ()
+    assert chain.notes == (
+        "1 stored tensors that the model does not have (vision_tower.patch.weight): not trained, and exported as they came",
+    )
     out = Exporter(checkpoint, chain, tmp_path / "out", lambda unit: planes[unit]).write()
     assert_same_files(directory, out)
