@@ -23,11 +23,11 @@ $(STAMP): pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet -c $(CONSTRAINTS) torch
-	$(BIN)/python -m pip install --quiet -c $(CONSTRAINTS) -e '.[dev]'
+	$(BIN)/python -m pip install --quiet -c $(CONSTRAINTS) -e '.[dev,demo]'
 	@touch $@
 
-demo: $(STAMP)  ## fine-tune a small model through all three tiers, kill it, resume it, use it
-	$(BIN)/python demo/demo.py
+demo: $(STAMP)  ## fine-tune a real language model, kill it, resume it, ask it (under five minutes); MODEL=made: without a network
+	$(BIN)/python demo/demo.py --model $(or $(MODEL),real)
 
 test: $(STAMP)  ## all quick tests (minutes)
 	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) -m "not deep and not soak and not gpu" --ledger --durations=12 --durations-min=5

@@ -1,280 +1,64 @@
-"""The whole path on a small model: plan, train through all three tiers, kill -9, resume, export, use. `make demo` runs it.
-
-Everything is made on the spot from a text that Python brings along; no network, no GPU. What is claimed is checked: the
-demo ends with an error if the resumed run differs from the unbroken one in a single byte, or if the loss has not fallen.
+"""The whole path, from a model to its use. `make demo` runs it: on a real model where pip can bring one, else (or with
+`--model made`) on one that is made on the spot.
 """
 
 import argparse
-import contextlib
-import importlib
-import io
-import json
 import os
-import re
 import shutil
-import signal
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NoReturn
 
-ROOT = Path(__file__).resolve().parents[1]
-STEPS, SEQUENCE_LENGTH, TOKENS_PER_STEP = 40, 128, 1024
-KILL_AFTER_STEP = 15
-# Above the least that the planner accepts: memory of the process differs by so much from start to start.
-SLACK_MIB = {"host": 6, "device": 1}
+from made_model import MadeModel
+from real_model import NoRealModel, real_model
+from real_run import RealRun
+from stage import ROOT, say, show, title
+
+sys.path.append(str(ROOT))  # so that it also runs without an installation
+from headrace.cli.environment import cache_directory, machine_profile_path, set_process_defaults
 
 
 def main() -> None:
     """Run the demo."""
-    arguments = argparse.ArgumentParser(description=__doc__)
-    arguments.add_argument("--directory", type=Path, default=ROOT / "demo-run", help="is emptied first")
-    directory = arguments.parse_args().directory.resolve()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--directory", type=Path, default=ROOT / "demo-run", help="is emptied first")
+    parser.add_argument(
+        "--model", choices=("real", "made"), default="real", help="default: the real one, where it is to be had"
+    )
+    arguments = parser.parse_args()
+    directory = arguments.directory.resolve()
     started = time.monotonic()
-    demo = Demo(directory)
-    demo.make_model_and_data()
-    demo.look_at_data()
-    budgets = demo.find_least_budgets()
-    demo.train_unbroken(budgets)
-    demo.train_killed(budgets)
-    demo.compare()
-    demo.use()
+    set_process_defaults()
+    if directory.exists():
+        shutil.rmtree(directory)
+    (directory / "ssd").mkdir(parents=True)
+    if arguments.model == "made" or not on_the_real_model(directory):
+        stay_inside(directory)
+        MadeModel(directory).run()
     title(f"done in {time.monotonic() - started:.0f} s; everything lies in {show(directory)}")
 
 
-class Demo:
-    """The steps of the demo, in the order of its methods."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self.model, self.data = directory / "model", directory / "texts.jsonl"
-        self.unbroken, self.killed, self.exported = (directory / name for name in ("unbroken", "killed", "exported"))
-        if directory.exists():
-            shutil.rmtree(directory)
-        (directory / "ssd").mkdir(parents=True)
-        os.environ["XDG_CACHE_HOME"] = str(directory / "cache")  # so that nothing stays outside of the directory
-
-    def make_model_and_data(self) -> None:
-        """Write what the run starts from."""
-        title("1  A small Llama model with random weights, a tokenizer, and a text: the Zen of Python")
-        passages = list(texts())
-        self.data.write_text("".join(json.dumps({"text": passage}) + "\n" for passage in passages), encoding="utf-8")
-        parameters = make_model(self.model, passages)
-        size = sum(len(passage) for passage in passages)
-        say(f"{parameters / 1e6:.1f} million parameters, {len(passages)} passages of {size / 1000:.0f} kB together")
-        say(f"weights {parameters * 2 / 1e6:.0f} MB, with exact AdamW states {parameters * 12 / 1e6:.0f} MB")
-
-    def look_at_data(self) -> None:
-        """Show a sample with its trained tokens marked. This also fills the cache of tokens."""
-        title("2  What will it be trained on?")
-        length = ("--sequence-length", str(SEQUENCE_LENGTH))
-        run_headrace("data", str(self.data), "--model", str(self.model), "--show", "1", *length)
-
-    def find_least_budgets(self) -> dict[str, str]:
-        """Let the planner refuse until it names budgets that it accepts: the least ones, so nothing can stay in memory."""
-        title("3  How little memory will do? Ask for almost none, and be told")
-        budgets = {"host": "1MiB", "device": "1MiB"}
-        while "1MiB" in budgets.values():
-            refusal = refused(*self.train_command(self.directory / "never", budgets))
-            words = re.search(r"(host|device) memory: at least ([0-9.]+) (KiB|MiB|GiB) are needed", refusal)
-            if budgets == {"host": "1MiB", "device": "1MiB"}:
-                say(refusal)
-            if words is None or budgets[words[1]] != "1MiB":
-                fail(f"expected to be told how much memory is needed, found: {refusal}")
-            mebibytes = float(words[2]) * {"KiB": 1 / 1024, "MiB": 1, "GiB": 1024}[words[3]]
-            budgets[words[1]] = f"{int(mebibytes) + 1 + SLACK_MIB[words[1]]}MiB"
-        say(f"so: {budgets['device']} of device memory, {budgets['host']} of host memory (Python and PyTorch included)")
-        return budgets
-
-    def train_unbroken(self, budgets: dict[str, str]) -> None:
-        """Train from the first step to the last."""
-        title("4  Fine-tune: weights, activations and optimizer states all pass through the SSD tier")
-        run_headrace(*self.train_command(self.unbroken, budgets))
-
-    def train_killed(self, budgets: dict[str, str]) -> None:
-        """Train with the same plan, which means the same bits; kill the process in the middle of a step; resume."""
-        title(f"5  The same once more, but kill -9 in the middle of step {KILL_AFTER_STEP + 1}")
-
-        def kill(line: str, process: subprocess.Popen[str]) -> None:
-            if re.match(rf"step +{KILL_AFTER_STEP}/", line):
-                time.sleep(seconds_per_step(self.unbroken) / 2)
-                os.kill(process.pid, signal.SIGKILL)
-
-        command = [*self.train_command(self.killed, budgets), "--plan", str(self.unbroken)]
-        code = run_headrace(*command, watch=kill, expect=-signal.SIGKILL)
-        say(f"killed (exit code {code}); now: resume")
-        run_headrace("resume", str(self.killed))
-
-    def compare(self) -> None:
-        """Compare losses and weights of both runs, exactly."""
-        title("6  Is the resumed run the unbroken run?")
-        losses = [[json.loads(line)["loss"] for line in (run / "metrics.jsonl").open()] for run in (self.unbroken, self.killed)]
-        say(
-            f"losses   {'identical' if losses[0] == losses[1] else 'DIFFERENT'}: {len(losses[0])} steps, last {losses[0][-1]!r}"
-        )
-        names = sorted(path.name for path in (self.unbroken / "final").glob("*.safetensors"))
-        same = bool(names) and all(
-            (self.unbroken / "final" / name).read_bytes() == (self.killed / "final" / name).read_bytes() for name in names
-        )
-        say(f"weights  {'identical' if same else 'DIFFERENT'}, byte for byte: {', '.join(names)}")
-        if losses[0] != losses[1] or not same:
-            fail("the resumed run differs from the unbroken one")
-        first, last = losses[0][0], losses[0][-1]
-        say(f"loss     {first:.3f} -> {last:.3f}")
-        if not last < 0.8 * first:
-            fail("the loss did not fall as it should")
-
-    def use(self) -> None:
-        """Export, load without Headrace, generate."""
-        title("7  Export, load with stock transformers, generate")
-        run_headrace("export", str(self.killed), str(self.exported))
-        prompt, continuation, loss = generate(self.exported, self.data)
-        say(f"loaded by AutoModelForCausalLM; loss on the first passages {loss:.3f}")
-        say(f"prompt   {prompt!r}")
-        say(f"model    {continuation!r}")
-
-    def train_command(self, run: Path, budgets: dict[str, str]) -> list[str]:
-        """Return the command. No clipping: with it, gradients wait for the norm; without, updates start behind backward."""
-        return [
-            *("train", str(self.model), str(self.data), "--output", str(run), "--ssd", str(self.directory / "ssd")),
-            *("--host-memory", budgets["host"], "--device-memory", budgets["device"]),
-            *("--tokens-per-step", str(TOKENS_PER_STEP), "--sequence-length", str(SEQUENCE_LENGTH)),
-            *(
-                "--max-steps",
-                str(STEPS),
-                "--learning-rate",
-                "1.5e-3",
-                "--warmup-steps",
-                "3",
-                "--max-grad-norm",
-                "0",
-                "--seed",
-                "7",
-            ),
-        ]
+def on_the_real_model(directory: Path) -> bool:
+    """Show the real model; return whether it can be had here, and say in one line why not."""
+    try:
+        model = real_model(cache_directory(), say)
+        stay_inside(directory)
+        RealRun(directory, model).run()
+    except NoRealModel as error:
+        say(f"A model made on the spot instead of a real one: {error}")
+        return False
+    return True
 
 
-def texts() -> Iterator[str]:
-    """Yield passages of four lines from the Zen of Python, which Python brings along: little enough to be learned."""
-    with contextlib.redirect_stdout(io.StringIO()) as poem:
-        importlib.import_module("this")
-    lines = [line for line in poem.getvalue().splitlines() if line]
-    for start in range(len(lines) - 3):
-        yield "\n".join(lines[start : start + 4])
-
-
-def make_model(directory: Path, passages: list[str]) -> int:
-    """Write a Llama model with random weights and a byte-level BPE tokenizer, and return its number of parameters."""
-    import torch
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=512, special_tokens=["<|end|>"], initial_alphabet=alphabet, show_progress=False)
-    tokenizer.train_from_iterator(passages, trainer)
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|end|>")
-    fast.save_pretrained(directory)
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=512,
-        hidden_size=256,
-        intermediate_size=704,
-        num_hidden_layers=8,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        max_position_embeddings=512,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=fast.eos_token_id,
-        pad_token_id=fast.pad_token_id,
-    )
-    model = LlamaForCausalLM(config).to(torch.bfloat16)
-    model.save_pretrained(directory)
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
-def generate(model_directory: Path, data: Path) -> tuple[str, str, float]:
-    """Return a prompt, the model's continuation, and its loss on the first passages, all by stock transformers."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(model_directory)
-    model = AutoModelForCausalLM.from_pretrained(model_directory, dtype=torch.float32).eval()
-    passages = [json.loads(line)["text"] for line in data.open(encoding="utf-8")][:16]
-    with torch.no_grad():
-        losses = []
-        for passage in passages:
-            ids = tokenizer(passage, return_tensors="pt").input_ids[:, :SEQUENCE_LENGTH]
-            losses.append(model(input_ids=ids, labels=ids).loss.item())
-        prompt = "Beautiful is better than"
-        ids = tokenizer(prompt, return_tensors="pt").input_ids
-        made = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=40, do_sample=False)
-    return prompt, tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True), sum(losses) / len(losses)
-
-
-def run_headrace(*arguments: str, watch: Callable[[str, "subprocess.Popen[str]"], None] | None = None, expect: int = 0) -> int:
-    """Run `headrace` in a process of its own, show its lines, and return its exit code, which must be `expect`."""
-    print(f"\n    $ headrace {' '.join(show(word) for word in arguments)}", flush=True)
-    command = [sys.executable, "-m", "headrace", *arguments]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment()) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            say(show(line.rstrip()))
-            if watch is not None:
-                watch(line, process)
-    if process.returncode != expect:
-        fail(f"headrace {arguments[0]}: exit code {process.returncode}, expected {expect}")
-    return process.returncode
-
-
-def refused(*arguments: str) -> str:
-    """Run `headrace`, which must refuse with exit code 2, and return what it says."""
-    command = [sys.executable, "-m", "headrace", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment())
-    if done.returncode != 2:
-        fail(f"headrace {arguments[0]}: exit code {done.returncode}, expected a refusal with 2: {done.stderr}")
-    return done.stderr.strip()
-
-
-def environment() -> dict[str, str]:
-    """Return this process's environment with the project on the path, so that the demo also runs without an installation."""
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
-
-
-def seconds_per_step(run: Path) -> float:
-    """Return the median step time of a finished run."""
-    seconds = sorted(json.loads(line)["seconds"] for line in (run / "metrics.jsonl").open())
-    return float(seconds[len(seconds) // 2])
-
-
-def show(text: object) -> str:
-    """Return `text` with paths below this directory shortened."""
-    return str(text).replace(f"{Path.cwd()}{os.sep}", "")
-
-
-def title(text: str) -> None:
-    """Print a heading."""
-    print(f"\n{text}\n{'-' * len(text)}", flush=True)
-
-
-def say(text: str) -> None:
-    """Print an indented line."""
-    print(f"    {text}", flush=True)
-
-
-def fail(text: str) -> NoReturn:
-    """End the demo with an error."""
-    raise SystemExit(f"\nFAILED: {text}")
+def stay_inside(directory: Path) -> None:
+    """Let what `headrace` keeps for later runs lie in the demo's directory; a measured machine is taken from where it is."""
+    os.environ["XDG_CACHE_HOME"] = str(directory / "cache")
+    if not machine_profile_path().exists():
+        os.environ["XDG_CONFIG_HOME"] = str(directory / "config")
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        raise SystemExit("\ninterrupted; `make demo` begins again") from None

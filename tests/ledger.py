@@ -17,6 +17,7 @@ MOST_PERCENT = {
     "cli": 16,
     "crash": 10,
     "data": 4,
+    "demo": 4,
     "equivalence": 36,
     "files": 3,
     "flow": 3,

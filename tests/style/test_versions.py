@@ -1,5 +1,6 @@
 """The versions that Headrace says it runs with are those that `make test` and `make test-oldest` install."""
 
+import itertools
 import tomllib
 from pathlib import Path
 
@@ -14,11 +15,7 @@ NOT_FOR_TESTS = {"mypy", "ruff"}
 
 def requirements() -> dict[str, Requirement]:
     """Return what is asked for: for use, and for the tests."""
-    lines = [
-        *PROJECT["dependencies"],
-        *PROJECT["optional-dependencies"]["tensorboard"],
-        *PROJECT["optional-dependencies"]["dev"],
-    ]
+    lines = [*PROJECT["dependencies"], *itertools.chain(*PROJECT["optional-dependencies"].values())]
     return {canonicalize_name(found.name): found for found in map(Requirement, lines)}
 
 
