@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig
 
 import headrace.model.products as products
-from headrace import AdamW
 from headrace.model import Chain, MicroBatch, Record, Replay, WideProducts, profile
+from headrace.terms.optimizer import AdamW
 
 NARROW = (torch.bfloat16, torch.float16)
 HIDDEN, LENGTH = 64, 48

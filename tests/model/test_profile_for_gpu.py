@@ -6,9 +6,9 @@ Run: pytest tests/model/test_profile_for_gpu.py
 import pytest
 from transformers import GPT2Config, LlamaConfig
 
-from headrace import AdamW
 from headrace.model import Chain, profile
 from headrace.terms.costs import ATTENTION, BlockCosts
+from headrace.terms.optimizer import AdamW
 
 LENGTH, HEADS = 256, 8
 

@@ -14,10 +14,10 @@ from transformers import CONFIG_MAPPING
 from transformers.models.llama.modeling_llama import LlamaMLP
 from versions import CAUSAL_DOGE, LONG_ROPE_IN_A_PLAN
 
-from headrace import AdamW
 from headrace.model import Chain, MicroBatch, profile, self_check
 from headrace.model.profile import _tensors_of
 from headrace.terms.errors import ModelError
+from headrace.terms.optimizer import AdamW
 
 ROWS, LENGTH = 2, 64
 SHAPE = {

@@ -11,8 +11,8 @@ from tiers import sampled
 from tiny_architectures import CONFIGS
 from transformers import CONFIG_MAPPING
 
-from headrace import AdamW
 from headrace.model import Chain, Profiles, profile
+from headrace.terms.optimizer import AdamW
 
 LENGTH = 128
 
