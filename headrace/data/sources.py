@@ -9,16 +9,21 @@ import hashlib
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from headrace.data.forms import FORMS, Form
 from headrace.data.tables import is_saved_dataset, open_hub, read_arrow, read_parquet, read_saved
 from headrace.data.values import Kind, Row
 from headrace.terms.errors import DataError
 
-ACCEPTED = "text | messages | prompt + completion | input_ids (+ labels)"
+ACCEPTED = (
+    "text | messages | prompt + completion | input_ids (+ labels) | conversations (ShareGPT) | instruction + output (Alpaca)"
+)
 _HUB_NAME = re.compile(r"^[\w-][\w.-]*/[\w.-]+$")
 
 
@@ -43,7 +48,8 @@ def find_sources(paths: Sequence[str], cache_dir: Path) -> list[Source]:
 
 
 def read_rows(source: Source) -> tuple[Kind, Iterator[Row]]:
-    """Return the kind of `source`, decided by its first row, and all its rows, each checked to have that kind's columns.
+    """Return the kind of `source`, decided by its first row, and all its rows, each checked to have that kind's columns. Rows
+    of other forms (`forms.py`) have been renamed.
 
     Raises:
         DataError: no rows, malformed JSON, unknown or missing columns. The checks run while the rows are read.
@@ -52,23 +58,42 @@ def read_rows(source: Source) -> tuple[Kind, Iterator[Row]]:
     first = next(rows, None)
     if first is None:
         raise DataError(f"{source.name}: holds no samples; expected at least one with the columns {ACCEPTED}")
-    kind = next((kind for kind in Kind if all(first.values.get(column) is not None for column in kind.columns)), None)
-    if kind is None:
+    kind = next((kind for kind in Kind if _has(first, kind.columns)), None)
+    if kind is not None:
+        return kind, map(partial(_noting_others, kind=kind), _checked(first, rows, kind.columns))
+    form = next((form for form in FORMS if _has(first, form.columns)), None)
+    if form is None:
         raise DataError(
             f"{first.place}: nothing to train on in the columns {_names(first.values)}; accepted are {ACCEPTED}. "
             "Rename or add the columns, every sample needs them"
         )
-    return kind, _checked(first, rows, kind)
+    return Kind.CHAT, map(partial(_renamed, form=form), _checked(first, rows, form.columns))
 
 
-def _checked(first: Row, rows: Iterator[Row], kind: Kind) -> Iterator[Row]:
+def _has(row: Row, columns: Sequence[str]) -> bool:
+    return all(row.values.get(column) is not None for column in columns)
+
+
+def _noting_others(row: Row, *, kind: Kind) -> Row:
+    others = [" + ".join(other.columns) for other in Kind if other is not kind and _has(row, other.columns)]
+    if not others:
+        return row
+    return replace(row, remarks=(*row.remarks, f"{' + '.join(kind.columns)} is used, {' and '.join(others)} beside it is not"))
+
+
+def _renamed(row: Row, *, form: Form) -> Row:
+    renamed = form.renamed(row)
+    return replace(renamed, remarks=(*row.remarks, f"{' + '.join(form.columns)} ({form.name}) is read as messages"))
+
+
+def _checked(first: Row, rows: Iterator[Row], columns: Sequence[str]) -> Iterator[Row]:
     yield first
     for row in rows:
-        missing = [column for column in kind.columns if row.values.get(column) is None]
+        missing = [column for column in columns if row.values.get(column) is None]
         if missing:
             raise DataError(
                 f"{row.place}: {' and '.join(missing)} missing or null; the first sample ({first.place}) has "
-                f"{' + '.join(kind.columns)}, this one has the columns {_names(row.values)}. Add it or remove the sample"
+                f"{' + '.join(columns)}, this one has the columns {_names(row.values)}. Add it or remove the sample"
             )
         yield row
 
@@ -132,7 +157,9 @@ def _read_json_lines(path: Path) -> Iterator[Row]:
         for number, line in enumerate(file, start=1):
             if line.strip():
                 place = f"{path}, line {number}"
-                yield Row(place, _object(_parse(line, place, "one JSON object a line"), place))
+                remarks: list[str] = []
+                value = _object(_parse(line, place, "one JSON object a line", remarks), place)
+                yield Row(place, value, tuple(remarks))
 
 
 def _read_json(path: Path) -> Iterator[Row]:
@@ -141,15 +168,25 @@ def _read_json(path: Path) -> Iterator[Row]:
     if start and not start.startswith(b"["):
         yield from _read_json_lines(path)
         return
-    values = _parse(path.read_bytes(), str(path), "an array of JSON objects") if start else []
+    remarks: list[str] = []
+    values = _parse(path.read_bytes(), str(path), "an array of JSON objects", remarks) if start else []
     for index, value in enumerate(values):
         place = f"{path}, element {index}"
-        yield Row(place, _object(value, place))
+        yield Row(place, _object(value, place), () if index else tuple(remarks))
 
 
-def _parse(text: bytes, place: str, expected: str) -> Any:
+def _parse(text: bytes, place: str, expected: str, remarks: list[str]) -> Any:
+    """Return the value that `text` is. Keys that an object has twice go to `remarks`."""
+
+    def object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        made = dict(pairs)
+        if len(made) != len(pairs):
+            twice = sorted(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+            remarks.append(f"{', '.join(map(repr, twice))} stands there twice; the last one is used")
+        return made
+
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=object_of)
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}" if error.lineno > 1 else f"column {error.colno}"
         shown = text[:60].decode(errors="replace").strip()

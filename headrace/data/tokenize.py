@@ -19,7 +19,7 @@ from pathlib import Path
 from headrace.data.encode import encode_rows
 from headrace.data.sources import Source, find_sources, read_rows
 from headrace.data.tokens import FORMAT_VERSION, NothingTrained, TokenSet, write_tokens
-from headrace.data.values import DataSpec, Encoded, Tokenizer, Unmarked
+from headrace.data.values import DataSpec, Encoded, Row, Tokenizer, Unmarked
 from headrace.terms.errors import ConfigError, DataError, DiskFull, HeadraceError
 from headrace.terms.sizes import format_bytes
 
@@ -144,11 +144,12 @@ class _Samples:
         self._sources, self._tokenizer, self._most_tokens = sources, tokenizer, most_tokens
         self._count = self._num_unmarked = 0
         self._first_unmarked: Unmarked | None = None
+        self._seen: dict[str, tuple[str, int]] = {}  # where each remark was first made, and how often
 
     def __iter__(self) -> Iterator[tuple[Encoded | Unmarked, str]]:
         for source in self._sources:
             kind, rows = read_rows(source)
-            for sample in encode_rows(kind, rows, self._tokenizer, self._most_tokens):
+            for sample in encode_rows(kind, self._noted(rows), self._tokenizer, self._most_tokens):
                 self._count += 1
                 if isinstance(sample, Unmarked):
                     self._num_unmarked += 1
@@ -162,7 +163,17 @@ class _Samples:
 
     def remarks(self) -> list[str]:
         """Return a sentence for each thing that is no error."""
-        return [self._unmarked()] if self._num_unmarked else []
+        noted = [
+            f"{first}{f' and {count - 1} more' if count > 1 else ''}: {words}" for words, (first, count) in self._seen.items()
+        ]
+        return ([self._unmarked()] if self._num_unmarked else []) + noted
+
+    def _noted(self, rows: Iterator[Row]) -> Iterator[Row]:
+        for row in rows:
+            for words in row.remarks:
+                first, count = self._seen.get(words, (row.place, 0))
+                self._seen[words] = (first, count + 1)
+            yield row
 
     def _unmarked(self) -> str:
         first = self._first_unmarked

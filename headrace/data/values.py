@@ -70,10 +70,11 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One sample as it stands in a file. `place` names file and line (or row) for messages."""
+    """One sample as it stands in a file. `place` names file and line (or row) for messages; `remarks` are no errors."""
 
     place: str
     values: Mapping[str, Any]
+    remarks: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -110,6 +110,73 @@ def test_the_kind_follows_from_the_columns(tmp_path, columns, kind):
     assert kind_of(write(tmp_path / "a.jsonl", json.dumps(columns)), tmp_path) is kind
 
 
+MESSAGES = [{"role": "user", "content": "two?"}, {"role": "assistant", "content": "four"}]
+SYSTEM = {"role": "system", "content": "be brief"}
+
+
+@pytest.mark.parametrize(
+    ("row", "messages"),
+    [
+        ({"conversations": [{"from": "human", "value": "two?"}, {"from": "gpt", "value": "four"}], "id": "x"}, MESSAGES),
+        ({"conversations": MESSAGES}, MESSAGES),
+        ({"conversations": [{"from": "system", "value": "be brief"}]}, [SYSTEM]),
+        ({"conversations": [{"from": "human", "value": "two?"}], "system": "be brief"}, [SYSTEM, MESSAGES[0]]),
+        ({"instruction": "two?", "input": "", "output": "four"}, MESSAGES),
+        ({"instruction": "two?", "output": "four"}, MESSAGES),
+        (
+            {"instruction": "add", "input": "2, 2", "output": "4"},
+            [MESSAGES[0] | {"content": "add\n\n2, 2"}, MESSAGES[1] | {"content": "4"}],
+        ),
+        (
+            {"instruction": "two?", "output": "four", "system": "be brief", "history": [["two?", "four"]]},
+            [SYSTEM, *MESSAGES, *MESSAGES],
+        ),
+    ],
+)
+def test_share_gpt_and_alpaca_are_renamed_to_messages(tmp_path, row, messages):
+    path = write(tmp_path / "a.jsonl", json.dumps(row) + "\n" + json.dumps(row))
+    (source,) = find_sources([str(path)], tmp_path)
+    kind, rows = read_rows(source)
+    rows = list(rows)
+    assert kind is Kind.CHAT
+    assert [each.values["messages"] for each in rows] == [messages] * 2
+    assert "is read as messages" in rows[1].remarks[0]
+
+
+@pytest.mark.parametrize(
+    ("row", "found"),
+    [
+        ({"conversations": "x"}, "line 1: conversations must be a list of objects with from and value, found 'x'"),
+        ({"conversations": [{"from": "who", "value": "x"}]}, r"line 1: conversations\[0\] must .* who speaks .human, .*'who'"),
+        ({"conversations": [{"from": "human"}]}, r"line 1: conversations\[0\] must have a value"),
+        ({"instruction": "x", "output": 5}, "line 1: instruction, input and output must be strings, found '5'"),
+        ({"instruction": "x", "output": "y", "history": ["z"]}, "line 1: history must be a list of pairs"),
+    ],
+)
+def test_a_bad_row_of_another_form_is_named(tmp_path, row, found):
+    path = write(tmp_path / "a.jsonl", json.dumps(row))
+    with pytest.raises(DataError, match=found):
+        values(path, tmp_path)
+    write(path, '{"instruction": "x", "output": "y"}\n{"instruction": "x"}\n')
+    with pytest.raises(DataError, match=r"line 2: output missing or null; the first sample .* has instruction . output"):
+        values(path, tmp_path)
+
+
+def test_keys_that_stand_twice_and_columns_that_are_not_used_are_remarked(tmp_path):
+    text = '{"text": "a", "text": "b"}\n{"text": "c", "more": {"x": 1, "x": 2}}\n{"text": "d", "messages": []}\n{"text": "e"}\n'
+    (source,) = find_sources([str(write(tmp_path / "a.jsonl", text))], tmp_path)
+    rows = list(read_rows(source)[1])
+    assert [row.values["text"] for row in rows] == ["b", "c", "d", "e"]
+    assert [row.remarks for row in rows] == [
+        ("'text' stands there twice; the last one is used",),
+        ("'x' stands there twice; the last one is used",),
+        ("text is used, messages beside it is not",),
+        (),
+    ]
+    (source,) = find_sources([str(write(tmp_path / "a.json", '[{"text": "a"}, {"text": "a", "text": "b"}]'))], tmp_path)
+    assert sum(len(row.remarks) for row in read_rows(source)[1]) == 1
+
+
 @pytest.mark.parametrize(
     ("text", "parts"),
     [

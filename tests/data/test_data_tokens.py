@@ -280,6 +280,16 @@ def test_a_few_conversations_whose_turns_cannot_be_found_are_left_out_counted_an
         )
 
 
+def test_what_is_no_error_is_said_with_its_first_place_and_number(tmp_path, spec):
+    row = '{"instruction": "two?", "output": "four", "output": "five"}\n'
+    (tmp_path / "data.jsonl").write_text(row * 3 + row.replace(', "output": "five"', ""))
+    made = load_tokens(spec, make_tokenizer(PLAIN), tmp_path / "cache")
+    assert made.notices == (
+        f"{tmp_path}/data.jsonl, line 1 and 2 more: 'output' stands there twice; the last one is used",
+        f"{tmp_path}/data.jsonl, line 1 and 3 more: instruction + output (Alpaca) is read as messages",
+    )
+
+
 def test_too_many_conversations_whose_turns_cannot_be_found_are_an_error_with_their_share(tmp_path, spec, monkeypatch):
     conversations(tmp_path / "data.jsonl", odd=3, total=20)
     expected = (

@@ -1,0 +1,79 @@
+"""Other names for conversations: rows as ShareGPT and Alpaca have them, renamed to `messages`.
+
+Invariant: what is renamed is not changed: every text of the row is in its messages, in its order, or the row is refused.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from headrace.data.values import Row
+from headrace.terms.errors import DataError
+
+_ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "model": "assistant",
+    "assistant": "assistant",
+    "system": "system",
+    "tool": "tool",
+    "observation": "tool",
+    "function_response": "tool",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """The `columns` that every row of this form has, what it is called, and what makes a row with `messages` of it."""
+
+    name: str
+    columns: tuple[str, ...]
+    renamed: Callable[[Row], Row]
+
+
+def _share_gpt(row: Row) -> Row:
+    turns = row.values["conversations"]
+    if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
+        raise DataError(f"{row.place}: conversations must be a list of objects with from and value, found {str(turns)[:60]!r}")
+    return _with_messages(row, [_message(row, index, turn) for index, turn in enumerate(turns)])
+
+
+def _message(row: Row, index: int, turn: Mapping[str, Any]) -> Mapping[str, Any]:
+    if turn.get("from") is None and turn.get("role") is not None:
+        return turn  # as messages have it
+    role = _ROLES.get(turn.get("from", ""))
+    if role is None or turn.get("value") is None:
+        raise DataError(
+            f"{row.place}: conversations[{index}] must have a value, and say in from who speaks ({', '.join(_ROLES)}), found "
+            f"{str(turn)[:80]!r}. Correct the sample"
+        )
+    return {"role": role, "content": turn["value"]}
+
+
+def _alpaca(row: Row) -> Row:
+    turns: list[Mapping[str, Any]] = []
+    history = row.values.get("history") or []
+    if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
+        raise DataError(f"{row.place}: history must be a list of pairs of texts, found {str(history)[:60]!r}")
+    for question, answer in history:
+        turns += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    asked = [row.values[name] for name in ("instruction", "input") if row.values.get(name)]
+    wrong = next((value for value in (*asked, row.values["output"]) if not isinstance(value, str)), None)
+    if wrong is not None:
+        raise DataError(f"{row.place}: instruction, input and output must be strings, found {str(wrong)[:60]!r}")
+    turns += [{"role": "user", "content": "\n\n".join(asked)}, {"role": "assistant", "content": row.values["output"]}]
+    return _with_messages(row, turns)
+
+
+def _with_messages(row: Row, turns: list[Mapping[str, Any]]) -> Row:
+    system = row.values.get("system")
+    first: list[Mapping[str, Any]] = [{"role": "system", "content": system}] if system else []
+    return replace(row, values={"messages": first + turns, "tools": row.values.get("tools")})
+
+
+FORMS = (
+    Form("ShareGPT", ("conversations",), _share_gpt),
+    Form("Alpaca", ("instruction", "output"), _alpaca),
+)
