@@ -53,21 +53,30 @@ class Outcome:
         }
 
 
-def outcome_of(report: PlanReport, records: Sequence[Record]) -> Outcome:
-    """Return what `records`, the lines of `metrics.jsonl`, say of the plan in `report`.
+def outcome_of(report: PlanReport, records: Sequence[Record], *, host_peak_bytes: int = 0) -> Outcome:
+    """Return what `records`, the lines of `metrics.jsonl`, say of the plan in `report`. `host_peak_bytes` is the peak of this
+    process's whole life: data are tokenised before its steps, and the model is written after them.
 
     Times are the median of the steps after the first (kernels compile there and caches fill), bytes their mean, because a
-    commit may come with every few steps only; peaks are the greatest of all steps.
+    commit may come with every few steps only; peaks are the greatest of all steps and of the process.
     """
     plan, forecast = report.plan, report.forecast
     steady = records[1:] or records
+    peaks = {
+        tier: [record["peak_bytes"][tier] for record in records if tier in record["peak_bytes"]]
+        for tier in (plan.peak_bytes if plan else ())
+    }
+    if host_peak_bytes and "host" in peaks:
+        # A device tier inside host memory is not the host's; where no record has one, nothing was measured of it.
+        apart = plan.peak("device") if plan and plan.separate_device and not peaks["device"] else 0
+        peaks["host"].append(host_peak_bytes - apart)
     rows = [
         OutcomeRow(
             key=f"{tier}_peak_bytes",
             name=f"peak, {tier}",
             unit="bytes",
             planned=planned,
-            measured=max((record["peak_bytes"][tier] for record in records if tier in record["peak_bytes"]), default=None),
+            measured=max(peaks[tier], default=None),
         )
         for tier, planned in ({tier: plan.peak(tier) for tier in plan.peak_bytes} if plan else {}).items()
     ]

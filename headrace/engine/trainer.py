@@ -444,9 +444,11 @@ class Engine:
         """Write the newest weights as an ordinary Hugging Face directory, in constant memory.
 
         Tensors have the names, layout and dtype of the checkpoint that was opened; tokenizer files come along. `headrace.json`
-        has the `provenance`.
+        has the `provenance`. The buffers of steps are given back before; a step that follows makes them, and reads what lives
+        in them, anew.
         """
         self.flush()
+        self._drop_buffers()  # the plan has no room for them and an export's at once
         reader, notes = UnitReader(self.store), {PROVENANCE_NAME: json.dumps(self.provenance) + "\n"}
         Exporter(self._checkpoint, self.chain, Path(out_dir), reader, notes=notes).write()
         self._traffic.moved()  # what an export reads is no step's

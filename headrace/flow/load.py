@@ -55,23 +55,37 @@ def _states_with_master(states: Family, chunk: int, master: NDArray[Any]) -> Byt
 
 
 class UnitReader:
-    """Gives a unit's newest weights, and its first state plane where the master is split, to the exporter."""
+    """Gives a unit's newest weights, and its first state plane where the master is split, to the exporter. What it gave is
+    overwritten by the next unit: it takes as much memory as `import_model`.
+    """
 
     def __init__(self, store: StateStore) -> None:
         self._store = store
+        units = store.manifest.units
+        self._weights = huge_page_buffer(max(unit.weights.num_bytes for unit in units))
+        self._master = huge_page_buffer(max(_master_bytes(unit) for unit in units))
+        self._chunk = huge_page_buffer(max(_largest_chunk_bytes(unit) for unit in units))
 
     def __call__(self, unit: int) -> tuple[NDArray[Any], NDArray[Any] | None]:
         """Return `(weights, lo or fp32 master, or None where the weights are the master)`."""
         described = self._store.manifest.units[unit]
-        weights = huge_page_buffer(described.weights.num_bytes)
+        weights = self._weights[: described.weights.num_bytes]
         self._store.read(unit, WEIGHTS, weights).wait()
         states, plane = described.family(STATES), _master_plane(described)
         bits = weights.view(described.weights.planes[0].dtype)
         if states is None or plane is None:
             return bits, None
-        master = np.empty(described.weights.layout.num_elements, plane.dtype)
+        master = self._master[: _master_bytes(described)].view(plane.dtype)
         for chunk, (start, stop) in enumerate(states.chunks):
-            content = huge_page_buffer(states.chunk_bytes(chunk))
+            content = self._chunk[: states.chunk_bytes(chunk)]
             self._store.read(unit, STATES, content, chunk).wait()
             master[start:stop] = content[: (stop - start) * plane.bytes_per_element].view(plane.dtype)
         return bits, master
+
+
+def _largest_chunk_bytes(unit: Unit) -> int:
+    """Return the bytes of a chunk of the states that the unit's master is read from; 0 where it has none."""
+    states = unit.family(STATES)
+    if states is None or _master_plane(unit) is None:
+        return 0
+    return max(states.chunk_bytes(chunk) for chunk, _ in enumerate(states.chunks))

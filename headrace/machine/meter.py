@@ -2,6 +2,8 @@
 
 import threading
 from collections.abc import Callable
+from types import TracebackType
+from typing import Self
 
 from headrace.machine.host import STATM, anonymous_bytes, anonymous_bytes_of
 
@@ -11,7 +13,9 @@ _SECONDS, _ACTING_SECONDS = 0.05, 0.005
 
 
 class MemoryMeter:
-    """Samples `anonymous_bytes` on a thread of its own: 20 times a second, and 200 times once `tell` was called."""
+    """Samples `anonymous_bytes` on a thread of its own: 20 times a second, and 200 times once `tell` was called. Close it, or
+    use it as a context manager.
+    """
 
     def __init__(self) -> None:
         self._peak_bytes = 0
@@ -38,6 +42,12 @@ class MemoryMeter:
         """End the thread."""
         self._stop.set()
         self._thread.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
 
     def _sample(self) -> None:
         try:

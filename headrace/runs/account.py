@@ -55,11 +55,13 @@ class Account:
         if self._ceilings is not None:
             self._directory.write_machine(self._ceilings.to_json())
 
-    def tell_after(self, display: Display, records: Sequence[Record]) -> None:
-        """Show planned against measured, and write `summary.json`. Nothing to tell without a step."""
+    def tell_after(self, display: Display, records: Sequence[Record], *, host_peak_bytes: int) -> None:
+        """Show planned against measured, and write `summary.json`. Nothing to tell without a step. `host_peak_bytes` is the
+        peak of the process's whole life.
+        """
         if not records:
             return
-        outcome = outcome_of(self._report, records)
+        outcome = outcome_of(self._report, records, host_peak_bytes=host_peak_bytes)
         display.say(explain_outcome(outcome))
         self._directory.write_summary(outcome.to_json())
 

@@ -1,4 +1,4 @@
-"""The end of a run: the model as an ordinary Hugging Face directory, its card, and the SSD space given back.
+"""The end of a run: the model as an ordinary Hugging Face directory, and its card.
 
 Invariant: the state is removed only after the model lies complete in `final/`; interrupted anywhere, `resume` ends it again.
 """
@@ -20,7 +20,7 @@ _NOT_ON_CARD = {"model", "data", "output", "ssd", "cache", "keep_state", "report
 
 
 def write_final(engine: RunningEngine, run: RunDirectory, config: RunOptions, records: list[Record]) -> None:
-    """Export the model to `final/` with its card; unless `keep_state`, remove the run's state (closes the engine).
+    """Export the model to `final/` with its card. The state may be removed then.
 
     Raises:
         ExportFailed: there is no space for the model, or it cannot be written; the state is as it was.
@@ -46,8 +46,6 @@ def write_final(engine: RunningEngine, run: RunDirectory, config: RunOptions, re
     )
     with run.writing():
         (run.final / "README.md").write_text(model_card(facts), encoding="utf-8")
-    if not config.keep_state:
-        engine.remove_state()
 
 
 def _provenance(model: Path) -> object:

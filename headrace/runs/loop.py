@@ -7,13 +7,14 @@ sample twice; `metrics.jsonl` has each step once.
 import signal
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headrace.data import BatchStream
 from headrace.machine.host import anonymous_bytes
+from headrace.machine.meter import MemoryMeter
 from headrace.plan.plan import Plan
 from headrace.report import LanesFile, MetricsFile, Reporters, TensorBoard, TraceFile, TrainerStateFile
 from headrace.report.metrics import read_metrics
@@ -23,7 +24,7 @@ from headrace.runs.prepare import check, open_stream, prepare
 from headrace.runs.protocols import Display, Engines, NoDisplay, RunningEngine, StateKind
 from headrace.runs.run_directory import RunDirectory
 from headrace.runs.signals import Interrupted, StopRequest
-from headrace.terms.errors import RunDirectoryError
+from headrace.terms.errors import HeadraceError, RunDirectoryError, StorageError
 from headrace.terms.events import Committed, Event, OpDone, Planned, Sink, StepResult
 from headrace.terms.options import RunOptions
 from headrace.terms.sizes import format_seconds
@@ -43,7 +44,7 @@ class Finished:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Run:
-    """What one process works with. `total_steps` is `config.max_steps`, decided."""
+    """What one process works with. `total_steps` is `config.max_steps`, decided; `meter` runs since the process's beginning."""
 
     config: RunOptions
     directory: RunDirectory
@@ -51,6 +52,7 @@ class _Run:
     total_steps: int
     display: Display
     engines: Engines
+    meter: MemoryMeter
 
 
 def train(config: RunOptions, *, display: Display | None = None, engines: Engines | None = None) -> Finished:
@@ -62,12 +64,13 @@ def train(config: RunOptions, *, display: Display | None = None, engines: Engine
         StorageError, StepFailed: the run broke, or a disk is full; `resume` goes on after the cause is removed.
         Interrupted: SIGINT or SIGTERM came; the run can be resumed.
     """
-    checked, directory = check(config)
-    engines = engines or _engines()
-    resolved, stream = prepare(checked, directory, engines)
-    run = _run(resolved, directory, stream, display, engines)
-    made = directory.write_config(resolved)
-    return _begin(run, on_failure=lambda: directory.forget(made))
+    with MemoryMeter() as meter:
+        checked, directory = check(config)
+        engines = engines or _engines()
+        resolved, stream = prepare(checked, directory, engines)
+        run = _run(resolved, directory, stream, display, engines, meter)
+        made = directory.write_config(resolved)
+        return _begin(run, on_failure=lambda: directory.forget(made))
 
 
 def resume(run_directory: str | Path, *, display: Display | None = None, engines: Engines | None = None) -> Finished:
@@ -79,9 +82,12 @@ def resume(run_directory: str | Path, *, display: Display | None = None, engines
         DataError: the data is not what the run began with.
         Interrupted: as for `train`.
     """
-    directory = RunDirectory(Path(run_directory).absolute())
+    with MemoryMeter() as meter:
+        return _resume(RunDirectory(Path(run_directory).absolute()), display, engines or _engines(), meter)
+
+
+def _resume(directory: RunDirectory, display: Display | None, engines: Engines, meter: MemoryMeter) -> Finished:
     config = directory.read_config()
-    engines = engines or _engines()
     kind = engines.state_of(directory.path)
     if kind is StateKind.NONE and directory.final.exists():
         engines.discard(directory.path)  # killed while it removed its state: nobody else would free the space
@@ -91,7 +97,7 @@ def resume(run_directory: str | Path, *, display: Display | None = None, engines
             f"{directory.path}: the run had taken {done} steps, but its state is gone (by headrace clean --unfinished, say); "
             "begin another run"
         )
-    run = _run(config, directory, open_stream(config), display, engines)
+    run = _run(config, directory, open_stream(config), display, engines, meter)
     if kind is not StateKind.COMMITTED:
         engines.discard(directory.path)  # killed while the model was imported: there is nothing to go on from
         return _begin(run)
@@ -136,6 +142,11 @@ def _drive(run: _Run, engine: RunningEngine, reporters: Reporters, account: "Acc
         account.keep_plan()
     with run.directory.writing():
         metrics = _files(run, reporters, engine.step_index)
+
+    def tell_after() -> None:
+        if account is not None:
+            account.tell_after(run.display, metrics.records, host_peak_bytes=run.meter.peak_bytes())
+
     started = time.monotonic()
     with StopRequest() as stop:
         while engine.step_index < run.total_steps and stop.received is None and reporters.failure is None:
@@ -146,12 +157,19 @@ def _drive(run: _Run, engine: RunningEngine, reporters: Reporters, account: "Acc
         reporters.close()
         if reporters.failure is not None:
             raise run.directory.unwritable(reporters.failure) from reporters.failure
-        if account is not None:
-            account.tell_after(run.display, metrics.records)
         if stop.received is not None:
+            tell_after()
             raise _interrupted(run, engine.step_index, stop.received)
     steps = engine.step_index
-    write_final(engine, run.directory, run.config, metrics.records)
+    try:
+        write_final(engine, run.directory, run.config, metrics.records)
+    except HeadraceError:
+        with suppress(StorageError):  # why the model could not be written comes first
+            tell_after()
+        raise
+    tell_after()  # now, because writing the model takes memory too
+    if not run.config.keep_state:
+        engine.remove_state()
     run.display.say(f"done: {steps} steps, {format_seconds(time.monotonic() - started)}; model in {run.directory.final}")
     return Finished(run_directory=run.directory.path, final=run.directory.final, steps=steps)
 
@@ -163,7 +181,14 @@ def _account(run: _Run, plan: Plan) -> "Account":
     return Account(plan, run.config, run.directory, total_steps=run.total_steps)
 
 
-def _run(config: RunOptions, directory: RunDirectory, stream: BatchStream, display: Display | None, engines: Engines) -> _Run:
+def _run(
+    config: RunOptions,
+    directory: RunDirectory,
+    stream: BatchStream,
+    display: Display | None,
+    engines: Engines,
+    meter: MemoryMeter,
+) -> _Run:
     if config.max_steps is None:
         raise RunDirectoryError(f"{directory.config}: max_steps is missing; restore the file as the run wrote it")
     display = display or NoDisplay()
@@ -176,6 +201,7 @@ def _run(config: RunOptions, directory: RunDirectory, stream: BatchStream, displ
         total_steps=config.max_steps,
         display=display,
         engines=engines,
+        meter=meter,
     )
 
 

@@ -54,6 +54,14 @@ def test_the_first_step_counts_for_peaks_only(report: PlanReport) -> None:
     assert found["ssd_bytes_written_per_step"]["planned"] == report.forecast.ssd_bytes_written_per_step
 
 
+def test_the_hosts_peak_is_that_of_the_whole_process(report: PlanReport) -> None:
+    records = [record(1.0, peak_bytes={"host": 700, "device": 300})]
+    for whole, expected in ((600, 700), (800, 800)):
+        found = outcome_of(report, records, host_peak_bytes=whole).to_json()["planned_and_measured"]
+        assert found["host_peak_bytes"]["measured"] == expected
+        assert found["device_peak_bytes"]["measured"] == 300
+
+
 def test_of_a_single_step_there_is_nothing_else(report: PlanReport) -> None:
     assert rows(report, [record(90.0)])["step_seconds"]["measured"] == 90.0
 

@@ -5,6 +5,7 @@ Asked for the least budget (`host_bytes` null), it lets the planner refuse until
 
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -76,6 +77,8 @@ def main() -> None:
                 batch |= {"attention_mask": seen.long().expand_as(ids), "labels": ids.where(trained, -100)}
             engine.step(batch)
         plan = engine.plan
+        if case["exported"]:
+            engine.save_pretrained(Path(case["run"]).with_name("exported"))
     assert plan is not None
     rows = {tier: plan.peak_bytes[tier] for tier in plan.peak_bytes if tier != "ssd"}
     print(json.dumps({"host_bytes": host_bytes, "rows": rows, "opened_bytes": opened_bytes}))

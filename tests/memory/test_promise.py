@@ -34,6 +34,7 @@ class Case:
     packed: bool = False
     padded: bool = False
     steps: int = 2
+    exported: bool = False
     littered: bool = False  # the search for a plan leaves 64 MiB in reference cycles
 
 
@@ -44,6 +45,7 @@ SHAPES = {
     "tied": (384, 6, 8192, True),
     "big": (2048, 4, 32000, False),
     "wordy": (256, 2, 147456, True),
+    "thick": (1536, 2, 4096, False),  # blocks that are large beside what computing a few tokens takes
     "unpacked": (64, 2, 4096, True),  # of an architecture that cannot pack
     "scanned": (512, 8, 8000, False),  # state-space layers: thousands of tensors too small to be mapped
 }
@@ -156,6 +158,12 @@ def test_importing_a_model_stays_inside_the_plan_where_it_takes_more_than_a_step
     # The weights and the fp32 master of the embeddings, at least: the sum of a step's rows would have been too little.
     assert peak >= host["runtime"] + 0.9 * 6 * 256 * 147456, told
     assert peak >= 0.85 * sum(host.values()), f"the plan is padded: {told}"
+
+
+def test_the_last_flush_and_the_export_stay_inside_the_plan(models: Path, tmp_path: Path) -> None:
+    """An export held two units of the model besides all buffers of steps."""
+    check(Case("thick", None, tokens=64, length=64, steps=1, exported=True), models, tmp_path)
+    assert (tmp_path / "exported" / "model.safetensors").exists()
 
 
 def test_what_the_search_for_a_plan_took_is_given_back(models: Path, tmp_path: Path) -> None:

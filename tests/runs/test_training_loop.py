@@ -19,6 +19,7 @@ from transformers import TrainerState
 from headrace.answers.answer import report_of
 from headrace.answers.explain import explain
 from headrace.files import DirectFile
+from headrace.machine.meter import MemoryMeter
 from headrace.plan.profiles import load_profile
 from headrace.report import read_metrics
 from headrace.runs import Interrupted, RunOptions, data, resume, train
@@ -115,7 +116,10 @@ class TestARun:
         assert not options["output"].exists()
 
     @pytest.mark.parametrize("measured", [True, False])
-    def test_planned_against_measured_after_the_run(self, options: dict[str, Any], measured: bool) -> None:
+    def test_planned_against_measured_after_the_run(
+        self, options: dict[str, Any], measured: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(MemoryMeter, "peak_bytes", lambda self: 1000)  # this process has more than the plan of the fake
         screen = Screen()
         more = {"machine": "rtx4090-1ssd"} if measured else {}
         train(RunOptions.of(options | more), display=screen, engines=FakeHost().engines())
@@ -180,6 +184,23 @@ class TestARun:
         screen = Screen()
         train(RunOptions.of(options), display=screen, engines=FakeHost().engines())
         assert screen.said[0] == "note: 2 samples are odd"
+
+    def test_measures_the_whole_life_of_the_process_and_tells_of_it_when_the_model_is_written(
+        self, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Tokenising comes before the first step, and the export after the last."""
+        peaks = iter([5 << 30])
+
+        class Meter(MemoryMeter):
+            def peak_bytes(self) -> int:
+                assert (options["output"] / "final" / "README.md").exists()
+                assert not (options["output"] / "summary.json").exists()
+                return next(peaks)
+
+        monkeypatch.setattr("headrace.runs.loop.MemoryMeter", Meter)
+        train(RunConfig.of(options), engines=FakeHost().engines())
+        summary = json.loads((options["output"] / "summary.json").read_text())
+        assert summary["planned_and_measured"]["host_peak_bytes"]["measured"] == 5 << 30
 
     def test_one_epoch_is_the_default_and_shows_every_sample_once(self, options: dict[str, Any]) -> None:
         host = FakeHost(packing=False)
