@@ -198,7 +198,7 @@ class TestARun:
                 return next(peaks)
 
         monkeypatch.setattr("headrace.runs.loop.MemoryMeter", Meter)
-        train(RunConfig.of(options), engines=FakeHost().engines())
+        train(RunOptions.of(options), engines=FakeHost().engines())
         summary = json.loads((options["output"] / "summary.json").read_text())
         assert summary["planned_and_measured"]["host_peak_bytes"]["measured"] == 5 << 30
 
