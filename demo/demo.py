@@ -41,7 +41,7 @@ def main() -> None:
 def on_the_real_model(directory: Path) -> bool:
     """Show the real model; return whether it can be had here, and say in one line why not."""
     try:
-        model = real_model(cache_directory(), say)
+        model = real_model(cache_directory(), lambda text: say(show(text)))
         stay_inside(directory)
         RealRun(directory, model).run()
     except NoRealModel as error:

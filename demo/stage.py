@@ -66,8 +66,8 @@ def seconds_per_step(run: Path) -> float:
 
 
 def show(text: object) -> str:
-    """Return `text` with paths below this directory shortened."""
-    return str(text).replace(f"{Path.cwd()}{os.sep}", "")
+    """Return `text` with paths below this directory, and those below the user's, shortened as a shell takes them."""
+    return str(text).replace(f"{Path.cwd()}{os.sep}", "").replace(f"{Path.home()}{os.sep}", f"~{os.sep}")
 
 
 def title(text: str) -> None:
