@@ -30,10 +30,10 @@ demo: $(STAMP)  ## fine-tune a real language model, kill it, resume it, ask it (
 	$(BIN)/python demo/demo.py --model $(or $(MODEL),real)
 
 test: $(STAMP)  ## all quick tests (minutes)
-	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) -m "not deep and not soak and not gpu" --ledger --durations=12 --durations-min=5
+	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) -m "not deep and not soak and not gpu" --time-ledger --durations=12 --durations-min=5
 
 deep: $(STAMP)  ## what `test` has a sample of, whole: all architectures, full products (most of an hour)
-	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) -m "deep and not soak and not gpu" --durations=12 --durations-min=5
+	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) -m "deep and not soak and not gpu" --timeout=1200 --durations=12 --durations-min=5
 
 test-oldest:  ## the same with the oldest versions that are allowed, in .venv-oldest (gigabytes: torch brings CUDA)
 	$(MAKE) test VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
-from ledger import MOST_PERCENT, Ledger
+from time_ledger import MOST_PERCENT, TimeLedger
 
 from headrace.files import describe_directory
 
@@ -24,15 +24,15 @@ settings.load_profile("repeatable")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--ledger", action="store_true", help="fail if the tests of a folder take more than their share of the time"
+        "--time-ledger", action="store_true", help="fail if the tests of a folder take more than their share of the time"
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     work_on_a_drive()
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))  # for processes started
-    if config.getoption("ledger") and not hasattr(config, "workerinput"):  # workers report to the process that started them
-        config.pluginmanager.register(Ledger(MOST_PERCENT), "ledger")
+    if config.getoption("time_ledger") and not hasattr(config, "workerinput"):  # workers report to it
+        config.pluginmanager.register(TimeLedger(MOST_PERCENT), "time_ledger")
 
 
 def work_on_a_drive() -> None:

@@ -43,6 +43,7 @@ def test_the_table_says_how_good_the_choice_is(chosen, words):
 
 
 def test_the_picture_is_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
     path = tmp_path / "sweep.svg"
     replay_sweep.draw(replay_sweep.summarised([row(0, 2.0), row(8, 3.0), row(4, 1.0, chosen=True)]), path)
     assert path.read_text().lstrip().startswith("<?xml")

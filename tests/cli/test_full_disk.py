@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 from bad_worlds import World, check_refusal
+from tiers import sampled
 
 from headrace.cli import main
 from headrace.report import read_metrics
@@ -84,11 +85,15 @@ FILES = [
 ]
 
 
-@pytest.mark.parametrize("names", FILES, ids=" ".join)
+@pytest.mark.parametrize("names", sampled(FILES, FILES[:4]), ids=" ".join)
 def test_in_mid_run_the_state_is_safe(
     world: World, unbroken: dict[str, bytes], fill: Callable[..., None], monkeypatch: pytest.MonkeyPatch, names: list[str]
 ) -> None:
-    words = [*world.train_words(), "--report-to", "trace", "--report-to", "tensorboard"]
+    reports = ["trace"]
+    if names == ["events.out.*"]:
+        pytest.importorskip("tensorboard")
+        reports.append("tensorboard")
+    words = [*world.train_words(), *(word for report in reports for word in ("--report-to", report))]
     fill(*names)
     said = refused(world, *words)
     monkeypatch.undo()

@@ -26,7 +26,14 @@ def test_every_figure_of_a_packaged_profile_has_its_source(name: str):
     ceilings = load_profile(name)
     assert ceilings.name == name
     assert len(ceilings.drives) == int(name.split("-")[-1].removesuffix("ssd"))
-    only_measured = {"attention_share", "fresh_pages_share", "hidden_seconds", "logit_seconds", "head_seconds"}
+    only_measured = {
+        "attention_share",
+        "fresh_pages_share",
+        "hidden_seconds",
+        "logit_seconds",
+        "head_seconds",
+        "widened_dtypes",
+    }
     without = {"name", "has_device", "drives", "sources"} | only_measured
     named = {field.name for field in dataclasses.fields(Ceilings)} - without
     # How a drive is kept busy best can only be measured on it.

@@ -61,7 +61,7 @@ def broken() -> None:
 class TestARun:
     def test_leaves_what_the_issue_promises(self, options: dict[str, Any]) -> None:
         screen, host = Screen(), FakeHost()
-        done = train(RunOptions.of(options | {"report_to": ["tensorboard", "trace"]}), display=screen, engines=host.engines())
+        done = train(RunOptions.of(options | {"report_to": ["trace"]}), display=screen, engines=host.engines())
         run = options["output"]
         assert (done.final, done.steps) == (run / "final", 8)
         assert [record["step"] for record in read_metrics(run / "metrics.jsonl")] == list(range(1, 9))
@@ -69,10 +69,14 @@ class TestARun:
         assert (state.global_step, state.max_steps, len(state.log_history)) == (8, 8, 8)
         steps_in_trace = {entry["args"].get("step") for entry in json.loads((run / "trace.json").read_text())}
         assert set(range(1, 9)) <= steps_in_trace
-        assert list((run / "tensorboard").iterdir())
         assert "library_name: transformers" in (run / "final" / "README.md").read_text()
         assert not (run / "fake.json").exists()
         assert host.made[0].closed
+
+    def test_leaves_scalars_for_tensorboard(self, options: dict[str, Any]) -> None:
+        pytest.importorskip("tensorboard")
+        train(RunOptions.of(options | {"report_to": ["tensorboard"]}), engines=FakeHost().engines())
+        assert list((options["output"] / "tensorboard").iterdir())
 
     def test_shows_plan_notices_and_steps(self, options: dict[str, Any]) -> None:
         screen = Screen()
