@@ -6,6 +6,7 @@ The invariant: only what the kind promises is trained; what is in memory at once
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import compress
 from typing import Any
@@ -29,7 +30,19 @@ def encode_rows(kind: Kind, rows: Iterable[Row], tokenizer: Tokenizer, most_toke
     """
     encode = _encoder(kind, tokenizer, most_tokens)
     for chunk in _chunks(rows):
-        yield from encode(chunk)
+        for row, sample in zip(chunk, encode(chunk), strict=True):
+            yield _with_unread(row, sample, most_tokens) if row.unread and isinstance(sample, Encoded) else sample
+
+
+def _with_unread(row: Row, sample: Encoded, most_tokens: int) -> Encoded:
+    """Return `sample` with what was not read of its row counted as beyond it."""
+    if not sample.beyond and len(sample.ids) <= most_tokens:
+        raise DataError(
+            f"{row.place}: of a string that is very long only the beginning is read, which has fewer tokens than "
+            f"sequence_length {most_tokens}; cut the string into several samples"
+        )
+    whole = (len(sample.ids) + sample.beyond) * (1 + row.unread)
+    return replace(sample, beyond=max(1, round(whole) - len(sample.ids)))
 
 
 def _chunks(rows: Iterable[Row]) -> Iterator[list[Row]]:

@@ -13,10 +13,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from headrace.data.forms import FORMS, Form
+from headrace.data.long_lines import cut_strings
 from headrace.data.tables import is_saved_dataset, open_hub, read_arrow, read_parquet, read_saved
 from headrace.data.values import Kind, Row
 from headrace.terms.errors import DataError
@@ -24,6 +26,9 @@ from headrace.terms.errors import DataError
 ACCEPTED = (
     "text | messages | prompt + completion | input_ids (+ labels) | conversations (ShareGPT) | instruction + output (Alpaca)"
 )
+# A token of more bytes than this, on the average of a whole text, is in no vocabulary.
+_LEAST_STRING_BYTES, _BYTES_PER_TOKEN = 4 << 20, 64
+_PIECE_BYTES = 1 << 20
 _HUB_NAME = re.compile(r"^[\w-][\w.-]*/[\w.-]+$")
 
 
@@ -36,15 +41,17 @@ class Source:
     read: Callable[[], Iterator[Row]]
 
 
-def find_sources(paths: Sequence[str], cache_dir: Path) -> list[Source]:
+def find_sources(paths: Sequence[str], cache_dir: Path, most_tokens: int = 0) -> list[Source]:
     """Return the sources that `paths` name, directories searched recursively in sorted order.
 
     A path that does not exist and looks like `owner/name` is taken as a Hub data set (split `train`), kept below `cache_dir`.
+    Of strings in lines of JSON that are far longer than `most_tokens` tokens only the beginning is read.
 
     Raises:
         DataError: a path that is nothing of that kind, or a directory without a readable file.
     """
-    return [source for path in paths for source in _sources_of(path, cache_dir)]
+    string_bytes = max(_LEAST_STRING_BYTES, _BYTES_PER_TOKEN * most_tokens)
+    return [source for path in paths for source in _sources_of(path, cache_dir, string_bytes)]
 
 
 def read_rows(source: Source) -> tuple[Kind, Iterator[Row]]:
@@ -102,12 +109,12 @@ def _names(values: Mapping[str, Any]) -> str:
     return ", ".join(repr(name) for name, value in values.items() if value is not None) or "(none)"
 
 
-def _sources_of(name: str, cache_dir: Path) -> list[Source]:
+def _sources_of(name: str, cache_dir: Path, string_bytes: int) -> list[Source]:
     path = Path(name)
     if path.is_file():
-        return [_file_source(path)]
+        return [_file_source(path, string_bytes)]
     if path.is_dir():
-        return _directory_sources(path)
+        return _directory_sources(path, string_bytes)
     if _HUB_NAME.match(name) and path.suffix not in _READERS:
         fingerprint, read = open_hub(name, cache_dir / "hub")
         return [Source(name, fingerprint, read)]
@@ -116,13 +123,13 @@ def _sources_of(name: str, cache_dir: Path) -> list[Source]:
     )
 
 
-def _directory_sources(path: Path) -> list[Source]:
+def _directory_sources(path: Path, string_bytes: int) -> list[Source]:
     if is_saved_dataset(path):
         files = sorted(file for file in path.rglob("*") if file.is_file())
         stamp = hashlib.sha256("".join(_stamp(file) for file in files).encode()).hexdigest()
         return [Source(str(path), stamp, lambda: read_saved(path))]
     files = [file for file in sorted(path.rglob("*")) if file.is_file() and not _hidden(file.relative_to(path))]
-    found = [_file_source(file) for file in files if file.suffix in _READERS]
+    found = [_file_source(file, string_bytes) for file in files if file.suffix in _READERS]
     if not found:
         suffixes = ", ".join(sorted({file.suffix or file.name for file in files})) or "nothing"
         raise DataError(f"{path}: no {_suffixes()} file in this directory, found {suffixes}; convert the data to one of these")
@@ -133,13 +140,13 @@ def _hidden(path: Path) -> bool:
     return any(part.startswith(".") for part in path.parts)
 
 
-def _file_source(path: Path) -> Source:
+def _file_source(path: Path, string_bytes: int) -> Source:
     read = _READERS.get(path.suffix)
     if read is None:
         raise DataError(f"{path}: files ending in {path.suffix or 'nothing'!r} are not read; expected {_suffixes()}")
     if not os.access(path, os.R_OK):
         raise DataError(f"{path}: this user may not read the file; change its permissions (chmod) or copy it")
-    return Source(str(path), _stamp(path), lambda: read(path))
+    return Source(str(path), _stamp(path), lambda: read(path, string_bytes))
 
 
 def _stamp(path: Path) -> str:
@@ -152,21 +159,36 @@ def _suffixes() -> str:
     return ", ".join(_READERS)
 
 
-def _read_json_lines(path: Path) -> Iterator[Row]:
+def _read_json_lines(path: Path, string_bytes: int) -> Iterator[Row]:
     with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
+        for number in count(1):
+            line, unread_bytes = file.readline(string_bytes), 0
+            place = f"{path}, line {number}"
+            if not line:
+                return
+            if len(line) == string_bytes and not line.endswith(b"\n"):
+                try:
+                    line, unread_bytes = cut_strings(_rest_of_line(file, line), string_bytes)
+                except ValueError as error:
+                    raise DataError(f"{place}: {error}") from error
             if line.strip():
-                place = f"{path}, line {number}"
                 remarks: list[str] = []
                 value = _object(_parse(line, place, "one JSON object a line", remarks), place)
-                yield Row(place, value, tuple(remarks))
+                yield Row(place, value, tuple(remarks), unread_bytes / len(line))
 
 
-def _read_json(path: Path) -> Iterator[Row]:
+def _rest_of_line(file: IO[bytes], start: bytes) -> Iterator[bytes]:
+    piece = start
+    while piece:
+        yield piece
+        piece = b"" if piece.endswith(b"\n") else file.readline(_PIECE_BYTES)
+
+
+def _read_json(path: Path, string_bytes: int) -> Iterator[Row]:
     with path.open("rb") as file:
         start = file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
     if start and not start.startswith(b"["):
-        yield from _read_json_lines(path)
+        yield from _read_json_lines(path, string_bytes)
         return
     remarks: list[str] = []
     values = _parse(path.read_bytes(), str(path), "an array of JSON objects", remarks) if start else []
@@ -181,7 +203,7 @@ def _parse(text: bytes, place: str, expected: str, remarks: list[str]) -> Any:
     def object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         made = dict(pairs)
         if len(made) != len(pairs):
-            twice = sorted(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+            twice = sorted(name for name, times in Counter(name for name, _ in pairs).items() if times > 1)
             remarks.append(f"{', '.join(map(repr, twice))} stands there twice; the last one is used")
         return made
 
@@ -209,10 +231,10 @@ def _object(value: Any, place: str) -> Mapping[str, Any]:
     return value
 
 
-_READERS: Mapping[str, Callable[[Path], Iterator[Row]]] = {
+_READERS: Mapping[str, Callable[[Path, int], Iterator[Row]]] = {
     ".jsonl": _read_json_lines,
     ".ndjson": _read_json_lines,
     ".json": _read_json,
-    ".parquet": read_parquet,
-    ".arrow": read_arrow,
+    ".parquet": lambda path, string_bytes: read_parquet(path),
+    ".arrow": lambda path, string_bytes: read_arrow(path),
 }

@@ -50,7 +50,7 @@ def load_tokens(spec: DataSpec, tokenizer: Tokenizer, cache_dir: Path) -> TokenS
 
 
 def _load(spec: DataSpec, tokenizer: Tokenizer, cache_dir: Path) -> TokenSet:
-    sources = find_sources(spec.paths, cache_dir)
+    sources = find_sources(spec.paths, cache_dir, spec.sequence_length)
     directory = cache_dir / f"tokens-{_key(sources, tokenizer, spec.sequence_length, cache_dir)}"
     if isinstance(made := _whole(directory), TokenSet):
         return made

@@ -70,11 +70,14 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One sample as it stands in a file. `place` names file and line (or row) for messages; `remarks` are no errors."""
+    """One sample as it stands in a file. `place` names file and line (or row) for messages; `remarks` are no errors.
+    Where its strings are too long for all of them to be kept, `unread` bytes were left out for each that was read.
+    """
 
     place: str
     values: Mapping[str, Any]
     remarks: tuple[str, ...] = ()
+    unread: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
