@@ -62,8 +62,8 @@ def plans(run: RealRun, monkeypatch: pytest.MonkeyPatch, *, seconds_per_token: f
     [
         (0.00001, 111, MOST_TOKENS),  # one pass over the data
         (0.003, 32, MOST_TOKENS),  # what goes into the time
-        (0.008, LEAST_STEPS, MOST_TOKENS),
-        (0.016, LEAST_STEPS, MOST_TOKENS // 2),
+        (0.007, LEAST_STEPS, MOST_TOKENS),
+        (0.014, LEAST_STEPS, MOST_TOKENS // 2),
         (0.1, LEAST_STEPS, LEAST_TOKENS),
         (10.0, LEAST_STEPS, LEAST_TOKENS),
     ],
