@@ -31,6 +31,7 @@ from headrace.plan.published import (
 from headrace.plan.search import make_plan
 from headrace.terms.errors import PlanInfeasible
 from headrace.terms.sizes import GIB
+from headrace.update import rule_of
 
 TOLERANCE = 0.10
 
@@ -79,6 +80,7 @@ def headrace_seconds(point: Point) -> float:
     costs = partial(Profiles(chain).of, length=1024)
     problem = Problem(
         layouts=chain.layouts,
+        rule=rule_of(AdamW(), "bfloat16").figures,
         costs_of=costs,
         workload=Workload(tokens_per_step=point.tokens, sequence_length=1024, clip=False),
         allowance=Allowance(host_bytes=700 * GIB, device_bytes=22 * GIB, runtime_bytes=GIB, cores=52),

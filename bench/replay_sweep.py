@@ -211,6 +211,7 @@ def problem_of(engine: Engine, plan: Plan, machine: Ceilings) -> Problem:
     """Return the planner's problem as the engine posed it."""
     return Problem(
         layouts=engine.chain.layouts,
+        rule=plan.rule,
         costs_of=partial(Profiles(engine.chain).of, length=plan.sequence_length),
         workload=Workload(tokens_per_step=plan.tokens_per_step, sequence_length=plan.sequence_length, clip=False),
         allowance=Allowance(

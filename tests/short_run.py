@@ -40,12 +40,10 @@ def short_run(
     with Engine.open(
         path,
         headrace.Options(
-            learning_rate=1e-3,
-            weight_decay=0.1,
             output=run_directory,
             tokens_per_step=rows * length,
             sequence_length=length,
-            **given | options,
+            **{"learning_rate": 1e-3, "weight_decay": 0.1} | given | options,
         ),
         sink,
         adjust_plan=adjust_plan,

@@ -17,7 +17,7 @@ import torch
 from headrace.answers.allowances import default_device_bytes, default_device_overhead_bytes, default_host_bytes
 from headrace.answers.model_config import check_positions, position_limit, read_parts
 from headrace.answers.report import Alternative, PlanReport
-from headrace.answers.variants import Question, Variant, nearest_variants, smaller_moments
+from headrace.answers.variants import Question, Variant, nearest_variants, smaller_states
 from headrace.files import default_ssd_bytes, file_systems
 from headrace.machine.cpu import CpuMachine
 from headrace.machine.host import anonymous_bytes
@@ -32,10 +32,11 @@ from headrace.plan.search import make_plan, nominal_ceilings, nominal_machine
 from headrace.terms.budget import Budget
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.errors import ConfigError, PlanInfeasible
-from headrace.terms.layout import plane_set, realigned
+from headrace.terms.layout import realigned
 from headrace.terms.options import DEFAULT_ROWS_PER_STEP, DEFAULT_SEQUENCE_LENGTH, Options
 from headrace.terms.program import Lane
 from headrace.terms.sizes import GIB, MIB, format_bytes, round_up
+from headrace.update import rule_of
 
 # Steps that wear is stated for when the length of the run is not known.
 _STEPS = 1000
@@ -77,7 +78,8 @@ def plan_model(
     workload = _workload(config, options)
     self_check(config)
     check_whole(config, whole)
-    chain = Chain.from_config(config, options.compute_dtype, options.rule, options.moments)
+    rule = rule_of(options.rule, options.compute_dtype).figures
+    chain = Chain.from_config(config, options.compute_dtype, options.rule, rule.planes.parameter_alignment)
     if ceilings is not None and budget.ssd:
         ceilings = ceilings.of_directories(file_systems(budget.ssd))
     allowance = replace(
@@ -87,13 +89,13 @@ def plan_model(
     )
     if not allowance.device_overhead_bytes and not _multiplies(options.compute_dtype, ceilings, here=here):
         chain.multiply_wide()
-    question = Question(workload=workload, allowance=allowance, moments=options.moments)
+    question = Question(workload=workload, allowance=allowance, optimizer=options.rule)
     planner = _Planner(chain, question, ceilings, here=here)
     report = PlanReport(
         model=type(chain.model if whole is None else whole).__name__,
         parameters=chain.num_parameters,
         compute_dtype=options.compute_dtype,
-        moments=options.moments,
+        rule=rule.name,
         tokens_per_step=workload.tokens_per_step,
         sequence_length=workload.sequence_length,
         machine=planner.ceilings.name,
@@ -126,7 +128,7 @@ def report_of(
         model=model,
         parameters=plan.num_parameters,
         compute_dtype=plan.compute_dtype,
-        moments=plan.moments,
+        rule=plan.rule.name,
         tokens_per_step=plan.tokens_per_step,
         sequence_length=plan.sequence_length,
         machine=machine.name,
@@ -238,14 +240,15 @@ class _Planner:
         return min(chosen, key=self._seconds) if len(chosen) > 1 else chosen[0]
 
     def _problem(self, question: Question) -> Problem:
-        alignment = plane_set(self._chain.compute_dtype, question.moments).parameter_alignment
+        rule = rule_of(question.optimizer, self._chain.compute_dtype).figures
+        alignment = rule.planes.parameter_alignment
         return Problem(
             layouts=tuple(realigned(layout, alignment) for layout in self._chain.layouts),
             costs_of=partial(self._profiles.of, length=question.workload.sequence_length),
             workload=question.workload,
             allowance=question.allowance,
             compute_dtype=self._chain.compute_dtype,
-            moments=question.moments,
+            rule=rule,
         )
 
     def _seconds(self, plan: Plan) -> float:
@@ -254,11 +257,11 @@ class _Planner:
     def sparing_the_ssd(self, question: Question, plan: Plan, found: Forecast | None) -> tuple[Alternative, ...]:
         """Return the variants of a plan whose step the SSDs limit that move fewer bytes over them, if they are faster.
 
-        The plan stays as it is but for one change: weights that stay in host memory, or smaller moments.
+        The plan stays as it is but for one change: weights that stay in host memory, or smaller states.
         """
         if found is None or found.bottleneck not in (Lane.SSD_READ, Lane.SSD_WRITE):
             return ()
-        variants = [*self._weights_in_host_memory(question, plan), *self._smaller_moments(question, plan)]
+        variants = [*self._weights_in_host_memory(question, plan), *self._smaller_states(question, plan)]
         made = (self.alternative(*variant, most_operations=_MOST_OPERATIONS) for variant in variants)
         return tuple(each for each in made if each.step_seconds < _WORTH_IT * found.step_seconds)
 
@@ -271,14 +274,14 @@ class _Planner:
             needed_bytes = round_up(roomy.peak("host"), GIB if roomy.peak("host") > 4 * GIB else MIB)
             yield f"all weights in host memory, {format_bytes(needed_bytes)} of it", {"host_memory": needed_bytes}, roomy
 
-    def _smaller_moments(self, question: Question, plan: Plan) -> Iterator[Variant]:
-        for change, options, other in smaller_moments(question):
+    def _smaller_states(self, question: Question, plan: Plan) -> Iterator[Variant]:
+        for change, options, other in smaller_states(question):
             problem = self._problem(other)
             units = tuple(
                 replace(unit, num_elements=layout.num_elements)
                 for unit, layout in zip(plan.units, problem.layouts, strict=True)
             )
-            changed = replace(plan, moments=other.moments, units=units, resident_states=())
+            changed = replace(plan, rule=problem.rule, units=units, resident_states=())
             changed = with_footprint(changed, problem.costs_of(plan.micro_batch_sequences), problem.allowance)
             if fits(changed):
                 yield change, options, filled(problem, changed)

@@ -23,7 +23,7 @@ def explain(report: PlanReport) -> str:
 
 def _lines(report: PlanReport) -> Iterator[str]:
     yield _line(
-        "model", f"{report.model}, {_count(report.parameters)} parameters, {report.compute_dtype} compute" + _moments(report)
+        "model", f"{report.model}, {_count(report.parameters)} parameters, {report.compute_dtype} compute, {report.rule}"
     )
     yield _line("machine", report.machine + ("" if report.measured else _NOMINAL))
     yield _line("step", f"{report.tokens_per_step} tokens, sequences of {report.sequence_length}")
@@ -111,10 +111,6 @@ def _alternatives(report: PlanReport) -> Iterator[str]:
     for alternative in report.alternatives:
         time = f"{format_seconds(alternative.step_seconds)} per step, {plain_figure(alternative.tokens_per_second, 4)} tokens/s"
         yield _line("instead", f"{alternative.change}: {time}")
-
-
-def _moments(report: PlanReport) -> str:
-    return "" if report.moments == "float32" else f", {report.moments} moments"
 
 
 def _count(parameters: int) -> str:

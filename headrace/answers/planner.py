@@ -25,6 +25,7 @@ from headrace.terms.budget import default_bytes
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.errors import ConfigError, StorageError
 from headrace.terms.options import Options
+from headrace.terms.rule import RuleFigures
 from headrace.terms.sizes import format_bytes
 
 
@@ -42,13 +43,14 @@ class Planner:
         machine: Machine,
         weights: WeightMap,
         *,
+        rule: RuleFigures,
         cores: int,
         warm_up: Callable[[], None],
         given: Plan | None,
         adjust: Callable[[Plan], Plan] | None,
     ) -> None:
         self._options, self._chain, self._machine, self._weights = options, chain, machine, weights
-        self._cores, self._warm_up, self._given, self._adjust = cores, warm_up, given, adjust
+        self._rule, self._cores, self._warm_up, self._given, self._adjust = rule, cores, warm_up, given, adjust
         self._ceilings = options.machine if isinstance(options.machine, Ceilings) else None
         self._profiles = Profiles(chain)
         self._runtime_bytes: int | None = None
@@ -73,7 +75,7 @@ class Planner:
             allowance=self._allowance(lambda: costs_of(1), state),
             compute_dtype=self._options.compute_dtype,
             gradient_dtype=self._options.gradient_dtype,
-            moments=self._options.moments,
+            rule=self._rule,
         )
         plan = adopted(self._given, problem) if self._given else make_plan(problem, self._ceilings)
         gc.collect()

@@ -41,7 +41,7 @@ class PlanReport:
     model: str
     parameters: int
     compute_dtype: str
-    moments: str = "float32"
+    rule: str
     tokens_per_step: int
     sequence_length: int
     machine: str
@@ -67,7 +67,7 @@ class PlanReport:
             "model": self.model,
             "parameters": self.parameters,
             "compute_dtype": self.compute_dtype,
-            "moments": self.moments,
+            "rule": self.rule,
             "tokens_per_step": self.tokens_per_step,
             "sequence_length": self.sequence_length,
             "machine": self.machine,

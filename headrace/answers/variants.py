@@ -1,6 +1,6 @@
 """The nearest variants that fit, for a question whose answer is no.
 
-Each changes one thing where one is enough: fewer tokens per step, shorter sequences, no clipping, smaller moments, more memory
+Each changes one thing where one is enough: fewer tokens per step, shorter sequences, no clipping, smaller states, more memory
 or space.
 Invariant: every variant returned has been planned, and fits.
 """
@@ -14,6 +14,7 @@ from headrace.plan.placement import Workload
 from headrace.plan.plan import Plan
 from headrace.terms.ceilings import MOST_BYTES
 from headrace.terms.errors import PlanInfeasible
+from headrace.terms.optimizer import Optimizer
 from headrace.terms.sizes import GIB, MIB, format_bytes, round_up
 
 Planner = Callable[["Question"], Plan]
@@ -33,7 +34,7 @@ class Question:
 
     workload: Workload
     allowance: Allowance
-    moments: str = "float32"
+    optimizer: Optimizer
 
     @property
     def allowed_bytes(self) -> dict[str, int]:
@@ -59,8 +60,8 @@ def nearest_variants(
     More of what is short is tried as far as machines have it; smaller steps until `out_of_time`.
     """
     found = list(_more_bytes(question, refusal, plan))
-    if refusal.tier != "device":  # moments are never there
-        found += _first_that_fits(smaller_moments(question), plan, out_of_time)
+    if refusal.tier != "device":  # states are never there
+        found += _first_that_fits(smaller_states(question), plan, out_of_time)
     smallest = list(_one_short_sequence(question))[-1:]
     if not list(_first_that_fits(smallest, plan, out_of_time)):
         return tuple(found)  # the weights alone are too much
@@ -119,12 +120,11 @@ def _one_short_sequence(question: Question) -> Iterator[Candidate]:
         length //= 2
 
 
-def smaller_moments(question: Question) -> Iterator[Candidate]:
-    """Yield the question with 8-bit moments, if it has larger ones."""
-    if question.moments != "int8":
-        bits = {"float32": 32, "bfloat16": 16}[question.moments]
-        words = f"moments of 8 bits instead of {bits} (rounded at random: not exact AdamW)"
-        yield words, {"moments": "int8"}, replace(question, moments="int8")
+def smaller_states(question: Question) -> Iterator[Candidate]:
+    """Yield the question with the same rule, keeping smaller states, if there is such a form of it."""
+    if smaller := question.optimizer.smaller():
+        words, options, optimizer = smaller
+        yield words, options, replace(question, optimizer=optimizer)
 
 
 def _no_clipping(question: Question) -> Iterator[Candidate]:

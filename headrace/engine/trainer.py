@@ -37,11 +37,10 @@ from headrace.terms.ceilings import Ceilings
 from headrace.terms.errors import RunDirectoryError
 from headrace.terms.events import Event, Notice, Planned, Sink, StepResult
 from headrace.terms.families import trained_unit
-from headrace.terms.layout import plane_set
 from headrace.terms.options import Options
 from headrace.terms.provenance import PROVENANCE_NAME
 from headrace.terms.sizes import format_bytes
-from headrace.update import AdamWRule, HitRate, LossScale, StepScalars, Updater
+from headrace.update import HitRate, LossScale, StepScalars, Updater, rule_of
 
 # Operations of the SSD lanes that may be under way at once; each is cut into pieces by the I/O engine besides.
 # Of a state that is made before there is a plan.
@@ -73,7 +72,10 @@ class Engine:
             self._checkpoint = Checkpoint.open(model)
             self_check(self._checkpoint.config)
             check_whole(self._checkpoint.config, self._checkpoint.whole)
-            self.chain = Chain.from_config(self._checkpoint.config, options.compute_dtype, options.rule, options.moments)
+            rule = rule_of(options.rule, options.compute_dtype)
+            self.chain = Chain.from_config(
+                self._checkpoint.config, options.compute_dtype, options.rule, rule.planes.parameter_alignment
+            )
             self._weights = self.chain.attach(self._checkpoint, leave_out_blocks=options.leave_out_blocks)
             self.machine = this_machine(options.budget.device_bytes)
             self.chain.move_buffers(self.machine.device)
@@ -84,7 +86,6 @@ class Engine:
             if options.liger:
                 self.chain.use_liger()
             self._heap: HeapGuard | None = None
-            rule = AdamWRule(options.rule, options.compute_dtype)
             self._cores = torch.get_num_threads()
             self._closers.callback(torch.set_num_threads, self._cores)
             self._updater = Updater(rule, 1)  # with the plan's threads as soon as there is one
@@ -94,6 +95,7 @@ class Engine:
                 self.chain,
                 self.machine,
                 self._weights,
+                rule=rule.figures,
                 cores=self._cores,
                 warm_up=self._warm_up,
                 given=given_plan,
@@ -212,7 +214,7 @@ class Engine:
     def _create_store(self, directory: Path, ssd: tuple[Path, ...]) -> StateStore:
         plan = self.plan
         largest_unit = max(layout.num_elements for layout in self.chain.layouts)
-        planes = plane_set(self.options.compute_dtype, self.options.moments)
+        planes = self._updater.rule.planes
         chunk_elements = plan.chunk_elements if plan else min(_CHUNK_ELEMENTS, largest_unit)
         return StateStore.create(
             directory,

@@ -17,7 +17,7 @@ def import_model(weights: WeightMap, chain: Chain, store: StateStore, record: Ma
     """Read each unit's tensors from the checkpoint into the store and commit `record`.
 
     The first state plane (the remainder of the split master, or the fp32 master) is written where it is not all zero; the
-    moments are zero, and the store knows zero without writing it.
+    rule's own states are zero, and the store knows zero without writing it.
     """
     units = store.manifest.units
     # One buffer for each plane of the largest unit, used again and again: what the heap gives back is not the system's at once.

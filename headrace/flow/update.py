@@ -135,7 +135,7 @@ def _on_device(state: StepState, op: Op) -> list[torch.Tensor]:
 def _update_on_device(state: StepState, op: Op) -> None:
     parts, plan = state.parts, state.plan
     assert parts.device_updater is not None, "a program for updates on the device comes with a plan that has them"
-    assert plan.moments == "float32", "smaller moments are not laid out plane by plane"
+    assert plan.rule.device_traffic_bytes is not None, "the rule has a figure for it"
     start, stop = plan.chunk(op.unit, op.chunk)
     states, weights, gradient = _on_device(state, op)
     planes, begin = [], 0
@@ -151,6 +151,7 @@ def _update_on_device(state: StepState, op: Op) -> None:
         parts.chain.layouts[op.unit].groups,
         start,
         stop,
+        op.unit,
     )
 
 

@@ -27,8 +27,8 @@ from headrace.model.skeleton import build_skeleton
 from headrace.model.taps import BlockCall
 from headrace.model.text_part import note_on
 from headrace.terms.errors import ConfigError, ModelError
-from headrace.terms.layout import UnitLayout, lay_out, plane_set
-from headrace.terms.optimizer import AdamW
+from headrace.terms.layout import PARAMETER_ALIGNMENT, UnitLayout, lay_out, planes_with
+from headrace.terms.optimizer import Optimizer
 
 
 class Chain:
@@ -48,7 +48,7 @@ class Chain:
     """
 
     def __init__(
-        self, config: Any, skeleton: Any, traits: Traits, *, compute_dtype: str, optimizer: AdamW, moments: str
+        self, config: Any, skeleton: Any, traits: Traits, *, compute_dtype: str, optimizer: Optimizer, alignment: int
     ) -> None:
         self.config = config
         self.model = skeleton
@@ -56,9 +56,7 @@ class Chain:
         self.dtype: torch.dtype = getattr(torch, compute_dtype)
         self.device = torch.device("cpu")
         blocks = find_blocks(skeleton)
-        self.layouts = _lay_out_units(
-            skeleton, blocks.name, traits, optimizer, plane_set(compute_dtype, moments).parameter_alignment
-        )
+        self.layouts = _lay_out_units(skeleton, blocks.name, traits, optimizer, alignment)
         self.num_blocks = len(blocks.modules)
         self.unit_names = tuple(layout.name for layout in self.layouts)
         self.has_epilogue_unit = len(self.layouts) == self.num_blocks + 2
@@ -76,18 +74,21 @@ class Chain:
         self._resident = (0, self.num_blocks + 1) if self.has_epilogue_unit else (0,)
 
     @classmethod
-    def from_config(cls, config: Any, compute_dtype: str, optimizer: AdamW, moments: str = "float32") -> "Chain":
+    def from_config(
+        cls, config: Any, compute_dtype: str, optimizer: Optimizer, parameter_alignment: int = PARAMETER_ALIGNMENT
+    ) -> "Chain":
         """Return the chain of the model that `config`, a configuration of transformers, describes.
 
-        `moments` decides how the parameters are aligned.
+        `optimizer` says which parameters are decayed; `parameter_alignment` is that of its rule's planes.
 
         Raises:
-            ConfigError: there is no set of planes for `compute_dtype` and `moments`.
+            ConfigError: the compute dtype is not known.
             ModelError: the architecture cannot be run block by block; the message says why.
         """
-        plane_set(compute_dtype, moments)  # refuses before the model is built
+        planes_with(compute_dtype, ())  # refuses before the model is built
         skeleton = build_skeleton(config, getattr(torch, compute_dtype))
-        return cls(config, skeleton, probe(config), compute_dtype=compute_dtype, optimizer=optimizer, moments=moments)
+        traits = probe(config)
+        return cls(config, skeleton, traits, compute_dtype=compute_dtype, optimizer=optimizer, alignment=parameter_alignment)
 
     @property
     def hidden_size(self) -> int:
@@ -239,7 +240,7 @@ def block_seed(seed: int, step: int, unit: int, micro: int) -> int:
 
 
 def _lay_out_units(
-    model: nn.Module, blocks_name: str, traits: Traits, optimizer: AdamW, parameter_alignment: int
+    model: nn.Module, blocks_name: str, traits: Traits, optimizer: Optimizer, parameter_alignment: int
 ) -> tuple[UnitLayout, ...]:
     """Sort the parameters of `model` into units and place them."""
     _refuse_shared_between_blocks(model, blocks_name)

@@ -25,6 +25,7 @@ from headrace.terms.ceilings import Ceilings
 from headrace.terms.costs import ATTENTION
 from headrace.terms.layout import UNIT_ALIGNMENT
 from headrace.terms.program import Lane, Program
+from headrace.terms.rule import RuleFigures
 from headrace.terms.sizes import round_up
 
 # For a search that compares many plans: coarse, and alike for all of them.
@@ -39,9 +40,6 @@ _LEAST_MICRO_BATCHES = 4
 _LEAST_BLOCKS = 12
 # Operations for a chunk (read, update, two writes), and for a micro-batch of a block (forward, stash, recall, backward).
 _PER_CHUNK, _PER_MICRO_BATCH = 4, 4
-# Bytes per second that the update loop of a core moves, in parts of those with float32 moments, which a profile has measured.
-# Smaller moments are encoded by arithmetic, while fewer bytes move (bench/kernel.py).
-_CORE_RATES = {"float32": 1.0, "bfloat16": 0.32, "int8": 0.14}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,13 +113,13 @@ def redo_seconds(plan: Plan, ceilings: Ceilings) -> float:
     return timeline.step_seconds
 
 
-def core_update_bytes_per_second(ceilings: Ceilings, moments: str) -> float:
-    """Return the rate at which a core updates with `moments`."""
-    return ceilings.update_bytes_per_second_per_core * _CORE_RATES[moments]
+def core_update_bytes_per_second(ceilings: Ceilings, rule: RuleFigures) -> float:
+    """Return the rate at which a core updates by `rule`."""
+    return ceilings.update_bytes_per_second_per_core * rule.core_rate
 
 
 def _under(plan: Plan, ceilings: Ceilings) -> Ceilings:
-    """Return what the machine does under `plan`: its cores as they are shared out, its moments, its memory."""
+    """Return what the machine does under `plan`: its cores as they are shared out, its rule, its memory."""
     kept_share = _kept_share(plan, ceilings)
     return replace(
         ceilings,
@@ -129,7 +127,7 @@ def _under(plan: Plan, ceilings: Ceilings) -> Ceilings:
         flops_per_second={dtype: rate * kept_share for dtype, rate in ceilings.flops_per_second.items()},
         # A commit writes the states that live in memory besides; what it takes is spread over the steps between two commits.
         commit_seconds=ceilings.commit_seconds + _checkpointed_bytes(plan) / ceilings.ssd_write_bytes_per_second,
-        update_bytes_per_second_per_core=core_update_bytes_per_second(ceilings, plan.moments),
+        update_bytes_per_second_per_core=core_update_bytes_per_second(ceilings, plan.rule),
     )
 
 

@@ -91,7 +91,7 @@ def _differences(plan: Plan, problem: Problem) -> Iterator[str]:
         "units": (plan.units, units_of(problem)),
         "compute_dtype": (plan.compute_dtype, problem.compute_dtype),
         "gradient_dtype": (plan.gradient_dtype, problem.gradient_dtype or problem.compute_dtype),
-        "moments": (plan.moments, problem.moments),
+        "rule": (plan.rule.name, problem.rule.name),
         "tokens_per_step": (plan.tokens_per_step, workload.tokens_per_step),
         "sequence_length": (plan.sequence_length, workload.sequence_length),
         "clipping": (_words(plan.update_policy != "immediate"), _words(problem.clips)),

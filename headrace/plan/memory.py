@@ -10,8 +10,6 @@ PAGE_BYTES = 4096
 # What an update on the device takes besides its planes (tests count both): temporaries, per element of
 # the piece that it works on at once, and what torch's kernels read and write of device memory, per element.
 DEVICE_UPDATE_PIECE_ELEMENTS = 1 << 20
-DEVICE_UPDATE_TEMPORARY_BYTES = 36
-DEVICE_UPDATE_TRAFFIC_BYTES = {"bfloat16": 316, "float32": 218, "float16": 230}
 TENSOR_ALIGNMENT_BYTES = 64
 
 
@@ -75,7 +73,7 @@ def device_update_temporary_bytes(plan: Plan) -> int:
     """Return the device memory that updates on the device take for a moment, besides the staging buffers."""
     if not plan.device_state_slots:
         return 0
-    return min(plan.chunk_elements, DEVICE_UPDATE_PIECE_ELEMENTS) * DEVICE_UPDATE_TEMPORARY_BYTES
+    return min(plan.chunk_elements, DEVICE_UPDATE_PIECE_ELEMENTS) * plan.rule.temporary_bytes
 
 
 def arena_bytes(plan: Plan, tier: str) -> int:
@@ -145,5 +143,5 @@ def chunk_bytes(plan: Plan, num_elements: int) -> ChunkBytes:
         traffic=2 * all_planes + gradient_bytes,
         there=all_planes + gradient_bytes,
         back=all_planes,
-        device_traffic=num_elements * DEVICE_UPDATE_TRAFFIC_BYTES[plan.compute_dtype],
+        device_traffic=num_elements * (plan.rule.device_traffic_bytes or 0),
     )

@@ -12,6 +12,7 @@ from headrace.plan.plan import Plan, Unit
 from headrace.terms.costs import ATTENTION, ModelCosts, OperatorCosts
 from headrace.terms.errors import InputError
 from headrace.terms.layout import UNIT_ALIGNMENT, UnitLayout
+from headrace.terms.rule import RuleFigures
 from headrace.terms.sizes import MIB, round_up
 
 # Logits and their gradients of one chunk of positions stay below this; the head's speed no longer depends on it.
@@ -60,9 +61,9 @@ class Problem:
     costs_of: Callable[[int], ModelCosts]
     workload: Workload
     allowance: Allowance
+    rule: RuleFigures
     compute_dtype: str = "bfloat16"
     gradient_dtype: str | None = None
-    moments: str = "float32"
     attention_share: float = 1.0  # of the matrix rate, that attention's products reach (`Ceilings`)
 
     @property
@@ -210,7 +211,7 @@ def plan_of(problem: Problem, choice: Choice) -> Plan:
         forward_flops=(0.0, *(block.forward_flops for block in costs.blocks), 0.0)[: len(problem.layouts)],
         attention_flops=tuple(block.attention_flops for block in costs.blocks),
         epilogue_flops=costs.epilogue_flops_per_token * choice.rows * workload.sequence_length,
-        moments=problem.moments,
+        rule=problem.rule,
         freed_memory=choice.freed_memory,
     )
     return with_footprint(plan, costs, problem.allowance)

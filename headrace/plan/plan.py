@@ -7,7 +7,8 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
-from headrace.terms.layout import PlaneSet, plane_set
+from headrace.terms.layout import PlaneSet
+from headrace.terms.rule import RuleFigures
 from headrace.terms.sizes import format_bytes
 
 # Staging buffers on the device for chunks that are updated there: while one is worked on, another comes or goes.
@@ -62,6 +63,7 @@ class Plan:
     With a separate device each `device_update_every`-th chunk, counted through all units, is updated on it (1: all, 0: none).
     """
 
+    rule: RuleFigures
     compute_dtype: str
     gradient_dtype: str
     separate_device: bool
@@ -109,13 +111,12 @@ class Plan:
     peak_bytes: dict[str, dict[str, int]] = field(default_factory=dict)
     allowed_bytes: dict[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
-    moments: str = "float32"  # how AdamW's moments are kept
     freed_memory: str = "returned"
 
     @property
     def planes(self) -> PlaneSet:
-        """The planes that follow from compute dtype and moments."""
-        return plane_set(self.compute_dtype, self.moments)
+        """The planes of the rule."""
+        return self.rule.planes
 
     @property
     def has_epilogue(self) -> bool:
@@ -212,6 +213,7 @@ class Plan:
         """Inverse of `to_json`."""
         known = dict(values)
         known["units"] = tuple(Unit(**unit) for unit in known["units"])
+        known["rule"] = RuleFigures.from_json(known["rule"])
         for name in ("resident_states", "late_units", "notes", "forward_flops", "stash_tiers", "kept_bytes", "spared_flops"):
             known[name] = tuple(known[name])
         known["attention_flops"] = tuple(known.get("attention_flops", ()))
@@ -247,7 +249,7 @@ class Plan:
         """Return the plan's choices in words, and its peaks in one line for each tier."""
         lines = [
             f"model    {_count(self.num_parameters)} parameters, {self.num_blocks} blocks, {self.compute_dtype} compute"
-            + ("" if self.moments == "float32" else f", {self.moments} moments"),
+            + f", {self.rule.name}",
             f"step     {self.tokens_per_step} tokens = {self.num_micro_batches} micro-"
             f"batch{'es' if self.num_micro_batches > 1 else ''} of {self.micro_batch_sequences} x {self.sequence_length}",
             f"update   {self._explain_update()}; "

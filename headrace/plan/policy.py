@@ -49,9 +49,9 @@ def with_device_updates(problem: Problem, plan: Plan, machine: Ceilings) -> Plan
 
     What it takes are two chunks and temporaries on the device, and 26 bytes per parameter over the link (bfloat16) instead of
     as many over the host's memory bus. It pays where the CPU's updates limit the step and the link has time to spare.
-    Smaller moments stay on the CPU: `flow.update` lays out a chunk on the device plane by plane, and theirs are in blocks.
+    Where the rule has no figure for it, all stays on the CPU.
     """
-    if not (problem.separate_device and machine.has_device and problem.moments == "float32"):
+    if not (problem.separate_device and machine.has_device and problem.rule.device_traffic_bytes is not None):
         return plan
 
     def seconds(candidate: Plan, ceilings: Ceilings) -> float:
@@ -90,7 +90,7 @@ def with_threads(plan: Plan, machine: Ceilings) -> Plan:
     most of the time (0.01 to 0.02 s of a core per GB) and have no cores of their own.
     """
     cores = plan.compute_threads
-    enough = max(1, math.ceil(machine.update_bytes_per_second / core_update_bytes_per_second(machine, plan.moments)))
+    enough = max(1, math.ceil(machine.update_bytes_per_second / core_update_bytes_per_second(machine, plan.rule)))
     if machine.has_device:
         splits = [(cores, min(cores, threads)) for threads in (enough, cores)]
     else:

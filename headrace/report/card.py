@@ -33,6 +33,8 @@ def model_card(facts: CardFacts) -> str:
     data = ", ".join(f"`{name}`" for name in facts.data)
     moments = facts.options.get("moments", "float32")
     rule = "exact AdamW with an fp32 master" if moments == "float32" else f"AdamW with an fp32 master and {moments} moments"
+    if (optimizer := facts.options.get("optimizer", "adamw")) != "adamw":
+        rule = f"{optimizer} with an fp32 master"
     sections = [
         f"# {facts.name}",
         "",

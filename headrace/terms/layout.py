@@ -47,13 +47,12 @@ class Plane:
 class PlaneSet:
     """The planes of one compute dtype: the weights that compute uses, and the states that only the update touches.
 
-    `moments` says how AdamW's moments are kept: one of `MOMENTS`.
+    States begin with what completes the weights to their fp32 master, if they are not it; then come the rule's own.
     """
 
     compute_dtype: str
     weight: Plane
     states: tuple[Plane, ...]
-    moments: str = "float32"
 
     def state_bytes(self, num_elements: int) -> int:
         """Bytes of the planes that only the update touches, for a chunk of so many parameters, in whole pages."""
@@ -74,7 +73,7 @@ class PlaneSet:
     @property
     def block_elements(self) -> int:
         """Elements that share a number, by which every cut of a unit must be aligned: 1 where none do."""
-        return max(plane.elements_per_value for plane in self.states)
+        return max((plane.elements_per_value for plane in self.states), default=1)
 
     @property
     def parameter_alignment(self) -> int:
@@ -82,14 +81,29 @@ class PlaneSet:
         return max(PARAMETER_ALIGNMENT, self.block_elements)
 
 
+# What completes the weights of a compute dtype to their fp32 master (design section 4). bfloat16: the weight is the upper half
+# of the master, `lo` the remainder: nothing is stored twice.
+_MASTERS = {
+    "bfloat16": (Plane("hi", "uint16", 2), (Plane("lo", "int16", 2),)),
+    "float32": (Plane("w", "float32", 4), ()),
+    "float16": (Plane("w16", "float16", 2), (Plane("w", "float32", 4),)),
+}
+
+
+def planes_with(compute_dtype: str, states: tuple[Plane, ...]) -> PlaneSet:
+    """Return the planes of a compute dtype under a rule that keeps `states`.
+
+    Raises:
+        ConfigError: the compute dtype is not known.
+    """
+    if compute_dtype not in _MASTERS:
+        raise ConfigError(f"compute_dtype: {compute_dtype!r} is not one of {', '.join(_MASTERS)}")
+    weight, rest = _MASTERS[compute_dtype]
+    return PlaneSet(compute_dtype, weight, rest + states)
+
+
 _M, _V = Plane("m", "float32", 4), Plane("v", "float32", 4)
 
-# Design section 4. bfloat16: the weight is the upper half of the fp32 master, `lo` the remainder: nothing is stored twice.
-PLANE_SETS = {
-    "bfloat16": PlaneSet("bfloat16", Plane("hi", "uint16", 2), (Plane("lo", "int16", 2), _M, _V)),
-    "float32": PlaneSet("float32", Plane("w", "float32", 4), (_M, _V)),
-    "float16": PlaneSet("float16", Plane("w16", "float16", 2), (Plane("w", "float32", 4), _M, _V)),
-}
 # The planes of the moments. int8: codes, and the unit that a block's codes count (`update.rules.moments` has the code).
 _MOMENT_PLANES = {
     "float32": (_M, _V),
@@ -103,25 +117,19 @@ _MOMENT_PLANES = {
 }
 # How moments may be kept; the first is the default, and the only one that is exact AdamW.
 MOMENTS = tuple(_MOMENT_PLANES)
-_REDUCED_SETS = {
-    (name, moments): PlaneSet(name, exact.weight, exact.states[:-2] + planes, moments)
-    for name, exact in PLANE_SETS.items()
-    for moments, planes in _MOMENT_PLANES.items()
-    if moments != exact.moments
-}
+# AdamW's with float32 moments.
+PLANE_SETS = {compute_dtype: planes_with(compute_dtype, (_M, _V)) for compute_dtype in _MASTERS}
 
 
 def plane_set(compute_dtype: str, moments: str = "float32") -> PlaneSet:
-    """Return the planes of a compute dtype with moments kept as `moments`.
+    """Return AdamW's planes of a compute dtype, with moments kept as `moments`.
 
     Raises:
         ConfigError: either is not known.
     """
-    if compute_dtype not in PLANE_SETS:
-        raise ConfigError(f"compute_dtype: {compute_dtype!r} is not one of {', '.join(PLANE_SETS)}")
     if moments not in MOMENTS:
         raise ConfigError(f"moments: {moments!r} is not one of {', '.join(MOMENTS)}")
-    return PLANE_SETS[compute_dtype] if moments == "float32" else _REDUCED_SETS[compute_dtype, moments]
+    return planes_with(compute_dtype, _MOMENT_PLANES[moments])
 
 
 @dataclass(frozen=True, slots=True)

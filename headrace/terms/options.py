@@ -14,8 +14,7 @@ from headrace.terms.ceilings import Ceilings
 from headrace.terms.declared import Declared, option
 from headrace.terms.errors import ConfigError
 from headrace.terms.kinds import Either, Flag, Listed, Number, OneOf, Place, Record, Size, Text, Whole
-from headrace.terms.layout import plane_set
-from headrace.terms.optimizer import AdamW, ParameterGroup, Schedule
+from headrace.terms.optimizer import AdamW, Optimizer, ParameterGroup, Schedule, parse_optimizer
 from headrace.terms.words import DTYPE_NAMES, MOMENTS_NAMES
 
 DEFAULT_SEQUENCE_LENGTH = 2048
@@ -81,9 +80,17 @@ class Options(Declared):
         words="by `epochs`",
         plan=True,
     )
-    learning_rate: float = option(1e-5, Number(), "Of AdamW, after the warm-up.")
+    optimizer: str = option(
+        "adamw",
+        Text(),
+        "adamw, or sgd:momentum=0.9,nesterov=false.",
+        row="the rule of updates: `adamw`, or `sgd:momentum=0.9,nesterov=false` (what is left out has that value), of 8 "
+        "bytes per parameter instead of 12; fixed for a run",
+        plan=True,
+    )
+    learning_rate: float = option(1e-5, Number(), "Of the optimizer, after the warm-up.")
     weight_decay: float = option(
-        0.0, Number(), "Not applied to norms and biases.", row="of AdamW; norms and biases are not decayed"
+        0.0, Number(), "Not applied to norms and biases.", row="of the optimizer; norms and biases are not decayed"
     )
     adam_betas: tuple[float, float] = option((0.9, 0.95), Listed(Number(), 2, 2), "The two decay rates of AdamW.", cli=False)
     adam_epsilon: float = option(1e-8, Number(above=True), "The epsilon of AdamW.", cli=False)
@@ -202,7 +209,6 @@ class Options(Declared):
             )
         if self.compile_blocks and self.liger:
             raise ConfigError("compile_blocks and liger: both fuse the same operators of a block; give one of them")
-        plane_set(self.compute_dtype, self.moments)
         _ = self.rule  # refuses what is no rule of updates: betas, factors
 
     @property
@@ -211,11 +217,22 @@ class Options(Declared):
         return Budget(device=self.device_memory, host=self.host_memory, ssd=self.ssd)
 
     @property
-    def rule(self) -> AdamW:
+    def rule(self) -> Optimizer:
         """The update rule."""
-        return AdamW(
-            self.learning_rate, self.adam_betas, self.adam_epsilon, self.weight_decay, self.parameter_groups, self.moments
-        )
+        kind, own = parse_optimizer(self.optimizer)
+        common: dict[str, Any] = {
+            "lr": self.learning_rate,
+            "weight_decay": self.weight_decay,
+            "groups": self.parameter_groups,
+        }
+        if kind is AdamW:
+            return AdamW(betas=self.adam_betas, eps=self.adam_epsilon, moments=self.moments, **common)
+        for key in ("adam_betas", "adam_epsilon", "moments"):
+            if getattr(self, key) != getattr(Options, key):
+                raise ConfigError(
+                    f"{key}: {getattr(self, key)} is of AdamW's, and the optimizer is {self.optimizer}; leave it out"
+                )
+        return kind(**common, **own)
 
     @property
     def schedule(self) -> Schedule:

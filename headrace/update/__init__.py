@@ -12,6 +12,7 @@ from headrace.update.rule import (
     group_pieces,
 )
 from headrace.update.rules.adamw import AdamWRule
+from headrace.update.rules.table import rule_of
 from headrace.update.sites.device import DeviceUpdater
 from headrace.update.sites.host import Updater
 from headrace.update.split import join_master, round_to_bfloat16, split_master, widen_bfloat16
@@ -35,6 +36,7 @@ __all__ = [
     "group_pieces",
     "join_master",
     "round_to_bfloat16",
+    "rule_of",
     "split_master",
     "square_sum",
     "widen_bfloat16",

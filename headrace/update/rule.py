@@ -20,6 +20,7 @@ from torch import Tensor
 
 from headrace.terms.errors import ConfigError
 from headrace.terms.layout import GroupRange, PlaneSet
+from headrace.terms.rule import RuleFigures
 from headrace.update.loops import StateCode, coded_loop, plain_loop, summed_loop
 from headrace.update.tensors import Noise, States, update_tensors
 
@@ -119,7 +120,7 @@ def refuse_cut_blocks(planes: PlaneSet, starts: Iterable[int]) -> None:
     for start in starts:
         if start % planes.block_elements:
             raise ConfigError(
-                f"update: {planes.moments} moments come in blocks of {planes.block_elements} elements, and a range or group "
+                f"update: states come in blocks of {planes.block_elements} elements, and a range or group "
                 f"begins at element {start}; lay the unit out with that alignment"
             )
 
@@ -132,6 +133,11 @@ class UpdateRule(Protocol):
     """
 
     @property
+    def figures(self) -> RuleFigures:
+        """What those know of the rule who plan it: planes, grain, costs."""
+        ...
+
+    @property
     def planes(self) -> PlaneSet:
         """The planes that the rule reads and writes."""
         ...
@@ -139,11 +145,6 @@ class UpdateRule(Protocol):
     @property
     def sums(self) -> bool:
         """Whether `apply` can take checksums on the way."""
-        ...
-
-    @property
-    def temporary_bytes(self) -> int:
-        """The most that `apply_to_tensors` allocates at once, per element, allocator rounding aside."""
         ...
 
     def apply(
@@ -204,8 +205,8 @@ class ElementRule(ABC):
     A static method, whose file has all that it calls (or `kernels`): the key of its machine code is a digest of these.
     """
 
-    def __init__(self, planes: PlaneSet, temporary_bytes: int, code: StateCode | None = None) -> None:
-        self._planes, self._temporary_bytes, self._code = planes, temporary_bytes, code
+    def __init__(self, figures: RuleFigures, code: StateCode | None = None) -> None:
+        self._figures, self._planes, self._code = figures, figures.planes, code
 
     @abstractmethod
     def scalars(self, step: StepScalars, weight_decay: float, learning_rate_scale: float) -> tuple[float, ...]:
@@ -221,6 +222,11 @@ class ElementRule(ABC):
         """
 
     @property
+    def figures(self) -> RuleFigures:
+        """What those know of the rule who plan it."""
+        return self._figures
+
+    @property
     def planes(self) -> PlaneSet:
         """The planes that the rule reads and writes."""
         return self._planes
@@ -229,11 +235,6 @@ class ElementRule(ABC):
     def sums(self) -> bool:
         """Whether `apply` can take checksums on the way: with states that are kept as they are."""
         return self._code is None
-
-    @property
-    def temporary_bytes(self) -> int:
-        """The most that `apply_to_tensors` allocates at once, per element, allocator rounding aside."""
-        return self._temporary_bytes
 
     def apply(
         self,

@@ -46,7 +46,11 @@ def test_json_has_what_scripts_ask_for(model: Path) -> None:
 def test_moments_are_an_option(model: Path) -> None:
     words = ("plan", model, "--machine", "rtx3090-1ssd", "--tokens-per-step", 1024, "--json", "--moments")
     values = [json.loads(run(*words, moments).stdout) for moments in ("float32", "bfloat16", "int8")]
-    assert [found["plan"]["moments"] for found in values] == ["float32", "bfloat16", "int8"]
+    assert [found["plan"]["rule"]["name"] for found in values] == [
+        "AdamW",
+        "AdamW with bfloat16 moments",
+        "AdamW with int8 moments",
+    ]
     written = [found["ssd_bytes_written_per_step"] / found["parameters"] for found in values]
     assert written[0] > 12 > written[1] > 8 > written[2] > 6
     refused = run(*words[:-2], "--moments", "int4")
@@ -61,7 +65,7 @@ def test_what_train_calls_dtypes_and_moments_plan_does_too(model: Path) -> None:
         assert found["plan"]["compute_dtype"] == name
     for short, name in MOMENTS_NAMES.items():
         found = json.loads(run(*words, "--moments", short).stdout)
-        assert found["plan"]["moments"] == name
+        assert found["plan"]["rule"]["name"] == ("AdamW" if name == "float32" else f"AdamW with {name} moments")
 
 
 def test_a_profile_that_is_kept_is_this_machines(model: Path, tmp_path: Path) -> None:

@@ -15,7 +15,9 @@ from headrace.answers.explain import explain, explain_outcome
 from headrace.answers.outcome import outcome_of
 from headrace.answers.report import PlanReport
 from headrace.plan.profiles import load_profile
+from headrace.terms.optimizer import AdamW
 from headrace.terms.options import Options
+from headrace.update import rule_of
 
 
 @pytest.fixture(scope="module")
@@ -106,9 +108,9 @@ def test_the_report_of_a_plan_is_the_one_it_came_with(report: PlanReport) -> Non
 
 def test_a_run_with_smaller_moments_says_so_as_its_plan_does(report: PlanReport) -> None:
     assert report.plan is not None
-    plan = replace(report.plan, moments="int8")
+    plan = replace(report.plan, rule=rule_of(AdamW(moments="int8"), "bfloat16").figures)
     again = report_of(plan, load_profile("rtx4090-1ssd"), model=report.model, ssd_allowed_bytes=None, num_steps=10)
-    assert again.to_json()["moments"] == "int8"
+    assert again.to_json()["rule"] == "AdamW with int8 moments"
     assert "int8 moments" in explain(again)
 
 

@@ -16,7 +16,7 @@ from headrace.engine.trainer import Engine
 from headrace.plan.plan import Plan
 from headrace.store import read_manifest
 from headrace.terms.errors import InputError
-from headrace.terms.layout import MOMENTS
+from headrace.terms.layout import MOMENTS, plane_set
 
 ROWS, LENGTH, STEPS = 4, 24, 3
 # Weight decay on matrices only: two groups, whose border must not cut a block of the moments.
@@ -107,12 +107,14 @@ def test_resumed_and_rolled_back_runs_end_with_the_same_bits(
     with Engine.resume(tmp_path / "run") as engine:
         assert engine.options.moments == "int8"
         assert engine.plan is not None
-        assert engine.plan.moments == "int8"
+        assert engine.plan.rule.name == "AdamW with int8 moments"
         assert "int8 moments" in engine.plan.explain()
         got += steps(engine, 2, STEPS)
         check_same(exported(engine, tmp_path / "out"), weights, "resumed")
     assert got == losses
-    assert read_manifest(tmp_path / "run").planes.moments == "int8"
+    states = read_manifest(tmp_path / "run").units[0].family("states")
+    assert states is not None
+    assert states.planes == plane_set("bfloat16", "int8").states
 
 
 @pytest.mark.deep

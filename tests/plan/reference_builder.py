@@ -10,7 +10,6 @@ from dataclasses import dataclass, fields, replace
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-from headrace.plan.memory import DEVICE_UPDATE_TRAFFIC_BYTES
 from headrace.plan.plan import Plan
 from headrace.terms.program import Lane, Program, Verb
 
@@ -513,7 +512,7 @@ class _Builder:
             if self.is_updated_on_device(unit, chunk):
                 reader, update = self.update_on_device(stop - start, own, work)
             else:
-                traffic = 2 * plan.planes.num_bytes(stop - start) + (stop - start) * plan.gradient_bytes_per_element
+                traffic = plan.rule.traffic_bytes(stop - start, plan.gradient_bytes_per_element)
                 reader = update = self.emit(Verb.UPDATE, Lane.UPDATE, own, bytes=traffic, **work)
             readers.append(reader)
             updates.append(update)
@@ -551,7 +550,7 @@ class _Builder:
         common = {**common, "device_state_slot": slot}
         back_bytes = plan.planes.num_bytes(num_elements)
         there_bytes = back_bytes + num_elements * plan.gradient_bytes_per_element
-        traffic = num_elements * DEVICE_UPDATE_TRAFFIC_BYTES[plan.compute_dtype]
+        traffic = num_elements * (plan.rule.device_traffic_bytes or 0)
         after = [*after, *self.device_state_busy[slot]]
         there = self.emit(Verb.STATES_TO_DEVICE, Lane.HOST_TO_DEVICE, after, bytes=there_bytes, **common)
         update = self.emit(Verb.UPDATE, Lane.DEVICE_UPDATE, [there], bytes=traffic, **common)

@@ -3,6 +3,8 @@
 from typing import Any
 
 from headrace.plan.plan import Plan, Unit
+from headrace.terms.optimizer import AdamW
+from headrace.update import rule_of
 
 
 def small_plan(num_blocks: int = 4, **changes: Any) -> Plan:
@@ -43,5 +45,6 @@ def small_plan(num_blocks: int = 4, **changes: Any) -> Plan:
         "epilogue_flops": 1e6,
     }
     values.update(changes)
+    values.setdefault("rule", rule_of(AdamW(moments=values.pop("moments", "float32")), values["compute_dtype"]).figures)
     values.setdefault("late_units", tuple(range(units)) if values["update_policy"] == "deferred" else ())
     return Plan(**values)

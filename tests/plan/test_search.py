@@ -18,7 +18,9 @@ from headrace.terms.ceilings import Ceilings, Drive
 from headrace.terms.costs import BlockCosts, ModelCosts, OperatorCosts
 from headrace.terms.errors import InputError, PlanInfeasible
 from headrace.terms.layout import lay_out
+from headrace.terms.optimizer import AdamW
 from headrace.terms.sizes import GIB, MIB
+from headrace.update import rule_of
 
 WIDTH, BLOCKS, LENGTH = 512, 4, 256
 # What the footprint adds for libraries, so that the budgets below are those of buffers and tensors.
@@ -70,6 +72,7 @@ def problem(host_bytes: int, *, device_bytes: int | None = None, clip: bool = Fa
     return Problem(
         layouts=layouts(),
         costs_of=costs_of,
+        rule=rule_of(AdamW(), "bfloat16").figures,
         workload=Workload(tokens_per_step=rows * LENGTH, sequence_length=LENGTH, clip=clip),
         allowance=Allowance(host_bytes=host_bytes + LIBRARIES, device_bytes=device_bytes, runtime_bytes=10 * MIB, cores=2),
     )
@@ -365,7 +368,8 @@ def test_compute_and_updates_get_cores_of_their_own_where_sharing_costs_more() -
 
 def test_smaller_moments_get_the_cores_that_their_arithmetic_asks_for() -> None:
     """One core moves what the memory lets all move with float32 moments, eight do with those of 8 bits."""
-    made = replace(problem(400 * MIB), moments="int8", allowance=replace(problem(400 * MIB).allowance, cores=32))
+    eight_bits = rule_of(AdamW(moments="int8"), "bfloat16").figures
+    made = replace(problem(400 * MIB), rule=eight_bits, allowance=replace(problem(400 * MIB).allowance, cores=32))
     slow = {"compute": {"update": 0.2}, "update": {"compute": 0.2}}
     drives = {"read": 20e9, "write": 20e9, "mixed": 40e9}
     plan = make_plan(made, replace(machine(made, flops=2e12, **drives), cores=32, slowdowns=slow, **cores(1e9)))

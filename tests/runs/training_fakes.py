@@ -18,7 +18,9 @@ from headrace.report import Reporter
 from headrace.runs import Engines
 from headrace.runs.protocols import StateKind
 from headrace.terms.events import Committed, Event, Notice, OpDone, Planned, StepResult
+from headrace.terms.optimizer import AdamW
 from headrace.terms.options import Options
+from headrace.update import rule_of
 
 
 def write_model(directory: Path, **config: object) -> Path:
@@ -45,6 +47,7 @@ def write_data(path: Path, samples: int = 40) -> Path:
 def fake_plan() -> Plan:
     """A plan that the forecast can simulate: two blocks, all in host memory."""
     return Plan(
+        rule=rule_of(AdamW(), "bfloat16").figures,
         compute_dtype="bfloat16",
         gradient_dtype="bfloat16",
         separate_device=False,

@@ -1,16 +1,12 @@
 """The rule on tensors: the bits of the compiled loops, in bounded memory."""
 
-import weakref
-
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from update_planes import COMPUTE_DTYPES, STEP, adamw, as_array, as_tensor, gradient_of, ordinary, same_planes, wild
 
-from headrace.plan.memory import DEVICE_UPDATE_TEMPORARY_BYTES, DEVICE_UPDATE_TRAFFIC_BYTES
 from headrace.terms.errors import ConfigError
 from headrace.terms.layout import GroupRange
+from headrace.testing.rule_contract import StorageMeter, TrafficMeter
 from headrace.update import GRADIENT_DTYPES, DeviceUpdater, Updater
 
 NUM_ELEMENTS = 10_000
@@ -71,29 +67,6 @@ def test_a_range_in_the_middle_of_a_unit():
     assert all(torch.equal(a, b) for a, b in zip(whole[1], part[1], strict=True))
 
 
-class StorageMeter(TorchDispatchMode):
-    """Counts the bytes of the storages that operations create, for as long as each lives."""
-
-    def __init__(self, known):
-        super().__init__()
-        self.seen = {tensor.untyped_storage()._cdata for tensor in known}
-        self.live_bytes = self.peak_bytes = 0
-
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        result = operation(*args, **(kwargs or {}))
-        if isinstance(result, torch.Tensor) and result.untyped_storage()._cdata not in self.seen:
-            storage = result.untyped_storage()
-            self.seen.add(storage._cdata)
-            self.live_bytes += storage.nbytes()
-            self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-            weakref.finalize(storage, self._freed, storage._cdata, storage.nbytes())
-        return result
-
-    def _freed(self, key, num_bytes):
-        self.seen.discard(key)
-        self.live_bytes -= num_bytes
-
-
 @pytest.mark.parametrize("gradient_dtype", GRADIENT_DTYPES)
 @pytest.mark.parametrize("compute_dtype", COMPUTE_DTYPES)
 def test_temporaries_stay_below_what_is_promised(compute_dtype, gradient_dtype):
@@ -106,19 +79,6 @@ def test_temporaries_stay_below_what_is_promised(compute_dtype, gradient_dtype):
     assert meter.live_bytes == 0
 
 
-class TrafficMeter(TorchDispatchMode):
-    """Counts the bytes that operations read and write; views move nothing."""
-
-    num_bytes = 0
-
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        result = operation(*args, **(kwargs or {}))
-        if not operation.is_view:
-            tensors = [each for each in tree_leaves((args, kwargs, result)) if isinstance(each, torch.Tensor)]
-            self.num_bytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        return result
-
-
 @pytest.mark.parametrize("compute_dtype", COMPUTE_DTYPES)
 def test_the_plan_counts_what_an_update_on_the_device_takes(compute_dtype):
     weight, states = on_device(ordinary(4096, 0, compute_dtype))
@@ -126,8 +86,8 @@ def test_the_plan_counts_what_an_update_on_the_device_takes(compute_dtype):
     updater = DeviceUpdater(adamw(compute_dtype), piece_elements=4096)
     with TrafficMeter() as meter:
         updater.update_range(weight, states, gradient, STEP, (GroupRange(0, 4096, 1.0, 0.1),), 0, 4096)
-    assert meter.num_bytes == 4096 * DEVICE_UPDATE_TRAFFIC_BYTES[compute_dtype]
-    assert updater.temporary_bytes == 4096 * DEVICE_UPDATE_TEMPORARY_BYTES
+    assert meter.num_bytes == 4096 * updater.rule.figures.device_traffic_bytes
+    assert updater.temporary_bytes == 4096 * updater.rule.figures.temporary_bytes
 
 
 def test_tensors_that_do_not_fit_are_refused():

@@ -5,7 +5,6 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from test_device_updater import StorageMeter
 from update_planes import (
     COMPUTE_DTYPES,
     STEP,
@@ -23,6 +22,7 @@ from update_planes import (
 from headrace.machine.jit import compiled
 from headrace.terms.errors import ConfigError
 from headrace.terms.layout import MOMENT_BLOCK_ELEMENTS, MOMENTS, UNIT_ALIGNMENT, GroupRange, chunk_ranges, plane_set
+from headrace.testing.rule_contract import StorageMeter
 from headrace.update import GRADIENT_DTYPES, DeviceUpdater, Updater
 from headrace.update.rule import noise_key
 from headrace.update.rules.moments import MOMENT_CODES

@@ -34,7 +34,7 @@ class DeviceUpdater:
     @property
     def temporary_bytes(self) -> int:
         """The most device memory that `update_range` allocates at once, allocator rounding aside."""
-        return self.piece_elements * self.rule.temporary_bytes
+        return self.piece_elements * self.rule.figures.temporary_bytes
 
     def update_range(
         self,

@@ -9,6 +9,8 @@ from headrace.report.lanes import LanesFile
 from headrace.report.metrics import MetricsFile
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.events import OpDone, StepResult
+from headrace.terms.optimizer import AdamW
+from headrace.update import rule_of
 
 NUM_BLOCKS = 2
 
@@ -58,7 +60,7 @@ def made_plan(**changes: Any) -> Plan:
         },
         "allowed_bytes": {"device": 8 << 20, "host": 512 << 20},
     }
-    return Plan(**(values | changes))
+    return Plan(rule=rule_of(AdamW(), "bfloat16").figures, **(values | changes))
 
 
 def made_machine(**changes: Any) -> Ceilings:

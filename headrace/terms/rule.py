@@ -1,0 +1,56 @@
+"""What plans, layouts and the store know of an update rule: its planes, how it may be cut, what it costs. A value."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from headrace.terms.layout import Plane, PlaneSet
+
+
+class Grain(StrEnum):
+    """The smallest piece of a unit that a rule can update alone: chunks are cut between such pieces."""
+
+    ELEMENT = "element"  # cuts anywhere, but for blocks of elements that share a number (`PlaneSet.block_elements`)
+    ROWS = "rows"  # whole rows of a matrix: factored second moments
+    MATRIX = "matrix"  # whole parameters: orthogonalised momentum
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RuleFigures:
+    """What an update rule is to those who plan it.
+
+    Attributes:
+        name: for people, and to tell rules apart whose planes differ.
+        planes: the weights that compute uses, the rest of their master, and the states that the rule keeps.
+        grain: where a unit may be cut.
+        flops_per_element: floating-point operations of one element's update.
+        core_rate: bytes per second of a core, in parts of what a profile has measured: AdamW's loop with float32 moments.
+            Below 1 where arithmetic, not memory, takes the time (bench/kernel.py).
+        temporary_bytes: the most that an update on a device allocates at once, per element of the piece it works on.
+        device_traffic_bytes: what torch's kernels read and write of device memory, per element; None: only the host updates.
+    """
+
+    name: str
+    planes: PlaneSet
+    grain: Grain = Grain.ELEMENT
+    flops_per_element: float
+    core_rate: float = 1.0
+    temporary_bytes: int
+    device_traffic_bytes: int | None = None
+
+    def traffic_bytes(self, num_elements: int, gradient_bytes_per_element: int) -> int:
+        """Return what the host's update of so many elements reads and writes of memory: planes both ways, gradients once."""
+        return 2 * self.planes.num_bytes(num_elements) + num_elements * gradient_bytes_per_element
+
+    def flops(self, num_elements: int) -> float:
+        """Return the floating-point operations of an update of so many elements."""
+        return self.flops_per_element * num_elements
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> "RuleFigures":
+        """Return the value that `dataclasses.asdict` made these JSON values of."""
+        planes = values["planes"]
+        states = tuple(Plane(**plane) for plane in planes["states"])
+        found = PlaneSet(planes["compute_dtype"], Plane(**planes["weight"]), states)
+        return cls(**{**values, "planes": found, "grain": Grain(values["grain"])})

@@ -1,0 +1,76 @@
+"""Stochastic gradient descent with momentum (Sutskever et al. 2013), as `torch.optim.SGD` defines it, in fp32.
+
+Decay is added to the gradient; the buffer is the sum of gradients, each step of the past weighted by the momentum once more;
+with `nesterov` the step looks one momentum ahead. Buffers start at zero, so the first one is the gradient, as in torch.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headrace.terms.layout import Plane, planes_with
+from headrace.terms.optimizer import SGD
+from headrace.terms.rule import RuleFigures
+from headrace.update.loops import inlined
+from headrace.update.rule import ElementRule, StepScalars
+from headrace.update.tensors import States
+
+_BUFFER = Plane("momentum", "float32", 4)
+# Per element: what torch's kernels read and write on a device, and the most that they allocate at once. Tests count both.
+_DEVICE_TRAFFIC_BYTES = {"bfloat16": 196, "float32": 98, "float16": 110}
+_NESTEROV_TRAFFIC_BYTES = 20
+_TEMPORARY_BYTES = 26
+
+
+@inlined
+def _element(p: Any, gradient: Any, states: Any, scalars: Any) -> Any:
+    """Return weight and momentum buffer of an element after an update by `gradient`."""
+    (buffer,) = states
+    scale, decay, momentum, ahead, rate = scalars
+    g = gradient * scale + p * decay
+    buffer_new = buffer * momentum + g
+    step = g + buffer_new * momentum if ahead != 0 else buffer_new
+    return p - step * rate, (buffer_new,)
+
+
+class SGDRule(ElementRule):
+    """SGD with momentum over the planes of one compute dtype: 18 bytes per element with a 2-byte gradient, 16-bit compute.
+
+    Raises:
+        ConfigError: there is no such compute dtype.
+    """
+
+    element = staticmethod(_element)
+
+    def __init__(self, optimizer: SGD, compute_dtype: str) -> None:
+        planes = planes_with(compute_dtype, (_BUFFER,))
+        ahead = _NESTEROV_TRAFFIC_BYTES if optimizer.nesterov else 0
+        super().__init__(
+            RuleFigures(
+                name="SGD with Nesterov's momentum" if optimizer.nesterov else "SGD",
+                planes=planes,
+                flops_per_element=9,
+                temporary_bytes=_TEMPORARY_BYTES,
+                device_traffic_bytes=_DEVICE_TRAFFIC_BYTES[compute_dtype] + ahead,
+            )
+        )
+        self._optimizer = optimizer
+
+    def scalars(self, step: StepScalars, weight_decay: float, learning_rate_scale: float) -> tuple[float, ...]:
+        """Return scale, decay and so on, as `_element` names them."""
+        ahead = 1.0 if self._optimizer.nesterov else 0.0
+        rate = step.learning_rate * learning_rate_scale
+        return step.gradient_scale, weight_decay, self._optimizer.momentum, ahead, rate
+
+    def on_tensors(
+        self, p: Tensor, gradient: Tensor, states: Sequence[Tensor], scalars: tuple[float, ...]
+    ) -> tuple[Tensor, States]:
+        """Return the new fp32 weights and buffer: `_element` on tensors."""
+        (buffer,) = states
+        scale, decay, momentum, ahead, rate = scalars
+        g = gradient.to(torch.float32) * scale + p * decay
+        buffer = buffer * momentum + g
+        step = g + buffer * momentum if ahead else buffer
+        return p - step * rate, (buffer,)

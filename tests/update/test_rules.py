@@ -1,0 +1,81 @@
+"""Each rule keeps the contract of rules."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from headrace.terms.errors import ConfigError
+from headrace.terms.optimizer import SGD, AdamW, Optimizer
+from headrace.testing.rule_contract import LEARNING_RATE, WEIGHT_DECAY, RuleContract
+from headrace.update import StepScalars, rule_of
+
+
+class TestAdamW(RuleContract):
+    optimizer = AdamW(betas=(0.9, 0.95), eps=1e-8)
+
+    def reference(self, parameter: torch.nn.Parameter) -> torch.optim.Optimizer:
+        options: dict[str, Any] = {"lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY, "foreach": False}
+        return torch.optim.AdamW([parameter], betas=(0.9, 0.95), eps=1e-8, **options)
+
+
+class TestAdamWWithSmallMoments(TestAdamW):
+    optimizer = AdamW(betas=(0.9, 0.95), eps=1e-8, moments="int8")
+    tolerance = 1e-2  # rounded at random; a step is a thousandth
+
+
+class TestSGD(RuleContract):
+    optimizer = SGD(momentum=0.9)
+
+    def reference(self, parameter: torch.nn.Parameter) -> torch.optim.Optimizer:
+        options: dict[str, Any] = {"lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY, "foreach": False}
+        return torch.optim.SGD([parameter], momentum=0.9, nesterov=self.optimizer.nesterov, **options)
+
+
+class TestNesterov(TestSGD):
+    optimizer = SGD(momentum=0.9, nesterov=True)
+
+
+def test_the_first_step_of_sgd_is_the_gradient_and_the_next_has_momentum() -> None:
+    """In numbers that need no rounding: the decay is added to the gradient, and only then comes the rate."""
+    rule = rule_of(SGD(momentum=0.5), "float32")
+    weight, buffer = np.full(4, 1.0, np.float32), np.zeros(4, np.float32)
+    gradient = np.full(4, 2.0, np.float32)
+    for update, expected_buffer, expected in ((1, 2.5, 0.375), (2, 3.4375, -0.484375)):
+        rule.apply(weight, (buffer,), gradient, StepScalars(learning_rate=0.25, update=update), 0.5, 1.0)
+        assert (buffer[0], weight[0]) == (expected_buffer, expected)
+
+
+def test_sgd_takes_eight_bytes_of_a_parameter_and_adamw_twelve() -> None:
+    sizes = {type(o).__name__: rule_of(o, "bfloat16").planes.num_bytes(1 << 20) >> 20 for o in (SGD(), AdamW())}
+    assert sizes == {"SGD": 8, "AdamW": 12}
+
+
+@pytest.mark.parametrize("momentum", [0.0, 1.0, -0.5, float("nan")])
+def test_a_momentum_that_cannot_be_is_refused(momentum: float) -> None:
+    with pytest.raises(ConfigError, match="momentum: expected a number inside"):
+        SGD(momentum=momentum)
+
+
+def test_an_optimizer_that_is_no_rule_is_refused() -> None:
+    with pytest.raises(ConfigError, match="is none of the rules AdamW, SGD"):
+        rule_of(Optimizer(), "bfloat16")
+    with pytest.raises(ConfigError, match="'int4' is not one of bfloat16"):
+        rule_of(SGD(), "int4")
+
+
+def test_what_breaks_the_contract_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A form on tensors that differs in one operation, costs that are not what it takes, a forgotten scalar."""
+    suite, kind = TestSGD(), type(rule_of(SGD(), "float32"))
+    whole = kind.on_tensors
+
+    def without_decay(self: Any, p: Any, gradient: Any, states: Any, scalars: Any) -> Any:
+        return whole(self, p, gradient, states, (scalars[0], 0.0, *scalars[2:]))
+
+    monkeypatch.setattr(kind, "on_tensors", without_decay)
+    with pytest.raises(AssertionError, match="SGD"):
+        suite.test_the_form_on_tensors_has_the_bits_of_the_compiled_loops()
+    monkeypatch.setattr(kind, "scalars", lambda self, step, decay, scale: (1.0, 0.0, 0.9, 0.0, step.learning_rate))
+    with pytest.raises(AssertionError):
+        suite.test_it_follows_its_reference()
