@@ -6,14 +6,17 @@ in another model's and a plan would be printed for that one.
 
 import json
 import re
+import threading
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig
 
+from headrace.files.model_directory import why_no_model
 from headrace.model import text_part
 from headrace.terms.errors import ConfigError, ModelError
 
+_HUB_SECONDS = 2.0
 _HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+$")
 # Names as transformers' own; each architecture's `attribute_map` says what its files call them.
 _NEEDED = ("hidden_size", "num_hidden_layers", "vocab_size")
@@ -62,9 +65,9 @@ def position_limit(config: Any) -> int | None:
 
 def _config_file(model: str | Path) -> Path:
     path = Path(model)
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise ModelError(f"model: {path} has no config.json; give a Hugging Face model directory, or its config.json")
+    if path.is_dir() or path.is_symlink():
+        if reason := why_no_model(path):
+            raise ModelError(f"model: {path} {reason}")
         return path / "config.json"
     if path.is_file():
         return path
@@ -74,8 +77,16 @@ def _config_file(model: str | Path) -> Path:
 
 
 def _from_hub(name: str) -> Path:
-    from huggingface_hub import hf_hub_download  # late: most plans are for what lies here
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache  # late: most plans are for what lies here
 
+    kept = try_to_load_from_cache(name, "config.json")
+    if isinstance(kept, str):
+        return Path(kept)
+    if not _answers(name):
+        raise ModelError(
+            f"model: {name} is no directory here, and the Hub did not answer within {_HUB_SECONDS:g} seconds; "
+            "give a local model directory or config.json"
+        )
     try:
         return Path(hf_hub_download(name, "config.json"))
     except Exception as error:  # no network, no such model, no access: the Hub's library has a kind for each
@@ -85,6 +96,30 @@ def _from_hub(name: str) -> Path:
             f"({type(error).__name__}: {reason[0] if reason else 'no reason given'}); "
             "give a local model directory or config.json"
         ) from error
+
+
+def _answers(name: str) -> bool:
+    """Return whether the Hub says anything at all of a model, soon: its own library tries for a minute where nothing does."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+
+    answered: list[bool] = []
+
+    def ask() -> None:
+        try:
+            get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=_HUB_SECONDS)
+            answered.append(True)
+        except OfflineModeIsEnabled:
+            answered.append(False)
+        except HfHubHTTPError as error:  # no such model, no access: an answer, which the download will put into words
+            answered.append(error.response is not None)
+        except Exception:  # whatever the libraries below raise for a network that is not there
+            answered.append(False)
+
+    asking = threading.Thread(target=ask, daemon=True)  # names are looked up without a limit of time
+    asking.start()
+    asking.join(_HUB_SECONDS)
+    return bool(answered and answered[0])
 
 
 def _read_json(path: Path) -> dict[str, Any]:

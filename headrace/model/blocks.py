@@ -26,9 +26,14 @@ def check_architecture(config: Any) -> None:
     """Refuse configurations that do not describe a plain causal language model of transformers.
 
     Raises:
-        ModelError: encoder-decoder, remote code, quantised weights, layer dropping, or no causal language model class.
+        ModelError: no layers, encoder-decoder, remote code, quantised weights, layer dropping, or no causal language model
+            class.
     """
     name = f"{type(config).__name__} (model_type {getattr(config, 'model_type', None)!r})"
+    for key in ("num_hidden_layers", "hidden_size", "vocab_size"):
+        if isinstance(size := getattr(config.get_text_config(), key, None), int) and size < 1:
+            written = dict(getattr(config, "attribute_map", {})).get(key, key)
+            raise ModelError(f"{name}: {written} is {size} in its configuration; it must be at least 1")
     if getattr(config, "is_encoder_decoder", False):
         raise ModelError(f"{name} is an encoder-decoder model; only decoder-only causal language models can be fine-tuned")
     if (text := config.get_text_config()) is not config:

@@ -12,9 +12,10 @@ from typing import Any
 import transformers
 from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer
 
+from headrace.files.model_directory import why_no_model, why_unreachable
 from headrace.model.safetensors_file import StoredTensor, read_header
 from headrace.model.text_part import text_part
-from headrace.terms.errors import ModelError
+from headrace.terms.errors import ModelError, in_one_line
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -46,16 +47,15 @@ class Checkpoint:
                 truncated; the message names the file, the bytes expected and found.
         """
         directory = Path(directory)
-        if not directory.is_dir():
-            raise ModelError(
-                f"model {str(directory)!r}: no such directory; give a local model directory, nothing is downloaded"
-            )
+        if reason := why_no_model(directory):
+            raise ModelError(f"model {str(directory)!r}: {reason}")
         config = _read_config(directory)
         tensors: dict[str, StoredTensor] = {}
         index = _read_index(directory)
         for name in dict.fromkeys(index.values()) if index else [_SINGLE]:
             if not (directory / name).is_file():
-                raise ModelError(f"{directory}: weight file {name}, named in {_INDEX}, is missing; fetch it again")
+                reason = why_unreachable(directory / name).split(";")[0].replace("no such directory", "missing")
+                raise ModelError(f"{directory}: weight file {name}, named in {_INDEX}, is {reason}; fetch it again")
             tensors.update(read_header(directory / name))
         missing = sorted(set(index) - set(tensors))
         if missing:
@@ -69,8 +69,6 @@ class Checkpoint:
 
 
 def _read_config(directory: Path) -> Any:
-    if not (directory / "config.json").is_file():
-        raise ModelError(f"{directory}: no config.json; expected a Hugging Face model directory")
     try:
         return AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises many kinds for what a file may hold
@@ -88,7 +86,7 @@ def _refusal(directory: Path, error: Exception) -> str:
             f"model_type {model_type!r} is unknown to transformers {transformers.__version__}; the model may need a newer "
             "transformers, or code of its own, which is never run"
         )
-    return f"transformers does not accept it: {error}"
+    return f"transformers does not accept it: {in_one_line(error)}"
 
 
 def _read_index(directory: Path) -> dict[str, str]:

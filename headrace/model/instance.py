@@ -10,7 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from headrace.model.batch import MicroBatch
-from headrace.terms.errors import ModelError, in_one_line
+from headrace.model.words import why_not_built
+from headrace.terms.errors import ModelError
 
 # Two samples of unequal length, longer than the tiny sliding window, so that windows and packing are seen.
 LENGTHS = (13, 10)
@@ -27,7 +28,7 @@ def tiny_model(config_class: type, key: str) -> Any:
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
         except Exception as error:  # whatever the architecture's own code raises for sizes it cannot have
             raise ModelError(
-                f"{config_class.__name__}: cannot build a tiny instance for checking: {in_one_line(error)}"
+                f"{config_class.__name__}: cannot build a tiny instance for checking: {why_not_built(values, error)}"
             ) from error
         with torch.no_grad():
             for parameter in model.parameters():  # away from the initial values: near those, mistakes are invisible

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from headrace.files.model_directory import is_lfs_pointer
 from headrace.terms.errors import ModelError
 from headrace.terms.sizes import MIB, format_bytes
 
@@ -57,6 +58,8 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         with path.open("rb") as file:
             header_bytes = int.from_bytes(file.read(8), "little")
             if found_bytes < 8 or header_bytes > min(found_bytes - 8, _LARGEST_HEADER_BYTES):
+                if is_lfs_pointer(path):
+                    raise ModelError(f"{path}: a git-lfs pointer, not the weights; fetch them with `git lfs pull`")
                 raise ModelError(
                     f"{path}: expected a safetensors file, found {found_bytes} bytes that begin with a header length of "
                     f"{header_bytes}; the file is truncated or of another kind: fetch it again"

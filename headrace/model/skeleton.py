@@ -16,7 +16,8 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from headrace.model.blocks import check_architecture
-from headrace.terms.errors import ModelError, in_one_line
+from headrace.model.words import why_not_built
+from headrace.terms.errors import ModelError
 
 # A large uninitialised tensor is a weight, not a table, and so is a large one of three dimensions (experts): made on meta at
 # once. Without this, constructing Llama 4 Scout writes 200 GB of zeros, one block at a time (141 s measured).
@@ -77,7 +78,9 @@ def build_whole(model_class: type[PreTrainedModel], config: Any) -> Any:
         try:
             return model_class(copy.deepcopy(config))
         except Exception as error:  # whatever a broken configuration or a missing library triggers
-            raise ModelError(f"{model_class.__name__}: transformers cannot build the model: {in_one_line(error)}") from error
+            raise ModelError(
+                f"{model_class.__name__}: transformers cannot build the model: {why_not_built(config.to_dict(), error)}"
+            ) from error
 
 
 @contextmanager
@@ -95,9 +98,13 @@ def _from_config(config: Any, dtype: torch.dtype) -> Any:
         return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False)
     except ValueError as error:
         if "scaled_dot_product_attention" not in str(error):
-            raise ModelError(f"{type(config).__name__}: transformers cannot build the model: {in_one_line(error)}") from error
+            raise ModelError(
+                f"{type(config).__name__}: transformers cannot build the model: {why_not_built(config.to_dict(), error)}"
+            ) from error
     except Exception as error:  # whatever a broken configuration triggers inside the architecture's own code
-        raise ModelError(f"{type(config).__name__}: transformers cannot build the model: {in_one_line(error)}") from error
+        raise ModelError(
+            f"{type(config).__name__}: transformers cannot build the model: {why_not_built(config.to_dict(), error)}"
+        ) from error
     return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager", trust_remote_code=False)
 
 
