@@ -67,7 +67,13 @@ class Chain:
         self._packing_limit = traits.packing_limit
         self.packing_reason = traits.packing_reason
         collect = bool(getattr(config, "output_router_logits", False))
-        self._runner = Runner(skeleton, blocks.modules, tuple_length=traits.tuple_length, collect_asides=collect)
+        self._runner = Runner(
+            skeleton,
+            blocks.modules,
+            tuple_length=traits.tuple_length,
+            collect_asides=collect,
+            packs_by_masks=traits.packs_by_masks,
+        )
         self.collects_asides = self._runner.collects_asides
         self._attached: WeightMap | None = None
         self._binding = Binding(skeleton, self.layouts, self.dtype)
@@ -108,6 +114,11 @@ class Chain:
     def packs(self, length: int) -> bool:
         """Return whether several samples may share a row of `length` tokens: they do not see one another."""
         return self._packing_limit is None or length < self._packing_limit
+
+    @property
+    def packs_by_masks(self) -> bool:
+        """Whether packed rows get masks of their own: the model makes none from positions."""
+        return self._runner.packs_by_masks
 
     def bind(self, unit: int, flat: torch.Tensor, gradient_sink: GradientSink | None) -> None:
         """Make the parameters of `unit` views of `flat` (1-D, compute dtype). See `Binding.bind`."""

@@ -29,7 +29,8 @@ class Traits:
     """What trying told: what a block returns, which parameters come after the blocks only, whether samples can be packed.
 
     `blocks_name` is the dotted name of the list of blocks. Samples can be packed into rows of fewer than `packing_limit` tokens
-    (None: of any number, 0: not at all); `packing_reason` says why not into longer ones.
+    (None: of any number, 0: not at all); `packing_reason` says why not into longer ones. With `packs_by_masks` masks keep them
+    apart that the model does not make from positions by itself.
     """
 
     blocks_name: str
@@ -37,6 +38,7 @@ class Traits:
     epilogue_names: frozenset[str]
     packing_limit: int | None
     packing_reason: str
+    packs_by_masks: bool = False
 
 
 def probe(config: Any) -> Traits:
@@ -152,9 +154,16 @@ def _without_asides(model: Any) -> dict[str, Any]:
 def _probe(config_class: type, key: str) -> Traits:
     runner = tiny_runner(config_class, key)
     _check_causal(runner)
-    reason = _check_packing(runner)
+    reason, by_masks = _check_packing(runner), False
+    if reason:
+        runner.packs_by_masks = True
+        by_masks = not _check_packing(runner)
+        runner.packs_by_masks = False
     names = frozenset(_epilogue_names(runner))
-    return Traits(find_blocks(runner.model).name, runner.tuple_length, names, 0 if reason else None, reason)
+    limit = 0 if reason and not by_masks else None
+    return Traits(
+        find_blocks(runner.model).name, runner.tuple_length, names, limit, "" if by_masks else reason, packs_by_masks=by_masks
+    )
 
 
 def _epilogue_names(runner: Runner) -> set[str]:
@@ -206,8 +215,8 @@ def _check_packing(runner: Runner) -> str:
     positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
     try:
         packed = _run_blocks(runner, MicroBatch(ids, ids, None, positions))
-    except (TypeError, ValueError, RuntimeError, IndexError) as error:
-        return f"positions cannot be given: {error}"
+    except Exception as error:  # the architecture's own code, on positions and masks that it may not take
+        return f"positions cannot be given: {in_one_line(error)}"
     alone = torch.cat([_run_blocks(runner, MicroBatch(one.input_ids, one.labels)) for one in samples], dim=1)
     difference = float((packed - alone).abs().max())
     if difference > 1e-4 * float(alone.abs().max()):

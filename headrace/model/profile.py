@@ -140,6 +140,8 @@ def _profile(
     ids = torch.zeros((sequences, length), dtype=torch.int64, device=chain.device)
     # Rows of models that cannot pack are padded. Of fake tensors nobody can see that they hide nothing, so this makes a mask.
     batch = MicroBatch(ids, ids, None if chain.packs(length) else torch.ones_like(ids))
+    if chain.packs(length) and chain.packs_by_masks:
+        batch = replace(batch, position_ids=torch.arange(length, device=chain.device).expand(sequences, length).contiguous())
     flats = {
         unit: torch.zeros(chain.layouts[unit].num_elements, dtype=chain.dtype, device=chain.device)
         for unit in _residents(chain)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers.masking_utils import create_masks_for_generate
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from headrace.model.batch import IGNORED, BlockResult, MicroBatch, PrologueResult
@@ -47,15 +48,23 @@ class Runner:
     """Runs the parts of `model`, whose repeated blocks are `blocks`, in any order.
 
     `tuple_length` says what a block returns (see `Taps`). With `collect_asides` the router logits of each block are caught.
+    With `packs_by_masks` rows of several samples get masks that keep these apart, for models that make none from positions.
     `run_block` may be replaced by another way to run a block that computes the same.
     """
 
     def __init__(
-        self, model: Any, blocks: Sequence[nn.Module], *, tuple_length: int | None, collect_asides: bool = False
+        self,
+        model: Any,
+        blocks: Sequence[nn.Module],
+        *,
+        tuple_length: int | None,
+        collect_asides: bool = False,
+        packs_by_masks: bool = False,
     ) -> None:
         self.model = model
         self.blocks = tuple(blocks)
         self.tuple_length = tuple_length
+        self.packs_by_masks = packs_by_masks
         self.collects_asides = collect_asides and _has_aside_loss(model)
         self.run_block: RunBlock = run_block
         self._asides: list[torch.Tensor] | None = None
@@ -66,9 +75,11 @@ class Runner:
 
     def prologue(self, batch: MicroBatch) -> PrologueResult:
         """Run everything before the blocks: embedding, masks, rotary tables."""
-        inputs = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
+        inputs: dict[str, Any] = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
         if batch.position_ids is not None:
             inputs["position_ids"] = batch.position_ids
+            if self.packs_by_masks and batch.attention_mask is None:
+                inputs["attention_mask"] = self._masks_of(batch.position_ids)
         with left_as_found(self._outside), Taps(self.blocks, self.tuple_length) as taps:
             self.model(**inputs, use_cache=False)
         if taps.hidden is None or len(taps.calls) != len(self.blocks):
@@ -77,6 +88,14 @@ class Runner:
                 "a model that skips or repeats blocks cannot be run block by block"
             )
         return PrologueResult(taps.hidden, tuple(taps.calls))
+
+    def _masks_of(self, position_ids: torch.Tensor) -> Any:
+        """Return what transformers makes of positions where a model does not ask for it: masks by kind of layer, or one."""
+        embedding = self.model.get_input_embeddings().weight
+        like = torch.zeros((), dtype=embedding.dtype, device=position_ids.device)
+        # Of the embeddings only shape, dtype and device are looked at.
+        embeds = like.expand(*position_ids.shape, embedding.shape[-1])
+        return create_masks_for_generate(self.model.config, embeds, None, None, position_ids=position_ids)
 
     def block(self, index: int, hidden: torch.Tensor, call: BlockCall) -> BlockResult:
         """Run block `index` (from 0) on hidden states (b, T, hidden)."""

@@ -282,12 +282,14 @@ def test_calls_share_their_tensors_between_blocks() -> None:
 
 
 def test_packing_support_is_found_by_trying() -> None:
-    support = {
-        name: Chain.from_config(make_config(CONFIGS[name]), "float32", OPTIMIZER) for name in ("llama", "qwen3", "opt", "bloom")
-    }
+    names = ("llama", "qwen3", "opt", "gpt-oss", "bloom", "nemotron-h")
+    support = {name: Chain.from_config(make_config(CONFIGS[name]), "float32", OPTIMIZER) for name in names}
     assert support["llama"].packs(10**9)
     assert support["qwen3"].packs(10**9)
-    assert not support["opt"].packs(2)
+    assert support["opt"].packs_by_masks
+    assert support["opt"].packs(10**9)
+    assert support["gpt-oss"].packs(10**9)
+    assert not support["nemotron-h"].packs(2)
     assert not support["bloom"].packs(2)
     assert support["bloom"].packing_reason
 

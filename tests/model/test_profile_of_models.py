@@ -80,7 +80,18 @@ def test_packed_rows_have_positions_of_their_own(kind: str, values: dict[str, An
     assert planned >= held_by_calls(chain, MicroBatch(ids, ids, position_ids=positions)) > planned / 2
 
 
-@pytest.mark.parametrize("kind", ["opt", "falcon"])
+@pytest.mark.parametrize("kind", ["opt", "gpt_oss"])
+@pytest.mark.parametrize("rows", [1, 8])
+def test_masks_that_keep_samples_apart_are_counted(kind: str, rows: int) -> None:
+    chain = chain_of(kind)
+    assert chain.packs_by_masks
+    ids = torch.zeros((rows, LENGTH), dtype=torch.int64)
+    positions = (torch.arange(LENGTH) % (LENGTH // 2)).expand(rows, LENGTH).contiguous()
+    held = held_by_calls(chain, MicroBatch(ids, ids, position_ids=positions))
+    assert profile(chain, rows, LENGTH).call_bytes >= held >= rows * LENGTH * LENGTH
+
+
+@pytest.mark.parametrize("kind", ["bloom"])
 @pytest.mark.parametrize("rows", [1, 8])
 def test_rows_of_models_that_cannot_pack_are_padded_and_have_masks(kind: str, rows: int) -> None:
     """Of every position with every other, which stay through a whole step and are attention's workspace besides."""
