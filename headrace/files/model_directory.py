@@ -3,6 +3,7 @@
 Invariant: nothing is refused here that could be read: these are reasons for what is missing.
 """
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -34,7 +35,8 @@ def why_unreachable(path: Path) -> str:
         broken = " (a symbolic link to what is not there)" if path.is_symlink() else ""
         return f"no such directory{broken}; give a local model directory, nothing is downloaded"
     except OSError as error:
-        return f"cannot be reached: {(error.strerror or str(error)).lower()}; look at where its symbolic links lead"
+        advice = "look at where its symbolic links lead" if error.errno == errno.ELOOP else "give a local model directory"
+        return f"cannot be reached: {error.strerror or error}; {advice}"
     return ""
 
 

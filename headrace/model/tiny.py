@@ -35,7 +35,7 @@ _SIZES = {
     r"(max_position_embeddings|n_positions|n_ctx|max_seq_len|max_sequence_length)": 128,
     r"(sliding_window|attention_chunk_size|window_size)": 8,
     r"(num_experts|num_local_experts|n_routed_experts|moe_num_experts)": 4,
-    r"(num_experts_per_tok|moe_topk|moe_k)": 2,
+    r"(num_experts_per_tok(en)?|moe_topk|moe_k)": 2,
     r"(n_group|num_expert_group)": 2,
     r"topk_group": 1,
     r"first_k_dense_replace": 1,
@@ -155,6 +155,10 @@ def shrink_values(
             small[count] = values[expand] * _HIDDEN // _HEAD_DIM  # heads times their width is the expanded width
     if "qk_rope_head_dim" in values:
         small.pop("head_dim", None)  # derived by the architecture
+        if values.get("head_dim") == values["qk_rope_head_dim"]:
+            small["head_dim"] = _HEAD_DIM // 2  # what rotary tables are made for, which not all derive
+    if isinstance(values.get("mamba_d_ssm"), int):
+        small |= {"mamba_d_ssm": _HIDDEN, "mamba_n_heads": _NUM_HEADS, "mamba_d_head": _HEAD_DIM}
     if values.get("word_embed_proj_dim") not in (None, values.get("hidden_size")):
         small["word_embed_proj_dim"] = _HIDDEN // 2  # a narrower embedding is structure, not size
     elif "word_embed_proj_dim" in values:

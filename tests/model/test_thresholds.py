@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import sampled
 from tiny_architectures import make_plain
 from tiny_sizes import SIZES
 from transformers import CONFIG_MAPPING
@@ -137,4 +138,9 @@ def test_sizes_that_others_have_to_fit_limit_nothing() -> None:
 
 @pytest.mark.parametrize("kind", ["phi3", "llama4_text", "gpt_oss", "deepseek_v32"])
 def test_beyond_every_such_number_gradients_are_those_of_the_whole_model(kind: str) -> None:
+    self_check(CONFIG_MAPPING[kind]())
+
+
+@pytest.mark.parametrize("kind", sampled(("falcon_h1", "longcat_flash", "kimi_linear", "bailing_hybrid"), ("falcon_h1",)))
+def test_sizes_that_go_together_shrink_together(kind: str) -> None:
     self_check(CONFIG_MAPPING[kind]())
