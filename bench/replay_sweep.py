@@ -198,6 +198,7 @@ def run(options: argparse.Namespace, folder: Path, model: Path, machine: Ceiling
 def base_choice(plan: Plan) -> Choice:
     """Return the planner's choice without what it keeps, all of it in memory."""
     return Choice(
+        policy=plan.update_policy,
         rows=plan.micro_batch_sequences,
         input_home="device",
         kept_home="device",

@@ -232,7 +232,8 @@ class _Planner:
             PlanInfeasible: memory or SSD space is too small.
         """
         problem = self._problem(question)
-        choices = (choice for thrift in THRIFTS for choice in placements_of(problem, thrift))
+        policy = problem.policies[0]
+        choices = (choice for thrift in THRIFTS for choice in placements_of(problem, policy, thrift))
         fitting = (plan for plan in (plan_of(problem, choice) for choice in choices) if fits(plan))
         chosen = [filled(problem, plan) for plan in islice(fitting, _MOST_PLACEMENTS)]
         if not chosen:

@@ -84,7 +84,7 @@ def adopted(plan: Plan, problem: Problem) -> Plan:
 def _differences(plan: Plan, problem: Problem) -> Iterator[str]:
     """Yield what the plan was made for and this run is not."""
     workload, cores = problem.workload, problem.allowance.cores
-    asked = workload.checkpoint_every  # where nothing clips every step is a checkpoint, whatever was asked for
+    asked = workload.checkpoint_every or plan.checkpoint_every  # at most so many steps: more often is as good
     threads = max(plan.compute_threads, plan.update_threads)
     made_for_and_found = {
         "parameters": (plan.num_parameters, sum(layout.num_parameters for layout in problem.layouts)),
@@ -94,14 +94,15 @@ def _differences(plan: Plan, problem: Problem) -> Iterator[str]:
         "rule": (plan.rule.name, problem.rule.name),
         "tokens_per_step": (plan.tokens_per_step, workload.tokens_per_step),
         "sequence_length": (plan.sequence_length, workload.sequence_length),
-        "clipping": (_words(plan.update_policy != "immediate"), _words(problem.clips)),
-        "checkpoint_every": (plan.checkpoint_every, asked if problem.clips and asked else plan.checkpoint_every),
+        "checkpoint_every": (plan.checkpoint_every, min(asked, plan.checkpoint_every)),
         "device memory of its own": (_words(plan.separate_device), _words(problem.separate_device)),
         "chunk_elements": (plan.chunk_elements, problem.allowance.chunk_elements or plan.chunk_elements),
     }
     for name, (made_for, found) in made_for_and_found.items():
         if made_for != found:
             yield f"{name} differ" if name == "units" else f"{name} {made_for} in the plan, {found} here"
+    if plan.update_policy not in (*problem.policies, "speculative"):
+        yield "clipping no in the plan, yes here"
     if threads > cores:
         yield f"{threads} threads in the plan, {cores} cores here"
 

@@ -77,6 +77,11 @@ class Problem:
         return self.workload.clip or self.compute_dtype == "float16"
 
     @property
+    def policies(self) -> tuple[str, ...]:
+        """When updates may run, the usual first: without clipping they need not wait for the norm, but may (`Plan`)."""
+        return ("deferred",) if self.clips else ("immediate", "deferred")
+
+    @property
     def homes(self) -> tuple[str, ...]:
         """Where block inputs and kept outputs may wait, nearest first."""
         return ("device", "host", "ssd") if self.separate_device else ("device", "ssd")
@@ -86,6 +91,7 @@ class Problem:
 class Choice:
     """One point of the space that is searched; `plan_of` makes the plan."""
 
+    policy: str
     rows: int
     input_home: str
     kept_home: str = "device"
@@ -102,17 +108,19 @@ class Choice:
         return self.lean, self.chunk_elements, self.state_slots
 
 
-def placements_of(problem: Problem, thrift: int) -> Iterator[Choice]:
-    """Yield the placements without replay of a thrift: 0 has generous buffers, others lean ones, of ever smaller chunks.
+def placements_of(problem: Problem, policy: str, thrift: int) -> Iterator[Choice]:
+    """Yield the placements without replay under an update policy, of a thrift: 0 has generous buffers, others lean ones, of
+    ever smaller chunks.
 
     Whether freed memory is kept only matters where the CPU computes, and the leanest does without.
     """
     chunk_elements, state_slots = _state_buffers(problem, thrift)
     for home in problem.homes:
         for rows in _micro_batches(problem.workload):
-            for held in ("host", "ssd") if problem.clips else ("host",):
+            for held in ("host", "ssd") if policy == "deferred" else ("host",):
                 for freed in ("kept", "returned") if thrift < THRIFTS[-1] and not problem.separate_device else ("returned",):
                     yield Choice(
+                        policy=policy,
                         rows=rows,
                         input_home=home,
                         held=held,
@@ -163,7 +171,7 @@ def plan_of(problem: Problem, choice: Choice) -> Plan:
     """Return the plan of a choice, with its footprint; nothing of what is left of the budgets is used yet."""
     costs, workload = problem.costs_of(choice.rows), problem.workload
     num_blocks, num_micro = len(costs.blocks), -(-workload.sequences // choice.rows)
-    policy = "deferred" if problem.clips else "immediate"
+    policy = choice.policy
     # A lean plan on a separate device holds one block there: its upload waits for compute, but a larger block fits.
     prefetch = 0 if choice.lean and problem.separate_device else 1 if choice.lean or num_blocks < 3 else 2
     kept: list[list[int]] = [[] for _ in costs.blocks]

@@ -135,13 +135,14 @@ def with_speculation(plan: Plan, machine: Ceilings) -> Plan:
     return replace(plan, speculation=speculation)
 
 
-def expected_seconds(plan: Plan, machine: Ceilings) -> float:
-    """Return the seconds of a step where half of all runs clip hardly ever, so that speculation pays, and half do often.
+def expected_seconds(plan: Plan, machine: Ceilings, *, clips: bool = True) -> float:
+    """Return the seconds of a step where half of all runs clip hardly ever, so that speculation pays, and half do often. Where
+    nothing `clips` a deferred plan has nothing to guess.
 
     Coarse: for choosing among deferred plans.
     """
     deferred = _coarse_seconds(plan, machine)
-    if not _may_speculate(plan):
+    if not (clips and _may_speculate(plan)):
         return deferred
     quarters = [spread(plan.num_blocks * part // 4, plan.num_blocks) for part in (1, 2)]
     hits = [_coarse_seconds(_speculating(plan, late), machine) for late in quarters]

@@ -10,11 +10,12 @@ is about their maximum), so few amounts need to be tried.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 from headrace.plan.footprint import with_footprint
-from headrace.plan.forecast import SEARCH_OPERATIONS, forecast
+from headrace.plan.forecast import SEARCH_OPERATIONS, Forecast, forecast
 from headrace.plan.placement import THRIFTS, Choice, Problem, excess_bytes, filled, fits, placements_of, plan_of, replay_order
 from headrace.plan.plan import Plan
 from headrace.plan.policy import (
@@ -28,6 +29,7 @@ from headrace.plan.policy import (
 )
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.errors import PlanInfeasible
+from headrace.terms.program import Lane
 from headrace.terms.sizes import MIB, format_bytes, round_up
 
 # Amounts of kept outputs that are tried, in parts of all; around the best one, half steps are tried besides.
@@ -38,6 +40,8 @@ _FINALISTS = 3
 _WORSE = 1.02
 # So many kinds of choices are then forecast without cutting corners.
 _EXACT = 8
+_Found = TypeVar("_Found")
+
 # So many choices that are this close to the best get their updates balanced, each with other buffers: which one gains most by
 # it shows only then.
 _BALANCED, _CLOSE = 3, 1.1
@@ -46,21 +50,51 @@ _BALANCED, _CLOSE = 3, 1.1
 def make_plan(problem: Problem, ceilings: Ceilings | None = None) -> Plan:
     """Return the fastest plan that fits, by the simulator on a machine with `ceilings` (None: a nominal machine).
 
+    Every policy that the question allows is searched, so that a question that asks for less is answered no worse.
+
     Raises:
         PlanInfeasible: nothing fits; names the tier, what the leanest plan needs there, and what takes most of it.
     """
     machine = ceilings or nominal_ceilings(problem)
     problem = replace(problem, attention_share=machine.attention_share)
-    placements = _fitting(problem)
+    plans: list[tuple[Plan, Forecast]] = []
+    refusals = []
+    for policy in problem.policies:
+        if plans and _is_as_fast_as_compute(plans[0][1]):
+            break  # no other order of updates could be faster
+        try:
+            placements = _fitting(problem, policy)
+        except PlanInfeasible as refusal:
+            refusals.append(refusal)
+            continue
+        if plans:
+            # The one advantage over the usual policy is that states may stay in memory.
+            placements = [choice for choice in placements if filled(problem, plan_of(problem, choice)).resident_states]
+        if placements:
+            plan = _plan_under(problem, policy, placements, machine, measured=ceilings is not None)
+            plans.append((plan, forecast(plan, machine)))
+    if not plans:
+        raise refusals[0]
+    return _first_of_alike([(found.step_seconds, plan) for plan, found in plans])
+
+
+def _is_as_fast_as_compute(found: Forecast) -> bool:
+    return found.step_seconds <= ALIKE * found.work[Lane.COMPUTE]
+
+
+def _plan_under(problem: Problem, policy: str, placements: list[Choice], machine: Ceilings, *, measured: bool) -> Plan:
+    """Return the fastest plan under an update policy, of `placements` and with what is kept of outputs. Where nobody
+    `measured`, the choice goes by what is sure anywhere.
+    """
     homes = problem.homes
-    if ceilings is None:
+    if not measured:
         # Nobody measured the drives: they are not written to for speed, only where memory does not suffice.
         homes = homes[:-1]
         placements = [choice for choice in placements if choice.input_home != "ssd"] or placements
         placements = [choice for choice in placements if choice.held != "ssd"] or placements
 
     def split(plan: Plan) -> Plan:
-        return with_threads(plan, machine) if ceilings else plan  # nobody measured how lanes share cores
+        return with_threads(plan, machine) if measured else plan  # nobody measured how lanes share cores
 
     seconds = _Seconds(problem, machine)
     promise = [(min(map(seconds, _extremes(problem, choice))), index) for index, choice in enumerate(placements)]
@@ -73,28 +107,43 @@ def make_plan(problem: Problem, ceilings: Ceilings | None = None) -> Plan:
     for choice in list(finalists.values())[:_FINALISTS]:
         found += [_best_amount(problem, replace(choice, kept_home=home), seconds) for home in homes]
     found = seconds.exactly(found)
-    # Of alike ones the first: the simpler.
-    best_seconds, best = min(found, key=lambda entry: round(math.log(entry[0]) / math.log(ALIKE)))
+    best = _first_of_alike(found)
     plan = filled(problem, plan_of(problem, best))
-    if plan.update_policy == "immediate":
-        homes = ("host", "ssd") if ceilings else ("host",)
-        close = sorted((taken, index) for index, (taken, _) in enumerate(found) if taken < _CLOSE * best_seconds)
-        choices: dict[tuple[object, ...], Choice] = {}
-        for choice in (best, *(found[index][1] for _, index in close)):
-            choices.setdefault((choice.buffers, choice.freed_memory), choice)  # the best of each kind
-        plans = [
-            balanced(problem, plan_of(problem, choice), filled(problem, plan_of(problem, choice)), machine, homes)
-            for choice in list(choices.values())[:_BALANCED]
-        ]
-        plan = min(plans, key=lambda candidate: forecast(candidate, machine).step_seconds)
+    if policy == "immediate":
+        plan = _balanced(problem, found, best, machine, ("host", "ssd") if measured else ("host",))
         return split(with_device_updates(problem, plan, machine))
-    candidates = [plan, *speculative_candidate(problem, placements, best, machine)]
+    candidates = [plan]
+    if problem.clips:
+        candidates += speculative_candidate(problem, placements, best, machine)
     if plan.resident_states:
         # States in memory are not read, but each commit writes them in one go.
         costs = problem.costs_of(plan.micro_batch_sequences)
         candidates.insert(0, with_footprint(replace(plan, resident_states=()), costs, problem.allowance))
-    plan = min(candidates, key=lambda candidate: expected_seconds(candidate, machine))
-    return with_speculation(split(with_device_updates(problem, plan, machine)), machine)
+    plan = min(candidates, key=lambda candidate: expected_seconds(candidate, machine, clips=problem.clips))
+    plan = split(with_device_updates(problem, plan, machine))
+    return with_speculation(plan, machine) if problem.clips else plan
+
+
+def _first_of_alike(found: Sequence[tuple[float, _Found]]) -> _Found:
+    """Return what takes least; of what is alike the first, which is the simpler."""
+    least = min(seconds for seconds, _ in found)
+    return next(each for seconds, each in found if seconds <= ALIKE * least)
+
+
+def _balanced(
+    problem: Problem, found: list[tuple[float, Choice]], best: Choice, machine: Ceilings, homes: tuple[str, ...]
+) -> Plan:
+    """Return the fastest plan with balanced updates, of the best choice and of others that are close to it."""
+    least = min(seconds for seconds, _ in found)
+    close = sorted((taken, index) for index, (taken, _) in enumerate(found) if taken < _CLOSE * ALIKE * least)
+    choices: dict[tuple[object, ...], Choice] = {}
+    for choice in (best, *(found[index][1] for _, index in close)):
+        choices.setdefault((choice.buffers, choice.freed_memory), choice)  # the best of each kind
+    plans = [
+        balanced(problem, plan_of(problem, choice), filled(problem, plan_of(problem, choice)), machine, homes)
+        for choice in list(choices.values())[:_BALANCED]
+    ]
+    return min(plans, key=lambda candidate: forecast(candidate, machine).step_seconds)
 
 
 class _Seconds:
@@ -146,18 +195,18 @@ def _extremes(problem: Problem, placement: Choice) -> list[Choice]:
     return [placement, replace(placement, amount=least, kept_home=placement.input_home)]
 
 
-def _fitting(problem: Problem) -> list[Choice]:
-    """Return the placements without replay that fit; those of the thriftiest kind only where memory is short."""
-    generous = list(placements_of(problem, 0))
+def _fitting(problem: Problem, policy: str) -> list[Choice]:
+    """Return the placements without replay that fit under a policy; those of the thriftiest kind only where memory is short."""
+    generous = list(placements_of(problem, policy, 0))
     found = [choice for choice in generous if fits(plan_of(problem, choice))]
     # Thrift may pay as long as something does not fit without: so more memory never leads to a slower plan.
     for kind in THRIFTS[1:-1] if len(found) == len(generous) else THRIFTS[1:]:
-        found += [choice for choice in placements_of(problem, kind) if fits(plan_of(problem, choice))]
+        found += [choice for choice in placements_of(problem, policy, kind) if fits(plan_of(problem, choice))]
     if found:
         return list(dict.fromkeys(found))  # where units are small, kinds of buffers coincide
     # The thriftiest take the least memory, but not always the least space: states are written in more and smaller chunks.
     # Those within memory come first: the space that is named is what they need, and with more memory less may do.
-    choices = (choice for thrift in reversed(THRIFTS) for choice in placements_of(problem, thrift))
+    choices = (choice for thrift in reversed(THRIFTS) for choice in placements_of(problem, policy, thrift))
     raise _infeasible(min((plan_of(problem, choice) for choice in choices), key=excess_bytes))
 
 

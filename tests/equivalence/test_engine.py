@@ -127,11 +127,21 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
     "three-directories": {"directories": 3},
     "small-chunks": {"adjust": {"chunk_elements": 2048}},
     "gradients-on-ssd": {"adjust": {"held_gradients": "ssd", "resident_states": ()}},
-    "late": {"adjust": {"late_units": (0, 2), "resident_states": ()}},
+    "late": {"adjust": {"update_policy": "immediate", "late_units": (0, 2), "resident_states": ()}},
     "late-on-ssd": {
-        "adjust": {"late_units": (1, 3, 4), "held_gradients": "ssd", "resident_states": (), "host_slots": 2, "prefetch": 1}
+        "adjust": {
+            "update_policy": "immediate",
+            "late_units": (1, 3, 4),
+            "held_gradients": "ssd",
+            "resident_states": (),
+            "host_slots": 2,
+            "prefetch": 1,
+        }
     },
-    "late-device-tier": {"device_memory": "1GiB", "adjust": {"late_units": (1, 2), "resident_states": ()}},
+    "late-device-tier": {
+        "device_memory": "1GiB",
+        "adjust": {"update_policy": "immediate", "late_units": (1, 2), "resident_states": ()},
+    },
     "speculative": {"adjust": {"update_policy": "speculative", "late_units": (), "resident_states": ()}},
     "speculative-late": {
         "adjust": {"update_policy": "speculative", "late_units": (0, 2), "resident_states": (), "host_slots": 3, "prefetch": 1}
@@ -148,7 +158,13 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
     },
     "late-device-updates": {
         "device_memory": "1GiB",
-        "adjust": {"device_update_every": 3, "chunk_elements": 4096, "late_units": (0, 2), "resident_states": ()},
+        "adjust": {
+            "update_policy": "immediate",
+            "device_update_every": 3,
+            "chunk_elements": 4096,
+            "late_units": (0, 2),
+            "resident_states": (),
+        },
     },
     "speculative-device-updates": {
         "device_memory": "1GiB",
@@ -166,6 +182,13 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
         "adjust": {"device_update_every": 2, "resident_states": lambda plan: tuple(range(len(plan.units)))},
     },
     "states-in-memory": {"adjust": {"resident_states": lambda plan: tuple(range(len(plan.units)))}},
+    "waiting-in-memory": {
+        "adjust": {
+            "update_policy": "deferred",
+            "late_units": lambda plan: tuple(range(len(plan.units))),
+            "resident_states": lambda plan: tuple(range(len(plan.units))),
+        }
+    },
     "every-second-step": {"checkpoint_every": 2},
 }
 
@@ -469,7 +492,7 @@ def test_a_step_can_be_resumed_bit_for_bit(model_dir: Callable[..., Path], tmp_p
         assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")[key], want), key
 
 
-@pytest.mark.parametrize(("clip", "resident"), [(None, False), (1.0, False), (1.0, True)])
+@pytest.mark.parametrize(("clip", "resident"), [(None, False), (None, True), (1.0, False), (1.0, True)])
 def test_every_byte_is_some_steps(clip: float | None, resident: bool, model_dir: Callable[..., Path], tmp_path: Path) -> None:
     """Also what runs on between two steps, what the last flush writes, and states in memory, which only commits write; not
     what an export reads.
@@ -477,8 +500,14 @@ def test_every_byte_is_some_steps(clip: float | None, resident: bool, model_dir:
     said: list[Any] = []
 
     def states_in_memory(plan: Any) -> Any:
-        chosen = tuple(range(len(plan.units))) if resident else ()
-        return dataclasses.replace(plan, resident_states=chosen, late_units=() if chosen else (1,), speculation=None)
+        every = tuple(range(len(plan.units)))
+        if clip:
+            kept = {"resident_states": every if resident else (), "late_units": () if resident else (1,)}
+        elif resident:
+            kept = {"resident_states": every, "late_units": every, "update_policy": "deferred"}
+        else:
+            kept = {"resident_states": (), "late_units": (1,), "update_policy": "immediate"}
+        return dataclasses.replace(plan, speculation=None, **kept)
 
     with Engine.open(
         model_dir("llama"),
