@@ -36,6 +36,7 @@ from headrace.terms.layout import realigned
 from headrace.terms.options import DEFAULT_ROWS_PER_STEP, DEFAULT_SEQUENCE_LENGTH, Options
 from headrace.terms.program import Lane
 from headrace.terms.sizes import GIB, MIB, format_bytes, round_up
+from headrace.terms.words import plain_figure
 from headrace.update import rule_of
 
 # Steps that wear is stated for when the length of the run is not known.
@@ -50,6 +51,8 @@ _COMPILER_OF_KERNELS, _LOADED_BY_RUNS_BYTES = "numba", 36 * MIB
 _RUNTIME_ELSEWHERE_BYTES = 300 * MIB
 # A variant of a plan that fits is worth a line below this share of its time.
 _WORTH_IT = 0.99
+# Steps between two commits of the variant that commits seldom.
+_SELDOM = 10
 # Placements of a variant that are compared.
 _MOST_PLACEMENTS = 4
 
@@ -112,7 +115,11 @@ def plan_model(
     if whole is not None:
         plan = replace(plan, notes=(*plan.notes, note_on(whole)))
     report = _with_times(report, plan, planner.ceilings, options.max_steps or _STEPS)
-    return replace(report, alternatives=planner.sparing_the_ssd(question, plan, report.forecast))
+    alternatives = (
+        *planner.with_fewer_checkpoints(question, plan, report.forecast),
+        *planner.sparing_the_ssd(question, plan, report.forecast),
+    )
+    return replace(report, alternatives=alternatives)
 
 
 def report_of(
@@ -254,6 +261,31 @@ class _Planner:
 
     def _seconds(self, plan: Plan) -> float:
         return forecast(plan, self.ceilings, most_operations=_COARSE_OPERATIONS).step_seconds
+
+    def with_fewer_checkpoints(self, question: Question, plan: Plan, found: Forecast | None) -> tuple[Alternative, ...]:
+        """Return the variant of a plan that commits seldom, if it is faster: states that live in memory are written by commits
+        only, and a step whose updates wait may have some there.
+        """
+        if found is None or plan.checkpoint_every > 1:
+            return ()
+        problem, every = self._problem(question), tuple(range(len(plan.units)))
+        costs = problem.costs_of(plan.micro_batch_sequences)
+        best: Alternative | None = None
+        for held in ("host", "ssd"):
+            waiting = replace(plan, update_policy="deferred", late_units=every, held_gradients=held, speculation=None)
+            least = min(plan.num_blocks, max(2, plan.prefetch + 1))
+            waiting = replace(waiting, checkpoint_every=_SELDOM, resident_states=(), host_slots=least)
+            waiting = with_footprint(waiting, costs, problem.allowance)
+            if not fits(waiting):
+                continue
+            full = filled(problem, waiting)
+            times = found.step_seconds / forecast(full, self.ceilings, most_operations=_MOST_OPERATIONS).step_seconds
+            words = f"lose at most {_SELDOM} steps at a crash, {plain_figure(times)} times as fast"
+            options = {"checkpoint_every": _SELDOM}
+            made = self.alternative(words, options, full, most_operations=_MOST_OPERATIONS)
+            if best is None or made.step_seconds < best.step_seconds:
+                best = made
+        return () if best is None or best.step_seconds >= _WORTH_IT * found.step_seconds else (best,)
 
     def sparing_the_ssd(self, question: Question, plan: Plan, found: Forecast | None) -> tuple[Alternative, ...]:
         """Return the variants of a plan whose step the SSDs limit that move fewer bytes over them, if they are faster.

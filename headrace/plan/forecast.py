@@ -80,22 +80,34 @@ def forecast(plan: Plan, ceilings: Ceilings, *, most_operations: int = _MOST_OPE
     Raises:
         ConfigError: the profile has no matrix rate for the plan's compute dtype.
     """
-    resident_bytes, kept_share = _checkpointed_bytes(plan), _kept_share(plan, ceilings)
+    resident_bytes, kept_share = _resident_state_bytes(plan), _kept_share(plan, ceilings)
     flops_per_step = _flops_per_step(_with_rows(plan))
     plan, ceilings = _with_rows(_with_elementwise(plan, ceilings)), _under(plan, ceilings)
-    timeline = simulate(
-        _programs(_coarsened(plan, ceilings, most_operations)),
-        ceilings,
-        compute_dtype=plan.compute_dtype,
-        compute_threads=plan.compute_threads,
-        update_threads=plan.update_threads,
-    )
+    programs = _programs(_coarsened(plan, ceilings, most_operations))
+
+    def simulated(written_bytes: int) -> Timeline:
+        seconds = ceilings.commit_seconds + written_bytes / ceilings.ssd_write_bytes_per_second
+        return simulate(
+            programs,
+            replace(ceilings, commit_seconds=seconds),
+            compute_dtype=plan.compute_dtype,
+            compute_threads=plan.compute_threads,
+            update_threads=plan.update_threads,
+        )
+
+    # A commit writes the states that live in memory besides, all in one go: what the next updates wait for it is waited once in
+    # so many steps, and cannot be hidden behind the steps between.
+    rare = plan.checkpoint_every > 1 and resident_bytes > 0
+    timeline = simulated(0 if rare else resident_bytes)
+    step_seconds = timeline.step_seconds
+    if rare:
+        step_seconds += max(0.0, simulated(resident_bytes).step_seconds - step_seconds) / plan.checkpoint_every
     return Forecast(
-        step_seconds=timeline.step_seconds,
-        tokens_per_second=plan.tokens_per_step / timeline.step_seconds,
+        step_seconds=step_seconds,
+        tokens_per_second=plan.tokens_per_step / step_seconds,
         flops_per_step=flops_per_step,
         ssd_bytes_read_per_step=timeline.lanes[Lane.SSD_READ].bytes,
-        ssd_bytes_written_per_step=timeline.lanes[Lane.SSD_WRITE].bytes + resident_bytes,
+        ssd_bytes_written_per_step=timeline.lanes[Lane.SSD_WRITE].bytes + resident_bytes // plan.checkpoint_every,
         bottleneck=timeline.bottleneck,
         explanation=timeline.explanation,
         utilisation={lane: use.utilisation for lane, use in timeline.lanes.items()},
@@ -125,8 +137,6 @@ def _under(plan: Plan, ceilings: Ceilings) -> Ceilings:
         ceilings,
         slowdowns=_apart(ceilings.slowdowns) if _has_partition(plan, ceilings) else ceilings.slowdowns,
         flops_per_second={dtype: rate * kept_share for dtype, rate in ceilings.flops_per_second.items()},
-        # A commit writes the states that live in memory besides; what it takes is spread over the steps between two commits.
-        commit_seconds=ceilings.commit_seconds + _checkpointed_bytes(plan) / ceilings.ssd_write_bytes_per_second,
         update_bytes_per_second_per_core=core_update_bytes_per_second(ceilings, plan.rule),
     )
 
@@ -215,9 +225,9 @@ def _spared_attention(plan: Plan, index: int) -> float:
     return sum(names[ordinal] == ATTENTION for ordinal in spared) / max(1, count)
 
 
-def _checkpointed_bytes(plan: Plan) -> int:
-    """Return the bytes of the states that live in memory which a step writes, on average, for its checkpoint."""
-    return sum(plan.state_bytes(unit) for unit in plan.resident_states) // plan.checkpoint_every
+def _resident_state_bytes(plan: Plan) -> int:
+    """Return the bytes of the states that live in memory: a checkpoint writes them."""
+    return sum(plan.state_bytes(unit) for unit in plan.resident_states)
 
 
 def _programs(plan: Plan) -> list[Program]:

@@ -143,8 +143,8 @@ class Options(Declared):
         None,
         Whole(),
         "Commit every so many steps.",
-        row="commit every so many steps; more than 1 pays only where states live in memory. Without clipping every step is "
-        "committed",
+        row="commit at most every so many steps; more than 1 pays only where states live in memory (`headrace plan` says how "
+        "much). Where updates do not wait for the norm every step is committed",
         words="1",
     )
     compile_blocks: bool = option(

@@ -49,12 +49,27 @@ def test_a_small_model_fits_and_every_figure_is_there(report: PlanReport) -> Non
     assert values["tokens_per_second"] == pytest.approx(4096 / values["step_seconds"])
     assert values["lower_bound_seconds"] <= values["step_seconds"]
     assert values["ssd_bytes_written_per_step"] >= 12 * values["parameters"]
-    assert values["alternatives"] == []
+    assert [each["options"] for each in values["alternatives"]] in ([], [{"checkpoint_every": 10}])
     assert values["machine"] == "rtx4090-4ssd"
     assert values["num_steps"] == 200
     assert values["run_hours"] == pytest.approx(200 * values["step_seconds"] / 3600)
     assert isinstance(values["bottleneck"], str)
     assert Plan.from_json(values["plan"]) == report.plan
+
+
+def test_fewer_checkpoints_are_offered_where_states_fit_into_memory(small: Path, rig: Ceilings) -> None:
+    drive = replace(rig.drives[0], read_bytes_per_second=1e9, write_bytes_per_second=1e9, mixed_bytes_per_second=1e9)
+    slow = replace(rig, drives=(drive,))
+    found = plan_model(small, Options(machine=slow, tokens_per_step=512, sequence_length=512), here=False)
+    offered = next(each for each in found.alternatives if each.options == {"checkpoint_every": 10})
+    assert found.forecast is not None
+    times = found.forecast.step_seconds / offered.step_seconds
+    assert times > 2
+    assert offered.change == f"lose at most 10 steps at a crash, {times:.3g} times as fast"
+    asked = Options(machine=slow, tokens_per_step=512, sequence_length=512, checkpoint_every=10)
+    again = plan_model(small, asked, here=False)
+    assert again.forecast is not None
+    assert again.forecast.step_seconds <= 1.02 * offered.step_seconds
 
 
 def test_peaks_are_the_plans_and_within_the_defaults(report: PlanReport, rig: Ceilings) -> None:

@@ -94,6 +94,18 @@ def test_resident_states_are_written_at_checkpoints() -> None:
     assert one.step_seconds > states / 1e6 > ten.step_seconds
 
 
+def test_a_checkpoint_of_states_in_memory_is_waited_for_once_in_so_many_steps() -> None:
+    """It was spread over the steps between two of them, and seemed to hide behind their compute."""
+    every = {"update_policy": "deferred", "host_slots": 4, "resident_states": tuple(range(6))}
+    # A step computes for as long as a checkpoint would take if a fifth of it were written in each.
+    ceilings = machine(write=1e6, compute=6 * 4 * 2 * 1e6 / 0.1)
+    always, ten, never = (
+        forecast(small_plan(**every, checkpoint_every=steps), ceilings).step_seconds for steps in (1, 10, 10**9)
+    )
+    assert always > 1.2 * never
+    assert ten == pytest.approx((9 * never + always) / 10, rel=1e-3)
+
+
 def test_the_commit_and_launches_cost_what_the_profile_says() -> None:
     quick = forecast(small_plan(), machine(commit_seconds=0.0))
     assert forecast(small_plan(), machine(commit_seconds=2.0)).step_seconds >= 2.0 > quick.step_seconds
