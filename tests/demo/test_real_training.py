@@ -55,16 +55,16 @@ def plain(in_float32: Path, batches: list[Batch]) -> tuple[list[float], dict[str
 
 def trained(path: Path, batches: list[Batch], compute_dtype: str, directory: Path) -> list[float]:
     """Return the losses of a run; its model goes to `directory / "out"`."""
-    with Engine.open(
-        path,
-        headrace.Budget(host="8GiB"),
-        headrace.AdamW(lr=LEARNING_RATE),
-        run_directory=directory / "run",
+    options = headrace.Options(
+        host_memory="8GiB",
+        learning_rate=LEARNING_RATE,
+        output=directory / "run",
         tokens_per_step=ROWS * LENGTH,
         sequence_length=LENGTH,
         compute_dtype=compute_dtype,
         max_grad_norm=CLIP,
-    ) as engine:
+    )
+    with Engine.open(path, options) as engine:
         losses = [engine.step(batch).loss for batch in batches]
         engine.save_pretrained(directory / "out")
     return losses
