@@ -3,7 +3,6 @@
 Invariant: the placement is `make_plan`'s and the times are the simulator's, as for a run; nothing is estimated beside them.
 """
 
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -16,20 +15,21 @@ import torch
 
 from headrace.answers.allowances import default_device_bytes, default_device_overhead_bytes, default_host_bytes
 from headrace.answers.model_config import check_positions, position_limit, read_parts
+from headrace.answers.question import Place, Question, runtime_bytes
 from headrace.answers.report import Alternative, PlanReport
-from headrace.answers.variants import Question, Variant, nearest_variants, smaller_states
+from headrace.answers.variants import Variant, nearest_variants, smaller_states
 from headrace.files import default_ssd_bytes, file_systems
 from headrace.machine.cpu import CpuMachine
 from headrace.machine.host import anonymous_bytes
+from headrace.machine.limits import machine_memory_bytes
 from headrace.model import Chain, Profiles, check_whole, import_workspace_bytes, note_on, self_check
 from headrace.plan.endurance import endurance
-from headrace.plan.footprint import Allowance, planned_runtime_bytes, with_footprint
+from headrace.plan.footprint import with_footprint
 from headrace.plan.forecast import Forecast, forecast
-from headrace.plan.placement import THRIFTS, Problem, Workload, filled, fits, placements_of, plan_of
+from headrace.plan.placement import THRIFTS, Problem, filled, fits, placements_of, plan_of
 from headrace.plan.plan import Plan
 from headrace.plan.profiles import load_profile
 from headrace.plan.search import make_plan, nominal_ceilings, nominal_machine
-from headrace.terms.budget import Budget
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.errors import ConfigError, PlanInfeasible
 from headrace.terms.layout import realigned
@@ -45,8 +45,6 @@ _STEPS = 1000
 _COARSE_OPERATIONS = 1000
 # Finer, for times that stand beside the plan's own.
 _MOST_OPERATIONS = 2000
-# What a run loads besides what a plan does: kernels with their compiler, tokenizer, data. Measured (LOG.md, 2026-11-22).
-_COMPILER_OF_KERNELS, _LOADED_BY_RUNS_BYTES = "numba", 36 * MIB
 # What it all takes in a run on a machine that is not this one: what was measured here. Of this process it says nothing.
 _RUNTIME_ELSEWHERE_BYTES = 300 * MIB
 # A variant of a plan that fits is worth a line below this share of its time.
@@ -78,22 +76,25 @@ def plan_model(
     budget, machine = options.budget, options.machine
     ceilings = load_profile(machine) if isinstance(machine, str) else machine
     config, whole = read_parts(model)
-    workload = _workload(config, options)
+    tokens, length = _lengths(config, options)
     self_check(config)
     check_whole(config, whole)
     rule = rule_of(options.rule, options.compute_dtype).figures
     chain = Chain.from_config(config, options.compute_dtype, options.rule, rule.planes.parameter_alignment)
     if ceilings is not None and budget.ssd:
         ceilings = ceilings.of_directories(file_systems(budget.ssd))
-    allowance = replace(
-        _allowance(budget, ceilings, here=here),
-        import_workspace_bytes=import_workspace_bytes(chain.layouts),
+    place = _place(ceilings, here=here)
+    allowance = place.allowance(
+        budget,
         ssd_bytes=default_ssd_bytes(ceilings, budget.ssd),
+        import_workspace_bytes=import_workspace_bytes(chain.layouts),
     )
     if not allowance.device_overhead_bytes and not _multiplies(options.compute_dtype, ceilings, here=here):
         chain.multiply_wide()
-    question = Question(workload=workload, allowance=allowance, optimizer=options.rule)
-    planner = _Planner(chain, question, ceilings, here=here)
+    question = Question.of(
+        options, allowance, tokens_per_step=tokens, sequence_length=length, offered_bytes=place.offered_bytes
+    )
+    workload, planner = question.workload, _Planner(chain, question, ceilings, here=here)
     report = PlanReport(
         model=type(chain.model if whole is None else whole).__name__,
         parameters=chain.num_parameters,
@@ -158,44 +159,32 @@ def _with_times(report: PlanReport, plan: Plan, ceilings: Ceilings, num_steps: i
     )
 
 
-def _workload(config: Any, options: Options) -> Workload:
-    tokens_per_step, sequence_length = options.tokens_per_step, options.sequence_length
-    if sequence_length is None:
-        # As long as the model and the step allow, up to the default; a step given decides where it is shorter.
-        limits = (position_limit(config), tokens_per_step)
-        sequence_length = min([DEFAULT_SEQUENCE_LENGTH, *(limit for limit in limits if limit is not None)])
-    workload = Workload(
-        tokens_per_step=DEFAULT_ROWS_PER_STEP * sequence_length if tokens_per_step is None else tokens_per_step,
-        sequence_length=sequence_length,
-        clip=options.max_grad_norm is not None,
-        checkpoint_every=options.checkpoint_every,
-    )
-    if sequence_length < 2:
-        raise ConfigError(
-            f"sequence_length: {sequence_length} given; a row has at least 2 tokens, for each follows from others"
-        )
-    check_positions(config, sequence_length)
-    return workload
+def _lengths(config: Any, options: Options) -> tuple[int, int]:
+    """Return tokens per step and sequence length: as long as the model and the step allow, up to the default."""
+    tokens, length = options.tokens_per_step, options.sequence_length
+    if length is None:
+        limits = (position_limit(config), tokens)
+        length = min([DEFAULT_SEQUENCE_LENGTH, *(limit for limit in limits if limit is not None)])
+    if length < 2:
+        raise ConfigError(f"sequence_length: {length} given; a row has at least 2 tokens, for each follows from others")
+    check_positions(config, length)
+    return DEFAULT_ROWS_PER_STEP * length if tokens is None else tokens, length
 
 
-def _allowance(budget: Budget, ceilings: Ceilings | None, *, here: bool) -> Allowance:
-    device_bytes = budget.device_bytes
-    if device_bytes is None:
-        device_bytes = default_device_bytes(ceilings, here=here)
-    elif ceilings is not None and ceilings.has_device and device_bytes > ceilings.device_memory_bytes:
-        raise ConfigError(
-            f"device memory: {format_bytes(device_bytes)} given, "
-            f"{ceilings.name} has {format_bytes(ceilings.device_memory_bytes)}"
-        )
-    host_bytes = budget.host_bytes
-    if host_bytes is None:
-        host_bytes = default_host_bytes(ceilings, here=here)
-    return Allowance(
-        host_bytes=host_bytes,
-        device_bytes=device_bytes,
-        runtime_bytes=_runtime_bytes() if here or ceilings is None else _RUNTIME_ELSEWHERE_BYTES,
-        cores=torch.get_num_threads() if here or ceilings is None else ceilings.cores,
+def _place(ceilings: Ceilings | None, *, here: bool) -> Place:
+    """Return this machine, or the one with these ceilings."""
+    this = here or ceilings is None
+    most = {"host": machine_memory_bytes()} if ceilings is None or here else {"host": ceilings.host_memory_bytes}
+    if ceilings is not None and ceilings.has_device:
+        most["device"] = ceilings.device_memory_bytes
+    return Place(
+        name="this machine" if ceilings is None else ceilings.name,
+        host_bytes=default_host_bytes(ceilings, here=here),
+        device_bytes=default_device_bytes(ceilings, here=here),
         device_overhead_bytes=default_device_overhead_bytes(ceilings, here=here),
+        runtime_bytes=runtime_bytes(anonymous_bytes()) if this else _RUNTIME_ELSEWHERE_BYTES,
+        cores=torch.get_num_threads() if ceilings is None or here else ceilings.cores,
+        most_bytes=most,
     )
 
 
@@ -204,12 +193,6 @@ def _multiplies(compute_dtype: str, ceilings: Ceilings | None, *, here: bool) ->
     if here or ceilings is None:
         return CpuMachine().multiplies(compute_dtype)
     return compute_dtype not in ceilings.widened_dtypes
-
-
-def _runtime_bytes() -> int:
-    """Return what to plan for the interpreter of a run. Where runs load more than this process did, that is added."""
-    loaded = _COMPILER_OF_KERNELS in sys.modules
-    return planned_runtime_bytes(anonymous_bytes() + (0 if loaded else _LOADED_BY_RUNS_BYTES))
 
 
 class _Planner:
@@ -249,15 +232,8 @@ class _Planner:
 
     def _problem(self, question: Question) -> Problem:
         rule = rule_of(question.optimizer, self._chain.compute_dtype).figures
-        alignment = rule.planes.parameter_alignment
-        return Problem(
-            layouts=tuple(realigned(layout, alignment) for layout in self._chain.layouts),
-            costs_of=partial(self._profiles.of, length=question.workload.sequence_length),
-            workload=question.workload,
-            allowance=question.allowance,
-            compute_dtype=self._chain.compute_dtype,
-            rule=rule,
-        )
+        layouts = [realigned(layout, rule.planes.parameter_alignment) for layout in self._chain.layouts]
+        return question.problem(layouts, partial(self._profiles.of, length=question.workload.sequence_length), rule)
 
     def _seconds(self, plan: Plan) -> float:
         return forecast(plan, self.ceilings, most_operations=_COARSE_OPERATIONS).step_seconds
@@ -305,6 +281,8 @@ class _Planner:
                 replace(plan, host_slots=plan.num_blocks), problem.costs_of(plan.micro_batch_sequences), problem.allowance
             )
             needed_bytes = round_up(roomy.peak("host"), GIB if roomy.peak("host") > 4 * GIB else MIB)
+            if not question.may_ask_for("host", needed_bytes):
+                return
             yield f"all weights in host memory, {format_bytes(needed_bytes)} of it", {"host_memory": needed_bytes}, roomy
 
     def _smaller_states(self, question: Question, plan: Plan) -> Iterator[Variant]:

@@ -10,14 +10,14 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from headrace.answers.question import Place, Question, runtime_bytes
 from headrace.files import default_ssd_bytes
 from headrace.machine.device import Machine
 from headrace.machine.host import anonymous_bytes, return_pieces
-from headrace.machine.limits import default_host_bytes
+from headrace.machine.limits import default_host_bytes, machine_memory_bytes
 from headrace.model import Chain, Profiles, WeightMap, import_workspace_bytes
-from headrace.plan.footprint import Allowance, planned_runtime_bytes, with_runtime
+from headrace.plan.footprint import Allowance, with_runtime
 from headrace.plan.given import adopted
-from headrace.plan.placement import Problem, Workload
 from headrace.plan.plan import Plan
 from headrace.plan.search import make_plan
 from headrace.store import Manifest
@@ -63,20 +63,13 @@ class Planner:
             ConfigError: the lengths do not divide; or the plan that was given is for another run.
         """
         costs_of = partial(self._profiles.of, length=sequence_length)
-        problem = Problem(
-            layouts=self._chain.layouts,
-            costs_of=costs_of,
-            workload=Workload(
-                tokens_per_step=tokens_per_step,
-                sequence_length=sequence_length,
-                clip=self._options.max_grad_norm is not None,
-                checkpoint_every=self._options.checkpoint_every,
-            ),
-            allowance=self._allowance(lambda: costs_of(1), state),
-            compute_dtype=self._options.compute_dtype,
-            gradient_dtype=self._options.gradient_dtype,
-            rule=self._rule,
+        question = Question.of(
+            self._options,
+            self._allowance(lambda: costs_of(1), state),
+            tokens_per_step=tokens_per_step,
+            sequence_length=sequence_length,
         )
+        problem = question.problem(self._chain.layouts, costs_of, self._rule)
         plan = adopted(self._given, problem) if self._given else make_plan(problem, self._ceilings)
         gc.collect()
         return_pieces()  # what simulating many plans took: it is in no plan
@@ -95,18 +88,22 @@ class Planner:
 
     def _allowance(self, profile_model: Callable[[], object], state: Manifest | Sequence[Path]) -> Allowance:
         stored = state if isinstance(state, Manifest) else None  # then the model has been imported
-        device_bytes = self._options.budget.device_bytes
-        if device_bytes is None and self._machine.separate_device:
-            device_bytes = default_bytes("device", self._machine.device_memory_bytes()[0])
-        return Allowance(
-            host_bytes=self._options.budget.host_bytes or default_host_bytes(pins=self._machine.device.type == "cuda"),
+        separate = self._machine.separate_device
+        device_bytes = default_bytes("device", self._machine.device_memory_bytes()[0]) if separate else None
+        place = Place(
+            name="this machine",
+            host_bytes=default_host_bytes(pins=self._machine.device.type == "cuda"),
             device_bytes=device_bytes,
+            device_overhead_bytes=self._machine.device_overhead_bytes,
             runtime_bytes=self._runtime(profile_model),
             cores=self._cores,
-            chunk_elements=stored.chunk_elements if stored else None,
-            device_overhead_bytes=self._machine.device_overhead_bytes,
-            import_workspace_bytes=None if stored else import_workspace_bytes(self._chain.layouts, self._weights),
+            most_bytes={"host": machine_memory_bytes()},
+        )
+        return place.allowance(
+            self._options.budget,
             ssd_bytes=self._ssd_bytes(state),
+            import_workspace_bytes=None if stored else import_workspace_bytes(self._chain.layouts, self._weights),
+            chunk_elements=stored.chunk_elements if stored else None,
         )
 
     def _ssd_bytes(self, state: Manifest | Sequence[Path]) -> int | None:
@@ -127,5 +124,5 @@ class Planner:
             profile_model()
             self._warm_up()
             gc.collect()
-            self._runtime_bytes = planned_runtime_bytes(anonymous_bytes())
+            self._runtime_bytes = runtime_bytes(anonymous_bytes())
         return self._runtime_bytes

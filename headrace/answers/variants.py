@@ -6,15 +6,13 @@ Invariant: every variant returned has been planned, and fits.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-from headrace.plan.footprint import Allowance
-from headrace.plan.placement import Workload
+from headrace.answers.question import Question
 from headrace.plan.plan import Plan
 from headrace.terms.ceilings import MOST_BYTES
 from headrace.terms.errors import PlanInfeasible
-from headrace.terms.optimizer import Optimizer
 from headrace.terms.sizes import GIB, MIB, format_bytes, round_up
 
 Planner = Callable[["Question"], Plan]
@@ -26,30 +24,6 @@ _SHORTEST_SEQUENCE = 128
 _MOST_ROUNDS = 8
 _OPTIONS = {"host": "host_memory", "device": "device_memory", "ssd": "ssd_space"}
 _WORDS = {"host": "host memory", "device": "device memory", "ssd": "SSD space"}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
-    """What is asked of the planner."""
-
-    workload: Workload
-    allowance: Allowance
-    optimizer: Optimizer
-
-    @property
-    def allowed_bytes(self) -> dict[str, int]:
-        """What may be used per tier, where that is known."""
-        allowance = self.allowance
-        allowed = {"device": allowance.device_bytes, "host": allowance.host_bytes, "ssd": allowance.ssd_bytes}
-        return {tier: size for tier, size in allowed.items() if size is not None}
-
-    def with_bytes(self, tier: str, num_bytes: int) -> "Question":
-        """Return the question with another budget for one tier."""
-        return replace(self, allowance=replace(self.allowance, **{f"{tier}_bytes": num_bytes}))
-
-    def with_workload(self, **changes: Any) -> "Question":
-        """Return the question with another workload."""
-        return replace(self, workload=replace(self.workload, **changes))
 
 
 def nearest_variants(
@@ -142,8 +116,8 @@ def _more_bytes(question: Question, refusal: PlanInfeasible, plan: Planner) -> I
         grown[tier] = round_up(
             max(refusal.needed_bytes, grown.get(tier, 0) + 1), GIB if refusal.needed_bytes > 4 * GIB else MIB
         )
-        if grown[tier] > MOST_BYTES:
-            return  # no machine has that
+        if grown[tier] > MOST_BYTES or not question.may_ask_for(tier, grown[tier]):
+            return  # no machine has that, or not this one
         question = question.with_bytes(tier, grown[tier])
         try:
             found = plan(question)

@@ -42,6 +42,12 @@ def available_memory_bytes(root: Path = _HERE) -> int:
     return min([_UNKNOWN_BYTES if estimate is None else estimate, *rests])
 
 
+def machine_memory_bytes(root: Path = _HERE) -> int:
+    """Return the memory that there is for this process at all: the machine's, or what its control groups leave of it."""
+    total = _fields(root / "proc/meminfo").get("MemTotal", _UNKNOWN_BYTES)
+    return min([total, *(group.limit_bytes for group in _groups(root))])
+
+
 def control_group_limit_bytes(root: Path = _HERE) -> int | None:
     """Return the least memory limit of this process's control groups and those above them; None for no limit."""
     return min((group.limit_bytes for group in _groups(root)), default=None)

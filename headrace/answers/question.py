@@ -1,0 +1,143 @@
+"""What is asked of the planner: the one builder of questions, for `headrace plan`, `headrace train` and the engine.
+
+Invariant: what libraries take is one figure for all of them, whatever a process has done before.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from headrace.plan.footprint import Allowance, planned_runtime_bytes
+from headrace.plan.placement import Problem, Workload
+from headrace.terms.budget import Budget
+from headrace.terms.costs import ModelCosts
+from headrace.terms.errors import ConfigError
+from headrace.terms.layout import UnitLayout
+from headrace.terms.optimizer import Optimizer
+from headrace.terms.options import Options
+from headrace.terms.rule import RuleFigures
+from headrace.terms.sizes import MIB, format_bytes
+
+# What the interpreter and libraries take of host memory in a run that has tokenised its data and compiled its kernels itself:
+# 339 MiB measured, and 303 where both were cached (LOG.md, 2026-11-24); a build of torch for CUDA takes 140 MiB more.
+_RUNTIME_BYTES, _CUDA_BUILD_BYTES = 352 * MIB, 140 * MIB
+# Of a machine's memory, what is offered in a variant at most: the rest is the system's, and a card is never empty.
+_OFFERED_PERCENT = 90
+
+
+def runtime_bytes(measured: int) -> int:
+    """Return what to plan for the interpreter and its libraries: a figure that covers every run, or where a program has loaded
+    more than that already, what it has: `measured`.
+    """
+    stated = _RUNTIME_BYTES + (_CUDA_BUILD_BYTES if torch.version.cuda else 0)
+    return max(stated, planned_runtime_bytes(measured))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a run would be: what it may use when nobody says, and what there is at all (`most_bytes`, by tier, if known)."""
+
+    name: str
+    host_bytes: int
+    device_bytes: int | None
+    device_overhead_bytes: int
+    runtime_bytes: int
+    cores: int
+    most_bytes: dict[str, int]
+
+    def allowance(
+        self, budget: Budget, *, ssd_bytes: int | None, import_workspace_bytes: int | None, chunk_elements: int | None = None
+    ) -> Allowance:
+        """Return what a run may use here.
+
+        Raises:
+            ConfigError: a budget is more than there is.
+        """
+        for tier, given in (("host", budget.host_bytes), ("device", budget.device_bytes)):
+            most = self.most_bytes.get(tier)
+            if given is not None and most is not None and given > most:
+                raise ConfigError(
+                    f"{tier} memory: {format_bytes(given)} given, {self.name} has {format_bytes(most)}; give less, or leave "
+                    f"{tier}_memory out"
+                )
+        return Allowance(
+            host_bytes=self.host_bytes if budget.host_bytes is None else budget.host_bytes,
+            device_bytes=self.device_bytes if budget.device_bytes is None else budget.device_bytes,
+            runtime_bytes=self.runtime_bytes,
+            cores=self.cores,
+            chunk_elements=chunk_elements,
+            device_overhead_bytes=self.device_overhead_bytes,
+            import_workspace_bytes=import_workspace_bytes,
+            ssd_bytes=ssd_bytes,
+        )
+
+    @property
+    def offered_bytes(self) -> dict[str, int]:
+        """What a variant may ask for at most, by tier."""
+        return {tier: most * _OFFERED_PERCENT // 100 for tier, most in self.most_bytes.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """What is asked of the planner. `offered_bytes`: what variants of it may ask for at most, by tier, if that is known."""
+
+    workload: Workload
+    allowance: Allowance
+    compute_dtype: str = "bfloat16"
+    gradient_dtype: str | None = None
+    optimizer: Optimizer
+    offered_bytes: dict[str, int] | None = None
+
+    @classmethod
+    def of(
+        cls, options: Options, allowance: Allowance, *, tokens_per_step: int, sequence_length: int, **more: Any
+    ) -> "Question":
+        """Return the question for a step of so many tokens under `options`."""
+        workload = Workload(
+            tokens_per_step=tokens_per_step,
+            sequence_length=sequence_length,
+            clip=options.max_grad_norm is not None,
+            checkpoint_every=options.checkpoint_every,
+        )
+        return cls(
+            workload=workload,
+            allowance=allowance,
+            compute_dtype=options.compute_dtype,
+            gradient_dtype=options.gradient_dtype,
+            optimizer=options.rule,
+            **more,
+        )
+
+    def problem(self, layouts: Sequence[UnitLayout], costs_of: Callable[[int], ModelCosts], rule: RuleFigures) -> Problem:
+        """Return the question about a model with these layouts and costs by rows of a micro-batch, and a rule of updates."""
+        return Problem(
+            layouts=tuple(layouts),
+            costs_of=costs_of,
+            workload=self.workload,
+            allowance=self.allowance,
+            compute_dtype=self.compute_dtype,
+            gradient_dtype=self.gradient_dtype,
+            rule=rule,
+        )
+
+    @property
+    def allowed_bytes(self) -> dict[str, int]:
+        """What may be used per tier, where that is known."""
+        allowance = self.allowance
+        allowed = {"device": allowance.device_bytes, "host": allowance.host_bytes, "ssd": allowance.ssd_bytes}
+        return {tier: size for tier, size in allowed.items() if size is not None}
+
+    def may_ask_for(self, tier: str, num_bytes: int) -> bool:
+        """Return whether a variant may ask for so much of a tier: no more than this machine can give."""
+        most = (self.offered_bytes or {}).get(tier)
+        return most is None or num_bytes <= most
+
+    def with_bytes(self, tier: str, num_bytes: int) -> "Question":
+        """Return the question with another budget for one tier."""
+        return replace(self, allowance=replace(self.allowance, **{f"{tier}_bytes": num_bytes}))
+
+    def with_workload(self, **changes: Any) -> "Question":
+        """Return the question with another workload."""
+        return replace(self, workload=replace(self.workload, **changes))

@@ -1,0 +1,66 @@
+"""Questions: one figure for what libraries take, budgets that the machine has, and variants that it could give.
+
+Run: pytest tests/answers/test_question.py
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from planned_models import llama_small, saved
+
+from headrace.answers import question
+from headrace.answers.answer import plan_model
+from headrace.answers.question import runtime_bytes
+from headrace.machine.limits import machine_memory_bytes
+from headrace.plan.profiles import load_profile
+from headrace.terms.errors import ConfigError
+from headrace.terms.options import Options
+from headrace.terms.sizes import GIB, MIB
+
+STEP = {"tokens_per_step": 1024, "sequence_length": 512}
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved(tmp_path_factory.mktemp("model") / "small", llama_small())
+
+
+def test_what_a_process_did_before_does_not_count() -> None:
+    assert len({runtime_bytes(measured * MIB) for measured in (60, 281, 303, 339)}) == 1
+    assert runtime_bytes(339 * MIB) >= 339 * MIB
+    assert runtime_bytes(3 * GIB) >= 3 * GIB  # a program that holds more than any run of the command
+
+
+def test_a_build_for_gpus_takes_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    builds = []
+    for version in (None, "12.8"):
+        monkeypatch.setattr(question.torch.version, "cuda", version)
+        builds.append(runtime_bytes(0))
+    assert builds[1] == builds[0] + 140 * MIB
+
+
+@pytest.mark.parametrize("tier", ["host", "device"])
+def test_more_than_the_machine_has_is_refused(small: Path, tier: str) -> None:
+    rig = load_profile("rtx4090-1ssd")
+    most = {"host": rig.host_memory_bytes, "device": rig.device_memory_bytes}[tier]
+    with pytest.raises(
+        ConfigError, match=rf"{tier} memory: .* given, rtx4090-1ssd has .*; give less, or leave {tier}_memory out"
+    ):
+        plan_model(small, Options(machine=rig, **{f"{tier}_memory": most + 1}, **STEP), here=False)
+    with pytest.raises(ConfigError, match=r"host memory: .* given, this machine has"):
+        plan_model(small, Options(host_memory=machine_memory_bytes() + 1, **STEP))
+
+
+def test_no_variant_asks_for_more_than_the_machine_can_give(small: Path) -> None:
+    """A card of 24 GiB has less than that for a run: what needs 24 GiB is not helped by being told to take them."""
+    rig = load_profile("rtx4090-1ssd")
+    needed = plan_model(small, Options(machine=rig, device_memory="1MiB", **STEP), here=False).needed_bytes["device"]
+    for card, offered in ((2 * needed, True), (needed + MIB, False)):
+        found = plan_model(
+            small, Options(machine=replace(rig, device_memory_bytes=card), device_memory="1MiB", **STEP), here=False
+        )
+        assert not found.fits
+        asked = [each.options["device_memory"] for each in found.alternatives if "device_memory" in each.options]
+        assert bool(asked) == offered
+        assert all(size <= 0.9 * card for size in asked)
