@@ -160,8 +160,8 @@ def seconds_kept(start: float, stop: float, others: Sequence[tuple[float, Sequen
 
 def flops_of(plan: Plan, verb: Verb, unit: int) -> float:
     """Return the floating-point operations that the planner counts for one micro-batch of a block."""
-    forward = plan.forward_flops[unit]
-    return forward if verb == Verb.FORWARD else 3 * forward - plan.spared_flops[unit - 1]
+    forward = plan.results.forward_flops[unit]
+    return forward if verb == Verb.FORWARD else 3 * forward - plan.results.spared_flops[unit - 1]
 
 
 def median_rate(ops: Sequence[OpDone], verb: Verb) -> float | None:

@@ -177,7 +177,7 @@ def row_of(cell: Cell, found: Answer) -> str:
 
 def unclipped_seconds(found: Answer) -> float:
     """Return the seconds of a step while no gradient is clipped, and updates need not wait for the norm."""
-    speculation = found.get("plan", {}).get("speculation")
+    speculation = found.get("plan", {}).get("results", {}).get("speculation")
     return min(found["step_seconds"], speculation["hit_seconds"]) if speculation else found["step_seconds"]
 
 

@@ -216,9 +216,9 @@ def problem_of(engine: Engine, plan: Plan, machine: Ceilings) -> Problem:
         costs_of=partial(Profiles(engine.chain).of, length=plan.sequence_length),
         workload=Workload(tokens_per_step=plan.tokens_per_step, sequence_length=plan.sequence_length, clip=False),
         allowance=Allowance(
-            host_bytes=plan.allowed_bytes["host"],
+            host_bytes=plan.results.allowed_bytes["host"],
             device_bytes=None,
-            runtime_bytes=plan.peak_bytes["host"]["runtime"],
+            runtime_bytes=plan.results.peak_bytes["host"]["runtime"],
             cores=plan.compute_threads,
         ),
         attention_share=machine.attention_share,

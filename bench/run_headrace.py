@@ -179,7 +179,7 @@ def observations(
             "core_seconds": lanes[Lane.COMPUTE].alone_seconds * plan.compute_threads
             + lanes[Lane.UPDATE].bytes / machine.update_bytes_per_second_per_core
             + lanes[Lane.DEVICE_TO_HOST].alone_seconds,
-            "peak_bytes": {tier: plan.peak(tier) for tier in plan.peak_bytes},
+            "peak_bytes": {tier: plan.peak(tier) for tier in plan.results.peak_bytes},
             "ssd_read_bytes": found.ssd_bytes_read_per_step,
             "ssd_written_bytes": found.ssd_bytes_written_per_step,
             "lanes": {

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 import headrace
 from headrace.engine.trainer import Engine
-from headrace.plan.plan import Plan
+from headrace.plan.plan import Plan, Results
 from headrace.terms.events import Sink
 
 
@@ -32,7 +32,8 @@ def short_run(
 
     def adjust_plan(plan: Plan) -> Plan:
         changes = {name: value(plan) if callable(value) else value for name, value in (adjust or {}).items()}
-        return dataclasses.replace(plan, **changes)
+        results = {field.name: changes.pop(field.name) for field in dataclasses.fields(Results) if field.name in changes}
+        return dataclasses.replace(plan.with_results(**results), **changes)
 
     rows, length = batches[0]["input_ids"].shape
     given: dict[str, Any] = {"host_memory": "4GiB", "max_grad_norm": None}

@@ -114,7 +114,7 @@ def plan_model(
         variants = tuple(planner.alternative(*variant) for variant in found)
         return replace(report, reason=str(error), needed_bytes={error.tier: error.needed_bytes}, alternatives=variants)
     if whole is not None:
-        plan = replace(plan, notes=(*plan.notes, note_on(whole)))
+        plan = plan.with_results(notes=(*plan.results.notes, note_on(whole)))
     report = _with_times(report, plan, planner.ceilings, options.max_steps or _STEPS)
     alternatives = (
         *planner.with_fewer_checkpoints(question, plan, report.forecast),
@@ -130,7 +130,7 @@ def report_of(
 
     `ceilings` is the machine that the plan was made for, None for a nominal one; `model` a name for people.
     """
-    host_bytes, device_bytes = plan.allowed_bytes["host"], plan.allowed_bytes.get("device")
+    host_bytes, device_bytes = plan.results.allowed_bytes["host"], plan.results.allowed_bytes.get("device")
     machine = ceilings or nominal_machine(plan.compute_threads, host_bytes=host_bytes, device_bytes=device_bytes)
     report = PlanReport(
         model=model,
@@ -141,7 +141,7 @@ def report_of(
         sequence_length=plan.sequence_length,
         machine=machine.name,
         measured=ceilings is not None,
-        allowed_bytes=plan.allowed_bytes | ({} if ssd_allowed_bytes is None else {"ssd": ssd_allowed_bytes}),
+        allowed_bytes=plan.results.allowed_bytes | ({} if ssd_allowed_bytes is None else {"ssd": ssd_allowed_bytes}),
     )
     return _with_times(report, plan, machine, num_steps)
 
@@ -152,7 +152,7 @@ def _with_times(report: PlanReport, plan: Plan, ceilings: Ceilings, num_steps: i
     return replace(
         report,
         plan=plan,
-        needed_bytes={tier: plan.peak(tier) for tier in plan.peak_bytes},
+        needed_bytes={tier: plan.peak(tier) for tier in plan.results.peak_bytes},
         forecast=found,
         endurance=endurance(ceilings.drives, written, num_steps=num_steps, step_seconds=seconds),
         doubled=_doubled(plan, ceilings, found),
@@ -307,7 +307,7 @@ class _Planner:
             options=options,
             step_seconds=found.step_seconds,
             tokens_per_second=found.tokens_per_second,
-            peak_bytes={tier: plan.peak(tier) for tier in plan.peak_bytes},
+            peak_bytes={tier: plan.peak(tier) for tier in plan.results.peak_bytes},
         )
 
 

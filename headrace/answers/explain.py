@@ -43,7 +43,7 @@ def _lines(report: PlanReport) -> Iterator[str]:
 
 def _choices(plan: Plan) -> Iterator[str]:
     """Yield the plan's own words, without those that the table has already."""
-    told = {"model", "step", *plan.peak_bytes}
+    told = {"model", "step", *plan.results.peak_bytes}
     for line in plan.explain().splitlines():
         label, _, text = line.partition(" ")
         if label not in told:
@@ -52,11 +52,11 @@ def _choices(plan: Plan) -> Iterator[str]:
 
 def _tiers(plan: Plan, allowed: dict[str, int]) -> Iterator[str]:
     """Yield one column per tier: what it holds, stacked, and what is left."""
-    tiers = list(plan.peak_bytes)
-    purposes = list(dict.fromkeys(purpose for rows in plan.peak_bytes.values() for purpose in rows))
+    tiers = list(plan.results.peak_bytes)
+    purposes = list(dict.fromkeys(purpose for rows in plan.results.peak_bytes.values() for purpose in rows))
     yield "".ljust(_ROW) + "".join(tier.rjust(_COLUMN) for tier in tiers)
     for purpose in purposes:
-        sizes = [plan.peak_bytes[tier].get(purpose, 0) for tier in tiers]
+        sizes = [plan.results.peak_bytes[tier].get(purpose, 0) for tier in tiers]
         if any(sizes):
             yield purpose.ljust(_ROW) + "".join((format_bytes(size) if size else "-").rjust(_COLUMN) for size in sizes)
     yield "peak".ljust(_ROW) + "".join(format_bytes(plan.peak(tier)).rjust(_COLUMN) for tier in tiers)

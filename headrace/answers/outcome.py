@@ -64,7 +64,7 @@ def outcome_of(report: PlanReport, records: Sequence[Record], *, host_peak_bytes
     steady = records[1:] or records
     peaks = {
         tier: [record["peak_bytes"][tier] for record in records if tier in record["peak_bytes"]]
-        for tier in (plan.peak_bytes if plan else ())
+        for tier in (plan.results.peak_bytes if plan else ())
     }
     if host_peak_bytes and "host" in peaks:
         # A device tier inside host memory is not the host's; where no record has one, nothing was measured of it.
@@ -78,7 +78,7 @@ def outcome_of(report: PlanReport, records: Sequence[Record], *, host_peak_bytes
             planned=planned,
             measured=max(peaks[tier], default=None),
         )
-        for tier, planned in ({tier: plan.peak(tier) for tier in plan.peak_bytes} if plan else {}).items()
+        for tier, planned in ({tier: plan.peak(tier) for tier in plan.results.peak_bytes} if plan else {}).items()
     ]
     rows += [
         OutcomeRow(

@@ -6,7 +6,6 @@ Invariant: no state is made or touched, and no buffer of a step: a plan that is 
 import contextlib
 import gc
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -73,7 +72,7 @@ class Planner:
         plan = adopted(self._given, problem) if self._given else make_plan(problem, self._ceilings)
         gc.collect()
         return_pieces()  # what simulating many plans took: it is in no plan
-        plan = replace(plan, notes=tuple(dict.fromkeys((*plan.notes, *self._chain.notes))))
+        plan = plan.with_results(notes=tuple(dict.fromkeys((*plan.results.notes, *self._chain.notes))))
         return self._adjust(plan) if self._adjust else plan
 
     def plan_here(self, plan: Plan, tell: Callable[[str], None]) -> Plan:
@@ -81,8 +80,8 @@ class Planner:
         have no other budget, and loses nothing if it is ended from outside.
         """
         plan = with_runtime(plan, self._runtime(lambda: self._profiles.of(1, plan.sequence_length)))
-        if plan.peak("host") > plan.allowed_bytes["host"]:
-            needed, allowed = format_bytes(plan.peak("host")), format_bytes(plan.allowed_bytes["host"])
+        if plan.peak("host") > plan.results.allowed_bytes["host"]:
+            needed, allowed = format_bytes(plan.peak("host")), format_bytes(plan.results.allowed_bytes["host"])
             tell(f"host memory: {needed} needed, {allowed} allowed: libraries take more than when the run began")
         return plan
 

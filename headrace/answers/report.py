@@ -76,7 +76,7 @@ class PlanReport:
             "reason": self.reason,
             "peak_bytes": self.needed_bytes,
             "allowed_bytes": self.allowed_bytes,
-            "peak_bytes_by_purpose": plan.peak_bytes if plan else None,
+            "peak_bytes_by_purpose": plan.results.peak_bytes if plan else None,
             "step_seconds": forecast.step_seconds if forecast else None,
             "lower_bound_seconds": forecast.lower_bound_seconds if forecast else None,
             "tokens_per_second": forecast.tokens_per_second if forecast else None,

@@ -277,7 +277,7 @@ class Engine:
         self._updater.close()
         self._updater = Updater(self._updater.rule, min(plan.update_threads, self._cores))
         self._warm_up()
-        workspace = plan.peak_bytes["host"].get("workspace", 0)
+        workspace = plan.results.peak_bytes["host"].get("workspace", 0)
         keep = plan.freed_memory == "kept"
         if not plan.separate_device:
             self._heap = HeapGuard(plan.peak("host"), workspace, keep=keep)

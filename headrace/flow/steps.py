@@ -74,15 +74,15 @@ class Steps:
     def follow_hit_rate(self) -> Plan:
         """Change between waiting for the norm and guessing it, where the plan has both: they share all buffers."""
         plan, hits = self.parts.plan, self.hits
-        if plan.speculation is None or not hits.is_due:
+        if plan.results.speculation is None or not hits.is_due:
             return plan
-        speculate = hits.exceeds(plan.speculation.break_even)
+        speculate = hits.exceeds(plan.results.speculation.break_even)
         if speculate != (plan.update_policy == "speculative"):
             self.flush()
             plan = replace(
                 plan,
                 update_policy="speculative" if speculate else "deferred",
-                late_units=plan.speculation.late_units if speculate else tuple(range(len(plan.units))),
+                late_units=plan.results.speculation.late_units if speculate else tuple(range(len(plan.units))),
             )
             self.parts = replace(self.parts, plan=plan)
             self._programs.clear()

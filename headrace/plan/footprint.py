@@ -3,7 +3,7 @@
 The promise of the planner rests here: measured peak <= planned peak, tested in real processes.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 from headrace.plan.memory import buffer_groups, device_update_temporary_bytes, scratch_bytes
@@ -84,7 +84,7 @@ def with_footprint(plan: Plan, costs: ModelCosts, allowance: Allowance) -> Plan:
         allowed["device"] = allowance.device_bytes
     if allowance.ssd_bytes is not None:
         allowed["ssd"] = allowance.ssd_bytes
-    return replace(plan, peak_bytes=rows, allowed_bytes=allowed)
+    return plan.with_results(peak_bytes=rows, allowed_bytes=allowed)
 
 
 def import_bytes(plan: Plan) -> int:
@@ -108,8 +108,9 @@ def with_runtime(plan: Plan, runtime_bytes: int) -> Plan:
     """Return the plan of a run that goes on in another process: the interpreter takes `runtime_bytes` there, and nothing is
     imported. Everything else stays as it was, because another placement would be another order of sums.
     """
-    host = {name: size for name, size in plan.peak_bytes["host"].items() if name != _IMPORT}
-    return replace(plan, peak_bytes=plan.peak_bytes | {"host": host | {_RUNTIME: runtime_row(plan, runtime_bytes)}})
+    host = {name: size for name, size in plan.results.peak_bytes["host"].items() if name != _IMPORT}
+    host[_RUNTIME] = runtime_row(plan, runtime_bytes)
+    return plan.with_results(peak_bytes=plan.results.peak_bytes | {"host": host})
 
 
 def runtime_row(plan: Plan, runtime_bytes: int) -> int:
@@ -117,7 +118,7 @@ def runtime_row(plan: Plan, runtime_bytes: int) -> int:
 
     It suffices: `planned_runtime_bytes` adds a whole spread, so this process stays below a row that is less by one.
     """
-    row = plan.peak_bytes["host"].get(_RUNTIME, 0)
+    row = plan.results.peak_bytes["host"].get(_RUNTIME, 0)
     return row if abs(runtime_bytes - row) <= _RUNTIME_SPREAD else runtime_bytes
 
 

@@ -165,8 +165,8 @@ def _kept_share(plan: Plan, ceilings: Ceilings) -> float:
 
 def _flops_per_step(plan: Plan) -> float:
     """Return the operations of a step: forward, recompute as far as nothing is kept, and backward."""
-    blocks = 4 * sum(plan.forward_flops) - sum(plan.spared_flops)
-    return plan.num_micro_batches * (blocks + 3 * plan.epilogue_flops)
+    blocks = 4 * sum(plan.results.forward_flops) - sum(plan.results.spared_flops)
+    return plan.num_micro_batches * (blocks + 3 * plan.results.epilogue_flops)
 
 
 def _with_rows(plan: Plan) -> Plan:
@@ -175,11 +175,10 @@ def _with_rows(plan: Plan) -> Plan:
     share = plan.tokens_per_step / (plan.sequence_length * rows)
     if share == 1:
         return plan
-    return replace(
-        plan,
-        forward_flops=tuple(flops * share for flops in plan.forward_flops),
-        spared_flops=tuple(flops * share for flops in plan.spared_flops),
-        epilogue_flops=plan.epilogue_flops * share,
+    return plan.with_results(
+        forward_flops=tuple(flops * share for flops in plan.results.forward_flops),
+        spared_flops=tuple(flops * share for flops in plan.results.spared_flops),
+        epilogue_flops=plan.results.epilogue_flops * share,
     )
 
 
@@ -189,31 +188,30 @@ def _with_elementwise(plan: Plan, ceilings: Ceilings) -> Plan:
     A block's part is by the size of its hidden states, and by what attention is slower. The head's is by logits and, for each
     chunk of the loss, by parameters: `epilogue_flops` are two for each parameter and token.
     """
-    if not plan.forward_flops:
+    if not plan.results.forward_flops:
         return plan
     rate = ceilings.matrix_flops_per_second(plan.compute_dtype)
     tokens = plan.micro_batch_sequences * plan.sequence_length
     width = plan.hidden_size_bytes / plan.planes.weight.bytes_per_element
     block = ceilings.hidden_seconds * tokens * width * rate
-    head_parameters = plan.epilogue_flops / (2 * tokens)
+    head_parameters = plan.results.epilogue_flops / (2 * tokens)
     chunks = -(-tokens // plan.loss_chunk_tokens)
     head = (ceilings.logit_seconds * tokens / width + ceilings.head_seconds * chunks) * head_parameters * rate
     slower = 1 / ceilings.attention_share - 1
-    attention = [slower * flops for flops in plan.attention_flops] or [0.0] * plan.num_blocks
+    attention = [slower * flops for flops in plan.results.attention_flops] or [0.0] * plan.num_blocks
     # Forward and backward together count a block's forward four times, and the head's three times.
-    blocks = (flops + block / 4 for flops in plan.forward_flops[1 : plan.num_blocks + 1])
-    return replace(
-        plan,
+    blocks = (flops + block / 4 for flops in plan.results.forward_flops[1 : plan.num_blocks + 1])
+    return plan.with_results(
         forward_flops=(
-            plan.forward_flops[0],
+            plan.results.forward_flops[0],
             *(flops + more for flops, more in zip(blocks, attention, strict=True)),
-            *plan.forward_flops[plan.num_blocks + 1 :],
+            *plan.results.forward_flops[plan.num_blocks + 1 :],
         ),
         spared_flops=tuple(
             spared + more * _spared_attention(plan, index)
-            for index, (spared, more) in enumerate(zip(plan.spared_flops, attention, strict=False))
+            for index, (spared, more) in enumerate(zip(plan.results.spared_flops, attention, strict=False))
         ),
-        epilogue_flops=plan.epilogue_flops + head / 3,
+        epilogue_flops=plan.results.epilogue_flops + head / 3,
     )
 
 
@@ -297,14 +295,22 @@ def _merged(plan: Plan, ceilings: Ceilings, most_blocks: int) -> Plan:
         kept_bytes=tuple(
             sum(plan.kept_bytes[block] for block in group) + (len(group) - 1) * plan.hidden_bytes for group in groups
         ),
-        forward_flops=(
-            plan.forward_flops[0],
-            *(sum(plan.forward_flops[block + 1] for block in group) + (len(group) - 1) * launches / 2 for group in groups),
-            *plan.forward_flops[plan.num_blocks + 1 :],
-        )
-        if plan.forward_flops
-        else (),
-        spared_flops=tuple(sum(plan.spared_flops[block] for block in group) for group in groups) if plan.spared_flops else (),
+        results=replace(
+            plan.results,
+            forward_flops=(
+                plan.results.forward_flops[0],
+                *(
+                    sum(plan.results.forward_flops[block + 1] for block in group) + (len(group) - 1) * launches / 2
+                    for group in groups
+                ),
+                *plan.results.forward_flops[plan.num_blocks + 1 :],
+            )
+            if plan.results.forward_flops
+            else (),
+            spared_flops=tuple(sum(plan.results.spared_flops[block] for block in group) for group in groups)
+            if plan.results.spared_flops
+            else (),
+        ),
     )
 
 
@@ -326,8 +332,11 @@ def _joined(plan: Plan, count: int, ceilings: Ceilings) -> Plan:
         num_micro_batches=count,
         hidden_size_bytes=round(plan.hidden_size_bytes * factor),
         kept_bytes=tuple(round(size * factor) for size in plan.kept_bytes),
-        # Forward and backward together count four times the forward; their launches are two.
-        forward_flops=tuple(flops * factor + launches / 2 for flops in plan.forward_flops),
-        spared_flops=tuple(flops * factor for flops in plan.spared_flops),
-        epilogue_flops=plan.epilogue_flops * factor + launches / 3,
+        results=replace(
+            plan.results,
+            # Forward and backward together count four times the forward; their launches are two.
+            forward_flops=tuple(flops * factor + launches / 2 for flops in plan.results.forward_flops),
+            spared_flops=tuple(flops * factor for flops in plan.results.spared_flops),
+            epilogue_flops=plan.results.epilogue_flops * factor + launches / 3,
+        ),
     )

@@ -68,7 +68,7 @@ def adopted(plan: Plan, problem: Problem) -> Plan:
         )
     allowance = problem.allowance
     plan = with_footprint(plan, costs, replace(allowance, runtime_bytes=runtime_row(plan, allowance.runtime_bytes)))
-    for tier, allowed in plan.allowed_bytes.items():
+    for tier, allowed in plan.results.allowed_bytes.items():
         if plan.peak(tier) > allowed:
             where = "ssd" if tier == "ssd" else f"{tier} memory"
             raise PlanInfeasible(

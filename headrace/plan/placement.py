@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from headrace.plan.footprint import Allowance, with_footprint
 from headrace.plan.memory import buffer_groups
-from headrace.plan.plan import Plan, Unit
+from headrace.plan.plan import Plan, Results, Unit
 from headrace.terms.costs import ATTENTION, ModelCosts, OperatorCosts
 from headrace.terms.errors import InputError
 from headrace.terms.layout import UNIT_ALIGNMENT, UnitLayout
@@ -209,16 +209,18 @@ def plan_of(problem: Problem, choice: Choice) -> Plan:
         kept_bytes=tuple(_bytes_of(costs, block, ordinals) for block, ordinals in enumerate(kept)),
         skipped=tuple(block.skippable for block in costs.blocks),
         operators=operators_of(costs),
-        spared_flops=tuple(
-            sum(block.operators[ordinal].flops for ordinal in (*block.skippable, *ordinals))
-            for block, ordinals in zip(costs.blocks, kept, strict=True)
-        ),
         accumulate=num_micro > 1,
         compute_threads=problem.allowance.cores,
         update_threads=max(1, problem.allowance.cores // 2),
-        forward_flops=(0.0, *(block.forward_flops for block in costs.blocks), 0.0)[: len(problem.layouts)],
-        attention_flops=tuple(block.attention_flops for block in costs.blocks),
-        epilogue_flops=costs.epilogue_flops_per_token * choice.rows * workload.sequence_length,
+        results=Results(
+            spared_flops=tuple(
+                sum(block.operators[ordinal].flops for ordinal in (*block.skippable, *ordinals))
+                for block, ordinals in zip(costs.blocks, kept, strict=True)
+            ),
+            forward_flops=(0.0, *(block.forward_flops for block in costs.blocks), 0.0)[: len(problem.layouts)],
+            attention_flops=tuple(block.attention_flops for block in costs.blocks),
+            epilogue_flops=costs.epilogue_flops_per_token * choice.rows * workload.sequence_length,
+        ),
         rule=problem.rule,
         freed_memory=choice.freed_memory,
     )
@@ -231,7 +233,7 @@ def _bytes_of(costs: ModelCosts, block: int, ordinals: list[int]) -> int:
 
 def filled(problem: Problem, plan: Plan) -> Plan:
     """Return `plan` with what is left of host memory used: first for weights (read twice a step), then for states (once)."""
-    spare = plan.allowed_bytes["host"] - plan.peak("host")
+    spare = plan.results.allowed_bytes["host"] - plan.peak("host")
     group = buffer_groups(plan)["host_weights"]
     slot_bytes = group.total_bytes // group.count
     more = max(0, min(plan.num_blocks - plan.host_slots, spare // slot_bytes))
@@ -263,7 +265,7 @@ def excess_bytes(plan: Plan) -> tuple[int, int]:
 
     Two numbers, for they are not alike: space makes up for memory where something waits on SSD instead, but has an end to that.
     """
-    excess = {tier: max(0, plan.peak(tier) - allowed) for tier, allowed in plan.allowed_bytes.items()}
+    excess = {tier: max(0, plan.peak(tier) - allowed) for tier, allowed in plan.results.allowed_bytes.items()}
     ssd = excess.pop("ssd", 0)
     return sum(excess.values()), ssd
 

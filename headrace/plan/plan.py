@@ -7,10 +7,13 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
+from headrace.terms.errors import ConfigError
 from headrace.terms.layout import PlaneSet
 from headrace.terms.rule import RuleFigures
 from headrace.terms.sizes import format_bytes
 
+# 2: results are a value of their own. Plans of format 1 did not say so.
+PLAN_FORMAT = 2
 # Staging buffers on the device for chunks that are updated there: while one is worked on, another comes or goes.
 DEVICE_STATE_SLOTS = 2
 
@@ -41,6 +44,35 @@ class Speculation:
     def break_even(self) -> float:
         """Share of steps that must be hits for speculation to be as fast as waiting: above 1 if it never is."""
         return 1 - (self.deferred_seconds - self.hit_seconds) / self.redo_seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Results:
+    """What was found of a plan's choices: they follow from it, the model and the budgets, and choose nothing themselves.
+
+    `peak_bytes` is by tier and purpose, `allowed_bytes` by tier. Operations are those of one micro-batch: `forward_flops` by
+    unit, `attention_flops` by block (those of the forward's that are attention's products), `epilogue_flops` of its forward,
+    `spared_flops` by block (of a recompute, by replaying and skipping). `speculation` is set where clipping allows a choice.
+    """
+
+    peak_bytes: dict[str, dict[str, int]] = field(default_factory=dict)
+    allowed_bytes: dict[str, int] = field(default_factory=dict)
+    forward_flops: tuple[float, ...] = ()
+    attention_flops: tuple[float, ...] = ()
+    epilogue_flops: float = 0.0
+    spared_flops: tuple[float, ...] = ()
+    speculation: Speculation | None = None
+    notes: tuple[str, ...] = ()
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> "Results":
+        """Inverse of `dataclasses.asdict`, of which JSON has made lists."""
+        known = dict(values)
+        for name in ("forward_flops", "attention_flops", "spared_flops", "notes"):
+            known[name] = tuple(known[name])
+        if speculation := known["speculation"]:
+            known["speculation"] = Speculation(**{**speculation, "late_units": tuple(speculation["late_units"])})
+        return cls(**known)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,15 +134,7 @@ class Plan:
     compute_threads: int
     update_threads: int
     device_update_every: int = 0
-    speculation: Speculation | None = None  # set where clipping allows a choice
-    forward_flops: tuple[float, ...] = ()  # per unit, of one micro-batch
-    attention_flops: tuple[float, ...] = ()  # per block: those of the forward's that are attention's products
-    epilogue_flops: float = 0.0  # forward, of one micro-batch
-    spared_flops: tuple[float, ...] = ()  # per block: of one micro-batch's recompute, by replaying and skipping
-
-    peak_bytes: dict[str, dict[str, int]] = field(default_factory=dict)
-    allowed_bytes: dict[str, int] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
+    results: Results = field(default_factory=Results)
     freed_memory: str = "returned"
 
     @property
@@ -202,23 +226,35 @@ class Plan:
 
     def peak(self, tier: str) -> int:
         """Planned peak bytes of a tier."""
-        return sum(self.peak_bytes.get(tier, {}).values())
+        return sum(self.results.peak_bytes.get(tier, {}).values())
+
+    def with_results(self, **changes: Any) -> "Plan":
+        """Return the plan with these of its results changed."""
+        return dataclasses.replace(self, results=dataclasses.replace(self.results, **changes))
 
     def to_json(self) -> dict[str, Any]:
         """Return the plan as plain JSON values."""
-        return dataclasses.asdict(self)
+        return {"format": PLAN_FORMAT, **dataclasses.asdict(self)}
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "Plan":
-        """Inverse of `to_json`."""
+        """Inverse of `to_json`.
+
+        Raises:
+            ConfigError: it has another format.
+        """
         known = dict(values)
+        found = known.pop("format", 1)
+        if found != PLAN_FORMAT:
+            raise ConfigError(
+                f"plan: format {found!r}, this version reads format {PLAN_FORMAT}; use the version of headrace that wrote it, "
+                "or begin a new run"
+            )
         known["units"] = tuple(Unit(**unit) for unit in known["units"])
         known["rule"] = RuleFigures.from_json(known["rule"])
-        for name in ("resident_states", "late_units", "notes", "forward_flops", "stash_tiers", "kept_bytes", "spared_flops"):
+        for name in ("resident_states", "late_units", "stash_tiers", "kept_bytes"):
             known[name] = tuple(known[name])
-        known["attention_flops"] = tuple(known.get("attention_flops", ()))
-        if speculation := known.get("speculation"):
-            known["speculation"] = Speculation(**{**speculation, "late_units": tuple(speculation["late_units"])})
+        known["results"] = Results.from_json(known["results"])
         for name in ("kept", "skipped", "operators"):
             known[name] = tuple(tuple(items) for items in known[name])
         return cls(**known)
@@ -262,14 +298,14 @@ class Plan:
         ]
         if self.freed_memory == "kept":
             lines.append("heap     freed memory is kept for the next operations")
-        for tier, rows in self.peak_bytes.items():
-            allowed = self.allowed_bytes.get(tier)
+        for tier, rows in self.results.peak_bytes.items():
+            allowed = self.results.allowed_bytes.get(tier)
             of = f" of {format_bytes(allowed)}" if allowed else ""
             parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in rows.items() if size)
             lines.append(f"{tier:<8} {format_bytes(self.peak(tier))}{of}: {parts}")
-        if self.speculation:
-            lines.append(f"clipping {explain_speculation(self.speculation)}")
-        lines += [f"note     {note}" for note in self.notes]
+        if self.results.speculation:
+            lines.append(f"clipping {explain_speculation(self.results.speculation)}")
+        lines += [f"note     {note}" for note in self.results.notes]
         return "\n".join(lines)
 
 

@@ -132,7 +132,7 @@ def with_speculation(plan: Plan, machine: Ceilings) -> Plan:
         hit_seconds=forecast(variant, machine).step_seconds,
         redo_seconds=redo_seconds(variant, machine),
     )
-    return replace(plan, speculation=speculation)
+    return plan.with_results(speculation=speculation)
 
 
 def expected_seconds(plan: Plan, machine: Ceilings, *, clips: bool = True) -> float:

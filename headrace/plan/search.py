@@ -281,17 +281,19 @@ def nominal_machine(cores: int, *, host_bytes: int, device_bytes: int | None) ->
 
 
 def _infeasible(plan: Plan) -> PlanInfeasible:
-    short = {tier: plan.peak(tier) - allowed for tier, allowed in plan.allowed_bytes.items() if plan.peak(tier) > allowed}
+    short = {
+        tier: plan.peak(tier) - allowed for tier, allowed in plan.results.allowed_bytes.items() if plan.peak(tier) > allowed
+    }
     # Memory first: where that is short, no amount of space makes up for it.
     tier = max([name for name in short if name != "ssd"] or short, key=lambda name: short[name])
-    needed, allowed = plan.peak(tier), plan.allowed_bytes[tier]
+    needed, allowed = plan.peak(tier), plan.results.allowed_bytes[tier]
     if tier == "ssd":
         words = (
             f"ssd: at least {format_bytes(needed)} are needed, {format_bytes(allowed)} may be used; free some space, or add a "
             "drive with another --ssd"
         )
         return PlanInfeasible(words, tier=tier, needed_bytes=needed, allowed_bytes=allowed)
-    largest_first = sorted(plan.peak_bytes[tier].items(), key=lambda row: -row[1])
+    largest_first = sorted(plan.results.peak_bytes[tier].items(), key=lambda row: -row[1])
     rows = ", ".join(f"{name} {format_bytes(size)}" for name, size in largest_first if size)
     largest = max(plan.units, key=lambda unit: unit.num_elements)
     option = "--device-memory" if tier == "device" else "--host-memory"

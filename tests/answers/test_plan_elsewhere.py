@@ -85,6 +85,6 @@ def test_a_profile_says_what_its_processor_multiplies_in_float32(tmp_path: Path)
         lengths = {"tokens_per_step": 256, "sequence_length": 256}
         found = plan_model(model, Options(machine=machine, max_grad_norm=None, **lengths), here=False)
         assert found.plan is not None
-        return found.plan.peak_bytes["host"]["libraries"]
+        return found.plan.results.peak_bytes["host"]["libraries"]
 
     assert libraries(replace(ceilings, widened_dtypes=("bfloat16",))) < libraries(ceilings)

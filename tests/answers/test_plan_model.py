@@ -159,8 +159,8 @@ def test_where_space_is_short_a_plan_that_writes_less_is_found(
     host = least + (24 << 20)
     whole = plan_model(small, Options(host_memory=host, machine=rig, **asked), **how)
     assert whole.plan is not None
-    assert whole.plan.peak_bytes["ssd"]["scratch"] > 0
-    states = whole.plan.peak_bytes["ssd"]["states, two slots"]
+    assert whole.plan.results.peak_bytes["ssd"]["scratch"] > 0
+    states = whole.plan.results.peak_bytes["ssd"]["states, two slots"]
     capacity = int((whole.needed_bytes["ssd"] - 1) / 0.9 / len(rig.drives))
     short = replace(rig, drives=tuple(replace(drive, capacity_bytes=capacity) for drive in rig.drives))
     found = plan_model(small, Options(host_memory=host, machine=short, **asked), **how)

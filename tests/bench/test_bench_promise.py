@@ -15,6 +15,7 @@ from observed import Cores, bytes_inside, interference, median_rate, ssd_rates
 
 from headrace.files import DirectFile, ThreadEngine, Volume
 from headrace.machine.host import huge_page_buffer
+from headrace.plan.plan import Results
 from headrace.terms.events import OpDone
 from headrace.terms.program import Lane, Verb
 
@@ -39,8 +40,7 @@ def op(verb, lane, start, stop, *, unit=1, size=0):
 class TwoBlocks:
     """What `interference` asks of a plan."""
 
-    forward_flops = (0.0, 1e12, 2e12, 0.0)
-    spared_flops = (0.5e12, 0.0)
+    results = Results(forward_flops=(0.0, 1e12, 2e12, 0.0), spared_flops=(0.5e12, 0.0))
 
 
 TWO_CORES = Cores(count=2, threads={Lane.COMPUTE: 2, Lane.UPDATE: 1}, seconds_per_ssd_byte=0.01)

@@ -39,7 +39,7 @@ def test_a_run_says_what_it_plans_then_what_it_imports_then_its_steps(world: Wor
 
 
 def row(plan: dict[str, Any]) -> int:
-    return int(plan["peak_bytes"]["host"]["runtime"])
+    return int(plan["results"]["peak_bytes"]["host"]["runtime"])
 
 
 def headrace(*words: str) -> str:

@@ -21,7 +21,8 @@ def batch(seed: int) -> dict[str, torch.Tensor]:
 
 def speculative(plan: Plan) -> Plan:
     """Half of the units behind backward, as if nothing were clipped; the other half behind the next forward."""
-    return replace(plan, update_policy="speculative", late_units=(0, 2), resident_states=(), speculation=None)
+    plan = plan.with_results(speculation=None)
+    return replace(plan, update_policy="speculative", late_units=(0, 2), resident_states=())
 
 
 def main(model: str, run: str, out: str, steps: int, policy: str, moments: str = "float32") -> None:

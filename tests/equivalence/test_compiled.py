@@ -80,11 +80,11 @@ def test_the_plan_keeps_and_skips_nothing_and_says_so(model_dir: Callable[..., P
     assert own is not None
     assert plan is not None
     assert any(own.skipped)
-    assert any(own.spared_flops)
+    assert any(own.results.spared_flops)
     assert not any(plan.kept)
     assert not any(plan.skipped)
     assert not any(plan.operators)
-    assert plan.spared_flops == (0.0,) * plan.num_blocks
+    assert plan.results.spared_flops == (0.0,) * plan.num_blocks
     assert "note     blocks are compiled: no operator output is kept or skipped" in plan.explain()
 
 

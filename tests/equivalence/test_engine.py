@@ -280,7 +280,9 @@ def test_more_rows_than_planned_are_plain_pytorch(tier: str, held: str, model_di
 
     def adjust_plan(plan: Any) -> Any:
         rows = {"micro_batch_sequences": 2, "num_micro_batches": -(-plan.tokens_per_step // plan.sequence_length // 2)}
-        return dataclasses.replace(plan, update_policy="deferred", resident_states=(), speculation=None, **rows, **placed)
+        return dataclasses.replace(
+            plan.with_results(speculation=None), update_policy="deferred", resident_states=(), **rows, **placed
+        )
 
     planned = []
     with Engine.open(
@@ -507,7 +509,7 @@ def test_every_byte_is_some_steps(clip: float | None, resident: bool, model_dir:
             kept = {"resident_states": every, "late_units": every, "update_policy": "deferred"}
         else:
             kept = {"resident_states": (), "late_units": (1,), "update_policy": "immediate"}
-        return dataclasses.replace(plan, speculation=None, **kept)
+        return dataclasses.replace(plan.with_results(speculation=None), **kept)
 
     with Engine.open(
         model_dir("llama"),
@@ -607,8 +609,8 @@ def test_an_engine_plans_within_the_space_of_its_drives(
     with opened("roomy") as engine:
         roomy = engine.plan
         assert roomy is not None
-        assert roomy.peak_bytes["ssd"]["scratch"] > 0
-        assert roomy.allowed_bytes["ssd"] > 1 << 30
+        assert roomy.results.peak_bytes["ssd"]["scratch"] > 0
+        assert roomy.results.allowed_bytes["ssd"] > 1 << 30
         engine.remove_state()
     monkeypatch.setattr(space, "default_bytes", lambda tier, free: min(roomy.peak("ssd") - 1, usable(tier, free)))
     with opened("short") as engine:

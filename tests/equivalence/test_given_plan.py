@@ -3,7 +3,6 @@
 Run: pytest tests/equivalence/test_given_plan.py
 """
 
-import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -74,8 +73,8 @@ def test_a_process_with_other_libraries_has_the_same_plan(path: Path, tmp_path: 
     takes(403.5)
     second, *same = run(path, tmp_path / "second", just_enough, hooks={"plan": first})
     # What is free on the SSD is another by then; it is no choice of the planner's.
-    allowed = {**second.allowed_bytes, "ssd": first.allowed_bytes["ssd"]}
-    assert dataclasses.replace(second, allowed_bytes=allowed).to_json() == first.to_json()
+    allowed = {**second.results.allowed_bytes, "ssd": first.results.allowed_bytes["ssd"]}
+    assert second.with_results(allowed_bytes=allowed).to_json() == first.to_json()
     assert same == bits
     takes(440.0)
     with pytest.raises(PlanInfeasible, match="host memory: the plan that was given needs"):

@@ -52,7 +52,7 @@ def train(
     path: Path, folder: Path, changes: dict[str, Any], *, steps: int = 6, scale: float | None = None, **options: Any
 ) -> tuple[list[StepResult], dict[str, torch.Tensor]]:
     def adjust_plan(plan: Plan) -> Plan:
-        return dataclasses.replace(plan, speculation=None, **{"checkpoint_every": 1, **changes})
+        return dataclasses.replace(plan.with_results(speculation=None), **{"checkpoint_every": 1, **changes})
 
     with open_engine(path, folder, adjust_plan=adjust_plan, **options) as engine:
         if scale is not None:
@@ -154,13 +154,14 @@ def test_the_policy_follows_the_hit_rate(
 
     def adjust_plan(plan: Plan) -> Plan:
         late = prices.late_units if begin == "speculative" else plan.late_units
-        return dataclasses.replace(plan, update_policy=begin, late_units=late, resident_states=(), speculation=prices)
+        plan = plan.with_results(speculation=prices)
+        return dataclasses.replace(plan, update_policy=begin, late_units=late, resident_states=())
 
     with open_engine(path, tmp_path / "run", max_grad_norm=limit, adjust_plan=adjust_plan) as engine:
         results = [engine.step(batch_of(ROWS, LENGTH, seed)) for seed in range(8)]
     with Engine.resume(tmp_path / "run") as engine:
         assert engine.plan is not None
-        assert engine.plan.speculation == prices
+        assert engine.plan.results.speculation == prices
         results += [engine.step(batch_of(ROWS, LENGTH, seed)) for seed in range(8, 18)]
         engine.save_pretrained(tmp_path / "out")
     assert [result.update_policy for result in results] == [begin] * 16 + [end] * 2

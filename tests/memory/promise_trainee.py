@@ -80,7 +80,7 @@ def main() -> None:
         if case["exported"]:
             engine.save_pretrained(Path(case["run"]).with_name("exported"))
     assert plan is not None
-    rows = {tier: plan.peak_bytes[tier] for tier in plan.peak_bytes if tier != "ssd"}
+    rows = {tier: plan.results.peak_bytes[tier] for tier in plan.results.peak_bytes if tier != "ssd"}
     print(json.dumps({"host_bytes": host_bytes, "rows": rows, "opened_bytes": opened_bytes}))
 
 

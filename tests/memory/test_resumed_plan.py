@@ -45,8 +45,8 @@ def test_the_runtime_row_is_this_processs(
     events: list[Event] = []
     with Engine.resume(begun, sink=events.append) as engine:
         assert engine.plan is not None
-        assert engine.plan.peak_bytes["host"]["runtime"] == planned_runtime_bytes(runtime_bytes)
-        assert "import of the model" not in engine.plan.peak_bytes["host"]
+        assert engine.plan.results.peak_bytes["host"]["runtime"] == planned_runtime_bytes(runtime_bytes)
+        assert "import of the model" not in engine.plan.results.peak_bytes["host"]
         engine.step(batch())  # said, but not refused
     notices = [event.text for event in events if isinstance(event, Notice) and event.text.startswith("host memory")]
     assert bool(notices) == warned
@@ -70,4 +70,4 @@ def test_the_record_keeps_what_was_measured_last(begun: Path, monkeypatch: pytes
         engine.step(batch())
     with Engine.resume(begun) as engine:
         assert engine.plan is not None
-        assert engine.plan.to_json()["peak_bytes"]["host"]["runtime"] == planned_runtime_bytes(2 * GIB)
+        assert engine.plan.to_json()["results"]["peak_bytes"]["host"]["runtime"] == planned_runtime_bytes(2 * GIB)

@@ -264,7 +264,7 @@ class _Builder:
                 unit=unit,
                 micro=micro,
                 phase="backward",
-                flops=3 * self.plan.epilogue_flops,
+                flops=3 * self.plan.results.epilogue_flops,
             )
             for micro in range(self.num_micro)
         ]
@@ -589,11 +589,11 @@ class _Builder:
         return self.plan.units[unit].num_elements * self.plan.planes.weight.bytes_per_element
 
     def flops(self, unit: int) -> float:
-        return self.plan.forward_flops[unit] if self.plan.forward_flops else 0.0
+        return self.plan.results.forward_flops[unit] if self.plan.results.forward_flops else 0.0
 
     def backward_flops(self, block: int) -> float:
         """Gradients cost twice the forward, and the recompute what is neither kept nor skipped."""
-        spared = self.plan.spared_flops[block - 1] if self.plan.spared_flops else 0.0
+        spared = self.plan.results.spared_flops[block - 1] if self.plan.results.spared_flops else 0.0
         return 3 * self.flops(block) - spared
 
 

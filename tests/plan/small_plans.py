@@ -1,8 +1,9 @@
 """Small plans for tests, without a model."""
 
+from dataclasses import fields
 from typing import Any
 
-from headrace.plan.plan import Plan, Unit
+from headrace.plan.plan import Plan, Results, Unit
 from headrace.terms.optimizer import AdamW
 from headrace.update import rule_of
 
@@ -47,4 +48,5 @@ def small_plan(num_blocks: int = 4, **changes: Any) -> Plan:
     values.update(changes)
     values.setdefault("rule", rule_of(AdamW(moments=values.pop("moments", "float32")), values["compute_dtype"]).figures)
     values.setdefault("late_units", tuple(range(units)) if values["update_policy"] == "deferred" else ())
-    return Plan(**values)
+    results = {field.name: values.pop(field.name) for field in fields(Results) if field.name in values}
+    return Plan(**values, results=Results(**results))

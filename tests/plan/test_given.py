@@ -62,7 +62,7 @@ def test_a_plan_for_which_the_ssds_lack_space_is_refused() -> None:
     made = problem(400 * MIB)
     plan = make_plan(made)
     enough = replace(made, allowance=replace(made.allowance, ssd_bytes=plan.peak("ssd")))
-    assert adopted(plan, enough).allowed_bytes["ssd"] == plan.peak("ssd")
+    assert adopted(plan, enough).results.allowed_bytes["ssd"] == plan.peak("ssd")
     short = replace(made, allowance=replace(made.allowance, ssd_bytes=plan.peak("ssd") - 1))
     with pytest.raises(PlanInfeasible, match=r"^ssd: the plan that was given needs") as caught:
         adopted(plan, short)

@@ -164,7 +164,7 @@ def seconds_of(made: Problem, ceilings: Ceilings, **asked: object) -> float:
     plan = make_plan(replace(made, workload=replace(made.workload, **asked)), ceilings)
     assert fits(plan)
     found = forecast(plan, ceilings).step_seconds
-    return min(found, plan.speculation.hit_seconds) if plan.speculation else found
+    return min(found, plan.results.speculation.hit_seconds) if plan.results.speculation else found
 
 
 @pytest.mark.parametrize(
@@ -244,7 +244,7 @@ def test_space_on_the_ssds_is_a_budget_as_memory_is(clip: bool) -> None:
     made = problem(150 * MIB, clip=clip, rows=16)
     quick = machine(made, flops=1e11, read=8e9, write=8e9, mixed=16e9)
     roomy = make_plan(made, quick)
-    assert roomy.peak_bytes["ssd"]["scratch"] > 0
+    assert roomy.results.peak_bytes["ssd"]["scratch"] > 0
 
     def planned(ssd_bytes: int) -> Plan:
         return make_plan(replace(made, allowance=replace(made.allowance, ssd_bytes=ssd_bytes)), quick)
@@ -297,7 +297,10 @@ def test_every_plan_is_inside_its_budget_from_the_least_on(clip: bool, measured:
     for more_mib in (0, 3, 30, 1000):
         made = problem(refusal.value.needed_bytes - LIBRARIES + more_mib * MIB, clip=clip)
         plan = make_plan(made, machine(made) if measured else None)
-        assert plan.peak_bytes == with_footprint(plan, made.costs_of(plan.micro_batch_sequences), made.allowance).peak_bytes
+        assert (
+            plan.results.peak_bytes
+            == with_footprint(plan, made.costs_of(plan.micro_batch_sequences), made.allowance).results.peak_bytes
+        )
         assert plan.peak("host") <= made.allowance.host_bytes
 
 
@@ -438,7 +441,7 @@ def test_importing_the_model_counts_only_where_it_takes_more_than_a_step():
     made = problem(2 * GIB, device_bytes=GIB)
     choice = next(placements_of(made, made.policies[0], 0))
     step = plan_of(made, choice)
-    assert "import of the model" not in step.peak_bytes["host"]
+    assert "import of the model" not in step.results.peak_bytes["host"]
 
     def planned(workspace_bytes: int) -> int:
         allowance = replace(made.allowance, import_workspace_bytes=workspace_bytes)
@@ -455,7 +458,7 @@ def test_a_plan_of_an_earlier_process_changes_in_its_runtime_only():
     made = problem(2 * GIB)
     made = replace(made, allowance=replace(made.allowance, import_workspace_bytes=GIB))
     plan = plan_of(made, next(placements_of(made, made.policies[0], 0)))
-    assert plan.peak_bytes["host"].pop("import of the model") > 0
+    assert plan.results.peak_bytes["host"].pop("import of the model") > 0
     again = with_runtime(plan, 33 * MIB)
-    assert again.peak_bytes["host"] == plan.peak_bytes["host"] | {"runtime": 33 * MIB}
-    assert replace(again, peak_bytes=plan.peak_bytes) == plan
+    assert again.results.peak_bytes["host"] == plan.results.peak_bytes["host"] | {"runtime": 33 * MIB}
+    assert again.with_results(peak_bytes=plan.results.peak_bytes) == plan

@@ -13,7 +13,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from headrace.plan.plan import Plan, Unit
+from headrace.plan.plan import Plan, Results, Unit
 from headrace.report import Reporter
 from headrace.runs import Engines
 from headrace.runs.protocols import StateKind
@@ -80,11 +80,13 @@ def fake_plan() -> Plan:
         operators=((), ()),
         compute_threads=1,
         update_threads=1,
-        forward_flops=(0.0, 1e6, 1e6, 0.0),
-        epilogue_flops=1e6,
-        peak_bytes={"host": {"weights": 1024, "states": 1024}, "ssd": {"states, two slots": 4096, "scratch": 0}},
-        allowed_bytes={"host": 4096},
-        notes=("everything fits",),
+        results=Results(
+            forward_flops=(0.0, 1e6, 1e6, 0.0),
+            epilogue_flops=1e6,
+            peak_bytes={"host": {"weights": 1024, "states": 1024}, "ssd": {"states, two slots": 4096, "scratch": 0}},
+            allowed_bytes={"host": 4096},
+            notes=("everything fits",),
+        ),
     )
 
 

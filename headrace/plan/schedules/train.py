@@ -63,7 +63,7 @@ class _Training:
 
     def __init__(self, plan: Plan, num_micro: int, before: Snapshot) -> None:
         self.plan, self.num_micro = plan, num_micro
-        self.ledger = Ledger(before)
+        self.ledger, self.results = Ledger(before), plan.results
         self.contents = self.ledger.contents
         units = range(len(plan.units))
         self.separate, self.blocks = plan.separate_device, plan.num_blocks
@@ -155,7 +155,7 @@ class _Training:
                 (_RESIDENT_ACCUMULATOR,),
                 unit=unit,
                 micro=micro,
-                flops=3 * self.plan.epilogue_flops,
+                flops=3 * self.results.epilogue_flops,
             )
         if unit:
             self.drain(unit, self.gradient_slot(unit))
@@ -386,9 +386,9 @@ class _Training:
         return found
 
     def flops(self, unit: int) -> float:
-        return self.plan.forward_flops[unit] if self.plan.forward_flops else 0.0
+        return self.results.forward_flops[unit] if self.results.forward_flops else 0.0
 
     def backward_flops(self, block: int) -> float:
         """Gradients cost twice the forward, and the recompute what is neither kept nor skipped."""
-        spared = self.plan.spared_flops[block - 1] if self.plan.spared_flops else 0.0
+        spared = self.results.spared_flops[block - 1] if self.results.spared_flops else 0.0
         return 3 * self.flops(block) - spared

@@ -37,8 +37,8 @@ def memory_bars(plan: Plan | None, measured: Mapping[str, int]) -> str:
 
     Without a GPU the device tier is a part of the process's memory, so it is a part of the host's plan here.
     """
-    planned = plan.peak_bytes if plan is not None else {}
-    allowed = plan.allowed_bytes if plan is not None else {}
+    planned = plan.results.peak_bytes if plan is not None else {}
+    allowed = plan.results.allowed_bytes if plan is not None else {}
     if plan is not None and plan.separate_device and measured and "device" not in measured:
         host = planned.get("host", {}) | {"device tier (no GPU)": plan.peak("device")}
         planned = {tier: rows for tier, rows in planned.items() if tier != "device"} | {"host": host}

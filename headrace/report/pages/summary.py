@@ -45,7 +45,7 @@ def summary(run: RunFiles) -> dict[str, Any]:
             lane: [{"for_lane": wait.lane, "for_verb": wait.verb, "seconds": wait.seconds} for wait in waited]
             for lane, waited in found.waits.items()
         },
-        "planned_peak_bytes": {tier: plan.peak(tier) for tier in plan.peak_bytes} if plan else None,
+        "planned_peak_bytes": {tier: plan.peak(tier) for tier in plan.results.peak_bytes} if plan else None,
         "measured_peak_bytes": measured_peaks(run.metrics),
         "planned_and_measured": (run.outcome or {}).get("planned_and_measured"),
         "io_cpu_seconds_per_gigabyte": found.io_cpu.seconds_per_gigabyte if found.io_cpu else None,

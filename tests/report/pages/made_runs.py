@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from headrace.plan.plan import Plan, Unit
+from headrace.plan.plan import Plan, Results, Unit
 from headrace.report.lanes import LanesFile
 from headrace.report.metrics import MetricsFile
 from headrace.terms.ceilings import Ceilings
@@ -50,15 +50,17 @@ def made_plan(**changes: Any) -> Plan:
         "operators": ((),) * NUM_BLOCKS,
         "compute_threads": 1,
         "update_threads": 1,
-        "forward_flops": (1e6, 1e9, 1e9, 1e6),
-        "epilogue_flops": 1e8,
-        "spared_flops": (0.0,) * NUM_BLOCKS,
-        "peak_bytes": {
-            "device": {"weights": 4 << 20, "activations": 2 << 20},
-            "host": {"runtime": 300 << 20, "states": 100 << 20},
-            "ssd": {"states, two slots": 80 << 20},
-        },
-        "allowed_bytes": {"device": 8 << 20, "host": 512 << 20},
+        "results": Results(
+            forward_flops=(1e6, 1e9, 1e9, 1e6),
+            epilogue_flops=1e8,
+            spared_flops=(0.0,) * NUM_BLOCKS,
+            peak_bytes={
+                "device": {"weights": 4 << 20, "activations": 2 << 20},
+                "host": {"runtime": 300 << 20, "states": 100 << 20},
+                "ssd": {"states, two slots": 80 << 20},
+            },
+            allowed_bytes={"device": 8 << 20, "host": 512 << 20},
+        ),
     }
     return Plan(rule=rule_of(AdamW(), "bfloat16").figures, **(values | changes))
 
