@@ -46,52 +46,74 @@ class Snapshot:
 class _Uses:
     """The uses of one buffer, as far as somebody must still wait for them.
 
-    While it is written in pieces, `before` is what the writer of each piece waits for, and `pieces` has those that wrote and
-    read each piece; a use of the whole ends that. Of operations in a row on a lane that ends them in order, only the last is
-    kept.
+    While it is written in pieces, `before` is what the writer of each piece waits for, `pieces` has who wrote each, and `read`
+    which were read; a use of the whole ends that. Of operations in a row on a lane that ends them in order, only the last is
+    kept. Few objects: what a search makes of them sets how often Python's collector looks at everything there is.
     """
 
-    __slots__ = ("before", "pieces", "reader_lane", "readers", "writer_lane", "writers")
+    __slots__ = ("before", "pieces", "read", "reader_lane", "readers", "writer_lane", "writers")
 
-    def __init__(self, writers: list[int], readers: list[int]) -> None:
+    def __init__(self, writers: Sequence[int] = (), readers: Sequence[int] = ()) -> None:
         self.writers, self.readers = writers, readers
         self.writer_lane: Lane | None = None
         self.reader_lane: Lane | None = None
         self.before: Refs | None = None
-        self.pieces: dict[int, list[int]] = {}
+        self.pieces: dict[int, int] | None = None
+        self.read: set[int] | None = None
 
-    def read_in_pieces(self, piece: int, index: int) -> Sequence[int]:
+    def add_reader(self, index: int, lane: Lane, *, in_order: bool) -> None:
+        """Enter one that reads the buffer or a piece of it."""
+        if not isinstance(self.readers, list):
+            self.readers = [*self.readers, index]
+        elif in_order and self.reader_lane is lane:
+            self.readers[-1] = index
+        else:
+            self.readers.append(index)
+        self.reader_lane = lane
+
+    def read_in_pieces(self, piece: int) -> Sequence[int]:
         """Return what a reader waits for while there are pieces; a reader of the whole ends that."""
+        assert self.pieces is not None
+        assert self.read is not None
         if not piece:
             self.before = None
             return self.writers
-        if (made := self.pieces.get(piece)) is None:
+        made = self.pieces.get(piece)
+        if made is None:
             return self.before or ()
-        made.append(index)
-        return made[:1]
+        self.read.add(piece)
+        return (made,)
 
     def begin_pieces(self, before: Refs) -> None:
-        self.before, self.pieces, self.writers, self.readers = before, {}, [], []
+        """From here on pieces are written, each after `before`."""
+        self.before, self.pieces, self.read, self.writers, self.readers = before, {}, set(), (), ()
         self.writer_lane = self.reader_lane = None
 
     def write_piece(self, piece: int, index: int, lane: Lane, *, in_order: bool) -> Sequence[int]:
         """Enter the writer of a piece and return what it waits for."""
-        waits = self.pieces.get(piece) or self.before or ()
-        self.pieces[piece] = [index]
-        if in_order and self.writer_lane is lane:
+        assert self.pieces is not None
+        assert self.read is not None
+        made = self.pieces.get(piece)
+        # Of a piece that is written once more its readers are not told from those of the others: it waits for all of them.
+        waits = self.before or () if made is None else (made, *self.readers) if piece in self.read else (made,)
+        self.pieces[piece] = index
+        if not isinstance(self.writers, list):
+            self.writers = [index]
+        elif in_order and self.writer_lane is lane:
             self.writers[-1] = index
         else:
             self.writers.append(index)
-            self.writer_lane = lane
+        self.writer_lane = lane
         return waits
 
     def write_whole(self, index: int) -> None:
-        self.writers, self.readers, self.before, self.reader_lane = [index], [], None, None
+        """Enter the writer of the whole buffer."""
+        self.writers, self.readers, self.before, self.reader_lane = (index,), (), None, None
 
 
 class _AllUses(dict[int, _Uses]):
     def __missing__(self, whole: int) -> _Uses:
-        uses = self[whole] = _Uses([], [])
+        uses = self[whole] = _Uses()
         return uses
 
 
@@ -131,12 +153,8 @@ class Ledger:
             whole = each & WHOLE_MASK
             touched.append(whole)
             uses = all_uses[whole]
-            waits += uses.writers if uses.before is None else uses.read_in_pieces(each >> PIECE_SHIFT, index)
-            if in_order and uses.reader_lane is lane:
-                uses.readers[-1] = index
-            else:
-                uses.readers.append(index)
-                uses.reader_lane = lane
+            waits += uses.writers if uses.before is None else uses.read_in_pieces(each >> PIECE_SHIFT)
+            uses.add_reader(index, lane, in_order=in_order)
         for each in writes:
             whole = each & WHOLE_MASK
             touched.append(whole)
