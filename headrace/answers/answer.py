@@ -248,7 +248,8 @@ class _Planner:
         costs = problem.costs_of(plan.micro_batch_sequences)
         best: Alternative | None = None
         for held in ("host", "ssd"):
-            waiting = replace(plan, update_policy="deferred", late_units=every, held_gradients=held, speculation=None)
+            bare = plan.with_results(speculation=None)
+            waiting = replace(bare, update_policy="deferred", late_units=every, held_gradients=held)
             least = min(plan.num_blocks, max(2, plan.prefetch + 1))
             waiting = replace(waiting, checkpoint_every=_SELDOM, resident_states=(), host_slots=least)
             waiting = with_footprint(waiting, costs, problem.allowance)
