@@ -40,7 +40,7 @@ from headrace.terms.families import trained_unit
 from headrace.terms.options import Options
 from headrace.terms.provenance import PROVENANCE_NAME
 from headrace.terms.sizes import format_bytes
-from headrace.update import HitRate, LossScale, StepScalars, Updater, rule_of
+from headrace.update import HitRate, LossScale, Updater, rule_of
 
 # Operations of the SSD lanes that may be under way at once; each is cut into pieces by the I/O engine besides.
 # Of a state that is made before there is a plan.
@@ -238,7 +238,7 @@ class Engine:
     def _read_record(self) -> None:
         record = self.store.record
         self.num_steps = int(record["num_steps"])
-        self._num_updates = int(record["num_updates"])
+        self._updates = tuple(int(count) for count in record["updates"])
         self.position: Any = record.get("position")
         scale = record.get("loss_scale")
         self._loss_scale = LossScale.from_json(scale) if scale else None
@@ -351,7 +351,7 @@ class Engine:
             step=verdict.step,
             loss=loss,
             grad_norm=verdict.grad_norm,
-            learning_rate=verdict.scalars.learning_rate,
+            learning_rate=verdict.learning_rate,
             tokens=batch["input_ids"].numel(),
             trained_tokens=data.trained_tokens,
             seconds=time.perf_counter() - started,
@@ -384,12 +384,9 @@ class Engine:
         scale = self._loss_scale.scale if self._loss_scale else 1.0
         return Verdict(
             step=self.num_steps,
-            num_updates=self._num_updates,
-            scalars=StepScalars(
-                learning_rate=rule.lr * self.options.schedule.factor(self.num_steps),
-                update=self._num_updates + 1,
-                gradient_scale=1.0 / scale,
-            ),
+            updates=self._updates,
+            learning_rate=rule.lr * self.options.schedule.factor(self.num_steps),
+            gradient_scale=1.0 / scale,
             loss_scale=self._loss_scale,
             max_grad_norm=self.options.max_grad_norm,
             durable=(self.num_steps + 1) % plan.checkpoint_every == 0,
@@ -403,7 +400,7 @@ class Engine:
             "options": self.options.to_record(),
             "plan": self.plan.to_json() if self.plan else None,
             "num_steps": verdict.step + 1 if verdict else 0,
-            "num_updates": verdict.num_updates_after if verdict else 0,
+            "updates": verdict.updates_after if verdict else (0,) * len(self.chain.layouts),
             "position": position,
             "loss_scale": scale.to_json() if scale else None,
         }
@@ -414,7 +411,7 @@ class Engine:
 
     def _move_on(self, verdict: Verdict) -> None:
         self.num_steps += 1
-        self._num_updates = verdict.num_updates_after
+        self._updates = verdict.updates_after
         self._loss_scale = self._after(verdict)
 
     def flush(self) -> None:

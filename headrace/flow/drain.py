@@ -1,6 +1,5 @@
 """Gradients go: accumulator -> 16 bits in host memory; their norm decides what becomes of them."""
 
-import dataclasses
 import math
 from typing import Any
 
@@ -65,7 +64,7 @@ def decide(state: StepState, op: Op) -> None:
         verdict.clipped = True
         # Updates that run already took a factor of 1 for granted; from here on they stop, and the engine takes them back.
         verdict.missed = state.plan.update_policy == "speculative"
-        verdict.scalars = dataclasses.replace(verdict.scalars, gradient_scale=verdict.scalars.gradient_scale * factor)
+        verdict.gradient_scale *= factor
 
 
 def _accumulator(state: StepState, unit: int) -> torch.Tensor | None:

@@ -37,12 +37,13 @@ class Parts:
 class Verdict:
     """What becomes of a step's gradients. Filled in by `decide`; read by the update and the commit.
 
-    `scalars.gradient_scale` is 1/loss scale times the clip factor; `record` makes the commit's payload, once that is known.
+    `gradient_scale` is 1/loss scale times the clip factor; `record` makes the commit's payload, once that is known.
     """
 
     step: int
-    num_updates: int  # applied before this step
-    scalars: StepScalars
+    updates: tuple[int, ...]  # applied before this step, of each unit
+    learning_rate: float
+    gradient_scale: float
     loss_scale: LossScale | None
     max_grad_norm: float | None
     durable: bool  # whether this step is a checkpoint
@@ -64,9 +65,13 @@ class Verdict:
         return self.skipped is None and not self.clipped
 
     @property
-    def num_updates_after(self) -> int:
-        """Updates applied after this step."""
-        return self.num_updates + (self.skipped is None)
+    def updates_after(self) -> tuple[int, ...]:
+        """Updates applied after this step, of each unit."""
+        return tuple(count + (self.skipped is None) for count in self.updates)
+
+    def scalars_of(self, unit: int) -> StepScalars:
+        """Return what the update of a unit is given besides its gradient. Units count their own updates."""
+        return StepScalars(learning_rate=self.learning_rate, update=self.updates[unit] + 1, gradient_scale=self.gradient_scale)
 
 
 class _Hole:
