@@ -93,8 +93,10 @@ def test_a_bfloat16_run_has_plain_pytorchs_losses_and_an_ordinary_model(
     plain: tuple[list[float], dict[str, torch.Tensor]], model: Path, batches: list[Batch], tmp_path: Path
 ) -> None:
     losses = trained(model, batches, "bfloat16", tmp_path)
-    assert losses == pytest.approx(plain[0], rel=2**-7)
-    assert losses[-1] < losses[0]
+    # A logit of sixteen is rounded to a sixteenth: a step of few tokens differs by that much, the mean of all steps by less.
+    assert losses == pytest.approx(plain[0], rel=2**-5)
+    assert sum(losses) == pytest.approx(sum(plain[0]), rel=2**-7)
+    assert sum(losses[STEPS // 2 :]) < sum(losses[: STEPS // 2])
     tokenizer, exported = (
         AutoTokenizer.from_pretrained(tmp_path / "out"),
         AutoModelForCausalLM.from_pretrained(tmp_path / "out"),
