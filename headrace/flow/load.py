@@ -10,7 +10,7 @@ from headrace.machine.host import Bytes, huge_page_buffer
 from headrace.model import Chain, WeightMap, import_unit
 from headrace.store import StateStore
 from headrace.terms.families import STATES, WEIGHTS, Family, Unit
-from headrace.terms.layout import Plane
+from headrace.terms.layout import Plane, rest_of_master
 
 
 def import_model(weights: WeightMap, chain: Chain, store: StateStore, record: Mapping[str, Any]) -> None:
@@ -37,9 +37,8 @@ def import_model(weights: WeightMap, chain: Chain, store: StateStore, record: Ma
 
 
 def _master_plane(unit: Unit) -> Plane | None:
-    """Return the state plane that completes the weights to the fp32 master; None where the weights are it, or frozen."""
     states = unit.family(STATES)
-    return states.planes[0] if states is not None and states.planes[0].name in ("lo", "w") else None
+    return rest_of_master(states.planes) if states else None
 
 
 def _master_bytes(unit: Unit) -> int:

@@ -106,8 +106,8 @@ def _states(state: StepState, op: Op) -> Bytes:
     plan, buffers = state.plan, state.parts.buffers
     start, stop = plan.chunk(op.unit, op.chunk)
     slot = op.slot(Pool.STATES)
-    if slot >= 0:
-        return buffers.states[slot][: plan.planes.state_bytes(stop - start)]
+    if slot >= 0 or not plan.planes.states:  # a rule without states: no bytes of any buffer
+        return buffers.states[max(slot, 0)][: plan.planes.state_bytes(stop - start)]
     return buffers.resident_states[op.unit][plan.states_of_chunk(op.unit, op.chunk)]
 
 

@@ -10,6 +10,7 @@ from headrace.plan.memory import buffer_groups, device_update_temporary_bytes, s
 from headrace.plan.plan import Plan
 from headrace.plan.schedules.train import RECALLED_AHEAD
 from headrace.terms.costs import ATTENTION, ModelCosts
+from headrace.terms.layout import rest_of_master
 from headrace.terms.sizes import KEPT_FREE_BYTES, MAPPED_BYTES, MIB, round_up
 
 # Measured (LOG.md, 2026-11-21): oneDNN keeps 0.7 to 1 MiB of code for each shape of a bfloat16 product; lanes and programs
@@ -90,8 +91,8 @@ def with_footprint(plan: Plan, costs: ModelCosts, allowance: Allowance) -> Plan:
 def import_bytes(plan: Plan) -> int:
     """Return the buffers of `flow.load.import_model`: the largest unit's weights and master, and a chunk of its states."""
     planes = plan.planes
-    # The plane that completes the weights to the fp32 master; where the weights are the master there is none.
-    master = planes.states[0].bytes_per_element if planes.states[0].name in ("lo", "w") else 0
+    rest = rest_of_master(planes.states)
+    master = rest.bytes_per_element if rest else 0
     largest = max(unit.num_elements for unit in plan.units)
     chunk = planes.state_bytes(min(plan.chunk_elements, largest)) if master else 0
     return largest * (planes.weight.bytes_per_element + master) + chunk

@@ -249,7 +249,7 @@ def _with_resident_states(plan: Plan, spare_bytes: int) -> Plan:
     chosen: list[int] = []
     for unit in range(len(plan.units)):
         needed = plan.state_bytes(unit)
-        if needed <= spare_bytes:
+        if 0 < needed <= spare_bytes:  # a rule without states has none to keep
             chosen.append(unit)
             spare_bytes -= needed
     return replace(plan, resident_states=tuple(chosen))

@@ -4,7 +4,7 @@ A *unit* is what is fetched, drained, updated and committed as one: the prologue
 (design section 3). All its parameters lie in one flat range of `num_elements` elements, the same range in every plane.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from headrace.terms.errors import ConfigError
@@ -79,6 +79,11 @@ class PlaneSet:
     def parameter_alignment(self) -> int:
         """Elements by which each parameter is aligned, so that no block has elements of two parameters."""
         return max(PARAMETER_ALIGNMENT, self.block_elements)
+
+
+def rest_of_master(states: Sequence[Plane]) -> Plane | None:
+    """Return the state plane that completes the weights to their fp32 master: the first, or None where the weights are it."""
+    return states[0] if states and states[0].name in ("lo", "w") else None
 
 
 # What completes the weights of a compute dtype to their fp32 master (design section 4). bfloat16: the weight is the upper half

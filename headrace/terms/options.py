@@ -85,7 +85,7 @@ class Options(Declared):
         Text(),
         "adamw, or sgd:momentum=0.9,nesterov=false.",
         row="the rule of updates: `adamw`, or `sgd:momentum=0.9,nesterov=false` (what is left out has that value), of 8 "
-        "bytes per parameter instead of 12; fixed for a run",
+        "bytes per parameter instead of 12, or of 4 with `momentum=0`; fixed for a run",
         plan=True,
     )
     learning_rate: float = option(1e-5, Number(), "Of the optimizer, after the warm-up.")

@@ -98,3 +98,46 @@ def test_a_resumed_run_goes_on_as_if_nothing_had_been(model_dir: Callable[..., P
     assert got == losses
     for key, want in load_file(tmp_path / "out" / "model.safetensors").items():
         assert torch.equal(weights[key], want), f"{key} differs"
+
+
+STATELESS = SGD | {"optimizer": "sgd:momentum=0"}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_rule_without_states_trains_through_every_placement(
+    dtype: str, model_dir: Callable[..., Path], tmp_path: Path
+) -> None:
+    """In float32 there is nothing beside the weights: no family of states on the drives, nothing read or written of it."""
+    path, options = model_dir("llama", dtype), STATELESS | {"compute_dtype": dtype, "max_grad_norm": 0.5}
+    base, weights = train(path, tmp_path / "base", **options, adjust=SPLIT)
+    plan = {"chunk_elements": 4096, "host_slots": 2, "prefetch": 1}
+    for number, (adjust, more) in enumerate(
+        [
+            (plan | {"held_gradients": "ssd"}, {"interpreter": "plain"}),
+            (plan | {"device_update_every": 2}, {"device_memory": "1GiB"}),
+            (plan | {"update_policy": "speculative", "late_units": (0, 2)}, {}),
+        ]
+    ):
+        losses, got = train(path, tmp_path / f"run{number}", **options | more, adjust=SPLIT | adjust)
+        assert losses == base
+        assert all(torch.equal(got[key], want) for key, want in weights.items())
+
+
+def test_a_rule_without_states_is_plain_pytorch_and_resumes(model_dir: Callable[..., Path], tmp_path: Path) -> None:
+    path = model_dir("llama")
+    plain = PlainTrainer(path, 1e-2, 0.1, 0.5)
+    groups = [{key: group[key] for key in ("params", "weight_decay")} for group in plain.optimizer.param_groups]
+    plain.optimizer = torch.optim.SGD(groups, lr=1e-2)
+    expected = [plain.step(batch_of(ROWS, LENGTH, seed))[0] for seed in range(4)]
+    lengths: dict[str, Any] = {"tokens_per_step": ROWS * LENGTH, "sequence_length": LENGTH, "host_memory": "4GiB"}
+    given = STATELESS | lengths | {"compute_dtype": "float32", "max_grad_norm": 0.5, "output": tmp_path / "run"}
+    with Engine.open(path, headrace.Options(**given)) as engine:
+        losses = [engine.step(batch_of(ROWS, LENGTH, seed)).loss for seed in range(2)]
+        assert all(unit.family("states") is None for unit in engine.store.manifest.units)
+    with Engine.resume(tmp_path / "run") as engine:
+        losses += [engine.step(batch_of(ROWS, LENGTH, seed)).loss for seed in range(2, 4)]
+        engine.save_pretrained(tmp_path / "out")
+    assert losses == pytest.approx(expected, rel=2e-6)
+    ours = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    for (key, got), want in zip(ours.named_parameters(), plain.model.parameters(), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=2e-6, msg=lambda text, key=key: f"{key}: {text}")

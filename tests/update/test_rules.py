@@ -37,6 +37,14 @@ class TestNesterov(TestSGD):
     optimizer = SGD(momentum=0.9, nesterov=True)
 
 
+class TestSGDWithoutMomentum(RuleContract):
+    optimizer = SGD(momentum=0.0)
+
+    def reference(self, parameter: torch.nn.Parameter) -> torch.optim.Optimizer:
+        options: dict[str, Any] = {"lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY, "foreach": False}
+        return torch.optim.SGD([parameter], **options)
+
+
 def test_the_first_step_of_sgd_is_the_gradient_and_the_next_has_momentum() -> None:
     """In numbers that need no rounding: the decay is added to the gradient, and only then comes the rate."""
     rule = rule_of(SGD(momentum=0.5), "float32")
@@ -52,9 +60,9 @@ def test_sgd_takes_eight_bytes_of_a_parameter_and_adamw_twelve() -> None:
     assert sizes == {"SGD": 8, "AdamW": 12}
 
 
-@pytest.mark.parametrize("momentum", [0.0, 1.0, -0.5, float("nan")])
+@pytest.mark.parametrize("momentum", [1.0, -0.5, float("nan")])
 def test_a_momentum_that_cannot_be_is_refused(momentum: float) -> None:
-    with pytest.raises(ConfigError, match="momentum: expected a number inside"):
+    with pytest.raises(ConfigError, match="momentum: expected a number from 0"):
         SGD(momentum=momentum)
 
 
@@ -79,3 +87,13 @@ def test_what_breaks_the_contract_is_seen(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(kind, "scalars", lambda self, step, decay, scale: (1.0, 0.0, 0.9, 0.0, step.learning_rate))
     with pytest.raises(AssertionError):
         suite.test_it_follows_its_reference()
+
+
+def test_nothing_looks_ahead_without_momentum() -> None:
+    with pytest.raises(ConfigError, match="nesterov: looks ahead by the momentum, which is 0"):
+        SGD(momentum=0.0, nesterov=True)
+
+
+def test_sgd_without_momentum_keeps_the_master_alone() -> None:
+    assert rule_of(SGD(momentum=0.0), "float32").planes.states == ()
+    assert rule_of(SGD(momentum=0.0), "bfloat16").planes.num_bytes(1 << 20) >> 20 == 4

@@ -337,21 +337,22 @@ class _Training:
         for chunk in range(plan.num_chunks(unit)):
             common: dict[str, Any] = {"unit": unit, "chunk": chunk, "late": late}
             piece, sizes = (chunk + 1) * _PIECE, self.sizes(unit, chunk)
+            states: tuple[int, ...] = ()
             if resident:
                 # A checkpoint may be reading these states.
-                states = _RESIDENT_STATES + (first + chunk) * _PIECE
-            else:
-                states = _STATES + self.state_turn
+                states = (_RESIDENT_STATES + (first + chunk) * _PIECE,)
+            elif sizes.states:
+                states = (_STATES + self.state_turn,)
                 self.state_turn = (self.state_turn + 1) % plan.state_slots
                 stored = (_SSD_STATES + unit + piece,)
-                op(Verb.READ_STATES, Lane.SSD_READ, stored, (states,), num_bytes=sizes.states, **common)
-            changed = (weights + piece, states)
+                op(Verb.READ_STATES, Lane.SSD_READ, stored, states, num_bytes=sizes.states, **common)
+            changed = (weights + piece, *states)
             if self.every and (first + chunk) % self.every == 0:
                 self.update_on_device(sizes, given, changed, common)
             else:
                 op(Verb.UPDATE, Lane.UPDATE, given, changed, num_bytes=sizes.traffic, **common)
-            if not resident:
-                op(Verb.WRITE_STATES, Lane.SSD_WRITE, (states, _FREE_SLOTS), (), stored, num_bytes=sizes.states, **common)
+            if states and not resident:
+                op(Verb.WRITE_STATES, Lane.SSD_WRITE, (*states, _FREE_SLOTS), (), stored, num_bytes=sizes.states, **common)
             stored, written = (_SSD_WEIGHTS + unit + piece,), (weights + piece, _FREE_SLOTS)
             op(Verb.WRITE_WEIGHTS, Lane.SSD_WRITE, written, (), stored, num_bytes=sizes.weights, **common)
         if staged:

@@ -21,6 +21,7 @@ _BUFFER = Plane("momentum", "float32", 4)
 # Per element: what torch's kernels read and write on a device, and the most that they allocate at once. Tests count both.
 _DEVICE_TRAFFIC_BYTES = {"bfloat16": 196, "float32": 98, "float16": 110}
 _NESTEROV_TRAFFIC_BYTES = 20
+_PLAIN_TRAFFIC_BYTES = {"bfloat16": 164, "float32": 66, "float16": 78}
 _TEMPORARY_BYTES = 26
 
 
@@ -33,6 +34,50 @@ def _element(p: Any, gradient: Any, states: Any, scalars: Any) -> Any:
     buffer_new = buffer * momentum + g
     step = g + buffer_new * momentum if ahead != 0 else buffer_new
     return p - step * rate, (buffer_new,)
+
+
+@inlined
+def _element_without_momentum(p: Any, gradient: Any, states: Any, scalars: Any) -> Any:
+    """Return the weight of an element after an update by `gradient`."""
+    scale, decay, rate = scalars
+    return p - (gradient * scale + p * decay) * rate, states
+
+
+def sgd_rule(optimizer: SGD, compute_dtype: str) -> ElementRule:
+    """Return SGD as `optimizer` says: with a momentum buffer, or without any state.
+
+    Raises:
+        ConfigError: there is no such compute dtype.
+    """
+    return (SGDRule if optimizer.momentum else PlainSGDRule)(optimizer, compute_dtype)
+
+
+class PlainSGDRule(ElementRule):
+    """SGD without momentum: it keeps nothing but the master of the weights."""
+
+    element = staticmethod(_element_without_momentum)
+
+    def __init__(self, optimizer: SGD, compute_dtype: str) -> None:
+        super().__init__(
+            RuleFigures(
+                name="SGD without momentum",
+                planes=planes_with(compute_dtype, ()),
+                flops_per_element=5,
+                temporary_bytes=_TEMPORARY_BYTES,
+                device_traffic_bytes=_PLAIN_TRAFFIC_BYTES[compute_dtype],
+            )
+        )
+
+    def scalars(self, step: StepScalars, weight_decay: float, learning_rate_scale: float) -> tuple[float, ...]:
+        """Return scale, decay and rate, as `_element_without_momentum` names them."""
+        return step.gradient_scale, weight_decay, step.learning_rate * learning_rate_scale
+
+    def on_tensors(
+        self, p: Tensor, gradient: Tensor, states: Sequence[Tensor], scalars: tuple[float, ...]
+    ) -> tuple[Tensor, States]:
+        """Return the new fp32 weights: `_element_without_momentum` on tensors."""
+        scale, decay, rate = scalars
+        return p - (gradient.to(torch.float32) * scale + p * decay) * rate, ()
 
 
 class SGDRule(ElementRule):

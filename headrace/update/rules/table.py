@@ -8,11 +8,11 @@ from headrace.terms.optimizer import SGD, AdamW, Optimizer
 from headrace.terms.rule import Grain
 from headrace.update.rule import UpdateRule
 from headrace.update.rules.adamw import AdamWRule
-from headrace.update.rules.sgd import SGDRule
+from headrace.update.rules.sgd import sgd_rule
 
 _RULES: dict[type[Optimizer], Callable[[Any, str], UpdateRule]] = {
     AdamW: AdamWRule,
-    SGD: SGDRule,
+    SGD: sgd_rule,
 }
 
 
