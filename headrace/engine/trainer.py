@@ -27,12 +27,12 @@ from headrace.flow.update import device_updater
 from headrace.machine.here import this_machine
 from headrace.machine.host import HeapGuard, keep_freed_memory
 from headrace.machine.meter import MemoryMeter
-from headrace.model import Chain, Checkpoint, Exporter, check_whole, self_check
+from headrace.model import Chain, Checkpoint, Exporter, check_whole, export_bytes, self_check
 from headrace.plan.given import load_plan
 from headrace.plan.memory import scratch_bytes
 from headrace.plan.plan import Plan
 from headrace.plan.profiles import load_profile
-from headrace.store import StateStore, make_run_directory
+from headrace.store import Beside, StateStore, make_run_directory
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.errors import RunDirectoryError
 from headrace.terms.events import Event, Notice, Planned, Sink, StepResult
@@ -127,6 +127,7 @@ class Engine:
         *,
         plan: Plan | None = None,
         adjust_plan: Callable[[Plan], Plan] | None = None,
+        final: Path | None = None,
     ) -> "Engine":
         """Import a Hugging Face model directory into a new store and return the engine that trains it.
 
@@ -134,10 +135,12 @@ class Engine:
         (default: a temporary folder, removed by `close`); the `ssd` directories hold the state (default: the run directory).
         Without `tokens_per_step` the plan is made for the first batch. Of the machine's drives those of the SSD directories
         count. `plan` is taken instead of the one that `options` name. `adjust_plan` may change the plan before anything is
-        built: for experiments with placements that the planner would not choose.
+        built: for experiments with placements that the planner would not choose. `final` is where the model will be written
+        at the end, beside the state: without space for both there is no beginning.
 
         Raises:
             InputError: the model, a directory, an option or `plan` cannot be used; nothing has been allocated or written.
+            DiskFull: there is no space for the state, or for `final`; nothing has been written.
             PlanInfeasible: the budget is too small; the message says what would do.
         """
         options = options or Options()
@@ -151,7 +154,9 @@ class Engine:
         temporary = tempfile.TemporaryDirectory(prefix="headrace-") if options.output is None else None
         directory = Path(temporary.name if options.output is None and temporary else options.output or "")
         try:
-            engine = cls(Path(model).resolve(), options, lambda engine: engine._import(directory, ssd), sink, adjust_plan, plan)
+            engine = cls(
+                Path(model).resolve(), options, lambda engine: engine._import(directory, ssd, final), sink, adjust_plan, plan
+            )
         except BaseException:
             if temporary is not None:
                 temporary.cleanup()
@@ -193,7 +198,7 @@ class Engine:
             store.close()
             raise
 
-    def _import(self, directory: Path, ssd: tuple[Path, ...]) -> StateStore:
+    def _import(self, directory: Path, ssd: tuple[Path, ...], final: Path | None) -> StateStore:
         """Return a new store with the model in it, planned for before it is made. What fails leaves nothing behind."""
         directories, options = ssd or (directory,), self.options
         if options.tokens_per_step is not None:
@@ -201,17 +206,19 @@ class Engine:
             self.plan = self._planner.plan(options.tokens_per_step, length, state=directories)
         with contextlib.ExitStack() as undo:
             make_run_directory(directory, undo)
-            store = self._create_store(directory, directories)
+            store = self._create_store(directory, directories, final)
             undo.callback(store.remove)
             _tune(store, options)
             if self.plan is not None:
                 self._emit(Planned(plan=self.plan))
+            if warning := options.schedule.warning:
+                self._emit(Notice(text=warning))
             self._emit(Notice(text=f"importing {format_bytes(self._checkpoint.num_bytes)} of weights", level="info"))
             import_model(self._weights, self.chain, store, self._record(None))
             undo.pop_all()
         return store
 
-    def _create_store(self, directory: Path, ssd: tuple[Path, ...]) -> StateStore:
+    def _create_store(self, directory: Path, ssd: tuple[Path, ...], final: Path | None) -> StateStore:
         plan = self.plan
         largest_unit = max(layout.num_elements for layout in self.chain.layouts)
         planes = self._updater.rule.planes
@@ -224,6 +231,7 @@ class Engine:
             weights=measured_weights(ssd),
             identity={"model": str(self._model_dir)},
             sink=self._emit,
+            beside=Beside("the finished model", final, export_bytes(self._checkpoint)) if final else None,
         )
 
     def _check_layouts(self) -> None:

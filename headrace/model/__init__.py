@@ -5,7 +5,7 @@ from headrace.model.binding import GradientSink
 from headrace.model.blocks import Blocks, find_blocks
 from headrace.model.chain import Chain, block_seed
 from headrace.model.checkpoint import Checkpoint, check_tokenizer
-from headrace.model.export import Exporter
+from headrace.model.export import Exporter, export_bytes
 from headrace.model.importing import import_unit, import_workspace_bytes
 from headrace.model.matching import WeightMap, load_buffers, match_weights
 from headrace.model.probe import Traits, probe, self_check
@@ -39,6 +39,7 @@ __all__ = [
     "build_skeleton",
     "check_tokenizer",
     "check_whole",
+    "export_bytes",
     "find_blocks",
     "find_skippable",
     "import_unit",

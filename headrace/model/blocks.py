@@ -47,12 +47,17 @@ def check_architecture(config: Any) -> None:
             "remote code is never run: use an architecture of transformers, or a newer transformers"
         )
     if getattr(config, "quantization_config", None) is not None:
-        method = config.quantization_config
-        method = method.get("quant_method") if isinstance(method, dict) else type(method).__name__
+        method = quantisation_of(config)
         raise ModelError(f"{name} holds quantised weights ({method}); give the model with float32, float16 or bfloat16 weights")
     layer_drop = getattr(config, "layerdrop", 0.0) or 0.0
     if layer_drop > 0:
         raise ModelError(f"{name} has layerdrop {layer_drop}: blocks skipped at random are not supported; set it to 0")
+
+
+def quantisation_of(config: Any) -> str:
+    """Return the method that the `quantization_config` of a configuration names."""
+    method = config.quantization_config
+    return str(method.get("quant_method")) if isinstance(method, dict) else type(method).__name__
 
 
 def find_blocks(model: nn.Module) -> Blocks:

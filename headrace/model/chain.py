@@ -144,6 +144,7 @@ class Chain:
                 refuse_left_out_blocks(weights)
             load_buffers(weights)
             self._attached = weights
+            self.notes += checkpoint.notes
             if checkpoint.whole is not None:
                 self.notes += (note_on(checkpoint.whole),)
             if weights.unknown:

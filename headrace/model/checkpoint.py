@@ -4,7 +4,7 @@ Only headers are read. Invariant: an opened checkpoint has every tensor that its
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,14 @@ import transformers
 from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer
 
 from headrace.files.model_directory import why_no_model, why_unreachable
-from headrace.model.safetensors_file import StoredTensor, read_header
+from headrace.model.blocks import quantisation_of
+from headrace.model.safetensors_file import WEIGHT_DTYPES, StoredTensor, read_header
 from headrace.model.text_part import text_part
 from headrace.terms.errors import ModelError, in_one_line
 
+# By their names in configurations, how safetensors calls the dtypes of weights; and dtypes of what counts or masks.
+_STORED_NAMES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+_NO_WEIGHTS = ("I64", "BOOL", "F64")
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 
@@ -26,12 +30,14 @@ class Checkpoint:
     """A model directory whose headers have been read and checked. `tensors` are by stored name.
 
     `config` is that of what is trained; `whole` is the skeleton of the model whose text part that is, None if it is all.
+    `notes` are what a person should know of the files.
     """
 
     directory: Path
     config: Any = field(repr=False)
     tensors: Mapping[str, StoredTensor] = field(repr=False)
     whole: Any | None = field(default=None, repr=False)
+    notes: tuple[str, ...] = ()
 
     @property
     def num_bytes(self) -> int:
@@ -44,7 +50,8 @@ class Checkpoint:
 
         Raises:
             ModelError: no such directory, no or bad `config.json`, no safetensors weights, a shard or tensor that is missing or
-                truncated; the message names the file, the bytes expected and found.
+                truncated; the message names the file, the bytes expected and found. Or the configuration says that weights
+                are quantised, and none is.
         """
         directory = Path(directory)
         if reason := why_no_model(directory):
@@ -64,8 +71,11 @@ class Checkpoint:
                 f"{directory / index[first]}: tensor {first} ({len(missing)} in all) is in {_INDEX}, not in the file; "
                 "fetch file and index again, from the same place"
             )
+        dtypes = {tensor.dtype for tensor in tensors.values()}
+        _refuse_unquantised(directory, config, dtypes)
+        notes = _notes_on_dtype(config, dtypes)
         config, whole = text_part(config)
-        return cls(directory, config, tensors, whole)
+        return cls(directory, config, tensors, whole, notes)
 
 
 def _read_config(directory: Path) -> Any:
@@ -87,6 +97,29 @@ def _refusal(directory: Path, error: Exception) -> str:
             "transformers, or code of its own, which is never run"
         )
     return f"transformers does not accept it: {in_one_line(error)}"
+
+
+def _refuse_unquantised(directory: Path, config: Any, dtypes: Set[str]) -> None:
+    """Refuse to say of ordinary weights that they are quantised, and to export them beside a configuration that says so."""
+    quantised = getattr(config, "quantization_config", None)
+    if quantised is not None and dtypes <= {*WEIGHT_DTYPES, *_NO_WEIGHTS}:
+        raise ModelError(
+            f"{directory / 'config.json'}: its quantization_config names quantised weights ({quantisation_of(config)}), the "
+            f"files hold {', '.join(sorted(dtypes & WEIGHT_DTYPES.keys()))}; if they were converted, remove "
+            "quantization_config from config.json: by it, no export of them could be loaded"
+        )
+
+
+def _notes_on_dtype(config: Any, dtypes: Set[str]) -> tuple[str, ...]:
+    """Return a word on a dtype in the configuration that no tensor has: weights are trained and exported as they are stored."""
+    named = str(getattr(config, "dtype", None) or "").removeprefix("torch.")
+    stored = dtypes & WEIGHT_DTYPES.keys()
+    if not named or not stored or _STORED_NAMES.get(named, named) in stored:
+        return ()
+    return (
+        f"config.json says {named}, the weights are {', '.join(sorted(stored))}: they are read and exported as that, and "
+        f"config.json as it is; what loads the model by it gets {named}",
+    )
 
 
 def _read_index(directory: Path) -> dict[str, str]:

@@ -22,7 +22,7 @@ from headrace.model.encoding import take
 from headrace.model.importing import at_least_1d, parameter_view, rows_per_piece
 from headrace.model.matching import Conversion, Piece, WeightMap, reverse_conversion
 from headrace.model.safetensors_file import StoredTensor, read_bytes
-from headrace.model.shard_writer import ShardWriter, plan_shards
+from headrace.model.shard_writer import ShardWriter, plan_shards, shard_file_bytes
 from headrace.terms.errors import ExportFailed, HeadraceError, ModelError, RunDirectoryError
 from headrace.terms.layout import UnitLayout
 from headrace.terms.sizes import format_bytes
@@ -33,6 +33,14 @@ ReadUnit = Callable[[int], UnitPlanes]
 # Everything in a model directory that is no weight in any framework's format.
 _COPIED_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".spm", ".py")
 _COPIED_NAMES = ("LICENSE", "LICENSE.md", "NOTICE", "USE_POLICY.md", "additional_chat_templates")
+_SHARD_BYTES = 5 * 10**9
+
+
+def export_bytes(checkpoint: Checkpoint, shard_bytes: int = _SHARD_BYTES) -> int:
+    """Return the bytes of the files that an export of what came from `checkpoint` has, but for an index and notes."""
+    shards = plan_shards(list(checkpoint.tensors.values()), shard_bytes)
+    copied = [each for path in _copied(checkpoint.directory) for each in (path, *path.rglob("*")) if each.is_file()]
+    return sum(map(shard_file_bytes, shards)) + sum(path.stat().st_size for path in copied)
 
 
 class Exporter:
@@ -50,7 +58,7 @@ class Exporter:
         out_dir: str | Path,
         read_unit: ReadUnit,
         *,
-        shard_bytes: int = 5 * 10**9,
+        shard_bytes: int = _SHARD_BYTES,
         notes: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self._weights = chain.attach(checkpoint)
@@ -89,11 +97,11 @@ class Exporter:
         return self._out
 
     def _check_space(self, directory: Path) -> None:
-        if shutil.disk_usage(directory).free < self._weights.checkpoint.num_bytes:
+        if shutil.disk_usage(directory).free < export_bytes(self._weights.checkpoint, self._shard_bytes):
             raise self._disk_full()
 
     def _disk_full(self) -> ExportFailed:
-        needed_bytes = self._weights.checkpoint.num_bytes
+        needed_bytes = export_bytes(self._weights.checkpoint, self._shard_bytes)
         free_bytes = shutil.disk_usage(Path(os.path.realpath(self._out)).parent).free
         return ExportFailed(
             f"export to {self._out}: needs {needed_bytes} bytes ({format_bytes(needed_bytes)}), "
@@ -179,12 +187,17 @@ def _dtype(weights: WeightMap, key: str) -> str:
     return weights.checkpoint.tensors[key].dtype
 
 
+def _copied(source: Path) -> list[Path]:
+    """Return configuration, tokenizer, chat template and licence; no weights, no index."""
+    return [
+        path
+        for path in sorted(source.iterdir())
+        if (path.name in _COPIED_NAMES or path.suffix in _COPIED_SUFFIXES) and not path.name.endswith(".index.json")
+    ]
+
+
 def _copy_files(source: Path, target: Path) -> None:
-    """Copy configuration, tokenizer, chat template and licence; no weights, no index."""
-    for path in sorted(source.iterdir()):
-        wanted = path.name in _COPIED_NAMES or path.suffix in _COPIED_SUFFIXES
-        if not wanted or path.name.endswith(".index.json"):
-            continue
+    for path in _copied(source):
         if path.is_dir():
             shutil.copytree(path, target / path.name)
         else:

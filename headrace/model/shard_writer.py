@@ -30,6 +30,25 @@ def plan_shards(tensors: Sequence[StoredTensor], shard_bytes: int) -> list[list[
     return shards
 
 
+def shard_file_bytes(shard: Sequence[StoredTensor]) -> int:
+    """Return the size of the file of one shard."""
+    return 8 + len(_header(shard)) + sum(tensor.num_bytes for tensor in shard)
+
+
+def _header(shard: Sequence[StoredTensor]) -> bytes:
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for tensor in shard:
+        entries[tensor.key] = {
+            "dtype": tensor.dtype,
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, offset + tensor.num_bytes],
+        }
+        offset += tensor.num_bytes
+    header = json.dumps(entries, separators=(",", ":")).encode()
+    return header + b" " * (-len(header) % 8)  # the format wants the data aligned to 8 bytes
+
+
 class ShardWriter:
     """Writes the tensors of `shards` into `directory` in their order, with the index where there is more than one."""
 
@@ -90,17 +109,7 @@ class ShardWriter:
                 os.close(descriptor)
 
     def _open(self, shard: int) -> None:
-        entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
-        offset = 0
-        for tensor in self._shards[shard]:
-            entries[tensor.key] = {
-                "dtype": tensor.dtype,
-                "shape": list(tensor.shape),
-                "data_offsets": [offset, offset + tensor.num_bytes],
-            }
-            offset += tensor.num_bytes
-        header = json.dumps(entries, separators=(",", ":")).encode()
-        header += b" " * (-len(header) % 8)  # the format wants the data aligned to 8 bytes
+        header = _header(self._shards[shard])
         self._descriptor = os.open(self._directory / self._names[shard], os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         rest = memoryview(len(header).to_bytes(8, "little") + header)
         while rest:

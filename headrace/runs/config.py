@@ -33,7 +33,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     """Return the mapping in the YAML file `path`; an empty file is an empty mapping.
 
     Raises:
-        ConfigError: no such file, or not a YAML mapping.
+        ConfigError: no such file, not a YAML mapping, or a key stands twice in one mapping.
     """
     try:
         values = _loaded(path.read_text(encoding="utf-8"))
@@ -42,7 +42,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
             f"{path}: cannot be read ({error.strerror}); give the path of a YAML file with the run's options"
         ) from error
     except ValueError as error:
-        raise ConfigError(f"{path}: not YAML ({error})") from error
+        raise ConfigError(f"{path}: {error}") from error
     if values is not None and not isinstance(values, dict):
         raise ConfigError(f"{path}: expected `key: value` lines, found a {type(values).__name__}")
     return values or {}
@@ -52,7 +52,7 @@ def parse_changes(words: Sequence[str]) -> dict[str, Any]:
     """Return `key=value` words as a mapping; values are read as YAML, so `ssd=[/a,/b]` is a list.
 
     Raises:
-        ConfigError: a word without `=`, or a value that is not YAML.
+        ConfigError: a word without `=`, or a value that is not YAML, or has a key twice.
     """
     changes: dict[str, Any] = {}
     for word in words:
@@ -62,21 +62,45 @@ def parse_changes(words: Sequence[str]) -> dict[str, Any]:
         try:
             changes[key.replace("-", "_")] = _loaded(value)
         except ValueError as error:
-            raise ConfigError(f"{shown(word)}: the value is not YAML ({error})") from error
+            raise ConfigError(f"{shown(word)}: {error}") from error
     return changes
+
+
+class _OnceLoader(yaml.SafeLoader):
+    """YAML's own loader would take the last of several values of one key, without a word."""
+
+    def compose_mapping_node(self, anchor: Any) -> Any:
+        """Return the mapping's node. Here it is as it was written; later, what `<<` merges into it looks like keys of its own.
+
+        Raises:
+            ConfigError: a key stands twice.
+        """
+        node = super().compose_mapping_node(anchor)
+        lines: dict[tuple[str, str], int] = {}
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                continue  # the constructor refuses it
+            line, name = key.start_mark.line + 1, (key.tag, key.value)
+            if name in lines:
+                where = f"in lines {lines[name]} and {line}" if lines[name] != line else f"in line {line}"
+                raise ConfigError(f"{shown(key.value)} stands twice, {where}; keep one of them")
+            lines[name] = line
+        return node
 
 
 def _loaded(text: str) -> Any:
     """Return what `text` says as YAML; ValueError says in one line why it says nothing."""
     try:
-        return yaml.safe_load(text)
+        return yaml.load(text, Loader=_OnceLoader)  # a safe loader, but stricter
+    except ConfigError:
+        raise
     except yaml.YAMLError as error:
-        raise ValueError(" ".join(str(error).split())) from error
+        raise ValueError(f"not YAML ({' '.join(str(error).split())})") from error
     except ValueError as error:  # not from YAML's reader, but from what it makes numbers and dates with
         if "int_max_str_digits" in str(error):
-            raise ValueError(f"a number of more than {sys.get_int_max_str_digits()} digits") from error
-        raise
+            raise ValueError(f"not YAML (a number of more than {sys.get_int_max_str_digits()} digits)") from error
+        raise ValueError(f"not YAML ({error})") from error
     except (LookupError, AttributeError) as error:  # a tag such as !!bool before what is none
-        raise ValueError("a value that is not of the type that its tag names") from error
+        raise ValueError("not YAML (a value that is not of the type that its tag names)") from error
     except RecursionError as error:
-        raise ValueError("lists or mappings too deep in one another") from error
+        raise ValueError("not YAML (lists or mappings too deep in one another)") from error

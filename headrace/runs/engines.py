@@ -21,7 +21,12 @@ from headrace.terms.options import Options
 
 def headrace_engines() -> Engines:
     """Return the engines of this package."""
-    return Engines(Engine.open, resume, why_not_packed, state_of, discard)
+    return Engines(begin, resume, why_not_packed, state_of, discard)
+
+
+def begin(model: Path, options: Options, sink: Sink | None = None) -> Engine:
+    """Return `Engine.open`, for a run whose model will lie in its directory: space for that is looked for, too."""
+    return Engine.open(model, options, sink, final=RunDirectory(Path(str(options.output))).final)
 
 
 def resume(run_directory: Path, *, sink: Sink | None = None, to_train: bool = True) -> Engine:

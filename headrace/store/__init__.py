@@ -2,7 +2,7 @@
 
 from headrace.store.assembly import lost_commits, make_run_directory
 from headrace.store.checksum import checksum, checksum_reference
-from headrace.store.directories import OpenFile, open_direct
+from headrace.store.directories import Beside, OpenFile, open_direct
 from headrace.store.leftovers import (
     Leftover,
     find_leftovers,
@@ -18,6 +18,7 @@ from headrace.store.state import StateStore
 from headrace.store.verify import Progress
 
 __all__ = [
+    "Beside",
     "FamilyPlace",
     "Leftover",
     "Manifest",

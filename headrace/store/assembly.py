@@ -13,6 +13,7 @@ from typing import Any
 from headrace.files import BLOCK_BYTES, BlockFile, ThreadEngine, Volume
 from headrace.files.durable import sync
 from headrace.store.directories import (
+    Beside,
     OpenFile,
     check_directories,
     drop_folder,
@@ -98,6 +99,7 @@ class StoreRequest:
     stripe_bytes: int
     weights: Sequence[int] | None
     identity: Mapping[str, Any]
+    beside: Beside | None
     allow_tmpfs: bool
 
 
@@ -116,7 +118,7 @@ def create_parts(
     file_bytes = Volume.file_bytes(capacity_bytes, manifest.weights, manifest.stripe_bytes)
     _refuse_existing(run_directory)
     remove_unmade(run_directory)
-    check_directories(manifest.directories, file_bytes, allow_in_memory=request.allow_tmpfs, sink=sink)
+    check_directories(manifest.directories, file_bytes, beside=request.beside, allow_in_memory=request.allow_tmpfs, sink=sink)
     with contextlib.ExitStack() as undo:
         make_run_directory(run_directory, undo)
         was_there = (run_directory / LOCK_NAME).exists()

@@ -7,7 +7,9 @@ import contextlib
 import errno
 import json
 import os
-from collections.abc import Callable, Sequence
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.files import BlockFile, DirectFile, DirectoryFacts, describe_directory
@@ -26,13 +28,30 @@ OWNER_NAME = "owner.json"
 _OWNER_NEW = OWNER_NAME + ".new"
 
 
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """What will be written to `path` while the state is on the drives, and how it is called: space is looked for, not taken."""
+
+    what: str
+    path: Path
+    num_bytes: int
+
+
 def open_direct(path: Path, create_bytes: int | None) -> BlockFile:
     """Open or create a `DirectFile`: what a store uses unless it is told otherwise."""
     return DirectFile.open(path) if create_bytes is None else DirectFile.create(path, create_bytes)
 
 
-def check_directories(directories: Sequence[Path], needed_bytes: Sequence[int], *, allow_in_memory: bool, sink: Sink) -> None:
-    """Refuse directories that are missing, no directories, read-only, named twice, in memory, or too full.
+def check_directories(
+    directories: Sequence[Path],
+    needed_bytes: Sequence[int],
+    *,
+    allow_in_memory: bool,
+    sink: Sink,
+    beside: Beside | None = None,
+) -> None:
+    """Refuse directories that are missing, no directories, read-only, named twice, in memory, or too full: also for what will
+    lie `beside` the state.
 
     Raises:
         ConfigError: a directory cannot be used.
@@ -50,6 +69,8 @@ def check_directories(directories: Sequence[Path], needed_bytes: Sequence[int], 
             raise ConfigError(f"{fact.path} and {twin} are the same directory; name each SSD directory once")
         needed_of_device[status.st_dev] = needed_of_device.get(status.st_dev, 0) + num_bytes
     _check_space(facts, needed_bytes, needed_of_device)
+    if beside is not None:
+        _check_beside(beside, needed_of_device)
     if len(needed_of_device) < len(facts):
         sink(Notice(text="some SSD directories are on the same file system; striping over them brings no speed"))
     for fact in facts:
@@ -88,6 +109,19 @@ def _check_space(facts: Sequence[DirectoryFacts], needed_bytes: Sequence[int], n
             f"the state needs {total} on SSD, where a tenth of the free space stays free; "
             + "; ".join(rows)
             + "; free some space or add a directory"
+        )
+
+
+def _check_beside(beside: Beside, needed_of_device: Mapping[int, int]) -> None:
+    """Refuse a file system that has no space for `beside` and what the state takes there, if it is the same."""
+    there = next(path for path in beside.path.absolute().parents if path.exists())
+    free_bytes = shutil.disk_usage(there).free
+    state_bytes = needed_of_device.get(os.stat(there).st_dev, 0)
+    if state_bytes + beside.num_bytes > free_bytes:
+        and_state = f", and the state {format_bytes(state_bytes)} on the same file system" if state_bytes else ""
+        raise DiskFull(
+            f"{beside.path}: {beside.what} needs {format_bytes(beside.num_bytes)} there{and_state}; free are "
+            f"{format_bytes(free_bytes)}; free some space, or name another output{' or ssd' if state_bytes else ''}"
         )
 
 

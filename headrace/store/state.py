@@ -14,7 +14,7 @@ from typing import Any, Self
 from headrace.files import Bytes, DoneTicket, ThreadEngine, Ticket
 from headrace.store.assembly import StoreParts, StoreRequest, create_parts, open_parts
 from headrace.store.checksum import checksum
-from headrace.store.directories import OpenFile, open_direct
+from headrace.store.directories import Beside, OpenFile, open_direct
 from headrace.store.manifest import Manifest
 from headrace.store.places import FamilyPlace
 from headrace.store.record import CommitRecord, pack_record
@@ -66,6 +66,7 @@ class StateStore:
         sink: Sink,
         weights: Sequence[int] | None = None,
         identity: Mapping[str, Any] | None = None,
+        beside: Beside | None = None,
         allow_tmpfs: bool = False,
         stripe_bytes: int = 8 * MIB,
         open_file: OpenFile = open_direct,
@@ -73,8 +74,8 @@ class StateStore:
     ) -> Self:
         """Reserve space for the slots of every family and for scratch, striped over `directories` by `weights` (equal if None).
 
-        `identity` is kept as given (JSON). `open_file` and `engine` replace the files and the threads; an engine given is not
-        closed with the store.
+        `identity` is kept as given (JSON). There must be space too for what will be written `beside` the state. `open_file` and
+        `engine` replace the files and the threads; an engine given is not closed with the store.
 
         Raises:
             ConfigError, DiskFull: a directory or a size will not do; nothing was made.
@@ -88,6 +89,7 @@ class StateStore:
             stripe_bytes=stripe_bytes,
             weights=weights,
             identity=identity or {},
+            beside=beside,
             allow_tmpfs=allow_tmpfs,
         )
         return cls(create_parts(Path(run_directory), request, open_file=open_file, engine=engine, sink=sink), None)

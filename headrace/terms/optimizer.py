@@ -168,6 +168,16 @@ class Schedule:
         if self.kind != "constant" and self.total_steps < 1:
             raise ConfigError(f"lr_schedule: {self.kind} falls to 0 over total_steps, found {self.total_steps}; say how many")
 
+    @property
+    def warning(self) -> str:
+        """What a person should know of it; empty where there is nothing."""
+        if not 0 < self.total_steps <= self.warmup_steps:
+            return ""
+        return (
+            f"warmup_steps: {self.warmup_steps} steps of warm-up in a run of {self.total_steps}: the learning rate ends at "
+            f"{self.factor(self.total_steps - 1):.3g} of what was asked and never reaches it; give fewer of them"
+        )
+
     def factor(self, step: int) -> float:
         """Return the factor on the base learning rate for the update of step `step` (counted from 0)."""
         if step < self.warmup_steps:

@@ -21,12 +21,15 @@ from bad_worlds import World, check_refusal
 from tiers import sampled
 
 from headrace.cli import main
+from headrace.model import Checkpoint, export_bytes
 from headrace.report import read_metrics
 from headrace.runs import loop
 from headrace.runs.run_directory import RunDirectory
 from headrace.store.manifest import MANIFEST_NAME, RECORD_NAMES
 from headrace.terms.errors import StorageError
+from headrace.terms.sizes import format_bytes
 
+NOTES = ("README.md", "headrace.json")
 NO_SPACE = os.strerror(errno.ENOSPC)
 pytestmark = pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
 
@@ -113,6 +116,26 @@ def test_the_options_of_a_run_have_no_space_before_it_begins(world: World, fill:
     said = refused(world, *world.train_words())
     assert f"output: {world.run} cannot be written ({NO_SPACE})" in said
     assert not world.run.exists()
+
+
+@pytest.mark.parametrize("short_bytes", [1000, -200_000], ids=["model", "model and state together"])
+def test_the_model_of_a_run_has_no_space_before_it_begins(
+    world: World, monkeypatch: pytest.MonkeyPatch, short_bytes: int
+) -> None:
+    """Told before the first step, not after the last. The state takes more than a megabyte."""
+    free_bytes = export_bytes(Checkpoint.open(world.model)) - short_bytes
+    usage = shutil.disk_usage(world.folder)._replace(free=free_bytes)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    said = world.train_refused()
+    assert f"{world.run / 'final'}: the finished model needs " in said
+    assert "there, and the state 1." in said
+    assert f"; free are {format_bytes(free_bytes)}; free some space, or name another output or ssd" in said
+
+
+def test_the_model_takes_what_was_said(world: World) -> None:
+    assert exit_code(*world.train_words()) == 0
+    written = sum(path.stat().st_size for path in (world.run / "final").rglob("*") if path.name not in NOTES)
+    assert abs(written - export_bytes(Checkpoint.open(world.model))) < 100
 
 
 def test_the_state_of_a_run_has_no_space_before_it_begins(world: World, fill: Callable[..., None]) -> None:

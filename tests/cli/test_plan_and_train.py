@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from bad_worlds import World
 
+from headrace.cli import main
+
 MIB = 1 << 20
 
 
@@ -36,6 +38,19 @@ def test_a_run_says_what_it_plans_then_what_it_imports_then_its_steps(world: Wor
     ]
     assert places == sorted(places)
     assert lines[places[1]].endswith(" of weights")
+
+
+def test_what_is_odd_and_no_error_is_said_before_the_first_step(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    """A warm-up that does not end, and a dtype in the configuration that no weight has."""
+    world.edit_config(dtype="float8_e4m3fn")
+    with pytest.raises(SystemExit) as left:
+        main(world.train_words("warmup_steps=5"))
+    said = capsys.readouterr()
+    assert not left.value.code, said.err
+    before, steps, _ = said.out.partition("step 1/2")
+    assert steps
+    assert "config.json says float8_e4m3fn, the weights are BF16: " in before
+    assert "warmup_steps: 5 steps of warm-up in a run of 2: the learning rate ends at 0.2 of what was asked" in before
 
 
 def row(plan: dict[str, Any]) -> int:

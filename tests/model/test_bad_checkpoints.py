@@ -74,6 +74,25 @@ def test_bad_header_entries(tmp_path: Path, entry: dict[str, Any]) -> None:
         Checkpoint.open(directory)
 
 
+@pytest.mark.parametrize(("dtype", "stored"), [("float32", "F32"), ("bfloat16", "BF16")])
+def test_quantised_weights_in_the_configuration_alone(tmp_path: Path, dtype: str, stored: str) -> None:
+    """Of weights that were converted, by somebody who left the configuration."""
+    directory, _ = save(tmp_path, dtype=dtype)
+    edit_config(directory, quantization_config={"quant_method": "fp8"})
+    with pytest.raises(ModelError, match=rf"quantised weights \(fp8\), the files hold {stored}; .*remove quantization_config"):
+        Checkpoint.open(directory)
+
+
+@pytest.mark.parametrize(("named", "dtype", "stored"), [("float8_e4m3fn", "float32", "F32"), ("float32", "bfloat16", "BF16")])
+def test_a_dtype_in_the_configuration_that_no_weight_has_is_told(tmp_path: Path, named: str, dtype: str, stored: str) -> None:
+    directory, _ = save(tmp_path, dtype=dtype)
+    assert Checkpoint.open(directory).notes == ()
+    edit_config(directory, dtype=named)
+    _, chain, _, _ = import_all(directory, "bfloat16")
+    [note] = chain.notes
+    assert note.startswith(f"config.json says {named}, the weights are {stored}: ")
+
+
 def test_missing_shard_and_missing_tensor(tmp_path: Path) -> None:
     directory, _ = save(tmp_path, max_shard_size="20KB")
     shards = sorted(directory.glob("*.safetensors"))

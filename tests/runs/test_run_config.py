@@ -113,6 +113,36 @@ def test_unusable_files_are_named(tmp_path: Path, content: str | None, words: st
     assert str(path) in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("model: m\ndata: d\nseed: 1\n'seed': 1\n", "'seed' stands twice, in lines 3 and 4"),
+        ("model: m\ndata: d\nparameter_groups:\n- pattern: x\n  weight_decay: 0\n  pattern: y\n", "'pattern' .* lines 4 and 6"),
+        ("{model: m, data: d, seed: 1, seed: 2}", "'seed' stands twice, in line 1"),
+    ],
+)
+def test_a_key_that_stands_twice_is_refused(tmp_path: Path, content: str, words: str) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(content)
+    with pytest.raises(ConfigError, match=f"^{path}: {words}.*; keep one of them$"):
+        from_yaml(path)
+
+
+def test_a_key_that_stands_twice_in_a_word_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"parameter_groups=.*: 'pattern' stands twice"):
+        parse_changes(["parameter_groups=[{pattern: x, pattern: y}]"])
+
+
+def test_what_is_merged_into_a_mapping_is_no_second_key(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "model: m\ndata: d\nparameter_groups:\n- &first {pattern: x, weight_decay: 0.1}\n"
+        "- &second {<<: *first, pattern: y}\n- {<<: *second, pattern: z}\n"
+    )
+    groups = from_yaml(path).parameter_groups
+    assert [(group.pattern, group.weight_decay) for group in groups] == [("x", 0.1), ("y", 0.1), ("z", 0.1)]
+
+
 def test_words_without_an_equals_sign_are_refused() -> None:
     with pytest.raises(ConfigError, match="expected key=value"):
         parse_changes(["fast"])

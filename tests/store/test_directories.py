@@ -19,7 +19,7 @@ import pytest
 from store_world import LAYOUTS, UNITS, holds_step, ignore, make_store, open_store, write_step
 
 from headrace.files import BlockFile
-from headrace.store import RunLock, StateStore, find_leftovers, lock_holder, open_direct, read_manifest, remove_leftover
+from headrace.store import Beside, RunLock, StateStore, find_leftovers, lock_holder, open_direct, read_manifest, remove_leftover
 from headrace.terms.errors import ConfigError, DiskFull, HeadraceError, RunDirectoryError, StorageError
 from headrace.terms.events import Event, Notice
 from headrace.terms.families import Unit
@@ -104,6 +104,28 @@ def test_too_little_space_names_needed_and_free_for_each_directory(tmp_path: Pat
 
     monkeypatch.setattr(os, "statvfs", small)
     refused(tmp_path, DiskFull, "the state needs", scratch_bytes=4096)
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_what_will_lie_beside_the_state_has_space_besides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, same: bool) -> None:
+    """On the file system of the state with what that takes, on another one without."""
+    free_bytes, real, where = 1 << 30, os.stat, tmp_path / "elsewhere"
+    where.mkdir()
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(2 * free_bytes, free_bytes, free_bytes))
+    if not same:
+        fields = list(real(where))
+        fields[2] += 1  # its device
+        other = os.stat_result(fields)
+        monkeypatch.setattr(os, "stat", lambda path, **rest: other if path == where else real(path, **rest))
+    state = r", and the state [\d.]+ KiB on the same file system" if same else ""
+    beside = Beside("the finished model", where / "run" / "final", free_bytes + 1)
+    words = rf"^{where}/run/final: the finished model needs 1 GiB there{state}; free are 1 GiB; free some space, or name"
+    refused(tmp_path, DiskFull, words, beside=beside)
+    fits = replace(beside, num_bytes=free_bytes)
+    if same:
+        refused(tmp_path, DiskFull, words, beside=fits)
+        fits = replace(beside, num_bytes=free_bytes - (1 << 20))
+    make_store(tmp_path, beside=fits).close()
 
 
 def test_unit_sizes_are_checked_first(tmp_path: Path) -> None:

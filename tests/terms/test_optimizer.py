@@ -50,3 +50,16 @@ def test_a_schedule_that_falls_says_over_how_many_steps(kind: str) -> None:
 def test_a_schedule_that_there_is_not() -> None:
     with pytest.raises(ConfigError, match="'step' is not one of constant, linear, cosine"):
         Schedule("step")
+
+
+@pytest.mark.parametrize("kind", ["constant", "linear", "cosine"])
+@pytest.mark.parametrize(("warmup", "total", "share"), [(10, 4, "0.3"), (4, 4, "0.75"), (1, 1, "0")])
+def test_a_warm_up_that_the_run_does_not_outlast_is_told(kind: str, warmup: int, total: int, share: str) -> None:
+    told = Schedule(kind, warmup, total).warning
+    assert told.startswith(f"warmup_steps: {warmup} steps of warm-up in a run of {total}: ")
+    assert f"ends at {share} of what was asked" in told
+
+
+@pytest.mark.parametrize("schedule", [Schedule("constant", 10), Schedule("cosine", 3, 4), Schedule("linear", 0, 1)])
+def test_a_warm_up_that_ends_is_not_told(schedule: Schedule) -> None:
+    assert not schedule.warning
