@@ -14,11 +14,12 @@ Invariant: a function of plan and ceilings alone; `lower_bound_seconds <= step_s
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from hashlib import sha256
 from itertools import groupby
 
 from headrace.plan.bound import least_seconds
 from headrace.plan.ledger import Snapshot
-from headrace.plan.plan import Plan, spread
+from headrace.plan.plan import Plan, Results, spread
 from headrace.plan.schedules.train import build_program, build_tail, redo
 from headrace.plan.simulate import Timeline, simulate
 from headrace.terms.ceilings import Ceilings
@@ -81,31 +82,11 @@ def forecast(plan: Plan, ceilings: Ceilings, *, most_operations: int = _MOST_OPE
         ConfigError: the profile has no matrix rate for the plan's compute dtype.
     """
     resident_bytes, kept_share = _resident_state_bytes(plan), _kept_share(plan, ceilings)
-    flops_per_step = _flops_per_step(_with_rows(plan))
-    plan, ceilings = _with_rows(_with_elementwise(plan, ceilings)), _under(plan, ceilings)
-    programs = _programs(_coarsened(plan, ceilings, most_operations))
-
-    def simulated(written_bytes: int) -> Timeline:
-        seconds = ceilings.commit_seconds + written_bytes / ceilings.ssd_write_bytes_per_second
-        return simulate(
-            programs,
-            replace(ceilings, commit_seconds=seconds),
-            compute_dtype=plan.compute_dtype,
-            compute_threads=plan.compute_threads,
-            update_threads=plan.update_threads,
-        )
-
-    # A commit writes the states that live in memory besides, all in one go: what the next updates wait for it is waited once in
-    # so many steps, and cannot be hidden behind the steps between.
-    rare = plan.checkpoint_every > 1 and resident_bytes > 0
-    timeline = simulated(0 if rare else resident_bytes)
-    step_seconds = timeline.step_seconds
-    if rare:
-        step_seconds += max(0.0, simulated(resident_bytes).step_seconds - step_seconds) / plan.checkpoint_every
+    step_seconds, timeline = _simulated(_shown(plan, ceilings, most_operations), _under(plan, ceilings), resident_bytes)
     return Forecast(
         step_seconds=step_seconds,
         tokens_per_second=plan.tokens_per_step / step_seconds,
-        flops_per_step=flops_per_step,
+        flops_per_step=_flops_per_step(_with_rows(plan)),
         ssd_bytes_read_per_step=timeline.lanes[Lane.SSD_READ].bytes,
         ssd_bytes_written_per_step=timeline.lanes[Lane.SSD_WRITE].bytes + resident_bytes // plan.checkpoint_every,
         bottleneck=timeline.bottleneck,
@@ -114,6 +95,27 @@ def forecast(plan: Plan, ceilings: Ceilings, *, most_operations: int = _MOST_OPE
         work={lane: use.alone_seconds * (kept_share if lane is Lane.COMPUTE else 1) for lane, use in timeline.lanes.items()},
         timeline=timeline,
     )
+
+
+class StepSeconds:
+    """Seconds of a step for many plans on one machine, exactly as `forecast` has them.
+
+    Plans that come to the same operations are simulated once. In a search these are about half: cut coarsely, many kinds of
+    buffers are alike, and a plan that was tried comes back as the one to improve. Only seconds are remembered, no timelines.
+    """
+
+    def __init__(self, machine: Ceilings) -> None:
+        self.machine = machine
+        self._known: dict[bytes, float] = {}
+
+    def __call__(self, plan: Plan, most_operations: int = _MOST_OPERATIONS) -> float:
+        """Return the seconds of a step of `plan`, which is cut as `forecast` cuts it."""
+        asked = _shown(plan, self.machine, most_operations), _under(plan, self.machine), _resident_state_bytes(plan)
+        # Nothing else goes into the simulation; representations of numbers are exact. A digest, for there are many of them.
+        key = sha256(repr(asked).encode()).digest()
+        if key not in self._known:
+            self._known[key] = _simulated(*asked)[0]
+        return self._known[key]
 
 
 def redo_seconds(plan: Plan, ceilings: Ceilings) -> float:
@@ -226,6 +228,49 @@ def _spared_attention(plan: Plan, index: int) -> float:
 def _resident_state_bytes(plan: Plan) -> int:
     """Return the bytes of the states that live in memory: a checkpoint writes them."""
     return sum(plan.state_bytes(unit) for unit in plan.resident_states)
+
+
+def _shown(plan: Plan, ceilings: Ceilings, most_operations: int) -> Plan:
+    """Return the plan that is simulated in place of `plan`: coarse, and without what no operation depends on."""
+    coarse = _coarsened(_with_rows(_with_elementwise(plan, ceilings)), _under(plan, ceilings), most_operations)
+    flops = coarse.results
+    return replace(
+        coarse,
+        loss_chunk_tokens=0,
+        kept=(),
+        skipped=(),
+        operators=(),
+        freed_memory="returned",
+        results=Results(
+            forward_flops=flops.forward_flops, epilogue_flops=flops.epilogue_flops, spared_flops=flops.spared_flops
+        ),
+    )
+
+
+def _simulated(plan: Plan, ceilings: Ceilings, resident_bytes: int) -> tuple[float, Timeline]:
+    """Return the seconds of a step whose checkpoint writes `resident_bytes` besides, and a step's timeline: of one without
+    such a checkpoint where they are rare.
+    """
+    programs = _programs(plan)
+
+    def simulated(written_bytes: int) -> Timeline:
+        seconds = ceilings.commit_seconds + written_bytes / ceilings.ssd_write_bytes_per_second
+        return simulate(
+            programs,
+            replace(ceilings, commit_seconds=seconds),
+            compute_dtype=plan.compute_dtype,
+            compute_threads=plan.compute_threads,
+            update_threads=plan.update_threads,
+        )
+
+    # A commit writes the states that live in memory besides, all in one go: what the next updates wait for it is waited once in
+    # so many steps, and cannot be hidden behind the steps between.
+    rare = plan.checkpoint_every > 1 and resident_bytes > 0
+    timeline = simulated(0 if rare else resident_bytes)
+    step_seconds = timeline.step_seconds
+    if rare:
+        step_seconds += max(0.0, simulated(resident_bytes).step_seconds - step_seconds) / plan.checkpoint_every
+    return step_seconds, timeline
 
 
 def _programs(plan: Plan) -> list[Program]:

@@ -5,10 +5,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from headrace.plan.footprint import with_footprint
-from headrace.plan.forecast import SEARCH_OPERATIONS, core_update_bytes_per_second, forecast, redo_seconds
+from headrace.plan.forecast import SEARCH_OPERATIONS, StepSeconds, core_update_bytes_per_second, redo_seconds
 from headrace.plan.placement import Choice, Problem, filled, fits, plan_of
 from headrace.plan.plan import Plan, Speculation, spread
-from headrace.terms.ceilings import Ceilings
 
 # Shares of the blocks whose updates may be held for the next forward: 0, 1/8, ... 7/8.
 _LATE_PARTS = 8
@@ -18,14 +17,14 @@ _DEVICE_UPDATE_STRIDES = (4, 3, 2, 1)
 ALIKE = 1.005
 
 
-def balanced(problem: Problem, bare: Plan, best: Plan, machine: Ceilings, homes: tuple[str, ...]) -> Plan:
+def balanced(problem: Problem, bare: Plan, best: Plan, seconds_of: StepSeconds, homes: tuple[str, ...]) -> Plan:
     """Return `best`, or a plan with late units and more states read ahead if it is faster: `bare` has nothing filled in yet.
 
     Updates behind backward leave drives idle in forward. Some units' updates are held for it, as many as make both halves
     equally long; which ones matters little as long as they are spread evenly over the depth. Their gradients wait in one
     of `homes`.
     """
-    best_seconds, costs = forecast(best, machine).step_seconds, problem.costs_of(bare.micro_batch_sequences)
+    best_seconds, costs = seconds_of(best), problem.costs_of(bare.micro_batch_sequences)
     unit_chunks = -(-bare.largest_block_elements // bare.chunk_elements)
     for held in homes:
         for slots in sorted({bare.state_slots, max(bare.state_slots, unit_chunks + 2)}):
@@ -37,43 +36,41 @@ def balanced(problem: Problem, bare: Plan, best: Plan, machine: Ceilings, homes:
                 if fits(plan) and (late or held == "host"):
                     plans.append(plan)
             if plans:
-                plan = _fastest([filled(problem, plan) for plan in plans], machine)
-                seconds = forecast(plan, machine).step_seconds
+                plan = _fastest([filled(problem, plan) for plan in plans], seconds_of)
+                seconds = seconds_of(plan)
                 if seconds * ALIKE < best_seconds:
                     best_seconds, best = seconds, plan
     return best
 
 
-def with_device_updates(problem: Problem, plan: Plan, machine: Ceilings) -> Plan:
+def with_device_updates(problem: Problem, plan: Plan, seconds_of: StepSeconds) -> Plan:
     """Return `plan` with a stride of its chunks updated on the device, if that fits there and makes the step shorter.
 
     What it takes are two chunks and temporaries on the device, and 26 bytes per parameter over the link (bfloat16) instead of
     as many over the host's memory bus. It pays where the CPU's updates limit the step and the link has time to spare.
     Where the rule has no figure for it, all stays on the CPU.
     """
-    if not (problem.separate_device and machine.has_device and problem.rule.device_traffic_bytes is not None):
+    if not (problem.separate_device and seconds_of.machine.has_device and problem.rule.device_traffic_bytes is not None):
         return plan
 
-    def seconds(candidate: Plan, ceilings: Ceilings) -> float:
-        return forecast(candidate, ceilings, most_operations=2 * SEARCH_OPERATIONS).step_seconds
-
+    machine, most_operations = seconds_of.machine, 2 * SEARCH_OPERATIONS
     # No stride can gain more than updates that take the CPU no time would: mostly nothing, and the search ends here.
     free = replace(
         machine, update_bytes_per_second=1e15, update_bytes_per_second_per_core=1e15, host_memory_bytes_per_second=1e17
     )
-    as_is = seconds(plan, machine)
-    if seconds(plan, free) * ALIKE >= as_is:
+    as_is = seconds_of(plan, most_operations)
+    if StepSeconds(free)(plan, most_operations) * ALIKE >= as_is:
         return plan
     costs = problem.costs_of(plan.micro_batch_sequences)
     strides = [
         with_footprint(replace(plan, device_update_every=every), costs, problem.allowance) for every in _DEVICE_UPDATE_STRIDES
     ]
-    tried = [(seconds(candidate, machine), candidate) for candidate in strides if fits(candidate)]
+    tried = [(seconds_of(candidate, most_operations), candidate) for candidate in strides if fits(candidate)]
     best_seconds, best = min(tried, key=lambda entry: entry[0], default=(as_is, plan))
     if best_seconds * ALIKE >= as_is:
         return plan
     # Coarse forecasts say which stride; whether it pays is worth a finer look.
-    return best if forecast(best, machine).step_seconds * ALIKE < forecast(plan, machine).step_seconds else plan
+    return best if seconds_of(best) * ALIKE < seconds_of(plan) else plan
 
 
 def late_choices(plan: Plan) -> list[tuple[int, ...]]:
@@ -82,14 +79,14 @@ def late_choices(plan: Plan) -> list[tuple[int, ...]]:
     return [spread(count, plan.num_blocks) for count in counts]
 
 
-def with_threads(plan: Plan, machine: Ceilings) -> Plan:
+def with_threads(plan: Plan, seconds_of: StepSeconds) -> Plan:
     """Return `plan` with the fastest split of the cores between compute and updates; of alike ones the usual one.
 
     Where a GPU computes, updates may have as many cores as the memory's bandwidth asks for. Where the CPU does, they share
     cores as it was measured, half of them with all; or each has its own, and compute has fewer. Threads of the I/O engine wait
     most of the time (0.01 to 0.02 s of a core per GB) and have no cores of their own.
     """
-    cores = plan.compute_threads
+    machine, cores = seconds_of.machine, plan.compute_threads
     enough = max(1, math.ceil(machine.update_bytes_per_second / core_update_bytes_per_second(machine, plan.rule)))
     if machine.has_device:
         splits = [(cores, min(cores, threads)) for threads in (enough, cores)]
@@ -98,12 +95,12 @@ def with_threads(plan: Plan, machine: Ceilings) -> Plan:
         splits = [(cores - threads, threads) for threads in powers if threads <= min(enough, cores // 2)]
     usual = (plan.compute_threads, plan.update_threads)
     candidates = [replace(plan, compute_threads=one, update_threads=other) for one, other in dict.fromkeys([usual, *splits])]
-    seconds = [_coarse_seconds(candidate, machine) for candidate in candidates]
+    seconds = [_coarse_seconds(candidate, seconds_of) for candidate in candidates]
     best = min(range(len(candidates)), key=seconds.__getitem__)
     return candidates[best] if seconds[best] * ALIKE < seconds[0] else plan
 
 
-def speculative_candidate(problem: Problem, placements: list[Choice], best: Choice, machine: Ceilings) -> Iterator[Plan]:
+def speculative_candidate(problem: Problem, placements: list[Choice], best: Choice, seconds_of: StepSeconds) -> Iterator[Plan]:
     """Yield the deferred plan whose buffers serve speculation best: of `placements` with and without what `best` keeps."""
     costs = problem.costs_of(best.rows)
     found: dict[tuple[str, str], tuple[float, int, Plan]] = {}
@@ -115,37 +112,37 @@ def speculative_candidate(problem: Problem, placements: list[Choice], best: Choi
             if bare.checkpoint_every == 1 and fits(bare):
                 plan = with_footprint(replace(filled(problem, bare), resident_states=()), costs, problem.allowance)
                 variant = _speculating(plan, spread(plan.num_blocks // 4, plan.num_blocks))
-                found[choice.input_home, choice.held] = (_coarse_seconds(variant, machine), len(found), plan)
+                found[choice.input_home, choice.held] = (_coarse_seconds(variant, seconds_of), len(found), plan)
                 break
     if found:
         yield min(found.values(), key=lambda entry: entry[:2])[2]
 
 
-def with_speculation(plan: Plan, machine: Ceilings) -> Plan:
+def with_speculation(plan: Plan, seconds_of: StepSeconds) -> Plan:
     """Return a deferred plan with the costs of speculating beside it: the same buffers, another order."""
     if not _may_speculate(plan):
         return plan
-    variant = _fastest([_speculating(plan, late) for late in late_choices(plan)], machine)
+    variant = _fastest([_speculating(plan, late) for late in late_choices(plan)], seconds_of)
     speculation = Speculation(
         late_units=variant.late_units,
-        deferred_seconds=forecast(plan, machine).step_seconds,
-        hit_seconds=forecast(variant, machine).step_seconds,
-        redo_seconds=redo_seconds(variant, machine),
+        deferred_seconds=seconds_of(plan),
+        hit_seconds=seconds_of(variant),
+        redo_seconds=redo_seconds(variant, seconds_of.machine),
     )
     return plan.with_results(speculation=speculation)
 
 
-def expected_seconds(plan: Plan, machine: Ceilings, *, clips: bool = True) -> float:
+def expected_seconds(plan: Plan, seconds_of: StepSeconds, *, clips: bool = True) -> float:
     """Return the seconds of a step where half of all runs clip hardly ever, so that speculation pays, and half do often. Where
     nothing `clips` a deferred plan has nothing to guess.
 
     Coarse: for choosing among deferred plans.
     """
-    deferred = _coarse_seconds(plan, machine)
+    deferred = _coarse_seconds(plan, seconds_of)
     if not (clips and _may_speculate(plan)):
         return deferred
     quarters = [spread(plan.num_blocks * part // 4, plan.num_blocks) for part in (1, 2)]
-    hits = [_coarse_seconds(_speculating(plan, late), machine) for late in quarters]
+    hits = [_coarse_seconds(_speculating(plan, late), seconds_of) for late in quarters]
     return (deferred + min(deferred, *hits)) / 2
 
 
@@ -158,18 +155,18 @@ def _speculating(plan: Plan, late_units: tuple[int, ...]) -> Plan:
     return replace(plan, update_policy="speculative", late_units=late_units)
 
 
-def _fastest(plans: list[Plan], machine: Ceilings) -> Plan:
+def _fastest(plans: list[Plan], seconds_of: StepSeconds) -> Plan:
     """Return the fastest of plans with ever more late units, of equals the one with the fewest.
 
     The step is the longer of two halves; one grows, one shrinks: every other plan is tried, then the neighbours of the best.
     """
-    seconds = {index: _coarse_seconds(plans[index], machine) for index in range(0, len(plans), 2)}
+    seconds = {index: _coarse_seconds(plans[index], seconds_of) for index in range(0, len(plans), 2)}
     best = min(seconds, key=seconds.__getitem__)
     for index in (best - 1, best + 1):
         if 0 <= index < len(plans):
-            seconds[index] = _coarse_seconds(plans[index], machine)
+            seconds[index] = _coarse_seconds(plans[index], seconds_of)
     return plans[min(seconds, key=lambda index: (seconds[index], index))]
 
 
-def _coarse_seconds(plan: Plan, machine: Ceilings) -> float:
-    return forecast(plan, machine, most_operations=SEARCH_OPERATIONS).step_seconds
+def _coarse_seconds(plan: Plan, seconds_of: StepSeconds) -> float:
+    return seconds_of(plan, SEARCH_OPERATIONS)

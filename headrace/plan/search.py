@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from headrace.plan.footprint import with_footprint
-from headrace.plan.forecast import SEARCH_OPERATIONS, Forecast, forecast
+from headrace.plan.forecast import SEARCH_OPERATIONS, StepSeconds, forecast
 from headrace.plan.placement import THRIFTS, Choice, Problem, excess_bytes, filled, fits, placements_of, plan_of, replay_order
 from headrace.plan.plan import Plan
 from headrace.plan.policy import (
@@ -57,10 +57,11 @@ def make_plan(problem: Problem, ceilings: Ceilings | None = None) -> Plan:
     """
     machine = ceilings or nominal_ceilings(problem)
     problem = replace(problem, attention_share=machine.attention_share)
-    plans: list[tuple[Plan, Forecast]] = []
+    seconds_of = StepSeconds(machine)
+    plans: list[Plan] = []
     refusals = []
     for policy in problem.policies:
-        if plans and _is_as_fast_as_compute(plans[0][1]):
+        if plans and _is_as_fast_as_compute(plans[0], machine):
             break  # no other order of updates could be faster
         try:
             placements = _fitting(problem, policy)
@@ -71,18 +72,18 @@ def make_plan(problem: Problem, ceilings: Ceilings | None = None) -> Plan:
             # The one advantage over the usual policy is that states may stay in memory.
             placements = [choice for choice in placements if filled(problem, plan_of(problem, choice)).resident_states]
         if placements:
-            plan = _plan_under(problem, policy, placements, machine, measured=ceilings is not None)
-            plans.append((plan, forecast(plan, machine)))
+            plans.append(_plan_under(problem, policy, placements, seconds_of, measured=ceilings is not None))
     if not plans:
         raise refusals[0]
-    return _first_of_alike([(found.step_seconds, plan) for plan, found in plans])
+    return plans[0] if len(plans) == 1 else _first_of_alike([(seconds_of(plan), plan) for plan in plans])
 
 
-def _is_as_fast_as_compute(found: Forecast) -> bool:
+def _is_as_fast_as_compute(plan: Plan, machine: Ceilings) -> bool:
+    found = forecast(plan, machine)
     return found.step_seconds <= ALIKE * found.work[Lane.COMPUTE]
 
 
-def _plan_under(problem: Problem, policy: str, placements: list[Choice], machine: Ceilings, *, measured: bool) -> Plan:
+def _plan_under(problem: Problem, policy: str, placements: list[Choice], seconds_of: StepSeconds, *, measured: bool) -> Plan:
     """Return the fastest plan under an update policy, of `placements` and with what is kept of outputs. Where nobody
     `measured`, the choice goes by what is sure anywhere.
     """
@@ -94,9 +95,9 @@ def _plan_under(problem: Problem, policy: str, placements: list[Choice], machine
         placements = [choice for choice in placements if choice.held != "ssd"] or placements
 
     def split(plan: Plan) -> Plan:
-        return with_threads(plan, machine) if measured else plan  # nobody measured how lanes share cores
+        return with_threads(plan, seconds_of) if measured else plan  # nobody measured how lanes share cores
 
-    seconds = _Seconds(problem, machine)
+    seconds = _Seconds(problem, seconds_of)
     promise = [(min(map(seconds, _extremes(problem, choice))), index) for index, choice in enumerate(placements)]
     found = [(seconds(choice), choice) for choice in placements]
     finalists: dict[tuple[object, ...], Choice] = {}
@@ -110,18 +111,18 @@ def _plan_under(problem: Problem, policy: str, placements: list[Choice], machine
     best = _first_of_alike(found)
     plan = filled(problem, plan_of(problem, best))
     if policy == "immediate":
-        plan = _balanced(problem, found, best, machine, ("host", "ssd") if measured else ("host",))
-        return split(with_device_updates(problem, plan, machine))
+        plan = _balanced(problem, found, best, seconds_of, ("host", "ssd") if measured else ("host",))
+        return split(with_device_updates(problem, plan, seconds_of))
     candidates = [plan]
     if problem.clips:
-        candidates += speculative_candidate(problem, placements, best, machine)
+        candidates += speculative_candidate(problem, placements, best, seconds_of)
     if plan.resident_states:
         # States in memory are not read, but each commit writes them in one go.
         costs = problem.costs_of(plan.micro_batch_sequences)
         candidates.insert(0, with_footprint(replace(plan, resident_states=()), costs, problem.allowance))
-    plan = min(candidates, key=lambda candidate: expected_seconds(candidate, machine, clips=problem.clips))
-    plan = split(with_device_updates(problem, plan, machine))
-    return with_speculation(plan, machine) if problem.clips else plan
+    plan = min(candidates, key=lambda candidate: expected_seconds(candidate, seconds_of, clips=problem.clips))
+    plan = split(with_device_updates(problem, plan, seconds_of))
+    return with_speculation(plan, seconds_of) if problem.clips else plan
 
 
 def _first_of_alike(found: Sequence[tuple[float, _Found]]) -> _Found:
@@ -131,7 +132,7 @@ def _first_of_alike(found: Sequence[tuple[float, _Found]]) -> _Found:
 
 
 def _balanced(
-    problem: Problem, found: list[tuple[float, Choice]], best: Choice, machine: Ceilings, homes: tuple[str, ...]
+    problem: Problem, found: list[tuple[float, Choice]], best: Choice, seconds_of: StepSeconds, homes: tuple[str, ...]
 ) -> Plan:
     """Return the fastest plan with balanced updates, of the best choice and of others that are close to it."""
     least = min(seconds for seconds, _ in found)
@@ -140,10 +141,10 @@ def _balanced(
     for choice in (best, *(found[index][1] for _, index in close)):
         choices.setdefault((choice.buffers, choice.freed_memory), choice)  # the best of each kind
     plans = [
-        balanced(problem, plan_of(problem, choice), filled(problem, plan_of(problem, choice)), machine, homes)
+        balanced(problem, plan_of(problem, choice), filled(problem, plan_of(problem, choice)), seconds_of, homes)
         for choice in list(choices.values())[:_BALANCED]
     ]
-    return min(plans, key=lambda candidate: forecast(candidate, machine).step_seconds)
+    return min(plans, key=seconds_of)
 
 
 class _Seconds:
@@ -153,8 +154,8 @@ class _Seconds:
     for is forecast as it is, too, and what lies between the two holds for the others of its kind.
     """
 
-    def __init__(self, problem: Problem, machine: Ceilings) -> None:
-        self._problem, self._machine = problem, machine
+    def __init__(self, problem: Problem, seconds_of: StepSeconds) -> None:
+        self._problem, self._seconds_of = problem, seconds_of
         self._known: dict[Choice, float] = {}
         self._factors: dict[tuple[bool, int, int], float] = {}
 
@@ -163,9 +164,9 @@ class _Seconds:
             choice = replace(choice, kept_home="device")  # where nothing is kept, it does not matter where
         if choice not in self._known:
             plan = filled(self._problem, plan_of(self._problem, choice))
-            coarse = forecast(plan, self._machine, most_operations=SEARCH_OPERATIONS).step_seconds
+            coarse = self._seconds_of(plan, SEARCH_OPERATIONS)
             if choice.buffers not in self._factors:
-                self._factors[choice.buffers] = forecast(plan, self._machine).step_seconds / coarse
+                self._factors[choice.buffers] = self._seconds_of(plan) / coarse
             self._known[choice] = coarse * self._factors[choice.buffers]
         return self._known[choice]
 
@@ -177,10 +178,7 @@ class _Seconds:
             kinds[kind] = min(kinds.get(kind, (math.inf, index)), (seconds, index))
         best = sorted(kinds.values())[:_EXACT]
         plans = {index: plan_of(self._problem, found[index][1]) for _, index in best}
-        return [
-            (forecast(filled(self._problem, plans[index]), self._machine).step_seconds, found[index][1])
-            for index in sorted(plans)
-        ]
+        return [(self._seconds_of(filled(self._problem, plans[index])), found[index][1]) for index in sorted(plans)]
 
 
 def _extremes(problem: Problem, placement: Choice) -> list[Choice]:

@@ -5,12 +5,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from drawn_plans import plans
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from machines import machine
 from small_plans import small_plan
 
-from headrace.plan.forecast import forecast, redo_seconds
+from headrace.plan.forecast import StepSeconds, forecast, redo_seconds
 from headrace.plan.ledger import Snapshot
 from headrace.plan.plan import Plan, Unit
 from headrace.plan.schedules.train import build_program
@@ -47,6 +48,17 @@ def test_a_step_limited_by_compute_takes_its_operations() -> None:
     assert found.bottleneck is Lane.COMPUTE
     assert found.tokens_per_second == pytest.approx(plan.tokens_per_step / found.step_seconds)
     assert found.utilisation[Lane.COMPUTE] == pytest.approx(1.0, abs=1e-3)
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.lists(plans(), min_size=1, max_size=2), st.sampled_from([40, 6000]), st.booleans())
+def test_seconds_that_are_remembered_are_those_of_the_forecast(made: list[Plan], most_operations: int, device: bool) -> None:
+    ceilings = replace(machine(), has_device=device, fresh_pages_share=0.5)
+    made += [replace(made[0], freed_memory="kept"), replace(made[0], checkpoint_every=10), replace(made[0], update_threads=1)]
+    seconds_of = StepSeconds(ceilings)
+    expected = [forecast(plan, ceilings, most_operations=most_operations).step_seconds for plan in made]
+    for _ in range(2):
+        assert [seconds_of(plan, most_operations) for plan in made] == expected
 
 
 def test_what_blocks_and_head_take_besides_products_is_counted_once() -> None:

@@ -9,11 +9,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tiers import sampled
 
+from headrace.plan import forecast as forecasts
+from headrace.plan import policy, search
 from headrace.plan.footprint import Allowance, with_footprint, with_runtime
-from headrace.plan.forecast import forecast
+from headrace.plan.forecast import StepSeconds, forecast
 from headrace.plan.placement import THRIFTS, Choice, Problem, Workload, filled, fits, placements_of, plan_of, replay_order
 from headrace.plan.plan import Plan
 from headrace.plan.search import make_plan, nominal_ceilings
+from headrace.plan.simulate import simulate
 from headrace.terms.ceilings import Ceilings, Drive
 from headrace.terms.costs import BlockCosts, ModelCosts, OperatorCosts
 from headrace.terms.errors import InputError, PlanInfeasible
@@ -175,6 +178,35 @@ def test_who_does_not_clip_does_not_wait_longer(host_mib: int, device_mib: int |
     made = problem(host_mib * MIB, device_bytes=device_mib and device_mib * MIB, rows=rows, clip=True)
     ceilings = machine(made, flops=flops, read=1e9, write=1e9, mixed=1.2e9)
     assert seconds_of(made, ceilings, clip=False) <= 1.005 * seconds_of(made, ceilings)
+
+
+class EachSimulated(StepSeconds):
+    """Remembers nothing: each plan that is asked for is forecast."""
+
+    def __call__(self, plan: Plan, most_operations: int = 6000) -> float:
+        return forecast(plan, self.machine, most_operations=most_operations).step_seconds
+
+
+@pytest.mark.parametrize(
+    ("host_mib", "device_mib", "clip", "every"),
+    sampled(
+        [(80, None, False, 1), (400, None, True, 1), (120, 120, True, 1), (250, 120, False, 1), (900, 300, True, 10)],
+        [(120, 120, True, 1)],
+    ),
+)
+def test_what_is_remembered_of_plans_changes_no_choice(
+    host_mib: int, device_mib: int | None, clip: bool, every: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = problem(host_mib * MIB, device_bytes=device_mib and device_mib * MIB, clip=clip)
+    made = replace(made, workload=replace(made.workload, checkpoint_every=every))
+    ceilings = machine(made, read=1e9, write=1e9, mixed=1.2e9)
+    simulated = []
+    monkeypatch.setattr(forecasts, "simulate", lambda *args, **kwargs: simulated.append(0) or simulate(*args, **kwargs))
+    plan, few = make_plan(made, ceilings), len(simulated)
+    for module in (search, policy):
+        monkeypatch.setattr(module, "StepSeconds", EachSimulated)
+    assert make_plan(made, ceilings) == plan
+    assert few < len(simulated) - few
 
 
 @pytest.mark.deep
