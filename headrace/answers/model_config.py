@@ -67,7 +67,7 @@ def _config_file(model: str | Path) -> Path:
     path = Path(model)
     if path.is_dir() or path.is_symlink():
         if reason := why_no_model(path):
-            raise ModelError(f"model: {path} {reason}")
+            raise ModelError(f"model: {path}: {reason}")
         return path / "config.json"
     if path.is_file():
         return path

@@ -27,7 +27,7 @@ def read_model_config(model: Path) -> dict[str, Any]:
     """
     path = model / "config.json"
     if reason := why_no_model(model):
-        raise ModelError(f"model: {model} {reason}")
+        raise ModelError(f"model: {model}: {reason}")
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

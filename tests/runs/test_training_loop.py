@@ -463,7 +463,7 @@ class TestRefusals:
         assert "3 GiB" in self.refused(options, FakeHost(fail=error))
 
     def test_missing_model_config_and_tokenizer(self, options: dict[str, Any], tmp_path: Path) -> None:
-        assert "no directory" in self.refused(options | {"model": tmp_path / "nothing"})
+        assert ": no such directory; " in self.refused(options | {"model": tmp_path / "nothing"})
         (tmp_path / "empty").mkdir()
         assert "config.json" in self.refused(options | {"model": tmp_path / "empty"})
         (tmp_path / "empty" / "config.json").write_text("{}")
