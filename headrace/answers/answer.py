@@ -25,7 +25,7 @@ from headrace.machine.limits import machine_memory_bytes
 from headrace.model import Chain, Profiles, check_whole, import_workspace_bytes, note_on, self_check
 from headrace.plan.endurance import endurance
 from headrace.plan.footprint import with_footprint
-from headrace.plan.forecast import Forecast, forecast
+from headrace.plan.forecast import Forecast, StepSeconds, forecast
 from headrace.plan.placement import THRIFTS, Problem, filled, fits, placements_of, plan_of
 from headrace.plan.plan import Plan
 from headrace.plan.profiles import load_profile
@@ -206,6 +206,7 @@ class _Planner:
         self._measured = ceilings
         # For times alone: the choice depends on whether anybody measured, as it does in a run.
         self.ceilings = ceilings or nominal_ceilings(self._problem(question))
+        self._seconds_of = StepSeconds(self.ceilings)
 
     def plan(self, question: Question) -> Plan:
         """Return the plan for `question`.
@@ -236,7 +237,7 @@ class _Planner:
         return question.problem(layouts, partial(self._profiles.of, length=question.workload.sequence_length), rule)
 
     def _seconds(self, plan: Plan) -> float:
-        return forecast(plan, self.ceilings, most_operations=_COARSE_OPERATIONS).step_seconds
+        return self._seconds_of(plan, _COARSE_OPERATIONS)
 
     def with_fewer_checkpoints(self, question: Question, plan: Plan, found: Forecast | None) -> tuple[Alternative, ...]:
         """Return the variant of a plan that commits seldom, if it is faster: states that live in memory are written by commits
@@ -256,7 +257,7 @@ class _Planner:
             if not fits(waiting):
                 continue
             full = filled(problem, waiting)
-            times = found.step_seconds / forecast(full, self.ceilings, most_operations=_MOST_OPERATIONS).step_seconds
+            times = found.step_seconds / self._seconds_of(full, _MOST_OPERATIONS)
             words = f"lose at most {_SELDOM} steps at a crash, {plain_figure(times)} times as fast"
             options = {"checkpoint_every": _SELDOM}
             made = self.alternative(words, options, full, most_operations=_MOST_OPERATIONS)
@@ -302,12 +303,12 @@ class _Planner:
         self, change: str, options: dict[str, Any], plan: Plan, *, most_operations: int = _COARSE_OPERATIONS
     ) -> Alternative:
         """Return a variant with its times."""
-        found = forecast(plan, self.ceilings, most_operations=most_operations)
+        step_seconds = self._seconds_of(plan, most_operations)
         return Alternative(
             change=change,
             options=options,
-            step_seconds=found.step_seconds,
-            tokens_per_second=found.tokens_per_second,
+            step_seconds=step_seconds,
+            tokens_per_second=plan.tokens_per_step / step_seconds,
             peak_bytes={tier: plan.peak(tier) for tier in plan.results.peak_bytes},
         )
 
