@@ -102,6 +102,7 @@ def test_the_report_of_a_plan_is_the_one_it_came_with(report: PlanReport) -> Non
     assert report.plan is not None
     rig = load_profile("rtx4090-1ssd")
     again = report_of(report.plan, rig, model=report.model, ssd_allowed_bytes=report.allowed_bytes["ssd"], num_steps=10)
+    report = replace(report, alternatives=())  # what else would do is for `headrace plan` to say
     assert explain(again) == explain(report)
     assert again.to_json() == report.to_json()
 

@@ -596,12 +596,12 @@ def test_an_engine_plans_within_the_space_of_its_drives(
         return Engine.open(
             model_dir("llama"),
             headrace.Options(
-                host_memory="700MiB",
+                host_memory="430MiB",
                 ssd=tmp_path / "ssd",
                 output=tmp_path / name,
                 max_grad_norm=None,
                 machine=machine,
-                tokens_per_step=64 * LENGTH,
+                tokens_per_step=1024 * LENGTH,
                 sequence_length=LENGTH,
             ),
         )

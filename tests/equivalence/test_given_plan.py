@@ -3,6 +3,7 @@
 Run: pytest tests/equivalence/test_given_plan.py
 """
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -92,18 +93,20 @@ def test_what_headrace_plan_says_can_be_run(path: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("planned_with", "options", "words"),
     [
-        ({"tokens_per_step": 3 * LENGTH}, "tokens_per_step 192 in the plan, 96 here"),
-        ({"sequence_length": LENGTH // 2}, "sequence_length 32 in the plan, 16 here"),
-        ({"max_grad_norm": 1.0}, "clipping no in the plan, yes here"),
-        ({"compute_dtype": "float32"}, "compute_dtype bfloat16 in the plan, float32 here"),
-        ({"moments": "int8"}, "rule AdamW in the plan, AdamW with int8 moments here"),
-        ({"checkpoint_every": 7, "max_grad_norm": 1.0}, "checkpoint_every 1 in the plan, 7 here"),
+        ({}, {"tokens_per_step": 3 * LENGTH}, "tokens_per_step 192 in the plan, 96 here"),
+        ({}, {"sequence_length": LENGTH // 2}, "sequence_length 32 in the plan, 16 here"),
+        ({"update_policy": "immediate", "late_units": ()}, {"max_grad_norm": 1.0}, "clipping no in the plan, yes here"),
+        ({}, {"compute_dtype": "float32"}, "compute_dtype bfloat16 in the plan, float32 here"),
+        ({}, {"moments": "int8"}, "rule AdamW in the plan, AdamW with int8 moments here"),
+        ({"checkpoint_every": 7}, {"checkpoint_every": 3}, "checkpoint_every 7 in the plan, 3 here"),
     ],
 )
-def test_another_runs_plan_is_refused(path: Path, tmp_path: Path, options: dict[str, Any], words: str) -> None:
-    given = planned(path, tmp_path)
+def test_another_runs_plan_is_refused(
+    path: Path, tmp_path: Path, planned_with: dict[str, Any], options: dict[str, Any], words: str
+) -> None:
+    given = dataclasses.replace(planned(path, tmp_path), **planned_with)
     with pytest.raises(ConfigError, match=words):
         run(path, tmp_path / "run", hooks={"plan": given}, **options)
     assert not (tmp_path / "run").exists()

@@ -175,3 +175,9 @@ def test_the_architecture_page_names_every_package() -> None:
     page = (ROOT.parent / "docs" / "architecture.md").read_text(encoding="utf-8")
     missing = [package for package in RANK.keys() - {"__main__"} if f"{package}/" not in page and f"{package}.py" not in page]
     assert missing == []
+
+
+def test_no_two_files_of_tests_have_one_name() -> None:
+    """Run whole, the suite refuses the second; run by folder, nobody notices."""
+    names = [path.name for path in Path(__file__).parents[1].rglob("*.py") if path.name != "conftest.py"]
+    assert sorted({name for name in names if names.count(name) > 1}) == []
