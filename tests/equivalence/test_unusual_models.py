@@ -49,6 +49,10 @@ UNUSUAL: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "attends by other operators with a graph": ("doge", {}),
     "has another rotary table for long rows": ("phi3", LONG_ROWS),
+    "has a rotary table that grows with the row": (
+        "llama",
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}},
+    ),
 }
 
 
