@@ -18,7 +18,7 @@ MOST_PERCENT = {
     "crash": 8,
     "data": 6,
     "demo": 4,
-    "equivalence": 34,
+    "equivalence": 40,
     "files": 4,
     "flow": 4,
     "gpu": 4,

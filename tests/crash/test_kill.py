@@ -87,6 +87,7 @@ def test_killed_runs_end_like_unbroken_ones(policy: str, model: Path, tmp_path: 
 
 
 @pytest.mark.timeout(280)
+@pytest.mark.deep
 def test_killed_runs_round_their_moments_like_unbroken_ones(model: Path, tmp_path: Path) -> None:
     """Moments of 8 bits are rounded at random: a resumed run must draw what the unbroken one drew."""
     unbroken = tmp_path / "unbroken"

@@ -358,6 +358,7 @@ def test_a_step_is_divided_evenly_and_takes_what_its_rows_take(rows: int) -> Non
         assert list(choices) == [size for size in (8, 4, 2, 1) if size <= rows]
 
 
+@pytest.mark.deep
 def test_the_largest_micro_batches_are_chosen_for_any_number_of_rows() -> None:
     made = {rows: problem(GIB, rows=rows) for rows in (8, 9, 16, 17)}
     chosen = {rows: make_plan(each, machine(each)).micro_batch_sequences for rows, each in made.items()}

@@ -22,7 +22,7 @@ def test_a_rule_and_its_options_in_words() -> None:
         ({"optimizer": "sgd:beta=1"}, "'beta' is no option of sgd, which has the options momentum, nesterov"),
         ({"optimizer": "sgd:momentum=much"}, "momentum: expected a number, found 'much'"),
         ({"optimizer": "sgd:nesterov=1"}, "nesterov: expected true or false, found '1'"),
-        ({"optimizer": "sgd:momentum=0"}, "keeps no momentum is no rule yet"),
+        ({"optimizer": "sgd:momentum=0,nesterov=true"}, "looks ahead by the momentum, which is 0"),
         ({"optimizer": "adamw:eps=1"}, "'eps' is no option of adamw, which has adam_betas, adam_epsilon and moments"),
         ({"optimizer": "sgd", "moments": "int8"}, "moments: int8 is of AdamW's, and the optimizer is sgd"),
         ({"optimizer": "sgd", "adam_betas": (0.5, 0.5)}, "adam_betas: .* is of AdamW's"),
