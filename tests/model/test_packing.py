@@ -1,4 +1,4 @@
-"""Packed rows give the loss and the gradients of their samples alone, also where masks have to keep these apart."""
+"""Packed rows give the loss of their samples alone, also where masks have to keep these apart."""
 
 from typing import Any
 
