@@ -15,28 +15,28 @@ import torch
 
 from headrace.answers.allowances import default_device_bytes, default_device_overhead_bytes, default_host_bytes
 from headrace.answers.model_config import check_positions, position_limit, read_parts
+from headrace.answers.plan_report import Alternative, PlanReport
 from headrace.answers.question import Place, Question, runtime_bytes
-from headrace.answers.report import Alternative, PlanReport
 from headrace.answers.variants import Variant, nearest_variants, smaller_states
 from headrace.files import default_ssd_bytes, file_systems
 from headrace.machine.cpu import CpuMachine
-from headrace.machine.host import anonymous_bytes
+from headrace.machine.host_memory import anonymous_bytes
 from headrace.machine.limits import machine_memory_bytes
 from headrace.model import Chain, Profiles, check_whole, import_workspace_bytes, note_on, self_check
 from headrace.plan.endurance import endurance
 from headrace.plan.footprint import with_footprint
 from headrace.plan.forecast import Forecast, StepSeconds, forecast
+from headrace.plan.machine_profiles import load_profile
 from headrace.plan.placement import THRIFTS, Problem, filled, fits, placements_of, plan_of
 from headrace.plan.plan import Plan
-from headrace.plan.profiles import load_profile
 from headrace.plan.search import make_plan, nominal_ceilings, nominal_machine
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.errors import ConfigError, PlanInfeasible
 from headrace.terms.layout import realigned
 from headrace.terms.options import DEFAULT_ROWS_PER_STEP, DEFAULT_SEQUENCE_LENGTH, Options
+from headrace.terms.plain_figures import plain_figure
 from headrace.terms.program import Lane
 from headrace.terms.sizes import GIB, MIB, format_bytes, round_up
-from headrace.terms.words import plain_figure
 from headrace.update import rule_of
 
 # Steps that wear is stated for when the length of the run is not known.

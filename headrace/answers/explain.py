@@ -6,10 +6,10 @@ Invariant: every number printed is one of the report's or the outcome's; nothing
 from collections.abc import Iterator
 
 from headrace.answers.outcome import Outcome
-from headrace.answers.report import PlanReport
+from headrace.answers.plan_report import PlanReport
 from headrace.plan.plan import Plan
+from headrace.terms.plain_figures import plain_figure
 from headrace.terms.sizes import format_bytes, format_seconds
-from headrace.terms.words import plain_figure
 
 _LABEL = 10
 _ROW, _COLUMN = 20, 12

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from headrace.answers.report import PlanReport
+from headrace.answers.plan_report import PlanReport
 from headrace.report.metrics import Record, steady_ssd_bytes
 
 

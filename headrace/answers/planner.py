@@ -11,9 +11,9 @@ from pathlib import Path
 
 from headrace.answers.question import Place, Question, runtime_bytes
 from headrace.files import default_ssd_bytes
-from headrace.machine.device import Machine
-from headrace.machine.host import anonymous_bytes, return_pieces
+from headrace.machine.host_memory import anonymous_bytes, return_pieces
 from headrace.machine.limits import default_host_bytes, machine_memory_bytes
+from headrace.machine.protocol import Machine
 from headrace.model import Chain, Profiles, WeightMap, import_workspace_bytes
 from headrace.plan.footprint import Allowance, with_runtime
 from headrace.plan.given import adopted
@@ -24,7 +24,7 @@ from headrace.terms.budget import default_bytes
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.errors import ConfigError, StorageError
 from headrace.terms.options import Options
-from headrace.terms.rule import RuleFigures
+from headrace.terms.rule_figures import RuleFigures
 from headrace.terms.sizes import format_bytes
 
 

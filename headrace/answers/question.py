@@ -17,7 +17,7 @@ from headrace.terms.errors import ConfigError
 from headrace.terms.layout import UnitLayout
 from headrace.terms.optimizer import Optimizer
 from headrace.terms.options import Options
-from headrace.terms.rule import RuleFigures
+from headrace.terms.rule_figures import RuleFigures
 from headrace.terms.sizes import MIB, format_bytes
 
 # What the interpreter and libraries take of host memory in a run that has tokenised its data and compiled its kernels itself:

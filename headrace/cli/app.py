@@ -13,8 +13,8 @@ import typer
 
 import headrace
 from headrace.cli.environment import set_process_defaults
-from headrace.cli.errors import INTERRUPTED, leave, plain_usage_errors, plainly
-from headrace.cli.options import with_options
+from headrace.cli.option_parameters import with_options
+from headrace.cli.plain_errors import INTERRUPTED, leave, plain_usage_errors, plainly
 from headrace.cli.reporting import report
 from headrace.cli.streams import guarded_streams
 from headrace.terms.options import Options, RunOptions

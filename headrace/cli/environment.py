@@ -13,7 +13,8 @@ from headrace.machine.control_groups import quota_cores
 # spinning, each of a block's many small operations waits for a thread to be woken (docs/decisions/0003).
 SPIN_COUNT = "10000"
 _DEFAULTS = {
-    # Large tensors on huge pages: freed ones go back to the kernel at once (machine/host.py), and fresh pages cost less so.
+    # Large tensors on huge pages: freed ones go back to the kernel at once
+    # (machine/host_memory.py), and fresh pages cost less so.
     "THP_MEM_ALLOC_ENABLE": "1",
     "TOKENIZERS_PARALLELISM": "true",
     "TRANSFORMERS_VERBOSITY": "error",

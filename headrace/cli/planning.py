@@ -12,15 +12,15 @@ from pathlib import Path
 
 from headrace.answers.answer import plan_model
 from headrace.answers.explain import explain
-from headrace.answers.report import PlanReport
+from headrace.answers.plan_report import PlanReport
 from headrace.cli.environment import cache_directory, machine_profile_path
-from headrace.plan.profiles import load_profile
+from headrace.plan.machine_profiles import load_profile
 from headrace.terms.ceilings import Ceilings, Drive
 from headrace.terms.errors import ConfigError, StorageError
 from headrace.terms.events import Event, Notice
 from headrace.terms.options import Options, RunOptions
+from headrace.terms.plain_figures import plain_figure
 from headrace.terms.sizes import format_bytes, format_seconds
-from headrace.terms.words import plain_figure
 
 
 def make_report(model: str, options: Options, data: Sequence[Path]) -> PlanReport:
@@ -117,7 +117,7 @@ def _drive_lines(index: int, drive: Drive) -> Iterator[str]:
 
 def _of_one_epoch(model: Path, data: Sequence[Path], options: Options) -> Options:
     """Return the options with tokens per step, sequence length and steps of one pass over the data, as training has them."""
-    from headrace.runs.data import with_lengths  # late: it brings the data libraries
+    from headrace.runs.open_data import with_lengths  # late: it brings the data libraries
     from headrace.runs.prepare import open_stream
 
     if not model.is_dir():

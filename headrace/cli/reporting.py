@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from headrace.cli.errors import plainly
+from headrace.cli.plain_errors import plainly
 
 
 @plainly

@@ -16,15 +16,15 @@ from typing import Any
 from rich.console import Console
 
 from headrace.cli.environment import cache_directory, machine_profile_path
-from headrace.cli.errors import INTERRUPTED, leave, leave_failed_step, places_plainly
+from headrace.cli.plain_errors import INTERRUPTED, leave, leave_failed_step, places_plainly
 from headrace.cli.screen import show
 from headrace.cli.streams import StdoutLost
 from headrace.files.durable import appearing
 from headrace.report import LineProgress, LiveProgress, Reporter
 from headrace.runs import Interrupted, RunDirectory, RunOptions, resume, train
-from headrace.runs.config import parse_changes, read_yaml
 from headrace.runs.prepare import default_output
 from headrace.runs.protocols import StateKind
+from headrace.runs.yaml_options import parse_changes, read_yaml
 from headrace.terms.errors import ConfigError, ExportFailed, RunDirectoryError, StepFailed
 from headrace.terms.sizes import format_bytes
 

@@ -4,7 +4,8 @@
     trained  one bit for each token, eight to a byte, first token in the highest bit
     offsets  int64, samples + 1 of them: sample i is tokens[offsets[i]:offsets[i + 1]]
 
-`checksums` has one for each block of each of them (`blocks.py`), `info.json` the rest and a checksum of itself and of those.
+`checksums` has one for each block of each of them (`block_array.py`), `info.json` the rest and a checksum of itself and of
+those.
 
 The invariant: a directory under its final name is complete; it is written beside it, made durable, and renamed. What is read
 from it is what was written, or an error. The first token of a sample is never trained, so the number of set bits is the number
@@ -28,7 +29,7 @@ from typing import IO, Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.data.blocks import BlockArray, BlockChecksums, num_blocks
+from headrace.data.block_array import BlockArray, BlockChecksums, num_blocks
 from headrace.data.values import Encoded, Sample, Unmarked
 from headrace.files.durable import sync
 from headrace.terms.errors import DataError, DiskFull

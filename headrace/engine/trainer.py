@@ -16,22 +16,22 @@ import torch
 
 from headrace.answers.planner import Planner
 from headrace.files import file_systems, measured_weights
-from headrace.flow.batch import check_apart, checked_batch, filled_up, step_batch
 from headrace.flow.buffers import GRADIENT_VIEWS, Buffers
 from headrace.flow.execute import OverlappedInterpreter, PlainInterpreter
 from headrace.flow.load import UnitReader, import_model
-from headrace.flow.state import Parts, StepState, Verdict
+from headrace.flow.step_batch import check_apart, checked_batch, filled_up, step_batch
+from headrace.flow.step_state import Parts, StepState, Verdict
 from headrace.flow.steps import Steps
 from headrace.flow.traffic import Traffic
 from headrace.flow.update import device_updater
 from headrace.machine.here import this_machine
-from headrace.machine.host import HeapGuard, keep_freed_memory
+from headrace.machine.host_memory import HeapGuard, keep_freed_memory
 from headrace.machine.meter import MemoryMeter
 from headrace.model import Chain, Checkpoint, Exporter, check_whole, export_bytes, self_check
+from headrace.plan.buffer_sizes import scratch_bytes
 from headrace.plan.given import load_plan
-from headrace.plan.memory import scratch_bytes
+from headrace.plan.machine_profiles import load_profile
 from headrace.plan.plan import Plan
-from headrace.plan.profiles import load_profile
 from headrace.store import Beside, StateStore, make_run_directory
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.errors import RunDirectoryError

@@ -2,7 +2,7 @@
 
 from headrace.files.block_file import BLOCK_BYTES, BlockFile, Bytes, DoneTicket, Ticket
 from headrace.files.direct import DirectFile
-from headrace.files.directories import (
+from headrace.files.directory_facts import (
     Bandwidth,
     DirectoryFacts,
     describe_directory,
@@ -10,7 +10,7 @@ from headrace.files.directories import (
     measure_directory,
     measured_weights,
 )
-from headrace.files.memory import MemoryFile
+from headrace.files.memory_file import MemoryFile
 from headrace.files.space import default_ssd_bytes
 from headrace.files.threads import PieceTicket, ThreadEngine
 from headrace.files.volume import Volume, striping_weights

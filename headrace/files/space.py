@@ -6,7 +6,7 @@ Invariant: nothing is reserved by asking; whoever makes the files looks again.
 from collections.abc import Sequence
 from pathlib import Path
 
-from headrace.files.directories import describe_directory, file_systems
+from headrace.files.directory_facts import describe_directory, file_systems
 from headrace.terms.budget import default_bytes
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.errors import ConfigError, StorageError

@@ -7,9 +7,9 @@ import torch
 from numpy.typing import NDArray
 
 from headrace.machine.arena import Arena
-from headrace.machine.device import Machine
-from headrace.machine.host import Bytes
-from headrace.plan.memory import PAGE_BYTES, arena_bytes, buffer_groups
+from headrace.machine.host_memory import Bytes
+from headrace.machine.protocol import Machine
+from headrace.plan.buffer_sizes import PAGE_BYTES, arena_bytes, buffer_groups
 from headrace.plan.plan import Plan
 from headrace.terms.sizes import round_up
 

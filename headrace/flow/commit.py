@@ -2,7 +2,7 @@
 
 import time
 
-from headrace.flow.state import Parts, StepState
+from headrace.flow.step_state import Parts, StepState
 from headrace.terms.events import Committed, OpDone
 from headrace.terms.families import STATES
 from headrace.terms.program import Lane, Op, Verb

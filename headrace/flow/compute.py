@@ -8,7 +8,7 @@ from contextlib import nullcontext
 
 import torch
 
-from headrace.flow.state import Package, StepState
+from headrace.flow.step_state import Package, StepState
 from headrace.model import BlockResult, Record, Replay, ReplayMismatch, block_seed
 from headrace.terms.layout import ParameterSpec
 from headrace.terms.program import Op, Pool

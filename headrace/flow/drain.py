@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from headrace.flow.state import StepState
-from headrace.plan.memory import held_gradient_bytes, held_gradient_offset
+from headrace.flow.step_state import StepState
+from headrace.plan.buffer_sizes import held_gradient_bytes, held_gradient_offset
 from headrace.terms.program import Op, Pool
 from headrace.update import clip_factor, square_sum
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 
-from headrace.machine.device import DeviceEvent, Machine
+from headrace.machine.protocol import DeviceEvent, Machine
 from headrace.terms.errors import StepFailed
 from headrace.terms.events import OpDone, Sink
 from headrace.terms.program import Lane, Op, Program

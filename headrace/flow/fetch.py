@@ -2,8 +2,8 @@
 
 import torch
 
-from headrace.flow.state import StepState
-from headrace.machine.host import Bytes
+from headrace.flow.step_state import StepState
+from headrace.machine.host_memory import Bytes
 from headrace.terms.families import WEIGHTS
 from headrace.terms.program import Op, Pool
 

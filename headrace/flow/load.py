@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.machine.host import Bytes, huge_page_buffer
+from headrace.machine.host_memory import Bytes, huge_page_buffer
 from headrace.model import Chain, WeightMap, import_unit
 from headrace.store import StateStore
 from headrace.terms.families import STATES, WEIGHTS, Family, Unit

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from headrace.flow.state import HOLE, Package, StepState
-from headrace.machine.host import Bytes
-from headrace.plan.memory import TENSOR_ALIGNMENT_BYTES, stash_offset, stash_slot_bytes
+from headrace.flow.step_state import HOLE, Package, StepState
+from headrace.machine.host_memory import Bytes
+from headrace.plan.buffer_sizes import TENSOR_ALIGNMENT_BYTES, stash_offset, stash_slot_bytes
 from headrace.terms.program import Lane, Op, Pool
 from headrace.terms.sizes import round_up
 

@@ -17,7 +17,7 @@ from contextlib import nullcontext
 
 from headrace.flow import commit, compute, drain, fetch, stash, update
 from headrace.flow.execute import Interpreter, Run
-from headrace.flow.state import StepState
+from headrace.flow.step_state import StepState
 from headrace.terms.program import Lane, Op, Program, Verb
 
 HANDLERS: dict[Verb, Callable[[StepState, Op], None]] = {

@@ -9,11 +9,11 @@ from dataclasses import replace
 
 import torch
 
-from headrace.flow.batch import StepBatch
 from headrace.flow.commit import write_resident_states
 from headrace.flow.execute import Interpreter
-from headrace.flow.state import Parts, StepState, Verdict
 from headrace.flow.step import run_step
+from headrace.flow.step_batch import StepBatch
+from headrace.flow.step_state import Parts, StepState, Verdict
 from headrace.plan.footprint import MOST_PROGRAMS
 from headrace.plan.ledger import Snapshot
 from headrace.plan.plan import Plan

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from headrace.flow.state import StepState
-from headrace.machine.device import Machine
-from headrace.machine.host import Bytes
-from headrace.plan.memory import DEVICE_UPDATE_PIECE_ELEMENTS
+from headrace.flow.step_state import StepState
+from headrace.machine.host_memory import Bytes
+from headrace.machine.protocol import Machine
+from headrace.plan.buffer_sizes import DEVICE_UPDATE_PIECE_ELEMENTS
 from headrace.plan.plan import Plan
 from headrace.terms.families import STATES, WEIGHTS
 from headrace.terms.program import Op, Pool

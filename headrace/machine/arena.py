@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.machine.host import Bytes
+from headrace.machine.host_memory import Bytes
 from headrace.terms.errors import PlanInfeasible
 from headrace.terms.sizes import format_bytes, round_up
 

@@ -11,8 +11,8 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from headrace.machine.device import DeviceEvent
-from headrace.machine.host import Bytes, huge_page_buffer
+from headrace.machine.host_memory import Bytes, huge_page_buffer
+from headrace.machine.protocol import DeviceEvent
 from headrace.terms.errors import InputError
 from headrace.terms.program import Lane
 from headrace.terms.sizes import MIB, format_bytes

@@ -4,7 +4,7 @@ import torch
 
 from headrace.machine.cpu import CpuMachine
 from headrace.machine.cuda import CudaMachine
-from headrace.machine.device import Machine
+from headrace.machine.protocol import Machine
 
 
 def this_machine(device_bytes: int | None) -> Machine:

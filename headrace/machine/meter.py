@@ -5,7 +5,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
-from headrace.machine.host import STATM, anonymous_bytes, anonymous_bytes_of
+from headrace.machine.host_memory import STATM, anonymous_bytes, anonymous_bytes_of
 
 # Often enough to see a step's peak; and where somebody acts on what is seen, before more is made than `host.HeapGuard` leaves
 # room for. The latter takes 1.3 % of a core where nothing else runs.

@@ -17,7 +17,7 @@ from typing import Self
 import numpy as np
 
 from headrace.files import BLOCK_BYTES, DirectFile, DirectoryFacts, ThreadEngine, describe_directory
-from headrace.machine.host import huge_page_buffer
+from headrace.machine.host_memory import huge_page_buffer
 from headrace.measure.loads import rates_together, seconds_of
 from headrace.terms.ceilings import InFlight
 from headrace.terms.errors import DiskFull, StorageError

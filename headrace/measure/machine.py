@@ -17,12 +17,12 @@ import psutil
 import torch
 
 from headrace.machine.here import this_machine
-from headrace.machine.host import keep_freed_memory
+from headrace.machine.host_memory import keep_freed_memory
 from headrace.machine.limits import available_memory_bytes
-from headrace.measure.compute import AttentionLoad, BlockLoad, HeadLoad, fitted_rates, fresh_pages_share
+from headrace.measure.compute_loads import AttentionLoad, BlockLoad, HeadLoad, fitted_rates, fresh_pages_share
 from headrace.measure.drives import Drive, DriveLoad
 from headrace.measure.loads import Figures, Load, in_order, interleaved, rates_together, seconds_of
-from headrace.measure.memory import CopyLoad, DrainLoad, StreamLoad, UpdateBuffers, UpdateLoad
+from headrace.measure.memory_loads import CopyLoad, DrainLoad, StreamLoad, UpdateBuffers, UpdateLoad
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.errors import ConfigError
 from headrace.terms.events import Notice, Sink

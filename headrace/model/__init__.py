@@ -1,16 +1,16 @@
 """A Hugging Face model as prologue, blocks, epilogue: flat layouts, safetensors in and out, costs."""
 
-from headrace.model.batch import IGNORED, BlockResult, MicroBatch, PrologueResult, shift_labels
 from headrace.model.binding import GradientSink
-from headrace.model.blocks import Blocks, find_blocks
 from headrace.model.chain import Chain, block_seed
+from headrace.model.chain_values import IGNORED, BlockResult, MicroBatch, PrologueResult, shift_labels
 from headrace.model.checkpoint import Checkpoint, check_tokenizer
+from headrace.model.cost_profile import Profiles, profile
 from headrace.model.export import Exporter, export_bytes
+from headrace.model.find_blocks import Blocks, find_blocks
 from headrace.model.importing import import_unit, import_workspace_bytes
 from headrace.model.matching import WeightMap, load_buffers, match_weights
 from headrace.model.probe import Traits, probe, self_check
 from headrace.model.products import WideProducts
-from headrace.model.profile import Profiles, profile
 from headrace.model.replay import Record, Replay, ReplayMismatch, find_skippable
 from headrace.model.skeleton import build_skeleton
 from headrace.model.taps import BlockCall

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from headrace.model.batch import BlockResult, MicroBatch, PrologueResult
 from headrace.model.binding import Binding, GradientSink, is_tied
-from headrace.model.blocks import find_blocks
+from headrace.model.chain_values import BlockResult, MicroBatch, PrologueResult
 from headrace.model.checkpoint import Checkpoint
 from headrace.model.compiled import CompiledBlocks, check_compiler, check_compiles
+from headrace.model.find_blocks import find_blocks
 from headrace.model.liger import LigerBlocks, check_liger
 from headrace.model.matching import WeightMap, describe_unknown, load_buffers, match_weights, refuse_left_out_blocks
 from headrace.model.probe import Traits, probe

@@ -13,7 +13,7 @@ import transformers
 from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer
 
 from headrace.files.model_directory import why_no_model, why_unreachable
-from headrace.model.blocks import quantisation_of
+from headrace.model.find_blocks import quantisation_of
 from headrace.model.safetensors_file import WEIGHT_DTYPES, StoredTensor, read_header
 from headrace.model.text_part import text_part
 from headrace.terms.errors import ModelError, in_one_line

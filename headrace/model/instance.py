@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from headrace.model.batch import MicroBatch
-from headrace.model.words import why_not_built
+from headrace.model.chain_values import MicroBatch
+from headrace.model.why_not_built import why_not_built
 from headrace.terms.errors import ModelError
 
 # Two samples of unequal length, longer than the tiny sliding window, so that windows and packing are seen.

@@ -20,7 +20,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from headrace.model.batch import MicroBatch
+from headrace.model.chain_values import MicroBatch
 from headrace.model.instance import tiny_samples
 from headrace.model.probe import compare_gradients, tiny_runner
 from headrace.model.runner import run_block

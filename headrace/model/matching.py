@@ -24,8 +24,8 @@ from transformers.core_model_loading import (
 )
 
 from headrace.model.binding import parameter_aliases
-from headrace.model.blocks import find_blocks
 from headrace.model.checkpoint import Checkpoint
+from headrace.model.find_blocks import find_blocks
 from headrace.model.safetensors_file import WEIGHT_DTYPES, StoredTensor, read_rows
 from headrace.model.text_part import names_in_whole
 from headrace.terms.errors import ModelError

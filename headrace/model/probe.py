@@ -13,8 +13,8 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from headrace.model.batch import IGNORED, MicroBatch, shift_labels
-from headrace.model.blocks import check_architecture, find_blocks
+from headrace.model.chain_values import IGNORED, MicroBatch, shift_labels
+from headrace.model.find_blocks import check_architecture, find_blocks
 from headrace.model.instance import LENGTHS, tiny_model, tiny_samples
 from headrace.model.runner import RunBlock, Runner
 from headrace.model.thresholds import architecture_key, key_without, tiny_of

@@ -15,7 +15,7 @@ from torch import nn
 from transformers.masking_utils import create_masks_for_generate
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
-from headrace.model.batch import IGNORED, BlockResult, MicroBatch, PrologueResult
+from headrace.model.chain_values import IGNORED, BlockResult, MicroBatch, PrologueResult
 from headrace.model.taps import BlockCall, Taps
 from headrace.terms.errors import ModelError
 

@@ -15,8 +15,8 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from headrace.model.blocks import check_architecture
-from headrace.model.words import why_not_built
+from headrace.model.find_blocks import check_architecture
+from headrace.model.why_not_built import why_not_built
 from headrace.terms.errors import ModelError
 
 # A large uninitialised tensor is a weight, not a table, and so is a large one of three dimensions (experts): made on meta at

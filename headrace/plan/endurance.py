@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from headrace.terms.ceilings import Drive, striped_shares
+from headrace.terms.plain_figures import plain_figure
 from headrace.terms.sizes import format_seconds
-from headrace.terms.words import plain_figure
 
 # TLC drives for desktops are warranted for 600 TB per TB of capacity, nearly all of them; data-centre drives for thrice that.
 TYPICAL_WRITES_OF_CAPACITY = 600.0

@@ -1,4 +1,5 @@
-"""What a plan takes of each tier at its peak: buffers (exact, from `memory`), tensors that compute makes, the interpreter.
+"""What a plan takes of each tier at its peak: buffers (exact, from `buffer_sizes`), tensors that compute makes, and the
+interpreter.
 
 The promise of the planner rests here: measured peak <= planned peak, tested in real processes.
 """
@@ -6,7 +7,7 @@ The promise of the planner rests here: measured peak <= planned peak, tested in 
 from dataclasses import dataclass
 from itertools import pairwise
 
-from headrace.plan.memory import buffer_groups, device_update_temporary_bytes, scratch_bytes
+from headrace.plan.buffer_sizes import buffer_groups, device_update_temporary_bytes, scratch_bytes
 from headrace.plan.plan import Plan
 from headrace.plan.schedules.train import RECALLED_AHEAD
 from headrace.terms.costs import ATTENTION, ModelCosts
@@ -131,8 +132,8 @@ def program_bytes(plan: Plan) -> int:
 
 
 def _kept_free_bytes(plan: Plan, compute: dict[str, int]) -> int:
-    """Return what the C library keeps of freed tensors (machine/host.py): where they are given back, of those that are too
-    small to be mapped one by one.
+    """Return what the C library keeps of freed tensors (machine/host_memory.py): where they are given back, of those that
+    are too small to be mapped one by one.
 
     Measured then (LOG.md, 2026-11-21): up to 12 MiB above 31 MiB of workspace. Where hidden states are mapped, hardly anything.
     What scans of state-space layers leave besides is given back near the limit (`machine.HeapGuard`).

@@ -26,7 +26,7 @@ from headrace.terms.ceilings import Ceilings
 from headrace.terms.costs import ATTENTION
 from headrace.terms.layout import UNIT_ALIGNMENT
 from headrace.terms.program import Lane, Program
-from headrace.terms.rule import RuleFigures
+from headrace.terms.rule_figures import RuleFigures
 from headrace.terms.sizes import round_up
 
 # For a search that compares many plans: coarse, and alike for all of them.

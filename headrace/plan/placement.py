@@ -6,13 +6,13 @@ Pure: no clock, no files, no torch. Which choice is best is `search`'s business,
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+from headrace.plan.buffer_sizes import buffer_groups
 from headrace.plan.footprint import Allowance, with_footprint
-from headrace.plan.memory import buffer_groups
 from headrace.plan.plan import Plan, Results, Unit
 from headrace.terms.costs import ATTENTION, ModelCosts, OperatorCosts
 from headrace.terms.errors import InputError
 from headrace.terms.layout import UNIT_ALIGNMENT, UnitLayout
-from headrace.terms.rule import RuleFigures
+from headrace.terms.rule_figures import RuleFigures
 from headrace.terms.sizes import MIB, round_up
 
 # Logits and their gradients of one chunk of positions stay below this; the head's speed no longer depends on it.

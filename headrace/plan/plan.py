@@ -9,7 +9,7 @@ from typing import Any
 
 from headrace.terms.errors import ConfigError
 from headrace.terms.layout import PlaneSet
-from headrace.terms.rule import RuleFigures
+from headrace.terms.rule_figures import RuleFigures
 from headrace.terms.sizes import format_bytes
 
 # 2: results are a value of their own. Plans of format 1 did not say so.

@@ -6,7 +6,7 @@ from headrace.report.metrics import MetricsFile, metrics_record, read_metrics, s
 from headrace.report.progress import LineProgress, LiveProgress
 from headrace.report.sinks import Reporter, Reporters
 from headrace.report.tensorboard import TensorBoard
-from headrace.report.trace import TraceFile
+from headrace.report.trace_file import TraceFile
 from headrace.report.trainer_state import TrainerStateFile, trainer_state
 
 __all__ = [

@@ -13,8 +13,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn
 
 from headrace.terms.events import Event, Notice, OpDone, StepResult
+from headrace.terms.plain_figures import plain_figure
 from headrace.terms.sizes import format_seconds
-from headrace.terms.words import plain_figure
 
 _ETA_WINDOW_STEPS = 20
 _BAR_WIDTH = 20

@@ -12,12 +12,12 @@ from typing import Any
 from headrace.answers.answer import report_of
 from headrace.answers.explain import explain, explain_outcome
 from headrace.answers.outcome import outcome_of
-from headrace.answers.report import PlanReport
+from headrace.answers.plan_report import PlanReport
 from headrace.files import default_ssd_bytes, file_systems
+from headrace.plan.machine_profiles import load_profile
 from headrace.plan.plan import Plan
-from headrace.plan.profiles import load_profile
 from headrace.report.metrics import Record
-from headrace.runs.data import read_model_config
+from headrace.runs.open_data import read_model_config
 from headrace.runs.protocols import Display
 from headrace.runs.run_directory import RunDirectory
 from headrace.terms.ceilings import Ceilings

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headrace.data import BatchStream
-from headrace.machine.host import anonymous_bytes
+from headrace.machine.host_memory import anonymous_bytes
 from headrace.machine.meter import MemoryMeter
 from headrace.plan.plan import Plan
 from headrace.report import LanesFile, MetricsFile, Reporters, TensorBoard, TraceFile, TrainerStateFile
 from headrace.report.metrics import read_metrics
-from headrace.runs.data import tensors_of
 from headrace.runs.finish import write_final
+from headrace.runs.open_data import tensors_of
 from headrace.runs.prepare import check, open_stream, prepare
 from headrace.runs.protocols import Display, Engines, NoDisplay, RunningEngine, StateKind
 from headrace.runs.run_directory import RunDirectory

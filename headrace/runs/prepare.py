@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from headrace.data import BatchStream
-from headrace.runs.data import open_tokenizer, open_tokens, total_steps, with_lengths
+from headrace.runs.open_data import open_tokenizer, open_tokens, total_steps, with_lengths
 from headrace.runs.protocols import Engines
 from headrace.runs.run_directory import RunDirectory
-from headrace.store.directories import check_directories
+from headrace.store.run_folders import check_directories
 from headrace.terms.errors import ConfigError
 from headrace.terms.events import Event
 from headrace.terms.options import RunOptions

@@ -2,7 +2,6 @@
 
 from headrace.store.assembly import lost_commits, make_run_directory
 from headrace.store.checksum import checksum, checksum_reference
-from headrace.store.directories import Beside, OpenFile, open_direct
 from headrace.store.leftovers import (
     Leftover,
     find_leftovers,
@@ -14,7 +13,8 @@ from headrace.store.leftovers import (
 from headrace.store.lock import RunLock, lock_holder
 from headrace.store.manifest import Manifest, read_manifest
 from headrace.store.places import FamilyPlace, Places, place_units
-from headrace.store.state import StateStore
+from headrace.store.run_folders import Beside, OpenFile, open_direct
+from headrace.store.state_store import StateStore
 from headrace.store.verify import Progress
 
 __all__ = [

@@ -12,16 +12,6 @@ from typing import Any
 
 from headrace.files import BLOCK_BYTES, BlockFile, ThreadEngine, Volume
 from headrace.files.durable import sync
-from headrace.store.directories import (
-    Beside,
-    OpenFile,
-    check_directories,
-    drop_folder,
-    hold_folders,
-    make_folders,
-    note_owner,
-    remove_folders,
-)
 from headrace.store.leftovers import refuse_copy, remove_unmade
 from headrace.store.lock import LOCK_NAME, RunLock
 from headrace.store.manifest import (
@@ -38,6 +28,16 @@ from headrace.store.manifest import (
 )
 from headrace.store.places import Places, place_units
 from headrace.store.record import CommitRecord, RecordFiles, unpack_record
+from headrace.store.run_folders import (
+    Beside,
+    OpenFile,
+    check_directories,
+    drop_folder,
+    hold_folders,
+    make_folders,
+    note_owner,
+    remove_folders,
+)
 from headrace.terms.errors import ConfigError, RunDirectoryError
 from headrace.terms.events import Sink
 from headrace.terms.families import Unit

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from enum import Enum, auto
 from pathlib import Path
 
-from headrace.store.directories import drop_folder, owner_of, remove_folder
 from headrace.store.lock import RunLock, lock_holder
 from headrace.store.manifest import (
     MANIFEST_NAME,
@@ -21,6 +20,7 @@ from headrace.store.manifest import (
     remove_records,
     withdraw_manifest,
 )
+from headrace.store.run_folders import drop_folder, owner_of, remove_folder
 from headrace.terms.errors import ConfigError, RunDirectoryError, StorageError
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from headrace.files import BLOCK_BYTES, BlockFile
-from headrace.machine.host import huge_page_buffer
+from headrace.machine.host_memory import huge_page_buffer
 from headrace.store.slots import GroupVersion
 from headrace.terms.errors import StorageError
 from headrace.terms.sizes import round_up

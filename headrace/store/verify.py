@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from headrace.files import Bytes, Ticket, Volume
-from headrace.machine.host import huge_page_buffer
+from headrace.machine.host_memory import huge_page_buffer
 from headrace.store.checksum import checksum
 from headrace.store.places import FamilyPlace
 from headrace.store.slots import VIRGIN, GroupVersion

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from headrace.terms.errors import ConfigError
-from headrace.terms.kinds import Kind, Text
+from headrace.terms.option_kinds import Kind, Text
 
 _KEY = "option"
 

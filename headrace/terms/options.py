@@ -13,13 +13,15 @@ from headrace.terms.budget import Budget
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.declared import Declared, option
 from headrace.terms.errors import ConfigError
-from headrace.terms.kinds import Either, Flag, Listed, Number, OneOf, Place, Record, Size, Text, Whole
 from headrace.terms.optimizer import AdamW, Optimizer, ParameterGroup, Schedule, parse_optimizer
-from headrace.terms.words import DTYPE_NAMES, MOMENTS_NAMES
+from headrace.terms.option_kinds import Either, Flag, Listed, Number, OneOf, Place, Record, Size, Text, Whole
 
 DEFAULT_SEQUENCE_LENGTH = 2048
 DEFAULT_ROWS_PER_STEP = 8
 _MOST_SEED = (1 << 128) - 1  # as many bits as numpy draws for one
+# Other names for the dtypes of options.
+DTYPE_NAMES: Mapping[str, str] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "half": "float16"}
+MOMENTS_NAMES: Mapping[str, str] = {"bf16": "bfloat16", "fp32": "float32", "8bit": "int8", "uint8": "int8"}
 
 
 @dataclass(frozen=True, kw_only=True)

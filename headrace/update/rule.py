@@ -20,7 +20,7 @@ from torch import Tensor
 
 from headrace.terms.errors import ConfigError
 from headrace.terms.layout import GroupRange, PlaneSet
-from headrace.terms.rule import RuleFigures
+from headrace.terms.rule_figures import RuleFigures
 from headrace.update.loops import StateCode, coded_loop, plain_loop, summed_loop
 from headrace.update.tensors import Noise, States, update_tensors
 

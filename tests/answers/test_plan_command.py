@@ -8,9 +8,9 @@ from planned_models import llama_small, saved
 from typer.testing import CliRunner, Result
 
 from headrace.cli.app import app
-from headrace.plan.profiles import load_profile
+from headrace.plan.machine_profiles import load_profile
 from headrace.terms.ceilings import Ceilings
-from headrace.terms.words import DTYPE_NAMES, MOMENTS_NAMES
+from headrace.terms.options import DTYPE_NAMES, MOMENTS_NAMES
 
 
 @pytest.fixture

@@ -10,10 +10,10 @@ from planned_models import llama_small, saved
 
 from headrace.answers import allowances, answer
 from headrace.answers.answer import plan_model
-from headrace.answers.report import PlanReport
+from headrace.answers.plan_report import PlanReport
 from headrace.machine import cpu, limits
 from headrace.model import cost_meter
-from headrace.plan.profiles import load_profile
+from headrace.plan.machine_profiles import load_profile
 from headrace.plan.search import nominal_machine
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.options import Options

@@ -13,10 +13,10 @@ from tiny_wholes import make_whole
 from headrace.answers import answer
 from headrace.answers.answer import plan_model
 from headrace.answers.explain import explain
-from headrace.answers.report import PlanReport
+from headrace.answers.plan_report import PlanReport
+from headrace.plan.machine_profiles import load_profile
 from headrace.plan.placement import Problem
 from headrace.plan.plan import Plan
-from headrace.plan.profiles import load_profile
 from headrace.plan.search import make_plan, nominal_machine
 from headrace.terms.ceilings import MOST_BYTES, Ceilings
 from headrace.terms.errors import ConfigError, InputError, ModelError, StorageError

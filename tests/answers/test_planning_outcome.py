@@ -13,8 +13,8 @@ from planned_models import llama_small, saved
 from headrace.answers.answer import plan_model, report_of
 from headrace.answers.explain import explain, explain_outcome
 from headrace.answers.outcome import outcome_of
-from headrace.answers.report import PlanReport
-from headrace.plan.profiles import load_profile
+from headrace.answers.plan_report import PlanReport
+from headrace.plan.machine_profiles import load_profile
 from headrace.terms.optimizer import AdamW
 from headrace.terms.options import Options
 from headrace.update import rule_of

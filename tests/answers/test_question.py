@@ -13,7 +13,7 @@ from headrace.answers import question
 from headrace.answers.answer import plan_model
 from headrace.answers.question import runtime_bytes
 from headrace.machine.limits import machine_memory_bytes
-from headrace.plan.profiles import load_profile
+from headrace.plan.machine_profiles import load_profile
 from headrace.terms.errors import ConfigError
 from headrace.terms.options import Options
 from headrace.terms.sizes import GIB, MIB

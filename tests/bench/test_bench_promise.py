@@ -14,7 +14,7 @@ from bare import Recorder, Request, bare_rates, seconds_of, sliced
 from observed import Cores, bytes_inside, interference, median_rate, ssd_rates
 
 from headrace.files import DirectFile, ThreadEngine, Volume
-from headrace.machine.host import huge_page_buffer
+from headrace.machine.host_memory import huge_page_buffer
 from headrace.plan.plan import Results
 from headrace.terms.events import OpDone
 from headrace.terms.program import Lane, Verb

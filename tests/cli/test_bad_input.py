@@ -192,7 +192,7 @@ class TestSsdDirectories:
         def nearly_full(directory: Path) -> object:
             return dataclasses.replace(describe_directory(directory), free_bytes=10 << 10)
 
-        monkeypatch.setattr("headrace.store.directories.describe_directory", nearly_full)
+        monkeypatch.setattr("headrace.store.run_folders.describe_directory", nearly_full)
         said = world.train_refused()
         assert "10 KiB free" in said
         assert "needed" in said

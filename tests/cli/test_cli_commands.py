@@ -22,8 +22,8 @@ from transformers import PreTrainedTokenizerFast
 
 from headrace.cli import main, runs
 from headrace.cli.environment import SPIN_COUNT, cache_directory, set_process_defaults
-from headrace.cli.errors import plainly
 from headrace.cli.machine_sheet import machine_sheet, sheet_text
+from headrace.cli.plain_errors import plainly
 from headrace.cli.runs import run_config
 from headrace.cli.samples import marked
 from headrace.terms.errors import ConfigError, DiskFull, StepFailed

@@ -9,7 +9,7 @@ from made_tokenizers import PLAIN, make_tokenizer
 
 from headrace.data import DataSpec, load_tokens, sources
 from headrace.data.long_lines import cut_strings
-from headrace.machine.host import anonymous_bytes
+from headrace.machine.host_memory import anonymous_bytes
 from headrace.machine.meter import MemoryMeter
 from headrace.terms.errors import DataError
 

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_tokenizers import PLAIN, TAGGED, make_tokenizer, make_tokens, numbered_tokens
 
-from headrace.data import BatchStream, DataSpec, TokenSet, blocks, load_tokens, tokenize, tokens, write_tokens
+from headrace.data import BatchStream, DataSpec, TokenSet, block_array, load_tokens, tokenize, tokens, write_tokens
 from headrace.data.values import Encoded
 from headrace.terms.errors import ConfigError, CorruptData, DataError, DiskFull
 
@@ -155,7 +155,7 @@ def test_no_changed_byte_of_the_cache_becomes_another_token(tmp_path_factory, wh
     directory = tmp_path_factory.mktemp("tokens") / "set"
     refused = None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blocks, "BLOCK_BYTES", 64)
+        patch.setattr(block_array, "BLOCK_BYTES", 64)
         made = make_tokens(directory, [([7 * i + j for j in range(9)], [j % 3 == 1 for j in range(9)]) for i in range(20)], 8)
         expected = (ids_of(made), [made.sample(index).trained.tolist() for index in range(20)], made.info)
         file = directory / ("tokens", "trained", "offsets", "checksums", "info.json")[number]
@@ -175,7 +175,7 @@ def test_no_changed_byte_of_the_cache_becomes_another_token(tmp_path_factory, wh
 
 
 def test_a_changed_block_is_named_when_its_samples_come_and_others_can_be_had(tmp_path, monkeypatch):
-    monkeypatch.setattr(blocks, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(block_array, "BLOCK_BYTES", 64)
     made = numbered_tokens(tmp_path / "set", [16] * 4, 16)  # one sample is one block of tokens
     file = tmp_path / "set" / "tokens"
     content = bytearray(file.read_bytes())
@@ -191,7 +191,7 @@ def test_a_changed_block_is_named_when_its_samples_come_and_others_can_be_had(tm
 def test_a_block_is_compared_once(tmp_path, monkeypatch):
     made = numbered_tokens(tmp_path / "set", [16] * 40, 16)
     compared, crc32 = [], zlib.crc32
-    monkeypatch.setattr(blocks.zlib, "crc32", lambda data: compared.append(len(data)) or crc32(data))
+    monkeypatch.setattr(block_array.zlib, "crc32", lambda data: compared.append(len(data)) or crc32(data))
     for _ in range(3):
         assert ids_of(made)[39][0] == 39 * 16 + 1
     assert sorted(compared) == [40 * 16 // 8, 40 * 16 * 4]

@@ -47,7 +47,7 @@ def profiled_and_planned_once() -> Iterator[None]:
         return plans[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys.modules["headrace.model.profile"], "profile", profile_once)
+        patch.setattr(sys.modules["headrace.model.cost_profile"], "profile", profile_once)
         patch.setattr(headrace.answers.planner, "make_plan", plan_once)
         yield
 

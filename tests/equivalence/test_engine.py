@@ -19,8 +19,8 @@ import headrace
 from headrace.engine.trainer import Engine
 from headrace.files import space
 from headrace.model import Chain
-from headrace.plan.profiles import load_profile
-from headrace.store import StateStore, directories
+from headrace.plan.machine_profiles import load_profile
+from headrace.store import StateStore, run_folders
 from headrace.terms.ceilings import InFlight
 from headrace.terms.errors import ConfigError, DiskFull, RunDirectoryError
 from headrace.terms.events import Flushed, Notice, OpDone, StepResult
@@ -353,8 +353,9 @@ def test_pieces_that_come_near_the_planned_peak_are_given_back_during_steps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     returned: list[None] = []
-    monkeypatch.setattr("headrace.machine.host._LOOKS_BETWEEN", 1)  # what is alive cannot be given back: tried again and again
-    monkeypatch.setattr("headrace.machine.host.return_pieces", lambda: returned.append(None))
+    # What is alive cannot be given back: it is tried again and again.
+    monkeypatch.setattr("headrace.machine.host_memory._LOOKS_BETWEEN", 1)
+    monkeypatch.setattr("headrace.machine.host_memory.return_pieces", lambda: returned.append(None))
     adjust = {"freed_memory": freed, "peak_bytes": {"host": {"all": planned}, "ssd": {}}}
     train(model_dir("llama"), tmp_path / "run", steps=4, adjust=adjust)
     assert (len(returned) > 10) == expected, len(returned)  # opening and closing give back, too
@@ -642,7 +643,7 @@ def test_a_state_that_cannot_be_made_leaves_no_directory(
         Engine.open(
             model_dir("llama"), headrace.Options(ssd=tmp_path / "none", output=tmp_path / "runs" / "first", max_grad_norm=None)
         )
-    monkeypatch.setattr(directories, "default_bytes", lambda tier, free: 0)
+    monkeypatch.setattr(run_folders, "default_bytes", lambda tier, free: 0)
     with pytest.raises(DiskFull):
         Engine.open(
             model_dir("llama"), headrace.Options(host_memory="4GiB", output=tmp_path / "runs" / "first", max_grad_norm=None)
@@ -694,7 +695,7 @@ def test_several_directories_of_one_drive_beside_another_drive(
     machine = dataclasses.replace(machine, drives=(quick, quick, slow))
     told: list[InFlight] = []
     monkeypatch.setattr(StateStore, "keep_in_flight", lambda store, setting: told.append(setting))
-    for module in ("headrace.engine.trainer", "headrace.files.directories", "headrace.files.space"):
+    for module in ("headrace.engine.trainer", "headrace.files.directory_facts", "headrace.files.space"):
         monkeypatch.setattr(f"{module}.file_systems", lambda directories: (0, 0, 2))
     ssd = [tmp_path / name for name in ("first", "second", "third")]
     for directory in ssd:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from headrace.files import BLOCK_BYTES, BlockFile, Bytes, DirectFile, MemoryFile
-from headrace.machine.host import huge_page_buffer
+from headrace.machine.host_memory import huge_page_buffer
 from headrace.terms.errors import DiskFull, ShortTransfer, StorageError
 from headrace.testing import Fault, FaultKind, FaultyFile, ThrottledFile
 

@@ -17,7 +17,7 @@ from headrace.files import (
     measure_directory,
     measured_weights,
 )
-from headrace.plan.profiles import load_profile
+from headrace.plan.machine_profiles import load_profile
 from headrace.terms.ceilings import striped_shares
 from headrace.terms.errors import DiskFull, StorageError
 from headrace.terms.sizes import MIB
@@ -105,9 +105,9 @@ def test_stripes_go_by_drives_as_the_forecast_has_them(
     rates = {system: 6e9 / (1 + system) for system in systems}
     drives = [dataclasses.replace(rig.drives[0], mixed_bytes_per_second=rates[system]) for system in systems]
     speeds = {directory: rates[system] for directory, system in zip(directories, systems, strict=True)}
-    monkeypatch.setattr("headrace.files.directories.file_systems", lambda found: systems)
+    monkeypatch.setattr("headrace.files.directory_facts.file_systems", lambda found: systems)
     monkeypatch.setattr(
-        "headrace.files.directories.measure_directory", lambda found, size_bytes: Bandwidth(6e9, 6e9, speeds[found])
+        "headrace.files.directory_facts.measure_directory", lambda found, size_bytes: Bandwidth(6e9, 6e9, speeds[found])
     )
     weights = measured_weights(directories)
     assert weights is not None

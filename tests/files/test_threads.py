@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from headrace.files import BLOCK_BYTES, Bytes, MemoryFile, ThreadEngine
-from headrace.machine.host import huge_page_buffer
+from headrace.machine.host_memory import huge_page_buffer
 from headrace.terms.ceilings import InFlight
 from headrace.terms.errors import DeviceStalled, StorageError
 from headrace.terms.events import Event, Notice

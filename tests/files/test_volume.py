@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from headrace.files import BLOCK_BYTES, Bytes, MemoryFile, ThreadEngine, Volume, striping_weights
 from headrace.files.volume import Striping
-from headrace.machine.host import huge_page_buffer
+from headrace.machine.host_memory import huge_page_buffer
 from headrace.terms.errors import StorageError
 
 

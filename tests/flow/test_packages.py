@@ -2,7 +2,7 @@
 
 import torch
 
-from headrace.flow.state import HOLE, Package
+from headrace.flow.step_state import HOLE, Package
 from headrace.model.replay import with_log_sumexp
 
 

@@ -6,7 +6,7 @@ import weakref
 import torch
 
 from headrace.flow.stash import _tensors
-from headrace.flow.state import Package
+from headrace.flow.step_state import Package
 
 
 def test_a_package_that_was_looked_through_dies_with_its_last_reference() -> None:

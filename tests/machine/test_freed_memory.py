@@ -11,7 +11,7 @@ import pytest
 WORK = """
 import json, resource, sys
 import torch
-from headrace.machine.host import keep_freed_memory, anonymous_bytes
+from headrace.machine.host_memory import keep_freed_memory, anonymous_bytes
 torch.set_num_threads(1)
 
 def work():
@@ -41,7 +41,7 @@ print(json.dumps(found))
 GUARDED = """
 import json
 import torch
-from headrace.machine.host import HeapGuard, anonymous_bytes
+from headrace.machine.host_memory import HeapGuard, anonymous_bytes
 torch.set_num_threads(1)
 MIB = 1 << 20
 before = anonymous_bytes()
@@ -84,13 +84,13 @@ print(json.dumps(found))
 SMALL_BLOCKS = """
 import json
 import torch
-from headrace.machine import host
-from headrace.machine.host import HeapGuard, anonymous_bytes
+from headrace.machine import host_memory
+from headrace.machine.host_memory import HeapGuard, anonymous_bytes
 torch.set_num_threads(1)
 MIB = 1 << 20
 given_back = []
-give_back = host.return_pieces
-host.return_pieces = lambda: (given_back.append(1), give_back())
+give_back = host_memory.return_pieces
+host_memory.return_pieces = lambda: (given_back.append(1), give_back())
 
 def made(mebibytes):
     return [torch.ones(MIB, dtype=torch.uint8) for _ in range(mebibytes)]

@@ -11,11 +11,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from headrace.machine.cpu import CpuMachine
-from headrace.measure.compute import AttentionLoad, BlockLoad, HeadLoad, fitted_rates
+from headrace.measure.compute_loads import AttentionLoad, BlockLoad, HeadLoad, fitted_rates
 from headrace.measure.drives import Drive, DriveLoad, best_setting, try_settings
 from headrace.measure.loads import in_order, interleaved, rate_of, rates_together, seconds_of
 from headrace.measure.machine import measure_machine
-from headrace.measure.memory import DrainLoad, StreamLoad, UpdateBuffers, UpdateLoad
+from headrace.measure.memory_loads import DrainLoad, StreamLoad, UpdateBuffers, UpdateLoad
 from headrace.model import profile
 from headrace.terms.ceilings import Ceilings, InFlight
 from headrace.terms.errors import ConfigError, StorageError

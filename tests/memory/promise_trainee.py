@@ -13,7 +13,7 @@ import torch
 import headrace
 import headrace.answers.planner
 from headrace.engine.trainer import Engine
-from headrace.machine.host import anonymous_bytes
+from headrace.machine.host_memory import anonymous_bytes
 from headrace.terms.errors import PlanInfeasible
 
 # What the interpreter may hold more at one opening than at the one before.

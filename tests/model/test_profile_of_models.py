@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from versions import CAUSAL_DOGE, LONG_ROPE_IN_A_PLAN
 
 from headrace.model import Chain, MicroBatch, profile, self_check
-from headrace.model.profile import _tensors_of
+from headrace.model.cost_profile import _tensors_of
 from headrace.terms.errors import ModelError
 from headrace.terms.optimizer import AdamW
 

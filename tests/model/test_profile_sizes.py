@@ -21,7 +21,7 @@ LENGTH = 128
 def test_another_sizes_epilogue_is_this_ones(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kind, values = CONFIGS[name]
     chain = Chain.from_config(CONFIG_MAPPING[kind](**values), "bfloat16", AdamW())
-    module = sys.modules["headrace.model.profile"]
+    module = sys.modules["headrace.model.cost_profile"]
     profile_loss, chunks = module._profile_loss, []  # type: ignore[attr-defined]
 
     def counted(*arguments: Any) -> Any:

@@ -10,7 +10,7 @@ from tiny_architectures import make_plain
 from tiny_sizes import SIZES
 from transformers import CONFIG_MAPPING
 
-from headrace.flow.batch import check_apart
+from headrace.flow.step_batch import check_apart
 from headrace.model import Chain, self_check
 from headrace.model.thresholds import tiny_of
 from headrace.terms.errors import DataError

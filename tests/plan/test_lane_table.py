@@ -14,7 +14,7 @@ from headrace.report.lanes import LanesFile, read_recording
 from headrace.report.pages.lane_chart import lane_chart
 from headrace.report.pages.sentences import lane_words
 from headrace.report.pages.views import measured_view, planned_view
-from headrace.report.trace import TraceFile
+from headrace.report.trace_file import TraceFile
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.events import OpDone
 from headrace.terms.program import Lane, LaneRow, Op, Program, Share, Verb, lane_named

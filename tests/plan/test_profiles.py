@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.plan.profiles import load_profile, profile_names
+from headrace.plan.machine_profiles import load_profile, profile_names
 from headrace.terms.ceilings import Ceilings, Drive
 from headrace.terms.errors import ConfigError
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.runs import RunOptions
-from headrace.runs.config import from_yaml, parse_changes, to_yaml
+from headrace.runs.yaml_options import from_yaml, parse_changes, to_yaml
 from headrace.terms.errors import ConfigError
 
 NEEDED = {"model": "m", "data": "d.jsonl"}

@@ -20,10 +20,10 @@ from headrace.answers.answer import report_of
 from headrace.answers.explain import explain
 from headrace.files import DirectFile
 from headrace.machine.meter import MemoryMeter
-from headrace.plan.profiles import load_profile
+from headrace.plan.machine_profiles import load_profile
 from headrace.report import read_metrics
-from headrace.runs import Interrupted, RunOptions, data, resume, train
-from headrace.runs.config import from_yaml
+from headrace.runs import Interrupted, RunOptions, open_data, resume, train
+from headrace.runs.yaml_options import from_yaml
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.errors import (
     ConfigError,
@@ -169,13 +169,13 @@ class TestARun:
     def test_a_padding_token_that_the_model_has_no_embedding_for_fills_no_row(
         self, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        load_tokens = data.load_tokens
+        load_tokens = open_data.load_tokens
 
         def with_added_token(*arguments: Any) -> Any:
             tokens = load_tokens(*arguments)
             return replace(tokens, info=replace(tokens.info, pad_id=10**6))
 
-        monkeypatch.setattr(data, "load_tokens", with_added_token)
+        monkeypatch.setattr(open_data, "load_tokens", with_added_token)
         host = FakeHost(packing=False)
         train(RunOptions.of(options), engines=host.engines())
         assert max(int(batch["input_ids"].max()) for batch in host.made[0].batches) < 10**6
@@ -183,8 +183,10 @@ class TestARun:
     def test_what_is_left_out_of_the_data_is_said_before_the_first_step(
         self, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        load_tokens = data.load_tokens
-        monkeypatch.setattr(data, "load_tokens", lambda *given: replace(load_tokens(*given), notices=("2 samples are odd",)))
+        load_tokens = open_data.load_tokens
+        monkeypatch.setattr(
+            open_data, "load_tokens", lambda *given: replace(load_tokens(*given), notices=("2 samples are odd",))
+        )
         screen = Screen()
         train(RunOptions.of(options), display=screen, engines=FakeHost().engines())
         assert screen.said[0] == "note: 2 samples are odd"

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from headrace.files import Bytes, ThreadEngine
-from headrace.machine.host import huge_page_buffer
+from headrace.machine.host_memory import huge_page_buffer
 from headrace.store import StateStore
 from headrace.terms.events import Event
 from headrace.terms.families import STATES, WEIGHTS, trained_unit

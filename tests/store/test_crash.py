@@ -15,7 +15,7 @@ from store_world import holds_step, make_store, open_store, quick_engine, write_
 from tiers import sampled
 
 from headrace.files import BlockFile, Bytes
-from headrace.machine.host import huge_page_buffer
+from headrace.machine.host_memory import huge_page_buffer
 from headrace.store import open_direct
 from headrace.terms.errors import RunDirectoryError, StorageError
 

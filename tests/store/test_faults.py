@@ -18,7 +18,7 @@ from store_world import (
 )
 
 from headrace.files import BlockFile, Bytes, DirectFile
-from headrace.machine.host import huge_page_buffer
+from headrace.machine.host_memory import huge_page_buffer
 from headrace.store import OpenFile, StateStore, checksum, open_direct, place_units
 from headrace.terms.errors import CorruptData, DeviceStalled, DiskFull, RunDirectoryError, ShortTransfer, StorageError
 from headrace.terms.events import Event, Notice

@@ -26,7 +26,7 @@ from store_world import (
 )
 
 from headrace.files import Bytes, MemoryFile
-from headrace.machine.host import huge_page_buffer
+from headrace.machine.host_memory import huge_page_buffer
 from headrace.store import StateStore, lock_holder
 from headrace.terms.errors import StorageError
 from headrace.terms.families import STATES, WEIGHTS

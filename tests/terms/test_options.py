@@ -14,12 +14,12 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from headrace.cli.options import with_options
-from headrace.plan.profiles import load_profile
+from headrace.cli.option_parameters import with_options
+from headrace.plan.machine_profiles import load_profile
 from headrace.terms.declared import Declaration, option
 from headrace.terms.errors import ConfigError
-from headrace.terms.kinds import Number
 from headrace.terms.optimizer import AdamW, ParameterGroup, Schedule
+from headrace.terms.option_kinds import Number
 from headrace.terms.options import Options, RunOptions
 
 README = (Path(__file__).parents[2] / "README.md").read_text()

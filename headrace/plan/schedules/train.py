@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
+from headrace.plan.buffer_sizes import ChunkBytes, chunk_bytes
 from headrace.plan.ledger import Known, Ledger, Snapshot
-from headrace.plan.memory import ChunkBytes, chunk_bytes
 from headrace.plan.plan import Plan
 from headrace.terms.program import PIECE_SHIFT, Lane, Pool, Program, Verb, buffer
 

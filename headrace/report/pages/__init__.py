@@ -1,8 +1,8 @@
 """The report page of a run: one HTML file drawn from what the run directory holds."""
 
 from headrace.report.pages.page import write_report
+from headrace.report.pages.recorded_trace import write_trace
 from headrace.report.pages.run_files import RunFiles, read_run
 from headrace.report.pages.summary import summary
-from headrace.report.pages.trace import write_trace
 
 __all__ = ["RunFiles", "read_run", "summary", "write_report", "write_trace"]

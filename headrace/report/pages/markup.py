@@ -8,7 +8,7 @@ import json
 import math
 from typing import Any
 
-from headrace.terms.words import plain_figure
+from headrace.terms.plain_figures import plain_figure
 
 
 def escape(text: object) -> str:

@@ -6,9 +6,9 @@ Invariant: a sentence is made only where its figures are known, and says whether
 from headrace.report.pages.findings import Findings, together_share
 from headrace.report.pages.markup import decimal_bytes
 from headrace.report.pages.run_files import RunFiles
+from headrace.terms.plain_figures import plain_figure
 from headrace.terms.program import Lane, lane_named
 from headrace.terms.sizes import format_seconds
-from headrace.terms.words import plain_figure
 
 # As the planner has it: a lane that is busy for less does not limit the step by itself.
 _SATURATED = 0.85

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from headrace.terms.layout import plane_set
 from headrace.terms.optimizer import AdamW
-from headrace.terms.rule import RuleFigures
+from headrace.terms.rule_figures import RuleFigures
 from headrace.update.loops import inlined
 from headrace.update.rule import ElementRule, StepScalars
 from headrace.update.rules.moments import MOMENT_CODES

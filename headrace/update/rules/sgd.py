@@ -12,7 +12,7 @@ from torch import Tensor
 
 from headrace.terms.layout import Plane, planes_with
 from headrace.terms.optimizer import SGD
-from headrace.terms.rule import RuleFigures
+from headrace.terms.rule_figures import RuleFigures
 from headrace.update.loops import inlined
 from headrace.update.rule import ElementRule, StepScalars
 from headrace.update.tensors import States

@@ -5,7 +5,7 @@ from typing import Any
 
 from headrace.terms.errors import ConfigError
 from headrace.terms.optimizer import SGD, AdamW, Optimizer
-from headrace.terms.rule import Grain
+from headrace.terms.rule_figures import Grain
 from headrace.update.rule import UpdateRule
 from headrace.update.rules.adamw import AdamWRule
 from headrace.update.rules.sgd import sgd_rule

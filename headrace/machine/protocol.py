@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from headrace.machine.host import Bytes
+from headrace.machine.host_memory import Bytes
 from headrace.terms.program import Lane
 
 

@@ -1,8 +1,8 @@
-"""Figures as people read them. Run: pytest tests/terms/test_words.py"""
+"""Figures as people read them. Run: pytest tests/terms/test_plain_figures.py"""
 
 import pytest
 
-from headrace.terms.words import plain_figure
+from headrace.terms.plain_figures import plain_figure
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from headrace.machine.device import Machine
-from headrace.machine.host import huge_page_buffer
+from headrace.machine.host_memory import huge_page_buffer
+from headrace.machine.protocol import Machine
 from headrace.terms.layout import PLANE_SETS, GroupRange
 from headrace.terms.optimizer import AdamW
 from headrace.terms.program import Lane

@@ -19,7 +19,7 @@ from headrace.files.block_file import BLOCK_BYTES, Bytes
 from headrace.files.direct import DirectFile
 from headrace.files.threads import ThreadEngine
 from headrace.files.volume import striping_weights
-from headrace.machine.host import huge_page_buffer
+from headrace.machine.host_memory import huge_page_buffer
 from headrace.terms.errors import DiskFull, StorageError
 from headrace.terms.sizes import MIB, round_up
 

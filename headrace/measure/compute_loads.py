@@ -15,8 +15,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaConfig
 
-from headrace.machine.device import Machine
-from headrace.machine.host import keep_freed_memory
+from headrace.machine.host_memory import keep_freed_memory
+from headrace.machine.protocol import Machine
 from headrace.measure.loads import Load, rate_of
 from headrace.model import Chain, GradientSink, MicroBatch, WideProducts, profile
 from headrace.terms.layout import ParameterSpec

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from headrace.flow.batch import StepBatch
 from headrace.flow.buffers import Buffers
-from headrace.machine.device import Machine
+from headrace.flow.step_batch import StepBatch
+from headrace.machine.protocol import Machine
 from headrace.model import Chain
 from headrace.plan.plan import Plan
 from headrace.store import StateStore

@@ -16,8 +16,8 @@ import transformers
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
-from headrace.model.batch import MicroBatch, PrologueResult
 from headrace.model.chain import Chain
+from headrace.model.chain_values import MicroBatch, PrologueResult
 from headrace.model.cost_meter import AttentionOfGpus, CostMeter
 from headrace.model.runner import left_as_found
 from headrace.model.skip import skippable

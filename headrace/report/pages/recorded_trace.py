@@ -7,7 +7,7 @@ import contextlib
 from pathlib import Path
 
 from headrace.report.lanes import TIMELINE_NAME, read_recording
-from headrace.report.trace import TraceFile
+from headrace.report.trace_file import TraceFile
 from headrace.terms.errors import RunDirectoryError
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from headrace.terms.errors import ConfigError
-from headrace.terms.kinds import shown
+from headrace.terms.option_kinds import shown
 from headrace.terms.options import RunOptions
 
 
