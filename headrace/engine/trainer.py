@@ -3,7 +3,6 @@
 import contextlib
 import json
 import math
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -441,11 +440,6 @@ class Engine:
     def provenance(self) -> dict[str, Any]:
         """What the newest weights are: of which run, after how many steps."""
         return {"run_id": self.store.manifest.run_id, "steps": self.num_steps}
-
-    @property
-    def supports_packing(self) -> bool:
-        """Whether samples may share a row of any length, told apart by restarting position ids alone; see `Chain.packs`."""
-        return self.chain.packs(sys.maxsize)
 
     def save_pretrained(self, out_dir: str | Path) -> None:
         """Write the newest weights as an ordinary Hugging Face directory, in constant memory.

@@ -10,7 +10,6 @@ from headrace.files.directory_facts import (
     measure_directory,
     measured_weights,
 )
-from headrace.files.memory_file import MemoryFile
 from headrace.files.space import default_ssd_bytes
 from headrace.files.threads import PieceTicket, ThreadEngine
 from headrace.files.volume import Volume, striping_weights
@@ -23,7 +22,6 @@ __all__ = [
     "DirectFile",
     "DirectoryFacts",
     "DoneTicket",
-    "MemoryFile",
     "PieceTicket",
     "ThreadEngine",
     "Ticket",

@@ -4,10 +4,6 @@ Invariant: what a tier's planned buffers take can never exceed the plan, because
 """
 
 from collections.abc import Callable
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from headrace.machine.host_memory import Bytes
 from headrace.terms.errors import PlanInfeasible
@@ -42,7 +38,3 @@ class Arena:
             )
         self.used_bytes = stop
         return self._memory[start : start + num_bytes]
-
-    def take_array(self, num_elements: int, dtype: str, purpose: str) -> NDArray[Any]:
-        """Return `num_elements` of NumPy `dtype` from the arena."""
-        return self.take(num_elements * np.dtype(dtype).itemsize, purpose).view(dtype)

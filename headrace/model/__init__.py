@@ -3,7 +3,7 @@
 from headrace.model.binding import GradientSink
 from headrace.model.chain import Chain, block_seed
 from headrace.model.chain_values import IGNORED, BlockResult, MicroBatch, PrologueResult, shift_labels
-from headrace.model.checkpoint import Checkpoint, check_tokenizer
+from headrace.model.checkpoint import Checkpoint
 from headrace.model.cost_profile import Profiles, profile
 from headrace.model.export import Exporter, export_bytes
 from headrace.model.find_blocks import Blocks, find_blocks
@@ -37,7 +37,6 @@ __all__ = [
     "WideProducts",
     "block_seed",
     "build_skeleton",
-    "check_tokenizer",
     "check_whole",
     "export_bytes",
     "find_blocks",

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer
+from transformers import CONFIG_MAPPING, AutoConfig
 
 from headrace.files.model_directory import why_no_model, why_unreachable
 from headrace.model.find_blocks import quantisation_of
@@ -138,19 +138,3 @@ def _read_index(directory: Path) -> dict[str, str]:
         return {str(key): str(value) for key, value in mapping.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(f"{path}: expected a JSON object with a weight_map, found {error!r}") from error
-
-
-def check_tokenizer(directory: str | Path) -> None:
-    """Check that transformers can load a tokenizer from `directory`, without network.
-
-    Raises:
-        ModelError: there is none, or it cannot be loaded.
-    """
-    directory = Path(directory)
-    names = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tiktoken.model")
-    if not any((directory / name).is_file() for name in names):
-        raise ModelError(f"{directory}: no tokenizer; expected one of {', '.join(names)}: copy it from the original model")
-    try:
-        AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # transformers and tokenizers raise many kinds for broken files
-        raise ModelError(f"{directory}: the tokenizer cannot be loaded: {error}") from error

@@ -118,17 +118,6 @@ class _Sizes:
         return None
 
 
-def shrink(config: Any, chosen: Mapping[str, float] = MappingProxyType({}), *, scaled_rope: bool = True) -> Any:
-    """Return a tiny configuration of the class of `config`, without dropout.
-
-    `chosen` are values for keys of `open_keys`, and for those counted in tokens; without `scaled_rope` rotary tables are plain.
-
-    Raises:
-        ModelError: the architecture does not accept the shrunk sizes.
-    """
-    return shrink_values(type(config), config.to_dict(), chosen, scaled_rope=scaled_rope)
-
-
 def shrink_values(
     config_class: type,
     values: dict[str, Any],
@@ -136,7 +125,13 @@ def shrink_values(
     *,
     scaled_rope: bool = True,
 ) -> Any:
-    """Return what `shrink` does, of a configuration's class and values."""
+    """Return a tiny configuration without dropout, from a configuration's class and values.
+
+    `chosen` are values for keys of `open_keys`, and for those counted in tokens; without `scaled_rope` rotary tables are plain.
+
+    Raises:
+        ModelError: the architecture does not accept the shrunk sizes.
+    """
     small = {key: value for key, value in values.items() if key not in _DROPPED}
     heads = next((values[key] for key in ("num_attention_heads", "n_head", "n_heads") if values.get(key)), None)
     sizes = _Sizes(_choose_layers(values), heads, chosen)

@@ -172,10 +172,6 @@ class Plan:
         """Bytes of the hidden states of one micro-batch."""
         return self.micro_batch_sequences * self.sequence_length * self.hidden_size_bytes
 
-    def is_late(self, unit: int) -> bool:
-        """Whether `unit` is updated behind the next forward."""
-        return unit in self.late_units
-
     def is_held(self, unit: int) -> bool:
         """Whether the gradient of `unit` is kept until the step's verdict is known."""
         return self.update_policy != "immediate" or unit in self.late_units

@@ -5,7 +5,6 @@ Invariant: nothing is swallowed. Skipped steps and notices are always stated, on
 
 import statistics
 from collections import deque
-from collections.abc import Callable
 from typing import TextIO
 
 from rich.console import Console
@@ -149,7 +148,3 @@ class LiveProgress:
     def close(self) -> None:
         """Leave the last line standing and give the terminal back."""
         self._progress.stop()
-
-
-ProgressFactory = Callable[[int, int], LineProgress | LiveProgress]
-"""From (total steps, steps done) to the progress of a run."""

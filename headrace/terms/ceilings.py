@@ -180,11 +180,6 @@ class Ceilings:
     def _shares(self) -> tuple[float, ...]:
         return striped_shares(self.drives)
 
-    @property
-    def ssd_capacity_bytes(self) -> int:
-        """Capacity of all drives together."""
-        return sum(drive.capacity_bytes for drive in self.drives)
-
     def of_directories(self, file_systems: Sequence[int]) -> "Ceilings":
         """Return the profile of a run with these directories: directory i is drive i, further ones are like the last drive.
 

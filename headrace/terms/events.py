@@ -87,13 +87,3 @@ class Planned:
 
 Event = OpDone | StepResult | Notice | Committed | Flushed | Planned
 Sink = Callable[[Event], None]
-
-
-def fan_out(*sinks: Sink) -> Sink:
-    """Return a sink that passes each event to all of `sinks`."""
-
-    def emit(event: Event) -> None:
-        for sink in sinks:
-            sink(event)
-
-    return emit

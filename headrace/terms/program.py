@@ -196,11 +196,6 @@ def buffer(pool: Pool, slot: int = 0) -> int:
     return pool << _SLOT_BITS | slot
 
 
-def pool_of(buffer: int) -> Pool:
-    """Return the pool of a buffer."""
-    return Pool((buffer & WHOLE_MASK) >> _SLOT_BITS)
-
-
 # Not frozen, though nobody changes one: making it would take three times as long, and a search for a plan makes 200 000.
 @dataclass(slots=True)
 class Op:

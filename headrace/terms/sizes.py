@@ -5,7 +5,6 @@ import reprlib
 
 from headrace.terms.errors import ConfigError
 
-KIB = 1 << 10
 MIB = 1 << 20
 GIB = 1 << 30
 # A page of memory, and the border by which direct input and output go.

@@ -76,7 +76,7 @@ def test_peaks_are_the_plans_and_within_the_defaults(report: PlanReport, rig: Ce
     assert report.plan is not None
     assert report.allowed_bytes["device"] == int(0.9 * rig.device_memory_bytes)
     assert report.allowed_bytes["host"] == int(0.7 * rig.host_memory_bytes)
-    assert report.allowed_bytes["ssd"] == int(0.9 * rig.ssd_capacity_bytes)
+    assert report.allowed_bytes["ssd"] == int(0.9 * sum(drive.capacity_bytes for drive in rig.drives))
     for tier, allowed in report.allowed_bytes.items():
         assert report.needed_bytes[tier] == report.plan.peak(tier) <= allowed
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headrace.files import BLOCK_BYTES, BlockFile, Bytes, DirectFile, MemoryFile
+from headrace.files import BLOCK_BYTES, BlockFile, Bytes, DirectFile
 from headrace.machine.host_memory import huge_page_buffer
 from headrace.terms.errors import DiskFull, ShortTransfer, StorageError
-from headrace.testing import Fault, FaultKind, FaultyFile, ThrottledFile
+from headrace.testing import Fault, FaultKind, FaultyFile, MemoryFile, ThrottledFile
 
 SIZE = 16 * BLOCK_BYTES
 

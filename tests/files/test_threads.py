@@ -6,12 +6,12 @@ import time
 import numpy as np
 import pytest
 
-from headrace.files import BLOCK_BYTES, Bytes, MemoryFile, ThreadEngine
+from headrace.files import BLOCK_BYTES, Bytes, ThreadEngine
 from headrace.machine.host_memory import huge_page_buffer
 from headrace.terms.ceilings import InFlight
 from headrace.terms.errors import DeviceStalled, StorageError
 from headrace.terms.events import Event, Notice
-from headrace.testing import Fault, FaultKind, FaultyFile
+from headrace.testing import Fault, FaultKind, FaultyFile, MemoryFile
 
 SIZE = 64 * BLOCK_BYTES
 

@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.files import BLOCK_BYTES, Bytes, MemoryFile, ThreadEngine, Volume, striping_weights
+from headrace.files import BLOCK_BYTES, Bytes, ThreadEngine, Volume, striping_weights
 from headrace.files.volume import Striping
 from headrace.machine.host_memory import huge_page_buffer
 from headrace.terms.errors import StorageError
+from headrace.testing import MemoryFile
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from saved_models import import_all, save
 from tiny_architectures import CONFIGS, make_config
 
-from headrace.model import Chain, Checkpoint, check_tokenizer, import_unit
-from headrace.terms.errors import InputError, ModelError
+from headrace.model import Chain, Checkpoint, import_unit
+from headrace.terms.errors import ModelError
 from headrace.terms.optimizer import AdamW
 
 
@@ -183,11 +183,3 @@ def test_wrong_plane_size(tmp_path: Path) -> None:
     chain = Chain.from_config(checkpoint.config, "bfloat16", AdamW())
     with pytest.raises(ModelError, match="elements"):
         import_unit(chain.attach(checkpoint), chain.layouts[1], np.zeros(5, np.uint16), None)
-
-
-def test_tokenizer_check(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"no tokenizer; expected one of tokenizer\.json"):
-        check_tokenizer(tmp_path)
-    (tmp_path / "tokenizer.json").write_text("{broken")
-    with pytest.raises(InputError, match="cannot be loaded"):
-        check_tokenizer(tmp_path)

@@ -188,7 +188,9 @@ class _Builder:
             written=tuple(self.written),
             commit=self.commit_refs or self.before.commit,
             decide=self.decide_refs,
-            pending=tuple(unit for unit in range(len(self.plan.units)) if self.plan.is_late(unit)) if self.num_micro else (),
+            pending=tuple(unit for unit in range(len(self.plan.units)) if unit in self.plan.late_units)
+            if self.num_micro
+            else (),
         )
         return Program(tuple(self.ops)), renumbered(carry, lambda refs: tuple(ref for ref in refs if ref >= 0))
 
@@ -314,7 +316,7 @@ class _Builder:
         pending = phase == "forward" and block in self.pending
         device = _find(self.device, block) if separate and not pending else -1
         # Updates behind backward work on the host's copy, so backward wants it there although compute may not need it.
-        if device >= 0 and not (phase == "backward" and not self.plan.is_late(block)):
+        if device >= 0 and not (phase == "backward" and block not in self.plan.late_units):
             self.acquired[block] = (-1, device, self.device[device].ready)
             return
         host = self.fetch(block, phase)
@@ -456,7 +458,7 @@ class _Builder:
         self.held[unit], self.gradient_busy[slot] = (ref,), (ref,)
         if plan.is_held(unit) and plan.held_gradients == "ssd":
             self.held[unit] = self.gradient_busy[slot] = (self.emit(Verb.HOLD, Lane.SSD_WRITE, [ref], **common),)
-        if not plan.is_late(unit):
+        if unit not in plan.late_units:
             updated = self.update(unit, slot, (ref,), host, late=False)
             self.gradient_busy[slot] = (*self.gradient_busy[slot], *updated)
 

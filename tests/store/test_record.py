@@ -3,10 +3,10 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.files import MemoryFile
 from headrace.machine.host_memory import huge_page_buffer
 from headrace.store.record import CommitRecord, RecordFiles, pack_record, unpack_record
 from headrace.store.slots import GroupVersion
+from headrace.testing import MemoryFile
 
 RUN = "0123456789abcdef"
 CHUNKS = [2, 0, 1]

@@ -25,11 +25,12 @@ from store_world import (
     write_step,
 )
 
-from headrace.files import Bytes, MemoryFile
+from headrace.files import Bytes
 from headrace.machine.host_memory import huge_page_buffer
 from headrace.store import StateStore, lock_holder
 from headrace.terms.errors import StorageError
 from headrace.terms.families import STATES, WEIGHTS
+from headrace.testing import MemoryFile
 
 
 def test_a_new_store_reads_as_zeros_without_any_transfer(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A file that lies in memory: for tests, and for machines without a drive worth using.
+"""A file that lies in memory, for tests.
 
 Invariant: the same answers as a file on a drive, alignment and range errors included.
 """
