@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from numpy.typing import DTypeLike, NDArray
 
+from headrace.machine.jit import JIT_OPTIONS
 from headrace.store import checksum
 from headrace.terms.layout import GroupRange
 from headrace.terms.optimizer import AdamW
@@ -34,12 +35,9 @@ from headrace.update import (
     AdamWRule,
     StepScalars,
     Updater,
-    join_master,
-    round_to_bfloat16,
-    split_master,
     square_sum,
-    widen_bfloat16,
 )
+from headrace.update.kernels import full_width, joined, lower_half, upper_half, widened
 
 RULE = AdamW(betas=(0.9, 0.95), eps=1e-8)
 STEP = StepScalars(learning_rate=1e-5, update=10)
@@ -51,6 +49,24 @@ FUSED_CHUNK_ELEMENTS = 1 << 20
 def scale(array, factor):
     for i in range(array.size):
         array[i] = array[i] * factor
+
+
+@numba.njit(**JIT_OPTIONS)
+def split(master, hi, lo):
+    """Write the halves of float32 `master` to `hi` and `lo`."""
+    full_width()
+    for i in range(master.size):
+        hi[i] = upper_half(master[i])
+        lo[i] = lower_half(master[i])
+
+
+@numba.njit(**JIT_OPTIONS)
+def join_and_widen(hi, lo, gradient, master, wide):
+    """Write what `hi` and `lo` are the halves of to `master`, and the bfloat16 `gradient` as float32 to `wide`."""
+    full_width()
+    for i in range(master.size):
+        master[i] = joined(hi[i], lo[i])
+        wide[i] = widened(gradient[i])
 
 
 def on_huge_pages(num_elements: int, dtype: DTypeLike) -> NDArray:
@@ -73,7 +89,7 @@ def make_planes(num_elements: int, compute_dtype: str) -> tuple[NDArray, tuple[N
     states = tuple(on_huge_pages(num_elements, plane.dtype) for plane in planes.states)
     master = np.random.default_rng(0).standard_normal(num_elements, np.float32) * np.float32(0.02)
     if compute_dtype == "bfloat16":
-        split_master(master, hi=weight, lo=states[0])
+        split(master, weight, states[0])
     else:
         weight[:] = master
         if compute_dtype == "float16":
@@ -87,8 +103,7 @@ def fused(weight: NDArray, states: tuple[NDArray, ...], gradient: NDArray) -> No
     p, g = np.empty(FUSED_CHUNK_ELEMENTS, np.float32), np.empty(FUSED_CHUNK_ELEMENTS, np.float32)
     for start in range(0, weight.size, FUSED_CHUNK_ELEMENTS):
         part = slice(start, start + FUSED_CHUNK_ELEMENTS)
-        join_master(weight[part], lo[part], out=p)
-        widen_bfloat16(gradient[part], out=g)
+        join_and_widen(weight[part], lo[part], gradient[part], p, g)
         tensors = [[torch.from_numpy(array)] for array in (p, g, m[part], v[part])]
         torch._fused_adamw_(
             *tensors,
@@ -102,7 +117,7 @@ def fused(weight: NDArray, states: tuple[NDArray, ...], gradient: NDArray) -> No
             amsgrad=False,
             maximize=False,
         )
-        split_master(p, hi=weight[part], lo=lo[part])
+        split(p, weight[part], lo[part])
 
 
 def cpu_adam(num_elements: int) -> Callable[[], object]:
@@ -128,7 +143,8 @@ def contestants(
     pool = ThreadPoolExecutor(threads)
     groups = (GroupRange(0, num_elements, 1.0, 0.1),)
     gradient = on_huge_pages(num_elements, np.uint16)
-    round_to_bfloat16(np.random.default_rng(1).standard_normal(num_elements, np.float32), out=gradient)
+    normal = torch.from_numpy(np.random.default_rng(1).standard_normal(num_elements, np.float32))
+    gradient[:] = normal.to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
     # As many bytes as the update moves; ones, because processors have shortcuts for writing zeros over zeros (18 % were seen).
     array = on_huge_pages(num_elements * 26 // 8, np.float32)
     array[:] = 1

@@ -30,11 +30,9 @@ from headrace.update import (
     StepScalars,
     Updater,
     UpdateRule,
-    join_master,
-    round_to_bfloat16,
     rule_of,
-    split_master,
 )
+from headrace.update.tensors import join, split
 
 LEARNING_RATE, WEIGHT_DECAY = 1e-3, 0.1
 STEP = StepScalars(learning_rate=LEARNING_RATE, update=3, gradient_scale=0.5)
@@ -259,7 +257,7 @@ def gradient_of(num_elements: int, dtype: str, *, seed: int = 0, any_bits: bool 
         bits: NDArray[Any] = rng.integers(0, 256, num_elements * np.dtype(dtype).itemsize, np.uint8).view(dtype)
         return bits
     values = rng.standard_normal(num_elements, np.float32)
-    return round_to_bfloat16(values) if dtype == "uint16" else values.astype(dtype)
+    return as_array(torch.from_numpy(values).to(torch.bfloat16)) if dtype == "uint16" else values.astype(dtype)
 
 
 def as_tensor(array: NDArray[Any]) -> Tensor:
@@ -290,14 +288,14 @@ def check_same(left: Planes, right: Planes, what: str) -> None:
 def _split(master: NDArray[np.float32], compute_dtype: str) -> Planes:
     """Return the weights and the rest of the master."""
     if compute_dtype == "bfloat16":
-        hi, lo = split_master(master)
-        return hi, (lo,)
+        hi, lo = split(torch.from_numpy(master))
+        return hi.numpy().view(np.uint16), (lo.numpy(),)
     return (master.copy(), ()) if compute_dtype == "float32" else (master.astype(np.float16), (master.copy(),))
 
 
 def _joined(weight: NDArray[Any], states: tuple[NDArray[Any], ...], compute_dtype: str) -> NDArray[Any]:
     if compute_dtype == "bfloat16":
-        return join_master(weight, states[0])
+        return as_array(join(as_tensor(weight), torch.from_numpy(states[0])))
     return weight if compute_dtype == "float32" else states[0]
 
 

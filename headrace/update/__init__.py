@@ -15,7 +15,6 @@ from headrace.update.rules.adamw import AdamWRule
 from headrace.update.rules.table import rule_of
 from headrace.update.sites.device import DeviceUpdater
 from headrace.update.sites.host import Updater
-from headrace.update.split import join_master, round_to_bfloat16, split_master, widen_bfloat16
 
 __all__ = [
     "BLOCK_ELEMENTS",
@@ -34,10 +33,6 @@ __all__ = [
     "block_square_sums",
     "clip_factor",
     "group_pieces",
-    "join_master",
-    "round_to_bfloat16",
     "rule_of",
-    "split_master",
     "square_sum",
-    "widen_bfloat16",
 ]

@@ -1,8 +1,8 @@
-"""Numbers of the planes, element by element, and the compiled loops that need no rule: the split master, casts, square sums.
+"""Numbers of the planes, element by element (the split master, casts), and the compiled loops that need no rule: square sums.
 
-For whom: `split` and `norm`, which check what they are given, and `loops`, which puts these numbers together with a rule's
-arithmetic. Nothing is checked here, and an index out of range would corrupt memory. Not here: threads. A loop runs on one core
-without the GIL; `sites/host.py` runs several at once.
+For whom: `norm`, which checks what it is given, and `loops`, which puts these numbers together with a rule's arithmetic.
+Nothing is checked here, and an index out of range would corrupt memory. Not here: threads. A loop runs on one core without the
+GIL; `sites/host.py` runs several at once.
 
 Invariant: every operation is one of IEEE's on fp32, rounded once, in the order written. So no `fastmath` and no contraction to
 fused multiply-add: the bits are those of `tensors`, however a range is cut and whatever the width of the registers.
@@ -50,12 +50,6 @@ def full_width(context: Any) -> Any:
 def as_float(context: Any, bits: Any) -> Any:
     """Reinterpret uint32 as float32."""
     return types.float32(types.uint32), lambda ctx, builder, sig, args: builder.bitcast(args[0], ir.FloatType())
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def as_bits(context: Any, value: Any) -> Any:
-    """Reinterpret float32 as uint32."""
-    return types.uint32(types.float32), lambda ctx, builder, sig, args: builder.bitcast(args[0], ir.IntType(32))
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -161,41 +155,6 @@ def not_nan(context: Any, value: Any) -> Any:
         return builder.select(builder.fcmp_unordered("uno", args[0], args[0]), quiet, args[0])
 
     return types.float32(types.float32), lower
-
-
-@compiled
-def split(master: Any, hi: Any, lo: Any) -> None:
-    """Write the two halves of float32 `master` to `hi` and `lo`."""
-    full_width()
-    for i in range(master.size):
-        value = not_nan(master[i])
-        hi[i] = upper_half(value)
-        lo[i] = lower_half(value)
-
-
-@compiled
-def join(hi: Any, lo: Any, master: Any) -> None:
-    """Write the float32 that `hi` and `lo` are the halves of to `master`."""
-    full_width()
-    for i in range(master.size):
-        master[i] = joined(hi[i], lo[i])
-
-
-@compiled
-def widen(bits: Any, values: Any) -> None:
-    """Write what bfloat16 (uint16) or float16 (int16) `bits` stand for to float32 `values`."""
-    full_width()
-    for i in range(values.size):
-        values[i] = widened(bits[i])
-
-
-@compiled
-def narrow_bfloat16(values: Any, bits: Any) -> None:
-    """Write the bfloat16 nearest to each float32, ties to even, to uint16 `bits`."""
-    full_width()
-    for i in range(bits.size):
-        word = as_bits(not_nan(values[i]))
-        bits[i] = np.uint16((word + np.uint32(0x7FFF) + ((word >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
 
 
 @compiled

@@ -24,7 +24,8 @@ from update_planes import (
 
 from headrace.terms.errors import ConfigError
 from headrace.terms.optimizer import AdamW
-from headrace.update import GRADIENT_DTYPES, AdamWRule, StepScalars, join_master
+from headrace.update import GRADIENT_DTYPES, AdamWRule, StepScalars
+from headrace.update.tensors import join
 
 steps = st.builds(
     StepScalars,
@@ -91,7 +92,9 @@ def test_split_and_half_planes_follow_the_fp32_planes(compute_dtype):
         gradient = gradient_of(4096, update, "float32")
         adamw("float32").apply(*single, gradient, step, 0.1, 1.0)
         adamw(compute_dtype).apply(*other, gradient, step, 0.1, 1.0)
-    master = join_master(other[0], other[1][0]) if compute_dtype == "bfloat16" else other[1][0]
+    master = other[1][0]
+    if compute_dtype == "bfloat16":
+        master = join(as_tensor(other[0], bfloat16=True), as_tensor(master)).numpy()
     assert same_bits(master, single[0])
     weights = torch.from_numpy(master)
     if compute_dtype == "float16":

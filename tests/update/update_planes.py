@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 
 from headrace.terms.layout import PLANE_SETS
 from headrace.terms.optimizer import AdamW
-from headrace.update import AdamWRule, StepScalars, round_to_bfloat16, split_master
+from headrace.update import AdamWRule, StepScalars
+from headrace.update.tensors import split
 
 Planes = tuple[NDArray[Any], tuple[NDArray[Any], ...]]
 
@@ -30,8 +31,8 @@ def adamw(compute_dtype: str, moments: str = "float32", **changes: Any) -> AdamW
 def planes_of(master: NDArray[np.float32], m: NDArray[np.float32], v: NDArray[np.float32], compute_dtype: str) -> Planes:
     """Return `(weight, states)` that stand for a master and its moments."""
     if compute_dtype == "bfloat16":
-        hi, lo = split_master(master)
-        return hi, (lo, m.copy(), v.copy())
+        hi, lo = split(as_tensor(master))
+        return hi.numpy().view(np.uint16), (lo.numpy(), m.copy(), v.copy())
     if compute_dtype == "float32":
         return master.copy(), (m.copy(), v.copy())
     with np.errstate(over="ignore"):
@@ -61,7 +62,7 @@ def gradient_of(num_elements: int, seed: int, dtype: str, *, any_bits: bool = Fa
     if any_bits:
         return rng.integers(0, 256, num_elements * np.dtype(dtype).itemsize, np.uint8).view(dtype)
     values = rng.standard_normal(num_elements, np.float32)
-    return round_to_bfloat16(values) if dtype == "uint16" else values.astype(dtype)
+    return as_array(torch.from_numpy(values).to(torch.bfloat16)) if dtype == "uint16" else values.astype(dtype)
 
 
 def copied(planes: Planes) -> Planes:
