@@ -11,14 +11,7 @@ import math
 from functools import lru_cache, partial
 from pathlib import Path
 
-from transformers import GPT2Config
-
-from headrace import AdamW
-from headrace.model import Chain, Profiles
-from headrace.plan.footprint import Allowance
-from headrace.plan.forecast import forecast
-from headrace.plan.placement import Problem, Workload
-from headrace.plan.published import (
+from fuyou import (
     COMPUTE_FLOPS_PER_SECOND,
     READ_BYTES_PER_SECOND,
     WRITE_BYTES_PER_SECOND,
@@ -28,8 +21,15 @@ from headrace.plan.published import (
     fuyou_ceilings,
     table,
 )
+from transformers import GPT2Config
+
+from headrace.model import Chain, Profiles
+from headrace.plan.footprint import Allowance
+from headrace.plan.forecast import forecast
+from headrace.plan.placement import Problem, Workload
 from headrace.plan.search import make_plan
 from headrace.terms.errors import PlanInfeasible
+from headrace.terms.optimizer import AdamW
 from headrace.terms.sizes import GIB
 from headrace.update import rule_of
 

@@ -3,10 +3,7 @@
 import math
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
-from headrace.plan.published import (
+from fuyou import (
     COMPUTE_FLOPS_PER_SECOND,
     GPT3_13B,
     GPT3_175B,
@@ -20,6 +17,9 @@ from headrace.plan.published import (
     group_modules,
     table,
 )
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from headrace.plan.simulate import simulate
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.program import Lane, Verb
