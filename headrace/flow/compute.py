@@ -74,14 +74,20 @@ def epilogue(state: StepState, op: Op) -> None:
 def backward(state: StepState, op: Op) -> None:
     """Recompute a block from its input, then its gradients: of the input for the block before, of the weights to the sink.
 
-    Kept outputs are handed back instead of computed; outputs that no gradient depends on are not computed at all.
+    Kept outputs are handed back instead of computed; outputs that no gradient depends on are not computed at all. Rows that are
+    run sample by sample have their gradients so, too: nothing of them is kept.
     """
     package = state.recalled.pop((op.unit, op.micro))
+    gradients = [state.hidden_gradients.pop(op.micro), *state.aside_gradients.pop((op.unit, op.micro), ())]
     with torch.enable_grad(), _Bound(state, op, op.unit, gradients=True):
+        if (call := state.calls[op.micro][op.unit - 1]).samples:
+            _seed(state, op.unit, op.micro)
+            found = state.parts.chain.block_gradient(op.unit - 1, package.hidden, call, gradients)
+            state.hidden_gradients[op.micro] = found
+            return
         hidden, result = _recomputed(state, op, package)
         del package
         outputs = [result.hidden, *result.asides]
-        gradients = [state.hidden_gradients.pop(op.micro), *state.aside_gradients.pop((op.unit, op.micro), ())]
         del result
         torch.autograd.backward(outputs[: len(gradients)], gradients)
     assert hidden.grad is not None

@@ -44,7 +44,7 @@ class Chain:
         collects_asides: whether blocks hand router logits aside for an auxiliary loss.
         notes: what a person should know of how blocks are run, if not by the model's own code as it stands.
         wide_products: whether products of 16-bit numbers are computed in float32 in the context of `arithmetic`.
-        packing_reason: why several samples may not share a row with restarting positions, where `packs` says so.
+        packing_reason: why blocks do not keep several samples in one row apart, where `packs` or `runs_by_samples` says so.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Chain:
         self.has_epilogue_unit = len(self.layouts) == self.num_blocks + 2
         self.tied = is_tied(skeleton)
         self.has_dropout = _draws_random_numbers(skeleton)
-        self.notes: tuple[str, ...] = ()
+        self.notes: tuple[str, ...] = _packing_notes(traits)
         self.wide_products = False
         self._packing_limit = traits.packing_limit
         self.packing_reason = traits.packing_reason
@@ -73,6 +73,7 @@ class Chain:
             tuple_length=traits.tuple_length,
             collect_asides=collect,
             packs_by_masks=traits.packs_by_masks,
+            samples_from=traits.samples_from,
         )
         self.collects_asides = self._runner.collects_asides
         self._attached: WeightMap | None = None
@@ -113,7 +114,15 @@ class Chain:
 
     def packs(self, length: int) -> bool:
         """Return whether several samples may share a row of `length` tokens: they do not see one another."""
-        return self._packing_limit is None or length < self._packing_limit
+        return self._packing_limit is None or length < self._packing_limit or self.runs_by_samples(length)
+
+    def runs_by_samples(self, length: int) -> bool:
+        """Return whether blocks run on one sample after the other where rows of `length` tokens hold several.
+
+        Gradients are then those of `block_gradient`, and nothing of such rows is replayed: which operators run depends on the
+        lengths of the samples.
+        """
+        return self._runner.runs_by_samples(length)
 
     @property
     def packs_by_masks(self) -> bool:
@@ -186,7 +195,7 @@ class Chain:
             )
         check_compiler(self.device)
         check_compiles(self.config)
-        self._runner.run_block = CompiledBlocks()
+        self._runner.run_block, self._runner.run_sample = CompiledBlocks(), run_block  # each length would be another graph
         self.notes += (
             "blocks are compiled: no operator output is kept or skipped; the first step takes longer, and more memory",
         )
@@ -223,6 +232,13 @@ class Chain:
         """Run block `index` (0..num_blocks-1, unit index+1) on hidden states (b, T, hidden). Needs that unit."""
         self._binding.require(index + 1)
         return self._runner.block(index, hidden, call)
+
+    def block_gradient(
+        self, index: int, hidden: torch.Tensor, call: BlockCall, gradients: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        """Return the gradient of a block's input, for a call with `samples`. See `Runner.block_gradient`. Needs that unit."""
+        self._binding.require(index + 1)
+        return self._runner.block_gradient(index, hidden, call, gradients)
 
     def loss_sum(self, input_ids: torch.Tensor, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Return the sum of token cross-entropies of a chunk of positions, float32. Needs prologue and epilogue units.
@@ -284,6 +300,13 @@ def _refuse_shared_between_blocks(model: nn.Module, blocks_name: str) -> None:
                 f"{type(model).__name__}: {other} and {name} are one parameter; "
                 "models whose blocks share parameters are not supported"
             )
+
+
+def _packing_notes(traits: Traits) -> tuple[str, ...]:
+    if traits.samples_from is None:
+        return ()
+    which = f" of {traits.samples_from} tokens and more" if traits.samples_from else ""
+    return (f"packed rows{which} are run sample by sample, and nothing of them is replayed: {traits.packing_reason}",)
 
 
 def _draws_random_numbers(model: nn.Module) -> bool:

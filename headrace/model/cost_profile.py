@@ -74,8 +74,12 @@ def profile(
             f"{type(chain.model).__name__}: a step cannot be planned: its code fails on shapes alone, in {operator}: "
             f"{in_one_line(error)}"
         ) from error
+    if costs.by_samples:
+        costs = _by_samples(costs)
     if not chain.replayable:
         return replace(costs, blocks=tuple(_not_replayable(block, chain.dtype.itemsize) for block in costs.blocks))
+    if costs.by_samples:
+        return costs
     # Outside, for this one really computes, on a tiny instance.
     kinds = {id(block): _random_attention(block) if attention.dropped else block for block in costs.blocks}
     found = {key: replace(block, skippable=_skippable(chain, block)) for key, block in kinds.items()}
@@ -120,6 +124,25 @@ def _random_attention(block: BlockCosts) -> BlockCosts:
     return replace(block, operators=tuple(operators))
 
 
+def _by_samples(costs: ModelCosts) -> ModelCosts:
+    """A sample takes no more than a row of which it is a part; what comes of the others in a micro-batch waits beside it."""
+    waiting_bytes = costs.sequences * costs.length * costs.hidden_size_bytes
+    return replace(
+        costs,
+        prologue_workspace_bytes=costs.prologue_workspace_bytes + waiting_bytes,
+        prologue_backward_workspace_bytes=costs.prologue_backward_workspace_bytes + waiting_bytes,
+        blocks=tuple(
+            replace(
+                block,
+                operators=(),
+                forward_workspace_bytes=block.forward_workspace_bytes + waiting_bytes,
+                backward_workspace_bytes=block.backward_workspace_bytes + waiting_bytes,
+            )
+            for block in costs.blocks
+        ),
+    )
+
+
 def _not_replayable(block: BlockCosts, bytes_per_element: int) -> BlockCosts:
     gradients_bytes = block.num_elements * bytes_per_element
     return replace(block, operators=(), backward_workspace_bytes=block.backward_workspace_bytes + gradients_bytes)
@@ -139,8 +162,10 @@ def _profile(
 
     ids = torch.zeros((sequences, length), dtype=torch.int64, device=chain.device)
     # Rows of models that cannot pack are padded. Of fake tensors nobody can see that they hide nothing, so this makes a mask.
-    batch = MicroBatch(ids, ids, None if chain.packs(length) else torch.ones_like(ids))
-    if chain.packs(length) and chain.packs_by_masks:
+    # Rows that are run sample by sample may be padded, too, and take less where they are not.
+    kept_apart = chain.packs(length) and not chain.runs_by_samples(length)
+    batch = MicroBatch(ids, ids, None if kept_apart else torch.ones_like(ids))
+    if kept_apart and chain.packs_by_masks:
         batch = replace(batch, position_ids=torch.arange(length, device=chain.device).expand(sequences, length).contiguous())
     flats = {
         unit: torch.zeros(chain.layouts[unit].num_elements, dtype=chain.dtype, device=chain.device)
@@ -184,6 +209,7 @@ def _profile(
         epilogue_flops_per_token=other.epilogue_flops_per_token if other else losses[chunks[0]].flops / chunks[0] / 3,
         call_bytes=_call_bytes(result.calls, sequences if chain.packs(length) else 1),
         wide_products=chain.wide_products,
+        by_samples=chain.runs_by_samples(length),
     )
 
 

@@ -30,7 +30,8 @@ class Traits:
 
     `blocks_name` is the dotted name of the list of blocks. Samples can be packed into rows of fewer than `packing_limit` tokens
     (None: of any number, 0: not at all); `packing_reason` says why not into longer ones. With `packs_by_masks` masks keep them
-    apart that the model does not make from positions by itself.
+    apart that the model does not make from positions by itself. With `runs_by_samples` longer rows hold several, too, but
+    blocks run on one after the other.
     """
 
     blocks_name: str
@@ -39,6 +40,12 @@ class Traits:
     packing_limit: int | None
     packing_reason: str
     packs_by_masks: bool = False
+    runs_by_samples: bool = False
+
+    @property
+    def samples_from(self) -> int | None:
+        """From which number of tokens on rows of several samples are run sample by sample; None: never."""
+        return self.packing_limit if self.runs_by_samples else None
 
 
 def probe(config: Any) -> Traits:
@@ -54,6 +61,8 @@ def probe(config: Any) -> Traits:
             limit, reason = _shorter_rows(config)
             traits = replace(traits, packing_limit=limit, packing_reason=reason or traits.packing_reason)
         unmet = tiny_of(config).unmet
+        if unmet:
+            traits = replace(traits, runs_by_samples=False)
         if unmet and (traits.packing_limit is None or min(unmet.values()) < traits.packing_limit):
             reason = f"no trial has rows of as many tokens as {_named(unmet)}"
             traits = replace(traits, packing_limit=int(min(unmet.values())), packing_reason=reason)
@@ -159,10 +168,17 @@ def _probe(config_class: type, key: str) -> Traits:
         runner.packs_by_masks = True
         by_masks = not _check_packing(runner)
         runner.packs_by_masks = False
-    names = frozenset(_epilogue_names(runner))
-    limit = 0 if reason and not by_masks else None
+    runner.samples_from = 0
+    alone = not _check_packing(runner)
+    runner.samples_from = None
     return Traits(
-        find_blocks(runner.model).name, runner.tuple_length, names, limit, "" if by_masks else reason, packs_by_masks=by_masks
+        find_blocks(runner.model).name,
+        runner.tuple_length,
+        frozenset(_epilogue_names(runner)),
+        packing_limit=0 if reason and not by_masks else None,
+        packing_reason="" if by_masks else reason,
+        packs_by_masks=by_masks,
+        runs_by_samples=alone,
     )
 
 
@@ -304,7 +320,7 @@ def block_major_backward(runner: Runner, batches: Sequence[MicroBatch]) -> float
     trained = sum(int((shift_labels(batch.labels) != IGNORED).sum()) for batch in batches)
     inputs, calls, asides = _forward_all(runner, batches)
     aside_gradients, loss = _aside_gradients(runner, asides, batches)
-    gradients = []
+    gradients: list[Any] = []
     for batch, hidden in zip(batches, inputs[-1], strict=True):
         final = hidden.requires_grad_()
         part = runner.loss_sum(batch.input_ids, final, shift_labels(batch.labels)) / trained
@@ -313,11 +329,13 @@ def block_major_backward(runner: Runner, batches: Sequence[MicroBatch]) -> float
         gradients.append(final.grad)
     for index in reversed(range(len(runner.blocks))):
         for micro in range(len(batches)):
+            wanted = [gradients[micro], *(grads[micro] for grads in aside_gradients[index])]
+            if calls[micro][index].samples:
+                gradients[micro] = runner.block_gradient(index, inputs[index][micro], calls[micro][index], wanted)
+                continue
             hidden = inputs[index][micro].detach().requires_grad_()
             result = runner.block(index, hidden, calls[micro][index])
-            torch.autograd.backward(
-                [result.hidden, *result.asides], [gradients[micro], *(grads[micro] for grads in aside_gradients[index])]
-            )
+            torch.autograd.backward([result.hidden, *result.asides], wanted)
             gradients[micro] = hidden.grad
     for batch, gradient in zip(batches, gradients, strict=True):
         first = runner.prologue(batch).hidden

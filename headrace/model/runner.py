@@ -16,7 +16,7 @@ from transformers.masking_utils import create_masks_for_generate
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from headrace.model.chain_values import IGNORED, BlockResult, MicroBatch, PrologueResult
-from headrace.model.taps import BlockCall, Taps
+from headrace.model.taps import BlockCall, Sample, Taps
 from headrace.terms.errors import ModelError
 
 # How a block is run: the block, its hidden states, and what else it is called with -> what the block returns.
@@ -49,7 +49,9 @@ class Runner:
 
     `tuple_length` says what a block returns (see `Taps`). With `collect_asides` the router logits of each block are caught.
     With `packs_by_masks` rows of several samples get masks that keep these apart, for models that make none from positions.
-    `run_block` may be replaced by another way to run a block that computes the same.
+    Rows of `samples_from` tokens and more, where it is given, are run sample by sample if there are several in one: for layers
+    that carry a state along the row. `run_block` may be replaced by another way to run a block that computes the same, and
+    `run_sample` by one for rows of any length.
     """
 
     def __init__(
@@ -60,13 +62,16 @@ class Runner:
         tuple_length: int | None,
         collect_asides: bool = False,
         packs_by_masks: bool = False,
+        samples_from: int | None = None,
     ) -> None:
         self.model = model
         self.blocks = tuple(blocks)
         self.tuple_length = tuple_length
         self.packs_by_masks = packs_by_masks
+        self.samples_from = samples_from
         self.collects_asides = collect_asides and _has_aside_loss(model)
         self.run_block: RunBlock = run_block
+        self.run_sample: RunBlock | None = None
         self._asides: list[torch.Tensor] | None = None
         inside = {id(module) for block in self.blocks for module in block.modules()}
         self._outside = [module for module in model.modules() if id(module) not in inside]
@@ -77,9 +82,31 @@ class Runner:
         """Run everything before the blocks: embedding, masks, rotary tables."""
         inputs: dict[str, Any] = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
         if batch.position_ids is not None:
+            if batch.attention_mask is None and self.runs_by_samples(batch.position_ids.shape[1]):
+                samples = _samples(batch.position_ids)
+                if len(samples) > len(batch.position_ids):
+                    return self._prologue_by_samples(batch, samples)
             inputs["position_ids"] = batch.position_ids
             if self.packs_by_masks and batch.attention_mask is None:
                 inputs["attention_mask"] = self._masks_of(batch.position_ids)
+        return self._before_blocks(inputs)
+
+    def runs_by_samples(self, length: int) -> bool:
+        """Return whether rows of `length` tokens are run sample by sample, if there are several in one."""
+        return self.samples_from is not None and length >= self.samples_from
+
+    def _prologue_by_samples(self, batch: MicroBatch, samples: Sequence[Sample]) -> PrologueResult:
+        """Hidden states come from whole rows, for the sake of one gradient of the embedding; the calls from each sample."""
+        whole = self._before_blocks({"input_ids": batch.input_ids, "attention_mask": None})
+        with torch.no_grad():
+            alone = [
+                self._before_blocks({"input_ids": sample.of(batch.input_ids), "attention_mask": None}).calls
+                for sample in samples
+            ]
+        calls = (BlockCall(samples=tuple(zip(samples, of_block, strict=True))) for of_block in zip(*alone, strict=True))
+        return PrologueResult(whole.hidden, tuple(calls))
+
+    def _before_blocks(self, inputs: dict[str, Any]) -> PrologueResult:
         with left_as_found(self._outside), Taps(self.blocks, self.tuple_length) as taps:
             self.model(**inputs, use_cache=False)
         if taps.hidden is None or len(taps.calls) != len(self.blocks):
@@ -99,10 +126,40 @@ class Runner:
 
     def block(self, index: int, hidden: torch.Tensor, call: BlockCall) -> BlockResult:
         """Run block `index` (from 0) on hidden states (b, T, hidden)."""
+        if not call.samples:
+            return self._block(self.run_block, index, hidden, call)
+        results = [self._sample(index, sample.of(hidden), own) for sample, own in call.samples]
+        joined = torch.cat([result.hidden for result in results], dim=1)
+        asides = zip(*(result.asides for result in results), strict=True)
+        return BlockResult(joined.reshape(*hidden.shape[:2], *joined.shape[2:]), tuple(torch.cat(parts) for parts in asides))
+
+    def block_gradient(
+        self, index: int, hidden: torch.Tensor, call: BlockCall, gradients: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        """Run block `index` again, sample by sample, each with its backward; return the gradient of the hidden states.
+
+        `gradients` are those of the block's hidden states and, if any, of what it handed aside. Parameters get theirs once for
+        each sample; no graph is larger than a sample's.
+        """
+        found, done = torch.empty_like(hidden), 0
+        for sample, own in call.samples:
+            leaf = sample.of(hidden).detach().requires_grad_()
+            result = self._sample(index, leaf, own)
+            rows = slice(done, done + sample.stop - sample.start)
+            parts = [sample.of(gradients[0]), *(gradient[rows] for gradient in gradients[1:])]
+            torch.autograd.backward([result.hidden, *result.asides][: len(parts)], parts)
+            sample.of(found).copy_(leaf.grad)  # type: ignore[arg-type]
+            done = rows.stop
+        return found
+
+    def _sample(self, index: int, hidden: torch.Tensor, call: BlockCall) -> BlockResult:
+        return self._block(self.run_sample or self.run_block, index, hidden, call)
+
+    def _block(self, run: RunBlock, index: int, hidden: torch.Tensor, call: BlockCall) -> BlockResult:
         asides: list[torch.Tensor] = []
         self._asides = asides
         try:
-            out = self.run_block(self.blocks[index], hidden, call.args, call.kwargs)
+            out = run(self.blocks[index], hidden, call.args, call.kwargs)
         finally:
             self._asides = None
         return BlockResult(out[0] if isinstance(out, tuple) else out, tuple(asides))
@@ -167,6 +224,15 @@ class Runner:
                 self._asides.append(output[position] if isinstance(output, tuple) else output)
 
         return hook
+
+
+def _samples(position_ids: torch.Tensor) -> list[Sample]:
+    """Return the samples of rows whose positions (b, T) begin again at each; asks the device for them."""
+    samples = []
+    for row, positions in enumerate(position_ids.tolist()):
+        starts = [0, *(place for place, position in enumerate(positions) if place and not position)]
+        samples += [Sample(row, start, stop) for start, stop in zip(starts, [*starts[1:], len(positions)], strict=True)]
+    return samples
 
 
 def _has_aside_loss(model: Any) -> bool:

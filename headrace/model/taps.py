@@ -17,14 +17,29 @@ from headrace.terms.errors import ModelError
 
 
 @dataclass(frozen=True, slots=True)
+class Sample:
+    """Where a sample lies in a micro-batch: positions `start` to `stop` of a row."""
+
+    row: int
+    start: int
+    stop: int
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the sample's part (1, stop - start, ...) of a tensor (b, T, ...), without a copy."""
+        return tensor[self.row : self.row + 1, self.start : self.stop]
+
+
+@dataclass(frozen=True, slots=True)
 class BlockCall:
     """What the model passes to a block besides the hidden states: masks, rotary tables, positions.
 
-    The tensors are the model's own objects, shared by all blocks that get the same one.
+    The tensors are the model's own objects, shared by all blocks that get the same one. With `samples`, in the order of their
+    rows, a block is called for each of these by itself, with what the model passes for it alone.
     """
 
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
+    samples: tuple[tuple[Sample, "BlockCall"], ...] = ()
 
 
 class Reached(Exception):

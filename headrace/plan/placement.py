@@ -209,7 +209,7 @@ def plan_of(problem: Problem, choice: Choice) -> Plan:
         kept_bytes=tuple(_bytes_of(costs, block, ordinals) for block, ordinals in enumerate(kept)),
         skipped=tuple(block.skippable for block in costs.blocks),
         operators=operators_of(costs),
-        accumulate=num_micro > 1,
+        accumulate=num_micro > 1 or costs.by_samples,
         compute_threads=problem.allowance.cores,
         update_threads=max(1, problem.allowance.cores // 2),
         results=Results(

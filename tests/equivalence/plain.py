@@ -1,5 +1,6 @@
 """Tiny configurations, batches, short runs of the engine, and a plain PyTorch trainer to compare them with."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,23 @@ def batch_of(sequences: int, length: int, seed: int, *, vocabulary: int = 384, p
             mask[row, length - 3 * row :] = 0
         batch["attention_mask"] = mask
         labels[mask == 0] = -100
+    return batch
+
+
+def packed(padded: dict[str, torch.Tensor], lengths: Sequence[int], rows: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
+    """Return the samples of a batch, `lengths` of its rows, as rows that hold those named by `rows` one after the other."""
+    shape = (len(rows), padded["input_ids"].shape[1])
+    batch = {name: torch.zeros(shape, dtype=torch.int64) for name in ("input_ids", "position_ids", "token_mask")}
+    batch["labels"] = torch.full(shape, -100)
+    for row, samples in enumerate(rows):
+        at = 0
+        for sample in samples:
+            here, there = (row, slice(at, at + lengths[sample])), (sample, slice(lengths[sample]))
+            batch["input_ids"][here], batch["labels"][here] = padded["input_ids"][there], padded["labels"][there]
+            batch["labels"][row, at] = -100  # what comes first is predicted by nothing
+            batch["position_ids"][here], batch["token_mask"][here] = torch.arange(lengths[sample]), 1
+            at += lengths[sample]
+        batch["position_ids"][row, at:] = torch.arange(shape[1] - at)
     return batch
 
 

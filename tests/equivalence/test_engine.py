@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from plain import LENGTH, MODELS, ROWS, PlainTrainer, batch_of, train
+from plain import LENGTH, MODELS, ROWS, PlainTrainer, batch_of, packed, train
 from safetensors.torch import load_file
 from tiers import sampled
 from torch._subclasses.fake_tensor import FakeTensor
@@ -68,27 +68,9 @@ def test_auxiliary_losses_do_not_count_what_fills_packed_rows(model_dir: Callabl
     padded = batch_of(len(lengths), LENGTH, 0)
     mask = torch.arange(LENGTH) < torch.tensor(lengths)[:, None]
     padded |= {"labels": padded["labels"].where(mask, -100), "attention_mask": mask.long()}
-    rows = ((0,), (1, 2), (3,), (4,))
-    shape = (len(rows), LENGTH)
-    packed = {
-        "input_ids": torch.zeros(shape, dtype=torch.int64),
-        "labels": torch.full(shape, -100),
-        "token_mask": torch.zeros(shape),
-    }
-    packed = {name: tensor.long() for name, tensor in packed.items()}
-    packed["position_ids"] = torch.arange(LENGTH).repeat(len(rows), 1)
-    for row, samples in enumerate(rows):
-        at = 0
-        for sample in samples:
-            here, there = (row, slice(at, at + lengths[sample])), (sample, slice(lengths[sample]))
-            packed["input_ids"][here], packed["labels"][here] = padded["input_ids"][there], padded["labels"][there]
-            packed["labels"][row, at] = -100  # what comes first is predicted by nothing
-            packed["position_ids"][here], packed["token_mask"][here] = torch.arange(lengths[sample]), 1
-            at += lengths[sample]
-        packed["position_ids"][row, at:] = torch.arange(LENGTH - at)
     path = model_dir("mixtral-aux")
     loss, norm = PlainTrainer(path, 1e-3, 0.1, None).step(padded)
-    for name, batch in {"padded": padded, "packed": packed}.items():
+    for name, batch in {"padded": padded, "packed": packed(padded, lengths, ((0,), (1, 2), (3,), (4,)))}.items():
         options = {"output": tmp_path / name, "compute_dtype": "float32", "max_grad_norm": None}
         with Engine.open(path, headrace.Options(host_memory="4GiB", learning_rate=1e-3, **options)) as engine:
             result = engine.step(batch)

@@ -289,9 +289,11 @@ def test_packing_support_is_found_by_trying() -> None:
     assert support["opt"].packs_by_masks
     assert support["opt"].packs(10**9)
     assert support["gpt-oss"].packs(10**9)
-    assert not support["nemotron-h"].packs(2)
-    assert not support["bloom"].packs(2)
-    assert support["bloom"].packing_reason
+    for name in ("nemotron-h", "bloom"):
+        assert support[name].packs(2)
+        assert support[name].runs_by_samples(2)
+        assert "see each other" in support[name].packing_reason
+    assert not any(support[name].runs_by_samples(10**9) for name in ("llama", "qwen3", "opt", "gpt-oss"))
 
 
 def test_building_does_not_move_the_global_generator() -> None:

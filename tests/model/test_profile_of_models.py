@@ -93,10 +93,10 @@ def test_masks_that_keep_samples_apart_are_counted(kind: str, rows: int) -> None
 
 @pytest.mark.parametrize("kind", ["bloom"])
 @pytest.mark.parametrize("rows", [1, 8])
-def test_rows_of_models_that_cannot_pack_are_padded_and_have_masks(kind: str, rows: int) -> None:
+def test_rows_of_models_that_run_them_by_samples_may_be_padded_and_have_masks(kind: str, rows: int) -> None:
     """Of every position with every other, which stay through a whole step and are attention's workspace besides."""
     chain = chain_of(kind)
-    assert not chain.packs(LENGTH)
+    assert chain.runs_by_samples(LENGTH)
     planned = profile(chain, rows, LENGTH)
     ids = torch.zeros((rows, LENGTH), dtype=torch.int64)
     mask = torch.ones_like(ids)

@@ -49,34 +49,23 @@ def packs_as_alone(kind: str, values: dict[str, Any], length: int) -> bool:
 
 
 @pytest.mark.parametrize("floor_scale", [32, 64, 8192])
-def test_a_temperature_by_the_place_in_the_row_limits_packing_to_rows_that_do_not_reach_it(floor_scale: int) -> None:
+def test_rows_that_reach_a_temperature_by_the_place_in_the_row_are_run_sample_by_sample(floor_scale: int) -> None:
     """Llama 4 counts from the beginning of the row, whatever the positions say."""
     values = {**_LLAMA4, "floor_scale": floor_scale, "attn_scale": 1.0, "no_rope_layers": [1, 0, 1]}
     chain = chain_of("llama4_text", **values)
     assert chain.packs(floor_scale - 1)
-    assert not chain.packs(floor_scale)
+    assert [chain.runs_by_samples(length) for length in (floor_scale - 1, floor_scale)] == [False, True]
     assert f"floor_scale {floor_scale}" in chain.packing_reason
     if floor_scale < 100:
         assert packs_as_alone("llama4_text", values, floor_scale - 1)
         assert not packs_as_alone("llama4_text", values, 2 * floor_scale)
 
 
-def test_packed_rows_that_reach_it_are_refused_before_a_step() -> None:
-    chain = chain_of("llama4_text", **_LLAMA4, floor_scale=16, no_rope_layers=[1, 0, 1])
-    for length in (15, 16):
-        batch = {"input_ids": torch.zeros(1, length), "position_ids": (torch.arange(length) % 5)[None]}
-        with pytest.raises(DataError, match="floor_scale 16") if length == 16 else contextlib.nullcontext():
-            check_apart(batch, chain)
-    alone = torch.arange(64)[None]
-    check_apart({"input_ids": alone, "position_ids": alone}, chain)
-
-
-def test_tables_that_go_by_the_longest_position_limit_packing_too() -> None:
+def test_rows_that_reach_tables_by_the_longest_position_are_run_sample_by_sample_too() -> None:
     """Phi-3's long factors hold for a whole batch as soon as one of its positions is beyond the original length."""
     chain = chain_of("phi3", **_PHI3)
     self_check(chain.config)
-    assert chain.packs(1023)
-    assert not chain.packs(1024)
+    assert [chain.runs_by_samples(length) for length in (1023, 1024)] == [False, True]
     assert "original_max_position_embeddings 1024" in chain.packing_reason
 
 
@@ -128,6 +117,12 @@ def test_a_number_that_no_tiny_instance_can_go_beyond_limits_packing(monkeypatch
     assert chain.packs(511)
     assert not chain.packs(512)
     assert "needs_many 512" in chain.packing_reason
+    for length in (511, 512):  # such rows are refused before a step
+        batch = {"input_ids": torch.zeros(1, length), "position_ids": (torch.arange(length) % 5)[None]}
+        with pytest.raises(DataError, match="needs_many 512") if length == 512 else contextlib.nullcontext():
+            check_apart(batch, chain)
+    alone = torch.arange(600)[None]
+    check_apart({"input_ids": alone, "position_ids": alone}, chain)
 
 
 def test_sizes_that_others_have_to_fit_limit_nothing() -> None:
