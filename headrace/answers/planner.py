@@ -54,6 +54,10 @@ class Planner:
         self._profiles = Profiles(chain)
         self._runtime_bytes: int | None = None
 
+    def use(self, ceilings: Ceilings) -> None:
+        """Plan for this machine from now on."""
+        self._ceilings = ceilings
+
     def plan(self, tokens_per_step: int, sequence_length: int, *, state: Manifest | Sequence[Path]) -> Plan:
         """Return the plan for a step of so many tokens. `state` is the run's state, or the directories that it will be made in.
 

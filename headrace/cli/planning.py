@@ -14,6 +14,7 @@ from headrace.answers.answer import plan_model
 from headrace.answers.explain import explain
 from headrace.answers.plan_report import PlanReport
 from headrace.cli.environment import cache_directory, machine_profile_path
+from headrace.measure.kept import Wanted, alone, find_kept
 from headrace.plan.machine_profiles import load_profile
 from headrace.terms.ceilings import Ceilings, Drive
 from headrace.terms.errors import ConfigError, StorageError
@@ -21,6 +22,9 @@ from headrace.terms.events import Event, Notice
 from headrace.terms.options import Options, RunOptions
 from headrace.terms.plain_figures import plain_figure
 from headrace.terms.sizes import format_bytes, format_seconds
+
+# For another process that measures: the longest that most take.
+_WAIT_SECONDS = 100.0
 
 
 def make_report(model: str, options: Options, data: Sequence[Path]) -> PlanReport:
@@ -32,8 +36,8 @@ def make_report(model: str, options: Options, data: Sequence[Path]) -> PlanRepor
     """
     here = options.machine is None
     if here:
-        kept = machine_profile_path()
-        options = replace(options, ssd=options.ssd or (Path.cwd(),), machine=load_profile(kept) if kept.exists() else None)
+        options = replace(options, ssd=options.ssd or (Path.cwd(),))
+        options = replace(options, machine=_measured_machine(options))
     if data and options.max_steps is None:
         options = _of_one_epoch(Path(model), data, options)
     return plan_model(model, options, here=here)
@@ -55,7 +59,10 @@ def bench_machine(directories: Sequence[Path], output: Path | None, *, seconds: 
     )  # late: it brings the kernels and their compiler, which a plan does without
 
     path = output or machine_profile_path()
-    ceilings = measure_machine(tuple(directories) or (Path.cwd(),), seconds_budget=seconds, sink=_say)
+    with alone(_WAIT_SECONDS) as first:
+        if not first:
+            _say(Notice(text="another process measures this machine, too: both find less than there is"))
+        ceilings = measure_machine(tuple(directories) or (Path.cwd(),), seconds_budget=seconds, sink=_say)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(ceilings.to_json(), indent=2) + "\n", encoding="utf-8")
@@ -113,6 +120,14 @@ def _drive_lines(index: int, drive: Drive) -> Iterator[str]:
     if drive.is_tuned:
         threads, piece = drive.in_flight.threads, format_bytes(drive.in_flight.piece_bytes)
         yield f"{f'ssd {index} in flight':<18} {threads:8d} each way, in pieces of {piece}"
+
+
+def _measured_machine(options: Options) -> Ceilings | None:
+    """Return the profile of this machine, or what a run measured of it; None where nobody did."""
+    profile = machine_profile_path()
+    if profile.exists():
+        return load_profile(profile)
+    return find_kept(cache_directory(), Wanted(directories=options.budget.ssd, compute_dtype=options.compute_dtype))
 
 
 def _of_one_epoch(model: Path, data: Sequence[Path], options: Options) -> Options:

@@ -26,6 +26,7 @@ from headrace.flow.update import device_updater
 from headrace.machine.here import this_machine
 from headrace.machine.host_memory import HeapGuard, keep_freed_memory
 from headrace.machine.meter import MemoryMeter
+from headrace.machine.protocol import Machine
 from headrace.model import Chain, Checkpoint, Exporter, check_whole, export_bytes, self_check
 from headrace.plan.buffer_sizes import scratch_bytes
 from headrace.plan.given import load_plan
@@ -127,6 +128,7 @@ class Engine:
         plan: Plan | None = None,
         adjust_plan: Callable[[Plan], Plan] | None = None,
         final: Path | None = None,
+        measure: Callable[[Plan, Machine], Ceilings | None] | None = None,
     ) -> "Engine":
         """Import a Hugging Face model directory into a new store and return the engine that trains it.
 
@@ -135,7 +137,8 @@ class Engine:
         Without `tokens_per_step` the plan is made for the first batch. Of the machine's drives those of the SSD directories
         count. `plan` is taken instead of the one that `options` name. `adjust_plan` may change the plan before anything is
         built: for experiments with placements that the planner would not choose. `final` is where the model will be written
-        at the end, beside the state: without space for both there is no beginning.
+        at the end, beside the state: without space for both there is no beginning. `measure` is asked for the figures of the
+        machine where the options have none, with the plan that is made without; of what it returns another is made.
 
         Raises:
             InputError: the model, a directory, an option or `plan` cannot be used; nothing has been allocated or written.
@@ -154,7 +157,12 @@ class Engine:
         directory = Path(temporary.name if options.output is None and temporary else options.output or "")
         try:
             engine = cls(
-                Path(model).resolve(), options, lambda engine: engine._import(directory, ssd, final), sink, adjust_plan, plan
+                Path(model).resolve(),
+                options,
+                lambda engine: engine._import(directory, ssd, final, measure if machine is None else None),
+                sink,
+                adjust_plan,
+                plan,
             )
         except BaseException:
             if temporary is not None:
@@ -197,12 +205,23 @@ class Engine:
             store.close()
             raise
 
-    def _import(self, directory: Path, ssd: tuple[Path, ...], final: Path | None) -> StateStore:
+    def _import(
+        self,
+        directory: Path,
+        ssd: tuple[Path, ...],
+        final: Path | None,
+        measure: Callable[[Plan, Machine], Ceilings | None] | None,
+    ) -> StateStore:
         """Return a new store with the model in it, planned for before it is made. What fails leaves nothing behind."""
         directories, options = ssd or (directory,), self.options
         if options.tokens_per_step is not None:
             length = options.sequence_length or options.tokens_per_step
             self.plan = self._planner.plan(options.tokens_per_step, length, state=directories)
+            if measure is not None and (found := measure(self.plan, self.machine)) is not None:
+                found = found.of_directories(file_systems(directories))
+                self._planner.use(found)
+                self.plan = self._planner.plan(options.tokens_per_step, length, state=directories)
+                self.options = options = replace(options, machine=found)
         with contextlib.ExitStack() as undo:
             make_run_directory(directory, undo)
             store = self._create_store(directory, directories, final)

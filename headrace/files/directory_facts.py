@@ -200,18 +200,37 @@ def _trial_file(directory: Path, size_bytes: int) -> Iterator[DirectFile]:
         file.close()
 
 
+def drive_name(directory: Path) -> str:
+    """Return what tells the drive of `directory` from others of this machine, the same after a restart: what is mounted there,
+    its file system and its size. Of a directory that is still to be made, where it will lie. Never raises.
+    """
+    there = next((path for path in (directory, *directory.parents) if path.exists()), directory)
+    try:
+        status = os.statvfs(there)
+    except OSError:
+        return str(directory)
+    kind, source = _mount_of(there)
+    return f"{kind} {source} {status.f_blocks * status.f_frsize}"
+
+
 def _file_system_type(directory: Path) -> str:
     """Return the type of the mount that holds `directory`, as the kernel names it; empty where it does not say."""
+    return _mount_of(directory)[0]
+
+
+def _mount_of(directory: Path) -> tuple[str, str]:
+    """Return type and source of the mount that holds `directory`, as the kernel names them; empty where it does not say."""
     try:
         lines = Path("/proc/self/mountinfo").read_text(errors="surrogateescape").split("\n")
     except OSError:
-        return ""
+        return "", ""
     resolved = directory.resolve()
-    best, found = -1, ""
+    best, found = -1, ("", "")
     for line in filter(None, lines):
         left, _, right = line.partition(" - ")
         mount_point = Path(_OCTAL.sub(lambda found: chr(int(found[1], 8)), left.split(" ")[4]))
         # A later mount on the same point hides the earlier one.
         if resolved.is_relative_to(mount_point) and len(mount_point.parts) >= best:
-            best, found = len(mount_point.parts), right.split()[0]
+            kind, source = right.split(" ")[:2]
+            best, found = len(mount_point.parts), (kind, source)
     return found

@@ -79,9 +79,18 @@ class CpuMachine:
 @cache
 def processor_flags() -> frozenset[str]:
     """Return what the kernel says that the processor has, by its names; empty where it says nothing."""
+    return frozenset(_first_of("flags", "features").split())
+
+
+def processor_name() -> str:
+    """Return what the kernel calls the processor; empty where it says nothing."""
+    return _first_of("model name", "cpu part")
+
+
+def _first_of(*fields: str) -> str:
+    """Return the first value of one of these fields of the kernel's list of processors."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
-        return frozenset()
-    listed = (line.partition(":")[2] for line in lines if line.lower().startswith(("flags", "features")))
-    return frozenset(next(listed, "").split())
+        return ""
+    return next((line.partition(":")[2].strip() for line in lines if line.lower().startswith(fields)), "")

@@ -5,7 +5,10 @@ space is used meanwhile.
 """
 
 import contextlib
+import fcntl
+import math
 import os
+import shutil
 import statistics
 import tempfile
 import time
@@ -41,6 +44,7 @@ _AS_GOOD = 0.97
 _GIGABYTE = 1e9
 _LATENCY_REPEATS = 30
 _COMMIT_REPEATS = 7
+_FOLDER_PREFIX = ".headrace-bench-"
 
 
 class Drive:
@@ -53,6 +57,7 @@ class Drive:
 
     def __init__(self, directory: Path, most_bytes: int = _LARGEST_FILE_BYTES) -> None:
         self.facts = _checked(directory)
+        remove_leftovers(directory)
         size_bytes = min(most_bytes, self.facts.free_bytes // _FREE_SHARE) // _TRANSFER_BYTES * _TRANSFER_BYTES
         self._closers = contextlib.ExitStack()
         try:
@@ -62,6 +67,7 @@ class Drive:
             self._closers.callback(self.file.close)
             self.engine = self._closers.enter_context(ThreadEngine())
             self.setting: InFlight | None = None
+            self.filled_bytes = size_bytes
             self._counted_from = (0.0, 0)
         except BaseException:
             self._closers.close()
@@ -79,16 +85,19 @@ class Drive:
         status = os.statvfs(self._directory)
         return status.f_blocks * status.f_frsize
 
-    def fill(self) -> None:
-        """Write the whole file once: what was never written is not read from the drive."""
-        load = DriveLoad([self], write=True)
-        for _ in range(-(-self.file.size_bytes // (_TRANSFERS * _TRANSFER_BYTES))):
-            load.unit()
+    def fill(self, seconds: float = math.inf, transfer_bytes: int = _TRANSFER_BYTES) -> None:
+        """Write the whole file once, or what of it takes `seconds`: what was never written is not read from the drive."""
+        written, whole = 0, self.file.size_bytes
+        self.filled_bytes = whole  # as far as the load goes
+        load, begin = DriveLoad([self], write=True, transfer_bytes=transfer_bytes), time.monotonic()
+        while written < whole and (not written or time.monotonic() - begin < seconds):
+            written += int(load.unit())
+        self.filled_bytes = min(written, whole)
         self.file.sync()
 
     def tune(self, seconds: float) -> InFlight:
         """Try settings for about `seconds` (each once at least), keep the best and return it."""
-        chunk_bytes = min(_CHUNK_BYTES, self.file.size_bytes)
+        chunk_bytes = min(_CHUNK_BYTES, self.filled_bytes)
         loads = [
             DriveLoad([self], write=False, transfers=_CHUNKS_READ, transfer_bytes=chunk_bytes),
             DriveLoad([self], write=True, transfers=_CHUNKS_WRITTEN, transfer_bytes=chunk_bytes),
@@ -118,7 +127,7 @@ class Drive:
     def transfer_seconds(self) -> float:
         """Return what a read takes besides moving its bytes: the time of the smallest one, through the engine."""
         block = huge_page_buffer(BLOCK_BYTES)
-        offsets = _cycle(self.file.size_bytes, _TRANSFER_BYTES)
+        offsets = _cycle(self.filled_bytes, min(_TRANSFER_BYTES, self.filled_bytes))
         return seconds_of(lambda: self.engine.read([(self.file, next(offsets), block)]).wait(), _LATENCY_REPEATS)
 
     def commit_seconds(self) -> float:
@@ -126,9 +135,9 @@ class Drive:
         data = huge_page_buffer(BLOCK_BYTES)
         data[:] = 1
         # Files with names, as a store's are: for those without, some file systems (btrfs) take a shorter way.
-        with tempfile.TemporaryDirectory(prefix=".headrace-bench-", dir=self._directory) as folder:
-            record = Path(folder) / "record"
-            file = DirectFile.create(Path(folder) / "data", BLOCK_BYTES)
+        with _own_folder(self._directory) as folder:
+            record = folder / "record"
+            file = DirectFile.create(folder / "data", BLOCK_BYTES)
 
             def commit() -> None:
                 self.engine.write([(file, 0, data)]).wait()
@@ -159,7 +168,7 @@ class DriveLoad:
         for index, buffer in enumerate(self._buffers):
             # Some drives compress, and none keeps what it has seen before.
             buffer[:] = np.random.default_rng(index).integers(0, 256, buffer.size, dtype=np.uint8)
-        self._offsets = [_cycle(drive.file.size_bytes, transfer_bytes) for drive in self._drives]
+        self._offsets = [_cycle(drive.filled_bytes, transfer_bytes) for drive in self._drives]
 
     def unit(self) -> float:
         """Move all buffers once; returns their bytes."""
@@ -203,6 +212,31 @@ def best_setting(rates: Mapping[InFlight, float]) -> InFlight:
         (setting for setting, rate in rates.items() if rate >= enough),
         key=lambda setting: (setting.piece_bytes, -setting.threads),
     )
+
+
+@contextlib.contextmanager
+def _own_folder(directory: Path) -> Iterator[Path]:
+    """Yield a folder that is removed afterwards, and where this process is killed by the next that measures there."""
+    with tempfile.TemporaryDirectory(prefix=_FOLDER_PREFIX, dir=directory) as name:
+        descriptor = os.open(name, os.O_RDONLY)
+        try:
+            with contextlib.suppress(OSError):  # a file system without locks: then nobody takes it for a leftover, either
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            yield Path(name)
+        finally:
+            os.close(descriptor)
+
+
+def remove_leftovers(directory: Path) -> None:
+    """Remove what measurements that were killed left in `directory`: the folders that no living process holds locked."""
+    for folder in directory.glob(f"{_FOLDER_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder)
+            finally:
+                os.close(descriptor)
 
 
 def _checked(directory: Path) -> DirectoryFacts:

@@ -116,12 +116,14 @@ def interleaved(
     return Figures(rates, {pair: (kept(pair, 0), kept(pair, 1)) for pair in pairs})
 
 
-def seconds_of(action: Callable[[], object], repeats: int) -> float:
-    """Return the median of the seconds that `action` takes, after a first time that is not counted."""
+def seconds_of(
+    action: Callable[[], object], repeats: int, pick: Callable[[Sequence[float]], float] = statistics.median
+) -> float:
+    """Return the median, or what `pick` takes, of the seconds that `action` takes, after a first time that is not counted."""
     action()
     taken = []
     for _ in range(repeats):
         begin = time.perf_counter()
         action()
         taken.append(time.perf_counter() - begin)
-    return max(statistics.median(taken), _LEAST_SECONDS)
+    return max(pick(taken), _LEAST_SECONDS)

@@ -6,7 +6,6 @@ Invariant: the result passes the checks of `Ceilings.from_json`; measuring takes
 
 import contextlib
 import math
-import platform
 import time
 from collections.abc import Sequence
 from itertools import pairwise
@@ -23,6 +22,7 @@ from headrace.measure.compute_loads import AttentionLoad, BlockLoad, HeadLoad, f
 from headrace.measure.drives import Drive, DriveLoad
 from headrace.measure.loads import Figures, Load, in_order, interleaved, rates_together, seconds_of
 from headrace.measure.memory_loads import CopyLoad, DrainLoad, StreamLoad, UpdateBuffers, UpdateLoad
+from headrace.measure.results import both_ways, drive_figures, slowdowns, title
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.errors import ConfigError
 from headrace.terms.events import Notice, Sink
@@ -31,9 +31,6 @@ from headrace.terms.program import Lane
 from headrace.terms.sizes import MIB
 
 _ROUNDS = 3
-# Beyond this share of its own rate a lane counts as undisturbed: it is within what repeats differ by.
-_UNDISTURBED = 0.97
-_LEAST_SHARE = 0.01
 # Shapes of the block that is measured: hidden size and tokens. The largest that one turn has time for is taken.
 _SHAPES_CPU = ((256, 256), (1024, 512), (2048, 1024))
 _SHAPES_GPU = ((1024, 2048), (4096, 2048))
@@ -249,7 +246,7 @@ class _Bench:
         update = max(rates["update all"], rates[Lane.UPDATE], per_core)
         inward, outward = rates[Lane.HOST_TO_DEVICE], rates[Lane.DEVICE_TO_HOST]
         values = {
-            "name": f"{self._title()}, {len(self._drives)} SSD {'directory' if len(self._drives) == 1 else 'directories'}",
+            "name": title(self._machine, self._cores, len(self._drives)),
             "has_device": self._gpu,
             "device_memory_bytes": self._machine.device_memory_bytes()[1] if self._gpu else 0,
             "host_memory_bytes": psutil.virtual_memory().total,
@@ -257,23 +254,18 @@ class _Bench:
             **self._compute_rates(rates, overheads["launch_seconds"]),
             "host_to_device_bytes_per_second": inward,
             "device_to_host_bytes_per_second": outward,
-            "both_ways_bytes_per_second": _both(found, Lane.HOST_TO_DEVICE, Lane.DEVICE_TO_HOST),
+            "both_ways_bytes_per_second": both_ways(found, Lane.HOST_TO_DEVICE, Lane.DEVICE_TO_HOST),
             # The kernel counts each byte as the stream does; whichever got more out of the bus shows what the bus can do.
             "host_memory_bytes_per_second": max(rates["stream"], update),
             "update_bytes_per_second": update,
             "update_bytes_per_second_per_core": per_core,
-            "drives": [self._drive(found, index) for index in range(len(self._drives))],
-            "slowdowns": self._slowdowns(found),
+            "drives": [drive_figures(found, index, drive) for index, drive in enumerate(self._drives)],
+            "slowdowns": slowdowns(found, self._pairs()),
             "sources": self._sources(),
             "widened_dtypes": [dtype for dtype in PLANE_SETS if not self._machine.multiplies(dtype)],
             **overheads,
         }
         return Ceilings.from_json(values)
-
-    def _title(self) -> str:
-        if self._gpu:
-            return torch.cuda.get_device_name(self._machine.device)
-        return f"{platform.machine()} CPU with {self._cores} threads"
 
     def _compute_rates(self, rates: dict[str, float], launch_seconds: float) -> dict[str, Any]:
         """Return rates of matrix products and of attention, and what blocks and the head take besides.
@@ -310,36 +302,6 @@ class _Bench:
             "head_seconds": head_seconds,
         }
 
-    def _drive(self, found: Figures, index: int) -> dict[str, float | int | None]:
-        read, write, drive = f"read {index}", f"write {index}", self._drives[index]
-        return {
-            "read_bytes_per_second": found.rates[read],
-            "write_bytes_per_second": found.rates[write],
-            "mixed_bytes_per_second": _both(found, read, write),
-            "capacity_bytes": drive.capacity_bytes,
-            "threads_per_direction": drive.setting.threads if drive.setting else None,
-            "piece_bytes": drive.setting.piece_bytes if drive.setting else None,
-            "io_cpu_seconds_per_gigabyte": drive.cpu_seconds_per_gigabyte,
-        }
-
-    def _slowdowns(self, found: Figures) -> dict[str, dict[str, float]]:
-        """Return what is left of each lane's rate beside another, without what sharing the memory bus explains already."""
-        lanes = set(Lane)
-        bus = max(found.rates["stream"], found.rates["update all"])
-        slowdowns: dict[str, dict[str, float]] = {}
-        for one, other in self._pairs():
-            shares = found.shares[one, other]
-            if not {one, other} <= lanes or (one, other) == (Lane.HOST_TO_DEVICE, Lane.DEVICE_TO_HOST):
-                continue
-            explained = 1.0
-            if Lane.COMPUTE not in (one, other):
-                explained = min(1.0, bus / (found.rates[one] + found.rates[other]))
-            for lane, beside, share in ((one, other, shares[0]), (other, one, shares[1])):
-                kept = max(_LEAST_SHARE, share / explained)
-                if kept < _UNDISTURBED:
-                    slowdowns.setdefault(str(lane), {})[str(beside)] = round(kept, 4)
-        return slowdowns
-
     def _sources(self) -> dict[str, str]:
         how = f"median of up to {self._rounds()} interleaved turns of {self._turn_seconds():.2g} s, torch {torch.__version__}"
         kept = "a rough look" if self._quick else "measured"
@@ -354,9 +316,3 @@ class _Bench:
 def _work(one: tuple[int, int], other: tuple[int, int]) -> float:
     """Return the operations of a block of one shape, in those of another: hidden size squared, times tokens."""
     return (one[0] / other[0]) ** 2 * one[1] / other[1]
-
-
-def _both(found: Figures, one: str, other: str) -> float:
-    """Return the total of two directions at once; noise above the sum of the two alone is cut."""
-    first, second = found.shares[one, other]
-    return min(1.0, first) * found.rates[one] + min(1.0, second) * found.rates[other]

@@ -3,15 +3,18 @@
 Invariant: only here does the loop's side know the names of the engine's own files.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from headrace.engine.trainer import Engine
+from headrace.machine.protocol import Machine
 from headrace.model import Chain, Checkpoint
+from headrace.plan.plan import Plan
 from headrace.runs.protocols import Engines, StateKind
 from headrace.runs.run_directory import RunDirectory
 from headrace.store import RunLock, read_manifest, remove_uncommitted, remove_unmade
 from headrace.store.manifest import MANIFEST_NAME, RECORD_NAMES
+from headrace.terms.ceilings import Ceilings
 from headrace.terms.errors import RunDirectoryError
 from headrace.terms.events import Sink
 from headrace.terms.layout import UnitLayout
@@ -24,9 +27,15 @@ def headrace_engines() -> Engines:
     return Engines(begin, resume, why_not_packed, state_of, discard)
 
 
-def begin(model: Path, options: Options, sink: Sink | None = None) -> Engine:
+def begin(
+    model: Path,
+    options: Options,
+    sink: Sink | None = None,
+    *,
+    measure: Callable[[Plan, Machine], Ceilings | None] | None = None,
+) -> Engine:
     """Return `Engine.open`, for a run whose model will lie in its directory: space for that is looked for, too."""
-    return Engine.open(model, options, sink, final=RunDirectory(Path(str(options.output))).final)
+    return Engine.open(model, options, sink, final=RunDirectory(Path(str(options.output))).final, measure=measure)
 
 
 def resume(run_directory: Path, *, sink: Sink | None = None, to_train: bool = True) -> Engine:

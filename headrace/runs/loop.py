@@ -19,11 +19,13 @@ from headrace.plan.plan import Plan
 from headrace.report import LanesFile, MetricsFile, Reporters, TensorBoard, TraceFile, TrainerStateFile
 from headrace.report.metrics import read_metrics
 from headrace.runs.finish import write_final
+from headrace.runs.measuring import MachineOfRun
 from headrace.runs.open_data import tensors_of
 from headrace.runs.prepare import check, open_stream, prepare
 from headrace.runs.protocols import Display, Engines, NoDisplay, RunningEngine, StateKind
 from headrace.runs.run_directory import RunDirectory
 from headrace.runs.signals import Interrupted, StopRequest
+from headrace.terms.ceilings import Ceilings
 from headrace.terms.errors import HeadraceError, RunDirectoryError, StorageError
 from headrace.terms.events import Committed, Event, OpDone, Planned, Sink, StepResult
 from headrace.terms.options import RunOptions
@@ -115,14 +117,17 @@ def _begin(run: _Run, on_failure: Callable[[], None] | None = None) -> Finished:
     config = run.config
     told: list[Account] = []
 
-    def tell(plan: Plan) -> None:
-        told.append(_account(run, plan))
-        told[0].tell_before(run.display)
-
     with ExitStack() as stack:
         reporters = _reporters(run, stack)
+        machine = MachineOfRun(config, run.directory.path, total_steps=run.total_steps, sink=reporters)
+
+        def tell(plan: Plan) -> None:
+            told.append(_account(run, plan, machine.ceilings))
+            told[0].tell_before(run.display)
+
+        options = replace(config, output=run.directory.path, machine=machine.ceilings or config.machine)
         try:
-            engine = run.engines.open(config.model, replace(config, output=run.directory.path), _for_people(reporters, tell))
+            engine = run.engines.open(config.model, options, _for_people(reporters, tell), measure=machine)
         except BaseException:
             if on_failure is not None:
                 on_failure()
@@ -174,11 +179,12 @@ def _drive(run: _Run, engine: RunningEngine, reporters: Reporters, account: "Acc
     return Finished(run_directory=run.directory.path, final=run.directory.final, steps=steps)
 
 
-def _account(run: _Run, plan: Plan) -> "Account":
-    """Return what tells of the engine's plan."""
+def _account(run: _Run, plan: Plan, measured: Ceilings | None = None) -> "Account":
+    """Return what tells of the engine's plan. `measured` are figures of the machine that the configuration does not name."""
     from headrace.runs.account import Account  # late, for the same reason as the engine
 
-    return Account(plan, run.config, run.directory, total_steps=run.total_steps)
+    config = run.config if measured is None else replace(run.config, machine=measured)
+    return Account(plan, config, run.directory, total_steps=run.total_steps)
 
 
 def _run(

@@ -64,9 +64,9 @@ class RunningEngine(Protocol):
 class Engines:
     """How a run gets its engine: `open` and `resume` as of `headrace.Engine`, and what must be known before.
 
-    `why_not_packed` says why a model directory's architecture does not keep samples in rows of so many tokens apart ("": it
-    does); `state_of` what a run directory holds for `resume`; `discard` removes a state that was never completed, or not wholly
-    removed.
+    `open` also takes `measure`, which is asked for the figures of the machine with the first plan. `why_not_packed` says why a
+    model directory's architecture does not keep samples in rows of so many tokens apart ("": it does); `state_of` what a run
+    directory holds for `resume`; `discard` removes a state that was never completed, or not wholly removed.
     """
 
     open: Callable[..., RunningEngine]

@@ -183,7 +183,7 @@ class Options(Declared):
         Either(Ceilings, Text()),
         "Machine profile: a name such as rtx4090-4ssd, or a file.",
         row="profile by which the plan is chosen: a name such as `rtx4090-4ssd`, or a file",
-        words="what `bench machine` kept",
+        words="what was measured, if anything",
         plan=True,
         fixed=False,
     )
@@ -301,13 +301,20 @@ class RunOptions(Options):
         "tensorboard or trace; may be given twice.",
         row="`tensorboard`, `trace` (timeline for ui.perfetto.dev)",
     )
+    measure: bool = option(
+        True,
+        Flag(),
+        "Measure this machine before a long run, once.",
+        row="measure this machine before a run that is forecast above two minutes, where nobody has: ten seconds at most, "
+        "kept in `cache` for later runs",
+    )
     keep_state: bool = option(
         False, Flag(), "Keep the state on the SSDs after the end.", row="keep the state on the SSDs after the end"
     )
     cache: Path = option(
         kind=Place(),
         help="Tokenised data.",
-        row="tokenised data",
+        row="tokenised data, and what was measured of this machine",
         words="`~/.cache/headrace`",
         cli=False,
         factory=lambda: Path.home() / ".cache" / "headrace",

@@ -1,6 +1,7 @@
 """`headrace plan` and `headrace bench machine` on the command line: output, exit codes, where the profile is kept."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from planned_models import llama_small, saved
 from typer.testing import CliRunner, Result
 
 from headrace.cli.app import app
+from headrace.measure.kept import Wanted, keep
 from headrace.plan.machine_profiles import load_profile
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.options import DTYPE_NAMES, MOMENTS_NAMES
@@ -77,6 +79,22 @@ def test_a_profile_that_is_kept_is_this_machines(model: Path, tmp_path: Path) ->
     assert result.exit_code == 0, result.output
     assert "my rig" in result.stdout
     assert "device" not in result.stdout.split("\n\n")[1].splitlines()[0]
+
+
+def test_what_a_run_measured_is_this_machines_until_there_is_a_profile(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    words = ("plan", model, "--ssd", tmp_path, "--host-memory", "8GiB", "--tokens-per-step", 512, "--sequence-length", 256)
+    assert "machine   nominal: no figures of this machine, so times are guesses; measure it with" in run(*words).stdout
+    measured = replace(load_profile("h100-1ssd"), name="measured before a run", has_device=False, device_memory_bytes=0)
+    keep(tmp_path / "cache" / "headrace", Wanted(directories=(tmp_path,), compute_dtype="bfloat16"), measured)
+    assert "machine   measured before a run\n" in run(*words).stdout
+    assert "machine   nominal" in run(*words, "--compute-dtype", "float32").stdout
+    profile = tmp_path / "settings" / "headrace" / "machine.json"
+    profile.parent.mkdir(parents=True)
+    profile.write_text(json.dumps(replace(measured, name="my rig").to_json()))
+    assert "machine   my rig\n" in run(*words).stdout
 
 
 def test_measuring_writes_the_profile_where_plans_look(model: Path, tmp_path: Path) -> None:

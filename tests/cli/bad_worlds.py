@@ -67,7 +67,7 @@ class World:
             "max-steps": 2,
         }
         options |= {name.replace("_", "-"): value for name, value in changes.items()}
-        words: list[object] = ["train", self.model, self.data]
+        words: list[object] = ["train", self.model, self.data, "--no-measure"]
         for name, value in options.items():
             for each in value if isinstance(value, list) else [value]:
                 words += [f"--{name}", each]

@@ -18,6 +18,7 @@ from headrace.answers.answer import plan_model
 from headrace.engine.trainer import Engine
 from headrace.plan.given import load_plan
 from headrace.plan.plan import Plan
+from headrace.plan.search import nominal_machine
 from headrace.terms.errors import ConfigError, PlanInfeasible
 
 ROWS, LENGTH = 6, 32
@@ -169,3 +170,24 @@ def test_a_file_that_is_no_plan_is_refused(tmp_path: Path, content: str | None, 
         (tmp_path / "plan.json").write_text(content)
     with pytest.raises(ConfigError, match=words):
         load_plan(tmp_path / "plan.json")
+
+
+def test_a_run_that_was_measured_is_planned_and_resumed_by_that(path: Path, tmp_path: Path) -> None:
+    """As one that was given the same figures; and resumed by its record, whatever would be measured then."""
+    figures = dataclasses.replace(nominal_machine(2, host_bytes=4 << 30, device_bytes=None), name="measured", cores=2)
+    asked: list[Plan] = []
+
+    def measure(plan: Plan, machine: object) -> Any:
+        asked.append(plan)
+        return figures
+
+    planned, *bits = run(path, tmp_path / "given", machine=figures)
+    found, *same = run(path, tmp_path / "measured", hooks={"measure": measure})
+    assert (found, same) == (planned, bits)
+    assert len(asked) == 1
+    with Engine.resume(tmp_path / "measured") as engine:
+        assert engine.plan is not None
+        assert engine.plan.to_json() | {"results": None} == found.to_json() | {"results": None}
+        assert engine.options.machine == figures
+    run(path, tmp_path / "again", hooks={"measure": measure}, machine=figures)
+    assert len(asked) == 1

@@ -51,6 +51,7 @@ def options(tmp_path: Path) -> dict[str, Any]:
         "sequence_length": 32,
         "tokens_per_step": 64,
         "max_steps": 8,
+        "measure": False,
     }
 
 

@@ -1,0 +1,274 @@
+"""What decides a plan, measured in a few seconds before a long run: products, the drives, copies, the update, and what they
+leave of one another.
+
+`headrace bench machine` measures more, and more exactly; this stays inside a run's own budgets instead.
+Invariant: no more of a tier is taken than `Room` says, and all of it is given back; of what is written nothing stays.
+"""
+
+import contextlib
+import gc
+import math
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from headrace.machine.host_memory import keep_freed_memory, return_pieces
+from headrace.machine.protocol import Machine
+from headrace.measure.compute_loads import BlockLoad, fresh_pages_share
+from headrace.measure.drives import Drive, DriveLoad
+from headrace.measure.loads import Figures, Load, rates_together, seconds_of
+from headrace.measure.memory_loads import CopyLoad, DrainLoad, StreamLoad, UpdateBuffers, UpdateLoad
+from headrace.measure.results import both_ways, drive_figures, slowdowns, title
+from headrace.model import WideProducts
+from headrace.terms.ceilings import Ceilings
+from headrace.terms.errors import ConfigError
+from headrace.terms.layout import PLANE_SETS, UNIT_ALIGNMENT
+from headrace.terms.program import Lane
+from headrace.terms.sizes import MIB, format_bytes
+
+BRIEF_SECONDS = 10.0
+# With less, what is measured fits into caches and says nothing of a run.
+LEAST_HOST_BYTES = 64 * MIB
+# Sizes are for this much room, and smaller in proportion where there is less.
+_ROOMY_BYTES = 512 * MIB
+_STREAM_SHARE, _COPY_SHARE, _UPDATE_SHARE, _DRIVE_SHARE = 1 / 8, 1 / 32, 1 / 8, 1 / 4
+_BYTES_PER_UPDATED = 16
+_MOST_TRANSFER_BYTES, _TRANSFERS = 16 * MIB, 4
+_FILE_BYTES = 128 * MIB
+# A block's hidden size and tokens, and what one takes at most where it is computed: weights, gradients, activations.
+_SHAPES_CPU = (
+    ((1024, 512), 224 * MIB),
+    ((1024, 256), 176 * MIB),
+    ((512, 256), 64 * MIB),
+    ((256, 256), 24 * MIB),
+)
+_SHAPES_GPU = (((4096, 2048), 3072 * MIB), ((2048, 2048), 1024 * MIB), ((1024, 1024), 320 * MIB), ((256, 256), 24 * MIB))
+_LAUNCH_SHAPE, _LAUNCH_REPEATS = (64, 16), 9
+# Parts of the time: when nothing is begun any more that could be left out; a unit of a block, a turn of anything else, filling
+# the drives, all turns of the drives.
+_DEADLINE_SHARE = 0.9
+_UNIT_SHARE, _TURN_SHARE, _FILL_SHARE, _DRIVES_SHARE = 0.05, 0.01, 0.08, 0.06
+_LOOK_ROWS, _LOOK_WIDTH = 256, 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """What measuring may take: of host memory, and of the memory of a GPU (0 where there is none)."""
+
+    host_bytes: int
+    device_bytes: int = 0
+
+
+def measure_briefly(
+    machine: Machine, directories: Sequence[Path], compute_dtype: str, room: Room, *, seconds: float = BRIEF_SECONDS
+) -> Ceilings:
+    """Measure `machine`, which holds no host buffers yet, for products of `compute_dtype`, and the SSD `directories`, each on a
+    drive of its own; in about `seconds` at most.
+
+    Raises:
+        ConfigError: `room` is too little.
+        StorageError: a directory cannot be written to, or has no space.
+    """
+    if room.host_bytes < LEAST_HOST_BYTES:
+        raise ConfigError(f"{format_bytes(room.host_bytes)} of memory are left, {format_bytes(LEAST_HOST_BYTES)} are needed")
+    with contextlib.ExitStack() as stack:
+        stack.callback(_give_back)
+        stack.callback(keep_freed_memory, False)
+        return _Brief(machine, directories, compute_dtype, room, seconds, stack).measure()
+
+
+def look_at_products(machine: Machine, compute_dtype: str) -> float:
+    """Return the rate of matrix products of `compute_dtype` on `machine`, by a look of a tenth of a second."""
+    dtype = getattr(torch, compute_dtype)
+    left = torch.full((_LOOK_ROWS, _LOOK_WIDTH), 0.01, dtype=dtype, device=machine.device)
+    right = torch.full((_LOOK_WIDTH, _LOOK_WIDTH), 0.01, dtype=dtype, device=machine.device)
+
+    def multiply() -> None:
+        with torch.no_grad(), nullcontext() if machine.multiplies(compute_dtype) else WideProducts():
+            torch.mm(left, right)
+        if machine.device.type == "cuda":
+            torch.cuda.synchronize(machine.device)
+
+    return 2.0 * _LOOK_ROWS * _LOOK_WIDTH * _LOOK_WIDTH / seconds_of(multiply, 5)
+
+
+def _give_back() -> None:
+    """Give the memory of what is no longer used back to the system."""
+    gc.collect()
+    return_pieces()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+class _Brief:
+    """One measurement; what it makes is closed by `stack`."""
+
+    def __init__(
+        self,
+        machine: Machine,
+        directories: Sequence[Path],
+        compute_dtype: str,
+        room: Room,
+        seconds: float,
+        stack: contextlib.ExitStack,
+    ) -> None:
+        self._directories, self._dtype, self._room = tuple(directories), compute_dtype, room
+        self._seconds, self._stack = seconds, stack
+        self._deadline = time.perf_counter() + _DEADLINE_SHARE * seconds
+        self._machine = machine
+        stack.callback(machine.release_host_buffers)
+        self._gpu = self._machine.device.type == "cuda"
+        self._cores = torch.get_num_threads()
+        self._host_bytes = min(room.host_bytes, _ROOMY_BYTES)
+        self._loads: dict[str, Load] = {}
+        self._found = Figures({}, {})
+
+    def measure(self) -> Ceilings:
+        """Measure one part after the other; what disturbs what comes last, as far as there is time."""
+        keep_freed_memory(False)
+        drives, figures = self._measure_drives()
+        self._measure_memory()
+        launch = BlockLoad(self._machine, self._dtype, hidden_size=_LAUNCH_SHAPE[0], tokens=_LAUNCH_SHAPE[1])
+        # The least: where others use the cores, an operation on next to nothing waits for them, one on much hardly more.
+        launch_seconds = seconds_of(launch.unit, _LAUNCH_REPEATS, min) / 2
+        block = self._block()
+        self._alone(Lane.COMPUTE, block)
+        self._together(Lane.COMPUTE, Lane.UPDATE)
+        unit_seconds = block.flops / self._found.rates[Lane.COMPUTE]
+        fresh = 1.0
+        if not self._gpu and self._has_time(4 * unit_seconds):
+            fresh = fresh_pages_share(block, self._turn_seconds, 1)
+        pairs = self._pairs()
+        for pair in pairs[1:]:
+            if self._has_time(2 * unit_seconds):
+                self._together(*pair)
+        rates = self._found.rates
+        update = max(rates["update all"], rates[Lane.UPDATE], rates["update 1"])
+        # Without what the simulator adds to each operation: a block is two, forward and backward.
+        values: dict[str, Any] = {
+            "name": title(self._machine, self._cores, len(drives)),
+            "has_device": self._gpu,
+            "device_memory_bytes": self._machine.device_memory_bytes()[1] if self._gpu else 0,
+            "host_memory_bytes": psutil.virtual_memory().total,
+            "cores": self._cores,
+            "flops_per_second": {self._dtype: block.flops / max(unit_seconds - 2 * launch_seconds, unit_seconds / 2)},
+            "host_to_device_bytes_per_second": rates[Lane.HOST_TO_DEVICE],
+            "device_to_host_bytes_per_second": rates[Lane.DEVICE_TO_HOST],
+            "both_ways_bytes_per_second": both_ways(self._found, Lane.HOST_TO_DEVICE, Lane.DEVICE_TO_HOST),
+            "host_memory_bytes_per_second": max(rates["stream"], update),
+            "update_bytes_per_second": update,
+            "update_bytes_per_second_per_core": rates["update 1"],
+            "drives": figures,
+            "fresh_pages_share": fresh,
+            "launch_seconds": launch_seconds,
+            "transfer_seconds": max(drive.transfer_seconds() for drive in drives),
+            "commit_seconds": max(drive.commit_seconds() for drive in drives),
+            "slowdowns": slowdowns(self._found, pairs),
+            "widened_dtypes": [dtype for dtype in PLANE_SETS if not self._machine.multiplies(dtype)],
+            "sources": {"all figures": f"measured in {self._seconds:g} s before a run, torch {torch.__version__}"},
+        }
+        return Ceilings.from_json(values)
+
+    # -- parts ----------------------------------------------------------------------------------------------------------
+
+    def _measure_drives(self) -> tuple[list[Drive], list[dict[str, float | int | None]]]:
+        """Measure each drive alone, and keep what moves the bytes of all of them for the pairs."""
+        drives: list[Drive] = []
+        figures = []
+        count = len(self._directories)
+        most_bytes = int(self._host_bytes * _DRIVE_SHARE) // (2 * _TRANSFERS * count)
+        most_bytes = max(MIB, min(_MOST_TRANSFER_BYTES, most_bytes) // MIB * MIB)
+        turn = self._seconds * _DRIVES_SHARE / (3 * count)
+        for index, directory in enumerate(self._directories):
+            drive = self._stack.enter_context(Drive(directory, _FILE_BYTES))
+            drives.append(drive)
+            begin = time.perf_counter()
+            drive.fill(self._seconds * _FILL_SHARE / count, MIB)
+            # A slow drive moves less at a time, so that one unit is no longer than a turn.
+            rate = drive.filled_bytes / (time.perf_counter() - begin)
+            size = max(MIB, min(most_bytes, int(rate * turn) // _TRANSFERS, drive.filled_bytes // _TRANSFERS) // MIB * MIB)
+            for name, write in ((f"read {index}", False), (f"write {index}", True)):
+                load = DriveLoad([drive], write=write, transfers=_TRANSFERS, transfer_bytes=size)
+                self._alone(name, load, turn)
+            self._together(f"read {index}", f"write {index}", turn)
+            figures.append(drive_figures(self._found, index, drive))
+        for lane, word in ((Lane.SSD_READ, "read"), (Lane.SSD_WRITE, "write")):
+            each = [self._loads[f"{word} {index}"] for index in range(count)]
+            if count == 1:  # it is all of them
+                self._loads[lane], self._found.rates[lane] = each[0], self._found.rates[f"{word} 0"]
+            else:
+                self._alone(lane, _Together(each), turn)
+        return drives, figures
+
+    def _measure_memory(self) -> None:
+        stream = StreamLoad(int(self._host_bytes * _STREAM_SHARE), self._cores)
+        try:
+            self._alone("stream", stream)
+        finally:
+            stream.close()
+            del self._loads["stream"], stream
+        num_bytes = int(self._host_bytes * _COPY_SHARE) // 4096 * 4096
+        self._alone(Lane.HOST_TO_DEVICE, CopyLoad(self._machine, Lane.HOST_TO_DEVICE, num_bytes))
+        outward: Load = CopyLoad(self._machine, Lane.DEVICE_TO_HOST, num_bytes) if self._gpu else DrainLoad(num_bytes // 4)
+        self._alone(Lane.DEVICE_TO_HOST, outward)
+        self._together(Lane.HOST_TO_DEVICE, Lane.DEVICE_TO_HOST)
+        elements = int(self._host_bytes * _UPDATE_SHARE) // _BYTES_PER_UPDATED // UNIT_ALIGNMENT * UNIT_ALIGNMENT
+        buffers = UpdateBuffers(elements)
+        for name, threads in (("update 1", 1), ("update all", self._cores), (Lane.UPDATE, max(1, self._cores // 2))):
+            update = UpdateLoad(buffers, threads)
+            self._stack.callback(update.close)
+            self._alone(name, update)
+
+    def _block(self) -> BlockLoad:
+        """Return the largest block that there is room for, and time: judged by a look at products."""
+        rate = look_at_products(self._machine, self._dtype)
+        room_bytes = self._room.device_bytes if self._gpu else self._host_bytes // 2
+        shapes = _SHAPES_GPU if self._gpu else _SHAPES_CPU
+        for (hidden_size, tokens), num_bytes in shapes[:-1]:
+            flops = 4 * 2.0 * tokens * 12 * hidden_size**2
+            if num_bytes <= room_bytes and flops / rate <= _UNIT_SHARE * self._seconds:
+                return BlockLoad(self._machine, self._dtype, hidden_size=hidden_size, tokens=tokens)
+        (hidden_size, tokens), _ = shapes[-1]
+        return BlockLoad(self._machine, self._dtype, hidden_size=hidden_size, tokens=tokens)
+
+    def _pairs(self) -> list[tuple[str, str]]:
+        """Return which lanes may disturb one another, what matters most first. Copies inwards are done on a GPU only."""
+        moving = [Lane.SSD_READ, Lane.SSD_WRITE, Lane.DEVICE_TO_HOST, *([Lane.HOST_TO_DEVICE] if self._gpu else [])]
+        pairs: list[tuple[str, str]] = [(Lane.COMPUTE, Lane.UPDATE)]
+        return pairs + [(one, lane) for one in (Lane.COMPUTE, Lane.UPDATE) for lane in moving]
+
+    # -- measuring ------------------------------------------------------------------------------------------------------
+
+    def _has_time(self, seconds: float) -> bool:
+        return time.perf_counter() + seconds < self._deadline
+
+    @property
+    def _turn_seconds(self) -> float:
+        return self._seconds * _TURN_SHARE
+
+    def _alone(self, name: str, load: Load, seconds: float | None = None) -> None:
+        self._loads[name] = load
+        load.unit()  # what is made at first is not counted
+        (self._found.rates[name],) = rates_together([load], seconds or self._turn_seconds)
+
+    def _together(self, one: str, other: str, seconds: float | None = None) -> None:
+        both = rates_together([self._loads[one], self._loads[other]], seconds or self._turn_seconds)
+        alone = self._found.rates[one], self._found.rates[other]
+        self._found.shares[one, other] = both[0] / alone[0], both[1] / alone[1]
+
+
+class _Together:
+    """Several drives as one load."""
+
+    def __init__(self, loads: Sequence[Load]) -> None:
+        self._loads = tuple(loads)
+
+    def unit(self) -> float:
+        """Move the buffers of each drive once."""
+        return math.fsum(load.unit() for load in self._loads)

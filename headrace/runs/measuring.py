@@ -1,0 +1,108 @@
+"""By which figures of the machine a run is planned: a profile, what was kept of an earlier measurement, or of one made now.
+
+Invariant: a run that goes on is not measured again, for its record has the figures and the plan that it began with; and where
+something is kept, that is used, so that rates which differ from one measurement to the next never change a plan.
+"""
+
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from headrace.machine.host_memory import anonymous_bytes
+from headrace.machine.protocol import Machine
+from headrace.measure.kept import Wanted, alone, find_kept, keep
+from headrace.plan.forecast import forecast
+from headrace.plan.plan import Plan
+from headrace.plan.search import nominal_machine
+from headrace.terms.ceilings import Ceilings
+from headrace.terms.errors import HeadraceError
+from headrace.terms.events import Notice, Sink
+from headrace.terms.options import RunOptions
+from headrace.terms.sizes import format_seconds
+
+if TYPE_CHECKING:
+    from headrace.measure.brief import Room
+
+# A run that takes no longer is not worth the time. What the usual figures say below it may be too little: of a run that they
+# put at so much, products are looked at first.
+_LONG_SECONDS, _DOUBTFUL_SECONDS = 120.0, 15.0
+# Another process that measures is done in a third of this.
+_WAIT_SECONDS = 30.0
+# Part of what a plan has left that is taken: what it counts in whole pages, pieces and threads comes on top.
+_ROOM_SHARE = 0.75
+
+
+class MachineOfRun:
+    """The figures of the machine for one run of `config`, whose directory is `run_directory`; `sink` is told what is done.
+
+    `ceilings` are what is known without measuring; called with the plan that is made without any, it measures if the run is
+    long, and returns what it found.
+    """
+
+    def __init__(self, config: RunOptions, run_directory: Path, *, total_steps: int, sink: Sink) -> None:
+        self._cache, self._steps, self._sink = config.cache, total_steps, sink
+        self._wanted = Wanted(directories=config.budget.ssd or (run_directory,), compute_dtype=config.compute_dtype)
+        self.may_measure = config.measure and config.machine is None
+        self.ceilings: Ceilings | None = None
+        if config.machine is None:
+            self.ceilings = find_kept(self._cache, self._wanted)
+
+    def __call__(self, plan: Plan, machine: Machine) -> Ceilings | None:
+        """Return the figures of this machine if the run under `plan` takes long enough to be worth measuring; else None."""
+        if not self.may_measure or self.ceilings is not None:
+            return self.ceilings
+        seconds = self._run_seconds(plan, machine)
+        if seconds > _LONG_SECONDS:
+            self.ceilings = self._kept_or_measured(plan, machine, seconds)
+        return self.ceilings
+
+    def _run_seconds(self, plan: Plan, machine: Machine) -> float:
+        """Return what the run takes by usual figures; by a look at products where that says little."""
+        device_bytes = plan.results.allowed_bytes.get("device")
+        usual = nominal_machine(plan.compute_threads, host_bytes=plan.results.allowed_bytes["host"], device_bytes=device_bytes)
+        seconds = self._steps * forecast(plan, usual).step_seconds
+        if not _DOUBTFUL_SECONDS < seconds <= _LONG_SECONDS:
+            return seconds
+        from headrace.measure.brief import look_at_products  # late, as below
+
+        rates = {plan.compute_dtype: look_at_products(machine, plan.compute_dtype)}
+        return self._steps * forecast(plan, replace(usual, flops_per_second=rates)).step_seconds
+
+    def _kept_or_measured(self, plan: Plan, machine: Machine, run_seconds: float) -> Ceilings | None:
+        from headrace.measure.brief import BRIEF_SECONDS, measure_briefly  # late: it brings the kernels and their compiler
+
+        self._say(
+            f"measuring this machine for at most {BRIEF_SECONDS:.0f} s, for the run may take {format_seconds(run_seconds)} and "
+            "nobody has; --no-measure leaves it out"
+        )
+        begin = time.perf_counter()
+        with alone(_WAIT_SECONDS) as first:
+            # Whoever measured meanwhile may have done so for this run, too.
+            if kept := find_kept(self._cache, self._wanted):
+                self._say("another process has measured it")
+                return kept
+            if not first:
+                self._say("not measured: another process has been at it for too long; times are guesses", level="warning")
+                return None
+            try:
+                found = measure_briefly(machine, self._wanted.measured, plan.compute_dtype, _room(plan))
+            except HeadraceError as error:
+                self._say(f"not measured: {error}; times are guesses", level="warning")
+                return None
+            path = keep(self._cache, self._wanted, found)
+        where = f"kept for later runs in {path}" if path else "it cannot be kept: the cache cannot be written"
+        self._say(f"measured in {format_seconds(time.perf_counter() - begin)}; {where}")
+        return self._wanted.of_directories(found)
+
+    def _say(self, text: str, level: str = "info") -> None:
+        self._sink(Notice(text=text, level=level))
+
+
+def _room(plan: Plan) -> "Room":
+    """Return what measuring may take under the budgets: what the plan has for what is not there yet."""
+    from headrace.measure.brief import Room
+
+    left = plan.peak("host") - anonymous_bytes()
+    device = 0 if "device" not in plan.results.peak_bytes else plan.peak("device")
+    return Room(host_bytes=int(_ROOM_SHARE * left), device_bytes=int(_ROOM_SHARE * device))
