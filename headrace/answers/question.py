@@ -21,7 +21,7 @@ from headrace.terms.rule_figures import RuleFigures
 from headrace.terms.sizes import MIB, format_bytes
 
 # What the interpreter and libraries take of host memory in a run that has tokenised its data and compiled its kernels itself:
-# 339 MiB measured, and 303 where both were cached (LOG.md, 2026-11-24); a build of torch for CUDA takes 140 MiB more.
+# 339 MiB measured, and 303 where both were cached (docs/log/process-memory); a build of torch for CUDA takes 140 MiB more.
 _RUNTIME_BYTES, _CUDA_BUILD_BYTES = 352 * MIB, 140 * MIB
 # Of a machine's memory, what is offered in a variant at most: the rest is the system's, and a card is never empty.
 _OFFERED_PERCENT = 90

@@ -190,7 +190,7 @@ class DirectFile:
 def _write_in_place(descriptor: int) -> None:
     """Have a file system that puts changed blocks elsewhere (btrfs) write them in place; a file must be empty for that.
 
-    There, copies and the file system's own checksums made a step take three times as long (LOG.md, 2026-11-23), and what is
+    There, copies and the file system's own checksums made a step take three times as long (docs/log/file-systems), and what is
     overwritten needs space once more. States have checksums of their own, and the committed slot is never written to. Other
     file systems refuse the flag, or know none.
     """

@@ -47,7 +47,7 @@ def keep_freed_memory(keep: bool) -> bool:
     """Choose what the C library does with large freed blocks; returns whether it could be told.
 
     Kept, blocks of up to 32 MiB come from one heap and are used again: their pages are there. But they leave pieces that later
-    requests do not fit, half as much again as is alive (LOG.md, 2026-11-21); `plan.footprint` counts it. Given back at once,
+    requests do not fit, half as much again as is alive (docs/log/freed-memory); `plan.footprint` counts it. Given back at once,
     blocks of `MAPPED_BYTES` and more are mapped and unmapped one by one, on pages that are fresh each time: 15 to 28 % of
     a step where the CPU computes. Of what is smaller, the heap keeps `KEPT_FREE_BYTES` at its end in either case.
     """
@@ -77,7 +77,8 @@ class HeapGuard:
     workspace. All is given back as soon as more than `most_bytes` is resident, also where only blocks too small to be mapped
     were kept: scans of state-space layers make so many of them that half a workspace more stayed than is planned. `look` must
     be called all the time for this, not between operations: one was seen to add 1.9 to 2.8 workspaces to what it began with,
-    by chance (both: LOG.md, 2026-11-23). Where giving back does not suffice, freed memory is no longer kept.
+    by chance (docs/log/state-space-models, docs/log/freed-memory). Where giving back does not suffice, freed memory is no
+    longer kept.
     """
 
     def __init__(self, planned_bytes: int, workspace_bytes: int, *, keep: bool) -> None:

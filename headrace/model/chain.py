@@ -1,8 +1,9 @@
 """A causal language model of transformers as a chain of units that can be run in any order, one bound at a time.
 
 Unit 0 is the prologue (everything outside the blocks that is used before them, a tied head included), units 1..L are the
-blocks, unit L+1 is the epilogue, if anything is used after the blocks only. Design section 3. Invariant: what a unit computes
-is what the unmodified model computes there, gradients included.
+blocks, unit L+1 is the epilogue, if anything is used after the blocks only.
+
+Invariant: what a unit computes is what the unmodified model computes there, gradients included.
 """
 
 import contextlib

@@ -154,7 +154,7 @@ def _profile(
     """What weights, hidden states and calls take has rows of its own in a plan, and is no workspace.
 
     On a CPU it is counted all the same: what its libraries make of an operator's inputs (weights packed anew) and what the C
-    library keeps were measured as parts of a workspace that has them (LOG.md, 2026-11-22).
+    library keeps were measured as parts of a workspace that has them (docs/log/unplanned-memory).
     """
 
     def meter(*besides: torch.Tensor) -> CostMeter:

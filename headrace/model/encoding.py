@@ -1,7 +1,8 @@
 """Between stored weights (BF16, F16, F32) and the planes of a unit, without losing a bit that the planes can hold.
 
 bfloat16 planes hold a float32 master exactly as `(hi << 16) + lo` in integer arithmetic, `hi` rounded half away from zero
-(design section 4), so a bfloat16 source is copied and a float32 source comes back as it was. Arrays may be views of any shape.
+(as in `update/tensors.py`), so a bfloat16 source is copied and a float32 source comes back as it was. Arrays may be views of
+any shape.
 """
 
 import numpy as np

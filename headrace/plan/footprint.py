@@ -14,11 +14,11 @@ from headrace.terms.costs import ATTENTION, ModelCosts
 from headrace.terms.layout import rest_of_master
 from headrace.terms.sizes import KEPT_FREE_BYTES, MAPPED_BYTES, MIB, round_up
 
-# Measured (LOG.md, 2026-11-21): oneDNN keeps 0.7 to 1 MiB of code for each shape of a bfloat16 product; lanes and programs
-# leave 3 MiB, freed tensors too small to go back to the kernel up to 11 MiB.
+# Measured (docs/log/unplanned-memory): oneDNN keeps 0.7 to 1 MiB of code for each shape of a bfloat16 product; lanes and
+# programs leave 3 MiB, freed tensors too small to go back to the kernel up to 11 MiB.
 _KERNEL_BYTES = 3 * MIB // 4
 _SMALL_BYTES = 16 * MIB
-# Measured on S, M and L with huge pages for tensors (LOG.md, 2026-11-22), over the ten steps and more until it settles: what
+# Measured on S, M and L with huge pages for tensors (docs/log/freed-memory), over the ten steps and more until it settles: what
 # stays in pieces between blocks, where freed blocks are kept for reuse. Without huge pages up to 1.7 workspaces stay, of which
 # `machine.HeapGuard` gives back what is too much.
 _PIECES_OF_ACTIVATIONS, _PIECES_OF_WORKSPACE = 0.66, 1.2
@@ -29,7 +29,7 @@ _OPERATIONS_OF_A_CHUNK, _OPERATIONS_OF_A_BLOCK, _OPERATION_BYTES, _COMPLETION_BY
 MOST_PROGRAMS = 3
 # oneDNN keeps 1024 of them at most.
 _MOST_PRODUCTS = 340
-# What the interpreter takes differs by less between processes that do the same: 1.8 MB (LOG.md, 2026-11-22).
+# What the interpreter takes differs by less between processes that do the same: 1.8 MB (docs/log/process-memory).
 _RUNTIME_SPREAD = 4 * MIB
 # Rows of the host tier that are no buffers of a step.
 _RUNTIME, _IMPORT = "runtime", "import of the model"
@@ -135,8 +135,8 @@ def _kept_free_bytes(plan: Plan, compute: dict[str, int]) -> int:
     """Return what the C library keeps of freed tensors (machine/host_memory.py): where they are given back, of those that
     are too small to be mapped one by one.
 
-    Measured then (LOG.md, 2026-11-21): up to 12 MiB above 31 MiB of workspace. Where hidden states are mapped, hardly anything.
-    What scans of state-space layers leave besides is given back near the limit (`machine.HeapGuard`).
+    Measured then (docs/log/unplanned-memory): up to 12 MiB above 31 MiB of workspace. Where hidden states are mapped,
+    hardly anything. What scans of state-space layers leave besides is given back near the limit (`machine.HeapGuard`).
     """
     if plan.freed_memory == "kept":
         pieces = _PIECES_OF_ACTIVATIONS * compute["activations"] + _PIECES_OF_WORKSPACE * compute["workspace"]

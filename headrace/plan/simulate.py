@@ -1,6 +1,6 @@
 """The simulated interpreter: programs on a virtual clock, at the rates that a machine profile declares.
 
-This is the planner's time model (design section 6). It runs the very operations that the engine will run: each lane works
+This is the planner's time model (docs/decisions/0006). It runs the very operations that the engine will run: each lane works
 through its own in program order, and an operation starts when its lane is free and all that it comes after is complete. As in
 the engine, a program starts only when the last but one is complete.
 

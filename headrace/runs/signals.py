@@ -1,7 +1,7 @@
 """SIGINT and SIGTERM: the first asks for an orderly stop after the running step, the second kills at once.
 
 Invariant: handlers are put back as they were found. Killing at once is safe because
-every step is a checkpoint (design section 5).
+every step is a checkpoint (docs/decisions/0004).
 """
 
 import signal

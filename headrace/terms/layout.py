@@ -1,7 +1,7 @@
 """How the parameters of a unit lie in flat buffers, and which planes there are.
 
 A *unit* is what is fetched, drained, updated and committed as one: the prologue, one block, or the epilogue of a model
-(design section 3). All its parameters lie in one flat range of `num_elements` elements, the same range in every plane.
+(docs/architecture.md). All its parameters lie in one flat range of `num_elements` elements, the same range in every plane.
 """
 
 from collections.abc import Iterator, Sequence
@@ -86,7 +86,7 @@ def rest_of_master(states: Sequence[Plane]) -> Plane | None:
     return states[0] if states and states[0].name in ("lo", "w") else None
 
 
-# What completes the weights of a compute dtype to their fp32 master (design section 4). bfloat16: the weight is the upper half
+# What completes the weights of a compute dtype to their fp32 master. bfloat16: the weight is the upper half
 # of the master, `lo` the remainder: nothing is stored twice.
 _MASTERS = {
     "bfloat16": (Plane("hi", "uint16", 2), (Plane("lo", "int16", 2),)),

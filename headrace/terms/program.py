@@ -1,4 +1,4 @@
-"""One step as a program: operations with lanes, dependencies and buffers (design section 6).
+"""One step as a program: operations with lanes, dependencies and buffers (docs/decisions/0001).
 
 The planner emits it; three interpreters run it: overlapped (threads and streams), plain (in order), simulated (virtual clock).
 """

@@ -35,7 +35,7 @@ def full_width(context: Any) -> Any:
     """Ask for the widest registers there are, in the function that calls this.
 
     LLVM keeps to half of them on several processors with AVX-512, for the sake of code that has few such loops. Measured on one
-    (LOG.md, 2026-11-22): the update gets 0.88 to 0.95 of the stream instead of 0.70 to 0.90.
+    (docs/log/update-kernel): the update gets 0.88 to 0.95 of the stream instead of 0.70 to 0.90.
     """
 
     def lower(ctx: Any, builder: Any, sig: Any, args: Any) -> Any:

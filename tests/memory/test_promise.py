@@ -169,7 +169,7 @@ def test_the_last_flush_and_the_export_stay_inside_the_plan(models: Path, tmp_pa
 def test_what_the_search_for_a_plan_took_is_given_back(models: Path, tmp_path: Path) -> None:
     """A plan counts what the process takes before it; what thousands of simulated operations took must not stay besides.
 
-    Seen: 40 MiB of a plan of 750 MiB (LOG.md, 2026-11-21).
+    Seen: 40 MiB of a plan of 750 MiB (docs/log/unplanned-memory).
     """
     case = Case("narrow", 700, littered=True, steps=0)
     opened, _, rows = train(case, model_of(models, case.shape), tmp_path, opened=True)

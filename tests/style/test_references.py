@@ -1,0 +1,115 @@
+"""What a page or a comment points to is there: links, files, decisions, pages of the log, names in scripts.
+
+Each test names all that break its rule. Run: pytest tests/style
+"""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+LOG = ROOT / "docs" / "log"
+MOST_LINES_OF_A_PAGE = 40
+SOURCES = [path for folder in ("headrace", "tests", "bench", "demo") for path in sorted((ROOT / folder).rglob("*.py"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")), ROOT / "bench" / "README.md"]
+TEXTS = {path: path.read_text(encoding="utf-8") for path in SOURCES + PAGES if path != Path(__file__)}
+
+_LINK = re.compile(r"\]\((?!https?:)([^)\s#]+)(?:#[^)]*)?\)")
+_DECISION = re.compile(r"\bdecisions?[ /](\d{4})\b")
+_LOG_PAGE = re.compile(r"\bdocs/log/([a-z0-9-]+)")
+# Paths from the root, or inside the package without its name. What only looks like one has braces, stars or capitals in it.
+_FILE = re.compile(r"(?<![\w/.~-])((?:headrace|tests|bench|demo|docs|[a-z_]+)/[\w/-]+\.(?:py|md|json|svg))\b")
+
+
+def missing_links(text: str, folder: Path) -> list[str]:
+    return [link for link in _LINK.findall(text) if not (folder / link).exists()]
+
+
+def missing_files(text: str, folders: list[Path]) -> list[str]:
+    """Return the files that `text` names by a path that begins with a folder of ours, and that are in none of `folders`."""
+    return [
+        name
+        for name in _FILE.findall(text)
+        if any((folder / name.split("/")[0]).is_dir() for folder in folders)
+        and not any((folder / name).exists() for folder in folders)
+    ]
+
+
+def test_links_lead_somewhere() -> None:
+    found = [(str(page.relative_to(ROOT)), link) for page in PAGES for link in missing_links(TEXTS[page], page.parent)]
+    assert found == []
+
+
+def test_files_that_are_named_are_there() -> None:
+    found = []
+    for path, text in TEXTS.items():
+        shown = [ROOT, ROOT / "headrace", path.parent, path.parent.parent]
+        found += [(str(path.relative_to(ROOT)), name) for name in missing_files(text, shown)]
+    assert found == []
+
+
+def test_decisions_that_are_cited_are_there() -> None:
+    there = {path.name[:4] for path in (ROOT / "docs" / "decisions").glob("*.md")}
+    found = [(str(path.relative_to(ROOT)), number) for path, text in TEXTS.items() for number in _DECISION.findall(text)]
+    assert [(path, number) for path, number in found if number not in there] == []
+
+
+def test_pages_of_the_log_that_are_cited_are_there() -> None:
+    there = {path.stem for path in LOG.glob("*.md")} | {"README"}
+    found = [(str(path.relative_to(ROOT)), name) for path, text in TEXTS.items() for name in _LOG_PAGE.findall(text)]
+    assert [(path, name) for path, name in found if name not in there] == []
+    assert "process-memory" in {name for _, name in found}, "the citations of the code are not seen"
+
+
+def test_every_page_of_the_log_is_in_its_index_once_with_its_finding() -> None:
+    index = (LOG / "README.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^- \[([a-z0-9-]+)\]\(\1\.md\): \S.+\.$", index, re.MULTILINE)
+    assert sorted(listed) == sorted(path.stem for path in LOG.glob("*.md") if path.name != "README.md")
+
+
+def test_a_page_of_the_log_answers_one_question_in_forty_lines() -> None:
+    wrong = []
+    for path in LOG.glob("*.md"):
+        lines = path.read_text(encoding="utf-8").splitlines()
+        if path.name != "README.md" and (len(lines) > MOST_LINES_OF_A_PAGE or not re.fullmatch(r"# .+\?", lines[0])):
+            wrong.append(path.name)
+    assert wrong == []
+
+
+def names_of(place: Path) -> set[str]:
+    """Return what can be imported from a module or package (its path without suffix): its names, its files and folders."""
+    names = {each.stem for each in place.iterdir()} if place.is_dir() else set()
+    module = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
+    for node in ast.walk(ast.parse(module.read_text(encoding="utf-8") if module.exists() else "")):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+    return names
+
+
+def unknown_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Yield the line and the full name of what is imported of the package and is not there."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.ImportFrom) or node.module is None or node.module.split(".")[0] != "headrace":
+            continue
+        there = names_of(ROOT.joinpath(*node.module.split(".")))
+        yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names if alias.name not in there)
+
+
+def test_scripts_import_what_is_there() -> None:
+    """Nobody runs some of them for weeks, and types are not checked in all."""
+    scripts = [path for path in SOURCES if path.parts[len(ROOT.parts)] in ("bench", "demo")]
+    found = [(path.name, *each) for path in scripts for each in unknown_names(ast.parse(TEXTS[path]))]
+    assert found == []
+
+
+def test_what_leads_nowhere_is_seen() -> None:
+    assert missing_links("[a](README.md) [b](docs/none.md#part) [c](https://x.y/z.md)", ROOT) == ["docs/none.md"]
+    named = "`headrace/flow/step.py`, flow/none.py, docs/design.md, /proc/self/none.md, other/place.py"
+    assert missing_files(named, [ROOT, ROOT / "headrace"]) == ["flow/none.py", "docs/design.md"]
+    wrong = ast.parse("from headrace import Options, AdamW\nfrom headrace.none import x\nfrom headrace.plan import search")
+    assert [name for _, name in unknown_names(wrong)] == ["headrace.AdamW", "headrace.none.x"]
