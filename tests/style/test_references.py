@@ -113,3 +113,9 @@ def test_what_leads_nowhere_is_seen() -> None:
     assert missing_files(named, [ROOT, ROOT / "headrace"]) == ["flow/none.py", "docs/design.md"]
     wrong = ast.parse("from headrace import Options, AdamW\nfrom headrace.none import x\nfrom headrace.plan import search")
     assert [name for _, name in unknown_names(wrong)] == ["headrace.AdamW", "headrace.none.x"]
+
+
+def test_the_changelog_says_each_thing_in_one_line() -> None:
+    lines = TEXTS[ROOT / "CHANGELOG.md"].split("\n## ", 1)[1].splitlines()[1:]
+    assert [line for line in lines if line and not line.startswith(("- ", "## ", "### "))] == [], "entries of several lines"
+    assert [line for line in lines if len(line) > 160] == []
