@@ -29,7 +29,7 @@ from headrace.plan.forecast import Forecast, StepSeconds, forecast
 from headrace.plan.machine_profiles import load_profile
 from headrace.plan.placement import THRIFTS, Problem, filled, fits, placements_of, plan_of
 from headrace.plan.plan import Plan
-from headrace.plan.search import make_plan, nominal_ceilings, nominal_machine
+from headrace.plan.search import make_plan, nominal_ceilings, nominal_machine_of
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.errors import ConfigError, PlanInfeasible
 from headrace.terms.layout import realigned
@@ -130,8 +130,7 @@ def report_of(
 
     `ceilings` is the machine that the plan was made for, None for a nominal one; `model` a name for people.
     """
-    host_bytes, device_bytes = plan.results.allowed_bytes["host"], plan.results.allowed_bytes.get("device")
-    machine = ceilings or nominal_machine(plan.compute_threads, host_bytes=host_bytes, device_bytes=device_bytes)
+    machine = ceilings or nominal_machine_of(plan)
     report = PlanReport(
         model=model,
         parameters=plan.num_parameters,

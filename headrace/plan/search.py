@@ -239,6 +239,12 @@ def nominal_ceilings(problem: Problem) -> Ceilings:
     return nominal_machine(allowance.cores, host_bytes=allowance.host_bytes, device_bytes=allowance.device_bytes)
 
 
+def nominal_machine_of(plan: Plan) -> Ceilings:
+    """Return the nominal machine for the times of a plan that is made already."""
+    allowed = plan.results.allowed_bytes
+    return nominal_machine(plan.compute_threads, host_bytes=allowed["host"], device_bytes=allowed.get("device"))
+
+
 def nominal_machine(cores: int, *, host_bytes: int, device_bytes: int | None) -> Ceilings:
     """Return a machine of this size with modest figures in the usual proportions to one another.
 

@@ -21,19 +21,25 @@ _WIDE = 100
 
 
 class StepClock:
-    """Remaining time from the median of the last steps: the first step (kernels compile, caches fill) does not distort it.
+    """Remaining time from the median of the last steps: the first step (kernels compile, caches fill) counts only until there
+    is another.
 
     Only steps of this process count, so the estimate is right after a resume too.
     """
 
     def __init__(self, total_steps: int) -> None:
         self._total_steps = total_steps
-        self._seconds: deque[float] = deque(maxlen=_ETA_WINDOW_STEPS)
+        self._first_seconds: float | None = None
+        self._later_seconds: deque[float] = deque(maxlen=_ETA_WINDOW_STEPS)
 
     def remaining_seconds(self, result: StepResult) -> float:
         """Take a finished step and return the seconds that the rest of the run is expected to take."""
-        self._seconds.append(result.seconds)
-        return max(0, self._total_steps - result.step) * statistics.median(self._seconds)
+        if self._first_seconds is None:
+            self._first_seconds = result.seconds
+        else:
+            self._later_seconds.append(result.seconds)
+        step_seconds = statistics.median(self._later_seconds or [self._first_seconds])
+        return max(0, self._total_steps - result.step) * step_seconds
 
 
 def step_words(result: StepResult, *, total_steps: int, remaining_seconds: float) -> str:

@@ -5,6 +5,7 @@ never refused for want of a figure in them.
 """
 
 import contextlib
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,11 @@ from headrace.runs.run_directory import RunDirectory
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.errors import ConfigError, ModelError
 from headrace.terms.options import RunOptions
+from headrace.terms.sizes import format_seconds
+
+# Steps that take so many times what was forecast, or less than that part of it, are worth a line; not where so little is left.
+_OFF, _WORTH_SAYING_SECONDS = 1.25, 60.0
+_REFINED_AFTER_STEPS = 3
 
 
 class Account:
@@ -48,6 +54,21 @@ class Account:
     def tell_before(self, display: Display) -> None:
         """Show the plan."""
         display.say(explain(self._report))
+
+    def refined(self, step_seconds: Sequence[float], *, steps_left: int) -> str:
+        """Return what to say of the forecast once this process has taken its third step, each in `step_seconds`; "" at other
+        times, where it was about right, or where hardly any time is left.
+        """
+        if len(step_seconds) != _REFINED_AFTER_STEPS:
+            return ""
+        planned = self._report.forecast.step_seconds if self._report.forecast else 0.0
+        taken = statistics.median(step_seconds[1:])  # kernels compile in the first
+        if not planned or steps_left * taken < _WORTH_SAYING_SECONDS or 1 / _OFF < taken / planned < _OFF:
+            return ""
+        return (
+            f"steps take {format_seconds(taken)} where {format_seconds(planned)} were forecast: "
+            f"{format_seconds(steps_left * taken)} are left"
+        )
 
     def keep_plan(self) -> None:
         """Leave the plan in the run directory, for `headrace report`. To be called once there is a run to go on with."""

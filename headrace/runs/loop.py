@@ -27,7 +27,7 @@ from headrace.runs.run_directory import RunDirectory
 from headrace.runs.signals import Interrupted, StopRequest
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.errors import HeadraceError, RunDirectoryError, StorageError
-from headrace.terms.events import Committed, Event, OpDone, Planned, Sink, StepResult
+from headrace.terms.events import Committed, Event, Notice, OpDone, Planned, Sink, StepResult
 from headrace.terms.options import RunOptions
 from headrace.terms.sizes import format_seconds
 
@@ -152,12 +152,15 @@ def _drive(run: _Run, engine: RunningEngine, reporters: Reporters, account: "Acc
         if account is not None:
             account.tell_after(run.display, metrics.records, host_peak_bytes=run.meter.peak_bytes())
 
-    started = time.monotonic()
+    started, taken = time.monotonic(), list[float]()
     with StopRequest() as stop:
         while engine.step_index < run.total_steps and stop.received is None and reporters.failure is None:
             batch = tensors_of(run.stream.next_batch())
             result = engine.step(batch, position={"data": run.stream.state()})
             reporters(replace(result, step=engine.step_index))
+            taken.append(result.seconds)
+            if account is not None and (words := account.refined(taken, steps_left=run.total_steps - engine.step_index)):
+                reporters(Notice(text=words, level="info"))
         engine.flush()
         reporters.close()
         if reporters.failure is not None:

@@ -14,7 +14,7 @@ from headrace.machine.protocol import Machine
 from headrace.measure.kept import Wanted, alone, find_kept, keep
 from headrace.plan.forecast import forecast
 from headrace.plan.plan import Plan
-from headrace.plan.search import nominal_machine
+from headrace.plan.search import nominal_machine_of
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.errors import HeadraceError
 from headrace.terms.events import Notice, Sink
@@ -59,8 +59,7 @@ class MachineOfRun:
 
     def _run_seconds(self, plan: Plan, machine: Machine) -> float:
         """Return what the run takes by usual figures; by a look at products where that says little."""
-        device_bytes = plan.results.allowed_bytes.get("device")
-        usual = nominal_machine(plan.compute_threads, host_bytes=plan.results.allowed_bytes["host"], device_bytes=device_bytes)
+        usual = nominal_machine_of(plan)
         seconds = self._steps * forecast(plan, usual).step_seconds
         if not _DOUBTFUL_SECONDS < seconds <= _LONG_SECONDS:
             return seconds

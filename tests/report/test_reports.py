@@ -266,8 +266,8 @@ class TestProgress:
     def test_a_long_first_step_does_not_spoil_the_time_left(self) -> None:
         clock = StepClock(total_steps=10)
         assert clock.remaining_seconds(step(1, seconds=100.0)) == 900
-        clock.remaining_seconds(step(2))
-        assert clock.remaining_seconds(step(3)) == 14
+        assert clock.remaining_seconds(step(2)) == 16
+        assert clock.remaining_seconds(step(3, seconds=3.0)) == 7 * 2.5
 
     def test_the_live_line_shows_words_literally_and_survives_two_closes(self) -> None:
         stream = io.StringIO()

@@ -24,7 +24,7 @@ from headrace.runs import RunOptions, measuring, resume, train
 from headrace.runs.measuring import MachineOfRun
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.errors import DiskFull
-from headrace.terms.events import Event, Notice
+from headrace.terms.events import Event, Notice, StepResult
 
 NOMINAL_SECONDS = forecast(fake_plan(), nominal_machine(1, host_bytes=4096, device_bytes=None)).step_seconds
 LONG = int(1000 / NOMINAL_SECONDS)
@@ -147,16 +147,7 @@ def test_a_run_is_planned_shown_and_resumed_by_what_was_measured(tmp_path: Path,
             self.got = measure(fake_plan(), CpuMachine())
             return super().open(model, options, sink)
 
-    (tmp_path / "model").mkdir()
-    options = {
-        "model": write_model(tmp_path / "model"),
-        "data": str(write_data(tmp_path / "data.jsonl")),
-        "output": tmp_path / "run",
-        "cache": tmp_path / "cache",
-        "sequence_length": 32,
-        "tokens_per_step": 64,
-        "max_steps": LONG,
-    }
+    options = run_options(tmp_path, max_steps=LONG)
     screen = Screen()
     host = Asking(script={3: interrupt})
     with pytest.raises(KeyboardInterrupt):
@@ -170,5 +161,32 @@ def test_a_run_is_planned_shown_and_resumed_by_what_was_measured(tmp_path: Path,
     assert len(measurer.asked) == 1
 
 
+def run_options(folder: Path, **more: Any) -> dict[str, Any]:
+    (folder / "model").mkdir()
+    return {
+        "model": write_model(folder / "model"),
+        "data": str(write_data(folder / "data.jsonl")),
+        "output": folder / "run",
+        "cache": folder / "cache",
+        "sequence_length": 32,
+        "tokens_per_step": 64,
+    } | more
+
+
 def interrupt() -> None:
     raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(("steps", "said"), [(8, False), (400, True)])
+def test_after_three_steps_a_forecast_that_was_wrong_is_set_right(tmp_path: Path, steps: int, said: bool) -> None:
+    """The fake engine's steps take 0.25 s, hundreds of times what its plan says; of a few of them nobody needs to hear."""
+    screen = Screen()
+    options = run_options(tmp_path, max_steps=steps, measure=False)
+    with pytest.raises(KeyboardInterrupt):
+        train(RunOptions.of(options), display=screen, engines=FakeHost(script={5: interrupt}).engines())
+    told = [index for index, event in enumerate(screen.events) if isinstance(event, Notice) and "were forecast" in event.text]
+    assert bool(told) is said
+    if said:
+        before = [event.step for event in screen.events[: told[0]] if isinstance(event, StepResult)]
+        assert before == [1, 2, 3]
+        assert screen.events[told[0]].text.endswith("1 min 39 s are left")  # 397 times 0.25 s

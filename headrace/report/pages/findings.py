@@ -13,6 +13,7 @@ from typing import Any
 from headrace.plan.endurance import Endurance, endurance
 from headrace.plan.forecast import Forecast, forecast
 from headrace.plan.plan import Plan
+from headrace.plan.search import nominal_machine_of
 from headrace.report.lanes import union_seconds
 from headrace.report.metrics import Record, ssd_bytes, steady_ssd_bytes
 from headrace.report.pages.run_files import RunFiles
@@ -82,7 +83,8 @@ class IoCpu:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
-    """All that the page states. `step_seconds` is the median of recent steps, `planned` the simulation of the plan.
+    """All that the page states. `step_seconds` is the median of recent steps, `planned` the simulation of the plan: by usual
+    figures where nobody measured the machine, and `forecast` is None then.
 
     `waits` has, for compute and for the busiest lane, what it waited for in the measured step.
     """
@@ -107,6 +109,7 @@ class Findings:
 def find(run: RunFiles) -> Findings:
     """Return the findings of a run. Cost: a few simulations of the plan where plan and machine profile are there."""
     ahead = _forecast(run.plan, run.ceilings)
+    shown = ahead if run.plan is None or run.ceilings is not None else _forecast(run.plan, nominal_machine_of(run.plan))
     lanes = _recent(run.lanes)
     measured = measured_view(run.recording) if run.recording is not None else None
     shares = _shares(lanes)
@@ -119,7 +122,7 @@ def find(run: RunFiles) -> Findings:
         waits={lane: waits(measured, lane) for lane in waiting} if measured is not None else {},
         rates=_rates(lanes, run, ahead),
         measured=measured,
-        planned=planned_view(ahead.timeline) if ahead is not None else None,
+        planned=planned_view(shown.timeline) if shown is not None else None,
         forecast=ahead,
         doubled=_doubled(run, busiest) if ahead is not None and busiest is not None else (),
         written=_written(run),

@@ -143,8 +143,13 @@ def _timeline(run: RunFiles, found: Findings) -> str:
         return _section("timeline", "A step, lane by lane", _missing(run, TIMELINE_NAME, PLAN_NAME, MACHINE_NAME))
     notes = [_missing(run, TIMELINE_NAME)]
     if found.planned is None:
-        words = "The planned step is left out: simulating it needs plan.json and machine.json, the machine's profile."
+        words = "The planned step is left out: simulating it needs plan.json, and a figure of the machine for the plan's dtype."
         notes.append(element("p", words, class_="missing"))
+    elif found.forecast is None:
+        words = (
+            "Nobody measured this machine: the planned step is by usual figures, of which only the proportions say something."
+        )
+        notes.append(element("p", words, class_="note"))
     if run.on_gpu and found.measured is not None:
         words = "On a GPU, times of compute and copies are those at which the host issued the work and saw it go on."
         notes.append(element("p", words, class_="note"))

@@ -92,7 +92,7 @@ def read_run(directory: str | Path) -> RunFiles:
         ceilings=read(
             MACHINE_NAME,
             lambda file: Ceilings.from_json(json.loads(file.read_text("utf-8"))),
-            "it is the machine profile; copy the file that `headrace bench machine` makes into the run directory",
+            "it has the figures of the machine, which nobody measured; `headrace bench machine` does for later runs",
         ),
         options=read(CONFIG_NAME, _options, "a run started by `headrace train` writes it"),
         outcome=_outcome(path / SUMMARY_NAME),
