@@ -30,16 +30,15 @@ from numpy.typing import DTypeLike, NDArray
 from headrace.machine.jit import JIT_OPTIONS
 from headrace.store import checksum
 from headrace.terms.layout import GroupRange
-from headrace.terms.optimizer import AdamW
 from headrace.update import (
-    AdamWRule,
     StepScalars,
     Updater,
     square_sum,
 )
 from headrace.update.kernels import full_width, joined, lower_half, upper_half, widened
+from headrace.update.rules.adamw import AdamW, AdamWRule
 
-RULE = AdamW(betas=(0.9, 0.95), eps=1e-8)
+RULE = AdamW(beta1=0.9, beta2=0.95, eps=1e-8)
 STEP = StepScalars(learning_rate=1e-5, update=10)
 # The fastest of 2^14, 2^16, 2^18 and 2^20 for torch: its call costs much, and the third-level cache holds the buffers.
 FUSED_CHUNK_ELEMENTS = 1 << 20
@@ -110,8 +109,8 @@ def fused(weight: NDArray, states: tuple[NDArray, ...], gradient: NDArray) -> No
             [],
             [torch.tensor(float(STEP.update))],
             lr=STEP.learning_rate,
-            beta1=RULE.betas[0],
-            beta2=RULE.betas[1],
+            beta1=RULE.beta1,
+            beta2=RULE.beta2,
             weight_decay=0.1,
             eps=RULE.eps,
             amsgrad=False,
@@ -130,7 +129,9 @@ def cpu_adam(num_elements: int) -> Callable[[], object]:
     gradient = on_huge_pages(num_elements, np.float32)
     gradient[:] = np.random.default_rng(1).standard_normal(num_elements, np.float32)
     parameter.grad = torch.from_numpy(gradient)
-    optimizer = DeepSpeedCPUAdam([parameter], lr=STEP.learning_rate, betas=RULE.betas, eps=RULE.eps, weight_decay=0.1)
+    optimizer = DeepSpeedCPUAdam(
+        [parameter], lr=STEP.learning_rate, betas=(RULE.beta1, RULE.beta2), eps=RULE.eps, weight_decay=0.1
+    )
     moments = {name: on_huge_pages(num_elements, np.float32) for name in ("exp_avg", "exp_avg_sq")}
     optimizer.state[parameter] = {"step": 0} | {name: torch.from_numpy(array) for name, array in moments.items()}
     return optimizer.step

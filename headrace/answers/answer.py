@@ -37,7 +37,7 @@ from headrace.terms.options import DEFAULT_ROWS_PER_STEP, DEFAULT_SEQUENCE_LENGT
 from headrace.terms.plain_figures import plain_figure
 from headrace.terms.program import Lane
 from headrace.terms.sizes import GIB, MIB, format_bytes, round_up
-from headrace.update import rule_of
+from headrace.update import optimizer_of, rule_of
 
 # Steps that wear is stated for when the length of the run is not known.
 _STEPS = 1000
@@ -73,14 +73,14 @@ def plan_model(
         StorageError: an SSD directory of the budget cannot be used.
     """
     options = options or Options()
-    budget, machine = options.budget, options.machine
+    budget, machine, optimizer = options.budget, options.machine, optimizer_of(options)
     ceilings = load_profile(machine) if isinstance(machine, str) else machine
     config, whole = read_parts(model)
     tokens, length = _lengths(config, options)
     self_check(config)
     check_whole(config, whole)
-    rule = rule_of(options.rule, options.compute_dtype).figures
-    chain = Chain.from_config(config, options.compute_dtype, options.rule, rule.planes.parameter_alignment)
+    rule = rule_of(optimizer, options.compute_dtype).figures
+    chain = Chain.from_config(config, options.compute_dtype, optimizer, rule.planes.parameter_alignment)
     if ceilings is not None and budget.ssd:
         ceilings = ceilings.of_directories(file_systems(budget.ssd))
     place = _place(ceilings, here=here)

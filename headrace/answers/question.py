@@ -19,6 +19,7 @@ from headrace.terms.optimizer import Optimizer
 from headrace.terms.options import Options
 from headrace.terms.rule_figures import RuleFigures
 from headrace.terms.sizes import MIB, format_bytes
+from headrace.update import optimizer_of
 
 # What the interpreter and libraries take of host memory in a run that has tokenised its data and compiled its kernels itself:
 # 339 MiB measured, and 303 where both were cached (docs/log/process-memory); a build of torch for CUDA takes 140 MiB more.
@@ -106,7 +107,7 @@ class Question:
             allowance=allowance,
             compute_dtype=options.compute_dtype,
             gradient_dtype=options.gradient_dtype,
-            optimizer=options.rule,
+            optimizer=optimizer_of(options),
             **more,
         )
 

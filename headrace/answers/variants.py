@@ -97,8 +97,8 @@ def _one_short_sequence(question: Question) -> Iterator[Candidate]:
 def smaller_states(question: Question) -> Iterator[Candidate]:
     """Yield the question with the same rule, keeping smaller states, if there is such a form of it."""
     if smaller := question.optimizer.smaller():
-        words, options, optimizer = smaller
-        yield words, options, replace(question, optimizer=optimizer)
+        words, optimizer = smaller
+        yield words, {"optimizer": optimizer.text}, replace(question, optimizer=optimizer)
 
 
 def _no_clipping(question: Question) -> Iterator[Candidate]:

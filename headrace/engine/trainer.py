@@ -40,7 +40,7 @@ from headrace.terms.families import trained_unit
 from headrace.terms.options import Options
 from headrace.terms.provenance import PROVENANCE_NAME
 from headrace.terms.sizes import format_bytes
-from headrace.update import HitRate, LossScale, Updater, rule_of
+from headrace.update import HitRate, LossScale, Updater, optimizer_of, rule_of
 
 # Operations of the SSD lanes that may be under way at once; each is cut into pieces by the I/O engine besides.
 # Of a state that is made before there is a plan.
@@ -72,9 +72,10 @@ class Engine:
             self._checkpoint = Checkpoint.open(model)
             self_check(self._checkpoint.config)
             check_whole(self._checkpoint.config, self._checkpoint.whole)
-            rule = rule_of(options.rule, options.compute_dtype)
+            self._optimizer = optimizer_of(options)
+            rule = rule_of(self._optimizer, options.compute_dtype)
             self.chain = Chain.from_config(
-                self._checkpoint.config, options.compute_dtype, options.rule, rule.planes.parameter_alignment
+                self._checkpoint.config, options.compute_dtype, self._optimizer, rule.planes.parameter_alignment
             )
             self._weights = self.chain.attach(self._checkpoint, leave_out_blocks=options.leave_out_blocks)
             self.machine = this_machine(options.budget.device_bytes)
@@ -403,7 +404,7 @@ class Engine:
         return {"host": host - plan.peak("device")} if plan.separate_device else {"host": host}
 
     def _verdict(self, position: Any) -> Verdict:
-        plan, rule = self.plan, self.options.rule
+        plan = self.plan
         assert plan is not None
         if self.options.compute_dtype == "float16" and self._loss_scale is None:
             self._loss_scale = LossScale()
@@ -411,7 +412,7 @@ class Engine:
         return Verdict(
             step=self.num_steps,
             updates=self._updates,
-            learning_rate=rule.lr * self.options.schedule.factor(self.num_steps),
+            learning_rate=self._optimizer.lr * self.options.schedule.factor(self.num_steps),
             gradient_scale=1.0 / scale,
             loss_scale=self._loss_scale,
             max_grad_norm=self.options.max_grad_norm,

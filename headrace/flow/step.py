@@ -6,7 +6,7 @@ A step's program (plan/schedules/train.py) lists operations; each names a verb, 
     compute.py   the model runs          prologue, blocks and epilogue; backward recomputes each block from its input
     stash.py     block inputs wait       device -> host -> ssd, and back for backward
     drain.py     gradients go            device -> host; the global norm decides: clip, or skip
-    update.py    states come and go      ssd -> AdamW in place, on host or device -> ssd, chunk by chunk
+    update.py    states come and go      ssd -> the rule in place, on host or device -> ssd, chunk by chunk
     commit.py    the step is durable     one record
 
 An interpreter (execute.py) performs them: overlapped, a thread or more per lane, or plain, one after the other. Same bits.

@@ -20,7 +20,7 @@ from headrace.machine.protocol import Machine
 from headrace.measure.loads import Load, rate_of
 from headrace.model import Chain, GradientSink, MicroBatch, WideProducts
 from headrace.terms.layout import ParameterSpec
-from headrace.terms.optimizer import AdamW
+from headrace.terms.optimizer import Optimizer
 
 _BLOCKS = 2
 _VOCABULARY = 512
@@ -192,7 +192,7 @@ def _chain(machine: Machine, compute_dtype: str, hidden_size: int, tokens: int, 
         vocab_size=vocabulary,
         max_position_embeddings=tokens,
     )
-    chain = Chain.from_config(config, compute_dtype, AdamW())
+    chain = Chain.from_config(config, compute_dtype, Optimizer())
     if not machine.multiplies(compute_dtype):
         chain.multiply_wide()
     return chain

@@ -26,7 +26,7 @@ from headrace.measure.results import both_ways, drive_figures, slowdowns, title
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.errors import ConfigError
 from headrace.terms.events import Notice, Sink
-from headrace.terms.layout import PLANE_SETS, UNIT_ALIGNMENT
+from headrace.terms.layout import COMPUTE_DTYPES, UNIT_ALIGNMENT
 from headrace.terms.program import Lane
 from headrace.terms.sizes import MIB
 
@@ -163,7 +163,7 @@ class _Bench:
         launch_seconds = seconds_of(launch.unit, _LAUNCH_REPEATS) / 2
         least = (_SHAPES_GPU if self._gpu else _SHAPES_CPU)[0]
         default_seconds = seconds_of(self._block(_DEFAULT_DTYPE, least).unit, 2)
-        for dtype in PLANE_SETS:
+        for dtype in COMPUTE_DTYPES:
             # Not every processor's library has every product in 16 bits.
             with contextlib.suppress(RuntimeError, NotImplementedError):
                 small = self._block(dtype, least)
@@ -262,7 +262,7 @@ class _Bench:
             "drives": [drive_figures(found, index, drive) for index, drive in enumerate(self._drives)],
             "slowdowns": slowdowns(found, self._pairs()),
             "sources": self._sources(),
-            "widened_dtypes": [dtype for dtype in PLANE_SETS if not self._machine.multiplies(dtype)],
+            "widened_dtypes": [dtype for dtype in COMPUTE_DTYPES if not self._machine.multiplies(dtype)],
             **overheads,
         }
         return Ceilings.from_json(values)
@@ -286,7 +286,7 @@ class _Bench:
         if product_seconds <= 0:  # noise, for no block is without products
             product_seconds, hidden_seconds = seconds(Lane.COMPUTE) / blocks[Lane.COMPUTE].product_flops, 0.0
         flops = {_DEFAULT_DTYPE: 1 / product_seconds}
-        for dtype in PLANE_SETS:
+        for dtype in COMPUTE_DTYPES:
             name = f"compute {dtype}"
             if name in blocks:  # measured on one block only
                 besides = min(hidden_seconds * blocks[name].hidden_elements, seconds(name) / 2)

@@ -13,12 +13,13 @@ from numpy.typing import NDArray
 
 from headrace.machine.host_memory import huge_page_buffer
 from headrace.machine.protocol import Machine
-from headrace.terms.layout import PLANE_SETS, GroupRange
-from headrace.terms.optimizer import AdamW
+from headrace.terms.layout import GroupRange
+from headrace.terms.options import Options
 from headrace.terms.program import Lane
-from headrace.update import AdamWRule, StepScalars, Updater, square_sum
+from headrace.update import StepScalars, Updater, optimizer_of, rule_of, square_sum
 
-_PLANES = PLANE_SETS["bfloat16"]
+# The default one: plans know others by their rate in parts of its.
+_RULE = rule_of(optimizer_of(Options()), "bfloat16")
 _ONE_IN_BFLOAT16 = 0x3F80
 # The drain converts in pieces of this many elements, on one thread.
 _CONVERT_ELEMENTS = 32768
@@ -50,11 +51,11 @@ class UpdateBuffers:
     """
 
     def __init__(self, num_elements: int) -> None:
-        self.weight = _filled(num_elements, _PLANES.weight.dtype, _ONE_IN_BFLOAT16)
-        remainder, *moments = _PLANES.states
+        self.weight = _filled(num_elements, _RULE.planes.weight.dtype, _ONE_IN_BFLOAT16)
+        remainder, *own = _RULE.planes.states
         self.states = (
             _filled(num_elements, remainder.dtype, 0),
-            *(_filled(num_elements, plane.dtype, 1) for plane in moments),
+            *(_filled(num_elements, plane.dtype, 1) for plane in own),
         )
         self.gradient = _filled(num_elements, "uint16", _ONE_IN_BFLOAT16)
 
@@ -64,7 +65,7 @@ class UpdateLoad:
 
     def __init__(self, buffers: UpdateBuffers, threads: int) -> None:
         self._buffers = buffers
-        self._updater = Updater(AdamWRule(AdamW(), "bfloat16"), threads)
+        self._updater = Updater(_RULE, threads)
         self._scalars = StepScalars(learning_rate=1e-5, update=1)
         self._groups = (GroupRange(0, buffers.weight.size, 1.0, 0.0),)
 
@@ -73,7 +74,7 @@ class UpdateLoad:
         buffers, size = self._buffers, self._buffers.weight.size
         arrays = buffers.weight, buffers.states, buffers.gradient
         self._updater.update_range(*arrays, self._scalars, self._groups, 0, size, take_checksums=True)
-        return float(2 * _PLANES.num_bytes(size) + size * buffers.gradient.itemsize)
+        return float(2 * _RULE.planes.num_bytes(size) + size * buffers.gradient.itemsize)
 
     def close(self) -> None:
         """End the threads."""

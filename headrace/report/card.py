@@ -31,14 +31,11 @@ def model_card(facts: CardFacts) -> str:
         metadata.append(f"base_model: {facts.base_model}")
     metadata += ["tags:", "- headrace", "---", ""]
     data = ", ".join(f"`{name}`" for name in facts.data)
-    moments = facts.options.get("moments", "float32")
-    rule = "exact AdamW with an fp32 master" if moments == "float32" else f"AdamW with an fp32 master and {moments} moments"
-    if (optimizer := facts.options.get("optimizer", "adamw")) != "adamw":
-        rule = f"{optimizer} with an fp32 master"
     sections = [
         f"# {facts.name}",
         "",
-        f"Fine-tuned from `{facts.base_model}` on {data} with Headrace: every parameter, by {rule}.",
+        f"Fine-tuned from `{facts.base_model}` on {data} with Headrace: every parameter, with an fp32 master, by the rule "
+        f"`{facts.options['optimizer']}`.",
         "",
         *_results(facts.records),
         "## Training options",

@@ -18,7 +18,7 @@ from headrace.terms.ceilings import Ceilings
 from headrace.terms.errors import RunDirectoryError
 from headrace.terms.events import Sink
 from headrace.terms.layout import UnitLayout
-from headrace.terms.optimizer import AdamW
+from headrace.terms.optimizer import Optimizer
 from headrace.terms.options import Options
 
 
@@ -56,7 +56,7 @@ def resume(run_directory: Path, *, sink: Sink | None = None, to_train: bool = Tr
             f"{run_directory}: config.yaml names the model {config.model}, the run began with {begun_with}; "
             "name that one again, or begin another run"
         )
-    chain = Chain.from_config(Checkpoint.open(begun_with).config, config.compute_dtype, AdamW())
+    chain = Chain.from_config(Checkpoint.open(begun_with).config, config.compute_dtype, Optimizer())
     found, expected = _shapes(chain.layouts), _shapes(manifest.layouts)
     if found != expected:
         name = min(found.keys() ^ expected.keys() or {name for name in found if found[name] != expected[name]})
@@ -88,7 +88,7 @@ def why_not_packed(model: Path, sequence_length: int) -> str:
     Raises:
         ModelError: the architecture is not supported, or its files are damaged.
     """
-    chain = Chain.from_config(Checkpoint.open(model).config, "float32", AdamW())
+    chain = Chain.from_config(Checkpoint.open(model).config, "float32", Optimizer())
     return "" if chain.packs(sequence_length) else chain.packing_reason
 
 

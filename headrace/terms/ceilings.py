@@ -12,7 +12,7 @@ from typing import Any
 
 from headrace.terms.errors import ConfigError
 from headrace.terms.figures import figure, mapping_of, number, optional_whole, refuse_unknown, whole
-from headrace.terms.layout import PLANE_SETS
+from headrace.terms.layout import COMPUTE_DTYPES
 from headrace.terms.program import Lane
 from headrace.terms.sizes import MIB
 
@@ -326,16 +326,16 @@ def _device_memory_rate(figures: Mapping[str, Any], *, where: str) -> float | No
 
 def _flops(figures: Mapping[str, Any], *, where: str) -> dict[str, float]:
     rates = mapping_of(figures.get("flops_per_second"), where=f"{where}: flops_per_second")
-    refuse_unknown(rates, set(PLANE_SETS), where=f"{where}: flops_per_second")
+    refuse_unknown(rates, set(COMPUTE_DTYPES), where=f"{where}: flops_per_second")
     if not rates:
-        raise ConfigError(f"{where}: flops_per_second is empty; give a figure for one of {', '.join(PLANE_SETS)} at least")
+        raise ConfigError(f"{where}: flops_per_second is empty; give a figure for one of {', '.join(COMPUTE_DTYPES)} at least")
     return {name: figure(rates, name, where=f"{where}: flops_per_second", most=_MOST_FLOPS_PER_SECOND) for name in rates}
 
 
 def _widened(figures: Mapping[str, Any], *, where: str) -> tuple[str, ...]:
     names = figures.get("widened_dtypes", [])
-    if not isinstance(names, list | tuple) or not set(map(str, names)) <= set(PLANE_SETS):
-        raise ConfigError(f"{where}: widened_dtypes is {names!r}; write a list of some of {', '.join(PLANE_SETS)}")
+    if not isinstance(names, list | tuple) or not set(map(str, names)) <= set(COMPUTE_DTYPES):
+        raise ConfigError(f"{where}: widened_dtypes is {names!r}; write a list of some of {', '.join(COMPUTE_DTYPES)}")
     return tuple(names)
 
 

@@ -29,6 +29,7 @@ class Declaration:
 
     `default` is None where something is chosen, which `default_words` then say; `required` where there is no default at all.
     `flag` is its name on the command line, None where it is a key of the file only; `plan`: `headrace plan` has it too.
+    `alias`: this is an older name for what another option says, in its words and with its default; read, and never written.
     """
 
     key: str
@@ -42,6 +43,7 @@ class Declaration:
     on_command_line: bool
     plan: bool
     fixed: bool
+    alias: str
 
     @property
     def flag(self) -> str | None:
@@ -52,11 +54,14 @@ class Declaration:
     def readme_row(self) -> str:
         """The line of README's table."""
         meaning = self.row or self.help[:1].lower() + self.help[1:].rstrip(".")
+        meaning = f"an older name, for `{self.alias}`" if self.alias else meaning
         return f"| `{self.key}` | {self.default_words} | {meaning} |"
 
     @property
     def command_help(self) -> str:
         """What `--help` says."""
+        if self.alias:
+            return f"An older name, for {self.alias}."
         plain = self.default_words.replace("`", "")
         return f"{self.help} Default: {plain}." if plain != "-" else self.help
 
@@ -77,12 +82,14 @@ def option(
     cli: bool = True,
     plan: bool = False,
     fixed: bool = True,
+    alias: str = "",
 ) -> Any:
     """Return the dataclass field of an option.
 
     `help` is for the command line, `row` for README where that says more; `words` say the default where the value does not.
     `optional`: None may be given although it is not the default. `cli=False`: a key only. `plan`: also an option of
-    `headrace plan`. `fixed=False`: may be another when the run goes on.
+    `headrace plan`. `fixed=False`: may be another when the run goes on. `alias`: see `Declaration`; the class that has both
+    options reads it, and its value is None from then on.
     """
     metadata = {
         _KEY: {
@@ -93,7 +100,8 @@ def option(
             "optional": optional or default is None,
             "on_command_line": cli,
             "plan": plan,
-            "fixed": fixed,
+            "fixed": fixed and not alias,
+            "alias": alias,
         }
     }
     if factory is not None:
@@ -143,7 +151,7 @@ class Declared:
 
     def to_json(self) -> dict[str, Any]:
         """Return all options as plain JSON values, which `of` reads back to equal ones."""
-        return {key: _plain(getattr(self, key)) for key in self.keys()}
+        return {each.key: _plain(getattr(self, each.key)) for each in self.declarations() if not each.alias}
 
 
 def _declarations(cls: type[Declared]) -> Iterator[Declaration]:
@@ -156,7 +164,7 @@ def _declarations(cls: type[Declared]) -> Iterator[Declaration]:
             key=each.name,
             default=default,
             required=required,
-            default_words="-" if required else _words_of(default) if words is None else words,
+            default_words="-" if required or values["alias"] else _words_of(default) if words is None else words,
             **values,
         )
 

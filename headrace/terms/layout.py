@@ -14,8 +14,6 @@ from headrace.terms.sizes import PAGE_BYTES, round_up
 PARAMETER_ALIGNMENT = 32
 # Elements by which a unit, and every chunk of it, is aligned: 4 KiB in a 2-byte plane, what O_DIRECT needs.
 UNIT_ALIGNMENT = 2048
-# Parameters that share one scale where moments have 8 bits (Dettmers et al. 2022, section 2: small blocks contain outliers).
-MOMENT_BLOCK_ELEMENTS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +57,7 @@ class PlaneSet:
         return round_up(sum(plane.num_bytes(num_elements) for plane in self.states), PAGE_BYTES)
 
     def num_bytes(self, num_elements: int) -> int:
-        """Bytes of all planes together: 12 per parameter for bfloat16 with float32 moments."""
+        """Bytes of all planes together."""
         return self.weight.num_bytes(num_elements) + self.state_bytes(num_elements)
 
     def split_states(self, num_elements: int) -> Iterator[tuple[Plane, slice]]:
@@ -93,6 +91,7 @@ _MASTERS = {
     "float32": (Plane("w", "float32", 4), ()),
     "float16": (Plane("w16", "float16", 2), (Plane("w", "float32", 4),)),
 }
+COMPUTE_DTYPES = tuple(_MASTERS)
 
 
 def planes_with(compute_dtype: str, states: tuple[Plane, ...]) -> PlaneSet:
@@ -105,36 +104,6 @@ def planes_with(compute_dtype: str, states: tuple[Plane, ...]) -> PlaneSet:
         raise ConfigError(f"compute_dtype: {compute_dtype!r} is not one of {', '.join(_MASTERS)}")
     weight, rest = _MASTERS[compute_dtype]
     return PlaneSet(compute_dtype, weight, rest + states)
-
-
-_M, _V = Plane("m", "float32", 4), Plane("v", "float32", 4)
-
-# The planes of the moments. int8: codes, and the unit that a block's codes count (`update.rules.moments` has the code).
-_MOMENT_PLANES = {
-    "float32": (_M, _V),
-    "bfloat16": (Plane("m", "uint16", 2), Plane("v", "uint16", 2)),
-    "int8": (
-        Plane("m", "int8", 1),
-        Plane("v", "uint8", 1),
-        Plane("m_unit", "float32", 4, MOMENT_BLOCK_ELEMENTS),
-        Plane("v_unit", "float32", 4, MOMENT_BLOCK_ELEMENTS),
-    ),
-}
-# How moments may be kept; the first is the default, and the only one that is exact AdamW.
-MOMENTS = tuple(_MOMENT_PLANES)
-# AdamW's with float32 moments.
-PLANE_SETS = {compute_dtype: planes_with(compute_dtype, (_M, _V)) for compute_dtype in _MASTERS}
-
-
-def plane_set(compute_dtype: str, moments: str = "float32") -> PlaneSet:
-    """Return AdamW's planes of a compute dtype, with moments kept as `moments`.
-
-    Raises:
-        ConfigError: either is not known.
-    """
-    if moments not in MOMENTS:
-        raise ConfigError(f"moments: {moments!r} is not one of {', '.join(MOMENTS)}")
-    return planes_with(compute_dtype, _MOMENT_PLANES[moments])
 
 
 @dataclass(frozen=True, slots=True)

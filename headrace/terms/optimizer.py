@@ -1,12 +1,17 @@
-"""What the user chooses about the update: the rule, its parameter groups, and the learning-rate schedule."""
+"""What the user chooses about the update: what all rules are told, how a rule is named, and the learning-rate schedule.
+
+Not here: the rules and their own settings; each is a file in `update/rules/`.
+"""
 
 import math
 import re
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import ClassVar
 
+from headrace.terms.declared import Declaration, Declared, option
 from headrace.terms.errors import ConfigError
-from headrace.terms.layout import MOMENTS
+from headrace.terms.option_kinds import Listed, Number, Record
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,16 +32,32 @@ class ParameterGroup:
             _check_not_negative("weight_decay", self.weight_decay)
 
 
-class Optimizer:
-    """A rule of updates with its options. Norms and biases (parameters with fewer than two dimensions, and those named `*norm*`
-    or `*bias`) are not decayed. `groups` are tried in order, the first match wins; a group's `weight_decay=None` means that.
+@dataclass(frozen=True, kw_only=True)
+class Optimizer(Declared):
+    """What every rule of updates is told. A rule's own settings are further fields of a subclass, declared as options are.
+
+    Norms and biases (parameters with fewer than two dimensions, and those named `*norm*` or `*bias`) are not decayed.
+    `groups` are tried in order, the first match wins; a group's `weight_decay=None` means that.
     """
 
-    __slots__ = ()
+    name: ClassVar[str] = ""
+    """What `--optimizer` calls the rule."""
 
-    lr: float
-    weight_decay: float
-    groups: tuple[ParameterGroup, ...]
+    lr: float = option(1e-5, Number())
+    weight_decay: float = option(0.0, Number())
+    groups: tuple[ParameterGroup, ...] = option((), Listed(Record(ParameterGroup)))
+
+    @classmethod
+    def settings(cls) -> tuple[Declaration, ...]:
+        """Return the declarations of the rule's own settings."""
+        common = {each.name for each in fields(Optimizer)}
+        return tuple(each for each in cls.declarations() if each.key not in common)
+
+    @property
+    def text(self) -> str:
+        """The rule and those of its settings that have another value than their default, as `--optimizer` takes them."""
+        found = {each.key: getattr(self, each.key) for each in self.settings() if getattr(self, each.key) != each.default}
+        return optimizer_text(self.name, {key: str(value) for key, value in found.items()})
 
     def group_of(self, name: str, num_dimensions: int) -> tuple[float, float]:
         """Return `(learning_rate_scale, weight_decay)` of the parameter called `name`."""
@@ -47,106 +68,43 @@ class Optimizer:
                 return group.learning_rate_scale, decay if group.weight_decay is None else group.weight_decay
         return 1.0, decay
 
-    def smaller(self) -> "tuple[str, dict[str, str], Optimizer] | None":
-        """Return the same rule with smaller states: the change in words, as options, and made; None if there is none."""
+    def smaller(self) -> "tuple[str, Optimizer] | None":
+        """Return the same rule with smaller states: what changes, in words, and the rule; None if there is none."""
         return None
 
 
-@dataclass(frozen=True, slots=True)
-class AdamW(Optimizer):
-    """AdamW with decoupled weight decay (Loshchilov & Hutter 2019, algorithm 2), the rule of `torch.optim.AdamW`.
+def parse_optimizer(text: str) -> tuple[str, dict[str, str]]:
+    """Return the name of a rule and its settings, still as words, that `text` says: `sgd`, or `sgd:KEY=VALUE,KEY=VALUE`.
 
-    `moments` says how the two moments are kept: one of `MOMENTS`, of which float32 alone is exact AdamW.
-    """
-
-    lr: float = 1e-5
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    groups: tuple[ParameterGroup, ...] = ()
-    moments: str = "float32"
-
-    def __post_init__(self) -> None:
-        if self.moments not in MOMENTS:
-            raise ConfigError(f"moments: {self.moments!r} is not one of {', '.join(MOMENTS)}")
-        _check_not_negative("lr", self.lr)
-        _check_not_negative("weight_decay", self.weight_decay)
-        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
-            raise ConfigError(f"betas: expected two numbers in [0, 1), found {self.betas}")
-        if not (self.eps > 0 and math.isfinite(self.eps)):
-            raise ConfigError(f"eps: expected a finite number > 0, found {self.eps}")
-
-    def smaller(self) -> tuple[str, dict[str, str], Optimizer] | None:
-        """Return AdamW with 8-bit moments, if it has larger ones."""
-        if self.moments == "int8":
-            return None
-        bits = {"float32": 32, "bfloat16": 16}[self.moments]
-        words = f"moments of 8 bits instead of {bits} (rounded at random: not exact AdamW)"
-        return words, {"moments": "int8"}, replace(self, moments="int8")
-
-
-@dataclass(frozen=True, slots=True)
-class SGD(Optimizer):
-    """Stochastic gradient descent with momentum, the rule of `torch.optim.SGD`: decay is added to the gradient.
-
-    One fp32 state, the momentum buffer: 8 bytes per parameter with bfloat16 compute, where AdamW takes 12. Without momentum
-    there is none: 4 bytes are the master alone.
-    """
-
-    lr: float = 1e-3
-    momentum: float = 0.9
-    nesterov: bool = False
-    weight_decay: float = 0.0
-    groups: tuple[ParameterGroup, ...] = ()
-
-    def __post_init__(self) -> None:
-        _check_not_negative("lr", self.lr)
-        _check_not_negative("weight_decay", self.weight_decay)
-        if not 0 <= self.momentum < 1:
-            raise ConfigError(f"momentum: expected a number from 0 up to, but below, 1, found {self.momentum}")
-        if self.nesterov and not self.momentum:
-            raise ConfigError("nesterov: looks ahead by the momentum, which is 0; give one, or leave nesterov out")
-
-
-OPTIMIZERS: dict[str, type[Optimizer]] = {"adamw": AdamW, "sgd": SGD}
-
-
-# Fields that every optimizer has, which are options of a run by names of their own.
-_COMMON = ("lr", "weight_decay", "groups")
-
-
-def parse_optimizer(text: str) -> tuple[type[Optimizer], dict[str, Any]]:
-    """Return the rule that `text` names and its own options: `sgd`, or `sgd:momentum=0.9,nesterov=true`.
+    Which rules and settings there are is not known here (`update.rules.table` knows). Numbers are written in one way.
 
     Raises:
-        ConfigError: no such rule, or an option or a value that it has not; the message names those that it has.
+        ConfigError: a setting without a value, or one that is given twice.
     """
     name, colon, rest = text.partition(":")
-    if name not in OPTIMIZERS:
-        raise ConfigError(f"optimizer: {name!r} is not one of {', '.join(OPTIMIZERS)}")
-    kind = OPTIMIZERS[name]
-    defaults: dict[str, Any] = {each.name: each.default for each in fields(kind)}  # type: ignore[arg-type]
-    known = {key: default for key, default in defaults.items() if key not in _COMMON and kind is not AdamW}
-    values: dict[str, Any] = {}
+    settings: dict[str, str] = {}
     for word in rest.split(",") if colon else ():
-        key, _, value = word.partition("=")
-        if key not in known:
-            has = f"has the options {', '.join(known)}" if known else "has adam_betas, adam_epsilon and moments for a run"
-            raise ConfigError(f"optimizer: {key!r} is no option of {name}, which {has}")
-        values[key] = _read(f"optimizer: {key}", value, known[key])
-    return kind, values
+        key, equals, value = (each.strip() for each in word.partition("="))
+        if not (key and equals and value) or key in settings:
+            wrong = "stands twice" if key in settings else "has no value"
+            raise ConfigError(f"optimizer: in {text!r} the setting {key!r} {wrong}; expected NAME or NAME:KEY=VALUE,KEY=VALUE")
+        settings[key] = _plain_number(value)
+    return name.strip(), settings
 
 
-def _read(name: str, text: str, default: float | bool) -> float | bool:
-    """Return `text` as a value of the type of `default`."""
-    if isinstance(default, bool):
-        if text.lower() not in ("true", "false"):
-            raise ConfigError(f"{name}: expected true or false, found {text!r}")
-        return text.lower() == "true"
+def optimizer_text(name: str, settings: Mapping[str, str]) -> str:
+    """Return what `parse_optimizer` reads back to the same name and settings."""
+    words = ",".join(f"{key}={value}" for key, value in settings.items())
+    return f"{name}:{words}" if words else name
+
+
+def _plain_number(text: str) -> str:
+    """Return a number as Python writes it, so that equal settings are equal words; what is none stays as it is."""
     try:
-        return float(text)
+        number = float(text)
     except ValueError:
-        raise ConfigError(f"{name}: expected a number, found {text!r}") from None
+        return text
+    return str(int(number)) if number.is_integer() else repr(number)
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,11 +28,12 @@ class Kind:
 
 @dataclass(frozen=True)
 class Number(Kind):
-    """A finite number of at least `least` (more than it, if `above`) and at most `most`."""
+    """A finite number of at least `least` (more than it, if `above`) and at most `most` (less than it, if `below`)."""
 
     least: float = 0.0
     most: float = math.inf
     above: bool = False
+    below: bool = False
     cli: ClassVar[Any] = float
 
     def read(self, value: Any, key: str) -> float:
@@ -42,8 +43,9 @@ class Number(Kind):
         except (TypeError, ValueError, OverflowError):
             number = math.nan
         fits = number > self.least if self.above else number >= self.least
-        if not (fits and number <= self.most and math.isfinite(number)):
-            most = f" and <= {self.most:.0f}" if self.most < math.inf else ""
+        fits = fits and (number < self.most if self.below else number <= self.most)
+        if not (fits and math.isfinite(number)):
+            most = f" and {'<' if self.below else '<='} {self.most:.0f}" if self.most < math.inf else ""
             raise _wrong(key, f"a number {'>' if self.above else '>='} {self.least:g}{most}", value)
         return number
 

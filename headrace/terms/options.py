@@ -13,7 +13,7 @@ from headrace.terms.budget import Budget
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.declared import Declared, option
 from headrace.terms.errors import ConfigError
-from headrace.terms.optimizer import AdamW, Optimizer, ParameterGroup, Schedule, parse_optimizer
+from headrace.terms.optimizer import ParameterGroup, Schedule, optimizer_text, parse_optimizer
 from headrace.terms.option_kinds import Either, Flag, Listed, Number, OneOf, Place, Record, Size, Text, Whole
 
 DEFAULT_SEQUENCE_LENGTH = 2048
@@ -21,7 +21,6 @@ DEFAULT_ROWS_PER_STEP = 8
 _MOST_SEED = (1 << 128) - 1  # as many bits as numpy draws for one
 # Other names for the dtypes of options.
 DTYPE_NAMES: Mapping[str, str] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "half": "float16"}
-MOMENTS_NAMES: Mapping[str, str] = {"bf16": "bfloat16", "fp32": "float32", "8bit": "int8", "uint8": "int8"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,17 +84,18 @@ class Options(Declared):
     optimizer: str = option(
         "adamw",
         Text(),
-        "adamw, or sgd:momentum=0.9,nesterov=false.",
-        row="the rule of updates: `adamw`, or `sgd:momentum=0.9,nesterov=false` (what is left out has that value), of 8 "
-        "bytes per parameter instead of 12, or of 4 with `momentum=0`; fixed for a run",
+        "The rule of updates, NAME or NAME:KEY=VALUE,KEY=VALUE.",
+        row="the rule of updates and its settings: `NAME`, or `NAME:KEY=VALUE,KEY=VALUE` as in the table below; "
+        "fixed for a run",
         plan=True,
     )
     learning_rate: float = option(1e-5, Number(), "Of the optimizer, after the warm-up.")
     weight_decay: float = option(
         0.0, Number(), "Not applied to norms and biases.", row="of the optimizer; norms and biases are not decayed"
     )
-    adam_betas: tuple[float, float] = option((0.9, 0.95), Listed(Number(), 2, 2), "The two decay rates of AdamW.", cli=False)
-    adam_epsilon: float = option(1e-8, Number(above=True), "The epsilon of AdamW.", cli=False)
+    adam_betas: Any = option(None, Listed(Number(), 2, 2), alias="optimizer: adamw:beta1=0.9,beta2=0.95", cli=False)
+    adam_epsilon: Any = option(None, Number(), alias="optimizer: adamw:eps=1e-08", cli=False)
+    moments: Any = option(None, Text(), alias="optimizer: adamw:moments=float32", plan=True)
     parameter_groups: tuple[ParameterGroup, ...] = option(
         (),
         Listed(Record(ParameterGroup)),
@@ -131,14 +131,6 @@ class Options(Declared):
         row="of drained gradients: `float32` leaves them unrounded; micro-batches are summed in fp32 either way",
         words="`compute_dtype`",
         cli=False,
-    )
-    moments: str = option(
-        "float32",
-        OneOf(("float32", "bfloat16", "int8"), MOMENTS_NAMES),
-        "AdamW's moments: float32, bfloat16 or int8.",
-        row="how AdamW's moments are kept: `bfloat16` or `int8` (in blocks of 256) take 8 or 6 bytes per parameter instead of "
-        "12; rounded at random, so no longer exact AdamW; fixed for a run",
-        plan=True,
     )
     seed: int = option(0, Whole(0, _MOST_SEED), "Order of the data and dropout.")
     checkpoint_every: int | None = option(
@@ -211,30 +203,31 @@ class Options(Declared):
             )
         if self.compile_blocks and self.liger:
             raise ConfigError("compile_blocks and liger: both fuse the same operators of a block; give one of them")
-        _ = self.rule  # refuses what is no rule of updates: betas, factors
+        self._read_older_names()
 
     @property
     def budget(self) -> Budget:
         """The budget of each tier."""
         return Budget(device=self.device_memory, host=self.host_memory, ssd=self.ssd)
 
-    @property
-    def rule(self) -> Optimizer:
-        """The update rule."""
-        kind, own = parse_optimizer(self.optimizer)
-        common: dict[str, Any] = {
-            "lr": self.learning_rate,
-            "weight_decay": self.weight_decay,
-            "groups": self.parameter_groups,
-        }
-        if kind is AdamW:
-            return AdamW(betas=self.adam_betas, eps=self.adam_epsilon, moments=self.moments, **common)
-        for key in ("adam_betas", "adam_epsilon", "moments"):
-            if getattr(self, key) != getattr(Options, key):
-                raise ConfigError(
-                    f"{key}: {getattr(self, key)} is of AdamW's, and the optimizer is {self.optimizer}; leave it out"
-                )
-        return kind(**common, **own)
+    def _read_older_names(self) -> None:
+        """Write settings that were given by an older name into `optimizer`, which then says the same."""
+        name, settings = parse_optimizer(self.optimizer)
+        for each in self.declarations():
+            value = getattr(self, each.key)
+            if not each.alias or value is None:
+                continue
+            rule, defaults = parse_optimizer(each.alias.removeprefix("optimizer: "))
+            values = value if isinstance(value, tuple) else (value,)
+            _, given = parse_optimizer(optimizer_text(rule, dict(zip(defaults, map(str, values), strict=True))))
+            chosen = {key: word for key, word in given.items() if word != defaults[key]}
+            if chosen and rule != name:
+                raise ConfigError(f"{each.key}: is a setting of {rule}, and the optimizer is {name}; leave it out")
+            if rule == name and any(settings.get(key, word) != word for key, word in given.items()):
+                raise ConfigError(f"{each.key}: {value} here, and {self.optimizer!r} under optimizer; leave one of them out")
+            settings |= chosen
+            object.__setattr__(self, each.key, None)  # frozen: set once, here
+        object.__setattr__(self, "optimizer", optimizer_text(name, settings))
 
     @property
     def schedule(self) -> Schedule:
@@ -253,19 +246,19 @@ class Options(Declared):
 
     @staticmethod
     def from_record(values: Mapping[str, Any]) -> "Options":
-        """Inverse of `to_record`; also of what versions up to 0.1 wrote, which had AdamW and its schedule as objects."""
+        """Inverse of `to_record`; also of what versions up to 0.1 wrote, which had rule and schedule as objects."""
         known = dict(values)
         if "model_dir" in known:
             del known["model_dir"]
-            adamw, schedule = known.pop("optimizer"), known.pop("schedule")
+            rule, schedule = known.pop("optimizer"), known.pop("schedule")
             known |= {
                 "device_memory": known.pop("device_bytes"),
                 "host_memory": known.pop("host_bytes"),
-                "learning_rate": adamw["lr"],
-                "adam_betas": adamw["betas"],
-                "adam_epsilon": adamw["eps"],
-                "weight_decay": adamw["weight_decay"],
-                "parameter_groups": adamw["groups"],
+                "learning_rate": rule["lr"],
+                "adam_betas": rule["betas"],
+                "adam_epsilon": rule["eps"],
+                "weight_decay": rule["weight_decay"],
+                "parameter_groups": rule["groups"],
                 "lr_schedule": schedule["kind"],
                 "warmup_steps": schedule["warmup_steps"],
                 "max_steps": schedule["total_steps"] or None,

@@ -12,8 +12,8 @@ class Grain(StrEnum):
     """The smallest piece of a unit that a rule can update alone: chunks are cut between such pieces."""
 
     ELEMENT = "element"  # cuts anywhere, but for blocks of elements that share a number (`PlaneSet.block_elements`)
-    ROWS = "rows"  # whole rows of a matrix: factored second moments
-    MATRIX = "matrix"  # whole parameters: orthogonalised momentum
+    ROWS = "rows"  # whole rows of a matrix: what is told from a row as a whole
+    MATRIX = "matrix"  # whole matrices: what is told from a matrix as a whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +25,7 @@ class RuleFigures:
         planes: the weights that compute uses, the rest of their master, and the states that the rule keeps.
         grain: where a unit may be cut.
         flops_per_element: floating-point operations of one element's update.
-        core_rate: bytes per second of a core, in parts of what a profile has measured: AdamW's loop with float32 moments.
+        core_rate: bytes per second of a core, in parts of what a profile has measured: the default rule's loop.
             Below 1 where arithmetic, not memory, takes the time (bench/kernel.py).
         temporary_bytes: the most that an update on a device allocates at once, per element of the piece it works on.
         device_traffic_bytes: what torch's kernels read and write of device memory, per element; None: only the host updates.

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from headrace.store import checksum_reference
 from headrace.terms.errors import ConfigError
-from headrace.terms.layout import PLANE_SETS, UNIT_ALIGNMENT, GroupRange, Plane
+from headrace.terms.layout import COMPUTE_DTYPES, UNIT_ALIGNMENT, GroupRange, Plane
 from headrace.terms.optimizer import Optimizer
 from headrace.update import (
     DeviceUpdater,
@@ -36,7 +36,6 @@ from headrace.update.tensors import join, split
 
 LEARNING_RATE, WEIGHT_DECAY = 1e-3, 0.1
 STEP = StepScalars(learning_rate=LEARNING_RATE, update=3, gradient_scale=0.5)
-COMPUTE_DTYPES = tuple(PLANE_SETS)
 # Shares for several threads, and a rest; a border of groups on a multiple of nothing that a loop is cut by but blocks.
 NUM_ELEMENTS = 133 * UNIT_ALIGNMENT
 GROUPS = (GroupRange(0, 768, 1.0, 0.0), GroupRange(768, 100_096, 1.0, 0.1), GroupRange(100_096, NUM_ELEMENTS, 0.5, 0.01))

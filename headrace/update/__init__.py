@@ -11,15 +11,13 @@ from headrace.update.rule import (
     UpdateRule,
     group_pieces,
 )
-from headrace.update.rules.adamw import AdamWRule
-from headrace.update.rules.table import rule_of
+from headrace.update.rules.table import optimizer_of, rule_of
 from headrace.update.sites.device import DeviceUpdater
 from headrace.update.sites.host import Updater
 
 __all__ = [
     "BLOCK_ELEMENTS",
     "GRADIENT_DTYPES",
-    "AdamWRule",
     "Checksums",
     "DeviceUpdater",
     "ElementRule",
@@ -33,6 +31,7 @@ __all__ = [
     "block_square_sums",
     "clip_factor",
     "group_pieces",
+    "optimizer_of",
     "rule_of",
     "square_sum",
 ]

@@ -5,7 +5,7 @@ from the arrays at the first call, so a run compiles what it runs and nothing el
 here once: prefetching, splitting and joining the master, decoding and encoding states tile by tile, checksums on the way.
 
 Invariant: an element's new value depends on that element and the scalars alone, in the order that the arithmetic is written;
-where states have fewer than 32 bits, also on what their code says (`rules/moments.py`).
+where states have fewer than 32 bits, also on what their code says (`StateCode`).
 
 Numba keeps machine code on disk and notices a change only of the file that a loop stands in. What is inlined here stands in
 several, so a digest of all of them is part of each loop's key (`_digest`): a closure's variables are.
@@ -33,24 +33,23 @@ from torch import Tensor
 
 from headrace.machine.jit import JIT_OPTIONS, compiled
 from headrace.terms import layout
-from headrace.terms.layout import MOMENT_BLOCK_ELEMENTS
 from headrace.update import kernels
 from headrace.update.kernels import full_width, joined, lower_half, narrowed_float16, not_nan, upper_half, widened
 from headrace.update.tensors import Noise
 
-# Elements that are updated and then summed up for their checksums: 448 KiB of AdamW's with their gradient, for a second-level
-# cache.
+# Elements that are updated and then summed up for their checksums: 448 KiB with two float32 states and the gradient, for a
+# second-level cache.
 SUMMED_ELEMENTS = 32768
 # The constants of `store.checksum`, whose loop is here once more: the sum must be compiled into the loops that need it.
 CHECKSUM_ODD, CHECKSUM_MIX = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD6E8FEB86659FD93)
 
 # Loops run over strips, a cache line of the narrowest plane, and ask for what they will need so far ahead: a processor's own
-# prefetching ends with each page of each array. Measured for AdamW (docs/log/update-kernel): 1.1 times as fast; 128 to 512
+# prefetching ends with each page of each array. Measured with two states (docs/log/update-kernel): 1.1 times as fast; 128 to 512
 # ahead are alike, 1024 is worse. Unsigned, for an index that may be negative would be tested for each element.
 LINE_BYTES = 64
 STRIP_ELEMENTS, AHEAD_ELEMENTS = np.uint64(32), np.uint64(256)
-# Elements whose states are decoded at once. The blocks of 8-bit moments are tiles.
-TILE_ELEMENTS = MOMENT_BLOCK_ELEMENTS
+# Elements whose states are decoded at once, and the most that may share a number of a state.
+TILE_ELEMENTS = 256
 
 Loop = Callable[..., None]
 

@@ -86,7 +86,7 @@ class Checksums(NamedTuple):
 def noise_key(update: int, unit: int) -> int:
     """Return the 32 bits that place the random roundings of one unit in one of its updates: a function of these numbers alone.
 
-    So a resumed run, and any placement of the states, rounds every moment as an unbroken one does.
+    So a resumed run, and any placement of the states, rounds every state as an unbroken one does.
     """
     return int.from_bytes(hashlib.blake2b(f"{update}/{unit}".encode(), digest_size=4).digest(), "little")
 

@@ -12,7 +12,8 @@ from headrace.cli.app import app
 from headrace.measure.kept import Wanted, keep
 from headrace.plan.machine_profiles import load_profile
 from headrace.terms.ceilings import Ceilings
-from headrace.terms.options import DTYPE_NAMES, MOMENTS_NAMES
+from headrace.terms.options import DTYPE_NAMES
+from headrace.update.rules.moments import OTHER_NAMES
 
 
 @pytest.fixture
@@ -65,7 +66,7 @@ def test_what_train_calls_dtypes_and_moments_plan_does_too(model: Path) -> None:
     for short, name in DTYPE_NAMES.items():
         found = json.loads(run(*words, "--compute-dtype", short).stdout)
         assert found["plan"]["compute_dtype"] == name
-    for short, name in MOMENTS_NAMES.items():
+    for short, name in OTHER_NAMES.items():
         found = json.loads(run(*words, "--moments", short).stdout)
         assert found["plan"]["rule"]["name"] == ("AdamW" if name == "float32" else f"AdamW with {name} moments")
 

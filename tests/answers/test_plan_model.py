@@ -177,9 +177,9 @@ def test_where_space_is_short_smaller_moments_are_offered_as_they_would_be_plann
     rig = replace(rig, drives=(replace(rig.drives[0], capacity_bytes=capacity),))
     refused = plan_model(small, Options(machine=rig, **asked), here=False)
     assert not refused.fits
-    offered = next(found for found in refused.alternatives if found.options == {"moments": "int8"})
+    offered = next(found for found in refused.alternatives if found.options == {"optimizer": "adamw:moments=int8"})
     assert offered.change in explain(refused)
-    again = plan_model(small, Options(machine=rig, moments="int8", **asked), here=False)
+    again = plan_model(small, Options(machine=rig, **offered.options, **asked), here=False)
     assert again.fits
     assert again.plan is not None
     assert again.plan.rule.name == again.to_json()["rule"] == "AdamW with int8 moments"
@@ -202,7 +202,7 @@ def test_where_the_ssds_limit_a_plan_it_says_what_would_spare_them(
     assert found.plan is not None
     assert found.plan.host_slots < found.plan.num_blocks
     variants = {name: alternative for alternative in found.alternatives for name in alternative.options}
-    assert set(variants) == {"host_memory", "moments"}
+    assert set(variants) == {"host_memory", "optimizer"}
     for alternative in found.alternatives:
         assert alternative.step_seconds < found.forecast.step_seconds
         assert alternative.change in explain(found)
@@ -212,9 +212,10 @@ def test_where_the_ssds_limit_a_plan_it_says_what_would_spare_them(
     roomy = plan_model(small, Options(host_memory=host.options["host_memory"], machine=slow_rig, **asked), here=False)
     assert roomy.forecast is not None
     assert roomy.forecast.step_seconds <= 1.02 * host.step_seconds
-    fewer = plan_model(small, Options(host_memory=leanest + (1 << 20), machine=slow_rig, moments="int8", **asked), here=False)
+    asked |= variants["optimizer"].options
+    fewer = plan_model(small, Options(host_memory=leanest + (1 << 20), machine=slow_rig, **asked), here=False)
     assert fewer.forecast is not None
-    assert fewer.forecast.step_seconds <= 1.02 * variants["moments"].step_seconds
+    assert fewer.forecast.step_seconds <= 1.02 * variants["optimizer"].step_seconds
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,9 @@ from headrace.answers.explain import explain, explain_outcome
 from headrace.answers.outcome import outcome_of
 from headrace.answers.plan_report import PlanReport
 from headrace.plan.machine_profiles import load_profile
-from headrace.terms.optimizer import AdamW
 from headrace.terms.options import Options
 from headrace.update import rule_of
+from headrace.update.rules.adamw import AdamW
 
 
 @pytest.fixture(scope="module")

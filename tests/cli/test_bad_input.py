@@ -339,7 +339,7 @@ class TestResume:
             ("host_memory", 5 << 30, 4 << 30),
             ("tokens_per_step", 128, 64),
             ("parameter_groups", [{"pattern": "embed"}], ()),
-            ("moments", "int8", "float32"),
+            ("optimizer", "adamw:moments=int8", "adamw"),
         ],
     )
     def test_an_option_that_was_changed_after_the_run_began(self, name: str, now: object, then: object, ran: World) -> None:

@@ -15,7 +15,8 @@ from headrace.store import Leftover, StateStore
 from headrace.store.manifest import RECORD_NAMES, withdraw_manifest
 from headrace.terms.errors import ConfigError
 from headrace.terms.families import trained_unit
-from headrace.terms.layout import PLANE_SETS, lay_out
+from headrace.terms.layout import lay_out
+from headrace.update.rules.adamw import adamw_planes
 
 
 def clean(world: World, *words: object) -> str:
@@ -129,7 +130,7 @@ def two_ssds(folder: Path, capsys: pytest.CaptureFixture[str]) -> World:
     ssds = [folder / "ssd0", folder / "ssd1"]
     for ssd in ssds:
         ssd.mkdir()
-    units = [trained_unit(layout, PLANE_SETS["bfloat16"], 2048) for layout in layouts]
+    units = [trained_unit(layout, adamw_planes("bfloat16"), 2048) for layout in layouts]
     StateStore.create(folder / "run", ssds, units, scratch_bytes=4096, sink=lambda event: None).close()
     return World(folder, capsys)
 

@@ -16,7 +16,8 @@ from headrace.engine.trainer import Engine
 from headrace.plan.plan import Plan
 from headrace.store import read_manifest
 from headrace.terms.errors import InputError
-from headrace.terms.layout import MOMENTS, plane_set
+from headrace.update.rules.adamw import adamw_planes
+from headrace.update.rules.moments import MOMENTS
 
 ROWS, LENGTH, STEPS = 4, 24, 3
 # Weight decay on matrices only: two groups, whose border must not cut a block of the moments.
@@ -105,7 +106,7 @@ def test_resumed_and_rolled_back_runs_end_with_the_same_bits(
         engine.chain.block = block  # type: ignore[method-assign]
         got += steps(engine, 1, 2)
     with Engine.resume(tmp_path / "run") as engine:
-        assert engine.options.moments == "int8"
+        assert engine.options.optimizer == "adamw:beta2=0.999,moments=int8"
         assert engine.plan is not None
         assert engine.plan.rule.name == "AdamW with int8 moments"
         assert "int8 moments" in engine.plan.explain()
@@ -114,7 +115,7 @@ def test_resumed_and_rolled_back_runs_end_with_the_same_bits(
     assert got == losses
     states = read_manifest(tmp_path / "run").units[0].family("states")
     assert states is not None
-    assert states.planes == plane_set("bfloat16", "int8").states
+    assert states.planes == adamw_planes("bfloat16", "int8").states
 
 
 @pytest.mark.deep

@@ -8,8 +8,8 @@ import torch
 from tiny_architectures import CONFIGS, make_config, make_plain
 
 from headrace.model import Chain, Checkpoint, import_unit
-from headrace.terms.layout import PLANE_SETS
-from headrace.terms.optimizer import AdamW
+from headrace.terms.optimizer import Optimizer
+from headrace.update.rules.adamw import adamw_planes
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -28,10 +28,10 @@ def save(tmp_path: Path, name: str = "llama", dtype: str = "bfloat16", **options
 
 def import_all(directory: Path, compute_dtype: str) -> tuple[Checkpoint, Chain, list[Any], list[bool]]:
     checkpoint = Checkpoint.open(directory)
-    chain = Chain.from_config(checkpoint.config, compute_dtype, AdamW())
+    chain = Chain.from_config(checkpoint.config, compute_dtype, Optimizer())
     weights = chain.attach(checkpoint)
     planes, exact = [], []
-    kinds = PLANE_SETS[compute_dtype]
+    kinds = adamw_planes(compute_dtype)
     master = next((plane for plane in kinds.states if plane.name in ("lo", "w")), None)
     for layout in chain.layouts:
         weight = np.full(layout.num_elements, 77, kinds.weight.dtype)

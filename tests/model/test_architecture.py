@@ -13,7 +13,7 @@ from headrace.model import Chain, build_skeleton, find_blocks, probe, self_check
 from headrace.model import probe as probe_function
 from headrace.model.tiny import shrink_values
 from headrace.terms.errors import ModelError
-from headrace.terms.optimizer import AdamW
+from headrace.terms.optimizer import Optimizer
 
 
 def test_self_check_passes(case: Any) -> None:
@@ -22,17 +22,17 @@ def test_self_check_passes(case: Any) -> None:
 
 def test_encoder_decoder_is_refused() -> None:
     with pytest.raises(ModelError, match="encoder-decoder"):
-        Chain.from_config(CONFIG_MAPPING["t5"](), "float32", AdamW())
+        Chain.from_config(CONFIG_MAPPING["t5"](), "float32", Optimizer())
 
 
 def test_bidirectional_is_refused() -> None:
     with pytest.raises(ModelError, match="causal"):
-        Chain.from_config(CONFIG_MAPPING["bert"](), "float32", AdamW())
+        Chain.from_config(CONFIG_MAPPING["bert"](), "float32", Optimizer())
 
 
 def test_no_causal_class_is_refused() -> None:
     with pytest.raises(ModelError, match="no causal language model class"):
-        Chain.from_config(CONFIG_MAPPING["vit"](), "float32", AdamW())
+        Chain.from_config(CONFIG_MAPPING["vit"](), "float32", Optimizer())
 
 
 def test_quantised_weights_are_refused() -> None:
@@ -139,7 +139,7 @@ def test_traits_are_cached() -> None:
 
 def test_a_model_larger_than_memory_needs_none() -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    chain = Chain.from_config(CONFIG_MAPPING["deepseek_v3"](num_hidden_layers=8), "bfloat16", AdamW())
+    chain = Chain.from_config(CONFIG_MAPPING["deepseek_v3"](num_hidden_layers=8), "bfloat16", Optimizer())
     grown_bytes = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
     assert chain.num_parameters > 50e9
     assert grown_bytes < 500e6

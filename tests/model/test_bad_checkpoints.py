@@ -14,7 +14,7 @@ from tiny_architectures import CONFIGS, make_config
 
 from headrace.model import Chain, Checkpoint, import_unit
 from headrace.terms.errors import ModelError
-from headrace.terms.optimizer import AdamW
+from headrace.terms.optimizer import Optimizer
 
 
 def edit_config(directory: Path, **values: Any) -> None:
@@ -127,7 +127,7 @@ def test_weights_of_blocks_that_the_configuration_leaves_out(tmp_path: Path, nam
     of_the_last = [key for key in stored if re.search(r"\b(layers|h)\.2\.", key)]
     edit_config(directory, **{"n_layer" if name == "gpt2" else "num_hidden_layers": 2})
     checkpoint = Checkpoint.open(directory)
-    chain = Chain.from_config(checkpoint.config, "bfloat16", AdamW())
+    chain = Chain.from_config(checkpoint.config, "bfloat16", Optimizer())
     with pytest.raises(ModelError, match=rf"has 2 blocks .* {len(of_the_last)} stored tensors .*\.2\..*leave_out_blocks"):
         chain.attach(checkpoint)
     weights = chain.attach(checkpoint, leave_out_blocks=True)
@@ -142,7 +142,7 @@ def test_blocks_that_transformers_passes_over_are_no_fault(tmp_path: Path) -> No
     tensors = load_file(directory / "model.safetensors")
     save_file({**tensors, "model.layers.61.eh_proj.weight": torch.ones(3)}, directory / "model.safetensors")
     checkpoint = Checkpoint.open(directory)
-    chain = Chain.from_config(checkpoint.config, "bfloat16", AdamW())
+    chain = Chain.from_config(checkpoint.config, "bfloat16", Optimizer())
     assert list(chain.attach(checkpoint).unknown) == ["model.layers.61.eh_proj.weight"]
     assert "1 stored tensors" in chain.notes[0]
 
@@ -180,6 +180,6 @@ def test_weights_in_eight_bits_are_refused(tmp_path: Path) -> None:
 def test_wrong_plane_size(tmp_path: Path) -> None:
     directory, _ = save(tmp_path)
     checkpoint = Checkpoint.open(directory)
-    chain = Chain.from_config(checkpoint.config, "bfloat16", AdamW())
+    chain = Chain.from_config(checkpoint.config, "bfloat16", Optimizer())
     with pytest.raises(ModelError, match="elements"):
         import_unit(chain.attach(checkpoint), chain.layouts[1], np.zeros(5, np.uint16), None)

@@ -9,9 +9,9 @@ from tiny_architectures import CONFIGS, DROPOUT_GPT2, flats_of, make_batches, ma
 
 from headrace.model import Chain, MicroBatch, block_seed, shift_labels
 from headrace.terms.errors import ConfigError, ModelError, StepFailed
-from headrace.terms.optimizer import AdamW, ParameterGroup
+from headrace.terms.optimizer import Optimizer, ParameterGroup
 
-OPTIMIZER = AdamW(weight_decay=0.1)
+OPTIMIZER = Optimizer(weight_decay=0.1)
 
 
 class Stepper:
@@ -210,7 +210,7 @@ def test_bfloat16_blocks_equal_the_stock_model() -> None:
 def test_layouts_place_every_parameter_once(case: Any) -> None:
     config = make_config(case)
     chain = Chain.from_config(
-        config, "bfloat16", AdamW(weight_decay=0.1, groups=(ParameterGroup(pattern="embed", weight_decay=0),))
+        config, "bfloat16", Optimizer(weight_decay=0.1, groups=(ParameterGroup(pattern="embed", weight_decay=0),))
     )
     shapes = {name: tuple(p.shape) for name, p in make_plain(config).named_parameters()}
     placed = [spec for layout in chain.layouts for spec in layout.parameters]

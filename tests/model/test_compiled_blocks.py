@@ -18,7 +18,7 @@ from headrace.model.instance import tiny_samples
 from headrace.model.probe import compare_gradients, tiny_runner
 from headrace.model.thresholds import architecture_key
 from headrace.terms.errors import ConfigError
-from headrace.terms.optimizer import AdamW
+from headrace.terms.optimizer import Optimizer
 
 
 @pytest.fixture(autouse=True)
@@ -78,7 +78,7 @@ def test_a_compiler_that_computes_something_else_is_found_out() -> None:
 
 def test_binding_other_weights_compiles_nothing() -> None:
     config = make_config(CONFIGS["llama"])
-    chain = Chain.from_config(config, "float32", AdamW())
+    chain = Chain.from_config(config, "float32", Optimizer())
     flats, compiled = flats_of(chain, make_plain(config)), CompiledBlocks("aot_eager")
     cos = torch.linspace(-1, 1, 12 * 8).reshape(1, 12, 8)
     call = BlockCall((), {"position_embeddings": (cos, cos.flip(-1)), "attention_mask": None})
@@ -110,7 +110,7 @@ def test_binding_other_weights_compiles_nothing() -> None:
 
 def test_costs_name_no_operators_and_count_a_blocks_gradients_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headrace.model.chain.check_compiler", lambda device: None)
-    chain = Chain.from_config(make_config(CONFIGS["llama"]), "bfloat16", AdamW())
+    chain = Chain.from_config(make_config(CONFIGS["llama"]), "bfloat16", Optimizer())
     own = profile(chain, 2, 16)
     chain.compile_blocks()
     before = counters["stats"]["unique_graphs"]
@@ -125,7 +125,7 @@ def test_costs_name_no_operators_and_count_a_blocks_gradients_all_at_once(monkey
 
 
 def test_dropout_is_refused() -> None:
-    chain = Chain.from_config(make_config(DROPOUT_GPT2), "float32", AdamW())
+    chain = Chain.from_config(make_config(DROPOUT_GPT2), "float32", Optimizer())
     with pytest.raises(ConfigError, match="has dropout"):
         chain.compile_blocks()
     assert chain.replayable

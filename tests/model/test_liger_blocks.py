@@ -17,7 +17,7 @@ from headrace.model.liger import LigerBlocks, check_liger
 from headrace.model.probe import compare_gradients, tiny_runner
 from headrace.model.thresholds import architecture_key
 from headrace.terms.errors import ConfigError
-from headrace.terms.optimizer import AdamW
+from headrace.terms.optimizer import Optimizer
 
 CALLS: list[str] = []
 
@@ -165,7 +165,7 @@ def test_without_the_package_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_chain_with_them_replays_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     checked: list[str] = []
     monkeypatch.setattr("headrace.model.chain.check_liger", lambda config, device: checked.append(str(device)))
-    chain = Chain.from_config(make_config(CONFIGS["llama"]), "float32", AdamW())
+    chain = Chain.from_config(make_config(CONFIGS["llama"]), "float32", Optimizer())
     chain.use_liger()
     assert checked == ["cpu"]
     assert not chain.replayable

@@ -12,7 +12,7 @@ from headrace.model import IGNORED, Chain, MicroBatch, probe
 from headrace.model.cost_profile import profile
 from headrace.model.probe import block_major_backward, tiny_runner
 from headrace.model.thresholds import architecture_key
-from headrace.terms.optimizer import AdamW
+from headrace.terms.optimizer import Optimizer
 
 LENGTHS = (9, 7, 5)
 PACKED_BY_MASKS = ("opt", "gpt-oss", "falcon")
@@ -22,7 +22,7 @@ PACKED_BY_MASKS = ("opt", "gpt-oss", "falcon")
 def test_a_packed_row_computes_what_its_samples_do_alone(name: str) -> None:
     config = make_config(CONFIGS[name])
     plain = make_plain(config).eval()
-    chain = Chain.from_config(config, "float32", AdamW())
+    chain = Chain.from_config(config, "float32", Optimizer())
     assert chain.packs_by_masks
     chain.model.eval()
     for unit, flat in enumerate(flats_of(chain, plain)):
@@ -112,7 +112,7 @@ def test_layers_with_a_state_are_packed_sample_by_sample_and_it_is_said_why(kind
 
 
 def test_what_is_run_sample_by_sample_is_planned_without_replay_and_with_room_for_what_waits() -> None:
-    chain = Chain.from_config(make_config(CONFIGS["nemotron-h"]), "float32", AdamW())
+    chain = Chain.from_config(make_config(CONFIGS["nemotron-h"]), "float32", Optimizer())
     costs = profile(chain, 2, 16)
     assert costs.by_samples
     assert not any(block.operators or block.skippable for block in costs.blocks)
@@ -133,7 +133,7 @@ def test_samples_are_not_compiled_for_each_length_is_another_graph(monkeypatch: 
     monkeypatch.setattr("headrace.model.chain.CompiledBlocks", lambda: compiled)
     config = make_config(CONFIGS["bloom"])
     config.hidden_dropout = config.attention_dropout = 0.0
-    chain = Chain.from_config(config, "float32", AdamW())
+    chain = Chain.from_config(config, "float32", Optimizer())
     for unit, flat in enumerate(flats_of(chain, make_plain(config))):
         chain.bind(unit, flat, None)
     chain.compile_blocks()

@@ -15,7 +15,7 @@ from transformers import LlamaConfig
 
 import headrace.model.products as products
 from headrace.model import Chain, MicroBatch, Record, Replay, WideProducts, profile
-from headrace.terms.optimizer import AdamW
+from headrace.terms.optimizer import Optimizer
 
 NARROW = (torch.bfloat16, torch.float16)
 HIDDEN, LENGTH = 64, 48
@@ -174,7 +174,7 @@ def chain(dtype: str) -> Chain:
         vocab_size=96, hidden_size=HIDDEN, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=LENGTH,
     )  # fmt: skip
-    return Chain.from_config(config, dtype, AdamW())
+    return Chain.from_config(config, dtype, Optimizer())
 
 
 def run_block(found: Chain, mode: Any, *, record: frozenset[int] = frozenset()) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,7 +8,7 @@ from transformers import GPT2Config, LlamaConfig
 
 from headrace.model import Chain, profile
 from headrace.terms.costs import ATTENTION, BlockCosts
-from headrace.terms.optimizer import AdamW
+from headrace.terms.optimizer import Optimizer
 
 LENGTH, HEADS = 256, 8
 
@@ -18,7 +18,7 @@ def block(dropout: float, *, for_gpu: bool) -> BlockCosts:
         vocab_size=128, n_embd=64, n_layer=2, n_head=HEADS, n_positions=LENGTH,
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=dropout,
     )  # fmt: skip
-    return profile(Chain.from_config(config, "bfloat16", AdamW()), 1, LENGTH, for_gpu=for_gpu).blocks[0]
+    return profile(Chain.from_config(config, "bfloat16", Optimizer()), 1, LENGTH, for_gpu=for_gpu).blocks[0]
 
 
 @pytest.mark.parametrize("field", ["forward_workspace_bytes", "backward_workspace_bytes", "forward_flops", "attention_flops"])
@@ -47,7 +47,7 @@ def test_the_cpu_has_all_scores_in_memory_with_dropout() -> None:
 def test_weights_and_inputs_are_no_workspace_of_a_gpu() -> None:
     """They have rows of their own in a plan: what a block of two products makes is small beside its weights."""
     config = LlamaConfig(vocab_size=32000, hidden_size=256, intermediate_size=1024, num_hidden_layers=2, num_attention_heads=4)
-    chain = Chain.from_config(config, "bfloat16", AdamW())
+    chain = Chain.from_config(config, "bfloat16", Optimizer())
     few = profile(chain, 1, 16, for_gpu=True)
     flat_bytes = 2 * few.blocks[0].num_elements
     gradients_bytes = max(2 * parameter.num_elements for parameter in chain.layouts[1].parameters)

@@ -17,7 +17,7 @@ from versions import CAUSAL_DOGE, LONG_ROPE_IN_A_PLAN
 from headrace.model import Chain, MicroBatch, profile, self_check
 from headrace.model.cost_profile import _tensors_of
 from headrace.terms.errors import ModelError
-from headrace.terms.optimizer import AdamW
+from headrace.terms.optimizer import Optimizer
 
 ROWS, LENGTH = 2, 64
 SHAPE = {
@@ -33,7 +33,7 @@ ATTENTION = 2 * 64 * (64 + 2 * 32 + 64) + 4 * LENGTH * 64
 
 
 def chain_of(kind: str, dtype: str = "bfloat16", **values: Any) -> Chain:
-    return Chain.from_config(CONFIG_MAPPING[kind](**SHAPE, **values), dtype, AdamW())
+    return Chain.from_config(CONFIG_MAPPING[kind](**SHAPE, **values), dtype, Optimizer())
 
 
 def held_by_calls(chain: Chain, batch: MicroBatch) -> int:
@@ -122,7 +122,7 @@ def test_hidden_states_are_as_wide_as_blocks_leave_them(in_float32: bool) -> Non
     sizes = {"num_heads": 8, "head_dim": 16, "state_size": 8, "n_groups": 1, "chunk_size": 16}
     shape = {key: SHAPE[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers")}
     config = CONFIG_MAPPING["mamba2"](**shape, **sizes, residual_in_fp32=in_float32)
-    costs = profile(Chain.from_config(config, "bfloat16", AdamW()), ROWS, LENGTH)
+    costs = profile(Chain.from_config(config, "bfloat16", Optimizer()), ROWS, LENGTH)
     assert costs.hidden_size_bytes == 64 * (4 if in_float32 else 2)
     # The first block gets bfloat16 in either case, the second what the first leaves.
     first, second = costs.blocks
@@ -204,7 +204,7 @@ def test_code_that_fails_without_values_is_refused_with_the_operator_in_one_line
 
 def test_experts_that_look_for_their_tokens_are_planned_as_if_one_got_all() -> None:
     """No more operations than there are, but for a token that each other expert gets; and memory for the worst."""
-    found = profile(Chain.from_config(make_config(CONFIGS["dbrx"]), "float32", AdamW()), 1, LENGTH).blocks[0]
+    found = profile(Chain.from_config(make_config(CONFIGS["dbrx"]), "float32", Optimizer()), 1, LENGTH).blocks[0]
     assert not found.operators
     expert_flops = 2 * 3 * 32 * 48
     routed, of_others = 2 * LENGTH * expert_flops, 4 * expert_flops
@@ -213,7 +213,7 @@ def test_experts_that_look_for_their_tokens_are_planned_as_if_one_got_all() -> N
 
 @pytest.mark.parametrize("kind", sampled(["ernie4_5_moe", "afmoe"], ["ernie4_5_moe"]))
 def test_parameters_that_the_architecture_freezes_stop_no_profile(kind: str) -> None:
-    assert profile(Chain.from_config(CONFIG_MAPPING[kind](), "bfloat16", AdamW()), 1, 16).blocks[-1].operators
+    assert profile(Chain.from_config(CONFIG_MAPPING[kind](), "bfloat16", Optimizer()), 1, 16).blocks[-1].operators
 
 
 def test_blocks_that_hand_on_more_than_hidden_states_are_refused_in_words() -> None:

@@ -14,7 +14,7 @@ from headrace.flow.step_batch import check_apart
 from headrace.model import Chain, self_check
 from headrace.model.thresholds import tiny_of
 from headrace.terms.errors import DataError
-from headrace.terms.optimizer import AdamW
+from headrace.terms.optimizer import Optimizer
 
 _LLAMA4 = {**SIZES, "head_dim": 16, "intermediate_size_mlp": 48, "num_local_experts": 2, "num_experts_per_tok": 1}
 _PHI3 = {
@@ -33,7 +33,7 @@ _PHI3 = {
 
 
 def chain_of(kind: str, **values: Any) -> Chain:
-    return Chain.from_config(CONFIG_MAPPING[kind](**values), "float32", AdamW())
+    return Chain.from_config(CONFIG_MAPPING[kind](**values), "float32", Optimizer())
 
 
 def packs_as_alone(kind: str, values: dict[str, Any], length: int) -> bool:

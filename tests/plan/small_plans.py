@@ -4,8 +4,8 @@ from dataclasses import fields
 from typing import Any
 
 from headrace.plan.plan import Plan, Results, Unit
-from headrace.terms.optimizer import AdamW
 from headrace.update import rule_of
+from headrace.update.rules.adamw import AdamW
 
 
 def small_plan(num_blocks: int = 4, **changes: Any) -> Plan:

@@ -21,9 +21,9 @@ from headrace.terms.ceilings import Ceilings, Drive
 from headrace.terms.costs import BlockCosts, ModelCosts, OperatorCosts
 from headrace.terms.errors import InputError, PlanInfeasible
 from headrace.terms.layout import lay_out
-from headrace.terms.optimizer import AdamW
 from headrace.terms.sizes import GIB, MIB
 from headrace.update import rule_of
+from headrace.update.rules.adamw import AdamW
 
 WIDTH, BLOCKS, LENGTH = 512, 4, 256
 # What the footprint adds for libraries, so that the budgets below are those of buffers and tensors.

@@ -19,8 +19,9 @@ from headrace.store.manifest import withdraw_manifest
 from headrace.terms.errors import RunDirectoryError
 from headrace.terms.events import Event
 from headrace.terms.families import trained_unit
-from headrace.terms.layout import PLANE_SETS, lay_out
+from headrace.terms.layout import lay_out
 from headrace.terms.options import RunOptions
+from headrace.update.rules.adamw import adamw_planes
 
 
 def ignore(event: Event) -> None:
@@ -33,7 +34,7 @@ def create(run: Path, ssd: Path) -> StateStore:
     return StateStore.create(
         run,
         [ssd],
-        [trained_unit(layout, PLANE_SETS["bfloat16"], 2048) for layout in layouts],
+        [trained_unit(layout, adamw_planes("bfloat16"), 2048) for layout in layouts],
         scratch_bytes=0,
         identity={},
         sink=ignore,

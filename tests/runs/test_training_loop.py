@@ -161,7 +161,7 @@ class TestARun:
         train(RunOptions.of(options | more), engines=host.engines())
         model, opened = host.opened[0]
         assert model == options["model"]
-        assert opened.rule.lr == 3e-4
+        assert opened.learning_rate == 3e-4
         assert opened.schedule == Schedule("cosine", 2, 8)
         assert opened.max_grad_norm is None
         assert (opened.budget.host_bytes, opened.output) == (2 << 30, options["output"])

@@ -18,9 +18,9 @@ from headrace.report import Reporter
 from headrace.runs import Engines
 from headrace.runs.protocols import StateKind
 from headrace.terms.events import Committed, Event, Notice, OpDone, Planned, StepResult
-from headrace.terms.optimizer import AdamW
 from headrace.terms.options import Options
 from headrace.update import rule_of
+from headrace.update.rules.adamw import AdamW
 
 
 def write_model(directory: Path, **config: object) -> Path:

@@ -10,10 +10,11 @@ from headrace.machine.host_memory import huge_page_buffer
 from headrace.store import StateStore
 from headrace.terms.events import Event
 from headrace.terms.families import STATES, WEIGHTS, trained_unit
-from headrace.terms.layout import PLANE_SETS, UnitLayout, chunk_ranges, lay_out
+from headrace.terms.layout import UnitLayout, chunk_ranges, lay_out
+from headrace.update.rules.adamw import adamw_planes
 
 CHUNK = 2048
-PLANES = PLANE_SETS["bfloat16"]
+PLANES = adamw_planes("bfloat16")
 LAYOUTS = (
     lay_out("prologue", [("embed.weight", (40, 32), (1.0, 0.1))]),
     lay_out("block 0", [("attn.weight", (64, 64), (1.0, 0.1)), ("norm.weight", (64,), (1.0, 0.0))]),

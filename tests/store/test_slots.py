@@ -10,7 +10,9 @@ from headrace.store import place_units
 from headrace.store.slots import VIRGIN, GroupSlots, GroupVersion
 from headrace.terms.errors import ConfigError, StorageError
 from headrace.terms.families import trained_unit
-from headrace.terms.layout import MOMENTS, PLANE_SETS, Plane, PlaneSet, UnitLayout, plane_set
+from headrace.terms.layout import COMPUTE_DTYPES, Plane, PlaneSet, UnitLayout
+from headrace.update.rules.adamw import adamw_planes
+from headrace.update.rules.moments import MOMENTS
 
 
 def write_all(slots: GroupSlots, checksum: int = 1) -> None:
@@ -70,12 +72,12 @@ def test_a_version_that_is_being_overwritten_is_read_only_where_it_is_still_whol
 @given(
     st.lists(st.integers(0, 40), min_size=1, max_size=5),
     st.integers(1, 12),
-    st.sampled_from(sorted(PLANE_SETS)),
+    st.sampled_from(sorted(COMPUTE_DTYPES)),
     st.sampled_from(MOMENTS),
 )
 def test_slots_never_overlap_and_chunks_are_aligned(sizes: list[int], chunk: int, planes: str, moments: str) -> None:
     layouts = [UnitLayout(f"u{index}", (), (), size * 2048) for index, size in enumerate(sizes)]
-    places = place_units([trained_unit(layout, plane_set(planes, moments), chunk * 2048) for layout in layouts])
+    places = place_units([trained_unit(layout, adamw_planes(planes, moments), chunk * 2048) for layout in layouts])
     taken: list[tuple[int, int]] = []
     for place in places.committed:
         for slot in (0, 1):
@@ -97,9 +99,9 @@ def test_slots_never_overlap_and_chunks_are_aligned(sizes: list[int], chunk: int
 def test_sizes_that_cannot_be_aligned_are_refused() -> None:
     unit = UnitLayout("block 0", (), (), 4096)
     with pytest.raises(ConfigError, match="chunk of 100 elements"):
-        trained_unit(unit, PLANE_SETS["bfloat16"], 100)
+        trained_unit(unit, adamw_planes("bfloat16"), 100)
     with pytest.raises(ConfigError, match="unit block 0: 100 elements"):
-        trained_unit(UnitLayout("block 0", (), (), 100), PLANE_SETS["bfloat16"], 2048)
+        trained_unit(UnitLayout("block 0", (), (), 100), adamw_planes("bfloat16"), 2048)
     odd = PlaneSet("bfloat16", Plane("q", "uint8", 1), (Plane("m", "float32", 4),))
     with pytest.raises(ConfigError, match="1 bytes per weight"):
         trained_unit(unit, odd, 2048)

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from headrace.terms.errors import ConfigError
-from headrace.terms.optimizer import AdamW, ParameterGroup, Schedule
+from headrace.terms.optimizer import ParameterGroup, Schedule
+from headrace.update.rules.adamw import AdamW
 
 
 @pytest.mark.parametrize("name", ["lr", "eps", "weight_decay"])
@@ -34,9 +35,11 @@ def test_groups_that_no_update_can_use(values: dict[str, Any]) -> None:
         ParameterGroup(**values)
 
 
-def test_betas_are_two() -> None:
-    with pytest.raises(ConfigError, match="betas: expected two numbers"):
-        AdamW(betas=(0.9,))  # type: ignore[arg-type]
+@pytest.mark.parametrize("name", ["beta1", "beta2"])
+@pytest.mark.parametrize("value", [1.0, -0.1, math.nan])
+def test_moments_that_never_decay_or_grow(name: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=f"{name}: expected a number >= 0 and < 1, found {value}"):
+        AdamW(**{name: value})
 
 
 @pytest.mark.parametrize("kind", ["linear", "cosine"])

@@ -18,9 +18,11 @@ from headrace.cli.option_parameters import with_options
 from headrace.plan.machine_profiles import load_profile
 from headrace.terms.declared import Declaration, option
 from headrace.terms.errors import ConfigError
-from headrace.terms.optimizer import AdamW, ParameterGroup, Schedule
+from headrace.terms.optimizer import ParameterGroup, Schedule
 from headrace.terms.option_kinds import Number
 from headrace.terms.options import Options, RunOptions
+from headrace.update.rules.adamw import AdamW
+from headrace.update.rules.table import RULES, optimizer_of
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
 OPTIONS = README[README.index("## Options") : README.index("## Data")]
@@ -54,7 +56,8 @@ def test_an_option_is_one_declaration() -> None:
 
 def test_the_table_of_the_readme_is_the_declaration() -> None:
     rows = [line for line in OPTIONS.splitlines() if line.startswith("| `")]
-    assert rows == [each.readme_row for each in RunOptions.declarations()]
+    settings = [f"| `{kind.name}` {each.readme_row}" for kind in RULES for each in kind.settings()]
+    assert rows == [each.readme_row for each in RunOptions.declarations()] + settings
 
 
 def test_the_readme_names_the_keys_that_are_no_options() -> None:
@@ -93,7 +96,7 @@ def test_the_record_has_all_that_a_run_goes_on_with() -> None:
     record = json.loads(json.dumps(options.to_record()))
     found = Options.from_record(record)
     assert {key: getattr(found, key) for key in record} == {key: getattr(options, key) for key in record}
-    assert found.rule == AdamW(lr=2e-5, groups=groups)
+    assert optimizer_of(found) == AdamW(lr=2e-5, groups=groups)
     assert not {"output", "ssd", "plan", "model", "data"} & record.keys()
 
 
@@ -125,13 +128,13 @@ def test_records_of_version_0_1_are_read() -> None:
     }
     found = Options.from_record(record)
     groups = (ParameterGroup(pattern="embed", learning_rate_scale=0.1),)
-    assert found.rule == AdamW(1e-3, (0.9, 0.99), 1e-7, 0.1, groups)
+    assert optimizer_of(found) == AdamW(lr=1e-3, beta1=0.9, beta2=0.99, eps=1e-7, weight_decay=0.1, groups=groups)
     assert found.schedule == Schedule("linear", 3, 40)
     assert (found.budget.device_bytes, found.budget.host_bytes, found.max_grad_norm) == (None, 4 << 30, None)
     assert (found.tokens_per_step, found.sequence_length, found.seed, found.checkpoint_every) == (64, 32, 5, 2)
-    assert (found.interpreter, found.gradient_dtype, found.moments) == ("plain", "float32", "float32")
+    assert (found.interpreter, found.gradient_dtype) == ("plain", "float32")
     assert found.machine == load_profile("rtx4090-1ssd")
-    assert Options.from_record(record | {"moments": "int8"}).moments == "int8"
+    assert optimizer_of(Options.from_record(record | {"moments": "int8"})) == replace(optimizer_of(found), moments="int8")
 
 
 @pytest.mark.parametrize(

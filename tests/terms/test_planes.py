@@ -5,7 +5,9 @@ import itertools
 import pytest
 
 from headrace.terms.errors import ConfigError
-from headrace.terms.layout import MOMENTS, PLANE_SETS, UNIT_ALIGNMENT, lay_out, plane_set, realigned
+from headrace.terms.layout import COMPUTE_DTYPES, UNIT_ALIGNMENT, lay_out, realigned
+from headrace.update.rules.adamw import adamw_planes
+from headrace.update.rules.moments import MOMENTS
 
 # Sizes that are multiples of nothing, in two groups.
 PARAMETERS = [
@@ -19,14 +21,14 @@ PARAMETERS = [
 def test_a_parameter_takes_so_many_bytes() -> None:
     """bfloat16 compute: 12 bytes with fp32 moments, 8 with bfloat16 ones, 6 and 1/32 with 8 bits."""
     num_elements = 512 * UNIT_ALIGNMENT
-    sizes = {moments: plane_set("bfloat16", moments).num_bytes(num_elements) / num_elements for moments in MOMENTS}
+    sizes = {moments: adamw_planes("bfloat16", moments).num_bytes(num_elements) / num_elements for moments in MOMENTS}
     assert sizes == {"float32": 12, "bfloat16": 8, "int8": 6 + 2 * 4 / 256}
 
 
 @pytest.mark.parametrize("moments", MOMENTS)
-@pytest.mark.parametrize("compute_dtype", PLANE_SETS)
+@pytest.mark.parametrize("compute_dtype", COMPUTE_DTYPES)
 def test_states_lie_back_to_back_in_whole_pages(compute_dtype: str, moments: str) -> None:
-    planes = plane_set(compute_dtype, moments)
+    planes = adamw_planes(compute_dtype, moments)
     assert planes.state_bytes(0) == 0
     for num_elements in (UNIT_ALIGNMENT, 3 * UNIT_ALIGNMENT, 1 << 20):
         parts = list(planes.split_states(num_elements))
@@ -40,8 +42,8 @@ def test_states_lie_back_to_back_in_whole_pages(compute_dtype: str, moments: str
 
 @pytest.mark.parametrize("moments", MOMENTS)
 def test_no_block_of_moments_has_elements_of_two_parameters(moments: str) -> None:
-    block = plane_set("bfloat16", moments).block_elements
-    layout = lay_out("unit", PARAMETERS, plane_set("bfloat16", moments).parameter_alignment)
+    block = adamw_planes("bfloat16", moments).block_elements
+    layout = lay_out("unit", PARAMETERS, adamw_planes("bfloat16", moments).parameter_alignment)
     blocks = [range(p.offset // block, -(-(p.offset + p.num_elements) // block)) for p in layout.parameters]
     taken = [number for part in blocks for number in part]
     assert len(taken) == len(set(taken))
@@ -52,13 +54,11 @@ def test_no_block_of_moments_has_elements_of_two_parameters(moments: str) -> Non
 def test_layouts_of_runs_that_exist_stay_as_they_are() -> None:
     layout = lay_out("unit", PARAMETERS)
     assert [parameter.offset for parameter in layout.parameters] == [0, 704, 4032, 4096]
-    assert plane_set("bfloat16").parameter_alignment == 32
+    assert adamw_planes("bfloat16").parameter_alignment == 32
     assert realigned(lay_out("unit", PARAMETERS, 256), 32) == layout
     assert realigned(layout, 256) == lay_out("unit", PARAMETERS, 256)
 
 
 def test_a_plane_set_that_is_not_known_is_refused() -> None:
     with pytest.raises(ConfigError, match="compute_dtype: 'int8' is not one of"):
-        plane_set("int8")
-    with pytest.raises(ConfigError, match="moments: 'float16' is not one of float32, bfloat16, int8"):
-        plane_set("bfloat16", "float16")
+        adamw_planes("int8")

@@ -23,8 +23,8 @@ from update_planes import (
 )
 
 from headrace.terms.errors import ConfigError
-from headrace.terms.optimizer import AdamW
-from headrace.update import GRADIENT_DTYPES, AdamWRule, StepScalars
+from headrace.update import GRADIENT_DTYPES, StepScalars
+from headrace.update.rules.adamw import AdamW, AdamWRule
 from headrace.update.tensors import join
 
 steps = st.builds(
@@ -35,7 +35,8 @@ steps = st.builds(
 )
 rules = st.builds(
     AdamW,
-    betas=st.tuples(st.sampled_from([0.0, 0.3, 0.5, 0.9, 0.999]), st.sampled_from([0.0, 0.95, 0.999])),
+    beta1=st.sampled_from([0.0, 0.3, 0.5, 0.9, 0.999]),
+    beta2=st.sampled_from([0.0, 0.95, 0.999]),
     eps=st.sampled_from([1e-8, 1e-15, 1e-3]),
 )
 
@@ -123,7 +124,7 @@ def test_follows_torch_adamw(beta1, weight_decay):
             parameter.grad = torch.from_numpy(gradient).to(dtype)
             optimizer.step()
         step = StepScalars(learning_rate=1e-3, update=update)
-        adamw("float32", betas=(beta1, 0.95)).apply(*planes, gradient, step, weight_decay, 1.0)
+        adamw("float32", beta1=beta1).apply(*planes, gradient, step, weight_decay, 1.0)
     single, double = (runs[dtype][0].detach().double().numpy() for dtype in (torch.float32, torch.float64))
     moved = np.abs(double - master).max()
     # A step rounds the weight once, by 2^-25 of it at most on average: 300 steps at random stay within 2e-6 of weights near 4.
@@ -161,7 +162,7 @@ def test_beta1_zero_keeps_no_memory():
     planes = ordinary(64, 2, "float32")
     planes[1][0][:] = 1e30
     gradient = gradient_of(64, 2, "float32")
-    rule = adamw("float32", betas=(0.0, 0.95))
+    rule = adamw("float32", beta1=0.0)
     rule.apply(*planes, gradient, dataclasses.replace(STEP, gradient_scale=1.0), 0.0, 1.0)
     assert same_bits(planes[1][0], gradient)
 

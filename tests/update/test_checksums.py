@@ -11,9 +11,10 @@ from update_planes import COMPUTE_DTYPES, STEP, adamw, gradient_of, ordinary, sa
 from headrace.machine.jit import compiled
 from headrace.store import checksum_reference
 from headrace.terms.errors import ConfigError
-from headrace.terms.layout import UNIT_ALIGNMENT, GroupRange, plane_set
+from headrace.terms.layout import UNIT_ALIGNMENT, GroupRange
 from headrace.update import GRADIENT_DTYPES, Summing, Updater
 from headrace.update.loops import SUMMED_ELEMENTS, add_words
+from headrace.update.rules.adamw import adamw_planes
 
 sum_words = compiled(add_words)  # as a loop of its own
 
@@ -67,7 +68,7 @@ def test_any_size_and_any_groups(pages, borders, compute_dtype, seed):
 
 @pytest.mark.parametrize("moments", ["bfloat16", "int8"])
 def test_moments_of_fewer_bits_leave_them_to_the_store(moments):
-    size, planes = UNIT_ALIGNMENT, plane_set("bfloat16", moments)
+    size, planes = UNIT_ALIGNMENT, adamw_planes("bfloat16", moments)
     weight = np.zeros(size, np.uint16)
     states = tuple(np.zeros(plane.num_values(size), plane.dtype) for plane in planes.states)
     rule = adamw("bfloat16", moments)

@@ -43,7 +43,7 @@ def test_it_keeps_the_contract(example: dict[str, Any], monkeypatch: pytest.Monk
         def reference(self, parameter: torch.nn.Parameter) -> torch.optim.Optimizer:
             return Plain(parameter)
 
-    monkeypatch.setitem(table._RULES, example["PlainSGD"], example["PlainSGDRule"])
+    monkeypatch.setitem(table.RULES, example["PlainSGD"], example["PlainSGDRule"])
     suite = Suite()
     tests = [name for name in dir(suite) if name.startswith("test_")]
     assert len(tests) > 6

@@ -21,11 +21,12 @@ from update_planes import (
 
 from headrace.machine.jit import compiled
 from headrace.terms.errors import ConfigError
-from headrace.terms.layout import MOMENT_BLOCK_ELEMENTS, MOMENTS, UNIT_ALIGNMENT, GroupRange, chunk_ranges, plane_set
+from headrace.terms.layout import UNIT_ALIGNMENT, GroupRange, chunk_ranges
 from headrace.testing.rule_contract import StorageMeter
 from headrace.update import GRADIENT_DTYPES, DeviceUpdater, Updater
 from headrace.update.rule import noise_key
-from headrace.update.rules.moments import MOMENT_CODES
+from headrace.update.rules.adamw import adamw_planes
+from headrace.update.rules.moments import MOMENT_BLOCK_ELEMENTS, MOMENT_CODES, MOMENTS
 from headrace.update.tensors import Noise
 
 REDUCED = MOMENTS[1:]
@@ -38,7 +39,7 @@ def encoded(m, v, moments, key=7):
     """Return the planes of fp32 moments, by the reference."""
     parts = MOMENT_CODES[moments].encode_tensors((as_tensor(m), as_tensor(v)), Noise(key, 0))
     return tuple(
-        as_array(part).view(plane.dtype) for part, plane in zip(parts, plane_set("float32", moments).states, strict=True)
+        as_array(part).view(plane.dtype) for part, plane in zip(parts, adamw_planes("float32", moments).states, strict=True)
     )
 
 
@@ -101,7 +102,7 @@ def test_the_update_itself_is_exact(moments):
 @pytest.mark.parametrize("moments", REDUCED)
 @pytest.mark.parametrize("threads", [1, 3])
 def test_threads_and_chunks_do_not_change_a_bit(moments, threads):
-    planes, gradient = plane_set("bfloat16", moments), gradient_of(NUM_ELEMENTS, 0, "uint16")
+    planes, gradient = adamw_planes("bfloat16", moments), gradient_of(NUM_ELEMENTS, 0, "uint16")
     expected = reduced(NUM_ELEMENTS, 0, "bfloat16", moments)
     for group in GROUPS:
         part = slice(group.start, group.stop)
@@ -161,9 +162,9 @@ def test_what_was_never_touched_stays_all_zero_bytes(moments):
     gradient[1024:2048] = 0
     assert all((moment == 0).all() for moment in decoded(states))
     adamw("float32", moments).apply(weight, states, gradient, STEP, 0.0, 1.0)
-    for part in parts_of(states, plane_set("float32", moments), 1024, 2048):
+    for part in parts_of(states, adamw_planes("float32", moments), 1024, 2048):
         assert not part.view(np.uint8).any()
-    assert all(part.view(np.uint8).any() for part in parts_of(states, plane_set("float32", moments), 0, 1024))
+    assert all(part.view(np.uint8).any() for part in parts_of(states, adamw_planes("float32", moments), 0, 1024))
 
 
 @pytest.mark.parametrize("moments", REDUCED)
@@ -197,7 +198,7 @@ def test_second_moments_fall_although_a_step_changes_less_than_a_place(moments):
     gradient = np.zeros(2048, np.float32)
     # One element of each block keeps its gradient, so that the scale of the block does not fall with the rest.
     gradient[::256] = 1e-3
-    rule = adamw("float32", moments, betas=(0.9, 0.999))
+    rule = adamw("float32", moments, beta2=0.999)
     for update in range(1, 694):
         step = dataclasses.replace(STEP, learning_rate=0.0, update=update, gradient_scale=1.0)
         rule.apply(weight, states, gradient, step, 0.0, 1.0)
@@ -318,7 +319,6 @@ def test_ranges_and_groups_that_cut_a_block_are_refused_untouched():
     assert MOMENT_BLOCK_ELEMENTS == 256
 
 
-@pytest.mark.parametrize("make", [adamw, plane_set])
-def test_moments_that_are_not_known_are_refused(make):
-    with pytest.raises(ConfigError, match="'int4' is not one of float32, bfloat16, int8"):
-        make("bfloat16", "int4")
+def test_moments_that_are_not_known_are_refused():
+    with pytest.raises(ConfigError, match="moments: expected float32, bfloat16 or int8, found 'int4'"):
+        adamw("bfloat16", "int4")

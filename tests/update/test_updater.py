@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from update_planes import COMPUTE_DTYPES, STEP, adamw, copied, gradient_of, ordinary, same_planes
 
 from headrace.terms.errors import ConfigError
-from headrace.terms.layout import PLANE_SETS, UNIT_ALIGNMENT, GroupRange, chunk_ranges
+from headrace.terms.layout import UNIT_ALIGNMENT, GroupRange, chunk_ranges
 from headrace.update import GRADIENT_DTYPES, Updater, group_pieces
+from headrace.update.rules.adamw import adamw_planes
 
 # Long enough for shares of more than one thread; the borders of the groups lie on no multiple of anything but 32.
 NUM_ELEMENTS = 200 * UNIT_ALIGNMENT
@@ -80,7 +81,7 @@ def test_calls_from_several_threads_share_the_workers():
 class RecordingRule:
     """A rule that only writes down which elements it was given, and may fail at some."""
 
-    planes = PLANE_SETS["float32"]
+    planes = adamw_planes("float32")
     sums = False
 
     def __init__(self, *, fail_at=None):

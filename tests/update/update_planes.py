@@ -7,15 +7,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from headrace.terms.layout import PLANE_SETS
-from headrace.terms.optimizer import AdamW
-from headrace.update import AdamWRule, StepScalars
+from headrace.terms.layout import COMPUTE_DTYPES
+from headrace.update import StepScalars
+from headrace.update.rules.adamw import AdamW, AdamWRule
 from headrace.update.tensors import split
 
 Planes = tuple[NDArray[Any], tuple[NDArray[Any], ...]]
 
-COMPUTE_DTYPES = tuple(PLANE_SETS)
-ADAMW = AdamW(betas=(0.9, 0.95), eps=1e-8)
+COMPUTE_DTYPES = tuple(COMPUTE_DTYPES)
+ADAMW = AdamW(beta1=0.9, beta2=0.95, eps=1e-8)
 STEP = StepScalars(learning_rate=1e-3, update=3, gradient_scale=0.5)
 # fp32 patterns at the edges: zeros, least and greatest subnormal, least normal, one, a tie of bfloat16, greatest number,
 # the first that rounds to infinity in bfloat16, infinities, NaNs of small and large payload.

@@ -6,18 +6,21 @@ rounded once, so the last two give the same bits.
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from headrace.terms.layout import plane_set
-from headrace.terms.optimizer import AdamW
+from headrace.terms.declared import option
+from headrace.terms.layout import PlaneSet, planes_with
+from headrace.terms.optimizer import Optimizer
+from headrace.terms.option_kinds import Number, OneOf
 from headrace.terms.rule_figures import RuleFigures
 from headrace.update.loops import inlined
 from headrace.update.rule import ElementRule, StepScalars
-from headrace.update.rules.moments import MOMENT_CODES
+from headrace.update.rules.moments import MOMENT_CODES, MOMENT_PLANES, MOMENTS, OTHER_NAMES
 from headrace.update.tensors import States, root_of
 
 # By moments: the most that is alive at once on a device beside the planes; and the rate of a core, in parts of that with
@@ -26,6 +29,39 @@ _TEMPORARY_BYTES = {"float32": 36, "bfloat16": 48, "int8": 76}
 _CORE_RATES = {"float32": 1.0, "bfloat16": 0.32, "int8": 0.14}
 _DEVICE_TRAFFIC_BYTES = {"bfloat16": 316, "float32": 218, "float16": 230}
 _FLOPS_PER_ELEMENT = 15
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamW(Optimizer):
+    """AdamW with decoupled weight decay, the rule of `torch.optim.AdamW`; with float32 moments alone it is exact."""
+
+    name: ClassVar[str] = "adamw"
+
+    beta1: float = option(0.9, Number(0, 1, below=True), "Decay of the first moment.")
+    beta2: float = option(0.95, Number(0, 1, below=True), "Decay of the second moment.")
+    eps: float = option(1e-8, Number(above=True), "What is added to the root of the second moment.")
+    moments: str = option(
+        "float32",
+        OneOf(MOMENTS, OTHER_NAMES),
+        row="how moments are kept: `bfloat16` or `int8` (in blocks of 256) take 8 or 6 bytes per parameter instead of 12; "
+        "rounded at random, so no longer exact AdamW",
+    )
+
+    def smaller(self) -> tuple[str, Optimizer] | None:
+        """Return AdamW with 8-bit moments, if it has larger ones."""
+        if self.moments == "int8":
+            return None
+        bits = {"float32": 32, "bfloat16": 16}[self.moments]
+        return f"moments of 8 bits instead of {bits} (rounded at random: not exact AdamW)", replace(self, moments="int8")
+
+
+def adamw_planes(compute_dtype: str, moments: str = "float32") -> PlaneSet:
+    """Return AdamW's planes of a compute dtype: 12 bytes per parameter for bfloat16 with float32 moments.
+
+    Raises:
+        ConfigError: there is no such compute dtype.
+    """
+    return planes_with(compute_dtype, MOMENT_PLANES[moments])
 
 
 @inlined
@@ -48,7 +84,7 @@ class AdamWRule(ElementRule):
     make it a quarter (AMD) to more than half (Cascade Lake) longer, a pass of their own twice that (bench/kernel.py).
 
     Raises:
-        ConfigError: there is no such plane set.
+        ConfigError: there is no such compute dtype.
     """
 
     element = staticmethod(_element)
@@ -57,7 +93,7 @@ class AdamWRule(ElementRule):
         moments = optimizer.moments
         figures = RuleFigures(
             name="AdamW" if moments == "float32" else f"AdamW with {moments} moments",
-            planes=plane_set(compute_dtype, moments),
+            planes=adamw_planes(compute_dtype, moments),
             flops_per_element=_FLOPS_PER_ELEMENT,
             core_rate=_CORE_RATES[moments],
             temporary_bytes=_TEMPORARY_BYTES[moments],
@@ -74,7 +110,8 @@ class AdamWRule(ElementRule):
         Where torch divides by `sqrt(1 - beta2^step)`, the loop multiplies by its inverse: one division less, and torch on a GPU
         divides by a scalar in the same way.
         """
-        (beta1, beta2), learning_rate = self._optimizer.betas, step.learning_rate * learning_rate_scale
+        beta1, beta2 = self._optimizer.beta1, self._optimizer.beta2
+        learning_rate = step.learning_rate * learning_rate_scale
         toward = 1.0 - beta1
         near = toward < 0.5
         return (

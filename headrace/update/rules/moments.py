@@ -23,11 +23,27 @@ from numba import types
 from numba.extending import intrinsic
 from torch import Tensor
 
-from headrace.terms.layout import MOMENT_BLOCK_ELEMENTS
+from headrace.terms.layout import Plane
 from headrace.update.kernels import as_float, full_width, not_nan, widened
 from headrace.update.loops import TILE_ELEMENTS, StateCode, inlined
 from headrace.update.tensors import QUIET_NAN_BITS, Noise, root_of
 
+# Parameters that share one scale where moments have 8 bits (Dettmers et al. 2022, section 2: small blocks contain outliers).
+MOMENT_BLOCK_ELEMENTS = TILE_ELEMENTS
+# The planes. int8: codes, and the unit that a block's codes count.
+MOMENT_PLANES = {
+    "float32": (Plane("m", "float32", 4), Plane("v", "float32", 4)),
+    "bfloat16": (Plane("m", "uint16", 2), Plane("v", "uint16", 2)),
+    "int8": (
+        Plane("m", "int8", 1),
+        Plane("v", "uint8", 1),
+        Plane("m_unit", "float32", 4, MOMENT_BLOCK_ELEMENTS),
+        Plane("v_unit", "float32", 4, MOMENT_BLOCK_ELEMENTS),
+    ),
+}
+# How moments may be kept; the first is the default, and the only one that is exact. What else people call them.
+MOMENTS = tuple(MOMENT_PLANES)
+OTHER_NAMES = {"bf16": "bfloat16", "fp32": "float32", "8bit": "int8", "uint8": "int8"}
 # The largest codes of 8-bit moments: a first moment is a sign and 7 bits, the root of a second one 8 bits.
 LARGEST_M, LARGEST_V = 127, 255
 # Shift and factor of each round of the hash behind random rounding, and the shift after the last: see `_noise`.
@@ -338,7 +354,7 @@ def _to_bfloat16(values: Tensor, half: Tensor) -> Tensor:
     return ((bits + half) >> 16).to(torch.int16)
 
 
-# By the names of `terms.layout.MOMENTS`: None for those that are kept as they are.
+# By the names of `MOMENTS`: None for those that are kept as they are.
 MOMENT_CODES: dict[str, StateCode | None] = {
     "float32": None,
     "bfloat16": StateCode(_scratch, _decode_bfloat16, _encode_bfloat16, _decode_tensors_bfloat16, _encode_tensors_bfloat16),

@@ -5,13 +5,17 @@ with `nesterov` the step looks one momentum ahead. Buffers start at zero, so the
 """
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from headrace.terms.declared import option
+from headrace.terms.errors import ConfigError
 from headrace.terms.layout import Plane, planes_with
-from headrace.terms.optimizer import SGD
+from headrace.terms.optimizer import Optimizer
+from headrace.terms.option_kinds import Flag, Number
 from headrace.terms.rule_figures import RuleFigures
 from headrace.update.loops import inlined
 from headrace.update.rule import ElementRule, StepScalars
@@ -23,6 +27,29 @@ _DEVICE_TRAFFIC_BYTES = {"bfloat16": 196, "float32": 98, "float16": 110}
 _NESTEROV_TRAFFIC_BYTES = 20
 _PLAIN_TRAFFIC_BYTES = {"bfloat16": 164, "float32": 66, "float16": 78}
 _TEMPORARY_BYTES = 26
+
+
+@dataclass(frozen=True, kw_only=True)
+class SGD(Optimizer):
+    """Stochastic gradient descent with momentum, the rule of `torch.optim.SGD`: decay is added to the gradient.
+
+    One fp32 state, the momentum buffer: 8 bytes per parameter with bfloat16 compute. Without momentum there is none: 4 bytes
+    are the master alone.
+    """
+
+    name: ClassVar[str] = "sgd"
+
+    momentum: float = option(
+        0.9,
+        Number(0, 1, below=True),
+        row="what of the sum of gradients stays at each step; 8 bytes per parameter, or 4 with `momentum=0`",
+    )
+    nesterov: bool = option(False, Flag(), "Look one momentum ahead.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.nesterov and not self.momentum:
+            raise ConfigError("nesterov: looks ahead by the momentum, which is 0; give one, or leave nesterov out")
 
 
 @inlined

@@ -1,19 +1,47 @@
-"""Which rule an optimizer's options mean: one row for each."""
+"""Which rules there are, and which one a run's options mean: one row for each."""
 
 from collections.abc import Callable
 from typing import Any
 
 from headrace.terms.errors import ConfigError
-from headrace.terms.optimizer import SGD, AdamW, Optimizer
+from headrace.terms.optimizer import Optimizer, parse_optimizer
+from headrace.terms.options import Options
 from headrace.terms.rule_figures import Grain
 from headrace.update.rule import UpdateRule
-from headrace.update.rules.adamw import AdamWRule
-from headrace.update.rules.sgd import sgd_rule
+from headrace.update.rules.adamw import AdamW, AdamWRule
+from headrace.update.rules.sgd import SGD, sgd_rule
 
-_RULES: dict[type[Optimizer], Callable[[Any, str], UpdateRule]] = {
+RULES: dict[type[Optimizer], Callable[[Any, str], UpdateRule]] = {
     AdamW: AdamWRule,
     SGD: sgd_rule,
 }
+
+
+def optimizer_of(options: Options) -> Optimizer:
+    """Return the rule that `options` name, with its settings.
+
+    Raises:
+        ConfigError: no such rule, or a setting or a value that it has not; the message names those that it has.
+    """
+    name, settings = parse_optimizer(options.optimizer)
+    kinds = {kind.name: kind for kind in RULES}
+    if name not in kinds:
+        raise ConfigError(f"optimizer: {name!r} is not one of {', '.join(kinds)}")
+    known = [each.key for each in kinds[name].settings()]
+    for key in settings:
+        if key not in known:
+            has = f"has the settings {', '.join(known)}" if known else "has none"
+            raise ConfigError(f"optimizer: {key!r} is no setting of {name}, which {has}")
+    values: dict[str, Any] = {
+        "lr": options.learning_rate,
+        "weight_decay": options.weight_decay,
+        "groups": options.parameter_groups,
+        **settings,
+    }
+    try:
+        return kinds[name](**values)
+    except ConfigError as error:
+        raise ConfigError(f"optimizer: {name}: {error}") from error
 
 
 def rule_of(optimizer: Optimizer, compute_dtype: str) -> UpdateRule:
@@ -22,10 +50,10 @@ def rule_of(optimizer: Optimizer, compute_dtype: str) -> UpdateRule:
     Raises:
         ConfigError: no rule has these options, or one that the store cannot cut units for.
     """
-    if type(optimizer) not in _RULES:
-        known = ", ".join(kind.__name__ for kind in _RULES)
+    if type(optimizer) not in RULES:
+        known = ", ".join(kind.__name__ for kind in RULES)
         raise ConfigError(f"optimizer: {type(optimizer).__name__} is none of the rules {known}; give one of them")
-    rule = _RULES[type(optimizer)](optimizer, compute_dtype)
+    rule = RULES[type(optimizer)](optimizer, compute_dtype)
     if rule.figures.grain is not Grain.ELEMENT:
         raise ConfigError(
             f"optimizer: {rule.figures.name} updates whole {rule.figures.grain} pieces, and chunks are cut anywhere so far; "

@@ -18,8 +18,8 @@ from headrace.update.rule import StepScalars, UpdateRule, group_pieces, refuse_c
 class DeviceUpdater:
     """Applies `rule` to planes that live on a device.
 
-    Large pieces keep the device busy, small ones keep the temporaries small: 2^20 elements of AdamW are 36 MiB. They are
-    rounded up to whole blocks of the states.
+    Large pieces keep the device busy, small ones keep the temporaries small: 36 MiB for 2^20 elements of the
+    default rule. They are rounded up to whole blocks of the states.
 
     Raises:
         ConfigError: `piece_elements` is not positive.

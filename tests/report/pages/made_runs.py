@@ -9,8 +9,8 @@ from headrace.report.lanes import LanesFile
 from headrace.report.metrics import MetricsFile
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.events import OpDone, StepResult
-from headrace.terms.optimizer import AdamW
 from headrace.update import rule_of
+from headrace.update.rules.adamw import AdamW
 
 NUM_BLOCKS = 2
 

@@ -1,0 +1,84 @@
+"""A rule of updates and its settings, as words; and what they were called before rules had settings."""
+
+from typing import Any
+
+import pytest
+
+from headrace.terms.errors import ConfigError
+from headrace.terms.options import Options
+from headrace.update.rules.adamw import AdamW
+from headrace.update.rules.sgd import SGD
+from headrace.update.rules.table import RULES, optimizer_of
+
+
+def test_a_rule_and_its_settings_in_words() -> None:
+    assert optimizer_of(Options()) == AdamW()
+    assert optimizer_of(Options(optimizer="sgd")) == SGD()
+    words = Options(optimizer="sgd:momentum=.5, nesterov=true", learning_rate=0.1, weight_decay=0.01)
+    assert optimizer_of(words) == SGD(lr=0.1, momentum=0.5, nesterov=True, weight_decay=0.01)
+    assert optimizer_of(Options.from_record(words.to_record())) == optimizer_of(words)
+    words = Options(optimizer="adamw:beta1=0.8,beta2=0.99,eps=1e-7,moments=8bit")
+    assert optimizer_of(words) == AdamW(beta1=0.8, beta2=0.99, eps=1e-7, moments="int8")
+
+
+@pytest.mark.parametrize("rule", [AdamW(), AdamW(beta1=0.0, eps=1e-10, moments="bfloat16"), SGD(momentum=0.99, nesterov=True)])
+def test_a_rule_says_the_words_that_mean_it(rule: AdamW | SGD) -> None:
+    assert optimizer_of(Options(optimizer=rule.text)) == rule
+    assert rule.text.count("=") == sum(getattr(rule, each.key) != each.default for each in rule.settings())
+
+
+@pytest.mark.parametrize(
+    ("older", "text"),
+    [
+        ({"adam_betas": [0.8, 0.9]}, "adamw:beta1=0.8,beta2=0.9"),
+        ({"adam_epsilon": "1e-6", "moments": "int8"}, "adamw:eps=1e-06,moments=int8"),
+        ({"moments": "int8", "optimizer": "adamw:moments=int8,eps=1e-7"}, "adamw:moments=int8,eps=1e-07"),
+        ({"adam_epsilon": 1, "optimizer": "adamw:eps=1.0"}, "adamw:eps=1"),
+        # As they stand in every config.yaml and record of versions that had them: the defaults say nothing.
+        ({"adam_betas": [0.9, 0.95], "adam_epsilon": 1e-8, "moments": "float32"}, "adamw"),
+        ({"adam_betas": [0.9, 0.95], "moments": "float32", "optimizer": "sgd"}, "sgd"),
+    ],
+)
+def test_older_names_say_what_a_setting_says(older: dict[str, Any], text: str) -> None:
+    options = Options.of(older)
+    assert options == Options(optimizer=text)
+    assert options.optimizer == text
+    assert not {"adam_betas", "adam_epsilon", "moments"} & options.to_json().keys() & options.to_record().keys()
+    assert Options.of(options.to_json()) == options
+
+
+def test_older_names_have_the_defaults_of_the_rule() -> None:
+    aliases = [each.alias for each in Options.declarations() if each.alias]
+    assert len(aliases) == 3
+    for alias in aliases:
+        assert optimizer_of(Options(optimizer=alias.removeprefix("optimizer: "))) == AdamW()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"optimizer": "muon"}, "optimizer: 'muon' is not one of adamw, sgd"),
+        ({"optimizer": "sgd:beta=1"}, "'beta' is no setting of sgd, which has the settings momentum, nesterov"),
+        ({"optimizer": "sgd:momentum=much"}, "optimizer: sgd: momentum: expected a number .*, found 'much'"),
+        ({"optimizer": "sgd:momentum=1"}, "momentum: expected a number >= 0 and < 1, found '1'"),
+        ({"optimizer": "sgd:nesterov=maybe"}, "nesterov: expected true or false, found 'maybe'"),
+        ({"optimizer": "sgd:momentum"}, "in 'sgd:momentum' the setting 'momentum' has no value"),
+        ({"optimizer": "sgd:momentum=0,momentum=1"}, "the setting 'momentum' stands twice"),
+        ({"optimizer": "sgd:momentum=0,nesterov=true"}, "looks ahead by the momentum, which is 0"),
+        ({"optimizer": "adamw:lr=1"}, "'lr' is no setting of adamw, which has the settings beta1, beta2, eps, moments"),
+        ({"moments": "int4"}, "moments: expected float32, bfloat16 or int8, found 'int4'"),
+        ({"adam_betas": (0.9, 1.0)}, "beta2: expected a number >= 0 and < 1, found '1'"),
+        ({"optimizer": "sgd", "moments": "int8"}, "moments: is a setting of adamw, and the optimizer is sgd; leave it out"),
+        ({"optimizer": "sgd", "adam_betas": (0.5, 0.5)}, "adam_betas: is a setting of adamw"),
+        ({"optimizer": "adamw:moments=int8", "moments": "float32"}, "moments: float32 here, and 'adamw:moments=int8' under"),
+    ],
+)
+def test_what_a_rule_has_not_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        optimizer_of(Options(**options))
+
+
+def test_every_rule_has_a_name_of_its_own_and_no_setting_that_all_have() -> None:
+    names = [kind.name for kind in RULES]
+    assert len(set(names)) == len(names)
+    assert all(kind.name.isidentifier() for kind in RULES)
