@@ -535,9 +535,15 @@ def test_no_operation_is_lost_between_threads() -> None:
 
 def test_the_card_states_what_the_records_say_and_no_local_path_as_base_model() -> None:
     records = [metrics_record(step(1)), metrics_record(step(2, skipped="overflow"))]
-    facts = {"data": ("train.jsonl",), "versions": {"torch": "2.13.0"}, "options": {"epochs": 1}, "records": records}
+    facts = {
+        "data": ("train.jsonl",),
+        "versions": {"torch": "2.13.0"},
+        "options": {"epochs": 1, "optimizer": "sgd"},
+        "records": records,
+    }
     card = model_card(CardFacts(name="tuned", base_model="tiny-llama", **facts))
     assert "base_model:" not in card
     assert "steps: 2 (1 skipped)" in card
     assert "| epochs | 1 |" in card
+    assert "every parameter, with an fp32 master, by the rule `sgd`." in card
     assert "base_model: owner/name" in model_card(CardFacts(name="tuned", base_model="owner/name", **facts))
