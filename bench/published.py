@@ -29,9 +29,9 @@ from headrace.plan.forecast import forecast
 from headrace.plan.placement import Problem, Workload
 from headrace.plan.search import make_plan
 from headrace.terms.errors import PlanInfeasible
-from headrace.terms.optimizer import AdamW
 from headrace.terms.sizes import GIB
 from headrace.update import rule_of
+from headrace.update.rules.adamw import AdamW
 
 TOLERANCE = 0.10
 
