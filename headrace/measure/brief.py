@@ -28,7 +28,7 @@ from headrace.measure.results import both_ways, drive_figures, slowdowns, title
 from headrace.model import WideProducts
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.errors import ConfigError
-from headrace.terms.layout import PLANE_SETS, UNIT_ALIGNMENT
+from headrace.terms.layout import COMPUTE_DTYPES, UNIT_ALIGNMENT
 from headrace.terms.program import Lane
 from headrace.terms.sizes import MIB, format_bytes
 
@@ -170,7 +170,7 @@ class _Brief:
             "transfer_seconds": max(drive.transfer_seconds() for drive in drives),
             "commit_seconds": max(drive.commit_seconds() for drive in drives),
             "slowdowns": slowdowns(self._found, pairs),
-            "widened_dtypes": [dtype for dtype in PLANE_SETS if not self._machine.multiplies(dtype)],
+            "widened_dtypes": [dtype for dtype in COMPUTE_DTYPES if not self._machine.multiplies(dtype)],
             "sources": {"all figures": f"measured in {self._seconds:g} s before a run, torch {torch.__version__}"},
         }
         return Ceilings.from_json(values)

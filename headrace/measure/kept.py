@@ -22,7 +22,7 @@ from headrace.files.durable import write_whole
 from headrace.machine.cpu import CpuMachine, processor_name
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.errors import ConfigError
-from headrace.terms.layout import PLANE_SETS
+from headrace.terms.layout import COMPUTE_DTYPES
 
 _FOLDER = "machines"
 _POLL_SECONDS = 0.1
@@ -43,7 +43,7 @@ class Wanted:
         gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
         return {
             "processor": [platform.machine(), processor_name()],
-            "products": [dtype for dtype in PLANE_SETS if CpuMachine().multiplies(dtype)],
+            "products": [dtype for dtype in COMPUTE_DTYPES if CpuMachine().multiplies(dtype)],
             "cores": torch.get_num_threads(),
             "gpu": gpus[0] if gpus else None,
             "torch": torch.__version__,

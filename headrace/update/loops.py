@@ -44,8 +44,8 @@ SUMMED_ELEMENTS = 32768
 CHECKSUM_ODD, CHECKSUM_MIX = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD6E8FEB86659FD93)
 
 # Loops run over strips, a cache line of the narrowest plane, and ask for what they will need so far ahead: a processor's own
-# prefetching ends with each page of each array. Measured with two states (docs/log/update-kernel): 1.1 times as fast; 128 to 512
-# ahead are alike, 1024 is worse. Unsigned, for an index that may be negative would be tested for each element.
+# prefetching ends with each page of each array. Measured of two states (docs/log/update-kernel): 1.1 times as fast; 128 to
+# 512 ahead are alike, 1024 is worse. Unsigned, for an index that may be negative would be tested for each element.
 LINE_BYTES = 64
 STRIP_ELEMENTS, AHEAD_ELEMENTS = np.uint64(32), np.uint64(256)
 # Elements whose states are decoded at once, and the most that may share a number of a state.
