@@ -66,7 +66,8 @@ def main() -> None:
     engine, host_bytes = open_engine(case)
     with engine:
         opened_bytes = anonymous_bytes()
-        positions = (torch.arange(case["length"]) % (case["length"] // 2)).expand(case["tokens"] // case["length"], -1)
+        positions = torch.arange(case["length"]) % (case["packed"] or case["length"])
+        positions = positions.expand(case["tokens"] // case["length"], -1)
         for seed in range(case["steps"]):
             ids = torch.randint(2, 4000, positions.shape, generator=torch.Generator().manual_seed(seed))
             batch = {"input_ids": ids, "labels": ids}

@@ -31,7 +31,7 @@ class Case:
     clip: float | None = None
     dtype: str = "bfloat16"
     device_mib: int | None = None
-    packed: bool = False
+    packed: int = 0  # tokens of each sample in a row
     padded: bool = False
     steps: int = 2
     exported: bool = False
@@ -53,18 +53,20 @@ QUICK = [
     Case("narrow", None),
     Case("narrow", None, device_mib=200),
     Case("wide", None, clip=1.0),
-    Case("tied", None, packed=True, length=512),
+    Case("tied", None, packed=256, length=512),
 ]
 LONG = [
     Case("narrow", 700),
     Case("wide", None),
     Case("wide", 540, clip=1.0, steps=8),  # no room at first for what is kept of freed memory, and then some
     Case("tied", None, dtype="float32"),
-    Case("wide", 680, tokens=1024, clip=1.0, packed=True),  # the least is 513 MiB, with a build of torch for CUDA 653
+    Case("wide", 680, tokens=1024, clip=1.0, packed=128),  # the least is 513 MiB, with a build of torch for CUDA 653
     Case("wide", None, tokens=4096, length=1024, steps=6),
     Case("wide", 900, tokens=4096, length=1024, device_mib=400, steps=6),
     Case("unpacked", None, tokens=40960, length=2048, padded=True, steps=1),  # with a mask of 4 MiB for each row
     Case("scanned", None, tokens=1024, steps=3),
+    Case("scanned", None, tokens=1024, length=512, packed=500, steps=3),  # run sample by sample
+    Case("scanned", None, tokens=512, length=512, packed=32, steps=2),
     Case("big", None, tokens=2048, length=512),
     Case("big", 2560, tokens=2048, length=512, clip=1.0),
     Case("big", 4096, tokens=4096, length=1024),
