@@ -48,7 +48,9 @@ class BatchStream:
     @property
     def notices(self) -> tuple[str, ...]:
         """What whoever trains on the data should know of it."""
-        return self._tokens.notices
+        share = 0.0 if self._spec.packing else self._padding_share()
+        wasted = (f"not packed: {share:.0%} of the tokens computed are padding",) if share >= 0.01 else ()
+        return (*self._tokens.notices, *wasted)
 
     @property
     def steps_per_epoch(self) -> float:
@@ -130,6 +132,13 @@ class BatchStream:
         if self._spec.packing:
             return packed_rows(self._tokens.lengths, self._spec.sequence_length, seed=seed, epoch=epoch)
         return single_rows(len(self._tokens), seed=seed, epoch=epoch)
+
+    def _padding_share(self) -> float:
+        """Return which part of what the first epoch's steps compute only fills rows of one sample up to the step's longest."""
+        lengths = self._tokens.lengths[self._lay_out(0).samples]
+        starts = np.arange(0, len(lengths), self._spec.rows_per_step)
+        rows = np.diff(np.append(starts, len(lengths)))
+        return 1 - float(lengths.sum()) / float((rows * np.maximum.reduceat(lengths, starts)).sum())
 
     def _next_row(self) -> NDArray[np.int64]:
         if self._row_index == len(self._rows):

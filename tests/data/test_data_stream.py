@@ -207,6 +207,17 @@ def test_a_position_in_other_data_or_a_damaged_one_is_refused_and_nothing_moves(
         assert stream.state() == before
 
 
+def test_what_not_packing_costs_is_said(tmp_path):
+    lengths = [16, 2, 2, 2, 8, 8, 8, 8, 3]  # three rows a step, in their order: 48, 24 and 24 tokens computed
+    stream = BatchStream(numbered_tokens(tmp_path / "set", lengths, 16), replace(BASE, packing=False, shuffle=False))
+    padding = sum(int((stream.next_batch().attention_mask == 0).sum()) for _ in range(3))
+    assert padding == 96 - sum(lengths) == 39
+    assert stream.notices == ("not packed: 41% of the tokens computed are padding",)
+    assert BatchStream(numbered_tokens(tmp_path / "set", lengths, 16), BASE).notices == ()
+    alike = numbered_tokens(tmp_path / "alike", [7] * 6, 16)
+    assert BatchStream(alike, replace(BASE, packing=False)).notices == ()
+
+
 def test_samples_longer_than_a_row_are_refused(tmp_path):
     with pytest.raises(DataError, match="a sample has 16 tokens, a row only 8"):
         BatchStream(numbered_tokens(tmp_path / "a", [16], 16), replace(BASE, sequence_length=8))
