@@ -39,7 +39,7 @@ class Chain:
         config: the configuration as given.
         model: the skeleton: the transformers model whose unbound parameters are on the meta device.
         compute_dtype, dtype: name and torch dtype of the weights that compute uses; `device`: where the buffers are.
-        layouts: one per unit; `num_blocks` blocks; `unit_names`; `has_epilogue_unit`.
+        layouts: one per unit; `num_blocks` blocks; `has_epilogue_unit`.
         tied: whether input embedding and head are one parameter.
         has_dropout: whether a block or the prologue draws random numbers in training mode: seed before each run of a unit.
         collects_asides: whether blocks hand router logits aside for an auxiliary loss.
@@ -59,7 +59,6 @@ class Chain:
         blocks = find_blocks(skeleton)
         self.layouts = _lay_out_units(skeleton, blocks.name, traits, optimizer, alignment)
         self.num_blocks = len(blocks.modules)
-        self.unit_names = tuple(layout.name for layout in self.layouts)
         self.has_epilogue_unit = len(self.layouts) == self.num_blocks + 2
         self.tied = is_tied(skeleton)
         self.has_dropout = _draws_random_numbers(skeleton)

@@ -216,7 +216,8 @@ def test_layouts_place_every_parameter_once(case: Any) -> None:
     placed = [spec for layout in chain.layouts for spec in layout.parameters]
     assert {spec.name: spec.shape for spec in placed} == shapes
     assert len(placed) == len(shapes)
-    assert chain.unit_names[: chain.num_blocks + 1] == ("prologue", *(f"block.{i}" for i in range(chain.num_blocks)))
+    names = [layout.name for layout in chain.layouts[: chain.num_blocks + 1]]
+    assert names == ["prologue", *(f"block.{i}" for i in range(chain.num_blocks))]
     assert chain.layouts[0].parameters
     assert len({layout.num_elements for layout in chain.layouts[1 : chain.num_blocks + 1]}) <= 2
 
