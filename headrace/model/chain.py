@@ -66,12 +66,11 @@ class Chain:
         self.wide_products = False
         self._packing_limit = traits.packing_limit
         self.packing_reason = traits.packing_reason
-        collect = bool(getattr(config, "output_router_logits", False))
         self._runner = Runner(
             skeleton,
             blocks.modules,
             tuple_length=traits.tuple_length,
-            collect_asides=collect,
+            collect_asides=traits.has_aside_loss,
             packs_by_masks=traits.packs_by_masks,
             samples_from=traits.samples_from,
         )

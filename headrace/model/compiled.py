@@ -16,8 +16,9 @@ import torch
 import transformers
 from torch import nn
 
+from headrace.model.block_major import compare_gradients
 from headrace.model.instance import tiny_samples
-from headrace.model.probe import compare_gradients, tiny_runner
+from headrace.model.probe import tiny_runner
 from headrace.model.runner import run_block
 from headrace.model.thresholds import architecture_key
 from headrace.terms.errors import ConfigError

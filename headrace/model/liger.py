@@ -20,9 +20,10 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from headrace.model.block_major import compare_gradients
 from headrace.model.chain_values import MicroBatch
 from headrace.model.instance import tiny_samples
-from headrace.model.probe import compare_gradients, tiny_runner
+from headrace.model.probe import tiny_runner
 from headrace.model.runner import run_block
 from headrace.model.thresholds import architecture_key
 from headrace.terms.errors import ConfigError

@@ -4,6 +4,9 @@ Invariant: nothing about an architecture is written down here; a family that tra
 refused with the reason.
 """
 
+import copy
+import inspect
+import json
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -13,15 +16,13 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from headrace.model.block_major import RELATIVE_TOLERANCE, block_major_backward, differing_gradient, take_gradients
 from headrace.model.chain_values import IGNORED, MicroBatch, shift_labels
 from headrace.model.find_blocks import check_architecture, find_blocks
 from headrace.model.instance import LENGTHS, tiny_model, tiny_samples
-from headrace.model.runner import RunBlock, Runner
+from headrace.model.runner import Runner
 from headrace.model.thresholds import architecture_key, key_without, tiny_of
 from headrace.terms.errors import HeadraceError, ModelError, in_one_line
-
-# Sums in another order: measured 3e-8 on 25 architectures in float32; a lost gradient is larger by orders of magnitude.
-RELATIVE_TOLERANCE = 1e-4
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,7 @@ class Traits:
     `blocks_name` is the dotted name of the list of blocks. Samples can be packed into rows of fewer than `packing_limit` tokens
     (None: of any number, 0: not at all); `packing_reason` says why not into longer ones. With `packs_by_masks` masks keep them
     apart that the model does not make from positions by itself. With `runs_by_samples` longer rows hold several, too, but
-    blocks run on one after the other.
+    blocks run on one after the other. `has_aside_loss`: as it is configured, it adds an auxiliary loss of router logits.
     """
 
     blocks_name: str
@@ -41,6 +42,7 @@ class Traits:
     packing_reason: str
     packs_by_masks: bool = False
     runs_by_samples: bool = False
+    has_aside_loss: bool = False
 
     @property
     def samples_from(self) -> int | None:
@@ -81,8 +83,24 @@ def self_check(config: Any) -> None:
     check_architecture(config)
     with _words_for_its_errors(config):
         reason = _self_check(cast(Hashable, type(config)), architecture_key(config))
+        if reason:
+            reason += _to_do(config)
     if reason:
         raise ModelError(f"{type(config).__name__}: cannot be trained block by block: {reason}")
+
+
+def _to_do(config: Any) -> str:
+    """Return what to change where one number of the configuration stands in the way: with 0 instead all agrees."""
+    values = json.loads(architecture_key(config))
+    for name, value in values.items():
+        if isinstance(value, float) and value:
+            try:
+                gone = not _self_check(cast(Hashable, type(config)), json.dumps(values | {name: 0.0}, sort_keys=True))
+            except Exception:  # what cannot be nothing, in the architecture's own code
+                continue
+            if gone:
+                return f"; with {name} 0 instead of {value:g} they agree: set it so in config.json to train without it"
+    return ""
 
 
 def _shorter_rows(config: Any) -> tuple[int, str]:
@@ -150,9 +168,19 @@ def tiny_runner(config_class: type, key: str) -> Runner:
         handle.remove()
     if not seen:
         raise ModelError(f"{config_class.__name__}: its forward does not call its first block")
-    collect = bool(getattr(model.config, "output_router_logits", False))
+    # In a copy, for it leaves hooks, which could not be compiled.
+    collect = bool(getattr(model.config, "output_router_logits", False)) and _has_aside_loss(copy.deepcopy(model))
     model.config.output_router_logits = False
     return Runner(model, blocks, tuple_length=seen[0], collect_asides=collect)
+
+
+@torch.no_grad()
+def _has_aside_loss(model: Any) -> bool:
+    """Return whether a model adds an auxiliary loss to its own; some have the switch for one, and none."""
+    if "output_router_logits" not in inspect.signature(type(model).forward).parameters:
+        return False
+    ids = tiny_samples(model)[0].input_ids
+    return isinstance(getattr(model(input_ids=ids, use_cache=False, output_router_logits=True), "aux_loss", None), torch.Tensor)
 
 
 def _without_asides(model: Any) -> dict[str, Any]:
@@ -179,6 +207,7 @@ def _probe(config_class: type, key: str) -> Traits:
         packing_reason="" if by_masks else reason,
         packs_by_masks=by_masks,
         runs_by_samples=alone,
+        has_aside_loss=runner.collects_asides,
     )
 
 
@@ -247,48 +276,11 @@ def _self_check(config_class: type, key: str) -> str:
     samples = [_filled_up(sample) for sample in tiny_samples(model)]
     expected_loss = _plain_loss(runner, samples)
     expected_loss.backward()  # type: ignore[no-untyped-call]
-    expected = _take_gradients(model)
+    expected = take_gradients(model)
     loss, expected_value = block_major_backward(runner, samples), float(expected_loss.detach())
     if abs(loss - expected_value) > RELATIVE_TOLERANCE * abs(expected_value):
         return f"loss {loss:.6f} block by block, {expected_value:.6f} plainly"
-    return _differing_gradient(model, expected)
-
-
-def compare_gradients(runner: Runner, run_blocks: RunBlock, samples: Sequence[MicroBatch]) -> str:
-    """Return where loss or gradients with `run_blocks` differ from those of the model's own code; "" if nowhere.
-
-    Both run block by block on `samples`; `runner` runs blocks as before afterwards, and its model has no gradients.
-    """
-    own, expected_loss = runner.run_block, block_major_backward(runner, samples)
-    expected = _take_gradients(runner.model)
-    runner.run_block = run_blocks
-    try:
-        loss = block_major_backward(runner, samples)
-        if not abs(loss - expected_loss) <= RELATIVE_TOLERANCE * abs(expected_loss):
-            return f"loss is {loss:.6f} instead of {expected_loss:.6f}"
-        return _differing_gradient(runner.model, expected)
-    finally:
-        runner.run_block = own
-        runner.model.zero_grad(set_to_none=True)
-
-
-def _take_gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
-    """Return the gradients of all parameters and leave none behind."""
-    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-    model.zero_grad(set_to_none=True)
-    return gradients
-
-
-def _differing_gradient(model: nn.Module, expected: Mapping[str, torch.Tensor | None]) -> str:
-    """Return words on the first gradient that is not as `expected`; "" if all are."""
-    largest = max(float(grad.abs().max()) for grad in expected.values() if grad is not None)
-    for name, parameter in model.named_parameters():
-        plain, ours = expected[name], parameter.grad
-        plain = torch.zeros_like(parameter) if plain is None else plain
-        difference = float((plain - (0 if ours is None else ours)).abs().max())
-        if not difference <= RELATIVE_TOLERANCE * float(plain.abs().max()) + 1e-6 * largest:
-            return f"gradient of {name} differs by {difference:.2g} (largest element {float(plain.abs().max()):.2g})"
-    return ""
+    return differing_gradient(model, expected)
 
 
 def _plain_loss(runner: Runner, samples: Sequence[MicroBatch]) -> torch.Tensor:
@@ -310,64 +302,3 @@ def _filled_up(sample: MicroBatch) -> MicroBatch:
     pad = nn.functional.pad
     mask = pad(torch.ones_like(sample.input_ids), more, value=0)
     return MicroBatch(pad(sample.input_ids, more, value=0), pad(sample.labels, more, value=IGNORED), mask)
-
-
-def block_major_backward(runner: Runner, batches: Sequence[MicroBatch]) -> float:
-    """Run forward and backward of `batches` block by block, gradients into `.grad`; return the token-mean loss.
-
-    The reference of what the engine does, without streaming: all micro-batches pass a block before the next is touched.
-    """
-    trained = sum(int((shift_labels(batch.labels) != IGNORED).sum()) for batch in batches)
-    inputs, calls, asides = _forward_all(runner, batches)
-    aside_gradients, loss = _aside_gradients(runner, asides, batches)
-    gradients: list[Any] = []
-    for batch, hidden in zip(batches, inputs[-1], strict=True):
-        final = hidden.requires_grad_()
-        part = runner.loss_sum(batch.input_ids, final, shift_labels(batch.labels)) / trained
-        part.backward()  # type: ignore[no-untyped-call]
-        loss += float(part.detach())
-        gradients.append(final.grad)
-    for index in reversed(range(len(runner.blocks))):
-        for micro in range(len(batches)):
-            wanted = [gradients[micro], *(grads[micro] for grads in aside_gradients[index])]
-            if calls[micro][index].samples:
-                gradients[micro] = runner.block_gradient(index, inputs[index][micro], calls[micro][index], wanted)
-                continue
-            hidden = inputs[index][micro].detach().requires_grad_()
-            result = runner.block(index, hidden, calls[micro][index])
-            torch.autograd.backward([result.hidden, *result.asides], wanted)
-            gradients[micro] = hidden.grad
-    for batch, gradient in zip(batches, gradients, strict=True):
-        first = runner.prologue(batch).hidden
-        if first.requires_grad:
-            first.backward(gradient)  # type: ignore[no-untyped-call]
-    return loss
-
-
-@torch.no_grad()
-def _forward_all(runner: Runner, batches: Sequence[MicroBatch]) -> tuple[list[list[torch.Tensor]], list[Any], list[Any]]:
-    """Return hidden states [block][micro-batch], calls [micro-batch][block], asides [block][micro-batch]."""
-    starts = [runner.prologue(batch) for batch in batches]
-    inputs = [[start.hidden for start in starts]]
-    calls = [start.calls for start in starts]
-    asides = []
-    for index in range(len(runner.blocks)):
-        results = [runner.block(index, inputs[-1][micro], calls[micro][index]) for micro in range(len(batches))]
-        inputs.append([result.hidden.detach() for result in results])
-        asides.append([result.asides for result in results])
-    return inputs, calls, asides
-
-
-def _aside_gradients(
-    runner: Runner, asides: list[list[tuple[torch.Tensor, ...]]], batches: Sequence[MicroBatch]
-) -> tuple[list[list[tuple[torch.Tensor, ...]]], float]:
-    """Return gradients [block][aside][micro-batch] of the auxiliary loss over the whole step, and the loss."""
-    joined = [[torch.cat(parts).requires_grad_() for parts in zip(*block, strict=True)] for block in asides]
-    flat = [logits for block in joined for logits in block]
-    if not flat:
-        return [[] for _ in asides], 0.0
-    masks = [torch.ones_like(b.input_ids) if b.attention_mask is None else b.attention_mask for b in batches]
-    loss = runner.aside_loss(flat, torch.cat([mask.flatten() for mask in masks]))
-    gradients = iter(torch.autograd.grad(loss, flat))
-    rows = [mask.numel() for mask in masks]
-    return [[tuple(torch.split(next(gradients), rows)) for _ in block] for block in joined], float(loss.detach())

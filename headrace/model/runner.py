@@ -4,7 +4,6 @@ Knows nothing of units or flat buffers: weights are whatever the modules hold. I
 by the model's own code, and everything that carries a gradient out of it is returned.
 """
 
-import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -69,10 +68,11 @@ class Runner:
         self.tuple_length = tuple_length
         self.packs_by_masks = packs_by_masks
         self.samples_from = samples_from
-        self.collects_asides = collect_asides and _has_aside_loss(model)
+        self.collects_asides = collect_asides
         self.run_block: RunBlock = run_block
         self.run_sample: RunBlock | None = None
         self._asides: list[torch.Tensor] | None = None
+        self._coefficient: float | None = None
         inside = {id(module) for block in self.blocks for module in block.modules()}
         self._outside = [module for module in model.modules() if id(module) not in inside]
         if self.collects_asides:
@@ -182,22 +182,36 @@ class Runner:
         """
         if not self.collects_asides or not asides:
             raise ModelError(f"{type(self.model).__name__}: no router logits are collected (output_router_logits is off)")
+        loss = self._head_on(asides, None if attention_mask is None else attention_mask.reshape(1, -1)).aux_loss
+        if self._coefficient is None:
+            self._coefficient = self._find_coefficient(asides)
+        return torch.as_tensor(self._coefficient * loss)
+
+    def _head_on(self, asides: Sequence[torch.Tensor], attention_mask: torch.Tensor | None) -> Any:
+        """Return what the head class makes of router logits, and of hidden states of zero for two tokens."""
         model = self.model
         head = model.get_output_embeddings().weight
         base = getattr(model, model.base_model_prefix)
         stand_in = MoeModelOutputWithPast(
-            last_hidden_state=torch.zeros(1, 1, head.shape[-1], dtype=head.dtype, device=head.device),
+            last_hidden_state=torch.zeros(1, 2, head.shape[-1], dtype=head.dtype, device=head.device),
             router_logits=tuple(asides),
         )
         base.forward = lambda *args, **kwargs: stand_in
         try:
-            mask = None if attention_mask is None else attention_mask.reshape(1, -1)
-            ids = torch.zeros(1, 1, dtype=torch.int64, device=asides[0].device)
-            loss = model(input_ids=ids, attention_mask=mask, output_router_logits=True, use_cache=False).aux_loss
+            ids = torch.zeros(1, 2, dtype=torch.int64, device=asides[0].device)
+            return model(input_ids=ids, labels=ids, attention_mask=attention_mask, output_router_logits=True, use_cache=False)
         finally:
             del base.__dict__["forward"]
-        coefficient = getattr(model, "router_aux_loss_coef", None)
-        return torch.as_tensor((model.config.router_aux_loss_coef if coefficient is None else coefficient) * loss)
+
+    @torch.enable_grad()
+    def _find_coefficient(self, asides: Sequence[torch.Tensor]) -> float:
+        """Return by how much the model's loss grows with its auxiliary loss, whatever keys of its configuration decide that."""
+        leaves = [torch.zeros(2, aside.shape[-1], device=aside.device).requires_grad_() for aside in asides]
+        out = self._head_on(leaves, None)
+        if not isinstance(out.aux_loss, torch.Tensor) or not out.aux_loss.requires_grad:
+            return 0.0
+        (coefficient,) = torch.autograd.grad(out.loss, out.aux_loss, allow_unused=True)
+        return 0.0 if coefficient is None else float(coefficient)
 
     def _hook_routers(self) -> None:
         specs = (getattr(self.model, "_can_record_outputs", None) or {}).get("router_logits", ())
@@ -233,7 +247,3 @@ def _samples(position_ids: torch.Tensor) -> list[Sample]:
         starts = [0, *(place for place, position in enumerate(positions) if place and not position)]
         samples += [Sample(row, start, stop) for start, stop in zip(starts, [*starts[1:], len(positions)], strict=True)]
     return samples
-
-
-def _has_aside_loss(model: Any) -> bool:
-    return "output_router_logits" in inspect.signature(type(model).forward).parameters

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from headrace.model.block_major import RELATIVE_TOLERANCE
 from headrace.model.instance import tiny_model
-from headrace.model.probe import RELATIVE_TOLERANCE
 from headrace.model.skeleton import build_whole
 from headrace.model.text_part import names_in_whole
 from headrace.model.thresholds import architecture_key

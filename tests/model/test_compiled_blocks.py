@@ -13,9 +13,10 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from versions import COMPILES_EXPERTS
 
 from headrace.model import BlockCall, Chain, profile
+from headrace.model.block_major import compare_gradients
 from headrace.model.compiled import CompiledBlocks, check_compiler, check_compiles
 from headrace.model.instance import tiny_samples
-from headrace.model.probe import compare_gradients, tiny_runner
+from headrace.model.probe import tiny_runner
 from headrace.model.thresholds import architecture_key
 from headrace.terms.errors import ConfigError
 from headrace.terms.optimizer import Optimizer

@@ -12,9 +12,10 @@ from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from headrace.model import Chain, liger
+from headrace.model.block_major import compare_gradients
 from headrace.model.instance import tiny_samples
 from headrace.model.liger import LigerBlocks, check_liger
-from headrace.model.probe import compare_gradients, tiny_runner
+from headrace.model.probe import tiny_runner
 from headrace.model.thresholds import architecture_key
 from headrace.terms.errors import ConfigError
 from headrace.terms.optimizer import Optimizer

@@ -9,8 +9,9 @@ from tiny_architectures import CONFIGS, flats_of, make_config, make_plain
 from transformers import CONFIG_MAPPING
 
 from headrace.model import IGNORED, Chain, MicroBatch, probe
+from headrace.model.block_major import block_major_backward
 from headrace.model.cost_profile import profile
-from headrace.model.probe import block_major_backward, tiny_runner
+from headrace.model.probe import tiny_runner
 from headrace.model.thresholds import architecture_key
 from headrace.terms.optimizer import Optimizer
 
