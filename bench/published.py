@@ -29,6 +29,7 @@ from headrace.plan.forecast import forecast
 from headrace.plan.placement import Problem, Workload
 from headrace.plan.search import make_plan
 from headrace.terms.errors import PlanInfeasible
+from headrace.terms.forms import in_place_forms
 from headrace.terms.sizes import GIB
 from headrace.update import rule_of
 from headrace.update.rules.adamw import AdamW
@@ -79,7 +80,7 @@ def headrace_seconds(point: Point) -> float:
     chain = chain_of(point.shape)
     costs = partial(Profiles(chain).of, length=1024)
     problem = Problem(
-        layouts=chain.layouts,
+        forms=in_place_forms(chain.layouts, chain.num_blocks),
         rule=rule_of(AdamW(), "bfloat16").figures,
         costs_of=costs,
         workload=Workload(tokens_per_step=point.tokens, sequence_length=1024, clip=False),

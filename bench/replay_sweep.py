@@ -33,6 +33,7 @@ from headrace.plan.forecast import forecast
 from headrace.plan.placement import Choice, Problem, Workload, filled, fits, plan_of, replay_order
 from headrace.plan.plan import Plan
 from headrace.terms.ceilings import Ceilings
+from headrace.terms.forms import in_place_forms
 
 Row = dict[str, Any]
 
@@ -211,7 +212,7 @@ def base_choice(plan: Plan) -> Choice:
 def problem_of(engine: Engine, plan: Plan, machine: Ceilings) -> Problem:
     """Return the planner's problem as the engine posed it."""
     return Problem(
-        layouts=engine.chain.layouts,
+        forms=in_place_forms(engine.chain.layouts, engine.chain.num_blocks),
         rule=plan.rule,
         costs_of=partial(Profiles(engine.chain).of, length=plan.sequence_length),
         workload=Workload(tokens_per_step=plan.tokens_per_step, sequence_length=plan.sequence_length, clip=False),

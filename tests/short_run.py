@@ -23,11 +23,13 @@ def short_run(
     inspect: Callable[[Engine], None] | None = None,
     export: Path | None = None,
     sink: Sink | None = None,
+    seams: dict[str, Any] | None = None,
     **options: Any,
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Return losses and final weights of a run over `batches`, without clipping if `options` do not say so.
 
-    `adjust` replaces fields of the plan, by values or by functions of it; `inspect` sees the engine before it is closed.
+    `adjust` replaces fields of the plan, by values or by functions of it; `inspect` sees the engine before it is closed;
+    `seams` are the wire and the codec.
     """
 
     def adjust_plan(plan: Plan) -> Plan:
@@ -48,6 +50,7 @@ def short_run(
         ),
         sink,
         adjust_plan=adjust_plan,
+        **(seams or {}),
     ) as engine:
         losses = [engine.step(batch).loss for batch in batches]
         if inspect is not None:

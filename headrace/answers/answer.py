@@ -32,6 +32,7 @@ from headrace.plan.plan import Plan
 from headrace.plan.search import make_plan, nominal_ceilings, nominal_machine_of
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.errors import ConfigError, PlanInfeasible
+from headrace.terms.forms import in_place_forms
 from headrace.terms.layout import realigned
 from headrace.terms.options import DEFAULT_ROWS_PER_STEP, DEFAULT_SEQUENCE_LENGTH, Options
 from headrace.terms.plain_figures import plain_figure
@@ -233,7 +234,8 @@ class _Planner:
     def _problem(self, question: Question) -> Problem:
         rule = rule_of(question.optimizer, self._chain.compute_dtype).figures
         layouts = [realigned(layout, rule.planes.parameter_alignment) for layout in self._chain.layouts]
-        return question.problem(layouts, partial(self._profiles.of, length=question.workload.sequence_length), rule)
+        forms = in_place_forms(layouts, self._chain.num_blocks)
+        return question.problem(forms, partial(self._profiles.of, length=question.workload.sequence_length), rule)
 
     def _seconds(self, plan: Plan) -> float:
         return self._seconds_of(plan, _COARSE_OPERATIONS)
@@ -244,7 +246,7 @@ class _Planner:
         """
         if found is None or plan.checkpoint_every > 1:
             return ()
-        problem, every = self._problem(question), tuple(range(len(plan.units)))
+        problem, every = self._problem(question), plan.trained_units
         costs = problem.costs_of(plan.micro_batch_sequences)
         best: Alternative | None = None
         for held in ("host", "ssd"):
@@ -289,11 +291,7 @@ class _Planner:
     def _smaller_states(self, question: Question, plan: Plan) -> Iterator[Variant]:
         for change, options, other in smaller_states(question):
             problem = self._problem(other)
-            units = tuple(
-                replace(unit, num_elements=layout.num_elements)
-                for unit, layout in zip(plan.units, problem.layouts, strict=True)
-            )
-            changed = replace(plan, rule=problem.rule, units=units, resident_states=())
+            changed = replace(plan, rule=problem.rule, units=problem.units, resident_states=())
             changed = with_footprint(changed, problem.costs_of(plan.micro_batch_sequences), problem.allowance)
             if fits(changed):
                 yield change, options, filled(problem, changed)

@@ -23,6 +23,7 @@ from headrace.store import Manifest
 from headrace.terms.budget import default_bytes
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.errors import ConfigError, StorageError
+from headrace.terms.forms import Form
 from headrace.terms.options import Options
 from headrace.terms.rule_figures import RuleFigures
 from headrace.terms.sizes import format_bytes
@@ -31,8 +32,9 @@ from headrace.terms.sizes import format_bytes
 class Planner:
     """Plans the steps of `chain` on `machine`, as `options` ask for it.
 
-    `weights` are the checkpoint's, which the import reads. `warm_up` loads and compiles what a run will have loaded, so that
-    this process can be measured. `given` is a plan to take instead of searching; `adjust` may change each plan that is made.
+    `forms` are those of the chain's units; the import reads `weights`, the checkpoint's. `warm_up` loads and compiles what a
+    run will have loaded, so that this process can be measured. `given` is a plan to take instead of searching; `adjust` may
+    change each plan that is made.
     """
 
     def __init__(
@@ -42,13 +44,16 @@ class Planner:
         machine: Machine,
         weights: WeightMap,
         *,
+        forms: Sequence[Form],
         rule: RuleFigures,
+        own_rule: RuleFigures | None,
         cores: int,
         warm_up: Callable[[], None],
         given: Plan | None,
         adjust: Callable[[Plan], Plan] | None,
     ) -> None:
         self._options, self._chain, self._machine, self._weights = options, chain, machine, weights
+        self._forms, self._own_rule = tuple(forms), own_rule
         self._rule, self._cores, self._warm_up, self._given, self._adjust = rule, cores, warm_up, given, adjust
         self._ceilings = options.machine if isinstance(options.machine, Ceilings) else None
         self._profiles = Profiles(chain)
@@ -72,7 +77,7 @@ class Planner:
             tokens_per_step=tokens_per_step,
             sequence_length=sequence_length,
         )
-        problem = question.problem(self._chain.layouts, costs_of, self._rule)
+        problem = question.problem(self._forms, costs_of, self._rule, self._own_rule)
         plan = adopted(self._given, problem) if self._given else make_plan(problem, self._ceilings)
         gc.collect()
         return_pieces()  # what simulating many plans took: it is in no plan

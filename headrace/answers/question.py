@@ -14,7 +14,7 @@ from headrace.plan.placement import Problem, Workload
 from headrace.terms.budget import Budget
 from headrace.terms.costs import ModelCosts
 from headrace.terms.errors import ConfigError
-from headrace.terms.layout import UnitLayout
+from headrace.terms.forms import Form
 from headrace.terms.optimizer import Optimizer
 from headrace.terms.options import Options
 from headrace.terms.rule_figures import RuleFigures
@@ -111,10 +111,19 @@ class Question:
             **more,
         )
 
-    def problem(self, layouts: Sequence[UnitLayout], costs_of: Callable[[int], ModelCosts], rule: RuleFigures) -> Problem:
-        """Return the question about a model with these layouts and costs by rows of a micro-batch, and a rule of updates."""
+    def problem(
+        self,
+        forms: Sequence[Form],
+        costs_of: Callable[[int], ModelCosts],
+        rule: RuleFigures,
+        own_rule: RuleFigures | None = None,
+    ) -> Problem:
+        """Return the question about a model of units of these forms, with costs by rows of a micro-batch, under a rule of
+        updates; `own_rule` is that rule as trained families of their own have it.
+        """
         return Problem(
-            layouts=tuple(layouts),
+            forms=tuple(forms),
+            own_rule=own_rule,
             costs_of=costs_of,
             workload=self.workload,
             allowance=self.allowance,

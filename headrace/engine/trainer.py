@@ -14,11 +14,14 @@ from typing import Any
 import torch
 
 from headrace.answers.planner import Planner
+from headrace.codec import Codec
+from headrace.engine.forms import check_seams, forms_of, seams
 from headrace.files import file_systems, measured_weights
 from headrace.flow.buffers import GRADIENT_VIEWS, Buffers
 from headrace.flow.execute import OverlappedInterpreter, PlainInterpreter
 from headrace.flow.load import UnitReader, import_model
-from headrace.flow.step_batch import check_apart, checked_batch, filled_up, step_batch
+from headrace.flow.make import Maker
+from headrace.flow.step_batch import StepBatch, check_apart, checked_batch, filled_up, step_batch
 from headrace.flow.step_state import Parts, StepState, Verdict
 from headrace.flow.steps import Steps
 from headrace.flow.traffic import Traffic
@@ -35,12 +38,13 @@ from headrace.plan.plan import Plan
 from headrace.store import Beside, StateStore, make_run_directory
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.errors import RunDirectoryError
-from headrace.terms.events import Event, Notice, Planned, Sink, StepResult
-from headrace.terms.families import trained_unit
+from headrace.terms.events import Evaluation, Event, Notice, Planned, Sink, StepResult
 from headrace.terms.options import Options
 from headrace.terms.provenance import PROVENANCE_NAME
 from headrace.terms.sizes import format_bytes
 from headrace.update import HitRate, LossScale, Updater, optimizer_of, rule_of
+from headrace.update.wire import Wire
+from headrace.update.wires import DenseWire
 
 # Operations of the SSD lanes that may be under way at once; each is cut into pieces by the I/O engine besides.
 # Of a state that is made before there is a plan.
@@ -62,6 +66,8 @@ class Engine:
         sink: Sink | None,
         adjust_plan: Callable[[Plan], Plan] | None = None,
         given_plan: Plan | None = None,
+        wire: Wire | None = None,
+        codec: Codec | None = None,
     ) -> None:
         self.options = options
         self._model_dir = model
@@ -89,14 +95,23 @@ class Engine:
             self._heap: HeapGuard | None = None
             self._cores = torch.get_num_threads()
             self._closers.callback(torch.set_num_threads, self._cores)
-            self._updater = Updater(rule, 1)  # with the plan's threads as soon as there is one
+            self._wire, self._codec = wire or DenseWire(), codec
+            self._forms = forms_of(self.chain, self._wire, codec, rule.planes.parameter_alignment)
+            self._maker = Maker(self._forms, self._wire, options.compute_dtype, codec)
+            # With the plan's threads as soon as there is one. Trained families of their own are float32.
+            self._updater = Updater(rule, 1)
             self._closers.callback(lambda: self._updater.close())
+            own = any(form.has_own_family for form in self._forms)
+            self._own_updater = Updater(rule_of(self._optimizer, "float32"), 1) if own else None
+            self._closers.callback(self._close_own_updater)
             self._planner = Planner(
                 options,
                 self.chain,
                 self.machine,
                 self._weights,
+                forms=self._forms,
                 rule=rule.figures,
+                own_rule=self._own_updater.rule.figures if self._own_updater else None,
                 cores=self._cores,
                 warm_up=self._warm_up,
                 given=given_plan,
@@ -130,6 +145,8 @@ class Engine:
         adjust_plan: Callable[[Plan], Plan] | None = None,
         final: Path | None = None,
         measure: Callable[[Plan, Machine], Ceilings | None] | None = None,
+        wire: Wire | None = None,
+        codec: Codec | None = None,
     ) -> "Engine":
         """Import a Hugging Face model directory into a new store and return the engine that trains it.
 
@@ -139,7 +156,9 @@ class Engine:
         count. `plan` is taken instead of the one that `options` name. `adjust_plan` may change the plan before anything is
         built: for experiments with placements that the planner would not choose. `final` is where the model will be written
         at the end, beside the state: without space for both there is no beginning. `measure` is asked for the figures of the
-        machine where the options have none, with the plan that is made without; of what it returns another is made.
+        machine where the options have none, with the plan that is made without; of what it returns another is made. `wire` says
+        how gradients travel and what is trained (default: everything, in place), `codec` how frozen weights lie on the drives
+        (default: as compute reads them).
 
         Raises:
             InputError: the model, a directory, an option or `plan` cannot be used; nothing has been allocated or written.
@@ -164,6 +183,8 @@ class Engine:
                 sink,
                 adjust_plan,
                 plan,
+                wire,
+                codec,
             )
         except BaseException:
             if temporary is not None:
@@ -182,13 +203,16 @@ class Engine:
         sink: Sink | None = None,
         verify: bool = True,
         check: Callable[[Options], None] = lambda options: None,
+        wire: Wire | None = None,
+        codec: Codec | None = None,
     ) -> "Engine":
         """Return the engine of an existing run, at its last committed step. `verify` reads and checks the whole state first.
 
-        `check` is called before that, with what the run was opened with, and may refuse it.
+        `check` is called before that, with what the run was opened with, and may refuse it. `wire` and `codec` are those that
+        it was opened with.
 
         Raises:
-            RunDirectoryError: no run, another format version, or in use by another process.
+            RunDirectoryError: no run, another format version, in use by another process, or of another wire or codec.
             CorruptData: a state record does not have the checksum it was written with (unit, file, offset, both checksums).
         """
         store = StateStore.open(Path(run_directory), sink=sink or _silent)
@@ -198,10 +222,11 @@ class Engine:
                 raise RunDirectoryError(f"{run_directory}: its newest record holds no options; it cannot be resumed")
             options = Options.from_record(recorded)
             check(options)
+            check_seams(store, wire, codec)
             _tune(store, options)
             if verify:
                 store.verify()
-            return cls(Path(str(store.manifest.identity["model"])), options, lambda engine: store, sink)
+            return cls(Path(str(store.manifest.identity["model"])), options, lambda engine: store, sink, wire=wire, codec=codec)
         except BaseException:
             store.close()
             raise
@@ -233,7 +258,7 @@ class Engine:
             if warning := options.schedule.warning:
                 self._emit(Notice(text=warning))
             self._emit(Notice(text=f"importing {format_bytes(self._checkpoint.num_bytes)} of weights", level="info"))
-            import_model(self._weights, self.chain, store, self._record(None))
+            import_model(self._weights, store, self._maker, self._record(None))
             undo.pop_all()
         return store
 
@@ -241,14 +266,15 @@ class Engine:
         plan = self.plan
         largest_unit = max(layout.num_elements for layout in self.chain.layouts)
         planes = self._updater.rule.planes
+        own_planes = self._own_updater.rule.planes if self._own_updater else planes
         chunk_elements = plan.chunk_elements if plan else min(_CHUNK_ELEMENTS, largest_unit)
         return StateStore.create(
             directory,
             ssd,
-            [trained_unit(layout, planes, chunk_elements) for layout in self.chain.layouts],
+            [form.families(planes, own_planes, chunk_elements) for form in self._forms],
             scratch_bytes=scratch_bytes(plan) if plan else 0,
             weights=measured_weights(ssd),
-            identity={"model": str(self._model_dir)},
+            identity={"model": str(self._model_dir), **seams(self._wire, self._codec)},
             sink=self._emit,
             beside=Beside("the finished model", final, export_bytes(self._checkpoint)) if final else None,
         )
@@ -301,8 +327,12 @@ class Engine:
         self.store.grow_scratch(scratch_bytes(plan))
         # A run that goes on with fewer cores than it began with takes what there is.
         torch.set_num_threads(min(plan.compute_threads, self._cores))
+        threads = min(plan.update_threads, self._cores)
         self._updater.close()
-        self._updater = Updater(self._updater.rule, min(plan.update_threads, self._cores))
+        self._updater = Updater(self._updater.rule, threads)
+        if self._own_updater is not None:
+            self._close_own_updater()
+            self._own_updater = Updater(self._own_updater.rule, threads)
         self._warm_up()
         workspace = plan.results.peak_bytes["host"].get("workspace", 0)
         keep = plan.freed_memory == "kept"
@@ -316,6 +346,10 @@ class Engine:
             buffers=Buffers(plan, self.machine),
             store=self.store,
             updater=self._updater,
+            own_updater=self._own_updater,
+            forms=self._forms,
+            wire=self._wire,
+            maker=self._maker,
             seed=self.options.seed,
             sink=self._emit,
             device_updater=device_updater(plan, self.machine, self._updater.rule),
@@ -328,8 +362,16 @@ class Engine:
         )
         return Steps(parts, interpreter, self._hits)
 
+    def _close_own_updater(self) -> None:
+        if self._own_updater is not None:
+            self._own_updater.close()
+
     def _warm_up(self) -> None:
-        self._updater.warm_up(GRADIENT_VIEWS[self.options.gradient_dtype or self.options.compute_dtype].name)
+        dtype = GRADIENT_VIEWS[self.options.gradient_dtype or self.options.compute_dtype].name
+        if any(form.in_place for form in self._forms):
+            self._updater.warm_up(dtype)
+        if self._own_updater is not None:
+            self._own_updater.warm_up(dtype)
 
     def _drop_buffers(self) -> None:
         if self._steps is not None:
@@ -449,6 +491,40 @@ class Engine:
             if any((*moved.bytes_read.values(), *moved.bytes_written.values())):
                 self._emit(moved)
 
+    def evaluate(self, batch: Mapping[str, torch.Tensor]) -> Evaluation:
+        """Return the mean loss of a batch as `step` takes it, under the newest weights; nothing is changed.
+
+        The step that is newest is made durable before. Auxiliary losses are left out.
+
+        Raises:
+            DataError: as `step`.
+            StepFailed: a lane failed; the last committed step is untouched.
+        """
+        data, state = self._score(checked_batch(batch, self.chain.vocabulary))
+        assert state.loss_sum is not None, "something is trained in a checked batch"
+        return Evaluation(loss=float(state.loss_sum) / data.trained_tokens, tokens=data.trained_tokens)
+
+    def next_logits(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return the logits (sequences, vocabulary) of what follows each row, float32 on the host, under the newest weights.
+
+        `batch` as `step` takes it, without `labels`; rows that are shorter than others are filled up on the left, and masked.
+
+        Raises:
+            DataError: as `step`.
+            StepFailed: a lane failed; the last committed step is untouched.
+        """
+        _, state = self._score(checked_batch(batch, self.chain.vocabulary, labelled=False))
+        return torch.cat([state.logits[micro].cpu() for micro in sorted(state.logits)])
+
+    def _score(self, batch: dict[str, torch.Tensor]) -> tuple[StepBatch, StepState]:
+        check_apart(batch, self.chain)
+        shape = batch["input_ids"].shape
+        steps = self._ready(*shape)
+        data = step_batch(batch, self._rows(steps.parts.plan, *shape), self.machine.device)
+        state = steps.score(data, self._verdict(self.position))
+        self._traffic.moved()  # no step's
+        return data, state
+
     # -- results ----------------------------------------------------------------------------------------------------
 
     @property
@@ -470,7 +546,7 @@ class Engine:
         """
         self.flush()
         self._drop_buffers()  # the plan has no room for them and an export's at once
-        reader, notes = UnitReader(self.store), {PROVENANCE_NAME: json.dumps(self.provenance) + "\n"}
+        reader, notes = UnitReader(self.store, self._maker), {PROVENANCE_NAME: json.dumps(self.provenance) + "\n"}
         Exporter(self._checkpoint, self.chain, Path(out_dir), reader, notes=notes).write()
         self._traffic.moved()  # what an export reads is no step's
 

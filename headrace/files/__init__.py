@@ -12,7 +12,7 @@ from headrace.files.directory_facts import (
     measured_weights,
 )
 from headrace.files.space import default_ssd_bytes
-from headrace.files.threads import ThreadEngine
+from headrace.files.threads import PieceTicket, ThreadEngine
 from headrace.files.volume import Volume, striping_weights
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "DirectFile",
     "DirectoryFacts",
     "DoneTicket",
+    "PieceTicket",
     "ThreadEngine",
     "Ticket",
     "Volume",

@@ -41,9 +41,9 @@ class _DeviceArena:
 class Buffers:
     """All buffers of a run. Index them with the slots of an operation.
 
-    `host_weights[slot]`, `states[slot]`, `gradients[slot]`, `stash[slot]` are uint8 arrays; `device_weights[slot]` and
-    `accumulator` are torch tensors in compute's (or the gradient's) dtype on the device; `device_states[slot]` are uint8
-    tensors there, each for all planes and the gradient of one chunk.
+    `host_weights[slot]`, `states[slot]`, `gradients[slot]`, `stash[slot]`, `trained[unit]` are uint8 arrays; `accumulator` is a
+    torch tensor in the gradient's dtype on the device; `device_states[slot]` are uint8 tensors there, each for all planes and
+    the gradient of one chunk, and so are `sources[slot]`, of which weights are made.
     """
 
     def __init__(self, plan: Plan, machine: Machine) -> None:
@@ -60,38 +60,48 @@ class Buffers:
         self.gradients = self._take_gradients()
         self.resident_states = {unit: self._take_host(f"resident_states.{unit}")[0] for unit in plan.resident_states}
         self.staging = self._take_host("resident_staging")[0] if plan.separate_device else None
-        if plan.separate_device:
-            self.device_weights = [tensor.view(self.dtype) for tensor in self._take_compute("device_weights")]
-        else:
-            self.device_weights = [_as_tensor(buffer, self.dtype) for buffer in self.host_weights]
+        self.trained = {unit: self._take_host(f"trained.{unit}")[0] for unit in plan.trained_units if plan.trained_bytes(unit)}
+        self._device_weights = [tensor.view(self.dtype) for tensor in self._take_compute("device_weights")]
+        self.sources = self._take_compute("sources")
         self.device_states = self._take_compute("device_states")
         self.resident_weights = self._split_residents(self._take_compute("resident_weights")[0])
         accumulators = self._take_compute("accumulator")
         self.accumulator = (
             accumulators[0].view(torch.float32 if plan.accumulate else self.gradient_dtype) if accumulators else None
         )
-        self._resident_accumulator = self._take_compute("resident_accumulator")[0].view(torch.float32)
+        self._resident_accumulator = [each.view(torch.float32) for each in self._take_compute("resident_accumulator")]
+
+    def stored(self, unit: int, slot: int) -> Bytes:
+        """Return a unit's weights in host memory, as they lie on the drive: those in `slot`, -1 for those that stay."""
+        if slot < 0:
+            return self.resident_host_weights(unit)
+        return self.host_weights[slot][: self.plan.stored_bytes(unit)]
+
+    def computed(self, unit: int, host_slot: int, device_slot: int) -> torch.Tensor:
+        """Return the weights of a unit that compute reads: in a slot of their own, or as they lie in host memory."""
+        if device_slot >= 0:
+            return self._device_weights[device_slot][: self.plan.units[unit].num_elements]
+        return _as_tensor(self.stored(unit, host_slot), self.dtype)
 
     def resident_accumulator(self, unit: int) -> torch.Tensor:
-        """Return the fp32 gradient accumulator of a resident unit. Without tied weights both units use the same memory."""
-        start = self.plan.units[0].num_elements if unit and self.plan.tied else 0
-        return self._resident_accumulator[start : start + self.plan.units[unit].num_elements]
+        """Return the fp32 gradient accumulator of prologue or epilogue. Without tied weights both use the same memory."""
+        start = self.plan.units[0].update_elements if unit and self.plan.tied else 0
+        return self._resident_accumulator[0][start : start + self.plan.units[unit].update_elements]
 
     def resident_host_weights(self, unit: int) -> Bytes:
         """Return where the host updates a resident unit's weights: in place, or in the staging buffer."""
-        num_bytes = self.plan.units[unit].num_elements * self.plan.planes.weight.bytes_per_element
         if self.staging is not None:
-            return self.staging[:num_bytes]
+            return self.staging[: self.plan.stored_bytes(unit)]
         return self.resident_weights[unit].view(torch.uint8).numpy()
 
     def gradient(self, unit: int, slot: int) -> NDArray[Any]:
         """Return a drained gradient as NumPy sees it (bfloat16: the bits)."""
         dtype = GRADIENT_VIEWS[self.plan.gradient_dtype]
-        return self.gradients[slot][: self.plan.units[unit].num_elements * dtype.itemsize].view(dtype)
+        return self.gradient_bytes(unit, slot).view(dtype)
 
     def gradient_bytes(self, unit: int, slot: int) -> Bytes:
         """Return a drained gradient as bytes."""
-        return self.gradients[slot][: self.plan.units[unit].num_elements * self.plan.gradient_bytes_per_element]
+        return self.gradients[slot][: self.plan.gradient_bytes(unit)]
 
     def gradient_tensor(self, unit: int, slot: int) -> torch.Tensor:
         """Return a drained gradient as torch sees it."""

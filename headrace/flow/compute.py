@@ -4,17 +4,19 @@ All micro-batches pass through one block before the next (block-major; GreedySna
 bound once per pass. No autograd graph outlives an operation, so a slot may be refilled as soon as its operations are done.
 """
 
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
+from typing import Any
 
 import torch
 
 from headrace.flow.step_state import Package, StepState
 from headrace.model import BlockResult, Record, Replay, ReplayMismatch, block_seed
-from headrace.terms.layout import ParameterSpec
 from headrace.terms.program import Op, Pool
+from headrace.update.wire import Gradients, Wire
+from headrace.update.wires import DenseWire
 
-# Elements of a gradient that are added at once: enough for all threads, a few megabytes of copies.
-_ADD_ELEMENTS = 1 << 20
+# Whatever the wire: what is trained in place has gradients of its own elements.
+_DENSE: Wire = DenseWire()
 
 
 def prologue(state: StepState, op: Op) -> None:
@@ -31,9 +33,12 @@ def forward(state: StepState, op: Op) -> None:
     plan, block = state.plan, op.unit - 1
     hidden = state.inputs.pop((op.unit, op.micro))
     _seed(state, op.unit, op.micro)
-    record = Record(frozenset(plan.kept[block])) if plan.kept[block] or plan.skipped[block] else None
+    record = Record(frozenset(plan.kept[block])) if state.learns and (plan.kept[block] or plan.skipped[block]) else None
     with torch.no_grad(), _Bound(state, op, op.unit, gradients=False), record or nullcontext():
         result = state.parts.chain.block(block, hidden, state.calls[op.micro][block])
+    state.inputs[op.unit + 1, op.micro] = result.hidden
+    if not state.learns:
+        return
     package = Package(hidden, {})
     # Ordinals were chosen for a sequence of operators; a device that runs another one gets a plain recompute.
     if record is not None and tuple(record.names) == plan.operators[block]:
@@ -44,7 +49,6 @@ def forward(state: StepState, op: Op) -> None:
         state.asides[op.unit, op.micro] = result.asides
     waiting = state.recalled if plan.stash_tiers[block] == "device" else state.packages
     waiting[op.unit, op.micro] = package
-    state.inputs[op.unit + 1, op.micro] = result.hidden
 
 
 def epilogue(state: StepState, op: Op) -> None:
@@ -69,6 +73,22 @@ def epilogue(state: StepState, op: Op) -> None:
         if state.asides and op.micro == len(state.batch.micro_batches) - 1:
             _aside_gradients(state)
     state.hidden_gradients[op.micro] = gradient
+
+
+def score(state: StepState, op: Op) -> None:
+    """Final hidden states -> the loss of what has labels, or without any the logits of each row's last position."""
+    plan, chain = state.plan, state.parts.chain
+    hidden, batch = state.inputs.pop((plan.num_blocks + 1, op.micro)), state.batch.micro_batches[op.micro]
+    positions = max(1, plan.loss_chunk_tokens // hidden.shape[0])
+    with torch.no_grad(), _Bound(state, op, 0, gradients=False), _Bound(state, op, plan.num_blocks + 1, gradients=False):
+        if not state.batch.trained_tokens:
+            state.logits[op.micro] = chain.last_logits(batch.input_ids[:, -1:], hidden[:, -1:])
+        for start in range(0, hidden.shape[1] if state.batch.trained_tokens else 0, positions):
+            span = slice(start, start + positions)
+            if any(state.batch.trained_columns[op.micro][span]):
+                loss = chain.loss_sum(batch.input_ids[:, span], hidden[:, span], state.batch.targets[op.micro][:, span])
+                state.loss_sum = loss.double() if state.loss_sum is None else state.loss_sum + loss.double()
+    del state.calls[op.micro]
 
 
 def backward(state: StepState, op: Op) -> None:
@@ -123,58 +143,49 @@ def prologue_backward(state: StepState, op: Op) -> None:
 
 
 class _Bound:
-    """A unit's parameters as views of its slot, while in the context; with `gradients`, those go to the accumulator.
+    """A unit's parameters as views of the slot that compute reads, while in the context; with `gradients`, the wire catches
+    those into the accumulator, if anything of the unit is trained.
 
     In the direct case (one micro-batch, no separate device) the accumulator is the drained gradient's own buffer.
     """
 
     def __init__(self, state: StepState, op: Op, unit: int, *, gradients: bool) -> None:
-        self._state, self._op, self._unit, self._gradients = state, op, unit, gradients
+        self._state, self._op, self._unit = state, op, unit
+        self._exists = unit < len(state.plan.units)
+        self._gradients = gradients and self._exists and state.plan.units[unit].is_trained
+        self._catching = ExitStack()
 
     def __enter__(self) -> None:
-        state, unit = self._state, self._unit
-        if unit >= len(state.plan.units):
+        parts, unit = self._state.parts, self._unit
+        if not self._exists:
             return
-        flat = self._weights()
-        if not self._gradients:
-            state.parts.chain.bind(unit, flat, None)
+        flat, form = self._weights(), parts.forms[unit]
+        if not self._gradients or form.trained is None:
+            parts.chain.bind(unit, flat, None)
             return
-        accumulator, delivered = self._accumulator(), state.delivered[unit]
+        gradients = Gradients(form.trained, self._accumulator(), self._state.delivered[unit])
+        wire = parts.wire if form.has_own_family else _DENSE
+        caught = self._catching.enter_context(wire.catch(unit, form.layout, flat, gradients))
+        parts.chain.bind(unit, flat, caught.sink, caught.wanted)
 
-        def sink(parameter: ParameterSpec, gradient: torch.Tensor) -> None:
-            into = accumulator[parameter.offset : parameter.offset + parameter.num_elements]
-            if parameter.name in delivered:
-                _add(into, gradient.reshape(-1))
-            else:  # adding to zero, without the zero
-                into.copy_(gradient.reshape(-1))
-                delivered.add(parameter.name)
-
-        state.parts.chain.bind(unit, flat, sink)
-
-    def __exit__(self, *_: object) -> None:
-        if self._unit < len(self._state.plan.units):
+    def __exit__(self, *failure: Any) -> None:
+        if self._exists:
             self._state.parts.chain.release(self._unit)
+            self._catching.__exit__(*failure)
 
     def _weights(self) -> torch.Tensor:
         buffers, plan = self._state.parts.buffers, self._state.plan
         if self._unit in plan.resident_units:
             return buffers.resident_weights[self._unit]
-        slot = self._op.slot(Pool.DEVICE_WEIGHTS if plan.separate_device else Pool.HOST_WEIGHTS)
-        return buffers.device_weights[slot][: plan.units[self._unit].num_elements]
+        return buffers.computed(self._unit, self._op.slot(Pool.HOST_WEIGHTS), self._op.slot(Pool.DEVICE_WEIGHTS))
 
     def _accumulator(self) -> torch.Tensor:
         buffers, plan = self._state.parts.buffers, self._state.plan
-        if self._unit in plan.resident_units:
+        if self._unit in plan.ends:
             return buffers.resident_accumulator(self._unit)
         if buffers.accumulator is not None:
-            return buffers.accumulator[: plan.units[self._unit].num_elements]
+            return buffers.accumulator[: plan.units[self._unit].update_elements]
         return buffers.gradient_tensor(self._unit, self._op.slot(Pool.GRADIENT))
-
-
-def _add(into: torch.Tensor, gradient: torch.Tensor) -> None:
-    """Add in pieces: for another dtype torch makes a copy of all that it adds, in the sum's dtype."""
-    for start in range(0, into.numel(), _ADD_ELEMENTS):
-        into[start : start + _ADD_ELEMENTS].add_(gradient[start : start + _ADD_ELEMENTS])
 
 
 def _aside_gradients(state: StepState) -> None:

@@ -69,16 +69,16 @@ def decide(state: StepState, op: Op) -> None:
 
 def _accumulator(state: StepState, unit: int) -> torch.Tensor | None:
     buffers = state.parts.buffers
-    if unit in state.plan.resident_units:
+    if unit in state.plan.ends:
         return buffers.resident_accumulator(unit)
-    return None if buffers.accumulator is None else buffers.accumulator[: state.plan.units[unit].num_elements]
+    return None if buffers.accumulator is None else buffers.accumulator[: state.plan.units[unit].update_elements]
 
 
 def _zero_the_rest(state: StepState, unit: int, gradient: NDArray[Any]) -> None:
     """Padding between parameters, and parameters that nothing reached, have no gradient: the buffer may hold an older one."""
     stop = 0
     delivered = state.delivered[unit]
-    for parameter in state.parts.chain.layouts[unit].parameters:
+    for parameter in state.trained_layout(unit).parameters:
         gradient[stop : parameter.offset] = 0
         stop = parameter.offset + parameter.num_elements
         if parameter.name not in delivered:

@@ -1,33 +1,46 @@
-"""Weights come: SSD -> host slot -> device slot."""
+"""Weights come: SSD -> host slot -> device slot; or what lies there is made into what compute reads."""
 
 import torch
 
 from headrace.flow.step_state import StepState
-from headrace.machine.host_memory import Bytes
 from headrace.terms.families import WEIGHTS
 from headrace.terms.program import Op, Pool
 
 
 def fetch(state: StepState, op: Op) -> None:
     """Read a unit's newest weights into its host slot (a resident unit: into the staging buffer)."""
-    state.parts.store.read(op.unit, WEIGHTS, _host_weights(state, op)).wait()
+    state.parts.store.read(op.unit, WEIGHTS, state.parts.buffers.stored(op.unit, op.slot(Pool.HOST_WEIGHTS))).wait()
 
 
 def upload(state: StepState, op: Op) -> None:
-    """Copy a unit's weights from the host to the device."""
-    parts = state.parts
-    slot = op.slot(Pool.DEVICE_WEIGHTS)
-    if slot < 0:
-        into = parts.buffers.resident_weights[op.unit]
+    """Copy a unit's weights from the host to the device; of those that are made, what they are made of."""
+    parts, unit, slot = state.parts, op.unit, op.slot(Pool.DEVICE_WEIGHTS)
+    buffers, sent = parts.buffers, op.slot(Pool.SOURCES)
+    stored = buffers.stored(unit, op.slot(Pool.HOST_WEIGHTS))
+    if sent >= 0:
+        sources = [trained] if (trained := buffers.trained.get(unit)) is not None else []
+        if state.plan.units[unit].stored_bytes is not None:
+            sources.insert(0, stored)
+        start = 0
+        for source in sources:
+            parts.machine.copy(buffers.sources[sent][start : start + source.size], torch.from_numpy(source))
+            start += source.size
+    if sent < 0 or slot >= 0:
+        into = buffers.resident_weights[unit] if slot < 0 else buffers.computed(unit, -1, slot)
+        parts.machine.copy(into, torch.from_numpy(stored).view(buffers.dtype))
+
+
+def make(state: StepState, op: Op) -> None:
+    """Make the weights that compute reads, of what is in host memory or was sent to the device."""
+    parts, plan, unit = state.parts, state.plan, op.unit
+    buffers, sent = parts.buffers, op.slot(Pool.SOURCES)
+    into, figures = buffers.computed(unit, -1, op.slot(Pool.DEVICE_WEIGHTS)), plan.units[unit]
+    stored: torch.Tensor | None
+    if sent < 0:
+        stored = torch.from_numpy(buffers.stored(unit, op.slot(Pool.HOST_WEIGHTS)))
+        trained = torch.from_numpy(buffers.trained[unit]) if figures.has_own_family else None
     else:
-        into = parts.buffers.device_weights[slot][: state.plan.units[op.unit].num_elements]
-    source = torch.from_numpy(_host_weights(state, op)).view(parts.buffers.dtype)
-    parts.machine.copy(into, source)
-
-
-def _host_weights(state: StepState, op: Op) -> Bytes:
-    slot = op.slot(Pool.HOST_WEIGHTS)
-    if slot < 0:
-        return state.parts.buffers.resident_host_weights(op.unit)
-    num_bytes = state.plan.units[op.unit].num_elements * state.plan.planes.weight.bytes_per_element
-    return state.parts.buffers.host_weights[slot][:num_bytes]
+        coded, whole = figures.stored_bytes or 0, buffers.sources[sent]
+        stored = whole[:coded] if coded else None
+        trained = whole[coded : coded + plan.trained_bytes(unit)] if figures.has_own_family else None
+    parts.maker.make(unit, stored, None if trained is None else trained.view(torch.float32), into)

@@ -2,7 +2,7 @@
 
 A step's program (plan/schedules/train.py) lists operations; each names a verb, and each verb is one function of this package:
 
-    fetch.py     weights come            ssd -> host -> device
+    fetch.py     weights come            ssd -> host -> device, made of what is stored and trained where they are
     compute.py   the model runs          prologue, blocks and epilogue; backward recomputes each block from its input
     stash.py     block inputs wait       device -> host -> ssd, and back for backward
     drain.py     gradients go            device -> host; the global norm decides: clip, or skip
@@ -24,12 +24,14 @@ HANDLERS: dict[Verb, Callable[[StepState, Op], None]] = {
     Verb.PROLOGUE: compute.prologue,
     Verb.FETCH: fetch.fetch,
     Verb.UPLOAD: fetch.upload,
+    Verb.MAKE: fetch.make,
     Verb.FORWARD: compute.forward,
     Verb.STASH: stash.stash,
     Verb.SPILL: stash.spill,
     Verb.UNSPILL: stash.unspill,
     Verb.RECALL: stash.recall,
     Verb.EPILOGUE: compute.epilogue,
+    Verb.SCORE: compute.score,
     Verb.BACKWARD: compute.backward,
     Verb.PROLOGUE_BACKWARD: compute.prologue_backward,
     Verb.DRAIN: drain.drain,

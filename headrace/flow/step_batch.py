@@ -24,8 +24,10 @@ class StepBatch:
     trained_tokens: int = 0
 
 
-def checked_batch(batch: Mapping[str, torch.Tensor], vocabulary: int) -> dict[str, torch.Tensor]:
+def checked_batch(batch: Mapping[str, torch.Tensor], vocabulary: int, *, labelled: bool = True) -> dict[str, torch.Tensor]:
     """Return the batch as 64-bit integers in host memory; complain before anything runs. A GPU would only say "assert".
+
+    One that is not `labelled` gets labels that train nothing.
 
     Raises:
         DataError: unknown or missing keys, shapes that do not agree, tokens that the model has no embedding for, or none
@@ -33,6 +35,10 @@ def checked_batch(batch: Mapping[str, torch.Tensor], vocabulary: int) -> dict[st
     """
     if unknown := set(batch) - set(_BATCH_KEYS):
         raise DataError(f"batch: unknown keys {sorted(unknown)}; known are {sorted(_BATCH_KEYS)}")
+    if not labelled:
+        if "labels" in batch or "input_ids" not in batch:
+            raise DataError(f"batch: needs input_ids and no labels, found {sorted(batch)}")
+        batch = {**batch, "labels": torch.full_like(batch["input_ids"], IGNORED)}
     if "input_ids" not in batch or "labels" not in batch:
         raise DataError(f"batch: needs input_ids and labels, found {sorted(batch)}")
     shape = batch["input_ids"].shape
@@ -49,7 +55,7 @@ def checked_batch(batch: Mapping[str, torch.Tensor], vocabulary: int) -> dict[st
             wrong = int(tokens.min()) if tokens.min() < 0 else int(tokens.max())
             besides = f", or {IGNORED} for labels that are not trained" if name == "labels" else ""
             raise DataError(f"batch: {name} has token {wrong}; the model has embeddings for 0 to {vocabulary - 1}{besides}")
-    if not (labels[:, 1:] != IGNORED).any():
+    if labelled and not (labels[:, 1:] != IGNORED).any():
         raise DataError(f"batch: none of its {labels.numel()} labels is trained (all {IGNORED}, or the first of their row)")
     return checked
 

@@ -8,14 +8,18 @@ from typing import Any
 import torch
 
 from headrace.flow.buffers import Buffers
+from headrace.flow.make import Maker
 from headrace.flow.step_batch import StepBatch
 from headrace.machine.protocol import Machine
 from headrace.model import Chain
 from headrace.plan.plan import Plan
 from headrace.store import StateStore
 from headrace.terms.events import Sink
+from headrace.terms.forms import Form
+from headrace.terms.layout import UnitLayout
 from headrace.terms.program import Op
 from headrace.update import Checksums, DeviceUpdater, LossScale, StepScalars, Updater
+from headrace.update.wire import Wire
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +32,12 @@ class Parts:
     buffers: Buffers
     store: StateStore
     updater: Updater
+    forms: tuple[Form, ...]
+    wire: Wire
+    maker: Maker
     seed: int
     sink: Sink
+    own_updater: Updater | None = None  # for trained families of their own
     device_updater: DeviceUpdater | None = None  # where the plan updates chunks on the device
 
 
@@ -120,6 +128,7 @@ class StepState:
     batch: StepBatch
     verdict: Verdict
     pending: Verdict | None  # the step before, if this step's program carries out updates of it
+    learns: bool = True  # whether a backward follows, which needs what forward leaves
     inputs: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)  # hidden states by (coming unit, micro-batch)
     calls: dict[int, Any] = field(default_factory=dict)  # micro-batch -> what each block is called with
     packages: dict[tuple[int, int], Package] = field(default_factory=dict)  # made by forward, on their way to the stash
@@ -130,6 +139,7 @@ class StepState:
     asides: dict[tuple[int, int], tuple[torch.Tensor, ...]] = field(default_factory=dict)
     aside_gradients: dict[tuple[int, int], tuple[torch.Tensor, ...]] = field(default_factory=dict)
     delivered: dict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
+    logits: dict[int, torch.Tensor] = field(default_factory=dict)  # by micro-batch, of rows that were scored without labels
     loss_sum: torch.Tensor | None = None
     aside_loss: torch.Tensor | None = None
     square_sums: dict[int, float] = field(default_factory=dict)
@@ -146,6 +156,18 @@ class StepState:
         """What the sum of token losses is multiplied by before backward: token mean, times the loss scale."""
         scale = self.verdict.loss_scale.scale if self.verdict.loss_scale else 1.0
         return scale / self.batch.trained_tokens
+
+    def updater_of(self, unit: int) -> Updater:
+        """Return what updates a unit on the host."""
+        updater = self.parts.updater if self.plan.units[unit].in_place else self.parts.own_updater
+        assert updater is not None, "a plan with trained families of their own comes with a rule for them"
+        return updater
+
+    def trained_layout(self, unit: int) -> UnitLayout:
+        """Return where a unit's gradients and states lie."""
+        trained = self.parts.forms[unit].trained
+        assert trained is not None, "a frozen unit has no gradient"
+        return trained
 
     def verdict_of(self, op: Op) -> Verdict:
         """Return the verdict by which an update operation goes: a late one belongs to the step before."""

@@ -17,9 +17,10 @@ from headrace.flow.step_state import Parts, StepState, Verdict
 from headrace.plan.footprint import MOST_PROGRAMS
 from headrace.plan.ledger import Snapshot
 from headrace.plan.plan import Plan
+from headrace.plan.schedules.forward import build_forward
 from headrace.plan.schedules.train import build_program, build_tail, redo
 from headrace.terms.events import Notice
-from headrace.terms.families import STATES, WEIGHTS
+from headrace.terms.families import STATES, TRAINED, WEIGHTS
 from headrace.terms.program import Lane, Program
 from headrace.update import HitRate
 
@@ -71,6 +72,21 @@ class Steps:
             self._pending = verdict if self.parts.plan.late_units else None
         return state
 
+    def score(self, batch: StepBatch, verdict: Verdict) -> StepState:
+        """Run rows of a batch forward through the newest weights, which nothing changes.
+
+        Raises:
+            StepFailed: a lane failed; the last committed step is untouched.
+        """
+        with self._whole_or_failed():
+            self._flush()
+            state = StepState(self.parts, batch, verdict, None, learns=False)
+            program, self._left = build_forward(self.parts.plan, len(batch.micro_batches), self._left)
+            with self.parts.chain.evaluating():
+                run_step(program, state, self._interpreter)
+                self._interpreter.wait()
+            return state
+
     def follow_hit_rate(self) -> Plan:
         """Change between waiting for the norm and guessing it, where the plan has both: they share all buffers."""
         plan, hits = self.parts.plan, self.hits
@@ -82,7 +98,7 @@ class Steps:
             plan = replace(
                 plan,
                 update_policy="speculative" if speculate else "deferred",
-                late_units=plan.results.speculation.late_units if speculate else tuple(range(len(plan.units))),
+                late_units=plan.results.speculation.late_units if speculate else plan.trained_units,
             )
             self.parts = replace(self.parts, plan=plan)
             self._programs.clear()
@@ -153,6 +169,8 @@ class Steps:
                     event = machine.record(Lane.HOST_TO_DEVICE)
                 if event is not None:
                     event.synchronize()
+        for unit, weights in parts.buffers.trained.items():
+            parts.store.read(unit, TRAINED, weights).wait()
         for unit in plan.resident_states:
             states = parts.buffers.resident_states[unit]
             for chunk in range(plan.num_chunks(unit)):

@@ -15,7 +15,7 @@ from headrace.machine.host_memory import Bytes
 from headrace.machine.protocol import Machine
 from headrace.plan.buffer_sizes import DEVICE_UPDATE_PIECE_ELEMENTS
 from headrace.plan.plan import Plan
-from headrace.terms.families import STATES, WEIGHTS
+from headrace.terms.families import STATES, TRAINED, WEIGHTS
 from headrace.terms.program import Op, Pool
 from headrace.update import DeviceUpdater, UpdateRule
 
@@ -61,13 +61,13 @@ def update(state: StepState, op: Op) -> None:
         return
     plan, buffers = state.plan, state.parts.buffers
     start, stop = plan.chunk(op.unit, op.chunk)
-    weights = _weights(state, op).view(plan.planes.weight.dtype)
-    checksums = state.parts.updater.update_range(
+    weights = _weights(state, op).view(plan.planes_of(op.unit).weight.dtype)
+    checksums = state.updater_of(op.unit).update_range(
         weights,
         _state_planes(state, op, stop - start),
         buffers.gradient(op.unit, op.slot(Pool.GRADIENT))[start:stop],
         verdict.scalars_of(op.unit),
-        state.parts.chain.layouts[op.unit].groups,
+        state.trained_layout(op.unit).groups,
         start,
         stop,
         op.unit,
@@ -88,16 +88,16 @@ def write_weights(state: StepState, op: Op) -> None:
     """Write a chunk's new weights into the slot that is not committed."""
     if not state.verdict_of(op).void:
         known = state.checksums.get((op.unit, op.chunk))
-        state.parts.store.write(op.unit, WEIGHTS, op.chunk, _weights(state, op), known.weights if known else None).wait()
+        family = WEIGHTS if state.plan.units[op.unit].in_place else TRAINED
+        state.parts.store.write(op.unit, family, op.chunk, _weights(state, op), known.weights if known else None).wait()
 
 
 def _weights(state: StepState, op: Op) -> Bytes:
-    """Return the chunk's part of the unit's weights in host memory."""
+    """Return the chunk's part of the trained weights of the unit in host memory."""
     plan, buffers = state.plan, state.parts.buffers
     start, stop = plan.chunk(op.unit, op.chunk)
-    slot = op.slot(Pool.HOST_WEIGHTS)
-    whole = buffers.resident_host_weights(op.unit) if slot < 0 else buffers.host_weights[slot]
-    width = plan.planes.weight.bytes_per_element
+    whole = buffers.trained[op.unit] if op.unit in buffers.trained else buffers.stored(op.unit, op.slot(Pool.HOST_WEIGHTS))
+    width = plan.planes_of(op.unit).weight.bytes_per_element
     return whole[start * width : stop * width]
 
 
@@ -105,9 +105,9 @@ def _states(state: StepState, op: Op) -> Bytes:
     """Return the chunk's states, all planes back to back: in staging, or where they always are."""
     plan, buffers = state.plan, state.parts.buffers
     start, stop = plan.chunk(op.unit, op.chunk)
-    slot = op.slot(Pool.STATES)
-    if slot >= 0 or not plan.planes.states:  # a rule without states: no bytes of any buffer
-        return buffers.states[max(slot, 0)][: plan.planes.state_bytes(stop - start)]
+    slot, planes = op.slot(Pool.STATES), plan.planes_of(op.unit)
+    if slot >= 0 or not planes.states:  # a rule without states: no bytes of any buffer
+        return buffers.states[max(slot, 0)][: planes.state_bytes(stop - start)]
     return buffers.resident_states[op.unit][plan.states_of_chunk(op.unit, op.chunk)]
 
 
@@ -157,4 +157,5 @@ def _update_on_device(state: StepState, op: Op) -> None:
 
 def _state_planes(state: StepState, op: Op, num_elements: int) -> tuple[NDArray[Any], ...]:
     whole = _states(state, op)
-    return tuple(whole[part].view(np.dtype(plane.dtype)) for plane, part in state.plan.planes.split_states(num_elements))
+    planes = state.plan.planes_of(op.unit)
+    return tuple(whole[part].view(np.dtype(plane.dtype)) for plane, part in planes.split_states(num_elements))

@@ -2,16 +2,16 @@
 
 from headrace.model.binding import GradientSink
 from headrace.model.chain import Chain, block_seed
-from headrace.model.chain_values import IGNORED, BlockResult, MicroBatch, shift_labels
+from headrace.model.chain_values import IGNORED, BlockResult, MicroBatch, PrologueResult, shift_labels
 from headrace.model.checkpoint import Checkpoint
 from headrace.model.cost_profile import Profiles, profile
 from headrace.model.export import Exporter, export_bytes
-from headrace.model.find_blocks import find_blocks
+from headrace.model.find_blocks import Blocks, find_blocks
 from headrace.model.importing import import_unit, import_workspace_bytes
-from headrace.model.matching import WeightMap
-from headrace.model.probe import probe, self_check
+from headrace.model.matching import WeightMap, load_buffers, match_weights
+from headrace.model.probe import Traits, probe, self_check
 from headrace.model.products import WideProducts
-from headrace.model.replay import Record, Replay, ReplayMismatch
+from headrace.model.replay import Record, Replay, ReplayMismatch, find_skippable
 from headrace.model.skeleton import build_skeleton
 from headrace.model.taps import BlockCall
 from headrace.model.text_part import note_on, text_part
@@ -21,15 +21,18 @@ __all__ = [
     "IGNORED",
     "BlockCall",
     "BlockResult",
+    "Blocks",
     "Chain",
     "Checkpoint",
     "Exporter",
     "GradientSink",
     "MicroBatch",
     "Profiles",
+    "PrologueResult",
     "Record",
     "Replay",
     "ReplayMismatch",
+    "Traits",
     "WeightMap",
     "WideProducts",
     "block_seed",
@@ -37,8 +40,11 @@ __all__ = [
     "check_whole",
     "export_bytes",
     "find_blocks",
+    "find_skippable",
     "import_unit",
     "import_workspace_bytes",
+    "load_buffers",
+    "match_weights",
     "note_on",
     "probe",
     "profile",

@@ -26,11 +26,18 @@ class Binding:
         self._meta = {name: getattr(*places[0]) for name, places in self._owners.items()}
         self._bound: set[int] = set()
 
-    def bind(self, unit: int, flat: torch.Tensor, sink: GradientSink | None) -> None:
+    def bind(
+        self,
+        unit: int,
+        flat: torch.Tensor,
+        sink: GradientSink | None,
+        wanted: Callable[[ParameterSpec], bool] = lambda spec: True,
+    ) -> None:
         """Make the parameters of `unit` views of `flat`, a 1-D tensor of the compute dtype with the layout's elements.
 
         With a `sink`, each gradient is handed over as soon as it is complete for the running backward, and dropped; a parameter
-        used in several backwards of a step is handed over in each. Without, the parameters need no gradient.
+        used in several backwards of a step is handed over in each. Without, or where it is not `wanted`, a parameter needs no
+        gradient.
 
         Raises:
             ModelError: `flat` has another length, shape or dtype than the layout asks for.
@@ -43,8 +50,9 @@ class Binding:
             )
         for spec in layout.parameters:
             view = flat.detach()[spec.offset : spec.offset + spec.num_elements].view(spec.shape)
-            parameter = nn.Parameter(view, requires_grad=sink is not None)
-            if sink is not None:
+            takes = sink is not None and wanted(spec)
+            parameter = nn.Parameter(view, requires_grad=takes)
+            if sink is not None and takes:
                 parameter.register_post_accumulate_grad_hook(_hand_over(spec, sink))  # type: ignore[no-untyped-call]
             self._place(spec.name, parameter)
         self._bound.add(unit)

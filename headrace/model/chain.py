@@ -8,7 +8,7 @@ Invariant: what a unit computes is what the unmodified model computes there, gra
 
 import contextlib
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from headrace.model.skeleton import build_skeleton
 from headrace.model.taps import BlockCall
 from headrace.model.text_part import note_on
 from headrace.terms.errors import ConfigError, ModelError
-from headrace.terms.layout import PARAMETER_ALIGNMENT, UnitLayout, lay_out, planes_with
+from headrace.terms.layout import PARAMETER_ALIGNMENT, ParameterSpec, UnitLayout, lay_out, planes_with
 from headrace.terms.optimizer import Optimizer
 
 
@@ -128,9 +128,15 @@ class Chain:
         """Whether packed rows get masks of their own: the model makes none from positions."""
         return self._runner.packs_by_masks
 
-    def bind(self, unit: int, flat: torch.Tensor, gradient_sink: GradientSink | None) -> None:
+    def bind(
+        self,
+        unit: int,
+        flat: torch.Tensor,
+        gradient_sink: GradientSink | None,
+        wanted: Callable[[ParameterSpec], bool] = lambda spec: True,
+    ) -> None:
         """Make the parameters of `unit` views of `flat` (1-D, compute dtype). See `Binding.bind`."""
-        self._binding.bind(unit, flat, gradient_sink)
+        self._binding.bind(unit, flat, gradient_sink, wanted)
 
     def release(self, unit: int) -> None:
         """Make the parameters of `unit` meta again: running it is an error until it is bound."""
@@ -222,6 +228,15 @@ class Chain:
         """Return the context in which everything of the chain is to be run, backward included."""
         return WideProducts() if self.wide_products else contextlib.nullcontext()
 
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Run everything as in evaluation in this context: without dropout."""
+        self.model.eval()
+        try:
+            yield
+        finally:
+            self.model.train()
+
     def prologue(self, batch: MicroBatch) -> PrologueResult:
         """Run everything before the blocks, with a graph if gradients are enabled. Needs unit 0."""
         self._binding.require(0)
@@ -246,6 +261,14 @@ class Chain:
         """
         self._binding.require(*self._resident)
         return self._runner.loss_sum(input_ids, hidden, targets)
+
+    def last_logits(self, input_ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the logits (b, vocabulary) of the last position of a chunk (b, C), float32. Needs prologue and epilogue units.
+
+        `hidden` (b, C, hidden) are the final hidden states; ids only feed code whose result is dropped.
+        """
+        self._binding.require(*self._resident)
+        return self._runner.logits(input_ids, hidden)[:, -1]
 
     def aside_loss(self, asides: Sequence[torch.Tensor], attention_mask: torch.Tensor | None) -> torch.Tensor:
         """Return coefficient times the model's auxiliary loss over a whole step.

@@ -28,7 +28,7 @@ from headrace.terms.layout import UnitLayout
 from headrace.terms.sizes import format_bytes
 
 UnitPlanes = tuple[np.ndarray, np.ndarray | None]
-ReadUnit = Callable[[int], UnitPlanes]
+ReadUnit = Callable[[int], UnitPlanes | None]
 
 # Everything in a model directory that is no weight in any framework's format.
 _COPIED_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".spm", ".py")
@@ -46,9 +46,9 @@ def export_bytes(checkpoint: Checkpoint, shard_bytes: int = _SHARD_BYTES) -> int
 class Exporter:
     """Exports a chain whose weights came from `checkpoint` to `out_dir`, which must not exist or be empty.
 
-    `read_unit(unit)` returns the flat weight plane of a unit and the plane that completes its master (or None); the arrays are
-    used until the next call. Shards hold about `shard_bytes` (decimal gigabytes are usual). `notes` are texts by the names of
-    the files that get them.
+    `read_unit(unit)` returns the flat weight plane of a unit and the plane that completes its master (or None), or None for a
+    unit whose tensors stay exactly as they came; the arrays are used until the next call. Shards hold about `shard_bytes`
+    (decimal gigabytes are usual). `notes` are texts by the names of the files that get them.
     """
 
     def __init__(
@@ -127,7 +127,9 @@ class Exporter:
                 made: dict[str, np.ndarray] = {}
                 for source, key in _keys_of(weights, layout):
                     stored = weights.checkpoint.tensors[key]
-                    if isinstance(source, Piece):
+                    if planes is None:
+                        writer.write(key, read_bytes(stored))
+                    elif isinstance(source, Piece):
                         writer.write(key, _encode(layout, source, stored, planes))
                     else:
                         made = made if key in made else _convert_back(weights, source, layout, planes)

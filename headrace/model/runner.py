@@ -170,9 +170,14 @@ class Runner:
         `input_ids` and `targets` are (b, C), `hidden` the final hidden states (b, C, hidden). Norm, head, soft-capping and
         scaling are the model's own; logits exist for the chunk only.
         """
+        logits = self.logits(input_ids, hidden)
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+
+    def logits(self, input_ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the logits (b, C, vocabulary) of a chunk of positions, float32; arguments as in `loss_sum`."""
         with left_as_found(self._outside), Taps(self.blocks, self.tuple_length, inject=hidden):
-            logits = self.model(input_ids=input_ids, use_cache=False).logits
-        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+            logits: torch.Tensor = self.model(input_ids=input_ids, use_cache=False).logits
+        return logits.float()
 
     def aside_loss(self, asides: Sequence[torch.Tensor], attention_mask: torch.Tensor | None) -> torch.Tensor:
         """Return the model's own auxiliary loss times its coefficient, over all tokens given.

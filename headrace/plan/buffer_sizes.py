@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from headrace.plan.plan import Plan
+from headrace.terms.layout import PlaneSet
 from headrace.terms.sizes import round_up
 
 PAGE_BYTES = 4096
@@ -11,6 +12,8 @@ PAGE_BYTES = 4096
 # the piece that it works on at once, and what torch's kernels read and write of device memory, per element.
 DEVICE_UPDATE_PIECE_ELEMENTS = 1 << 20
 TENSOR_ALIGNMENT_BYTES = 64
+# Buffers on the device for what weights are made of: while one slot is made, what the next is made of comes.
+SOURCE_SLOTS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,32 +35,42 @@ def buffer_groups(plan: Plan) -> dict[str, BufferGroup]:
     """Return the groups by name. The compute tier is `device` where that is separate, else `host`."""
     compute_tier = "device" if plan.separate_device else "host"
     weight, gradient = plan.planes.weight.bytes_per_element, plan.gradient_bytes_per_element
-    block = plan.largest_block_elements
-    residents = [plan.units[unit].num_elements for unit in plan.resident_units]
+    block, streamed, residents = plan.largest_block_elements, plan.streamed_blocks, plan.resident_units
+    resident_bytes = [plan.stored_bytes(unit) for unit in residents]
+    stored = max((plan.stored_bytes(unit) for unit in streamed), default=0)
     groups = {
-        "host_weights": BufferGroup("host", "weights", plan.host_slots, block * weight),
-        "states": BufferGroup("host", "states", plan.state_slots, plan.planes.state_bytes(plan.chunk_elements)),
-        "resident_weights": BufferGroup(compute_tier, "weights", 1, sum(residents) * weight),
-        "resident_accumulator": BufferGroup(
-            compute_tier, "gradients", 1, (sum(residents) if plan.tied else max(residents)) * 4
-        ),
+        "host_weights": BufferGroup("host", "weights", plan.host_slots, stored),
+        "states": BufferGroup("host", "states", plan.state_slots, plan.largest_state_bytes(plan.chunk_elements)),
+        "resident_weights": BufferGroup(compute_tier, "weights", 1, sum(resident_bytes)),
     }
+    ends = [plan.units[unit].update_elements for unit in plan.ends]
+    if any(ends):
+        accumulator = sum(ends) if plan.tied else max(ends)
+        groups["resident_accumulator"] = BufferGroup(compute_tier, "gradients", 1, accumulator * 4)
+    if plan.device_slots:
+        groups["device_weights"] = BufferGroup(compute_tier, "weights", plan.device_slots, block * weight)
     if plan.separate_device:
-        groups["device_weights"] = BufferGroup("device", "weights", plan.device_slots, block * weight)
         if plan.device_state_slots:
             chunk_bytes = plan.chunk_elements * (weight + gradient) + plan.planes.state_bytes(plan.chunk_elements)
             groups["device_states"] = BufferGroup("device", "states", plan.device_state_slots, chunk_bytes)
-        groups["resident_staging"] = BufferGroup("host", "weights", 1, max(residents) * weight)
-    if plan.accumulate or plan.separate_device:
-        groups["accumulator"] = BufferGroup(compute_tier, "gradients", 1, block * (4 if plan.accumulate else gradient))
+        groups["resident_staging"] = BufferGroup("host", "weights", 1, max(resident_bytes))
+        if sources := max(plan.source_bytes(unit) for unit in range(len(plan.units))):
+            groups["sources"] = BufferGroup("device", "weights", SOURCE_SLOTS, sources)
+    for unit in plan.trained_units:
+        if num_bytes := plan.trained_bytes(unit):
+            groups[f"trained.{unit}"] = BufferGroup("host", "weights", 1, num_bytes)
+    largest = plan.largest_gradient_elements
+    if largest and (plan.accumulate or plan.separate_device):
+        groups["accumulator"] = BufferGroup(compute_tier, "gradients", 1, largest * (4 if plan.accumulate else gradient))
     held = plan.held_in_memory
     for unit in held:
-        groups[f"gradient.{unit}"] = BufferGroup("host", "gradients", 1, plan.units[unit].num_elements * gradient)
-    passing = sorted(set(range(len(plan.units))).difference(held))
-    if any(unit not in plan.resident_units for unit in passing):
-        groups["gradients"] = BufferGroup("host", "gradients", plan.gradient_slots, block * gradient)
-    if any(unit in plan.resident_units for unit in passing):
-        groups["resident_gradient"] = BufferGroup("host", "gradients", 1, max(residents) * gradient)
+        groups[f"gradient.{unit}"] = BufferGroup("host", "gradients", 1, plan.gradient_bytes(unit))
+    passing = sorted(set(plan.trained_units).difference(held))
+    if any(unit not in residents for unit in passing):
+        groups["gradients"] = BufferGroup("host", "gradients", plan.gradient_slots, largest * gradient)
+    if any(unit in residents for unit in passing):
+        resident_gradient = max(plan.gradient_bytes(unit) for unit in residents)
+        groups["resident_gradient"] = BufferGroup("host", "gradients", 1, resident_gradient)
     for unit in plan.resident_states:
         groups[f"resident_states.{unit}"] = BufferGroup("host", "states", 1, plan.state_bytes(unit))
     for block in plan.blocks_stashed_on("host"):
@@ -119,7 +132,7 @@ def held_gradient_bytes(plan: Plan, unit: int) -> int:
     """Return the bytes that a unit's gradient takes on the SSD, in whole pages: none if it is not held there."""
     if plan.held_gradients != "ssd" or not plan.is_held(unit):
         return 0
-    return round_up(plan.units[unit].num_elements * plan.gradient_bytes_per_element, PAGE_BYTES)
+    return round_up(plan.gradient_bytes(unit), PAGE_BYTES)
 
 
 class ChunkBytes(NamedTuple):
@@ -133,9 +146,9 @@ class ChunkBytes(NamedTuple):
     device_traffic: int
 
 
-def chunk_bytes(plan: Plan, num_elements: int) -> ChunkBytes:
-    """Return the bytes of a chunk of so many elements."""
-    planes, gradient_bytes = plan.planes, num_elements * plan.gradient_bytes_per_element
+def chunk_bytes(plan: Plan, num_elements: int, planes: PlaneSet) -> ChunkBytes:
+    """Return the bytes of a chunk of so many elements of `planes`."""
+    gradient_bytes = num_elements * plan.gradient_bytes_per_element
     all_planes = planes.num_bytes(num_elements)
     return ChunkBytes(
         states=planes.state_bytes(num_elements),

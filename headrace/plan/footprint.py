@@ -65,7 +65,8 @@ def with_footprint(plan: Plan, costs: ModelCosts, allowance: Allowance) -> Plan:
     compute["activations"] = compute.get("activations", 0) + _activation_bytes(
         plan, costs, pools=plan.separate_device and allowance.device_overhead_bytes > 0
     )
-    compute["workspace"] = _workspace_bytes(plan, costs) + device_update_temporary_bytes(plan)
+    making = max(unit.making_bytes for unit in plan.units)
+    compute["workspace"] = _workspace_bytes(plan, costs) + device_update_temporary_bytes(plan) + making
     # Where a GPU multiplies, the host's matrix library stays idle.
     on_cpu = not allowance.device_overhead_bytes
     rows["host"]["libraries"] = _SMALL_BYTES + (_kernel_bytes(costs) if on_cpu else 0)
@@ -78,9 +79,8 @@ def with_footprint(plan: Plan, costs: ModelCosts, allowance: Allowance) -> Plan:
         # Before the first step, in memory that the step's buffers take later: only what is beyond them counts.
         imported = allowance.runtime_bytes + _SMALL_BYTES + import_bytes(plan) + allowance.import_workspace_bytes
         rows["host"][_IMPORT] = max(0, imported - sum(rows["host"].values()))
-    weights = sum(plan.planes.weight.num_bytes(unit.num_elements) for unit in plan.units)
-    weight_and_states = weights + sum(plan.state_bytes(unit) for unit in range(len(plan.units)))
-    rows["ssd"] = {"states, two slots": 2 * weight_and_states, "scratch": scratch_bytes(plan)}
+    durable = sum(plan.drive_bytes(unit) for unit in range(len(plan.units)))
+    rows["ssd"] = {"states, two slots": durable, "scratch": scratch_bytes(plan)}
     allowed = {"host": allowance.host_bytes}
     if allowance.device_bytes is not None:
         allowed["device"] = allowance.device_bytes
@@ -96,7 +96,8 @@ def import_bytes(plan: Plan) -> int:
     master = rest.bytes_per_element if rest else 0
     largest = max(unit.num_elements for unit in plan.units)
     chunk = planes.state_bytes(min(plan.chunk_elements, largest)) if master else 0
-    return largest * (planes.weight.bytes_per_element + master) + chunk
+    made_of = max(plan.source_bytes(unit) for unit in range(len(plan.units)))
+    return largest * (planes.weight.bytes_per_element + master) + chunk + made_of
 
 
 def planned_runtime_bytes(measured: int) -> int:

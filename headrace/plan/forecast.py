@@ -24,6 +24,7 @@ from headrace.plan.schedules.train import build_program, build_tail, redo
 from headrace.plan.simulate import Timeline, simulate
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.costs import ATTENTION
+from headrace.terms.forms import merged
 from headrace.terms.layout import UNIT_ALIGNMENT
 from headrace.terms.program import Lane, Program
 from headrace.terms.rule_figures import RuleFigures
@@ -322,14 +323,7 @@ def _merged(plan: Plan, ceilings: Ceilings, most_blocks: int) -> Plan:
         num_blocks=len(groups),
         units=(
             plan.units[0],
-            *(
-                replace(
-                    plan.units[group[0] + 1],
-                    num_elements=sum(plan.units[block + 1].num_elements for block in group),
-                    num_parameters=sum(plan.units[block + 1].num_parameters for block in group),
-                )
-                for group in groups
-            ),
+            *(merged([plan.units[block + 1] for block in group]) for group in groups),
             *plan.units[plan.num_blocks + 1 :],
         ),
         host_slots=max(plan.prefetch + 1, round(plan.host_slots * share)),

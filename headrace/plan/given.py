@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.plan.footprint import runtime_row, with_footprint
-from headrace.plan.placement import Problem, operators_of, units_of
+from headrace.plan.placement import Problem, operators_of
 from headrace.plan.plan import Plan
 from headrace.terms.errors import ConfigError, PlanInfeasible
 from headrace.terms.sizes import format_bytes
@@ -87,8 +87,8 @@ def _differences(plan: Plan, problem: Problem) -> Iterator[str]:
     asked = workload.checkpoint_every or plan.checkpoint_every  # at most so many steps: more often is as good
     threads = max(plan.compute_threads, plan.update_threads)
     made_for_and_found = {
-        "parameters": (plan.num_parameters, sum(layout.num_parameters for layout in problem.layouts)),
-        "units": (plan.units, units_of(problem)),
+        "parameters": (plan.num_parameters, sum(unit.num_parameters for unit in problem.units)),
+        "units": (plan.units, problem.units),
         "compute_dtype": (plan.compute_dtype, problem.compute_dtype),
         "gradient_dtype": (plan.gradient_dtype, problem.gradient_dtype or problem.compute_dtype),
         "rule": (plan.rule.name, problem.rule.name),

@@ -5,13 +5,15 @@ Pure: no clock, no files, no torch. Which choice is best is `search`'s business,
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from headrace.plan.buffer_sizes import buffer_groups
 from headrace.plan.footprint import Allowance, with_footprint
-from headrace.plan.plan import Plan, Results, Unit
+from headrace.plan.plan import Plan, Results
 from headrace.terms.costs import ATTENTION, ModelCosts, OperatorCosts
 from headrace.terms.errors import InputError
-from headrace.terms.layout import UNIT_ALIGNMENT, UnitLayout
+from headrace.terms.forms import Form, UnitFigures
+from headrace.terms.layout import UNIT_ALIGNMENT
 from headrace.terms.rule_figures import RuleFigures
 from headrace.terms.sizes import MIB, round_up
 
@@ -53,18 +55,27 @@ class Workload:
         return self.tokens_per_step // self.sequence_length
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Problem:
-    """A model laid out as `layouts`, with `costs_of(sequences)` per micro-batch, to be trained within `allowance`."""
+    """A model whose units have these `forms`, with `costs_of(sequences)` per micro-batch, to be trained within `allowance`.
 
-    layouts: tuple[UnitLayout, ...]
+    `own_rule` is the rule as trained families of their own have it, where a unit has one.
+    """
+
+    forms: tuple[Form, ...]
     costs_of: Callable[[int], ModelCosts]
     workload: Workload
     allowance: Allowance
     rule: RuleFigures
+    own_rule: RuleFigures | None = None
     compute_dtype: str = "bfloat16"
     gradient_dtype: str | None = None
     attention_share: float = 1.0  # of the matrix rate, that attention's products reach (`Ceilings`)
+
+    @cached_property
+    def units(self) -> tuple[UnitFigures, ...]:
+        """The model's units as plans have them."""
+        return tuple(form.figures for form in self.forms)
 
     @property
     def separate_device(self) -> bool:
@@ -154,14 +165,6 @@ def replay_order(costs: ModelCosts, attention_share: float = 1.0) -> list[tuple[
     return sorted(pairs, key=lambda pair: (-benefits[id(costs.blocks[pair[0]])][pair[1]], -pair[0], pair[1]))
 
 
-def units_of(problem: Problem) -> tuple[Unit, ...]:
-    """Return the model's units as plans have them."""
-    return tuple(
-        Unit(name=layout.name, num_elements=layout.num_elements, num_parameters=layout.num_parameters)
-        for layout in problem.layouts
-    )
-
-
 def operators_of(costs: ModelCosts) -> tuple[tuple[str, ...], ...]:
     """Return the names of each block's operators, in the order in which plans count them."""
     return tuple(tuple(operator.name for operator in block.operators) for block in costs.blocks)
@@ -171,7 +174,8 @@ def plan_of(problem: Problem, choice: Choice) -> Plan:
     """Return the plan of a choice, with its footprint; nothing of what is left of the budgets is used yet."""
     costs, workload = problem.costs_of(choice.rows), problem.workload
     num_blocks, num_micro = len(costs.blocks), -(-workload.sequences // choice.rows)
-    policy = choice.policy
+    policy, units = choice.policy, problem.units
+    trained = tuple(index for index, unit in enumerate(units) if unit.is_trained)
     # A lean plan on a separate device holds one block there: its upload waits for compute, but a larger block fits.
     prefetch = 0 if choice.lean and problem.separate_device else 1 if choice.lean or num_blocks < 3 else 2
     kept: list[list[int]] = [[] for _ in costs.blocks]
@@ -182,7 +186,7 @@ def plan_of(problem: Problem, choice: Choice) -> Plan:
         compute_dtype=problem.compute_dtype,
         gradient_dtype=problem.gradient_dtype or problem.compute_dtype,
         separate_device=problem.separate_device,
-        units=units_of(problem),
+        units=problem.units,
         num_blocks=num_blocks,
         tied=costs.tied,
         sequence_length=workload.sequence_length,
@@ -193,11 +197,11 @@ def plan_of(problem: Problem, choice: Choice) -> Plan:
         loss_chunk_tokens=_loss_chunk_tokens(costs, workload, choice.lean),
         update_policy=policy,
         held_gradients=choice.held,
-        late_units=tuple(range(len(problem.layouts))) if policy == "deferred" else (),
+        late_units=trained if policy == "deferred" else (),
         # A step that is taken back goes back to the last commit: that must be the step before.
         checkpoint_every=workload.checkpoint_every or 1 if policy == "deferred" else 1,
         host_slots=min(num_blocks, max(2, prefetch + 1 + (policy == "immediate" and not choice.lean))),
-        device_slots=prefetch + 1 if problem.separate_device else 0,
+        device_slots=prefetch + 1 if problem.separate_device or any(unit.is_made for unit in units) else 0,
         prefetch=prefetch,
         chunk_elements=choice.chunk_elements,
         state_slots=choice.state_slots,
@@ -217,11 +221,12 @@ def plan_of(problem: Problem, choice: Choice) -> Plan:
                 sum(block.operators[ordinal].flops for ordinal in (*block.skippable, *ordinals))
                 for block, ordinals in zip(costs.blocks, kept, strict=True)
             ),
-            forward_flops=(0.0, *(block.forward_flops for block in costs.blocks), 0.0)[: len(problem.layouts)],
+            forward_flops=(0.0, *(block.forward_flops for block in costs.blocks), 0.0)[: len(units)],
             attention_flops=tuple(block.attention_flops for block in costs.blocks),
             epilogue_flops=costs.epilogue_flops_per_token * choice.rows * workload.sequence_length,
         ),
         rule=problem.rule,
+        own_rule=problem.own_rule,
         freed_memory=choice.freed_memory,
     )
     return with_footprint(plan, costs, problem.allowance)
@@ -274,7 +279,7 @@ def _state_buffers(problem: Problem, thrift: int) -> tuple[int, int]:
     """Return elements of a chunk and slots for states. Where units, or a store that is there, set the chunk, lean buffers are
     still no more than the generous ones.
     """
-    most = round_up(max(layout.num_elements for layout in problem.layouts), UNIT_ALIGNMENT)
+    most = round_up(max(unit.update_elements for unit in problem.units), UNIT_ALIGNMENT)
     sizes = [problem.allowance.chunk_elements or min(chunk, most) for chunk, _ in _STATE_BUFFERS]
     slots = _STATE_BUFFERS[thrift][1]
     generous = sizes[0] * _STATE_BUFFERS[0][1]

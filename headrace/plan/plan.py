@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headrace.terms.errors import ConfigError
+from headrace.terms.forms import DEVICE, UnitFigures
 from headrace.terms.layout import PlaneSet
 from headrace.terms.rule_figures import RuleFigures
 from headrace.terms.sizes import format_bytes
@@ -16,15 +17,6 @@ from headrace.terms.sizes import format_bytes
 PLAN_FORMAT = 2
 # Staging buffers on the device for chunks that are updated there: while one is worked on, another comes or goes.
 DEVICE_STATE_SLOTS = 2
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Unit:
-    """A unit as the plan sees it: a name and a number of elements (with padding) and of parameters (without)."""
-
-    name: str
-    num_elements: int
-    num_parameters: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +91,7 @@ class Plan:
     compute_dtype: str
     gradient_dtype: str
     separate_device: bool
-    units: tuple[Unit, ...]
+    units: tuple[UnitFigures, ...]
     num_blocks: int
     tied: bool
 
@@ -136,11 +128,27 @@ class Plan:
     device_update_every: int = 0
     results: Results = field(default_factory=Results)
     freed_memory: str = "returned"
+    own_rule: RuleFigures | None = None  # of trained families of their own, where a unit has one
 
     @property
     def planes(self) -> PlaneSet:
         """The planes of the rule."""
         return self.rule.planes
+
+    def planes_of(self, unit: int) -> PlaneSet:
+        """Return the planes of what is trained of a unit."""
+        if self.own_rule is None or self.units[unit].in_place:
+            return self.rule.planes
+        return self.own_rule.planes
+
+    def largest_state_bytes(self, num_elements: int) -> int:
+        """Return the bytes of the states of a chunk of so many elements, of whichever planes take most."""
+        return max(planes.state_bytes(num_elements) for planes in {self.planes_of(unit) for unit in self.trained_units})
+
+    @property
+    def makes_slots(self) -> bool:
+        """Whether a unit's compute slot is made of more than the weights as they lie on the drive."""
+        return any(unit.is_made for unit in self.units)
 
     @property
     def has_epilogue(self) -> bool:
@@ -149,8 +157,23 @@ class Plan:
 
     @property
     def resident_units(self) -> tuple[int, ...]:
-        """The units whose weights stay on the device: prologue and epilogue."""
+        """The units whose weights stay where compute reads them: prologue, epilogue, and blocks that have their home there."""
+        return tuple(index for index, unit in enumerate(self.units) if unit.home == DEVICE)
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """The units around the blocks: prologue and epilogue, which a tied head uses both."""
         return (0, self.num_blocks + 1) if self.has_epilogue else (0,)
+
+    @property
+    def streamed_blocks(self) -> tuple[int, ...]:
+        """The blocks (1..num_blocks) whose weights are fetched for each pass."""
+        return tuple(unit for unit in range(1, self.num_blocks + 1) if self.units[unit].home != DEVICE)
+
+    @property
+    def trained_units(self) -> tuple[int, ...]:
+        """The units of which anything is updated."""
+        return tuple(index for index, unit in enumerate(self.units) if unit.is_trained)
 
     @property
     def num_parameters(self) -> int:
@@ -164,8 +187,39 @@ class Plan:
 
     @property
     def largest_block_elements(self) -> int:
-        """Elements of the largest block: the size of a weight slot."""
+        """Elements of the largest block: the size of a slot that compute reads."""
         return max(unit.num_elements for unit in self.units[1 : self.num_blocks + 1])
+
+    @property
+    def largest_gradient_elements(self) -> int:
+        """Elements of the largest gradient of a block."""
+        return max(unit.update_elements for unit in self.units[1 : self.num_blocks + 1])
+
+    def stored_bytes(self, unit: int) -> int:
+        """Bytes of a unit's weights on the drive, and so in host memory: what is fetched."""
+        figures = self.units[unit]
+        return figures.stored_bytes or self.planes.weight.num_bytes(figures.num_elements)
+
+    def gradient_bytes(self, unit: int) -> int:
+        """Bytes of a unit's drained gradient."""
+        return self.units[unit].update_elements * self.gradient_bytes_per_element
+
+    def trained_bytes(self, unit: int) -> int:
+        """Bytes of the weights of a trained family of its own: 0 where there is none."""
+        figures = self.units[unit]
+        return self.planes_of(unit).weight.num_bytes(figures.update_elements) if figures.has_own_family else 0
+
+    def source_bytes(self, unit: int) -> int:
+        """Bytes that a slot is made of beside weights that are read into it as they lie: coded ones, and trained ones."""
+        figures = self.units[unit]
+        return (figures.stored_bytes or 0) + self.trained_bytes(unit) if figures.is_made else 0
+
+    def drive_bytes(self, unit: int) -> int:
+        """Bytes of a unit on the drives: what is trained in two slots, frozen weights in one."""
+        weights = self.stored_bytes(unit)
+        if self.units[unit].in_place:
+            return 2 * (weights + self.state_bytes(unit))
+        return weights + 2 * (self.trained_bytes(unit) + self.state_bytes(unit))
 
     @property
     def hidden_bytes(self) -> int:
@@ -181,7 +235,7 @@ class Plan:
         """The units that have a buffer of their own for their gradient."""
         if self.held_gradients != "host":
             return ()
-        return tuple(range(len(self.units))) if self.update_policy != "immediate" else tuple(sorted(self.late_units))
+        return self.trained_units if self.update_policy != "immediate" else tuple(sorted(self.late_units))
 
     def own_gradient_slot(self, unit: int) -> int:
         """Return the number of the buffer that `unit` has for its gradient: after the ring's and the resident units'."""
@@ -202,23 +256,25 @@ class Plan:
 
     def num_chunks(self, unit: int) -> int:
         """Number of chunks in which `unit` is updated."""
-        return -(-self.units[unit].num_elements // self.chunk_elements)
+        return -(-self.units[unit].update_elements // self.chunk_elements)
 
     def chunk(self, unit: int, chunk: int) -> tuple[int, int]:
         """Elements `[start, stop)` of a chunk."""
         start = chunk * self.chunk_elements
-        return start, min(start + self.chunk_elements, self.units[unit].num_elements)
+        return start, min(start + self.chunk_elements, self.units[unit].update_elements)
 
     def state_bytes(self, unit: int) -> int:
         """Bytes of a unit's states: those of its chunks, one after another."""
-        whole, rest = divmod(self.units[unit].num_elements, self.chunk_elements)
-        return whole * self.planes.state_bytes(self.chunk_elements) + self.planes.state_bytes(rest)
+        whole, rest = divmod(self.units[unit].update_elements, self.chunk_elements)
+        planes = self.planes_of(unit)
+        return whole * planes.state_bytes(self.chunk_elements) + planes.state_bytes(rest)
 
     def states_of_chunk(self, unit: int, chunk: int) -> slice:
         """Return where a chunk's states lie among those of its unit, in bytes."""
         start, stop = self.chunk(unit, chunk)
-        offset = chunk * self.planes.state_bytes(self.chunk_elements)
-        return slice(offset, offset + self.planes.state_bytes(stop - start))
+        planes = self.planes_of(unit)
+        offset = chunk * planes.state_bytes(self.chunk_elements)
+        return slice(offset, offset + planes.state_bytes(stop - start))
 
     def peak(self, tier: str) -> int:
         """Planned peak bytes of a tier."""
@@ -246,8 +302,9 @@ class Plan:
                 f"plan: format {found!r}, this version reads format {PLAN_FORMAT}; use the version of headrace that wrote it, "
                 "or begin a new run"
             )
-        known["units"] = tuple(Unit(**unit) for unit in known["units"])
+        known["units"] = tuple(UnitFigures(**unit) for unit in known["units"])
         known["rule"] = RuleFigures.from_json(known["rule"])
+        known["own_rule"] = RuleFigures.from_json(known["own_rule"]) if known.get("own_rule") else None
         for name in ("resident_states", "late_units", "stash_tiers", "kept_bytes"):
             known[name] = tuple(known[name])
         known["results"] = Results.from_json(known["results"])

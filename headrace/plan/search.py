@@ -303,7 +303,7 @@ def _infeasible(plan: Plan) -> PlanInfeasible:
     option = "--device-memory" if tier == "device" else "--host-memory"
     return PlanInfeasible(
         f"{tier} memory: at least {format_bytes(needed)} are needed, {format_bytes(allowed)} are allowed ({rows}). "
-        f"The largest unit is {largest.name} with {format_bytes(largest.num_elements * plan.planes.weight.bytes_per_element)} "
+        f"The largest unit is {largest.name} with {format_bytes(plan.planes.weight.num_bytes(largest.num_elements))} "
         f"of weights. Give {option} {_rounded_up(needed)} or more, or shorter sequences (now {plan.sequence_length})",
         tier=tier,
         needed_bytes=needed,

@@ -7,7 +7,7 @@ from headrace.report.progress import LineProgress, LiveProgress
 from headrace.report.sinks import Reporter, Reporters
 from headrace.report.tensorboard import TensorBoard
 from headrace.report.trace_file import TraceFile
-from headrace.report.trainer_state import TrainerStateFile
+from headrace.report.trainer_state import TrainerStateFile, trainer_state
 
 __all__ = [
     "CardFacts",
@@ -26,4 +26,5 @@ __all__ = [
     "read_recording",
     "ssd_bytes",
     "steady_ssd_bytes",
+    "trainer_state",
 ]

@@ -43,8 +43,9 @@ class Manifest:
 
     @property
     def chunk_elements(self) -> int:
-        """Elements of the longest chunk."""
-        chunks = [chunk for unit in self.units for family in unit.families for chunk in family.chunks]
+        """Elements of the longest chunk of what is updated."""
+        families = [family for unit in self.units for family in unit.families if family.durability is Durability.TWO_SLOTS]
+        chunks = [chunk for family in families for chunk in family.chunks]
         return max((stop - start for start, stop in chunks), default=0)
 
     def data_paths(self) -> tuple[Path, ...]:

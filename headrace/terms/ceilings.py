@@ -209,6 +209,11 @@ class Ceilings:
         """Rate at which updates on the device read and write its memory; without a figure, that of the slowest GPUs in use."""
         return self.device_memory_bytes_per_second or _LEAST_DEVICE_MEMORY_BYTES_PER_SECOND
 
+    @property
+    def make_bytes_per_second(self) -> float:
+        """Rate at which weights are made of what is stored and trained: what the memory moves of the device that computes."""
+        return self.device_update_bytes_per_second if self.has_device else self.host_memory_bytes_per_second
+
     def matrix_flops_per_second(self, compute_dtype: str) -> float:
         """Return the sustained matrix rate for `compute_dtype`.
 

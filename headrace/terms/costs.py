@@ -41,7 +41,9 @@ class ModelCosts:
     sequences: int
     length: int
     hidden_size_bytes: int  # of one token, at the widest: residuals in float32 come after the first block
+    prologue_elements: int
     prologue_parameters: int
+    epilogue_elements: int
     epilogue_parameters: int
     tied: bool
     blocks: tuple[BlockCosts, ...]

@@ -22,6 +22,14 @@ class OpDone:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """The mean loss over the `tokens` of a batch that have labels."""
+
+    loss: float
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
     """What one optimizer step did. `bytes_read` and `bytes_written` are per tier name; `peak_bytes` too.
 

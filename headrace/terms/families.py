@@ -17,6 +17,8 @@ from headrace.terms.sizes import PAGE_BYTES, round_up
 
 # The families that every trained unit may have; others name theirs.
 WEIGHTS, STATES = "weights", "states"
+# What is trained of a unit whose weights are frozen: a subspace, an adapter.
+TRAINED = "trained"
 
 
 class Durability(StrEnum):
@@ -123,24 +125,30 @@ def trained_unit(layout: UnitLayout, planes: PlaneSet, chunk_elements: int) -> U
     Raises:
         ConfigError: chunks or weights that would leave gaps between pages: weights are read as a whole.
     """
-    families = [_cut(WEIGHTS, layout, (planes.weight,), chunk_elements, Durability.TWO_SLOTS)]
+    families = [cut(WEIGHTS, layout, (planes.weight,), chunk_elements, Durability.TWO_SLOTS)]
     if planes.states:
-        families.append(_cut(STATES, layout, planes.states, chunk_elements, Durability.TWO_SLOTS))
+        families.append(cut(STATES, layout, planes.states, chunk_elements, Durability.TWO_SLOTS))
     return Unit(layout.name, tuple(families))
 
 
 def frozen_unit(layout: UnitLayout, weight: Plane | Sequence[Plane], chunk_elements: int) -> Unit:
     """Return a unit that is only read: no states, and weights that are written once."""
     planes = (weight,) if isinstance(weight, Plane) else tuple(weight)
-    return Unit(layout.name, (_cut(WEIGHTS, layout, planes, chunk_elements, Durability.ONCE),))
+    return Unit(layout.name, (cut(WEIGHTS, layout, planes, chunk_elements, Durability.ONCE),))
 
 
-def _cut(name: str, layout: UnitLayout, planes: tuple[Plane, ...], chunk_elements: int, durability: Durability) -> Family:
+def cut(name: str, layout: UnitLayout, planes: tuple[Plane, ...], chunk_elements: int, durability: Durability) -> Family:
+    """Return a family over `layout` in chunks of `chunk_elements`.
+
+    Raises:
+        ConfigError: chunks or weights that would leave gaps between pages: weights are read as a whole.
+    """
     if chunk_elements < UNIT_ALIGNMENT or chunk_elements % UNIT_ALIGNMENT:
         raise ConfigError(f"chunk of {chunk_elements} elements: expected a positive multiple of {UNIT_ALIGNMENT}")
     if layout.num_elements % UNIT_ALIGNMENT:
         raise ConfigError(f"unit {layout.name}: {layout.num_elements} elements, expected a multiple of {UNIT_ALIGNMENT}")
-    if name == WEIGHTS and sum(plane.num_bytes(UNIT_ALIGNMENT) for plane in planes) % PAGE_BYTES:
+    several = chunk_elements < layout.num_elements
+    if name == WEIGHTS and several and sum(plane.num_bytes(UNIT_ALIGNMENT) for plane in planes) % PAGE_BYTES:
         raise ConfigError(
             f"unit {layout.name}: {planes[0].bytes_per_element} bytes per weight, so that {UNIT_ALIGNMENT} elements are no "
             f"multiple of {PAGE_BYTES} bytes; use a plane whose size is even"

@@ -119,6 +119,17 @@ class Lane(StrEnum):
             stream=0,
         ),
     )
+    MAKE = (
+        "make",
+        LaneRow(
+            heading="Make weights",
+            words="making weights",
+            rate="make_bytes_per_second",
+            overhead="launch_seconds",
+            shares=_DEVICE,
+            stream=0,
+        ),
+    )
     COMMIT = "commit", LaneRow(heading="Commit", words="commits", overhead="commit_seconds")
 
 
@@ -133,12 +144,14 @@ class Verb(StrEnum):
     PROLOGUE = "prologue"  # micro-batch -> first hidden states
     FETCH = "fetch"  # unit's weights: ssd -> host slot
     UPLOAD = "upload"  # unit's weights: host slot -> device slot
+    MAKE = "make"  # unit's weights: what is stored, and what is trained besides -> the slot that compute reads
     FORWARD = "forward"  # block, one micro-batch
     STASH = "stash"  # block input: device -> host
     SPILL = "spill"  # block input: host -> ssd
     UNSPILL = "unspill"  # block input: ssd -> host
     RECALL = "recall"  # block input: host -> device
     EPILOGUE = "epilogue"  # norm, head, loss and their gradients, one micro-batch
+    SCORE = "score"  # norm, head, and the loss where there are labels, one micro-batch: without gradients
     BACKWARD = "backward"  # block, one micro-batch: recompute (or replay) and gradients
     PROLOGUE_BACKWARD = "prologue-backward"
     DRAIN = "drain"  # unit's gradient: device -> host, to 16 bits
@@ -176,11 +189,14 @@ class Pool(IntEnum):
     HELD = 13  # by unit: its gradient on the SSD, until the norm is known
     FREE_SLOTS = 14  # on the SSD, where a step may write: those that the last commit made free
     VERDICT = 15  # a step's: clip factor, or skip
-    NORM = 16  # PASSING, from here on; in pieces of one unit each
-    MADE = 17  # by block and micro-batch: what forward leaves for backward, as compute made it
-    HOST_STASH = 18  # and in host memory
-    SSD_STASH = 19  # and on the SSD
-    RECALLED = 20  # and back on the device
+    TRAINED = 16  # by unit: the weights of a trained family of its own, in host memory
+    SSD_TRAINED = 17  # and on the SSD
+    SOURCES = 18  # what weights are made of, on its way to the device
+    NORM = 19  # PASSING, from here on; in pieces of one unit each
+    LEFT = 20  # by block and micro-batch: what forward leaves for backward, as compute made it
+    HOST_STASH = 21  # and in host memory
+    SSD_STASH = 22  # and on the SSD
+    RECALLED = 23  # and back on the device
 
 
 PASSING = Pool.NORM

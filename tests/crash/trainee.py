@@ -6,12 +6,14 @@ goes on with the next batch.
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 import headrace
 from headrace.engine.trainer import Engine
 from headrace.plan.plan import Plan
+from headrace.testing import GroupedCodec, RowWire
 
 
 def batch(seed: int) -> dict[str, torch.Tensor]:
@@ -28,8 +30,10 @@ def speculative(plan: Plan) -> Plan:
 def main(model: str, run: str, out: str, steps: int, policy: str, moments: str = "float32") -> None:
     torch.set_num_threads(1)
     run_directory = Path(run)
+    # Frozen weights that are coded, with a trained family beside them; or everything trained in place.
+    seams: dict[str, Any] = {"wire": RowWire(), "codec": GroupedCodec()} if policy == "rows" else {}
     if (run_directory / "commit.0").exists():
-        engine = Engine.resume(run_directory)
+        engine = Engine.resume(run_directory, **seams)
         assert engine.step_index == 0 or engine.position == {"next": engine.step_index}
     else:
         engine = Engine.open(
@@ -44,7 +48,8 @@ def main(model: str, run: str, out: str, steps: int, policy: str, moments: str =
                 tokens_per_step=96,
                 sequence_length=24,
             ),
-            adjust_plan=speculative if policy == "speculative" else None,
+            adjust_plan=speculative if policy in ("speculative", "rows") else None,
+            **seams,
         )
     with engine:
         (run_directory.parent / "ready").touch()

@@ -4,6 +4,8 @@ from typing import Any
 
 from headrace.terms.ceilings import Ceilings
 
+ON_DEVICE = ("compute", "device-update", "make")
+
 
 def machine(
     *,
@@ -41,6 +43,6 @@ def machine(
         "update_bytes_per_second": update,
         "update_bytes_per_second_per_core": update / 4,
         "drives": [drive],
-        "slowdowns": {"compute": {"device-update": 1.0}, "device-update": {"compute": 1.0}},
+        "slowdowns": {lane: {other: 1.0 for other in ON_DEVICE if other != lane} for lane in ON_DEVICE},
     }
     return Ceilings.from_json(values | changes)

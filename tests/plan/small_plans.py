@@ -3,7 +3,8 @@
 from dataclasses import fields
 from typing import Any
 
-from headrace.plan.plan import Plan, Results, Unit
+from headrace.plan.plan import Plan, Results
+from headrace.terms.forms import UnitFigures, home_of
 from headrace.update import rule_of
 from headrace.update.rules.adamw import AdamW
 
@@ -14,7 +15,10 @@ def small_plan(num_blocks: int = 4, **changes: Any) -> Plan:
         "compute_dtype": "bfloat16",
         "gradient_dtype": "bfloat16",
         "separate_device": False,
-        "units": tuple(Unit(name=f"unit{index}", num_elements=8192, num_parameters=8000) for index in range(units)),
+        "units": tuple(
+            UnitFigures(name=f"unit{index}", num_elements=8192, num_parameters=8000, home=home_of(index, num_blocks))
+            for index in range(units)
+        ),
         "num_blocks": num_blocks,
         "tied": False,
         "sequence_length": 64,

@@ -13,15 +13,19 @@ from small_plans import small_plan
 
 from headrace.plan.forecast import StepSeconds, forecast, redo_seconds
 from headrace.plan.ledger import Snapshot
-from headrace.plan.plan import Plan, Unit
+from headrace.plan.plan import Plan
 from headrace.plan.schedules.train import build_program
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.errors import ConfigError
+from headrace.terms.forms import UnitFigures, home_of
 from headrace.terms.program import Lane
 
 
 def large_plan(num_blocks: int = 96, micro: int = 32, elements: int = 900_000_000 // 2048 * 2048, **changes: Any) -> Plan:
-    units = [Unit(name=f"unit{index}", num_elements=elements, num_parameters=elements) for index in range(num_blocks + 2)]
+    units = [
+        UnitFigures(name=f"unit{index}", num_elements=elements, num_parameters=elements, home=home_of(index, num_blocks))
+        for index in range(num_blocks + 2)
+    ]
     values: dict[str, Any] = {
         "separate_device": True,
         "device_slots": 3,

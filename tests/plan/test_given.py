@@ -13,6 +13,7 @@ from headrace.plan.placement import Problem
 from headrace.plan.search import make_plan
 from headrace.terms.costs import ModelCosts
 from headrace.terms.errors import ConfigError, PlanInfeasible
+from headrace.terms.forms import in_place_forms
 from headrace.terms.sizes import MIB
 
 
@@ -22,7 +23,7 @@ def one_block(made: Problem) -> Problem:
         return replace(found, blocks=found.blocks[:1])
 
     ends = layouts()
-    return replace(made, layouts=(ends[0], ends[1], ends[-1]), costs_of=costs)
+    return replace(made, forms=in_place_forms((ends[0], ends[1], ends[-1]), 1), costs_of=costs)
 
 
 def checkpointed(made: Problem, checkpoint_every: int) -> Problem:

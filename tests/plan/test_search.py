@@ -20,6 +20,7 @@ from headrace.plan.simulate import simulate
 from headrace.terms.ceilings import Ceilings, Drive
 from headrace.terms.costs import BlockCosts, ModelCosts, OperatorCosts
 from headrace.terms.errors import InputError, PlanInfeasible
+from headrace.terms.forms import in_place_forms
 from headrace.terms.layout import lay_out
 from headrace.terms.sizes import GIB, MIB
 from headrace.update import rule_of
@@ -51,7 +52,9 @@ def costs_of(sequences: int) -> ModelCosts:
         sequences=sequences,
         length=LENGTH,
         hidden_size_bytes=2 * WIDTH,
+        prologue_elements=1000 * WIDTH,
         prologue_parameters=1000 * WIDTH,
+        epilogue_elements=1000 * WIDTH,
         epilogue_parameters=1000 * WIDTH,
         tied=False,
         blocks=(block,) * BLOCKS,
@@ -71,7 +74,7 @@ def layouts() -> tuple:
 
 def problem(host_bytes: int, *, device_bytes: int | None = None, clip: bool = False, rows: int = 4) -> Problem:
     return Problem(
-        layouts=layouts(),
+        forms=in_place_forms(layouts(), BLOCKS),
         costs_of=costs_of,
         rule=rule_of(AdamW(), "bfloat16").figures,
         workload=Workload(tokens_per_step=rows * LENGTH, sequence_length=LENGTH, clip=clip),
@@ -127,7 +130,7 @@ def test_small_chunks_are_not_taken_for_faster_than_they_are(host_mib: int) -> N
     layout = lay_out("block", [("weight", (elements // 1024, 1024), (1.0, 0.0))])
     made = replace(
         problem(host_mib * MIB, rows=1),
-        layouts=(layouts()[0], *(layout,) * blocks, layouts()[-1]),
+        forms=in_place_forms((layouts()[0], *(layout,) * blocks, layouts()[-1]), blocks),
         costs_of=lambda sequences: costs,
     )
     ceilings = machine(made, flops=2e11, read=3e9, write=7e9, mixed=4.6e9)

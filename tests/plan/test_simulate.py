@@ -20,6 +20,7 @@ VERBS = {
     Lane.SSD_READ: Verb.FETCH,
     Lane.SSD_WRITE: Verb.WRITE_STATES,
     Lane.HOST_TO_DEVICE: Verb.UPLOAD,
+    Lane.MAKE: Verb.MAKE,
     Lane.DEVICE_TO_HOST: Verb.DRAIN,
     Lane.UPDATE: Verb.UPDATE,
     Lane.DEVICE_UPDATE: Verb.UPDATE,
@@ -166,7 +167,8 @@ def speed_of(lane: Lane, busy: set[Lane], ceilings: Ceilings) -> float:
         return min(1.0, pairs[pair] / sum(rates[each] for each in pair)) if pair and busy.issuperset(pair) else 1.0
 
     def own(one: Lane) -> float:
-        unmeasured = {Lane.COMPUTE: {Lane.DEVICE_UPDATE: 0.5}, Lane.DEVICE_UPDATE: {Lane.COMPUTE: 0.5}}
+        on_device = (Lane.COMPUTE, Lane.DEVICE_UPDATE, Lane.MAKE)
+        unmeasured = {lane: {other: 0.5 for other in on_device if other is not lane} for lane in on_device}
         known = {**unmeasured.get(one, {}), **ceilings.slowdowns.get(one, {})}
         return shared(one) * prod(1 - (1 - known.get(other, 1.0)) * shared(other) for other in busy)
 

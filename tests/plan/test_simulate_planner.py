@@ -13,10 +13,11 @@ from machines import machine
 from small_plans import small_plan
 
 from headrace.plan.ledger import Snapshot
-from headrace.plan.plan import Plan, Unit
+from headrace.plan.plan import Plan
 from headrace.plan.schedules.train import build_program
 from headrace.plan.simulate import simulate
 from headrace.terms.ceilings import Ceilings
+from headrace.terms.forms import UnitFigures, home_of
 from headrace.terms.program import Lane, Program
 
 RATES = ("compute", "read", "write", "inward", "outward", "update", "device")
@@ -33,7 +34,10 @@ def plans(draw: st.DrawFn) -> Plan:
     return small_plan(
         num_blocks,
         separate_device=separate,
-        units=tuple(Unit(name=str(index), num_elements=elements, num_parameters=elements) for index in range(num_blocks + 2)),
+        units=tuple(
+            UnitFigures(name=str(index), num_elements=elements, num_parameters=elements, home=home_of(index, num_blocks))
+            for index in range(num_blocks + 2)
+        ),
         sequence_length=1024,
         tokens_per_step=1024 * micro,
         num_micro_batches=micro,

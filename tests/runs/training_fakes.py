@@ -13,11 +13,12 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from headrace.plan.plan import Plan, Results, Unit
+from headrace.plan.plan import Plan, Results
 from headrace.report import Reporter
 from headrace.runs import Engines
 from headrace.runs.protocols import StateKind
 from headrace.terms.events import Committed, Event, Notice, OpDone, Planned, StepResult
+from headrace.terms.forms import UnitFigures, home_of
 from headrace.terms.options import Options
 from headrace.update import rule_of
 from headrace.update.rules.adamw import AdamW
@@ -51,7 +52,10 @@ def fake_plan() -> Plan:
         compute_dtype="bfloat16",
         gradient_dtype="bfloat16",
         separate_device=False,
-        units=tuple(Unit(name=name, num_elements=8192, num_parameters=8000) for name in ("first", "1", "2", "last")),
+        units=tuple(
+            UnitFigures(name=name, num_elements=8192, num_parameters=8000, home=home_of(index, 2))
+            for index, name in enumerate(("first", "1", "2", "last"))
+        ),
         num_blocks=2,
         tied=False,
         sequence_length=32,

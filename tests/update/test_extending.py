@@ -15,7 +15,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
 
 @pytest.fixture(scope="module")
 def example(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
+    code = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)[0]
     path = tmp_path_factory.mktemp("example") / "plain_sgd.py"
     path.write_text(code)
     names: dict[str, Any] = {"__name__": "plain_sgd"}

@@ -11,21 +11,21 @@ from itertools import accumulate
 from typing import Any
 
 from headrace.plan.buffer_sizes import ChunkBytes, chunk_bytes
-from headrace.plan.ledger import Known, Ledger, Snapshot
+from headrace.plan.ledger import Known, Snapshot
 from headrace.plan.plan import Plan
+from headrace.plan.schedules.weights import NONE, RESIDENT, SSD_WEIGHTS, TRAINED, Weights
 from headrace.terms.program import PIECE_SHIFT, Lane, Pool, Program, Verb, buffer
 
 # Block inputs that are brought back before the use that comes next, if there are buffers for them.
 RECALLED_AHEAD = 2
 
-_HOST, _DEVICE = buffer(Pool.HOST_WEIGHTS), buffer(Pool.DEVICE_WEIGHTS)
-_RESIDENT, _STAGING = buffer(Pool.RESIDENT_WEIGHTS), buffer(Pool.STAGING)
+_STAGING = buffer(Pool.STAGING)
 _STATES, _RESIDENT_STATES, _DEVICE_STATES = buffer(Pool.STATES), buffer(Pool.RESIDENT_STATES), buffer(Pool.DEVICE_STATES)
 _GRADIENT, _HELD = buffer(Pool.GRADIENT), buffer(Pool.HELD)
 _ACCUMULATOR, _RESIDENT_ACCUMULATOR = buffer(Pool.ACCUMULATOR), buffer(Pool.RESIDENT_ACCUMULATOR)
-_SSD_WEIGHTS, _SSD_STATES, _FREE_SLOTS = buffer(Pool.SSD_WEIGHTS), buffer(Pool.SSD_STATES), buffer(Pool.FREE_SLOTS)
+_SSD_STATES, _SSD_TRAINED, _FREE_SLOTS = buffer(Pool.SSD_STATES), buffer(Pool.SSD_TRAINED), buffer(Pool.FREE_SLOTS)
 _STASH, _HOST_STASH, _SSD_STASH = buffer(Pool.STASH), buffer(Pool.HOST_STASH), buffer(Pool.SSD_STASH)
-_MADE, _RECALLED = buffer(Pool.MADE), buffer(Pool.RECALLED)
+_LEFT, _RECALLED = buffer(Pool.LEFT), buffer(Pool.RECALLED)
 _NORM, _VERDICT = buffer(Pool.NORM), buffer(Pool.VERDICT)
 _PIECE = 1 << PIECE_SHIFT
 
@@ -43,13 +43,14 @@ def build_tail(plan: Plan, before: Snapshot) -> tuple[Program, Snapshot]:
     if schedule.pending:
         for unit in sorted(schedule.pending):
             schedule.pending_update(unit)
+            schedule.forget(unit)
         schedule.commit()
     return schedule.ledger.finish()
 
 
 def redo(plan: Plan) -> Snapshot:
     """Return what is left after a step was taken back whose gradients are held still: every update is to be done again."""
-    held = sorted((_held_buffer(plan, unit), unit) for unit in range(len(plan.units)))
+    held = sorted((_held_buffer(plan, unit), unit) for unit in plan.trained_units)
     return Snapshot(tuple(Known(where, unit, (), ()) for where, unit in held))
 
 
@@ -58,31 +59,25 @@ def _held_buffer(plan: Plan, unit: int) -> int:
     return (_GRADIENT + plan.own_gradient_slot(unit)) if plan.held_gradients == "host" else _HELD + unit
 
 
-class _Training:
+class _Training(Weights):
     """Emits operations in order."""
 
     def __init__(self, plan: Plan, num_micro: int, before: Snapshot) -> None:
-        self.plan, self.num_micro = plan, num_micro
-        self.ledger, self.results = Ledger(before), plan.results
-        self.contents = self.ledger.contents
+        super().__init__(plan, before)
+        self.num_micro = num_micro
         units = range(len(plan.units))
-        self.separate, self.blocks = plan.separate_device, plan.num_blocks
         # As sets: looked into for each unit.
         self.held_in_memory, self.late = frozenset(plan.held_in_memory), frozenset(plan.late_units)
-        self.residents, self.resident_states = frozenset(plan.resident_units), frozenset(plan.resident_states)
+        self.ends, self.trained = frozenset(plan.ends), frozenset(plan.trained_units)
+        self.resident_states = frozenset(plan.resident_states)
         self.pending = frozenset(unit for unit in units if self.contents.get(_held_buffer(plan, unit)) == unit)
-        # Where compute reads a block's weights, and where backward makes its gradient.
-        self.host_slots = range(_HOST, _HOST + plan.host_slots)
-        self.device_slots = range(_DEVICE, _DEVICE + plan.device_slots)
-        self.in_place = not plan.accumulate and not plan.separate_device
+        # Where backward makes a block's gradient.
+        self.gradient_in_place = not plan.accumulate and not plan.separate_device
         self.state_turn = self.gradient_turn = self.stash_turn = self.device_state_turn = 0
         self.every = plan.device_update_every if plan.device_state_slots else 0
-        self.known_sizes: dict[int, ChunkBytes] = {}
+        self.known_sizes: dict[tuple[int, bool], ChunkBytes] = {}
         self.first_chunk = list(accumulate((plan.num_chunks(unit) for unit in units), initial=0))
-        self.weight_bytes = [plan.planes.weight.num_bytes(unit.num_elements) for unit in plan.units]
-        self.gradient_bytes = [unit.num_elements * plan.gradient_bytes_per_element for unit in plan.units]
-        self.position = 0  # of compute, in the order of block uses: forward 0..L-1, backward L..2L-1
-        self.acquired: dict[int, tuple[int, int]] = {}  # block -> its buffers in host memory and on the device, -1 for none
+        self.gradient_bytes = [plan.gradient_bytes(unit) for unit in units]
         self.stashed: dict[tuple[int, int], int] = {}  # what brought a block's input to where it waits
         self.recalled: dict[tuple[int, int], int] = {}  # where backward reads it, -1 where compute left it
         self.newest_use: Sequence[int] = ()  # the block that was run last, forward or backward
@@ -94,11 +89,11 @@ class _Training:
         last_block, epilogue = self.blocks, self.blocks + 1
         self.pending_update(0)
         for micro in range(self.num_micro):
-            op(Verb.PROLOGUE, Lane.COMPUTE, (_RESIDENT,), unit=0, micro=micro, flops=self.flops(0))
+            op(Verb.PROLOGUE, Lane.COMPUTE, (RESIDENT,), unit=0, micro=micro, flops=self.flops(0))
         for block in range(1, last_block + 1):
             self.position = block - 1
             for ahead in range(block, min(block + plan.prefetch, last_block) + 1):
-                self.acquire(ahead, forward=True)
+                self.acquire(ahead, pending=ahead in self.pending)
             self.forward(block)
         if plan.has_epilogue:
             self.pending_update(epilogue)
@@ -108,32 +103,30 @@ class _Training:
         for block in range(last_block, 0, -1):
             self.position = 2 * last_block - block
             for ahead in range(block, max(block - plan.prefetch, 1) - 1, -1):
-                self.acquire(ahead, forward=False)
+                # Updates behind backward work on the host's copy, so they want it there although compute may not need it.
+                self.acquire(ahead, on_host=ahead in self.trained and ahead in self.in_place and ahead not in self.late)
             self.backward(block)
-        for micro in range(self.num_micro):
-            op(
-                Verb.PROLOGUE_BACKWARD,
-                Lane.COMPUTE,
-                (_RESIDENT,),
-                (_RESIDENT_ACCUMULATOR,),
-                unit=0,
-                micro=micro,
-                flops=self.flops(0),
-            )
-        self.drain(0, self.gradient_slot(0))
+        if 0 in self.trained:
+            self.prologue_backward()
         op(Verb.DECIDE, Lane.COMPUTE, (_NORM,), renews=(_VERDICT,))
         if not self.late:
             self.commit()
 
+    def prologue_backward(self) -> None:
+        common: dict[str, Any] = {"unit": 0, "flops": self.flops(0)}
+        for micro in range(self.num_micro):
+            made = (_RESIDENT_ACCUMULATOR,)
+            self.ledger.op(Verb.PROLOGUE_BACKWARD, Lane.COMPUTE, (RESIDENT,), made, micro=micro, **common)
+        self.drain(0, self.gradient_slot(0))
+
     def forward(self, block: int) -> None:
-        host, device = self.acquired.pop(block)
-        weights, waits = (device if self.separate else host,), self.plan.stash_tiers[block - 1] != "device"
+        weights, waits = (self.acquired.pop(block)[1],), self.plan.stash_tiers[block - 1] != "device"
         for micro in range(self.num_micro):
             ref = self.ledger.op(
                 Verb.FORWARD,
                 Lane.COMPUTE,
                 weights,
-                (_MADE + self.place(block, micro),) if waits else (),
+                (_LEFT + self.place(block, micro),) if waits else (),
                 # What waits for its way out is bounded: compute may be one block ahead of the stash.
                 after=(self.stashed[block - 1, micro],) if (block - 1, micro) in self.stashed else (),
                 unit=block,
@@ -146,24 +139,26 @@ class _Training:
 
     def epilogue(self) -> None:
         unit = self.blocks + 1 if self.plan.has_epilogue else 0
-        weights = (_RESIDENT, _RESIDENT + unit) if unit else (_RESIDENT,)
+        weights = (RESIDENT, RESIDENT + unit) if unit else (RESIDENT,)
+        made = (_RESIDENT_ACCUMULATOR,) if self.trained & {0, unit} else ()
         for micro in range(self.num_micro):
             self.ledger.op(
                 Verb.EPILOGUE,
                 Lane.COMPUTE,
                 weights,
-                (_RESIDENT_ACCUMULATOR,),
+                made,
                 unit=unit,
                 micro=micro,
                 flops=3 * self.results.epilogue_flops,
             )
-        if unit:
+        if unit in self.trained and unit:
             self.drain(unit, self.gradient_slot(unit))
 
     def backward(self, block: int) -> None:
-        host, device = self.acquired.pop(block)
-        gradient, weights = self.gradient_slot(block), device if self.separate else host
-        made = (gradient,) if self.in_place else (_ACCUMULATOR,)
+        host, weights = self.acquired.pop(block)
+        is_trained = block in self.trained
+        gradient = self.gradient_slot(block) if is_trained else NONE
+        made = () if not is_trained else (gradient,) if self.gradient_in_place else (_ACCUMULATOR,)
         for micro in range(self.num_micro):
             self.recall_ahead(block, micro)
             inputs = self.recalled.pop((block, micro))
@@ -177,57 +172,13 @@ class _Training:
                 flops=self.backward_flops(block),
             )
             self.newest_use = (ref,)
-        self.drain(block, gradient, host)
+        if is_trained:
+            self.drain(block, gradient, host)
 
     # -- weights --------------------------------------------------------------------------------------------------------
 
-    def acquire(self, block: int, *, forward: bool) -> None:
-        """Make `block`'s weights ready for compute at its coming use; with an update pending, by updating them."""
-        if block in self.acquired:
-            return
-        pending = forward and block in self.pending
-        device = self.find(self.device_slots, block) if self.separate and not pending else -1
-        # Updates behind backward work on the host's copy, so backward wants it there although compute may not need it.
-        if device >= 0 and (forward or block in self.late):
-            self.acquired[block] = (-1, device)
-            return
-        host = self.fetch(block)
-        # Hold the slot while the rest is arranged: nothing may choose it as its victim.
-        self.acquired[block] = (host, device)
-        if pending:
-            self.pending_update(block, host)
-        if self.separate and device < 0:
-            self.acquired[block] = (host, self.upload(block, host))
-
-    def fetch(self, block: int) -> int:
-        found = self.find(self.host_slots, block)
-        if found >= 0:
-            return found
-        slot = self.victim(self.host_slots)
-        self.contents[slot] = block
-        reads, num_bytes = (_SSD_WEIGHTS + block,), self.weight_bytes[block]
-        self.ledger.op(Verb.FETCH, Lane.SSD_READ, reads, (slot,), unit=block, num_bytes=num_bytes)
-        return slot
-
-    def upload(self, block: int, host: int) -> int:
-        slot = self.find(self.device_slots, block)  # an older version of the block is replaced where it is
-        slot = slot if slot >= 0 else self.victim(self.device_slots)
-        self.contents[slot] = block
-        self.ledger.op(Verb.UPLOAD, Lane.HOST_TO_DEVICE, (host,), (slot,), unit=block, num_bytes=self.weight_bytes[block])
-        return slot
-
-    def find(self, slots: range, block: int) -> int:
-        """Return the buffer that holds `block`'s weights, -1 if none does."""
-        contents = self.contents
-        return next((slot for slot in slots if contents.get(slot) == block), -1)
-
-    def victim(self, slots: range) -> int:
-        """Return the buffer whose block is used again last (Belady 1966: the order of use is known)."""
-        for slot in slots:
-            if slot not in self.contents:
-                return slot
-        free = [slot for slot in slots if self.contents[slot] not in self.acquired]
-        return max(free, key=lambda slot: (self.uses_until(self.contents[slot]), -slot))
+    def bring_up_to_date(self, block: int, host: int) -> None:
+        self.pending_update(block, host)
 
     def uses_until(self, block: int) -> int:
         blocks = self.blocks
@@ -245,7 +196,7 @@ class _Training:
         place, common = self.place(block, micro), self.input_of(block, micro)
         on_ssd = self.plan.stash_tiers[block - 1] == "ssd"
         stash = self.stash_slot() if on_ssd else _HOST_STASH + place
-        ref = self.ledger.op(Verb.STASH, Lane.DEVICE_TO_HOST, (_MADE + place,), (stash,), **common)
+        ref = self.ledger.op(Verb.STASH, Lane.DEVICE_TO_HOST, (_LEFT + place,), (stash,), **common)
         if on_ssd:
             ref = self.ledger.op(Verb.SPILL, Lane.SSD_WRITE, (stash,), (_SSD_STASH + place,), **common)
         self.stashed[block, micro] = ref
@@ -299,7 +250,7 @@ class _Training:
     def drain(self, unit: int, gradient: int, host: int = -1) -> None:
         """Bring a unit's gradient to the host; then update the unit, or hold the gradient for later, or both."""
         op, num_bytes = self.ledger.op, self.gradient_bytes[unit]
-        made = (_RESIDENT_ACCUMULATOR,) if unit in self.residents else () if self.in_place else (_ACCUMULATOR,)
+        made = (_RESIDENT_ACCUMULATOR,) if unit in self.ends else () if self.gradient_in_place else (_ACCUMULATOR,)
         writes = (gradient, _NORM + (unit + 1) * _PIECE)
         op(Verb.DRAIN, Lane.DEVICE_TO_HOST, made, writes, unit=unit, num_bytes=num_bytes)
         if self.plan.held_gradients == "ssd" and self.plan.is_held(unit):
@@ -315,7 +266,7 @@ class _Training:
         """Emit the update of `unit` that the previous step left pending, if it did."""
         if unit not in self.pending:
             return
-        if host < 0 and unit not in self.residents:
+        if host < 0 and unit not in self.residents and unit in self.in_place:
             host = self.fetch(unit)
         gradient = self.gradient_slot(unit)
         if self.plan.held_gradients == "ssd":
@@ -327,11 +278,12 @@ class _Training:
     def update(self, unit: int, gradient: int, host: int, *, late: bool) -> None:
         """Emit a unit's update, chunk by chunk, in place on its weights in host memory. A late one is the previous step's."""
         plan, op = self.plan, self.ledger.op
-        staged = self.separate and unit in self.residents
+        staged, in_place = self.separate and unit in self.residents, unit in self.in_place
         if staged:
-            reads, num_bytes = (_SSD_WEIGHTS + unit,), self.weight_bytes[unit]
+            reads, num_bytes = (SSD_WEIGHTS + unit,), self.stored_bytes[unit]
             op(Verb.FETCH, Lane.SSD_READ, reads, (_STAGING,), unit=unit, num_bytes=num_bytes)
-        weights = _STAGING if staged else _RESIDENT + unit if unit in self.residents else host
+        weights = _STAGING if staged else RESIDENT + unit if unit in self.residents else host if in_place else TRAINED + unit
+        newest = (SSD_WEIGHTS if in_place else _SSD_TRAINED) + unit
         given = (gradient, _VERDICT) if late else (gradient,)
         resident, first = unit in self.resident_states, self.first_chunk[unit] + 1
         for chunk in range(plan.num_chunks(unit)):
@@ -347,19 +299,19 @@ class _Training:
                 stored = (_SSD_STATES + unit + piece,)
                 op(Verb.READ_STATES, Lane.SSD_READ, stored, states, num_bytes=sizes.states, **common)
             changed = (weights + piece, *states)
-            if self.every and (first + chunk) % self.every == 0:
+            if in_place and self.every and (first + chunk) % self.every == 0:
                 self.update_on_device(sizes, given, changed, common)
             else:
                 op(Verb.UPDATE, Lane.UPDATE, given, changed, num_bytes=sizes.traffic, **common)
             if states and not resident:
                 op(Verb.WRITE_STATES, Lane.SSD_WRITE, (*states, _FREE_SLOTS), (), stored, num_bytes=sizes.states, **common)
-            stored, written = (_SSD_WEIGHTS + unit + piece,), (weights + piece, _FREE_SLOTS)
+            stored, written = (newest + piece,), (weights + piece, _FREE_SLOTS)
             op(Verb.WRITE_WEIGHTS, Lane.SSD_WRITE, written, (), stored, num_bytes=sizes.weights, **common)
         if staged:
-            num_bytes = self.weight_bytes[unit]
-            op(Verb.UPLOAD, Lane.HOST_TO_DEVICE, (_STAGING,), (_RESIDENT + unit,), unit=unit, num_bytes=num_bytes)
-        elif not late and host >= 0 and (stale := self.find(self.device_slots, unit)) >= 0:
-            del self.contents[stale]
+            num_bytes = self.stored_bytes[unit]
+            op(Verb.UPLOAD, Lane.HOST_TO_DEVICE, (_STAGING,), (RESIDENT + unit,), unit=unit, num_bytes=num_bytes)
+        elif not late:
+            self.forget(unit)
 
     def update_on_device(
         self, sizes: ChunkBytes, given: tuple[int, ...], changed: tuple[int, ...], common: dict[str, Any]
@@ -381,13 +333,11 @@ class _Training:
 
     def sizes(self, unit: int, chunk: int) -> ChunkBytes:
         start, stop = self.plan.chunk(unit, chunk)
-        found = self.known_sizes.get(stop - start)
+        kind = stop - start, unit in self.in_place
+        found = self.known_sizes.get(kind)
         if found is None:
-            found = self.known_sizes[stop - start] = chunk_bytes(self.plan, stop - start)
+            found = self.known_sizes[kind] = chunk_bytes(self.plan, stop - start, self.plan.planes_of(unit))
         return found
-
-    def flops(self, unit: int) -> float:
-        return self.results.forward_flops[unit] if self.results.forward_flops else 0.0
 
     def backward_flops(self, block: int) -> float:
         """Gradients cost twice the forward, and the recompute what is neither kept nor skipped."""

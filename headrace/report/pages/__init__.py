@@ -2,7 +2,7 @@
 
 from headrace.report.pages.page import write_report
 from headrace.report.pages.recorded_trace import write_trace
-from headrace.report.pages.run_files import read_run
+from headrace.report.pages.run_files import RunFiles, read_run
 from headrace.report.pages.summary import summary
 
-__all__ = ["read_run", "summary", "write_report", "write_trace"]
+__all__ = ["RunFiles", "read_run", "summary", "write_report", "write_trace"]

@@ -4,11 +4,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-from headrace.plan.plan import Plan, Results, Unit
+from headrace.plan.plan import Plan, Results
 from headrace.report.lanes import LanesFile
 from headrace.report.metrics import MetricsFile
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.events import OpDone, StepResult
+from headrace.terms.forms import UnitFigures, home_of
 from headrace.update import rule_of
 from headrace.update.rules.adamw import AdamW
 
@@ -21,7 +22,10 @@ def made_plan(**changes: Any) -> Plan:
         "compute_dtype": "bfloat16",
         "gradient_dtype": "bfloat16",
         "separate_device": True,
-        "units": tuple(Unit(name=name, num_elements=1 << 20, num_parameters=1_000_000) for name in ("first", "1", "2", "last")),
+        "units": tuple(
+            UnitFigures(name=name, num_elements=1 << 20, num_parameters=1_000_000, home=home_of(index, NUM_BLOCKS))
+            for index, name in enumerate(("first", "1", "2", "last"))
+        ),
         "num_blocks": NUM_BLOCKS,
         "tied": False,
         "sequence_length": 128,

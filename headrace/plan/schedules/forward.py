@@ -1,0 +1,43 @@
+"""A pass forward: from a plan to a program that scores rows, and changes nothing: no gradient, no update, no commit.
+
+Weights come as for a training step, and what slots hold is left for the next program of either kind.
+"""
+
+from headrace.plan.ledger import Snapshot
+from headrace.plan.plan import Plan
+from headrace.plan.schedules.weights import RESIDENT, Weights
+from headrace.terms.program import Lane, Program, Verb
+
+
+def build_forward(plan: Plan, num_micro_batches: int, before: Snapshot) -> tuple[Program, Snapshot]:
+    """Return the program of one pass over `num_micro_batches` micro-batches, and what it leaves behind.
+
+    No update may be left pending in `before`: a pass reads what is newest.
+    """
+    schedule = _Forward(plan, before)
+    schedule.run(num_micro_batches)
+    return schedule.ledger.finish()
+
+
+class _Forward(Weights):
+    """Emits operations in order."""
+
+    def run(self, num_micro: int) -> None:
+        plan, op = self.plan, self.ledger.op
+        for micro in range(num_micro):
+            op(Verb.PROLOGUE, Lane.COMPUTE, (RESIDENT,), unit=0, micro=micro, flops=self.flops(0))
+        for block in range(1, self.blocks + 1):
+            self.position = block - 1
+            for ahead in range(block, min(block + plan.prefetch, self.blocks) + 1):
+                self.acquire(ahead)
+            weights = (self.acquired.pop(block)[1],)
+            for micro in range(num_micro):
+                op(Verb.FORWARD, Lane.COMPUTE, weights, unit=block, micro=micro, flops=self.flops(block))
+        unit = plan.ends[-1]
+        for micro in range(num_micro):
+            reads = tuple(RESIDENT + end for end in plan.ends)
+            op(Verb.SCORE, Lane.COMPUTE, reads, unit=unit, micro=micro, flops=self.results.epilogue_flops)
+
+    def uses_until(self, block: int) -> int:
+        # In this pass, or else in the next: as if passes followed one another.
+        return next(use - self.position for use in (block - 1, self.blocks + block - 1) if use > self.position)

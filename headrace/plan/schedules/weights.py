@@ -1,0 +1,131 @@
+"""How the weights of blocks come to compute, in any schedule: fetched ahead, brought to the device, made where they are made.
+
+What a schedule does with a block it says by `acquire` and `release`; when it will want the block again, by `uses_until`.
+"""
+
+from collections.abc import Sequence
+
+from headrace.plan.buffer_sizes import SOURCE_SLOTS
+from headrace.plan.ledger import Ledger, Snapshot
+from headrace.plan.plan import Plan
+from headrace.terms.program import Lane, Pool, Verb, buffer
+
+HOST, COMPUTED = buffer(Pool.HOST_WEIGHTS), buffer(Pool.DEVICE_WEIGHTS)
+RESIDENT, TRAINED, SOURCES = buffer(Pool.RESIDENT_WEIGHTS), buffer(Pool.TRAINED), buffer(Pool.SOURCES)
+SSD_WEIGHTS = buffer(Pool.SSD_WEIGHTS)
+NONE = -1
+
+
+class Weights:
+    """Emits the operations that bring weights, in order, into the program that is being built."""
+
+    def __init__(self, plan: Plan, before: Snapshot) -> None:
+        self.plan = plan
+        self.ledger, self.results = Ledger(before), plan.results
+        self.contents = self.ledger.contents
+        self.separate, self.blocks = plan.separate_device, plan.num_blocks
+        self.residents = frozenset(plan.resident_units)
+        self.made = frozenset(index for index, unit in enumerate(plan.units) if unit.is_made)
+        self.in_place = frozenset(index for index, unit in enumerate(plan.units) if unit.in_place)
+        # Where weights lie as the drive has them, and where compute reads those that are brought or made.
+        self.host_slots = range(HOST, HOST + plan.host_slots)
+        self.computed_slots = range(COMPUTED, COMPUTED + plan.device_slots)
+        self.stored_bytes = [plan.stored_bytes(unit) for unit in range(len(plan.units))]
+        self.position = 0  # of compute, in the order of block uses
+        self.source_turn = 0
+        self.acquired: dict[int, tuple[int, int]] = {}  # block -> its buffer in host memory, and the one that compute reads
+
+    def uses_until(self, block: int) -> int:
+        """Return in how many uses of blocks from now on it will be `block`'s turn."""
+        raise NotImplementedError
+
+    def bring_up_to_date(self, block: int, host: int) -> None:
+        """Emit what has to be done to `block`'s weights before they are used."""
+
+    def acquire(self, block: int, *, pending: bool = False, on_host: bool = False) -> None:
+        """Make `block`'s weights ready for compute at its coming use; `pending`, after bringing them up to date.
+
+        `on_host`: they are wanted in host memory as well, as they lie on the drive.
+        """
+        if block in self.acquired:
+            return
+        if block in self.residents:
+            self.acquired[block] = (NONE, RESIDENT + block)
+            if pending:
+                self.bring_up_to_date(block, NONE)
+            return
+        apart = self.separate or block in self.made
+        computed = self.find(self.computed_slots, block) if apart and not pending else NONE
+        if computed >= 0 and not on_host:
+            self.acquired[block] = (NONE, computed)
+            return
+        host = self.fetch(block)
+        # Hold the slots while the rest is arranged: nothing may choose them as its victims.
+        self.acquired[block] = (host, computed)
+        if pending:
+            self.bring_up_to_date(block, host)
+        if not apart:
+            self.acquired[block] = (host, host)
+        elif computed < 0:
+            self.acquired[block] = (host, self.bring(block, host))
+
+    def fetch(self, block: int) -> int:
+        """Return the buffer in host memory that has `block`'s weights, read if they are not there."""
+        found = self.find(self.host_slots, block)
+        if found >= 0:
+            return found
+        slot = self.victim(self.host_slots)
+        self.contents[slot] = block
+        reads, num_bytes = (SSD_WEIGHTS + block,), self.stored_bytes[block]
+        self.ledger.op(Verb.FETCH, Lane.SSD_READ, reads, (slot,), unit=block, num_bytes=num_bytes)
+        return slot
+
+    def bring(self, block: int, host: int) -> int:
+        """Return the buffer that compute reads, into which `block`'s weights are copied, or in which they are made."""
+        slot = self.find(self.computed_slots, block)  # an older version of the block is replaced where it is
+        slot = slot if slot >= 0 else self.victim(self.computed_slots)
+        self.contents[slot] = block
+        if block in self.made:
+            self.make(block, host, slot)
+        else:
+            num_bytes = self.stored_bytes[block]
+            self.ledger.op(Verb.UPLOAD, Lane.HOST_TO_DEVICE, (host,), (slot,), unit=block, num_bytes=num_bytes)
+        return slot
+
+    def make(self, block: int, host: int, slot: int) -> None:
+        """Make a slot of what is stored and what is trained besides; on a separate device, of what is sent there for it."""
+        plan, op, figures = self.plan, self.ledger.op, self.plan.units[block]
+        sources: tuple[int, ...] = (host, TRAINED + block) if figures.has_own_family else (host,)
+        made_bytes = plan.planes.weight.num_bytes(figures.num_elements)
+        if self.separate:
+            sent = (SOURCES + self.source_turn,)
+            self.source_turn = (self.source_turn + 1) % SOURCE_SLOTS
+            # Weights that are not coded need no buffer on the way: they are read into the slot, and completed there.
+            there = sent if figures.stored_bytes is not None else (slot, *sent)
+            num_bytes = self.stored_bytes[block] + plan.trained_bytes(block)
+            op(Verb.UPLOAD, Lane.HOST_TO_DEVICE, sources, there, unit=block, num_bytes=num_bytes)
+            sources = sent
+        num_bytes = made_bytes + self.stored_bytes[block] + plan.trained_bytes(block)
+        op(Verb.MAKE, Lane.MAKE, sources, (slot,), unit=block, num_bytes=num_bytes)
+
+    def forget(self, block: int) -> None:
+        """Note that the weights that compute has of `block` are no longer its newest."""
+        if (stale := self.find(self.computed_slots, block)) >= 0:
+            del self.contents[stale]
+
+    def find(self, slots: range, block: int) -> int:
+        """Return the buffer that holds `block`'s weights, -1 if none does."""
+        contents = self.contents
+        return next((slot for slot in slots if contents.get(slot) == block), NONE)
+
+    def victim(self, slots: range) -> int:
+        """Return the buffer whose block is used again last (Belady 1966: the order of use is known)."""
+        for slot in slots:
+            if slot not in self.contents:
+                return slot
+        free: Sequence[int] = [slot for slot in slots if self.contents[slot] not in self.acquired]
+        return max(free, key=lambda slot: (self.uses_until(self.contents[slot]), -slot))
+
+    def flops(self, unit: int) -> float:
+        """Return the operations of a unit's forward on one micro-batch."""
+        return self.results.forward_flops[unit] if self.results.forward_flops else 0.0

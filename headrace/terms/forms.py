@@ -1,0 +1,162 @@
+"""The form of a unit: what of it lies on the drives and how, what of it is trained, and so what its compute slot is made of.
+
+Three things are told apart. A unit trained *in place* has its weights and their states in families of one layout; what is read
+from the drive is what compute reads, and what the update changes. A *frozen* unit has weights alone, written once. A unit with
+a *trained family of its own* has frozen weights too, and beside them a small family that gradients, states and updates are of
+(a subspace, an adapter); its compute slot is made of both. Frozen weights may be *coded*: then the slot is decoded from them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from headrace.terms.errors import ConfigError
+from headrace.terms.families import STATES, TRAINED, WEIGHTS, Durability, Unit, cut, trained_unit
+from headrace.terms.layout import Plane, PlaneSet, UnitLayout
+from headrace.terms.sizes import PAGE_BYTES, round_up
+
+# Where a unit's weights live between uses: on the drives, to be fetched for each pass, or where compute reads them.
+SSD, DEVICE = "ssd", "device"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitFigures:
+    """A unit as a plan sees it: elements with padding, parameters without.
+
+    Attributes:
+        num_elements: of the slot that compute reads.
+        home: `SSD` or `DEVICE`: where the weights live between uses.
+        trained_elements: of what is updated, where that is not all of the unit in place (None): 0 for a frozen unit.
+        stored_bytes: of the weights on the drive, where they are coded.
+        making_bytes: the most that making a slot allocates for a moment, on the device that computes.
+    """
+
+    name: str
+    num_elements: int
+    num_parameters: int
+    home: str
+    trained_elements: int | None = None
+    stored_bytes: int | None = None
+    making_bytes: int = 0
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the update changes the weights that are fetched."""
+        return self.trained_elements is None
+
+    @property
+    def update_elements(self) -> int:
+        """Elements that gradients, states and updates are of: 0 for a frozen unit."""
+        return self.num_elements if self.trained_elements is None else self.trained_elements
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether anything of it is updated."""
+        return self.update_elements > 0
+
+    @property
+    def has_own_family(self) -> bool:
+        """Whether what is trained is a family of its own, beside frozen weights."""
+        return self.trained_elements is not None and self.trained_elements > 0
+
+    @property
+    def is_made(self) -> bool:
+        """Whether its compute slot is made, of coded weights or of a trained family besides, and not just read."""
+        return self.stored_bytes is not None or self.has_own_family
+
+
+def merged(units: Sequence[UnitFigures]) -> UnitFigures:
+    """Return the figures of one unit that is as much work as `units`, for a coarser look at them."""
+    first = units[0]
+    if all(unit.in_place for unit in units):
+        trained = None
+    else:
+        trained = sum(unit.update_elements for unit in units)
+    coded = [unit.stored_bytes for unit in units if unit.stored_bytes is not None]
+    return replace(
+        first,
+        num_elements=sum(unit.num_elements for unit in units),
+        num_parameters=sum(unit.num_parameters for unit in units),
+        trained_elements=trained,
+        stored_bytes=sum(coded) if coded else None,
+        making_bytes=max(unit.making_bytes for unit in units),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    """The form of one unit.
+
+    Attributes:
+        layout: of the slot that compute reads.
+        trained: of what is updated: `layout` itself in place, another one for a family of its own, None for a frozen unit.
+        code: the planes of coded weights, None where they lie as compute reads them.
+        home: as in `UnitFigures`; `making_bytes` likewise.
+
+    Raises:
+        ConfigError: what lies on the device, or is trained in place, is to be made: only blocks that are fetched are.
+    """
+
+    layout: UnitLayout
+    trained: UnitLayout | None
+    home: str
+    code: tuple[Plane, ...] | None = None
+    making_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        if (self.code or self.has_own_family) and (self.home == DEVICE or self.in_place):
+            raise ConfigError(
+                f"unit {self.layout.name}: {'is trained in place' if self.in_place else 'lives on the device'}, so its weights "
+                "can be neither coded nor completed by a trained family of its own; leave it as it is, or freeze it"
+            )
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the update changes the weights that are fetched."""
+        return self.trained is not None and self.trained is self.layout
+
+    @property
+    def has_own_family(self) -> bool:
+        """Whether what is trained is a family of its own."""
+        return self.trained is not None and self.trained is not self.layout
+
+    @property
+    def figures(self) -> UnitFigures:
+        """What a plan knows of the unit."""
+        trained = None if self.in_place else self.trained.num_elements if self.trained else 0
+        return UnitFigures(
+            name=self.layout.name,
+            num_elements=self.layout.num_elements,
+            num_parameters=self.layout.num_parameters,
+            home=self.home,
+            trained_elements=trained,
+            stored_bytes=coded_bytes(self.code, self.layout.num_elements) if self.code else None,
+            making_bytes=self.making_bytes,
+        )
+
+    def families(self, planes: PlaneSet, own_planes: PlaneSet, chunk_elements: int) -> Unit:
+        """Return the unit as a store has it; `own_planes` are those of a trained family of its own."""
+        if self.in_place:
+            return trained_unit(self.layout, planes, chunk_elements)
+        stored = self.code or (planes.weight,)
+        size = self.layout.num_elements if self.code else chunk_elements
+        families = [cut(WEIGHTS, self.layout, stored, size, Durability.ONCE)]
+        if self.trained is not None:
+            families.append(cut(TRAINED, self.trained, (own_planes.weight,), chunk_elements, Durability.TWO_SLOTS))
+            if own_planes.states:
+                families.append(cut(STATES, self.trained, own_planes.states, chunk_elements, Durability.TWO_SLOTS))
+        return Unit(self.layout.name, tuple(families))
+
+
+def in_place_forms(layouts: Sequence[UnitLayout], num_blocks: int) -> tuple[Form, ...]:
+    """Return the forms of full fine-tuning: everything is trained in place, and what are no blocks live on the device."""
+    return tuple(Form(layout=layout, trained=layout, home=home_of(unit, num_blocks)) for unit, layout in enumerate(layouts))
+
+
+def home_of(unit: int, num_blocks: int) -> str:
+    """Return where a unit's weights live where nothing else is planned: blocks are streamed, what is around them stays."""
+    return SSD if 1 <= unit <= num_blocks else DEVICE
+
+
+def coded_bytes(code: Sequence[Plane], num_elements: int) -> int:
+    """Return the bytes of coded weights: their planes back to back, in whole pages."""
+    return round_up(sum(plane.num_bytes(num_elements) for plane in code), PAGE_BYTES)

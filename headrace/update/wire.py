@@ -1,0 +1,85 @@
+"""What a wire is: how a gradient travels from backward to the rule that uses it, and so what of a unit is trained.
+
+The plain wire (`wires.dense`) takes a unit's whole gradient, which is of the unit's own elements. Another one may be of other
+elements: of a subspace into which gradients are projected, of an adapter's matrices, of some parameters alone. Then these are
+the *trained family*: gradients, states and updates are of its elements, and the slot that compute reads is made of the frozen
+weights and of it.
+
+Invariant: what a wire does is a function of its arguments alone, so that it can be done again and gives the same bits.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from headrace.terms.layout import ParameterSpec, UnitLayout
+
+# Elements of a gradient that are added at once: enough for all threads, a few megabytes of copies.
+_ADD_ELEMENTS = 1 << 20
+
+
+class Caught(NamedTuple):
+    """How the gradients of a unit are taken while its backward runs: `sink` is given those of the parameters that are `wanted`,
+    each once it is complete for the running backward; for the others autograd computes none.
+    """
+
+    sink: Callable[[ParameterSpec, Tensor], None]
+    wanted: Callable[[ParameterSpec], bool]
+
+
+class Gradients:
+    """Where the gradients of a unit's trained family are summed, one flat tensor for all; `trained` says where each lies.
+
+    `delivered` names those that have been given since the step began: what is there before is an older step's.
+    """
+
+    def __init__(self, trained: UnitLayout, flat: Tensor, delivered: set[str]) -> None:
+        self._places = {spec.name: spec for spec in trained.parameters}
+        self._flat, self._delivered = flat, delivered
+
+    def add(self, name: str, gradient: Tensor) -> None:
+        """Add `gradient`, of any shape, to that of the trained parameter `name`; the first one is copied."""
+        spec = self._places[name]
+        into, flat = self._flat[spec.offset : spec.offset + spec.num_elements], gradient.reshape(-1)
+        if name not in self._delivered:  # adding to zero, without the zero
+            into.copy_(flat)
+            self._delivered.add(name)
+            return
+        # In pieces: for another dtype torch makes a copy of all that it adds, in the sum's dtype.
+        for start in range(0, into.numel(), _ADD_ELEMENTS):
+            into[start : start + _ADD_ELEMENTS].add_(flat[start : start + _ADD_ELEMENTS])
+
+
+class Wire(Protocol):
+    """How gradients of the units of a model travel."""
+
+    @property
+    def name(self) -> str:
+        """What a run's record says: a run goes on with the wire that it began with."""
+
+    def trained(self, unit: int, layout: UnitLayout, *, is_block: bool) -> UnitLayout | None:
+        """Return the layout of what is trained of a unit: `layout` itself for all of it, in place; None for nothing; another
+        one for a trained family of its own, which blocks may have.
+        """
+
+    def catch(self, unit: int, layout: UnitLayout, weights: Tensor, gradients: Gradients) -> AbstractContextManager[Caught]:
+        """Return the context in which the forward of a unit with a trained family of its own is computed again, and its
+        backward, on one micro-batch. (Gradients of what is trained in place are taken as they are.)
+
+        `weights` is the slot that the unit's parameters are views of: a parameter is known by where it lies. A wire that takes
+        a gradient by its factors puts its own product in place of the model's in this context, and wants no gradient of it.
+        """
+
+    def first_weights(self, unit: int, layout: UnitLayout, trained: UnitLayout, weights: Tensor) -> Tensor:
+        """Return the trained family's first weights, float32 of `trained.num_elements`, for a unit's imported `weights`."""
+
+    def complete(self, unit: int, layout: UnitLayout, slot: Tensor, trained: UnitLayout, weights: Tensor) -> None:
+        """Change `slot`, which has the frozen weights in the compute dtype, in place to the weights that compute reads.
+
+        `weights` are the trained family's, float32. Upload, evaluation and export all go this way.
+        """
+
+    def making_bytes(self, layout: UnitLayout) -> int:
+        """Return the most that `complete` allocates at once for a unit of this layout."""
