@@ -78,10 +78,10 @@ def chain_of(shape: Shape) -> Chain:
 def headrace_seconds(point: Point) -> float:
     """Return the forecast step time of Headrace's plan for a published point, NaN where it does not fit."""
     chain = chain_of(point.shape)
-    costs = partial(Profiles(chain).of, length=1024)
+    costs, rule = partial(Profiles(chain).of, length=1024), rule_of(AdamW(), "bfloat16").figures
     problem = Problem(
-        forms=in_place_forms(chain.layouts, chain.num_blocks),
-        rule=rule_of(AdamW(), "bfloat16").figures,
+        forms=in_place_forms(chain.layouts, chain.num_blocks, rule),
+        rule=rule,
         costs_of=costs,
         workload=Workload(tokens_per_step=point.tokens, sequence_length=1024, clip=False),
         allowance=Allowance(host_bytes=700 * GIB, device_bytes=22 * GIB, runtime_bytes=GIB, cores=52),

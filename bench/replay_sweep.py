@@ -212,7 +212,7 @@ def base_choice(plan: Plan) -> Choice:
 def problem_of(engine: Engine, plan: Plan, machine: Ceilings) -> Problem:
     """Return the planner's problem as the engine posed it."""
     return Problem(
-        forms=in_place_forms(engine.chain.layouts, engine.chain.num_blocks),
+        forms=in_place_forms(engine.chain.layouts, engine.chain.num_blocks, plan.rule),
         rule=plan.rule,
         costs_of=partial(Profiles(engine.chain).of, length=plan.sequence_length),
         workload=Workload(tokens_per_step=plan.tokens_per_step, sequence_length=plan.sequence_length, clip=False),

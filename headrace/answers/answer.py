@@ -81,7 +81,7 @@ def plan_model(
     self_check(config)
     check_whole(config, whole)
     rule = rule_of(optimizer, options.compute_dtype).figures
-    chain = Chain.from_config(config, options.compute_dtype, optimizer, rule.planes.parameter_alignment)
+    chain = Chain.from_config(config, options.compute_dtype, optimizer, rule.parameter_alignment)
     if ceilings is not None and budget.ssd:
         ceilings = ceilings.of_directories(file_systems(budget.ssd))
     place = _place(ceilings, here=here)
@@ -233,8 +233,8 @@ class _Planner:
 
     def _problem(self, question: Question) -> Problem:
         rule = rule_of(question.optimizer, self._chain.compute_dtype).figures
-        layouts = [realigned(layout, rule.planes.parameter_alignment) for layout in self._chain.layouts]
-        forms = in_place_forms(layouts, self._chain.num_blocks)
+        layouts = [realigned(layout, rule.parameter_alignment) for layout in self._chain.layouts]
+        forms = in_place_forms(layouts, self._chain.num_blocks, rule)
         return question.problem(forms, partial(self._profiles.of, length=question.workload.sequence_length), rule)
 
     def _seconds(self, plan: Plan) -> float:

@@ -5,9 +5,11 @@ same when it goes on.
 from headrace.codec import Codec
 from headrace.model import Chain
 from headrace.store import StateStore
+from headrace.terms.cuts import cuts_of
 from headrace.terms.errors import ConfigError, RunDirectoryError
 from headrace.terms.forms import Form, home_of
 from headrace.terms.layout import realigned
+from headrace.terms.rule_figures import RuleFigures
 from headrace.update.wire import Wire
 from headrace.update.wires import DenseWire
 
@@ -27,8 +29,8 @@ def check_seams(store: StateStore, wire: Wire | None, codec: Codec | None) -> No
             )
 
 
-def forms_of(chain: Chain, wire: Wire, codec: Codec | None, parameter_alignment: int) -> tuple[Form, ...]:
-    """Return the forms of the units of `chain` under a wire and a codec; trained families of their own are aligned so.
+def forms_of(chain: Chain, wire: Wire, codec: Codec | None, rule: RuleFigures) -> tuple[Form, ...]:
+    """Return the forms of the units of `chain` under a wire, a codec and a rule, which says how parameters are aligned and cut.
 
     Raises:
         ConfigError: the wire trains nothing.
@@ -40,11 +42,12 @@ def forms_of(chain: Chain, wire: Wire, codec: Codec | None, parameter_alignment:
         coded = codec if is_block and trained is not layout else None
         own = trained is not None and trained is not layout
         if own and trained is not None:
-            trained = realigned(trained, parameter_alignment)
+            trained = realigned(trained, rule.parameter_alignment)
         making = (coded.decoding_bytes(layout.num_elements) if coded else 0) + (wire.making_bytes(layout) if own else 0)
         home = home_of(unit, chain.num_blocks)
         code = coded.planes if coded else None
-        forms.append(Form(layout=layout, trained=trained, home=home, code=code, making_bytes=making))
+        cuts = cuts_of(trained, rule) if trained else ()
+        forms.append(Form(layout=layout, trained=trained, home=home, code=code, making_bytes=making, cuts=cuts))
     if not any(form.trained for form in forms):
         raise ConfigError(f"wire: {wire.name} trains nothing of this model; give one that does")
     return tuple(forms)

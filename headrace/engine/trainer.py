@@ -37,6 +37,7 @@ from headrace.plan.machine_profiles import load_profile
 from headrace.plan.plan import Plan
 from headrace.store import Beside, StateStore, make_run_directory
 from headrace.terms.ceilings import Ceilings
+from headrace.terms.cuts import least_chunk_elements, pieces_of
 from headrace.terms.errors import RunDirectoryError
 from headrace.terms.events import Evaluation, Event, Notice, Planned, Sink, StepResult
 from headrace.terms.options import Options
@@ -81,7 +82,7 @@ class Engine:
             self._optimizer = optimizer_of(options)
             rule = rule_of(self._optimizer, options.compute_dtype)
             self.chain = Chain.from_config(
-                self._checkpoint.config, options.compute_dtype, self._optimizer, rule.planes.parameter_alignment
+                self._checkpoint.config, options.compute_dtype, self._optimizer, rule.figures.parameter_alignment
             )
             self._weights = self.chain.attach(self._checkpoint, leave_out_blocks=options.leave_out_blocks)
             self.machine = this_machine(options.budget.device_bytes)
@@ -96,7 +97,7 @@ class Engine:
             self._cores = torch.get_num_threads()
             self._closers.callback(torch.set_num_threads, self._cores)
             self._wire, self._codec = wire or DenseWire(), codec
-            self._forms = forms_of(self.chain, self._wire, codec, rule.planes.parameter_alignment)
+            self._forms = forms_of(self.chain, self._wire, codec, rule.figures)
             self._maker = Maker(self._forms, self._wire, options.compute_dtype, codec)
             # With the plan's threads as soon as there is one. Trained families of their own are float32.
             self._updater = Updater(rule, 1)
@@ -267,7 +268,8 @@ class Engine:
         largest_unit = max(layout.num_elements for layout in self.chain.layouts)
         planes = self._updater.rule.planes
         own_planes = self._own_updater.rule.planes if self._own_updater else planes
-        chunk_elements = plan.chunk_elements if plan else min(_CHUNK_ELEMENTS, largest_unit)
+        usual = max(min(_CHUNK_ELEMENTS, largest_unit), *(least_chunk_elements(form.cuts) for form in self._forms))
+        chunk_elements = plan.chunk_elements if plan else usual
         return StateStore.create(
             directory,
             ssd,
@@ -352,6 +354,7 @@ class Engine:
             maker=self._maker,
             seed=self.options.seed,
             sink=self._emit,
+            pieces=[pieces_of(form.trained, plan.rule) if form.trained else () for form in self._forms],
             device_updater=device_updater(plan, self.machine, self._updater.rule),
         )
         overlapped = self.options.interpreter == "overlapped"

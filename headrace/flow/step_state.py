@@ -1,7 +1,7 @@
 """What the operations of one step share: the parts of the engine, and the step's own tensors and results."""
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,7 @@ from headrace.plan.plan import Plan
 from headrace.store import StateStore
 from headrace.terms.events import Sink
 from headrace.terms.forms import Form
-from headrace.terms.layout import UnitLayout
+from headrace.terms.layout import GroupRange, UnitLayout
 from headrace.terms.program import Op
 from headrace.update import Checksums, DeviceUpdater, LossScale, StepScalars, Updater
 from headrace.update.wire import Wire
@@ -37,6 +37,7 @@ class Parts:
     maker: Maker
     seed: int
     sink: Sink
+    pieces: Sequence[Sequence[GroupRange]]  # of what is trained of each unit, as the rule is given them
     own_updater: Updater | None = None  # for trained families of their own
     device_updater: DeviceUpdater | None = None  # where the plan updates chunks on the device
 

@@ -15,19 +15,17 @@ from headrace.machine.host_memory import Bytes
 from headrace.machine.protocol import Machine
 from headrace.plan.buffer_sizes import DEVICE_UPDATE_PIECE_ELEMENTS
 from headrace.plan.plan import Plan
+from headrace.terms.cuts import HOST_ITEM_ELEMENTS
 from headrace.terms.families import STATES, TRAINED, WEIGHTS
 from headrace.terms.program import Op, Pool
 from headrace.update import DeviceUpdater, UpdateRule
-
-# A device inside host memory: pieces so small that torch keeps to this thread; compute owns the others.
-_HOST_PIECE_ELEMENTS = 32768
 
 
 def device_updater(plan: Plan, machine: Machine, rule: UpdateRule) -> DeviceUpdater | None:
     """Return what applies `rule` on the device, or None if the plan updates nothing there."""
     if not plan.device_state_slots:
         return None
-    piece = _HOST_PIECE_ELEMENTS if machine.device.type == "cpu" else DEVICE_UPDATE_PIECE_ELEMENTS
+    piece = HOST_ITEM_ELEMENTS if machine.device.type == "cpu" else DEVICE_UPDATE_PIECE_ELEMENTS
     return DeviceUpdater(rule, piece_elements=min(piece, plan.chunk_elements))
 
 
@@ -67,7 +65,7 @@ def update(state: StepState, op: Op) -> None:
         _state_planes(state, op, stop - start),
         buffers.gradient(op.unit, op.slot(Pool.GRADIENT))[start:stop],
         verdict.scalars_of(op.unit),
-        state.trained_layout(op.unit).groups,
+        state.parts.pieces[op.unit],
         start,
         stop,
         op.unit,
@@ -148,7 +146,7 @@ def _update_on_device(state: StepState, op: Op) -> None:
         tuple(planes),
         gradient.view(parts.buffers.gradient_dtype),
         state.verdict_of(op).scalars_of(op.unit),
-        parts.chain.layouts[op.unit].groups,
+        parts.pieces[op.unit],
         start,
         stop,
         op.unit,

@@ -4,7 +4,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from headrace.plan.plan import Plan
+from headrace.terms.cuts import HOST_ITEM_ELEMENTS
 from headrace.terms.layout import PlaneSet
+from headrace.terms.rule_figures import Grain
 from headrace.terms.sizes import round_up
 
 PAGE_BYTES = 4096
@@ -86,7 +88,19 @@ def device_update_temporary_bytes(plan: Plan) -> int:
     """Return the device memory that updates on the device take for a moment, besides the staging buffers."""
     if not plan.device_state_slots:
         return 0
-    return min(plan.chunk_elements, DEVICE_UPDATE_PIECE_ELEMENTS) * plan.rule.temporary_bytes
+    piece = max(min(plan.chunk_elements, DEVICE_UPDATE_PIECE_ELEMENTS), plan.largest_item_elements)
+    return piece * plan.rule.temporary_bytes
+
+
+def host_update_temporary_bytes(plan: Plan) -> int:
+    """Return the host memory that updates of whole rows or matrices take for a moment: of one piece on each thread.
+
+    Where elements are updated alone, they are so in registers.
+    """
+    if plan.rule.grain is Grain.ELEMENT:
+        return 0
+    piece = max(HOST_ITEM_ELEMENTS, plan.largest_item_elements)
+    return plan.update_threads * min(piece, plan.chunk_elements) * plan.rule.temporary_bytes
 
 
 def arena_bytes(plan: Plan, tier: str) -> int:

@@ -7,7 +7,7 @@ The promise of the planner rests here: measured peak <= planned peak, tested in 
 from dataclasses import dataclass
 from itertools import pairwise
 
-from headrace.plan.buffer_sizes import buffer_groups, device_update_temporary_bytes, scratch_bytes
+from headrace.plan.buffer_sizes import buffer_groups, device_update_temporary_bytes, host_update_temporary_bytes, scratch_bytes
 from headrace.plan.plan import Plan
 from headrace.plan.schedules.train import RECALLED_AHEAD
 from headrace.terms.costs import ATTENTION, ModelCosts
@@ -67,6 +67,8 @@ def with_footprint(plan: Plan, costs: ModelCosts, allowance: Allowance) -> Plan:
     )
     making = max(unit.making_bytes for unit in plan.units)
     compute["workspace"] = _workspace_bytes(plan, costs) + device_update_temporary_bytes(plan) + making
+    if temporary_bytes := host_update_temporary_bytes(plan):
+        rows["host"]["updates"] = temporary_bytes
     # Where a GPU multiplies, the host's matrix library stays idle.
     on_cpu = not allowance.device_overhead_bytes
     rows["host"]["libraries"] = _SMALL_BYTES + (_kernel_bytes(costs) if on_cpu else 0)

@@ -5,8 +5,11 @@ It is made before anything is allocated, it is printed to the user, and the engi
 
 import dataclasses
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
+from headrace.plan.speculation import Speculation
+from headrace.terms.cuts import chunk_borders, largest_item_elements, least_chunk_elements
 from headrace.terms.errors import ConfigError
 from headrace.terms.forms import DEVICE, UnitFigures
 from headrace.terms.layout import PlaneSet
@@ -17,25 +20,6 @@ from headrace.terms.sizes import format_bytes
 PLAN_FORMAT = 2
 # Staging buffers on the device for chunks that are updated there: while one is worked on, another comes or goes.
 DEVICE_STATE_SLOTS = 2
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Speculation:
-    """What a plan with deferred updates would gain by speculating, in the simulator's seconds; the buffers are the same.
-
-    A step takes `deferred_seconds` as planned; `hit_seconds` where updates start at once and no gradient has to be clipped;
-    `redo_seconds` more where one has, and the updates are done again. `late_units` are those of the speculative plan.
-    """
-
-    late_units: tuple[int, ...]
-    deferred_seconds: float
-    hit_seconds: float
-    redo_seconds: float
-
-    @property
-    def break_even(self) -> float:
-        """Share of steps that must be hits for speculation to be as fast as waiting: above 1 if it never is."""
-        return 1 - (self.deferred_seconds - self.hit_seconds) / self.redo_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +68,7 @@ class Plan:
     `freed_memory` says what happens to tensors of the CPU's compute that are freed: *returned* to the kernel, so that memory
     holds what is alive, or *kept* by the C library for the next ones, which spares fresh pages and takes more. Where a step
     takes less than planned, it is kept all the same, and given back near the limit (`machine.HeapGuard`).
+    Chunks have at most `chunk_elements`, which is never less than what no cut divides.
     With a separate device each `device_update_every`-th chunk, counted through all units, is updated on it (1: all, 0: none).
     """
 
@@ -129,6 +114,11 @@ class Plan:
     results: Results = field(default_factory=Results)
     freed_memory: str = "returned"
     own_rule: RuleFigures | None = None  # of trained families of their own, where a unit has one
+
+    def __post_init__(self) -> None:
+        least = max((least_chunk_elements(unit.cuts) for unit in self.units if unit.cuts), default=0)
+        if self.chunk_elements < least:
+            object.__setattr__(self, "chunk_elements", least)  # frozen: set once, here
 
     @property
     def planes(self) -> PlaneSet:
@@ -195,6 +185,11 @@ class Plan:
         """Elements of the largest gradient of a block."""
         return max(unit.update_elements for unit in self.units[1 : self.num_blocks + 1])
 
+    @property
+    def largest_item_elements(self) -> int:
+        """Elements of the largest row or matrix that the rule needs as a whole: 1 where it updates each element alone."""
+        return max(largest_item_elements(unit.cuts) for unit in self.units)
+
     def stored_bytes(self, unit: int) -> int:
         """Bytes of a unit's weights on the drive, and so in host memory: what is fetched."""
         figures = self.units[unit]
@@ -256,25 +251,39 @@ class Plan:
 
     def num_chunks(self, unit: int) -> int:
         """Number of chunks in which `unit` is updated."""
-        return -(-self.units[unit].update_elements // self.chunk_elements)
+        figures = self.units[unit]
+        return len(self._borders(figures)) - 1 if figures.cuts else -(-figures.update_elements // self.chunk_elements)
 
     def chunk(self, unit: int, chunk: int) -> tuple[int, int]:
         """Elements `[start, stop)` of a chunk."""
+        figures = self.units[unit]
+        if figures.cuts:
+            borders = self._borders(figures)
+            return borders[chunk], borders[chunk + 1]
         start = chunk * self.chunk_elements
-        return start, min(start + self.chunk_elements, self.units[unit].update_elements)
+        return start, min(start + self.chunk_elements, figures.update_elements)
 
     def state_bytes(self, unit: int) -> int:
         """Bytes of a unit's states: those of its chunks, one after another."""
-        whole, rest = divmod(self.units[unit].update_elements, self.chunk_elements)
-        planes = self.planes_of(unit)
+        figures, planes = self.units[unit], self.planes_of(unit)
+        if figures.cuts:
+            return sum(planes.state_bytes(stop - start) for start, stop in pairwise(self._borders(figures)))
+        whole, rest = divmod(figures.update_elements, self.chunk_elements)
         return whole * planes.state_bytes(self.chunk_elements) + planes.state_bytes(rest)
 
     def states_of_chunk(self, unit: int, chunk: int) -> slice:
         """Return where a chunk's states lie among those of its unit, in bytes."""
-        start, stop = self.chunk(unit, chunk)
+        figures, (start, stop) = self.units[unit], self.chunk(unit, chunk)
         planes = self.planes_of(unit)
-        offset = chunk * planes.state_bytes(self.chunk_elements)
+        if figures.cuts:
+            before = pairwise(self._borders(figures)[: chunk + 1])
+            offset = sum(planes.state_bytes(end - begin) for begin, end in before)
+        else:
+            offset = chunk * planes.state_bytes(self.chunk_elements)
         return slice(offset, offset + planes.state_bytes(stop - start))
+
+    def _borders(self, unit: UnitFigures) -> tuple[int, ...]:
+        return chunk_borders(unit.update_elements, self.chunk_elements, unit.cuts)
 
     def peak(self, tier: str) -> int:
         """Planned peak bytes of a tier."""
@@ -302,7 +311,7 @@ class Plan:
                 f"plan: format {found!r}, this version reads format {PLAN_FORMAT}; use the version of headrace that wrote it, "
                 "or begin a new run"
             )
-        known["units"] = tuple(UnitFigures(**unit) for unit in known["units"])
+        known["units"] = tuple(map(UnitFigures.from_json, known["units"]))
         known["rule"] = RuleFigures.from_json(known["rule"])
         known["own_rule"] = RuleFigures.from_json(known["own_rule"]) if known.get("own_rule") else None
         for name in ("resident_states", "late_units", "stash_tiers", "kept_bytes"):
@@ -357,20 +366,9 @@ class Plan:
             parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in rows.items() if size)
             lines.append(f"{tier:<8} {format_bytes(self.peak(tier))}{of}: {parts}")
         if self.results.speculation:
-            lines.append(f"clipping {explain_speculation(self.results.speculation)}")
+            lines.append(f"clipping {self.results.speculation.explain()}")
         lines += [f"note     {note}" for note in self.results.notes]
         return "\n".join(lines)
-
-
-def explain_speculation(speculation: Speculation) -> str:
-    """Say what clipping costs under each policy, and when the engine takes which."""
-    costs = (
-        f"{speculation.deferred_seconds:.3g} s a step if updates wait for the norm; if they do not, "
-        f"{speculation.hit_seconds:.3g} s, and {speculation.redo_seconds:.3g} s more where a gradient is clipped"
-    )
-    if speculation.break_even >= 1:
-        return f"{costs}: they wait"
-    return f"{costs}: they wait until more than {max(0.0, speculation.break_even):.0%} of the last steps were not clipped"
 
 
 def spread(count: int, num_blocks: int) -> tuple[int, ...]:

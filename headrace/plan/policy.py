@@ -7,7 +7,8 @@ from dataclasses import replace
 from headrace.plan.footprint import with_footprint
 from headrace.plan.forecast import SEARCH_OPERATIONS, StepSeconds, core_update_bytes_per_second, redo_seconds
 from headrace.plan.placement import Choice, Problem, filled, fits, plan_of
-from headrace.plan.plan import Plan, Speculation, spread
+from headrace.plan.plan import Plan, spread
+from headrace.plan.speculation import Speculation
 
 # Shares of the blocks whose updates may be held for the next forward: 0, 1/8, ... 7/8.
 _LATE_PARTS = 8
@@ -25,7 +26,7 @@ def balanced(problem: Problem, bare: Plan, best: Plan, seconds_of: StepSeconds, 
     of `homes`.
     """
     best_seconds, costs = seconds_of(best), problem.costs_of(bare.micro_batch_sequences)
-    unit_chunks = -(-bare.largest_block_elements // bare.chunk_elements)
+    unit_chunks = max(bare.num_chunks(block) for block in range(1, bare.num_blocks + 1))
     for held in homes:
         for slots in sorted({bare.state_slots, max(bare.state_slots, unit_chunks + 2)}):
             plans = []

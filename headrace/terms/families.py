@@ -11,8 +11,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from headrace.terms.cuts import Cuts, chunk_borders
 from headrace.terms.errors import ConfigError
-from headrace.terms.layout import UNIT_ALIGNMENT, Plane, PlaneSet, UnitLayout, chunk_ranges
+from headrace.terms.layout import UNIT_ALIGNMENT, Plane, PlaneSet, UnitLayout
 from headrace.terms.sizes import PAGE_BYTES, round_up
 
 # The families that every trained unit may have; others name theirs.
@@ -119,15 +120,17 @@ class Unit:
         return next((family for family in self.families if family.name == name), None)
 
 
-def trained_unit(layout: UnitLayout, planes: PlaneSet, chunk_elements: int) -> Unit:
+def trained_unit(layout: UnitLayout, planes: PlaneSet, chunk_elements: int, cuts: tuple[Cuts, ...] = ()) -> Unit:
     """Return a unit whose weights are trained: its weights, and its states where the rule keeps any; both cut alike.
+
+    `cuts` say where it may be cut, () anywhere.
 
     Raises:
         ConfigError: chunks or weights that would leave gaps between pages: weights are read as a whole.
     """
-    families = [cut(WEIGHTS, layout, (planes.weight,), chunk_elements, Durability.TWO_SLOTS)]
+    families = [cut(WEIGHTS, layout, (planes.weight,), chunk_elements, Durability.TWO_SLOTS, cuts)]
     if planes.states:
-        families.append(cut(STATES, layout, planes.states, chunk_elements, Durability.TWO_SLOTS))
+        families.append(cut(STATES, layout, planes.states, chunk_elements, Durability.TWO_SLOTS, cuts))
     return Unit(layout.name, tuple(families))
 
 
@@ -137,8 +140,15 @@ def frozen_unit(layout: UnitLayout, weight: Plane | Sequence[Plane], chunk_eleme
     return Unit(layout.name, (cut(WEIGHTS, layout, planes, chunk_elements, Durability.ONCE),))
 
 
-def cut(name: str, layout: UnitLayout, planes: tuple[Plane, ...], chunk_elements: int, durability: Durability) -> Family:
-    """Return a family over `layout` in chunks of `chunk_elements`.
+def cut(
+    name: str,
+    layout: UnitLayout,
+    planes: tuple[Plane, ...],
+    chunk_elements: int,
+    durability: Durability,
+    cuts: tuple[Cuts, ...] = (),
+) -> Family:
+    """Return a family over `layout` in chunks of at most `chunk_elements`, cut where `cuts` allow it; () is anywhere.
 
     Raises:
         ConfigError: chunks or weights that would leave gaps between pages: weights are read as a whole.
@@ -153,5 +163,5 @@ def cut(name: str, layout: UnitLayout, planes: tuple[Plane, ...], chunk_elements
             f"unit {layout.name}: {planes[0].bytes_per_element} bytes per weight, so that {UNIT_ALIGNMENT} elements are no "
             f"multiple of {PAGE_BYTES} bytes; use a plane whose size is even"
         )
-    starts = tuple(start for start, _ in chunk_ranges(layout.num_elements, chunk_elements))
-    return Family(name=name, layout=layout, borders=(*starts, layout.num_elements), planes=planes, durability=durability)
+    borders = chunk_borders(layout.num_elements, chunk_elements, cuts)
+    return Family(name=name, layout=layout, borders=borders, planes=planes, durability=durability)

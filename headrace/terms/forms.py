@@ -6,12 +6,15 @@ a *trained family of its own* has frozen weights too, and beside them a small fa
 (a subspace, an adapter); its compute slot is made of both. Frozen weights may be *coded*: then the slot is decoded from them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
+from headrace.terms.cuts import Cuts, cuts_of
 from headrace.terms.errors import ConfigError
 from headrace.terms.families import STATES, TRAINED, WEIGHTS, Durability, Unit, cut, trained_unit
 from headrace.terms.layout import Plane, PlaneSet, UnitLayout
+from headrace.terms.rule_figures import RuleFigures
 from headrace.terms.sizes import PAGE_BYTES, round_up
 
 # Where a unit's weights live between uses: on the drives, to be fetched for each pass, or where compute reads them.
@@ -28,6 +31,7 @@ class UnitFigures:
         trained_elements: of what is updated, where that is not all of the unit in place (None): 0 for a frozen unit.
         stored_bytes: of the weights on the drive, where they are coded.
         making_bytes: the most that making a slot allocates for a moment, on the device that computes.
+        cuts: where what is updated may be cut into chunks; (): anywhere.
     """
 
     name: str
@@ -37,6 +41,12 @@ class UnitFigures:
     trained_elements: int | None = None
     stored_bytes: int | None = None
     making_bytes: int = 0
+    cuts: tuple[Cuts, ...] = ()
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> "UnitFigures":
+        """Inverse of `dataclasses.asdict`, of which JSON has made lists."""
+        return cls(**{**values, "cuts": tuple(Cuts(*each) for each in values.get("cuts", ()))})
 
     @property
     def in_place(self) -> bool:
@@ -79,6 +89,7 @@ def merged(units: Sequence[UnitFigures]) -> UnitFigures:
         trained_elements=trained,
         stored_bytes=sum(coded) if coded else None,
         making_bytes=max(unit.making_bytes for unit in units),
+        cuts=(),
     )
 
 
@@ -90,7 +101,7 @@ class Form:
         layout: of the slot that compute reads.
         trained: of what is updated: `layout` itself in place, another one for a family of its own, None for a frozen unit.
         code: the planes of coded weights, None where they lie as compute reads them.
-        home: as in `UnitFigures`; `making_bytes` likewise.
+        home: as in `UnitFigures`; `making_bytes` and `cuts` likewise.
 
     Raises:
         ConfigError: what lies on the device, or is trained in place, is to be made: only blocks that are fetched are.
@@ -101,6 +112,7 @@ class Form:
     home: str
     code: tuple[Plane, ...] | None = None
     making_bytes: int = 0
+    cuts: tuple[Cuts, ...] = ()
 
     def __post_init__(self) -> None:
         if (self.code or self.has_own_family) and (self.home == DEVICE or self.in_place):
@@ -131,25 +143,30 @@ class Form:
             trained_elements=trained,
             stored_bytes=coded_bytes(self.code, self.layout.num_elements) if self.code else None,
             making_bytes=self.making_bytes,
+            cuts=self.cuts,
         )
 
     def families(self, planes: PlaneSet, own_planes: PlaneSet, chunk_elements: int) -> Unit:
         """Return the unit as a store has it; `own_planes` are those of a trained family of its own."""
         if self.in_place:
-            return trained_unit(self.layout, planes, chunk_elements)
+            return trained_unit(self.layout, planes, chunk_elements, self.cuts)
         stored = self.code or (planes.weight,)
         size = self.layout.num_elements if self.code else chunk_elements
         families = [cut(WEIGHTS, self.layout, stored, size, Durability.ONCE)]
         if self.trained is not None:
-            families.append(cut(TRAINED, self.trained, (own_planes.weight,), chunk_elements, Durability.TWO_SLOTS))
+            how = chunk_elements, Durability.TWO_SLOTS, self.cuts
+            families.append(cut(TRAINED, self.trained, (own_planes.weight,), *how))
             if own_planes.states:
-                families.append(cut(STATES, self.trained, own_planes.states, chunk_elements, Durability.TWO_SLOTS))
+                families.append(cut(STATES, self.trained, own_planes.states, *how))
         return Unit(self.layout.name, tuple(families))
 
 
-def in_place_forms(layouts: Sequence[UnitLayout], num_blocks: int) -> tuple[Form, ...]:
-    """Return the forms of full fine-tuning: everything is trained in place, and what are no blocks live on the device."""
-    return tuple(Form(layout=layout, trained=layout, home=home_of(unit, num_blocks)) for unit, layout in enumerate(layouts))
+def in_place_forms(layouts: Sequence[UnitLayout], num_blocks: int, rule: RuleFigures) -> tuple[Form, ...]:
+    """Return the forms of full fine-tuning under `rule`: all is trained in place, and what are no blocks live on the device."""
+    return tuple(
+        Form(layout=layout, trained=layout, home=home_of(unit, num_blocks), cuts=cuts_of(layout, rule))
+        for unit, layout in enumerate(layouts)
+    )
 
 
 def home_of(unit: int, num_blocks: int) -> str:

@@ -128,6 +128,19 @@ class GroupRange:
 
 
 @dataclass(frozen=True, slots=True)
+class ItemRange(GroupRange):
+    """A range of items of `rows` times `columns` elements, one after another: whole rows or whole matrices of a parameter."""
+
+    rows: int
+    columns: int
+
+    @property
+    def item_elements(self) -> int:
+        """Elements of one item."""
+        return self.rows * self.columns
+
+
+@dataclass(frozen=True, slots=True)
 class UnitLayout:
     """Names, shapes and places of a unit's parameters. `num_elements` includes the padding."""
 

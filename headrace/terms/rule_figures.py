@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from headrace.terms.layout import Plane, PlaneSet
+from headrace.terms.layout import UNIT_ALIGNMENT, Plane, PlaneSet
 
 
 class Grain(StrEnum):
@@ -24,20 +24,29 @@ class RuleFigures:
         name: for people, and to tell rules apart whose planes differ.
         planes: the weights that compute uses, the rest of their master, and the states that the rule keeps.
         grain: where a unit may be cut.
+        elementwise: a pattern (searched) of names of parameters that are updated element by element whatever the grain, as all
+            with fewer than two dimensions are: embeddings, for example.
         flops_per_element: floating-point operations of one element's update.
         core_rate: bytes per second of a core, in parts of what a profile has measured: the default rule's loop.
             Below 1 where arithmetic, not memory, takes the time (bench/kernel.py).
-        temporary_bytes: the most that an update on a device allocates at once, per element of the piece it works on.
+        temporary_bytes: the most that an update on a device allocates at once, per element of the piece it works on; with whole
+            rows or matrices, an update on the host does, too.
         device_traffic_bytes: what torch's kernels read and write of device memory, per element; None: only the host updates.
     """
 
     name: str
     planes: PlaneSet
     grain: Grain = Grain.ELEMENT
+    elementwise: str = ""
     flops_per_element: float
     core_rate: float = 1.0
     temporary_bytes: int
     device_traffic_bytes: int | None = None
+
+    @property
+    def parameter_alignment(self) -> int:
+        """Elements by which each parameter of a unit is aligned: where grains are larger than an element, a page."""
+        return max(self.planes.parameter_alignment, 1 if self.grain is Grain.ELEMENT else UNIT_ALIGNMENT)
 
     def traffic_bytes(self, num_elements: int, gradient_bytes_per_element: int) -> int:
         """Return what the host's update of so many elements reads and writes of memory: planes both ways, gradients once."""

@@ -23,7 +23,7 @@ def one_block(made: Problem) -> Problem:
         return replace(found, blocks=found.blocks[:1])
 
     ends = layouts()
-    return replace(made, forms=in_place_forms((ends[0], ends[1], ends[-1]), 1), costs_of=costs)
+    return replace(made, forms=in_place_forms((ends[0], ends[1], ends[-1]), 1, made.rule), costs_of=costs)
 
 
 def checkpointed(made: Problem, checkpoint_every: int) -> Problem:

@@ -7,7 +7,8 @@ import pytest
 from small_plans import small_plan
 
 from headrace.plan.given import load_plan
-from headrace.plan.plan import PLAN_FORMAT, Plan, Speculation
+from headrace.plan.plan import PLAN_FORMAT, Plan
+from headrace.plan.speculation import Speculation
 from headrace.terms.errors import ConfigError
 
 PRICES = Speculation(late_units=(1, 2), deferred_seconds=3.0, hit_seconds=2.0, redo_seconds=1.0)

@@ -73,10 +73,11 @@ def layouts() -> tuple:
 
 
 def problem(host_bytes: int, *, device_bytes: int | None = None, clip: bool = False, rows: int = 4) -> Problem:
+    rule = rule_of(AdamW(), "bfloat16").figures
     return Problem(
-        forms=in_place_forms(layouts(), BLOCKS),
+        forms=in_place_forms(layouts(), BLOCKS, rule),
         costs_of=costs_of,
-        rule=rule_of(AdamW(), "bfloat16").figures,
+        rule=rule,
         workload=Workload(tokens_per_step=rows * LENGTH, sequence_length=LENGTH, clip=clip),
         allowance=Allowance(host_bytes=host_bytes + LIBRARIES, device_bytes=device_bytes, runtime_bytes=10 * MIB, cores=2),
     )
@@ -128,11 +129,9 @@ def test_small_chunks_are_not_taken_for_faster_than_they_are(host_mib: int) -> N
     block = replace(small.blocks[0], num_elements=elements, num_parameters=elements)
     costs = replace(small, blocks=(block,) * blocks)
     layout = lay_out("block", [("weight", (elements // 1024, 1024), (1.0, 0.0))])
-    made = replace(
-        problem(host_mib * MIB, rows=1),
-        forms=in_place_forms((layouts()[0], *(layout,) * blocks, layouts()[-1]), blocks),
-        costs_of=lambda sequences: costs,
-    )
+    made = problem(host_mib * MIB, rows=1)
+    forms = in_place_forms((layouts()[0], *(layout,) * blocks, layouts()[-1]), blocks, made.rule)
+    made = replace(made, forms=forms, costs_of=lambda sequences: costs)
     ceilings = machine(made, flops=2e11, read=3e9, write=7e9, mixed=4.6e9)
     every = [plan_of(made, choice) for thrift in THRIFTS for choice in usual_placements(made, thrift)]
     best = min(forecast(filled(made, plan), ceilings).step_seconds for plan in every if fits(plan))

@@ -6,7 +6,6 @@ from typing import Any
 from headrace.terms.errors import ConfigError
 from headrace.terms.optimizer import Optimizer, parse_optimizer
 from headrace.terms.options import Options
-from headrace.terms.rule_figures import Grain
 from headrace.update.rule import UpdateRule
 from headrace.update.rules.adamw import AdamW, AdamWRule
 from headrace.update.rules.sgd import SGD, sgd_rule
@@ -48,15 +47,9 @@ def rule_of(optimizer: Optimizer, compute_dtype: str) -> UpdateRule:
     """Return the rule that `optimizer` means, for the planes of `compute_dtype`.
 
     Raises:
-        ConfigError: no rule has these options, or one that the store cannot cut units for.
+        ConfigError: no rule has these options.
     """
     if type(optimizer) not in RULES:
         known = ", ".join(kind.__name__ for kind in RULES)
         raise ConfigError(f"optimizer: {type(optimizer).__name__} is none of the rules {known}; give one of them")
-    rule = RULES[type(optimizer)](optimizer, compute_dtype)
-    if rule.figures.grain is not Grain.ELEMENT:
-        raise ConfigError(
-            f"optimizer: {rule.figures.name} updates whole {rule.figures.grain} pieces, and chunks are cut anywhere so far; "
-            "take a rule whose grain is the element"
-        )
-    return rule
+    return RULES[type(optimizer)](optimizer, compute_dtype)

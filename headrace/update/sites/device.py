@@ -5,14 +5,16 @@ Not here: streams; the operations run on the current stream of the tensors' devi
 Invariant: the bits of the compiled loops on the CPU, and temporaries of at most `temporary_bytes`, however large the unit is.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
 from headrace.terms.errors import ConfigError
-from headrace.terms.layout import GroupRange
+from headrace.terms.layout import GroupRange, ItemRange
 from headrace.terms.sizes import round_up
 from headrace.update.rule import StepScalars, UpdateRule, group_pieces, refuse_cut_blocks
+from headrace.update.tensor_rule import item_shares, items_rule
 
 
 class DeviceUpdater:
@@ -33,7 +35,7 @@ class DeviceUpdater:
 
     @property
     def temporary_bytes(self) -> int:
-        """The most device memory that `update_range` allocates at once, allocator rounding aside."""
+        """The most device memory that `update_range` allocates at once, for items no larger; allocator rounding aside."""
         return self.piece_elements * self.rule.figures.temporary_bytes
 
     def update_range(
@@ -64,11 +66,19 @@ class DeviceUpdater:
                 )
         pieces = group_pieces(groups, start, stop)
         refuse_cut_blocks(planes, (piece.start for piece in pieces))
+        for share in self._shares(pieces):
+            part = slice(share.start - start, share.stop - start)
+            parts = tuple(state[plane.part(part.start, part.stop)] for plane, state in zip(planes.states, states, strict=False))
+            if isinstance(share, ItemRange):
+                items_rule(self.rule).apply_to_items(weight[part], parts, gradient[part], step, share)
+            else:
+                scalars = (share.weight_decay, share.learning_rate_scale)
+                self.rule.apply_to_tensors(weight[part], parts, gradient[part], step, *scalars, unit, share.start)
+
+    def _shares(self, pieces: Sequence[GroupRange]) -> Iterator[GroupRange]:
         for piece in pieces:
-            for begin in range(piece.start, piece.stop, self.piece_elements):
-                part = slice(begin - start, min(begin + self.piece_elements, piece.stop) - start)
-                parts = tuple(
-                    state[plane.part(part.start, part.stop)] for plane, state in zip(planes.states, states, strict=False)
-                )
-                scalars = (piece.weight_decay, piece.learning_rate_scale)
-                self.rule.apply_to_tensors(weight[part], parts, gradient[part], step, *scalars, unit, begin)
+            if isinstance(piece, ItemRange):
+                yield from item_shares(piece, self.piece_elements)
+            else:
+                for begin in range(piece.start, piece.stop, self.piece_elements):
+                    yield replace(piece, start=begin, stop=min(begin + self.piece_elements, piece.stop))

@@ -15,11 +15,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.terms.cuts import HOST_ITEM_ELEMENTS
 from headrace.terms.errors import ConfigError
-from headrace.terms.layout import UNIT_ALIGNMENT, GroupRange, PlaneSet
+from headrace.terms.layout import UNIT_ALIGNMENT, GroupRange, ItemRange, PlaneSet
 from headrace.terms.sizes import round_up
 from headrace.update.norm import square_sum
 from headrace.update.rule import Checksums, StepScalars, Summing, UpdateRule, group_pieces, refuse_cut_blocks
+from headrace.update.tensor_rule import as_tensor, item_shares, items_rule
 
 # Shares per thread: a thread that the system interrupts leaves its remaining shares to the others.
 _SHARES_PER_THREAD = 4
@@ -112,6 +114,9 @@ class Updater:
                 parts = tuple(
                     state[plane.part(part.start, part.stop)] for plane, state in zip(planes.states, states, strict=False)
                 )
+                if isinstance(share, ItemRange):
+                    self._update_items(weight[part], parts, gradient[part], step, share)
+                    continue
                 scalars = (share.weight_decay, share.learning_rate_scale)
                 summing = sums.of_share(part.start) if sums is not None else None
                 self.rule.apply(weight[part], parts, gradient[part], step, *scalars, unit, share.start, summing)
@@ -125,12 +130,28 @@ class Updater:
             future.result()
         return sums.checksums() if sums is not None else None
 
+    def _update_items(
+        self,
+        weight: NDArray[Any],
+        states: tuple[NDArray[Any], ...],
+        gradient: NDArray[Any],
+        step: StepScalars,
+        items: ItemRange,
+    ) -> None:
+        tensors = tuple(as_tensor(state) for state in states)
+        items_rule(self.rule).apply_to_items(as_tensor(weight), tensors, as_tensor(gradient, bfloat16=True), step, items)
+
     def _shares(self, pieces: Sequence[GroupRange], num_elements: int) -> list[GroupRange]:
-        """Cut `pieces` at multiples of `UNIT_ALIGNMENT` of the unit, so that no two threads write to one page."""
+        """Cut `pieces` at multiples of `UNIT_ALIGNMENT` of the unit, so that no two threads write to one page; rows and
+        matrices into shares whose temporaries are small.
+        """
         num_shares = 1 if self.threads == 1 else self.threads * _SHARES_PER_THREAD
         share_elements = max(round_up(-(-num_elements // num_shares), UNIT_ALIGNMENT), _SMALLEST_SHARE_ELEMENTS)
-        shares = []
+        shares: list[GroupRange] = []
         for piece in pieces:
+            if isinstance(piece, ItemRange):
+                shares += item_shares(piece, HOST_ITEM_ELEMENTS)
+                continue
             begin = piece.start
             while begin < piece.stop:
                 end = min((begin // UNIT_ALIGNMENT * UNIT_ALIGNMENT) + share_elements, piece.stop)

@@ -1,0 +1,135 @@
+"""Rules that need whole rows or whole matrices train through every placement: the same bits, and plain PyTorch's numbers.
+
+The doubles of `headrace.testing.item_rules`; Mixtral has stacks of matrices, its experts, each of which is an item.
+"""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from plain import LENGTH, ROWS, PlainTrainer, batch_of, train
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+import headrace
+from headrace.engine.trainer import Engine
+from headrace.testing import item_rules
+from headrace.update.rules.table import RULES
+
+GIVEN: dict[str, Any] = {"learning_rate": 1e-2, "weight_decay": 0.1, "max_grad_norm": 0.5}
+SPLIT = {"micro_batch_sequences": 2, "num_micro_batches": -(-ROWS // 2), "accumulate": True, "loss_chunk_tokens": LENGTH}
+
+
+@pytest.fixture(autouse=True)
+def known(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    before = dict(RULES)
+    item_rules.register()
+    yield
+    RULES.clear()
+    RULES.update(before)
+
+
+def everything(plan: Any) -> tuple[int, ...]:
+    return tuple(range(len(plan.units)))
+
+
+PLACEMENTS: dict[str, dict[str, Any]] = {
+    "states on SSD, the smallest chunks, plain": {
+        "adjust": {"chunk_elements": 2048, "resident_states": (), "host_slots": 2, "prefetch": 1, "state_slots": 1},
+        "interpreter": "plain",
+    },
+    "states in memory, each second chunk on the device": {
+        "adjust": {"resident_states": everything, "device_update_every": 2, "chunk_elements": 2048},
+        "device_memory": "1GiB",
+    },
+    "speculative, some late, states on SSD, all on the device": {
+        "adjust": {"update_policy": "speculative", "late_units": (0, 2), "resident_states": (), "device_update_every": 1},
+        "device_memory": "1GiB",
+    },
+}
+
+
+class Plain(torch.optim.Optimizer):
+    """The same rules as one would write them in PyTorch, parameter by parameter."""
+
+    def __init__(self, named: list[tuple[str, torch.nn.Parameter]], by_matrix: bool, weight_decay: float) -> None:
+        super().__init__([parameter for _, parameter in named], {})
+        self.named, self.by_matrix, self.weight_decay = named, by_matrix, weight_decay
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for name, p in self.named:
+            g, decayed = p.grad, p.dim() >= 2 and "norm" not in name
+            assert g is not None
+            if p.dim() >= 2 and "embed" not in name:
+                g = g / (g.norm(dim=(-2, -1), keepdim=True) if self.by_matrix else g.square().mean(-1, keepdim=True).sqrt())
+            buffer = self.state[p].setdefault("buffer", torch.zeros_like(p))
+            buffer.mul_(0.9).add_(g + (self.weight_decay * p if decayed else 0))
+            p.sub_(1e-2 * buffer)
+
+
+@pytest.mark.parametrize("rule", ["row_scaled", "matrix_scaled"])
+def test_placement_changes_nothing(rule: str, model_dir: Callable[..., Path], tmp_path: Path) -> None:
+    path = model_dir("mixtral-aux", "bfloat16")
+    base, weights = train(path, tmp_path / "base", **GIVEN, optimizer=rule, adjust=SPLIT)
+    for number, (placement, options) in enumerate(PLACEMENTS.items()):
+        options = options | {"adjust": SPLIT | options["adjust"]}
+        losses, got = train(path, tmp_path / f"run{number}", **GIVEN, optimizer=rule, **options)
+        assert losses == base, placement
+        for key, want in weights.items():
+            assert torch.equal(got[key], want), f"{placement}: {key} differs"
+
+
+@pytest.mark.parametrize(("rule", "model"), [("row_scaled", "llama-tied"), ("matrix_scaled", "mixtral-aux")])
+def test_it_is_plain_pytorch_and_a_resumed_run_goes_on(
+    rule: str, model: str, model_dir: Callable[..., Path], tmp_path: Path
+) -> None:
+    path = model_dir(model)
+    plain = PlainTrainer(path, 1e-2, 0.1, 0.5)
+    plain.optimizer = Plain(list(plain.model.named_parameters()), rule == "matrix_scaled", 0.1)  # type: ignore[assignment]
+    expected = [plain.step(batch_of(ROWS, LENGTH, seed))[0] for seed in range(4)]
+    lengths: dict[str, Any] = {"tokens_per_step": ROWS * LENGTH, "sequence_length": LENGTH, "host_memory": "4GiB"}
+    given = GIVEN | lengths | {"optimizer": rule, "compute_dtype": "float32", "output": tmp_path / "run"}
+    with Engine.open(path, headrace.Options(**given)) as engine:
+        losses = [engine.step(batch_of(ROWS, LENGTH, seed)).loss for seed in range(2)]
+    with Engine.resume(tmp_path / "run") as engine:
+        losses += [engine.step(batch_of(ROWS, LENGTH, seed)).loss for seed in range(2, 4)]
+        engine.save_pretrained(tmp_path / "out")
+    assert losses == pytest.approx(expected, rel=2e-6)
+    ours = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    for (key, got), want in zip(ours.named_parameters(), plain.model.parameters(), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=2e-6, msg=lambda text, key=key: f"{key}: {text}")
+
+
+def test_its_chunks_are_whole_matrices_and_what_is_longer_enlarges_the_buffers(
+    model_dir: Callable[..., Path], tmp_path: Path
+) -> None:
+    """In the plan, in the store, and when a batch asks for a larger plan over the store that is there."""
+    path = model_dir("llama", "bfloat16")
+    given = GIVEN | {"optimizer": "matrix_scaled", "host_memory": "4GiB", "output": tmp_path / "run"}
+    lengths = {"tokens_per_step": ROWS * LENGTH, "sequence_length": LENGTH}
+    with Engine.open(path, headrace.Options(**given, **lengths), adjust_plan=lambda plan: small(plan)) as engine:
+        plan, units = engine.plan, engine.store.manifest.units
+        assert plan is not None
+        # The largest matrix is the head: 384 rows of 64.
+        assert plan.chunk_elements == 384 * 64
+        for number, (unit, layout) in enumerate(zip(units, engine.chain.layouts, strict=True)):
+            borders = [plan.chunk(number, chunk) for chunk in range(plan.num_chunks(number))]
+            assert borders == list(unit.weights.chunks)
+            for each in layout.parameters:
+                if len(each.shape) == 2 and "embed" not in each.name:
+                    assert any(start <= each.offset < each.offset + each.num_elements <= stop for start, stop in borders)
+        engine.step(batch_of(ROWS, LENGTH, 0))
+        engine.step(batch_of(ROWS, LENGTH + 16, 1))
+        assert engine.plan is not plan
+        assert engine.plan.chunk_elements == plan.chunk_elements
+        engine.save_pretrained(tmp_path / "out")
+    assert load_file(tmp_path / "out" / "model.safetensors")
+
+
+def small(plan: Any) -> Any:
+    from dataclasses import replace
+
+    return replace(plan, chunk_elements=2048)
