@@ -196,7 +196,8 @@ def _profile(
         compute_dtype=chain.compute_dtype,
         sequences=sequences,
         length=length,
-        hidden_size_bytes=result.hidden.shape[-1] * max(result.hidden.element_size(), final.element_size()),
+        # Of all residual streams, where a token has several.
+        hidden_size_bytes=result.hidden[0, 0].numel() * max(result.hidden.element_size(), final.element_size()),
         prologue_elements=chain.layouts[0].num_elements,
         prologue_parameters=chain.layouts[0].num_parameters,
         epilogue_elements=epilogue.num_elements if epilogue else 0,
@@ -327,7 +328,7 @@ def _profile_loss(
     chain: Chain, hidden: torch.Tensor, ids: torch.Tensor, tokens: int, meter: Callable[..., CostMeter]
 ) -> CostMeter:
     """Run the epilogue on a chunk of `tokens` positions of one row, with gradients."""
-    part = hidden.new_zeros((1, tokens, hidden.shape[-1])).requires_grad_()
+    part = hidden.new_zeros((1, tokens, *hidden.shape[2:])).requires_grad_()
     some = ids.new_zeros((1, tokens))
     flats = []
     for unit in _residents(chain):

@@ -26,7 +26,7 @@ from transformers.core_model_loading import (
 from headrace.model.binding import parameter_aliases
 from headrace.model.checkpoint import Checkpoint
 from headrace.model.find_blocks import find_blocks
-from headrace.model.safetensors_file import WEIGHT_DTYPES, StoredTensor, read_rows
+from headrace.model.safetensors_file import INTEGER_DTYPES, ROW_DTYPES, WEIGHT_DTYPES, StoredTensor, read_rows
 from headrace.model.text_part import names_in_whole
 from headrace.terms.errors import ModelError
 
@@ -262,20 +262,24 @@ class _Roles:
 
 
 def load_buffers(weights: WeightMap) -> None:
-    """Copy the persistent buffers that the checkpoint holds (router corrections) into the model."""
+    """Copy the persistent buffers that the checkpoint holds (router corrections, tables of hashes) into the model."""
     for name, key in weights.buffers.items():
         stored, buffer = weights.checkpoint.tensors[key], weights.model.get_buffer(name)
-        if tuple(buffer.shape) != stored.shape or stored.dtype not in WEIGHT_DTYPES:
+        kind, known = ("a floating-point", WEIGHT_DTYPES) if buffer.is_floating_point() else ("an integer", INTEGER_DTYPES)
+        if tuple(buffer.shape) != stored.shape or stored.dtype not in known:
             raise ModelError(
-                f"{stored.path}: {key}: expected shape {tuple(buffer.shape)} and a floating-point dtype for buffer {name}, "
+                f"{stored.path}: {key}: expected shape {tuple(buffer.shape)} and {kind} dtype for buffer {name}, "
                 f"found {stored.shape} of {stored.dtype}"
             )
-        buffer.copy_(read_whole(stored))
+        values = read_whole(stored)
+        buffer.copy_(values)
+        if not buffer.is_floating_point() and not torch.equal(buffer.to(values.dtype), values):
+            raise ModelError(f"{stored.path}: {key}: a value does not fit into buffer {name} of {buffer.dtype}")
 
 
 def read_whole(stored: StoredTensor) -> torch.Tensor:
-    """Return a whole weight tensor in its stored dtype."""
-    out = np.empty(stored.shape or (1,), WEIGHT_DTYPES[stored.dtype])
+    """Return a whole tensor of weights or integers in its stored dtype."""
+    out = np.empty(stored.shape or (1,), ROW_DTYPES[stored.dtype])
     for start, stop, rows in read_rows(stored):
         out[start:stop] = rows
     bits = torch.from_numpy(out.view(np.int16) if stored.dtype == "BF16" else out)

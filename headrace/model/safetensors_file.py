@@ -31,6 +31,12 @@ WEIGHT_DTYPES: dict[str, np.dtype[Any]] = {
     "F16": np.dtype(np.float16),
     "F32": np.dtype(np.float32),
 }
+# The same for integers: tables that some architectures keep among their buffers.
+INTEGER_DTYPES: dict[str, np.dtype[Any]] = {
+    **{f"{kind}{bits}": np.dtype(f"{kind.lower()}{bits // 8}") for kind in "IU" for bits in (8, 16, 32, 64)},
+    "BOOL": np.dtype(np.bool_),
+}
+ROW_DTYPES = WEIGHT_DTYPES | INTEGER_DTYPES
 _LARGEST_HEADER_BYTES = 100 * MIB  # the limit of the safetensors library
 PIECE_BYTES = 4 * MIB
 
@@ -94,12 +100,12 @@ def _describe(path: Path, key: str, entry: Any, start: int) -> StoredTensor:
 
 
 def read_rows(tensor: StoredTensor, piece_bytes: int = PIECE_BYTES) -> Iterator[tuple[int, int, np.ndarray]]:
-    """Yield `(start, stop, rows)` over the first dimension of a weight tensor, about `piece_bytes` at a time.
+    """Yield `(start, stop, rows)` over the first dimension of a tensor of `ROW_DTYPES`, about `piece_bytes` at a time.
 
     `rows` holds the bits (bfloat16 as uint16) in the tensor's shape; it is overwritten by the next piece. Pages read are
     dropped from the page cache: each byte of a checkpoint is read once.
     """
-    dtype = WEIGHT_DTYPES[tensor.dtype]
+    dtype = ROW_DTYPES[tensor.dtype]
     shape = tensor.shape or (1,)
     row_bytes = math.prod(shape[1:]) * dtype.itemsize
     rows_per_piece = max(1, min(shape[0], piece_bytes // max(1, row_bytes)))

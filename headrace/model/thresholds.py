@@ -7,6 +7,7 @@ is larger than the rows of the trial is passed over in silence.
 """
 
 import json
+import math
 from collections.abc import Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -20,6 +21,8 @@ from headrace.model.tiny import MET, UNREACHED, counted_in_tokens, open_keys, sh
 
 # An instance with more parameters than this would take longer to fill than to refuse.
 _LARGEST_ELEMENTS = 30_000_000
+# For sizes that others have to divide, or that stand in the way of an instance as large as the model is.
+_DIVISIBLE = 16
 # From here on some scalings of rotary tables differ.
 _ROPE_LENGTH = "original_max_position_embeddings"
 
@@ -73,28 +76,32 @@ def _tiny(config_class: type, full: str) -> Tiny:
     values = json.loads(full)
     unknown = open_keys(values)
     chosen, scaled_rope, runs = _base(config_class, values, unknown)
-    if not chosen and runs:
-        for key in unknown:
-            for size in MET:
-                if _runs(config_class, values, {**chosen, key: size}, scaled_rope=scaled_rope):
-                    chosen = {**chosen, key: size}
-                    break
+
+    def lowered(key: str, chosen: dict[str, float]) -> dict[str, float]:
+        tried = ({**chosen, key: float(size)} for size in MET)
+        return next((one for one in tried if _runs(config_class, values, one, scaled_rope=scaled_rope)), chosen)
+
+    # Twice, for some keys fit others that are lowered after them.
+    for key in (*unknown, *unknown) if runs else ():
+        if chosen.get(key, math.inf) > MET[0]:
+            chosen = lowered(key, chosen)
+    met = [key for key in chosen if chosen[key] <= MET[0]]
     unmet = {
         key: value
         for key, value in unknown.items()
-        if runs and key not in chosen and not _is_a_size(config_class, values, chosen, key, int(value))
+        if runs and key not in met and not _is_a_size(config_class, values, chosen, key, int(value))
     }
     if not scaled_rope and isinstance(length := (values.get("rope_parameters") or {}).get(_ROPE_LENGTH), int):
         unmet[_ROPE_LENGTH] = length
-    met = {**{key: unknown[key] for key in chosen}, **counted_in_tokens(values)}
-    key = _json(shrink_values(config_class, values, chosen, scaled_rope=scaled_rope))
-    return Tiny(key, {name: met[name] for name in sorted(met)}, unmet, chosen, scaled_rope)
+    numbers = {**{key: unknown[key] for key in met}, **counted_in_tokens(values)}
+    tiny = _json(shrink_values(config_class, values, chosen, scaled_rope=scaled_rope))
+    return Tiny(tiny, {name: numbers[name] for name in sorted(numbers)}, unmet, chosen, scaled_rope)
 
 
 def _base(config_class: type, values: dict[str, Any], unknown: Mapping[str, float]) -> tuple[dict[str, float], bool, bool]:
     """Return values for all unknown keys or none, whether rotary tables are scaled, and whether the instance runs with that."""
     for scaled_rope in (True, False):
-        for size in (*MET, None) if unknown else (None,):
+        for size in (*MET, _DIVISIBLE, None) if unknown else (None,):
             chosen = {} if size is None else dict.fromkeys(unknown, float(size))
             if _runs(config_class, values, chosen, scaled_rope=scaled_rope):
                 return chosen, scaled_rope, True

@@ -3,6 +3,7 @@
 Run: pytest tests/equivalence/test_packed.py
 """
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from tiers import sampled
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from headrace.engine.trainer import Engine
+from headrace.model.thresholds import architecture_key
 
 LENGTHS = (LENGTH, 13, 11, 6, 2, LENGTH - 2)
 ROWS = ((0,), (1, 2, 4), (3,), (5,))
@@ -46,9 +48,33 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
+# Of these what the trial makes of a configuration as it is published.
+SHRUNK: dict[str, dict[str, Any]] = {
+    "deepseek_v4": {},  # several residual streams, compressed keys
+    "qwen4_exp_text": {  # streams, a table of n-grams inside a block, queries that choose their keys
+        "ple_layer_ids": [2],
+        "eos_token_id": 1,
+        "indexer_n_heads": 4,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 128,
+        "indexer_budget": 2048,
+        "indexer_compress_ratio": 16,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+    },
+}
+VOCABULARY = 97
+
+
+def config_of(kind: str) -> Any:
+    if kind in MODELS:
+        return CONFIG_MAPPING[kind](**MODELS[kind])
+    values = json.loads(architecture_key(CONFIG_MAPPING[kind](**SHRUNK[kind])))
+    return CONFIG_MAPPING[kind](**{name: value for name, value in values.items() if name != "transformers_version"})
+
+
 def saved(kind: str, path: Path) -> Path:
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**MODELS[kind]), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(config_of(kind), dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
@@ -59,19 +85,22 @@ def saved(kind: str, path: Path) -> Path:
 def batches_of() -> tuple[list[dict[str, torch.Tensor]], list[dict[str, torch.Tensor]]]:
     """Return three steps with each sample in a row of its own, and the same packed."""
     mask = torch.arange(LENGTH) < torch.tensor(LENGTHS)[:, None]
-    padded = [batch_of(len(LENGTHS), LENGTH, seed) for seed in range(3)]
+    padded = [batch_of(len(LENGTHS), LENGTH, seed, vocabulary=VOCABULARY) for seed in range(3)]
     padded = [batch | {"labels": batch["labels"].where(mask, -100), "attention_mask": mask.long()} for batch in padded]
     return padded, [packed(batch, LENGTHS, ROWS) for batch in padded]
 
 
 @pytest.mark.parametrize(
-    ("kind", "rows"), sampled([(kind, rows) for kind in MODELS for rows in (1, 4)], [("qwen3_next", 1), ("mamba2", 4)])
+    ("kind", "rows"),
+    sampled([(kind, rows) for kind in (*MODELS, *SHRUNK) for rows in (1, 4)], [("qwen3_next", 1), ("mamba2", 4)]),
 )
 def test_packed_samples_are_trained_as_by_plain_pytorch_in_rows_of_their_own(kind: str, rows: int, tmp_path: Path) -> None:
     """With `rows` of the four in a micro-batch; of one micro-batch too the samples' gradients are summed in float32."""
     path = saved(kind, tmp_path / "model")
     alone, together = batches_of()
-    plain = PlainTrainer(path, 1e-3, 0.0, None)
+    plain = PlainTrainer(path, 0.0, 0.0, None)
+    # Not AdamW: it makes full steps of what is rounding alone, such as gradients of routers that a hash overrules.
+    plain.optimizer = torch.optim.SGD(plain.model.parameters(), lr=0.1)
     expected = [plain.step(batch)[0] for batch in alone]
     seen: list[bool] = []
 
@@ -88,10 +117,12 @@ def test_packed_samples_are_trained_as_by_plain_pytorch_in_rows_of_their_own(kin
         export=tmp_path / "out",
         adjust={"micro_batch_sequences": rows, "num_micro_batches": len(ROWS) // rows},
         compute_dtype="float32",
+        optimizer="sgd:momentum=0",
+        learning_rate=0.1,
         weight_decay=0.0,
     )
     assert seen == [True]
     assert losses == pytest.approx(expected, rel=5e-6)
-    ours = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
-    for (name, got), want in zip(ours.named_parameters(), plain.model.parameters(), strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-4, atol=2e-5, msg=lambda text, name=name: f"{name}: {text}")
+    before, ours = (AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32) for name in ("model", "out"))
+    for (name, got), want, old in zip(ours.named_parameters(), plain.model.parameters(), before.parameters(), strict=True):
+        assert (got - want).norm().item() <= 1e-3 * (want - old).norm().item() + 1e-6, name

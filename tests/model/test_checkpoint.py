@@ -1,5 +1,6 @@
 """Weights in and out: equal to what transformers loads and saves, in every layout and dtype; bad files are named."""
 
+import contextlib
 import itertools
 import json
 import shutil
@@ -15,6 +16,7 @@ from saved_models import DTYPES, import_all, save, values_of
 from tiers import sampled
 from tiny_architectures import CONFIGS, make_config, make_plain
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import LlamaModel
 
 from headrace.model import Chain, Checkpoint, Exporter, import_unit
 from headrace.terms.errors import ExportFailed, ModelError, RunDirectoryError
@@ -272,3 +274,25 @@ def test_export_refuses_a_full_directory_and_a_full_disk(tmp_path: Path, monkeyp
     monkeypatch.setattr(shutil, "disk_usage", lambda path: free._replace(free=1000))
     with pytest.raises(ExportFailed, match="free are 1000"):
         Exporter(checkpoint, chain, tmp_path / "out", lambda unit: planes[unit]).write()
+
+
+def test_tables_of_integers_among_the_buffers_come_from_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSeek-V4 looks up in one which expert a token goes to; a checkpoint's need not be what the architecture makes."""
+    made = LlamaModel.__init__
+
+    def with_a_table(self: Any, config: Any) -> None:
+        made(self, config)
+        self.register_buffer("table", torch.zeros(4, dtype=torch.int64))
+
+    monkeypatch.setattr(LlamaModel, "__init__", with_a_table)
+    directory, _ = save(tmp_path, "llama")
+    tensors, table = load_file(directory / "model.safetensors"), torch.tensor([3, 1, 2, 0])
+    chain = Chain.from_config(Checkpoint.open(directory).config, "bfloat16", Optimizer())
+    cases = ((table, ""), (table.int(), ""), (table + 2**40, "does not fit"), (table.float(), "an integer dtype"))
+    for stored, words in cases:
+        save_file({**tensors, "model.table": stored}, directory / "model.safetensors", metadata={"format": "pt"})
+        if words == "does not fit":
+            chain.model.model.table = torch.zeros(4, dtype=torch.int32)
+        with pytest.raises(ModelError, match=words) if words else contextlib.nullcontext():
+            chain.attach(Checkpoint.open(directory))
+            assert torch.equal(chain.model.model.table, table)

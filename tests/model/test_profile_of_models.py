@@ -3,6 +3,7 @@
 Run: pytest tests/model/test_profile_of_models.py
 """
 
+import json
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from versions import CAUSAL_DOGE, LONG_ROPE_IN_A_PLAN
 
 from headrace.model import Chain, MicroBatch, profile, self_check
 from headrace.model.cost_profile import _tensors_of
+from headrace.model.thresholds import architecture_key
 from headrace.terms.errors import ModelError
 from headrace.terms.optimizer import Optimizer
 
@@ -219,3 +221,12 @@ def test_parameters_that_the_architecture_freezes_stop_no_profile(kind: str) -> 
 def test_blocks_that_hand_on_more_than_hidden_states_are_refused_in_words() -> None:
     with pytest.raises(ModelError, match="block by block"):
         self_check(CONFIG_MAPPING["glm_moe_dsa"]())
+
+
+@pytest.mark.deep
+def test_all_residual_streams_of_a_token_are_counted() -> None:
+    """DeepSeek-V4 and Qwen4-Exp hand on several for each."""
+    config = CONFIG_MAPPING["deepseek_v4"]()
+    small = CONFIG_MAPPING["deepseek_v4"](**json.loads(architecture_key(config)))
+    costs = profile(Chain.from_config(small, "bfloat16", Optimizer()), 1, 16)
+    assert costs.hidden_size_bytes >= 2 * small.hidden_size * config.hc_mult > 2 * small.hidden_size

@@ -125,6 +125,17 @@ def test_a_number_that_no_tiny_instance_can_go_beyond_limits_packing(monkeypatch
     check_apart({"input_ids": alone, "position_ids": alone}, chain)
 
 
+def test_numbers_that_fit_one_another_are_lowered_together() -> None:
+    """Qwen4-Exp: a width that heads of n-grams share, a table too large to be made, a budget in blocks of some tokens."""
+    keys = {"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 128, "indexer_compress_ratio": 16}
+    rope = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
+    values = {**keys, "indexer_budget": 2048, "eos_token_id": 1, "ple_layer_ids": [2], "rope_parameters": rope}
+    tiny = tiny_of(CONFIG_MAPPING["qwen4_exp_text"](**values))
+    assert {"indexer_budget", "indexer_compress_ratio", "ngram_vocab_size_base"} <= set(tiny.met)
+    assert not tiny.unmet
+    assert tiny.chosen["ple_embed_dim"] == 16
+
+
 def test_sizes_that_others_have_to_fit_limit_nothing() -> None:
     """Keys that nobody knows, and with which the shapes of parameters go."""
     for kind in ("minicpm3", "jetmoe", "xglm", "modernbert-decoder"):
