@@ -1,15 +1,21 @@
 """A plan is written and read in one format, and refused by name in any other."""
 
 import json
+from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import pytest
 from small_plans import small_plan
 
+from headrace.plan.buffer_sizes import buffer_groups, device_update_temporary_bytes, host_update_temporary_bytes
 from headrace.plan.given import load_plan
 from headrace.plan.plan import PLAN_FORMAT, Plan
 from headrace.plan.speculation import Speculation
+from headrace.terms.cuts import Cuts
 from headrace.terms.errors import ConfigError
+from headrace.terms.rule_figures import Grain
 
 PRICES = Speculation(late_units=(1, 2), deferred_seconds=3.0, hit_seconds=2.0, redo_seconds=1.0)
 
@@ -18,6 +24,44 @@ def test_a_plan_comes_back_from_json_as_it_was() -> None:
     plan = small_plan(attention_flops=(1.0,) * 4, spared_flops=(2.0,) * 4, notes=("small",), peak_bytes={"host": {"all": 1}})
     for each in (plan, plan.with_results(speculation=PRICES, allowed_bytes={"host": 7})):
         assert Plan.from_json(json.loads(json.dumps(each.to_json()))) == each
+
+
+def cut_plan(**changes: Any) -> Plan:
+    """A plan whose units may be cut at 8 matrices of 4096 elements, 3 of 20480, and in a vector."""
+    cuts = (Cuts(0, 32768, 4096, 4096), Cuts(32768, 94208, 20480, 20480), Cuts(94208, 98304, 2048, 1))
+    plan = small_plan(rule=replace(small_plan().rule, grain=Grain.MATRIX), **changes)
+    return replace(plan, units=tuple(replace(unit, num_elements=98304, cuts=cuts) for unit in plan.units))
+
+
+def test_chunks_of_whole_matrices_come_back_from_json_too() -> None:
+    plan = cut_plan()
+    assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
+
+
+def test_what_no_cut_divides_enlarges_the_chunk_buffers_on_host_and_device() -> None:
+    plan = cut_plan(separate_device=True, device_update_every=1, update_threads=3, chunk_elements=4096)
+    assert plan.chunk_elements == 20480
+    assert [plan.chunk(1, chunk) for chunk in range(plan.num_chunks(1))] == [
+        (0, 20480),
+        (20480, 32768),
+        (32768, 53248),
+        (53248, 73728),
+        (73728, 94208),
+        (94208, 98304),
+    ]
+    sizes = [plan.planes.state_bytes(size) for size in (20480, 12288, 20480, 20480, 20480, 4096)]
+    assert plan.state_bytes(1) == sum(sizes)
+    assert [plan.states_of_chunk(1, chunk).stop for chunk in range(6)] == list(accumulate(sizes))
+    groups = buffer_groups(plan)
+    assert groups["states"].num_bytes == plan.planes.state_bytes(20480)
+    assert groups["device_states"].num_bytes == plan.planes.num_bytes(20480) + 20480 * plan.gradient_bytes_per_element
+    assert device_update_temporary_bytes(plan) == 20480 * plan.rule.temporary_bytes
+    assert host_update_temporary_bytes(plan) == 3 * 20480 * plan.rule.temporary_bytes
+    # A matrix that is longer than what the device works on at once makes that longer.
+    whole = 1 << 21
+    units = tuple(replace(unit, num_elements=whole, cuts=(Cuts(0, whole, whole, whole),)) for unit in plan.units)
+    assert device_update_temporary_bytes(replace(plan, units=units)) == whole * plan.rule.temporary_bytes
+    assert host_update_temporary_bytes(small_plan()) == 0
 
 
 @pytest.mark.parametrize("written", [1, None, 3])

@@ -1,6 +1,9 @@
 """The worked example of docs/extending.md is a rule: it keeps the contract."""
 
+import importlib
 import re
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +17,17 @@ PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
 
 
 @pytest.fixture(scope="module")
-def example(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def example(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """A module that can be imported, as the page says: numba's cache on disk names the module of what it has inlined, and a
+    later process looks for it.
+    """
     code = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)[0]
     path = tmp_path_factory.mktemp("example") / "plain_sgd.py"
     path.write_text(code)
-    names: dict[str, Any] = {"__name__": "plain_sgd"}
-    exec(compile(code, str(path), "exec"), names)
-    return names
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(path.parent)
+        yield vars(importlib.import_module("plain_sgd"))
+        del sys.modules["plain_sgd"]
 
 
 class Plain(torch.optim.Optimizer):
