@@ -41,10 +41,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def start(model: Path, folder: Path, policy: str, moments: str = "float32") -> BaseProcess:
+def start(model: Path, folder: Path, policy: str, optimizer: str = "adamw") -> BaseProcess:
     folder.mkdir(exist_ok=True)
     (folder / "ready").unlink(missing_ok=True)
-    arguments = (str(model), str(folder / "run"), str(folder / "out"), STEPS, policy, moments)
+    arguments = (str(model), str(folder / "run"), str(folder / "out"), STEPS, policy, optimizer)
     process = PROCESSES.Process(target=trainee.main, args=arguments)
     process.start()
     return process
@@ -59,11 +59,11 @@ def weights_of(folder: Path) -> bytes:
     return (folder / "out" / "model.safetensors").read_bytes()
 
 
-def kill_and_resume(model: Path, folder: Path, policy: str, kills: int, seed: int, moments: str = "float32") -> bytes:
+def kill_and_resume(model: Path, folder: Path, policy: str, kills: int, seed: int, optimizer: str = "adamw") -> bytes:
     """Return the weights of a run that was killed `kills` times on its way."""
     dice = random.Random(seed)
     for _ in range(kills):
-        process = start(model, folder, policy, moments)
+        process = start(model, folder, policy, optimizer)
         while not (folder / "ready").exists():
             assert process.exitcode is None, "it died before it was killed"
             time.sleep(0.002)
@@ -73,7 +73,7 @@ def kill_and_resume(model: Path, folder: Path, policy: str, kills: int, seed: in
         process.join()
         if (folder / "out").exists():  # it got to the end before it was killed: begin anew
             shutil.rmtree(folder)
-    finish(start(model, folder, policy, moments))
+    finish(start(model, folder, policy, optimizer))
     return weights_of(folder)
 
 
@@ -88,13 +88,22 @@ def test_killed_runs_end_like_unbroken_ones(policy: str, model: Path, tmp_path: 
 
 
 @pytest.mark.timeout(280)
+@pytest.mark.parametrize("rule", sampled(["row_scaled", "matrix_scaled"], ["matrix_scaled"]))
+def test_killed_runs_of_whole_rows_or_matrices_end_like_unbroken_ones(rule: str, model: Path, tmp_path: Path) -> None:
+    unbroken = tmp_path / "unbroken"
+    finish(start(model, unbroken, "deferred", rule))
+    expected = weights_of(unbroken)
+    assert kill_and_resume(model, tmp_path / "killed", "deferred", kills=1, seed=5, optimizer=rule) == expected
+
+
+@pytest.mark.timeout(280)
 @pytest.mark.deep
 def test_killed_runs_round_their_moments_like_unbroken_ones(model: Path, tmp_path: Path) -> None:
     """Moments of 8 bits are rounded at random: a resumed run must draw what the unbroken one drew."""
     unbroken = tmp_path / "unbroken"
-    finish(start(model, unbroken, "deferred", "int8"))
+    finish(start(model, unbroken, "deferred", "adamw:moments=int8"))
     expected = weights_of(unbroken)
-    assert kill_and_resume(model, tmp_path / "killed", "deferred", kills=2, seed=8, moments="int8") == expected
+    assert kill_and_resume(model, tmp_path / "killed", "deferred", kills=2, seed=8, optimizer="adamw:moments=int8") == expected
 
 
 @pytest.mark.soak

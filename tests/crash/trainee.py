@@ -13,7 +13,7 @@ import torch
 import headrace
 from headrace.engine.trainer import Engine
 from headrace.plan.plan import Plan
-from headrace.testing import GroupedCodec, RowWire
+from headrace.testing import GroupedCodec, RowWire, item_rules
 
 
 def batch(seed: int) -> dict[str, torch.Tensor]:
@@ -27,7 +27,8 @@ def speculative(plan: Plan) -> Plan:
     return replace(plan, update_policy="speculative", late_units=(0, 2), resident_states=())
 
 
-def main(model: str, run: str, out: str, steps: int, policy: str, moments: str = "float32") -> None:
+def main(model: str, run: str, out: str, steps: int, policy: str, optimizer: str = "adamw") -> None:
+    item_rules.register()
     torch.set_num_threads(1)
     run_directory = Path(run)
     # Frozen weights that are coded, with a trained family beside them; or everything trained in place.
@@ -44,7 +45,7 @@ def main(model: str, run: str, out: str, steps: int, policy: str, moments: str =
                 weight_decay=0.1,
                 output=run_directory,
                 max_grad_norm=None if policy == "immediate" else 0.5,
-                moments=moments,
+                optimizer=optimizer,
                 tokens_per_step=96,
                 sequence_length=24,
             ),

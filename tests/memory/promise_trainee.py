@@ -15,6 +15,7 @@ import headrace.answers.planner
 from headrace.engine.trainer import Engine
 from headrace.machine.host_memory import anonymous_bytes
 from headrace.terms.errors import PlanInfeasible
+from headrace.testing import item_rules
 
 # What the interpreter may hold more at one opening than at the one before.
 BETWEEN_OPENINGS_BYTES = 1 << 20
@@ -34,6 +35,7 @@ def open_engine(case: dict[str, Any]) -> tuple[Engine, int]:
                     output=case["run"],
                     max_grad_norm=case["clip"],
                     compute_dtype=case["dtype"],
+                    optimizer=case["optimizer"],
                     tokens_per_step=case["tokens"],
                     sequence_length=case["length"],
                 ),
@@ -61,6 +63,7 @@ def litter() -> None:
 
 def main() -> None:
     case = json.loads(sys.argv[1])
+    item_rules.register()
     if case["littered"]:
         litter()
     engine, host_bytes = open_engine(case)

@@ -35,6 +35,7 @@ class Case:
     padded: bool = False
     steps: int = 2
     exported: bool = False
+    optimizer: str = "adamw"
     littered: bool = False  # the search for a plan leaves 128 MiB in reference cycles
 
 
@@ -54,12 +55,15 @@ QUICK = [
     Case("narrow", None, device_mib=200),
     Case("wide", None, clip=1.0),
     Case("tied", None, packed=256, length=512),
+    Case("wide", None, optimizer="matrix_scaled"),  # the head is one matrix: half of the states, and temporaries besides
 ]
 LONG = [
     Case("narrow", 700),
     Case("wide", None),
     Case("wide", 540, clip=1.0, steps=8),  # no room at first for what is kept of freed memory, and then some
     Case("tied", None, dtype="float32"),
+    Case("wide", None, device_mib=400, clip=1.0, optimizer="matrix_scaled"),
+    Case("wide", None, dtype="float32", optimizer="row_scaled"),
     Case("wide", 680, tokens=1024, clip=1.0, packed=128),  # the least is 513 MiB, with a build of torch for CUDA 653
     Case("wide", None, tokens=4096, length=1024, steps=6),
     Case("wide", 900, tokens=4096, length=1024, device_mib=400, steps=6),
