@@ -73,6 +73,7 @@ class Chain:
             collect_asides=traits.has_aside_loss,
             packs_by_masks=traits.packs_by_masks,
             samples_from=traits.samples_from,
+            passed_over=traits.passed_over,
         )
         self.collects_asides = self._runner.collects_asides
         self._attached: WeightMap | None = None

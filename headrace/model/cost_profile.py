@@ -21,7 +21,7 @@ from headrace.model.chain_values import MicroBatch, PrologueResult
 from headrace.model.cost_meter import AttentionOfGpus, CostMeter
 from headrace.model.runner import left_as_found
 from headrace.model.skip import skippable
-from headrace.model.taps import BlockCall
+from headrace.model.taps import BlockCall, Handed
 from headrace.terms.costs import ATTENTION, BlockCosts, ModelCosts
 from headrace.terms.errors import HeadraceError, ModelError, in_one_line
 
@@ -250,6 +250,8 @@ def _outline(value: Any) -> Any:
         return (value.shape, value.dtype)
     if isinstance(value, BlockCall):
         return (_outline(value.args), _outline(value.kwargs))
+    if isinstance(value, Handed):
+        return Handed
     if isinstance(value, dict):
         return {name: _outline(inner) for name, inner in value.items()}
     if isinstance(value, tuple | list):
@@ -265,7 +267,7 @@ def _profile_blocks(
     chain: Chain, hidden: torch.Tensor, calls: tuple[Any, ...], meter: Callable[..., CostMeter]
 ) -> tuple[tuple[BlockCosts, ...], torch.Tensor]:
     """Return the costs of each block and the final hidden states: some models begin with bfloat16 and go on with float32."""
-    known: dict[object, tuple[BlockCosts, torch.Tensor]] = {}
+    known: dict[object, tuple[BlockCosts, torch.Tensor, tuple[Any, ...]]] = {}
     costs = []
     for index in range(chain.num_blocks):
         layout = chain.layouts[index + 1]
@@ -276,13 +278,24 @@ def _profile_blocks(
         key = (
             str(shapes),
             hidden.dtype,
-            tuple(value if isinstance(value, bool | int | str) else id(value) for value in values),
+            tuple(_identity(value) for value in values),
+            tuple(hand is not None for hand in call.hands),
         )
         if key not in known:
-            known[key] = _profile_block(chain, index, hidden, call, meter)
-        block, hidden = known[key]
+            left = _profile_block(chain, index, hidden, call, meter)
+            known[key] = (*left, tuple(hand.value if hand else None for hand in call.hands))
+        block, hidden, handed = known[key]
+        for hand, value in zip(call.hands, handed, strict=True):
+            if hand is not None:
+                hand.value = value
         costs.append(block)
     return tuple(costs), hidden
+
+
+def _identity(value: Any) -> object:
+    if isinstance(value, Handed):
+        return ("handed", str(_outline(value.value)))
+    return value if isinstance(value, bool | int | str) else id(value)
 
 
 def _profile_block(
@@ -291,7 +304,8 @@ def _profile_block(
     layout = chain.layouts[index + 1]
     flat = torch.zeros(layout.num_elements, dtype=chain.dtype, device=chain.device)
     chain.bind(index + 1, flat, None)
-    existing = (flat, hidden, *_tensors_of((call,)))
+    given = (hand.value for hand in call.gets if isinstance(hand.value, torch.Tensor))
+    existing = (flat, hidden, *_tensors_of((call,)), *given)
     with torch.no_grad(), meter(*existing) as forward:
         left = chain.block(index, hidden, call).hidden
     after = torch.zeros_like(left)  # of its own: what is cut from a larger storage would keep that alive
@@ -343,14 +357,16 @@ def _profile_loss(
 
 def _call_bytes(calls: tuple[Any, ...], rows: int) -> int:
     """Return the bytes of the distinct tensors that blocks are called with: masks, rotary tables, positions. What all `rows` of
-    a micro-batch share is one for each where rows are packed, for positions differ then; pass 1 where they cannot be.
+    a micro-batch share is one for each where rows are packed, for positions differ then; pass 1 where they cannot be. What a
+    block hands to others is counted for each, though some only pass it on.
     """
+    handed = sum(hand.value.nbytes for call in calls for hand in call.hands if hand and isinstance(hand.value, torch.Tensor))
     sizes = {
         tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes()
         * (rows if tensor.dim() > 1 and tensor.shape[0] == 1 else 1)
         for tensor in _tensors_of(calls)
     }
-    return sum(sizes.values())
+    return sum(sizes.values()) + handed
 
 
 def _tensors_of(calls: Iterable[Any]) -> list[torch.Tensor]:

@@ -20,7 +20,7 @@ from headrace.model.block_major import RELATIVE_TOLERANCE, block_major_backward,
 from headrace.model.chain_values import IGNORED, MicroBatch, shift_labels
 from headrace.model.find_blocks import check_architecture, find_blocks
 from headrace.model.instance import LENGTHS, tiny_model, tiny_samples
-from headrace.model.runner import Runner
+from headrace.model.runner import Runner, parameter_names
 from headrace.model.thresholds import architecture_key, key_without, tiny_of
 from headrace.terms.errors import HeadraceError, ModelError, in_one_line
 
@@ -33,6 +33,7 @@ class Traits:
     (None: of any number, 0: not at all); `packing_reason` says why not into longer ones. With `packs_by_masks` masks keep them
     apart that the model does not make from positions by itself. With `runs_by_samples` longer rows hold several, too, but
     blocks run on one after the other. `has_aside_loss`: as it is configured, it adds an auxiliary loss of router logits.
+    `passed_over`: names of parameters of blocks that make nothing of what others hand them besides hidden states.
     """
 
     blocks_name: str
@@ -43,6 +44,7 @@ class Traits:
     packs_by_masks: bool = False
     runs_by_samples: bool = False
     has_aside_loss: bool = False
+    passed_over: frozenset[frozenset[str]] = frozenset()
 
     @property
     def samples_from(self) -> int | None:
@@ -208,6 +210,7 @@ def _probe(config_class: type, key: str) -> Traits:
         packs_by_masks=by_masks,
         runs_by_samples=alone,
         has_aside_loss=runner.collects_asides,
+        passed_over=_passed_over(runner),
     )
 
 
@@ -237,6 +240,26 @@ def _run_blocks(runner: Runner, batch: MicroBatch) -> torch.Tensor:
     for index, call in enumerate(start.calls):
         hidden = runner.block(index, hidden, call).hidden
     return hidden
+
+
+@torch.no_grad()
+def _passed_over(runner: Runner) -> frozenset[frozenset[str]]:
+    """Return the names of parameters of the blocks that run, and to the same end, with nothing in place of what they get."""
+    start = runner.prologue(tiny_samples(runner.model)[0])
+    hidden, takes = start.hidden, set[frozenset[str]]()
+    idle = set[frozenset[str]]()
+    for index, call in enumerate(start.calls):
+        left = runner.block(index, hidden, call).hidden
+        if call.gets:
+            names = parameter_names(runner.blocks[index])
+            try:
+                without = runner.run_block(runner.blocks[index], hidden, call.args, call.kwargs)
+                same = torch.equal(without[0] if isinstance(without, tuple) else without, left)
+            except Exception:  # the architecture's own code, on what is no tensor
+                same = False
+            (idle if same else takes).add(names)
+        hidden = left
+    return frozenset(idle - takes)
 
 
 def _check_causal(runner: Runner) -> None:

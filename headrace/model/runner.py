@@ -4,7 +4,7 @@ Knows nothing of units or flat buffers: weights are whatever the modules hold. I
 by the model's own code, and everything that carries a gradient out of it is returned.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -49,7 +49,8 @@ class Runner:
     `tuple_length` says what a block returns (see `Taps`). With `collect_asides` the router logits of each block are caught.
     With `packs_by_masks` rows of several samples get masks that keep these apart, for models that make none from positions.
     Rows of `samples_from` tokens and more, where it is given, are run sample by sample if there are several in one: for layers
-    that carry a state along the row. `run_block` may be replaced by another way to run a block that computes the same, and
+    that carry a state along the row. Blocks whose parameters have the names of one of `passed_over` make nothing of what others
+    hand them. `run_block` may be replaced by another way to run a block that computes the same, and
     `run_sample` by one for rows of any length.
     """
 
@@ -62,6 +63,7 @@ class Runner:
         collect_asides: bool = False,
         packs_by_masks: bool = False,
         samples_from: int | None = None,
+        passed_over: Collection[frozenset[str]] = (),
     ) -> None:
         self.model = model
         self.blocks = tuple(blocks)
@@ -71,6 +73,7 @@ class Runner:
         self.collects_asides = collect_asides
         self.run_block: RunBlock = run_block
         self.run_sample: RunBlock | None = None
+        self._takes = [parameter_names(block) not in passed_over for block in self.blocks]
         self._asides: list[torch.Tensor] | None = None
         self._coefficient: float | None = None
         inside = {id(module) for block in self.blocks for module in block.modules()}
@@ -114,7 +117,7 @@ class Runner:
                 f"{type(self.model).__name__}: its forward called {len(taps.calls)} of {len(self.blocks)} blocks; "
                 "a model that skips or repeats blocks cannot be run block by block"
             )
-        return PrologueResult(taps.hidden, tuple(taps.calls))
+        return PrologueResult(taps.hidden, taps.wanted_calls(self._takes))
 
     def _masks_of(self, position_ids: torch.Tensor) -> Any:
         """Return what transformers makes of positions where a model does not ask for it: masks by kind of layer, or one."""
@@ -159,9 +162,12 @@ class Runner:
         asides: list[torch.Tensor] = []
         self._asides = asides
         try:
-            out = run(self.blocks[index], hidden, call.args, call.kwargs)
+            out = run(self.blocks[index], hidden, *call.arguments())
         finally:
             self._asides = None
+        for handed, value in zip(call.hands, out[1:] if isinstance(out, tuple) else (), strict=False):
+            if handed is not None:
+                handed.value = _without_gradient(value, self.blocks[index])
         return BlockResult(out[0] if isinstance(out, tuple) else out, tuple(asides))
 
     def loss_sum(self, input_ids: torch.Tensor, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -243,6 +249,28 @@ class Runner:
                 self._asides.append(output[position] if isinstance(output, tuple) else output)
 
         return hook
+
+
+def parameter_names(block: nn.Module) -> frozenset[str]:
+    """Return the names of a block's parameters in it: by them kinds of blocks are told from one another."""
+    return frozenset(name for name, _ in block.named_parameters())
+
+
+def _without_gradient(value: Any, block: nn.Module) -> Any:
+    """Return what a block hands to others, if backward needs nothing of it.
+
+    Raises:
+        ModelError: it has, or may have, a gradient, which would be lost.
+    """
+    if isinstance(value, torch.Tensor) and not value.is_floating_point() and not value.is_complex():
+        return value
+    if value is None or isinstance(value, bool | int):
+        return value
+    what = f"{tuple(value.shape)} of {value.dtype}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+    raise ModelError(
+        f"{type(block).__name__}: cannot be run block by block: blocks hand one another more than hidden states: {what}, "
+        "which can have a gradient, and gradients go from block to block by hidden states alone"
+    )
 
 
 def _samples(position_ids: torch.Tensor) -> list[Sample]:

@@ -5,15 +5,13 @@ restored on exit, whatever happens inside.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-
-from headrace.terms.errors import ModelError
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,17 +27,43 @@ class Sample:
         return tensor[self.row : self.row + 1, self.start : self.stop]
 
 
+class Handed:
+    """What a block hands to later ones besides hidden states, such as which keys they attend to: its `value`, once it has run.
+
+    It stays for recompute, and has no gradient: no floating-point numbers. Until then, and for blocks that make nothing of it,
+    it stands for itself.
+    """
+
+    def __init__(self) -> None:
+        self.value: Any = self
+
+
 @dataclass(frozen=True, slots=True)
 class BlockCall:
     """What the model passes to a block besides the hidden states: masks, rotary tables, positions.
 
     The tensors are the model's own objects, shared by all blocks that get the same one. With `samples`, in the order of their
-    rows, a block is called for each of these by itself, with what the model passes for it alone.
+    rows, a block is called for each of these by itself, with what the model passes for it alone. What other blocks hand on is
+    among the arguments as `Handed`; `hands` says into which a block puts what it returns besides hidden states, None for what
+    nobody takes.
     """
 
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
     samples: tuple[tuple[Sample, "BlockCall"], ...] = ()
+    hands: tuple[Handed | None, ...] = ()
+
+    @property
+    def gets(self) -> tuple[Handed, ...]:
+        """What other blocks hand to this one."""
+        return tuple(value for value in (*self.args, *self.kwargs.values()) if isinstance(value, Handed))
+
+    def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments with what has been handed on in its place."""
+        if not self.gets:
+            return self.args, self.kwargs
+        values = [value.value if isinstance(value, Handed) else value for value in (*self.args, *self.kwargs.values())]
+        return tuple(values[: len(self.args)]), dict(zip(self.kwargs, values[len(self.args) :], strict=True))
 
 
 class Reached(Exception):
@@ -72,21 +96,14 @@ class _Answers(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-# Stands for what a block returns besides hidden states. Not None, which blocks that get it may take for "nothing there".
-_NOT_COMPUTED = object()
-
-
 class Taps:
     """While entered, the blocks compute nothing.
 
     With `inject=None` the calls are recorded and the last block raises `Reached`, so that nothing after the blocks runs. With a
     tensor of shape (b, T, hidden) the last block returns it, so that everything after the blocks runs on it; what lies before
     them computes nothing of use then, and asks the device for no value. `tuple_length` is the number of values in the tuple
-    that a block returns, hidden states first; None where it returns them alone. What else is in it is not computed: a model may
-    drop it.
-
-    Raises:
-        ModelError: a block gets what another one returns besides hidden states.
+    that a block returns, hidden states first; None where it returns them alone. For what else is in it stands a `Handed`: not
+    None, which blocks that get it may take for "nothing there"; a model may drop it, or pass it to other blocks.
     """
 
     def __init__(self, blocks: Sequence[nn.Module], tuple_length: int | None, inject: torch.Tensor | None = None) -> None:
@@ -114,13 +131,11 @@ class Taps:
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             hidden, *rest = args if args else (kwargs.pop("hidden_states"),)
-            if any(value is _NOT_COMPUTED for value in (*rest, *kwargs.values())):
-                name = type(self._blocks[index]).__name__
-                raise ModelError(f"{name}: cannot be run block by block: blocks hand one another more than hidden states")
+            hands = tuple(Handed() for _ in range(1, self._tuple_length or 1))
             if self._inject is None:
                 if index == 0:
                     self.hidden = hidden
-                self.calls.append(BlockCall(tuple(rest), kwargs))
+                self.calls.append(BlockCall(tuple(rest), kwargs, hands=hands))
                 if last:
                     raise Reached
             elif last:
@@ -128,6 +143,12 @@ class Taps:
                 self._answers.unasked = False
             if self._tuple_length is None:
                 return hidden
-            return (hidden, *[_NOT_COMPUTED] * (self._tuple_length - 1))
+            return (hidden, *hands)
 
         return forward
+
+    def wanted_calls(self, takes: Sequence[bool]) -> tuple[BlockCall, ...]:
+        """Return the calls in order, without places for what no block gets that `takes` it: that is not to stay."""
+        wanted = {id(value) for call, taken in zip(self.calls, takes, strict=True) if taken for value in call.gets}
+        hands = [tuple(value if id(value) in wanted else None for value in call.hands) for call in self.calls]
+        return tuple(replace(call, hands=kept if any(kept) else ()) for call, kept in zip(self.calls, hands, strict=True))
