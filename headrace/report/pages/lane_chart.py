@@ -13,9 +13,9 @@ from headrace.terms.sizes import format_bytes
 
 # Families of verbs, each with a colour of its own in the style sheet.
 FAMILIES = {
-    "forward": ("prologue", "forward"),
+    "forward": ("prologue", "forward", "score"),
     "backward": ("epilogue", "backward", "prologue-backward"),
-    "weights": ("fetch", "upload", "write-weights"),
+    "weights": ("fetch", "upload", "make", "write-weights"),
     "activations": ("stash", "spill", "unspill", "recall"),
     "gradients": ("drain", "hold", "unhold"),
     "states": ("read-states", "states-to-device", "update", "states-to-host", "write-states"),
