@@ -9,7 +9,6 @@ from dataclasses import replace
 
 import torch
 
-from headrace.flow.commit import write_resident_states
 from headrace.flow.execute import Interpreter
 from headrace.flow.step import run_step
 from headrace.flow.step_batch import StepBatch
@@ -34,7 +33,7 @@ class Steps:
     def __init__(self, parts: Parts, interpreter: Interpreter, hits: HitRate) -> None:
         self.parts, self.hits = parts, hits
         self._interpreter = interpreter
-        self._programs: dict[tuple[int, Snapshot], tuple[Program, Snapshot]] = {}
+        self._programs: dict[tuple[int, Snapshot, bool], tuple[Program, Snapshot]] = {}
         self._pending: Verdict | None = None
         self._last: Verdict | None = None
         self._told = False
@@ -56,11 +55,13 @@ class Steps:
             return self._run(num_micro_batches, verdict, state_of(self._pending))
 
     def _run(self, num_micro_batches: int, verdict: Verdict, state: StepState) -> StepState:
-        key = (num_micro_batches, self._left)
+        durable = self._pending is None or self._pending.durable
+        key = (num_micro_batches, self._left, durable)
         if key not in self._programs:
             if len(self._programs) == MOST_PROGRAMS:
-                del self._programs[next(iter(self._programs))]  # the oldest: the steady state needs one
-            self._programs[key] = build_program(self.parts.plan, *key)
+                # The oldest: the steady state needs one, or three where some steps are no checkpoints.
+                del self._programs[next(iter(self._programs))]
+            self._programs[key] = build_program(self.parts.plan, num_micro_batches, self._left, durable=durable)
         program, self._left = self._programs[key]
         run_step(program, state, self._interpreter)
         self._tell(state.not_kept)
@@ -117,7 +118,6 @@ class Steps:
             self._pending = None
         self._interpreter.wait()
         if self._last is not None and int(self.parts.store.record["num_steps"]) <= self._last.step:
-            write_resident_states(self.parts)
             self.parts.store.commit(self._last.record(self._last))
 
     def close(self) -> None:

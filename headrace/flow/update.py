@@ -77,17 +77,24 @@ def update(state: StepState, op: Op) -> None:
 
 def write_states(state: StepState, op: Op) -> None:
     """Write a chunk's new states into the slot that is not committed."""
-    if not state.verdict_of(op).void:
+    if _is_written(state, op, stays=op.unit in state.plan.resident_states):
         known = state.checksums.get((op.unit, op.chunk))
         state.parts.store.write(op.unit, STATES, op.chunk, _states(state, op), known.states if known else None).wait()
 
 
 def write_weights(state: StepState, op: Op) -> None:
     """Write a chunk's new weights into the slot that is not committed."""
-    if not state.verdict_of(op).void:
+    if _is_written(state, op, stays=op.unit in state.plan.staying_weights):
         known = state.checksums.get((op.unit, op.chunk))
         family = WEIGHTS if state.plan.units[op.unit].in_place else TRAINED
         state.parts.store.write(op.unit, family, op.chunk, _weights(state, op), known.weights if known else None).wait()
+
+
+def _is_written(state: StepState, op: Op, *, stays: bool) -> bool:
+    """Whether an update's write has anything to write. A step without effect has not; but what stays in memory may still have
+    the effects of steps that were no checkpoints.
+    """
+    return not state.verdict_of(op).void or (stays and op.late)
 
 
 def _weights(state: StepState, op: Op) -> Bytes:

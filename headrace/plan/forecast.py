@@ -82,14 +82,14 @@ def forecast(plan: Plan, ceilings: Ceilings, *, most_operations: int = _MOST_OPE
     Raises:
         ConfigError: the profile has no matrix rate for the plan's compute dtype.
     """
-    resident_bytes, kept_share = _resident_state_bytes(plan), _kept_share(plan, ceilings)
-    step_seconds, timeline = _simulated(_shown(plan, ceilings, most_operations), _under(plan, ceilings), resident_bytes)
+    kept_share = _kept_share(plan, ceilings)
+    step_seconds, timeline, written_bytes = _simulated(_shown(plan, ceilings, most_operations), _under(plan, ceilings))
     return Forecast(
         step_seconds=step_seconds,
         tokens_per_second=plan.tokens_per_step / step_seconds,
         flops_per_step=_flops_per_step(_with_rows(plan)),
         ssd_bytes_read_per_step=timeline.lanes[Lane.SSD_READ].bytes,
-        ssd_bytes_written_per_step=timeline.lanes[Lane.SSD_WRITE].bytes + resident_bytes // plan.checkpoint_every,
+        ssd_bytes_written_per_step=written_bytes,
         bottleneck=timeline.bottleneck,
         explanation=timeline.explanation,
         utilisation={lane: use.utilisation for lane, use in timeline.lanes.items()},
@@ -111,7 +111,7 @@ class StepSeconds:
 
     def __call__(self, plan: Plan, most_operations: int = _MOST_OPERATIONS) -> float:
         """Return the seconds of a step of `plan`, which is cut as `forecast` cuts it."""
-        asked = _shown(plan, self.machine, most_operations), _under(plan, self.machine), _resident_state_bytes(plan)
+        asked = _shown(plan, self.machine, most_operations), _under(plan, self.machine)
         # Nothing else goes into the simulation; representations of numbers are exact. A digest, for there are many of them.
         key = sha256(repr(asked).encode()).digest()
         if key not in self._known:
@@ -226,11 +226,6 @@ def _spared_attention(plan: Plan, index: int) -> float:
     return sum(names[ordinal] == ATTENTION for ordinal in spared) / max(1, count)
 
 
-def _resident_state_bytes(plan: Plan) -> int:
-    """Return the bytes of the states that live in memory: a checkpoint writes them."""
-    return sum(plan.state_bytes(unit) for unit in plan.resident_states)
-
-
 def _shown(plan: Plan, ceilings: Ceilings, most_operations: int) -> Plan:
     """Return the plan that is simulated in place of `plan`: coarse, and without what no operation depends on."""
     coarse = _coarsened(_with_rows(_with_elementwise(plan, ceilings)), _under(plan, ceilings), most_operations)
@@ -248,38 +243,35 @@ def _shown(plan: Plan, ceilings: Ceilings, most_operations: int) -> Plan:
     )
 
 
-def _simulated(plan: Plan, ceilings: Ceilings, resident_bytes: int) -> tuple[float, Timeline]:
-    """Return the seconds of a step whose checkpoint writes `resident_bytes` besides, and a step's timeline: of one without
-    such a checkpoint where they are rare.
+def _simulated(plan: Plan, ceilings: Ceilings) -> tuple[float, Timeline, int]:
+    """Return the seconds of a step, the timeline of a usual one, and the bytes that a step writes: both means over checkpoints
+    and what lies between them.
     """
-    programs = _programs(plan)
-
-    def simulated(written_bytes: int) -> Timeline:
-        seconds = ceilings.commit_seconds + written_bytes / ceilings.ssd_write_bytes_per_second
-        return simulate(
-            programs,
-            replace(ceilings, commit_seconds=seconds),
-            compute_dtype=plan.compute_dtype,
-            compute_threads=plan.compute_threads,
-            update_threads=plan.update_threads,
-        )
-
-    # A commit writes the states that live in memory besides, all in one go: what the next updates wait for it is waited once in
-    # so many steps, and cannot be hidden behind the steps between.
-    rare = plan.checkpoint_every > 1 and resident_bytes > 0
-    timeline = simulated(0 if rare else resident_bytes)
-    step_seconds = timeline.step_seconds
-    if rare:
-        step_seconds += max(0.0, simulated(resident_bytes).step_seconds - step_seconds) / plan.checkpoint_every
-    return step_seconds, timeline
+    usual = _timeline_of(plan, ceilings, durable=plan.checkpoint_every == 1)
+    seconds, written_bytes = usual.step_seconds, usual.lanes[Lane.SSD_WRITE].bytes
+    if plan.checkpoint_every > 1 and plan.is_lazy:
+        checkpoint = _timeline_of(plan, ceilings, durable=True)
+        seconds += max(0.0, checkpoint.step_seconds - seconds) / plan.checkpoint_every
+        written_bytes += (checkpoint.lanes[Lane.SSD_WRITE].bytes - written_bytes) // plan.checkpoint_every
+    return seconds, usual, written_bytes
 
 
-def _programs(plan: Plan) -> list[Program]:
+def _timeline_of(plan: Plan, ceilings: Ceilings, *, durable: bool) -> Timeline:
+    return simulate(
+        _programs(plan, durable=durable),
+        ceilings,
+        compute_dtype=plan.compute_dtype,
+        compute_threads=plan.compute_threads,
+        update_threads=plan.update_threads,
+    )
+
+
+def _programs(plan: Plan, *, durable: bool) -> list[Program]:
     """Return consecutive programs from a cold start until they repeat; where they do, thrice the one that does."""
     programs: list[Program] = []
     before = Snapshot()
     while len(programs) < _MOST_PROGRAMS:
-        program, after = build_program(plan, plan.num_micro_batches, before)
+        program, after = build_program(plan, plan.num_micro_batches, before, durable=durable)
         if after == before:
             # What is built from equal knowledge is equal, and how it began does not matter to the steady state.
             return [program] * 3

@@ -11,7 +11,7 @@ from typing import Any
 from headrace.plan.speculation import Speculation
 from headrace.terms.cuts import chunk_borders, largest_item_elements, least_chunk_elements
 from headrace.terms.errors import ConfigError
-from headrace.terms.forms import DEVICE, UnitFigures
+from headrace.terms.forms import DEVICE, SSD, UnitFigures
 from headrace.terms.layout import PlaneSet
 from headrace.terms.rule_figures import RuleFigures
 from headrace.terms.sizes import format_bytes
@@ -159,6 +159,21 @@ class Plan:
     def streamed_blocks(self) -> tuple[int, ...]:
         """The blocks (1..num_blocks) whose weights are fetched for each pass."""
         return tuple(unit for unit in range(1, self.num_blocks + 1) if self.units[unit].home != DEVICE)
+
+    @property
+    def staying_weights(self) -> tuple[int, ...]:
+        """The units whose trained weights stay in host memory from step to step: nothing reads them from the drives."""
+        all_fit = self.host_slots >= len(self.streamed_blocks)
+        return tuple(
+            index
+            for index, unit in enumerate(self.units)
+            if unit.has_own_family or (all_fit if unit.home == SSD else not self.separate_device)
+        )
+
+    @property
+    def is_lazy(self) -> bool:
+        """Whether anything that is updated late stays in memory: between checkpoints it need not be written."""
+        return any(unit in self.late_units for unit in {*self.resident_states, *self.staying_weights})
 
     @property
     def trained_units(self) -> tuple[int, ...]:

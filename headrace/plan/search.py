@@ -117,7 +117,7 @@ def _plan_under(problem: Problem, policy: str, placements: list[Choice], seconds
     if problem.clips:
         candidates += speculative_candidate(problem, placements, best, seconds_of)
     if plan.resident_states:
-        # States in memory are not read, but each commit writes them in one go.
+        # States in memory are not read; each checkpoint writes them.
         costs = problem.costs_of(plan.micro_batch_sequences)
         candidates.insert(0, with_footprint(replace(plan, resident_states=()), costs, problem.allowance))
     plan = min(candidates, key=lambda candidate: expected_seconds(candidate, seconds_of, clips=problem.clips))

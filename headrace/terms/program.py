@@ -178,7 +178,7 @@ class Pool(IntEnum):
     RESIDENT_WEIGHTS = 2  # by unit: weights that stay where compute reads them
     STAGING = 3  # the host copy through which resident weights reach a separate device
     STATES = 4  # a chunk's states in host memory
-    RESIDENT_STATES = 5  # all states that stay in host memory, in pieces of one chunk each
+    RESIDENT_STATES = 5  # by unit: states that stay in host memory
     DEVICE_STATES = 6  # all planes and the gradient of a chunk that is updated on the device
     GRADIENT = 7  # a unit's drained gradient
     ACCUMULATOR = 8  # a block's gradient, where backward sums it

@@ -18,7 +18,8 @@ from tiers import sampled
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 STEPS = 24
-POLICIES = ["immediate", "deferred", "speculative", "rows"]  # the last: of units with a trained family of their own
+# The last two: of units with a trained family of their own (speculative), and of states in memory with few checkpoints.
+POLICIES = ["immediate", "deferred", "speculative", "rows", "seldom"]
 
 # Children are forked from a server that has imported everything, so that a hundred starts cost seconds, not many minutes.
 PROCESSES = multiprocessing.get_context("forkserver")
@@ -79,7 +80,7 @@ def kill_and_resume(model: Path, folder: Path, policy: str, kills: int, seed: in
 
 @pytest.mark.timeout(280)
 # Deferred: the next test.
-@pytest.mark.parametrize("policy", sampled(["immediate", "speculative", "rows"], ["speculative", "rows"]))
+@pytest.mark.parametrize("policy", sampled(["immediate", "speculative", "rows", "seldom"], ["rows", "seldom"]))
 def test_killed_runs_end_like_unbroken_ones(policy: str, model: Path, tmp_path: Path) -> None:
     unbroken = tmp_path / "unbroken"
     finish(start(model, unbroken, policy))

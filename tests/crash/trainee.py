@@ -46,6 +46,7 @@ def main(model: str, run: str, out: str, steps: int, policy: str, optimizer: str
                 output=run_directory,
                 max_grad_norm=None if policy == "immediate" else 0.5,
                 optimizer=optimizer,
+                checkpoint_every=3 if policy == "seldom" else None,
                 tokens_per_step=96,
                 sequence_length=24,
             ),

@@ -34,4 +34,5 @@ def plans(draw: st.DrawFn) -> Plan:
         resident_states=tuple(sorted(resident)),
         device_update_every=draw(st.integers(0, 4)),
         units=small_plan(num_blocks).units[:units],
+        checkpoint_every=draw(st.integers(1, 3)) if policy == "deferred" else 1,
     )

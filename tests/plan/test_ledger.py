@@ -1,133 +1,13 @@
-"""The ledger derives what an operation waits for; upon it, a training step is what the builder before it made, to the bit."""
+"""The ledger derives what an operation waits for."""
 
-import pytest
-import reference_builder as reference
 from drawn_plans import plans
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from machines import machine
 
 from headrace.plan.ledger import Known, Ledger, Snapshot
 from headrace.plan.plan import Plan
-from headrace.plan.schedules.train import build_program, build_tail, redo
-from headrace.plan.simulate import simulate
-from headrace.terms.ceilings import Ceilings
-from headrace.terms.program import PIECE_SHIFT, Lane, Op, Pool, Program, Verb, buffer
-
-SAME = ("index", "verb", "lane", "unit", "micro", "chunk", "bytes", "flops", "late")
-SLOTS = {
-    Pool.HOST_WEIGHTS: "host_slot",
-    Pool.DEVICE_WEIGHTS: "device_slot",
-    Pool.STATES: "state_slot",
-    Pool.GRADIENT: "gradient_slot",
-    Pool.STASH: "stash_slot",
-    Pool.DEVICE_STATES: "device_state_slot",
-}
-# What the flow looks up of each operation. Others had slots, too, that nobody read.
-LOOKED_UP = {
-    Verb.FETCH: {Pool.HOST_WEIGHTS},
-    Verb.UPLOAD: {Pool.HOST_WEIGHTS, Pool.DEVICE_WEIGHTS},
-    Verb.STASH: {Pool.STASH},
-    Verb.SPILL: {Pool.STASH},
-    Verb.UNSPILL: {Pool.STASH},
-    Verb.RECALL: {Pool.STASH},
-    Verb.DRAIN: {Pool.GRADIENT},
-    Verb.HOLD: {Pool.GRADIENT},
-    Verb.UNHOLD: {Pool.GRADIENT},
-    Verb.READ_STATES: {Pool.STATES},
-    Verb.STATES_TO_DEVICE: {Pool.HOST_WEIGHTS, Pool.STATES, Pool.GRADIENT, Pool.DEVICE_STATES},
-    Verb.STATES_TO_HOST: {Pool.HOST_WEIGHTS, Pool.STATES, Pool.DEVICE_STATES},
-    Verb.WRITE_STATES: {Pool.STATES},
-    Verb.WRITE_WEIGHTS: {Pool.HOST_WEIGHTS},
-}
-
-
-def looked_up(plan: Plan, op: Op) -> set[Pool]:
-    if op.verb in (Verb.FORWARD, Verb.BACKWARD):
-        weights = Pool.DEVICE_WEIGHTS if plan.separate_device else Pool.HOST_WEIGHTS
-        in_place = op.verb is Verb.BACKWARD and not plan.accumulate and not plan.separate_device
-        return {weights, Pool.GRADIENT} if in_place else {weights}
-    if op.verb is Verb.UPDATE:
-        return {Pool.DEVICE_STATES} if op.is_on_device else {Pool.HOST_WEIGHTS, Pool.STATES, Pool.GRADIENT}
-    return LOOKED_UP.get(op.verb, set())
-
-
-def chains(plan: Plan, micros: list[int]) -> tuple[list[Program], list[Program]]:
-    """Return consecutive programs of both builders, with the tail; then, where updates may be done again, those."""
-    old, new = [], []
-    carry, left = reference.cold_carry(plan), Snapshot()
-    for micro in micros:
-        program, carry = reference.build_program(plan, micro, carry)
-        old.append(program)
-        program, left = build_program(plan, micro, left)
-        new.append(program)
-    old.append(reference.build_tail(plan, carry)[0])
-    new.append(build_tail(plan, left)[0])
-    if plan.update_policy == "speculative":
-        program, carry = reference.build_tail(plan, reference.redo_carry(plan))
-        old += [program, reference.build_program(plan, 2, carry)[0]]
-        program, left = build_tail(plan, redo(plan))
-        new += [program, build_program(plan, 2, left)[0]]
-    return old, new
-
-
-@st.composite
-def profiles(draw: st.DrawFn) -> Ceilings:
-    """Machines on which now this, now that lane limits a step of small plans."""
-    rates = {name: 10 ** draw(st.floats(6, 9)) for name in ("read", "write", "inward", "outward", "update", "device")}
-    shared = draw(st.floats(0.5, 1))
-    return machine(
-        **rates,
-        compute=10 ** draw(st.floats(8, 11)),
-        mixed=shared * (rates["read"] + rates["write"]),
-        both_ways=shared * (rates["inward"] + rates["outward"]),
-        memory=rates["update"] * draw(st.floats(1, 3)),
-    )
-
-
-drawn = given(plans(), profiles(), st.lists(st.integers(1, 3), min_size=3, max_size=3))
-
-
-@settings(max_examples=40, deadline=None)
-@drawn
-def test_the_ledger_gives_the_operations_and_the_times_of_the_builder_before_it(
-    plan: Plan, ceilings: Ceilings, micros: list[int]
-) -> None:
-    assert_same(plan, ceilings, micros)
-
-
-@pytest.mark.deep
-@settings(max_examples=200, deadline=None)
-@drawn
-def test_the_ledger_gives_them_for_200_plans(plan: Plan, ceilings: Ceilings, micros: list[int]) -> None:
-    assert_same(plan, ceilings, micros)
-
-
-def assert_same(plan: Plan, ceilings: Ceilings, micros: list[int]) -> None:
-    old, new = chains(plan, [*micros, micros[-1], micros[-1]])
-    for one, other in zip(old, new, strict=True):
-        assert [[getattr(op, name) for name in SAME] for op in one.ops] == [
-            [getattr(op, name) for name in SAME] for op in other.ops
-        ]
-        for before, after in zip(one.ops, other.ops, strict=True):
-            pools = looked_up(plan, after)
-            assert {pool: after.slot(pool) for pool in pools} == {pool: getattr(before, SLOTS[pool]) for pool in pools}
-    slow, fast = simulate(old, ceilings), simulate(new, ceilings)
-    assert fast.finish_seconds == slow.finish_seconds
-    assert fast.spans == slow.spans
-    assert fast.step_seconds == slow.step_seconds
-
-
-@settings(max_examples=30, deadline=None)
-@given(plans(), st.integers(1, 3))
-def test_programs_repeat_themselves_where_they_did(plan: Plan, num_micro: int) -> None:
-    carry, left = reference.cold_carry(plan), Snapshot()
-    for _ in range(12):
-        _, after = reference.build_program(plan, num_micro, carry)
-        _, follows = build_program(plan, num_micro, left)
-        assert (after == carry) == (follows == left)
-        carry, left = after, follows
-
+from headrace.plan.schedules.train import build_program, redo
+from headrace.terms.program import PIECE_SHIFT, Lane, Pool, Verb, buffer
 
 A, B = buffer(Pool.HOST_WEIGHTS, 0), buffer(Pool.HOST_WEIGHTS, 1)
 PIECE = 1 << PIECE_SHIFT

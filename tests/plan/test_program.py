@@ -19,13 +19,15 @@ from headrace.plan.plan import Plan
 from headrace.plan.schedules.train import RECALLED_AHEAD, build_program, build_tail
 from headrace.terms.program import Lane, Op, Pool, Program, Verb
 
+STEPS = 4  # of the drawn programs, before the tail
 IN_ORDER_LANES = {Lane.COMPUTE, Lane.UPDATE, Lane.DEVICE_UPDATE, Lane.COMMIT, Lane.HOST_TO_DEVICE, Lane.DEVICE_TO_HOST}
 
 
 def programs_of(plan: Plan, steps: int, num_micro: int) -> list[Program]:
     carry, programs = Snapshot(), []
-    for _ in range(steps):
-        program, carry = build_program(plan, num_micro, carry)
+    for step in range(steps):
+        durable = step % plan.checkpoint_every == 0
+        program, carry = build_program(plan, num_micro, carry, durable=durable)
         programs.append(program)
     programs.append(build_tail(plan, carry)[0])
     return programs
@@ -152,6 +154,7 @@ def perform(memory: Memory, op: Op, step: int) -> list[tuple]:
             assert buffer[state] == (unit, op.chunk, of_step)
             buffer[state] = (unit, op.chunk, of_step + 1)
             return [*accesses, (state, True)]
+        buffer["resident states", unit, op.chunk] = of_step + 1
         return [*accesses, (("resident states", unit, op.chunk), True)]
     if op.verb is Verb.UPDATE and op.is_on_device:
         staging = ("device states", op.slot(Pool.DEVICE_STATES))
@@ -172,7 +175,12 @@ def perform(memory: Memory, op: Op, step: int) -> list[tuple]:
             assert buffer[state] == (unit, op.chunk, of_step)
             buffer[state] = (unit, op.chunk, of_step + 1)
             return [*accesses, (state, True)]
+        buffer["resident states", unit, op.chunk] = of_step + 1
         return [*accesses, (("resident states", unit, op.chunk), True)]
+    if op.verb is Verb.WRITE_STATES and unit in plan.resident_states:
+        key = ("resident states", unit, op.chunk)
+        memory.ssd_states[unit, op.chunk] = buffer[key]
+        return [(key, False), (("ssd states", unit, op.chunk), True), (("target slot",), False)]
     if op.verb is Verb.WRITE_STATES:
         key = ("states", op.slot(Pool.STATES))
         held, chunk, version = buffer[key]
@@ -187,12 +195,15 @@ def perform(memory: Memory, op: Op, step: int) -> list[tuple]:
         return [(key, False, op.chunk), (("ssd weights", unit), True, op.chunk), (("target slot",), False)]
     if op.verb is Verb.COMMIT:
         of_step = step - op.late
-        assert {version for chunks in memory.ssd_weights.values() for version in chunks.values()} == {of_step + 1}
-        resident = set(plan.resident_states)
-        assert {version for (held, _), version in memory.ssd_states.items() if held not in resident} <= {of_step + 1}
-        return [(("resident states", held, chunk), False) for held in resident for chunk in range(plan.num_chunks(held))] + [
-            (("target slot",), True)
+        # Between checkpoints what stays in memory need not be on the drives.
+        durable = step % plan.checkpoint_every == 0 or step == STEPS
+        apart = set() if durable else set(plan.staying_weights), set() if durable else set(plan.resident_states)
+        weights = [
+            version for held, chunks in memory.ssd_weights.items() if held not in apart[0] for version in chunks.values()
         ]
+        assert set(weights) <= {of_step + 1}
+        assert {version for (held, _), version in memory.ssd_states.items() if held not in apart[1]} <= {of_step + 1}
+        return [(("target slot",), True)]
     assert op.verb is Verb.DECIDE
     return [(("verdict", step), True)]
 
@@ -204,7 +215,7 @@ def test_each_operation_finds_what_it_needs_and_conflicts_are_ordered(plan: Plan
     before: list[int] = []  # per operation of all programs: the set of those that surely happen before it, as bits
     accesses: dict[tuple, list[tuple[int, bool, list[int]]]] = defaultdict(list)
     starts, lane_last = [], {}
-    for step, program in enumerate(programs_of(plan, 4, num_micro)):
+    for step, program in enumerate(programs_of(plan, STEPS, num_micro)):
         starts.append(len(before))
         # A program starts when the last but one is complete.
         complete = (1 << starts[-2]) - 1 if step >= 1 else 0

@@ -30,16 +30,19 @@ _NORM, _VERDICT = buffer(Pool.NORM), buffer(Pool.VERDICT)
 _PIECE = 1 << PIECE_SHIFT
 
 
-def build_program(plan: Plan, num_micro_batches: int, before: Snapshot) -> tuple[Program, Snapshot]:
-    """Return the program of one step over `num_micro_batches` micro-batches, and what it leaves behind."""
-    schedule = _Training(plan, num_micro_batches, before)
+def build_program(plan: Plan, num_micro_batches: int, before: Snapshot, *, durable: bool = True) -> tuple[Program, Snapshot]:
+    """Return the program of one step over `num_micro_batches` micro-batches, and what it leaves behind.
+
+    `durable`: the step before, whose updates are pending, is a checkpoint. If not, what stays in memory is not written.
+    """
+    schedule = _Training(plan, num_micro_batches, before, durable=durable)
     schedule.step()
     return schedule.ledger.finish()
 
 
 def build_tail(plan: Plan, before: Snapshot) -> tuple[Program, Snapshot]:
-    """Return the program that finishes what a step left pending: late updates and their commit."""
-    schedule = _Training(plan, 0, before)
+    """Return the program that finishes what a step left pending: late updates and their commit, as of a checkpoint."""
+    schedule = _Training(plan, 0, before, durable=True)
     if schedule.pending:
         for unit in sorted(schedule.pending):
             schedule.pending_update(unit)
@@ -62,14 +65,14 @@ def _held_buffer(plan: Plan, unit: int) -> int:
 class _Training(Weights):
     """Emits operations in order."""
 
-    def __init__(self, plan: Plan, num_micro: int, before: Snapshot) -> None:
+    def __init__(self, plan: Plan, num_micro: int, before: Snapshot, *, durable: bool) -> None:
         super().__init__(plan, before)
-        self.num_micro = num_micro
+        self.num_micro, self.durable = num_micro, durable
         units = range(len(plan.units))
         # As sets: looked into for each unit.
         self.held_in_memory, self.late = frozenset(plan.held_in_memory), frozenset(plan.late_units)
         self.ends, self.trained = frozenset(plan.ends), frozenset(plan.trained_units)
-        self.resident_states = frozenset(plan.resident_states)
+        self.resident_states, self.staying = frozenset(plan.resident_states), frozenset(plan.staying_weights)
         self.pending = frozenset(unit for unit in units if self.contents.get(_held_buffer(plan, unit)) == unit)
         # Where backward makes a block's gradient.
         self.gradient_in_place = not plan.accumulate and not plan.separate_device
@@ -291,8 +294,7 @@ class _Training(Weights):
             piece, sizes = (chunk + 1) * _PIECE, self.sizes(unit, chunk)
             states: tuple[int, ...] = ()
             if resident:
-                # A checkpoint may be reading these states.
-                states = (_RESIDENT_STATES + (first + chunk) * _PIECE,)
+                states = (_RESIDENT_STATES + unit + piece,)
             elif sizes.states:
                 states = (_STATES + self.state_turn,)
                 self.state_turn = (self.state_turn + 1) % plan.state_slots
@@ -303,10 +305,13 @@ class _Training(Weights):
                 self.update_on_device(sizes, given, changed, common)
             else:
                 op(Verb.UPDATE, Lane.UPDATE, given, changed, num_bytes=sizes.traffic, **common)
-            if states and not resident:
-                op(Verb.WRITE_STATES, Lane.SSD_WRITE, (*states, _FREE_SLOTS), (), stored, num_bytes=sizes.states, **common)
-            stored, written = (newest + piece,), (weights + piece, _FREE_SLOTS)
-            op(Verb.WRITE_WEIGHTS, Lane.SSD_WRITE, written, (), stored, num_bytes=sizes.weights, **common)
+            # What stays in memory has to be on the drives only where a checkpoint names it.
+            if states and (self.durable or not (late and resident)):
+                stored, written = (_SSD_STATES + unit + piece,), (*states, _FREE_SLOTS)
+                op(Verb.WRITE_STATES, Lane.SSD_WRITE, written, (), stored, num_bytes=sizes.states, **common)
+            if self.durable or not (late and unit in self.staying):
+                stored, written = (newest + piece,), (weights + piece, _FREE_SLOTS)
+                op(Verb.WRITE_WEIGHTS, Lane.SSD_WRITE, written, (), stored, num_bytes=sizes.weights, **common)
         if staged:
             num_bytes = self.stored_bytes[unit]
             op(Verb.UPLOAD, Lane.HOST_TO_DEVICE, (_STAGING,), (RESIDENT + unit,), unit=unit, num_bytes=num_bytes)
@@ -326,8 +331,7 @@ class _Training(Weights):
         op(Verb.STATES_TO_HOST, Lane.DEVICE_TO_HOST, slot, changed, num_bytes=sizes.back, **common)
 
     def commit(self) -> None:
-        reads = (_VERDICT, _RESIDENT_STATES) if self.resident_states else (_VERDICT,)
-        self.ledger.op(Verb.COMMIT, Lane.COMMIT, reads, (_FREE_SLOTS,), late=bool(self.pending))
+        self.ledger.op(Verb.COMMIT, Lane.COMMIT, (_VERDICT,), (_FREE_SLOTS,), late=bool(self.pending))
 
     # -- sizes ----------------------------------------------------------------------------------------------------------
 
