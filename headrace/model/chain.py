@@ -18,7 +18,7 @@ from headrace.model.binding import Binding, GradientSink, is_tied
 from headrace.model.chain_values import BlockResult, MicroBatch, PrologueResult
 from headrace.model.checkpoint import Checkpoint
 from headrace.model.compiled import CompiledBlocks, check_compiler, check_compiles
-from headrace.model.find_blocks import find_blocks
+from headrace.model.find_blocks import block_of, find_blocks, refuse_shared_between_blocks
 from headrace.model.liger import LigerBlocks, check_liger
 from headrace.model.matching import WeightMap, describe_unknown, load_buffers, match_weights, refuse_left_out_blocks
 from headrace.model.probe import Traits, probe
@@ -27,7 +27,7 @@ from headrace.model.runner import Runner, run_block
 from headrace.model.skeleton import build_skeleton
 from headrace.model.taps import BlockCall
 from headrace.model.text_part import note_on
-from headrace.terms.errors import ConfigError, ModelError
+from headrace.terms.errors import ConfigError
 from headrace.terms.layout import PARAMETER_ALIGNMENT, ParameterSpec, UnitLayout, lay_out, planes_with
 from headrace.terms.optimizer import Optimizer
 
@@ -294,35 +294,18 @@ def _lay_out_units(
     model: nn.Module, blocks_name: str, traits: Traits, optimizer: Optimizer, parameter_alignment: int
 ) -> tuple[UnitLayout, ...]:
     """Sort the parameters of `model` into units and place them."""
-    _refuse_shared_between_blocks(model, blocks_name)
+    refuse_shared_between_blocks(model, blocks_name)
     num_blocks = len(model.get_submodule(blocks_name))  # type: ignore[arg-type]
     units: list[list[tuple[str, tuple[int, ...], tuple[float, float]]]] = [[] for _ in range(num_blocks + 2)]
     for name, parameter in model.named_parameters():
         entry = (name, tuple(parameter.shape), optimizer.group_of(name, parameter.dim()))
-        unit = _block_of(name, blocks_name)
+        unit = block_of(name, blocks_name)
         if unit is None:
             unit = num_blocks if name in traits.epilogue_names else -1
         units[unit + 1].append(entry)
     names = ["prologue", *(f"block.{index}" for index in range(num_blocks)), "epilogue"]
     laid_out = [lay_out(name, parameters, parameter_alignment) for name, parameters in zip(names, units, strict=True)]
     return tuple(laid_out if units[-1] else laid_out[:-1])
-
-
-def _block_of(name: str, blocks_name: str) -> int | None:
-    if not name.startswith(f"{blocks_name}."):
-        return None
-    return int(name[len(blocks_name) + 1 :].split(".", 1)[0])
-
-
-def _refuse_shared_between_blocks(model: nn.Module, blocks_name: str) -> None:
-    first: dict[int, str] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        other = first.setdefault(id(parameter), name)
-        if _block_of(name, blocks_name) != _block_of(other, blocks_name):
-            raise ModelError(
-                f"{type(model).__name__}: {other} and {name} are one parameter; "
-                "models whose blocks share parameters are not supported"
-            )
 
 
 def _packing_notes(traits: Traits) -> tuple[str, ...]:

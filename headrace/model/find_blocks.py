@@ -37,7 +37,10 @@ def check_architecture(config: Any) -> None:
     if getattr(config, "is_encoder_decoder", False):
         raise ModelError(f"{name} is an encoder-decoder model; only decoder-only causal language models can be fine-tuned")
     if (text := config.get_text_config()) is not config:
-        reason = "transformers has no causal language model for its text part alone"
+        reason = (
+            f"transformers has no causal language model for its text part ({type(text).__name__}) alone, which is what is "
+            "trained of such models; take one whose text part has, such as those that the README names"
+        )
         if type(text) in MODEL_FOR_CAUSAL_LM_MAPPING:
             reason = f"its architectures ({config.architectures}) are no class of the installed transformers for it"
         raise ModelError(f"{name} describes a model of several parts ({', '.join(config.sub_configs)}), and {reason}")
@@ -85,6 +88,25 @@ def find_blocks(model: nn.Module) -> Blocks:
         )
     name = found.pop()
     return Blocks(name, tuple(lists[name]))
+
+
+def block_of(name: str, blocks_name: str) -> int | None:
+    """Return the index of the block of the list `blocks_name` that a parameter is in, None if in none."""
+    if not name.startswith(f"{blocks_name}."):
+        return None
+    return int(name[len(blocks_name) + 1 :].split(".", 1)[0])
+
+
+def refuse_shared_between_blocks(model: nn.Module, blocks_name: str) -> None:
+    """Raise `ModelError` if a parameter belongs to several blocks, or to one and to what lies outside."""
+    first: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        other = first.setdefault(id(parameter), name)
+        if block_of(name, blocks_name) != block_of(other, blocks_name):
+            raise ModelError(
+                f"{type(model).__name__}: {other} and {name} are one parameter: its blocks share some, and would have to be in "
+                "memory together; models whose blocks share parameters are not supported"
+            )
 
 
 def _outermost_lists(model: nn.Module) -> dict[str, nn.ModuleList]:

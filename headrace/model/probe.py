@@ -18,9 +18,10 @@ from torch import nn
 
 from headrace.model.block_major import RELATIVE_TOLERANCE, block_major_backward, differing_gradient, take_gradients
 from headrace.model.chain_values import IGNORED, MicroBatch, shift_labels
-from headrace.model.find_blocks import check_architecture, find_blocks
+from headrace.model.find_blocks import check_architecture, find_blocks, refuse_shared_between_blocks
 from headrace.model.instance import LENGTHS, tiny_model, tiny_samples
 from headrace.model.runner import Runner, parameter_names
+from headrace.model.skeleton import build_skeleton
 from headrace.model.thresholds import architecture_key, key_without, tiny_of
 from headrace.terms.errors import HeadraceError, ModelError, in_one_line
 
@@ -86,9 +87,20 @@ def self_check(config: Any) -> None:
     with _words_for_its_errors(config):
         reason = _self_check(cast(Hashable, type(config)), architecture_key(config))
         if reason:
-            reason += _to_do(config)
+            reason += _with_a_gradient(config) or _to_do(config)
     if reason:
         raise ModelError(f"{type(config).__name__}: cannot be trained block by block: {reason}")
+
+
+def _with_a_gradient(config: Any) -> str:
+    """Return what blocks get from before them besides hidden states that has a gradient: it would be lost."""
+    runner = tiny_runner(type(config), architecture_key(config))
+    _, _, *names = inspect.signature(type(runner.blocks[0]).forward).parameters
+    for call in runner.prologue(tiny_samples(runner.model)[0]).calls:
+        for name, value in (*zip(names, call.args, strict=False), *call.kwargs.items()):
+            if isinstance(value, torch.Tensor) and value.requires_grad:
+                return f"; its blocks get {name}, {tuple(value.shape)}, besides hidden states, whose gradient is not computed"
+    return ""
 
 
 def _to_do(config: Any) -> str:
@@ -144,6 +156,11 @@ def _words_for_its_errors(config: Any) -> Iterator[None]:
     """Whatever a model's own code raises, block by block, is a reason why it cannot be run so."""
     try:
         yield
+    except ModelError:
+        # Whatever the trial stumbled over: with shared parameters no trial would help.
+        skeleton = build_skeleton(config, torch.bfloat16)
+        refuse_shared_between_blocks(skeleton, find_blocks(skeleton).name)
+        raise
     except HeadraceError:
         raise
     except Exception as error:
@@ -165,7 +182,9 @@ def tiny_runner(config_class: type, key: str) -> Runner:
         with torch.no_grad():
             model(input_ids=tiny_samples(model)[0].input_ids, use_cache=False, **_without_asides(model))
     except Exception as error:  # the architecture's own code, on sizes that it may not like
-        raise ModelError(f"{config_class.__name__}: its tiny instance does not run: {in_one_line(error)}") from error
+        raise ModelError(
+            f"{config_class.__name__}: its tiny instance does not run: {in_one_line(error)}; nothing is trained untried"
+        ) from error
     finally:
         handle.remove()
     if not seen:
@@ -192,6 +211,7 @@ def _without_asides(model: Any) -> dict[str, Any]:
 @lru_cache(maxsize=64)
 def _probe(config_class: type, key: str) -> Traits:
     runner = tiny_runner(config_class, key)
+    _check_hidden_states(runner)
     _check_causal(runner)
     reason, by_masks = _check_packing(runner), False
     if reason:
@@ -262,6 +282,17 @@ def _passed_over(runner: Runner) -> frozenset[frozenset[str]]:
     return frozenset(idle - takes)
 
 
+def _check_hidden_states(runner: Runner) -> None:
+    """Raise `ModelError` if what goes from block to block is not one state, or several, for each position of each row."""
+    sample = tiny_samples(runner.model)[0]
+    found = runner.prologue(sample).hidden.shape
+    if found[:2] != sample.input_ids.shape:
+        raise ModelError(
+            f"{type(runner.model).__name__}: cannot be run block by block: for {tuple(sample.input_ids.shape)} tokens its "
+            f"blocks get hidden states of {tuple(found)}, and only those that begin with (rows, tokens) are known"
+        )
+
+
 def _check_causal(runner: Runner) -> None:
     """Raise `ModelError` if a token changes what earlier positions compute."""
     sample = tiny_samples(runner.model)[0]
@@ -295,6 +326,7 @@ def _check_packing(runner: Runner) -> str:
 @lru_cache(maxsize=64)
 def _self_check(config_class: type, key: str) -> str:
     runner = tiny_runner(config_class, key)
+    _check_hidden_states(runner)
     model = runner.model
     samples = [_filled_up(sample) for sample in tiny_samples(model)]
     expected_loss = _plain_loss(runner, samples)

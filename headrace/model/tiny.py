@@ -10,7 +10,7 @@ import itertools
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -66,7 +66,9 @@ _STATE_SPACE_HEADS = (
     ("mamba_num_heads", "mamba_head_dim", "expand"),
     ("num_heads", "head_dim", "expand"),
 )
-_KEY_VALUE_HEADS = re.compile(r"(num_key_value_heads|num_kv_heads|num_global_key_value_heads|n_head_kv)")
+_KEY_VALUE_HEADS = re.compile(r"(num_key_value_heads|kv_n_heads|num_kv_heads|num_global_key_value_heads|n_head_kv)")
+# How many of the last layers attend to keys and values of earlier ones.
+_SHARING = "num_kv_shared_layers"
 _SPECIAL_TOKEN = re.compile(r"(pad|bos|eos|sep|decoder_start|image|audio|video)_token_(id|index)")
 _LAYERS_BY_INDEX = re.compile(r"\w*(layers|layer_ids|layer_idxs?|attn_idxs|indices)")
 _RANDOM = re.compile(r"(\w*_)?(dropout|pdrop|jitter_noise)(_prob|_rate)?")
@@ -88,7 +90,7 @@ class _Sizes:
         if key in ("rope_parameters", "rope_scaling"):
             return value  # by `_shrink_rope`, which has to know the width of a tiny head
         if isinstance(value, dict):
-            return {name: self.of(str(name), inner) for name, inner in value.items()}
+            return {name: self.inside(value).of(str(name), inner) for name, inner in value.items()}
         if isinstance(value, list):
             return self._of_list(key, value)
         if _RANDOM.fullmatch(key) and isinstance(value, float):
@@ -101,6 +103,10 @@ class _Sizes:
         if known is None:
             return type(value)(self.chosen[key]) if key in self.chosen and value > MET[0] else value
         return known
+
+    def inside(self, values: Mapping[str, Any]) -> "_Sizes":
+        """Return the same for a part of a configuration that may have attention heads of its own."""
+        return replace(self, heads=_num_heads(values) or self.heads)
 
     def _of_list(self, key: str, value: list[Any]) -> list[Any]:
         if _LAYERS_BY_INDEX.fullmatch(key) and _ascends(value):
@@ -133,18 +139,19 @@ def shrink_values(
         ModelError: the architecture does not accept the shrunk sizes.
     """
     small = {key: value for key, value in values.items() if key not in _DROPPED}
-    heads = next((values[key] for key in ("num_attention_heads", "n_head", "n_heads") if values.get(key)), None)
-    sizes = _Sizes(_choose_layers(values), heads, chosen)
+    sizes = _Sizes(_choose_layers(values), _num_heads(values), chosen)
     for key, value in values.items():
         if key in small:
             small[key] = sizes.of(key, _pick(value, sizes.layers) if _is_per_layer(values, key) else value)
     own = _own_settings(values)
     if own:
         small["per_layer_config"] = {
-            place: {key: _shrink_own(key, value, values, sizes) for key, value in own[index].items()}
+            place: {key: _shrink_own(key, value, values, sizes.inside(own[index])) for key, value in own[index].items()}
             for place, index in enumerate(sizes.layers)
             if index in own
         }
+    if values.get(_SHARING):
+        small[_SHARING] = sum(index >= _layer_count(values) - values[_SHARING] for index in sizes.layers)
     for count, width, expand in _STATE_SPACE_HEADS:
         if all(isinstance(values.get(key), int) for key in (count, width, expand)):
             small[count] = values[expand] * _HIDDEN // _HEAD_DIM  # heads times their width is the expanded width
@@ -166,6 +173,10 @@ def shrink_values(
         return config_class(**small)
     except Exception as error:  # whatever validation the configuration class does
         raise ModelError(f"{config_class.__name__}: cannot make a tiny instance for checking: {in_one_line(error)}") from error
+
+
+def _num_heads(values: Mapping[str, Any]) -> int | None:
+    return next((values[key] for key in ("num_attention_heads", "n_head", "n_heads") if values.get(key)), None)
 
 
 def open_keys(values: Mapping[str, Any]) -> dict[str, float]:
@@ -248,8 +259,14 @@ def _choose_layers(values: Mapping[str, Any]) -> list[int]:
         if _LAYERS_BY_INDEX.fullmatch(key) and isinstance(value, list) and value and _ascends(value)
     ]
     kinds: dict[str, int] = {}
+    sharing = count - (values.get(_SHARING) or 0)
     for index in range(count):
-        kind = ([entries[index] for entries in lists], own.get(index), [index in indices for indices in named])
+        kind = (
+            [entries[index] for entries in lists],
+            own.get(index),
+            [index in indices for indices in named],
+            index >= sharing,
+        )
         kinds.setdefault(repr(kind), index)
     chosen = sorted(kinds.values())[:_MAX_LAYERS]
     wanted = min(count, max(2, len(chosen), 2 * (values.get("decoder_sparse_step") or 1)), _MAX_LAYERS)

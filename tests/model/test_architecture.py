@@ -155,3 +155,27 @@ def test_skeleton_has_real_buffers_and_meta_parameters(case: Any) -> None:
     for name, buffer in ours.items():
         assert torch.equal(buffer.float(), stock[name].float()), name
     assert skeleton.training
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        pytest.param("zamba2", r"shared_transformer.* are one parameter: its blocks share some", marks=pytest.mark.deep),
+        ("zamba", r"shared_transf.* are one parameter: its blocks share some"),
+        ("gemma3n_text", r"for \(1, 13\) tokens its blocks get hidden states of \(4, 1, 13, 64\)"),
+        ("gemma4_text", r"gradient of .* differs .*; its blocks get per_layer_input, \(1, 13, 8\), besides hidden states"),
+        ("inkling2_text", r"its blocks get block_states, .*, besides hidden states, whose gradient is not computed"),
+    ],
+)
+def test_what_stands_in_the_way_of_running_block_by_block_is_named(kind: str, words: str) -> None:
+    if kind not in CONFIG_MAPPING:
+        pytest.skip("not in this version of transformers")
+    with pytest.raises(ModelError, match=words):
+        self_check(CONFIG_MAPPING[kind]())
+
+
+def test_heads_that_a_part_of_a_configuration_has_of_its_own_are_shrunk_together() -> None:
+    """DBRX as it is published: the heads of keys and values stand under attn_config."""
+    attention = {"kv_n_heads": 8, "rope_theta": 5e5, "clip_qkv": 8}
+    experts = {"ffn_hidden_size": 10752, "moe_num_experts": 16, "moe_top_k": 4}
+    self_check(CONFIG_MAPPING["dbrx"](d_model=6144, n_heads=48, n_layers=40, attn_config=attention, ffn_config=experts))

@@ -141,7 +141,7 @@ def test_a_class_that_only_the_files_can_name_is_asked_for(tmp_path: Path, archi
 def test_a_text_part_without_a_model_of_its_own_is_refused(tmp_path: Path, name: str) -> None:
     directory, _ = save(tmp_path, name)
     for config in (Checkpoint.open(directory).config, read_parts(directory)[0]):
-        with pytest.raises(ModelError, match="no causal language model for its text part alone"):
+        with pytest.raises(ModelError, match="no causal language model for its text part"):
             self_check(config)
 
 
