@@ -30,6 +30,8 @@ from launch import (
 from shapes import SHAPES
 from worker import refuse
 
+from headrace.terms.program import Lane
+
 Row = dict[str, Any]
 MODEL_BYTES, STATE_BYTES = 2, 24  # per parameter: the checkpoint, and two slots of twelve bytes
 SEQUENCE_LENGTH = 512
@@ -232,7 +234,6 @@ RATIOS = {
     "compute_slowdown": "seconds of compute's operations with an update behind them / alone",
     "slowdown_ratio": "that slowdown, measured / by the core seconds of the other lanes",
 }
-LANES = ("compute", "update", "ssd-read", "ssd-write", "device-to-host", "commit")
 
 
 def summaries_of(runs: Sequence[Row]) -> dict[str, Row]:
@@ -273,15 +274,16 @@ def table_of(results: dict[str, Any]) -> str:
             f"| {_text(row['expected_slowdown'])} ({_text(row['expected_slowdown_with_drives'])}) "
             f"| {_text(row['others_cpu_seconds'])} |"
         )
+    lanes = [lane for lane in Lane if any(row["busy_seconds"].get(lane) for row in summaries.values())]
     lines += [
         "",
         "Busy seconds of each lane per step, measured (planned):",
         "",
-        "| run | " + " | ".join(LANES) + " | the plan |",
+        "| run | " + " | ".join(lanes) + " | the plan |",
     ]
-    lines.append("|" + "---|" * (len(LANES) + 2))
+    lines.append("|" + "---|" * (len(lanes) + 2))
     for name, row in summaries.items():
-        cells = [f"{row['busy_seconds'].get(lane, 0):.2f} ({row['planned_busy_seconds'].get(lane, 0):.2f})" for lane in LANES]
+        cells = [f"{row['busy_seconds'].get(lane, 0):.2f} ({row['planned_busy_seconds'].get(lane, 0):.2f})" for lane in lanes]
         lines.append(f"| {name} | {' | '.join(cells)} | {row['limited_by'].split('; ')[0]} |")
     lines += ["", "Medians over the table, with the range:", ""]
     for key, words in RATIOS.items():

@@ -4,8 +4,8 @@ Invariant: the placement is `make_plan`'s and the times are the simulator's, as 
 """
 
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -36,7 +36,7 @@ from headrace.terms.forms import in_place_forms
 from headrace.terms.layout import realigned
 from headrace.terms.options import DEFAULT_ROWS_PER_STEP, DEFAULT_SEQUENCE_LENGTH, Options
 from headrace.terms.plain_figures import plain_figure
-from headrace.terms.program import Lane
+from headrace.terms.program import Lane, Part
 from headrace.terms.sizes import GIB, MIB, format_bytes, round_up
 from headrace.update import optimizer_of, rule_of
 
@@ -95,7 +95,7 @@ def plan_model(
     question = Question.of(
         options, allowance, tokens_per_step=tokens, sequence_length=length, offered_bytes=place.offered_bytes
     )
-    workload, planner = question.workload, _Planner(chain, question, ceilings, here=here)
+    workload, planner = question.workload, _ModelPlans(chain, question, ceilings, here=here)
     report = PlanReport(
         model=type(chain.model if whole is None else whole).__name__,
         parameters=chain.num_parameters,
@@ -195,7 +195,7 @@ def _multiplies(compute_dtype: str, ceilings: Ceilings | None, *, here: bool) ->
     return compute_dtype not in ceilings.widened_dtypes
 
 
-class _Planner:
+class _ModelPlans:
     """Plans for one model: its costs by micro-batch are profiled once each."""
 
     def __init__(self, chain: Chain, question: Question, ceilings: Ceilings | None, *, here: bool) -> None:
@@ -310,55 +310,17 @@ class _Planner:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Resource:
-    """What can be bought, the lanes that it serves, and the machine with twice of it."""
-
-    words: str
-    lanes: tuple[Lane, ...]
-    double: Callable[[Ceilings], Ceilings]
-
-
-def _twice(*names: str) -> Callable[[Ceilings], Ceilings]:
-    return lambda ceilings: replace(ceilings, **{name: 2 * getattr(ceilings, name) for name in names})
-
-
-_RESOURCES = (
-    _Resource(
-        "compute",
-        (Lane.COMPUTE, Lane.DEVICE_UPDATE),
-        lambda ceilings: replace(
-            ceilings,
-            flops_per_second={dtype: 2 * rate for dtype, rate in ceilings.flops_per_second.items()},
-            device_memory_bytes_per_second=2 * ceilings.device_update_bytes_per_second,
-        ),
-    ),
-    _Resource(
-        "SSDs",
-        (Lane.SSD_READ, Lane.SSD_WRITE),
-        lambda ceilings: replace(ceilings, drives=ceilings.drives * 2),
-    ),
-    _Resource(
-        "host-device link",
-        (Lane.HOST_TO_DEVICE, Lane.DEVICE_TO_HOST),
-        _twice("host_to_device_bytes_per_second", "device_to_host_bytes_per_second", "both_ways_bytes_per_second"),
-    ),
-    _Resource(
-        "CPU cores and host memory bandwidth",
-        (Lane.UPDATE,),
-        _twice("update_bytes_per_second", "update_bytes_per_second_per_core", "host_memory_bytes_per_second"),
-    ),
-)
-
-
 def _doubled(plan: Plan, ceilings: Ceilings, found: Forecast) -> dict[str, float]:
-    """Return the seconds per step with twice of each resource that the step keeps busy, the busiest first."""
+    """Return the seconds per step with twice of each part of the machine that the step keeps busy, the busiest first."""
     coarse = forecast(plan, ceilings, most_operations=_COARSE_OPERATIONS).step_seconds
-    share = {resource.words: max(found.utilisation[lane] for lane in resource.lanes) for resource in _RESOURCES}
+    shares: dict[Part, float] = {}
+    for lane in Lane:
+        if part := lane.row.part:
+            shares[part] = max(shares.get(part, 0.0), found.utilisation[lane])
     times = {}
-    for resource in sorted(_RESOURCES, key=lambda resource: -share[resource.words]):
-        if share[resource.words] > 0.2:  # else it hides behind others entirely
-            faster = forecast(plan, resource.double(ceilings), most_operations=_COARSE_OPERATIONS).step_seconds
+    for part, share in sorted(shares.items(), key=lambda pair: -pair[1]):
+        if share > 0.2:  # else it hides behind others entirely
+            faster = forecast(plan, ceilings.with_twice(part), most_operations=_COARSE_OPERATIONS).step_seconds
             # Only the ratio is taken from the coarse ones.
-            times[resource.words] = found.step_seconds * min(1.0, faster / coarse)
+            times[part.name] = found.step_seconds * min(1.0, faster / coarse)
     return times

@@ -29,7 +29,7 @@ from headrace.terms.rule_figures import RuleFigures
 from headrace.terms.sizes import format_bytes
 
 
-class Planner:
+class RunPlanner:
     """Plans the steps of `chain` on `machine`, as `options` ask for it.
 
     `forms` are those of the chain's units; the import reads `weights`, the checkpoint's. `warm_up` loads and compiles what a

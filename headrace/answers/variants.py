@@ -15,7 +15,7 @@ from headrace.terms.ceilings import MOST_BYTES
 from headrace.terms.errors import PlanInfeasible
 from headrace.terms.sizes import GIB, MIB, format_bytes, round_up
 
-Planner = Callable[["Question"], Plan]
+PlanOf = Callable[["Question"], Plan]
 Candidate = tuple[str, dict[str, Any], "Question"]
 Variant = tuple[str, dict[str, Any], Plan]
 
@@ -27,7 +27,7 @@ _WORDS = {"host": "host memory", "device": "device memory", "ssd": "SSD space"}
 
 
 def nearest_variants(
-    question: Question, refusal: PlanInfeasible, plan: Planner, out_of_time: Callable[[], bool]
+    question: Question, refusal: PlanInfeasible, plan: PlanOf, out_of_time: Callable[[], bool]
 ) -> tuple[Variant, ...]:
     """Return variants of `question`, which `plan` answered with `refusal`, that fit: the change, its options, the plan.
 
@@ -45,7 +45,7 @@ def nearest_variants(
     return (*found, *(smaller or _first_that_fits(_one_short_sequence(question), plan, out_of_time)))
 
 
-def _first_that_fits(candidates: Iterable[Candidate], plan: Planner, out_of_time: Callable[[], bool]) -> Iterator[Variant]:
+def _first_that_fits(candidates: Iterable[Candidate], plan: PlanOf, out_of_time: Callable[[], bool]) -> Iterator[Variant]:
     for change, options, question in candidates:
         if out_of_time():
             return
@@ -107,7 +107,7 @@ def _no_clipping(question: Question) -> Iterator[Candidate]:
         yield words, {"max_grad_norm": 0}, question.with_workload(clip=False)
 
 
-def _more_bytes(question: Question, refusal: PlanInfeasible, plan: Planner) -> Iterator[Variant]:
+def _more_bytes(question: Question, refusal: PlanInfeasible, plan: PlanOf) -> Iterator[Variant]:
     """Yield the question with each tier that is short grown to what is needed, if that ends below what machines have."""
     grown: dict[str, int] = {}
     for _ in range(_MOST_ROUNDS):

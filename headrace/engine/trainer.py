@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from headrace.answers.planner import Planner
+from headrace.answers.planner import RunPlanner
 from headrace.codec import Codec
 from headrace.engine.forms import check_seams, forms_of, seams
 from headrace.files import file_systems, measured_weights
@@ -105,7 +105,7 @@ class Engine:
             own = any(form.has_own_family for form in self._forms)
             self._own_updater = Updater(rule_of(self._optimizer, "float32"), 1) if own else None
             self._closers.callback(self._close_own_updater)
-            self._planner = Planner(
+            self._planner = RunPlanner(
                 options,
                 self.chain,
                 self.machine,

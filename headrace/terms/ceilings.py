@@ -13,7 +13,7 @@ from typing import Any
 from headrace.terms.errors import ConfigError
 from headrace.terms.figures import figure, mapping_of, number, optional_whole, refuse_unknown, whole
 from headrace.terms.layout import COMPUTE_DTYPES
-from headrace.terms.program import Lane
+from headrace.terms.program import Lane, Part
 from headrace.terms.sizes import MIB
 
 # Largest believable figures: a rack of the fastest hardware of 2026 lies below each, a slip of the unit above.
@@ -214,6 +214,11 @@ class Ceilings:
         """Rate at which weights are made of what is stored and trained: what the memory moves of the device that computes."""
         return self.device_update_bytes_per_second if self.has_device else self.host_memory_bytes_per_second
 
+    def with_twice(self, part: Part) -> "Ceilings":
+        """Return the machine with twice of `part`: of a figure that nobody measured, twice what is assumed."""
+        known = replace(self, device_memory_bytes_per_second=self.device_update_bytes_per_second)
+        return replace(self, **{name: _twice(getattr(known, name)) for name in part.figures})
+
     def matrix_flops_per_second(self, compute_dtype: str) -> float:
         """Return the sustained matrix rate for `compute_dtype`.
 
@@ -327,6 +332,11 @@ def _device_memory(figures: Mapping[str, Any], *, has_device: bool, where: str) 
 def _device_memory_rate(figures: Mapping[str, Any], *, where: str) -> float | None:
     name = "device_memory_bytes_per_second"
     return None if figures.get(name) is None else figure(figures, name, where=where, most=_MOST_BYTES_PER_SECOND)
+
+
+def _twice(figure: Any) -> Any:
+    """Return twice a figure: a rate, rates by name, or drives."""
+    return {name: 2 * rate for name, rate in figure.items()} if isinstance(figure, Mapping) else 2 * figure
 
 
 def _flops(figures: Mapping[str, Any], *, where: str) -> dict[str, float]:

@@ -19,13 +19,23 @@ class Share:
     rate: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What people buy to make lanes faster: `twice` says twice of it, `figures` name what it doubles in a profile."""
+
+    name: str
+    twice: str
+    figures: tuple[str, ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaneRow:
     """What is known of a lane. `heading` names it on a page, `words` within a sentence.
 
     `rate` and `overhead` name figures of a profile: bytes per second, and seconds that each operation takes besides. `on_bus`:
-    what it moves crosses the host's memory bus. `stream` is the priority of the lane's own stream on a device that has streams,
-    None where its work is the host's. It has `threads`; with one, an operation that is done tells that all before it are.
+    what it moves crosses the host's memory bus. `part`: what would make it faster. `stream` is the priority of the lane's own
+    stream on a device that has streams, None where its work is the host's. It has `threads`; with one, an operation that is
+    done tells that all before it are.
     """
 
     heading: str
@@ -33,6 +43,7 @@ class LaneRow:
     rate: str | None = None
     overhead: str | None = None
     shares: Share | None = None
+    part: Part | None = None
     on_bus: bool = False
     stream: int | None = None
     threads: int = 1
@@ -41,6 +52,18 @@ class LaneRow:
 _DEVICE = Share("device")
 _DRIVES = Share("drives", "ssd_mixed_bytes_per_second")
 _LINK = Share("link", "both_ways_bytes_per_second")
+_COMPUTE_PART = Part("compute", "compute twice as fast", ("flops_per_second", "device_memory_bytes_per_second"))
+_DRIVES_PART = Part("SSDs", "twice as many SSDs", ("drives",))
+_LINK_PART = Part(
+    "host-device link",
+    "a host-device link twice as fast",
+    ("host_to_device_bytes_per_second", "device_to_host_bytes_per_second", "both_ways_bytes_per_second"),
+)
+_HOST_PART = Part(
+    "CPU cores and host memory bandwidth",
+    "CPU cores and host memory twice as fast",
+    ("update_bytes_per_second", "update_bytes_per_second_per_core", "host_memory_bytes_per_second"),
+)
 
 
 class Lane(StrEnum):
@@ -54,7 +77,10 @@ class Lane(StrEnum):
         lane._value_, lane.row = name, row
         return lane
 
-    COMPUTE = "compute", LaneRow(heading="Compute", words="compute", overhead="launch_seconds", shares=_DEVICE, stream=0)
+    COMPUTE = (
+        "compute",
+        LaneRow(heading="Compute", words="compute", overhead="launch_seconds", shares=_DEVICE, part=_COMPUTE_PART, stream=0),
+    )
     SSD_READ = (
         "ssd-read",
         LaneRow(
@@ -63,6 +89,7 @@ class Lane(StrEnum):
             rate="ssd_read_bytes_per_second",
             overhead="transfer_seconds",
             shares=_DRIVES,
+            part=_DRIVES_PART,
             on_bus=True,
             threads=2,
         ),
@@ -75,6 +102,7 @@ class Lane(StrEnum):
             rate="ssd_write_bytes_per_second",
             overhead="transfer_seconds",
             shares=_DRIVES,
+            part=_DRIVES_PART,
             on_bus=True,
             threads=3,
         ),
@@ -88,6 +116,7 @@ class Lane(StrEnum):
             rate="host_to_device_bytes_per_second",
             overhead="transfer_seconds",
             shares=_LINK,
+            part=_LINK_PART,
             on_bus=True,
             stream=-1,
         ),
@@ -100,13 +129,16 @@ class Lane(StrEnum):
             rate="device_to_host_bytes_per_second",
             overhead="transfer_seconds",
             shares=_LINK,
+            part=_LINK_PART,
             on_bus=True,
             stream=-1,
         ),
     )
     UPDATE = (
         "update",
-        LaneRow(heading="Update", words="the CPU's update kernel", rate="update_bytes_per_second", on_bus=True),
+        LaneRow(
+            heading="Update", words="the CPU's update kernel", rate="update_bytes_per_second", part=_HOST_PART, on_bus=True
+        ),
     )
     DEVICE_UPDATE = (
         "device-update",
@@ -116,6 +148,7 @@ class Lane(StrEnum):
             rate="device_update_bytes_per_second",
             overhead="launch_seconds",
             shares=_DEVICE,
+            part=_COMPUTE_PART,
             stream=0,
         ),
     )
@@ -127,6 +160,7 @@ class Lane(StrEnum):
             rate="make_bytes_per_second",
             overhead="launch_seconds",
             shares=_DEVICE,
+            part=_COMPUTE_PART,
             stream=0,
         ),
     )

@@ -17,7 +17,7 @@ from headrace.report.pages.views import measured_view, planned_view
 from headrace.report.trace_file import TraceFile
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.events import OpDone
-from headrace.terms.program import Lane, LaneRow, Op, Program, Share, Verb, lane_named
+from headrace.terms.program import Lane, LaneRow, Op, Part, Program, Share, Verb, lane_named
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +37,7 @@ def nic_up(monkeypatch: pytest.MonkeyPatch) -> Lane:
         rate="nic_up_bytes_per_second",
         overhead="transfer_seconds",
         shares=Share("network card", "network_bytes_per_second"),
+        part=Part("network", "a network twice as fast", ("nic_up_bytes_per_second", "network_bytes_per_second")),
         on_bus=True,
         threads=2,
     )
@@ -112,3 +113,27 @@ def test_a_lane_of_another_version_keeps_its_name() -> None:
     assert lane_named("nic-up") is None
     assert lane_words("nic-up") == "nic-up"
     assert lane_named("ssd-read") is Lane.SSD_READ
+
+
+def test_what_is_bought_for_a_lane_is_known_of_its_row(nic_up: Lane) -> None:
+    """Of every lane but commits, which are the drives' work; and all of a part's figures are doubled, drives in number."""
+    known = profile()
+    assert [lane for lane in Lane if lane.row.part is None] == [Lane.COMMIT]
+    for part in {lane.row.part for lane in Lane if lane.row.part}:
+        more = known.with_twice(part)
+        for name in part.figures:
+            before, after = getattr(known, name), getattr(more, name)
+            if name == "drives":
+                assert len(after) == 2 * len(before)
+            elif name == "flops_per_second":
+                assert after == {dtype: 2 * rate for dtype, rate in before.items()}
+            elif name == "device_memory_bytes_per_second":
+                assert after == 2 * known.device_update_bytes_per_second
+            else:
+                assert after == 2 * before
+        same = {each.name for each in fields(known)} - set(part.figures)
+        assert all(getattr(more, name) == getattr(known, name) for name in same)
+    assert nic_up.row.part is not None
+    faster = known.with_twice(nic_up.row.part)
+    seconds = [simulate([step(nic_up)] * 3, each).step_seconds for each in (known, faster)]
+    assert seconds == pytest.approx([3.0, 2.0], rel=1e-2)  # the reads limit it then

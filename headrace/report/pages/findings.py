@@ -7,8 +7,7 @@ derived is None. The first recorded step is left out where there are others: ker
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 from headrace.plan.endurance import Endurance, endurance
 from headrace.plan.forecast import Forecast, forecast
@@ -20,7 +19,7 @@ from headrace.report.pages.run_files import RunFiles
 from headrace.report.pages.views import StepView, measured_view, planned_view
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.errors import HeadraceError
-from headrace.terms.program import Lane
+from headrace.terms.program import Lane, lane_named
 
 _RECENT_STEPS = 20
 
@@ -216,34 +215,10 @@ def _doubled(run: RunFiles, lane: str) -> tuple[tuple[str, float], ...]:
     """Return what a step would take, by the plan's simulation, with twice of that which limits it."""
     assert run.plan is not None
     assert run.ceilings is not None
-    better = _with_twice(run.ceilings, lane)
-    if better is None:
-        return ()
-    ahead = _forecast(run.plan, better[1])
-    return ((better[0], ahead.step_seconds),) if ahead is not None else ()
-
-
-def _with_twice(ceilings: Ceilings, lane: str) -> tuple[str, Ceilings] | None:
-    if lane in (Lane.SSD_READ, Lane.SSD_WRITE):
-        return "twice as many SSDs", replace(ceilings, drives=ceilings.drives * 2)
-    if lane in (Lane.HOST_TO_DEVICE, Lane.DEVICE_TO_HOST):
-        names = ("host_to_device_bytes_per_second", "device_to_host_bytes_per_second", "both_ways_bytes_per_second")
-        return "a host-device link twice as fast", replace(ceilings, **_times(ceilings, names))
-    if lane == Lane.COMPUTE:
-        flops: Mapping[str, float] = {name: 2 * rate for name, rate in ceilings.flops_per_second.items()}
-        words = "a GPU twice as fast" if ceilings.has_device else "cores twice as fast"
-        return words, replace(ceilings, flops_per_second=flops)
-    if lane == Lane.DEVICE_UPDATE:
-        rate = 2 * ceilings.device_update_bytes_per_second
-        return "device memory twice as fast", replace(ceilings, device_memory_bytes_per_second=rate)
-    if lane == Lane.UPDATE:
-        names = ("update_bytes_per_second", "update_bytes_per_second_per_core", "host_memory_bytes_per_second")
-        return "host memory twice as fast", replace(ceilings, **_times(ceilings, names))
-    return None
-
-
-def _times(ceilings: Ceilings, names: tuple[str, ...]) -> dict[str, Any]:
-    return {name: 2 * getattr(ceilings, name) for name in names}
+    known = lane_named(lane)
+    part = known.row.part if known else None
+    ahead = _forecast(run.plan, run.ceilings.with_twice(part)) if part else None
+    return ((part.twice, ahead.step_seconds),) if part and ahead else ()
 
 
 def _io_cpu(records: tuple[Record, ...]) -> IoCpu | None:
