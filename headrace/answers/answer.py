@@ -116,7 +116,7 @@ def plan_model(
         return replace(report, reason=str(error), needed_bytes={error.tier: error.needed_bytes}, alternatives=variants)
     if whole is not None:
         plan = plan.with_results(notes=(*plan.results.notes, note_on(whole)))
-    report = _with_times(report, plan, planner.ceilings, options.max_steps or _STEPS)
+    report = _with_times(report, plan, planner.ceilings, planner.forecast(plan), options.max_steps or _STEPS)
     alternatives = (
         *planner.with_fewer_checkpoints(question, plan, report.forecast),
         *planner.sparing_the_ssd(question, plan, report.forecast),
@@ -143,11 +143,10 @@ def report_of(
         measured=ceilings is not None,
         allowed_bytes=plan.results.allowed_bytes | ({} if ssd_allowed_bytes is None else {"ssd": ssd_allowed_bytes}),
     )
-    return _with_times(report, plan, machine, num_steps)
+    return _with_times(report, plan, machine, forecast(plan, machine), num_steps)
 
 
-def _with_times(report: PlanReport, plan: Plan, ceilings: Ceilings, num_steps: int) -> PlanReport:
-    found = forecast(plan, ceilings)
+def _with_times(report: PlanReport, plan: Plan, ceilings: Ceilings, found: Forecast, num_steps: int) -> PlanReport:
     written, seconds = found.ssd_bytes_written_per_step, found.step_seconds
     return replace(
         report,
@@ -214,7 +213,11 @@ class _ModelPlans:
         Raises:
             PlanInfeasible: memory or SSD space is too small.
         """
-        return make_plan(self._problem(question), self._measured)
+        return make_plan(self._problem(question), self._measured, self._seconds_of)
+
+    def forecast(self, plan: Plan) -> Forecast:
+        """Return the forecast of a plan on the machine that it was made for."""
+        return self._seconds_of.forecast(plan)
 
     def quick_plan(self, question: Question) -> Plan:
         """Return a plan for `question` without the search for what to replay: one that fits, not the fastest.

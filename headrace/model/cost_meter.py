@@ -4,7 +4,7 @@ For the model's own code on fake tensors (`profile`). What a library allocates i
 """
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -40,6 +40,8 @@ class CostMeter(TorchDispatchMode):
         self.flops = 0.0
         self.peak_bytes = self._live_bytes = 0
         self.operators: list[OperatorCosts] = []
+        self.storages: list[int] = []  # what was made, in bytes, in order
+        self.events: list[int] = []  # what was made (its number there) and what was freed (`~number`)
         self._made_by: dict[int, int] = {}  # live storage -> ordinal of the operator that made it
         self.by_values = False
         self._places: set[int] = set()  # live storages of places that were asked for
@@ -112,15 +114,34 @@ class CostMeter(TorchDispatchMode):
         if key in self._known:
             return
         self._known.add(key)
+        number = len(self.storages)
+        self.storages.append(storage.nbytes())
+        self.events.append(number)
         num_bytes = _resident_bytes(storage.nbytes(), self._huge_pages)
         self._live_bytes += num_bytes
         self.peak_bytes = max(self.peak_bytes, self._live_bytes)
-        weakref.finalize(storage, partial(self._forget, key, num_bytes))
+        weakref.finalize(storage, partial(self._forget, key, number, num_bytes))
 
-    def _forget(self, key: int, num_bytes: int) -> None:
+    def _forget(self, key: int, number: int, num_bytes: int) -> None:
         self._known.discard(key)
         self._made_by.pop(key, None)
+        self.events.append(~number)
         self._live_bytes -= num_bytes
+
+    @property
+    def history(self) -> list[int]:
+        """What was made and freed, until the last was made: what is freed afterwards matters to no peak."""
+        last = self.events.index(len(self.storages) - 1) if self.storages else -1
+        return self.events[: last + 1]
+
+    def peak_bytes_of(self, storages: Sequence[int]) -> int:
+        """Return the peak if what was made had these bytes instead."""
+        sizes = [_resident_bytes(num_bytes, self._huge_pages) for num_bytes in storages]
+        live = peak = 0
+        for event in self.events:
+            live += sizes[event] if event >= 0 else -sizes[~event]
+            peak = max(peak, live)
+        return peak
 
 
 def _allocates_huge_pages() -> bool:

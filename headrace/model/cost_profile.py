@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from headrace.model.chain import Chain
 from headrace.model.chain_values import MicroBatch, PrologueResult
+from headrace.model.chunk_peaks import peaks_of_chunks
 from headrace.model.cost_meter import AttentionOfGpus, CostMeter
 from headrace.model.runner import left_as_found
 from headrace.model.skip import skippable
@@ -186,7 +187,12 @@ def _profile(
         # Chunks larger than the micro-batch, but for one, say nothing.
         chunks = [tokens for index, tokens in enumerate(_LOSS_CHUNKS) if not index or _LOSS_CHUNKS[index - 1] < ids.numel()]
         known = dict(other.epilogue_workspace_bytes) if other else {}
-        losses = {tokens: _profile_loss(chain, final, ids, tokens, meter) for tokens in chunks if tokens not in known}
+        tried: dict[int, CostMeter] = {}
+
+        def loss(tokens: int) -> CostMeter:
+            return tried.setdefault(tokens, _profile_loss(chain, final, ids, tokens, meter))
+
+        losses = peaks_of_chunks([tokens for tokens in chunks if tokens not in known], loss)
     finally:
         for unit in flats:
             chain.release(unit)
@@ -206,8 +212,8 @@ def _profile(
         blocks=blocks,
         prologue_workspace_bytes=prologue.peak_bytes,
         prologue_backward_workspace_bytes=prologue_backward.peak_bytes,
-        epilogue_workspace_bytes=tuple((tokens, known.get(tokens) or losses[tokens].peak_bytes) for tokens in chunks),
-        epilogue_flops_per_token=other.epilogue_flops_per_token if other else losses[chunks[0]].flops / chunks[0] / 3,
+        epilogue_workspace_bytes=tuple((tokens, known.get(tokens) or losses[tokens]) for tokens in chunks),
+        epilogue_flops_per_token=other.epilogue_flops_per_token if other else tried[chunks[0]].flops / chunks[0] / 3,
         call_bytes=_call_bytes(result.calls, sequences if chain.packs(length) else 1),
         wide_products=chain.wide_products,
         by_samples=chain.runs_by_samples(length),

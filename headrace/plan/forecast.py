@@ -1,12 +1,9 @@
 """What a plan will do on a machine: seconds per step, SSD traffic, and what limits it, from the simulated interpreter.
 
 The programs simulated are those that the engine will run, except that work is cut more coarsely where there is very much of
-it: a unit's update into fewer, larger chunks, a block's micro-batches into fewer, larger ones, several blocks into one, with
-the same floating-point operations, bytes and launches in all. Without this a 175B step has a hundred thousand operations.
-Buffers that hold a chunk or an input grow with it, so a coarse forecast lets reads run ahead further than the engine's own
-buffers do, and is too fast: by up to 6 % at the default and 15 % at a quarter of it where updates are immediate, 2.5 % and 4 %
-where they are deferred (48 blocks, two machines, 4 to 64 micro-batches), and by a fifth where chunks are as small as in the
-tightest plans.
+it (`coarse`), which makes a forecast too fast: by up to 6 % at the default and 15 % at a quarter of it where updates are
+immediate, 2.5 % and 4 % where they are deferred (48 blocks, two machines, 4 to 64 micro-batches), and by a fifth where chunks
+are as small as in the tightest plans.
 
 Invariant: a function of plan and ceilings alone; `lower_bound_seconds <= step_seconds`. No clock, no files, no torch.
 """
@@ -15,33 +12,25 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import sha256
-from itertools import groupby
 
 from headrace.plan.bound import least_seconds
+from headrace.plan.coarse import coarsened
 from headrace.plan.ledger import Snapshot
-from headrace.plan.plan import Plan, Results, spread
+from headrace.plan.plan import Plan, Results
+from headrace.plan.rates import Rates
 from headrace.plan.schedules.train import build_program, build_tail, redo
-from headrace.plan.simulate import Timeline, simulate
+from headrace.plan.simulate import Timeline, simulate, step_seconds_of
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.costs import ATTENTION
-from headrace.terms.forms import merged
-from headrace.terms.layout import UNIT_ALIGNMENT
 from headrace.terms.program import Lane, Program
 from headrace.terms.rule_figures import RuleFigures
-from headrace.terms.sizes import round_up
 
 # For a search that compares many plans: coarse, and alike for all of them.
 SEARCH_OPERATIONS = 800
 # Programs are built until one repeats; some placements take a few steps to settle, a few never do.
 _MOST_PROGRAMS = 12
-# Operations of one program above which work is cut more coarsely, and how coarsely at most: with fewer pieces per unit than
-# these, reading, updating and writing one unit would no longer overlap.
+# Operations of one program above which work is cut more coarsely.
 _MOST_OPERATIONS = 6000
-_LEAST_CHUNKS = 4
-_LEAST_MICRO_BATCHES = 4
-_LEAST_BLOCKS = 12
-# Operations for a chunk (read, update, two writes), and for a micro-batch of a block (forward, stash, recall, backward).
-_PER_CHUNK, _PER_MICRO_BATCH = 4, 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,8 +71,12 @@ def forecast(plan: Plan, ceilings: Ceilings, *, most_operations: int = _MOST_OPE
     Raises:
         ConfigError: the profile has no matrix rate for the plan's compute dtype.
     """
+    return _forecast_of(plan, ceilings, _simulated(*_asked(plan, ceilings, most_operations)))
+
+
+def _forecast_of(plan: Plan, ceilings: Ceilings, simulated: "_Simulated") -> Forecast:
     kept_share = _kept_share(plan, ceilings)
-    step_seconds, timeline, written_bytes = _simulated(_shown(plan, ceilings, most_operations), _under(plan, ceilings))
+    step_seconds, timeline, written_bytes = simulated
     return Forecast(
         step_seconds=step_seconds,
         tokens_per_second=plan.tokens_per_step / step_seconds,
@@ -108,21 +101,44 @@ class StepSeconds:
     def __init__(self, machine: Ceilings) -> None:
         self.machine = machine
         self._known: dict[bytes, float] = {}
+        self._newest: tuple[bytes, _Simulated] | None = None
 
     def __call__(self, plan: Plan, most_operations: int = _MOST_OPERATIONS) -> float:
         """Return the seconds of a step of `plan`, which is cut as `forecast` cuts it."""
-        asked = _shown(plan, self.machine, most_operations), _under(plan, self.machine)
-        # Nothing else goes into the simulation; representations of numbers are exact. A digest, for there are many of them.
-        key = sha256(repr(asked).encode()).digest()
+        asked = _asked(plan, self.machine, most_operations)
+        key = _digest(asked)
         if key not in self._known:
-            self._known[key] = _simulated(*asked)[0]
+            self._known[key] = _simulated_seconds(*asked)
         return self._known[key]
+
+    def forecast(self, plan: Plan) -> Forecast:
+        """Return what `forecast` says of `plan`; the newest is kept: whoever chose a plan by it tells of it afterwards."""
+        asked = _asked(plan, self.machine, _MOST_OPERATIONS)
+        key = _digest(asked)
+        if self._newest is None or self._newest[0] != key:
+            self._newest = key, _simulated(*asked)
+            self._known[key] = self._newest[1][0]
+        return _forecast_of(plan, self.machine, self._newest[1])
+
+
+_Asked = tuple[Plan, Ceilings]
+_Simulated = tuple[float, Timeline, int]
+
+
+def _asked(plan: Plan, ceilings: Ceilings, most_operations: int) -> _Asked:
+    """Return all that goes into the simulation of `plan`."""
+    return _shown(plan, ceilings, most_operations), _under(plan, ceilings)
+
+
+def _digest(asked: _Asked) -> bytes:
+    """Return what is the same for what is simulated alike: representations of numbers are exact. Short, for there are many."""
+    return sha256(repr(asked).encode()).digest()
 
 
 def redo_seconds(plan: Plan, ceilings: Ceilings) -> float:
     """Return what it takes to do all updates of a step again from the held gradients, with nothing else under way."""
     ceilings = _under(plan, ceilings)
-    coarse = _coarsened(plan, ceilings, 2 * SEARCH_OPERATIONS)
+    coarse = coarsened(plan, ceilings, 2 * SEARCH_OPERATIONS)
     tail, _ = build_tail(coarse, redo(coarse))
     timeline = simulate([tail] * 3, ceilings, compute_dtype=plan.compute_dtype, update_threads=plan.update_threads)
     return timeline.step_seconds
@@ -228,7 +244,7 @@ def _spared_attention(plan: Plan, index: int) -> float:
 
 def _shown(plan: Plan, ceilings: Ceilings, most_operations: int) -> Plan:
     """Return the plan that is simulated in place of `plan`: coarse, and without what no operation depends on."""
-    coarse = _coarsened(_with_rows(_with_elementwise(plan, ceilings)), _under(plan, ceilings), most_operations)
+    coarse = coarsened(_with_rows(_with_elementwise(plan, ceilings)), _under(plan, ceilings), most_operations)
     flops = coarse.results
     return replace(
         coarse,
@@ -243,7 +259,7 @@ def _shown(plan: Plan, ceilings: Ceilings, most_operations: int) -> Plan:
     )
 
 
-def _simulated(plan: Plan, ceilings: Ceilings) -> tuple[float, Timeline, int]:
+def _simulated(plan: Plan, ceilings: Ceilings) -> _Simulated:
     """Return the seconds of a step, the timeline of a usual one, and the bytes that a step writes: both means over checkpoints
     and what lies between them.
     """
@@ -254,6 +270,16 @@ def _simulated(plan: Plan, ceilings: Ceilings) -> tuple[float, Timeline, int]:
         seconds += max(0.0, checkpoint.step_seconds - seconds) / plan.checkpoint_every
         written_bytes += (checkpoint.lanes[Lane.SSD_WRITE].bytes - written_bytes) // plan.checkpoint_every
     return seconds, usual, written_bytes
+
+
+def _simulated_seconds(plan: Plan, ceilings: Ceilings) -> float:
+    """Return the seconds alone, the same ones in less time."""
+    rates = Rates(ceilings, plan.compute_dtype, plan.compute_threads, plan.update_threads)
+    seconds = step_seconds_of(_programs(plan, durable=plan.checkpoint_every == 1), rates)
+    if plan.checkpoint_every > 1 and plan.is_lazy:
+        checkpoint = step_seconds_of(_programs(plan, durable=True), rates)
+        seconds += max(0.0, checkpoint - seconds) / plan.checkpoint_every
+    return seconds
 
 
 def _timeline_of(plan: Plan, ceilings: Ceilings, *, durable: bool) -> Timeline:
@@ -278,96 +304,3 @@ def _programs(plan: Plan, *, durable: bool) -> list[Program]:
         programs.append(program)
         before = after
     return programs
-
-
-def _coarsened(plan: Plan, ceilings: Ceilings, most_operations: int) -> Plan:
-    """Return a plan with the same work in fewer operations, or the plan itself if it has few."""
-    chunks = sum(plan.num_chunks(unit) for unit in range(len(plan.units)))
-    if _PER_CHUNK * chunks + _PER_MICRO_BATCH * plan.num_blocks * plan.num_micro_batches <= most_operations:
-        return plan
-    plan = _merged(plan, ceilings, most_operations // (_PER_CHUNK * _LEAST_CHUNKS + _PER_MICRO_BATCH * _LEAST_MICRO_BATCHES))
-    per_micro = _PER_MICRO_BATCH * plan.num_blocks
-    joined = max(1, plan.num_micro_batches // max(_LEAST_MICRO_BATCHES, most_operations // (3 * per_micro)))
-    plan = _joined(plan, -(-plan.num_micro_batches // joined), ceilings)
-    left = most_operations - per_micro * plan.num_micro_batches
-    pieces = max(_LEAST_CHUNKS, left // (_PER_CHUNK * len(plan.units)))
-    chunk_elements = max(plan.chunk_elements, round_up(-(-plan.largest_block_elements // pieces), UNIT_ALIGNMENT))
-    # Of the larger buffers no more than are needed to read, update and write at once: there is less memory ahead in truth.
-    slots = plan.state_slots if chunk_elements == plan.chunk_elements else min(plan.state_slots, 3)
-    return replace(plan, chunk_elements=chunk_elements, state_slots=slots)
-
-
-def _merged(plan: Plan, ceilings: Ceilings, most_blocks: int) -> Plan:
-    """Return a plan in which neighbouring blocks whose inputs wait in one place are one, so that few are left."""
-    size = -(-plan.num_blocks // max(_LEAST_BLOCKS, most_blocks))
-    if size == 1:
-        return plan
-    runs = [[block for block, _ in run] for _, run in groupby(enumerate(plan.stash_tiers), key=lambda pair: pair[1])]
-    groups = [run[start : start + size] for run in runs for start in range(0, len(run), size)]
-    launches = ceilings.launch_seconds * ceilings.matrix_flops_per_second(plan.compute_dtype)
-    share = len(groups) / plan.num_blocks
-    # Of the blocks as many are resident as before, in proportion, the shallow ones; what lies behind them moves down.
-    residents = round(share * len([unit for unit in plan.resident_states if 1 <= unit <= plan.num_blocks]))
-    moved = _around(plan, plan.resident_states, len(groups))
-    late = sum(1 <= unit <= plan.num_blocks for unit in plan.late_units)
-    return replace(
-        plan,
-        num_blocks=len(groups),
-        units=(
-            plan.units[0],
-            *(merged([plan.units[block + 1] for block in group]) for group in groups),
-            *plan.units[plan.num_blocks + 1 :],
-        ),
-        host_slots=max(plan.prefetch + 1, round(plan.host_slots * share)),
-        resident_states=(*range(1, 1 + residents), *moved),
-        late_units=(*spread(round(share * late), len(groups)), *_around(plan, plan.late_units, len(groups))),
-        stash_tiers=tuple(plan.stash_tiers[group[0]] for group in groups),
-        kept=((),) * len(groups),
-        kept_bytes=tuple(
-            sum(plan.kept_bytes[block] for block in group) + (len(group) - 1) * plan.hidden_bytes for group in groups
-        ),
-        results=replace(
-            plan.results,
-            forward_flops=(
-                plan.results.forward_flops[0],
-                *(
-                    sum(plan.results.forward_flops[block + 1] for block in group) + (len(group) - 1) * launches / 2
-                    for group in groups
-                ),
-                *plan.results.forward_flops[plan.num_blocks + 1 :],
-            )
-            if plan.results.forward_flops
-            else (),
-            spared_flops=tuple(sum(plan.results.spared_flops[block] for block in group) for group in groups)
-            if plan.results.spared_flops
-            else (),
-        ),
-    )
-
-
-def _around(plan: Plan, units: tuple[int, ...], num_blocks: int) -> tuple[int, ...]:
-    """Return those of `units` that are no blocks, as they are numbered with `num_blocks` blocks."""
-    return tuple(
-        unit if unit == 0 else unit - plan.num_blocks + num_blocks for unit in units if not 1 <= unit <= plan.num_blocks
-    )
-
-
-def _joined(plan: Plan, count: int, ceilings: Ceilings) -> Plan:
-    """Return a plan with `count` larger micro-batches."""
-    # Exactly the whole step's work, also where the count is not a multiple.
-    factor = plan.num_micro_batches / count
-    # Launches that joining takes away come back as the operations that compute could have done meanwhile.
-    launches = (factor - 1) * ceilings.launch_seconds * ceilings.matrix_flops_per_second(plan.compute_dtype)
-    return replace(
-        plan,
-        num_micro_batches=count,
-        hidden_size_bytes=round(plan.hidden_size_bytes * factor),
-        kept_bytes=tuple(round(size * factor) for size in plan.kept_bytes),
-        results=replace(
-            plan.results,
-            # Forward and backward together count four times the forward; their launches are two.
-            forward_flops=tuple(flops * factor + launches / 2 for flops in plan.results.forward_flops),
-            spared_flops=tuple(flops * factor for flops in plan.results.spared_flops),
-            epilogue_flops=plan.results.epilogue_flops * factor + launches / 3,
-        ),
-    )

@@ -126,7 +126,7 @@ def with_speculation(plan: Plan, seconds_of: StepSeconds) -> Plan:
     variant = _fastest([_speculating(plan, late) for late in late_choices(plan)], seconds_of)
     speculation = Speculation(
         late_units=variant.late_units,
-        deferred_seconds=seconds_of(plan),
+        deferred_seconds=seconds_of.forecast(plan).step_seconds,  # mostly asked for again, to tell of it
         hit_seconds=seconds_of(variant),
         redo_seconds=redo_seconds(variant, seconds_of.machine),
     )

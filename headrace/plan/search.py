@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from headrace.plan.footprint import with_footprint
-from headrace.plan.forecast import SEARCH_OPERATIONS, StepSeconds, forecast
+from headrace.plan.forecast import SEARCH_OPERATIONS, StepSeconds
 from headrace.plan.placement import THRIFTS, Choice, Problem, excess_bytes, filled, fits, placements_of, plan_of, replay_order
 from headrace.plan.plan import Plan
 from headrace.plan.policy import (
@@ -47,8 +47,9 @@ _Found = TypeVar("_Found")
 _BALANCED, _CLOSE = 3, 1.1
 
 
-def make_plan(problem: Problem, ceilings: Ceilings | None = None) -> Plan:
-    """Return the fastest plan that fits, by the simulator on a machine with `ceilings` (None: a nominal machine).
+def make_plan(problem: Problem, ceilings: Ceilings | None = None, seconds_of: StepSeconds | None = None) -> Plan:
+    """Return the fastest plan that fits, by the simulator on a machine with `ceilings` (None: a nominal machine). `seconds_of`
+    remembers the forecasts that are made here, if they are for that machine.
 
     Every policy that the question allows is searched, so that a question that asks for less is answered no worse.
 
@@ -57,11 +58,12 @@ def make_plan(problem: Problem, ceilings: Ceilings | None = None) -> Plan:
     """
     machine = ceilings or nominal_ceilings(problem)
     problem = replace(problem, attention_share=machine.attention_share)
-    seconds_of = StepSeconds(machine)
+    if seconds_of is None or seconds_of.machine != machine:
+        seconds_of = StepSeconds(machine)
     plans: list[Plan] = []
     refusals = []
     for policy in problem.policies:
-        if plans and _is_as_fast_as_compute(plans[0], machine):
+        if plans and _is_as_fast_as_compute(plans[0], seconds_of):
             break  # no other order of updates could be faster
         try:
             placements = _fitting(problem, policy)
@@ -78,8 +80,8 @@ def make_plan(problem: Problem, ceilings: Ceilings | None = None) -> Plan:
     return plans[0] if len(plans) == 1 else _first_of_alike([(seconds_of(plan), plan) for plan in plans])
 
 
-def _is_as_fast_as_compute(plan: Plan, machine: Ceilings) -> bool:
-    found = forecast(plan, machine)
+def _is_as_fast_as_compute(plan: Plan, seconds_of: StepSeconds) -> bool:
+    found = seconds_of.forecast(plan)
     return found.step_seconds <= ALIKE * found.work[Lane.COMPUTE]
 
 

@@ -112,27 +112,51 @@ def simulate(
         StepFailed: a program is malformed: an operation waits for one that does not precede it.
         ValueError: fewer than three programs.
     """
+    clock, repeats = _run(programs, Rates(ceilings, compute_dtype, compute_threads, update_threads))
+    while clock.run_until_complete():
+        pass
+    return _timeline(clock, _measured(clock, repeats), repeats=repeats, given=len(programs))
+
+
+def step_seconds_of(programs: Sequence[Program], rates: Rates) -> float:
+    """Return the seconds per step that `simulate` finds at these `rates`, without what comes after the measured step."""
+    clock, repeats = _run(programs, rates)
+    measured = _measured(clock, repeats)
+    while len(clock.finish) <= measured:
+        clock.run_until_complete()
+    alone, busy = (dict.fromkeys(Lane, 0.0) for _ in range(2))
+    ops, works = clock.programs[measured].ops, clock.work[measured]
+    for op, start, stop, work in zip(ops, clock.start[measured], clock.stop[measured], works, strict=True):
+        busy[op.lane] += stop - start
+        alone[op.lane] += work
+    _, period = _settled_period(clock, measured, repeats=repeats, given=len(programs))
+    return max(period, *alone.values(), *busy.values())
+
+
+def _run(programs: Sequence[Program], rates: Rates) -> tuple["_Clock", bool]:
+    """Return the clock when all programs are admitted that there will be, and whether the last one repeats."""
     if len(programs) < 3:
         raise ValueError(f"simulate: {len(programs)} programs given, at least 3 are needed to find the steady state")
-    rates = Rates(ceilings, compute_dtype, compute_threads, update_threads)
     used = {op.lane for program in {id(program): program for program in programs}.values() for op in program.ops}
     clock = _Clock(rates, tuple(lane for lane in Lane if lane in used))
     given, repeats = len(programs), programs[-1] == programs[-2]
-    going_on = repeats
     clock.admit(programs[0])
     clock.admit(programs[1])
     while clock.run_until_complete():
         admitted = len(clock.programs)
         if admitted < given:
             clock.admit(programs[admitted])
-        elif going_on:
-            # Decided once: without a successor the last steps run differently again.
-            going_on = admitted < given + _MOST_ROUNDS and not clock.settled(since=given - 2)
-            if going_on:
-                clock.admit(programs[-1])
-    # The very last program has no successor that competes with it, so a repeated one is not the one to measure.
-    measured = len(clock.programs) - (2 if repeats else 1)
-    return _timeline(clock, measured, repeats=repeats, given=given)
+        # Decided once: without a successor the last steps run differently again.
+        elif repeats and admitted < given + _MOST_ROUNDS and not clock.settled(since=given - 2):
+            clock.admit(programs[-1])
+        else:
+            break
+    return clock, repeats
+
+
+def _measured(clock: "_Clock", repeats: bool) -> int:
+    """Return the number of the program to measure: the very last has no successor that competes with it, if it repeats."""
+    return len(clock.programs) - (2 if repeats else 1)
 
 
 class _Known(dict[int, _Value]):
@@ -289,11 +313,7 @@ def _check(program: Program, number: int, previous: int | None) -> None:
 
 
 def _timeline(clock: _Clock, measured: int, *, repeats: bool, given: int) -> Timeline:
-    settled = not repeats or (measured > _ALIKE and _agree([clock.period(measured - back) for back in range(_ALIKE)]))
-    period = clock.period(measured)
-    if not settled:
-        first = max(1, (given + measured) // 2)
-        period = (clock.finish[measured] - clock.finish[first - 1]) / (measured - first + 1)
+    settled, period = _settled_period(clock, measured, repeats=repeats, given=given)
     spans: dict[Lane, list[tuple[float, float]]] = {lane: [] for lane in Lane}
     alone, busy, flops = (dict.fromkeys(Lane, 0.0) for _ in range(3))
     num_bytes = dict.fromkeys(Lane, 0)
@@ -330,6 +350,15 @@ def _timeline(clock: _Clock, measured: int, *, repeats: bool, given: int) -> Tim
         programs=tuple(clock.programs),
         spans=tuple(zip(clock.start, clock.stop, strict=True)),
     )
+
+
+def _settled_period(clock: _Clock, measured: int, *, repeats: bool, given: int) -> tuple[bool, float]:
+    """Return whether steps repeat in time, and the time from one to the next; their mean where they do not."""
+    settled = not repeats or (measured > _ALIKE and _agree([clock.period(measured - back) for back in range(_ALIKE)]))
+    if settled:
+        return True, clock.period(measured)
+    first = max(1, (given + measured) // 2)
+    return False, (clock.finish[measured] - clock.finish[first - 1]) / (measured - first + 1)
 
 
 def _agree(values: list[float]) -> bool:

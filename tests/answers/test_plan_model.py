@@ -14,6 +14,7 @@ from headrace.answers import answer
 from headrace.answers.answer import plan_model
 from headrace.answers.explain import explain
 from headrace.answers.plan_report import PlanReport
+from headrace.plan.forecast import StepSeconds
 from headrace.plan.machine_profiles import load_profile
 from headrace.plan.placement import Problem
 from headrace.plan.plan import Plan
@@ -110,9 +111,9 @@ def test_without_a_profile_the_plan_is_the_one_that_a_run_makes(small: Path, mon
     monkeypatch.setattr(answer, "anonymous_bytes", lambda: 300 << 20)  # this process grows from plan to plan
     problems = []
 
-    def recorded(problem: Problem, ceilings: Ceilings | None) -> Plan:
+    def recorded(problem: Problem, ceilings: Ceilings | None, seconds_of: StepSeconds) -> Plan:
         problems.append(problem)
-        return make_plan(problem, ceilings)
+        return make_plan(problem, ceilings, seconds_of)
 
     monkeypatch.setattr(answer, "make_plan", recorded)
     found = plan_model(small, Options(host_memory="700MiB", max_grad_norm=None, tokens_per_step=8192))

@@ -16,7 +16,6 @@ from headrace.plan.forecast import StepSeconds, forecast
 from headrace.plan.placement import THRIFTS, Choice, Problem, Workload, filled, fits, placements_of, plan_of, replay_order
 from headrace.plan.plan import Plan
 from headrace.plan.search import make_plan, nominal_ceilings
-from headrace.plan.simulate import simulate
 from headrace.terms.ceilings import Ceilings, Drive
 from headrace.terms.costs import BlockCosts, ModelCosts, OperatorCosts
 from headrace.terms.errors import InputError, PlanInfeasible
@@ -201,7 +200,8 @@ def test_what_is_remembered_of_plans_changes_no_choice(
     made = replace(made, workload=replace(made.workload, checkpoint_every=every))
     ceilings = machine(made, read=1e9, write=1e9, mixed=1.2e9)
     simulated = []
-    monkeypatch.setattr(forecasts, "simulate", lambda *args, **kwargs: simulated.append(0) or simulate(*args, **kwargs))
+    programs_of = forecasts._programs
+    monkeypatch.setattr(forecasts, "_programs", lambda plan, **how: simulated.append(0) or programs_of(plan, **how))
     plan, few = make_plan(made, ceilings), len(simulated)
     for module in (search, policy):
         monkeypatch.setattr(module, "StepSeconds", EachSimulated)

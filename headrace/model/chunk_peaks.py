@@ -1,0 +1,51 @@
+"""Peaks of live bytes on chunks of several sizes, from runs on some of them.
+
+What runs on a chunk makes and frees tensors one after the other; which, does mostly not depend on how large it is, and the size
+of each is a polynomial of the second degree in that (masks have its square). Invariant: a peak is that of a run; or four runs
+made and freed the same, and three of them said of each tensor how large it was in the fourth.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
+
+from headrace.model.cost_meter import CostMeter
+
+# Chunks besides the first that are run before it is known whether the others need be.
+_TRIED = 3
+
+
+def peaks_of_chunks(chunks: Sequence[int], run: Callable[[int], CostMeter]) -> dict[int, int]:
+    """Return the peak of each of `chunks`, which are in rising order, after `run` on some or all of them."""
+    most = len(chunks) - 1
+    tried = dict.fromkeys(chunks[most * part // _TRIED] for part in range(_TRIED + 1)) if chunks else {}
+    found = {tokens: run(tokens) for tokens in tried}
+    peaks = {}
+    for tokens in chunks:
+        peak_bytes = found[tokens].peak_bytes if tokens in found else _between(found, tokens)
+        peaks[tokens] = run(tokens).peak_bytes if peak_bytes is None else peak_bytes
+    return peaks
+
+
+def _between(known: Mapping[int, CostMeter], tokens: int) -> int | None:
+    """Return the peak on a chunk of `tokens` by those that are `known`, None if they do not say."""
+    meters = list(known.values())
+    if any(meter.history != meters[0].history for meter in meters):
+        return None
+    sizes = []
+    for samples in zip(*(meter.storages for meter in meters), strict=True):
+        *points, last = zip(known, samples, strict=True)
+        size = _polynomial(points, tokens)
+        if size.denominator != 1 or _polynomial(points, last[0]) != last[1]:
+            return None
+        sizes.append(int(size))
+    return meters[0].peak_bytes_of(sizes)
+
+
+def _polynomial(points: Sequence[tuple[int, int]], at: int) -> Fraction:
+    """Return the value `at` of the polynomial of the least degree through `points` (Lagrange's form)."""
+    total = Fraction(0)
+    for place, value in points:
+        others = [other for other, _ in points if other != place]
+        total += Fraction(value * math.prod(at - other for other in others), math.prod(place - other for other in others))
+    return total

@@ -1,0 +1,116 @@
+"""A plan with the same work in fewer operations, for the simulator: where there is very much of it, it is cut more coarsely.
+
+A unit's update into fewer, larger chunks, a block's micro-batches into fewer, larger ones, several blocks into one, with the
+same floating-point operations, bytes and launches in all. Without this a 175B step has a hundred thousand operations. Buffers
+that hold a chunk or an input grow with it, so reads run ahead further than the engine's own buffers let them.
+Invariant: bytes, operations and launches of a step stay the same.
+"""
+
+from dataclasses import replace
+from itertools import groupby
+
+from headrace.plan.plan import Plan, spread
+from headrace.terms.ceilings import Ceilings
+from headrace.terms.forms import merged
+from headrace.terms.layout import UNIT_ALIGNMENT
+from headrace.terms.sizes import round_up
+
+# How coarsely at most: with fewer pieces per unit than these, reading, updating and writing one unit would no longer overlap.
+_LEAST_CHUNKS = 4
+_LEAST_MICRO_BATCHES = 4
+_LEAST_BLOCKS = 12
+# Operations for a chunk (read, update, two writes), and for a micro-batch of a block (forward, stash, recall, backward).
+_PER_CHUNK, _PER_MICRO_BATCH = 4, 4
+
+
+def coarsened(plan: Plan, ceilings: Ceilings, most_operations: int) -> Plan:
+    """Return a plan with the same work in fewer operations, or the plan itself if it has few."""
+    chunks = sum(plan.num_chunks(unit) for unit in range(len(plan.units)))
+    if _PER_CHUNK * chunks + _PER_MICRO_BATCH * plan.num_blocks * plan.num_micro_batches <= most_operations:
+        return plan
+    plan = _merged(plan, ceilings, most_operations // (_PER_CHUNK * _LEAST_CHUNKS + _PER_MICRO_BATCH * _LEAST_MICRO_BATCHES))
+    per_micro = _PER_MICRO_BATCH * plan.num_blocks
+    joined = max(1, plan.num_micro_batches // max(_LEAST_MICRO_BATCHES, most_operations // (3 * per_micro)))
+    plan = _joined(plan, -(-plan.num_micro_batches // joined), ceilings)
+    left = most_operations - per_micro * plan.num_micro_batches
+    pieces = max(_LEAST_CHUNKS, left // (_PER_CHUNK * len(plan.units)))
+    chunk_elements = max(plan.chunk_elements, round_up(-(-plan.largest_block_elements // pieces), UNIT_ALIGNMENT))
+    # Of the larger buffers no more than are needed to read, update and write at once: there is less memory ahead in truth.
+    slots = plan.state_slots if chunk_elements == plan.chunk_elements else min(plan.state_slots, 3)
+    return replace(plan, chunk_elements=chunk_elements, state_slots=slots)
+
+
+def _merged(plan: Plan, ceilings: Ceilings, most_blocks: int) -> Plan:
+    """Return a plan in which neighbouring blocks whose inputs wait in one place are one, so that few are left."""
+    size = -(-plan.num_blocks // max(_LEAST_BLOCKS, most_blocks))
+    if size == 1:
+        return plan
+    runs = [[block for block, _ in run] for _, run in groupby(enumerate(plan.stash_tiers), key=lambda pair: pair[1])]
+    groups = [run[start : start + size] for run in runs for start in range(0, len(run), size)]
+    launches = ceilings.launch_seconds * ceilings.matrix_flops_per_second(plan.compute_dtype)
+    share = len(groups) / plan.num_blocks
+    # Of the blocks as many are resident as before, in proportion, the shallow ones; what lies behind them moves down.
+    residents = round(share * len([unit for unit in plan.resident_states if 1 <= unit <= plan.num_blocks]))
+    moved = _around(plan, plan.resident_states, len(groups))
+    late = sum(1 <= unit <= plan.num_blocks for unit in plan.late_units)
+    return replace(
+        plan,
+        num_blocks=len(groups),
+        units=(
+            plan.units[0],
+            *(merged([plan.units[block + 1] for block in group]) for group in groups),
+            *plan.units[plan.num_blocks + 1 :],
+        ),
+        host_slots=max(plan.prefetch + 1, round(plan.host_slots * share)),
+        resident_states=(*range(1, 1 + residents), *moved),
+        late_units=(*spread(round(share * late), len(groups)), *_around(plan, plan.late_units, len(groups))),
+        stash_tiers=tuple(plan.stash_tiers[group[0]] for group in groups),
+        kept=((),) * len(groups),
+        kept_bytes=tuple(
+            sum(plan.kept_bytes[block] for block in group) + (len(group) - 1) * plan.hidden_bytes for group in groups
+        ),
+        results=replace(
+            plan.results,
+            forward_flops=(
+                plan.results.forward_flops[0],
+                *(
+                    sum(plan.results.forward_flops[block + 1] for block in group) + (len(group) - 1) * launches / 2
+                    for group in groups
+                ),
+                *plan.results.forward_flops[plan.num_blocks + 1 :],
+            )
+            if plan.results.forward_flops
+            else (),
+            spared_flops=tuple(sum(plan.results.spared_flops[block] for block in group) for group in groups)
+            if plan.results.spared_flops
+            else (),
+        ),
+    )
+
+
+def _around(plan: Plan, units: tuple[int, ...], num_blocks: int) -> tuple[int, ...]:
+    """Return those of `units` that are no blocks, as they are numbered with `num_blocks` blocks."""
+    return tuple(
+        unit if unit == 0 else unit - plan.num_blocks + num_blocks for unit in units if not 1 <= unit <= plan.num_blocks
+    )
+
+
+def _joined(plan: Plan, count: int, ceilings: Ceilings) -> Plan:
+    """Return a plan with `count` larger micro-batches."""
+    # Exactly the whole step's work, also where the count is not a multiple.
+    factor = plan.num_micro_batches / count
+    # Launches that joining takes away come back as the operations that compute could have done meanwhile.
+    launches = (factor - 1) * ceilings.launch_seconds * ceilings.matrix_flops_per_second(plan.compute_dtype)
+    return replace(
+        plan,
+        num_micro_batches=count,
+        hidden_size_bytes=round(plan.hidden_size_bytes * factor),
+        kept_bytes=tuple(round(size * factor) for size in plan.kept_bytes),
+        results=replace(
+            plan.results,
+            # Forward and backward together count four times the forward; their launches are two.
+            forward_flops=tuple(flops * factor + launches / 2 for flops in plan.results.forward_flops),
+            spared_flops=tuple(flops * factor for flops in plan.results.spared_flops),
+            epilogue_flops=plan.results.epilogue_flops * factor + launches / 3,
+        ),
+    )
