@@ -157,11 +157,13 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         for run in all_runs(contestants, options, scratch):
             print(progress_line(run, options.warmup), flush=True)
             written["runs"].append(run)
-            json_file.write_text(json.dumps(written, indent=1, default=str))  # an hour's runs outlive an interruption
+            json_file.write_text(
+                json.dumps(written, indent=1, default=str), encoding="utf-8"
+            )  # an hour's runs outlive an interruption
     written["summaries"] = summaries_of([contestant.name for contestant in contestants], written["runs"], options)
-    json_file.write_text(json.dumps(written, indent=1, default=str))
+    json_file.write_text(json.dumps(written, indent=1, default=str), encoding="utf-8")
     table = table_of(written["summaries"], options, facts)
-    Path(f"{options.output}.md").write_text(table)
+    Path(f"{options.output}.md").write_text(table, encoding="utf-8")
     print("\n" + table)
     return written
 

@@ -89,9 +89,9 @@ def main() -> None:
         )
     results = run_all(options)
     options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.with_suffix(".json").write_text(json.dumps(results, indent=2))
+    options.output.with_suffix(".json").write_text(json.dumps(results, indent=2), encoding="utf-8")
     table = table_of(results)
-    options.output.with_suffix(".md").write_text(table)
+    options.output.with_suffix(".md").write_text(table, encoding="utf-8")
     print(table)
     if any(row["status"] == "failed" for row in results["rows"]):
         sys.exit(1)

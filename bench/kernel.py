@@ -247,7 +247,7 @@ def main() -> None:
     if options.out is not None:
         versions = {"python": platform.python_version(), "torch": torch.__version__, "numba": numba.__version__}
         report = {"elements": options.elements, "rounds": options.rounds, "versions": versions, "rows": rows}
-        options.out.write_text(json.dumps(report, indent=2) + "\n")
+        options.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -107,7 +107,7 @@ class Watched:
 
 def _anonymous_bytes(pid: int) -> int:
     with contextlib.suppress(OSError):
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
         return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("RssAnon:", "RssShmem:")))
     return 0
 
@@ -148,7 +148,7 @@ def run_worker(
     work.mkdir()
     started = time.monotonic()
     try:
-        with log.open("w") as output:
+        with log.open("w", encoding="utf-8") as output:
             process = subprocess.Popen(
                 [*command, "--scratch", str(work), "--result", str(result)],
                 stdout=output,
@@ -158,8 +158,11 @@ def run_worker(
             )
             watched = watch(process, work, timeout_seconds)
         if process.returncode == 0 and result.exists():
-            return {"status": "ok", **_seen(json.loads(result.read_text()), watched, started)}
-        return {"status": _ending(process.returncode, watched), "log": log.read_text(errors="replace")[-3000:]}
+            return {"status": "ok", **_seen(json.loads(result.read_text(encoding="utf-8")), watched, started)}
+        return {
+            "status": _ending(process.returncode, watched),
+            "log": log.read_text(errors="replace", encoding="utf-8")[-3000:],
+        }
     finally:
         shutil.rmtree(own, ignore_errors=True)
 
@@ -203,14 +206,16 @@ def measure_machine(directory: Path, profile: Path, seconds: float) -> dict[str,
     if done.returncode:
         refuse(f"the machine could not be measured:\n{done.stderr[-2000:]}")
     print(done.stdout)
-    return dict(json.loads(profile.read_text()))
+    return dict(json.loads(profile.read_text(encoding="utf-8")))
 
 
 def machine_facts(directory: Path) -> dict[str, Any]:
     """Return what a reader needs to place the numbers: processor, cores, memory, kernel, file system of `directory`."""
-    processors = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-    total = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemTotal"))
-    mounts = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
+    processors = [
+        line for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines() if line.startswith("model name")
+    ]
+    total = next(line for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines() if line.startswith("MemTotal"))
+    mounts = [line.split() for line in Path("/proc/mounts").read_text(encoding="utf-8").splitlines()]
     inside = [mount for mount in mounts if directory.resolve().is_relative_to(mount[1])]
     return {
         "processor": processors[0].split(":")[1].strip() if processors else platform.machine(),

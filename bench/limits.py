@@ -251,7 +251,7 @@ def main() -> None:
         else:
             print("fio is not installed: left out")
     options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps(results, indent=1, default=str))
+    options.output.write_text(json.dumps(results, indent=1, default=str), encoding="utf-8")
 
 
 def show(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -93,7 +93,7 @@ def main() -> int:
     record = run(options)
     if options.output:
         options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(json.dumps(record | {"options": vars(options)}, indent=1, default=str))
+        options.output.write_text(json.dumps(record | {"options": vars(options)}, indent=1, default=str), encoding="utf-8")
     if record["status"] != "ok":
         print(record["status"], record["log"], sep="\n")
         return 1

@@ -176,7 +176,7 @@ def main() -> int:
     results = {}
     for line in lines:
         kept, asked = options.output / f"{line.name}.json", comparison_of(line, options, profile)
-        found = json.loads(kept.read_text()) if kept.exists() else {}
+        found = json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else {}
         if _answers(found, asked):
             print(f"{line.name}: is there already", flush=True)
         else:
@@ -184,7 +184,7 @@ def main() -> int:
             found = compare.measure(asked)
         results[line.name] = found
         table = table_of(lines, results)
-        (options.output / "peers.md").write_text(table)
+        (options.output / "peers.md").write_text(table, encoding="utf-8")
     print("\n" + table)
     return 0 if all(_all_ok(found) for found in results.values()) else 1
 

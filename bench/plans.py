@@ -356,7 +356,7 @@ def main() -> int:
     page = page_of(found)
     if arguments.json is not None:
         values = [{"section": section.title, "cell": vars(cell), **got} for section, got_all in found for cell, got in got_all]
-        arguments.json.write_text(json.dumps(values, indent=1))
+        arguments.json.write_text(json.dumps(values, indent=1), encoding="utf-8")
     if arguments.output is None:
         print(page, end="")
     else:

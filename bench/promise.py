@@ -115,7 +115,7 @@ def read_results(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {"machine": None, "profile": None, "runs": []}
     try:
-        found = json.loads(path.read_text())
+        found = json.loads(path.read_text(encoding="utf-8"))
         if isinstance(found["runs"], list) and "profile" in found:
             return dict(found)
     except (ValueError, KeyError, TypeError):
@@ -126,7 +126,7 @@ def read_results(path: Path) -> dict[str, Any]:
 def save(results: dict[str, Any], path: Path) -> None:
     """Replace the file at once: an interruption leaves the old one or the new one."""
     beside = path.with_name(path.name + ".new")
-    beside.write_text(json.dumps(results, indent=1, default=str))
+    beside.write_text(json.dumps(results, indent=1, default=str), encoding="utf-8")
     beside.replace(path)
 
 
@@ -140,7 +140,7 @@ def profile_of(options: argparse.Namespace, results: dict[str, Any], path: Path)
         return None
     if options.profile is not None:
         try:
-            given = json.loads(options.profile.read_text())
+            given = json.loads(options.profile.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             refuse(f"--profile {options.profile}: cannot be read ({error}); make one with `headrace bench machine`")
         if results["runs"] and given != results["profile"]:
@@ -340,7 +340,7 @@ def run_all(options: argparse.Namespace, combinations: list[Combination], result
         results["machine"] = results["machine"] or machine_facts(scratch)
         profile = scratch / "profile.json"
         results["profile"] = profile_of(options, results, profile)
-        profile.write_text(json.dumps(results["profile"]))  # of all runs, or nothing yet
+        profile.write_text(json.dumps(results["profile"]), encoding="utf-8")  # of all runs, or nothing yet
         save(results, path)
         variables = environment(omp_wait_policy="passive")
         done = {(run["name"], run["round"]) for run in results["runs"] if run["status"] == "ok"}
@@ -388,7 +388,7 @@ def main() -> int:
     results = read_results(path)
     run_all(options, combinations, results, path)
     table = table_of(results)
-    Path(f"{options.output}.md").write_text(table)
+    Path(f"{options.output}.md").write_text(table, encoding="utf-8")
     print("\n" + table)
     return 0 if all(run["status"] == "ok" for run in results["runs"]) else 1
 

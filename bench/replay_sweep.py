@@ -70,8 +70,8 @@ def main() -> int:
     table = table_of(rows, options, machine)
     print(table)
     options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.with_suffix(".md").write_text(table)
-    options.output.with_suffix(".json").write_text(json.dumps(rows, indent=1) + "\n")
+    options.output.with_suffix(".md").write_text(table, encoding="utf-8")
+    options.output.with_suffix(".json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     draw(rows, options.output)
     return 0
 
@@ -79,7 +79,7 @@ def main() -> int:
 def machine_of(options: argparse.Namespace, folder: Path) -> Ceilings:
     """Return the profile that is given, or measure this machine."""
     if options.machine is not None:
-        return Ceilings.from_json(json.loads(options.machine.read_text()))
+        return Ceilings.from_json(json.loads(options.machine.read_text(encoding="utf-8")))
     print(f"measuring the machine for {options.machine_seconds:.0f} s ...", flush=True)
     return measure_machine([folder], seconds_budget=options.machine_seconds)
 

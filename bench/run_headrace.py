@@ -45,7 +45,7 @@ def main() -> None:
     options = arguments.parse_args()
     if options.observe and options.machine is None:
         refuse("--observe holds the run against the forecast on a measured machine: give --machine too")
-    machine = Ceilings.from_json(json.loads(options.machine.read_text())) if options.machine else None
+    machine = Ceilings.from_json(json.loads(options.machine.read_text(encoding="utf-8"))) if options.machine else None
     task = Task.of(options)
     if not hasattr(headrace, "Engine"):
         refuse(f"this headrace ({headrace.__version__}, {headrace.__file__}) has no Engine")

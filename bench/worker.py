@@ -89,8 +89,10 @@ class Counters:
     def now(cls) -> "Counters":
         """Read the clocks and /proc."""
         usage = resource.getrusage(resource.RUSAGE_SELF)
-        fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
-        user, nice, system, _idle, _wait, irq, softirq, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
+        fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text(encoding="utf-8").splitlines())
+        user, nice, system, _idle, _wait, irq, softirq, steal = map(
+            int, Path("/proc/stat").read_text(encoding="utf-8").split()[1:9]
+        )
         return cls(
             clock_seconds=time.monotonic(),  # one clock for all processes of a Linux machine: launch.py relies on it
             cpu_seconds=usage.ru_utime + usage.ru_stime,
@@ -150,4 +152,4 @@ def measure(task: Task, step: Step, *, finish: Callable[[], None], record: Recor
 
 def write(record: Record, path: Path) -> None:
     """Write the record as JSON."""
-    path.write_text(json.dumps(asdict(record), indent=1, default=str))
+    path.write_text(json.dumps(asdict(record), indent=1, default=str), encoding="utf-8")

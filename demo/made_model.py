@@ -96,7 +96,10 @@ class MadeModel:
     def compare(self) -> None:
         """Compare losses and weights of both runs, exactly."""
         title("6  Is the resumed run the unbroken run?")
-        losses = [[json.loads(line)["loss"] for line in (run / "metrics.jsonl").open()] for run in (self.unbroken, self.killed)]
+        losses = [
+            [json.loads(line)["loss"] for line in (run / "metrics.jsonl").open(encoding="utf-8")]
+            for run in (self.unbroken, self.killed)
+        ]
         say(
             f"losses   {'identical' if losses[0] == losses[1] else 'DIFFERENT'}: {len(losses[0])} steps, last {losses[0][-1]!r}"
         )

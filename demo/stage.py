@@ -61,7 +61,7 @@ def environment() -> dict[str, str]:
 
 def seconds_per_step(run: Path) -> float:
     """Return the median step time of a run, finished or not."""
-    seconds = sorted(json.loads(line)["seconds"] for line in (run / "metrics.jsonl").open())
+    seconds = sorted(json.loads(line)["seconds"] for line in (run / "metrics.jsonl").open(encoding="utf-8"))
     return float(seconds[len(seconds) // 2])
 
 

@@ -190,7 +190,7 @@ def _fields(path: Path) -> dict[str, str]:
 
 def _text(path: Path) -> str | None:
     try:
-        return path.read_text().strip()
+        return path.read_text(encoding="utf-8").strip()
     except OSError:
         return None
 

@@ -31,9 +31,9 @@ def guarded_streams() -> Iterator[None]:
     """
     # Opened files take the lowest number that is free: nothing of a library's may go to a file that took the stream's.
     if sys.stdout is None:
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - as long as the process
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - as long as the process
     if sys.stderr is None:
-        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     before = sys.stdout
     sys.stdout = guarded = _Guarded(before)
     try:

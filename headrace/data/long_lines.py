@@ -5,14 +5,16 @@ Invariant: what comes out is the same JSON, but that strings of more than so man
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 # The inside of a string as far as it is there, without a backslash whose character is not.
-_INSIDE = re.compile(rb'[^"\\]*+(?:\\.[^"\\]*+)*+', re.DOTALL)
+INSIDE = re.compile(rb'[^"\\]*+(?:\\.[^"\\]*+)*+', re.DOTALL)
+_NO_STRING = re.compile(rb'[^"]*+')
+_STRINGS = re.compile(rb'(?:[^"]++|"' + INSIDE.pattern + rb'")*+', re.DOTALL)
 # The longest end of a string that may be part of one character: two escapes that are one, the second not whole.
 _LONGEST_CHARACTER_BYTES = 12
 # So much there may be beside the long strings, and of them together.
-_MOST_STRINGS = 4
+MOST_STRINGS = 4
 
 
 def cut_strings(pieces: Iterable[bytes], most_bytes: int) -> tuple[bytes, int]:
@@ -21,33 +23,50 @@ def cut_strings(pieces: Iterable[bytes], most_bytes: int) -> tuple[bytes, int]:
     Raises:
         ValueError: it is longer than four such strings all the same.
     """
-    line, string = bytearray(), bytearray()
-    is_inside, rest, left_out = False, b"", 0
+    line, left_out = bytearray(), 0
+    for made, less in shortened(pieces, most_bytes):
+        line += made
+        left_out += less
+        if len(line) > MOST_STRINGS * most_bytes:
+            raise ValueError(f"more than {MOST_STRINGS * most_bytes} bytes in one sample; cut it into several")
+    return bytes(line), left_out
+
+
+def shortened(pieces: Iterable[bytes], most_bytes: int) -> Iterator[tuple[bytes, int]]:
+    """Yield the JSON that `pieces` are, with at most `most_bytes` of each string, and how many bytes were left out of the last
+    string. Each part holds whole strings; only the last may be one without an end.
+    """
+    made, string, string_bytes = bytearray(), bytearray(), 0
+    is_inside, rest = False, b""
     for piece in pieces:
         piece, at, rest = rest + piece, 0, b""
         while at < len(piece):
             if not is_inside:
-                quote = piece.find(b'"', at)
-                stop = len(piece) if quote < 0 else quote + 1
-                line += piece[at:stop]
-                is_inside, at = quote >= 0, stop
+                # No string that is whole in a piece of so few bytes is too long: these are passed over at once.
+                found = (_STRINGS if len(piece) <= most_bytes else _NO_STRING).match(piece, at)
+                stop = found.end() if found else at
+                made += piece[at:stop]
+                is_inside, at = stop < len(piece), stop + 1
                 continue
-            found = _INSIDE.match(piece, at)
+            found = INSIDE.match(piece, at)
             stop = found.end() if found else at
             string += piece[at : min(stop, at + most_bytes + 1 - len(string))]
-            left_out += max(0, stop - at)
+            string_bytes += stop - at
             at = stop
             if at < len(piece) and piece[at : at + 1] == b'"':
                 kept = bytes(string) if len(string) <= most_bytes else _whole_characters(bytes(string[:most_bytes]))
-                left_out -= len(kept)
-                line += kept + b'"'
+                made += b'"' + kept + b'"'
+                if string_bytes > len(kept):
+                    yield bytes(made), string_bytes - len(kept)
+                    made.clear()
                 string.clear()
-                is_inside, at = False, at + 1
+                is_inside, at, string_bytes = False, at + 1, 0
             elif at < len(piece):
                 rest, at = piece[at:], len(piece)
-        if len(line) > _MOST_STRINGS * most_bytes:
-            raise ValueError(f"more than {_MOST_STRINGS * most_bytes} bytes in one sample; cut it into several")
-    return bytes(line + string + rest), left_out
+        yield bytes(made), 0
+        made.clear()
+    if is_inside:
+        yield b'"' + string + rest, 0
 
 
 def _whole_characters(string: bytes) -> bytes:

@@ -1,8 +1,9 @@
 """Paths to rows: which files are meant, what is in them, and whether every sample can be trained on.
 
-JSON is read here line by line and never by `datasets`: each message names the line, nothing is copied to disk first, strings
-that look like dates stay strings, and absent keys stay absent (Arrow would fill them in, and chat templates would see them).
-Tables are read by `tables.py`. The invariant: a row that leaves `read_rows` has the columns of its kind, and none is null.
+JSON is read here line by line, or an array element by element, and never by `datasets`: each message names the place, nothing
+is copied to disk first, strings that look like dates stay strings, and absent keys stay absent (Arrow would fill them in, and
+chat templates would see them). Tables are read by `tables.py`. The invariant: a row that leaves `read_rows` has the columns of
+its kind, and none is null.
 """
 
 import hashlib
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from headrace.data.forms import FORMS, Form
+from headrace.data.json_array import elements
 from headrace.data.long_lines import cut_strings
 from headrace.data.tables import is_saved_dataset, open_hub, read_arrow, read_parquet, read_saved
 from headrace.data.values import Kind, Row
@@ -187,18 +189,22 @@ def _rest_of_line(file: IO[bytes], start: bytes) -> Iterator[bytes]:
 def _read_json(path: Path, string_bytes: int) -> Iterator[Row]:
     with path.open("rb") as file:
         start = file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
-    if start and not start.startswith(b"["):
-        yield from _read_json_lines(path, string_bytes)
-        return
-    remarks: list[str] = []
-    values = _parse(path.read_bytes(), str(path), "an array of JSON objects", remarks) if start else []
-    for index, value in enumerate(values):
-        place = f"{path}, element {index}"
-        yield Row(place, _object(value, place), () if index else tuple(remarks))
+        if not start:
+            return
+        if not start.startswith(b"["):
+            yield from _read_json_lines(path, string_bytes)
+            return
+        file.seek(0)
+        pieces = iter(partial(file.read, _PIECE_BYTES), b"")
+        for index, element in enumerate(elements(str(path), pieces, string_bytes)):
+            place = f"{path}, element {index}"
+            remarks: list[str] = []
+            value = _parse(element.text, place, "an array of JSON objects", remarks, element.line - 1)
+            yield Row(place, _object(value, place), tuple(remarks), element.left_out / len(element.text))
 
 
-def _parse(text: bytes, place: str, expected: str, remarks: list[str]) -> Any:
-    """Return the value that `text` is. Keys that an object has twice go to `remarks`."""
+def _parse(text: bytes, place: str, expected: str, remarks: list[str], lines_before: int = 0) -> Any:
+    """Return the value that `text` is. Keys that an object has twice go to `remarks`. Of the file `lines_before` precede it."""
 
     def object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         made = dict(pairs)
@@ -210,7 +216,8 @@ def _parse(text: bytes, place: str, expected: str, remarks: list[str]) -> Any:
     try:
         return json.loads(text, object_pairs_hook=object_of)
     except json.JSONDecodeError as error:
-        where = f"line {error.lineno}, column {error.colno}" if error.lineno > 1 else f"column {error.colno}"
+        line = lines_before + error.lineno
+        where = f"line {line}, column {error.colno}" if line > 1 else f"column {error.colno}"
         shown = text[:60].decode(errors="replace").strip()
         raise DataError(
             f"{place}: not JSON at {where}: {error.msg}; expected {expected}, found {shown!r}. Correct or remove it"

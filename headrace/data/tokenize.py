@@ -224,6 +224,6 @@ def _no_space(cache_dir: Path) -> str:
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
     # The kernel lets go of the lock when the process ends, however it ends. The file stays: removing it would let two in.
-    with path.open("w") as file:
+    with path.open("w", encoding="utf-8") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -221,7 +221,7 @@ def _file_system_type(directory: Path) -> str:
 def _mount_of(directory: Path) -> tuple[str, str]:
     """Return type and source of the mount that holds `directory`, as the kernel names them; empty where it does not say."""
     try:
-        lines = Path("/proc/self/mountinfo").read_text(errors="surrogateescape").split("\n")
+        lines = os.fsdecode(Path("/proc/self/mountinfo").read_bytes()).split("\n")
     except OSError:
         return "", ""
     resolved = directory.resolve()

@@ -130,7 +130,7 @@ def is_mount_point(path: Path) -> bool:
     if os.path.ismount(path):
         return True
     try:
-        lines = Path("/proc/self/mountinfo").read_text(errors="surrogateescape").splitlines()
+        lines = os.fsdecode(Path("/proc/self/mountinfo").read_bytes()).splitlines()
     except OSError:
         return False
     written = "".join(f"\\{ord(letter):03o}" if letter in " \t\n\\" else letter for letter in str(path))

@@ -90,7 +90,7 @@ def processor_name() -> str:
 def _first_of(*fields: str) -> str:
     """Return the first value of one of these fields of the kernel's list of processors."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return ""
     return next((line.partition(":")[2].strip() for line in lines if line.lower().startswith(fields)), "")

@@ -134,7 +134,7 @@ def _read_index(directory: Path) -> dict[str, str]:
             "save the model with save_pretrained(safe_serialization=True)"
         )
     try:
-        mapping = json.loads(path.read_text())["weight_map"]
+        mapping = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
         return {str(key): str(value) for key, value in mapping.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(f"{path}: expected a JSON object with a weight_map, found {error!r}") from error

@@ -95,7 +95,7 @@ class ShardWriter:
             mapping = {tensor.key: self._names[shard] for shard, tensor in self._order}
             total = sum(tensor.num_bytes for _, tensor in self._order)
             text = json.dumps({"metadata": {"total_size": total}, "weight_map": dict(sorted(mapping.items()))}, indent=2)
-            (self._directory / _INDEX).write_text(text + "\n")
+            (self._directory / _INDEX).write_text(text + "\n", encoding="utf-8")
 
     def close(self) -> None:
         """Sync and close the open shard, if any."""

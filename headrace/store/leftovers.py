@@ -209,7 +209,7 @@ def _run_in(run_directory: Path, run_id: str, folder: Path) -> _Run:
 
 
 def _has(run_directory: Path, name: str, run_id: str, folder: Path) -> bool:
-    fields = json.loads((run_directory / name).read_text())
+    fields = json.loads((run_directory / name).read_text(encoding="utf-8"))
     folders = (data_folder(run_directory / text, run_id) for text in fields["directories"])
     return bool(fields["run_id"] == run_id and any(_same(folder, each) for each in folders))
 

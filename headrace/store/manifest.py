@@ -129,7 +129,7 @@ def read_manifest(run_directory: Path, name: str = MANIFEST_NAME) -> Manifest:
     """
     path = run_directory / name
     try:
-        fields = json.loads(path.read_text())
+        fields = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise RunDirectoryError(
             f"{run_directory}: no run of Headrace, {MANIFEST_NAME} is missing; name a run directory"

@@ -174,7 +174,7 @@ def note_owner(directories: Sequence[Path], run_directory: Path, run_id: str) ->
 def owner_of(folder: Path) -> tuple[str, Path] | None:
     """Return id and directory of the run of `folder`, as of when it was opened last; None if it is none of ours."""
     try:
-        owner = json.loads((folder / OWNER_NAME).read_text())
+        owner = json.loads((folder / OWNER_NAME).read_text(encoding="utf-8"))
         return str(owner["run_id"]), Path(owner["run_directory"])
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -269,5 +269,5 @@ def test_what_is_json_and_still_cannot_be_read_is_named_with_its_line(tmp_path, 
     with pytest.raises(DataError, match=rf"^{path}, line 2: .*; expected one JSON object a line"):
         values(path, tmp_path)
     array = write(tmp_path / "a.json", f"[{text}]")
-    with pytest.raises(DataError, match=rf"^{array}: .*; expected an array of JSON objects"):
+    with pytest.raises(DataError, match=rf"^{array}, element 0: .*; expected an array of JSON objects"):
         values(array, tmp_path)

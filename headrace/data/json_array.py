@@ -1,0 +1,72 @@
+"""A JSON array of samples, one element after the other: what is in memory of it goes by one sample, not by the file.
+
+Invariant: the elements are what stands between the array's own commas, wherever the pieces begin and end. Whether each is JSON
+is left to whoever parses it.
+"""
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from headrace.data.long_lines import INSIDE, MOST_STRINGS, shortened
+from headrace.terms.errors import DataError
+
+# As far as there are whole strings and what is no mark. Inside an element a comma is none: token ids have many.
+_STRING = b'"' + INSIDE.pattern + b'"'
+_TO_COMMA = re.compile(rb'(?:[^"\[\]{},]++|' + _STRING + rb")*+", re.DOTALL)
+_TO_BRACKET = re.compile(rb'(?:[^"\[\]{}]++|' + _STRING + rb")*+", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Element:
+    """The text of one element, in which long strings end early by `left_out` bytes. It begins in `line`, counted from 1."""
+
+    text: bytes
+    left_out: int
+    line: int
+
+
+def elements(name: str, pieces: Iterable[bytes], most_bytes: int) -> Iterator[Element]:
+    """Yield the elements of the array that `pieces` are, with at most `most_bytes` of each string. `name` is for messages.
+
+    Raises:
+        DataError: the array has no end, or something follows it; or an element is longer than four such strings.
+    """
+    index, depth, line = 0, 0, 1
+    text, left_out = bytearray(), 0
+    is_over = False
+    for made, less in shortened(pieces, most_bytes):
+        begin = at = 0
+        while not is_over and (at := _next_mark(made, at, depth)) < len(made):
+            mark, at = made[at : at + 1], at + 1
+            if mark == b'"':  # of a string without an end
+                break
+            if mark in b"[{":
+                depth += 1
+                if depth == 1:  # what stood before is blank
+                    line += (text + made[:at]).count(b"\n")
+                    begin, text = at, bytearray()
+            elif depth > 1:
+                depth -= 1
+            elif mark in b",]":  # another bracket is no JSON, which whoever parses the element will say
+                text += made[begin : at - 1]
+                begin, is_over = at, mark == b"]"
+                if index or not is_over or text.strip():
+                    yield Element(bytes(text), left_out, line)
+                index, line = index + 1, line + text.count(b"\n")
+                text, left_out = bytearray(), 0
+        text += made[begin:]
+        left_out += less
+        if is_over and text.strip():
+            raise DataError(f"{name}: not JSON: {bytes(text.strip()[:60])!r} follows the array; correct or remove it")
+        if len(text) > MOST_STRINGS * most_bytes:
+            raise DataError(f"{name}, element {index}: more than {MOST_STRINGS * most_bytes} bytes in it; cut it into several")
+    if not is_over:
+        if text.strip():
+            yield Element(bytes(text), left_out, line)
+        raise DataError(f"{name}: not JSON: the array has no end, {index} elements were read; write the file again")
+
+
+def _next_mark(text: bytes, at: int, depth: int) -> int:
+    found = (_TO_BRACKET if depth > 1 else _TO_COMMA).match(text, at)
+    return found.end() if found else len(text)
