@@ -93,6 +93,21 @@ def test_no_cut_no_thread_and_no_site_changes_a_bit() -> None:
             assert np.array_equal(tensor.view(torch.uint8).numpy(), array.view(np.uint8)), name
 
 
+@pytest.mark.gpu
+def test_a_gpu_has_the_bits_of_the_host() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    for rule, layout in rules():
+        pieces, (planes, gradient) = pieces_of(layout, rule.figures), planes_for(rule, layout)
+        weight, states = on_tensors(planes)
+        there = weight.cuda(), tuple(state.cuda() for state in states), torch.from_numpy(gradient).cuda()
+        DeviceUpdater(rule).update_range(*there, STEP, pieces, 0, layout.num_elements)
+        with Updater(rule, 2) as updater:
+            updater.update_range(*planes, gradient, STEP, pieces, 0, layout.num_elements)
+        for tensor, array in zip((there[0], *there[1]), (planes[0], *planes[1]), strict=True):
+            assert np.array_equal(tensor.cpu().view(torch.uint8).numpy(), array.view(np.uint8)), rule.figures.name
+
+
 def test_it_is_what_the_formula_says() -> None:
     """In float64, item by item, from the shapes of the parameters alone."""
     for optimizer in OPTIMIZERS:
