@@ -1,7 +1,7 @@
 """Units and their families: what is read, written and committed together, and what its place on the drives promises.
 
 A *unit* is what a step walks through: the prologue, a block, the epilogue. Its planes come in *families*, each with a layout of
-its own: AdamW's unit has the weights that compute uses, and the states that only the update touches, read and written at once.
+its own: a trained unit has the weights that compute uses, and the states that only updates touch, read and written at once.
 A frozen unit has weights alone; a rule without states needs no second family.
 
 Invariant: the chunks of a family cover its elements in order, without gap or overlap.

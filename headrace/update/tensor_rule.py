@@ -2,8 +2,7 @@
 
 A subclass says what becomes of a stack of items, in torch operations, on the host and on a device alike. Items are rows or
 matrices (`terms.cuts`); of a chunk the rule is given one parameter's at a time. What is none (biases, norms, embeddings that
-`RuleFigures.elementwise` names, padding) another rule updates, over the same planes: orthogonalised momentum, for example,
-leaves them to AdamW.
+`RuleFigures.elementwise` names, padding) another rule updates, over the same planes.
 
 Invariant: an item's new value depends on the item, its gradient and the scalars alone: not on the chunk, the piece or the
 thread that has it. Bits are the same on every device if each operation rounds once (`tensors`): sums by `tree_sum`.
