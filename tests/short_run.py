@@ -9,8 +9,10 @@ import torch
 from safetensors.torch import load_file
 
 import headrace
+from headrace.engine.seams import Seams
 from headrace.engine.trainer import Engine
-from headrace.plan.plan import Plan, Results
+from headrace.plan.plan import Plan
+from headrace.plan.results import Results
 from headrace.terms.events import Sink
 
 
@@ -23,13 +25,13 @@ def short_run(
     inspect: Callable[[Engine], None] | None = None,
     export: Path | None = None,
     sink: Sink | None = None,
-    seams: dict[str, Any] | None = None,
+    seams: Seams | None = None,
     **options: Any,
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Return losses and final weights of a run over `batches`, without clipping if `options` do not say so.
 
     `adjust` replaces fields of the plan, by values or by functions of it; `inspect` sees the engine before it is closed;
-    `seams` are the wire and the codec.
+    `seams` are what is exchanged in it.
     """
 
     def adjust_plan(plan: Plan) -> Plan:
@@ -50,7 +52,7 @@ def short_run(
         ),
         sink,
         adjust_plan=adjust_plan,
-        **(seams or {}),
+        seams=seams,
     ) as engine:
         losses = [engine.step(batch).loss for batch in batches]
         if inspect is not None:

@@ -249,7 +249,7 @@ class _ModelPlans:
         """
         if found is None or plan.checkpoint_every > 1:
             return ()
-        problem, every = self._problem(question), plan.trained_units
+        problem, every = self._problem(question), plan.updated_units
         costs = problem.costs_of(plan.micro_batch_sequences)
         best: Alternative | None = None
         for held in ("host", "ssd"):

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 from headrace.answers.planner import RunPlanner
-from headrace.codec import Codec
-from headrace.engine.forms import check_seams, forms_of, seams
+from headrace.engine.seams import Seams, forms_of
 from headrace.files import file_systems, measured_weights
 from headrace.flow.buffers import GRADIENT_VIEWS, Buffers
 from headrace.flow.execute import OverlappedInterpreter, PlainInterpreter
@@ -44,8 +43,6 @@ from headrace.terms.options import Options
 from headrace.terms.provenance import PROVENANCE_NAME
 from headrace.terms.sizes import format_bytes
 from headrace.update import HitRate, LossScale, Updater, optimizer_of, rule_of
-from headrace.update.wire import Wire
-from headrace.update.wires import DenseWire
 
 # Operations of the SSD lanes that may be under way at once; each is cut into pieces by the I/O engine besides.
 # Of a state that is made before there is a plan.
@@ -67,8 +64,7 @@ class Engine:
         sink: Sink | None,
         adjust_plan: Callable[[Plan], Plan] | None = None,
         given_plan: Plan | None = None,
-        wire: Wire | None = None,
-        codec: Codec | None = None,
+        seams: Seams | None = None,
     ) -> None:
         self.options = options
         self._model_dir = model
@@ -96,9 +92,9 @@ class Engine:
             self._heap: HeapGuard | None = None
             self._cores = torch.get_num_threads()
             self._closers.callback(torch.set_num_threads, self._cores)
-            self._wire, self._codec = wire or DenseWire(), codec
-            self._forms = forms_of(self.chain, self._wire, codec, rule.figures)
-            self._maker = Maker(self._forms, self._wire, options.compute_dtype, codec)
+            self._seams = seams = seams or Seams()
+            self._forms = forms_of(self.chain, seams, rule.figures)
+            self._maker = Maker(self._forms, seams.wire, options.compute_dtype, seams.codec)
             # With the plan's threads as soon as there is one. Trained families of their own are float32.
             self._updater = Updater(rule, 1)
             self._closers.callback(lambda: self._updater.close())
@@ -146,8 +142,7 @@ class Engine:
         adjust_plan: Callable[[Plan], Plan] | None = None,
         final: Path | None = None,
         measure: Callable[[Plan, Machine], Ceilings | None] | None = None,
-        wire: Wire | None = None,
-        codec: Codec | None = None,
+        seams: Seams | None = None,
     ) -> "Engine":
         """Import a Hugging Face model directory into a new store and return the engine that trains it.
 
@@ -157,9 +152,8 @@ class Engine:
         count. `plan` is taken instead of the one that `options` name. `adjust_plan` may change the plan before anything is
         built: for experiments with placements that the planner would not choose. `final` is where the model will be written
         at the end, beside the state: without space for both there is no beginning. `measure` is asked for the figures of the
-        machine where the options have none, with the plan that is made without; of what it returns another is made. `wire` says
-        how gradients travel and what is trained (default: everything, in place), `codec` how frozen weights lie on the drives
-        (default: as compute reads them).
+        machine where the options have none, with the plan that is made without; of what it returns another is made. `seams`
+        are what else can be exchanged: how gradients travel, how frozen weights lie on the drives, where far units live.
 
         Raises:
             InputError: the model, a directory, an option or `plan` cannot be used; nothing has been allocated or written.
@@ -184,8 +178,7 @@ class Engine:
                 sink,
                 adjust_plan,
                 plan,
-                wire,
-                codec,
+                seams,
             )
         except BaseException:
             if temporary is not None:
@@ -204,16 +197,15 @@ class Engine:
         sink: Sink | None = None,
         verify: bool = True,
         check: Callable[[Options], None] = lambda options: None,
-        wire: Wire | None = None,
-        codec: Codec | None = None,
+        seams: Seams | None = None,
     ) -> "Engine":
         """Return the engine of an existing run, at its last committed step. `verify` reads and checks the whole state first.
 
-        `check` is called before that, with what the run was opened with, and may refuse it. `wire` and `codec` are those that
+        `check` is called before that, with what the run was opened with, and may refuse it. `seams` are those that
         it was opened with.
 
         Raises:
-            RunDirectoryError: no run, another format version, in use by another process, or of another wire or codec.
+            RunDirectoryError: no run, another format version, in use by another process, or begun with other seams.
             CorruptData: a state record does not have the checksum it was written with (unit, file, offset, both checksums).
         """
         store = StateStore.open(Path(run_directory), sink=sink or _silent)
@@ -223,11 +215,12 @@ class Engine:
                 raise RunDirectoryError(f"{run_directory}: its newest record holds no options; it cannot be resumed")
             options = Options.from_record(recorded)
             check(options)
-            check_seams(store, wire, codec)
+            seams = seams or Seams()
+            seams.check(store)
             _tune(store, options)
             if verify:
                 store.verify()
-            return cls(Path(str(store.manifest.identity["model"])), options, lambda engine: store, sink, wire=wire, codec=codec)
+            return cls(Path(str(store.manifest.identity["model"])), options, lambda engine: store, sink, seams=seams)
         except BaseException:
             store.close()
             raise
@@ -259,7 +252,7 @@ class Engine:
             if warning := options.schedule.warning:
                 self._emit(Notice(text=warning))
             self._emit(Notice(text=f"importing {format_bytes(self._checkpoint.num_bytes)} of weights", level="info"))
-            import_model(self._weights, store, self._maker, self._record(None))
+            import_model(self._weights, store, self._maker, self._record(None), self._seams.site)
             undo.pop_all()
         return store
 
@@ -276,7 +269,7 @@ class Engine:
             [form.families(planes, own_planes, chunk_elements) for form in self._forms],
             scratch_bytes=scratch_bytes(plan) if plan else 0,
             weights=measured_weights(ssd),
-            identity={"model": str(self._model_dir), **seams(self._wire, self._codec)},
+            identity={"model": str(self._model_dir), **self._seams.names},
             sink=self._emit,
             beside=Beside("the finished model", final, export_bytes(self._checkpoint)) if final else None,
         )
@@ -295,6 +288,8 @@ class Engine:
         self.num_steps = int(record["num_steps"])
         self._updates = tuple(int(count) for count in record["updates"])
         self.position: Any = record.get("position")
+        if self._seams.site is not None:
+            self._seams.site.go_back(self.num_steps)
         scale = record.get("loss_scale")
         self._loss_scale = LossScale.from_json(scale) if scale else None
         if record.get("plan") and self.plan is None:
@@ -350,7 +345,8 @@ class Engine:
             updater=self._updater,
             own_updater=self._own_updater,
             forms=self._forms,
-            wire=self._wire,
+            wire=self._seams.wire,
+            site=self._seams.site,
             maker=self._maker,
             seed=self.options.seed,
             sink=self._emit,
@@ -549,7 +545,10 @@ class Engine:
         """
         self.flush()
         self._drop_buffers()  # the plan has no room for them and an export's at once
-        reader, notes = UnitReader(self.store, self._maker), {PROVENANCE_NAME: json.dumps(self.provenance) + "\n"}
+        reader, notes = (
+            UnitReader(self.store, self._maker, self._seams.site),
+            {PROVENANCE_NAME: json.dumps(self.provenance) + "\n"},
+        )
         Exporter(self._checkpoint, self.chain, Path(out_dir), reader, notes=notes).write()
         self._traffic.moved()  # what an export reads is no step's
 

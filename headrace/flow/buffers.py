@@ -60,7 +60,7 @@ class Buffers:
         self.gradients = self._take_gradients()
         self.resident_states = {unit: self._take_host(f"resident_states.{unit}")[0] for unit in plan.resident_states}
         self.staging = self._take_host("resident_staging")[0] if plan.separate_device else None
-        self.trained = {unit: self._take_host(f"trained.{unit}")[0] for unit in plan.trained_units if plan.trained_bytes(unit)}
+        self.trained = {unit: self._take_host(f"trained.{unit}")[0] for unit in plan.updated_units if plan.trained_bytes(unit)}
         self._device_weights = [tensor.view(self.dtype) for tensor in self._take_compute("device_weights")]
         self.sources = self._take_compute("sources")
         self.device_states = self._take_compute("device_states")
@@ -85,8 +85,8 @@ class Buffers:
 
     def resident_accumulator(self, unit: int) -> torch.Tensor:
         """Return the fp32 gradient accumulator of prologue or epilogue. Without tied weights both use the same memory."""
-        start = self.plan.units[0].update_elements if unit and self.plan.tied else 0
-        return self._resident_accumulator[0][start : start + self.plan.units[unit].update_elements]
+        start = self.plan.units[0].gradient_elements if unit and self.plan.tied else 0
+        return self._resident_accumulator[0][start : start + self.plan.units[unit].gradient_elements]
 
     def resident_host_weights(self, unit: int) -> Bytes:
         """Return where the host updates a resident unit's weights: in place, or in the staging buffer."""

@@ -17,5 +17,5 @@ def commit(state: StepState, op: Op) -> None:
     if not verdict.durable or (verdict.void and state.plan.update_policy != "deferred"):
         return
     start = time.perf_counter()
-    parts.store.commit(verdict.record(verdict))
+    parts.commit(verdict)
     parts.sink(Committed(step=verdict.step, seconds=time.perf_counter() - start))

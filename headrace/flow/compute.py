@@ -184,7 +184,7 @@ class _Bound:
         if self._unit in plan.ends:
             return buffers.resident_accumulator(self._unit)
         if buffers.accumulator is not None:
-            return buffers.accumulator[: plan.units[self._unit].update_elements]
+            return buffers.accumulator[: plan.units[self._unit].gradient_elements]
         return buffers.gradient_tensor(self._unit, self._op.slot(Pool.GRADIENT))
 
 

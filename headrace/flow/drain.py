@@ -51,8 +51,22 @@ def unhold(state: StepState, op: Op) -> None:
     state.parts.store.scratch_read(*_held(state, op)).wait()
 
 
+def push(state: StepState, op: Op) -> None:
+    """Give a drained gradient to the site where its unit lives."""
+    site = state.parts.far_site
+    site.push(op.unit, state.parts.buffers.gradient(op.unit, op.slot(Pool.GRADIENT)))
+
+
 def decide(state: StepState, op: Op) -> None:
     """Global norm over all units -> clip factor, or skip. The order of the sum is fixed, so the bits are."""
+    _decide(state)
+    if state.plan.far_units:
+        verdict, far = state.verdict, state.plan.far_units
+        skipped = verdict.skipped is not None
+        state.parts.far_site.conclude(None if skipped else {unit: verdict.scalars_of(unit) for unit in far})
+
+
+def _decide(state: StepState) -> None:
     verdict = state.verdict
     total = math.sqrt(math.fsum(state.square_sums[unit] for unit in sorted(state.square_sums)))
     scale = verdict.loss_scale.scale if verdict.loss_scale else 1.0
@@ -71,7 +85,7 @@ def _accumulator(state: StepState, unit: int) -> torch.Tensor | None:
     buffers = state.parts.buffers
     if unit in state.plan.ends:
         return buffers.resident_accumulator(unit)
-    return None if buffers.accumulator is None else buffers.accumulator[: state.plan.units[unit].update_elements]
+    return None if buffers.accumulator is None else buffers.accumulator[: state.plan.units[unit].gradient_elements]
 
 
 def _zero_the_rest(state: StepState, unit: int, gradient: NDArray[Any]) -> None:

@@ -12,6 +12,11 @@ def fetch(state: StepState, op: Op) -> None:
     state.parts.store.read(op.unit, WEIGHTS, state.parts.buffers.stored(op.unit, op.slot(Pool.HOST_WEIGHTS))).wait()
 
 
+def pull(state: StepState, op: Op) -> None:
+    """Bring a far unit's newest weights into its host slot (a resident unit: into the staging buffer)."""
+    state.parts.far_site.pull(op.unit, state.parts.buffers.stored(op.unit, op.slot(Pool.HOST_WEIGHTS)))
+
+
 def upload(state: StepState, op: Op) -> None:
     """Copy a unit's weights from the host to the device; of those that are made, what they are made of."""
     parts, unit, slot = state.parts, op.unit, op.slot(Pool.DEVICE_WEIGHTS)

@@ -14,9 +14,10 @@ from headrace.store import StateStore
 from headrace.terms.families import STATES, TRAINED, WEIGHTS, Family, Unit
 from headrace.terms.forms import Form
 from headrace.terms.layout import Plane, rest_of_master
+from headrace.update.site import Site
 
 
-def import_model(weights: WeightMap, store: StateStore, maker: Maker, record: Mapping[str, Any]) -> None:
+def import_model(weights: WeightMap, store: StateStore, maker: Maker, record: Mapping[str, Any], site: Site | None) -> None:
     """Read each unit's tensors from the checkpoint into the store and commit `record`.
 
     The first state plane (the remainder of the split master, or the fp32 master) is written where it is not all zero; the
@@ -31,6 +32,10 @@ def import_model(weights: WeightMap, store: StateStore, maker: Maker, record: Ma
         weight, rest = weight_memory[: plane.num_bytes(form.layout.num_elements)], _master_plane(unit)
         master = master_memory[: _master_bytes(unit)].view(rest.dtype) if rest else None
         complete = import_unit(weights, form.layout, weight.view(plane.dtype), master)
+        if form.is_far:
+            assert site is not None, "far units have a site"
+            site.begin(index, weight)
+            continue
         dense = torch.from_numpy(weight).view(maker.dtype)
         stored = huge_page_buffer(unit.weights.num_bytes) if form.code else weight
         if form.code:
@@ -44,6 +49,8 @@ def import_model(weights: WeightMap, store: StateStore, maker: Maker, record: Ma
         if states is not None and master is not None and not complete:
             for chunk, (start, stop) in enumerate(states.chunks):
                 store.write(index, STATES, chunk, _states_with_master(states, chunk, master[start:stop])).wait()
+    if site is not None:
+        site.commit(0)
     store.commit(record)
 
 
@@ -79,8 +86,8 @@ class UnitReader:
     where they have one. What it gave is overwritten by the next unit: it takes as much memory as `import_model`.
     """
 
-    def __init__(self, store: StateStore, maker: Maker) -> None:
-        self._store, self._maker = store, maker
+    def __init__(self, store: StateStore, maker: Maker, site: Site | None) -> None:
+        self._store, self._maker, self._site = store, maker, site
         units = store.manifest.units
         self._weights = huge_page_buffer(max(maker.weight.num_bytes(form.layout.num_elements) for form in maker.forms))
         self._stored = huge_page_buffer(max(unit.weights.num_bytes if form.code else 0 for unit, form in self._pairs()))
@@ -101,6 +108,9 @@ class UnitReader:
             return None
         weights = self._weights[: plane.num_bytes(form.layout.num_elements)]
         bits = weights.view(plane.dtype)
+        if form.is_far and self._site is not None:
+            self._site.pull(unit, weights)
+            return bits, None
         if not form.in_place:
             self._make(unit, described, form, weights)
             return bits, None

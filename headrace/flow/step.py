@@ -23,6 +23,7 @@ from headrace.terms.program import Lane, Op, Program, Verb
 HANDLERS: dict[Verb, Callable[[StepState, Op], None]] = {
     Verb.PROLOGUE: compute.prologue,
     Verb.FETCH: fetch.fetch,
+    Verb.PULL: fetch.pull,
     Verb.UPLOAD: fetch.upload,
     Verb.MAKE: fetch.make,
     Verb.FORWARD: compute.forward,
@@ -35,6 +36,7 @@ HANDLERS: dict[Verb, Callable[[StepState, Op], None]] = {
     Verb.BACKWARD: compute.backward,
     Verb.PROLOGUE_BACKWARD: compute.prologue_backward,
     Verb.DRAIN: drain.drain,
+    Verb.PUSH: drain.push,
     Verb.HOLD: drain.hold,
     Verb.UNHOLD: drain.unhold,
     Verb.DECIDE: drain.decide,

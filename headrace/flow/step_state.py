@@ -19,6 +19,7 @@ from headrace.terms.forms import Form
 from headrace.terms.layout import GroupRange, UnitLayout
 from headrace.terms.program import Op
 from headrace.update import Checksums, DeviceUpdater, LossScale, StepScalars, Updater
+from headrace.update.site import Site
 from headrace.update.wire import Wire
 
 
@@ -34,12 +35,25 @@ class Parts:
     updater: Updater
     forms: tuple[Form, ...]
     wire: Wire
+    site: Site | None
     maker: Maker
     seed: int
     sink: Sink
     pieces: Sequence[Sequence[GroupRange]]  # of what is trained of each unit, as the rule is given them
     own_updater: Updater | None = None  # for trained families of their own
     device_updater: DeviceUpdater | None = None  # where the plan updates chunks on the device
+
+    @property
+    def far_site(self) -> Site:
+        """Where far units live, of a run that has some."""
+        assert self.site is not None, "a plan with far units comes with their site"
+        return self.site
+
+    def commit(self, verdict: "Verdict") -> None:
+        """Make the step of `verdict` durable: first at the site, which can go back by one."""
+        if self.site is not None:
+            self.site.commit(verdict.step + 1)
+        self.store.commit(verdict.record(verdict))
 
 
 @dataclass

@@ -99,7 +99,7 @@ class Steps:
             plan = replace(
                 plan,
                 update_policy="speculative" if speculate else "deferred",
-                late_units=plan.results.speculation.late_units if speculate else plan.trained_units,
+                late_units=plan.results.speculation.late_units if speculate else plan.updated_units,
             )
             self.parts = replace(self.parts, plan=plan)
             self._programs.clear()
@@ -118,7 +118,7 @@ class Steps:
             self._pending = None
         self._interpreter.wait()
         if self._last is not None and int(self.parts.store.record["num_steps"]) <= self._last.step:
-            self.parts.store.commit(self._last.record(self._last))
+            self.parts.commit(self._last)
 
     def close(self) -> None:
         """End the interpreter's threads. Does not flush."""
@@ -141,7 +141,7 @@ class Steps:
         self.parts.store.abandon()
         self._left, self._pending = self._load_residents(), None
         if verdict.skipped is not None:
-            self.parts.store.commit(verdict.record(verdict))
+            self.parts.commit(verdict)
             return
         verdict.missed, verdict.redone = False, True
         self._left, self._pending = redo(self.parts.plan), verdict
@@ -159,7 +159,7 @@ class Steps:
         """Read what lives in memory from the store's newest version: at the start, and after a step was taken back."""
         parts = self.parts
         plan, machine = parts.plan, parts.machine
-        for unit in plan.resident_units:
+        for unit in sorted({*plan.resident_units}.difference(plan.far_units)):
             into = parts.buffers.resident_host_weights(unit)
             parts.store.read(unit, WEIGHTS, into).wait()
             if plan.separate_device:

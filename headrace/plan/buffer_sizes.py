@@ -45,7 +45,7 @@ def buffer_groups(plan: Plan) -> dict[str, BufferGroup]:
         "states": BufferGroup("host", "states", plan.state_slots, plan.largest_state_bytes(plan.chunk_elements)),
         "resident_weights": BufferGroup(compute_tier, "weights", 1, sum(resident_bytes)),
     }
-    ends = [plan.units[unit].update_elements for unit in plan.ends]
+    ends = [plan.units[unit].gradient_elements for unit in plan.ends]
     if any(ends):
         accumulator = sum(ends) if plan.tied else max(ends)
         groups["resident_accumulator"] = BufferGroup(compute_tier, "gradients", 1, accumulator * 4)
@@ -58,7 +58,7 @@ def buffer_groups(plan: Plan) -> dict[str, BufferGroup]:
         groups["resident_staging"] = BufferGroup("host", "weights", 1, max(resident_bytes))
         if sources := max(plan.source_bytes(unit) for unit in range(len(plan.units))):
             groups["sources"] = BufferGroup("device", "weights", SOURCE_SLOTS, sources)
-    for unit in plan.trained_units:
+    for unit in plan.updated_units:
         if num_bytes := plan.trained_bytes(unit):
             groups[f"trained.{unit}"] = BufferGroup("host", "weights", 1, num_bytes)
     largest = plan.largest_gradient_elements

@@ -16,8 +16,9 @@ from hashlib import sha256
 from headrace.plan.bound import least_seconds
 from headrace.plan.coarse import coarsened
 from headrace.plan.ledger import Snapshot
-from headrace.plan.plan import Plan, Results
+from headrace.plan.plan import Plan
 from headrace.plan.rates import Rates
+from headrace.plan.results import Results
 from headrace.plan.schedules.train import build_program, build_tail, redo
 from headrace.plan.simulate import Timeline, simulate, step_seconds_of
 from headrace.terms.ceilings import Ceilings

@@ -9,7 +9,8 @@ from functools import cached_property
 
 from headrace.plan.buffer_sizes import buffer_groups
 from headrace.plan.footprint import Allowance, with_footprint
-from headrace.plan.plan import Plan, Results
+from headrace.plan.plan import Plan
+from headrace.plan.results import Results
 from headrace.terms.costs import ATTENTION, ModelCosts, OperatorCosts
 from headrace.terms.errors import InputError
 from headrace.terms.forms import Form, UnitFigures
@@ -175,7 +176,7 @@ def plan_of(problem: Problem, choice: Choice) -> Plan:
     costs, workload = problem.costs_of(choice.rows), problem.workload
     num_blocks, num_micro = len(costs.blocks), -(-workload.sequences // choice.rows)
     policy, units = choice.policy, problem.units
-    trained = tuple(index for index, unit in enumerate(units) if unit.is_trained)
+    trained = tuple(index for index, unit in enumerate(units) if unit.update_elements)
     # A lean plan on a separate device holds one block there: its upload waits for compute, but a larger block fits.
     prefetch = 0 if choice.lean and problem.separate_device else 1 if choice.lean or num_blocks < 3 else 2
     kept: list[list[int]] = [[] for _ in costs.blocks]
@@ -279,7 +280,7 @@ def _state_buffers(problem: Problem, thrift: int) -> tuple[int, int]:
     """Return elements of a chunk and slots for states. Where units, or a store that is there, set the chunk, lean buffers are
     still no more than the generous ones.
     """
-    most = round_up(max(unit.update_elements for unit in problem.units), UNIT_ALIGNMENT)
+    most = max(UNIT_ALIGNMENT, round_up(max(unit.update_elements for unit in problem.units), UNIT_ALIGNMENT))
     sizes = [problem.allowance.chunk_elements or min(chunk, most) for chunk, _ in _STATE_BUFFERS]
     slots = _STATE_BUFFERS[thrift][1]
     generous = sizes[0] * _STATE_BUFFERS[0][1]

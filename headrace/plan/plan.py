@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from headrace.plan.speculation import Speculation
+from headrace.plan.results import Results
 from headrace.terms.cuts import chunk_borders, largest_item_elements, least_chunk_elements
 from headrace.terms.errors import ConfigError
 from headrace.terms.forms import DEVICE, SSD, UnitFigures
@@ -20,35 +20,6 @@ from headrace.terms.sizes import format_bytes
 PLAN_FORMAT = 2
 # Staging buffers on the device for chunks that are updated there: while one is worked on, another comes or goes.
 DEVICE_STATE_SLOTS = 2
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Results:
-    """What was found of a plan's choices: they follow from it, the model and the budgets, and choose nothing themselves.
-
-    `peak_bytes` is by tier and purpose, `allowed_bytes` by tier. Operations are those of one micro-batch: `forward_flops` by
-    unit, `attention_flops` by block (those of the forward's that are attention's products), `epilogue_flops` of its forward,
-    `spared_flops` by block (of a recompute, by replaying and skipping). `speculation` is set where clipping allows a choice.
-    """
-
-    peak_bytes: dict[str, dict[str, int]] = field(default_factory=dict)
-    allowed_bytes: dict[str, int] = field(default_factory=dict)
-    forward_flops: tuple[float, ...] = ()
-    attention_flops: tuple[float, ...] = ()
-    epilogue_flops: float = 0.0
-    spared_flops: tuple[float, ...] = ()
-    speculation: Speculation | None = None
-    notes: tuple[str, ...] = ()
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> "Results":
-        """Inverse of `dataclasses.asdict`, of which JSON has made lists."""
-        known = dict(values)
-        for name in ("forward_flops", "attention_flops", "spared_flops", "notes"):
-            known[name] = tuple(known[name])
-        if speculation := known["speculation"]:
-            known["speculation"] = Speculation(**{**speculation, "late_units": tuple(speculation["late_units"])})
-        return cls(**known)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +104,7 @@ class Plan:
 
     def largest_state_bytes(self, num_elements: int) -> int:
         """Return the bytes of the states of a chunk of so many elements, of whichever planes take most."""
-        return max(planes.state_bytes(num_elements) for planes in {self.planes_of(unit) for unit in self.trained_units})
+        return max((self.planes_of(unit).state_bytes(num_elements) for unit in self.updated_units), default=0)
 
     @property
     def makes_slots(self) -> bool:
@@ -181,6 +152,16 @@ class Plan:
         return tuple(index for index, unit in enumerate(self.units) if unit.is_trained)
 
     @property
+    def updated_units(self) -> tuple[int, ...]:
+        """The units that are updated here."""
+        return tuple(index for index, unit in enumerate(self.units) if unit.update_elements)
+
+    @property
+    def far_units(self) -> tuple[int, ...]:
+        """The units that live at another site."""
+        return tuple(index for index, unit in enumerate(self.units) if unit.is_far)
+
+    @property
     def num_parameters(self) -> int:
         """Parameters of the model."""
         return sum(unit.num_parameters for unit in self.units)
@@ -198,7 +179,7 @@ class Plan:
     @property
     def largest_gradient_elements(self) -> int:
         """Elements of the largest gradient of a block."""
-        return max(unit.update_elements for unit in self.units[1 : self.num_blocks + 1])
+        return max(unit.gradient_elements for unit in self.units[1 : self.num_blocks + 1])
 
     @property
     def largest_item_elements(self) -> int:
@@ -212,7 +193,7 @@ class Plan:
 
     def gradient_bytes(self, unit: int) -> int:
         """Bytes of a unit's drained gradient."""
-        return self.units[unit].update_elements * self.gradient_bytes_per_element
+        return self.units[unit].gradient_elements * self.gradient_bytes_per_element
 
     def trained_bytes(self, unit: int) -> int:
         """Bytes of the weights of a trained family of its own: 0 where there is none."""
@@ -227,6 +208,8 @@ class Plan:
     def drive_bytes(self, unit: int) -> int:
         """Bytes of a unit on the drives: what is trained in two slots, frozen weights in one."""
         weights = self.stored_bytes(unit)
+        if self.units[unit].is_far:
+            return 0
         if self.units[unit].in_place:
             return 2 * (weights + self.state_bytes(unit))
         return weights + 2 * (self.trained_bytes(unit) + self.state_bytes(unit))
@@ -238,14 +221,14 @@ class Plan:
 
     def is_held(self, unit: int) -> bool:
         """Whether the gradient of `unit` is kept until the step's verdict is known."""
-        return self.update_policy != "immediate" or unit in self.late_units
+        return unit in self.late_units or (self.update_policy != "immediate" and not self.units[unit].is_far)
 
     @property
     def held_in_memory(self) -> tuple[int, ...]:
         """The units that have a buffer of their own for their gradient."""
         if self.held_gradients != "host":
             return ()
-        return self.trained_units if self.update_policy != "immediate" else tuple(sorted(self.late_units))
+        return self.updated_units if self.update_policy != "immediate" else tuple(sorted(self.late_units))
 
     def own_gradient_slot(self, unit: int) -> int:
         """Return the number of the buffer that `unit` has for its gradient: after the ring's and the resident units'."""

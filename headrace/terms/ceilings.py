@@ -30,6 +30,7 @@ _MOST_CPU_SECONDS_PER_GIGABYTE = 1000.0
 # Pieces are cut at multiples of this, as direct input and output asks for.
 _PIECE_UNIT_BYTES = 4096
 # Below the data sheets of all GPUs with 4 GiB or more that were made since 2020 (192 GB/s: RTX 3050 laptop; from memory).
+_NETWORK_BYTES_PER_SECOND = 1.25e9  # 10 Gbit/s
 _LEAST_DEVICE_MEMORY_BYTES_PER_SECOND = 150e9
 # Two rates measured together may exceed the sum of the two measured alone by noise, not by more.
 _NOISE = 1.1
@@ -149,6 +150,7 @@ class Ceilings:
     update_bytes_per_second_per_core: float
     drives: tuple[Drive, ...]
     device_memory_bytes_per_second: float | None = None
+    network_bytes_per_second: float = _NETWORK_BYTES_PER_SECOND  # each way
     fresh_pages_share: float = 1.0
     attention_share: float = 1.0
     hidden_seconds: float = 0.0
@@ -258,6 +260,7 @@ class Ceilings:
             has_device=has_device,
             device_memory_bytes=_device_memory(figures, has_device=has_device, where=name),
             device_memory_bytes_per_second=_device_memory_rate(figures, where=name),
+            network_bytes_per_second=_network(figures, where=name),
             **{share: figure({share: 1.0, **figures}, share, where=name, most=1.0) for share in _SHARES},
             host_memory_bytes=whole(figures, "host_memory_bytes", where=name, most=MOST_BYTES),
             cores=whole(figures, "cores", where=name, most=_MOST_CORES),
@@ -337,6 +340,12 @@ def _device_memory_rate(figures: Mapping[str, Any], *, where: str) -> float | No
 def _twice(figure: Any) -> Any:
     """Return twice a figure: a rate, rates by name, or drives."""
     return {name: 2 * rate for name, rate in figure.items()} if isinstance(figure, Mapping) else 2 * figure
+
+
+def _network(figures: Mapping[str, Any], *, where: str) -> float:
+    """Return the rate of the network; profiles without one have a common one's."""
+    name = "network_bytes_per_second"
+    return figure({name: _NETWORK_BYTES_PER_SECOND, **figures}, name, where=where, most=_MOST_BYTES_PER_SECOND)
 
 
 def _flops(figures: Mapping[str, Any], *, where: str) -> dict[str, float]:

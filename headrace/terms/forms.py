@@ -4,6 +4,7 @@ Three things are told apart. A unit trained *in place* has its weights and their
 from the drive is what compute reads, and what the update changes. A *frozen* unit has weights alone, written once. A unit with
 a *trained family of its own* has frozen weights too, and beside them a small family that gradients, states and updates are of
 (a subspace, an adapter); its compute slot is made of both. Frozen weights may be *coded*: then the slot is decoded from them.
+A unit may be *far*: weights and states live at another site, from which weights are pulled and to which gradients are pushed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,6 +33,7 @@ class UnitFigures:
         stored_bytes: of the weights on the drive, where they are coded.
         making_bytes: the most that making a slot allocates for a moment, on the device that computes.
         cuts: where what is updated may be cut into chunks; (): anywhere.
+        is_far: whether its weights and states live at another site, which updates it.
     """
 
     name: str
@@ -42,6 +44,7 @@ class UnitFigures:
     stored_bytes: int | None = None
     making_bytes: int = 0
     cuts: tuple[Cuts, ...] = ()
+    is_far: bool = False
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "UnitFigures":
@@ -54,14 +57,19 @@ class UnitFigures:
         return self.trained_elements is None
 
     @property
-    def update_elements(self) -> int:
-        """Elements that gradients, states and updates are of: 0 for a frozen unit."""
+    def gradient_elements(self) -> int:
+        """Elements that its gradient is of: 0 for a frozen unit."""
         return self.num_elements if self.trained_elements is None else self.trained_elements
+
+    @property
+    def update_elements(self) -> int:
+        """Elements that states and updates here are of: 0 for a frozen unit, and for one that is updated elsewhere."""
+        return 0 if self.is_far else self.gradient_elements
 
     @property
     def is_trained(self) -> bool:
         """Whether anything of it is updated."""
-        return self.update_elements > 0
+        return self.gradient_elements > 0
 
     @property
     def has_own_family(self) -> bool:
@@ -113,8 +121,14 @@ class Form:
     code: tuple[Plane, ...] | None = None
     making_bytes: int = 0
     cuts: tuple[Cuts, ...] = ()
+    is_far: bool = False
 
     def __post_init__(self) -> None:
+        if self.is_far and (self.code or not self.in_place):
+            raise ConfigError(
+                f"unit {self.layout.name}: lives at another site, which updates all of it; it can be neither frozen, "
+                "nor coded, nor completed by a trained family of its own"
+            )
         if (self.code or self.has_own_family) and (self.home == DEVICE or self.in_place):
             raise ConfigError(
                 f"unit {self.layout.name}: {'is trained in place' if self.in_place else 'lives on the device'}, so its weights "
@@ -144,10 +158,14 @@ class Form:
             stored_bytes=coded_bytes(self.code, self.layout.num_elements) if self.code else None,
             making_bytes=self.making_bytes,
             cuts=self.cuts,
+            is_far=self.is_far,
         )
 
     def families(self, planes: PlaneSet, own_planes: PlaneSet, chunk_elements: int) -> Unit:
         """Return the unit as a store has it; `own_planes` are those of a trained family of its own."""
+        if self.is_far:
+            family = cut(WEIGHTS, self.layout, (planes.weight,), chunk_elements, Durability.MEMORY)
+            return Unit(self.layout.name, (family,))
         if self.in_place:
             return trained_unit(self.layout, planes, chunk_elements, self.cuts)
         stored = self.code or (planes.weight,)

@@ -64,6 +64,7 @@ _HOST_PART = Part(
     "CPU cores and host memory twice as fast",
     ("update_bytes_per_second", "update_bytes_per_second_per_core", "host_memory_bytes_per_second"),
 )
+_NETWORK_PART = Part("network", "a network twice as fast", ("network_bytes_per_second",))
 
 
 class Lane(StrEnum):
@@ -164,6 +165,26 @@ class Lane(StrEnum):
             stream=0,
         ),
     )
+    NIC_DOWN = (
+        "nic-down",
+        LaneRow(
+            heading="Network in",
+            words="what comes by the network",
+            rate="network_bytes_per_second",
+            part=_NETWORK_PART,
+            on_bus=True,
+        ),
+    )
+    NIC_UP = (
+        "nic-up",
+        LaneRow(
+            heading="Network out",
+            words="what goes by the network",
+            rate="network_bytes_per_second",
+            part=_NETWORK_PART,
+            on_bus=True,
+        ),
+    )
     COMMIT = "commit", LaneRow(heading="Commit", words="commits", overhead="commit_seconds")
 
 
@@ -177,6 +198,7 @@ class Verb(StrEnum):
 
     PROLOGUE = "prologue"  # micro-batch -> first hidden states
     FETCH = "fetch"  # unit's weights: ssd -> host slot
+    PULL = "pull"  # unit's weights: another site -> host slot
     UPLOAD = "upload"  # unit's weights: host slot -> device slot
     MAKE = "make"  # unit's weights: what is stored, and what is trained besides -> the slot that compute reads
     FORWARD = "forward"  # block, one micro-batch
@@ -189,6 +211,7 @@ class Verb(StrEnum):
     BACKWARD = "backward"  # block, one micro-batch: recompute (or replay) and gradients
     PROLOGUE_BACKWARD = "prologue-backward"
     DRAIN = "drain"  # unit's gradient: device -> host, to 16 bits
+    PUSH = "push"  # unit's drained gradient: host -> another site
     HOLD = "hold"  # unit's drained gradient: host -> ssd, until the norm is known
     UNHOLD = "unhold"  # and back
     DECIDE = "decide"  # gradient norm -> clip factor, or skip
@@ -226,11 +249,12 @@ class Pool(IntEnum):
     TRAINED = 16  # by unit: the weights of a trained family of its own, in host memory
     SSD_TRAINED = 17  # and on the SSD
     SOURCES = 18  # what weights are made of, on its way to the device
-    NORM = 19  # PASSING, from here on; in pieces of one unit each
-    LEFT = 20  # by block and micro-batch: what forward leaves for backward, as compute made it
-    HOST_STASH = 21  # and in host memory
-    SSD_STASH = 22  # and on the SSD
-    RECALLED = 23  # and back on the device
+    FAR = 19  # by unit: its newest weights at another site
+    NORM = 20  # PASSING, from here on; in pieces of one unit each
+    LEFT = 21  # by block and micro-batch: what forward leaves for backward, as compute made it
+    HOST_STASH = 22  # and in host memory
+    SSD_STASH = 23  # and on the SSD
+    RECALLED = 24  # and back on the device
 
 
 PASSING = Pool.NORM

@@ -1,9 +1,10 @@
 """Doubles of files that lie in memory, fail and slow down, for our tests and for those of who extends Headrace."""
 
+from headrace.testing.far_site import FarSite
 from headrace.testing.faulty_file import Fault, FaultKind, FaultyFile
 from headrace.testing.grouped_codec import GroupedCodec
 from headrace.testing.memory_file import MemoryFile
 from headrace.testing.row_wire import RowWire
 from headrace.testing.throttled_file import ThrottledFile
 
-__all__ = ["Fault", "FaultKind", "FaultyFile", "GroupedCodec", "MemoryFile", "RowWire", "ThrottledFile"]
+__all__ = ["FarSite", "Fault", "FaultKind", "FaultyFile", "GroupedCodec", "MemoryFile", "RowWire", "ThrottledFile"]

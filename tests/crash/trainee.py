@@ -6,11 +6,11 @@ goes on with the next batch.
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
 import headrace
+from headrace.engine.seams import Seams
 from headrace.engine.trainer import Engine
 from headrace.plan.plan import Plan
 from headrace.testing import GroupedCodec, RowWire, item_rules
@@ -32,9 +32,9 @@ def main(model: str, run: str, out: str, steps: int, policy: str, optimizer: str
     torch.set_num_threads(1)
     run_directory = Path(run)
     # Frozen weights that are coded, with a trained family beside them; or everything trained in place.
-    seams: dict[str, Any] = {"wire": RowWire(), "codec": GroupedCodec()} if policy == "rows" else {}
+    seams = Seams(RowWire(), GroupedCodec()) if policy == "rows" else None
     if (run_directory / "commit.0").exists():
-        engine = Engine.resume(run_directory, **seams)
+        engine = Engine.resume(run_directory, seams=seams)
         assert engine.step_index == 0 or engine.position == {"next": engine.step_index}
     else:
         engine = Engine.open(
@@ -51,7 +51,7 @@ def main(model: str, run: str, out: str, steps: int, policy: str, optimizer: str
                 sequence_length=24,
             ),
             adjust_plan=speculative if policy in ("speculative", "rows") else None,
-            **seams,
+            seams=seams,
         )
     with engine:
         (run_directory.parent / "ready").touch()

@@ -9,6 +9,8 @@ import torch
 from plain import train
 from safetensors.torch import load_file
 
+from headrace.engine.seams import Seams
+
 PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
 
 
@@ -24,7 +26,7 @@ def example(name: str) -> Any:
 
 def test_the_wire_and_the_code(model_dir: Callable[..., Path], tmp_path: Path) -> None:
     path = model_dir("llama", "bfloat16")
-    seams = {"wire": example("VectorWire")(), "codec": example("UpperByte")()}
+    seams = Seams(example("VectorWire")(), example("UpperByte")())
     losses, weights = train(path, tmp_path / "run", seams=seams, learning_rate=1e-2)
     assert losses[-1] != losses[0]
     for name, before in load_file(path / "model.safetensors").items():

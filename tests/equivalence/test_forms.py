@@ -15,6 +15,7 @@ from torch.nn.utils import parametrize
 from transformers import AutoModelForCausalLM
 
 import headrace
+from headrace.engine.seams import Seams
 from headrace.engine.trainer import Engine
 from headrace.terms.errors import ConfigError, RunDirectoryError
 from headrace.terms.families import STATES, TRAINED, WEIGHTS, Durability
@@ -74,7 +75,7 @@ def plain_rows(
 
 
 def rows(path: Path, run: Path, wire: RowWire, **options: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
-    seams = {"wire": wire, "codec": options.pop("codec", None)}
+    seams = Seams(wire, options.pop("codec", None))
     return train(path, run, steps=STEPS, learning_rate=LR, weight_decay=DECAY, seams=seams, **options)
 
 
@@ -124,7 +125,7 @@ def test_coded_weights_are_trained_upon_and_exported_as_compute_sees_them(
     """A directory of the decoded weights, trained by plain PyTorch, is what a run upon the coded ones gives."""
     path, decoded = model_dir("llama"), tmp_path / "decoded"
     codec, frozen = GroupedCodec(), RowWire(ends=True, frozen=(1, 2, 3, 4))
-    with Engine.open(path, options(tmp_path / "run0", compute_dtype="float32"), wire=frozen, codec=codec) as engine:
+    with Engine.open(path, options(tmp_path / "run0", compute_dtype="float32"), seams=Seams(frozen, codec)) as engine:
         families = engine.store.manifest.units[1].families
         assert [(each.name, each.durability) for each in families] == [(WEIGHTS, Durability.ONCE)]
         assert families[0].num_bytes < engine.chain.layouts[1].num_elements * 1.2, "as coded, not as compute reads them"
@@ -215,12 +216,12 @@ def test_a_block_that_has_its_home_on_the_device_is_a_unit_like_prologue_and_epi
 def test_a_run_goes_on_with_the_seams_that_it_began_with(model_dir: Callable[..., Path], tmp_path: Path) -> None:
     path, run, wire = model_dir("llama", "bfloat16"), tmp_path / "run", RowWire()
     whole, weights = rows(path, tmp_path / "whole", wire, codec=GroupedCodec(), max_grad_norm=0.5)
-    with Engine.open(path, options(run), wire=wire, codec=GroupedCodec()) as engine:
+    with Engine.open(path, options(run), seams=Seams(wire, GroupedCodec())) as engine:
         losses = [engine.step(batch_of(ROWS, LENGTH, 0)).loss]
-    for seams in ({}, {"wire": wire}, {"codec": GroupedCodec()}):
-        with pytest.raises(RunDirectoryError, match=r"begun with .*; resume it|begun with"):
-            Engine.resume(run, **seams)
-    with Engine.resume(run, wire=wire, codec=GroupedCodec()) as engine:
+    for seams in (Seams(), Seams(wire), Seams(codec=GroupedCodec())):
+        with pytest.raises(RunDirectoryError, match=r"the run was begun with .* resume it with what it was begun with"):
+            Engine.resume(run, seams=seams)
+    with Engine.resume(run, seams=Seams(wire, GroupedCodec())) as engine:
         losses += [engine.step(batch_of(ROWS, LENGTH, seed)).loss for seed in (1, 2)]
         engine.save_pretrained(tmp_path / "out")
     assert losses == whole
@@ -230,5 +231,5 @@ def test_a_run_goes_on_with_the_seams_that_it_began_with(model_dir: Callable[...
 
 def test_a_wire_that_trains_nothing_is_refused(model_dir: Callable[..., Path], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="trains nothing"):
-        Engine.open(model_dir("llama"), options(tmp_path / "run"), wire=RowWire(ends=False, frozen=(1, 2, 3, 4)))
+        Engine.open(model_dir("llama"), options(tmp_path / "run"), seams=Seams(RowWire(ends=False, frozen=(1, 2, 3, 4))))
     assert not (tmp_path / "run").exists()

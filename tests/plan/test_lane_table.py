@@ -21,38 +21,38 @@ from headrace.terms.program import Lane, LaneRow, Op, Part, Program, Share, Verb
 
 
 @dataclass(frozen=True, kw_only=True)
-class WithNetwork(Ceilings):
-    """A profile that has measured a network card, too."""
+class WithRadio(Ceilings):
+    """A profile that has measured a radio, too."""
 
-    nic_up_bytes_per_second: float
-    network_bytes_per_second: float
+    radio_bytes_per_second: float
+    air_bytes_per_second: float
 
 
 @pytest.fixture
-def nic_up(monkeypatch: pytest.MonkeyPatch) -> Lane:
-    """Add the row `nic-up` to the table."""
+def radio(monkeypatch: pytest.MonkeyPatch) -> Lane:
+    """Add the row `radio` to the table."""
     row = LaneRow(
-        heading="Network, up",
-        words="sending over the network",
-        rate="nic_up_bytes_per_second",
+        heading="Radio",
+        words="sending by radio",
+        rate="radio_bytes_per_second",
         overhead="transfer_seconds",
-        shares=Share("network card", "network_bytes_per_second"),
-        part=Part("network", "a network twice as fast", ("nic_up_bytes_per_second", "network_bytes_per_second")),
+        shares=Share("air", "air_bytes_per_second"),
+        part=Part("radio", "a radio twice as fast", ("radio_bytes_per_second", "air_bytes_per_second")),
         on_bus=True,
         threads=2,
     )
-    lane = Lane.__new_member__(Lane, "nic-up", row)  # type: ignore[attr-defined]
-    lane._name_ = "NIC_UP"
-    monkeypatch.setitem(Lane._member_map_, "NIC_UP", lane)
-    monkeypatch.setitem(Lane._value2member_map_, "nic-up", lane)
-    monkeypatch.setattr(Lane, "_member_names_", [*Lane._member_names_, "NIC_UP"])
+    lane = Lane.__new_member__(Lane, "radio", row)  # type: ignore[attr-defined]
+    lane._name_ = "RADIO"
+    monkeypatch.setitem(Lane._member_map_, "RADIO", lane)
+    monkeypatch.setitem(Lane._value2member_map_, "radio", lane)
+    monkeypatch.setattr(Lane, "_member_names_", [*Lane._member_names_, "RADIO"])
     return lane
 
 
-def profile() -> WithNetwork:
+def profile() -> WithRadio:
     base = machine(memory=1e12, read=2e9)
     values = {field.name: getattr(base, field.name) for field in fields(Ceilings)}
-    return WithNetwork(**values, nic_up_bytes_per_second=1e9, network_bytes_per_second=1e9)
+    return WithRadio(**values, radio_bytes_per_second=1e9, air_bytes_per_second=1e9)
 
 
 def step(lane: Lane) -> Program:
@@ -60,24 +60,24 @@ def step(lane: Lane) -> Program:
     return Program((read, Op(index=1, verb=Verb.DRAIN, lane=lane, bytes=3 * 10**9, after=(0,))))
 
 
-def test_the_simulator_gives_a_new_lane_its_rate_and_finds_that_it_limits(nic_up: Lane) -> None:
-    found = simulate([step(nic_up)] * 3, profile())
-    assert found.lanes[nic_up].alone_seconds == pytest.approx(3.0, rel=1e-3)
+def test_the_simulator_gives_a_new_lane_its_rate_and_finds_that_it_limits(radio: Lane) -> None:
+    found = simulate([step(radio)] * 3, profile())
+    assert found.lanes[radio].alone_seconds == pytest.approx(3.0, rel=1e-3)
     assert found.step_seconds == pytest.approx(3.0, rel=1e-2)
-    assert found.bottleneck is nic_up
-    assert "limited by sending over the network" in found.explanation
+    assert found.bottleneck is radio
+    assert "limited by sending by radio" in found.explanation
 
 
-def test_an_interpreter_serves_a_new_lane(nic_up: Lane) -> None:
+def test_an_interpreter_serves_a_new_lane(radio: Lane) -> None:
     interpreter, served = OverlappedInterpreter(CpuMachine()), []
     try:
-        interpreter.run(step(nic_up), lambda op: served.append(op.lane), 0).wait()
+        interpreter.run(step(radio), lambda op: served.append(op.lane), 0).wait()
     finally:
         interpreter.close()
-    assert served == [Lane.SSD_READ, nic_up]
+    assert served == [Lane.SSD_READ, radio]
 
 
-def test_traces_and_pages_name_a_new_lane(nic_up: Lane, tmp_path: Path) -> None:
+def test_traces_and_pages_name_a_new_lane(radio: Lane, tmp_path: Path) -> None:
     done = [
         OpDone(
             step=number,
@@ -92,7 +92,7 @@ def test_traces_and_pages_name_a_new_lane(nic_up: Lane, tmp_path: Path) -> None:
             bytes=7,
         )
         for number in range(2)
-        for lane in (nic_up, Lane.COMPUTE)
+        for lane in (radio, Lane.COMPUTE)
     ]
     trace, lanes = TraceFile(tmp_path / "trace.json"), LanesFile(tmp_path)
     for event in done:
@@ -101,21 +101,21 @@ def test_traces_and_pages_name_a_new_lane(nic_up: Lane, tmp_path: Path) -> None:
     trace.close()
     lanes.close()
     threads = {entry["tid"]: entry["args"] for entry in json.loads((tmp_path / "trace.json").read_text()) if "tid" in entry}
-    assert sorted(threads) == [0, 100 * list(Lane).index(nic_up)]
-    assert lane_words("nic-up") == "sending over the network"
+    assert sorted(threads) == [0, 100 * list(Lane).index(radio)]
+    assert lane_words("radio") == "sending by radio"
     page = lane_chart(
-        measured_view(read_recording(tmp_path / "timeline.json")), planned_view(simulate([step(nic_up)] * 3, profile()))
+        measured_view(read_recording(tmp_path / "timeline.json")), planned_view(simulate([step(radio)] * 3, profile()))
     )
-    assert page.index("Compute") < page.index("Network, up")
+    assert page.index("Compute") < page.index("Radio")
 
 
 def test_a_lane_of_another_version_keeps_its_name() -> None:
-    assert lane_named("nic-up") is None
-    assert lane_words("nic-up") == "nic-up"
+    assert lane_named("radio") is None
+    assert lane_words("radio") == "radio"
     assert lane_named("ssd-read") is Lane.SSD_READ
 
 
-def test_what_is_bought_for_a_lane_is_known_of_its_row(nic_up: Lane) -> None:
+def test_what_is_bought_for_a_lane_is_known_of_its_row(radio: Lane) -> None:
     """Of every lane but commits, which are the drives' work; and all of a part's figures are doubled, drives in number."""
     known = profile()
     assert [lane for lane in Lane if lane.row.part is None] == [Lane.COMMIT]
@@ -133,7 +133,7 @@ def test_what_is_bought_for_a_lane_is_known_of_its_row(nic_up: Lane) -> None:
                 assert after == 2 * before
         same = {each.name for each in fields(known)} - set(part.figures)
         assert all(getattr(more, name) == getattr(known, name) for name in same)
-    assert nic_up.row.part is not None
-    faster = known.with_twice(nic_up.row.part)
-    seconds = [simulate([step(nic_up)] * 3, each).step_seconds for each in (known, faster)]
+    assert radio.row.part is not None
+    faster = known.with_twice(radio.row.part)
+    seconds = [simulate([step(radio)] * 3, each).step_seconds for each in (known, faster)]
     assert seconds == pytest.approx([3.0, 2.0], rel=1e-2)  # the reads limit it then

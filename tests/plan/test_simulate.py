@@ -21,6 +21,8 @@ VERBS = {
     Lane.SSD_WRITE: Verb.WRITE_STATES,
     Lane.HOST_TO_DEVICE: Verb.UPLOAD,
     Lane.MAKE: Verb.MAKE,
+    Lane.NIC_DOWN: Verb.PULL,
+    Lane.NIC_UP: Verb.PUSH,
     Lane.DEVICE_TO_HOST: Verb.DRAIN,
     Lane.UPDATE: Verb.UPDATE,
     Lane.DEVICE_UPDATE: Verb.UPDATE,

@@ -13,7 +13,8 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from headrace.plan.plan import Plan, Results
+from headrace.plan.plan import Plan
+from headrace.plan.results import Results
 from headrace.report import Reporter
 from headrace.runs import Engines
 from headrace.runs.protocols import StateKind

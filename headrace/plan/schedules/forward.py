@@ -24,6 +24,8 @@ class _Forward(Weights):
 
     def run(self, num_micro: int) -> None:
         plan, op = self.plan, self.ledger.op
+        for end in plan.ends:
+            self.refresh(end)
         for micro in range(num_micro):
             op(Verb.PROLOGUE, Lane.COMPUTE, (RESIDENT,), unit=0, micro=micro, flops=self.flops(0))
         for block in range(1, self.blocks + 1):

@@ -13,20 +13,19 @@ from typing import Any
 from headrace.plan.buffer_sizes import ChunkBytes, chunk_bytes
 from headrace.plan.ledger import Known, Snapshot
 from headrace.plan.plan import Plan
-from headrace.plan.schedules.weights import NONE, RESIDENT, SSD_WEIGHTS, TRAINED, Weights
+from headrace.plan.schedules.weights import FAR, NONE, RESIDENT, SSD_WEIGHTS, STAGING, TRAINED, VERDICT, Weights
 from headrace.terms.program import PIECE_SHIFT, Lane, Pool, Program, Verb, buffer
 
 # Block inputs that are brought back before the use that comes next, if there are buffers for them.
 RECALLED_AHEAD = 2
 
-_STAGING = buffer(Pool.STAGING)
 _STATES, _RESIDENT_STATES, _DEVICE_STATES = buffer(Pool.STATES), buffer(Pool.RESIDENT_STATES), buffer(Pool.DEVICE_STATES)
 _GRADIENT, _HELD = buffer(Pool.GRADIENT), buffer(Pool.HELD)
 _ACCUMULATOR, _RESIDENT_ACCUMULATOR = buffer(Pool.ACCUMULATOR), buffer(Pool.RESIDENT_ACCUMULATOR)
 _SSD_STATES, _SSD_TRAINED, _FREE_SLOTS = buffer(Pool.SSD_STATES), buffer(Pool.SSD_TRAINED), buffer(Pool.FREE_SLOTS)
 _STASH, _HOST_STASH, _SSD_STASH = buffer(Pool.STASH), buffer(Pool.HOST_STASH), buffer(Pool.SSD_STASH)
 _LEFT, _RECALLED = buffer(Pool.LEFT), buffer(Pool.RECALLED)
-_NORM, _VERDICT = buffer(Pool.NORM), buffer(Pool.VERDICT)
+_NORM = buffer(Pool.NORM)
 _PIECE = 1 << PIECE_SHIFT
 
 
@@ -53,7 +52,7 @@ def build_tail(plan: Plan, before: Snapshot) -> tuple[Program, Snapshot]:
 
 def redo(plan: Plan) -> Snapshot:
     """Return what is left after a step was taken back whose gradients are held still: every update is to be done again."""
-    held = sorted((_held_buffer(plan, unit), unit) for unit in plan.trained_units)
+    held = sorted((_held_buffer(plan, unit), unit) for unit in plan.updated_units)
     return Snapshot(tuple(Known(where, unit, (), ()) for where, unit in held))
 
 
@@ -91,6 +90,8 @@ class _Training(Weights):
         plan, op = self.plan, self.ledger.op
         last_block, epilogue = self.blocks, self.blocks + 1
         self.pending_update(0)
+        for end in plan.ends:
+            self.refresh(end)
         for micro in range(self.num_micro):
             op(Verb.PROLOGUE, Lane.COMPUTE, (RESIDENT,), unit=0, micro=micro, flops=self.flops(0))
         for block in range(1, last_block + 1):
@@ -107,11 +108,15 @@ class _Training(Weights):
             self.position = 2 * last_block - block
             for ahead in range(block, max(block - plan.prefetch, 1) - 1, -1):
                 # Updates behind backward work on the host's copy, so they want it there although compute may not need it.
-                self.acquire(ahead, on_host=ahead in self.trained and ahead in self.in_place and ahead not in self.late)
+                self.acquire(
+                    ahead, on_host=ahead in self.trained and ahead in self.in_place and ahead not in self.late | self.far
+                )
             self.backward(block)
         if 0 in self.trained:
             self.prologue_backward()
-        op(Verb.DECIDE, Lane.COMPUTE, (_NORM,), renews=(_VERDICT,))
+        # What is concluded at another site must not overtake the commit of the step before.
+        far = tuple(FAR + unit for unit in sorted(self.far))
+        op(Verb.DECIDE, Lane.COMPUTE, (_NORM, *far, _FREE_SLOTS) if far else (_NORM,), renews=(VERDICT,))
         if not self.late:
             self.commit()
 
@@ -256,6 +261,10 @@ class _Training(Weights):
         made = (_RESIDENT_ACCUMULATOR,) if unit in self.ends else () if self.gradient_in_place else (_ACCUMULATOR,)
         writes = (gradient, _NORM + (unit + 1) * _PIECE)
         op(Verb.DRAIN, Lane.DEVICE_TO_HOST, made, writes, unit=unit, num_bytes=num_bytes)
+        if unit in self.far:
+            op(Verb.PUSH, Lane.NIC_UP, (gradient,), (FAR + unit,), unit=unit, num_bytes=num_bytes)
+            self.forget_everywhere(unit)
+            return
         if self.plan.held_gradients == "ssd" and self.plan.is_held(unit):
             op(Verb.HOLD, Lane.SSD_WRITE, (gradient,), (_HELD + unit,), unit=unit, num_bytes=num_bytes)
         if unit in self.late:
@@ -284,10 +293,10 @@ class _Training(Weights):
         staged, in_place = self.separate and unit in self.residents, unit in self.in_place
         if staged:
             reads, num_bytes = (SSD_WEIGHTS + unit,), self.stored_bytes[unit]
-            op(Verb.FETCH, Lane.SSD_READ, reads, (_STAGING,), unit=unit, num_bytes=num_bytes)
-        weights = _STAGING if staged else RESIDENT + unit if unit in self.residents else host if in_place else TRAINED + unit
+            op(Verb.FETCH, Lane.SSD_READ, reads, (STAGING,), unit=unit, num_bytes=num_bytes)
+        weights = STAGING if staged else RESIDENT + unit if unit in self.residents else host if in_place else TRAINED + unit
         newest = (SSD_WEIGHTS if in_place else _SSD_TRAINED) + unit
-        given = (gradient, _VERDICT) if late else (gradient,)
+        given = (gradient, VERDICT) if late else (gradient,)
         resident, first = unit in self.resident_states, self.first_chunk[unit] + 1
         for chunk in range(plan.num_chunks(unit)):
             common: dict[str, Any] = {"unit": unit, "chunk": chunk, "late": late}
@@ -314,7 +323,7 @@ class _Training(Weights):
                 op(Verb.WRITE_WEIGHTS, Lane.SSD_WRITE, written, (), stored, num_bytes=sizes.weights, **common)
         if staged:
             num_bytes = self.stored_bytes[unit]
-            op(Verb.UPLOAD, Lane.HOST_TO_DEVICE, (_STAGING,), (RESIDENT + unit,), unit=unit, num_bytes=num_bytes)
+            op(Verb.UPLOAD, Lane.HOST_TO_DEVICE, (STAGING,), (RESIDENT + unit,), unit=unit, num_bytes=num_bytes)
         elif not late:
             self.forget(unit)
 
@@ -331,7 +340,7 @@ class _Training(Weights):
         op(Verb.STATES_TO_HOST, Lane.DEVICE_TO_HOST, slot, changed, num_bytes=sizes.back, **common)
 
     def commit(self) -> None:
-        self.ledger.op(Verb.COMMIT, Lane.COMMIT, (_VERDICT,), (_FREE_SLOTS,), late=bool(self.pending))
+        self.ledger.op(Verb.COMMIT, Lane.COMMIT, (VERDICT,), (_FREE_SLOTS,), late=bool(self.pending))
 
     # -- sizes ----------------------------------------------------------------------------------------------------------
 

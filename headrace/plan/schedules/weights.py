@@ -4,6 +4,7 @@ What a schedule does with a block it says by `acquire` and `release`; when it wi
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 from headrace.plan.buffer_sizes import SOURCE_SLOTS
 from headrace.plan.ledger import Ledger, Snapshot
@@ -12,7 +13,8 @@ from headrace.terms.program import Lane, Pool, Verb, buffer
 
 HOST, COMPUTED = buffer(Pool.HOST_WEIGHTS), buffer(Pool.DEVICE_WEIGHTS)
 RESIDENT, TRAINED, SOURCES = buffer(Pool.RESIDENT_WEIGHTS), buffer(Pool.TRAINED), buffer(Pool.SOURCES)
-SSD_WEIGHTS = buffer(Pool.SSD_WEIGHTS)
+SSD_WEIGHTS, FAR, VERDICT = buffer(Pool.SSD_WEIGHTS), buffer(Pool.FAR), buffer(Pool.VERDICT)
+STAGING = buffer(Pool.STAGING)
 NONE = -1
 
 
@@ -27,6 +29,7 @@ class Weights:
         self.residents = frozenset(plan.resident_units)
         self.made = frozenset(index for index, unit in enumerate(plan.units) if unit.is_made)
         self.in_place = frozenset(index for index, unit in enumerate(plan.units) if unit.in_place)
+        self.far = frozenset(plan.far_units)
         # Where weights lie as the drive has them, and where compute reads those that are brought or made.
         self.host_slots = range(HOST, HOST + plan.host_slots)
         self.computed_slots = range(COMPUTED, COMPUTED + plan.device_slots)
@@ -51,6 +54,7 @@ class Weights:
             return
         if block in self.residents:
             self.acquired[block] = (NONE, RESIDENT + block)
+            self.refresh(block)
             if pending:
                 self.bring_up_to_date(block, NONE)
             return
@@ -76,9 +80,26 @@ class Weights:
             return found
         slot = self.victim(self.host_slots)
         self.contents[slot] = block
-        reads, num_bytes = (SSD_WEIGHTS + block,), self.stored_bytes[block]
-        self.ledger.op(Verb.FETCH, Lane.SSD_READ, reads, (slot,), unit=block, num_bytes=num_bytes)
+        self.read(block, slot)
         return slot
+
+    def read(self, unit: int, into: int) -> None:
+        """Bring a unit's newest weights from where they live: a drive, or another site, once that has concluded its update."""
+        common: dict[str, Any] = {"unit": unit, "num_bytes": self.stored_bytes[unit]}
+        if unit in self.far:
+            self.ledger.op(Verb.PULL, Lane.NIC_DOWN, (FAR + unit, VERDICT), (into,), **common)
+        else:
+            self.ledger.op(Verb.FETCH, Lane.SSD_READ, (SSD_WEIGHTS + unit,), (into,), **common)
+
+    def refresh(self, unit: int) -> None:
+        """Bring the weights of a far unit that stays where compute reads it, if the site has newer ones."""
+        if unit not in self.far or self.contents.get(RESIDENT + unit) == unit:
+            return
+        self.contents[RESIDENT + unit] = unit
+        self.read(unit, STAGING if self.separate else RESIDENT + unit)
+        if self.separate:
+            common: dict[str, Any] = {"unit": unit, "num_bytes": self.stored_bytes[unit]}
+            self.ledger.op(Verb.UPLOAD, Lane.HOST_TO_DEVICE, (STAGING,), (RESIDENT + unit,), **common)
 
     def bring(self, block: int, host: int) -> int:
         """Return the buffer that compute reads, into which `block`'s weights are copied, or in which they are made."""
@@ -112,6 +133,13 @@ class Weights:
         """Note that the weights that compute has of `block` are no longer its newest."""
         if (stale := self.find(self.computed_slots, block)) >= 0:
             del self.contents[stale]
+
+    def forget_everywhere(self, unit: int) -> None:
+        """Note that nothing here has the newest weights of a far unit."""
+        self.forget(unit)
+        if (stale := self.find(self.host_slots, unit)) >= 0:
+            del self.contents[stale]
+        self.contents.pop(RESIDENT + unit, None)
 
     def find(self, slots: range, block: int) -> int:
         """Return the buffer that holds `block`'s weights, -1 if none does."""

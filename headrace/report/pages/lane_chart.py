@@ -15,9 +15,9 @@ from headrace.terms.sizes import format_bytes
 FAMILIES = {
     "forward": ("prologue", "forward", "score"),
     "backward": ("epilogue", "backward", "prologue-backward"),
-    "weights": ("fetch", "upload", "make", "write-weights"),
+    "weights": ("fetch", "pull", "upload", "make", "write-weights"),
     "activations": ("stash", "spill", "unspill", "recall"),
-    "gradients": ("drain", "hold", "unhold"),
+    "gradients": ("drain", "push", "hold", "unhold"),
     "states": ("read-states", "states-to-device", "update", "states-to-host", "write-states"),
     "control": ("decide", "commit"),
 }

@@ -4,7 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from headrace.plan.plan import Plan, Results
+from headrace.plan.plan import Plan
+from headrace.plan.results import Results
 from headrace.report.lanes import LanesFile
 from headrace.report.metrics import MetricsFile
 from headrace.terms.ceilings import Ceilings

@@ -1,0 +1,45 @@
+"""What a far site is: a place, outside this process's stores, where weights and states live and the rule runs.
+
+A unit that lives there is pulled before compute uses it, and its gradient is pushed when it is summed. What becomes of the
+gradients is concluded once a step, when the norm of all of them is known; then the site updates what it has, and a pull gives
+the new weights. So local units (`sites.host`, `sites.device`) and far ones may be mixed: the norm is that of all.
+
+Invariant: after `commit` of step n the site can go back to it until `commit` of step n + 1 has returned.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from numpy.typing import NDArray
+
+from headrace.machine.host_memory import Bytes
+from headrace.update.rule import StepScalars
+
+
+class Site(Protocol):
+    """Where far units live. `pull` and `push` are called from lanes of their own; the others while neither runs."""
+
+    @property
+    def name(self) -> str:
+        """What a run's record says: a run goes on with the site that it began with."""
+
+    def holds(self, unit: int) -> bool:
+        """Return whether a unit lives there."""
+
+    def begin(self, unit: int, weights: Bytes) -> None:
+        """Take the imported weights of a unit, as bytes of the compute dtype."""
+
+    def pull(self, unit: int, into: Bytes) -> None:
+        """Fill `into` with a unit's newest weights, as bytes of the compute dtype: after all that was concluded."""
+
+    def push(self, unit: int, gradient: NDArray[Any]) -> None:
+        """Take a unit's gradient of this step, as NumPy sees it (bfloat16: the bits); the array is used again afterwards."""
+
+    def conclude(self, scalars: Mapping[int, StepScalars] | None) -> None:
+        """Update each unit whose gradient was pushed with its scalars; None: the step is thrown away, and its gradients."""
+
+    def commit(self, num_steps: int) -> None:
+        """Make what was concluded durable, as of after `num_steps` steps."""
+
+    def go_back(self, num_steps: int) -> None:
+        """Return to what was committed as of after `num_steps` steps: a run is resumed there."""
