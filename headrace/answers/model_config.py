@@ -13,7 +13,7 @@ from typing import Any
 from transformers import AutoConfig
 
 from headrace.files.model_directory import why_no_model
-from headrace.model import text_part
+from headrace.model import text_config, text_part
 from headrace.terms.errors import ConfigError, ModelError
 
 _HUB_SECONDS = 2.0
@@ -136,7 +136,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _check_sizes(values: dict[str, Any], config: Any, path: Path) -> None:
     """Refuse a file that does not give the sizes itself, or gives one that cannot be."""
-    text = config.get_text_config()
+    text = text_config(config)
     # A model of several kinds of input keeps those of its language model apart.
     given = {**values, **next((part for part in values.values() if _describes(part, text)), {})}
     names = dict(getattr(text, "attribute_map", {}))

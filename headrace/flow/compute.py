@@ -94,8 +94,8 @@ def score(state: StepState, op: Op) -> None:
 def backward(state: StepState, op: Op) -> None:
     """Recompute a block from its input, then its gradients: of the input for the block before, of the weights to the sink.
 
-    Kept outputs are handed back instead of computed; outputs that no gradient depends on are not computed at all. Rows that are
-    run sample by sample have their gradients so, too: nothing of them is kept.
+    Kept outputs are handed back instead of computed; outputs that no gradient depends on are not computed at all. Rows whose
+    samples are run by themselves have their gradients so, too: nothing of them is kept.
     """
     package = state.recalled.pop((op.unit, op.micro))
     gradients = [state.hidden_gradients.pop(op.micro), *state.aside_gradients.pop((op.unit, op.micro), ())]

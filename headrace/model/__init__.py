@@ -6,7 +6,7 @@ from headrace.model.chain_values import IGNORED, BlockResult, MicroBatch, Prolog
 from headrace.model.checkpoint import Checkpoint
 from headrace.model.cost_profile import Profiles, profile
 from headrace.model.export import Exporter, export_bytes
-from headrace.model.find_blocks import Blocks, find_blocks
+from headrace.model.find_blocks import Blocks, find_blocks, text_config
 from headrace.model.importing import import_unit, import_workspace_bytes
 from headrace.model.matching import WeightMap, load_buffers, match_weights
 from headrace.model.probe import Traits, probe, self_check
@@ -50,5 +50,6 @@ __all__ = [
     "profile",
     "self_check",
     "shift_labels",
+    "text_config",
     "text_part",
 ]

@@ -117,7 +117,7 @@ class Chain:
         return self._packing_limit is None or length < self._packing_limit or self.runs_by_samples(length)
 
     def runs_by_samples(self, length: int) -> bool:
-        """Return whether blocks run on one sample after the other where rows of `length` tokens hold several.
+        """Return whether blocks run on samples by themselves where rows of `length` tokens hold several.
 
         Gradients are then those of `block_gradient`, and nothing of such rows is replayed: which operators run depends on the
         lengths of the samples.
@@ -312,7 +312,9 @@ def _packing_notes(traits: Traits) -> tuple[str, ...]:
     if traits.samples_from is None:
         return ()
     which = f" of {traits.samples_from} tokens and more" if traits.samples_from else ""
-    return (f"packed rows{which} are run sample by sample, and nothing of them is replayed: {traits.packing_reason}",)
+    return (
+        f"packed rows{which} are run sample by sample (those of one length together), without replay: {traits.packing_reason}",
+    )
 
 
 def _draws_random_numbers(model: nn.Module) -> bool:

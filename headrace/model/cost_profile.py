@@ -126,7 +126,9 @@ def _random_attention(block: BlockCosts) -> BlockCosts:
 
 
 def _by_samples(costs: ModelCosts) -> ModelCosts:
-    """A sample takes no more than a row of which it is a part; what comes of the others in a micro-batch waits beside it."""
+    """A group of samples takes no more than a micro-batch; its inputs, and what comes of the others, wait beside it, as do in
+    backward the gradients of its outputs.
+    """
     waiting_bytes = costs.sequences * costs.length * costs.hidden_size_bytes
     return replace(
         costs,
@@ -136,8 +138,8 @@ def _by_samples(costs: ModelCosts) -> ModelCosts:
             replace(
                 block,
                 operators=(),
-                forward_workspace_bytes=block.forward_workspace_bytes + waiting_bytes,
-                backward_workspace_bytes=block.backward_workspace_bytes + waiting_bytes,
+                forward_workspace_bytes=block.forward_workspace_bytes + 2 * waiting_bytes,
+                backward_workspace_bytes=block.backward_workspace_bytes + 3 * waiting_bytes,
             )
             for block in costs.blocks
         ),

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from headrace.terms.errors import ModelError
+from headrace.terms.errors import ModelError, in_one_line
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +30,14 @@ def check_architecture(config: Any) -> None:
             class.
     """
     name = f"{type(config).__name__} (model_type {getattr(config, 'model_type', None)!r})"
-    for key in ("num_hidden_layers", "hidden_size", "vocab_size"):
-        if isinstance(size := getattr(config.get_text_config(), key, None), int) and size < 1:
-            written = dict(getattr(config, "attribute_map", {})).get(key, key)
-            raise ModelError(f"{name}: {written} is {size} in its configuration; it must be at least 1")
     if getattr(config, "is_encoder_decoder", False):
         raise ModelError(f"{name} is an encoder-decoder model; only decoder-only causal language models can be fine-tuned")
-    if (text := config.get_text_config()) is not config:
+    text = text_config(config)
+    for key in ("num_hidden_layers", "hidden_size", "vocab_size"):
+        if isinstance(size := getattr(text, key, None), int) and size < 1:
+            written = dict(getattr(config, "attribute_map", {})).get(key, key)
+            raise ModelError(f"{name}: {written} is {size} in its configuration; it must be at least 1")
+    if text is not config:
         reason = (
             f"transformers has no causal language model for its text part ({type(text).__name__}) alone, which is what is "
             "trained of such models; take one whose text part has, such as those that the README names"
@@ -55,6 +56,21 @@ def check_architecture(config: Any) -> None:
     layer_drop = getattr(config, "layerdrop", 0.0) or 0.0
     if layer_drop > 0:
         raise ModelError(f"{name} has layerdrop {layer_drop}: blocks skipped at random are not supported; set it to 0")
+
+
+def text_config(config: Any) -> Any:
+    """Return the configuration of the text part of a model, which may be all of it.
+
+    Raises:
+        ModelError: the model has several, and none of them is the one to train.
+    """
+    try:
+        return config.get_text_config()
+    except ValueError as error:
+        raise ModelError(
+            f"{type(config).__name__} describes a model of several parts with text, and transformers does not say which is the "
+            f"language model ({in_one_line(error).split('.')[0]}); give a model with one"
+        ) from error
 
 
 def quantisation_of(config: Any) -> str:

@@ -33,7 +33,7 @@ class Traits:
     `blocks_name` is the dotted name of the list of blocks. Samples can be packed into rows of fewer than `packing_limit` tokens
     (None: of any number, 0: not at all); `packing_reason` says why not into longer ones. With `packs_by_masks` masks keep them
     apart that the model does not make from positions by itself. With `runs_by_samples` longer rows hold several, too, but
-    blocks run on one after the other. `has_aside_loss`: as it is configured, it adds an auxiliary loss of router logits.
+    blocks run on each by itself. `has_aside_loss`: as it is configured, it adds an auxiliary loss of router logits.
     `passed_over`: names of parameters of blocks that make nothing of what others hand them besides hidden states.
     """
 

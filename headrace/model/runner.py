@@ -15,7 +15,8 @@ from transformers.masking_utils import create_masks_for_generate
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from headrace.model.chain_values import IGNORED, BlockResult, MicroBatch, PrologueResult
-from headrace.model.taps import BlockCall, Sample, Taps
+from headrace.model.sample_groups import SampleGroup, groups_of
+from headrace.model.taps import BlockCall, Taps
 from headrace.terms.errors import ModelError
 
 # How a block is run: the block, its hidden states, and what else it is called with -> what the block returns.
@@ -48,10 +49,10 @@ class Runner:
 
     `tuple_length` says what a block returns (see `Taps`). With `collect_asides` the router logits of each block are caught.
     With `packs_by_masks` rows of several samples get masks that keep these apart, for models that make none from positions.
-    Rows of `samples_from` tokens and more, where it is given, are run sample by sample if there are several in one: for layers
-    that carry a state along the row. Blocks whose parameters have the names of one of `passed_over` make nothing of what others
-    hand them. `run_block` may be replaced by another way to run a block that computes the same, and
-    `run_sample` by one for rows of any length.
+    Rows of `samples_from` tokens and more, where it is given, are run sample by sample if there are several in one, those of
+    about one length together: for layers that carry a state along the row. Blocks whose parameters have the names of one of
+    `passed_over` make nothing of what others hand them. `run_block` may be replaced by another way to run a block that computes
+    the same, and `run_sample` by one for rows of any length.
     """
 
     def __init__(
@@ -86,9 +87,9 @@ class Runner:
         inputs: dict[str, Any] = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
         if batch.position_ids is not None:
             if batch.attention_mask is None and self.runs_by_samples(batch.position_ids.shape[1]):
-                samples = _samples(batch.position_ids)
-                if len(samples) > len(batch.position_ids):
-                    return self._prologue_by_samples(batch, samples)
+                groups = groups_of(batch.position_ids)
+                if groups:
+                    return self._prologue_by_samples(batch, groups)
             inputs["position_ids"] = batch.position_ids
             if self.packs_by_masks and batch.attention_mask is None:
                 inputs["attention_mask"] = self._masks_of(batch.position_ids)
@@ -98,15 +99,15 @@ class Runner:
         """Return whether rows of `length` tokens are run sample by sample, if there are several in one."""
         return self.samples_from is not None and length >= self.samples_from
 
-    def _prologue_by_samples(self, batch: MicroBatch, samples: Sequence[Sample]) -> PrologueResult:
-        """Hidden states come from whole rows, for the sake of one gradient of the embedding; the calls from each sample."""
+    def _prologue_by_samples(self, batch: MicroBatch, groups: Sequence[SampleGroup]) -> PrologueResult:
+        """Hidden states come from whole rows, for the sake of one gradient of the embedding; the calls from each group."""
         whole = self._before_blocks({"input_ids": batch.input_ids, "attention_mask": None})
         with torch.no_grad():
             alone = [
-                self._before_blocks({"input_ids": sample.of(batch.input_ids), "attention_mask": None}).calls
-                for sample in samples
+                self._before_blocks({"input_ids": group.rows_of(batch.input_ids), "attention_mask": None}).calls
+                for group in groups
             ]
-        calls = (BlockCall(samples=tuple(zip(samples, of_block, strict=True))) for of_block in zip(*alone, strict=True))
+        calls = (BlockCall(samples=tuple(zip(groups, of_block, strict=True))) for of_block in zip(*alone, strict=True))
         return PrologueResult(whole.hidden, tuple(calls))
 
     def _before_blocks(self, inputs: dict[str, Any]) -> PrologueResult:
@@ -131,32 +132,32 @@ class Runner:
         """Run block `index` (from 0) on hidden states (b, T, hidden)."""
         if not call.samples:
             return self._block(self.run_block, index, hidden, call)
-        results = [self._sample(index, sample.of(hidden), own) for sample, own in call.samples]
-        joined = torch.cat([result.hidden for result in results], dim=1)
-        asides = zip(*(result.asides for result in results), strict=True)
-        return BlockResult(joined.reshape(*hidden.shape[:2], *joined.shape[2:]), tuple(torch.cat(parts) for parts in asides))
+        out: list[torch.Tensor] = []
+        for group, own in call.samples:
+            result = self._block(self.run_sample or self.run_block, index, group.rows_of(hidden), own)
+            found = [result.hidden, *(aside.reshape(*group.places.shape, -1) for aside in result.asides)]
+            out = out or [part.new_empty((hidden.shape[0] * hidden.shape[1], *part.shape[2:])) for part in found]
+            for part, into in zip(found, out, strict=True):
+                group.put(part, into)
+        return BlockResult(out[0].reshape(*hidden.shape[:2], *out[0].shape[1:]), tuple(out[1:]))
 
     def block_gradient(
         self, index: int, hidden: torch.Tensor, call: BlockCall, gradients: Sequence[torch.Tensor]
     ) -> torch.Tensor:
-        """Run block `index` again, sample by sample, each with its backward; return the gradient of the hidden states.
+        """Run block `index` again, group by group, each with its backward; return the gradient of the hidden states.
 
         `gradients` are those of the block's hidden states and, if any, of what it handed aside. Parameters get theirs once for
-        each sample; no graph is larger than a sample's.
+        each group; no graph is larger than a group's.
         """
-        found, done = torch.empty_like(hidden), 0
-        for sample, own in call.samples:
-            leaf = sample.of(hidden).detach().requires_grad_()
-            result = self._sample(index, leaf, own)
-            rows = slice(done, done + sample.stop - sample.start)
-            parts = [sample.of(gradients[0]), *(gradient[rows] for gradient in gradients[1:])]
-            torch.autograd.backward([result.hidden, *result.asides][: len(parts)], parts)
-            sample.of(found).copy_(leaf.grad)  # type: ignore[arg-type]
-            done = rows.stop
-        return found
-
-    def _sample(self, index: int, hidden: torch.Tensor, call: BlockCall) -> BlockResult:
-        return self._block(self.run_sample or self.run_block, index, hidden, call)
+        found = torch.empty_like(hidden).flatten(0, 1)
+        flat = [gradients[0].flatten(0, 1), *gradients[1:]]
+        for group, own in call.samples:
+            leaf = group.rows_of(hidden).detach().requires_grad_()
+            result = self._block(self.run_sample or self.run_block, index, leaf, own)
+            outputs = [result.hidden, *(aside.reshape(*group.places.shape, -1) for aside in result.asides)]
+            torch.autograd.backward(outputs[: len(flat)], [group.gradients_of(gradient) for gradient in flat])
+            group.put(leaf.grad, found)  # type: ignore[arg-type]
+        return found.reshape(hidden.shape)
 
     def _block(self, run: RunBlock, index: int, hidden: torch.Tensor, call: BlockCall) -> BlockResult:
         asides: list[torch.Tensor] = []
@@ -271,12 +272,3 @@ def _without_gradient(value: Any, block: nn.Module) -> Any:
         f"{type(block).__name__}: cannot be run block by block: blocks hand one another more than hidden states: {what}, "
         "which can have a gradient, and gradients go from block to block by hidden states alone"
     )
-
-
-def _samples(position_ids: torch.Tensor) -> list[Sample]:
-    """Return the samples of rows whose positions (b, T) begin again at each; asks the device for them."""
-    samples = []
-    for row, positions in enumerate(position_ids.tolist()):
-        starts = [0, *(place for place, position in enumerate(positions) if place and not position)]
-        samples += [Sample(row, start, stop) for start, stop in zip(starts, [*starts[1:], len(positions)], strict=True)]
-    return samples

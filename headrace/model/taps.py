@@ -13,18 +13,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """Where a sample lies in a micro-batch: positions `start` to `stop` of a row."""
-
-    row: int
-    start: int
-    stop: int
-
-    def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the sample's part (1, stop - start, ...) of a tensor (b, T, ...), without a copy."""
-        return tensor[self.row : self.row + 1, self.start : self.stop]
+from headrace.model.sample_groups import SampleGroup
 
 
 class Handed:
@@ -42,15 +31,14 @@ class Handed:
 class BlockCall:
     """What the model passes to a block besides the hidden states: masks, rotary tables, positions.
 
-    The tensors are the model's own objects, shared by all blocks that get the same one. With `samples`, in the order of their
-    rows, a block is called for each of these by itself, with what the model passes for it alone. What other blocks hand on is
-    among the arguments as `Handed`; `hands` says into which a block puts what it returns besides hidden states, None for what
-    nobody takes.
+    The tensors are the model's own objects, shared by all blocks that get the same one. With `samples` a block is called for
+    each group of them by itself, with what the model passes for these alone. What other blocks hand on is among the arguments
+    as `Handed`; `hands` says into which a block puts what it returns besides hidden states, None for what nobody takes.
     """
 
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
-    samples: tuple[tuple[Sample, "BlockCall"], ...] = ()
+    samples: tuple[tuple[SampleGroup, "BlockCall"], ...] = ()
     hands: tuple[Handed | None, ...] = ()
 
     @property

@@ -13,6 +13,7 @@ from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, PreTrainedModel
 
 from headrace.model.binding import is_tied, parameter_aliases
+from headrace.model.find_blocks import text_config
 from headrace.model.skeleton import build_whole
 from headrace.terms.errors import ModelError
 
@@ -28,7 +29,7 @@ def text_part(config: Any) -> tuple[Any, Any | None]:
     """
     if getattr(config, "is_encoder_decoder", False):
         return config, None
-    text = config.get_text_config()
+    text = text_config(config)
     model_class = _class_of(config)
     if text is config or type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING or model_class is None:
         return config, None

@@ -11,6 +11,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from headrace.model import Chain, build_skeleton, find_blocks, probe, self_check
 from headrace.model import probe as probe_function
+from headrace.model.text_part import text_part
 from headrace.model.tiny import shrink_values
 from headrace.terms.errors import ModelError
 from headrace.terms.optimizer import Optimizer
@@ -179,3 +180,14 @@ def test_heads_that_a_part_of_a_configuration_has_of_its_own_are_shrunk_together
     attention = {"kv_n_heads": 8, "rope_theta": 5e5, "clip_qkv": 8}
     experts = {"ffn_hidden_size": 10752, "moe_num_experts": 16, "moe_top_k": 4}
     self_check(CONFIG_MAPPING["dbrx"](d_model=6144, n_heads=48, n_layers=40, attn_config=attention, ffn_config=experts))
+
+
+def test_several_parts_with_text_are_refused_in_words() -> None:
+    """MusicGen has an encoder of text and a decoder of tokens that are sound."""
+    config = CONFIG_MAPPING["musicgen"]()
+    with pytest.raises(ModelError, match="encoder-decoder"):
+        self_check(config)
+    config.is_encoder_decoder = False
+    for look in (self_check, text_part):
+        with pytest.raises(ModelError, match=r"MusicgenConfig describes .* several parts with text.*'decoder'"):
+            look(config)

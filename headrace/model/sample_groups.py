@@ -1,0 +1,81 @@
+"""Samples of packed rows, put together into groups that are run as rows of their own.
+
+Samples of about one length share a group, filled up on the right: models are causal, so what comes later changes nothing
+before it. Invariants: each position of the micro-batch is in one group, once; and no group takes more than all of it would.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+# Layers with a state work on chunks of the row, of at most so many tokens: shorter samples take as much as one chunk.
+_CHUNK_TOKENS = 256
+# Shorter samples are run together, whatever their lengths: calls take longer than what they compute.
+_SHORT_TOKENS = 64
+# A sample shorter than this part of the longest would have the group compute too much that fills it up.
+_SHORTEST_PART = 0.75
+
+
+@dataclass(frozen=True, slots=True)
+class SampleGroup:
+    """Rows (n, L) of a sample each: `places` of their positions among the b*T of the micro-batch, and which are `real`.
+
+    What fills a row up is its last position again: numbers like any others, whose results are dropped. `kept` are the real ones
+    among the n*L, `places_kept` their places.
+    """
+
+    places: torch.Tensor
+    real: torch.Tensor
+    kept: torch.Tensor
+    places_kept: torch.Tensor
+
+    def rows_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the samples of a tensor (b, T, ...) as rows (n, L, ...)."""
+        return tensor.flatten(0, 1)[self.places]
+
+    def gradients_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the gradients (n, L, ...) of the group's results for those of the micro-batch's, (b*T, ...)."""
+        return tensor[self.places] * self.real.reshape(*self.real.shape, *[1] * (tensor.dim() - 1))
+
+    def put(self, rows: torch.Tensor, into: torch.Tensor) -> None:
+        """Write results (n, L, ...) where they belong in those of the micro-batch, (b*T, ...)."""
+        into.index_copy_(0, self.places_kept, rows.flatten(0, 1)[self.kept])
+
+
+def groups_of(position_ids: torch.Tensor) -> list[SampleGroup]:
+    """Return the groups of rows (b, T) whose positions begin again at each sample; asks the device for them.
+
+    None if every row is one sample.
+    """
+    rows, length = position_ids.shape
+    samples = []
+    for row, positions in enumerate(position_ids.tolist()):
+        starts = [0, *(place for place, position in enumerate(positions) if place and not position)]
+        for start, stop in zip(starts, [*starts[1:], length], strict=True):
+            samples.append((row * length + start, stop - start))
+    if len(samples) == rows:
+        return []
+    return [_group(group, position_ids.device) for group in _grouped(samples, rows, length)]
+
+
+def _grouped(samples: Sequence[tuple[int, int]], rows: int, length: int) -> list[list[tuple[int, int]]]:
+    """Put samples, (first place, tokens), into groups, the longest first."""
+    groups: list[list[tuple[int, int]]] = []
+    for sample in sorted(samples, key=lambda sample: (-sample[1], sample[0])):
+        longest = groups[-1][0][1] if groups else 0
+        alike = longest <= _SHORT_TOKENS or sample[1] >= _SHORTEST_PART * longest
+        taken = max(longest, min(length, _CHUNK_TOKENS)) * (len(groups[-1]) + 1) if groups else 0
+        if groups and alike and taken <= rows * length:
+            groups[-1].append(sample)
+        else:
+            groups.append([sample])
+    return groups
+
+
+def _group(samples: Sequence[tuple[int, int]], device: torch.device) -> SampleGroup:
+    starts, lengths = (torch.tensor(values)[:, None] for values in zip(*samples, strict=True))
+    columns = torch.arange(samples[0][1])[None]
+    places, real = starts + torch.minimum(columns, lengths - 1), columns < lengths
+    kept = real.flatten().nonzero().flatten()
+    return SampleGroup(*(values.to(device) for values in (places, real, kept, places.flatten()[kept])))
