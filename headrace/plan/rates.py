@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 
 from headrace.terms.ceilings import Ceilings
-from headrace.terms.program import Lane, Op
+from headrace.terms.program import Lane, Op, sharing_lanes
 
 
 class Rates:
@@ -27,11 +27,7 @@ class Rates:
         self._overhead_seconds: dict[Lane, float] = {
             lane: getattr(ceilings, lane.row.overhead) if lane.row.overhead else 0.0 for lane in Lane
         }
-        self.shares = {
-            share: tuple(lane for lane in Lane if lane.row.shares == share)
-            for share in dict.fromkeys(lane.row.shares for lane in Lane)
-            if share is not None
-        }
+        self.shares = sharing_lanes()
         self.speeds: Callable[[tuple[Lane, ...]], Mapping[Lane, float]] = cache(self._speeds)
 
     def alone_seconds(self, op: Op) -> float:

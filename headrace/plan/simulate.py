@@ -22,7 +22,7 @@ from typing import TypeVar
 from headrace.plan.rates import Rates
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.errors import StepFailed
-from headrace.terms.program import Lane, Op, Program
+from headrace.terms.program import Lane, Op, Program, sharing_words
 
 # What the first operation of a lane waits for, and what a lane waits for that has come to the end of its queue.
 _NOTHING, _MORE = (bytearray(b"\1"), 0), (bytearray(b"\0"), 0)
@@ -377,8 +377,7 @@ def _explain(
         both = _union_seconds(together) / step_seconds if step_seconds else 0.0
         if rates.shared_factor(sharing) < 1 and both > share + 1e-9:
             bottleneck = max(sharing, key=lambda lane: lanes[lane].utilisation)
-            directions = [sharing[0].row.words, *(lane.row.words.split()[-1] for lane in sharing[1:])]
-            share, words = min(1.0, both), f"{' and '.join(directions)}, which share the {shared.name}"
+            share, words = min(1.0, both), sharing_words(shared, sharing)
     if share >= _SATURATED:
         return bottleneck, f"limited by {words}: busy {share:.0%} of the step"
     return bottleneck, (

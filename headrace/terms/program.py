@@ -188,6 +188,18 @@ class Lane(StrEnum):
     COMMIT = "commit", LaneRow(heading="Commit", words="commits", overhead="commit_seconds")
 
 
+def sharing_lanes() -> dict[Share, tuple[Lane, ...]]:
+    """Return the lanes of each thing that lanes share, in the table's order."""
+    things = dict.fromkeys(lane.row.shares for lane in Lane)
+    return {thing: tuple(lane for lane in Lane if lane.row.shares == thing) for thing in things if thing is not None}
+
+
+def sharing_words(share: Share, lanes: tuple[Lane, ...]) -> str:
+    """Return within a sentence what `lanes`, which share something, are together."""
+    directions = [lanes[0].row.words, *(lane.row.words.split()[-1] for lane in lanes[1:])]
+    return f"{' and '.join(directions)}, which share the {share.name}"
+
+
 def lane_named(name: str) -> Lane | None:
     """Return the lane `name`, None if the table has none: what a program of another version wrote may name others."""
     return next((lane for lane in Lane if lane == name), None)

@@ -6,7 +6,7 @@ derived is None. The first recorded step is left out where there are others: ker
 
 import statistics
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from headrace.plan.endurance import Endurance, endurance
@@ -151,7 +151,7 @@ def waits(view: StepView, lane: str) -> tuple[Wait, ...]:
     return tuple(sorted(found, key=lambda wait: -wait.seconds))
 
 
-def together_share(view: StepView, lanes: tuple[str, str]) -> float:
+def together_share(view: StepView, lanes: Collection[str]) -> float:
     """Return the part of the step for which at least one of `lanes` is busy."""
     spans = [(bar.start_seconds, bar.stop_seconds) for bar in view.bars if bar.lane in lanes]
     return union_seconds(spans) / view.seconds if view.seconds > 0 else 0.0

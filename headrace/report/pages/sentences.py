@@ -6,8 +6,9 @@ Invariant: a sentence is made only where its figures are known, and says whether
 from headrace.report.pages.findings import Findings, together_share
 from headrace.report.pages.markup import decimal_bytes
 from headrace.report.pages.run_files import RunFiles
+from headrace.terms.ceilings import Ceilings
 from headrace.terms.plain_figures import plain_figure
-from headrace.terms.program import Lane, lane_named
+from headrace.terms.program import Lane, Share, lane_named, sharing_lanes, sharing_words
 from headrace.terms.sizes import format_seconds
 
 # As the planner has it: a lane that is busy for less does not limit the step by itself.
@@ -72,14 +73,10 @@ def _limit(found: Findings, run: RunFiles) -> str:
     assert found.busiest is not None
     assert found.step_seconds is not None
     share, words = found.busiest.share, lane_words(found.busiest.lane)
-    ceilings = run.ceilings
-    shared = ceilings is not None and (
-        ceilings.ssd_mixed_bytes_per_second < ceilings.ssd_read_bytes_per_second + ceilings.ssd_write_bytes_per_second
-    )
-    if shared and found.measured is not None:
-        both = together_share(found.measured, (Lane.SSD_READ, Lane.SSD_WRITE))
-        if both > share:
-            share, words = both, "SSD reads and writes, which share the drives"
+    for shared, lanes in sharing_lanes().items():
+        together = together_share(found.measured, lanes) if found.measured is not None else 0.0
+        if together > share and _slow_one_another(shared, lanes, run.ceilings):
+            share, words = together, sharing_words(shared, lanes)
     step = format_seconds(found.step_seconds)
     if share >= _SATURATED:
         return f"A step takes {step} and is limited by {words}: busy for {share:.0%} of it."
@@ -87,6 +84,14 @@ def _limit(found: Findings, run: RunFiles) -> str:
         f"A step takes {step} and no lane is busy all the time: the most is {words} with {share:.0%}; "
         "the rest is waiting for one another. More memory for buffers or more tokens per step would help."
     )
+
+
+def _slow_one_another(shared: Share, lanes: tuple[Lane, ...], ceilings: Ceilings | None) -> bool:
+    """Return whether lanes move less together than each alone would."""
+    if ceilings is None or shared.rate is None:
+        return False
+    alone = sum(getattr(ceilings, lane.row.rate) for lane in lanes if lane.row.rate)
+    return bool(getattr(ceilings, shared.rate) < alone)
 
 
 def _waiting(found: Findings) -> list[str]:
