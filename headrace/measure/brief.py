@@ -50,10 +50,10 @@ _SHAPES_CPU = (
 )
 _SHAPES_GPU = (((4096, 2048), 3072 * MIB), ((2048, 2048), 1024 * MIB), ((1024, 1024), 320 * MIB), ((256, 256), 24 * MIB))
 _LAUNCH_SHAPE, _LAUNCH_REPEATS = (64, 16), 9
-# Parts of the time: when nothing is begun any more that could be left out; a unit of a block, a turn of anything else, filling
-# the drives, all turns of the drives.
-_DEADLINE_SHARE = 0.9
-_UNIT_SHARE, _TURN_SHARE, _FILL_SHARE, _DRIVES_SHARE = 0.05, 0.01, 0.08, 0.06
+# Parts of the time: when nothing is begun any more that could be left out (where others use the cores, what is under way takes
+# long); a unit of a block, a turn of anything else, filling the drives, all turns of the drives.
+_DEADLINE_SHARE = 0.75
+_UNIT_SHARE, _TURN_SHARE, _FILL_SHARE, _DRIVES_SHARE = 0.04, 0.01, 0.07, 0.05
 _LOOK_ROWS, _LOOK_WIDTH = 256, 1024
 
 
