@@ -7,6 +7,7 @@ as loud as it was found.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,10 @@ def read_parquet(path: Path) -> Iterator[Row]:
     Raises:
         DataError: the file is empty or is not what its name says.
     """
-    from pyarrow.parquet import ParquetFile
+    parquet_file = _library("pyarrow.parquet", str(path)).ParquetFile
 
     def batches() -> Iterator[Any]:
-        with ParquetFile(path, buffer_size=_BATCH_BYTES, pre_buffer=False) as file:
+        with parquet_file(path, buffer_size=_BATCH_BYTES, pre_buffer=False) as file:
             row_bytes = max(1, sum(file.metadata.row_group(i).total_byte_size for i in range(file.metadata.num_row_groups)))
             rows = max(1, min(_BATCH_ROWS, _BATCH_BYTES * file.metadata.num_rows // row_bytes))
             yield from file.iter_batches(batch_size=rows, use_threads=False)
@@ -40,7 +41,7 @@ def read_arrow(path: Path) -> Iterator[Row]:
     Raises:
         DataError: the file is empty or is not what its name says.
     """
-    import pyarrow
+    pyarrow = _library("pyarrow", str(path))
 
     def batches() -> Iterator[Any]:
         with pyarrow.memory_map(str(path)) as source:
@@ -83,7 +84,7 @@ def _decoder(schema: Any) -> Callable[[Any], Any]:
     """Return what makes a row of its columns. `datasets` keeps objects of several shapes as text, and says so in the schema."""
     if b"Json" not in (schema.metadata or {}).get(b"huggingface", b""):
         return lambda row: row
-    import datasets
+    datasets = _library("datasets", "objects kept as text")
 
     decode: Callable[[Any], Any] = datasets.Features.from_arrow_schema(schema).decode_example
     return decode
@@ -102,7 +103,7 @@ def read_saved(path: Path) -> Iterator[Row]:
     Raises:
         DataError: the directory is damaged, or its dictionary has no `train`.
     """
-    import datasets
+    datasets = _library("datasets", str(path))
 
     def load() -> Any:
         loaded = datasets.load_from_disk(str(path))
@@ -121,7 +122,7 @@ def open_hub(name: str, cache_dir: Path) -> tuple[str, Callable[[], Iterator[Row
     Raises:
         DataError: no local path and no data set that can be had.
     """
-    import datasets
+    datasets = _library("datasets", name)
 
     with _quiet():
         try:
@@ -169,6 +170,22 @@ def _quiet() -> Iterator[None]:
         datasets.logging.set_verbosity(level)
         if bars_were_shown:
             datasets.utils.enable_progress_bars()
+
+
+def _library(name: str, wanted_for: str) -> Any:
+    """Return a library that reads tables. Headrace asks for both when it is installed, but not everybody lets it.
+
+    Raises:
+        DataError: it is not installed, or cannot be loaded.
+    """
+    try:
+        return import_module(name)
+    except ImportError as error:
+        package = name.partition(".")[0]
+        raise DataError(
+            f"{wanted_for}: needs the package {package}, which cannot be loaded ({_first_line(error)}); install it "
+            f"(pip install {package}), or give the samples as JSONL"
+        ) from error
 
 
 def _first_line(error: Exception) -> str:

@@ -1,6 +1,7 @@
 """Files to rows. Run: pytest tests/data/test_data_sources.py"""
 
 import json
+import sys
 
 import datasets
 import pyarrow
@@ -65,6 +66,20 @@ def test_objects_that_a_data_set_keeps_as_text_are_objects(tmp_path):
     data = datasets.Dataset.from_dict({"messages": [row["messages"] for row in rows]}, on_mixed_types="use_json")
     data.to_parquet(tmp_path / "a.parquet")
     assert values(tmp_path / "a.parquet", tmp_path) == rows
+
+
+@pytest.mark.parametrize(
+    ("name", "package"), [("a.parquet", "pyarrow"), ("a.arrow", "pyarrow"), ("saved", "datasets"), ("owner/none", "datasets")]
+)
+def test_a_library_that_is_missing_is_named(tmp_path, monkeypatch, name, package):
+    (tmp_path / "a.parquet").touch()
+    (tmp_path / "a.arrow").touch()
+    datasets.Dataset.from_list([{"text": "x"}]).save_to_disk(tmp_path / "saved")
+    for each in ("pyarrow", "pyarrow.parquet", "datasets"):
+        monkeypatch.setitem(sys.modules, each, None)
+    path = name if "/" in name else tmp_path / name
+    with pytest.raises(DataError, match=rf"{name}: needs the package {package}, which cannot be loaded .*; install it \(pip in"):
+        values(path, tmp_path)
 
 
 def test_a_large_row_group_is_not_read_whole(tmp_path):
