@@ -1,4 +1,4 @@
-"""The report as the table that people read: before a run (`plan`, `train`, `resume`), and beside what was measured after it.
+"""The report as the table that people read: before a run (`plan`, `train`), and beside what was measured after it.
 
 Invariant: every number printed is one of the report's or the outcome's; nothing is computed here but sums and units.
 """

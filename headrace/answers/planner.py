@@ -95,7 +95,7 @@ class RunPlanner:
         return plan
 
     def _allowance(self, profile_model: Callable[[], object], state: Manifest | Sequence[Path]) -> Allowance:
-        stored = state if isinstance(state, Manifest) else None  # then the model has been imported
+        stored = state if isinstance(state, Manifest) else None
         separate = self._machine.separate_device
         device_bytes = default_bytes("device", self._machine.device_memory_bytes()[0]) if separate else None
         place = Place(
@@ -110,7 +110,7 @@ class RunPlanner:
         return place.allowance(
             self._options.budget,
             ssd_bytes=self._ssd_bytes(state),
-            import_workspace_bytes=None if stored else import_workspace_bytes(self._chain.layouts, self._weights),
+            import_workspace_bytes=import_workspace_bytes(self._chain.layouts, self._weights),
             chunk_elements=stored.chunk_elements if stored else None,
         )
 

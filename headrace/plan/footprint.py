@@ -32,7 +32,7 @@ _MOST_PRODUCTS = 340
 # What the interpreter takes differs by less between processes that do the same: 1.8 MB (docs/log/process-memory).
 _RUNTIME_SPREAD = 4 * MIB
 # Rows of the host tier that are no buffers of a step.
-_RUNTIME, _IMPORT = "runtime", "import of the model"
+_RUNTIME, _IMPORT = "runtime", "import and export"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,8 +40,8 @@ class Allowance:
     """What a run may use. `runtime_bytes` of host memory are taken by the interpreter and its libraries already.
 
     `ssd_bytes` may be written to the SSDs, None where the space is not known: then whoever makes the files checks it.
-    `import_workspace_bytes` is what reading the model's tensors into a unit's planes takes besides these, None if the model has
-    been imported already.
+    `import_workspace_bytes` is what reading the model's tensors into a unit's planes takes besides these, and writing them at
+    the end; None where neither is done.
     """
 
     host_bytes: int
@@ -78,7 +78,7 @@ def with_footprint(plan: Plan, costs: ModelCosts, allowance: Allowance) -> Plan:
     if plan.separate_device and allowance.device_overhead_bytes:
         rows["device"]["libraries"] = _library_bytes(plan, compute, allowance.device_overhead_bytes)
     if allowance.import_workspace_bytes is not None:
-        # Before the first step, in memory that the step's buffers take later: only what is beyond them counts.
+        # Before the first step and after the last, in memory that a step's buffers take: only what is beyond them counts.
         imported = allowance.runtime_bytes + _SMALL_BYTES + import_bytes(plan) + allowance.import_workspace_bytes
         rows["host"][_IMPORT] = max(0, imported - sum(rows["host"].values()))
     durable = sum(plan.drive_bytes(unit) for unit in range(len(plan.units)))
@@ -92,7 +92,9 @@ def with_footprint(plan: Plan, costs: ModelCosts, allowance: Allowance) -> Plan:
 
 
 def import_bytes(plan: Plan) -> int:
-    """Return the buffers of `flow.load.import_model`: the largest unit's weights and master, and a chunk of its states."""
+    """Return the buffers of `flow.load.import_model`: the largest unit's weights and master, and a chunk of its states. Its
+    `UnitReader`, which gives them back at the end, takes no more.
+    """
     planes = plan.planes
     rest = rest_of_master(planes.states)
     master = rest.bytes_per_element if rest else 0
@@ -110,11 +112,10 @@ def planned_runtime_bytes(measured: int) -> int:
 
 
 def with_runtime(plan: Plan, runtime_bytes: int) -> Plan:
-    """Return the plan of a run that goes on in another process: the interpreter takes `runtime_bytes` there, and nothing is
-    imported. Everything else stays as it was, because another placement would be another order of sums.
+    """Return the plan of a run that goes on in another process: the interpreter takes `runtime_bytes` there. Everything else
+    stays as it was, because another placement would be another order of sums, and the model is still to be exported.
     """
-    host = {name: size for name, size in plan.results.peak_bytes["host"].items() if name != _IMPORT}
-    host[_RUNTIME] = runtime_row(plan, runtime_bytes)
+    host = plan.results.peak_bytes["host"] | {_RUNTIME: runtime_row(plan, runtime_bytes)}
     return plan.with_results(peak_bytes=plan.results.peak_bytes | {"host": host})
 
 

@@ -24,7 +24,7 @@ from headrace.runs.run_directory import RunDirectory
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.errors import ConfigError, ModelError
 from headrace.terms.options import RunOptions
-from headrace.terms.sizes import format_seconds
+from headrace.terms.sizes import format_bytes, format_seconds
 
 # Steps that take so many times what was forecast, or less than that part of it, are worth a line; not where so little is left.
 _OFF, _WORTH_SAYING_SECONDS = 1.25, 60.0
@@ -32,7 +32,7 @@ _REFINED_AFTER_STEPS = 3
 
 
 class Account:
-    """The report of a run's plan, and the two times that it is told."""
+    """The report of a run's plan, and when it is told."""
 
     def __init__(self, plan: Plan, config: RunOptions, directory: RunDirectory, *, total_steps: int) -> None:
         spaces = config.budget.ssd or (directory.path,)
@@ -54,6 +54,13 @@ class Account:
     def tell_before(self, display: Display) -> None:
         """Show the plan."""
         display.say(explain(self._report))
+
+    def in_short(self, *, steps_left: int) -> str:
+        """Return the plan in half a line, for a run that goes on: whoever began it was shown all of it."""
+        words = f"the plan is unchanged, {format_bytes(self._plan.peak('host'))} of host memory"
+        if not self._report.measured or self._report.forecast is None:
+            return words
+        return f"{words}, {format_seconds(steps_left * self._report.forecast.step_seconds)} left"
 
     def refined(self, step_seconds: Sequence[float], *, steps_left: int) -> str:
         """Return what to say of the forecast once this process has taken its third step, each in `step_seconds`; "" at other

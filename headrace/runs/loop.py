@@ -108,8 +108,10 @@ def _resume(directory: RunDirectory, display: Display | None, engines: Engines, 
         engine = stack.enter_context(engines.resume(directory.path, sink=_for_people(reporters)))
         if engine.position is not None:
             run.stream.restore(engine.position["data"])
-        run.display.say(f"resuming {directory.path} after step {engine.step_index} of {run.total_steps}")
-        return _drive(run, engine, reporters)
+        account = _account(run, engine.plan) if engine.plan is not None else None
+        words = f": {account.in_short(steps_left=run.total_steps - engine.step_index)}" if account else ""
+        run.display.say(f"resuming {directory.path} after step {engine.step_index} of {run.total_steps}{words}")
+        return _drive(run, engine, reporters, account)
 
 
 def _begin(run: _Run, on_failure: Callable[[], None] | None = None) -> Finished:
@@ -136,13 +138,10 @@ def _begin(run: _Run, on_failure: Callable[[], None] | None = None) -> Finished:
         return _drive(run, engine, reporters, told[0] if told else None)
 
 
-def _drive(run: _Run, engine: RunningEngine, reporters: Reporters, account: "Account | None" = None) -> Finished:
+def _drive(run: _Run, engine: RunningEngine, reporters: Reporters, account: "Account | None") -> Finished:
     """Take the steps that are left, then finish. The engine and the reporters are closed by the caller, in this order.
-    `account` is of the plan if that has been shown; otherwise it is shown here, where there is one.
+    `account` is of the plan, which has been told.
     """
-    if account is None and engine.plan is not None:
-        account = _account(run, engine.plan)
-        account.tell_before(run.display)
     if account is not None:
         account.keep_plan()
     with run.directory.writing():

@@ -78,7 +78,9 @@ def test_a_library_that_is_missing_is_named(tmp_path, monkeypatch, name, package
     for each in ("pyarrow", "pyarrow.parquet", "datasets"):
         monkeypatch.setitem(sys.modules, each, None)
     path = name if "/" in name else tmp_path / name
-    with pytest.raises(DataError, match=rf"{name}: needs the package {package}, which cannot be loaded .*; install it \(pip in"):
+    with pytest.raises(
+        DataError, match=rf"{name}: needs the package {package}, which cannot be loaded .*; install it \(pip in"
+    ):
         values(path, tmp_path)
 
 

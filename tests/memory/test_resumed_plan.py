@@ -46,7 +46,7 @@ def test_the_runtime_row_is_this_processs(
     with Engine.resume(begun, sink=events.append) as engine:
         assert engine.plan is not None
         assert engine.plan.results.peak_bytes["host"]["runtime"] == planned_runtime_bytes(runtime_bytes)
-        assert "import of the model" not in engine.plan.results.peak_bytes["host"]
+        assert "import and export" in engine.plan.results.peak_bytes["host"]
         engine.step(batch())  # said, but not refused
     notices = [event.text for event in events if isinstance(event, Notice) and event.text.startswith("host memory")]
     assert bool(notices) == warned

@@ -246,6 +246,21 @@ class TestResume:
         assert (done.final / "weights").read_text() == self.unbroken(options)
         assert [record["step"] for record in read_metrics(run / "metrics.jsonl")] == list(range(1, 9))
 
+    @pytest.mark.parametrize("measured", [True, False])
+    def test_says_in_one_line_what_goes_on(self, options: dict[str, Any], measured: bool) -> None:
+        """Whoever began it was shown the plan."""
+        more = {"machine": "rtx4090-1ssd"} if measured else {}
+        with pytest.raises(StepFailed):
+            train(RunOptions.of(options | more), engines=FakeHost(script={3: broken}).engines())
+        screen = Screen()
+        resume(options["output"], display=screen, engines=FakeHost().engines())
+        first, table, done = screen.said
+        assert first.startswith(f"resuming {options['output']} after step 3 of 8: the plan is unchanged, 2 KiB of host memory")
+        assert ("left" in first) is measured
+        assert "\n" not in first
+        assert "measured" in table.splitlines()[0]
+        assert done.startswith("done")
+
     @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
     def test_a_signal_lets_the_step_finish_and_says_how_to_go_on(
         self, options: dict[str, Any], number: signal.Signals, code: int
@@ -311,7 +326,7 @@ class TestResume:
             copy.write_text("{")
         screen = Screen()
         resume(options["output"], display=screen, engines=FakeHost().engines())
-        assert ("rtx4090-4ssd" in "".join(screen.said)) is kept
+        assert ("bench machine" not in "".join(screen.said)) is kept
         if kept:
             assert copy.read_text() == before
 
@@ -362,10 +377,7 @@ class TestResume:
                 raise (DiskFull if reason == errno.ENOSPC else StorageError)(str(error)) from error
 
         monkeypatch.setattr(DirectFile, "nameless", refuse)
-        screen = Screen()
-        assert resume(options["output"], display=screen, engines=FakeHost().engines()).steps == 8
-        (allowed,) = (line.split()[-2:] for line in screen.said[1].splitlines() if line.startswith("allowed"))
-        assert allowed == (["4", "KiB"] if reason == errno.ENOSPC else ["KiB", "unknown"])
+        assert resume(options["output"], engines=FakeHost().engines()).steps == 8
 
     def test_a_finished_run_says_where_its_model_is(self, options: dict[str, Any]) -> None:
         train(RunOptions.of(options), engines=FakeHost().engines())
