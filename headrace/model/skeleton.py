@@ -94,18 +94,20 @@ def _without_weights() -> Iterator[None]:
 
 
 def _from_config(config: Any, dtype: torch.dtype) -> Any:
+    def made(attention: str) -> Any:
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention, trust_remote_code=False)
+
     try:
-        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False)
-    except ValueError as error:
-        if "scaled_dot_product_attention" not in str(error):
-            raise ModelError(
-                f"{type(config).__name__}: transformers cannot build the model: {why_not_built(config.to_dict(), error)}"
-            ) from error
+        try:
+            return made("sdpa")
+        except ValueError as error:
+            if "scaled_dot_product_attention" not in str(error):
+                raise
+            return made("eager")
     except Exception as error:  # whatever a broken configuration triggers inside the architecture's own code
         raise ModelError(
             f"{type(config).__name__}: transformers cannot build the model: {why_not_built(config.to_dict(), error)}"
         ) from error
-    return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager", trust_remote_code=False)
 
 
 def _keep_buffers_exact(model: Any) -> None:

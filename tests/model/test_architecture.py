@@ -191,3 +191,12 @@ def test_several_parts_with_text_are_refused_in_words() -> None:
     for look in (self_check, text_part):
         with pytest.raises(ModelError, match=r"MusicgenConfig describes .* several parts with text.*'decoder'"):
             look(config)
+
+
+@pytest.mark.parametrize("kind", ["reformer", "cohere_compass_text"])
+def test_what_transformers_cannot_build_is_told_so_whichever_attention_it_has(kind: str) -> None:
+    """Reformer has no fused attention, and asks to be a decoder; the other lacks a kind of layer that its own code asks for."""
+    if kind not in CONFIG_MAPPING:
+        pytest.skip("not in this version of transformers")
+    with pytest.raises(ModelError, match=r"transformers cannot build the model: .*Error"):
+        self_check(CONFIG_MAPPING[kind]())
