@@ -16,6 +16,7 @@ from tiers import sampled
 from transformers import AutoModelForCausalLM
 
 import headrace
+from headrace.engine.seams import Seams
 from headrace.engine.trainer import Engine
 from headrace.testing import RowWire, item_rules
 from headrace.update.rules.table import RULES
@@ -106,7 +107,7 @@ def test_it_is_plain_pytorch_and_a_resumed_run_goes_on(
 
 
 def test_a_trained_family_of_its_own_beside_frozen_blocks_is_cut_so_too(model_dir: Callable[..., Path], tmp_path: Path) -> None:
-    path, given = model_dir("llama", "bfloat16"), GIVEN | {"optimizer": "matrix_scaled", "seams": {"wire": RowWire()}}
+    path, given = model_dir("llama", "bfloat16"), GIVEN | {"optimizer": "matrix_scaled", "seams": Seams(wire=RowWire())}
     base, weights = train(path, tmp_path / "base", **given, adjust=SPLIT)
     adjust = SPLIT | {"chunk_elements": 2048, "resident_states": (), "host_slots": 2, "prefetch": 1, "state_slots": 1}
     losses, got = train(path, tmp_path / "run", **given, adjust=adjust, interpreter="plain")
