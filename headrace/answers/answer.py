@@ -18,11 +18,11 @@ from headrace.answers.model_config import check_positions, position_limit, read_
 from headrace.answers.plan_report import Alternative, PlanReport
 from headrace.answers.question import Place, Question, runtime_bytes
 from headrace.answers.variants import Variant, nearest_variants, smaller_states
-from headrace.files import default_ssd_bytes, file_systems
+from headrace.files import Beside, default_ssd_bytes, file_systems
 from headrace.machine.cpu import CpuMachine
 from headrace.machine.host_memory import anonymous_bytes
 from headrace.machine.limits import machine_memory_bytes
-from headrace.model import Chain, Profiles, check_whole, import_workspace_bytes, note_on, self_check
+from headrace.model import Chain, Checkpoint, Profiles, check_whole, export_bytes, import_workspace_bytes, note_on, self_check
 from headrace.plan.endurance import endurance
 from headrace.plan.footprint import with_footprint
 from headrace.plan.forecast import Forecast, StepSeconds, forecast
@@ -31,7 +31,7 @@ from headrace.plan.placement import THRIFTS, Problem, filled, fits, placements_o
 from headrace.plan.plan import Plan
 from headrace.plan.search import make_plan, nominal_ceilings, nominal_machine_of
 from headrace.terms.ceilings import Ceilings
-from headrace.terms.errors import ConfigError, PlanInfeasible
+from headrace.terms.errors import ConfigError, ModelError, PlanInfeasible
 from headrace.terms.forms import in_place_forms
 from headrace.terms.layout import realigned
 from headrace.terms.options import DEFAULT_ROWS_PER_STEP, DEFAULT_SEQUENCE_LENGTH, Options
@@ -40,6 +40,8 @@ from headrace.terms.program import Lane, Part
 from headrace.terms.sizes import GIB, MIB, format_bytes, round_up
 from headrace.update import optimizer_of, rule_of
 
+# Of a weight in a configuration that names no dtype.
+_WEIGHT_BYTES = 2
 # Steps that wear is stated for when the length of the run is not known.
 _STEPS = 1000
 # Forecasts that are only compared with one another may be coarser.
@@ -87,7 +89,7 @@ def plan_model(
     place = _place(ceilings, here=here)
     allowance = place.allowance(
         budget,
-        ssd_bytes=default_ssd_bytes(ceilings, budget.ssd),
+        ssd_bytes=default_ssd_bytes(ceilings, budget.ssd, beside=_finished(model, options, chain) if here else None),
         import_workspace_bytes=import_workspace_bytes(chain.layouts),
     )
     if not allowance.device_overhead_bytes and not _multiplies(options.compute_dtype, ceilings, here=here):
@@ -124,9 +126,7 @@ def plan_model(
     return replace(report, alternatives=alternatives)
 
 
-def report_of(
-    plan: Plan, ceilings: Ceilings | None, *, model: str, ssd_allowed_bytes: int | None, num_steps: int
-) -> PlanReport:
+def report_of(plan: Plan, ceilings: Ceilings | None, *, model: str, num_steps: int) -> PlanReport:
     """Return the report of a plan that a run has already: the same figures as `plan_model` has for it.
 
     `ceilings` is the machine that the plan was made for, None for a nominal one; `model` a name for people.
@@ -141,7 +141,7 @@ def report_of(
         sequence_length=plan.sequence_length,
         machine=machine.name,
         measured=ceilings is not None,
-        allowed_bytes=plan.results.allowed_bytes | ({} if ssd_allowed_bytes is None else {"ssd": ssd_allowed_bytes}),
+        allowed_bytes=plan.results.allowed_bytes,
     )
     return _with_times(report, plan, machine, forecast(plan, machine), num_steps)
 
@@ -168,6 +168,15 @@ def _lengths(config: Any, options: Options) -> tuple[int, int]:
         raise ConfigError(f"sequence_length: {length} given; a row has at least 2 tokens, for each follows from others")
     check_positions(config, length)
     return DEFAULT_ROWS_PER_STEP * length if tokens is None else tokens, length
+
+
+def _finished(model: str | Path, options: Options, chain: Chain) -> Beside:
+    """Return what a run will write at its end: where there are no weights yet, as many bytes as the parameters have."""
+    try:
+        num_bytes = export_bytes(Checkpoint.open(model))
+    except ModelError:
+        num_bytes = chain.num_parameters * getattr(chain.config.dtype, "itemsize", _WEIGHT_BYTES)
+    return Beside("the finished model", Path(options.output or "runs") / "final", num_bytes)
 
 
 def _place(ceilings: Ceilings | None, *, here: bool) -> Place:

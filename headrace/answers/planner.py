@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from headrace.answers.question import Place, Question, runtime_bytes
-from headrace.files import default_ssd_bytes
+from headrace.files import Beside, default_ssd_bytes
 from headrace.machine.host_memory import anonymous_bytes, return_pieces
 from headrace.machine.limits import default_host_bytes, machine_memory_bytes
 from headrace.machine.protocol import Machine
@@ -63,8 +63,11 @@ class RunPlanner:
         """Plan for this machine from now on."""
         self._ceilings = ceilings
 
-    def plan(self, tokens_per_step: int, sequence_length: int, *, state: Manifest | Sequence[Path]) -> Plan:
-        """Return the plan for a step of so many tokens. `state` is the run's state, or the directories that it will be made in.
+    def plan(
+        self, tokens_per_step: int, sequence_length: int, *, state: Manifest | Sequence[Path], beside: Beside | None = None
+    ) -> Plan:
+        """Return the plan for a step of so many tokens. `state` is the run's state, or the directories that it will be made in;
+        `beside` is what will be written there besides.
 
         Raises:
             PlanInfeasible: a budget is too small.
@@ -73,7 +76,7 @@ class RunPlanner:
         costs_of = partial(self._profiles.of, length=sequence_length)
         question = Question.of(
             self._options,
-            self._allowance(lambda: costs_of(1), state),
+            self._allowance(lambda: costs_of(1), state, beside),
             tokens_per_step=tokens_per_step,
             sequence_length=sequence_length,
         )
@@ -94,7 +97,9 @@ class RunPlanner:
             tell(f"host memory: {needed} needed, {allowed} allowed: libraries take more than when the run began")
         return plan
 
-    def _allowance(self, profile_model: Callable[[], object], state: Manifest | Sequence[Path]) -> Allowance:
+    def _allowance(
+        self, profile_model: Callable[[], object], state: Manifest | Sequence[Path], beside: Beside | None
+    ) -> Allowance:
         stored = state if isinstance(state, Manifest) else None
         separate = self._machine.separate_device
         device_bytes = default_bytes("device", self._machine.device_memory_bytes()[0]) if separate else None
@@ -109,12 +114,12 @@ class RunPlanner:
         )
         return place.allowance(
             self._options.budget,
-            ssd_bytes=self._ssd_bytes(state),
+            ssd_bytes=self._ssd_bytes(state, beside),
             import_workspace_bytes=import_workspace_bytes(self._chain.layouts, self._weights),
             chunk_elements=stored.chunk_elements if stored else None,
         )
 
-    def _ssd_bytes(self, state: Manifest | Sequence[Path]) -> int | None:
+    def _ssd_bytes(self, state: Manifest | Sequence[Path], beside: Beside | None) -> int | None:
         """Return what may be written; None where a directory cannot be used: whoever makes the files says what is wrong."""
         if isinstance(state, Manifest):
             directories, held = state.directories, sum(path.stat().st_size for path in state.data_paths())
@@ -123,7 +128,7 @@ class RunPlanner:
         # A directory that is still to be made lies in one that is there.
         there = [next((path for path in (each, *each.parents) if path.exists()), each) for each in directories]
         with contextlib.suppress(StorageError, ConfigError):
-            return default_ssd_bytes(self._ceilings, there, held_bytes=held)
+            return default_ssd_bytes(self._ceilings, there, held_bytes=held, beside=beside)
         return None
 
     def _runtime(self, profile_model: Callable[[], object]) -> int:

@@ -15,7 +15,7 @@ import torch
 
 from headrace.answers.planner import RunPlanner
 from headrace.engine.seams import Seams, forms_of
-from headrace.files import file_systems, measured_weights
+from headrace.files import Beside, file_systems, measured_weights
 from headrace.flow.buffers import GRADIENT_VIEWS, Buffers
 from headrace.flow.execute import OverlappedInterpreter, PlainInterpreter
 from headrace.flow.load import UnitReader, import_model
@@ -34,7 +34,7 @@ from headrace.plan.buffer_sizes import scratch_bytes
 from headrace.plan.given import load_plan
 from headrace.plan.machine_profiles import load_profile
 from headrace.plan.plan import Plan
-from headrace.store import Beside, StateStore, make_run_directory
+from headrace.store import StateStore, make_run_directory
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.cuts import least_chunk_elements, pieces_of
 from headrace.terms.errors import RunDirectoryError
@@ -234,17 +234,18 @@ class Engine:
     ) -> StateStore:
         """Return a new store with the model in it, planned for before it is made. What fails leaves nothing behind."""
         directories, options = ssd or (directory,), self.options
+        beside = Beside("the finished model", final, export_bytes(self._checkpoint)) if final else None
         if options.tokens_per_step is not None:
             length = options.sequence_length or options.tokens_per_step
-            self.plan = self._planner.plan(options.tokens_per_step, length, state=directories)
+            self.plan = self._planner.plan(options.tokens_per_step, length, state=directories, beside=beside)
             if measure is not None and (found := measure(self.plan, self.machine)) is not None:
                 found = found.of_directories(file_systems(directories))
                 self._planner.use(found)
-                self.plan = self._planner.plan(options.tokens_per_step, length, state=directories)
+                self.plan = self._planner.plan(options.tokens_per_step, length, state=directories, beside=beside)
                 self.options = options = replace(options, machine=found)
         with contextlib.ExitStack() as undo:
             make_run_directory(directory, undo)
-            store = self._create_store(directory, directories, final)
+            store = self._create_store(directory, directories, beside)
             undo.callback(store.remove)
             _tune(store, options)
             if self.plan is not None:
@@ -256,7 +257,7 @@ class Engine:
             undo.pop_all()
         return store
 
-    def _create_store(self, directory: Path, ssd: tuple[Path, ...], final: Path | None) -> StateStore:
+    def _create_store(self, directory: Path, ssd: tuple[Path, ...], beside: Beside | None) -> StateStore:
         plan = self.plan
         largest_unit = max(layout.num_elements for layout in self.chain.layouts)
         planes = self._updater.rule.planes
@@ -271,7 +272,7 @@ class Engine:
             weights=measured_weights(ssd),
             identity={"model": str(self._model_dir), **self._seams.names},
             sink=self._emit,
-            beside=Beside("the finished model", final, export_bytes(self._checkpoint)) if final else None,
+            beside=beside,
         )
 
     def _check_layouts(self) -> None:

@@ -11,13 +11,14 @@ from headrace.files.directory_facts import (
     measure_directory,
     measured_weights,
 )
-from headrace.files.space import default_ssd_bytes
+from headrace.files.space import Beside, default_ssd_bytes
 from headrace.files.threads import PieceTicket, ThreadEngine
 from headrace.files.volume import Volume, striping_weights
 
 __all__ = [
     "BLOCK_BYTES",
     "Bandwidth",
+    "Beside",
     "BlockFile",
     "Bytes",
     "DirectFile",

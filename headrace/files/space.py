@@ -4,6 +4,7 @@ Invariant: nothing is reserved by asking; whoever makes the files looks again.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.files.directory_facts import describe_directory, file_systems
@@ -12,19 +13,44 @@ from headrace.terms.ceilings import Ceilings
 from headrace.terms.errors import ConfigError, StorageError
 
 
-def default_ssd_bytes(ceilings: Ceilings | None, directories: Sequence[Path], *, held_bytes: int = 0) -> int | None:
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """What will be written to `path` while the state is on the drives, and how it is called: space is looked for, not taken."""
+
+    what: str
+    path: Path
+    num_bytes: int
+
+    @property
+    def there(self) -> Path:
+        """The directory that is there and holds it, or holds what will."""
+        return next(path for path in self.path.absolute().parents if path.exists())
+
+    @property
+    def device(self) -> int:
+        """The number of its file system."""
+        return self.there.stat().st_dev
+
+
+def default_ssd_bytes(
+    ceilings: Ceilings | None, directories: Sequence[Path], *, held_bytes: int = 0, beside: Beside | None = None
+) -> int | None:
     """Return what may be written to `directories`, or without any to the profile's drives: free space less 10 %.
 
     `ceilings` are those of the directories (`Ceilings.of_directories`). Data are striped over the drives in proportion to
     bandwidth, so the one with the least space for its share sets the limit. What a run's own state holds there, `held_bytes`,
-    counts as free, and all of it may be written in any case: where there is no space besides, nothing else counts.
+    counts as free, and all of it may be written in any case: where there is no space besides, nothing else counts. What will be
+    written `beside` it may fill the rest of its file system, and what is more counts as taken.
 
     Raises:
         ConfigError: a directory is named twice.
         StorageError: a directory is none, or not writable; or has no space, and nothing is held.
     """
     drives = ceilings.drives if ceilings is not None else ()
-    spaces = _spaces(directories, full_will_do=held_bytes > 0) if directories else [drive.capacity_bytes for drive in drives]
+    if directories:
+        spaces = _spaces(directories, full_will_do=held_bytes > 0, beside=beside)
+    else:
+        spaces = [drive.capacity_bytes for drive in drives]
     if not spaces:
         return None
     rates = [drives[min(index, len(drives) - 1)].mixed_bytes_per_second if drives else 1.0 for index in range(len(spaces))]
@@ -32,8 +58,8 @@ def default_ssd_bytes(ceilings: Ceilings | None, directories: Sequence[Path], *,
     return max(held_bytes, default_bytes("ssd", int(free_bytes) + held_bytes))
 
 
-def _spaces(directories: Sequence[Path], *, full_will_do: bool) -> list[int]:
-    """Return the free bytes of each file system that has some of `directories`, in their order."""
+def _spaces(directories: Sequence[Path], *, full_will_do: bool, beside: Beside | None) -> list[int]:
+    """Return the bytes that count as free on each file system that has some of `directories`, in their order."""
     spaces, seen = [], dict[tuple[int, int], Path]()
     for directory in directories:
         facts = describe_directory(directory)
@@ -44,5 +70,9 @@ def _spaces(directories: Sequence[Path], *, full_will_do: bool) -> list[int]:
         status = directory.stat()
         if (twin := seen.setdefault((status.st_dev, status.st_ino), directory)) is not directory:
             raise ConfigError(f"{directory} and {twin} are the same directory; name each SSD directory once")
-        spaces.append(0 if full else facts.free_bytes)
+        free_bytes = 0 if full else facts.free_bytes
+        if beside is not None and status.st_dev == beside.device:
+            rest_bytes = max(0, free_bytes - beside.num_bytes)
+            free_bytes = min(free_bytes, rest_bytes * free_bytes // max(1, default_bytes("ssd", free_bytes)))
+        spaces.append(free_bytes)
     return [spaces[system] for system in dict.fromkeys(file_systems(directories))]

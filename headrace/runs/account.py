@@ -14,7 +14,7 @@ from headrace.answers.answer import report_of
 from headrace.answers.explain import explain, explain_outcome
 from headrace.answers.outcome import outcome_of
 from headrace.answers.plan_report import PlanReport
-from headrace.files import default_ssd_bytes, file_systems
+from headrace.files import file_systems
 from headrace.plan.machine_profiles import load_profile
 from headrace.plan.plan import Plan
 from headrace.report.metrics import Record
@@ -37,16 +37,11 @@ class Account:
     def __init__(self, plan: Plan, config: RunOptions, directory: RunDirectory, *, total_steps: int) -> None:
         spaces = config.budget.ssd or (directory.path,)
         ceilings = _ceilings(config, directory, file_systems(spaces))
-        ssd_allowed_bytes = None
-        # Whoever makes the state's files says what is wrong; a run that goes on has them.
-        with contextlib.suppress(OSError, ConfigError):
-            ssd_allowed_bytes = default_ssd_bytes(ceilings, spaces, held_bytes=plan.peak("ssd"))
         self._directory, self._ceilings = directory, ceilings
         self._report: PlanReport = report_of(
             plan,
             ceilings,
             model=_architecture(config.model),
-            ssd_allowed_bytes=ssd_allowed_bytes,
             num_steps=total_steps,
         )
         self._plan = plan

@@ -13,12 +13,11 @@ from headrace.store.leftovers import (
 from headrace.store.lock import RunLock, lock_holder
 from headrace.store.manifest import Manifest, read_manifest
 from headrace.store.places import FamilyPlace, Places, place_units
-from headrace.store.run_folders import Beside, OpenFile, open_direct
+from headrace.store.run_folders import OpenFile, open_direct
 from headrace.store.state_store import StateStore
 from headrace.store.verify import Progress
 
 __all__ = [
-    "Beside",
     "FamilyPlace",
     "Leftover",
     "Manifest",

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headrace.files import BLOCK_BYTES, BlockFile, ThreadEngine, Volume
+from headrace.files import BLOCK_BYTES, Beside, BlockFile, ThreadEngine, Volume
 from headrace.files.durable import sync
 from headrace.store.leftovers import refuse_copy, remove_unmade
 from headrace.store.lock import LOCK_NAME, RunLock
@@ -29,7 +29,6 @@ from headrace.store.manifest import (
 from headrace.store.places import Places, place_units
 from headrace.store.record import CommitRecord, RecordFiles, unpack_record
 from headrace.store.run_folders import (
-    Beside,
     OpenFile,
     check_directories,
     drop_folder,

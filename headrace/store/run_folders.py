@@ -9,10 +9,9 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-from headrace.files import BlockFile, DirectFile, DirectoryFacts, describe_directory
+from headrace.files import Beside, BlockFile, DirectFile, DirectoryFacts, describe_directory
 from headrace.files.durable import sync, write_whole
 from headrace.store.lock import LOCK_NAME, RunLock
 from headrace.store.manifest import data_folder
@@ -26,15 +25,6 @@ OpenFile = Callable[[Path, int | None], BlockFile]
 
 OWNER_NAME = "owner.json"
 _OWNER_NEW = OWNER_NAME + ".new"
-
-
-@dataclass(frozen=True, slots=True)
-class Beside:
-    """What will be written to `path` while the state is on the drives, and how it is called: space is looked for, not taken."""
-
-    what: str
-    path: Path
-    num_bytes: int
 
 
 def open_direct(path: Path, create_bytes: int | None) -> BlockFile:
@@ -114,9 +104,8 @@ def _check_space(facts: Sequence[DirectoryFacts], needed_bytes: Sequence[int], n
 
 def _check_beside(beside: Beside, needed_of_device: Mapping[int, int]) -> None:
     """Refuse a file system that has no space for `beside` and what the state takes there, if it is the same."""
-    there = next(path for path in beside.path.absolute().parents if path.exists())
-    free_bytes = shutil.disk_usage(there).free
-    state_bytes = needed_of_device.get(os.stat(there).st_dev, 0)
+    free_bytes = shutil.disk_usage(beside.there).free
+    state_bytes = needed_of_device.get(beside.device, 0)
     if state_bytes + beside.num_bytes > free_bytes:
         and_state = f", and the state {format_bytes(state_bytes)} on the same file system" if state_bytes else ""
         raise DiskFull(

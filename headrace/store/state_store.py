@@ -11,13 +11,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from headrace.files import Bytes, DoneTicket, ThreadEngine, Ticket
+from headrace.files import Beside, Bytes, DoneTicket, ThreadEngine, Ticket
 from headrace.store.assembly import StoreParts, StoreRequest, create_parts, open_parts
 from headrace.store.checksum import checksum
 from headrace.store.manifest import Manifest
 from headrace.store.places import FamilyPlace
 from headrace.store.record import CommitRecord, pack_record
-from headrace.store.run_folders import Beside, OpenFile, open_direct
+from headrace.store.run_folders import OpenFile, open_direct
 from headrace.store.slots import VIRGIN, GroupSlots
 from headrace.store.verify import Progress, verify_groups
 from headrace.terms.ceilings import InFlight

@@ -101,7 +101,7 @@ def test_columns_are_aligned(report: PlanReport) -> None:
 def test_the_report_of_a_plan_is_the_one_it_came_with(report: PlanReport) -> None:
     assert report.plan is not None
     rig = load_profile("rtx4090-1ssd")
-    again = report_of(report.plan, rig, model=report.model, ssd_allowed_bytes=report.allowed_bytes["ssd"], num_steps=10)
+    again = report_of(report.plan, rig, model=report.model, num_steps=10)
     report = replace(report, alternatives=())  # what else would do is for `headrace plan` to say
     assert explain(again) == explain(report)
     assert again.to_json() == report.to_json()
@@ -110,7 +110,7 @@ def test_the_report_of_a_plan_is_the_one_it_came_with(report: PlanReport) -> Non
 def test_a_run_with_smaller_moments_says_so_as_its_plan_does(report: PlanReport) -> None:
     assert report.plan is not None
     plan = replace(report.plan, rule=rule_of(AdamW(moments="int8"), "bfloat16").figures)
-    again = report_of(plan, load_profile("rtx4090-1ssd"), model=report.model, ssd_allowed_bytes=None, num_steps=10)
+    again = report_of(plan, load_profile("rtx4090-1ssd"), model=report.model, num_steps=10)
     assert again.to_json()["rule"] == "AdamW with int8 moments"
     assert "int8 moments" in explain(again)
 

@@ -6,6 +6,7 @@ Run: pytest tests/cli/test_plan_and_train.py
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,9 @@ import pytest
 from bad_worlds import World
 
 from headrace.cli import main
+from headrace.files import describe_directory, space
+from headrace.model import Checkpoint, export_bytes
+from headrace.terms.sizes import format_bytes
 
 MIB = 1 << 20
 
@@ -51,6 +55,21 @@ def test_what_is_odd_and_no_error_is_said_before_the_first_step(world: World, ca
     assert steps
     assert "config.json says float8_e4m3fn, the weights are BF16: " in before
     assert "warmup_steps: 5 steps of warm-up in a run of 2: the learning rate ends at 0.2 of what was asked" in before
+
+
+def test_space_for_the_finished_model_is_counted_by_both(
+    world: World, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was counted by `train` alone, after a plan that did without."""
+    model_bytes = export_bytes(Checkpoint.open(world.model))
+    described = replace(describe_directory(world.folder), free_bytes=9 * model_bytes)
+    monkeypatch.setattr(space, "describe_directory", lambda directory: described)
+    monkeypatch.chdir(world.folder)
+    words = f"{format_bytes(8 * model_bytes)} may be used; free some space"
+    assert words in world.train_refused()
+    with pytest.raises(SystemExit):
+        main(["plan", str(world.model), "--tokens-per-step", "64", "--sequence-length", "32"])
+    assert words in capsys.readouterr().out
 
 
 def row(plan: dict[str, Any]) -> int:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.files import DirectFile, default_ssd_bytes, describe_directory, space
+from headrace.files import Beside, DirectFile, default_ssd_bytes, describe_directory, space
 from headrace.plan.machine_profiles import load_profile
 from headrace.terms.errors import ConfigError, DiskFull, StorageError
 
@@ -52,6 +52,19 @@ def test_space_goes_by_the_stripes_of_each_drive(
     faster = dataclasses.replace(rig.drives[0], mixed_bytes_per_second=2 * rig.drives[0].mixed_bytes_per_second)
     uneven = dataclasses.replace(rig, drives=(rig.drives[0], faster))
     assert default_ssd_bytes(uneven, directories) == pytest.approx(0.9 * (thirds << 30), rel=1e-6)
+
+
+@pytest.mark.parametrize(("num_bytes", "allowed"), [(5, 90), (10, 90), (30, 70), (100, 0), (200, 0)])
+def test_what_will_lie_beside_the_state_takes_the_rest_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_bytes: int, allowed: int
+) -> None:
+    described = dataclasses.replace(describe_directory(tmp_path), free_bytes=100 << 30)
+    monkeypatch.setattr(space, "describe_directory", lambda directory: described)
+    beside = Beside("the model", tmp_path / "runs" / "final", num_bytes << 30)
+    assert default_ssd_bytes(None, [tmp_path], beside=beside) == pytest.approx(allowed << 30, rel=1e-9)
+    elsewhere = tmp_path.stat().st_dev + 1
+    monkeypatch.setattr(Beside, "device", property(lambda self: elsewhere))
+    assert default_ssd_bytes(None, [tmp_path], beside=beside) == 90 << 30
 
 
 def test_a_directory_that_is_named_twice_is_refused(tmp_path: Path) -> None:

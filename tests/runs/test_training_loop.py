@@ -18,9 +18,11 @@ from transformers import TrainerState
 
 from headrace.answers.answer import report_of
 from headrace.answers.explain import explain
+from headrace.answers.plan_report import PlanReport
 from headrace.files import DirectFile
 from headrace.machine.meter import MemoryMeter
 from headrace.plan.machine_profiles import load_profile
+from headrace.plan.plan import Plan
 from headrace.report import read_metrics
 from headrace.runs import Interrupted, RunOptions, open_data, resume, train
 from headrace.runs.yaml_options import from_yaml
@@ -90,14 +92,10 @@ class TestARun:
     def test_the_table_before_the_run_is_that_of_the_plan_command(self, options: dict[str, Any]) -> None:
         screen = Screen()
         train(RunOptions.of(options), display=screen, engines=FakeHost().engines())
-        report = report_of(fake_plan(), None, model="model", ssd_allowed_bytes=None, num_steps=8)
+        report = report_of(fake_plan(), None, model="model", num_steps=8)
         before, expected = screen.said[0].splitlines(), explain(report).splitlines()
-        # What may be written to the drive is not the same twice: others write to it too.
-        assert [line for line in before if not line.startswith(("free", "allowed"))] == [
-            line for line in expected if not line.startswith(("free", "allowed"))
-        ]
-        assert next(line for line in before if line.startswith("allowed")).split()[1:3] == ["4", "KiB"]
-        assert "unknown" not in screen.said[0]
+        assert before == expected
+        assert next(line for line in before if line.startswith("allowed")).split()[1:] == ["4", "KiB", "8", "KiB"]
 
     def test_the_plan_is_shown_once_and_before_the_model_is_imported(self, options: dict[str, Any]) -> None:
         screen, host = Screen(), FakeHost()
@@ -347,11 +345,11 @@ class TestResume:
         monkeypatch.setattr("headrace.runs.account.file_systems", lambda directories: (0, 0, 2, 3))
         asked: list[list[float]] = []
 
-        def asks(ceilings: Ceilings, directories: object, *, held_bytes: int) -> int:
+        def asks(plan: Plan, ceilings: Ceilings, **more: Any) -> PlanReport:
             asked.append([drive.mixed_bytes_per_second for drive in ceilings.drives])
-            return held_bytes
+            return report_of(plan, ceilings, **more)
 
-        monkeypatch.setattr("headrace.runs.account.default_ssd_bytes", asks)
+        monkeypatch.setattr("headrace.runs.account.report_of", asks)
         more = {"machine": str(path), "ssd": [str(directory) for directory in ssd]}
         with pytest.raises(StepFailed):
             train(RunOptions.of(options | more), engines=FakeHost(script={3: broken}).engines())

@@ -89,7 +89,7 @@ def fake_plan() -> Plan:
             forward_flops=(0.0, 1e6, 1e6, 0.0),
             epilogue_flops=1e6,
             peak_bytes={"host": {"weights": 1024, "states": 1024}, "ssd": {"states, two slots": 4096, "scratch": 0}},
-            allowed_bytes={"host": 4096},
+            allowed_bytes={"host": 4096, "ssd": 8192},
             notes=("everything fits",),
         ),
     )

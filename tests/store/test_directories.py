@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 from store_world import LAYOUTS, UNITS, holds_step, ignore, make_store, open_store, write_step
 
-from headrace.files import BlockFile
-from headrace.store import Beside, RunLock, StateStore, find_leftovers, lock_holder, open_direct, read_manifest, remove_leftover
+from headrace.files import Beside, BlockFile
+from headrace.store import RunLock, StateStore, find_leftovers, lock_holder, open_direct, read_manifest, remove_leftover
 from headrace.terms.errors import ConfigError, DiskFull, HeadraceError, RunDirectoryError, StorageError
 from headrace.terms.events import Event, Notice
 from headrace.terms.families import Unit
