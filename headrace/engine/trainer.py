@@ -14,39 +14,33 @@ from typing import Any
 import torch
 
 from headrace.answers.planner import RunPlanner
-from headrace.engine.seams import Seams, forms_of
-from headrace.files import Beside, file_systems, measured_weights
-from headrace.flow.buffers import GRADIENT_VIEWS, Buffers
+from headrace.engine.seams import Seams
+from headrace.engine.subject import Subject
+from headrace.files import Beside, file_systems
+from headrace.flow.buffers import Buffers
 from headrace.flow.execute import OverlappedInterpreter, PlainInterpreter
-from headrace.flow.load import UnitReader, import_model
-from headrace.flow.make import Maker
 from headrace.flow.step_batch import StepBatch, check_apart, checked_batch, filled_up, step_batch
 from headrace.flow.step_state import Parts, StepState, Verdict
 from headrace.flow.steps import Steps
 from headrace.flow.traffic import Traffic
 from headrace.flow.update import device_updater
-from headrace.machine.here import this_machine
 from headrace.machine.host_memory import HeapGuard, keep_freed_memory
 from headrace.machine.meter import MemoryMeter
 from headrace.machine.protocol import Machine
-from headrace.model import Chain, Checkpoint, Exporter, check_whole, export_bytes, self_check
+from headrace.model import export_bytes
 from headrace.plan.buffer_sizes import scratch_bytes
 from headrace.plan.given import load_plan
 from headrace.plan.machine_profiles import load_profile
 from headrace.plan.plan import Plan
 from headrace.store import StateStore, make_run_directory
 from headrace.terms.ceilings import Ceilings
-from headrace.terms.cuts import least_chunk_elements, pieces_of
+from headrace.terms.cuts import pieces_of
 from headrace.terms.errors import RunDirectoryError
 from headrace.terms.events import Evaluation, Event, Notice, Planned, Sink, StepResult
 from headrace.terms.options import Options
 from headrace.terms.provenance import PROVENANCE_NAME
 from headrace.terms.sizes import format_bytes
-from headrace.update import HitRate, LossScale, Updater, optimizer_of, rule_of
-
-# Operations of the SSD lanes that may be under way at once; each is cut into pieces by the I/O engine besides.
-# Of a state that is made before there is a plan.
-_CHUNK_ELEMENTS = 4 << 20
+from headrace.update import HitRate, LossScale
 
 
 class Engine:
@@ -67,57 +61,31 @@ class Engine:
         seams: Seams | None = None,
     ) -> None:
         self.options = options
-        self._model_dir = model
         self._user_sink = sink
         self._closers = contextlib.ExitStack()
         keep_freed_memory(False)
         try:
-            self._checkpoint = Checkpoint.open(model)
-            self_check(self._checkpoint.config)
-            check_whole(self._checkpoint.config, self._checkpoint.whole)
-            self._optimizer = optimizer_of(options)
-            rule = rule_of(self._optimizer, options.compute_dtype)
-            self.chain = Chain.from_config(
-                self._checkpoint.config, options.compute_dtype, self._optimizer, rule.figures.parameter_alignment
-            )
-            self._weights = self.chain.attach(self._checkpoint, leave_out_blocks=options.leave_out_blocks)
-            self.machine = this_machine(options.budget.device_bytes)
-            self.chain.move_buffers(self.machine.device)
-            if options.compile_blocks:
-                self.chain.compile_blocks()
-            elif not self.machine.multiplies(options.compute_dtype):
-                self.chain.multiply_wide()
-            if options.liger:
-                self.chain.use_liger()
             self._heap: HeapGuard | None = None
-            self._cores = torch.get_num_threads()
-            self._closers.callback(torch.set_num_threads, self._cores)
-            self._seams = seams = seams or Seams()
-            self._forms = forms_of(self.chain, seams, rule.figures)
-            self._maker = Maker(self._forms, seams.wire, options.compute_dtype, seams.codec)
-            # With the plan's threads as soon as there is one. Trained families of their own are float32.
-            self._updater = Updater(rule, 1)
-            self._closers.callback(lambda: self._updater.close())
-            own = any(form.has_own_family for form in self._forms)
-            self._own_updater = Updater(rule_of(self._optimizer, "float32"), 1) if own else None
-            self._closers.callback(self._close_own_updater)
+            self._subject = subject = Subject(model, options, seams or Seams())
+            self._closers.callback(subject.close)
+            self.chain, self.machine = subject.chain, subject.machine
             self._planner = RunPlanner(
                 options,
                 self.chain,
                 self.machine,
-                self._weights,
-                forms=self._forms,
-                rule=rule.figures,
-                own_rule=self._own_updater.rule.figures if self._own_updater else None,
-                cores=self._cores,
-                warm_up=self._warm_up,
+                subject.weights,
+                forms=subject.forms,
+                rule=subject.rule,
+                own_rule=subject.own_rule,
+                cores=subject.cores,
+                warm_up=subject.warm_up,
                 given=given_plan,
                 adjust=adjust_plan,
             )
             self.plan: Plan | None = None  # a resumed run has its plan in the record
             self.store = store_of(self)
             self._closers.callback(self.store.close)
-            self._check_layouts()
+            subject.check_layouts(self.store)
             self._read_record()
             self._meter = MemoryMeter()
             self._closers.callback(self._meter.close)
@@ -234,7 +202,7 @@ class Engine:
     ) -> StateStore:
         """Return a new store with the model in it, planned for before it is made. What fails leaves nothing behind."""
         directories, options = ssd or (directory,), self.options
-        beside = Beside("the finished model", final, export_bytes(self._checkpoint)) if final else None
+        beside = Beside("the finished model", final, export_bytes(self._subject.checkpoint)) if final else None
         if options.tokens_per_step is not None:
             length = options.sequence_length or options.tokens_per_step
             self.plan = self._planner.plan(options.tokens_per_step, length, state=directories, beside=beside)
@@ -245,52 +213,25 @@ class Engine:
                 self.options = options = replace(options, machine=found)
         with contextlib.ExitStack() as undo:
             make_run_directory(directory, undo)
-            store = self._create_store(directory, directories, beside)
+            store = self._subject.create_store(directory, directories, beside, self.plan, self._emit)
             undo.callback(store.remove)
             _tune(store, options)
             if self.plan is not None:
                 self._emit(Planned(plan=self.plan))
             if warning := options.schedule.warning:
                 self._emit(Notice(text=warning))
-            self._emit(Notice(text=f"importing {format_bytes(self._checkpoint.num_bytes)} of weights", level="info"))
-            import_model(self._weights, store, self._maker, self._record(None), self._seams.site)
+            self._emit(Notice(text=f"importing {format_bytes(self._subject.checkpoint.num_bytes)} of weights", level="info"))
+            self._subject.import_into(store, self._record(None))
             undo.pop_all()
         return store
-
-    def _create_store(self, directory: Path, ssd: tuple[Path, ...], beside: Beside | None) -> StateStore:
-        plan = self.plan
-        largest_unit = max(layout.num_elements for layout in self.chain.layouts)
-        planes = self._updater.rule.planes
-        own_planes = self._own_updater.rule.planes if self._own_updater else planes
-        usual = max(min(_CHUNK_ELEMENTS, largest_unit), *(least_chunk_elements(form.cuts) for form in self._forms))
-        chunk_elements = plan.chunk_elements if plan else usual
-        return StateStore.create(
-            directory,
-            ssd,
-            [form.families(planes, own_planes, chunk_elements) for form in self._forms],
-            scratch_bytes=scratch_bytes(plan) if plan else 0,
-            weights=measured_weights(ssd),
-            identity={"model": str(self._model_dir), **self._seams.names},
-            sink=self._emit,
-            beside=beside,
-        )
-
-    def _check_layouts(self) -> None:
-        """Refuse to read one model's state as another's."""
-        if tuple(self.store.manifest.layouts) != tuple(self.chain.layouts):
-            raise RunDirectoryError(
-                f"{self._model_dir}: its parameters are not those that this run's state was laid out for "
-                f"({len(self.store.manifest.layouts)} units in the run, {len(self.chain.layouts)} in the model); "
-                "put the model back that the run was started with"
-            )
 
     def _read_record(self) -> None:
         record = self.store.record
         self.num_steps = int(record["num_steps"])
         self._updates = tuple(int(count) for count in record["updates"])
         self.position: Any = record.get("position")
-        if self._seams.site is not None:
-            self._seams.site.go_back(self.num_steps)
+        if (site := self._subject.seams.site) is not None:
+            site.go_back(self.num_steps)
         scale = record.get("loss_scale")
         self._loss_scale = LossScale.from_json(scale) if scale else None
         if record.get("plan") and self.plan is None:
@@ -323,15 +264,8 @@ class Engine:
 
     def _build_steps(self, plan: Plan) -> Steps:
         self.store.grow_scratch(scratch_bytes(plan))
-        # A run that goes on with fewer cores than it began with takes what there is.
-        torch.set_num_threads(min(plan.compute_threads, self._cores))
-        threads = min(plan.update_threads, self._cores)
-        self._updater.close()
-        self._updater = Updater(self._updater.rule, threads)
-        if self._own_updater is not None:
-            self._close_own_updater()
-            self._own_updater = Updater(self._own_updater.rule, threads)
-        self._warm_up()
+        subject = self._subject
+        subject.use_threads(plan)
         workspace = plan.results.peak_bytes["host"].get("workspace", 0)
         keep = plan.freed_memory == "kept"
         if not plan.separate_device:
@@ -343,16 +277,16 @@ class Engine:
             machine=self.machine,
             buffers=Buffers(plan, self.machine),
             store=self.store,
-            updater=self._updater,
-            own_updater=self._own_updater,
-            forms=self._forms,
-            wire=self._seams.wire,
-            site=self._seams.site,
-            maker=self._maker,
+            updater=subject.updater,
+            own_updater=subject.own_updater,
+            forms=subject.forms,
+            wire=subject.seams.wire,
+            site=subject.seams.site,
+            maker=subject.maker,
             seed=self.options.seed,
             sink=self._emit,
-            pieces=[pieces_of(form.trained, plan.rule) if form.trained else () for form in self._forms],
-            device_updater=device_updater(plan, self.machine, self._updater.rule),
+            pieces=[pieces_of(form.trained, plan.rule) if form.trained else () for form in subject.forms],
+            device_updater=device_updater(plan, self.machine, subject.updater.rule),
         )
         overlapped = self.options.interpreter == "overlapped"
         interpreter = (
@@ -361,17 +295,6 @@ class Engine:
             else PlainInterpreter(self.machine, self._user_sink)
         )
         return Steps(parts, interpreter, self._hits)
-
-    def _close_own_updater(self) -> None:
-        if self._own_updater is not None:
-            self._own_updater.close()
-
-    def _warm_up(self) -> None:
-        dtype = GRADIENT_VIEWS[self.options.gradient_dtype or self.options.compute_dtype].name
-        if any(form.in_place for form in self._forms):
-            self._updater.warm_up(dtype)
-        if self._own_updater is not None:
-            self._own_updater.warm_up(dtype)
 
     def _drop_buffers(self) -> None:
         if self._steps is not None:
@@ -454,7 +377,7 @@ class Engine:
         return Verdict(
             step=self.num_steps,
             updates=self._updates,
-            learning_rate=self._optimizer.lr * self.options.schedule.factor(self.num_steps),
+            learning_rate=self._subject.optimizer.lr * self.options.schedule.factor(self.num_steps),
             gradient_scale=1.0 / scale,
             loss_scale=self._loss_scale,
             max_grad_norm=self.options.max_grad_norm,
@@ -546,11 +469,7 @@ class Engine:
         """
         self.flush()
         self._drop_buffers()  # the plan has no room for them and an export's at once
-        reader, notes = (
-            UnitReader(self.store, self._maker, self._seams.site),
-            {PROVENANCE_NAME: json.dumps(self.provenance) + "\n"},
-        )
-        Exporter(self._checkpoint, self.chain, Path(out_dir), reader, notes=notes).write()
+        self._subject.export(self.store, Path(out_dir), {PROVENANCE_NAME: json.dumps(self.provenance) + "\n"})
         self._traffic.moved()  # what an export reads is no step's
 
     # -- ends -------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from short_run import short_run
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import headrace
-import headrace.engine.trainer
+import headrace.engine.subject
 from headrace.machine.cpu import CpuMachine
 
 ROWS, LENGTH = 6, 64
@@ -87,7 +87,7 @@ def micro_batches(rows: int) -> dict[str, Any]:
 def train_on_cpu(monkeypatch: Any, *args: Any, **options: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Run `train` with the CPU as a separate device, although there is a GPU."""
     with monkeypatch.context() as patch:
-        patch.setattr(headrace.engine.trainer, "this_machine", lambda device_bytes: CpuMachine(separate_device=True))
+        patch.setattr(headrace.engine.subject, "this_machine", lambda device_bytes: CpuMachine(separate_device=True))
         return train(*args, **options)
 
 

@@ -33,7 +33,7 @@ AT_HAND = {"headrace", *sys.stdlib_module_names}  # all that `terms` may import
 MOST_LINES_OF_A_FILE = 400
 # Known to be longer. A number here may shrink, and no line may be added without a reason beside it.
 LONGER = {
-    "engine/trainer.py": 600,  # the one place where all parts meet
+    "engine/trainer.py": 520,  # the one place where all parts meet
 }
 MOST_LINES_OF_A_FUNCTION = 80
 

@@ -1,0 +1,150 @@
+"""What a run is about: a model in its units' forms, the machine that computes it, and what updates it.
+
+It has no plan and no state of the run: it makes the store for them, fills it, and writes the finished model.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headrace.engine.seams import Seams, forms_of
+from headrace.files import Beside, measured_weights
+from headrace.flow.buffers import GRADIENT_VIEWS
+from headrace.flow.load import UnitReader, import_model
+from headrace.flow.make import Maker
+from headrace.machine.here import this_machine
+from headrace.model import Chain, Checkpoint, Exporter, check_whole, self_check
+from headrace.plan.buffer_sizes import scratch_bytes
+from headrace.plan.plan import Plan
+from headrace.store import StateStore
+from headrace.terms.cuts import least_chunk_elements
+from headrace.terms.errors import RunDirectoryError
+from headrace.terms.events import Sink
+from headrace.terms.options import Options
+from headrace.terms.rule_figures import RuleFigures
+from headrace.update import Updater, optimizer_of, rule_of
+
+# Elements of a chunk in a state that is made before there is a plan.
+_CHUNK_ELEMENTS = 4 << 20
+
+
+class Subject:
+    """Opens the model in `directory` for a run under `options` and `seams`. Close it after the last step.
+
+    Attributes:
+        checkpoint, chain, weights: the model as it is stored, as units, and where each of their parameters is stored.
+        machine: what computes it.
+        optimizer, rule, own_rule: the rule's settings, its figures, and those for trained families of their own, which
+            are float32 whatever compute reads (None where no unit has one).
+        forms, maker: how each unit exists, and what makes its weights.
+        updater, own_updater: what updates in place, and trained families of their own, on the host.
+        cores: threads that torch had before.
+
+    Raises:
+        InputError: the model, an option or a seam cannot be used.
+    """
+
+    def __init__(self, directory: Path, options: Options, seams: Seams) -> None:
+        self.directory, self.seams = directory, seams
+        self._gradient_dtype = options.gradient_dtype or options.compute_dtype
+        self.checkpoint = Checkpoint.open(directory)
+        config = self.checkpoint.config
+        self_check(config)
+        check_whole(config, self.checkpoint.whole)
+        self.optimizer = optimizer_of(options)
+        rule = rule_of(self.optimizer, options.compute_dtype)
+        self.rule: RuleFigures = rule.figures
+        self.chain = Chain.from_config(config, options.compute_dtype, self.optimizer, self.rule.parameter_alignment)
+        self.weights = self.chain.attach(self.checkpoint, leave_out_blocks=options.leave_out_blocks)
+        self.machine = this_machine(options.budget.device_bytes)
+        self.chain.move_buffers(self.machine.device)
+        if options.compile_blocks:
+            self.chain.compile_blocks()
+        elif not self.machine.multiplies(options.compute_dtype):
+            self.chain.multiply_wide()
+        if options.liger:
+            self.chain.use_liger()
+        self.forms = forms_of(self.chain, seams, self.rule)
+        self.maker = Maker(self.forms, seams.wire, options.compute_dtype, seams.codec)
+        own = any(form.has_own_family for form in self.forms)
+        own_rule = rule_of(self.optimizer, "float32") if own else None
+        self.own_rule = own_rule.figures if own_rule else None
+        self.cores = torch.get_num_threads()
+        # With the plan's threads as soon as there is one.
+        self.updater = Updater(rule, 1)
+        self.own_updater = Updater(own_rule, 1) if own_rule else None
+
+    def warm_up(self) -> None:
+        """Compile and load what updates will use."""
+        dtype = GRADIENT_VIEWS[self._gradient_dtype].name
+        if any(form.in_place for form in self.forms):
+            self.updater.warm_up(dtype)
+        if self.own_updater is not None:
+            self.own_updater.warm_up(dtype)
+
+    def use_threads(self, plan: Plan) -> None:
+        """Compute and update with the threads of `plan`. A run that goes on with fewer cores takes what there is."""
+        torch.set_num_threads(min(plan.compute_threads, self.cores))
+        threads = min(plan.update_threads, self.cores)
+        self._close_updaters()
+        self.updater = Updater(self.updater.rule, threads)
+        self.own_updater = Updater(self.own_updater.rule, threads) if self.own_updater else None
+        self.warm_up()
+
+    def create_store(
+        self, directory: Path, ssd: tuple[Path, ...], beside: Beside | None, plan: Plan | None, sink: Sink
+    ) -> StateStore:
+        """Return a new store for the units' state, with scratch as `plan` wants it, and space left for what will be written `beside` it.
+
+        Raises:
+            DiskFull: there is no space for both; nothing has been written.
+        """
+        largest_unit = max(layout.num_elements for layout in self.chain.layouts)
+        planes = self.rule.planes
+        own_planes = self.own_rule.planes if self.own_rule else planes
+        usual = max(min(_CHUNK_ELEMENTS, largest_unit), *(least_chunk_elements(form.cuts) for form in self.forms))
+        chunk_elements = plan.chunk_elements if plan else usual
+        return StateStore.create(
+            directory,
+            ssd,
+            [form.families(planes, own_planes, chunk_elements) for form in self.forms],
+            scratch_bytes=scratch_bytes(plan) if plan else 0,
+            weights=measured_weights(ssd),
+            identity={"model": str(self.directory), **self.seams.names},
+            sink=sink,
+            beside=beside,
+        )
+
+    def import_into(self, store: StateStore, record: Mapping[str, Any]) -> None:
+        """Read the model's weights into a new store, and commit `record`."""
+        import_model(self.weights, store, self.maker, record, self.seams.site)
+
+    def export(self, store: StateStore, directory: Path, notes: Mapping[str, str]) -> None:
+        """Write the newest weights of `store` as an ordinary Hugging Face directory, with `notes` beside them."""
+        reader = UnitReader(store, self.maker, self.seams.site)
+        Exporter(self.checkpoint, self.chain, directory, reader, notes=notes).write()
+
+    def check_layouts(self, store: StateStore) -> None:
+        """Refuse to read one model's state as another's.
+
+        Raises:
+            RunDirectoryError: the store was laid out for other parameters.
+        """
+        if tuple(store.manifest.layouts) != tuple(self.chain.layouts):
+            raise RunDirectoryError(
+                f"{self.directory}: its parameters are not those that this run's state was laid out for "
+                f"({len(store.manifest.layouts)} units in the run, {len(self.chain.layouts)} in the model); "
+                "put the model back that the run was started with"
+            )
+
+    def close(self) -> None:
+        """End the updaters' threads, and give torch its threads back."""
+        self._close_updaters()
+        torch.set_num_threads(self.cores)
+
+    def _close_updaters(self) -> None:
+        self.updater.close()
+        if self.own_updater is not None:
+            self.own_updater.close()
