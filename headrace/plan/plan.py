@@ -88,7 +88,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         least = max((least_chunk_elements(unit.cuts) for unit in self.units if unit.cuts), default=0)
-        if self.chunk_elements < least:
+        if 0 < self.chunk_elements < least:
             object.__setattr__(self, "chunk_elements", least)  # frozen: set once, here
 
     @property
