@@ -96,7 +96,7 @@ class Subject:
     def create_store(
         self, directory: Path, ssd: tuple[Path, ...], beside: Beside | None, plan: Plan | None, sink: Sink
     ) -> StateStore:
-        """Return a new store for the units' state, with scratch as `plan` wants it, and space left for what will be written `beside` it.
+        """Return a new store for the units' state, with scratch as `plan` wants it, and space left for `beside`.
 
         Raises:
             DiskFull: there is no space for both; nothing has been written.
