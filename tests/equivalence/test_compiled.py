@@ -49,7 +49,7 @@ def assert_same(ours: tuple[Any, Any], expected: tuple[Any, Any], *, loss: float
     "name",
     [
         pytest.param("llama", marks=pytest.mark.deep),
-        pytest.param("mixtral-aux", marks=COMPILES_EXPERTS),
+        pytest.param("mixtral-aux", marks=[pytest.mark.deep, COMPILES_EXPERTS]),
         pytest.param("deepseek", marks=[pytest.mark.deep, COMPILES_EXPERTS]),
     ],
 )
@@ -63,6 +63,7 @@ def test_losses_and_weights_are_those_of_the_models_own_code(name: str, model_di
     assert_same(ours, expected, loss=1e-6, weight=2e-5)
 
 
+@pytest.mark.deep
 @pytest.mark.usefixtures("traced")
 def test_another_shape_is_another_two_graphs(model_dir: Callable[..., Path], tmp_path: Path) -> None:
     before = graphs()

@@ -3,6 +3,7 @@ own, through planner, interpreters, commits, resume and export. The doubles are 
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -194,23 +195,20 @@ def test_a_pass_forward_scores_rows_and_changes_nothing(
 def test_a_block_that_has_its_home_on_the_device_is_a_unit_like_prologue_and_epilogue(
     model_dir: Callable[..., Path], tmp_path: Path
 ) -> None:
-    from dataclasses import replace
-
     path = model_dir("llama", "bfloat16")
     base = train(path, tmp_path / "base", adjust=SPLIT)
 
     def at_home(plan: Any) -> Any:
         return tuple(replace(unit, home=DEVICE) if index in (1, 3) else unit for index, unit in enumerate(plan.units))
 
-    for number, device_memory in enumerate((None, "1GiB")):
-        for policy in ("immediate", "deferred"):
-            late = (lambda plan: plan.trained_units) if policy == "deferred" else ()
-            adjust = SPLIT | {"units": at_home, "update_policy": policy, "late_units": late}
-            run = tmp_path / f"{policy}{number}"
-            losses, weights = train(path, run, adjust=adjust, device_memory=device_memory)
-            assert losses == base[0]
-            for name, want in base[1].items():
-                assert torch.equal(weights[name], want), f"{policy}, {device_memory}: {name} differs"
+    for device_memory, policy in ((None, "deferred"), ("1GiB", "immediate")):
+        late = (lambda plan: plan.trained_units) if policy == "deferred" else ()
+        adjust = SPLIT | {"units": at_home, "update_policy": policy, "late_units": late}
+        run = tmp_path / policy
+        losses, weights = train(path, run, adjust=adjust, device_memory=device_memory)
+        assert losses == base[0]
+        for name, want in base[1].items():
+            assert torch.equal(weights[name], want), f"{policy}, {device_memory}: {name} differs"
 
 
 def test_a_run_goes_on_with_the_seams_that_it_began_with(model_dir: Callable[..., Path], tmp_path: Path) -> None:

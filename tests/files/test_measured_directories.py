@@ -148,9 +148,9 @@ def test_mount_points_may_have_any_name(tmp_path: Path, monkeypatch: pytest.Monk
     escaped = str(drive).replace(" ", "\\040")  # as the kernel writes it
     known = f"36 35 98:0 / / rw - other root rw\n37 36 98:1 / {escaped} rw - named drive rw\n".encode()
 
-    def read_text(path: Path, encoding: str | None = None, errors: str = "strict") -> str:
-        return (known + b"38 36 98:2 / /not-\xff-utf-8 rw - third drive rw\n").decode(errors=errors)
+    def read_bytes(path: Path) -> bytes:
+        return known + b"38 36 98:2 / /not-\xff-utf-8 rw - third drive rw\n"
 
-    monkeypatch.setattr(Path, "read_text", read_text)
+    monkeypatch.setattr(Path, "read_bytes", read_bytes)
     assert describe_directory(drive).file_system == "named"
     assert describe_directory(tmp_path).file_system == "other"
