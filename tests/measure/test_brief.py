@@ -27,11 +27,13 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Ceilings, int, P
     (folder / "two").mkdir()
     asked = CpuMachine(), (folder / "one", folder / "two"), "bfloat16", Room(host_bytes=LEAST_HOST_BYTES)
     measure_briefly(*asked, seconds=0.05)  # kernels are compiled, libraries loaded
-    measure_briefly(*asked, seconds=0.2)  # libraries that load and code that is compiled the first time stay
-    before = anonymous_bytes()
-    with MemoryMeter() as meter:
-        ceilings = measure_briefly(*asked, seconds=1.0)
-        return ceilings, meter.peak_bytes() - before, folder
+    taken: list[int] = []
+    for _ in range(2):  # the lesser counts: what other tests left to the heap comes and goes besides
+        before = anonymous_bytes()
+        with MemoryMeter() as meter:
+            ceilings = measure_briefly(*asked, seconds=1.0)
+            taken.append(meter.peak_bytes() - before)
+    return ceilings, min(taken), folder
 
 
 def test_it_has_the_figures_that_plans_ask_for(measured: tuple[Ceilings, int, Path]) -> None:
