@@ -41,29 +41,37 @@ def coarsened(plan: Plan, ceilings: Ceilings, most_operations: int) -> Plan:
 
 
 def _merged(plan: Plan, ceilings: Ceilings, most_blocks: int) -> Plan:
-    """Return a plan in which neighbouring blocks whose inputs wait in one place are one, so that few are left."""
+    """Return a plan in which neighbouring blocks of one kind, whose inputs wait in one place, are one, so that few are left."""
     size = -(-plan.num_blocks // max(_LEAST_BLOCKS, most_blocks))
     if size == 1:
         return plan
-    runs = [[block for block, _ in run] for _, run in groupby(enumerate(plan.stash_tiers), key=lambda pair: pair[1])]
+    alike = [(tier, unit.kind) for tier, unit in zip(plan.stash_tiers, plan.units[1:], strict=False)]
+    runs = [[block for block, _ in run] for _, run in groupby(enumerate(alike), key=lambda pair: pair[1])]
     groups = [run[start : start + size] for run in runs for start in range(0, len(run), size)]
     launches = ceilings.launch_seconds * ceilings.matrix_flops_per_second(plan.compute_dtype)
     share = len(groups) / plan.num_blocks
-    # Of the blocks as many are resident as before, in proportion, the shallow ones; what lies behind them moves down.
-    residents = round(share * len([unit for unit in plan.resident_states if 1 <= unit <= plan.num_blocks]))
-    moved = _around(plan, plan.resident_states, len(groups))
-    late = sum(1 <= unit <= plan.num_blocks for unit in plan.late_units)
+    units = [merged([plan.units[block + 1] for block in group]) for group in groups]
+    # Of the blocks that are updated as many are resident as before, in proportion, the shallow ones; and late, evenly spread.
+    updated = [index for index, unit in enumerate(units, start=1) if unit.update_elements]
+    of_updated = len(updated) / max(1, sum(unit.update_elements > 0 for unit in plan.units[1 : plan.num_blocks + 1]))
+    residents, late = (
+        round(of_updated * sum(1 <= unit <= plan.num_blocks for unit in chosen))
+        for chosen in (plan.resident_states, plan.late_units)
+    )
     return replace(
         plan,
         num_blocks=len(groups),
         units=(
             plan.units[0],
-            *(merged([plan.units[block + 1] for block in group]) for group in groups),
+            *units,
             *plan.units[plan.num_blocks + 1 :],
         ),
         host_slots=max(plan.prefetch + 1, round(plan.host_slots * share)),
-        resident_states=(*range(1, 1 + residents), *moved),
-        late_units=(*spread(round(share * late), len(groups)), *_around(plan, plan.late_units, len(groups))),
+        resident_states=(*updated[:residents], *_around(plan, plan.resident_states, len(groups))),
+        late_units=(
+            *(updated[place - 1] for place in spread(late, len(updated))),
+            *_around(plan, plan.late_units, len(groups)),
+        ),
         stash_tiers=tuple(plan.stash_tiers[group[0]] for group in groups),
         kept=((),) * len(groups),
         kept_bytes=tuple(

@@ -57,6 +57,11 @@ class UnitFigures:
         return self.trained_elements is None
 
     @property
+    def kind(self) -> tuple[str, bool, bool, bool, bool]:
+        """What units have in common that are alike to a schedule, but for their sizes."""
+        return self.home, self.in_place, self.is_trained, self.stored_bytes is not None, self.is_far
+
+    @property
     def gradient_elements(self) -> int:
         """Elements that its gradient is of: 0 for a frozen unit."""
         return self.num_elements if self.trained_elements is None else self.trained_elements
@@ -83,19 +88,14 @@ class UnitFigures:
 
 
 def merged(units: Sequence[UnitFigures]) -> UnitFigures:
-    """Return the figures of one unit that is as much work as `units`, for a coarser look at them."""
+    """Return the figures of one unit that is as much work as `units`, all of one `kind`, for a coarser look at them."""
     first = units[0]
-    if all(unit.in_place for unit in units):
-        trained = None
-    else:
-        trained = sum(unit.update_elements for unit in units)
-    coded = [unit.stored_bytes for unit in units if unit.stored_bytes is not None]
     return replace(
         first,
         num_elements=sum(unit.num_elements for unit in units),
         num_parameters=sum(unit.num_parameters for unit in units),
-        trained_elements=trained,
-        stored_bytes=sum(coded) if coded else None,
+        trained_elements=None if first.in_place else sum(unit.gradient_elements for unit in units),
+        stored_bytes=None if first.stored_bytes is None else sum(unit.stored_bytes or 0 for unit in units),
         making_bytes=max(unit.making_bytes for unit in units),
         cuts=(),
     )

@@ -4,13 +4,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace.machine.host_memory import Bytes
 from headrace.update.rule import StepScalars
+from headrace.update.tensors import as_tensor
 
 
 class FarSite:
@@ -42,8 +42,7 @@ class FarSite:
 
     def push(self, unit: int, gradient: NDArray[Any]) -> None:
         """Keep the gradient until the step is concluded."""
-        bits = torch.from_numpy(gradient.view(np.int16)).view(torch.bfloat16) if gradient.dtype == np.uint16 else None
-        self._pushed[unit] = (torch.from_numpy(gradient) if bits is None else bits).to(torch.float32, copy=True)
+        self._pushed[unit] = as_tensor(gradient, bfloat16=True).to(torch.float32, copy=True)
 
     def conclude(self, scalars: Mapping[int, StepScalars] | None) -> None:
         """Step against the gradients."""

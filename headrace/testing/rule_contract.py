@@ -32,7 +32,7 @@ from headrace.update import (
     UpdateRule,
     rule_of,
 )
-from headrace.update.tensors import join, split
+from headrace.update.tensors import as_tensor, join, split
 
 LEARNING_RATE, WEIGHT_DECAY = 1e-3, 0.1
 STEP = StepScalars(learning_rate=LEARNING_RATE, update=3, gradient_scale=0.5)
@@ -83,7 +83,7 @@ class RuleContract:
                     weight, states = on_tensors(planes)
                     groups = (GroupRange(0, 4352, 1.0, 0.0), GroupRange(4352, 10_240, 0.5, 0.1))
                     device = DeviceUpdater(rule, piece_elements=999)
-                    device.update_range(weight, states, as_tensor(gradient), STEP, groups, 0, 10_240, 5)
+                    device.update_range(weight, states, as_tensor(gradient, bfloat16=True), STEP, groups, 0, 10_240, 5)
                     with Updater(rule, 1) as updater:
                         updater.update_range(*planes, gradient, STEP, groups, 0, 10_240, 5)
                     check_same(planes, (as_array(weight), tuple(map(as_array, states))), f"{rule.figures.name}, {dtype}")
@@ -178,7 +178,7 @@ class RuleContract:
             assert figures.traffic_bytes(4096, 2) >= 2 * (arrays + planes[0].nbytes) + 8192, name
             for dtype in gradient_dtypes(rule):
                 weight, states = on_tensors(planes)
-                gradient = as_tensor(gradient_of(4096, dtype))
+                gradient = as_tensor(gradient_of(4096, dtype), bfloat16=True)
                 updater = DeviceUpdater(rule, piece_elements=1024)
                 with StorageMeter([weight, *states, gradient]) as storage:
                     updater.update_range(weight, states, gradient, STEP, (GroupRange(0, 4096, 1.0, 0.1),), 0, 4096)
@@ -186,7 +186,9 @@ class RuleContract:
                 assert storage.live_bytes == 0
             if figures.device_traffic_bytes is not None:
                 with TrafficMeter() as traffic:  # type: ignore[no-untyped-call]
-                    rule.apply_to_tensors(weight, states, as_tensor(gradient_of(4096, "float16")), STEP, 0.1, 1.0)
+                    rule.apply_to_tensors(
+                        weight, states, as_tensor(gradient_of(4096, "float16"), bfloat16=True), STEP, 0.1, 1.0
+                    )
                 assert traffic.num_bytes == 4096 * figures.device_traffic_bytes, f"{name}: {traffic.num_bytes / 4096}"
 
     def test_arrays_that_do_not_fit_are_refused_untouched(self) -> None:
@@ -259,12 +261,6 @@ def gradient_of(num_elements: int, dtype: str, *, seed: int = 0, any_bits: bool 
     return as_array(torch.from_numpy(values).to(torch.bfloat16)) if dtype == "uint16" else values.astype(dtype)
 
 
-def as_tensor(array: NDArray[Any]) -> Tensor:
-    """Return a weight or gradient as a tensor over the same memory; uint16 stands for bfloat16 bits."""
-    tensor = torch.from_numpy(array.view(np.int16) if array.dtype == np.uint16 else array)
-    return tensor.view(torch.bfloat16) if array.dtype == np.uint16 else tensor
-
-
 def as_array(tensor: Tensor) -> NDArray[Any]:
     """Return a tensor as an array; bfloat16 becomes its bits."""
     array: NDArray[Any] = tensor.view(torch.int16).numpy().view(np.uint16) if tensor.dtype == torch.bfloat16 else tensor.numpy()
@@ -274,7 +270,7 @@ def as_array(tensor: Tensor) -> NDArray[Any]:
 def on_tensors(planes: Planes) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Return copies of planes as tensors."""
     weight, states = planes
-    return as_tensor(weight.copy()), tuple(torch.from_numpy(state.copy()) for state in states)
+    return as_tensor(weight.copy(), bfloat16=True), tuple(torch.from_numpy(state.copy()) for state in states)
 
 
 def check_same(left: Planes, right: Planes, what: str) -> None:
@@ -294,7 +290,7 @@ def _split(master: NDArray[np.float32], compute_dtype: str) -> Planes:
 
 def _joined(weight: NDArray[Any], states: tuple[NDArray[Any], ...], compute_dtype: str) -> NDArray[Any]:
     if compute_dtype == "bfloat16":
-        return as_array(join(as_tensor(weight), torch.from_numpy(states[0])))
+        return as_array(join(as_tensor(weight, bfloat16=True), torch.from_numpy(states[0])))
     return weight if compute_dtype == "float32" else states[0]
 
 

@@ -25,9 +25,10 @@ from headrace.terms.cuts import (
 )
 from headrace.terms.layout import COMPUTE_DTYPES, ItemRange, Plane, UnitLayout, lay_out
 from headrace.terms.optimizer import Optimizer
-from headrace.testing.rule_contract import Planes, StorageMeter, TrafficMeter, as_tensor, gradient_of, on_tensors
+from headrace.testing.rule_contract import Planes, StorageMeter, TrafficMeter, gradient_of, on_tensors
 from headrace.update import DeviceUpdater, StepScalars, Updater, rule_of
 from headrace.update.tensor_rule import TensorRule, items_rule
+from headrace.update.tensors import as_tensor
 
 STEP = StepScalars(learning_rate=1e-2, update=3, gradient_scale=0.5)
 # A matrix that is longer than what the host works on at once, one of an odd shape, a stack, a vector, and an embedding.
@@ -90,7 +91,9 @@ class TensorRuleContract:
                     updater.update_range(host[0][part], states, gradient[part], STEP, pieces, start, stop, take_checksums=True)
                     there = tuple(state[part] for state in device[1])
                     small = DeviceUpdater(rule, piece_elements=999)
-                    small.update_range(device[0][part], there, as_tensor(gradient)[part], STEP, pieces, start, stop)
+                    small.update_range(
+                        device[0][part], there, as_tensor(gradient, bfloat16=True)[part], STEP, pieces, start, stop
+                    )
             check_same_bits(whole, host, name)
             check_same_bits(whole, device, f"{name}, on a device")
 
@@ -105,13 +108,13 @@ class TensorRuleContract:
                 gradient = gradient_of(layout.num_elements, "float32")
                 together = weight[part].copy(), tuple(state[part].copy() for state in states)
                 alone = copied(together)
-                tensors = tuple(as_bits(array) for array in (together[0], *together[1]))
+                tensors = tuple(as_tensor(array) for array in (together[0], *together[1]))
                 broken = torch.from_numpy(gradient[part].copy())
                 if len(broken) > piece.item_elements:
                     broken[-1] = torch.inf
                 rule.apply_to_items(tensors[0], tensors[1:], broken, STEP, piece)
                 first = slice(0, piece.item_elements)
-                one = tuple(as_bits(array)[first] for array in (alone[0], *alone[1]))
+                one = tuple(as_tensor(array)[first] for array in (alone[0], *alone[1]))
                 rule.apply_to_items(one[0], one[1:], torch.from_numpy(gradient[part].copy())[first], STEP, piece)
                 for left, right in zip((together[0], *together[1]), (alone[0], *alone[1]), strict=True):
                     assert np.array_equal(left[first], right[first]), name
@@ -124,9 +127,11 @@ class TensorRuleContract:
             for dtype in ("uint16", "float32"):
                 planes, gradient = self.planes(rule, layout), gradient_of(layout.num_elements, dtype)
                 weight, states = on_tensors(planes)
-                with StorageMeter([weight, *states, as_tensor(gradient)]) as storage, TrafficMeter() as traffic:  # type: ignore[no-untyped-call]
+                with StorageMeter([weight, *states, as_tensor(gradient, bfloat16=True)]) as storage, TrafficMeter() as traffic:  # type: ignore[no-untyped-call]
                     device = DeviceUpdater(rule, piece_elements=1024)
-                    device.update_range(weight, states, as_tensor(gradient), STEP, pieces, 0, layout.num_elements)
+                    device.update_range(
+                        weight, states, as_tensor(gradient, bfloat16=True), STEP, pieces, 0, layout.num_elements
+                    )
                 found = storage.peak_bytes / max(1024, largest)
                 assert found <= figures.temporary_bytes, f"{name}, {dtype}: {found} bytes per element"
                 if figures.device_traffic_bytes is not None:
@@ -143,11 +148,6 @@ class TensorRuleContract:
 def copied(planes: Planes) -> Planes:
     """Return a copy of all planes."""
     return planes[0].copy(), tuple(state.copy() for state in planes[1])
-
-
-def as_bits(array: NDArray[Any]) -> torch.Tensor:
-    """Return an array as a tensor over the same memory, uint16 as int16."""
-    return torch.from_numpy(array.view(np.int16) if array.dtype.name == "uint16" else array)
 
 
 def check_same_bits(expected: Planes, found: Any, what: str) -> None:

@@ -11,17 +11,15 @@ thread that has it. Bits are the same on every device if each operation rounds o
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace.terms.errors import ConfigError
 from headrace.terms.layout import ItemRange, PlaneSet
 from headrace.terms.rule_figures import Grain, RuleFigures
-from headrace.update.rule import ElementRule, StepScalars, Summing, UpdateRule
+from headrace.update.rule import ElementRule, StepScalars, UpdateRule
 from headrace.update.tensors import States, update_tensors
 
 
@@ -41,7 +39,9 @@ class TensorRule(ABC):
                 f"{figures.name}: a rule of rows or matrices says that grain, and has the planes of the rule of elements "
                 f"alone, with a number for each element; found grain {figures.grain}, and {alone.figures.name}"
             )
-        self._figures, self._alone = figures, alone
+        self._figures = figures
+        # What is of no row or matrix another rule updates: see `UpdateRule.apply`.
+        self.apply, self.apply_to_tensors = alone.apply, alone.apply_to_tensors
 
     @abstractmethod
     def scalars(self, step: StepScalars, weight_decay: float, learning_rate_scale: float) -> tuple[float, ...]:
@@ -70,35 +70,6 @@ class TensorRule(ABC):
     def sums(self) -> bool:
         """Whether checksums are taken on the way: they are not, the store takes them."""
         return False
-
-    def apply(
-        self,
-        weight: NDArray[Any],
-        states: tuple[NDArray[Any], ...],
-        gradient: NDArray[Any],
-        step: StepScalars,
-        weight_decay: float,
-        learning_rate_scale: float,
-        unit: int = 0,
-        first_element: int = 0,
-        summing: Summing | None = None,
-    ) -> None:
-        """Update elements that are of no row or matrix: see `UpdateRule.apply`."""
-        self._alone.apply(weight, states, gradient, step, weight_decay, learning_rate_scale, unit, first_element, summing)
-
-    def apply_to_tensors(
-        self,
-        weight: Tensor,
-        states: tuple[Tensor, ...],
-        gradient: Tensor,
-        step: StepScalars,
-        weight_decay: float,
-        learning_rate_scale: float,
-        unit: int = 0,
-        first_element: int = 0,
-    ) -> None:
-        """Update elements that are of no row or matrix: see `UpdateRule.apply_to_tensors`."""
-        self._alone.apply_to_tensors(weight, states, gradient, step, weight_decay, learning_rate_scale, unit, first_element)
 
     @torch.no_grad()
     def apply_to_items(
@@ -154,11 +125,3 @@ def tree_sum(values: Tensor) -> Tensor:
         added = flat[:, :half] + flat[:, half : 2 * half]
         flat = torch.cat([added, flat[:, 2 * half :]], dim=1) if count % 2 else added
     return flat.view(-1, 1, 1)
-
-
-def as_tensor(array: NDArray[Any], *, bfloat16: bool = False) -> Tensor:
-    """Return an array as a tensor over the same memory; uint16 are bits: of `bfloat16` numbers, or left as they are."""
-    if array.dtype.name != "uint16":
-        return torch.from_numpy(array)
-    tensor = torch.from_numpy(array.view(np.int16))
-    return tensor.view(torch.bfloat16) if bfloat16 else tensor

@@ -11,8 +11,11 @@ Legend: `hi` may be bfloat16, int16 or uint16, the same bits; `lo` is int16. Ten
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace.terms.errors import ConfigError
@@ -28,6 +31,14 @@ class Noise:
 
     key: int
     first_element: int
+
+
+def as_tensor(array: NDArray[Any], *, bfloat16: bool = False) -> Tensor:
+    """Return an array as a tensor over the same memory; uint16 are bits: of `bfloat16` numbers, or left as they are."""
+    if array.dtype.name != "uint16":
+        return torch.from_numpy(array)
+    tensor = torch.from_numpy(array.view(np.int16))
+    return tensor.view(torch.bfloat16) if bfloat16 else tensor
 
 
 def root_of(v: Tensor) -> Tensor:

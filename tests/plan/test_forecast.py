@@ -44,6 +44,24 @@ def large_plan(num_blocks: int = 96, micro: int = 32, elements: int = 900_000_00
     return small_plan(num_blocks, **(values | changes))
 
 
+def test_a_coarse_plan_of_units_of_several_forms_does_the_same_work() -> None:
+    """Blocks of one form are merged with one another alone: frozen ones with trained ones would be trained in part."""
+    plan = large_plan(update_policy="deferred", late_units=(), host_slots=96)
+
+    def formed(index: int, unit: UnitFigures) -> UnitFigures:
+        return replace(unit, trained_elements=0) if 1 <= index <= 96 and index % 3 else unit
+
+    units = tuple(formed(index, unit) for index, unit in enumerate(plan.units))
+    plan = replace(plan, units=units)
+    plan = replace(plan, late_units=plan.updated_units, resident_states=plan.updated_units)
+    fine, coarse = (forecast(plan, machine(), most_operations=most) for most in (10**6, 2000))
+    assert len(coarse.timeline.step_ops()) < 2500 < len(fine.timeline.step_ops())
+    for lane in (Lane.SSD_READ, Lane.SSD_WRITE, Lane.DEVICE_TO_HOST, Lane.HOST_TO_DEVICE, Lane.UPDATE):
+        # What is still on the device at the turn is not brought again: of larger blocks it is more.
+        rel = 0.02 if lane is Lane.HOST_TO_DEVICE else 1e-6
+        assert coarse.timeline.lanes[lane].bytes == pytest.approx(fine.timeline.lanes[lane].bytes, rel=rel), lane
+
+
 def test_a_step_limited_by_compute_takes_its_operations() -> None:
     plan = small_plan(forward_flops=(0.0, *(1e12,) * 4, 0.0), epilogue_flops=1e12)
     found = forecast(plan, machine(compute=1e12))

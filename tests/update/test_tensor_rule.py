@@ -13,12 +13,13 @@ from headrace.terms.errors import ConfigError
 from headrace.terms.layout import UNIT_ALIGNMENT, ItemRange, lay_out
 from headrace.terms.rule_figures import Grain
 from headrace.testing.item_rules import MatrixScaled, RowScaled, ScaledRule, register
-from headrace.testing.rule_contract import as_tensor, gradient_of, on_tensors
+from headrace.testing.rule_contract import gradient_of, on_tensors
 from headrace.testing.tensor_rule_contract import PARAMETERS, STEP, TensorRuleContract, check_same_bits
 from headrace.update import DeviceUpdater, Updater
 from headrace.update.rules.sgd import SGD, sgd_rule
 from headrace.update.rules.table import RULES
 from headrace.update.tensor_rule import TensorRule, tree_sum
+from headrace.update.tensors import as_tensor
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -42,7 +43,9 @@ class TestRowScaled(TensorRuleContract):
             weight, states = on_tensors(planes)
             there = weight.cuda(), tuple(state.cuda() for state in states)
             pieces = pieces_of(layout, rule.figures)
-            DeviceUpdater(rule).update_range(*there, as_tensor(gradient).cuda(), STEP, pieces, 0, layout.num_elements)
+            DeviceUpdater(rule).update_range(
+                *there, as_tensor(gradient, bfloat16=True).cuda(), STEP, pieces, 0, layout.num_elements
+            )
             with Updater(rule, 2) as updater:
                 updater.update_range(*planes, gradient, STEP, pieces, 0, layout.num_elements)
             check_same_bits(planes, there, name)

@@ -108,9 +108,7 @@ class _Training(Weights):
             self.position = 2 * last_block - block
             for ahead in range(block, max(block - plan.prefetch, 1) - 1, -1):
                 # Updates behind backward work on the host's copy, so they want it there although compute may not need it.
-                self.acquire(
-                    ahead, on_host=ahead in self.trained and ahead in self.in_place and ahead not in self.late | self.far
-                )
+                self.acquire(ahead, on_host=ahead in self.in_place and ahead not in self.late)
             self.backward(block)
         if 0 in self.trained:
             self.prologue_backward()

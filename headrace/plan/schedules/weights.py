@@ -28,7 +28,7 @@ class Weights:
         self.separate, self.blocks = plan.separate_device, plan.num_blocks
         self.residents = frozenset(plan.resident_units)
         self.made = frozenset(index for index, unit in enumerate(plan.units) if unit.is_made)
-        self.in_place = frozenset(index for index, unit in enumerate(plan.units) if unit.in_place)
+        self.in_place = frozenset(index for index, unit in enumerate(plan.units) if unit.in_place and not unit.is_far)
         self.far = frozenset(plan.far_units)
         # Where weights lie as the drive has them, and where compute reads those that are brought or made.
         self.host_slots = range(HOST, HOST + plan.host_slots)

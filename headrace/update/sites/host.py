@@ -21,7 +21,8 @@ from headrace.terms.layout import UNIT_ALIGNMENT, GroupRange, ItemRange, PlaneSe
 from headrace.terms.sizes import round_up
 from headrace.update.norm import square_sum
 from headrace.update.rule import Checksums, StepScalars, Summing, UpdateRule, group_pieces, refuse_cut_blocks
-from headrace.update.tensor_rule import as_tensor, item_shares, items_rule
+from headrace.update.tensor_rule import item_shares, items_rule
+from headrace.update.tensors import as_tensor
 
 # Shares per thread: a thread that the system interrupts leaves its remaining shares to the others.
 _SHARES_PER_THREAD = 4
