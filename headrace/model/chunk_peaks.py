@@ -1,8 +1,8 @@
 """Peaks of live bytes on chunks of several sizes, from runs on some of them.
 
-What runs on a chunk makes and frees tensors one after the other; which, does mostly not depend on how large it is, and the size
-of each is a polynomial of the second degree in that (masks have its square). Invariant: a peak is that of a run; or four runs
-made and freed the same, and three of them said of each tensor how large it was in the fourth.
+A run makes and frees tensors in some order. Mostly that order is the same for chunks of all sizes, and each tensor's size is
+a polynomial of the second degree in the tokens of the chunk (masks have their square). Then three runs give the sizes of all.
+Invariant: a peak is that of a run; or four runs had the same order, and three of them gave all sizes of the fourth.
 """
 
 import math

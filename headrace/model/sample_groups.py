@@ -44,9 +44,9 @@ class SampleGroup:
 
 
 def groups_of(position_ids: torch.Tensor) -> list[SampleGroup]:
-    """Return the groups of rows (b, T) whose positions begin again at each sample; asks the device for them.
+    """Return the groups of rows (b, T) whose positions begin again at each sample; empty if every row is one sample.
 
-    None if every row is one sample.
+    It waits for the device, which has the positions.
     """
     rows, length = position_ids.shape
     samples = []

@@ -107,7 +107,8 @@ def largest_item_elements(cuts: Sequence[Cuts]) -> int:
 def chunk_borders(num_elements: int, chunk_elements: int, cuts: tuple[Cuts, ...]) -> tuple[int, ...]:
     """Return where the chunks of a unit begin, and its end: each as long as items allow, of at most `chunk_elements`.
 
-    What no cut divides has a chunk of its own. Where all fits, the longest chunk that comes out has these borders, too.
+    What no cut divides has a chunk of its own. If no chunk is longer than `chunk_elements`, the length of the longest gives
+    the same borders when it is asked for in its place: so a store's chunks can be planned for again.
     """
     if not cuts:
         return (*(start for start, _ in chunk_ranges(num_elements, chunk_elements)), num_elements)

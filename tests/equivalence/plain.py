@@ -9,6 +9,8 @@ from short_run import short_run
 from transformers import AutoModelForCausalLM
 
 ROWS, LENGTH = 6, 32
+# Changes of a plan: micro-batches of two rows.
+SPLIT = {"micro_batch_sequences": 2, "num_micro_batches": -(-ROWS // 2), "accumulate": True, "loss_chunk_tokens": LENGTH}
 SHAPE = {
     "vocab_size": 384,
     "hidden_size": 64,
@@ -51,6 +53,11 @@ MODELS: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 1,
     },
 }
+
+
+def everything(plan: Any) -> tuple[int, ...]:
+    """Return all units of a plan."""
+    return tuple(range(len(plan.units)))
 
 
 def batch_of(sequences: int, length: int, seed: int, *, vocabulary: int = 384, padded: bool = False) -> dict[str, torch.Tensor]:

@@ -29,7 +29,8 @@ def ended(engine: Engine, out: Path) -> tuple[list[float], dict[str, torch.Tenso
     return losses, load_file(out / "model.safetensors")
 
 
-def plain(path: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
+def plain(path: Path) -> tuple[list[float], float, dict[str, torch.Tensor]]:
+    """Return losses, the loss of a batch that is held out, and weights."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).train()
     optimizer, losses = torch.optim.SGD(model.parameters(), lr=LR), []
     for seed in range(STEPS):
@@ -39,7 +40,9 @@ def plain(path: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
         torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
         losses.append(loss.item())
-    return losses, {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    with torch.no_grad():
+        held_out = model(**batch_of(ROWS, LENGTH, 9)).loss.item()
+    return losses, held_out, {name: tensor.detach() for name, tensor in model.state_dict().items()}
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -59,10 +62,10 @@ def test_far_units_are_trained_as_plain_pytorch_does(setting: str, model_dir: Ca
         assert engine.plan is not None
         assert engine.plan.far_units == tuple(far)
         losses, weights = ended(engine, tmp_path / "out")
-        held = engine.evaluate(batch_of(ROWS, LENGTH, 9)).loss
-    expected, merged = plain(path)
+        held_out = engine.evaluate(batch_of(ROWS, LENGTH, 9)).loss
+    expected, expected_held_out, merged = plain(path)
     assert losses == pytest.approx(expected, rel=2e-6)
-    assert held > 0
+    assert held_out == pytest.approx(expected_held_out, rel=2e-6)
     for name, want in merged.items():
         torch.testing.assert_close(weights[name], want, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
 

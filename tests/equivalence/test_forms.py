@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from plain import LENGTH, ROWS, batch_of, train
+from plain import LENGTH, ROWS, SPLIT, batch_of, train
 from safetensors.torch import load_file
 from torch import nn
 from torch.nn.utils import parametrize
@@ -25,7 +25,6 @@ from headrace.testing import GroupedCodec, RowWire
 
 LR, DECAY = 1e-2, 0.1
 STEPS = 3
-SPLIT = {"micro_batch_sequences": 2, "num_micro_batches": -(-ROWS // 2), "accumulate": True, "loss_chunk_tokens": LENGTH}
 
 
 class RowOffset(nn.Module):

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from plain import LENGTH, ROWS, PlainTrainer, batch_of, train
+from plain import LENGTH, ROWS, SPLIT, PlainTrainer, batch_of, everything, train
 from safetensors.torch import load_file
 from tiers import sampled
 from transformers import AutoModelForCausalLM
@@ -23,11 +23,6 @@ SGD: dict[str, Any] = {
     "learning_rate": 1e-2,
     "weight_decay": 0.1,
 }
-SPLIT = {"micro_batch_sequences": 2, "num_micro_batches": -(-ROWS // 2), "accumulate": True, "loss_chunk_tokens": LENGTH}
-
-
-def everything(plan: Any) -> tuple[int, ...]:
-    return tuple(range(len(plan.units)))
 
 
 PLACEMENTS: dict[str, dict[str, Any]] = {

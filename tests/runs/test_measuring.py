@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from training_fakes import FakeHost, Screen, fake_plan, write_data, write_model
+from training_fakes import FakeHost, Screen, fake_plan, run_options
 
 from headrace.machine.cpu import CpuMachine
 from headrace.measure import brief
@@ -159,18 +159,6 @@ def test_a_run_is_planned_shown_and_resumed_by_what_was_measured(tmp_path: Path,
     with pytest.raises(KeyboardInterrupt):
         resume(tmp_path / "run", display=screen, engines=FakeHost(script={5: interrupt}).engines())
     assert len(measurer.asked) == 1
-
-
-def run_options(folder: Path, **more: Any) -> dict[str, Any]:
-    (folder / "model").mkdir()
-    return {
-        "model": write_model(folder / "model"),
-        "data": str(write_data(folder / "data.jsonl")),
-        "output": folder / "run",
-        "cache": folder / "cache",
-        "sequence_length": 32,
-        "tokens_per_step": 64,
-    } | more
 
 
 def interrupt() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from training_fakes import FakeHost, Screen, fake_plan, write_data, write_model
+from training_fakes import FakeHost, Screen, fake_plan, run_options, write_data, write_model
 from transformers import TrainerState
 
 from headrace.answers.answer import report_of
@@ -44,17 +44,7 @@ from headrace.terms.optimizer import Schedule
 
 @pytest.fixture
 def options(tmp_path: Path) -> dict[str, Any]:
-    (tmp_path / "model").mkdir()
-    return {
-        "model": write_model(tmp_path / "model"),
-        "data": str(write_data(tmp_path / "data.jsonl")),
-        "output": tmp_path / "run",
-        "cache": tmp_path / "cache",
-        "sequence_length": 32,
-        "tokens_per_step": 64,
-        "max_steps": 8,
-        "measure": False,
-    }
+    return run_options(tmp_path, max_steps=8, measure=False)
 
 
 def broken() -> None:

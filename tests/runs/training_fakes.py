@@ -46,6 +46,19 @@ def write_data(path: Path, samples: int = 40) -> Path:
     return path
 
 
+def run_options(folder: Path, **more: Any) -> dict[str, Any]:
+    """Return what a run is given: a model and data made in `folder`, where its directory will lie, and `more`."""
+    (folder / "model").mkdir()
+    return {
+        "model": write_model(folder / "model"),
+        "data": str(write_data(folder / "data.jsonl")),
+        "output": folder / "run",
+        "cache": folder / "cache",
+        "sequence_length": 32,
+        "tokens_per_step": 64,
+    } | more
+
+
 def fake_plan() -> Plan:
     """A plan that the forecast can simulate: two blocks, all in host memory."""
     return Plan(
