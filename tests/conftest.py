@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
-from time_ledger import MOST_PERCENT, TimeLedger
+from time_ledger import MOST_PERCENT, CpuClock, TimeLedger
 
 from headrace.files import describe_directory
 
@@ -31,6 +31,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     work_on_a_drive()
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))  # for processes started
+    config.pluginmanager.register(CpuClock(), "cpu_clock")
     if config.getoption("time_ledger") and not hasattr(config, "workerinput"):  # workers report to it
         config.pluginmanager.register(TimeLedger(MOST_PERCENT), "time_ledger")
 

@@ -1,10 +1,12 @@
 """A ledger of the time that the tests of each folder take: a room that takes more than its share of the whole fails the run.
 
-Shares and not seconds: a slow machine is slow in all rooms. Only `make test` asks for it: a part has no shares.
+Shares and not seconds: a slow machine is slow in all rooms. Time of processors and not of the clock: what else runs for a while
+makes that room look slow which is at work then. Only `make test` asks for it: a part has no shares.
 """
 
+import resource
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import PurePosixPath
 
 import pytest
@@ -49,6 +51,30 @@ def overspent(seconds: Mapping[str, float], most_percent: Mapping[str, float]) -
     return lines
 
 
+def cpu_seconds() -> float:
+    """Return what this process, and those that it started and waited for, have taken of processors."""
+    used = (resource.getrusage(whose) for whose in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(each.ru_utime + each.ru_stime for each in used)
+
+
+class CpuClock:
+    """A plugin for whoever runs tests: each report says the time of processors since the one before."""
+
+    def __init__(self) -> None:
+        self.last = 0.0
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_logstart(self) -> None:
+        self.last = cpu_seconds()  # what was collected and imported before is no test's
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self) -> Iterator[None]:
+        report = yield
+        before, self.last = self.last, cpu_seconds()
+        report.cpu_seconds = self.last - before
+        return report
+
+
 class TimeLedger:
     """A plugin that adds up what the tests of each folder take, shows it at the end, and fails a run that overspent."""
 
@@ -57,7 +83,7 @@ class TimeLedger:
         self.most_percent = most_percent
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self.seconds[PurePosixPath(report.nodeid).parts[1]] += report.duration
+        self.seconds[PurePosixPath(report.nodeid).parts[1]] += report.cpu_seconds
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
@@ -66,7 +92,7 @@ class TimeLedger:
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         total = sum(self.seconds.values()) or 1.0
-        terminalreporter.section("seconds of each folder, and its percentage of the whole")
+        terminalreporter.section("CPU seconds of each folder, and its percentage of the whole")
         for folder, spent in self.seconds.most_common():
             terminalreporter.write_line(f"{folder:12} {spent:7.1f} s {100 * spent / total:5.1f} %")
         for line in overspent(self.seconds, self.most_percent):

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from time_ledger import MOST_PERCENT, TimeLedger, overspent
+from time_ledger import MOST_PERCENT, CpuClock, TimeLedger, overspent
 
 TESTS = Path(__file__).parents[1]
 
@@ -25,11 +25,30 @@ def test_shares_are_of_the_whole_and_not_seconds(speed: float) -> None:
 
 
 def test_a_run_that_overspends_fails(tmp_path: Path) -> None:
-    for folder in ("a", "b"):
-        (tmp_path / "tests" / folder).mkdir(parents=True)
-        (tmp_path / "tests" / folder / f"test_{folder}.py").write_text("def test_it():\n    pass\n")
-    arguments = ["--rootdir", str(tmp_path), "--confcutdir", str(tmp_path), "--import-mode=importlib", "-p", "no:cacheprovider"]
+    arguments = session_of(tmp_path, a="pass", b="pass")
     for most, code in ((100, pytest.ExitCode.OK), (0, pytest.ExitCode.TESTS_FAILED)):
         ledger = TimeLedger({"a": 100, "b": most})
-        assert pytest.main([*arguments, str(tmp_path / "tests")], plugins=[ledger]) == code
+        assert pytest.main(arguments, plugins=[ledger, CpuClock()]) == code
         assert ledger.seconds.keys() == {"a", "b"}
+
+
+def test_waiting_is_not_counted_and_processes_that_were_started_are(tmp_path: Path) -> None:
+    """Half a second of waiting costs less than a tenth of one of work, in this process or in another."""
+    work = "import time; all(time.process_time() < 0.1 + start for start in [time.process_time()] for _ in iter(int, 1))"
+    started = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {work!r}], check=True)"
+    ledger = TimeLedger(dict.fromkeys(("waits", "works", "starts"), 100))
+    arguments = session_of(tmp_path, waits="import time; time.sleep(0.5)", works=work, starts=started)
+    assert pytest.main(arguments, plugins=[ledger, CpuClock()]) == pytest.ExitCode.OK
+    assert ledger.seconds["waits"] < 0.1 <= min(ledger.seconds["works"], ledger.seconds["starts"])
+
+
+def session_of(folder: Path, **bodies: str) -> list[str]:
+    """Return the arguments of a session of one test in each of some folders, which does what is said.
+
+    Names are not to be those of another session: modules stay imported.
+    """
+    for name, body in bodies.items():
+        (folder / "tests" / name).mkdir(parents=True)
+        (folder / "tests" / name / f"test_{name}.py").write_text(f"def test_it():\n    {body}\n")
+    more = ["--confcutdir", str(folder), "--import-mode=importlib", "-p", "no:cacheprovider"]
+    return ["--rootdir", str(folder), *more, str(folder / "tests")]
