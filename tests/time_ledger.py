@@ -17,6 +17,7 @@ MOST_PERCENT = {
     "answers": 16,
     "bench": 6,
     "cli": 24,
+    "codec": 4,
     "crash": 8,
     "data": 6,
     "demo": 4,

@@ -1,28 +1,55 @@
-"""What a code for frozen weights is: planes that lie on the drives and cross the links, and are decoded for compute."""
+"""What a code for frozen weights is: parts of a matrix that lie on drives and cross links, and are decoded for compute.
 
+Row by row: any range of rows is decoded by itself, so that several cores share a matrix, and an expert needs no other.
+"""
+
+from collections.abc import Mapping
 from typing import Protocol
 
 from torch import Tensor
 
-from headrace.terms.layout import Plane
+from headrace.terms.coding import Part
+
+Parts = Mapping[str, Tensor]
 
 
 class Codec(Protocol):
-    """A code for the weights of a frozen unit. Its planes may have one number for several elements (a scale for each group)."""
+    """A code for matrices of frozen weights. `headrace.testing.codec_contract` holds each to what is said here."""
 
     @property
     def name(self) -> str:
         """What a run's record says: a state goes on under the code that it was written in."""
 
     @property
-    def planes(self) -> tuple[Plane, ...]:
-        """The planes of coded weights, in order: they lie back to back."""
+    def digest(self) -> str | None:
+        """SHA-256 of the tables that decoding needs besides the parts (hexadecimal); None where it needs none."""
 
-    def encode(self, weights: Tensor) -> tuple[Tensor, ...]:
-        """Return the planes of `weights`, a flat tensor of the compute dtype; each as its `Plane` says."""
+    def takes(self, rows: int, columns: int) -> bool:
+        """Return whether it codes matrices of this shape; others lie as compute reads them."""
 
-    def decode(self, planes: tuple[Tensor, ...], into: Tensor) -> None:
-        """Fill `into`, a flat tensor of the compute dtype, from the planes; all are on one device."""
+    def places(self, rows: int, columns: int) -> tuple[Part, ...]:
+        """Return the parts of such a matrix at their largest: what encoding it anew may take."""
 
-    def decoding_bytes(self, num_elements: int) -> int:
-        """Return the most that `decode` allocates at once for so many elements."""
+    def encode(self, weights: Tensor) -> Parts:
+        """Return the parts of `weights` (rows, columns), of a floating dtype, on the host: each number is rounded to the
+        nearest that the code has. What was decoded before comes out again, bit for bit, if the code is `idempotent`.
+
+        Raises:
+            ModelError: a weight is no finite number.
+        """
+
+    @property
+    def idempotent(self) -> bool:
+        """Whether encoding what was decoded changes nothing."""
+
+    def decode(self, parts: Parts, into: Tensor, rows: range) -> None:
+        """Fill `into` (len(rows), columns), contiguous, of a floating dtype, with these rows. All tensors are on one device.
+
+        Nothing else is written to. The same bits for any cut into ranges, and on any device.
+
+        Raises:
+            ModelError: the parts are damaged: they do not make these rows.
+        """
+
+    def decoding_bytes(self, rows: int, columns: int) -> int:
+        """Return the most that `decode` allocates at once for a whole matrix, on the device that decodes."""

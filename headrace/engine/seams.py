@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from headrace.codec import Codec
+from headrace.codec import Codec, coded_unit, decoding_bytes
 from headrace.model import Chain
 from headrace.store import StateStore
 from headrace.terms.cuts import cuts_of
@@ -27,7 +27,14 @@ class Seams:
     def names(self) -> dict[str, str | None]:
         """What a run's state says of them."""
         codec, site = self.codec.name if self.codec else None, self.site.name if self.site else None
+        if self.codec and self.codec.digest:  # the same code with other tables is another one
+            codec = f"{codec} {self.codec.digest[:16]}"
         return {"wire": self.wire.name, "codec": codec, "site": site}
+
+    @property
+    def codecs(self) -> dict[str, Codec]:
+        """The codec by its name."""
+        return {self.codec.name: self.codec} if self.codec else {}
 
     def check(self, store: StateStore) -> None:
         """Refuse to go on with a run otherwise than it began.
@@ -57,9 +64,11 @@ def forms_of(chain: Chain, seams: Seams, rule: RuleFigures) -> tuple[Form, ...]:
         own = trained is not None and trained is not layout
         if own and trained is not None:
             trained = realigned(trained, rule.parameter_alignment)
-        making = (coded.decoding_bytes(layout.num_elements) if coded else 0) + (wire.making_bytes(layout) if own else 0)
+        code = coded_unit(layout, coded, rule.planes) if coded else None
+        making = (decoding_bytes(code, {coded.name: coded}) if code and coded else 0) + (
+            wire.making_bytes(layout) if own else 0
+        )
         home = home_of(unit, chain.num_blocks)
-        code = coded.planes if coded else None
         cuts = cuts_of(trained, rule) if trained else ()
         far = seams.site is not None and seams.site.holds(unit)
         forms.append(Form(layout=layout, trained=trained, home=home, code=code, making_bytes=making, cuts=cuts, is_far=far))

@@ -67,7 +67,7 @@ class Subject:
         if options.liger:
             self.chain.use_liger()
         self.forms = forms_of(self.chain, seams, self.rule)
-        self.maker = Maker(self.forms, seams.wire, options.compute_dtype, seams.codec)
+        self.maker = Maker(self.forms, seams.wire, options.compute_dtype, seams.codecs)
         own = any(form.has_own_family for form in self.forms)
         own_rule = rule_of(self.optimizer, "float32") if own else None
         self.own_rule = own_rule.figures if own_rule else None

@@ -2,33 +2,38 @@
 and for an export by the same code, so that all three see the same bits.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
-from headrace.codec import Codec
+from headrace.codec import Codec, Parts
 from headrace.machine.host_memory import Bytes
+from headrace.terms.coding import PLAIN, CodedMatrix
 from headrace.terms.forms import Form
 from headrace.terms.layout import Plane, planes_with
 from headrace.update.wire import Wire
 
 
 class Maker:
-    """Makes the weights of units of these `forms`; `codec` decodes what is coded."""
+    """Makes the weights of units of these `forms`; `codecs`, by name, decode what is coded."""
 
-    def __init__(self, forms: Sequence[Form], wire: Wire, compute_dtype: str, codec: Codec | None = None) -> None:
-        self.forms, self._wire, self._codec = tuple(forms), wire, codec
+    def __init__(
+        self, forms: Sequence[Form], wire: Wire, compute_dtype: str, codecs: Mapping[str, Codec] | None = None
+    ) -> None:
+        self.forms, self._wire, self._codecs = tuple(forms), wire, dict(codecs or {})
         self.weight: Plane = planes_with(compute_dtype, ()).weight
         self.dtype: torch.dtype = getattr(torch, compute_dtype)
 
     def encode(self, unit: int, weights: torch.Tensor, into: Bytes) -> None:
-        """Fill `into` with a unit's coded weights: their planes back to back, in whole pages."""
+        """Fill `into` with a unit's coded weights: the parts of its matrices, each in its place."""
         form = self.forms[unit]
         assert form.code is not None, "the unit is coded"
-        assert self._codec is not None, "and so there is a codec"
-        places = split(form.code, torch.from_numpy(into), weights.numel())
-        for place, plane in zip(places, self._codec.encode(weights), strict=True):
-            place.copy_(plane)
+        stored = torch.from_numpy(into)
+        for matrix in form.code.matrices:
+            places, dense = parts_of(matrix, stored), _dense(matrix, weights)
+            made = {PLAIN: dense} if matrix.codec is None else self._codecs[matrix.codec].encode(dense)
+            for name, part in made.items():
+                places[name].copy_(part)
 
     def begin(self, unit: int, weights: torch.Tensor, into: Bytes) -> None:
         """Fill `into` with the first weights of a unit's trained family, float32."""
@@ -46,8 +51,7 @@ class Maker:
         form = self.forms[unit]
         if form.code is not None:
             assert stored is not None, "coded weights are not yet what compute reads"
-            assert self._codec is not None, "a form with coded weights comes with their codec"
-            self._codec.decode(split(form.code, stored, into.numel()), into)
+            self._decode(form.code.matrices, stored, into)
         elif stored is not None:
             into.copy_(stored.view(into.dtype))
         if form.has_own_family:
@@ -55,12 +59,23 @@ class Maker:
             assert form.trained is not None, "and a layout"
             self._wire.complete(unit, form.layout, into, form.trained, trained)
 
+    def _decode(self, matrices: Sequence[CodedMatrix], stored: torch.Tensor, into: torch.Tensor) -> None:
+        for matrix in matrices:
+            parts, dense = parts_of(matrix, stored), _dense(matrix, into)
+            if matrix.codec is None:
+                dense.copy_(parts[PLAIN])
+            else:
+                self._codecs[matrix.codec].decode(parts, dense, range(matrix.rows))
 
-def split(code: Sequence[Plane], stored: torch.Tensor, num_elements: int) -> tuple[torch.Tensor, ...]:
-    """Return coded weights' planes, which lie back to back in `stored` (bytes)."""
-    found, start = [], 0
-    for plane in code:
-        stop = start + plane.num_bytes(num_elements)
-        found.append(stored[start:stop].view(getattr(torch, plane.dtype)))
-        start = stop
-    return tuple(found)
+
+def parts_of(matrix: CodedMatrix, stored: torch.Tensor) -> Parts:
+    """Return the parts of a coded matrix as views of its unit's bytes."""
+    return {
+        part.name: stored[start : start + part.num_bytes].view(getattr(torch, part.dtype)).view(part.shape)
+        for start, part in matrix.parts
+    }
+
+
+def _dense(matrix: CodedMatrix, slot: torch.Tensor) -> torch.Tensor:
+    """Return the matrix in a unit's dense slot."""
+    return slot[matrix.offset : matrix.offset + matrix.rows * matrix.columns].view(matrix.rows, matrix.columns)

@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from headrace.terms.coding import CodedUnit
 from headrace.terms.cuts import Cuts, cuts_of
 from headrace.terms.errors import ConfigError
 from headrace.terms.families import STATES, TRAINED, WEIGHTS, Durability, Unit, cut, trained_unit
-from headrace.terms.layout import Plane, PlaneSet, UnitLayout
+from headrace.terms.layout import PlaneSet, UnitLayout
 from headrace.terms.rule_figures import RuleFigures
-from headrace.terms.sizes import PAGE_BYTES, round_up
 
 # Where a unit's weights live between uses: on the drives, to be fetched for each pass, or where compute reads them.
 SSD, DEVICE = "ssd", "device"
@@ -108,7 +108,7 @@ class Form:
     Attributes:
         layout: of the slot that compute reads.
         trained: of what is updated: `layout` itself in place, another one for a family of its own, None for a frozen unit.
-        code: the planes of coded weights, None where they lie as compute reads them.
+        code: where the parts of coded weights lie, None where they lie as compute reads them.
         home: as in `UnitFigures`; `making_bytes` and `cuts` likewise.
 
     Raises:
@@ -118,7 +118,7 @@ class Form:
     layout: UnitLayout
     trained: UnitLayout | None
     home: str
-    code: tuple[Plane, ...] | None = None
+    code: CodedUnit | None = None
     making_bytes: int = 0
     cuts: tuple[Cuts, ...] = ()
     is_far: bool = False
@@ -155,7 +155,7 @@ class Form:
             num_parameters=self.layout.num_parameters,
             home=self.home,
             trained_elements=trained,
-            stored_bytes=coded_bytes(self.code, self.layout.num_elements) if self.code else None,
+            stored_bytes=self.code.num_bytes if self.code else None,
             making_bytes=self.making_bytes,
             cuts=self.cuts,
             is_far=self.is_far,
@@ -168,9 +168,9 @@ class Form:
             return Unit(self.layout.name, (family,))
         if self.in_place:
             return trained_unit(self.layout, planes, chunk_elements, self.cuts)
-        stored = self.code or (planes.weight,)
+        stored = self.code.plane(self.layout.num_elements) if self.code else planes.weight
         size = self.layout.num_elements if self.code else chunk_elements
-        families = [cut(WEIGHTS, self.layout, stored, size, Durability.ONCE)]
+        families = [cut(WEIGHTS, self.layout, (stored,), size, Durability.ONCE)]
         if self.trained is not None:
             how = chunk_elements, Durability.TWO_SLOTS, self.cuts
             families.append(cut(TRAINED, self.trained, (own_planes.weight,), *how))
@@ -190,8 +190,3 @@ def in_place_forms(layouts: Sequence[UnitLayout], num_blocks: int, rule: RuleFig
 def home_of(unit: int, num_blocks: int) -> str:
     """Return where a unit's weights live where nothing else is planned: blocks are streamed, what is around them stays."""
     return SSD if 1 <= unit <= num_blocks else DEVICE
-
-
-def coded_bytes(code: Sequence[Plane], num_elements: int) -> int:
-    """Return the bytes of coded weights: their planes back to back, in whole pages."""
-    return round_up(sum(plane.num_bytes(num_elements) for plane in code), PAGE_BYTES)

@@ -3,29 +3,47 @@
 import torch
 from torch import Tensor
 
-from headrace.terms.layout import Plane
+from headrace.codec import Parts
+from headrace.terms.coding import Part
+from headrace.terms.errors import ModelError
 
 _GROUP = 64
 
 
 class GroupedCodec:
-    """int8 codes, and a float32 scale for each 64 weights."""
+    """int8 codes, and a float32 scale for each 64 weights of a row."""
 
     name = "grouped"
-    planes = (Plane("codes", "int8", 1), Plane("scale", "float32", 4, _GROUP))
+    digest = None
+    idempotent = False
 
-    def encode(self, weights: Tensor) -> tuple[Tensor, ...]:
-        """Round each weight to the nearest of 255 steps up to the largest of its group."""
-        groups = weights.float().view(-1, _GROUP)
-        scale = groups.abs().amax(dim=1) / 127
-        codes = torch.where(scale[:, None] > 0, groups / scale[:, None], 0).round().to(torch.int8)
-        return codes.flatten(), scale
+    def takes(self, rows: int, columns: int) -> bool:
+        """Every row of whole groups."""
+        return columns % _GROUP == 0
 
-    def decode(self, planes: tuple[Tensor, ...], into: Tensor) -> None:
+    def places(self, rows: int, columns: int) -> tuple[Part, ...]:
+        """Return codes and scales."""
+        return Part("codes", "int8", 1, (rows, columns)), Part("scale", "float32", 4, (rows, columns // _GROUP))
+
+    def encode(self, weights: Tensor) -> Parts:
+        """Round each weight to the nearest of 255 steps up to the largest of its group.
+
+        Raises:
+            ModelError: a weight is no finite number.
+        """
+        if not bool(torch.isfinite(weights).all()):
+            raise ModelError("weights to be coded hold NaN or infinity")
+        groups = weights.float().view(len(weights), -1, _GROUP)
+        scale = groups.abs().amax(dim=2) / 127
+        codes = torch.where(scale[..., None] > 0, groups / scale[..., None], 0).round().to(torch.int8)
+        return {"codes": codes.view(weights.shape), "scale": scale}
+
+    def decode(self, parts: Parts, into: Tensor, rows: range) -> None:
         """Multiply codes and scales in float32, and round to the dtype of `into`."""
-        codes, scale = planes
-        into.view(-1, _GROUP).copy_(codes.view(-1, _GROUP).float() * scale[:, None])
+        these = slice(rows.start, rows.stop)
+        codes, scale = parts["codes"][these].float(), parts["scale"][these]
+        into.copy_((codes.unflatten(1, (-1, _GROUP)) * scale[..., None]).flatten(1))
 
-    def decoding_bytes(self, num_elements: int) -> int:
+    def decoding_bytes(self, rows: int, columns: int) -> int:
         """Return the bytes of codes and products in float32."""
-        return 8 * num_elements
+        return 8 * rows * columns

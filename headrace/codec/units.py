@@ -1,0 +1,29 @@
+"""A unit under a code: which of its parameters it takes, and where the parts of all lie."""
+
+from collections.abc import Iterable, Mapping
+
+from headrace.codec.codec import Codec
+from headrace.terms.coding import PLAIN, CodedUnit, Part, as_matrix, lay_out_parts
+from headrace.terms.layout import PlaneSet, UnitLayout
+
+
+def coded_unit(layout: UnitLayout, codec: Codec, planes: PlaneSet) -> CodedUnit:
+    """Return where the parts lie that `codec` makes of each parameter of a unit, a matrix each; what it leaves lies plain."""
+    matrices: list[tuple[int, int, int, str | None, Iterable[Part]]] = []
+    for spec in layout.parameters:
+        rows, columns = as_matrix(spec.shape)
+        if codec.takes(rows, columns):
+            matrices.append((spec.offset, rows, columns, codec.name, codec.places(rows, columns)))
+        else:
+            matrices.append((spec.offset, rows, columns, None, (plain_part(planes, rows, columns),)))
+    return lay_out_parts(matrices)
+
+
+def plain_part(planes: PlaneSet, rows: int, columns: int) -> Part:
+    """Return the part of a matrix that lies as compute reads it."""
+    return Part(PLAIN, planes.compute_dtype, planes.weight.bytes_per_element, (rows, columns))
+
+
+def decoding_bytes(code: CodedUnit, codecs: Mapping[str, Codec]) -> int:
+    """Return the most that decoding a unit, one matrix after the other, allocates at once."""
+    return max((codecs[each.codec].decoding_bytes(each.rows, each.columns) for each in code.matrices if each.codec), default=0)

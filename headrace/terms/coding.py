@@ -1,0 +1,76 @@
+"""How a unit whose weights are coded lies as bytes: for each matrix its code and where its parts are. Values only.
+
+A code is of matrices, row by row: it makes *parts* of a matrix (codes, scales, row offsets), tensors of any size. All parts of
+a unit lie back to back, each from a border of 64 bytes, as they lie on the drive and cross the links; compute reads none of
+them, but the dense slot that is decoded from them. What no code takes (vectors, say) lies between them as compute reads it.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+
+from headrace.terms.layout import Plane
+from headrace.terms.sizes import PAGE_BYTES, round_up
+
+# Bytes from a multiple of which each part begins: a cache line, and what any dtype asks for.
+PART_ALIGNMENT = 64
+# The one part of what is not coded.
+PLAIN = "plain"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One tensor of a coded matrix. `dtype` is torch's name of it; `bytes_per_number` its size."""
+
+    name: str
+    dtype: str
+    bytes_per_number: int
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensor."""
+        return prod(self.shape) * self.bytes_per_number
+
+
+@dataclass(frozen=True, slots=True)
+class CodedMatrix:
+    """`rows` by `columns` weights from element `offset` of the dense slot, and their parts with the byte where each begins.
+
+    `codec` is the code's name, None where the one part is the weights as compute reads them.
+    """
+
+    offset: int
+    rows: int
+    columns: int
+    codec: str | None
+    parts: tuple[tuple[int, Part], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CodedUnit:
+    """The matrices of a unit in the order of its slot, and the bytes of all their parts, in whole pages."""
+
+    matrices: tuple[CodedMatrix, ...]
+    num_bytes: int
+
+    def plane(self, num_elements: int) -> Plane:
+        """Return the unit's bytes as a plane: one number, of all these bytes, for all elements."""
+        return Plane("coded", "uint8", self.num_bytes, num_elements)
+
+
+def as_matrix(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Return rows and columns of a parameter: a stack of matrices has the rows of all, a vector is one row."""
+    return (prod(shape[:-1]), shape[-1]) if shape else (1, 1)
+
+
+def lay_out_parts(matrices: Iterable[tuple[int, int, int, str | None, Iterable[Part]]]) -> CodedUnit:
+    """Return where the parts of `(offset, rows, columns, codec, parts)` lie, in that order."""
+    start, placed = 0, []
+    for offset, rows, columns, codec, parts in matrices:
+        at = []
+        for part in parts:
+            at.append((start, part))
+            start = round_up(start + part.num_bytes, PART_ALIGNMENT)
+        placed.append(CodedMatrix(offset, rows, columns, codec, tuple(at)))
+    return CodedUnit(tuple(placed), round_up(start, PAGE_BYTES))
