@@ -115,7 +115,7 @@ class CodecContract:
                 refused(lambda bad=bad: self.codec.encode(bad), f"a weight of {wrong}")
             for index, damaged in enumerate(self.damaged(parts)):
                 refused(
-                    lambda damaged=damaged, shape=(rows, columns): self.decoded(damaged, *shape, torch.bfloat16),
+                    lambda damaged=damaged, rows=rows, columns=columns: self.decoded(damaged, rows, columns, torch.bfloat16),
                     f"{rows} x {columns}, damage {index}",
                 )
 

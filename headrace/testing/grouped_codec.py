@@ -42,7 +42,8 @@ class GroupedCodec:
         """Multiply codes and scales in float32, and round to the dtype of `into`."""
         these = slice(rows.start, rows.stop)
         codes, scale = parts["codes"][these].float(), parts["scale"][these]
-        into.copy_((codes.unflatten(1, (-1, _GROUP)) * scale[..., None]).flatten(1))
+        groups = codes.view(len(rows), into.shape[1] // _GROUP, _GROUP)
+        into.copy_((groups * scale[..., None]).view(into.shape))
 
     def decoding_bytes(self, rows: int, columns: int) -> int:
         """Return the bytes of codes and products in float32."""
