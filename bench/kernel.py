@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from numpy.typing import DTypeLike, NDArray
 
-from headrace.machine.jit import JIT_OPTIONS
+from headrace.machine.jit import JIT_OPTIONS, full_width
 from headrace.store import checksum
 from headrace.terms.layout import GroupRange
 from headrace.update import (
@@ -35,7 +35,7 @@ from headrace.update import (
     Updater,
     square_sum,
 )
-from headrace.update.kernels import full_width, joined, lower_half, upper_half, widened
+from headrace.update.kernels import joined, lower_half, upper_half, widened
 from headrace.update.rules.adamw import AdamW, AdamWRule
 
 RULE = AdamW(beta1=0.9, beta2=0.95, eps=1e-8)

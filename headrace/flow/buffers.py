@@ -41,9 +41,9 @@ class _DeviceArena:
 class Buffers:
     """All buffers of a run. Index them with the slots of an operation.
 
-    `host_weights[slot]`, `states[slot]`, `gradients[slot]`, `stash[slot]`, `trained[unit]` are uint8 arrays; `accumulator` is a
-    torch tensor in the gradient's dtype on the device; `device_states[slot]` are uint8 tensors there, each for all planes and
-    the gradient of one chunk, and so are `sources[slot]`, of which weights are made.
+    `host_weights[slot]`, `states[slot]`, `gradients[slot]`, `stash[slot]`, `trained[unit]` are uint8 arrays.
+    On the device `device_states[slot]`, each for all planes and the gradient of one chunk, and `sources[slot]`, of which
+    weights are made, are uint8 tensors.
     """
 
     def __init__(self, plan: Plan, machine: Machine) -> None:
@@ -65,10 +65,8 @@ class Buffers:
         self.sources = self._take_compute("sources")
         self.device_states = self._take_compute("device_states")
         self.resident_weights = self._split_residents(self._take_compute("resident_weights")[0])
-        accumulators = self._take_compute("accumulator")
-        self.accumulator = (
-            accumulators[0].view(torch.float32 if plan.accumulate else self.gradient_dtype) if accumulators else None
-        )
+        summed = torch.float32 if plan.accumulate else self.gradient_dtype
+        self._accumulator = [each.view(summed) for each in self._take_compute("accumulator")]
         self._resident_accumulator = [each.view(torch.float32) for each in self._take_compute("resident_accumulator")]
 
     def stored(self, unit: int, slot: int) -> Bytes:
@@ -83,10 +81,18 @@ class Buffers:
             return self._device_weights[device_slot][: self.plan.units[unit].num_elements]
         return _as_tensor(self.stored(unit, host_slot), self.dtype)
 
-    def resident_accumulator(self, unit: int) -> torch.Tensor:
-        """Return the fp32 gradient accumulator of prologue or epilogue. Without tied weights both use the same memory."""
-        start = self.plan.units[0].gradient_elements if unit and self.plan.tied else 0
-        return self._resident_accumulator[0][start : start + self.plan.units[unit].gradient_elements]
+    def accumulator(self, unit: int) -> torch.Tensor | None:
+        """Return where backward sums a unit's gradient before it is drained; None where it is made in its host buffer at once.
+
+        A block's has the gradient's dtype where a step has one micro-batch, else fp32; those of prologue and epilogue have
+        fp32, and the same memory unless weights are tied.
+        """
+        plan = self.plan
+        if unit not in plan.ends and plan.gradient_in_place:
+            return None
+        whole = (self._resident_accumulator if unit in plan.ends else self._accumulator)[0]
+        start = plan.units[0].gradient_elements if unit in plan.ends and unit and plan.tied else 0
+        return whole[start : start + plan.units[unit].gradient_elements]
 
     def resident_host_weights(self, unit: int) -> Bytes:
         """Return where the host updates a resident unit's weights: in place, or in the staging buffer."""
@@ -121,10 +127,10 @@ class Buffers:
 
     def _take_gradients(self) -> dict[int, Bytes]:
         plan = self.plan
-        taken = dict(enumerate(self._take_host("gradients")))
+        taken, slot_of = dict(enumerate(self._take_host("gradients"))), plan.gradient_slot_of
         if resident := self._take_host("resident_gradient"):
             taken[plan.gradient_slots] = resident[0]
-        return taken | {plan.own_gradient_slot(unit): self._take_host(f"gradient.{unit}")[0] for unit in plan.held_in_memory}
+        return taken | {slot_of[unit]: self._take_host(f"gradient.{unit}")[0] for unit in plan.held_in_memory}
 
     def _split_residents(self, memory: torch.Tensor) -> dict[int, torch.Tensor]:
         flat, start, parts = memory.view(self.dtype), 0, {}

@@ -146,7 +146,7 @@ class _Bound:
     """A unit's parameters as views of the slot that compute reads, while in the context; with `gradients`, the wire catches
     those into the accumulator, if anything of the unit is trained.
 
-    In the direct case (one micro-batch, no separate device) the accumulator is the drained gradient's own buffer.
+    Where gradients are made in place, the accumulator is the drained gradient's own buffer.
     """
 
     def __init__(self, state: StepState, op: Op, unit: int, *, gradients: bool) -> None:
@@ -180,12 +180,9 @@ class _Bound:
         return buffers.computed(self._unit, self._op.slot(Pool.HOST_WEIGHTS), self._op.slot(Pool.DEVICE_WEIGHTS))
 
     def _accumulator(self) -> torch.Tensor:
-        buffers, plan = self._state.parts.buffers, self._state.plan
-        if self._unit in plan.ends:
-            return buffers.resident_accumulator(self._unit)
-        if buffers.accumulator is not None:
-            return buffers.accumulator[: plan.units[self._unit].gradient_elements]
-        return buffers.gradient_tensor(self._unit, self._op.slot(Pool.GRADIENT))
+        buffers = self._state.parts.buffers
+        accumulator = buffers.accumulator(self._unit)
+        return buffers.gradient_tensor(self._unit, self._op.slot(Pool.GRADIENT)) if accumulator is None else accumulator
 
 
 def _aside_gradients(state: StepState) -> None:

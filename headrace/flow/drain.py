@@ -4,7 +4,6 @@ import math
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from headrace.flow.step_state import StepState
@@ -21,7 +20,7 @@ _DEVICE_CONVERT_ELEMENTS = 4 << 20
 def drain(state: StepState, op: Op) -> None:
     """Bring a unit's gradient into its host buffer in the drained dtype, zero what got none, and take its square sum."""
     parts, plan = state.parts, state.plan
-    accumulator = _accumulator(state, op.unit)
+    accumulator = parts.buffers.accumulator(op.unit)
     slot = op.slot(Pool.GRADIENT)
     gradient = parts.buffers.gradient(op.unit, slot)
     if accumulator is not None:
@@ -79,13 +78,6 @@ def _decide(state: StepState) -> None:
         # Updates that run already took a factor of 1 for granted; from here on they stop, and the engine takes them back.
         verdict.missed = state.plan.update_policy == "speculative"
         verdict.gradient_scale *= factor
-
-
-def _accumulator(state: StepState, unit: int) -> torch.Tensor | None:
-    buffers = state.parts.buffers
-    if unit in state.plan.ends:
-        return buffers.resident_accumulator(unit)
-    return None if buffers.accumulator is None else buffers.accumulator[: state.plan.units[unit].gradient_elements]
 
 
 def _zero_the_rest(state: StepState, unit: int, gradient: NDArray[Any]) -> None:

@@ -1,4 +1,4 @@
-"""Functions compiled by numba at their first call: the loops of update and checksum.
+"""Functions compiled by numba at their first call: the loops of update and checksum, and what they have in common.
 
 Invariant: where no directory for machine code can be written (a read-only installation without a home directory), functions are
 compiled in each process anew; importing them never fails.
@@ -7,7 +7,8 @@ compiled in each process anew; importing them never fails.
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from numba import njit
+from numba import njit, types
+from numba.extending import intrinsic
 
 _Loop = TypeVar("_Loop", bound=Callable[..., Any])
 
@@ -25,3 +26,19 @@ def compiled(loop: _Loop) -> _Loop:
     except RuntimeError:  # no directory to write to
         machine_code = njit(**JIT_OPTIONS)(loop)
     return machine_code
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def full_width(context: Any) -> Any:
+    """Ask for the widest registers there are, in the function that calls this.
+
+    LLVM keeps to half of them on several processors with AVX-512, for the sake of code that has few such loops. Measured on one
+    (docs/log/update-kernel): the update gets 0.88 to 0.95 of the stream instead of 0.70 to 0.90.
+    """
+
+    def lower(ctx: Any, builder: Any, sig: Any, args: Any) -> Any:
+        # llvmlite's own `add` takes attributes without a value only; what is in the set it writes as it stands.
+        set.add(builder.function.attributes, '"prefer-vector-width"="512"')
+        return ctx.get_dummy_value()
+
+    return types.none(), lower

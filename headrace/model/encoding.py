@@ -1,13 +1,13 @@
 """Between stored weights (BF16, F16, F32) and the planes of a unit, without losing a bit that the planes can hold.
 
-bfloat16 planes hold a float32 master exactly as `(hi << 16) + lo` in integer arithmetic, `hi` rounded half away from zero
-(as in `update/tensors.py`), so a bfloat16 source is copied and a float32 source comes back as it was. Arrays may be views of
-any shape.
+bfloat16 planes hold a float32 master exactly (`terms.split_master`), so a bfloat16 source is copied and a float32 source comes
+back as it was. Arrays may be views of any shape.
 """
 
 import numpy as np
 
 from headrace.terms.errors import ModelError
+from headrace.terms.split_master import joined, lower_half, upper_half
 
 
 def float32_of(stored: np.ndarray, dtype: str) -> np.ndarray:
@@ -48,11 +48,11 @@ def put(stored: np.ndarray, dtype: str, weight: np.ndarray, master: np.ndarray |
 def _put_split(values: np.ndarray, hi: np.ndarray, lo: np.ndarray | None) -> None:
     # astype, not view: the values may be a scalar or not contiguous
     bits = np.ascontiguousarray(values).view(np.uint32)
-    upper = (bits + np.uint32(0x8000)) >> np.uint32(16)
+    upper = upper_half(bits)
     _refuse(values, (upper & np.uint32(0x7F80)) == 0x7F80, "a value beyond the range of bfloat16")
     hi[...] = upper.reshape(hi.shape)
     if lo is not None:
-        lo[...] = (bits - (upper << np.uint32(16))).view(np.int32).reshape(lo.shape)
+        lo[...] = lower_half(bits, upper).view(np.int32).reshape(lo.shape)
 
 
 def take(weight: np.ndarray, master: np.ndarray | None, dtype: str) -> np.ndarray:
@@ -73,7 +73,7 @@ def _master_of(weight: np.ndarray, master: np.ndarray | None) -> np.ndarray:
         return weight.astype(np.float32, copy=False)
     if weight.dtype != np.uint16:
         return master
-    bits = (weight.astype(np.uint32) << np.uint32(16)) + master.astype(np.int32).view(np.uint32)
+    bits: np.ndarray = joined(weight.astype(np.uint32), master.astype(np.int32).view(np.uint32))
     return bits.view(np.float32)
 
 

@@ -62,7 +62,7 @@ def buffer_groups(plan: Plan) -> dict[str, BufferGroup]:
         if num_bytes := plan.trained_bytes(unit):
             groups[f"trained.{unit}"] = BufferGroup("host", "weights", 1, num_bytes)
     largest = plan.largest_gradient_elements
-    if largest and (plan.accumulate or plan.separate_device):
+    if largest and not plan.gradient_in_place:
         groups["accumulator"] = BufferGroup(compute_tier, "gradients", 1, largest * (4 if plan.accumulate else gradient))
     held = plan.held_in_memory
     for unit in held:
@@ -134,18 +134,16 @@ def stash_offset(plan: Plan, block: int, micro: int) -> int:
 
 def held_scratch_bytes(plan: Plan) -> int:
     """Return the bytes of all held gradients on the SSD."""
-    return sum(held_gradient_bytes(plan, unit) for unit in range(len(plan.units)))
+    return sum(held_gradient_bytes(plan, unit) for unit in plan.held_on_ssd)
 
 
 def held_gradient_offset(plan: Plan, unit: int) -> int:
     """Return where a unit's held gradient lies in the scratch space: after the block inputs."""
-    return stash_scratch_bytes(plan) + sum(held_gradient_bytes(plan, other) for other in range(unit))
+    return stash_scratch_bytes(plan) + sum(held_gradient_bytes(plan, other) for other in plan.held_on_ssd if other < unit)
 
 
 def held_gradient_bytes(plan: Plan, unit: int) -> int:
-    """Return the bytes that a unit's gradient takes on the SSD, in whole pages: none if it is not held there."""
-    if plan.held_gradients != "ssd" or not plan.is_held(unit):
-        return 0
+    """Return the bytes that the gradient of a unit that is held there takes on the SSD, in whole pages."""
     return round_up(plan.gradient_bytes(unit), PAGE_BYTES)
 
 

@@ -219,20 +219,35 @@ class Plan:
         """Bytes of the hidden states of one micro-batch."""
         return self.micro_batch_sequences * self.sequence_length * self.hidden_size_bytes
 
-    def is_held(self, unit: int) -> bool:
-        """Whether the gradient of `unit` is kept until the step's verdict is known."""
-        return unit in self.late_units or (self.update_policy != "immediate" and not self.units[unit].is_far)
+    @property
+    def gradient_in_place(self) -> bool:
+        """Whether backward makes a block's gradient where it is drained to: one micro-batch, and no separate device."""
+        return not self.accumulate and not self.separate_device
+
+    @property
+    def held_units(self) -> tuple[int, ...]:
+        """The units whose gradients are kept until the step's verdict is known, in tier `held_gradients`."""
+        late = frozenset(self.late_units)
+        return tuple(unit for unit in self.updated_units if self.update_policy != "immediate" or unit in late)
 
     @property
     def held_in_memory(self) -> tuple[int, ...]:
-        """The units that have a buffer of their own for their gradient."""
-        if self.held_gradients != "host":
-            return ()
-        return self.updated_units if self.update_policy != "immediate" else tuple(sorted(self.late_units))
+        """Those of them that wait in host memory: each has a buffer of its own."""
+        return self.held_units if self.held_gradients == "host" else ()
 
-    def own_gradient_slot(self, unit: int) -> int:
-        """Return the number of the buffer that `unit` has for its gradient: after the ring's and the resident units'."""
-        return self.gradient_slots + 1 + unit
+    @property
+    def held_on_ssd(self) -> tuple[int, ...]:
+        """Those of them that wait on the SSD."""
+        return self.held_units if self.held_gradients == "ssd" else ()
+
+    @property
+    def gradient_slot_of(self) -> dict[int, int]:
+        """The drained-gradient buffer of each unit that always has the same one; the others take turns in `gradient_slots`.
+
+        Resident units share one buffer, unless their gradient has its own.
+        """
+        shared = dict.fromkeys(self.resident_units, self.gradient_slots)
+        return shared | {unit: self.gradient_slots + 1 + unit for unit in self.held_in_memory}
 
     @property
     def device_state_slots(self) -> int:

@@ -11,9 +11,10 @@ Invariant: the compiled kernel equals the NumPy reference for every input.
 from typing import Any
 
 import numpy as np
+from numba.extending import register_jitable
 from numpy.typing import NDArray
 
-from headrace.machine.jit import compiled
+from headrace.machine.jit import JIT_OPTIONS, compiled, full_width
 
 _ODD = np.uint64(0x9E3779B97F4A7C15)
 _MIX = np.uint64(0xD6E8FEB86659FD93)
@@ -37,13 +38,20 @@ def checksum_reference(data: NDArray[Any]) -> int:
     return int(np.sum(mixed * weights, dtype=np.uint64))
 
 
-@compiled
-def _sum_words(words: Words) -> np.uint64:
-    total = np.uint64(0)
-    weight = _ODD
+@register_jitable(**JIT_OPTIONS)  # type: ignore[untyped-decorator]
+def add_words(words: Any, first: Any, total: Any) -> Any:
+    """Return `total` plus what words `first, first + 1, ...` of a buffer add to its checksum. Loops of the update inline it."""
+    full_width()
+    weight = (_TWO * np.uint64(first) + np.uint64(1)) * _ODD
     step = _ODD + _ODD  # wraps, as everything here
     for index in range(words.size):
         mixed = words[index] * _MIX
         total += (mixed ^ (mixed >> _HALF)) * weight
         weight += step
+    return total
+
+
+@compiled
+def _sum_words(words: Words) -> np.uint64:
+    total: np.uint64 = add_words(words, np.uint64(0), np.uint64(0))
     return total

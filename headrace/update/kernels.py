@@ -1,4 +1,4 @@
-"""Numbers of the planes, element by element (the split master, casts), and the compiled loops that need no rule: square sums.
+"""Numbers of the planes, element by element (split master, casts), and the compiled loops that need no rule: square sums.
 
 For whom: `norm`, which checks what it is given, and `loops`, which puts these numbers together with a rule's arithmetic.
 Nothing is checked here, and an index out of range would corrupt memory. Not here: threads. A loop runs on one core without the
@@ -20,30 +20,15 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 from numba.extending import intrinsic
 
-from headrace.machine.jit import compiled
+from headrace.machine.jit import compiled, full_width
 from headrace.terms.layout import UNIT_ALIGNMENT
+from headrace.terms.split_master import QUIET_NAN_BITS
 
 # A block of the square sum: the largest length that divides every chunk a unit can be cut into.
 BLOCK_ELEMENTS = UNIT_ALIGNMENT
 # Independent fp64 accumulators of a block. Fixed, not the register width, so that the sum is the same on every machine;
 # 64 hide the latency of an addition whose operand travels through the first-level cache.
 LANES = 64
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def full_width(context: Any) -> Any:
-    """Ask for the widest registers there are, in the function that calls this.
-
-    LLVM keeps to half of them on several processors with AVX-512, for the sake of code that has few such loops. Measured on one
-    (docs/log/update-kernel): the update gets 0.88 to 0.95 of the stream instead of 0.70 to 0.90.
-    """
-
-    def lower(ctx: Any, builder: Any, sig: Any, args: Any) -> Any:
-        # llvmlite's own `add` takes attributes without a value only; what is in the set it writes as it stands.
-        set.add(builder.function.attributes, '"prefer-vector-width"="512"')
-        return ctx.get_dummy_value()
-
-    return types.none(), lower
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -54,12 +39,12 @@ def as_float(context: Any, bits: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def joined(context: Any, hi: Any, lo: Any) -> Any:
-    """Return the float32 whose bits are `(hi << 16) + lo`."""
+    """Return the float32 that `hi` and `lo` are the halves of."""
 
     # Written in LLVM's language because numba widens every integer operation to 64 bits, which halves the vector width.
     def lower(ctx: Any, builder: Any, sig: Any, args: Any) -> Any:
         word = ir.IntType(32)
-        high = builder.shl(builder.zext(args[0], word), ir.Constant(word, 16))
+        high = builder.bitcast(_lower_from_bfloat16(ctx, builder, sig, args), word)
         return builder.bitcast(builder.add(high, builder.sext(args[1], word)), ir.FloatType())
 
     return types.float32(types.uint16, types.int16), lower
@@ -79,7 +64,7 @@ def upper_half(context: Any, value: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def lower_half(context: Any, value: Any) -> Any:
-    """Return what `upper_half` leaves of a float32: `bits - (hi << 16)`, which is the lower half of its bits read as int16."""
+    """Return what `upper_half` leaves of a float32: the lower half of its bits, read as int16."""
 
     def lower(ctx: Any, builder: Any, sig: Any, args: Any) -> Any:
         return builder.trunc(builder.bitcast(args[0], ir.IntType(32)), ir.IntType(16))
@@ -148,10 +133,10 @@ def widened(context: Any, element: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def not_nan(context: Any, value: Any) -> Any:
-    """Return `value`, or the quiet NaN 0x7FC00000 for any NaN: a larger payload would round to minus zero in bfloat16."""
+    """Return `value`, or the quiet NaN for any NaN: a larger payload would round to minus zero in bfloat16."""
 
     def lower(ctx: Any, builder: Any, sig: Any, args: Any) -> Any:
-        quiet = builder.bitcast(ir.Constant(ir.IntType(32), 0x7FC00000), ir.FloatType())
+        quiet = builder.bitcast(ir.Constant(ir.IntType(32), QUIET_NAN_BITS), ir.FloatType())
         return builder.select(builder.fcmp_unordered("uno", args[0], args[0]), quiet, args[0])
 
     return types.float32(types.float32), lower

@@ -31,17 +31,17 @@ from numba.np.arrayobj import make_array
 from numba.np.unsafe.ndarray import to_fixed_tuple
 from torch import Tensor
 
-from headrace.machine.jit import JIT_OPTIONS, compiled
-from headrace.terms import layout
+from headrace.machine import jit
+from headrace.machine.jit import JIT_OPTIONS, compiled, full_width
+from headrace.store.checksum import add_words
+from headrace.terms import layout, split_master
 from headrace.update import kernels
-from headrace.update.kernels import full_width, joined, lower_half, narrowed_float16, not_nan, upper_half, widened
+from headrace.update.kernels import joined, lower_half, narrowed_float16, not_nan, upper_half, widened
 from headrace.update.tensors import Noise
 
 # Elements that are updated and then summed up for their checksums: 448 KiB with two float32 states and the gradient, for a
 # second-level cache.
 SUMMED_ELEMENTS = 32768
-# The constants of `store.checksum`, whose loop is here once more: the sum must be compiled into the loops that need it.
-CHECKSUM_ODD, CHECKSUM_MIX = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD6E8FEB86659FD93)
 
 # Loops run over strips, a cache line of the narrowest plane, and ask for what they will need so far ahead: a processor's own
 # prefetching ends with each page of each array. Measured of two states (docs/log/update-kernel): 1.1 times as fast; 128 to
@@ -103,7 +103,7 @@ def summed_loop(arithmetic: Callable[..., Any], num_scalars: int) -> Loop:
     A pass of its own would read from memory again what the caches hold now, at a quarter of the speed. `first_words` has the
     index of each plane's first word in what is written; `totals` (uint64) are added to: of the weights, and of all states.
     """
-    digest = _digest(arithmetic)
+    digest = _digest(arithmetic, add_words)
 
     @compiled
     def loop(gradient: Any, k: Any, first_words: Any, totals: Any, *planes: Any) -> None:
@@ -148,7 +148,7 @@ def _digest(*functions: Callable[..., Any]) -> str:
     """Return what changes with any source that a loop of `functions` inlines: this module's, and those that the functions
     stand in. What a rule's arithmetic calls must stand in its own file, or in `kernels`.
     """
-    files = {Path(str(module.__file__)) for module in (layout, kernels)} | {Path(__file__)}
+    files = {Path(str(module.__file__)) for module in (jit, layout, split_master, kernels)} | {Path(__file__)}
     hasher = hashlib.blake2b(digest_size=16)
     for function in functions:
         file = Path(function.__code__.co_filename)
@@ -306,16 +306,3 @@ def _sum_typed(planes: Any, place: Any, start: Any, stop: Any, first_words: Any,
         _sum(planes[1:], place + 1, start, stop, first_words, totals)
 
     return some if len(planes) else none
-
-
-@inlined
-def add_words(words: Any, first: Any, total: Any) -> Any:
-    """Return `total` plus what words `first, first + 1, ...` of a buffer add to its checksum."""
-    full_width()
-    weight = (np.uint64(2) * np.uint64(first) + np.uint64(1)) * CHECKSUM_ODD
-    step = CHECKSUM_ODD + CHECKSUM_ODD  # wraps, as everything here
-    for i in range(words.size):
-        mixed = words[i] * CHECKSUM_MIX
-        total += (mixed ^ (mixed >> np.uint64(32))) * weight
-        weight += step
-    return total

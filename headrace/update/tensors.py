@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace.terms.errors import ConfigError
-
-QUIET_NAN_BITS = 0x7FC00000
+from headrace.terms.split_master import QUIET_NAN_BITS, joined, lower_half, upper_half
 
 States = tuple[Tensor, ...]
 
@@ -51,15 +50,21 @@ def root_of(v: Tensor) -> Tensor:
 
 
 def join(hi: Tensor, lo: Tensor) -> Tensor:
-    """Return the fp32 master whose bits are `(hi << 16) + lo`."""
-    return ((hi.view(torch.int16).to(torch.int32) << 16) + lo.to(torch.int32)).view(torch.float32)
+    """Return the fp32 master of which these are the halves."""
+    bits: Tensor = joined(hi.view(torch.int16).to(torch.int32), lo.to(torch.int32))
+    return bits.view(torch.float32)
+
+
+def rounded_bits(values: Tensor) -> Tensor:
+    """Return the bits of fp32 `values` (int32) that are rounded to bfloat16: any NaN is made the quiet NaN."""
+    return values.view(torch.int32).masked_fill(values != values, QUIET_NAN_BITS)
 
 
 def split(master: Tensor) -> tuple[Tensor, Tensor]:
-    """Return `(hi, lo)`, both int16, of an fp32 `master`: `hi` rounded half away from zero, NaN made the quiet NaN."""
-    bits = master.view(torch.int32).masked_fill(master != master, QUIET_NAN_BITS)
-    high = (bits + 0x8000) >> 16
-    return high.to(torch.int16), (bits - (high << 16)).to(torch.int16)
+    """Return `(hi, lo)`, both int16, of an fp32 `master`."""
+    bits = rounded_bits(master)
+    high = upper_half(bits)
+    return high.to(torch.int16), lower_half(bits, high).to(torch.int16)
 
 
 def update_tensors(

@@ -10,10 +10,11 @@ from update_planes import COMPUTE_DTYPES, STEP, adamw, gradient_of, ordinary, sa
 
 from headrace.machine.jit import compiled
 from headrace.store import checksum_reference
+from headrace.store.checksum import add_words
 from headrace.terms.errors import ConfigError
 from headrace.terms.layout import UNIT_ALIGNMENT, GroupRange
 from headrace.update import GRADIENT_DTYPES, Summing, Updater
-from headrace.update.loops import SUMMED_ELEMENTS, add_words
+from headrace.update.loops import SUMMED_ELEMENTS
 from headrace.update.rules.adamw import adamw_planes
 
 sum_words = compiled(add_words)  # as a loop of its own

@@ -52,13 +52,14 @@ def build_tail(plan: Plan, before: Snapshot) -> tuple[Program, Snapshot]:
 
 def redo(plan: Plan) -> Snapshot:
     """Return what is left after a step was taken back whose gradients are held still: every update is to be done again."""
-    held = sorted((_held_buffer(plan, unit), unit) for unit in plan.updated_units)
+    held = sorted((where, unit) for unit, where in _held_at(plan).items())
     return Snapshot(tuple(Known(where, unit, (), ()) for where, unit in held))
 
 
-def _held_buffer(plan: Plan, unit: int) -> int:
-    """Return where the gradient of `unit` waits for a late update: with it in `contents`, the update is still to be done."""
-    return (_GRADIENT + plan.own_gradient_slot(unit)) if plan.held_gradients == "host" else _HELD + unit
+def _held_at(plan: Plan) -> dict[int, int]:
+    """Return by unit where its gradient waits for a late update: with the unit in `contents`, that is still to be done."""
+    on_ssd, slot_of = {unit: _HELD + unit for unit in plan.held_on_ssd}, plan.gradient_slot_of
+    return on_ssd | {unit: _GRADIENT + slot_of[unit] for unit in plan.held_in_memory}
 
 
 class _Training(Weights):
@@ -68,13 +69,13 @@ class _Training(Weights):
         super().__init__(plan, before)
         self.num_micro, self.durable = num_micro, durable
         units = range(len(plan.units))
-        # As sets: looked into for each unit.
-        self.held_in_memory, self.late = frozenset(plan.held_in_memory), frozenset(plan.late_units)
+        # As sets and mappings: looked into for each unit.
+        self.held_at, self.held_on_ssd, self.late = _held_at(plan), frozenset(plan.held_on_ssd), frozenset(plan.late_units)
+        self.gradient_slot_of = plan.gradient_slot_of
         self.ends, self.trained = frozenset(plan.ends), frozenset(plan.trained_units)
         self.resident_states, self.staying = frozenset(plan.resident_states), frozenset(plan.staying_weights)
-        self.pending = frozenset(unit for unit in units if self.contents.get(_held_buffer(plan, unit)) == unit)
-        # Where backward makes a block's gradient.
-        self.gradient_in_place = not plan.accumulate and not plan.separate_device
+        self.pending = frozenset(unit for unit, where in self.held_at.items() if self.contents.get(where) == unit)
+        self.gradient_in_place = plan.gradient_in_place
         self.state_turn = self.gradient_turn = self.stash_turn = self.device_state_turn = 0
         self.every = plan.device_update_every if plan.device_state_slots else 0
         self.known_sizes: dict[tuple[int, bool], ChunkBytes] = {}
@@ -244,13 +245,11 @@ class _Training(Weights):
     # -- gradients ------------------------------------------------------------------------------------------------------
 
     def gradient_slot(self, unit: int) -> int:
-        """Return the drained-gradient buffer of `unit`: its own, the resident units', or the next of a ring."""
-        if unit in self.held_in_memory:
-            return _GRADIENT + self.plan.own_gradient_slot(unit)
-        if unit in self.residents:
-            return _GRADIENT + self.plan.gradient_slots
-        slot = self.gradient_turn
-        self.gradient_turn = (slot + 1) % self.plan.gradient_slots
+        """Return the drained-gradient buffer of `unit`: the one that it always has, or the next of the ring."""
+        slot = self.gradient_slot_of.get(unit, -1)
+        if slot < 0:
+            slot = self.gradient_turn
+            self.gradient_turn = (slot + 1) % self.plan.gradient_slots
         return _GRADIENT + slot
 
     def drain(self, unit: int, gradient: int, host: int = -1) -> None:
@@ -263,10 +262,10 @@ class _Training(Weights):
             op(Verb.PUSH, Lane.NIC_UP, (gradient,), (FAR + unit,), unit=unit, num_bytes=num_bytes)
             self.forget_everywhere(unit)
             return
-        if self.plan.held_gradients == "ssd" and self.plan.is_held(unit):
+        if unit in self.held_on_ssd:
             op(Verb.HOLD, Lane.SSD_WRITE, (gradient,), (_HELD + unit,), unit=unit, num_bytes=num_bytes)
         if unit in self.late:
-            self.contents[_held_buffer(self.plan, unit)] = unit
+            self.contents[self.held_at[unit]] = unit
         else:
             self.update(unit, gradient, host, late=False)
 
@@ -279,10 +278,10 @@ class _Training(Weights):
         if host < 0 and unit not in self.residents and unit in self.in_place:
             host = self.fetch(unit)
         gradient = self.gradient_slot(unit)
-        if self.plan.held_gradients == "ssd":
+        if unit in self.held_on_ssd:
             reads, num_bytes = (_HELD + unit,), self.gradient_bytes[unit]
             self.ledger.op(Verb.UNHOLD, Lane.SSD_READ, reads, (gradient,), unit=unit, late=True, num_bytes=num_bytes)
-        del self.contents[_held_buffer(self.plan, unit)]
+        del self.contents[self.held_at[unit]]
         self.update(unit, gradient, host, late=True)
 
     def update(self, unit: int, gradient: int, host: int, *, late: bool) -> None:

@@ -23,10 +23,11 @@ from numba import types
 from numba.extending import intrinsic
 from torch import Tensor
 
+from headrace.machine.jit import full_width
 from headrace.terms.layout import Plane
-from headrace.update.kernels import as_float, full_width, not_nan, widened
+from headrace.update.kernels import as_float, not_nan, widened
 from headrace.update.loops import TILE_ELEMENTS, StateCode, inlined
-from headrace.update.tensors import QUIET_NAN_BITS, Noise, root_of
+from headrace.update.tensors import Noise, root_of, rounded_bits
 
 # Parameters that share one scale where moments have 8 bits (Dettmers et al. 2022, section 2: small blocks contain outliers).
 MOMENT_BLOCK_ELEMENTS = TILE_ELEMENTS
@@ -350,8 +351,7 @@ def _as_fraction(half: Tensor) -> Tensor:
 
 
 def _to_bfloat16(values: Tensor, half: Tensor) -> Tensor:
-    bits = values.view(torch.int32).masked_fill(values != values, QUIET_NAN_BITS)
-    return ((bits + half) >> 16).to(torch.int16)
+    return ((rounded_bits(values) + half) >> 16).to(torch.int16)
 
 
 # By the names of `MOMENTS`: None for those that are kept as they are.
