@@ -18,6 +18,7 @@ MOST_PERCENT = {
     "bench": 6,
     "cli": 24,
     "codec": 4,
+    "compress": 8,
     "crash": 8,
     "data": 6,
     "demo": 4,

@@ -17,6 +17,7 @@ from headrace.cli.option_parameters import with_options
 from headrace.cli.plain_errors import INTERRUPTED, leave, plain_usage_errors, plainly
 from headrace.cli.reporting import report
 from headrace.cli.streams import guarded_streams
+from headrace.terms.compress_options import CompressOptions
 from headrace.terms.options import Options, RunOptions
 
 app = typer.Typer(
@@ -92,6 +93,20 @@ def export(
 
     export_run(run_directory, out)
     typer.echo(f"wrote {out}")
+
+
+@app.command()
+@plainly
+@with_options(each for each in CompressOptions.declarations() if each.key not in ("model", "output"))
+def compress(
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="Model directory.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to write; must not exist.")],
+    **given: Any,
+) -> None:
+    """Write a model with smaller weights, block by block. The same command goes on where it was stopped or killed."""
+    from headrace.cli.compressing import compress_model
+
+    compress_model(model, out, given)
 
 
 @app.command()

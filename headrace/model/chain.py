@@ -225,6 +225,11 @@ class Chain:
                 f"products of {self.compute_dtype} are computed in float32: this processor has no instructions for them",
             )
 
+    def run_experts_one_by_one(self) -> None:
+        """Have the model multiply with each expert by itself from here on, where it knows other ways, too."""
+        if hasattr(self.model, "set_experts_implementation"):
+            self.model.set_experts_implementation("eager")
+
     def arithmetic(self) -> contextlib.AbstractContextManager[object]:
         """Return the context in which everything of the chain is to be run, backward included."""
         return WideProducts() if self.wide_products else contextlib.nullcontext()

@@ -39,7 +39,9 @@ _SHARD_BYTES = 5 * 10**9
 def export_bytes(checkpoint: Checkpoint, shard_bytes: int = _SHARD_BYTES) -> int:
     """Return the bytes of the files that an export of what came from `checkpoint` has, but for an index and notes."""
     shards = plan_shards(list(checkpoint.tensors.values()), shard_bytes)
-    copied = [each for path in _copied(checkpoint.directory) for each in (path, *path.rglob("*")) if each.is_file()]
+    copied = [
+        each for path in files_beside_weights(checkpoint.directory) for each in (path, *path.rglob("*")) if each.is_file()
+    ]
     return sum(map(shard_file_bytes, shards)) + sum(path.stat().st_size for path in copied)
 
 
@@ -89,7 +91,7 @@ class Exporter:
             with appearing(place) as partial:
                 self._check_space(partial)
                 self._write_weights(partial)
-                _copy_files(self._weights.checkpoint.directory, partial)
+                copy_files(self._weights.checkpoint.directory, partial)
                 for name, text in self._notes.items():
                     (partial / name).write_text(text, encoding="utf-8")
         except OSError as error:
@@ -116,7 +118,7 @@ class Exporter:
 
     def _write_weights(self, directory: Path) -> None:
         weights, layouts = self._weights, self._chain.layouts
-        keys = [[stored for _, stored in _keys_of(weights, layout)] for layout in layouts]
+        keys = [[stored for _, stored in stored_keys(weights, layout)] for layout in layouts]
         copied = [*weights.buffers.values(), *weights.unused]
         order = [key for unit in keys for key in unit] + copied
         tensors = [weights.checkpoint.tensors[key] for key in order]
@@ -125,7 +127,7 @@ class Exporter:
             for unit, layout in enumerate(layouts):
                 planes = self._read_unit(unit)
                 made: dict[str, np.ndarray] = {}
-                for source, key in _keys_of(weights, layout):
+                for source, key in stored_keys(weights, layout):
                     stored = weights.checkpoint.tensors[key]
                     if planes is None:
                         writer.write(key, read_bytes(stored))
@@ -141,7 +143,7 @@ class Exporter:
             writer.close()
 
 
-def _keys_of(weights: WeightMap, layout: UnitLayout) -> Iterator[tuple[Piece | Conversion, str]]:
+def stored_keys(weights: WeightMap, layout: UnitLayout) -> Iterator[tuple[Piece | Conversion, str]]:
     """Yield where each stored tensor of a unit comes from, in the order in which it is written."""
     names = {spec.name for spec in layout.parameters}
     for spec in layout.parameters:
@@ -189,7 +191,7 @@ def _dtype(weights: WeightMap, key: str) -> str:
     return weights.checkpoint.tensors[key].dtype
 
 
-def _copied(source: Path) -> list[Path]:
+def files_beside_weights(source: Path) -> list[Path]:
     """Return configuration, tokenizer, chat template and licence; no weights, no index."""
     return [
         path
@@ -198,9 +200,10 @@ def _copied(source: Path) -> list[Path]:
     ]
 
 
-def _copy_files(source: Path, target: Path) -> None:
-    for path in _copied(source):
+def copy_files(source: Path, target: Path) -> None:
+    """Copy what lies beside the weights of a model directory, over what is there."""
+    for path in files_beside_weights(source):
         if path.is_dir():
-            shutil.copytree(path, target / path.name)
+            shutil.copytree(path, target / path.name, dirs_exist_ok=True)
         else:
             shutil.copyfile(path, target / path.name)

@@ -98,7 +98,7 @@ class OneOf(Kind):
         """Return the name."""
         name = self.others.get(value, value) if isinstance(value, str) else None
         if name not in self.names:
-            raise _wrong(key, f"{', '.join(self.names[:-1])} or {self.names[-1]}", value)
+            raise _wrong(key, " or ".join(part for part in (", ".join(self.names[:-1]), self.names[-1]) if part), value)
         return str(name)
 
 

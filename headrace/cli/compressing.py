@@ -1,0 +1,25 @@
+"""`compress` and `decompress`: from words to options, and what is said of the work.
+
+Invariant: a stop is said with how to go on.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from headrace.cli.environment import cache_directory
+from headrace.cli.plain_errors import INTERRUPTED, leave
+from headrace.cli.screen import show
+from headrace.terms.compress_options import CompressOptions
+
+
+def compress_model(model: Path, out: Path, options: Mapping[str, Any]) -> None:
+    """Compress `model` into `out`; a stop signal ends the process with 130."""
+    wanted = CompressOptions.of({"cache": cache_directory(), **options, "model": model, "output": out})
+
+    from headrace.runs.compression import compress, result_table  # late, because it imports the model library
+
+    try:
+        show(result_table(compress(wanted, say=show)))
+    except KeyboardInterrupt:
+        leave("interrupted; the same command goes on after the last block that is done", INTERRUPTED)

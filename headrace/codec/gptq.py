@@ -1,0 +1,109 @@
+"""GPTQ: round the columns of a matrix one after the other, and let the columns that are still to come make up for the error.
+
+What is kept small is the error of products, ||(Q - W) X||^2 = trace (Q - W) H (Q - W)^T with H = X X^T (Frantar et al. 2023,
+section 3). Matrices of one shape are rounded together: experts come by the hundred (QMoE, section 3.2).
+Invariants: the result depends neither on how many columns are a block, nor on what else is in the batch; and with H = I it is
+plain rounding, bit for bit.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headrace.codec.grids import Grid
+
+_BLOCK_COLUMNS = 128
+_LEAST_DAMPING = 1e-6
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """Matrices on a grid: codes (n, rows, columns) uint8, and sides (n, rows, groups, numbers) in the dtype of the weights.
+
+    `failed` are the matrices whose H was not positive definite, which were rounded plainly.
+    """
+
+    grid: Grid
+    codes: Tensor
+    sides: Tensor
+    failed: tuple[int, ...] = ()
+
+    @property
+    def values(self) -> Tensor:
+        """What the codes stand for, (n, rows, columns)."""
+        num, rows, columns = self.codes.shape
+        grouped = self.codes.view(num, rows, self.sides.shape[2], -1)
+        return self.grid.values(grouped, self.sides).view(num, rows, columns)
+
+
+def gptq(weights: Tensor, hessians: Tensor, grid: Grid, *, block_columns: int = _BLOCK_COLUMNS) -> Rounded:
+    """Return `weights` (n, rows, columns) on `grid`, for products with inputs whose `hessians` are (n, columns, columns).
+
+    Both are float32 or float64. The number of columns must be a multiple of the grid's group.
+    """
+    weights = weights.clone()
+    columns = weights.shape[2]
+    group = grid.group or columns
+    if grid.group:  # so that a group that is fitted has had all corrections from columns before it
+        block_columns = -(-max(block_columns, group) // group) * group
+    factor, failed = inverse_factor(hessians, grid.damping)
+    diagonal = factor.diagonal(dim1=-2, dim2=-1)
+    importance = (diagonal.amin(dim=-1, keepdim=True) / diagonal) ** 2
+    codes = torch.empty(weights.shape, dtype=torch.uint8, device=weights.device)
+    sides = [] if grid.group else [grid.fit(weights, importance)]
+    for start in range(0, columns, block_columns):
+        stop = min(start + block_columns, columns)
+        block, errors = weights[:, :, start:stop].clone(), torch.empty_like(weights[:, :, start:stop])
+        for at in range(stop - start):
+            if grid.group and (start + at) % group == 0:
+                of_group = slice(start + at, start + at + group)
+                sides.append(grid.fit(block[:, :, at : at + group], importance[:, of_group]))
+            column = block[:, :, at : at + 1]
+            chosen = grid.round(column, sides[-1])
+            codes[:, :, start + at] = chosen[:, :, 0]
+            row = factor[:, start + at, None, start + at : stop]
+            error = (column - grid.values(chosen, sides[-1])) / row[:, :, :1]
+            errors[:, :, at] = error[:, :, 0]
+            block[:, :, at:] -= error * row
+        weights[:, :, stop:] -= errors @ factor[:, start:stop, stop:]
+    return Rounded(grid, codes, torch.stack(sides, dim=2), failed)
+
+
+def nearest(weights: Tensor, grid: Grid) -> Rounded:
+    """Return `weights` (n, rows, columns) on `grid`, each rounded by itself."""
+    num, rows, columns = weights.shape
+    grouped = weights.view(num, rows, -1, grid.group or columns)
+    importance = torch.ones(num, rows, grouped.shape[3], dtype=weights.dtype, device=weights.device)
+    sides = grid.fit(grouped, importance)
+    return Rounded(grid, grid.round(grouped, sides).view(weights.shape), sides)
+
+
+def inverse_factor(hessians: Tensor, damping: float) -> tuple[Tensor, tuple[int, ...]]:
+    """Return the upper Cholesky factors of the inverses of damped `hessians` (n, c, c), and which matrices have none.
+
+    Those have the identity instead, with which GPTQ is plain rounding.
+    """
+    damped = hessians.clone()
+    diagonal = damped.diagonal(dim1=-2, dim2=-1)
+    diagonal += (damping * diagonal.mean(dim=-1, keepdim=True)).clamp(min=_LEAST_DAMPING)
+    lower, wrong = torch.linalg.cholesky_ex(damped)
+    wrong = (wrong != 0) | ~lower.isfinite().all(dim=-1).all(dim=-1)
+    _put_identity(lower, wrong)
+    upper, again = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
+    again = (again != 0) | ~upper.isfinite().all(dim=-1).all(dim=-1)
+    _put_identity(upper, wrong | again)
+    return upper, tuple((wrong | again).nonzero().flatten().tolist())
+
+
+def _put_identity(factors: Tensor, where: Tensor) -> None:
+    if bool(where.any()):
+        factors[where] = torch.eye(factors.shape[-1], dtype=factors.dtype, device=factors.device)
+
+
+def product_errors(weights: Tensor, rounded: Tensor, hessians: Tensor) -> Tensor:
+    """Return ||(Q - W) X||^2 / ||W X||^2 of each matrix, (n,) float64; 0 where the products are zero."""
+    difference = rounded - weights
+    error = ((difference @ hessians) * difference).sum(dim=(-2, -1), dtype=torch.float64)
+    whole = ((weights @ hessians) * weights).sum(dim=(-2, -1), dtype=torch.float64)
+    return torch.where(whole > 0, error.clamp(min=0) / whole, 0.0)

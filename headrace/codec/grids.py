@@ -1,0 +1,113 @@
+"""Grids: which values a code can hold, how a weight is rounded to one of them, and how a grid is fitted to weights.
+
+A grid belongs to a *group* of columns of a row. What tells it from others (a scale, two levels) is its *side*, a few numbers
+for each row and group. Invariant: `values` gives exactly what the stored code decodes to, so that what is corrected
+for by GPTQ is the error that compute will see.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+# Scales that are tried for a group, relative to the one that clips nothing: down to where a quarter of the range is clipped.
+_SHRINKS = tuple(1 - step / 40 for step in range(1, 16))
+_LEAST_CODE, _MOST_CODE = -8, 7
+
+
+class Grid(Protocol):
+    """What a code can hold."""
+
+    @property
+    def name(self) -> str:
+        """How it is called."""
+
+    @property
+    def group(self) -> int | None:
+        """Columns that share a fit; None for all of a row."""
+
+    @property
+    def damping(self) -> float:
+        """What suits GPTQ: by how much of the mean of its diagonal H is damped."""
+
+    def fit(self, weights: Tensor, importance: Tensor) -> Tensor:
+        """Return the sides (..., rows, n) for weights (..., rows, columns); errors count by `importance` (..., columns)."""
+
+    def round(self, weights: Tensor, side: Tensor) -> Tensor:
+        """Return the codes, uint8, of weights (..., rows, columns) under sides (..., rows, n)."""
+
+    def values(self, codes: Tensor, side: Tensor) -> Tensor:
+        """Return what codes (..., rows, columns) stand for, in the dtype of `side`."""
+
+
+@dataclass(frozen=True)
+class Int4Grid:
+    """Sixteen symmetric steps: code u stands for (u - 8) times the group's scale.
+
+    Scales and products are rounded to `stored`, the dtype in which both lie. The scale is searched: the largest weight of a
+    group may be clipped where that makes the sum of squared errors smaller (Frantar et al. 2024, MARLIN, clip search).
+    """
+
+    group: int | None = 128
+    stored: torch.dtype = torch.bfloat16
+    name: str = "int4"
+    damping: float = 0.01
+
+    def fit(self, weights: Tensor, importance: Tensor) -> Tensor:
+        """Return the scales (..., rows, 1): the best of those tried."""
+        largest = weights.abs().amax(dim=-1, keepdim=True) / _MOST_CODE
+        best = self._stored_scale(largest)
+        least = self._error(weights, best, importance)
+        for shrink in _SHRINKS:
+            scale = self._stored_scale(largest * shrink)
+            error = self._error(weights, scale, importance)
+            better = error < least
+            best, least = torch.where(better, scale, best), torch.where(better, error, least)
+        return best
+
+    def round(self, weights: Tensor, side: Tensor) -> Tensor:
+        """Return codes 0 to 15."""
+        return ((weights / side).round_().clamp_(_LEAST_CODE, _MOST_CODE) - _LEAST_CODE).to(torch.uint8)
+
+    def values(self, codes: Tensor, side: Tensor) -> Tensor:
+        """Return (code - 8) times scale, rounded to the stored dtype."""
+        return ((codes.to(side.dtype) + _LEAST_CODE) * side).to(self.stored).to(side.dtype)
+
+    def _stored_scale(self, scale: Tensor) -> Tensor:
+        # A group of zeros, or of numbers too small for a scale of this dtype, gets one: its codes are 8, which is zero.
+        held = scale.to(self.stored).to(scale.dtype)
+        return torch.where(held >= torch.finfo(self.stored).tiny, held, 1.0)
+
+    def _error(self, weights: Tensor, scale: Tensor, importance: Tensor) -> Tensor:
+        difference = (weights / scale).round_().clamp_(_LEAST_CODE, _MOST_CODE).mul_(scale).sub_(weights)
+        return (difference.square_() * importance[..., None, :]).sum(dim=-1, keepdim=True)
+
+
+@dataclass(frozen=True)
+class TernaryGrid:
+    """Three levels for a row: its least weight, zero, its largest (Frantar and Alistarh 2023, QMoE, section 3).
+
+    Nothing is clipped: the wide grid is what makes four of five weights zero, and zeros are what its code is short for. Codes
+    are 0 for zero, 1 for the least, 2 for the largest.
+    """
+
+    group: int | None = None
+    name: str = "ternary"
+    damping: float = 0.1
+
+    def fit(self, weights: Tensor, importance: Tensor) -> Tensor:
+        """Return least and largest (..., rows, 2), with zero between them; -1 and 1 for a row of zeros."""
+        least, largest = weights.amin(dim=-1).clamp(max=0), weights.amax(dim=-1).clamp(min=0)
+        empty = (least == 0) & (largest == 0)
+        return torch.stack([torch.where(empty, -1.0, least), torch.where(empty, 1.0, largest)], dim=-1)
+
+    def round(self, weights: Tensor, side: Tensor) -> Tensor:
+        """Return codes 0 to 2. A level that is zero itself is never chosen: all that is zero is coded as 0."""
+        least, largest = side[..., 0:1], side[..., 1:2]
+        upper = ((weights > largest / 2) & (largest > 0)).to(torch.uint8) * 2
+        return torch.where((weights < least / 2) & (least < 0), 1, upper).to(torch.uint8)
+
+    def values(self, codes: Tensor, side: Tensor) -> Tensor:
+        """Return the levels that codes stand for."""
+        return torch.where(codes == 2, side[..., 1:2], torch.where(codes == 1, side[..., 0:1], 0.0))

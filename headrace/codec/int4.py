@@ -1,0 +1,34 @@
+"""Four bits a weight as compressed-tensors has them (`pack-quantized`): eight codes in an int32, a scale for each group.
+
+Of a matrix (rows, columns) the parts are `weight_packed` int32 (rows, columns / 8, rounded up), with the code of column
+8 i + k in bits 4 k to 4 k + 3 of word i; `weight_scale` (rows, groups); `weight_shape` int64 (2). Code u stands for (u - 8)
+times the scale of its group, rounded to the scale's dtype.
+"""
+
+import torch
+from torch import Tensor
+
+_CODES_IN_A_WORD = 8
+_BITS = 4
+_ZERO = 8
+
+
+def pack(codes: Tensor) -> Tensor:
+    """Return codes (rows, columns) uint8, 0 to 15, as int32 words (rows, words). What fills the last word is code 0."""
+    missing = -codes.shape[-1] % _CODES_IN_A_WORD
+    filled = torch.nn.functional.pad(codes, (0, missing)).view(codes.shape[0], -1, _CODES_IN_A_WORD // 2, 2)
+    bytes_of_two = filled[..., 0] | (filled[..., 1] << _BITS)  # the lower half of a byte is the earlier column
+    return bytes_of_two.reshape(codes.shape[0], -1).contiguous().view(torch.int32)
+
+
+def unpack(words: Tensor, columns: int) -> Tensor:
+    """Return the codes (rows, columns), uint8, that `words` (rows, words) int32 hold."""
+    packed = words.contiguous().view(torch.uint8)
+    return torch.stack([packed & 0xF, packed >> _BITS], dim=-1).view(words.shape[0], -1)[:, :columns]
+
+
+def decode(words: Tensor, scales: Tensor, columns: int) -> Tensor:
+    """Return the weights (rows, columns), in the dtype of `scales` (rows, groups)."""
+    signed = (unpack(words, columns).to(torch.int8) - _ZERO).to(scales.dtype)
+    group = -(-columns // scales.shape[1])
+    return signed * scales.repeat_interleave(group, dim=1)[:, :columns]

@@ -1,0 +1,99 @@
+"""What `headrace compress` can write: the grid that weights are rounded to, the stored parts of a matrix, their description.
+
+Invariant: what the described parts decode to, by the published definition of the format, is `Rounded.values` bit for bit.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from headrace.codec.grids import Grid, Int4Grid
+from headrace.codec.int4 import pack
+
+_LEAST_GROUP = 32
+
+
+class Target(Protocol):
+    """A code that matrices are written in."""
+
+    @property
+    def name(self) -> str:
+        """How it is called in options."""
+
+    def grid(self, columns: int, stored: torch.dtype) -> Grid | None:
+        """Return the grid of a matrix of so many columns whose weights are stored as `stored`; None: it stays."""
+
+    def parts(self, codes: Tensor, sides: Tensor, stored: torch.dtype) -> Mapping[str, Tensor]:
+        """Return what is stored of a matrix, by what is put in the place of `weight` in its name.
+
+        `codes` are (rows, columns) uint8, `sides` (rows, groups, numbers).
+        """
+
+    def describe(self, groups: Mapping[str, int], ignored: Sequence[str]) -> dict[str, Any]:
+        """Return the `quantization_config` of `config.json`.
+
+        `groups` are the columns of a group (0: whole rows) by the name of the coded module, with `re:` before it where that is
+        an expression for several; `ignored` are the names of linear modules that are not coded.
+        """
+
+
+@dataclass(frozen=True)
+class Int4Target:
+    """compressed-tensors' `pack-quantized`, symmetric, with `group_size` columns to a scale (fewer where a width asks it)."""
+
+    group_size: int = 128
+    name: str = "int4"
+
+    def grid(self, columns: int, stored: torch.dtype) -> Grid | None:
+        """Return the grid with the largest group, `group_size` or halves of it down to 32, that divides `columns`."""
+        size = self.group_size
+        while columns % size and size % 2 == 0 and size > _LEAST_GROUP:
+            size //= 2
+        return None if columns % size else Int4Grid(group=size, stored=stored)
+
+    def parts(self, codes: Tensor, sides: Tensor, stored: torch.dtype) -> Mapping[str, Tensor]:
+        """Return words, scales and shape."""
+        shape = torch.tensor(codes.shape, dtype=torch.int64)
+        return {"weight_packed": pack(codes), "weight_scale": sides[:, :, 0].to(stored), "weight_shape": shape}
+
+    def describe(self, groups: Mapping[str, int], ignored: Sequence[str]) -> dict[str, Any]:
+        """Return one group of the configuration for each size: the most usual one is of all linear modules."""
+        sizes = sorted(set(groups.values()), key=lambda size: -sum(size == other for other in groups.values()))
+        described = {}
+        for number, size in enumerate(sizes):
+            # Names win over expressions, and both over classes: the most usual size names its own only where an expression
+            # of another could be meant.
+            names = sorted(name for name, other in groups.items() if other == size)
+            several = any(name.startswith("re:") and groups[name] != size for name in groups)
+            targets = ["Linear", *(names if several else ())] if number == 0 else names
+            described[f"group_{number}"] = {"targets": targets, "weights": _weights(size)} | _NO_ACTIVATIONS
+        return {
+            "quant_method": "compressed-tensors",
+            "format": "pack-quantized",
+            "quantization_status": "compressed",
+            "global_compression_ratio": None,
+            "ignore": sorted(ignored),
+            "kv_cache_scheme": None,
+            "config_groups": described,
+        }
+
+
+_NO_ACTIVATIONS: dict[str, Any] = {"input_activations": None, "output_activations": None}
+
+
+def _weights(group_size: int) -> dict[str, Any]:
+    return {
+        "num_bits": 4,
+        "type": "int",
+        "symmetric": True,
+        "strategy": "group",
+        "group_size": group_size,
+        "dynamic": False,
+        "observer": "minmax",
+        "actorder": None,
+        "block_structure": None,
+        "observer_kwargs": {},
+    }

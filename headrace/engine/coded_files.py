@@ -1,0 +1,137 @@
+"""A compressed model as files: one for each block, one for all that is not in blocks; and what its configuration says.
+
+Invariant: a file that has its name is whole. What is not coded has the bytes that it came with.
+"""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from headrace.codec.targets import Target
+from headrace.files.durable import sync, write_whole
+from headrace.model import Chain, WeightMap
+from headrace.model.export import copy_files, stored_keys
+from headrace.model.safetensors_file import StoredTensor, read_bytes, read_header
+from headrace.model.shard_writer import ShardWriter
+from headrace.model.text_part import names_in_whole
+
+_INDEX = "model.safetensors.index.json"
+_DTYPES = {
+    torch.int32: "I32",
+    torch.int64: "I64",
+    torch.uint8: "U8",
+    torch.uint16: "U16",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.float32: "F32",
+}
+_DIGEST_BYTES = 16
+
+
+class CodedFiles:
+    """Writes the files of a compressed model into `folder`, in any order; `finish` adds what makes them a model directory."""
+
+    def __init__(self, folder: Path, weights: WeightMap, chain: Chain) -> None:
+        self.folder, self._weights = folder, weights
+        self._blocks = chain.num_blocks
+        of_blocks = [[key for _, key in stored_keys(weights, layout)] for layout in chain.layouts[1 : chain.num_blocks + 1]]
+        inside = {key for keys in of_blocks for key in keys}
+        self._keys = [[key for key in weights.checkpoint.tensors if key not in inside], *of_blocks]
+
+    def name(self, unit: int) -> str:
+        """Return the name of the file of a block (unit 1 and on), or of the rest (unit 0)."""
+        return f"model-{unit + 1:05d}-of-{self._blocks + 1:05d}.safetensors"
+
+    def write(self, unit: int, parts: Mapping[str, Mapping[str, torch.Tensor]]) -> str:
+        """Write the file of `unit`, with `parts` in the place of the tensors that have their names; return its digest."""
+        beside = self.folder / f"unit-{unit}.new"
+        shutil.rmtree(beside, ignore_errors=True)
+        beside.mkdir(parents=True)
+        tensors = self._weights.checkpoint.tensors
+        order: list[tuple[StoredTensor, torch.Tensor | None]] = []
+        for key in self._keys[unit]:
+            if key in parts:
+                stem = key.removesuffix("weight")
+                order += [(_described(stem + suffix, tensor), tensor) for suffix, tensor in parts[key].items()]
+            else:
+                order.append((tensors[key], None))
+        writer = ShardWriter(beside, [[stored for stored, _ in order]] if order else [])
+        try:
+            for stored, tensor in order:
+                writer.write(stored.key, read_bytes(stored) if tensor is None else [_bytes_of(tensor)])
+            writer.finish()
+        finally:
+            writer.close()
+        place = self.folder / self.name(unit)
+        (beside / "model.safetensors").replace(place)
+        beside.rmdir()
+        sync(self.folder)
+        return digest_of(place)
+
+    def finish(self, config: Mapping[str, Any], notes: Mapping[str, str]) -> None:
+        """Write the index, the configuration (`config` is what it has besides), what the model came with, and `notes`."""
+        mapping: dict[str, str] = {}
+        total = 0
+        for unit in range(self._blocks + 1):
+            for key, stored in read_header(self.folder / self.name(unit)).items():
+                mapping[key] = self.name(unit)
+                total += stored.num_bytes
+        source = self._weights.checkpoint.directory
+        copy_files(source, self.folder)
+        text = json.dumps({"metadata": {"total_size": total}, "weight_map": dict(sorted(mapping.items()))}, indent=2)
+        write_whole(self.folder / _INDEX, text + "\n")
+        original = json.loads((source / "config.json").read_text(encoding="utf-8"))
+        write_whole(self.folder / "config.json", json.dumps(original | dict(config), indent=2) + "\n")
+        for name, note in notes.items():
+            write_whole(self.folder / name, note)
+
+
+def digest_of(path: Path) -> str:
+    """Return the digest of a file: BLAKE2b of 128 bits, hexadecimal."""
+    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    with path.open("rb") as file:
+        while piece := file.read(1 << 22):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def quantisation_config(weights: WeightMap, target: Target, groups: Mapping[str, int]) -> dict[str, Any]:
+    """Return what `config.json` says of a model whose parameters `groups` (columns of a group by parameter) are coded."""
+    model, stored = weights.model, weights.stored_model
+    names = {name: name for name in model.state_dict()} if stored is model else names_in_whole(model, stored)
+    coded = {
+        name.removesuffix(".weight"): groups[own] for name, own in names.items() if own in groups and name.endswith(".weight")
+    }
+    experts = {groups[own] for own in groups if not own.endswith(".weight")}
+    linear = [name for name, module in stored.named_modules() if isinstance(module, nn.Linear)]
+    left = {name for name in linear if name not in coded} | set(_left_in_files(weights, groups))
+    if experts:  # all of one size
+        coded["re:.*experts.*"] = min(experts)
+    return target.describe(coded, sorted(left))
+
+
+def _left_in_files(weights: WeightMap, groups: Mapping[str, int]) -> Sequence[str]:
+    """Return the stored names of matrices that are not coded: other readers have modules of those names."""
+    pieces = [(name, piece.key) for name, found in weights.pieces.items() for piece in found]
+    tensors = weights.checkpoint.tensors
+    return [
+        key.removesuffix(".weight")
+        for name, key in pieces
+        if name not in groups and len(tensors[key].shape) == 2 and key.endswith(".weight")
+    ]
+
+
+def _described(key: str, tensor: torch.Tensor) -> StoredTensor:
+    num_bytes = tensor.numel() * tensor.element_size()
+    return StoredTensor(key, Path(), 0, num_bytes, _DTYPES[tensor.dtype], tuple(tensor.shape))
+
+
+def _bytes_of(tensor: torch.Tensor) -> np.ndarray:
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy()

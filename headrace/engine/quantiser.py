@@ -1,0 +1,235 @@
+"""Compresses a model block by block: a forward pass in which each block's weights are rounded before its outputs go on.
+
+Of the model, one block is in memory, and what is around the blocks; hidden states of all rows wait in files between blocks.
+What is rounded is what a block multiplies, for the inputs that it gets from blocks already rounded (GPTQ; QMoE's driver,
+section 3.2). Held-out rows pass twice, through the weights as they came and as coded: the rise of their loss is what it costs.
+Invariant: after `advance` of a block has returned, the next block needs nothing else; so a run that was killed goes on from
+there, with the same bits.
+"""
+
+import contextlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from headrace.codec.targets import Target
+from headrace.engine.hidden_rows import HiddenRows
+from headrace.engine.rounding import BlockCode, BlockRounder, Coded, catch_groups, choose
+from headrace.machine.here import this_machine
+from headrace.model import IGNORED, Chain, Checkpoint, MicroBatch, check_whole, import_unit, self_check, shift_labels
+from headrace.model.caught import CatchInputs, Matrix, matrices_of
+from headrace.terms.errors import ModelError
+from headrace.terms.layout import planes_with
+from headrace.terms.optimizer import Optimizer
+from headrace.terms.sizes import MIB
+
+# Hot experts get no more tokens than so many times the mean (QMoE, section 3.2).
+_MOST_OF_MEAN = 4
+_LOGIT_BYTES = 64 * MIB
+# Of the memory that is left beside weights, for sums of inputs; the rest is for rounding and what blocks compute.
+_SHARE_OF_SUMS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Some rows of the data, and which of their tokens count as a matrix's input, (b, T) bool. `held_out`: none do."""
+
+    batch: MicroBatch
+    counts: torch.Tensor
+    held_out: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    """Rows on their way through the blocks, with weights as they came (`plain`) or as they are coded."""
+
+    rows: Rows
+    plain: bool
+
+
+class Quantiser:
+    """Opens the model in `directory` and rounds it for `target`. Hidden states lie in `folder`, which exists. Close it.
+
+    Attributes:
+        checkpoint, chain, weights: the model as it is stored, as units, and where each of their parameters is stored.
+
+    Raises:
+        ModelError: the model cannot be run block by block.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        target: Target,
+        rows: Sequence[Rows],
+        folder: Path,
+        *,
+        compute_dtype: str,
+        host_bytes: int,
+        experts_only: bool = False,
+        compensate: bool = True,
+    ) -> None:
+        self.checkpoint = Checkpoint.open(directory)
+        config = self.checkpoint.config
+        self_check(config)
+        check_whole(config, self.checkpoint.whole)
+        self.chain = Chain.from_config(config, compute_dtype, Optimizer())
+        self.weights = self.chain.attach(self.checkpoint)
+        self.machine = this_machine(None)
+        self.chain.move_buffers(self.machine.device)
+        if not self.machine.multiplies(compute_dtype):
+            self.chain.multiply_wide()
+        self.chain.run_experts_one_by_one()
+        self._target, self._experts_only, self._compensate = target, experts_only, compensate
+        self._plane = planes_with(compute_dtype, ()).weight
+        self._passes = [_Pass(each, False) for each in rows] + [_Pass(each, True) for each in rows if each.held_out]
+        self._files: list[HiddenRows] = []
+        self._resident: list[torch.Tensor] = []
+        largest = max(layout.num_elements for layout in self.chain.layouts[1:-1])
+        weight_bytes = sum(layout.num_elements for layout in self.chain.layouts[:1] + self.chain.layouts[-1:]) + 2 * largest
+        self._allowed_bytes = max(64 * MIB, host_bytes - weight_bytes * self._plane.bytes_per_element) // _SHARE_OF_SUMS
+        self._folder = folder
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the model."""
+        return self.chain.num_blocks
+
+    def prepare(self, *, blocks_done: int) -> None:
+        """Load what is around the blocks, and, at the beginning, fill the first file of hidden states."""
+        with torch.no_grad(), self._running():
+            for unit in (0, self.num_blocks + 1) if self.chain.has_epilogue_unit else (0,):
+                self._resident.append(self._load(unit))
+                self.chain.bind(unit, self._resident[-1], None)
+            shapes = [self._first(each.rows.batch).shape for each in self._passes]
+            self._files = [HiddenRows(self._folder / f"hidden-{index}", shapes, self.chain.dtype) for index in range(2)]
+            if not blocks_done:
+                for index, each in enumerate(self._passes):
+                    self._files[0].write(index, self._first(each.rows.batch))
+                self._files[0].sync()
+
+    def _first(self, batch: MicroBatch) -> torch.Tensor:
+        start = self.chain.prologue(self._on_device(batch))
+        if any(call.hands or call.gets for call in start.calls):
+            raise ModelError(
+                f"{type(self.chain.model).__name__}: its blocks hand one another more than hidden states, which nothing keeps "
+                "from one block to the next here; models of this kind cannot be compressed yet"
+            )
+        return start.hidden
+
+    @torch.no_grad()
+    def advance(self, block: int) -> tuple[BlockCode, dict[str, str]]:
+        """Round block `block` and run all rows through it; return its code, and why other matrices of it are left as they are.
+
+        Raises:
+            ModelError: an input of a matrix is not finite.
+        """
+        read, write = self._files[block % 2], self._files[(block + 1) % 2]
+        unit = block + 1
+        came = self._load(unit)
+        rounded = came.clone()
+        self.chain.bind(unit, came, None)
+        with self._running():
+            for index, each in enumerate(self._passes):
+                if each.plain:
+                    write.write(index, self._run(block, index, read))
+            coded, left = self._round(block, read, rounded)
+            self.chain.bind(unit, rounded, None)
+            for index, each in enumerate(self._passes):
+                if not each.plain:
+                    write.write(index, self._run(block, index, read))
+        write.sync()
+        self.chain.release(unit)
+        return coded, left
+
+    @torch.no_grad()
+    def losses(self) -> tuple[float, float, int]:
+        """Return the mean loss of held-out rows with weights as they came, and as they are coded, and the number of tokens."""
+        file, sums = self._files[self.num_blocks % 2], {False: 0.0, True: 0.0}
+        tokens = 0
+        with self._running():
+            for index, each in enumerate(self._passes):
+                if each.rows.held_out:
+                    sums[each.plain] += self._loss_sum(each.rows.batch, file.read(index).to(self.machine.device))
+                    tokens += int((shift_labels(each.rows.batch.labels) != IGNORED).sum()) if each.plain else 0
+        return sums[True] / max(1, tokens), sums[False] / max(1, tokens), tokens
+
+    def close(self) -> None:
+        """Close the files of hidden states."""
+        for file in self._files:
+            file.close()
+
+    @contextlib.contextmanager
+    def _running(self) -> Iterator[None]:
+        with self.chain.evaluating(), self.chain.arithmetic():
+            yield
+
+    def _load(self, unit: int) -> torch.Tensor:
+        """Return the weights of `unit` as compute reads them, flat."""
+        layout = self.chain.layouts[unit]
+        plane = np.empty(layout.num_elements, self._plane.dtype)
+        import_unit(self.weights, layout, plane, None)
+        flat = torch.from_numpy(plane.view(np.uint8)).view(self.chain.dtype)
+        return flat.to(self.machine.device)
+
+    def _run(self, block: int, index: int, read: HiddenRows) -> torch.Tensor:
+        calls = self.chain.prologue(self._on_device(self._passes[index].rows.batch)).calls
+        return self.chain.block(block, read.read(index).to(self.machine.device), calls[block]).hidden
+
+    def _on_device(self, batch: MicroBatch) -> MicroBatch:
+        device = self.machine.device
+        if device.type == "cpu":
+            return batch
+        values = [batch.input_ids, batch.labels, batch.attention_mask, batch.position_ids, batch.token_mask]
+        return MicroBatch(*(None if value is None else value.to(device) for value in values))  # type: ignore[arg-type]
+
+    def _round(self, block: int, read: HiddenRows, into: torch.Tensor) -> tuple[BlockCode, dict[str, str]]:
+        """Round the matrices of a block that is bound as it came; `into`, flat, gets what they become."""
+        specs = self.chain.layouts[block + 1].parameters
+        places = matrices_of({spec.name: self.chain.model.get_parameter(spec.name) for spec in specs})
+        calibrating = [index for index, each in enumerate(self._passes) if not each.rows.held_out]
+        seen = self._caught(block, calibrating[:1], read, CatchInputs(places, ())).seen
+        coded, left = choose(self.weights, specs, seen, self._target, experts_only=self._experts_only)
+        views = {spec.name: into[spec.offset : spec.offset + spec.num_elements].view(spec.shape) for spec in specs}
+        rounder = BlockRounder(self.weights, views, self._target, self._allowed_bytes, compensate=self._compensate)
+        by_name = {parameter.spec.name: parameter for parameter in coded}
+        most = self._most_tokens(coded, seen, calibrating)
+        for group in catch_groups(coded, self._allowed_bytes):
+            mode = self._caught(block, calibrating, read, CatchInputs(places, group, lambda matrix: most.get(matrix.name)))
+            for name in dict.fromkeys(matrix.name for matrix in group):
+                rounder.round(by_name[name], [matrix for matrix in group if matrix.name == name], mode.caught)
+        for parameter in coded:
+            rounder.finish(parameter)
+        return rounder.code, left
+
+    def _caught(self, block: int, indices: Sequence[int], read: HiddenRows, mode: CatchInputs) -> CatchInputs:
+        for index in indices:
+            with mode:
+                mode.begin(self._passes[index].rows.counts)
+                self._run(block, index, read)
+        return mode
+
+    def _most_tokens(self, coded: Sequence[Coded], seen: Mapping[Matrix, int], calibrating: Sequence[int]) -> dict[str, int]:
+        """Return of how many tokens an expert's inputs are added up, by parameter."""
+        tokens = sum(int(self._passes[index].rows.counts.sum()) for index in calibrating)
+        first = self._passes[calibrating[0]].rows.counts.numel()
+        most = {}
+        for parameter in coded:
+            if parameter.experts > 1:
+                experts_of_a_token = sum(seen.get(matrix, 0) for matrix in parameter.matrices()) / first
+                most[parameter.spec.name] = math.ceil(_MOST_OF_MEAN * tokens * experts_of_a_token / parameter.experts)
+        return most
+
+    def _loss_sum(self, batch: MicroBatch, hidden: torch.Tensor) -> float:
+        batch = self._on_device(batch)
+        targets, total = shift_labels(batch.labels), 0.0
+        positions = max(1, _LOGIT_BYTES // (4 * self.chain.vocabulary * hidden.shape[0]))
+        for start in range(0, hidden.shape[1], positions):
+            span = slice(start, start + positions)
+            if bool((targets[:, span] != IGNORED).any()):
+                total += float(self.chain.loss_sum(batch.input_ids[:, span], hidden[:, span], targets[:, span]))
+        return total

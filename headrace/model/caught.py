@@ -1,0 +1,148 @@
+"""The inputs of a block's matrices, caught where products happen: which module multiplies does not matter, nor its name.
+
+A matrix is known by where its weights lie: a parameter of two dimensions is one, of a parameter of three (experts) each slice.
+Of its inputs X only the sum X^T X is kept, float32. Tokens that are not to count are left out of it, also where experts get
+some tokens only: then the rows are those that were last picked by their indices.
+Invariant: what the block computes is not changed.
+"""
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from headrace.terms.errors import ModelError
+
+Place = tuple[int, tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """One matrix of a block: parameter `name` (as in the layouts), or its slice `expert`; (rows, columns) of `shape`."""
+
+    name: str
+    expert: int | None
+    shape: tuple[int, int]
+
+
+@dataclass(eq=False)
+class Inputs:
+    """What is known of the inputs of a matrix: X^T X (columns, columns), and of how many tokens."""
+
+    hessian: torch.Tensor
+    tokens: int = 0
+
+
+@dataclass
+class Caught:
+    """The inputs of matrices, by matrix. `unsorted` are matrices some of whose tokens could not be told apart: all counted."""
+
+    inputs: dict[Matrix, Inputs] = field(default_factory=dict)
+    unsorted: set[Matrix] = field(default_factory=set)
+
+
+def matrices_of(parameters: Mapping[str, nn.Parameter]) -> dict[Place, Matrix]:
+    """Return the matrices among the bound `parameters` of a block, by where each begins and its shape."""
+    found = {}
+    for name, parameter in parameters.items():
+        if parameter.dim() == 2:
+            found[parameter.data_ptr(), _shape(parameter)] = Matrix(name, None, _shape(parameter))
+        elif parameter.dim() == 3:
+            for expert, part in enumerate(parameter.detach()):
+                found[part.data_ptr(), _shape(part)] = Matrix(name, expert, _shape(part))
+    return found
+
+
+class CatchInputs(TorchFunctionMode):
+    """While entered, adds up the inputs of those `matrices` (`matrices_of`) that are `wanted`, into `caught`.
+
+    `begin` says which tokens of the next micro-batch count. Of a matrix that already has `most_tokens` no more are taken.
+
+    Raises:
+        ModelError: an input is not finite.
+    """
+
+    def __init__(
+        self,
+        matrices: Mapping[Place, Matrix],
+        wanted: Collection[Matrix],
+        most_tokens: Callable[[Matrix], int | None] = lambda matrix: None,
+    ) -> None:
+        super().__init__()
+        self.caught = Caught()
+        self.seen: dict[Matrix, int] = {}  # and how many rows each has multiplied
+        self._matrices, self._wanted, self._most_tokens = matrices, frozenset(wanted), most_tokens
+        self._counts = torch.ones(0, dtype=torch.bool)
+        self._picked: torch.Tensor | None = None
+        # Several matrices often multiply one tensor (queries, keys, values): then they have one sum between them.
+        self._latest: tuple[torch.Tensor, Inputs] | None = None
+
+    def begin(self, counts: torch.Tensor) -> None:
+        """Take the next micro-batch: `counts` (b, T) bool, which of its tokens count."""
+        self._counts, self._picked, self._latest = counts.flatten(), None, None
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is F.linear:
+            weight = args[1] if len(args) > 1 else (kwargs or {})["weight"]
+            matrix = self._matrices.get((weight.data_ptr(), _shape(weight))) if weight.dim() == 2 else None
+            if matrix is not None:
+                inputs = args[0] if args else (kwargs or {})["input"]
+                self.seen[matrix] = self.seen.get(matrix, 0) + inputs.numel() // max(1, matrix.shape[1])
+                if matrix in self._wanted:
+                    self._add(matrix, inputs)
+        elif func in (torch.Tensor.__getitem__, torch.index_select, torch.Tensor.index_select):
+            self._note_picked(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+    def _note_picked(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Remember which tokens were picked, if rows of all of them were."""
+        whole, index = args[0], args[1] if func is torch.Tensor.__getitem__ else kwargs.get("index", args[-1])
+        index = index[0] if isinstance(index, tuple) and index else index
+        picks = isinstance(index, torch.Tensor) and index.dtype == torch.int64 and index.dim() == 1
+        if picks and whole.dim() == 2 and whole.shape[0] == self._counts.numel():
+            self._picked = index
+
+    def _add(self, matrix: Matrix, inputs: torch.Tensor) -> None:
+        own = self.caught.inputs.get(matrix)
+        if self._latest is not None and self._latest[0] is inputs and own in (None, self._latest[1]):
+            self.caught.inputs[matrix] = self._latest[1]
+            return
+        flat = inputs.detach().reshape(-1, matrix.shape[1])
+        chosen = self._choose(matrix, flat)
+        if own is None:
+            hessian = torch.zeros(matrix.shape[1], matrix.shape[1], device=flat.device)
+            own = self.caught.inputs[matrix] = Inputs(hessian)
+        most = self._most_tokens(matrix)
+        if most is not None:
+            chosen = chosen[: max(0, most - own.tokens)]
+        wide = chosen.float()
+        own.hessian.addmm_(wide.mT, wide)
+        own.tokens += len(wide)
+        self._latest = (inputs, own)
+        if not bool(own.hessian.diagonal().isfinite().all()):
+            raise ModelError(
+                f"{matrix.name}: an input of this matrix is not finite on the calibration data; the model overflows in this "
+                "compute dtype, or its weights are damaged: try compute_dtype float32"
+            )
+
+    def _choose(self, matrix: Matrix, flat: torch.Tensor) -> torch.Tensor:
+        """Return the rows of tokens that count."""
+        picked = self._picked
+        if matrix.expert is not None and picked is not None and len(picked) == len(flat):
+            return flat[self._counts[picked]]
+        if len(flat) == self._counts.numel():
+            return flat[self._counts]
+        if picked is not None and len(picked) == len(flat):
+            return flat[self._counts[picked]]
+        self.caught.unsorted.add(matrix)
+        return flat
+
+
+def _shape(tensor: torch.Tensor) -> tuple[int, int]:
+    return int(tensor.shape[-2]), int(tensor.shape[-1])

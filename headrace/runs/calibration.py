@@ -1,0 +1,97 @@
+"""Calibration data: rows that matrices' inputs are taken from, and rows that only measure the loss.
+
+Invariant: no held-out row is among those that calibrate; of the latter, tokens that fill or mark do not count.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from headrace.data import BatchStream
+from headrace.engine.quantiser import Rows
+from headrace.model import Chain, MicroBatch
+from headrace.runs.open_data import open_tokenizer, open_tokens, tensors_of, with_lengths
+from headrace.terms.compress_options import CompressOptions
+from headrace.terms.errors import DataError
+from headrace.terms.options import RunOptions
+
+_MICRO_BATCH_TOKENS = 4096
+# A sum of inputs has no more rank than it has tokens.
+_HELD_OUT_SHARE = 4
+
+
+@dataclass(frozen=True, slots=True)
+class CalibrationData:
+    """Micro-batches, those that calibrate first; `digest` is of the samples that they are from."""
+
+    rows: tuple[Rows, ...]
+    digest: str
+    sequence_length: int
+
+
+def open_calibration(options: CompressOptions, chain: Chain, say: Callable[[str], None]) -> CalibrationData:
+    """Read, tokenise and divide the data of `options` for the model of `chain`.
+
+    Raises:
+        DataError: too few rows, or fewer tokens than the widest matrix has inputs; or see `open_tokens`.
+    """
+    config = RunOptions(
+        model=options.model,
+        data=options.data,
+        sequence_length=options.sequence_length,
+        seed=options.seed % (1 << 63),
+        cache=options.cache,
+    )
+    config = with_lengths(config)
+    length = config.sequence_length or 0
+    config = replace(config, tokens_per_step=length, packing=chain.packs(length))
+    tokenizer = open_tokenizer(options.model)
+    tokens, spec = open_tokens(config, tokenizer)
+    stream = BatchStream(tokens, spec)
+    for notice in stream.notices:
+        say(notice)
+    available = round(stream.steps_per_epoch)
+    held_out = min(options.held_out_rows, max(1, available // _HELD_OUT_SHARE))
+    calibrating = min(options.calibration_rows, available - held_out)
+    if calibrating < 1:
+        raise DataError(
+            f"{', '.join(options.data)}: holds {available} row of {length} tokens; one must calibrate and one measure: give "
+            "more data, or a smaller sequence_length"
+        )
+    marks = torch.tensor(sorted(set(getattr(tokenizer, "all_special_ids", ()) or ())), dtype=torch.int64)
+    found = [_row(stream, marks) for _ in range(calibrating + held_out)]
+    rows = _joined(found[:calibrating], length, held_out=False) + _joined(found[calibrating:], length, held_out=True)
+    counted = sum(int(each.counts.sum()) for each in rows if not each.held_out)
+    widest = max((spec.shape[-1] for unit in chain.layouts[1:] for spec in unit.parameters if len(spec.shape) > 1), default=1)
+    if counted < widest:
+        raise DataError(
+            f"{', '.join(options.data)}: calibration is too short: {counted} tokens in {calibrating} rows of {length} (without "
+            f"padding and special tokens), and a matrix has {widest} inputs; give at least as many, better 100 times as many"
+        )
+    return CalibrationData(tuple(rows), tokens.info.digest, length)
+
+
+def _row(stream: BatchStream, marks: torch.Tensor) -> tuple[dict[str, Any], torch.Tensor]:
+    tensors = tensors_of(stream.next_batch())
+    ids = tensors["input_ids"]
+    counts = ~torch.isin(ids, marks)
+    for mask in ("attention_mask", "token_mask"):
+        if mask in tensors:
+            counts &= tensors[mask] != 0
+    return tensors, counts
+
+
+def _joined(found: list[tuple[dict[str, Any], torch.Tensor]], length: int, *, held_out: bool) -> list[Rows]:
+    """Return rows of one length several at a time."""
+    most, rows = max(1, _MICRO_BATCH_TOKENS // length), []
+    while found:
+        size = found[0][1].shape[1]
+        number = 1
+        while number < min(most, len(found)) and found[number][1].shape[1] == size:
+            number += 1
+        some, found = found[:number], found[number:]
+        tensors = {name: torch.cat([each[name] for each, _ in some]) for name in some[0][0]}
+        rows.append(Rows(MicroBatch(**tensors), torch.cat([counts for _, counts in some]), held_out))
+    return rows

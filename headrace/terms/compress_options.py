@@ -1,0 +1,71 @@
+"""The options of compressing a model, each declared once (`terms/declared.py` says how to add one)."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from headrace.terms.declared import Declared, option
+from headrace.terms.option_kinds import Flag, Listed, Number, OneOf, Place, Size, Text, Whole
+from headrace.terms.options import DTYPE_NAMES
+
+CODES = ("int4",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompressOptions(Declared):
+    """What `headrace compress` works by. Sizes are bytes, lengths are tokens. None stands for "choose for me"."""
+
+    model: Path = option(kind=Place(), help="Model directory.", row="model directory", cli=False)
+    output: Path = option(kind=Place(), help="Directory to write; must not exist.", row="directory to write", cli=False)
+    to: str = option(
+        kind=OneOf(CODES),
+        help="int4.",
+        row="`int4` (compressed-tensors, `pack-quantized`)",
+    )
+    data: tuple[str, ...] = option(
+        kind=Listed(Text(), 1),
+        help="Calibration data; may be given twice.",
+        row="calibration data, as for training: inputs of matrices are taken from part of it, held-out loss from the rest",
+    )
+    experts_only: bool = option(False, Flag(), "Leave all but experts as they are.", row="code the matrices of experts alone")
+    most_loss: float | None = option(
+        None,
+        Number(),
+        "Refuse a result whose held-out loss rises more than this.",
+        row="write nothing where held-out loss rises by more than this, in nats per token",
+        words="no limit",
+    )
+    group_size: int = option(
+        128,
+        Whole(8, 1 << 16),
+        "Columns that share a scale, of int4.",
+        row="columns that share a scale (`int4`); a matrix whose width it does not divide gets half as many, down to 32",
+    )
+    sequence_length: int | None = option(None, Whole(2), "Tokens of one row.", words="2048 or the model's limit")
+    calibration_rows: int = option(128, Whole(), "Rows that calibrate.")
+    held_out_rows: int = option(
+        32,
+        Whole(),
+        "Rows that only measure.",
+        row="rows that only measure the loss, before and after; a quarter of all at most",
+    )
+    host_memory: int | None = option(
+        None,
+        Size(),
+        "Main memory the process may use, such as 16GiB.",
+        row="bytes this process may use: where the inputs' sums of all experts do not fit, rows pass a block several times",
+        words="70 % of what this process may still take",
+    )
+    compute_dtype: str = option(
+        "bfloat16",
+        OneOf(("bfloat16", "float32", "float16"), DTYPE_NAMES),
+        "bfloat16, float32 or float16.",
+        row="of hidden states: or `float32`, `float16`",
+    )
+    seed: int = option(0, Whole(0), "Which rows calibrate.")
+    cache: Path = option(
+        kind=Place(),
+        help="Tokenised data.",
+        words="`~/.cache/headrace`",
+        cli=False,
+        factory=lambda: Path.home() / ".cache" / "headrace",
+    )

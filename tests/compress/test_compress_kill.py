@@ -1,0 +1,57 @@
+"""A compression that is killed at any moment and begun again ends with the bytes of one that nobody disturbed."""
+
+import multiprocessing
+import signal
+from pathlib import Path
+from typing import Any
+
+import compressing
+import pytest
+from compressing import files_of, options, run
+from tiers import sampled
+
+from headrace.runs.compression import compress
+from headrace.terms.errors import RunDirectoryError
+
+# Children are forked from a server that has imported everything.
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(["compressing", "headrace.runs.compression", "transformers.models.llama.modeling_llama"])
+
+MOMENTS = {f"call {calls}": calls for calls in (5, 60, 20, 35, 50, 75, 90, 105, 120)}
+
+
+@pytest.mark.parametrize("calls", sampled(MOMENTS, ("call 5", "call 60")))
+def test_killed_and_begun_again(dense: Path, dense_int4: Any, tmp_path: Path, calls: str) -> None:
+    process = PROCESSES.Process(target=compressing.run_and_be_killed, args=(dense, tmp_path, MOMENTS[calls]))
+    process.start()
+    process.join(120)
+    assert process.exitcode == -signal.SIGKILL, "there are fewer calls than that"
+    assert not (tmp_path / "out").exists()
+    run(dense, tmp_path)
+    assert files_of(tmp_path) == files_of(dense_int4[0])
+    assert not (tmp_path / "out.unfinished").exists()
+
+
+class Stopped(Exception):
+    """Stands for whatever ends a process."""
+
+
+def stop_after(lines: int) -> Any:
+    said: list[str] = []
+
+    def say(text: str) -> None:
+        said.append(text)
+        if len(said) == lines:
+            raise Stopped
+
+    return say
+
+
+def test_other_options_do_not_go_on(dense: Path, tmp_path: Path) -> None:
+    with pytest.raises(Stopped):
+        compress(options(dense, tmp_path), say=stop_after(1))
+    with pytest.raises(RunDirectoryError, match="was begun with group_size 32, asked for is 64"):
+        compress(options(dense, tmp_path, group_size=64))
+    with pytest.raises(Stopped):
+        compress(options(dense, tmp_path), say=stop_after(2))
+    assert (tmp_path / "out.unfinished" / "record.json").exists()
