@@ -32,13 +32,13 @@ from headrace.plan.plan import Plan
 from headrace.plan.search import make_plan, nominal_ceilings, nominal_machine_of
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.errors import ConfigError, ModelError, PlanInfeasible
-from headrace.terms.forms import in_place_forms
 from headrace.terms.layout import realigned
 from headrace.terms.options import DEFAULT_ROWS_PER_STEP, DEFAULT_SEQUENCE_LENGTH, Options
 from headrace.terms.plain_figures import plain_figure
 from headrace.terms.program import Lane, Part
 from headrace.terms.sizes import GIB, MIB, format_bytes, round_up
 from headrace.update import optimizer_of, rule_of
+from headrace.update.forms import forms_under
 
 # Of a weight in a configuration that names no dtype.
 _WEIGHT_BYTES = 2
@@ -246,8 +246,10 @@ class _ModelPlans:
     def _problem(self, question: Question) -> Problem:
         rule = rule_of(question.optimizer, self._chain.compute_dtype).figures
         layouts = [realigned(layout, rule.parameter_alignment) for layout in self._chain.layouts]
-        forms = in_place_forms(layouts, self._chain.num_blocks, rule)
-        return question.problem(forms, partial(self._profiles.of, length=question.workload.sequence_length), rule)
+        forms = forms_under(layouts, self._chain.num_blocks, question.wire, rule)
+        own = rule_of(question.optimizer, "float32").figures if any(form.has_own_family for form in forms) else None
+        costs_of = partial(self._profiles.of, length=question.workload.sequence_length)
+        return question.problem(forms, costs_of, rule, own)
 
     def _seconds(self, plan: Plan) -> float:
         return self._seconds_of(plan, _COARSE_OPERATIONS)
@@ -303,7 +305,7 @@ class _ModelPlans:
     def _smaller_states(self, question: Question, plan: Plan) -> Iterator[Variant]:
         for change, options, other in smaller_states(question):
             problem = self._problem(other)
-            changed = replace(plan, rule=problem.rule, units=problem.units, resident_states=())
+            changed = replace(plan, rule=problem.rule, own_rule=problem.own_rule, units=problem.units, resident_states=())
             changed = with_footprint(changed, problem.costs_of(plan.micro_batch_sequences), problem.allowance)
             if fits(changed):
                 yield change, options, filled(problem, changed)

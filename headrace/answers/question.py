@@ -4,7 +4,7 @@ Invariant: what libraries take is one figure for all of them, whatever a process
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,8 @@ from headrace.terms.options import Options
 from headrace.terms.rule_figures import RuleFigures
 from headrace.terms.sizes import MIB, format_bytes
 from headrace.update import optimizer_of
+from headrace.update.wire import Wire
+from headrace.update.wires import DenseWire, wire_of
 
 # What the interpreter and libraries take of host memory in a run that has tokenised its data and compiled its kernels itself:
 # 339 MiB measured, and 303 where both were cached (docs/log/process-memory); a build of torch for CUDA takes 140 MiB more.
@@ -89,6 +91,7 @@ class Question:
     compute_dtype: str = "bfloat16"
     gradient_dtype: str | None = None
     optimizer: Optimizer
+    wire: Wire = field(default_factory=DenseWire)
     offered_bytes: dict[str, int] | None = None
 
     @classmethod
@@ -108,6 +111,7 @@ class Question:
             compute_dtype=options.compute_dtype,
             gradient_dtype=options.gradient_dtype,
             optimizer=optimizer_of(options),
+            wire=wire_of(options),
             **more,
         )
 

@@ -14,6 +14,7 @@ from headrace.plan.plan import Plan
 from headrace.terms.ceilings import MOST_BYTES
 from headrace.terms.errors import PlanInfeasible
 from headrace.terms.sizes import GIB, MIB, format_bytes, round_up
+from headrace.update.wire import SubspaceWire
 
 PlanOf = Callable[["Question"], Plan]
 Candidate = tuple[str, dict[str, Any], "Question"]
@@ -95,7 +96,11 @@ def _one_short_sequence(question: Question) -> Iterator[Candidate]:
 
 
 def smaller_states(question: Question) -> Iterator[Candidate]:
-    """Yield the question with the same rule, keeping smaller states, if there is such a form of it."""
+    """Yield the question with the same rule, keeping smaller states, if there is such a form of it; not for subspaces, whose
+    states are moved from one to the next.
+    """
+    if isinstance(question.wire, SubspaceWire):
+        return
     if smaller := question.optimizer.smaller():
         words, optimizer = smaller
         yield words, {"optimizer": optimizer.text}, replace(question, optimizer=optimizer)

@@ -2,17 +2,17 @@
 
 from dataclasses import dataclass, field
 
-from headrace.codec import Codec, coded_unit, decoding_bytes
+from headrace.codec import Codec
 from headrace.model import Chain
 from headrace.store import StateStore
-from headrace.terms.cuts import cuts_of
-from headrace.terms.errors import ConfigError, RunDirectoryError
-from headrace.terms.forms import Form, home_of
-from headrace.terms.layout import realigned
+from headrace.terms.errors import RunDirectoryError
+from headrace.terms.forms import Form
+from headrace.terms.options import Options
 from headrace.terms.rule_figures import RuleFigures
+from headrace.update.forms import forms_under
 from headrace.update.site import Site
 from headrace.update.wire import Wire
-from headrace.update.wires import DenseWire
+from headrace.update.wires import DenseWire, wire_of
 
 
 @dataclass(frozen=True)
@@ -51,27 +51,20 @@ class Seams:
 
 
 def forms_of(chain: Chain, seams: Seams, rule: RuleFigures) -> tuple[Form, ...]:
-    """Return the forms of the units of `chain` under a run's seams and a rule, which says how parameters are aligned and cut.
+    """Return the forms of the units of `chain` under a run's seams and a rule.
 
     Raises:
         ConfigError: the wire trains nothing.
     """
-    wire, codec, forms = seams.wire, seams.codec, []
-    for unit, layout in enumerate(chain.layouts):
-        is_block = 1 <= unit <= chain.num_blocks
-        trained = wire.trained(unit, layout, is_block=is_block)
-        coded = codec if is_block and trained is not layout else None
-        own = trained is not None and trained is not layout
-        if own and trained is not None:
-            trained = realigned(trained, rule.parameter_alignment)
-        code = coded_unit(layout, coded, rule.planes) if coded else None
-        making = (decoding_bytes(code, {coded.name: coded}) if code and coded else 0) + (
-            wire.making_bytes(layout) if own else 0
-        )
-        home = home_of(unit, chain.num_blocks)
-        cuts = cuts_of(trained, rule) if trained else ()
-        far = seams.site is not None and seams.site.holds(unit)
-        forms.append(Form(layout=layout, trained=trained, home=home, code=code, making_bytes=making, cuts=cuts, is_far=far))
-    if not any(form.trained for form in forms):
-        raise ConfigError(f"wire: {wire.name} trains nothing of this model; give one that does")
-    return tuple(forms)
+    site = seams.site
+    holds = site.holds if site is not None else lambda unit: False
+    return forms_under(chain.layouts, chain.num_blocks, seams.wire, rule, seams.codec, holds)
+
+
+def seams_of(options: Options) -> Seams:
+    """Return the seams that a run's options mean: the wire that they name.
+
+    Raises:
+        ConfigError: there is none of that name, or it has no such setting.
+    """
+    return Seams(wire_of(options))

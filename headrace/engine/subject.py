@@ -10,21 +10,25 @@ from typing import Any
 import torch
 
 from headrace.engine.seams import Seams, forms_of
-from headrace.files import Beside, measured_weights
+from headrace.files import Beside, file_systems, measured_weights
 from headrace.flow.buffers import GRADIENT_VIEWS
 from headrace.flow.load import UnitReader, import_model
 from headrace.flow.make import Maker
+from headrace.flow.settle import PROPOSED, changed, settle
+from headrace.flow.step_state import Verdict
 from headrace.machine.here import this_machine
 from headrace.model import Chain, Checkpoint, Exporter, check_whole, self_check
 from headrace.plan.buffer_sizes import scratch_bytes
 from headrace.plan.plan import Plan
 from headrace.store import StateStore
+from headrace.terms.ceilings import Ceilings
 from headrace.terms.cuts import least_chunk_elements
 from headrace.terms.errors import RunDirectoryError
 from headrace.terms.events import Sink
 from headrace.terms.options import Options
 from headrace.terms.rule_figures import RuleFigures
 from headrace.update import Updater, optimizer_of, rule_of
+from headrace.update.wire import SubspaceWire
 
 # Elements of a chunk in a state that is made before there is a plan.
 _CHUNK_ELEMENTS = 4 << 20
@@ -70,6 +74,8 @@ class Subject:
         self.maker = Maker(self.forms, seams.wire, options.compute_dtype, seams.codecs)
         own = any(form.has_own_family for form in self.forms)
         own_rule = rule_of(self.optimizer, "float32") if own else None
+        if own_rule is not None and isinstance(seams.wire, SubspaceWire):
+            seams.wire.refuse(own_rule.planes.states)
         self.own_rule = own_rule.figures if own_rule else None
         self.cores = torch.get_num_threads()
         # With the plan's threads as soon as there is one.
@@ -126,6 +132,21 @@ class Subject:
         reader = UnitReader(store, self.maker, self.seams.site)
         Exporter(self.checkpoint, self.chain, directory, reader, notes=notes).write()
 
+    def settles(self, verdict: Verdict) -> bool:
+        """Return whether a step leaves something that `settle` must put into use: another basis, or weights to be merged."""
+        wire = self.seams.wire
+        changes = isinstance(wire, SubspaceWire) and (wire.merges_each_step or any(map(changed, verdict.proposals.values())))
+        return changes and verdict.skipped is None
+
+    def settle(self, store: StateStore) -> None:
+        """Merge weights with what is trained of subspaces where the newest commit asks for it, or every step does.
+
+        No step may be under way, and none have buffers.
+        """
+        wire, record = self.seams.wire, store.record
+        if isinstance(wire, SubspaceWire) and (record.get(PROPOSED) or (record.get("num_steps") and wire.merges_each_step)):
+            settle(store, self.maker, wire, record)
+
     def check_layouts(self, store: StateStore) -> None:
         """Refuse to read one model's state as another's.
 
@@ -148,3 +169,10 @@ class Subject:
         self.updater.close()
         if self.own_updater is not None:
             self.own_updater.close()
+
+
+def tune(store: StateStore, options: Options) -> None:
+    """Let `store` move its bytes in the way that was measured to be best for the drives; as it does where nobody measured."""
+    if isinstance(options.machine, Ceilings):
+        drives = set(file_systems(store.manifest.directories))
+        store.keep_in_flight(options.machine.in_flight(len(drives)))

@@ -14,11 +14,12 @@ from typing import Any
 import torch
 
 from headrace.answers.planner import RunPlanner
-from headrace.engine.seams import Seams
-from headrace.engine.subject import Subject
+from headrace.engine.seams import Seams, seams_of
+from headrace.engine.subject import Subject, tune
 from headrace.files import Beside, file_systems
 from headrace.flow.buffers import Buffers
 from headrace.flow.execute import OverlappedInterpreter, PlainInterpreter
+from headrace.flow.settle import proposed_in
 from headrace.flow.step_batch import StepBatch, check_apart, checked_batch, filled_up, step_batch
 from headrace.flow.step_state import Parts, StepState, Verdict
 from headrace.flow.steps import Steps
@@ -66,7 +67,7 @@ class Engine:
         keep_freed_memory(False)
         try:
             self._heap: HeapGuard | None = None
-            self._subject = subject = Subject(model, options, seams or Seams())
+            self._subject = subject = Subject(model, options, seams or seams_of(options))
             self._closers.callback(subject.close)
             self.chain, self.machine = subject.chain, subject.machine
             self._planner = RunPlanner(
@@ -86,6 +87,7 @@ class Engine:
             self.store = store_of(self)
             self._closers.callback(self.store.close)
             subject.check_layouts(self.store)
+            subject.settle(self.store)
             self._read_record()
             self._meter = MemoryMeter()
             self._closers.callback(self._meter.close)
@@ -183,9 +185,9 @@ class Engine:
                 raise RunDirectoryError(f"{run_directory}: its newest record holds no options; it cannot be resumed")
             options = Options.from_record(recorded)
             check(options)
-            seams = seams or Seams()
+            seams = seams or seams_of(options)
             seams.check(store)
-            _tune(store, options)
+            tune(store, options)
             if verify:
                 store.verify()
             return cls(Path(str(store.manifest.identity["model"])), options, lambda engine: store, sink, seams=seams)
@@ -215,7 +217,7 @@ class Engine:
             make_run_directory(directory, undo)
             store = self._subject.create_store(directory, directories, beside, self.plan, self._emit)
             undo.callback(store.remove)
-            _tune(store, options)
+            tune(store, options)
             if self.plan is not None:
                 self._emit(Planned(plan=self.plan))
             if warning := options.schedule.warning:
@@ -335,6 +337,7 @@ class Engine:
 
         state = steps.run(len(data.micro_batches), verdict, state_of)
         self._move_on(verdict)
+        self._settle(verdict)
         loss = float(state.loss_sum) / data.trained_tokens if state.loss_sum is not None else math.nan
         if state.aside_loss is not None:
             loss += float(state.aside_loss)
@@ -395,6 +398,7 @@ class Engine:
             "updates": verdict.updates_after if verdict else (0,) * len(self.chain.layouts),
             "position": position,
             "loss_scale": scale.to_json() if scale else None,
+            **(proposed_in(verdict) if verdict and not verdict.skipped else {}),
         }
 
     @staticmethod
@@ -405,6 +409,12 @@ class Engine:
         self.num_steps += 1
         self._updates = verdict.updates_after
         self._loss_scale = self._after(verdict)
+
+    def _settle(self, verdict: Verdict) -> None:
+        if self._subject.settles(verdict):
+            self.flush()
+            self._drop_buffers()  # they have what was before
+            self._subject.settle(self.store)
 
     def flush(self) -> None:
         """Finish everything under way and make the newest step durable."""
@@ -504,13 +514,6 @@ class Engine:
     def _emit(self, event: Event) -> None:
         if self._user_sink is not None:
             self._user_sink(event)
-
-
-def _tune(store: StateStore, options: Options) -> None:
-    """Let `store` move its bytes in the way that was measured to be best for the drives; as it does where nobody measured."""
-    if isinstance(options.machine, Ceilings):
-        drives = set(file_systems(store.manifest.directories))
-        store.keep_in_flight(options.machine.in_flight(len(drives)))
 
 
 def _silent(event: Event) -> None:

@@ -41,7 +41,8 @@ class _DeviceArena:
 class Buffers:
     """All buffers of a run. Index them with the slots of an operation.
 
-    `host_weights[slot]`, `states[slot]`, `gradients[slot]`, `stash[slot]`, `trained[unit]` are uint8 arrays.
+    `host_weights[slot]`, `states[slot]`, `gradients[slot]`, `stash[slot]`, `trained[unit]` (behind it its basis) are
+    uint8 arrays.
     On the device `device_states[slot]`, each for all planes and the gradient of one chunk, and `sources[slot]`, of which
     weights are made, are uint8 tensors.
     """
@@ -60,7 +61,9 @@ class Buffers:
         self.gradients = self._take_gradients()
         self.resident_states = {unit: self._take_host(f"resident_states.{unit}")[0] for unit in plan.resident_states}
         self.staging = self._take_host("resident_staging")[0] if plan.separate_device else None
-        self.trained = {unit: self._take_host(f"trained.{unit}")[0] for unit in plan.updated_units if plan.trained_bytes(unit)}
+        self.trained = {
+            unit: self._take_host(f"trained.{unit}")[0] for unit in plan.updated_units if plan.completing_bytes(unit)
+        }
         self._device_weights = [tensor.view(self.dtype) for tensor in self._take_compute("device_weights")]
         self.sources = self._take_compute("sources")
         self.device_states = self._take_compute("device_states")

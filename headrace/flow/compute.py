@@ -12,7 +12,7 @@ import torch
 from headrace.flow.step_state import Package, StepState
 from headrace.model import BlockResult, Record, Replay, ReplayMismatch, block_seed
 from headrace.terms.program import Op, Pool
-from headrace.update.wire import Gradients, Wire
+from headrace.update.wire import Gradients, Moment, Proposal, Wire
 from headrace.update.wires import DenseWire
 
 # Whatever the wire: what is trained in place has gradients of its own elements.
@@ -163,7 +163,8 @@ class _Bound:
         if not self._gradients or form.trained is None:
             parts.chain.bind(unit, flat, None)
             return
-        gradients = Gradients(form.trained, self._accumulator(), self._state.delivered[unit])
+        basis, moment = self._basis(flat.device), self._moment()
+        gradients = Gradients(form.trained, self._accumulator(), self._state.delivered[unit], basis, moment)
         wire = parts.wire if form.has_own_family else _DENSE
         caught = self._catching.enter_context(wire.catch(unit, form.layout, flat, gradients))
         parts.chain.bind(unit, flat, caught.sink, caught.wanted)
@@ -178,6 +179,32 @@ class _Bound:
         if self._unit in plan.resident_units:
             return buffers.resident_weights[self._unit]
         return buffers.computed(self._unit, self._op.slot(Pool.HOST_WEIGHTS), self._op.slot(Pool.DEVICE_WEIGHTS))
+
+    def _basis(self, device: torch.device) -> torch.Tensor | None:
+        """Return the basis of the unit's trained family, where compute is."""
+        state, unit = self._state, self._unit
+        if not state.plan.basis_bytes(unit):
+            return None
+        whole = torch.from_numpy(state.parts.buffers.trained[unit][state.plan.trained_bytes(unit) :])
+        return whole.view(torch.float32).to(device)
+
+    def _moment(self) -> Moment | None:
+        state, unit = self._state, self._unit
+        if not state.plan.basis_bytes(unit):
+            return None
+
+        def propose(proposal: Proposal) -> None:
+            state.verdict.proposals[unit] = proposal
+
+        return Moment(
+            step=state.verdict.step,
+            unit=unit,
+            micro=self._op.micro,
+            num_micro=len(state.batch.micro_batches),
+            seed=state.parts.seed,
+            kept=state.caught[unit],
+            propose=propose,
+        )
 
     def _accumulator(self) -> torch.Tensor:
         buffers = self._state.parts.buffers

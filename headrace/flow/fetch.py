@@ -47,5 +47,5 @@ def make(state: StepState, op: Op) -> None:
     else:
         coded, whole = figures.stored_bytes or 0, buffers.sources[sent]
         stored = whole[:coded] if coded else None
-        trained = whole[coded : coded + plan.trained_bytes(unit)] if figures.has_own_family else None
+        trained = whole[coded : coded + plan.completing_bytes(unit)] if figures.has_own_family else None
     parts.maker.make(unit, stored, None if trained is None else trained.view(torch.float32), into)

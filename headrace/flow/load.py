@@ -1,6 +1,6 @@
 """A model into the store and out again, unit by unit: at no time does it exist whole in memory."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,10 +11,11 @@ from headrace.flow.make import Maker
 from headrace.machine.host_memory import Bytes, huge_page_buffer
 from headrace.model import WeightMap, import_unit
 from headrace.store import StateStore
-from headrace.terms.families import STATES, TRAINED, WEIGHTS, Family, Unit
+from headrace.terms.families import BASIS, REST, STATES, TRAINED, WEIGHTS, Family, Unit
 from headrace.terms.forms import Form
 from headrace.terms.layout import Plane, rest_of_master
 from headrace.update.site import Site
+from headrace.update.tensors import States, join, update_tensors
 
 
 def import_model(weights: WeightMap, store: StateStore, maker: Maker, record: Mapping[str, Any], site: Site | None) -> None:
@@ -40,12 +41,14 @@ def import_model(weights: WeightMap, store: StateStore, maker: Maker, record: Ma
         stored = huge_page_buffer(unit.weights.num_bytes) if form.code else weight
         if form.code:
             maker.encode(index, dense, stored)
-        _write(store, index, unit.weights, stored)
+        write_family(store, index, WEIGHTS, stored)
         if (trained := unit.family(TRAINED)) is not None:
             first = huge_page_buffer(trained.num_bytes)
-            maker.begin(index, dense, first)
-            _write(store, index, trained, first)
-        states = unit.family(STATES)
+            maker.begin(index, _float32_of(dense, master), first)
+            write_family(store, index, TRAINED, first)
+        if unit.family(REST) is not None and master is not None and not complete:
+            write_family(store, index, REST, master_memory[: _master_bytes(unit)])
+        states = unit.family(STATES) if trained is None else None
         if states is not None and master is not None and not complete:
             for chunk, (start, stop) in enumerate(states.chunks):
                 store.write(index, STATES, chunk, _states_with_master(states, chunk, master[start:stop])).wait()
@@ -54,8 +57,10 @@ def import_model(weights: WeightMap, store: StateStore, maker: Maker, record: Ma
     store.commit(record)
 
 
-def _write(store: StateStore, unit: int, family: Family, content: Bytes) -> None:
-    """Write a family whose chunks lie back to back in `content`."""
+def write_family(store: StateStore, unit: int, name: str, content: Bytes) -> None:
+    """Write a family whose chunks lie back to back in `content`, which begins on a page."""
+    family = store.manifest.units[unit].family(name)
+    assert family is not None, "what is written has a place"
     start = 0
     for chunk in range(family.num_chunks):
         stop = start + family.chunk_bytes(chunk)
@@ -64,7 +69,11 @@ def _write(store: StateStore, unit: int, family: Family, content: Bytes) -> None
 
 
 def _master_plane(unit: Unit) -> Plane | None:
-    """Return the plane that completes the weights to their master: a trained family of its own needs none."""
+    """Return the plane that completes the weights to their master. Beside a trained family of its own there is one where the
+    weights are merged with what is trained.
+    """
+    if (rest := unit.family(REST)) is not None:
+        return rest.planes[0]
     states = unit.family(STATES) if unit.family(TRAINED) is None else None
     return rest_of_master(states.planes) if states else None
 
@@ -72,6 +81,15 @@ def _master_plane(unit: Unit) -> Plane | None:
 def _master_bytes(unit: Unit) -> int:
     plane = _master_plane(unit)
     return plane.num_bytes(unit.weights.layout.num_elements) if plane else 0
+
+
+def _float32_of(dense: torch.Tensor, rest: NDArray[Any] | None) -> torch.Tensor:
+    """Return the weights in float32: their master, as far as it is known."""
+    if dense.dtype == torch.float32:
+        return dense
+    if rest is None:
+        return dense.float()
+    return torch.from_numpy(rest) if rest.dtype == np.float32 else join(dense, torch.from_numpy(rest))
 
 
 def _states_with_master(states: Family, chunk: int, master: NDArray[Any]) -> Bytes:
@@ -91,8 +109,7 @@ class UnitReader:
         units = store.manifest.units
         self._weights = huge_page_buffer(max(maker.weight.num_bytes(form.layout.num_elements) for form in maker.forms))
         self._stored = huge_page_buffer(max(unit.weights.num_bytes if form.code else 0 for unit, form in self._pairs()))
-        trained = [family.num_bytes for unit in units if (family := unit.family(TRAINED)) is not None]
-        self._trained = huge_page_buffer(max(trained, default=0))
+        self._trained = huge_page_buffer(max(map(completing_bytes, units)))
         self._master = huge_page_buffer(max(_master_bytes(unit) for unit in units))
         self._chunk = huge_page_buffer(max(_largest_chunk_bytes(unit) for unit in units))
 
@@ -111,11 +128,17 @@ class UnitReader:
         if form.is_far and self._site is not None:
             self._site.pull(unit, weights)
             return bits, None
-        if not form.in_place:
+        if not form.in_place and (form.basis is None or plane.dtype == "float32"):
             self._make(unit, described, form, weights)
             return bits, None
         self._store.read(unit, WEIGHTS, weights).wait()
         states, rest = described.family(STATES), _master_plane(described)
+        if form.basis is not None and rest is not None:
+            self._store.read(unit, REST, self._master[: _master_bytes(described)]).wait()
+            master = self._master[: _master_bytes(described)].view(rest.dtype)
+            trained = read_completing(self._store, unit, self._trained)
+            merge(self._maker, unit, torch.from_numpy(weights).view(self._maker.dtype), torch.from_numpy(master), trained)
+            return bits, master
         if states is None or rest is None:
             return bits, None
         master = self._master[: _master_bytes(described)].view(rest.dtype)
@@ -130,17 +153,42 @@ class UnitReader:
         into = torch.from_numpy(weights).view(self._maker.dtype)
         stored = self._stored[: described.weights.num_bytes] if form.code else weights
         self._store.read(unit, WEIGHTS, stored).wait()
-        trained = None
-        if (family := described.family(TRAINED)) is not None:
-            content = self._trained[: family.num_bytes]
-            self._store.read(unit, TRAINED, content).wait()
-            trained = torch.from_numpy(content).view(torch.float32)[: family.layout.num_elements]
+        trained = read_completing(self._store, unit, self._trained) if described.family(TRAINED) is not None else None
         self._maker.make(unit, torch.from_numpy(stored) if form.code else None, trained, into)
+
+
+def completing_bytes(unit: Unit) -> int:
+    """Return the bytes of what a unit's frozen weights are completed with: what is trained, and its basis."""
+    return sum(family.num_bytes for name in (TRAINED, BASIS) if (family := unit.family(name)) is not None)
+
+
+def read_completing(store: StateStore, unit: int, memory: Bytes) -> torch.Tensor:
+    """Read what a unit's frozen weights are completed with into `memory`; return it, float32."""
+    start = 0
+    for name in (TRAINED, BASIS):
+        if (family := store.manifest.units[unit].family(name)) is not None:
+            store.read(unit, name, memory[start : start + family.num_bytes]).wait()
+            start += family.num_bytes
+    return torch.from_numpy(memory[:start]).view(torch.float32)
+
+
+def merge(maker: Maker, unit: int, weights: torch.Tensor, rest: torch.Tensor | None, trained: torch.Tensor) -> None:
+    """Merge `weights`, in the compute dtype, and what completes their fp32 master with what is `trained`, in place."""
+
+    def merged(master: torch.Tensor, states: Sequence[torch.Tensor]) -> tuple[torch.Tensor, States]:
+        maker.complete(unit, master, trained)
+        return master, ()
+
+    planes = () if rest is None else (rest,)
+    new, rests = update_tensors(weights, planes, merged)
+    weights.copy_(new)
+    for plane, value in zip(planes, rests, strict=True):
+        plane.copy_(value)
 
 
 def _largest_chunk_bytes(unit: Unit) -> int:
     """Return the bytes of a chunk of the states that the unit's master is read from; 0 where it has none."""
     states = unit.family(STATES)
-    if states is None or _master_plane(unit) is None:
+    if states is None or _master_plane(unit) is None or unit.family(TRAINED) is not None:
         return 0
     return max(states.chunk_bytes(chunk) for chunk, _ in enumerate(states.chunks))

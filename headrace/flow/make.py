@@ -56,8 +56,14 @@ class Maker:
             into.copy_(stored.view(into.dtype))
         if form.has_own_family:
             assert trained is not None, "a trained family of its own has weights"
-            assert form.trained is not None, "and a layout"
-            self._wire.complete(unit, form.layout, into, form.trained, trained)
+            self.complete(unit, into, trained)
+
+    @torch.no_grad()
+    def complete(self, unit: int, into: torch.Tensor, trained: torch.Tensor) -> None:
+        """Complete the frozen weights in `into`, of the compute dtype or their fp32 master, with what is trained besides."""
+        form = self.forms[unit]
+        assert form.trained is not None, "a trained family has a layout"
+        self._wire.complete(unit, form.layout, into, form.trained, trained)
 
     def _decode(self, matrices: Sequence[CodedMatrix], stored: torch.Tensor, into: torch.Tensor) -> None:
         for matrix in matrices:

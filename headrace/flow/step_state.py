@@ -20,7 +20,7 @@ from headrace.terms.layout import GroupRange, UnitLayout
 from headrace.terms.program import Op
 from headrace.update import Checksums, DeviceUpdater, LossScale, StepScalars, Updater
 from headrace.update.site import Site
-from headrace.update.wire import Wire
+from headrace.update.wire import Proposal, Wire
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +76,7 @@ class Verdict:
     clipped: bool = False
     missed: bool = False  # speculative: updates were begun with a factor that turned out wrong
     redone: bool = False  # and were done again
+    proposals: dict[int, Proposal] = field(default_factory=dict)  # by unit: another basis for what is trained of it
 
     @property
     def void(self) -> bool:
@@ -153,6 +154,7 @@ class StepState:
     hidden_gradients: dict[int, torch.Tensor] = field(default_factory=dict)
     asides: dict[tuple[int, int], tuple[torch.Tensor, ...]] = field(default_factory=dict)
     aside_gradients: dict[tuple[int, int], tuple[torch.Tensor, ...]] = field(default_factory=dict)
+    caught: dict[int, dict[str, torch.Tensor]] = field(default_factory=lambda: defaultdict(dict))  # a wire's own, by unit
     delivered: dict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
     logits: dict[int, torch.Tensor] = field(default_factory=dict)  # by micro-batch, of rows that were scored without labels
     loss_sum: torch.Tensor | None = None

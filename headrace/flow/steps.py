@@ -19,7 +19,7 @@ from headrace.plan.plan import Plan
 from headrace.plan.schedules.forward import build_forward
 from headrace.plan.schedules.train import build_program, build_tail, redo
 from headrace.terms.events import Notice
-from headrace.terms.families import STATES, TRAINED, WEIGHTS
+from headrace.terms.families import BASIS, STATES, TRAINED, WEIGHTS
 from headrace.terms.program import Lane, Program
 from headrace.update import HitRate
 
@@ -170,7 +170,10 @@ class Steps:
                 if event is not None:
                     event.synchronize()
         for unit, weights in parts.buffers.trained.items():
-            parts.store.read(unit, TRAINED, weights).wait()
+            trained_bytes = plan.trained_bytes(unit)
+            parts.store.read(unit, TRAINED, weights[:trained_bytes]).wait()
+            if plan.basis_bytes(unit):
+                parts.store.read(unit, BASIS, weights[trained_bytes:]).wait()
         for unit in plan.resident_states:
             states = parts.buffers.resident_states[unit]
             for chunk in range(plan.num_chunks(unit)):

@@ -10,13 +10,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from headrace.flow.load import write_family
 from headrace.flow.step_state import StepState
-from headrace.machine.host_memory import Bytes
+from headrace.machine.host_memory import Bytes, huge_page_buffer
 from headrace.machine.protocol import Machine
 from headrace.plan.buffer_sizes import DEVICE_UPDATE_PIECE_ELEMENTS
 from headrace.plan.plan import Plan
 from headrace.terms.cuts import HOST_ITEM_ELEMENTS
-from headrace.terms.families import STATES, TRAINED, WEIGHTS
+from headrace.terms.families import BASIS, NEXT_BASIS, STATES, TRAINED, WEIGHTS
 from headrace.terms.program import Op, Pool
 from headrace.update import DeviceUpdater, UpdateRule
 
@@ -88,6 +89,12 @@ def write_weights(state: StepState, op: Op) -> None:
         known = state.checksums.get((op.unit, op.chunk))
         family = WEIGHTS if state.plan.units[op.unit].in_place else TRAINED
         state.parts.store.write(op.unit, family, op.chunk, _weights(state, op), known.weights if known else None).wait()
+        proposal = state.verdict_of(op).proposals.get(op.unit)
+        if proposal is not None and proposal.basis.numel() and op.chunk == 0:
+            # It lies there from this step's commit on, and is put into use after it (`settle`).
+            content = huge_page_buffer(proposal.basis.nbytes)
+            content[:] = proposal.basis.view(torch.uint8).numpy()
+            write_family(state.parts.store, op.unit, NEXT_BASIS if proposal.replaces else BASIS, content)
 
 
 def _is_written(state: StepState, op: Op, *, stays: bool) -> bool:

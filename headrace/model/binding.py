@@ -105,6 +105,7 @@ def _hand_over(spec: ParameterSpec, sink: GradientSink) -> Callable[[Any], None]
     def hook(parameter: Any) -> None:
         gradient = parameter.grad
         parameter.grad = None
-        sink(spec, gradient)
+        if gradient is not None:  # a product that was put in place of the model's may give none
+            sink(spec, gradient)
 
     return hook

@@ -59,7 +59,7 @@ def buffer_groups(plan: Plan) -> dict[str, BufferGroup]:
         if sources := max(plan.source_bytes(unit) for unit in range(len(plan.units))):
             groups["sources"] = BufferGroup("device", "weights", SOURCE_SLOTS, sources)
     for unit in plan.updated_units:
-        if num_bytes := plan.trained_bytes(unit):
+        if num_bytes := plan.completing_bytes(unit):
             groups[f"trained.{unit}"] = BufferGroup("host", "weights", 1, num_bytes)
     largest = plan.largest_gradient_elements
     if largest and not plan.gradient_in_place:

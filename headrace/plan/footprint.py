@@ -101,7 +101,18 @@ def import_bytes(plan: Plan) -> int:
     largest = max(unit.num_elements for unit in plan.units)
     chunk = planes.state_bytes(min(plan.chunk_elements, largest)) if master else 0
     made_of = max(plan.source_bytes(unit) for unit in range(len(plan.units)))
-    return largest * (planes.weight.bytes_per_element + master) + chunk + made_of
+    settling = max(_settling_bytes(plan, unit) for unit in range(len(plan.units)))
+    return largest * (planes.weight.bytes_per_element + master) + chunk + made_of + settling
+
+
+def _settling_bytes(plan: Plan, unit: int) -> int:
+    """Return what merging a unit with what is trained takes, and moving its states to another basis (`flow.settle`), besides
+    weights, what completes their master, and what they are made of.
+    """
+    figures = plan.units[unit]
+    if not figures.basis_elements:
+        return 0
+    return 4 * figures.num_elements + plan.basis_bytes(unit) + 2 * plan.state_bytes(unit) + figures.making_bytes
 
 
 def planned_runtime_bytes(measured: int) -> int:

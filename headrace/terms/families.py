@@ -20,6 +20,9 @@ from headrace.terms.sizes import PAGE_BYTES, round_up
 WEIGHTS, STATES = "weights", "states"
 # What is trained of a unit whose weights are frozen: a subspace, an adapter.
 TRAINED = "trained"
+# Where frozen weights are merged with what is trained from time to time: what completes them to their fp32 master, the basis of
+# the subspace that is trained, and the one that takes its place at the next merge.
+REST, BASIS, NEXT_BASIS = "rest", "basis", "next basis"
 
 
 class Durability(StrEnum):

@@ -4,6 +4,8 @@ Three things are told apart. A unit trained *in place* has its weights and their
 from the drive is what compute reads, and what the update changes. A *frozen* unit has weights alone, written once. A unit with
 a *trained family of its own* has frozen weights too, and beside them a small family that gradients, states and updates are of
 (a subspace, an adapter); its compute slot is made of both. Frozen weights may be *coded*: then the slot is decoded from them.
+A trained family may be of a subspace that changes: then its *basis* lies beside it, and the frozen weights, which have what
+completes them to their fp32 master, are merged with what is trained whenever the basis changes (`flow.settle`).
 A unit may be *far*: weights and states live at another site, from which weights are pulled and to which gradients are pushed.
 """
 
@@ -14,12 +16,25 @@ from typing import Any
 from headrace.terms.coding import CodedUnit
 from headrace.terms.cuts import Cuts, cuts_of
 from headrace.terms.errors import ConfigError
-from headrace.terms.families import STATES, TRAINED, WEIGHTS, Durability, Unit, cut, trained_unit
-from headrace.terms.layout import PlaneSet, UnitLayout
+from headrace.terms.families import (
+    BASIS,
+    NEXT_BASIS,
+    REST,
+    STATES,
+    TRAINED,
+    WEIGHTS,
+    Durability,
+    Family,
+    Unit,
+    cut,
+    trained_unit,
+)
+from headrace.terms.layout import Plane, PlaneSet, UnitLayout, rest_of_master
 from headrace.terms.rule_figures import RuleFigures
 
 # Where a unit's weights live between uses: on the drives, to be fetched for each pass, or where compute reads them.
 SSD, DEVICE = "ssd", "device"
+_BASIS_PLANES = (Plane("basis", "float32", 4),)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +49,7 @@ class UnitFigures:
         making_bytes: the most that making a slot allocates for a moment, on the device that computes.
         cuts: where what is updated may be cut into chunks; (): anywhere.
         is_far: whether its weights and states live at another site, which updates it.
+        basis_elements: float32 numbers of the basis that the trained family is of; 0 where there is none.
     """
 
     name: str
@@ -45,6 +61,7 @@ class UnitFigures:
     making_bytes: int = 0
     cuts: tuple[Cuts, ...] = ()
     is_far: bool = False
+    basis_elements: int = 0
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "UnitFigures":
@@ -97,6 +114,7 @@ def merged(units: Sequence[UnitFigures]) -> UnitFigures:
         trained_elements=None if first.in_place else sum(unit.gradient_elements for unit in units),
         stored_bytes=None if first.stored_bytes is None else sum(unit.stored_bytes or 0 for unit in units),
         making_bytes=max(unit.making_bytes for unit in units),
+        basis_elements=sum(unit.basis_elements for unit in units),
         cuts=(),
     )
 
@@ -110,6 +128,7 @@ class Form:
         trained: of what is updated: `layout` itself in place, another one for a family of its own, None for a frozen unit.
         code: where the parts of coded weights lie, None where they lie as compute reads them.
         home: as in `UnitFigures`; `making_bytes` and `cuts` likewise.
+        basis: of the numbers that a trained family's subspace is given by, None where it is none that changes.
 
     Raises:
         ConfigError: what lies on the device, or is trained in place, is to be made: only blocks that are fetched are.
@@ -122,6 +141,7 @@ class Form:
     making_bytes: int = 0
     cuts: tuple[Cuts, ...] = ()
     is_far: bool = False
+    basis: UnitLayout | None = None
 
     def __post_init__(self) -> None:
         if self.is_far and (self.code or not self.in_place):
@@ -133,6 +153,12 @@ class Form:
             raise ConfigError(
                 f"unit {self.layout.name}: {'is trained in place' if self.in_place else 'lives on the device'}, so its weights "
                 "can be neither coded nor completed by a trained family of its own; leave it as it is, or freeze it"
+            )
+
+        if self.basis is not None and self.code is not None:
+            raise ConfigError(
+                f"unit {self.layout.name}: its weights are coded, and would be merged with what is trained when the basis "
+                "changes; leave them as they are, or train no subspace"
             )
 
     @property
@@ -159,6 +185,7 @@ class Form:
             making_bytes=self.making_bytes,
             cuts=self.cuts,
             is_far=self.is_far,
+            basis_elements=self.basis.num_elements if self.basis else 0,
         )
 
     def families(self, planes: PlaneSet, own_planes: PlaneSet, chunk_elements: int) -> Unit:
@@ -170,13 +197,22 @@ class Form:
             return trained_unit(self.layout, planes, chunk_elements, self.cuts)
         stored = self.code.plane(self.layout.num_elements) if self.code else planes.weight
         size = self.layout.num_elements if self.code else chunk_elements
-        families = [cut(WEIGHTS, self.layout, (stored,), size, Durability.ONCE)]
+        durability = Durability.ONCE if self.basis is None else Durability.TWO_SLOTS
+        families = [cut(WEIGHTS, self.layout, (stored,), size, durability)]
+        if self.basis is not None:
+            families += self._basis_families(self.basis, rest_of_master(planes.states), chunk_elements)
         if self.trained is not None:
             how = chunk_elements, Durability.TWO_SLOTS, self.cuts
             families.append(cut(TRAINED, self.trained, (own_planes.weight,), *how))
             if own_planes.states:
                 families.append(cut(STATES, self.trained, own_planes.states, *how))
         return Unit(self.layout.name, tuple(families))
+
+    def _basis_families(self, basis: UnitLayout, rest: Plane | None, chunk_elements: int) -> list[Family]:
+        """Return what is kept beside weights that are merged from time to time, and beside what is trained."""
+        how = chunk_elements, Durability.TWO_SLOTS
+        families = [cut(name, basis, _BASIS_PLANES, *how) for name in (BASIS, NEXT_BASIS)]
+        return [*families, cut(REST, self.layout, (rest,), *how)] if rest else families
 
 
 def in_place_forms(layouts: Sequence[UnitLayout], num_blocks: int, rule: RuleFigures) -> tuple[Form, ...]:

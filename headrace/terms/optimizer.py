@@ -73,10 +73,11 @@ class Optimizer(Declared):
         return None
 
 
-def parse_optimizer(text: str) -> tuple[str, dict[str, str]]:
+def parse_optimizer(text: str, option: str = "optimizer") -> tuple[str, dict[str, str]]:
     """Return the name of a rule and its settings, still as words, that `text` says: `sgd`, or `sgd:KEY=VALUE,KEY=VALUE`.
 
-    Which rules and settings there are is not known here (`update.rules.table` knows). Numbers are written in one way.
+    Which rules and settings there are is not known here (`update.rules.table` knows). Numbers are written in one way. `option`
+    is what errors call it: ways for gradients to travel are named in the same form.
 
     Raises:
         ConfigError: a setting without a value, or one that is given twice.
@@ -87,7 +88,7 @@ def parse_optimizer(text: str) -> tuple[str, dict[str, str]]:
         key, equals, value = (each.strip() for each in word.partition("="))
         if not (key and equals and value) or key in settings:
             wrong = "stands twice" if key in settings else "has no value"
-            raise ConfigError(f"optimizer: in {text!r} the setting {key!r} {wrong}; expected NAME or NAME:KEY=VALUE,KEY=VALUE")
+            raise ConfigError(f"{option}: in {text!r} the setting {key!r} {wrong}; expected NAME or NAME:KEY=VALUE,KEY=VALUE")
         settings[key] = _plain_number(value)
     return name.strip(), settings
 

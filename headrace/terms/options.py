@@ -89,6 +89,14 @@ class Options(Declared):
         "fixed for a run",
         plan=True,
     )
+    gradient: str = option(
+        "dense",
+        Text(),
+        "How gradients travel, dense or lsp:KEY=VALUE,KEY=VALUE.",
+        row="how gradients travel, and so what is trained: `dense`, all of it; or `lsp`, subspaces of the matrices of blocks "
+        "(LSP-Offload), with settings as in the table below; fixed for a run",
+        plan=True,
+    )
     learning_rate: float = option(1e-5, Number(), "Of the optimizer, after the warm-up.")
     weight_decay: float = option(
         0.0, Number(), "Not applied to norms and biases.", row="of the optimizer; norms and biases are not decayed"
@@ -228,6 +236,7 @@ class Options(Declared):
             settings |= chosen
             object.__setattr__(self, each.key, None)  # frozen: set once, here
         object.__setattr__(self, "optimizer", optimizer_text(name, settings))
+        object.__setattr__(self, "gradient", optimizer_text(*parse_optimizer(self.gradient, "gradient")))
 
     @property
     def schedule(self) -> Schedule:

@@ -8,13 +8,14 @@ weights and of it.
 Invariant: what a wire does is a function of its arguments alone, so that it can be done again and gives the same bits.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from headrace.terms.layout import ParameterSpec, UnitLayout
+from headrace.terms.layout import ParameterSpec, Plane, UnitLayout
 
 # Elements of a gradient that are added at once: enough for all threads, a few megabytes of copies.
 _ADD_ELEMENTS = 1 << 20
@@ -29,13 +30,50 @@ class Caught(NamedTuple):
     wanted: Callable[[ParameterSpec], bool]
 
 
+class Proposal(NamedTuple):
+    """A basis that a wire has found for a unit while it caught gradients (float32, all of it, on the host).
+
+    `replaces`: trained numbers and states are of the basis that there is, and are to be moved; if not, there was none.
+    `errors` say how good each matrix's basis is: of the one that there was, and of the new one where another was tried.
+    """
+
+    basis: Tensor
+    replaces: bool
+    errors: Mapping[str, tuple[float, float | None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """When a gradient is caught: step (from 0), unit, micro-batch. `seed` is the run's.
+
+    `kept` is the wire's own, from one micro-batch of a step and unit to the next; `propose` takes what it found.
+    """
+
+    step: int
+    unit: int
+    micro: int
+    num_micro: int
+    seed: int
+    kept: MutableMapping[str, Tensor]
+    propose: Callable[[Proposal], None]
+
+
 class Gradients:
     """Where the gradients of a unit's trained family are summed, one flat tensor for all; `trained` says where each lies.
 
-    `delivered` names those that have been given since the step began: what is there before is an older step's.
+    `delivered` names those that have been given since the step began: what is there before is an older step's. `basis` and
+    `moment` are for a wire that trains a subspace: None for others.
     """
 
-    def __init__(self, trained: UnitLayout, flat: Tensor, delivered: set[str]) -> None:
+    def __init__(
+        self,
+        trained: UnitLayout,
+        flat: Tensor,
+        delivered: set[str],
+        basis: Tensor | None = None,
+        moment: Moment | None = None,
+    ) -> None:
+        self.trained, self.basis, self.moment = trained, basis, moment
         self._places = {spec.name: spec for spec in trained.parameters}
         self._flat, self._delivered = flat, delivered
 
@@ -83,3 +121,37 @@ class Wire(Protocol):
 
     def making_bytes(self, layout: UnitLayout) -> int:
         """Return the most that `complete` allocates at once for a unit of this layout."""
+
+
+@runtime_checkable
+class SubspaceWire(Wire, Protocol):
+    """A wire whose trained family is of a subspace that changes now and then: its *basis* lies beside the trained family.
+
+    `weights` in `complete` are then the trained family's and, behind them, the basis. When the basis changes, frozen weights
+    are merged with what is trained, by `complete` on their fp32 master, and all that is of the old basis is moved
+    (`flow.settle`).
+    """
+
+    @property
+    def merges_each_step(self) -> bool:
+        """Whether weights are merged after every step, not only where the basis changes."""
+
+    def basis(self, unit: int, layout: UnitLayout, trained: UnitLayout) -> UnitLayout:
+        """Return the layout of the numbers, float32, that the basis is given by; all zero until one is proposed."""
+
+    def refuse(self, states: Sequence[Plane]) -> None:
+        """Raise ConfigError where a rule keeps states that cannot be moved to another basis."""
+
+    def restart(self, unit: int, layout: UnitLayout, trained: UnitLayout, weights: Tensor) -> None:
+        """Change the trained family's `weights` in place to those that merged weights are completed with."""
+
+    def move(
+        self,
+        unit: int,
+        layout: UnitLayout,
+        trained: UnitLayout,
+        basis: Tensor,
+        other: Tensor,
+        states: Mapping[str, Tensor],
+    ) -> None:
+        """Change `states` (planes by name, float32, of the trained family's elements) in place from `basis` to `other`."""

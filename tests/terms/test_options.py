@@ -23,6 +23,7 @@ from headrace.terms.option_kinds import Number
 from headrace.terms.options import Options, RunOptions
 from headrace.update.rules.adamw import AdamW
 from headrace.update.rules.table import RULES, optimizer_of
+from headrace.update.wires import WIRES
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
 OPTIONS = README[README.index("## Options") : README.index("## Data")]
@@ -56,7 +57,7 @@ def test_an_option_is_one_declaration() -> None:
 
 def test_the_table_of_the_readme_is_the_declaration() -> None:
     rows = [line for line in OPTIONS.splitlines() if line.startswith("| `")]
-    settings = [f"| `{kind.name}` {each.readme_row}" for kind in RULES for each in kind.settings()]
+    settings = [f"| `{kind.name}` {each.readme_row}" for kind in (*RULES, *WIRES) for each in kind.settings()]
     assert rows == [each.readme_row for each in RunOptions.declarations()] + settings
 
 

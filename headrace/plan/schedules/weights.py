@@ -123,10 +123,10 @@ class Weights:
             self.source_turn = (self.source_turn + 1) % SOURCE_SLOTS
             # Weights that are not coded need no buffer on the way: they are read into the slot, and completed there.
             there = sent if figures.stored_bytes is not None else (slot, *sent)
-            num_bytes = self.stored_bytes[block] + plan.trained_bytes(block)
+            num_bytes = self.stored_bytes[block] + plan.completing_bytes(block)
             op(Verb.UPLOAD, Lane.HOST_TO_DEVICE, sources, there, unit=block, num_bytes=num_bytes)
             sources = sent
-        num_bytes = made_bytes + self.stored_bytes[block] + plan.trained_bytes(block)
+        num_bytes = made_bytes + self.stored_bytes[block] + plan.completing_bytes(block)
         op(Verb.MAKE, Lane.MAKE, sources, (slot,), unit=block, num_bytes=num_bytes)
 
     def forget(self, block: int) -> None:

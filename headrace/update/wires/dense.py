@@ -2,11 +2,19 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import ClassVar
 
 from torch import Tensor
 
+from headrace.terms.gradient import GradientWay
 from headrace.terms.layout import ParameterSpec, UnitLayout
 from headrace.update.wire import Caught, Gradients
+
+
+class Dense(GradientWay):
+    """Whole gradients: it has no settings."""
+
+    name: ClassVar[str] = "dense"
 
 
 class DenseWire:

@@ -1,0 +1,113 @@
+"""Between two steps: weights are merged with what is trained of a subspace, and what is of its old basis is moved to another.
+
+A step leaves the new basis of a unit beside the old one, in its own commit. What is done here is a function of what that commit
+has, and ends with a commit of its own: wherever it is cut short, it is done again from the same bytes.
+
+Invariant: before and after it a model has the same weights, but for the rounding of one sum.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from headrace.flow.load import completing_bytes, merge, read_completing, write_family
+from headrace.flow.make import Maker
+from headrace.flow.step_state import Verdict
+from headrace.machine.host_memory import Bytes, huge_page_buffer
+from headrace.store import StateStore
+from headrace.terms.families import BASIS, NEXT_BASIS, REST, STATES, TRAINED, WEIGHTS, Family
+from headrace.update.wire import Proposal, SubspaceWire
+
+# The key of a commit's record that names the units whose basis is to be replaced.
+PROPOSED = "proposed"
+
+
+def changed(proposal: Proposal) -> bool:
+    """Return whether a proposal has another basis, and not only how good the one is that there is."""
+    return proposal.basis.numel() > 0
+
+
+def proposed_in(verdict: Verdict) -> dict[str, Any]:
+    """Return what a step's commit says of the bases that it leaves: nothing where no unit has one."""
+    units = [unit for unit, each in sorted(verdict.proposals.items()) if each.replaces and changed(each)]
+    return {PROPOSED: units} if verdict.proposals else {}
+
+
+@torch.no_grad()
+def settle(store: StateStore, maker: Maker, wire: SubspaceWire, record: Mapping[str, Any]) -> None:
+    """Merge and move what the newest commit asks for, and commit `record` anew, without that. No step may be under way."""
+    proposed = frozenset(record.get(PROPOSED, ()))
+    merged = [unit for unit, form in enumerate(maker.forms) if form.basis is not None and wire.merges_each_step]
+    for unit in sorted({*merged, *proposed}):
+        _settle_unit(store, maker, wire, unit, moves=unit in proposed)
+    store.commit({**record, PROPOSED: []})
+
+
+def _settle_unit(store: StateStore, maker: Maker, wire: SubspaceWire, unit: int, *, moves: bool) -> None:
+    form, described = maker.forms[unit], store.manifest.units[unit]
+    assert form.trained is not None, "a subspace is trained"
+    layouts = form.layout, form.trained
+    memory = huge_page_buffer(completing_bytes(described))
+    whole, trained_elements = read_completing(store, unit, memory), form.trained.num_elements
+    weights, rest = _read(store, unit, WEIGHTS), _read(store, unit, REST)
+    dense = torch.from_numpy(_of(weights)).view(maker.dtype)[: form.layout.num_elements]
+    completing = None if rest is None else torch.from_numpy(rest).view(_REST_DTYPES[maker.dtype])[: form.layout.num_elements]
+    merge(maker, unit, dense, completing, whole)
+    write_family(store, unit, WEIGHTS, _of(weights))
+    if rest is not None:
+        write_family(store, unit, REST, rest)
+    del weights, rest, dense, completing
+    wire.restart(unit, *layouts, whole)
+    write_family(store, unit, TRAINED, memory[: 4 * trained_elements])
+    if moves:
+        other = _of(_read(store, unit, NEXT_BASIS))
+        if described.family(STATES) is not None:
+            old, new = whole[trained_elements:], torch.from_numpy(other).view(torch.float32)
+            _move_states(store, wire, unit, layouts, (old, new))
+        write_family(store, unit, BASIS, other)
+
+
+_REST_DTYPES = {torch.bfloat16: torch.int16, torch.float16: torch.float32}
+
+
+def _move_states(
+    store: StateStore, wire: SubspaceWire, unit: int, layouts: tuple[Any, Any], bases: tuple[torch.Tensor, torch.Tensor]
+) -> None:
+    """Move a unit's states from one basis to another. In a chunk planes lie back to back, so each is put together first."""
+    family = store.manifest.units[unit].family(STATES)
+    assert family is not None, "there are states"
+    content = _of(_read(store, unit, STATES))
+    planes = {plane.name: torch.empty(layouts[1].num_elements) for plane in family.planes}
+    for name, part, (start, stop) in _plane_parts(family, content):
+        planes[name][start:stop] = part
+    wire.move(unit, *layouts, *bases, planes)
+    for name, part, (start, stop) in _plane_parts(family, content):
+        part.copy_(planes[name][start:stop])
+    write_family(store, unit, STATES, content)
+
+
+def _plane_parts(family: Family, content: Bytes) -> Iterable[tuple[str, torch.Tensor, tuple[int, int]]]:
+    """Yield each plane of each chunk as a view of `content`, and the elements that it is of."""
+    begin = 0
+    for chunk, (start, stop) in enumerate(family.chunks):
+        at = begin
+        for plane in family.planes:
+            end = at + plane.num_bytes(stop - start)
+            yield plane.name, torch.from_numpy(content[at:end]).view(torch.float32), (start, stop)
+            at = end
+        begin += family.chunk_bytes(chunk)
+
+
+def _read(store: StateStore, unit: int, name: str) -> Bytes | None:
+    family = store.manifest.units[unit].family(name)
+    if family is None:
+        return None
+    memory = huge_page_buffer(family.num_bytes)
+    store.read(unit, name, memory).wait()
+    return memory
+
+
+def _of(memory: Bytes | None) -> Bytes:
+    assert memory is not None, "a unit has this family"
+    return memory

@@ -1,0 +1,190 @@
+"""What a projector is: a tall matrix with a few non-zeros in each row, that brings one side of a matrix to fewer dimensions.
+
+A gradient G (m, n) is compressed to `P^T G Q` (d, d), and what is learned of it, S, is decompressed to `P S Q^T`: the
+(d, r)-sparse projectors of LSP-Offload (Chen et al., AAAI 2025, section 4), r non-zeros in each row of P (m, d) and Q (n, d).
+All tensors here are stacks of matrices, float32: packed experts are one matrix each, a plain matrix is a stack of one.
+
+Invariant: what is computed depends on the arguments alone, the order of sums included: the same bits whenever it is done again.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+_T = TypeVar("_T")
+
+
+class Projector(Protocol):
+    """One side's projectors, of a stack of matrices."""
+
+    def reduce(self, matrices: Tensor) -> Tensor:
+        """Return `P^T` times `matrices`: (stack, rows, k) -> (stack, d, k)."""
+
+    def expand(self, matrices: Tensor) -> Tensor:
+        """Return `P` times `matrices`: (stack, d, k) -> (stack, rows, k)."""
+
+
+class _Identity:
+    """The projector of a side that is no larger than the subspace."""
+
+    def reduce(self, matrices: Tensor) -> Tensor:
+        return matrices
+
+    def expand(self, matrices: Tensor) -> Tensor:
+        return matrices
+
+
+IDENTITY: Projector = _Identity()
+
+
+class Pair(NamedTuple):
+    """The projectors of both sides: `left` is P, `right` is Q."""
+
+    left: Projector
+    right: Projector
+
+    def compress(self, gradient: Tensor) -> Tensor:
+        """Return `P^T G Q`."""
+        left = self.left.reduce(gradient)
+        return self.right.reduce(left.transpose(1, 2)).transpose(1, 2)
+
+    def compress_factors(self, outputs: Tensor, inputs: Tensor) -> Tensor:
+        """Return `P^T G Q` of `G = dY^T X`, which is never made: `outputs` are dY^T (stack, m, tokens), `inputs` X^T."""
+        return self.left.reduce(outputs) @ self.right.reduce(inputs).transpose(1, 2)
+
+    def decompress(self, subspace: Tensor) -> Tensor:
+        """Return `P S Q^T`."""
+        right = self.right.expand(subspace.transpose(1, 2))
+        return self.left.expand(right.transpose(1, 2))
+
+    def move(self, other: "Pair", moment: Tensor, *, square: bool) -> Tensor:
+        """Return what `moment`, of gradients compressed by this pair, is of those compressed by `other`: `A M B` with
+        `A = P_new^T P_old` and `B = Q_old^T Q_new`; of a second moment by the squares of A and B, so that it stays >= 0.
+        """
+        rows, columns = _change(self.left, other.left, moment, 1), _change(self.right, other.right, moment, 2)
+        if rows is not None:
+            moment = (rows * rows if square else rows) @ moment
+        if columns is not None:
+            moment = moment @ (columns * columns if square else columns).transpose(1, 2)
+        return moment
+
+
+def _change(old: Projector, new: Projector, moment: Tensor, side: int) -> Tensor | None:
+    """Return `new^T old`, None where neither projects."""
+    if old is IDENTITY and new is IDENTITY:
+        return None
+    stack, size = moment.shape[0], moment.shape[side]
+    basis = torch.eye(size, device=moment.device).expand(stack, size, size)
+    return new.reduce(old.expand(basis))
+
+
+def relative_error(pair: Pair, gradient: Tensor) -> Tensor:
+    """Return `||P P^T G Q Q^T - G|| / ||G||` of a whole stack, in Frobenius norms; 0 of a gradient of zero."""
+    norm = gradient.square().sum().sqrt()
+    off = pair.decompress(pair.compress(gradient)).sub_(gradient).square_().sum().sqrt()
+    return torch.where(norm > 0, off / norm, torch.zeros_like(norm))
+
+
+class Sides(NamedTuple, Generic[_T]):
+    """Something of both sides, None for a side that keeps the identity."""
+
+    left: _T | None
+    right: _T | None
+
+
+class Kind(Protocol):
+    """A way to choose projectors. Numbers of one side are `nonzeros` for each row of each matrix of the stack."""
+
+    @property
+    def name(self) -> str:
+        """What `projector=` calls it."""
+
+    @property
+    def keeps_positions(self) -> bool:
+        """Whether the places of non-zeros are kept beside their values, or follow from the shape."""
+
+    def dimension(self, side: int, dimension: int) -> int | None:
+        """Return to how many dimensions a side is brought where `dimension` was asked for, None if it is left as it is."""
+
+    def projector(self, values: Tensor, positions: Tensor | None, dimension: int) -> Projector:
+        """Return the projector with these `values` (stack, rows, nonzeros), at columns `positions` (int64) of each row."""
+
+    def fit(
+        self, gradient: Tensor, dimensions: Sides[int], nonzeros: int, generator: torch.Generator
+    ) -> Sides[tuple[Tensor, Tensor | None]]:
+        """Return values and positions of both sides, None for a side whose dimension is None: it keeps the identity.
+
+        `gradient` (stack, m, n) is a sample; random numbers are `generator`'s alone, which is on the CPU.
+        """
+
+
+def smaller(side: int, dimension: int) -> int | None:
+    """Return `dimension` for a side that is larger, else None."""
+    return dimension if 0 < dimension < side else None
+
+
+@dataclass(frozen=True, slots=True)
+class Scattered:
+    """A projector with non-zeros anywhere: `values` (stack, rows, r) at the columns `positions`, which differ in each row.
+
+    Products gather rows and add them in a fixed order: no dense projector, and no sums by atomic additions.
+    """
+
+    values: Tensor
+    positions: Tensor
+    dimension: int
+
+    def expand(self, matrices: Tensor) -> Tensor:
+        """Return `P` times `matrices`."""
+        return _weighted_rows(self.values, self.positions, matrices)
+
+    def reduce(self, matrices: Tensor) -> Tensor:
+        """Return `P^T` times `matrices`."""
+        values, rows = self._transposed()
+        return _weighted_rows(values, rows, matrices)
+
+    def _transposed(self) -> tuple[Tensor, Tensor]:
+        """Return, for each column of P, its values and the rows that they are in, filled up with zeros at row 0."""
+        stack, rows, nonzeros = self.values.shape
+        device = self.values.device
+        first = torch.arange(stack, device=device)[:, None, None] * self.dimension
+        columns, order = torch.sort((self.positions + first).reshape(-1), stable=True)
+        counts = torch.bincount(columns, minlength=stack * self.dimension)
+        place = torch.arange(columns.numel(), device=device) - (counts.cumsum(0) - counts)[columns]
+        most = max(1, int(counts.max()))
+        values = self.values.new_zeros(stack * self.dimension, most)
+        values[columns, place] = self.values.reshape(-1)[order]
+        found = torch.zeros_like(values, dtype=torch.int64)
+        found[columns, place] = order // nonzeros % rows
+        return values.view(stack, self.dimension, most), found.view(stack, self.dimension, most)
+
+
+def _weighted_rows(weights: Tensor, rows: Tensor, matrices: Tensor) -> Tensor:
+    """Return, for each row of `rows` (stack, out, r), the sum of those rows of `matrices`, weighted by `weights`."""
+    stack, out, nonzeros = rows.shape
+    result = matrices.new_zeros(stack, out, matrices.shape[2])
+    for number in range(stack):  # a stack's matrices are large: one gather for all would take much memory
+        for each in range(nonzeros):
+            result[number].addcmul_(matrices[number].index_select(0, rows[number, :, each]), weights[number, :, each, None])
+    return result
+
+
+def both(sides: Sides[_T], make: Callable[[_T], Projector]) -> Pair:
+    """Return the pair that `make` makes of each side, the identity where there is none."""
+    left, right = (IDENTITY if side is None else make(side) for side in sides)
+    return Pair(left, right)
+
+
+def distinct_positions(stack: int, rows: int, dimension: int, nonzeros: int, generator: torch.Generator) -> Tensor:
+    """Return `nonzeros` different columns for each row (stack, rows, nonzeros), each set as likely as any other."""
+    drawn = torch.rand(stack * rows, dimension, generator=generator)
+    return drawn.topk(nonzeros, dim=1).indices.view(stack, rows, nonzeros)
+
+
+def random_signs(shape: Sequence[int], generator: torch.Generator) -> Tensor:
+    """Return values of `1/sqrt(r)` with random signs, of r for each row: each row has length 1."""
+    signs = torch.randint(0, 2, tuple(shape), generator=generator) * 2 - 1
+    return signs.to(torch.float32) / float(shape[-1] ** 0.5)

@@ -1,0 +1,37 @@
+"""Random projectors, which are never changed: a control. On average over draws the estimate is right, and it is very noisy."""
+
+import torch
+from torch import Tensor
+
+from headrace.update.projectors.projector import Projector, Scattered, Sides, distinct_positions, random_signs, smaller
+
+
+class RandomKind:
+    """Positions drawn without replacement, values `+-1/sqrt(r)`: these have a smaller error than Gaussian ones."""
+
+    name = "random"
+    keeps_positions = True
+
+    def dimension(self, side: int, dimension: int) -> int | None:
+        """Return that of a side: none of a side that is no larger."""
+        return smaller(side, dimension)
+
+    def projector(self, values: Tensor, positions: Tensor | None, dimension: int) -> Projector:
+        """Return the projector of these values."""
+        assert positions is not None, "they are kept"
+        return Scattered(values, positions, dimension)
+
+    def fit(
+        self, gradient: Tensor, dimensions: Sides[int], nonzeros: int, generator: torch.Generator
+    ) -> Sides[tuple[Tensor, Tensor | None]]:
+        """Draw both sides; the gradient counts for nothing."""
+        stack = gradient.shape[0]
+
+        def side(rows: int, dimension: int | None) -> tuple[Tensor, Tensor | None] | None:
+            if dimension is None:
+                return None
+            positions = distinct_positions(stack, rows, dimension, nonzeros, generator)
+            values = random_signs(positions.shape, generator)
+            return values.to(gradient.device), positions.to(gradient.device)
+
+        return Sides(side(gradient.shape[1], dimensions.left), side(gradient.shape[2], dimensions.right))

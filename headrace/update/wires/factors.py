@@ -1,0 +1,54 @@
+"""The gradient of a product's matrix by its factors, `dY^T X`, where a wire has use for them and none for the whole.
+
+Inside the context each call of `linear` with a known matrix (it is known by where it lies) gives its factors away instead of a
+gradient; whatever else is done with the matrix gives a gradient as ever.
+"""
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from headrace.terms.layout import UnitLayout
+
+Take = Callable[[str, Tensor, Tensor], None]
+
+
+class Factors(TorchFunctionMode):
+    """Gives the factors of the matrices called `names` to `take`: name, dY (tokens, rows), X (tokens, columns)."""
+
+    def __init__(self, layout: UnitLayout, weights: Tensor, take: Take, names: Collection[str]) -> None:
+        super().__init__()
+        start, width = weights.data_ptr(), weights.element_size()
+        specs = [spec for spec in layout.parameters if len(spec.shape) == 2 and spec.name in names]
+        self._names = {start + spec.offset * width: spec.name for spec in specs}
+        self._take = take
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is F.linear and torch.is_grad_enabled() and len(args) > 1 and not kwargs:
+            name = self._names.get(args[1].data_ptr())
+            if name is not None and args[1].dim() == 2:
+                return _Product.apply(args[0], args[1], args[2] if len(args) > 2 else None, name, self._take)  # type: ignore[no-untyped-call]
+        return function(*args, **(kwargs or {}))
+
+
+class _Product(torch.autograd.Function):
+    """`linear` that gives the factors of its matrix's gradient away."""
+
+    @staticmethod
+    def forward(context: Any, inputs: Tensor, matrix: Tensor, bias: Tensor | None, name: str, take: Take) -> Tensor:
+        context.save_for_backward(inputs, matrix)
+        context.name, context.take, context.biased = name, take, bias is not None
+        return F.linear(inputs, matrix, bias)
+
+    @staticmethod
+    def backward(context: Any, *given: Tensor) -> Any:
+        (outputs,) = given
+        inputs, matrix = context.saved_tensors
+        rows = outputs.reshape(-1, outputs.shape[-1])
+        context.take(context.name, rows, inputs.reshape(-1, inputs.shape[-1]))
+        of_bias = rows.float().sum(dim=0).to(outputs.dtype) if context.biased else None
+        return outputs @ matrix, None, of_bias, None, None

@@ -1,0 +1,346 @@
+"""LSP-Offload (Chen et al., AAAI 2025): what is trained of a block's matrices are subspaces that sparse projectors give.
+
+A matrix is `c W0 + P S Q^T`: W0 as it lies, S (d, d) trained by the run's rule on compressed gradients `P^T G Q`. `c` begins
+at 1, has no gradient, and decays as S does: so weight decay is that of the whole matrix, and W0 need not be rewritten for it.
+What is no matrix, or is no larger than the subspace, is trained as it is, beside them.
+
+The first step fits projectors to its own gradient. Later each unit has its turn, once in `check` steps: the last micro-batch
+is held out, projectors are tried on the rest of the step's gradient, and proposed for a matrix whose old ones are too far off
+on what was held out, if the new ones are better there. What follows is `flow.settle`'s.
+"""
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from headrace.terms.declared import option
+from headrace.terms.errors import ConfigError
+from headrace.terms.gradient import GradientWay
+from headrace.terms.layout import ParameterSpec, Plane, UnitLayout, lay_out
+from headrace.terms.option_kinds import Number, OneOf, Whole
+from headrace.update.projectors import PROJECTORS, Kind, relative_error
+from headrace.update.wire import Caught, Gradients, Moment, Proposal
+from headrace.update.wires.factors import Factors
+from headrace.update.wires.subspace import Subspace, subspaces
+
+# By how much new projectors must be better, on a micro-batch that they have not seen, for all that a change of them costs.
+_WORTH_A_CHANGE = 0.95
+# States by their planes' names: which power of the gradient they are sums of, and so how they move to another basis.
+_POWERS = {"m": 1, "momentum": 1, "v": 2}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lsp(GradientWay):
+    """The settings of LSP-Offload."""
+
+    name: ClassVar[str] = "lsp"
+
+    dimension: int | None = option(
+        None,
+        Whole(8, 1 << 20),
+        row="sides of a subspace; a side of a matrix that is no larger is left as it is. 12 bytes for each of its elements",
+        words="half of the blocks' commonest side",
+    )
+    nonzeros: int = option(8, Whole(1, 64), row="numbers in each row of a projector")
+    check: int = option(500, Whole(), row="steps between two looks at how well a block's projectors still fit")
+    alpha: float = option(
+        0.3, Number(0, 1), row="relative error of a gradient's estimate, on held-out tokens, below which projectors stay"
+    )
+    rewrite: str = option(
+        "refit",
+        OneOf(("refit", "step")),
+        row="when weights are rewritten: where projectors change, or after each `step`, as in the paper",
+    )
+    projector: str = option(
+        "block",
+        OneOf(tuple(PROJECTORS)),
+        row="`block`: groups of rows, in closed form; `learned`: the paper's, by descent; `random`: never fitted, a control",
+    )
+
+
+class LspWire:
+    """Gradients of blocks are compressed to subspaces. `kind` chooses projectors in place of the setting's;
+    `by_factors` may be False to compress whole gradients alone: other sums, for comparison with plain training.
+    """
+
+    def __init__(self, settings: Lsp, *, kind: Kind | None = None, by_factors: bool = True) -> None:
+        self.settings = settings
+        self._kind = kind or PROJECTORS[settings.projector]
+        self._by_factors = by_factors
+        self._subspaces: dict[int, tuple[Subspace, ...]] = {}
+
+    @property
+    def name(self) -> str:
+        """The way and its settings: a run goes on with those that it began with."""
+        return self.settings.text if self._kind.name == self.settings.projector else f"{self.settings.text} {self._kind.name}"
+
+    @property
+    def merges_each_step(self) -> bool:
+        """Whether weights are rewritten after each step."""
+        return self.settings.rewrite == "step"
+
+    def trained(self, unit: int, layout: UnitLayout, *, is_block: bool) -> UnitLayout | None:
+        """Return S of each matrix and its `c`, and all else as it is."""
+        if not is_block:
+            return layout
+        found = {each.name: each for each in self._of(unit, layout)}
+        if not found:
+            return layout
+        groups = [(group.learning_rate_scale, group.weight_decay) for group in layout.groups]
+        parameters: list[tuple[str, tuple[int, ...], tuple[float, float]]] = []
+        for spec in layout.parameters:
+            each, key = found.get(spec.name), groups[spec.group]
+            parameters.append((spec.name, each.shape if each else spec.shape, key))
+            if each:
+                parameters.append((each.factor_name, (1,), key))
+        return lay_out(layout.name, parameters)
+
+    def basis(self, unit: int, layout: UnitLayout, trained: UnitLayout) -> UnitLayout:
+        """Return where projectors lie: of each matrix those of both sides, values, then positions where they are kept."""
+        numbers: list[tuple[str, tuple[int, ...], tuple[float, float]]] = [
+            (name, (count,), (1.0, 0.0)) for each in self._of(unit, layout) for name, count in each.numbers(self._kind).items()
+        ]
+        return lay_out(layout.name, numbers)
+
+    def refuse(self, states: Sequence[Plane]) -> None:
+        """Refuse states in fewer than 32 bits, and such as nobody said how to move."""
+        for plane in states:
+            if plane.name not in _POWERS or plane.dtype != "float32":
+                raise ConfigError(
+                    f"gradient: lsp moves a rule's states to other projectors; of {plane.name!r} ({plane.dtype}) it does not "
+                    "know how: use adamw or sgd with float32 states"
+                )
+
+    @contextmanager
+    def catch(self, unit: int, layout: UnitLayout, weights: Tensor, gradients: Gradients) -> Iterator[Caught]:
+        """Compress gradients: by their factors where a product's are at hand; at a check, the whole sum at the end."""
+        moment, basis = gradients.moment, gradients.basis
+        assert moment is not None, "a trained family with a basis is caught at a moment"
+        assert basis is not None, "and with its basis"
+        catching = _Catching(self._of(unit, layout), self._kind, gradients, moment, basis)
+        if self._is_check(moment) or not catching.is_fitted:
+            check = _Check(catching, self.settings)
+            yield Caught(check.sink, lambda spec: True)
+            check.finish()
+            return
+        factors = Factors(layout, weights, catching.take_factors, catching.names) if self._by_factors else nullcontext()
+        with factors:
+            yield Caught(catching.sink, lambda spec: True)
+
+    def first_weights(self, unit: int, layout: UnitLayout, trained: UnitLayout, weights: Tensor) -> Tensor:
+        """Return S = 0, c = 1, and all else as it is."""
+        first = torch.zeros(trained.num_elements)
+        self._begin(unit, layout, trained, first)
+        subspace = {each.name for each in self._of(unit, layout)}
+        own = {spec.name: spec for spec in trained.parameters}
+        for spec in layout.parameters:
+            if spec.name not in subspace:
+                part(first, own[spec.name]).copy_(part(weights, spec))
+        return first
+
+    def complete(self, unit: int, layout: UnitLayout, slot: Tensor, trained: UnitLayout, weights: Tensor) -> None:
+        """Make `c W + P S Q^T` of each matrix W, in float32; put all else in."""
+        own, basis = {spec.name: spec for spec in trained.parameters}, weights[trained.num_elements :]
+        found = {each.name: each for each in self._of(unit, layout)}
+        for spec in layout.parameters:
+            place, each = part(slot, spec), found.get(spec.name)
+            if each is None:
+                place.copy_(part(weights, own[spec.name]))
+                continue
+            matrices = place.view(each.matrices)
+            learned = each.pair(self._kind, basis).decompress(part(weights, own[spec.name]).view(each.core))
+            matrices.copy_(matrices.float().mul_(part(weights, own[each.factor_name])).add_(learned))
+
+    def making_bytes(self, layout: UnitLayout) -> int:
+        """Return the most that is made at once: at a check, the sum of a unit's gradient, and what one matrix is judged by."""
+        matrices = [spec.num_elements for spec in layout.parameters if len(spec.shape) > 1]
+        return 4 * sum(matrices) + 20 * max(matrices, default=0)
+
+    def restart(self, unit: int, layout: UnitLayout, trained: UnitLayout, weights: Tensor) -> None:
+        """Set S = 0 and c = 1."""
+        own = {spec.name: spec for spec in trained.parameters}
+        for each in self._of(unit, layout):
+            part(weights, own[each.name]).zero_()
+        self._begin(unit, layout, trained, weights)
+
+    def move(
+        self,
+        unit: int,
+        layout: UnitLayout,
+        trained: UnitLayout,
+        basis: Tensor,
+        other: Tensor,
+        states: Mapping[str, Tensor],
+    ) -> None:
+        """Move moments of each matrix whose projectors changed: `M <- A M B`, `V <- (A∘A) V (B∘B)`."""
+        own = {spec.name: spec for spec in trained.parameters}
+        for each in self._of(unit, layout):
+            if each.is_alike(self._kind, basis, other):
+                continue
+            old, new = each.pair(self._kind, basis), each.pair(self._kind, other)
+            for name, plane in states.items():
+                moment = part(plane, own[each.name])
+                moment.copy_(old.move(new, moment.view(each.core), square=_POWERS[name] == 2).reshape(-1))
+
+    def _begin(self, unit: int, layout: UnitLayout, trained: UnitLayout, weights: Tensor) -> None:
+        own = {spec.name: spec for spec in trained.parameters}
+        for each in self._of(unit, layout):
+            part(weights, own[each.factor_name]).fill_(1.0)
+
+    def _of(self, unit: int, layout: UnitLayout) -> tuple[Subspace, ...]:
+        if unit not in self._subspaces:
+            self._subspaces[unit] = subspaces(layout, self.settings.dimension, self.settings.nonzeros, self._kind)
+        return self._subspaces[unit]
+
+    def _is_check(self, moment: Moment) -> bool:
+        every = self.settings.check
+        return moment.step > 0 and self._kind.name != "random" and moment.step % every == (moment.unit - 1) % every
+
+
+class _Catching:
+    """Gradients of one unit in one micro-batch. `is_fitted`: there are projectors; `names`: of what may come by factors."""
+
+    def __init__(self, found: Sequence[Subspace], kind: Kind, gradients: Gradients, moment: Moment, basis: Tensor) -> None:
+        self.subspaces, self.kind, self.gradients = {each.name: each for each in found}, kind, gradients
+        self.moment, self.basis = moment, basis
+        self.names = frozenset(each.name for each in found if each.stack == 1)
+        self.is_fitted = bool(basis.any())
+
+    def sink(self, spec: ParameterSpec, gradient: Tensor) -> None:
+        """Take a whole gradient."""
+        found = self.subspaces.get(spec.name)
+        if found is None:
+            self.gradients.add(spec.name, gradient)
+        else:
+            pair = found.pair(self.kind, self.basis)
+            self.gradients.add(spec.name, pair.compress(gradient.detach().view(found.matrices).float()))
+
+    def take_factors(self, name: str, outputs: Tensor, inputs: Tensor) -> None:
+        """Take the gradient `outputs^T inputs` of a product's matrix, both of (tokens, features)."""
+        pair, total = self.subspaces[name].pair(self.kind, self.basis), None
+        for start in range(0, outputs.shape[0], _FACTOR_TOKENS):
+            rows = slice(start, start + _FACTOR_TOKENS)
+            found = pair.compress_factors(_columns(outputs[rows]), _columns(inputs[rows]))
+            total = found if total is None else total.add_(found)
+        if total is not None:
+            self.gradients.add(name, total)
+
+
+# Tokens whose factors are compressed at once: float32 copies of them take memory.
+_FACTOR_TOKENS = 512
+
+
+def _columns(tokens: Tensor) -> Tensor:
+    return tokens.float().T.contiguous()[None]
+
+
+class _Check:
+    """A step in which a unit's gradient is summed whole, to see how far its projectors are off, and to try others.
+
+    The sum of all micro-batches but the last is the sample; the last is what projectors are judged by. With a single one there
+    is nothing to judge by, and projectors that there are stay.
+    """
+
+    def __init__(self, catching: _Catching, settings: Lsp) -> None:
+        self._catching, self._settings = catching, settings
+        self._other = catching.basis.clone()
+        self._errors: dict[str, tuple[float, float | None]] = {}
+        self._changed = False
+        self._done: set[str] = set()
+
+    @property
+    def _is_last(self) -> bool:
+        return self._catching.moment.micro == self._catching.moment.num_micro - 1
+
+    def sink(self, spec: ParameterSpec, gradient: Tensor) -> None:
+        """Take a whole gradient."""
+        found, kept = self._catching.subspaces.get(spec.name), self._catching.moment.kept
+        if found is None:
+            self._catching.gradients.add(spec.name, gradient)
+            return
+        whole = gradient.detach().view(found.matrices)
+        if not self._is_last:
+            if spec.name in kept:
+                kept[spec.name].add_(whole)
+            else:
+                kept[spec.name] = whole.to(torch.float32, copy=True)
+        elif spec.name in self._done:  # more of the last micro-batch: its rows are run by samples
+            self._deliver(found, whole.float())
+        else:
+            self._conclude(found, whole.float())
+
+    def finish(self) -> None:
+        """After the last micro-batch, propose what was found."""
+        if not self._is_last:
+            return
+        for name, found in self._catching.subspaces.items():
+            if name not in self._done:  # nothing reached it in the last micro-batch
+                self._conclude(found, None)
+        self._catching.moment.kept.clear()
+        replaces = self._catching.is_fitted
+        if self._changed or self._errors:
+            basis = self._other.cpu() if self._changed else torch.empty(0)
+            self._catching.moment.propose(Proposal(basis, replaces, self._errors))
+
+    def _conclude(self, found: Subspace, last: Tensor | None) -> None:
+        """Choose projectors for a matrix, and compress its sum: by those that hold in this step."""
+        catching, kept = self._catching, self._catching.moment.kept.pop(found.name, None)
+        self._done.add(found.name)
+        if not catching.is_fitted:
+            whole = _sum(kept, last)
+            sample = torch.zeros(found.matrices, device=catching.basis.device) if whole is None else whole
+            self._fit(found, sample)
+            self._errors[found.name] = float(relative_error(found.pair(catching.kind, self._other), sample)), None
+        else:
+            if last is not None:
+                self._judge(found, kept, last)
+            whole = _sum(kept, last)
+        if whole is not None:
+            self._deliver(found, whole)
+
+    def _judge(self, found: Subspace, sample: Tensor | None, held_out: Tensor) -> None:
+        catching = self._catching
+        error = float(relative_error(found.pair(catching.kind, catching.basis), held_out))
+        self._errors[found.name] = error, None
+        # Not of what is not finite: the step will be skipped.
+        if sample is None or not error > self._settings.alpha or not bool(sample.isfinite().all()):
+            return
+        self._fit(found, sample)
+        after = float(relative_error(found.pair(catching.kind, self._other), held_out))
+        self._errors[found.name] = error, after
+        if not after < _WORTH_A_CHANGE * error:
+            found.copy(catching.kind, catching.basis, self._other)
+        self._changed = self._changed or after < _WORTH_A_CHANGE * error
+
+    def _fit(self, found: Subspace, sample: Tensor) -> None:
+        moment = self._catching.moment
+        if not bool(sample.isfinite().all()):
+            return
+        words = f"{moment.seed}/{moment.step}/{moment.unit}/{found.name}"
+        seed = int.from_bytes(hashlib.blake2b(words.encode(), digest_size=7).digest(), "little")
+        found.fit(self._catching.kind, sample, self._other, torch.Generator().manual_seed(seed))
+        self._changed = self._changed or not self._catching.is_fitted
+
+    def _deliver(self, found: Subspace, whole: Tensor) -> None:
+        """Compress by the projectors that hold in this step: the first ones at once, others from the next step on."""
+        catching = self._catching
+        pair = found.pair(catching.kind, catching.basis if catching.is_fitted else self._other)
+        # A gradient that is not finite is one in any basis, also in none.
+        core = pair.compress(whole) if bool(whole.isfinite().all()) else torch.full(found.core, torch.nan, device=whole.device)
+        catching.gradients.add(found.name, core)
+
+
+def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    if one is None or other is None:
+        return other if one is None else one
+    return one.add_(other)
+
+
+def part(flat: Tensor, spec: ParameterSpec) -> Tensor:
+    """Return a parameter's elements of a flat tensor."""
+    return flat[spec.offset : spec.offset + spec.num_elements]

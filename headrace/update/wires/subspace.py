@@ -1,0 +1,144 @@
+"""Which matrices of a block have subspaces, of which shapes, and where the numbers of their projectors lie in a basis."""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from headrace.terms.layout import PARAMETER_ALIGNMENT, UnitLayout
+from headrace.terms.sizes import round_up
+from headrace.update.projectors import Kind, Pair, Projector
+from headrace.update.projectors.projector import Sides, both
+
+# Half of a side, rounded to this: where a dimension is not given.
+_ROUNDED_TO = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Subspace:
+    """The subspace of one parameter: a stack of matrices (packed experts), or one.
+
+    Attributes:
+        stack, rows, columns: of the parameter; of more than two dimensions the last two are a matrix.
+        dimensions: of the subspace, None for a side that is left as it is.
+        offset: where its numbers begin in the unit's basis.
+    """
+
+    name: str
+    stack: int
+    rows: int
+    columns: int
+    dimensions: Sides[int]
+    nonzeros: int
+    lead: tuple[int, ...]
+    offset: int
+
+    @property
+    def factor_name(self) -> str:
+        """What the trained family calls the factor of the matrix as it lies."""
+        return f"{self.name}:factor"
+
+    @property
+    def matrices(self) -> tuple[int, int, int]:
+        """The parameter's shape as a stack of matrices."""
+        return self.stack, self.rows, self.columns
+
+    @property
+    def core(self) -> tuple[int, int, int]:
+        """The shape of S, as a stack."""
+        return self.stack, self.dimensions.left or self.rows, self.dimensions.right or self.columns
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of S, as a parameter."""
+        return (*self.lead, *self.core[1:])
+
+    def numbers(self, kind: Kind) -> dict[str, int]:
+        """Return how many numbers each side has in the basis."""
+        return {f"{self.name}:{side}": self._count(kind, rows) for side, rows, _ in self._sides()}
+
+    def pair(self, kind: Kind, basis: Tensor) -> Pair:
+        """Return the projectors that `basis` has."""
+
+        def made(side: tuple[Tensor, Tensor | None, int]) -> Projector:
+            return kind.projector(*side)
+
+        sides = {name: (values, positions, dimension) for name, values, positions, dimension in self._read(kind, basis)}
+        return both(Sides(sides.get("left"), sides.get("right")), made)
+
+    def fit(self, kind: Kind, sample: Tensor, basis: Tensor, generator: torch.Generator) -> None:
+        """Fit projectors to `sample` (a stack of gradients, float32), and write them into `basis`."""
+        fitted = kind.fit(sample, self.dimensions, self.nonzeros, generator)
+        found = {"left": fitted.left, "right": fitted.right}
+        for name, values, positions, _ in self._read(kind, basis):
+            side = found[name]
+            assert side is not None, "a side that is brought to fewer dimensions has numbers"
+            values.copy_(side[0])
+            if positions is not None and side[1] is not None:
+                positions.copy_(side[1])
+
+    def copy(self, kind: Kind, basis: Tensor, into: Tensor) -> None:
+        """Copy the numbers of `basis` to another one."""
+        place = self._place(kind)
+        into[place].copy_(basis[place])
+
+    def is_alike(self, kind: Kind, basis: Tensor, other: Tensor) -> bool:
+        """Return whether two bases have the same projectors of this parameter, bit for bit."""
+        place = self._place(kind)
+        return torch.equal(basis[place].view(torch.int32), other[place].view(torch.int32))
+
+    def _sides(self) -> Iterator[tuple[str, int, int]]:
+        sides = (("left", self.rows, self.dimensions.left), ("right", self.columns, self.dimensions.right))
+        yield from ((name, rows, dimension) for name, rows, dimension in sides if dimension is not None)
+
+    def _count(self, kind: Kind, rows: int) -> int:
+        return (2 if kind.keeps_positions else 1) * self.stack * rows * self.nonzeros
+
+    def _place(self, kind: Kind) -> slice:
+        return slice(self.offset, self.offset + basis_elements(self, kind))
+
+    def _read(self, kind: Kind, basis: Tensor) -> Iterator[tuple[str, Tensor, Tensor | None, int]]:
+        """Yield each side's values and positions, views of `basis` (positions as the bits of its numbers), and dimension."""
+        start = self.offset
+        for name, rows, dimension in self._sides():
+            shape = self.stack, rows, self.nonzeros
+            count = prod(shape)
+            positions = basis[start + count : start + 2 * count].view(torch.int32).view(shape) if kind.keeps_positions else None
+            yield name, basis[start : start + count].view(shape), positions, dimension
+            start += round_up(self._count(kind, rows), PARAMETER_ALIGNMENT)
+
+
+def basis_elements(subspace: Subspace, kind: Kind) -> int:
+    """Return the numbers that a parameter has in its unit's basis, each side aligned as `lay_out` does it."""
+    return sum(round_up(count, PARAMETER_ALIGNMENT) for count in subspace.numbers(kind).values())
+
+
+def subspaces(layout: UnitLayout, dimension: int | None, nonzeros: int, kind: Kind) -> tuple[Subspace, ...]:
+    """Return the subspaces of a unit's matrices: of those with a side of more than `dimension`.
+
+    Without one it is half of the commonest side of the unit's matrices, rounded to 64.
+    """
+    shapes = [spec.shape[-2:] for spec in layout.parameters if len(spec.shape) > 1]
+    if not shapes:
+        return ()
+    if dimension is None:
+        commonest = Counter(side for shape in shapes for side in shape).most_common(1)[0][0]
+        dimension = max(_ROUNDED_TO, round(commonest / 2 / _ROUNDED_TO) * _ROUNDED_TO)
+    dimension -= dimension % nonzeros  # blocks have as many columns as numbers in a row
+    found: list[Subspace] = []
+    offset = 0
+    for spec in layout.parameters:
+        if len(spec.shape) < 2 or "norm" in spec.name.lower():
+            continue
+        rows, columns = spec.shape[-2:]
+        own = Sides(kind.dimension(rows, dimension), kind.dimension(columns, dimension))
+        if own == (None, None):
+            continue
+        lead = spec.shape[:-2]
+        each = Subspace(spec.name, prod(lead), rows, columns, own, nonzeros, lead, offset)
+        found.append(each)
+        offset += basis_elements(each, kind)
+    return tuple(found)

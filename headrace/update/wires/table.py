@@ -1,0 +1,45 @@
+"""Which ways for gradients there are, and which wire a run's options mean: one row for each."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from headrace.terms.errors import ConfigError
+from headrace.terms.gradient import GradientWay
+from headrace.terms.optimizer import parse_optimizer
+from headrace.terms.options import Options
+from headrace.update.wire import Wire
+from headrace.update.wires.dense import Dense, DenseWire
+from headrace.update.wires.lsp import Lsp, LspWire
+
+WIRES: Mapping[type[GradientWay], Callable[[Any], Wire]] = {Dense: lambda settings: DenseWire(), Lsp: LspWire}
+
+
+def gradient_of(options: Options) -> GradientWay:
+    """Return the way that `options` name, with its settings.
+
+    Raises:
+        ConfigError: no such way, or a setting or a value that it has not; the message names those that it has.
+    """
+    name, settings = parse_optimizer(options.gradient, "gradient")
+    kinds = {kind.name: kind for kind in WIRES}
+    if name not in kinds:
+        raise ConfigError(f"gradient: {name!r} is not one of {', '.join(kinds)}")
+    known = [each.key for each in kinds[name].settings()]
+    for key in settings:
+        if key not in known:
+            has = f"has the settings {', '.join(known)}" if known else "has none"
+            raise ConfigError(f"gradient: {key!r} is no setting of {name}, which {has}")
+    try:
+        return kinds[name](**settings)
+    except ConfigError as error:
+        raise ConfigError(f"gradient: {name}: {error}") from error
+
+
+def wire_of(options: Options) -> Wire:
+    """Return the wire that `options` mean.
+
+    Raises:
+        ConfigError: as `gradient_of`.
+    """
+    way = gradient_of(options)
+    return WIRES[type(way)](way)
