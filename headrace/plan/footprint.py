@@ -81,7 +81,7 @@ def with_footprint(plan: Plan, costs: ModelCosts, allowance: Allowance) -> Plan:
         # Before the first step and after the last, in memory that a step's buffers take: only what is beyond them counts.
         imported = allowance.runtime_bytes + _SMALL_BYTES + import_bytes(plan) + allowance.import_workspace_bytes
         rows["host"][_IMPORT] = max(0, imported - sum(rows["host"].values()))
-    durable = sum(plan.drive_bytes(unit) for unit in range(len(plan.units)))
+    durable = sum(drive_bytes(plan, unit) for unit in range(len(plan.units)))
     rows["ssd"] = {"states, two slots": durable, "scratch": scratch_bytes(plan)}
     allowed = {"host": allowance.host_bytes}
     if allowance.device_bytes is not None:
@@ -89,6 +89,19 @@ def with_footprint(plan: Plan, costs: ModelCosts, allowance: Allowance) -> Plan:
     if allowance.ssd_bytes is not None:
         allowed["ssd"] = allowance.ssd_bytes
     return plan.with_results(peak_bytes=rows, allowed_bytes=allowed)
+
+
+def drive_bytes(plan: Plan, unit: int) -> int:
+    """Return the bytes of a unit on the drives: what is ever written again in two slots, frozen weights in one."""
+    weights, figures = plan.stored_bytes(unit), plan.units[unit]
+    if figures.is_far:
+        return 0
+    if figures.in_place:
+        return 2 * (weights + plan.state_bytes(unit))
+    if basis_bytes := plan.basis_bytes(unit):  # and the next one; the weights are merged with what is trained
+        rest = rest_of_master(plan.planes.states)
+        weights = 2 * (weights + (rest.num_bytes(figures.num_elements) if rest else 0) + 2 * basis_bytes)
+    return weights + 2 * (plan.trained_bytes(unit) + plan.state_bytes(unit))
 
 
 def import_bytes(plan: Plan) -> int:

@@ -12,7 +12,7 @@ from headrace.plan.results import Results
 from headrace.terms.cuts import chunk_borders, largest_item_elements, least_chunk_elements
 from headrace.terms.errors import ConfigError
 from headrace.terms.forms import DEVICE, SSD, UnitFigures
-from headrace.terms.layout import PlaneSet, rest_of_master
+from headrace.terms.layout import PlaneSet
 from headrace.terms.rule_figures import RuleFigures
 from headrace.terms.sizes import format_bytes
 
@@ -212,18 +212,6 @@ class Plan:
         """Bytes that a slot is made of beside weights that are read into it as they lie: coded ones, and trained ones."""
         figures = self.units[unit]
         return (figures.stored_bytes or 0) + self.completing_bytes(unit) if figures.is_made else 0
-
-    def drive_bytes(self, unit: int) -> int:
-        """Bytes of a unit on the drives: what is ever written again in two slots, frozen weights in one."""
-        weights = self.stored_bytes(unit)
-        if self.units[unit].is_far:
-            return 0
-        if self.units[unit].in_place:
-            return 2 * (weights + self.state_bytes(unit))
-        if basis_bytes := self.basis_bytes(unit):  # and the next one; the weights are merged with what is trained
-            rest = rest_of_master(self.planes.states)
-            weights = 2 * (weights + (rest.num_bytes(self.units[unit].num_elements) if rest else 0) + 2 * basis_bytes)
-        return weights + 2 * (self.trained_bytes(unit) + self.state_bytes(unit))
 
     @property
     def hidden_bytes(self) -> int:
