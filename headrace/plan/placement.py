@@ -12,6 +12,7 @@ from headrace.plan.footprint import Allowance, with_footprint
 from headrace.plan.plan import Plan
 from headrace.plan.results import Results
 from headrace.terms.costs import ATTENTION, ModelCosts, OperatorCosts
+from headrace.terms.cuts import least_chunk_elements
 from headrace.terms.errors import InputError
 from headrace.terms.forms import Form, UnitFigures
 from headrace.terms.layout import UNIT_ALIGNMENT
@@ -281,7 +282,8 @@ def _state_buffers(problem: Problem, thrift: int) -> tuple[int, int]:
     still no more than the generous ones.
     """
     most = max(UNIT_ALIGNMENT, round_up(max(unit.update_elements for unit in problem.units), UNIT_ALIGNMENT))
-    sizes = [problem.allowance.chunk_elements or min(chunk, most) for chunk, _ in _STATE_BUFFERS]
+    least = max(least_chunk_elements(unit.cuts) for unit in problem.units)
+    sizes = [problem.allowance.chunk_elements or max(min(chunk, most), least) for chunk, _ in _STATE_BUFFERS]
     slots = _STATE_BUFFERS[thrift][1]
     generous = sizes[0] * _STATE_BUFFERS[0][1]
     return sizes[thrift], max(_LEAST_STATE_SLOTS, min(slots, generous // sizes[thrift]))

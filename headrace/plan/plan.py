@@ -39,8 +39,11 @@ class Plan:
     `freed_memory` says what happens to tensors of the CPU's compute that are freed: *returned* to the kernel, so that memory
     holds what is alive, or *kept* by the C library for the next ones, which spares fresh pages and takes more. Where a step
     takes less than planned, it is kept all the same, and given back near the limit (`machine.HeapGuard`).
-    Chunks have at most `chunk_elements`, which is never less than what no cut divides.
-    With a separate device each `device_update_every`-th chunk, counted through all units, is updated on it (1: all, 0: none).
+    Chunks have at most `chunk_elements`. With a separate device each `device_update_every`-th of them, counted through all
+    units, is updated on it (1: all, 0: none).
+
+    Raises:
+        ConfigError: what no cut divides, such as a matrix, is longer than `chunk_elements`.
     """
 
     rule: RuleFigures
@@ -87,9 +90,12 @@ class Plan:
     own_rule: RuleFigures | None = None  # of trained families of their own, where a unit has one
 
     def __post_init__(self) -> None:
-        least = max((least_chunk_elements(unit.cuts) for unit in self.units if unit.cuts), default=0)
-        if 0 < self.chunk_elements < least:
-            object.__setattr__(self, "chunk_elements", least)  # frozen: set once, here
+        least = max((least_chunk_elements(unit.cuts) for unit in self.units if unit.cuts), default=self.chunk_elements)
+        if self.chunk_elements < least:
+            raise ConfigError(
+                f"plan: chunk_elements {self.chunk_elements}, but {self.rule.name} updates up to {least} elements of it at "
+                f"once; use {least} or more"
+            )
 
     @property
     def planes(self) -> PlaneSet:

@@ -18,10 +18,16 @@ from transformers import AutoModelForCausalLM
 import headrace
 from headrace.engine.seams import Seams
 from headrace.engine.trainer import Engine
+from headrace.terms.cuts import least_chunk_elements
 from headrace.testing import RowWire, item_rules
 from headrace.update.rules.table import RULES
 
 GIVEN: dict[str, Any] = {"learning_rate": 1e-2, "weight_decay": 0.1, "max_grad_norm": 0.5}
+
+
+def smallest(plan: Any) -> int:
+    """Return the elements of the smallest chunks that every row or matrix fits in."""
+    return max(least_chunk_elements(unit.cuts) for unit in plan.units)
 
 
 @pytest.fixture(autouse=True)
@@ -35,11 +41,11 @@ def known(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 PLACEMENTS: dict[str, dict[str, Any]] = {
     "states on SSD, the smallest chunks, plain": {
-        "adjust": {"chunk_elements": 2048, "resident_states": (), "host_slots": 2, "prefetch": 1, "state_slots": 1},
+        "adjust": {"chunk_elements": smallest, "resident_states": (), "host_slots": 2, "prefetch": 1, "state_slots": 1},
         "interpreter": "plain",
     },
     "states in memory, each second chunk on the device": {
-        "adjust": {"resident_states": everything, "device_update_every": 2, "chunk_elements": 2048},
+        "adjust": {"resident_states": everything, "device_update_every": 2, "chunk_elements": smallest},
         "device_memory": "1GiB",
     },
     "speculative, some late, states on SSD, all on the device": {
@@ -104,13 +110,13 @@ def test_it_is_plain_pytorch_and_a_resumed_run_goes_on(
 def test_a_trained_family_of_its_own_beside_frozen_blocks_is_cut_so_too(model_dir: Callable[..., Path], tmp_path: Path) -> None:
     path, given = model_dir("llama", "bfloat16"), GIVEN | {"optimizer": "matrix_scaled", "seams": Seams(wire=RowWire())}
     base, weights = train(path, tmp_path / "base", **given, adjust=SPLIT)
-    adjust = SPLIT | {"chunk_elements": 2048, "resident_states": (), "host_slots": 2, "prefetch": 1, "state_slots": 1}
+    adjust = SPLIT | {"chunk_elements": smallest, "resident_states": (), "host_slots": 2, "prefetch": 1, "state_slots": 1}
     losses, got = train(path, tmp_path / "run", **given, adjust=adjust, interpreter="plain")
     assert losses == base
     assert all(torch.equal(got[key], want) for key, want in weights.items())
 
 
-def test_its_chunks_are_whole_matrices_and_what_is_longer_enlarges_the_buffers(
+def test_its_chunks_are_whole_matrices_and_the_longest_has_room_in_the_buffers(
     model_dir: Callable[..., Path], tmp_path: Path
 ) -> None:
     """In the plan, in the store, and when a batch asks for a larger plan over the store that is there."""
@@ -118,7 +124,7 @@ def test_its_chunks_are_whole_matrices_and_what_is_longer_enlarges_the_buffers(
     given = GIVEN | {"optimizer": "matrix_scaled", "host_memory": "4GiB", "output": tmp_path / "run"}
     lengths = {"tokens_per_step": ROWS * LENGTH, "sequence_length": LENGTH}
     with Engine.open(
-        path, headrace.Options(**given, **lengths), adjust_plan=lambda plan: replace(plan, chunk_elements=2048)
+        path, headrace.Options(**given, **lengths), adjust_plan=lambda plan: replace(plan, chunk_elements=smallest(plan))
     ) as engine:
         plan, units = engine.plan, engine.store.manifest.units
         assert plan is not None

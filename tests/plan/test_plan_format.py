@@ -29,8 +29,9 @@ def test_a_plan_comes_back_from_json_as_it_was() -> None:
 def cut_plan(**changes: Any) -> Plan:
     """A plan whose units may be cut at 8 matrices of 4096 elements, 3 of 20480, and in a vector."""
     cuts = (Cuts(0, 32768, 4096, 4096), Cuts(32768, 94208, 20480, 20480), Cuts(94208, 98304, 2048, 1))
-    plan = small_plan(rule=replace(small_plan().rule, grain=Grain.MATRIX), **changes)
-    return replace(plan, units=tuple(replace(unit, num_elements=98304, cuts=cuts) for unit in plan.units))
+    units = tuple(replace(unit, num_elements=98304, cuts=cuts) for unit in small_plan().units)
+    rule = replace(small_plan().rule, grain=Grain.MATRIX)
+    return small_plan(**{"rule": rule, "units": units, "chunk_elements": 20480} | changes)
 
 
 def test_chunks_of_whole_matrices_come_back_from_json_too() -> None:
@@ -38,9 +39,16 @@ def test_chunks_of_whole_matrices_come_back_from_json_too() -> None:
     assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
 
 
-def test_what_no_cut_divides_enlarges_the_chunk_buffers_on_host_and_device() -> None:
-    plan = cut_plan(separate_device=True, device_update_every=1, update_threads=3, chunk_elements=4096)
-    assert plan.chunk_elements == 20480
+def test_a_plan_whose_chunks_are_shorter_than_what_no_cut_divides_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"chunk_elements 20479, .* up to 20480 elements of it at once; use 20480 or more"):
+        cut_plan(chunk_elements=20479)
+    (tmp_path / "plan.json").write_text(json.dumps(cut_plan().to_json() | {"chunk_elements": 4096}))
+    with pytest.raises(ConfigError, match=r"plan.json.*chunk_elements 4096"):
+        load_plan(tmp_path / "plan.json")
+
+
+def test_what_no_cut_divides_has_room_in_the_chunk_buffers_on_host_and_device() -> None:
+    plan = cut_plan(separate_device=True, device_update_every=1, update_threads=3)
     assert [plan.chunk(1, chunk) for chunk in range(plan.num_chunks(1))] == [
         (0, 20480),
         (20480, 32768),
@@ -60,7 +68,8 @@ def test_what_no_cut_divides_enlarges_the_chunk_buffers_on_host_and_device() -> 
     # A matrix that is longer than what the device works on at once makes that longer.
     whole = 1 << 21
     units = tuple(replace(unit, num_elements=whole, cuts=(Cuts(0, whole, whole, whole),)) for unit in plan.units)
-    assert device_update_temporary_bytes(replace(plan, units=units)) == whole * plan.rule.temporary_bytes
+    long = replace(plan, units=units, chunk_elements=whole)
+    assert device_update_temporary_bytes(long) == whole * plan.rule.temporary_bytes
     assert host_update_temporary_bytes(small_plan()) == 0
 
 
