@@ -92,10 +92,8 @@ class Plan:
     def __post_init__(self) -> None:
         least = max((least_chunk_elements(unit.cuts) for unit in self.units if unit.cuts), default=self.chunk_elements)
         if self.chunk_elements < least:
-            raise ConfigError(
-                f"plan: chunk_elements {self.chunk_elements}, but {self.rule.name} updates up to {least} elements of it at "
-                f"once; use {least} or more"
-            )
+            found = f"chunk_elements {self.chunk_elements}, but {self.rule.name} updates up to {least} elements at once"
+            raise ConfigError(f"plan: {found}; use {least} or more")
 
     @property
     def planes(self) -> PlaneSet:

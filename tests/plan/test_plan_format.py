@@ -40,7 +40,7 @@ def test_chunks_of_whole_matrices_come_back_from_json_too() -> None:
 
 
 def test_a_plan_whose_chunks_are_shorter_than_what_no_cut_divides_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"chunk_elements 20479, .* up to 20480 elements of it at once; use 20480 or more"):
+    with pytest.raises(ConfigError, match=r"chunk_elements 20479, .* up to 20480 elements at once; use 20480 or more"):
         cut_plan(chunk_elements=20479)
     (tmp_path / "plan.json").write_text(json.dumps(cut_plan().to_json() | {"chunk_elements": 4096}))
     with pytest.raises(ConfigError, match=r"plan.json.*chunk_elements 4096"):
