@@ -111,6 +111,18 @@ def compress(
 
 @app.command()
 @plainly
+def decompress(
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="Directory of a model with coded weights.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to write; must not exist.")],
+) -> None:
+    """Write a model with coded weights as an ordinary directory, in 16 bits."""
+    from headrace.cli.compressing import decompress_model
+
+    decompress_model(model, out)
+
+
+@app.command()
+@plainly
 def data(
     source: Annotated[str, typer.Argument(metavar="RUN_DIR | FILE", help="A run, or data as `train` takes it.")],
     model: Annotated[Path | None, typer.Option(help="Model directory whose tokenizer reads FILE.")] = None,

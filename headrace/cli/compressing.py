@@ -13,6 +13,14 @@ from headrace.cli.screen import show
 from headrace.terms.compress_options import CompressOptions
 
 
+def decompress_model(model: Path, out: Path) -> None:
+    """Write the decoded weights of `model` to `out`."""
+    from headrace.runs.decompression import decompress
+
+    decompress(model, out)
+    show(f"wrote {out}")
+
+
 def compress_model(model: Path, out: Path, options: Mapping[str, Any]) -> None:
     """Compress `model` into `out`; a stop signal ends the process with 130."""
     wanted = CompressOptions.of({"cache": cache_directory(), **options, "model": model, "output": out})

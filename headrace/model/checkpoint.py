@@ -13,6 +13,7 @@ import transformers
 from transformers import CONFIG_MAPPING, AutoConfig
 
 from headrace.files.model_directory import why_no_model, why_unreachable
+from headrace.model.coded import decoded_tensors
 from headrace.model.find_blocks import quantisation_of
 from headrace.model.safetensors_file import WEIGHT_DTYPES, StoredTensor, read_header
 from headrace.model.text_part import text_part
@@ -44,9 +45,17 @@ class Checkpoint:
         """Bytes of all tensors."""
         return sum(tensor.num_bytes for tensor in self.tensors.values())
 
+    @property
+    def is_coded(self) -> bool:
+        """Whether weights are decoded as they are read."""
+        return any(tensor.coded is not None for tensor in self.tensors.values())
+
     @classmethod
-    def open(cls, directory: str | Path) -> "Checkpoint":
+    def open(cls, directory: str | Path, *, decode: bool = False) -> "Checkpoint":
         """Read the configuration and the headers of the weight files in `directory`.
+
+        With `decode`, weights that are coded are those that their codes stand for; without, the architecture of such a model is
+        refused by whoever builds it.
 
         Raises:
             ModelError: no such directory, no or bad `config.json`, no safetensors weights, a shard or tensor that is missing or
@@ -73,6 +82,10 @@ class Checkpoint:
             )
         dtypes = {tensor.dtype for tensor in tensors.values()}
         _refuse_unquantised(directory, config, dtypes)
+        if decode and getattr(config, "quantization_config", None) is not None:
+            tensors = decoded_tensors(directory, config, tensors)
+            del config.quantization_config
+            dtypes = {tensor.dtype for tensor in tensors.values()}
         notes = _notes_on_dtype(config, dtypes)
         config, whole = text_part(config)
         return cls(directory, config, tensors, whole, notes)
@@ -129,6 +142,8 @@ def _read_index(directory: Path) -> dict[str, str]:
         return {}
     if not path.is_file():
         others = sorted(file.name for file in directory.iterdir() if file.suffix in (".bin", ".pt", ".safetensors", ".gguf"))
+        if any(name.endswith(".gguf") for name in others):
+            raise ModelError(f"{directory}: holds GGUF, which is not read; give the model as safetensors")
         raise ModelError(
             f"{directory}: neither {_SINGLE} nor {_INDEX}; found {', '.join(others[:5]) or 'no weight files'}; "
             "save the model with save_pretrained(safe_serialization=True)"

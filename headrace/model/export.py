@@ -6,6 +6,7 @@ appears whole or not at all.
 """
 
 import errno
+import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -25,6 +26,7 @@ from headrace.model.safetensors_file import StoredTensor, read_bytes
 from headrace.model.shard_writer import ShardWriter, plan_shards, shard_file_bytes
 from headrace.terms.errors import ExportFailed, HeadraceError, ModelError, RunDirectoryError
 from headrace.terms.layout import UnitLayout
+from headrace.terms.provenance import COMPRESSION_NOTE_NAME
 from headrace.terms.sizes import format_bytes
 
 UnitPlanes = tuple[np.ndarray, np.ndarray | None]
@@ -92,6 +94,8 @@ class Exporter:
                 self._check_space(partial)
                 self._write_weights(partial)
                 copy_files(self._weights.checkpoint.directory, partial)
+                if self._weights.checkpoint.is_coded:
+                    _forget_codes(partial)
                 for name, text in self._notes.items():
                     (partial / name).write_text(text, encoding="utf-8")
         except OSError as error:
@@ -141,6 +145,15 @@ class Exporter:
             writer.finish()
         finally:
             writer.close()
+
+
+def _forget_codes(directory: Path) -> None:
+    """Take out of a directory what it says of coded weights."""
+    (directory / COMPRESSION_NOTE_NAME).unlink(missing_ok=True)
+    path = directory / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    config.pop("quantization_config", None)
+    path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def stored_keys(weights: WeightMap, layout: UnitLayout) -> Iterator[tuple[Piece | Conversion, str]]:

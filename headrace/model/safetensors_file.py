@@ -8,9 +8,9 @@ import json
 import math
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -41,9 +41,19 @@ _LARGEST_HEADER_BYTES = 100 * MIB  # the limit of the safetensors library
 PIECE_BYTES = 4 * MIB
 
 
+class RowSource(Protocol):
+    """Makes the rows of a tensor that does not lie in a file as it is."""
+
+    def read_rows(self, piece_bytes: int) -> Iterator[tuple[int, int, np.ndarray]]:
+        """Yield as `read_rows` does."""
+
+
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor in a file: `num_bytes` bytes from `offset` of `path`, row-major; `dtype` is the safetensors name."""
+    """A tensor in a file: `num_bytes` bytes from `offset` of `path`, row-major; `dtype` is the safetensors name.
+
+    Where the weight is `coded`, its rows are made by that: `num_bytes` are those of what it makes, `path` is of its first part.
+    """
 
     key: str
     path: Path
@@ -51,6 +61,7 @@ class StoredTensor:
     num_bytes: int
     dtype: str
     shape: tuple[int, ...]
+    coded: RowSource | None = field(default=None, repr=False, compare=False)
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
@@ -105,6 +116,9 @@ def read_rows(tensor: StoredTensor, piece_bytes: int = PIECE_BYTES) -> Iterator[
     `rows` holds the bits (bfloat16 as uint16) in the tensor's shape; it is overwritten by the next piece. Pages read are
     dropped from the page cache: each byte of a checkpoint is read once.
     """
+    if tensor.coded is not None:
+        yield from tensor.coded.read_rows(piece_bytes)
+        return
     dtype = ROW_DTYPES[tensor.dtype]
     shape = tensor.shape or (1,)
     row_bytes = math.prod(shape[1:]) * dtype.itemsize
@@ -123,6 +137,9 @@ def read_rows(tensor: StoredTensor, piece_bytes: int = PIECE_BYTES) -> Iterator[
 
 def read_bytes(tensor: StoredTensor, piece_bytes: int = PIECE_BYTES) -> Iterator[np.ndarray]:
     """Yield the bytes of a tensor of any dtype, a piece at a time."""
+    if tensor.coded is not None:
+        yield from (np.ascontiguousarray(rows).reshape(-1).view(np.uint8) for _, _, rows in tensor.coded.read_rows(piece_bytes))
+        return
     buffer = np.empty(min(piece_bytes, max(1, tensor.num_bytes)), np.uint8)
     descriptor = os.open(tensor.path, os.O_RDONLY)
     try:

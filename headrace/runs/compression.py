@@ -28,9 +28,9 @@ from headrace.store.lock import RunLock
 from headrace.terms.compress_options import CompressOptions
 from headrace.terms.errors import ConfigError, DiskFull, ModelError, RunDirectoryError
 from headrace.terms.optimizer import Optimizer
+from headrace.terms.provenance import COMPRESSION_NOTE_NAME
 from headrace.terms.sizes import format_bytes, format_seconds
 
-NOTE_NAME = "compression.json"
 _RECORD = "record.json"
 _UNFINISHED = ".unfinished"
 # What may be another when the same command goes on.
@@ -228,7 +228,7 @@ class _Run:
             "left": dict(result.left),
         }
         config = quantisation_config(self.quantiser.weights, self.target, groups)
-        self.files.finish({"quantization_config": config}, {NOTE_NAME: json.dumps(note, indent=1) + "\n"})
+        self.files.finish({"quantization_config": config}, {COMPRESSION_NOTE_NAME: json.dumps(note, indent=1) + "\n"})
 
     def _read_record(self, identity: Mapping[str, Any]) -> dict[str, Any]:
         path = self.work / _RECORD

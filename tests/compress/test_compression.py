@@ -18,8 +18,9 @@ from headrace.codec import Int4Grid, gptq, nearest
 from headrace.engine.coded_files import digest_of
 from headrace.model import Chain, Checkpoint
 from headrace.runs.calibration import CalibrationData, open_calibration
-from headrace.runs.compression import NOTE_NAME, Compressed, result_table
+from headrace.runs.compression import Compressed, result_table
 from headrace.terms.optimizer import Optimizer
+from headrace.terms.provenance import COMPRESSION_NOTE_NAME
 
 
 def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
@@ -124,7 +125,7 @@ def test_what_is_not_coded_has_its_bytes(dense: Path, dense_int4: Any) -> None:
 
 def test_the_note_has_digests_and_errors(dense_int4: Any) -> None:
     folder, result = dense_int4
-    note = json.loads((folder / "out" / NOTE_NAME).read_text())
+    note = json.loads((folder / "out" / COMPRESSION_NOTE_NAME).read_text())
     assert {name: digest_of(folder / "out" / name) for name in note["digests"]} == note["digests"]
     assert len(note["matrices"]) == 3 * 7
     assert all(each["error"] < each["rounding_error"] for each in note["matrices"])

@@ -1,0 +1,70 @@
+"""FP8 with a scale for each block of 128 rows and 128 columns (DeepSeek-V3; `quant_method: fp8` with `weight_block_size`).
+
+The parts of a matrix are `weight` float8_e4m3fn (rows, columns) and `weight_scale_inv` float32 (row blocks, column blocks),
+what a weight is *multiplied* by, whatever its name.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headrace.codec.codec import Parts
+from headrace.codec.published.row_pieces import piece_bytes, pieces, refuse_no_numbers
+from headrace.terms.coding import Part
+
+_LARGEST = 448.0
+
+
+@dataclass(frozen=True)
+class Fp8Blocks:
+    """Blocks of `block_rows` by `block_columns`, with scales of dtype `scales`."""
+
+    block_rows: int = 128
+    block_columns: int = 128
+    scales: str = "float32"
+    digest = None
+    idempotent = False
+
+    @property
+    def name(self) -> str:
+        """The format and the sizes of its blocks."""
+        return f"fp8:{self.block_rows}x{self.block_columns}:{self.scales}"
+
+    def takes(self, rows: int, columns: int) -> bool:
+        """Any matrix: the last blocks may be smaller."""
+        return rows > 0 and columns > 0
+
+    def places(self, rows: int, columns: int) -> tuple[Part, ...]:
+        """Return codes and scales."""
+        blocks = -(-rows // self.block_rows), -(-columns // self.block_columns)
+        size = getattr(torch, self.scales).itemsize
+        return Part("weight", "float8_e4m3fn", 1, (rows, columns)), Part("weight_scale_inv", self.scales, size, blocks)
+
+    def encode(self, weights: Tensor) -> Parts:
+        """Scale each block so that its largest weight is the largest number of the code, and round.
+
+        Raises:
+            ModelError: a weight is no finite number.
+        """
+        refuse_no_numbers(weights)
+        rows, columns = weights.shape
+        filled = torch.nn.functional.pad(weights.float(), (0, -columns % self.block_columns, 0, -rows % self.block_rows))
+        blocks = filled.view(-(-rows // self.block_rows), self.block_rows, -1, self.block_columns)
+        largest = blocks.abs().amax(dim=(1, 3))
+        scales = torch.where(largest > 0, largest / _LARGEST, 1.0).to(getattr(torch, self.scales))
+        scales = torch.where(scales > 0, scales, torch.finfo(scales.dtype).tiny)
+        codes = (blocks / scales.float()[:, None, :, None]).clamp(-_LARGEST, _LARGEST).view(filled.shape)[:rows, :columns]
+        return {"weight": codes.contiguous().to(torch.float8_e4m3fn), "weight_scale_inv": scales}
+
+    def decode(self, parts: Parts, into: Tensor, rows: range) -> None:
+        """Fill `into` with these rows: products in float32, rounded once."""
+        codes, scales = parts["weight"], parts["weight_scale_inv"]
+        for here, there in pieces(rows, into.shape[1]):
+            index = torch.arange(here.start, here.stop, device=into.device) // self.block_rows
+            wide = scales[index].float().repeat_interleave(self.block_columns, dim=1)[:, : into.shape[1]]
+            into[there].copy_(codes[here].float() * wide)
+
+    def decoding_bytes(self, rows: int, columns: int) -> int:
+        """Return the bytes of codes, scales and products in float32."""
+        return piece_bytes(rows, columns + self.block_columns, 24)

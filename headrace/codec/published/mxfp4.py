@@ -1,0 +1,85 @@
+"""MXFP4 (OCP Microscaling Formats 1.0, and gpt-oss): four-bit floats, 32 of which share a power of two.
+
+The parts of a stack of experts are `blocks` uint8 (experts, outputs, groups, 16), two codes to a byte, the lower half first,
+and `scales` uint8 (experts, outputs, groups), the exponent plus 127. The parameter is the other way round, (experts, inputs,
+outputs): a row of it is one input, of all outputs. Groups are of 32 inputs.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headrace.codec.codec import Parts
+from headrace.codec.published.row_pieces import piece_bytes, refuse_no_numbers
+from headrace.terms.coding import Part
+
+_GROUP, _BIAS = 32, 127
+_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+_BYTES_OF_AN_ELEMENT = 40
+
+
+@dataclass(frozen=True)
+class Mxfp4:
+    """Experts of `inputs` rows each, as the parameter has them."""
+
+    inputs: int
+    digest = None
+    idempotent = False
+
+    @property
+    def name(self) -> str:
+        """The format, and the rows of an expert."""
+        return f"mxfp4:{self.inputs}"
+
+    def takes(self, rows: int, columns: int) -> bool:
+        """Whole experts, of whole groups."""
+        return rows % self.inputs == 0 and self.inputs % _GROUP == 0
+
+    def places(self, rows: int, columns: int) -> tuple[Part, ...]:
+        """Return codes and exponents."""
+        shape = rows // self.inputs, columns, self.inputs // _GROUP
+        return Part("blocks", "uint8", 1, (*shape, _GROUP // 2)), Part("scales", "uint8", 1, shape)
+
+    def encode(self, weights: Tensor) -> Parts:
+        """Round to the nearest float under the exponent of the group's largest (OCP, section 6.3).
+
+        Raises:
+            ModelError: a weight is no finite number.
+        """
+        refuse_no_numbers(weights)
+        experts = weights.float().view(-1, self.inputs, weights.shape[1]).mT
+        groups = experts.reshape(*experts.shape[:2], -1, _GROUP)
+        largest = groups.abs().amax(dim=-1)
+        exponent = (torch.frexp(largest)[1] - 3).clamp(-_BIAS, _BIAS).to(torch.int32)  # 4 <= largest / 2^e < 8
+        scaled = torch.ldexp(groups, -exponent[..., None])
+        table = torch.tensor(_VALUES)
+        codes = torch.where(scaled < 0, 8, 0) + (scaled.abs()[..., None] - table[:8]).abs().argmin(dim=-1)
+        codes = codes.to(torch.uint8)
+        return {"blocks": codes[..., 0::2] | codes[..., 1::2] << 4, "scales": (exponent + _BIAS).to(torch.uint8)}
+
+    def decode(self, parts: Parts, into: Tensor, rows: range) -> None:
+        """Fill `into` with these rows. Powers of two change no digit: values are exact in bfloat16."""
+        blocks, scales = parts["blocks"], parts["scales"]
+        table = torch.tensor(_VALUES, device=into.device)
+        step = self._inputs_at_once(into.shape[1])
+        start = rows.start
+        while start < rows.stop:
+            expert, first = divmod(start, self.inputs)
+            group = first // _GROUP
+            stop = min(rows.stop, (expert + 1) * self.inputs, expert * self.inputs + (group * _GROUP + step))
+            last = -(-(stop - expert * self.inputs) // _GROUP)
+            part = blocks[expert, :, group:last]
+            codes = torch.stack([part & 0xF, part >> 4], dim=-1).flatten(2)
+            exponents = scales[expert, :, group:last].to(torch.int32) - _BIAS
+            values = torch.ldexp(table[codes.to(torch.int32)], exponents[..., None]).flatten(1)
+            begin = first - group * _GROUP
+            into[start - rows.start : stop - rows.start].copy_(values[:, begin : begin + stop - start].T)
+            start = stop
+
+    def _inputs_at_once(self, columns: int) -> int:
+        return max(_GROUP, (1 << 18) // max(1, columns) // _GROUP * _GROUP)
+
+    def decoding_bytes(self, rows: int, columns: int) -> int:
+        """Return the bytes of codes, exponents and values."""
+        return max(self._inputs_at_once(columns), _GROUP) * columns * _BYTES_OF_AN_ELEMENT + piece_bytes(1, 64, 16)

@@ -1,0 +1,108 @@
+"""bitsandbytes' NF4 (Dettmers et al. 2023, QLoRA): four bits that name one of sixteen quantiles, and a size for each block.
+
+Of a matrix, flat, row after row, the parts are `weight` uint8, two codes to a byte, the *upper* half first; `quant_map` float32
+(16), what codes stand for; and `absmax`, the size of each block of 64. Doubly quantised sizes are uint8, and stand for
+`nested_quant_map[code] * nested_absmax[block of 256] + nested_offset`.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headrace.codec.codec import Parts
+from headrace.codec.published.row_pieces import piece_bytes, pieces, refuse_no_numbers
+from headrace.terms.coding import Part
+
+# QLoRA, appendix E.
+# fmt: off
+NF4 = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
+    -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
+    0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)
+# fmt: on
+
+
+@dataclass(frozen=True)
+class Nf4:
+    """Blocks of `block` weights; sizes are `nested`, in blocks of `nested_block`, or float32. Values are rounded to `dtype`."""
+
+    block: int = 64
+    nested: bool = True
+    nested_block: int = 256
+    dtype: str = "bfloat16"
+    digest = None
+    idempotent = False
+
+    @property
+    def name(self) -> str:
+        """The format and the sizes of its blocks."""
+        return f"nf4:{self.block}:{self.nested_block if self.nested else 0}:{self.dtype}"
+
+    def takes(self, rows: int, columns: int) -> bool:
+        """An even number of weights."""
+        return rows * columns % 2 == 0
+
+    def places(self, rows: int, columns: int) -> tuple[Part, ...]:
+        """Return codes, sizes and tables."""
+        number = rows * columns
+        blocks = -(-number // self.block)
+        found = [Part("weight", "uint8", 1, (number // 2, 1)), Part("quant_map", "float32", 4, (16,))]
+        if not self.nested:
+            return (*found, Part("absmax", "float32", 4, (blocks,)))
+        return (
+            *found,
+            Part("absmax", "uint8", 1, (blocks,)),
+            Part("nested_quant_map", "float32", 4, (256,)),
+            Part("nested_absmax", "float32", 4, (-(-blocks // self.nested_block),)),
+            Part("nested_offset", "float32", 4, (1,)),
+        )
+
+    def encode(self, weights: Tensor) -> Parts:
+        """Round to the nearest quantile of the block's largest; nested sizes to the nearest of 256 even steps.
+
+        Raises:
+            ModelError: a weight is no finite number.
+        """
+        refuse_no_numbers(weights)
+        flat = weights.float().flatten()
+        number = len(flat)
+        sizes = torch.nn.functional.pad(flat, (0, -number % self.block)).view(-1, self.block).abs().amax(dim=1)
+        parts = {"quant_map": torch.tensor(NF4)}
+        if not self.nested:
+            parts["absmax"] = sizes
+        else:
+            offset = sizes.mean()
+            blocks = torch.nn.functional.pad(sizes - offset, (0, -len(sizes) % self.nested_block)).view(-1, self.nested_block)
+            nested, table = blocks.abs().amax(dim=1), torch.linspace(-1, 1, 256)
+            shares = blocks / torch.where(nested > 0, nested, 1.0)[:, None]
+            codes = ((shares + 1) * 127.5).round().to(torch.uint8).flatten()[: len(sizes)]
+            parts |= {"absmax": codes, "nested_quant_map": table, "nested_absmax": nested, "nested_offset": offset[None]}
+            sizes = self._sizes(parts, torch.arange(len(sizes)))
+        wide = sizes.repeat_interleave(self.block)[:number]
+        shares = torch.where(wide != 0, flat / wide, 0.0).clamp(-1, 1)
+        borders = (parts["quant_map"][1:] + parts["quant_map"][:-1]) / 2
+        codes = torch.bucketize(shares, borders).to(torch.uint8)
+        return parts | {"weight": (codes[0::2] << 4 | codes[1::2])[:, None]}
+
+    def decode(self, parts: Parts, into: Tensor, rows: range) -> None:
+        """Fill `into` with these rows: products in float32, rounded to the dtype that the weights had."""
+        columns, packed = into.shape[1], parts["weight"].flatten()
+        for here, there in pieces(rows, columns):
+            index = torch.arange(here.start * columns, here.stop * columns, device=into.device)
+            codes = (packed[index // 2] >> ((1 - index % 2) * 4).to(torch.uint8)) & 0xF
+            values = parts["quant_map"][codes.to(torch.int32)] * self._sizes(parts, index // self.block)
+            into[there].copy_(values.to(getattr(torch, self.dtype)).view(-1, columns))
+
+    def _sizes(self, parts: Parts, blocks: Tensor) -> Tensor:
+        """Return the sizes of `blocks`, by their numbers."""
+        if not self.nested:
+            return parts["absmax"][blocks]
+        shares = parts["nested_quant_map"][parts["absmax"][blocks].to(torch.int32)]
+        return shares * parts["nested_absmax"][blocks // self.nested_block] + parts["nested_offset"]
+
+    def decoding_bytes(self, rows: int, columns: int) -> int:
+        """Return the bytes of places, codes, sizes and values."""
+        return piece_bytes(rows, columns, 72)

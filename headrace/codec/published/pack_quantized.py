@@ -1,0 +1,129 @@
+"""compressed-tensors' `pack-quantized`: four bits a weight, a scale for each group of columns (`codec/int4.py` has the words).
+
+Asymmetric codes have a zero point for each group besides, four bits, packed along rows: that of row 8 i + k in bits 4 k to
+4 k + 3 of word i of its column. A weight is (code - zero point) times scale, rounded to the dtype of scales; zero points are 8
+where there are none.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from headrace.codec.codec import Parts
+from headrace.codec.gptq import nearest
+from headrace.codec.grids import Int4Grid
+from headrace.codec.int4 import pack, unpack
+from headrace.codec.published.row_pieces import piece_bytes, pieces, refuse_no_numbers
+from headrace.machine.jit import compiled
+from headrace.terms.coding import Part
+
+_CODES_IN_A_WORD, _BITS, _ZERO = 8, 4, 8
+
+
+@dataclass(frozen=True)
+class PackQuantized:
+    """`group` columns to a scale (0: all of a row) of dtype `scales`; with zero points, if it is not `symmetric`."""
+
+    group: int
+    scales: str = "bfloat16"
+    symmetric: bool = True
+    digest = None
+    idempotent = False
+
+    @property
+    def name(self) -> str:
+        """The format and its parameters."""
+        return f"pack-quantized:{self.group}:{self.scales}{'' if self.symmetric else ':zeros'}"
+
+    def takes(self, rows: int, columns: int) -> bool:
+        """Matrices of whole groups, of an even number of columns each."""
+        return columns % (self.group or columns) == 0 and (self.group or columns) % 2 == 0
+
+    def places(self, rows: int, columns: int) -> tuple[Part, ...]:
+        """Return words, scales, and words of zero points."""
+        groups = columns // (self.group or columns)
+        found = [
+            Part("weight_packed", "int32", 4, (rows, -(-columns // _CODES_IN_A_WORD))),
+            Part("weight_scale", self.scales, getattr(torch, self.scales).itemsize, (rows, groups)),
+        ]
+        if not self.symmetric:
+            found.append(Part("weight_zero_point", "int32", 4, (-(-rows // _CODES_IN_A_WORD), groups)))
+        return tuple(found)
+
+    def encode(self, weights: Tensor) -> Parts:
+        """Round to the nearest of sixteen steps, around zero.
+
+        Raises:
+            ModelError: a weight is no finite number.
+        """
+        refuse_no_numbers(weights)
+        dtype = getattr(torch, self.scales)
+        rounded = nearest(weights.float()[None], Int4Grid(group=self.group or weights.shape[1], stored=dtype))
+        scales = rounded.sides[0, :, :, 0].to(dtype)
+        parts = {"weight_packed": pack(rounded.codes[0]), "weight_scale": scales}
+        if not self.symmetric:
+            zeros = torch.full((scales.shape[1], len(weights)), _ZERO, dtype=torch.uint8)
+            parts["weight_zero_point"] = pack(zeros).T.contiguous()
+        return parts
+
+    def decode(self, parts: Parts, into: Tensor, rows: range) -> None:
+        """Fill `into` with these rows."""
+        words, scales = parts["weight_packed"], parts["weight_scale"]
+        columns = into.shape[1]
+        fast = into.dtype == scales.dtype == torch.bfloat16 and into.device.type == "cpu"
+        for here, there in pieces(rows, columns):
+            zeros = self._zeros(parts, here, scales)
+            if fast:
+                codes = words[here].view(torch.uint8).numpy()
+                bits = into[there].view(torch.int16).numpy().view(np.uint16)
+                _decode_bfloat16(codes, scales[here].float().numpy(), zeros.numpy(), bits)
+                continue
+            signed = unpack(words[here], columns).view(codes_shape(here, scales, columns)).to(torch.int8) - zeros[..., None]
+            values = signed.to(scales.dtype) * scales[here][..., None]
+            into[there].copy_(values.view(-1, columns))
+
+    def _zeros(self, parts: Parts, rows: slice, scales: Tensor) -> Tensor:
+        """Return the zero points (rows, groups) int8 of these rows."""
+        if self.symmetric:
+            return torch.full((rows.stop - rows.start, scales.shape[1]), _ZERO, dtype=torch.int8, device=scales.device)
+        index = torch.arange(rows.start, rows.stop, device=scales.device)
+        words = parts["weight_zero_point"][index // _CODES_IN_A_WORD]
+        return ((words >> (index % _CODES_IN_A_WORD * _BITS)[:, None]) & 0xF).to(torch.int8)
+
+    def decoding_bytes(self, rows: int, columns: int) -> int:
+        """Return the bytes of codes, values and zero points."""
+        return piece_bytes(rows, columns, 24)
+
+
+def codes_shape(rows: slice, scales: Tensor, columns: int) -> tuple[int, int, int]:
+    """Return the shape of the codes of some rows, group by group."""
+    return rows.stop - rows.start, scales.shape[1], columns // scales.shape[1]
+
+
+@compiled
+def _decode_bfloat16(
+    codes: NDArray[np.uint8], scales: NDArray[np.float32], zeros: NDArray[np.int8], out: NDArray[np.uint16]
+) -> Any:
+    """Multiply, and round to nearest even: `codes` are two in a byte, the lower half first."""
+    rows, groups = scales.shape
+    group = out.shape[1] // groups
+    values = np.empty(group, np.float32)
+    bits = values.view(np.uint32)
+    for row in range(rows):
+        for number in range(groups):
+            scale, zero = scales[row, number], np.int32(zeros[row, number])
+            start = number * group
+            two = codes[row, start // 2 : (start + group) // 2]
+            place = out[row, start : start + group]
+            for index in range(group // 2):
+                both = np.int32(two[index])
+                values[2 * index] = np.float32((both & 15) - zero) * scale
+                values[2 * index + 1] = np.float32((both >> 4) - zero) * scale
+            for index in range(group):
+                wide = bits[index]
+                odd = (wide >> np.uint32(16)) & np.uint32(1)
+                place[index] = np.uint16((wide + np.uint32(0x7FFF) + odd) >> np.uint32(16))

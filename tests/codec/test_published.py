@@ -1,0 +1,140 @@
+"""The codes that models are published in: each under the contract of codes, beside a decoder written from its description, and
+beside transformers' own where that can be run here.
+
+Run: pytest tests/codec/test_published.py
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from headrace.codec import Codec, Parts
+from headrace.codec.published import Fp8Blocks, Mxfp4, Nf4, PackQuantized
+from headrace.testing.codec_contract import CodecContract
+
+
+def nibbles(packed: NDArray[Any]) -> NDArray[np.int64]:
+    """Both halves of each byte, the lower one first, along a new last axis."""
+    return np.stack([packed & 15, packed >> 4], axis=-1).astype(np.int64)
+
+
+class PackedReference(CodecContract):
+    error = 0.45  # of the largest, where that is clipped
+
+    def reference(self, parts: Parts, rows: int, columns: int) -> NDArray[np.float64]:
+        codes = nibbles(parts["weight_packed"].numpy().view(np.uint8)).reshape(rows, -1)[:, :columns]
+        scales = parts["weight_scale"]
+        zeros = np.full(scales.shape, 8)
+        if "weight_zero_point" in parts:
+            words = parts["weight_zero_point"].numpy().view(np.uint32)
+            zeros = np.stack([(words[row // 8] >> np.uint32(4 * (row % 8))) & 15 for row in range(rows)]).astype(np.int64)
+        group = columns // scales.shape[1]
+        exact = (codes - np.repeat(zeros, group, axis=1)) * np.repeat(scales.double().numpy(), group, axis=1)
+        return torch.from_numpy(exact).to(scales.dtype).double().numpy()  # numbers of at most 12 digits: rounded once
+
+
+class TestPackQuantized(PackedReference):
+    codec: Codec = PackQuantized(32)
+
+
+class TestPackQuantizedRows(PackedReference):
+    codec = PackQuantized(0, "float32")
+
+
+class TestPackQuantizedZeroPoints(PackedReference):
+    codec = PackQuantized(64, "float16", symmetric=False)
+
+    def test_zero_points_are_those_of_their_rows(self) -> None:
+        codec = PackQuantized(64, "bfloat16", symmetric=False)
+        parts = dict(codec.encode(self.weights(19, 128)))
+        generator = torch.Generator().manual_seed(1)
+        parts["weight_zero_point"] = torch.randint(-(2**31), 2**31, (3, 2), generator=generator).to(torch.int32)
+        expected = torch.from_numpy(self.reference(parts, 19, 128)).to(torch.bfloat16)
+        into = torch.empty(7, 128, dtype=torch.bfloat16)
+        codec.decode(parts, into, range(9, 16))
+        assert torch.equal(into, expected[9:16])
+
+
+class TestFp8(CodecContract):
+    codec = Fp8Blocks(16, 64)
+    error = 1.0  # of the largest of its row: a block has several
+
+    def reference(self, parts: Parts, rows: int, columns: int) -> NDArray[np.float64]:
+        bits = parts["weight"].view(torch.uint8).numpy().astype(np.int64)
+        sign, exponent, digits = np.where(bits >> 7, -1.0, 1.0), (bits >> 3) & 15, bits & 7
+        values = sign * np.where(exponent, (1 + digits / 8) * 2.0 ** (exponent - 7), digits / 8 * 2.0**-6)
+        scales = parts["weight_scale_inv"].double().numpy()
+        wide = np.repeat(np.repeat(scales, 16, axis=0)[:rows], 64, axis=1)[:, :columns]
+        return (values.astype(np.float32) * wide.astype(np.float32)).astype(np.float64)
+
+
+class TestMxfp4(CodecContract):
+    codec = Mxfp4(64)
+    shapes = ((64, 8), (128, 5), (192, 16))
+    error = 1.0
+
+    def reference(self, parts: Parts, rows: int, columns: int) -> NDArray[np.float64]:
+        table = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+        codes = nibbles(parts["blocks"].numpy()).reshape(*parts["blocks"].shape[:3], 32)
+        values = np.where(codes & 8, -1.0, 1.0) * table[codes & 7]
+        values = values * 2.0 ** (parts["scales"].numpy().astype(np.float64) - 127)[..., None]
+        return values.reshape(rows // 64, columns, 64).transpose(0, 2, 1).reshape(rows, columns)
+
+
+class NfReference(CodecContract):
+    error = 1.0
+
+    def reference(self, parts: Parts, rows: int, columns: int) -> NDArray[np.float64]:
+        codes = np.stack([parts["weight"].flatten().numpy() >> 4, parts["weight"].flatten().numpy() & 15], axis=-1).flatten()
+        sizes = parts["absmax"].numpy()
+        if "nested_absmax" in parts:
+            blocks = np.arange(len(sizes)) // 256
+            sizes = parts["nested_quant_map"].numpy()[sizes] * parts["nested_absmax"].numpy()[blocks]
+            sizes = sizes + parts["nested_offset"].numpy()
+        values = parts["quant_map"].numpy()[codes] * np.repeat(sizes, 64)[: len(codes)]
+        return torch.from_numpy(values).to(torch.bfloat16).double().numpy().reshape(rows, columns)
+
+
+class TestNf4(NfReference):
+    codec = Nf4()
+
+
+class TestNf4SingleSizes(NfReference):
+    codec = Nf4(nested=False)
+
+
+def random_bytes(shape: tuple[int, ...]) -> Tensor:
+    return torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(4))
+
+
+def test_mxfp4_is_what_transformers_makes_of_it() -> None:
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    blocks, scales = random_bytes((3, 10, 2, 16)), random_bytes((3, 10, 2)) // 8 + 110
+    expected = convert_moe_packed_tensors(blocks, scales, dtype=torch.bfloat16)
+    into = torch.empty(3 * 64, 10, dtype=torch.bfloat16)
+    Mxfp4(64).decode({"blocks": blocks, "scales": scales}, into, range(3 * 64))
+    assert torch.equal(into.view(3, 64, 10), expected)
+
+
+@pytest.mark.parametrize("shape", [(256, 384), (128, 256)])
+def test_fp8_is_what_transformers_makes_of_it(shape: tuple[int, int]) -> None:
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    codes = torch.randn(shape, generator=torch.Generator().manual_seed(2)).to(torch.float8_e4m3fn)
+    scales = torch.rand(shape[0] // 128, shape[1] // 128, generator=torch.Generator().manual_seed(3)) * 0.01
+    expected = dequantised(Fp8Dequantize, codes, scales)
+    into = torch.empty(shape, dtype=torch.bfloat16)
+    Fp8Blocks().decode({"weight": codes, "weight_scale_inv": scales}, into, range(shape[0]))
+    assert torch.equal(into, expected.to(torch.bfloat16))
+
+
+def dequantised(operation: Callable[..., Any], codes: Tensor, scales: Tensor) -> Tensor:
+    """Run transformers' operation on one tensor."""
+    found: Tensor = operation(None)._dequantize_one(codes, scales, torch.bfloat16)
+    return found

@@ -1,0 +1,82 @@
+"""Model directories in the codes that models are published in, written as their publishers write them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from compressing import EXPERTS, SIZES, write_model
+from safetensors.torch import load_file, save_file
+
+from headrace.codec import Codec, Parts
+from headrace.codec.published import Fp8Blocks, Mxfp4, Nf4, PackQuantized
+
+# The method, what its configuration says besides, and the kind of model.
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "fp8": ("llama", {"quant_method": "fp8", "weight_block_size": [32, 32], "activation_scheme": "dynamic"}),
+    "fp8 experts": ("mixtral", {"quant_method": "fp8", "weight_block_size": [32, 64], "activation_scheme": "dynamic"}),
+    "mxfp4": ("gpt_oss", {"quant_method": "mxfp4"}),
+    "nf4": ("llama", {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}),
+    "nf4 once": ("llama", {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}),
+    "zero points": (
+        "llama",
+        {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"group_0": {}}},
+    ),
+}
+KINDS["zero points"][1]["config_groups"]["group_0"] = {"weights": {"num_bits": 4, "type": "int", "symmetric": False}}
+_GPT_OSS = {key: value for key, value in EXPERTS.items() if key != "max_position_embeddings"}
+
+
+def write_coded(folder: Path, kind: str) -> tuple[Path, dict[str, torch.Tensor]]:
+    """Write a coded model into `folder / "coded"`; return that, and the weights that it stands for, by stored name."""
+    architecture, described = KINDS[kind]
+    sizes = _GPT_OSS | {"head_dim": 16, "intermediate_size": 96} if architecture == "gpt_oss" else SIZES
+    model = write_model(folder / "model", architecture, **(sizes if architecture != "mixtral" else EXPERTS))
+    stored, expected = {}, {}
+    for key, weight in load_file(model / "model.safetensors").items():
+        is_matrix = ".layers." in key and weight.dim() == 2 and "gate.weight" not in key and "router" not in key
+        stack = kind == "mxfp4" and weight.dim() == 3
+        if (is_matrix and kind != "mxfp4" and key.endswith(".weight")) or stack:
+            codec = _codec(kind, weight)
+            flat = weight.reshape(-1, weight.shape[-1])
+            parts = codec.encode(flat)
+            decoded = torch.empty_like(flat)
+            codec.decode(parts, decoded, range(len(flat)))
+            expected[key] = decoded.view(weight.shape)
+            stored |= _stored(kind, key, weight, parts)
+        else:
+            stored[key] = expected[key] = weight
+    coded = folder / "coded"
+    coded.mkdir()
+    save_file({key: value.contiguous() for key, value in stored.items()}, coded / "model.safetensors", {"format": "pt"})
+    config = json.loads((model / "config.json").read_text())
+    (coded / "config.json").write_text(json.dumps(config | {"quantization_config": described}))
+    return coded, expected
+
+
+def _codec(kind: str, weight: torch.Tensor) -> Codec:
+    match kind.split()[0]:
+        case "fp8":
+            return Fp8Blocks(*KINDS[kind][1]["weight_block_size"])
+        case "mxfp4":
+            return Mxfp4(weight.shape[1])
+        case "nf4":
+            return Nf4(nested=kind == "nf4")
+        case _:
+            return PackQuantized(32, symmetric=False)
+
+
+def _stored(kind: str, key: str, weight: torch.Tensor, parts: Parts) -> dict[str, torch.Tensor]:
+    stem = key.removesuffix("weight")
+    if kind.startswith("fp8"):
+        return {key: parts["weight"], f"{key}_scale_inv": parts["weight_scale_inv"]}
+    if kind == "mxfp4":
+        return {f"{key}_{name}": tensor for name, tensor in parts.items()}
+    if kind == "zero points":
+        return {f"{stem}{name}": tensor for name, tensor in parts.items()} | {f"{stem}weight_shape": torch.tensor(weight.shape)}
+    state: dict[str, Any] = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": list(weight.shape)}
+    if "nested_offset" in parts:
+        state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": float(parts["nested_offset"])}
+    text = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+    named = {f"{key}.{name}": tensor for name, tensor in parts.items() if name not in ("weight", "nested_offset")}
+    return {key: parts["weight"], f"{key}.quant_state.bitsandbytes__nf4": text} | named
