@@ -17,13 +17,16 @@ from headrace.machine.protocol import Machine
 from headrace.model import Chain, Profiles, WeightMap, import_workspace_bytes
 from headrace.plan.footprint import Allowance, with_runtime
 from headrace.plan.given import adopted
+from headrace.plan.placement import Problem
 from headrace.plan.plan import Plan
 from headrace.plan.search import make_plan
+from headrace.plan.serving import grouping_of
 from headrace.store import Manifest
 from headrace.terms.budget import default_bytes
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.errors import ConfigError, StorageError
 from headrace.terms.forms import Form
+from headrace.terms.grouping import Grouping
 from headrace.terms.options import Options
 from headrace.terms.rule_figures import RuleFigures
 from headrace.terms.sizes import format_bytes
@@ -32,9 +35,10 @@ from headrace.terms.sizes import format_bytes
 class RunPlanner:
     """Plans the steps of `chain` on `machine`, as `options` ask for it.
 
-    `forms` are those of the chain's units; the import reads `weights`, the checkpoint's. `warm_up` loads and compiles what a
-    run will have loaded, so that this process can be measured. `given` is a plan to take instead of searching; `adjust` may
-    change each plan that is made.
+    `forms` are those of the chain's units; the import reads `weights`, the checkpoint's (None: nothing is imported here).
+    `warm_up` loads and compiles what a run will have loaded, so that this process can be measured. `given` is a plan to take
+    instead of searching, `search` makes one otherwise (None: the planner's); `adjust` may change each plan that is made. Where
+    sums are to be grouped in a certain way, set `grouping`.
     """
 
     def __init__(
@@ -42,7 +46,7 @@ class RunPlanner:
         options: Options,
         chain: Chain,
         machine: Machine,
-        weights: WeightMap,
+        weights: WeightMap | None,
         *,
         forms: Sequence[Form],
         rule: RuleFigures,
@@ -51,10 +55,15 @@ class RunPlanner:
         warm_up: Callable[[], None],
         given: Plan | None,
         adjust: Callable[[Plan], Plan] | None,
+        search: Callable[[Problem, Ceilings | None], Plan] | None = None,
     ) -> None:
         self._options, self._chain, self._machine, self._weights = options, chain, machine, weights
         self._forms, self._own_rule = tuple(forms), own_rule
-        self._rule, self._cores, self._warm_up, self._given, self._adjust = rule, cores, warm_up, given, adjust
+        self._rule, self._cores, self._warm_up, self._adjust = rule, cores, warm_up, adjust
+        self._search = search
+        # Who searches in another way has another kind of plan: of one that is given it takes how sums are grouped.
+        self._given = given if search is None else None
+        self.grouping: Grouping | None = grouping_of(given) if given and search else None
         self._ceilings = options.machine if isinstance(options.machine, Ceilings) else None
         self._profiles = Profiles(chain)
         self._runtime_bytes: int | None = None
@@ -79,9 +88,10 @@ class RunPlanner:
             self._allowance(lambda: costs_of(1), state, beside),
             tokens_per_step=tokens_per_step,
             sequence_length=sequence_length,
+            grouping=self.grouping,
         )
         problem = question.problem(self._forms, costs_of, self._rule, self._own_rule)
-        plan = adopted(self._given, problem) if self._given else make_plan(problem, self._ceilings)
+        plan = adopted(self._given, problem) if self._given else (self._search or make_plan)(problem, self._ceilings)
         gc.collect()
         return_pieces()  # what simulating many plans took: it is in no plan
         plan = plan.with_results(notes=tuple(dict.fromkeys((*plan.results.notes, *self._chain.notes))))
@@ -115,7 +125,7 @@ class RunPlanner:
         return place.allowance(
             self._options.budget,
             ssd_bytes=self._ssd_bytes(state, beside),
-            import_workspace_bytes=import_workspace_bytes(self._chain.layouts, self._weights),
+            import_workspace_bytes=import_workspace_bytes(self._chain.layouts, self._weights) if self._weights else None,
             chunk_elements=stored.chunk_elements if stored else None,
         )
 
@@ -125,6 +135,8 @@ class RunPlanner:
             directories, held = state.directories, sum(path.stat().st_size for path in state.data_paths())
         else:
             directories, held = tuple(state), 0
+        if not directories:
+            return 0
         # A directory that is still to be made lies in one that is there.
         there = [next((path for path in (each, *each.parents) if path.exists()), each) for each in directories]
         with contextlib.suppress(StorageError, ConfigError):

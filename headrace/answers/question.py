@@ -15,6 +15,7 @@ from headrace.terms.budget import Budget
 from headrace.terms.costs import ModelCosts
 from headrace.terms.errors import ConfigError
 from headrace.terms.forms import Form
+from headrace.terms.grouping import Grouping
 from headrace.terms.optimizer import Optimizer
 from headrace.terms.options import Options
 from headrace.terms.rule_figures import RuleFigures
@@ -96,14 +97,24 @@ class Question:
 
     @classmethod
     def of(
-        cls, options: Options, allowance: Allowance, *, tokens_per_step: int, sequence_length: int, **more: Any
+        cls,
+        options: Options,
+        allowance: Allowance,
+        *,
+        tokens_per_step: int,
+        sequence_length: int,
+        grouping: Grouping | None = None,
+        **more: Any,
     ) -> "Question":
-        """Return the question for a step of so many tokens under `options`."""
+        """Return the question for a step of so many tokens under `options`, whose sums are grouped as said if they are to
+        be.
+        """
         workload = Workload(
             tokens_per_step=tokens_per_step,
             sequence_length=sequence_length,
             clip=options.max_grad_norm is not None,
             checkpoint_every=options.checkpoint_every,
+            grouping=grouping,
         )
         return cls(
             workload=workload,

@@ -18,7 +18,7 @@ from headrace.cli.plain_errors import INTERRUPTED, leave, plain_usage_errors, pl
 from headrace.cli.reporting import report
 from headrace.cli.streams import guarded_streams
 from headrace.terms.compress_options import CompressOptions
-from headrace.terms.options import Options, RunOptions
+from headrace.terms.options import NodeOptions, Options, RunOptions
 
 app = typer.Typer(
     name="headrace",
@@ -63,14 +63,36 @@ def _common(
 @with_options(RunOptions.declarations())
 def train(
     words: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="RUN.YAML | MODEL DATA...", help="A YAML file, or model and data; then key=value."),
+    ] = None,
+    node: Annotated[str | None, typer.Option(help="HOST:PORT of a node: compute for its run.")] = None,
+    wait: Annotated[float, typer.Option(min=0, help="Seconds to wait for a node that is not there.")] = 600.0,
+    secret: Annotated[Path | None, typer.Option(help="File with the node's secret.")] = None,
+    **given: Any,
+) -> None:
+    """Fine-tune a model. Every option can also stand in the YAML file, or be given as key=value (with _ for -)."""
+    from headrace.cli.runs import run_config, start, work_for
+
+    if node is not None:
+        work_for(node, words or (), given, wait_seconds=wait, secret=secret)
+    else:
+        start(run_config(words or (), given))
+
+
+@app.command()
+@plainly
+@with_options(NodeOptions.declarations())
+def node(
+    words: Annotated[
         list[str], typer.Argument(metavar="RUN.YAML | MODEL DATA...", help="A YAML file, or model and data; then key=value.")
     ],
     **given: Any,
 ) -> None:
-    """Fine-tune a model. Every option can also stand in the YAML file, or be given as key=value (with _ for -)."""
-    from headrace.cli.runs import run_config, start
+    """Have a run whose model is computed by workers (`headrace train --node`); or go on with it, where it was begun."""
+    from headrace.cli.runs import config_of, serve_run
 
-    start(run_config(words, given))
+    serve_run(config_of(words, given, NodeOptions))
 
 
 @app.command()

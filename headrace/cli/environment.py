@@ -18,6 +18,8 @@ _DEFAULTS = {
     "THP_MEM_ALLOC_ENABLE": "1",
     "TOKENIZERS_PARALLELISM": "true",
     "TRANSFORMERS_VERBOSITY": "error",
+    # A peer that is lost is told in one line, not by the stack of the library.
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
 # A thread that comes back from the kernel waits so long for a thread that runs Python to make way. Python's own 5 ms are as
 # long as a drive takes for several pieces: beside such a thread, 1 ms gave 1.6 times the bytes per second.

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NoReturn, ParamSpec, TypeVar
 
 from headrace.cli.streams import give_up
-from headrace.terms.errors import HeadraceError, InputError, PlanInfeasible, StepFailed, StorageError
+from headrace.terms.errors import HeadraceError, InputError, PeerLost, PlanInfeasible, StepFailed, StorageError
 
 REFUSED = 2
 INTERRUPTED = 130
@@ -45,7 +45,7 @@ def plainly(command: Callable[_P, _R]) -> Callable[_P, _R]:
         try:
             with places_plainly(lambda: (*arguments, *options.values())):
                 return command(*arguments, **options)
-        except (InputError, PlanInfeasible, StorageError) as error:
+        except (InputError, PlanInfeasible, StorageError, PeerLost) as error:
             leave(str(error), REFUSED)
         except StepFailed as error:
             leave_failed_step(error, "RUN_DIR")

@@ -8,10 +8,11 @@ import errno
 import os
 import re
 import shutil
+import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Console
 
@@ -26,8 +27,10 @@ from headrace.runs.prepare import default_output
 from headrace.runs.protocols import StateKind
 from headrace.runs.yaml_options import parse_changes, read_yaml
 from headrace.terms.errors import ConfigError, ExportFailed, RunDirectoryError, StepFailed
+from headrace.terms.options import NodeOptions, Options
 from headrace.terms.sizes import format_bytes
 
+_Config = TypeVar("_Config", bound=RunOptions)
 _CHANGE = re.compile(r"^[A-Za-z_-]+=")
 
 
@@ -47,7 +50,12 @@ class Terminal:
 
 
 def run_config(words: Sequence[str], options: Mapping[str, Any]) -> RunOptions:
-    """Return the configuration of `RUN.YAML | MODEL DATA...`, `key=value` words and options.
+    """Return the configuration of a run: see `config_of`."""
+    return config_of(words, options, RunOptions)
+
+
+def config_of(words: Sequence[str], options: Mapping[str, Any], kind: type[_Config]) -> _Config:
+    """Return the configuration of `RUN.YAML | MODEL DATA...`, `key=value` words and options: of that `kind`.
 
     Raises:
         ConfigError: the words are neither, or see `RunOptions.of`.
@@ -63,9 +71,9 @@ def run_config(words: Sequence[str], options: Mapping[str, Any]) -> RunOptions:
         values |= read_yaml(Path(source))
     elif len(places) >= 2:
         values |= {"model": places[0], "data": places[1:]}
-    elif places:
+    elif len(places) == 1:
         raise ConfigError(f"found only {places[0]!r}; give a RUN.YAML, or a MODEL directory and one or more DATA files")
-    return RunOptions.of(values | changes | dict(options), source=source)
+    return kind.of(values | changes | dict(options), source=source)
 
 
 def start(config: RunOptions) -> None:
@@ -74,9 +82,45 @@ def start(config: RunOptions) -> None:
         train(config, display=Terminal())
 
 
+def serve_run(config: NodeOptions) -> None:
+    """Be the node of a run; a stop signal ends the process with 130 or 143."""
+    from headrace.runs.node import serve
+
+    terminal = Terminal()
+    with _stops(RunDirectory(Path(config.output or default_output(config)))), places_plainly(lambda: vars(config).values()):
+        serve(config, display=terminal, listening=lambda address: terminal.say(f"listening at {address}"))
+
+
+def work_for(node: str, words: Sequence[str], options: Mapping[str, Any], *, wait_seconds: float, secret: Path | None) -> None:
+    """Compute for the run of the node at `node`. Of the options only this process's own may be given.
+
+    Raises:
+        ConfigError: others are given.
+    """
+    from headrace.net import Address
+    from headrace.runs.node import read_secret, work
+
+    own = {"ssd", "host_memory", "device_memory", "machine"}
+    if words or (others := sorted(set(options) - own)):
+        found = ", ".join(words) if words else ", ".join(others)
+        raise ConfigError(f"node: {found}: a worker's run comes from the node; only {', '.join(sorted(own))} are its own")
+    name = f"{socket.gethostname()}, process {os.getpid()}"
+    work(
+        Address.of(node, key="node"),
+        Options.of(dict(options)),
+        name=name,
+        display=Terminal(),
+        secret=read_secret(secret),
+        wait_seconds=wait_seconds,
+    )
+
+
 def go_on(run_directory: Path) -> None:
     """Resume; a stop signal ends the process with 130 or 143."""
     run = RunDirectory(run_directory)
+    if run.config.exists() and isinstance(config := run.read_config(), NodeOptions):
+        serve_run(config)
+        return
     with _stops(run), places_plainly(lambda: vars(run.read_config()).values()):
         resume(run_directory, display=Terminal())
 

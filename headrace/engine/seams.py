@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from headrace.codec import Codec
+from headrace.engine.crowd import Crowd
 from headrace.model import Chain
 from headrace.store import StateStore
 from headrace.terms.errors import RunDirectoryError
@@ -17,11 +18,15 @@ from headrace.update.wires import DenseWire, wire_of
 
 @dataclass(frozen=True)
 class Seams:
-    """How gradients travel, how frozen weights lie on the drives (None: as compute reads them), and where far units live."""
+    """How gradients travel, how frozen weights lie on the drives (None: as compute reads them), and where far units live.
+
+    `workers` are a node's, which computes nothing itself.
+    """
 
     wire: Wire = field(default_factory=DenseWire)
     codec: Codec | None = None
     site: Site | None = None
+    workers: Crowd | None = None
 
     @property
     def names(self) -> dict[str, str | None]:
@@ -29,7 +34,7 @@ class Seams:
         codec, site = self.codec.name if self.codec else None, self.site.name if self.site else None
         if self.codec and self.codec.digest:  # the same code with other tables is another one
             codec = f"{codec} {self.codec.digest[:16]}"
-        return {"wire": self.wire.name, "codec": codec, "site": site}
+        return {"wire": self.wire.name, "codec": codec, "site": site, "workers": "node" if self.workers else None}
 
     @property
     def codecs(self) -> dict[str, Codec]:
@@ -40,7 +45,7 @@ class Seams:
         """Refuse to go on with a run otherwise than it began.
 
         Raises:
-            RunDirectoryError: it was begun with another wire, codec or site.
+            RunDirectoryError: it was begun with another wire, codec or site; or by a node, or not.
         """
         for name, asked in self.names.items():
             if (found := store.manifest.identity.get(name)) != asked:

@@ -16,7 +16,9 @@ from headrace.flow.load import UnitReader, import_model
 from headrace.flow.make import Maker
 from headrace.flow.settle import PROPOSED, changed, settle
 from headrace.flow.step_state import Verdict
+from headrace.machine.cpu import CpuMachine
 from headrace.machine.here import this_machine
+from headrace.machine.protocol import Machine
 from headrace.model import Chain, Checkpoint, Exporter, check_whole, self_check
 from headrace.plan.buffer_sizes import scratch_bytes
 from headrace.plan.plan import Plan
@@ -32,6 +34,21 @@ from headrace.update.wire import SubspaceWire
 
 # Elements of a chunk in a state that is made before there is a plan.
 _CHUNK_ELEMENTS = 4 << 20
+
+
+def prepare_chain(chain: Chain, machine: Machine, options: Options) -> None:
+    """Let `chain` run on `machine`, in the way that `options` ask for.
+
+    Raises:
+        ConfigError: it cannot be run so here.
+    """
+    chain.move_buffers(machine.device)
+    if options.compile_blocks:
+        chain.compile_blocks()
+    elif not machine.multiplies(options.compute_dtype):
+        chain.multiply_wide()
+    if options.liger:
+        chain.use_liger()
 
 
 class Subject:
@@ -62,14 +79,12 @@ class Subject:
         self.rule: RuleFigures = rule.figures
         self.chain = Chain.from_config(config, options.compute_dtype, self.optimizer, self.rule.parameter_alignment)
         self.weights = self.chain.attach(self.checkpoint, leave_out_blocks=options.leave_out_blocks)
-        self.machine = this_machine(options.budget.device_bytes)
-        self.chain.move_buffers(self.machine.device)
-        if options.compile_blocks:
-            self.chain.compile_blocks()
-        elif not self.machine.multiplies(options.compute_dtype):
-            self.chain.multiply_wide()
-        if options.liger:
-            self.chain.use_liger()
+        self.machine: Machine
+        if seams.workers is not None:
+            self.machine = CpuMachine()  # workers compute
+        else:
+            self.machine = this_machine(options.budget.device_bytes)
+            prepare_chain(self.chain, self.machine, options)
         self.forms = forms_of(self.chain, seams, self.rule)
         self.maker = Maker(self.forms, seams.wire, options.compute_dtype, seams.codecs)
         own = any(form.has_own_family for form in self.forms)

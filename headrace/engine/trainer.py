@@ -18,11 +18,11 @@ from headrace.engine.seams import Seams, seams_of
 from headrace.engine.subject import Subject, tune
 from headrace.files import Beside, file_systems
 from headrace.flow.buffers import Buffers
-from headrace.flow.execute import OverlappedInterpreter, PlainInterpreter
+from headrace.flow.execute import interpreter_of
 from headrace.flow.settle import proposed_in
 from headrace.flow.step_batch import StepBatch, check_apart, checked_batch, filled_up, step_batch
 from headrace.flow.step_state import Parts, StepState, Verdict
-from headrace.flow.steps import Steps
+from headrace.flow.steps import Schedule, Steps
 from headrace.flow.traffic import Traffic
 from headrace.flow.update import device_updater
 from headrace.machine.host_memory import HeapGuard, keep_freed_memory
@@ -32,6 +32,7 @@ from headrace.model import export_bytes
 from headrace.plan.buffer_sizes import scratch_bytes
 from headrace.plan.given import load_plan
 from headrace.plan.machine_profiles import load_profile
+from headrace.plan.placement import Problem
 from headrace.plan.plan import Plan
 from headrace.store import StateStore, make_run_directory
 from headrace.terms.ceilings import Ceilings
@@ -50,6 +51,9 @@ class Engine:
     `step` runs one optimizer step over a whole batch. Updates of the last blocks, and the commit, may still be under way
     when it returns; `flush` waits for them. A step whose gradient is not finite changes nothing and says so.
     """
+
+    _search: Callable[[Problem, Ceilings | None], Plan] | None = None
+    _schedule = Schedule()
 
     def __init__(
         self,
@@ -82,6 +86,7 @@ class Engine:
                 warm_up=subject.warm_up,
                 given=given_plan,
                 adjust=adjust_plan,
+                search=self._search,
             )
             self.plan: Plan | None = None  # a resumed run has its plan in the record
             self.store = store_of(self)
@@ -289,14 +294,9 @@ class Engine:
             sink=self._emit,
             pieces=[pieces_of(form.trained, plan.rule) if form.trained else () for form in subject.forms],
             device_updater=device_updater(plan, self.machine, subject.updater.rule),
+            workers=subject.seams.workers,
         )
-        overlapped = self.options.interpreter == "overlapped"
-        interpreter = (
-            OverlappedInterpreter(self.machine, self._user_sink)
-            if overlapped
-            else PlainInterpreter(self.machine, self._user_sink)
-        )
-        return Steps(parts, interpreter, self._hits)
+        return Steps(parts, interpreter_of(self.options.interpreter, self.machine, self._user_sink), self._hits, self._schedule)
 
     def _drop_buffers(self) -> None:
         if self._steps is not None:

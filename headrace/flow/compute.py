@@ -237,4 +237,4 @@ def _aside_gradients(state: StepState) -> None:
 def _seed(state: StepState, unit: int, micro: int) -> None:
     """Dropout draws the same numbers in forward and recompute, whatever ran between: the seed is a function of the place."""
     if state.parts.chain.has_dropout:
-        torch.manual_seed(block_seed(state.parts.seed, state.verdict.step, unit, micro))
+        torch.manual_seed(block_seed(state.parts.seed, state.verdict.step, unit, state.first_micro + micro))

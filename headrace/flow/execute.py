@@ -256,3 +256,8 @@ class OverlappedInterpreter(Interpreter):
             self._finish(lane)
         except BaseException as failure:  # the device failed after the operation was issued
             self.fail(failure)
+
+
+def interpreter_of(name: str, machine: Machine, sink: Sink | None) -> Interpreter:
+    """Return the interpreter `name`: overlapped or plain."""
+    return (OverlappedInterpreter if name == "overlapped" else PlainInterpreter)(machine, sink)

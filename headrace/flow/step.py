@@ -8,6 +8,7 @@ A step's program (plan/schedules/train.py) lists operations; each names a verb, 
     drain.py     gradients go            device -> host; the global norm decides: clip, or skip
     update.py    states come and go      ssd -> the rule in place, on host or device -> ssd, chunk by chunk
     commit.py    the step is durable     one record
+    serve.py     workers compute         rows and weights to them, gradients from them: a node's step
 
 An interpreter (execute.py) performs them: overlapped, a thread or more per lane, or plain, one after the other. Same bits.
 """
@@ -15,7 +16,7 @@ An interpreter (execute.py) performs them: overlapped, a thread or more per lane
 from collections.abc import Callable
 from contextlib import nullcontext
 
-from headrace.flow import commit, compute, drain, fetch, stash, update
+from headrace.flow import commit, compute, drain, fetch, serve, stash, update
 from headrace.flow.execute import Interpreter, Run
 from headrace.flow.step_state import StepState
 from headrace.terms.program import Lane, Op, Program, Verb
@@ -47,6 +48,10 @@ HANDLERS: dict[Verb, Callable[[StepState, Op], None]] = {
     Verb.WRITE_STATES: update.write_states,
     Verb.WRITE_WEIGHTS: update.write_weights,
     Verb.COMMIT: commit.commit,
+    Verb.ANNOUNCE: serve.announce,
+    Verb.SEND: serve.send,
+    Verb.RECEIVE: serve.receive,
+    Verb.REPORT: serve.report,
 }
 
 

@@ -42,6 +42,7 @@ class Parts:
     pieces: Sequence[Sequence[GroupRange]]  # of what is trained of each unit, as the rule is given them
     own_updater: Updater | None = None  # for trained families of their own
     device_updater: DeviceUpdater | None = None  # where the plan updates chunks on the device
+    workers: Any = None  # a node's (`flow.serve.Workers`)
 
     @property
     def far_site(self) -> Site:
@@ -144,6 +145,7 @@ class StepState:
     batch: StepBatch
     verdict: Verdict
     pending: Verdict | None  # the step before, if this step's program carries out updates of it
+    first_micro: int = 0  # of all micro-batches of the step, the first that is computed here
     learns: bool = True  # whether a backward follows, which needs what forward leaves
     inputs: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)  # hidden states by (coming unit, micro-batch)
     calls: dict[int, Any] = field(default_factory=dict)  # micro-batch -> what each block is called with

@@ -5,7 +5,8 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 
@@ -24,14 +25,30 @@ from headrace.terms.program import Lane, Program
 from headrace.update import HitRate
 
 
+class _Build(Protocol):
+    def __call__(self, plan: Plan, num_micro_batches: int, before: Snapshot, *, durable: bool) -> tuple[Program, Snapshot]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """How the program of a step is built, and of what finishes one that left something pending."""
+
+    program: _Build = build_program
+    tail: Callable[[Plan, Snapshot], tuple[Program, Snapshot]] = build_tail
+
+
+_TRAINING = Schedule()
+
+
 class Steps:
     """Runs steps one after the other on one set of buffers. Close it before the buffers go.
 
-    `hits` says how often updates could have started before the norm was known; it decides the policy where the plan has two.
+    `schedule` says what a step has to do. `hits` says how often updates could have started before the norm was known; it
+    decides the policy where the plan has two.
     """
 
-    def __init__(self, parts: Parts, interpreter: Interpreter, hits: HitRate) -> None:
-        self.parts, self.hits = parts, hits
+    def __init__(self, parts: Parts, interpreter: Interpreter, hits: HitRate, schedule: Schedule = _TRAINING) -> None:
+        self.parts, self.hits, self._schedule = parts, hits, schedule
         self._interpreter = interpreter
         self._programs: dict[tuple[int, Snapshot, bool], tuple[Program, Snapshot]] = {}
         self._pending: Verdict | None = None
@@ -61,7 +78,7 @@ class Steps:
             if len(self._programs) == MOST_PROGRAMS:
                 # The oldest: the steady state needs one, or three where some steps are no checkpoints.
                 del self._programs[next(iter(self._programs))]
-            self._programs[key] = build_program(self.parts.plan, num_micro_batches, self._left, durable=durable)
+            self._programs[key] = self._schedule.program(self.parts.plan, num_micro_batches, self._left, durable=durable)
         program, self._left = self._programs[key]
         run_step(program, state, self._interpreter)
         self._tell(state.not_kept)
@@ -113,7 +130,7 @@ class Steps:
     def _flush(self) -> None:
         if self._pending is not None:
             self._pending.durable = True
-            program, self._left = build_tail(self.parts.plan, self._left)
+            program, self._left = self._schedule.tail(self.parts.plan, self._left)
             run_step(program, StepState(self.parts, StepBatch(), self._pending, self._pending), self._interpreter)
             self._pending = None
         self._interpreter.wait()

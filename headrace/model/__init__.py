@@ -9,6 +9,7 @@ from headrace.model.export import Exporter, export_bytes
 from headrace.model.find_blocks import Blocks, find_blocks, text_config
 from headrace.model.importing import import_unit, import_workspace_bytes
 from headrace.model.matching import WeightMap, load_buffers, match_weights
+from headrace.model.persistent import config_from, persistent_buffers, set_buffers
 from headrace.model.probe import Traits, probe, self_check
 from headrace.model.products import WideProducts
 from headrace.model.replay import Record, Replay, ReplayMismatch, find_skippable
@@ -38,6 +39,7 @@ __all__ = [
     "block_seed",
     "build_skeleton",
     "check_whole",
+    "config_from",
     "export_bytes",
     "find_blocks",
     "find_skippable",
@@ -46,9 +48,11 @@ __all__ = [
     "load_buffers",
     "match_weights",
     "note_on",
+    "persistent_buffers",
     "probe",
     "profile",
     "self_check",
+    "set_buffers",
     "shift_labels",
     "text_config",
     "text_part",

@@ -35,6 +35,8 @@ class BufferGroup:
 
 def buffer_groups(plan: Plan) -> dict[str, BufferGroup]:
     """Return the groups by name. The compute tier is `device` where that is separate, else `host`."""
+    if plan.serves:
+        return _serving_groups(plan)
     compute_tier = "device" if plan.separate_device else "host"
     weight, gradient = plan.planes.weight.bytes_per_element, plan.gradient_bytes_per_element
     block, streamed, residents = plan.largest_block_elements, plan.streamed_blocks, plan.resident_units
@@ -81,6 +83,23 @@ def buffer_groups(plan: Plan) -> dict[str, BufferGroup]:
     if spilled:
         largest = max(stash_slot_bytes(plan, block) for block in spilled)
         groups["stash"] = BufferGroup("host", "activations", plan.stash_slots, largest)
+    return groups
+
+
+def _serving_groups(plan: Plan) -> dict[str, BufferGroup]:
+    """Return the groups of a plan that computes nothing: units on their way, of which the largest may be any."""
+    units, held = range(len(plan.units)), plan.held_in_memory
+    weights, gradients = max(map(plan.stored_bytes, units)), max(map(plan.gradient_bytes, units))
+    groups = {
+        "host_weights": BufferGroup("host", "weights", plan.host_slots, weights),
+        "states": BufferGroup("host", "states", plan.state_slots, plan.largest_state_bytes(plan.chunk_elements)),
+        "resident_weights": BufferGroup("host", "weights", 1, 0),
+    }
+    groups |= {f"gradient.{unit}": BufferGroup("host", "gradients", 1, plan.gradient_bytes(unit)) for unit in held}
+    if set(plan.trained_units).difference(held):
+        groups["gradients"] = BufferGroup("host", "gradients", plan.gradient_slots, gradients)
+    for unit in plan.resident_states:
+        groups[f"resident_states.{unit}"] = BufferGroup("host", "states", 1, plan.state_bytes(unit))
     return groups
 
 

@@ -104,6 +104,24 @@ def drive_bytes(plan: Plan, unit: int) -> int:
     return weights + 2 * (plan.trained_bytes(unit) + plan.state_bytes(unit))
 
 
+def with_serving_footprint(plan: Plan, allowance: Allowance) -> Plan:
+    """Return `plan`, which computes nothing, with its peak bytes per tier and purpose filled in."""
+    rows: dict[str, dict[str, int]] = {"host": {_RUNTIME: allowance.runtime_bytes}}
+    for group in buffer_groups(plan).values():
+        rows["host"][group.purpose] = rows["host"].get(group.purpose, 0) + group.total_bytes
+    rows["host"]["libraries"] = _SMALL_BYTES
+    rows["host"]["program"] = program_bytes(plan)
+    if temporary_bytes := host_update_temporary_bytes(plan):
+        rows["host"]["updates"] = temporary_bytes
+    if allowance.import_workspace_bytes is not None:
+        imported = allowance.runtime_bytes + _SMALL_BYTES + import_bytes(plan) + allowance.import_workspace_bytes
+        rows["host"][_IMPORT] = max(0, imported - sum(rows["host"].values()))
+    durable = sum(drive_bytes(plan, unit) for unit in range(len(plan.units)))
+    rows["ssd"] = {"states, two slots": durable, "scratch": scratch_bytes(plan)}
+    allowed = {"host": allowance.host_bytes, "ssd": allowance.ssd_bytes}
+    return plan.with_results(peak_bytes=rows, allowed_bytes={tier: size for tier, size in allowed.items() if size is not None})
+
+
 def import_bytes(plan: Plan) -> int:
     """Return the buffers of `flow.load.import_model`: the largest unit's weights and master, and a chunk of its states. Its
     `UnitReader`, which gives them back at the end, takes no more.

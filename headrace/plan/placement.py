@@ -15,6 +15,7 @@ from headrace.terms.costs import ATTENTION, ModelCosts, OperatorCosts
 from headrace.terms.cuts import least_chunk_elements
 from headrace.terms.errors import InputError
 from headrace.terms.forms import Form, UnitFigures
+from headrace.terms.grouping import Grouping
 from headrace.terms.layout import UNIT_ALIGNMENT
 from headrace.terms.rule_figures import RuleFigures
 from headrace.terms.sizes import MIB, round_up
@@ -32,12 +33,16 @@ THRIFTS = tuple(range(len(_STATE_BUFFERS)))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """What a step is: tokens, in rows of `sequence_length`; whether the global norm must be known before updates."""
+    """What a step is: tokens, in rows of `sequence_length`; whether the global norm must be known before updates.
+
+    `grouping`: in which groups sums are to be taken, where that is not the planner's to choose.
+    """
 
     tokens_per_step: int
     sequence_length: int
     clip: bool
     checkpoint_every: int | None = None
+    grouping: Grouping | None = None
 
     def __post_init__(self) -> None:
         if self.sequence_length < 1 or self.tokens_per_step < 1:
@@ -127,7 +132,7 @@ def placements_of(problem: Problem, policy: str, thrift: int) -> Iterator[Choice
 
     Whether freed memory is kept only matters where the CPU computes, and the leanest does without.
     """
-    chunk_elements, state_slots = _state_buffers(problem, thrift)
+    chunk_elements, state_slots = state_buffers(problem, thrift)
     for home in problem.homes:
         for rows in _micro_batches(problem.workload):
             for held in ("host", "ssd") if policy == "deferred" else ("host",):
@@ -216,7 +221,7 @@ def plan_of(problem: Problem, choice: Choice) -> Plan:
         skipped=tuple(block.skippable for block in costs.blocks),
         operators=operators_of(costs),
         accumulate=num_micro > 1 or costs.by_samples,
-        compute_threads=problem.allowance.cores,
+        compute_threads=workload.grouping.compute_threads if workload.grouping else problem.allowance.cores,
         update_threads=max(1, problem.allowance.cores // 2),
         results=Results(
             spared_flops=tuple(
@@ -247,11 +252,11 @@ def filled(problem: Problem, plan: Plan) -> Plan:
     plan = replace(plan, host_slots=plan.host_slots + more)
     # Immediate updates must be able to take a step back without a copy; states that live only in memory could not.
     if plan.update_policy == "deferred" and plan.host_slots >= plan.num_blocks:
-        plan = _with_resident_states(plan, spare - more * slot_bytes)
+        plan = with_resident_states(plan, spare - more * slot_bytes)
     return with_footprint(plan, problem.costs_of(plan.micro_batch_sequences), problem.allowance)
 
 
-def _with_resident_states(plan: Plan, spare_bytes: int) -> Plan:
+def with_resident_states(plan: Plan, spare_bytes: int) -> Plan:
     """Keep the states of as many units as fit in memory, shallow ones first: they are needed first in the next forward."""
     chosen: list[int] = []
     for unit in range(len(plan.units)):
@@ -277,7 +282,7 @@ def excess_bytes(plan: Plan) -> tuple[int, int]:
     return sum(excess.values()), ssd
 
 
-def _state_buffers(problem: Problem, thrift: int) -> tuple[int, int]:
+def state_buffers(problem: Problem, thrift: int) -> tuple[int, int]:
     """Return elements of a chunk and slots for states. Where units, or a store that is there, set the chunk, lean buffers are
     still no more than the generous ones.
     """
@@ -294,6 +299,8 @@ def _micro_batches(workload: Workload) -> list[int]:
 
     Nine rows in eights would be eight and one; five and four take less memory, and both are of use to a matrix product.
     """
+    if workload.grouping is not None:
+        return [workload.grouping.rows]
     most = max(1, min(workload.sequences, _SATURATED_TOKENS // workload.sequence_length))
     sizes = [most >> halvings for halvings in range(most.bit_length())]
     counts = dict.fromkeys(-(-workload.sequences // size) for size in sizes)
@@ -302,6 +309,8 @@ def _micro_batches(workload: Workload) -> list[int]:
 
 def _loss_chunk_tokens(costs: ModelCosts, workload: Workload, lean: bool) -> int:
     """Return the largest tried chunk of positions whose logits take little beside what the head's gradient takes anyway."""
+    if workload.grouping is not None:
+        return workload.grouping.loss_chunk_tokens
     samples = costs.epilogue_workspace_bytes
     allowed = samples[0][1] + _LOSS_CHUNK_BYTES // (4 if lean else 1)
     fitting = [tokens for tokens, num_bytes in samples if num_bytes <= allowed]

@@ -39,6 +39,7 @@ class Plan:
     `freed_memory` says what happens to tensors of the CPU's compute that are freed: *returned* to the kernel, so that memory
     holds what is alive, or *kept* by the C library for the next ones, which spares fresh pages and takes more. Where a step
     takes less than planned, it is kept all the same, and given back near the limit (`machine.HeapGuard`).
+    A plan that `serves` computes nothing: rows of a micro-batch, loss chunk and threads are what workers agreed upon, else 0.
     Chunks have at most `chunk_elements`. With a separate device each `device_update_every`-th of them, counted through all
     units, is updated on it (1: all, 0: none).
 
@@ -88,6 +89,7 @@ class Plan:
     results: Results = field(default_factory=Results)
     freed_memory: str = "returned"
     own_rule: RuleFigures | None = None  # of trained families of their own, where a unit has one
+    serves: bool = False  # a node's: workers compute, all units are streamed to them and updated here
 
     def __post_init__(self) -> None:
         least = max((least_chunk_elements(unit.cuts) for unit in self.units if unit.cuts), default=self.chunk_elements)
@@ -132,7 +134,9 @@ class Plan:
 
     @property
     def streamed_blocks(self) -> tuple[int, ...]:
-        """The blocks (1..num_blocks) whose weights are fetched for each pass."""
+        """The blocks (1..num_blocks) whose weights are fetched for each pass; at a node all units."""
+        if self.serves:
+            return tuple(range(len(self.units)))
         return tuple(unit for unit in range(1, self.num_blocks + 1) if self.units[unit].home != DEVICE)
 
     @property
@@ -342,7 +346,8 @@ class Plan:
         kept = sum(len(ordinals) for ordinals in self.kept)
         return f"inputs of blocks: {', '.join(homes)}; {kept} operator outputs kept ({format_bytes(self._kept_total())} a step)"
 
-    def _explain_update(self) -> str:
+    def explain_update(self) -> str:
+        """Return when updates run, and where."""
         return self._explain_policy() + (f"; {self._explain_device_updates()}" if self.device_state_slots else "")
 
     def _explain_device_updates(self) -> str:
@@ -366,7 +371,7 @@ class Plan:
             + f", {self.rule.name}",
             f"step     {self.tokens_per_step} tokens = {self.num_micro_batches} micro-"
             f"batch{'es' if self.num_micro_batches > 1 else ''} of {self.micro_batch_sequences} x {self.sequence_length}",
-            f"update   {self._explain_update()}; "
+            f"update   {self.explain_update()}; "
             f"every {'step' if self.checkpoint_every == 1 else f'{self.checkpoint_every} steps'} a checkpoint",
             f"threads  {self.compute_threads} for compute, {self.update_threads} for updates",
             f"slots    {self.host_slots} blocks in host memory"
@@ -376,11 +381,7 @@ class Plan:
         ]
         if self.freed_memory == "kept":
             lines.append("heap     freed memory is kept for the next operations")
-        for tier, rows in self.results.peak_bytes.items():
-            allowed = self.results.allowed_bytes.get(tier)
-            of = f" of {format_bytes(allowed)}" if allowed else ""
-            parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in rows.items() if size)
-            lines.append(f"{tier:<8} {format_bytes(self.peak(tier))}{of}: {parts}")
+        lines += self.results.explain_peaks()
         if self.results.speculation:
             lines.append(f"clipping {self.results.speculation.explain()}")
         lines += [f"note     {note}" for note in self.results.notes]

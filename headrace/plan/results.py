@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headrace.plan.speculation import Speculation
+from headrace.terms.sizes import format_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +24,16 @@ class Results:
     spared_flops: tuple[float, ...] = ()
     speculation: Speculation | None = None
     notes: tuple[str, ...] = ()
+
+    def explain_peaks(self) -> list[str]:
+        """Return the peaks in one line for each tier."""
+        lines = []
+        for tier, rows in self.peak_bytes.items():
+            allowed = self.allowed_bytes.get(tier)
+            of = f" of {format_bytes(allowed)}" if allowed else ""
+            parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in rows.items() if size)
+            lines.append(f"{tier:<8} {format_bytes(sum(rows.values()))}{of}: {parts}")
+        return lines
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "Results":

@@ -96,8 +96,11 @@ def _plan_under(problem: Problem, policy: str, placements: list[Choice], seconds
         placements = [choice for choice in placements if choice.input_home != "ssd"] or placements
         placements = [choice for choice in placements if choice.held != "ssd"] or placements
 
+    # Where nobody measured how lanes share cores, or threads are not to be chosen, all of them are compute's.
+    may_split = measured and problem.workload.grouping is None
+
     def split(plan: Plan) -> Plan:
-        return with_threads(plan, seconds_of) if measured else plan  # nobody measured how lanes share cores
+        return with_threads(plan, seconds_of) if may_split else plan
 
     seconds = _Seconds(problem, seconds_of)
     promise = [(min(map(seconds, _extremes(problem, choice))), index) for index, choice in enumerate(placements)]
@@ -207,7 +210,7 @@ def _fitting(problem: Problem, policy: str) -> list[Choice]:
     # The thriftiest take the least memory, but not always the least space: states are written in more and smaller chunks.
     # Those within memory come first: the space that is named is what they need, and with more memory less may do.
     choices = (choice for thrift in reversed(THRIFTS) for choice in placements_of(problem, policy, thrift))
-    raise _infeasible(min((plan_of(problem, choice) for choice in choices), key=excess_bytes))
+    raise infeasible(min((plan_of(problem, choice) for choice in choices), key=excess_bytes))
 
 
 def _best_amount(problem: Problem, start: Choice, seconds: Callable[[Choice], float]) -> tuple[float, Choice]:
@@ -286,7 +289,8 @@ def nominal_machine(cores: int, *, host_bytes: int, device_bytes: int | None) ->
     )
 
 
-def _infeasible(plan: Plan) -> PlanInfeasible:
+def infeasible(plan: Plan) -> PlanInfeasible:
+    """Return the refusal of a plan that exceeds what tiers allow: which, by how much, and what would do."""
     short = {
         tier: plan.peak(tier) - allowed for tier, allowed in plan.results.allowed_bytes.items() if plan.peak(tier) > allowed
     }

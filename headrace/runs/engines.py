@@ -4,8 +4,12 @@ Invariant: only here does the loop's side know the names of the engine's own fil
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
+from headrace.engine.crowd import Crowd
+from headrace.engine.node import NodeEngine
+from headrace.engine.seams import Seams
 from headrace.engine.trainer import Engine
 from headrace.machine.protocol import Machine
 from headrace.model import Chain, Checkpoint
@@ -27,18 +31,42 @@ def headrace_engines() -> Engines:
     return Engines(begin, resume, why_not_packed, state_of, discard)
 
 
+def node_engines(crowd: Crowd, *, verify: bool = True) -> Engines:
+    """Return the engines of a node with this crowd of workers. `verify`: a run that goes on is read and checked before."""
+    seams = Seams(workers=crowd)
+    return Engines(
+        partial(begin, kind=NodeEngine, seams=seams),
+        partial(resume, kind=NodeEngine, seams=seams, verify=verify),
+        why_not_packed,
+        state_of,
+        discard,
+        crowd.heed,
+    )
+
+
 def begin(
     model: Path,
     options: Options,
     sink: Sink | None = None,
     *,
     measure: Callable[[Plan, Machine], Ceilings | None] | None = None,
+    kind: type[Engine] = Engine,
+    seams: Seams | None = None,
 ) -> Engine:
     """Return `Engine.open`, for a run whose model will lie in its directory: space for that is looked for, too."""
-    return Engine.open(model, options, sink, final=RunDirectory(Path(str(options.output))).final, measure=measure)
+    final = RunDirectory(Path(str(options.output))).final
+    return kind.open(model, options, sink, final=final, measure=measure, seams=seams)
 
 
-def resume(run_directory: Path, *, sink: Sink | None = None, to_train: bool = True) -> Engine:
+def resume(
+    run_directory: Path,
+    *,
+    sink: Sink | None = None,
+    to_train: bool = True,
+    kind: type[Engine] = Engine,
+    seams: Seams | None = None,
+    verify: bool = True,
+) -> Engine:
     """Return `Engine.resume`, after a look at whether the model directory is still the one that the run began with.
 
     The weights come from the state; but the model directory gives the architecture, and its tensors' names for the export.
@@ -74,7 +102,7 @@ def resume(run_directory: Path, *, sink: Sink | None = None, to_train: bool = Tr
                     "back. To train otherwise, begin a run from its model (`headrace export`, or `final`)"
                 )
 
-    return Engine.resume(run_directory, sink=sink, check=check)
+    return kind.resume(run_directory, sink=sink, check=check, seams=seams, verify=verify)
 
 
 def _shapes(layouts: Sequence[UnitLayout]) -> dict[str, tuple[int, ...]]:

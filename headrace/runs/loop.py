@@ -16,6 +16,7 @@ from headrace.data import BatchStream
 from headrace.machine.host_memory import anonymous_bytes
 from headrace.machine.meter import MemoryMeter
 from headrace.plan.plan import Plan
+from headrace.plan.serving import explain_serving
 from headrace.report import LanesFile, MetricsFile, Reporters, TensorBoard, TraceFile, TrainerStateFile
 from headrace.report.metrics import read_metrics
 from headrace.runs.finish import write_final
@@ -108,7 +109,7 @@ def _resume(directory: RunDirectory, display: Display | None, engines: Engines, 
         engine = stack.enter_context(engines.resume(directory.path, sink=_for_people(reporters)))
         if engine.position is not None:
             run.stream.restore(engine.position["data"])
-        account = _account(run, engine.plan) if engine.plan is not None else None
+        account = _account(run, engine.plan) if engine.plan is not None and not engine.plan.serves else None
         words = f": {account.in_short(steps_left=run.total_steps - engine.step_index)}" if account else ""
         run.display.say(f"resuming {directory.path} after step {engine.step_index} of {run.total_steps}{words}")
         return _drive(run, engine, reporters, account)
@@ -124,6 +125,9 @@ def _begin(run: _Run, on_failure: Callable[[], None] | None = None) -> Finished:
         machine = MachineOfRun(config, run.directory.path, total_steps=run.total_steps, sink=reporters)
 
         def tell(plan: Plan) -> None:
+            if plan.serves:  # its workers forecast
+                run.display.say(explain_serving(plan))
+                return
             told.append(_account(run, plan, machine.ceilings))
             told[0].tell_before(run.display)
 
@@ -153,6 +157,12 @@ def _drive(run: _Run, engine: RunningEngine, reporters: Reporters, account: "Acc
 
     started, taken = time.monotonic(), list[float]()
     with StopRequest() as stop:
+
+        def heed() -> None:
+            if stop.received is not None:
+                raise _interrupted(run, engine.step_index, stop.received)
+
+        run.engines.heed(heed)
         while engine.step_index < run.total_steps and stop.received is None and reporters.failure is None:
             batch = tensors_of(run.stream.next_batch())
             result = engine.step(batch, position={"data": run.stream.state()})

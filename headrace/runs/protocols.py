@@ -66,7 +66,8 @@ class Engines:
 
     `open` also takes `measure`, which is asked for the figures of the machine with the first plan. `why_not_packed` says why a
     model directory's architecture does not keep samples in rows of so many tokens apart ("": it does); `state_of` what a run
-    directory holds for `resume`; `discard` removes a state that was never completed, or not wholly removed.
+    directory holds for `resume`; `discard` removes a state that was never completed, or not wholly removed. `heed` is given
+    what to call while an engine waits for others: it raises where the run is to stop.
     """
 
     open: Callable[..., RunningEngine]
@@ -74,6 +75,7 @@ class Engines:
     why_not_packed: Callable[[Path, int], str]
     state_of: Callable[[Path], "StateKind"]
     discard: Callable[[Path], None]
+    heed: Callable[[Callable[[], None]], None] = lambda check: None
 
 
 class StateKind(Enum):

@@ -12,16 +12,18 @@ import yaml
 
 from headrace.terms.errors import ConfigError
 from headrace.terms.option_kinds import shown
-from headrace.terms.options import RunOptions
+from headrace.terms.options import NodeOptions, RunOptions
 
 
 def from_yaml(path: Path, changes: Mapping[str, Any] | None = None) -> RunOptions:
-    """Return the options in the YAML file `path`; keys of `changes` win over the file's.
+    """Return the options in the YAML file `path`, a node's where it says where to listen; keys of `changes` win over the
+    file's.
 
     Raises:
         ConfigError: no such file, not a YAML mapping, or see `RunOptions.of`.
     """
-    return RunOptions.of(read_yaml(path) | dict(changes or {}), source=str(path))
+    values = read_yaml(path) | dict(changes or {})
+    return (NodeOptions if "listen" in values else RunOptions).of(values, source=str(path))
 
 
 def to_yaml(options: RunOptions) -> str:

@@ -13,10 +13,11 @@
         DeviceStalled(TimeoutError)   path, waited, limit
         DiskFull                      path, needed, free
         ExportFailed                  the model directory, why; needed and free where a disk is full
+      PeerLost(ConnectionError)       a node or a worker is gone or silent; the committed state is untouched
       StepFailed(RuntimeError)        a lane of the running step failed; the committed state is untouched
 
-Each message says what was asked, what was found and what to do. The command line turns `InputError`, `PlanInfeasible` and
-`StorageError` into one line on stderr and exit code 2.
+Each message says what was asked, what was found and what to do. The command line turns `InputError`, `PlanInfeasible`,
+`StorageError` and `PeerLost` into one line on stderr and exit code 2.
 """
 
 
@@ -76,6 +77,10 @@ class DiskFull(StorageError):
 
 class ExportFailed(StorageError):
     """A model directory could not be written. Nothing is left there, and what it is made from is untouched."""
+
+
+class PeerLost(HeadraceError, ConnectionError):
+    """A node or a worker is gone, or silent for too long. What was committed is untouched."""
 
 
 class StepFailed(HeadraceError, RuntimeError):

@@ -321,3 +321,27 @@ class RunOptions(Options):
         cli=False,
         factory=lambda: Path.home() / ".cache" / "headrace",
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeOptions(RunOptions):
+    """What `headrace node` runs with: a run's options, and where workers come to. Budgets and SSDs are the node's own."""
+
+    listen: str = option(
+        "127.0.0.1:29500",
+        Text(),
+        "HOST:PORT where workers come to.",
+        row="where workers come to, HOST:PORT; beyond 127.0.0.1 with a `secret`",
+        fixed=False,
+    )
+    workers: int = option(
+        1, Whole(), "Workers to wait for.", row="workers that the run waits for; others wait joined, as spares", fixed=False
+    )
+    secret: Path | None = option(
+        None,
+        Place(),
+        "File with the secret that workers must have too.",
+        row="file with the secret that workers must have too",
+        words="none",
+        fixed=False,
+    )

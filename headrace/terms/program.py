@@ -234,6 +234,10 @@ class Verb(StrEnum):
     WRITE_STATES = "write-states"  # a chunk's new states: staging -> ssd, other slot
     WRITE_WEIGHTS = "write-weights"  # a chunk's new weights: host slot -> ssd, other slot
     COMMIT = "commit"  # everything durable, then the record
+    ANNOUNCE = "announce"  # a step: its rows and what decides its numbers -> workers
+    SEND = "send"  # unit's weights: host slot -> workers, who pull it
+    RECEIVE = "receive"  # unit's gradient: workers, who push it -> host
+    REPORT = "report"  # what workers have to say of a step: workers -> here
 
 
 class Pool(IntEnum):

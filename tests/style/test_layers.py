@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2] / "headrace"
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("terms",),
     ("machine",),
-    ("codec", "files"),
+    ("codec", "files", "net"),
     ("data", "model", "plan"),
     ("report", "store"),
     ("update",),

@@ -20,7 +20,7 @@ from headrace.terms.declared import Declaration, option
 from headrace.terms.errors import ConfigError
 from headrace.terms.optimizer import ParameterGroup, Schedule
 from headrace.terms.option_kinds import Number
-from headrace.terms.options import Options, RunOptions
+from headrace.terms.options import NodeOptions, Options, RunOptions
 from headrace.update.rules.adamw import AdamW
 from headrace.update.rules.table import RULES, optimizer_of
 from headrace.update.wires import WIRES
@@ -61,6 +61,13 @@ def test_the_table_of_the_readme_is_the_declaration() -> None:
     assert rows == [each.readme_row for each in RunOptions.declarations()] + settings
 
 
+def test_the_table_of_a_node_is_the_declaration() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "node.md").read_text()
+    known = RunOptions.keys()
+    own = [each for each in NodeOptions.declarations() if each.key not in known]
+    assert [line for line in page.splitlines() if line.startswith("| `")] == [each.readme_row for each in own]
+
+
 def test_the_readme_names_the_keys_that_are_no_options() -> None:
     said = re.search(r"Only (.*) are no options", OPTIONS)
     assert said
@@ -77,7 +84,7 @@ def test_the_help_of_a_command_is_the_declaration(command: str) -> None:
     flags = {each.flag: each for each in declared if each.flag is not None}
     for flag, each in flags.items():
         assert re.search(rf"{flag} [^.]*{re.escape(each.command_help)}", told), flag
-    others = {"--help"} | ({"--data", "--json"} if command == "plan" else set())
+    others = {"--help"} | ({"--data", "--json"} if command == "plan" else {"--node", "--wait", "--secret"})
     assert {word.replace("--no-", "--") for word in re.findall(r"--[a-z][a-z-]+", told)} == flags.keys() | others
 
 

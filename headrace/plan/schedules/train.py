@@ -7,26 +7,20 @@ ledger's snapshot, from which the next step's program is built; in the steady st
 """
 
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any
 
-from headrace.plan.buffer_sizes import ChunkBytes, chunk_bytes
 from headrace.plan.ledger import Known, Snapshot
 from headrace.plan.plan import Plan
-from headrace.plan.schedules.weights import FAR, NONE, RESIDENT, SSD_WEIGHTS, STAGING, TRAINED, VERDICT, Weights
-from headrace.terms.program import PIECE_SHIFT, Lane, Pool, Program, Verb, buffer
+from headrace.plan.schedules.updates import FREE_SLOTS, NORM, PIECE, Updates, held_at
+from headrace.plan.schedules.weights import FAR, NONE, RESIDENT, VERDICT
+from headrace.terms.program import Lane, Pool, Program, Verb, buffer
 
 # Block inputs that are brought back before the use that comes next, if there are buffers for them.
 RECALLED_AHEAD = 2
 
-_STATES, _RESIDENT_STATES, _DEVICE_STATES = buffer(Pool.STATES), buffer(Pool.RESIDENT_STATES), buffer(Pool.DEVICE_STATES)
-_GRADIENT, _HELD = buffer(Pool.GRADIENT), buffer(Pool.HELD)
 _ACCUMULATOR, _RESIDENT_ACCUMULATOR = buffer(Pool.ACCUMULATOR), buffer(Pool.RESIDENT_ACCUMULATOR)
-_SSD_STATES, _SSD_TRAINED, _FREE_SLOTS = buffer(Pool.SSD_STATES), buffer(Pool.SSD_TRAINED), buffer(Pool.FREE_SLOTS)
 _STASH, _HOST_STASH, _SSD_STASH = buffer(Pool.STASH), buffer(Pool.HOST_STASH), buffer(Pool.SSD_STASH)
 _LEFT, _RECALLED = buffer(Pool.LEFT), buffer(Pool.RECALLED)
-_NORM = buffer(Pool.NORM)
-_PIECE = 1 << PIECE_SHIFT
 
 
 def build_program(plan: Plan, num_micro_batches: int, before: Snapshot, *, durable: bool = True) -> tuple[Program, Snapshot]:
@@ -52,35 +46,19 @@ def build_tail(plan: Plan, before: Snapshot) -> tuple[Program, Snapshot]:
 
 def redo(plan: Plan) -> Snapshot:
     """Return what is left after a step was taken back whose gradients are held still: every update is to be done again."""
-    held = sorted((where, unit) for unit, where in _held_at(plan).items())
+    held = sorted((where, unit) for unit, where in held_at(plan).items())
     return Snapshot(tuple(Known(where, unit, (), ()) for where, unit in held))
 
 
-def _held_at(plan: Plan) -> dict[int, int]:
-    """Return by unit where its gradient waits for a late update: with the unit in `contents`, that is still to be done."""
-    on_ssd, slot_of = {unit: _HELD + unit for unit in plan.held_on_ssd}, plan.gradient_slot_of
-    return on_ssd | {unit: _GRADIENT + slot_of[unit] for unit in plan.held_in_memory}
-
-
-class _Training(Weights):
+class _Training(Updates):
     """Emits operations in order."""
 
     def __init__(self, plan: Plan, num_micro: int, before: Snapshot, *, durable: bool) -> None:
-        super().__init__(plan, before)
-        self.num_micro, self.durable = num_micro, durable
-        units = range(len(plan.units))
-        # As sets and mappings: looked into for each unit.
-        self.held_at, self.held_on_ssd, self.late = _held_at(plan), frozenset(plan.held_on_ssd), frozenset(plan.late_units)
-        self.gradient_slot_of = plan.gradient_slot_of
+        super().__init__(plan, before, durable=durable)
+        self.num_micro = num_micro
         self.ends, self.trained = frozenset(plan.ends), frozenset(plan.trained_units)
-        self.resident_states, self.staying = frozenset(plan.resident_states), frozenset(plan.staying_weights)
-        self.pending = frozenset(unit for unit, where in self.held_at.items() if self.contents.get(where) == unit)
         self.gradient_in_place = plan.gradient_in_place
-        self.state_turn = self.gradient_turn = self.stash_turn = self.device_state_turn = 0
-        self.every = plan.device_update_every if plan.device_state_slots else 0
-        self.known_sizes: dict[tuple[int, bool], ChunkBytes] = {}
-        self.first_chunk = list(accumulate((plan.num_chunks(unit) for unit in units), initial=0))
-        self.gradient_bytes = [plan.gradient_bytes(unit) for unit in units]
+        self.stash_turn = 0
         self.stashed: dict[tuple[int, int], int] = {}  # what brought a block's input to where it waits
         self.recalled: dict[tuple[int, int], int] = {}  # where backward reads it, -1 where compute left it
         self.newest_use: Sequence[int] = ()  # the block that was run last, forward or backward
@@ -115,7 +93,7 @@ class _Training(Weights):
             self.prologue_backward()
         # What is concluded at another site must not overtake the commit of the step before.
         far = tuple(FAR + unit for unit in sorted(self.far))
-        op(Verb.DECIDE, Lane.COMPUTE, (_NORM, *far, _FREE_SLOTS) if far else (_NORM,), renews=(VERDICT,))
+        op(Verb.DECIDE, Lane.COMPUTE, (NORM, *far, FREE_SLOTS) if far else (NORM,), renews=(VERDICT,))
         if not self.late:
             self.commit()
 
@@ -244,110 +222,17 @@ class _Training(Weights):
 
     # -- gradients ------------------------------------------------------------------------------------------------------
 
-    def gradient_slot(self, unit: int) -> int:
-        """Return the drained-gradient buffer of `unit`: the one that it always has, or the next of the ring."""
-        slot = self.gradient_slot_of.get(unit, -1)
-        if slot < 0:
-            slot = self.gradient_turn
-            self.gradient_turn = (slot + 1) % self.plan.gradient_slots
-        return _GRADIENT + slot
-
     def drain(self, unit: int, gradient: int, host: int = -1) -> None:
         """Bring a unit's gradient to the host; then update the unit, or hold the gradient for later, or both."""
         op, num_bytes = self.ledger.op, self.gradient_bytes[unit]
         made = (_RESIDENT_ACCUMULATOR,) if unit in self.ends else () if self.gradient_in_place else (_ACCUMULATOR,)
-        writes = (gradient, _NORM + (unit + 1) * _PIECE)
+        writes = (gradient, NORM + (unit + 1) * PIECE)
         op(Verb.DRAIN, Lane.DEVICE_TO_HOST, made, writes, unit=unit, num_bytes=num_bytes)
         if unit in self.far:
             op(Verb.PUSH, Lane.NIC_UP, (gradient,), (FAR + unit,), unit=unit, num_bytes=num_bytes)
             self.forget_everywhere(unit)
             return
-        if unit in self.held_on_ssd:
-            op(Verb.HOLD, Lane.SSD_WRITE, (gradient,), (_HELD + unit,), unit=unit, num_bytes=num_bytes)
-        if unit in self.late:
-            self.contents[self.held_at[unit]] = unit
-        else:
-            self.update(unit, gradient, host, late=False)
-
-    # -- updates --------------------------------------------------------------------------------------------------------
-
-    def pending_update(self, unit: int, host: int = -1) -> None:
-        """Emit the update of `unit` that the previous step left pending, if it did."""
-        if unit not in self.pending:
-            return
-        if host < 0 and unit not in self.residents and unit in self.in_place:
-            host = self.fetch(unit)
-        gradient = self.gradient_slot(unit)
-        if unit in self.held_on_ssd:
-            reads, num_bytes = (_HELD + unit,), self.gradient_bytes[unit]
-            self.ledger.op(Verb.UNHOLD, Lane.SSD_READ, reads, (gradient,), unit=unit, late=True, num_bytes=num_bytes)
-        del self.contents[self.held_at[unit]]
-        self.update(unit, gradient, host, late=True)
-
-    def update(self, unit: int, gradient: int, host: int, *, late: bool) -> None:
-        """Emit a unit's update, chunk by chunk, in place on its weights in host memory. A late one is the previous step's."""
-        plan, op = self.plan, self.ledger.op
-        staged, in_place = self.separate and unit in self.residents, unit in self.in_place
-        if staged:
-            reads, num_bytes = (SSD_WEIGHTS + unit,), self.stored_bytes[unit]
-            op(Verb.FETCH, Lane.SSD_READ, reads, (STAGING,), unit=unit, num_bytes=num_bytes)
-        weights = STAGING if staged else RESIDENT + unit if unit in self.residents else host if in_place else TRAINED + unit
-        newest = (SSD_WEIGHTS if in_place else _SSD_TRAINED) + unit
-        given = (gradient, VERDICT) if late else (gradient,)
-        resident, first = unit in self.resident_states, self.first_chunk[unit] + 1
-        for chunk in range(plan.num_chunks(unit)):
-            common: dict[str, Any] = {"unit": unit, "chunk": chunk, "late": late}
-            piece, sizes = (chunk + 1) * _PIECE, self.sizes(unit, chunk)
-            states: tuple[int, ...] = ()
-            if resident:
-                states = (_RESIDENT_STATES + unit + piece,)
-            elif sizes.states:
-                states = (_STATES + self.state_turn,)
-                self.state_turn = (self.state_turn + 1) % plan.state_slots
-                stored = (_SSD_STATES + unit + piece,)
-                op(Verb.READ_STATES, Lane.SSD_READ, stored, states, num_bytes=sizes.states, **common)
-            changed = (weights + piece, *states)
-            if in_place and self.every and (first + chunk) % self.every == 0:
-                self.update_on_device(sizes, given, changed, common)
-            else:
-                op(Verb.UPDATE, Lane.UPDATE, given, changed, num_bytes=sizes.traffic, **common)
-            # What stays in memory has to be on the drives only where a checkpoint names it.
-            if states and (self.durable or not (late and resident)):
-                stored, written = (_SSD_STATES + unit + piece,), (*states, _FREE_SLOTS)
-                op(Verb.WRITE_STATES, Lane.SSD_WRITE, written, (), stored, num_bytes=sizes.states, **common)
-            if self.durable or not (late and unit in self.staying):
-                stored, written = (newest + piece,), (weights + piece, _FREE_SLOTS)
-                op(Verb.WRITE_WEIGHTS, Lane.SSD_WRITE, written, (), stored, num_bytes=sizes.weights, **common)
-        if staged:
-            num_bytes = self.stored_bytes[unit]
-            op(Verb.UPLOAD, Lane.HOST_TO_DEVICE, (STAGING,), (RESIDENT + unit,), unit=unit, num_bytes=num_bytes)
-        elif not late:
-            self.forget(unit)
-
-    def update_on_device(
-        self, sizes: ChunkBytes, given: tuple[int, ...], changed: tuple[int, ...], common: dict[str, Any]
-    ) -> None:
-        """Emit a chunk's way to the device, its update there and its way back."""
-        op, slot = self.ledger.op, (_DEVICE_STATES + self.device_state_turn,)
-        self.device_state_turn = (self.device_state_turn + 1) % self.plan.device_state_slots
-        # What goes to the device is being changed from here on, until it is back.
-        there = (*slot, *changed)
-        op(Verb.STATES_TO_DEVICE, Lane.HOST_TO_DEVICE, given, there, num_bytes=sizes.there, **common)
-        op(Verb.UPDATE, Lane.DEVICE_UPDATE, (), slot, num_bytes=sizes.device_traffic, **common)
-        op(Verb.STATES_TO_HOST, Lane.DEVICE_TO_HOST, slot, changed, num_bytes=sizes.back, **common)
-
-    def commit(self) -> None:
-        self.ledger.op(Verb.COMMIT, Lane.COMMIT, (VERDICT,), (_FREE_SLOTS,), late=bool(self.pending))
-
-    # -- sizes ----------------------------------------------------------------------------------------------------------
-
-    def sizes(self, unit: int, chunk: int) -> ChunkBytes:
-        start, stop = self.plan.chunk(unit, chunk)
-        kind = stop - start, unit in self.in_place
-        found = self.known_sizes.get(kind)
-        if found is None:
-            found = self.known_sizes[kind] = chunk_bytes(self.plan, stop - start, self.plan.planes_of(unit))
-        return found
+        self.settle(unit, gradient, host)
 
     def backward_flops(self, block: int) -> float:
         """Gradients cost twice the forward, and the recompute what is neither kept nor skipped."""

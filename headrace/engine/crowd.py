@@ -1,0 +1,187 @@
+"""The workers of a node, as its engine sees them: gathered, agreed with, told of steps, and let go at the end.
+
+Invariant: what decides the bits of the run is the same for all workers and in all generations (`terms.grouping`), and all
+take the same turns.
+"""
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from headrace.flow.serve import Report, Task, task_message
+from headrace.machine.host_memory import Bytes
+from headrace.net import Generation, Listener
+from headrace.net.exchange import NODE, spread_out
+from headrace.plan.schedules.serve import Turn
+from headrace.terms.errors import PeerLost
+from headrace.terms.grouping import Grouping
+from headrace.terms.layout import UnitLayout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """What a worker must know to compute: the model's configuration and buffers, the run's options, and the size of a step.
+
+    `grouping` is None where the run has taken no step yet: then the first worker's plan decides it.
+    """
+
+    config: Mapping[str, Any]
+    options: Mapping[str, Any]
+    sequences: int
+    length: int
+    grouping: Grouping | None
+    layouts: str
+    total_steps: int
+    buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+    def send(self, generation: Generation, rank: int) -> None:
+        """Send it to a worker."""
+        words = {
+            "config": dict(self.config),
+            "options": dict(self.options),
+            "sequences": self.sequences,
+            "length": self.length,
+            "grouping": self.grouping.to_json() if self.grouping else None,
+            "layouts": self.layouts,
+            "total_steps": self.total_steps,
+            "buffers": [
+                [name, str(each.dtype).removeprefix("torch."), list(each.shape)] for name, each in self.buffers.items()
+            ],
+        }
+        generation.down.send_message(words, rank)
+        for each in self.buffers.values():
+            generation.down.send(_bytes_of(each.contiguous()), rank)
+
+    @classmethod
+    def receive(cls, generation: Generation) -> "Setup":
+        """Return what the node sent."""
+        words = generation.down.receive_message(NODE)
+        buffers = {}
+        for name, dtype, shape in words["buffers"]:
+            buffers[name] = torch.empty(shape, dtype=getattr(torch, dtype))
+            generation.down.receive(_bytes_of(buffers[name]), NODE)
+        grouping = Grouping.from_json(words["grouping"]) if words["grouping"] else None
+        return cls(**{**words, "grouping": grouping, "buffers": buffers})
+
+
+def digest_of(layouts: Sequence[UnitLayout]) -> str:
+    """Return what tells two models' layouts apart."""
+    return hashlib.blake2b(repr(tuple(layouts)).encode(), digest_size=16).hexdigest()
+
+
+def share_of(num_micro: int, num_workers: int, rank: int) -> range:
+    """Return the micro-batches of a step that worker `rank` (from 1) computes: neighbours, the first workers one more."""
+    few, more = divmod(num_micro, num_workers)
+    start = (rank - 1) * few + min(rank - 1, more)
+    return range(start, start + few + (rank <= more))
+
+
+class Crowd:
+    """`num_workers` workers of `listener`."""
+
+    def __init__(self, listener: Listener, num_workers: int) -> None:
+        self.listener, self.num_workers = listener, num_workers
+        self._check: Callable[[], None] = lambda: None
+        self._generation: Generation | None = None
+        self._grouping: Grouping | None = None
+        self._turns: tuple[Turn, ...] = ()
+
+    def gather(self, setup: Setup, tell: Callable[[str], None]) -> tuple[Grouping, tuple[Turn, ...]]:
+        """Wait for workers, agree with them, and return the run's grouping and their turns; at once where they are there."""
+        while self._generation is None:
+            generation = self.listener.gather(self.num_workers, tell, self._check)
+            try:
+                self._grouping, self._turns = _agreed(setup, generation)
+                self._generation = generation
+            except PeerLost as lost:
+                words = str(lost)
+                self.part(words)
+                tell(f"{words}; waiting for another worker")
+        assert self._grouping is not None, "a generation has agreed"
+        return self._grouping, self._turns
+
+    def heed(self, check: Callable[[], None]) -> None:
+        """Call `check` while waiting for workers: it may raise what ends that, such as a stop signal."""
+        self._check = check
+
+    def part(self, reason: str) -> None:
+        """End the generation: workers come again."""
+        self._generation = None
+        self.listener.part(reason)
+
+    def dismiss(self) -> None:
+        """Tell workers that all is done."""
+        if self._generation is not None:
+            for rank in range(1, self._generation.num_workers + 1):
+                self._generation.down.send_message({"end": True}, rank)
+                self._generation.up.receive_message(rank)
+
+    @property
+    def generation(self) -> Generation:
+        """The generation that works."""
+        if self._generation is None:
+            raise PeerLost("there are no workers")
+        return self._generation
+
+    def announce(self, task: Task) -> None:
+        """Tell each worker its share of a step."""
+        generation = self.generation
+        for rank in range(1, generation.num_workers + 1):
+            micros = share_of(len(task.batch.micro_batches), generation.num_workers, rank)
+            rows = len(task.batch.micro_batches[0].input_ids)
+            words, tensors = task_message(task, micros, rows)
+            generation.down.send_message(words, rank)
+            generation.down.send(_bytes_of(tensors), rank)
+
+    def send(self, unit: int, weights: Bytes) -> None:
+        """Send a unit's weights to all workers."""
+        spread_out(self.generation.down, weights)
+
+    def receive(self, unit: int, into: NDArray[Any]) -> None:
+        """Take the sum of the workers' gradients of a unit."""
+        self.generation.up.receive(into.view(np.uint8), 1)
+
+    def report(self) -> Report:
+        """Take what workers have to say of a step."""
+        generation = self.generation
+        found = [generation.up.receive_message(rank) for rank in range(1, generation.num_workers + 1)]
+        sums = [each["loss_sum"] for each in found if each["loss_sum"] is not None]
+        asides = [each["aside_loss"] for each in found if each["aside_loss"] is not None]
+        return Report(loss_sum=sum(sums) if sums else None, aside_loss=asides[0] if asides else None)
+
+
+def _agreed(setup: Setup, generation: Generation) -> tuple[Grouping, tuple[Turn, ...]]:
+    """Return what all workers of a generation do alike."""
+    ranks = range(1, generation.num_workers + 1)
+    for rank in ranks:
+        setup.send(generation, rank)
+    grouping = setup.grouping
+    if grouping is None:
+        grouping = Grouping.from_json(_answer(generation, 1)["grouping"])
+    for rank in ranks:
+        generation.down.send_message(grouping.to_json(), rank)
+    turns = [tuple(Turn(*each) for each in _answer(generation, rank)["turns"]) for rank in ranks]
+    for rank in ranks:
+        if turns[rank - 1] != turns[0]:
+            raise PeerLost(
+                f"{generation.names[rank]}: would fetch weights in another order than {generation.names[1]}; "
+                "give both the same --host-memory and --device-memory"
+            )
+    return grouping, turns[0]
+
+
+def _answer(generation: Generation, rank: int) -> Any:
+    answer = generation.up.receive_message(rank)
+    if "refused" in answer:
+        raise PeerLost(f"{generation.names[rank]}: {answer['refused']}")
+    return answer
+
+
+def _bytes_of(tensor: torch.Tensor) -> Bytes:
+    flat: Bytes = tensor.reshape(-1).view(torch.uint8).numpy()
+    return flat

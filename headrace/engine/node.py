@@ -1,0 +1,77 @@
+"""A node's engine: LuWu's central optimizer node. It has the state and updates it; workers compute.
+
+It is the trainer with three parts exchanged: the plan (`plan.serving`), the schedule (`plan.schedules.serve`), and a crowd of
+workers where the model would run. Import, store, updates, commits, resume and export are the trainer's own.
+"""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from headrace.engine.crowd import Crowd, Setup, digest_of
+from headrace.engine.trainer import Engine
+from headrace.flow.steps import Schedule, Steps
+from headrace.model import persistent_buffers
+from headrace.plan.ledger import Snapshot
+from headrace.plan.plan import Plan
+from headrace.plan.schedules.serve import Turn, build_serving, build_serving_tail
+from headrace.plan.serving import grouping_of, serving_plan, with_grouping
+from headrace.terms.errors import ConfigError, DataError
+from headrace.terms.events import Notice
+from headrace.terms.options import Options
+from headrace.terms.program import Program
+
+
+class NodeEngine(Engine):
+    """An engine whose `seams` have workers. A step waits for them; where one is lost it fails, and `resume` goes on."""
+
+    _search = staticmethod(serving_plan)
+
+    def __init__(self, model: Path, options: Options, *arguments: Any, **more: Any) -> None:
+        if options.gradient != "dense":
+            raise ConfigError(
+                f"gradient: {options.gradient} is not possible at a node: workers send whole gradients; leave it out, or train "
+                "on one machine"
+            )
+        super().__init__(model, options, *arguments, **more)
+
+    def _ready(self, sequences: int, length: int) -> Steps:
+        plan = self.plan
+        if plan is None:
+            plan = self._planner.plan(sequences * length, length, state=self.store.manifest)
+        rows = plan.tokens_per_step // plan.sequence_length
+        if sequences > max(rows, rows * plan.sequence_length // length):
+            raise DataError(
+                f"batch: {sequences} rows of {length} tokens; the node's run takes {rows} of {plan.sequence_length} at most"
+            )
+        if self._steps is None:
+            grouping, turns = self._crowd.gather(self._setup(plan), lambda text: self._emit(Notice(text=text, level="info")))
+            self.plan = plan = with_grouping(plan, grouping)
+            self._schedule = Schedule(partial(_serving, turns), build_serving_tail)
+            self._steps = self._build_steps(plan)
+        return self._steps
+
+    @property
+    def _crowd(self) -> Crowd:
+        workers = self._subject.seams.workers
+        assert workers is not None, "a node has workers"
+        return workers
+
+    def _setup(self, plan: Plan) -> Setup:
+        return Setup(
+            config=self.chain.config.to_dict(),
+            options=self.options.to_record(),
+            sequences=plan.tokens_per_step // plan.sequence_length,
+            length=plan.sequence_length,
+            grouping=grouping_of(plan),
+            layouts=digest_of(self.chain.layouts),
+            total_steps=self.options.max_steps or 0,
+            buffers=persistent_buffers(self.chain.model),
+        )
+
+
+def _serving(
+    turns: tuple[Turn, ...], plan: Plan, num_micro_batches: int, before: Snapshot, *, durable: bool
+) -> tuple[Program, Snapshot]:
+    """Return the program of a step; how many micro-batches workers make of it is theirs to know."""
+    return build_serving(plan, turns, before, durable=durable)

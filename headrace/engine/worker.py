@@ -1,0 +1,243 @@
+"""A worker's engine: the model runs here, weights come from a node and gradients go there; nothing durable is here.
+
+It is a trainer all of whose units are far (`update/sites/node.py`). The node says what decides the bits of a step; the plan
+here only says where things lie. The store has no state: only scratch for block inputs, where there are SSD directories.
+"""
+
+import contextlib
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headrace.answers.planner import RunPlanner
+from headrace.engine.crowd import Setup, digest_of, share_of
+from headrace.engine.seams import Seams, forms_of
+from headrace.engine.subject import prepare_chain
+from headrace.files import measured_weights
+from headrace.flow.buffers import Buffers
+from headrace.flow.execute import interpreter_of
+from headrace.flow.make import Maker
+from headrace.flow.step_batch import StepBatch, step_batch
+from headrace.flow.step_state import Parts, StepState, Verdict
+from headrace.flow.steps import Steps
+from headrace.machine.here import this_machine
+from headrace.machine.host_memory import keep_freed_memory
+from headrace.model import Chain, config_from, set_buffers
+from headrace.net import Generation
+from headrace.net.exchange import NODE
+from headrace.plan.buffer_sizes import scratch_bytes
+from headrace.plan.ledger import Snapshot
+from headrace.plan.plan import Plan
+from headrace.plan.schedules.serve import turns_of
+from headrace.plan.schedules.train import build_program
+from headrace.plan.serving import grouping_of
+from headrace.store import StateStore
+from headrace.terms.cuts import pieces_of
+from headrace.terms.errors import HeadraceError, ModelError, PeerLost
+from headrace.terms.events import Planned, Sink, StepResult
+from headrace.terms.grouping import Grouping
+from headrace.terms.options import Options
+from headrace.update import HitRate, LossScale, Updater, optimizer_of, rule_of, square_sum
+from headrace.update.sites.node import NodeSite
+
+
+class Worker:
+    """Computes for the node of `generation`. `own` has the options that are this process's (budgets, machine); scratch files
+    lie in `folder`, or in the SSD directories of `own`. Use as a context manager.
+
+    Raises:
+        PeerLost: the node is gone.
+        InputError, PlanInfeasible: the model cannot be run here, or the budgets are too small; the node is told.
+    """
+
+    def __init__(self, generation: Generation, own: Options, folder: Path, sink: Sink) -> None:
+        self._generation, self._sink, self._closers = generation, sink, contextlib.ExitStack()
+        self.steps_done = 0
+        keep_freed_memory(False)
+        setup = Setup.receive(generation)
+        self.total_steps = setup.total_steps
+        try:
+            self._build(setup, own, folder)
+        except HeadraceError as error:
+            self._closers.close()
+            if not isinstance(error, PeerLost):
+                generation.up.send_message({"refused": str(error)}, NODE)
+            raise
+
+    def _build(self, setup: Setup, own: Options, folder: Path) -> None:
+        kept = {"host_memory", "device_memory", "machine"}
+        values = {key: value for key, value in setup.options.items() if key not in kept}
+        options = Options.of(
+            values
+            | {"host_memory": own.host_memory, "device_memory": own.device_memory, "machine": own.machine, "ssd": own.ssd},
+            source="the node's options",
+        )
+        self._options, optimizer = options, optimizer_of(options)
+        rule = rule_of(optimizer, options.compute_dtype)
+        site = NodeSite(self._generation)
+        config = config_from(setup.config)
+        self.chain = Chain.from_config(config, options.compute_dtype, optimizer, rule.figures.parameter_alignment)
+        if digest_of(self.chain.layouts) != setup.layouts:
+            raise ModelError("the model has other parameters here than at the node; install the node's version of transformers")
+        set_buffers(self.chain.model, setup.buffers)
+        self.machine = this_machine(options.budget.device_bytes)
+        prepare_chain(self.chain, self.machine, options)
+        self._seams = Seams(site=site)
+        self._forms = forms_of(self.chain, self._seams, rule.figures)
+        self._cores = torch.get_num_threads()
+        self._closers.callback(torch.set_num_threads, self._cores)
+        self._updater = Updater(rule, 1)
+        self._closers.callback(self._updater.close)
+        self._planner = RunPlanner(
+            options,
+            self.chain,
+            self.machine,
+            None,
+            forms=self._forms,
+            rule=rule.figures,
+            own_rule=None,
+            cores=self._cores,
+            warm_up=self._warm_up,
+            given=None,
+            adjust=lambda plan: replace(plan, checkpoint_every=1),
+        )
+        self.plan = self._agree(setup)
+        self._sink(Planned(plan=self.plan))
+        self.store = self._scratch(folder, own)
+        self._steps = self._make_steps()
+
+    def _warm_up(self) -> None:
+        square_sum(torch.zeros(64, dtype=torch.float32).numpy())
+
+    def _agree(self, setup: Setup) -> Plan:
+        """Return the plan, after the node has said how sums are grouped: as this worker's plan would, if it is the first."""
+        rank, workers, up = self._generation.rank, self._generation.num_workers, self._generation.up
+        if setup.grouping is None and rank == 1:
+            rows = -(-setup.sequences // workers)
+            plan = self._planner.plan(rows * setup.length, setup.length, state=self._options.budget.ssd)
+            found = grouping_of(plan)
+            assert found is not None, "a plan that computes groups sums"
+            up.send_message({"grouping": found.to_json()}, NODE)
+        grouping = Grouping.from_json(self._generation.down.receive_message(NODE))
+        self._planner.grouping = grouping
+        most = len(share_of(-(-setup.sequences // grouping.rows), workers, 1))
+        plan = self._planner.plan(most * grouping.rows * setup.length, setup.length, state=self._options.budget.ssd)
+        # Nothing is updated here, and so nothing taken back: what is to be skipped, the node skips.
+        plan = replace(plan, update_policy="deferred", late_units=())
+        program, _ = build_program(plan, plan.num_micro_batches, Snapshot())
+        up.send_message({"turns": turns_of(program)}, NODE)
+        return plan
+
+    def _scratch(self, folder: Path, own: Options) -> StateStore:
+        """Return a store without states, for scratch."""
+        directories = own.budget.ssd or (folder,)
+        rule = self._updater.rule
+        store = StateStore.create(
+            folder,
+            directories,
+            [form.families(rule.planes, rule.planes, self.plan.chunk_elements) for form in self._forms],
+            scratch_bytes=scratch_bytes(self.plan),
+            weights=measured_weights(directories),
+            identity={"worker": True},
+            sink=self._sink,
+            allow_tmpfs=not own.budget.ssd,
+        )
+        self._closers.callback(store.remove)
+        return store
+
+    def _make_steps(self) -> Steps:
+        plan = self.plan
+        torch.set_num_threads(min(plan.compute_threads, self._cores))
+        parts = Parts(
+            plan=plan,
+            chain=self.chain,
+            machine=self.machine,
+            buffers=Buffers(plan, self.machine),
+            store=self.store,
+            updater=self._updater,
+            forms=self._forms,
+            wire=self._seams.wire,
+            site=self._seams.site,
+            maker=Maker(self._forms, self._seams.wire, self._options.compute_dtype, self._seams.codecs),
+            seed=self._options.seed,
+            sink=self._sink,
+            pieces=[pieces_of(form.trained, plan.rule) if form.trained else () for form in self._forms],
+        )
+        steps = Steps(parts, interpreter_of(self._options.interpreter, self.machine, self._sink), HitRate())
+        self._closers.callback(self.machine.release_host_buffers)
+        self._closers.callback(steps.close)
+        return steps
+
+    def work(self) -> None:
+        """Take steps until the node says that all is done.
+
+        Raises:
+            PeerLost, StepFailed: the node is gone, or a step failed; nothing that was promised is lost.
+        """
+        while "end" not in (words := self._generation.down.receive_message(NODE)):
+            self._step(words)
+        self._generation.up.send_message({"end": True}, NODE)
+
+    def _step(self, words: dict[str, Any]) -> None:
+        started = time.perf_counter()
+        tensors = torch.empty(words["shape"], dtype=torch.int64)
+        if tensors.numel():
+            self._generation.down.receive(tensors.reshape(-1).view(torch.uint8).numpy(), NODE)
+        batch = dict(zip(words["keys"], tensors, strict=True))
+        data = step_batch(batch, int(words["rows"]), self.machine.device)
+        own_tokens, data = data.trained_tokens, replace(data, trained_tokens=int(words["trained_tokens"]))
+        verdict = self._verdict(int(words["step"]), float(words["loss_scale"]))
+
+        def state_of(pending: Verdict | None) -> StepState:
+            return StepState(self._steps.parts, data, verdict, pending, first_micro=int(words["first_micro"]))
+
+        state = self._steps.run(len(data.micro_batches), verdict, state_of)
+        loss = None if state.loss_sum is None else float(state.loss_sum)
+        aside = None if state.aside_loss is None else float(state.aside_loss)
+        self._generation.up.send_message({"loss_sum": loss, "aside_loss": aside}, NODE)
+        self._tell(verdict, data, (loss or 0.0) / max(1, own_tokens), time.perf_counter() - started)
+
+    def _tell(self, verdict: Verdict, data: StepBatch, loss: float, seconds: float) -> None:
+        self.steps_done += 1
+        tokens = sum(micro.input_ids.numel() for micro in data.micro_batches)
+        self._sink(
+            StepResult(
+                step=verdict.step + 1,
+                loss=loss,
+                grad_norm=None,
+                learning_rate=0.0,
+                tokens=tokens,
+                trained_tokens=data.trained_tokens,
+                seconds=seconds,
+                update_policy="far",
+            )
+        )
+
+    def _verdict(self, step: int, loss_scale: float) -> Verdict:
+        return Verdict(
+            step=step,
+            updates=(0,) * len(self._forms),
+            learning_rate=0.0,
+            gradient_scale=1.0 / loss_scale,
+            loss_scale=LossScale(scale=loss_scale) if loss_scale != 1.0 else None,
+            max_grad_norm=None,
+            durable=False,
+            record=lambda verdict: {"num_steps": 0},
+        )
+
+    def listen(self, sink: Sink) -> None:
+        """Tell `sink` of steps from now on."""
+        self._sink = sink
+
+    def close(self) -> None:
+        """Give everything back."""
+        self._closers.close()
+
+    def __enter__(self) -> "Worker":
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self.close()

@@ -1,0 +1,46 @@
+"""Where a node listens: HOST:PORT, and what may be done there without a secret."""
+
+import ipaddress
+import socket
+from dataclasses import dataclass
+
+from headrace.terms.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """A host (a name, or a number of IPv4) and a port; port 0 when listening: any that is free."""
+
+    host: str
+    port: int
+
+    @classmethod
+    def of(cls, text: str, *, key: str = "listen") -> "Address":
+        """Return the address that `HOST:PORT` names; `key` is named in errors.
+
+        Raises:
+            ConfigError: it is none.
+        """
+        host, colon, port = text.rpartition(":")
+        if not colon or not host or not port.isdecimal() or not 0 <= int(port) < 1 << 16:
+            raise ConfigError(f"{key}: {text!r} is no HOST:PORT; give one such as 127.0.0.1:29500")
+        return cls(host, int(port))
+
+    def number(self, *, key: str = "listen") -> str:
+        """Return the number of the host.
+
+        Raises:
+            ConfigError: nobody knows the name.
+        """
+        try:
+            return socket.gethostbyname(self.host)
+        except OSError as error:
+            raise ConfigError(f"{key}: the host {self.host!r} is not known ({error.strerror}); give its number") from error
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this machine can reach it."""
+        return ipaddress.ip_address(self.number()).is_loopback
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}"

@@ -1,0 +1,58 @@
+"""A generation: peers that work together until one of them is lost. What follows is another generation, with groups of its own,
+so that nothing that is late can reach it.
+"""
+
+import gc
+import threading
+
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from headrace.net.lane import Lane
+
+
+class Generation:
+    """The lanes of generation `number`: `down` for what the node sends, `up` for what it is sent. Rank 0 is the node.
+
+    `names` are the peers' by rank. A watchman calls `end` with what it knows; whoever waits on a lane is then told that.
+    """
+
+    def __init__(
+        self, store: Store, number: int, *, host: str, rank: int, names: tuple[str, ...], piece_seconds: float
+    ) -> None:
+        self.number, self.rank, self.names = number, rank, names
+        self._reason: str | None = None
+        self._lock = threading.Lock()
+        self._lanes: list[Lane] = []
+        for direction in ("down", "up"):
+            name = f"generation/{number}/{direction}"
+            lane = Lane(store, name, host=host, rank=rank, names=names, why=lambda: self._reason, piece_seconds=piece_seconds)
+            self._lanes.append(lane)
+
+    @property
+    def down(self) -> Lane:
+        """From the node to workers."""
+        return self._lanes[0]
+
+    @property
+    def up(self) -> Lane:
+        """From workers to the node."""
+        return self._lanes[1]
+
+    @property
+    def num_workers(self) -> int:
+        """Workers of it."""
+        return len(self.names) - 1
+
+    def end(self, reason: str) -> None:
+        """Break all lanes, because of `reason`; the first one counts."""
+        with self._lock:
+            self._reason = self._reason or reason
+        for lane in self._lanes:
+            lane.end()
+
+    def close(self) -> None:
+        """Let all connections go, so that peers see it."""
+        for lane in self._lanes:
+            lane.close()
+        self._lanes = []
+        gc.collect()  # an exception that was caught may hold a transfer, and that its connection

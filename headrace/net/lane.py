@@ -1,0 +1,163 @@
+"""A lane between the peers of one generation: bytes from one rank to another, in order, in pieces that are timed.
+
+The first piece of a transfer is waited for as long as its sender needs to have it; heartbeats say meanwhile whether the sender
+lives. Each further piece must come within `piece_seconds`. Whatever goes wrong ends in `PeerLost`, also for whoever waits in
+another thread, and the lane is of no use any more.
+"""
+
+import contextlib
+import json
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed import PrefixStore, ProcessGroupGloo, Store, Work  # type: ignore[attr-defined]
+
+from headrace.machine.host_memory import Bytes
+from headrace.terms.errors import PeerLost
+from headrace.terms.sizes import MIB
+
+PIECE_BYTES = 16 * MIB
+_FOR_EVER = timedelta(days=365)
+_LENGTH_BYTES = 8
+# Of what is told in words: configurations and plans. More than that is a mistake of somebody.
+_MOST_MESSAGE_BYTES = 256 * MIB
+# Nobody sends under this tag: to wait for it a moment breaks all connections, which wakes those who wait on them.
+_NOBODY = 1 << 20
+
+
+class Lane:
+    """Moves bytes of one direction. `names` are the peers' by rank; `why` says what a watchman knows of a loss, if anything."""
+
+    def __init__(
+        self,
+        store: Store,
+        name: str,
+        *,
+        host: str,
+        rank: int,
+        names: tuple[str, ...],
+        why: Callable[[], str | None],
+        piece_seconds: float,
+    ) -> None:
+        self.name, self.rank, self.names, self._why = name, rank, names, why
+        self._piece = timedelta(seconds=piece_seconds)
+        self._lock = threading.Lock()
+        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        # The interface that was named, not what the host's name resolves to.
+        options._devices = [ProcessGroupGloo.create_device(hostname=host)]
+        options._timeout = self._piece
+        options._threads = 1
+        try:
+            self._group: ProcessGroupGloo | None = ProcessGroupGloo(PrefixStore(name, store), rank, len(names), options)
+        except RuntimeError as error:
+            raise PeerLost(f"lane {name}: not every peer came ({_first_line(error)})") from error
+
+    @property
+    def size(self) -> int:
+        """Number of peers."""
+        return len(self.names)
+
+    def start_send(self, data: torch.Tensor, to: int, tag: int = 0) -> Work:
+        """Start sending a piece, a flat tensor, of at most `PIECE_BYTES`."""
+        return self._start("send", data, to, tag)
+
+    def start_receive(self, into: torch.Tensor, source: int, tag: int = 0) -> Work:
+        """Start receiving a piece."""
+        return self._start("recv", into, source, tag)
+
+    def finish(self, work: Work, peer: int, *, first: bool) -> None:
+        """Wait until a piece is there; the `first` of a transfer as long as it takes.
+
+        Raises:
+            PeerLost: the peer is gone, or is silent for too long.
+        """
+        try:
+            work.wait(_FOR_EVER if first else self._piece)
+        except RuntimeError as error:
+            raise self._lost(peer, error) from None  # its traceback would hold the connection
+
+    def send(self, data: Bytes, to: int) -> None:
+        """Send bytes to a rank; returns when they are gone.
+
+        Raises:
+            PeerLost: see `finish`.
+        """
+        flat = torch.from_numpy(data)
+        for start in range(0, flat.numel(), PIECE_BYTES):
+            self.finish(self.start_send(flat[start : start + PIECE_BYTES], to), to, first=start == 0)
+
+    def receive(self, into: Bytes, source: int) -> None:
+        """Fill `into` with as many bytes from a rank.
+
+        Raises:
+            PeerLost: see `finish`.
+        """
+        flat = torch.from_numpy(into)
+        for start in range(0, flat.numel(), PIECE_BYTES):
+            self.finish(self.start_receive(flat[start : start + PIECE_BYTES], source), source, first=start == 0)
+
+    def send_message(self, value: Any, to: int) -> None:
+        """Send a JSON value."""
+        text = np.frombuffer(json.dumps(value).encode(), np.uint8).copy()
+        self.send(np.array([text.size], np.int64).view(np.uint8), to)
+        self.send(text, to)
+
+    def receive_message(self, source: int) -> Any:
+        """Return the JSON value that a rank sent.
+
+        Raises:
+            PeerLost: see `finish`; or what came is no message.
+        """
+        length = np.empty(_LENGTH_BYTES, np.uint8)
+        self.receive(length, source)
+        num_bytes = int(length.view(np.int64)[0])
+        if not 0 < num_bytes <= _MOST_MESSAGE_BYTES:
+            raise PeerLost(
+                f"{self.names[source]}: sent a message of {num_bytes} bytes, which cannot be; is it the same version?"
+            )
+        text = np.empty(num_bytes, np.uint8)
+        self.receive(text, source)
+        return json.loads(text.tobytes())
+
+    def end(self) -> None:
+        """Break all connections. Who waits on one, here or there, is told at once."""
+        group = self._group
+        if group is None:
+            return
+        nothing, peer = [torch.empty(1, dtype=torch.uint8)], 1 - min(self.rank, 1)
+        with contextlib.suppress(RuntimeError):  # that is how it breaks
+            group.recv(nothing, peer, _NOBODY).wait(timedelta(milliseconds=1))  # type: ignore[attr-defined]
+
+    def close(self) -> None:
+        """Break all connections and let the group go."""
+        self.end()
+        with self._lock:
+            self._group = None
+
+    def _start(self, verb: str, data: torch.Tensor, peer: int, tag: int) -> Work:
+        with self._lock:
+            group = self._group
+        if group is None:
+            raise self._lost(peer, None)
+        try:
+            work: Work = getattr(group, verb)([data], peer, tag)
+        except RuntimeError as error:
+            raise self._lost(peer, error) from None
+        return work
+
+    def _lost(self, peer: int, error: RuntimeError | None) -> PeerLost:
+        known = self._why()
+        if known is not None:
+            return PeerLost(known)
+        words = _first_line(error) if error is not None else "its generation has ended"
+        return PeerLost(f"{self.names[peer]}: the connection is lost ({words})")
+
+
+def _first_line(error: BaseException) -> str:
+    """Return what the library says, without the place in its own sources."""
+    text = str(error).strip().partition("\n")[0]
+    return text.rpartition("] ")[2][:160] if text.startswith("[") else text[:160]

@@ -1,0 +1,214 @@
+"""The node's side of membership: it listens, checks who comes, watches who lives, and forms generations.
+
+All of it goes through one TCPStore, whose server is this process. Workers take a ticket and prove that they know the secret;
+each writes a heartbeat, and reads the node's. Whoever is invited accepts at once, so that nobody waits for the dead.
+"""
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import DistStoreError, TCPStore  # type: ignore[attr-defined]
+
+from headrace.net.address import Address
+from headrace.net.generation import Generation
+from headrace.net.proof import is_proof, nonce, proof
+from headrace.terms.errors import ConfigError, PeerLost
+
+# Heartbeats in the time after which a peer counts as lost; the pace at which membership is looked at; and how long one who is
+# alive takes to accept an invitation.
+BEATS, LOOK_SECONDS, ACCEPT_SECONDS = 6, 0.05, 5.0
+_STORE_TIMEOUT = timedelta(seconds=10)
+
+
+@dataclass
+class _Ticket:
+    """Somebody who came: what they said of themselves, and when their heartbeat last changed (monotonic seconds)."""
+
+    number: int
+    info: Mapping[str, Any]
+    beat: bytes = b""
+    beat_seconds: float = field(default_factory=time.monotonic)
+
+    @property
+    def name(self) -> str:
+        return f"worker {self.info.get('name', self.number)}"
+
+
+class Listener:
+    """Listens at `address` until closed. `version` is what workers must be of; a peer that is silent for `silence_seconds` is
+    lost.
+
+    Raises:
+        ConfigError: it cannot be listened at; or everybody could reach it, and there is no secret.
+    """
+
+    def __init__(self, address: Address, *, version: str, secret: bytes | None = None, silence_seconds: float = 30.0) -> None:
+        if secret is None and not address.is_loopback:
+            raise ConfigError(
+                f"listen: {address} can be reached from other machines; give --secret FILE, the same file on each, or listen "
+                "on 127.0.0.1"
+            )
+        self._host, self._secret, self._version = address.number(), secret or b"", version
+        self.silence_seconds = silence_seconds
+        listening = _listening(self._host, address)
+        self.address = Address(address.host, listening.getsockname()[1])
+        self._store = TCPStore(
+            self._host,
+            self.address.port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=_STORE_TIMEOUT,
+            master_listen_fd=listening.detach(),
+        )
+        self._challenge = nonce()
+        self._store.set("challenge", self._challenge)
+        self._waiting: dict[int, _Ticket] = {}
+        self._members: tuple[_Ticket, ...] = ()
+        self._generation: Generation | None = None
+        self._seen, self._number, self._closing = 0, 0, threading.Event()
+        self._refused: list[str] = []
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._watch, name="headrace membership", daemon=True)
+        self._thread.start()
+
+    def gather(self, num_workers: int, tell: Callable[[str], None], check: Callable[[], None] = lambda: None) -> Generation:
+        """Wait until `num_workers` live workers are there, and return the generation with them. The last one has ended.
+
+        `tell` is told while it waits; `check` may raise what ends the waiting.
+        """
+        self.part("a new generation begins")
+        told = -1
+        while True:
+            check()
+            with self._lock:
+                ready = sorted(self._waiting)[:num_workers]
+                for words in self._refused:
+                    tell(words)
+                self._refused.clear()
+            if len(ready) != told and len(ready) < num_workers:
+                told = len(ready)
+                tell(f"waiting at {self.address} for workers: {told} of {num_workers} are there")
+            if len(ready) == num_workers and (made := self._form(ready)) is not None:
+                return made
+            time.sleep(LOOK_SECONDS)
+
+    def part(self, reason: str) -> None:
+        """End the generation that there is."""
+        with self._lock:
+            generation, self._generation, self._members = self._generation, None, ()
+        if generation is not None:
+            generation.end(reason)
+            generation.close()
+
+    def close(self) -> None:
+        """End the generation, and listen no more."""
+        self.part("the node has ended")
+        self._closing.set()
+        self._thread.join()
+
+    def _form(self, numbers: list[int]) -> Generation | None:
+        """Invite tickets, and return the generation with them; None if not all accepted, who are then forgotten."""
+        self._number += 1
+        with self._lock:
+            tickets = tuple(self._waiting.pop(number) for number in numbers)
+        names = ("the node", *(ticket.name for ticket in tickets))
+        for rank, number in enumerate(numbers, start=1):
+            self._put(f"invite/{number}", {"generation": self._number, "rank": rank, "names": names})
+        missing, deadline = list(numbers), time.monotonic() + ACCEPT_SECONDS
+        while missing and time.monotonic() < deadline:
+            missing = [number for number in missing if not self._store.check([f"accept/{number}"])]
+            time.sleep(LOOK_SECONDS / 5)
+        self._put(f"go/{self._number}", {"go": not missing})
+        if missing:
+            return None
+        try:
+            generation = Generation(
+                self._store, self._number, host=self._host, rank=0, names=names, piece_seconds=self.silence_seconds
+            )
+        except PeerLost:
+            return None
+        for ticket in tickets:
+            ticket.beat_seconds = time.monotonic()
+        with self._lock:
+            self._generation, self._members = generation, tickets
+        return generation
+
+    # -- the watchman ---------------------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        beat, due = 0, 0.0
+        while not self._closing.wait(LOOK_SECONDS):
+            try:
+                if time.monotonic() >= due:
+                    beat, due = beat + 1, time.monotonic() + self.silence_seconds / BEATS
+                    self._store.set("beat/node", str(beat))
+                self._admit()
+                self._look()
+            except (RuntimeError, DistStoreError):  # being closed
+                if self._closing.is_set():
+                    return
+
+    def _admit(self) -> None:
+        taken = self._store.add("tickets", 0)
+        while self._seen < taken and self._store.check([f"hello/{self._seen + 1}"]):
+            number = self._seen = self._seen + 1
+            hello = json.loads(self._store.get(f"hello/{number}"))
+            words = self._why_refused(number, hello)
+            if words is None:
+                with self._lock:
+                    self._waiting[number] = _Ticket(number, hello)
+                answer = {"proof": proof(self._secret, "node", hello["nonce"]), "silence_seconds": self.silence_seconds}
+                self._put(f"answer/{number}", answer)
+            else:
+                with self._lock:
+                    self._refused.append(f"refused a worker: {words}")
+                self._put(f"answer/{number}", {"refused": words})
+
+    def _why_refused(self, number: int, hello: Mapping[str, Any]) -> str | None:
+        if not is_proof(str(hello.get("proof")), self._secret, "worker", self._challenge, str(number), str(hello.get("nonce"))):
+            return "it does not have this node's secret; give both the same --secret FILE"
+        if hello.get("version") != self._version:
+            return f"it is headrace {hello.get('version')}, the node is {self._version}; install the same version on both"
+        return None
+
+    def _look(self) -> None:
+        """Note whose heartbeats go on; end the generation of one who is silent, and forget one who waits and is."""
+        now = time.monotonic()
+        with self._lock:
+            tickets = (*self._members, *self._waiting.values())
+        for ticket in tickets:
+            key = f"beat/{ticket.number}"
+            beat = self._store.get(key) if self._store.check([key]) else b""
+            if beat != ticket.beat:
+                ticket.beat, ticket.beat_seconds = beat, now
+            silent = now - ticket.beat_seconds > self.silence_seconds
+            if beat != b"gone" and not silent:
+                continue
+            with self._lock:
+                self._waiting.pop(ticket.number, None)
+                generation = self._generation if ticket in self._members else None
+            if generation is not None:
+                words = f"shows no sign of life for {self.silence_seconds:g} s" if silent else "has left"
+                generation.end(f"{ticket.name} {words}")
+
+    def _put(self, key: str, value: Any) -> None:
+        self._store.set(key, json.dumps(value))
+
+
+def _listening(host: str, address: Address) -> socket.socket:
+    """Return a socket that listens at that interface alone: left to itself, a store would listen at all of them."""
+    listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind((host, address.port))
+        listening.listen(128)
+    except OSError as error:
+        listening.close()
+        raise ConfigError(f"listen: {address}: {error.strerror}; name a free port of this machine, 0 for any") from error
+    return listening

@@ -1,0 +1,137 @@
+"""A worker's side of membership: it finds the node, proves that it knows the secret, and waits to be invited."""
+
+import contextlib
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
+
+from headrace.net.address import Address
+from headrace.net.generation import Generation
+from headrace.net.listener import BEATS, LOOK_SECONDS
+from headrace.net.proof import is_proof, nonce, proof
+from headrace.terms.errors import ConfigError, PeerLost
+
+_CONNECT_SECONDS = 5.0
+_ANSWER_SECONDS = 30.0
+
+
+class Member:
+    """Somebody who has come to the node at `address` and been let in. Use it once: for one generation. Close it.
+
+    Raises:
+        PeerLost: nobody listens there, or the node ended.
+        ConfigError: the node refuses, or is not whom it should be.
+    """
+
+    def __init__(self, address: Address, *, name: str, version: str, secret: bytes | None = None) -> None:
+        self._address, self._secret = address, secret or b""
+        self._store = self._connect()
+        self._generation: Generation | None = None
+        self._lost: str | None = None
+        self._closing = threading.Event()
+        with self._plainly():
+            self._ticket = self._store.add("tickets", 1)
+            challenge, own = self._store.get("challenge").decode(), nonce()
+            said = proof(self._secret, "worker", challenge, str(self._ticket), own)
+            hello = {"name": name, "version": version, "nonce": own, "proof": said}
+            self._beats = self._connect()
+            self._beats.set(f"beat/{self._ticket}", "0")
+            self._store.set(f"hello/{self._ticket}", json.dumps(hello))
+            answer = json.loads(self._store.get(f"answer/{self._ticket}"))
+        if "refused" in answer:
+            raise ConfigError(f"node {address}: refuses this worker: {answer['refused']}")
+        if not is_proof(str(answer.get("proof")), self._secret, "node", own):
+            raise ConfigError(f"node {address}: does not have this worker's secret; give both the same --secret FILE")
+        self._silence_seconds = float(answer["silence_seconds"])
+        self._thread = threading.Thread(target=self._beat, name="headrace heartbeat", daemon=True)
+        self._thread.start()
+
+    def enter(self, check: Callable[[], None] = lambda: None) -> Generation:
+        """Wait to be invited, and return the generation. `check` may raise what ends the waiting.
+
+        Raises:
+            PeerLost: the node is gone; or not all who were invited came, and this one should come again.
+        """
+        invitation = self._wait_for(f"invite/{self._ticket}", check)
+        with self._plainly():
+            self._store.set(f"accept/{self._ticket}", "1")
+        number, names = int(invitation["generation"]), tuple(map(str, invitation["names"]))
+        if not self._wait_for(f"go/{number}", check)["go"]:
+            raise PeerLost(f"node {self._address}: not every worker accepted; it will invite again")
+        rank = int(invitation["rank"])
+        generation = Generation(
+            self._store, number, host=self._own_host(), rank=rank, names=names, piece_seconds=self._silence_seconds
+        )
+        self._generation = generation
+        return generation
+
+    def close(self) -> None:
+        """Leave: the node is told, where it can be."""
+        self._closing.set()
+        self._thread.join()
+        if self._generation is not None:
+            self._generation.end("this worker has left")
+            self._generation.close()
+        with contextlib.suppress(DistError, RuntimeError):
+            if self._lost is None:
+                self._beats.set(f"beat/{self._ticket}", "gone")
+
+    def _wait_for(self, key: str, check: Callable[[], None]) -> Any:
+        while True:
+            check()
+            if self._lost is not None:
+                raise PeerLost(self._lost)
+            with self._plainly():
+                if self._store.check([key]):
+                    return json.loads(self._store.get(key))
+            time.sleep(LOOK_SECONDS)
+
+    def _beat(self) -> None:
+        """Show that this worker lives, and look whether the node does."""
+        beat, seen, seen_seconds = 0, b"", time.monotonic()
+        while not self._closing.wait(self._silence_seconds / BEATS):
+            beat += 1
+            try:
+                self._beats.set(f"beat/{self._ticket}", str(beat))
+                found = self._beats.get("beat/node")
+            except (DistError, RuntimeError):
+                self._tell_lost(f"node {self._address}: is gone")
+                return
+            if found != seen:
+                seen, seen_seconds = found, time.monotonic()
+            elif time.monotonic() - seen_seconds > self._silence_seconds:
+                self._tell_lost(f"node {self._address}: shows no sign of life for {self._silence_seconds:g} s")
+                return
+
+    def _tell_lost(self, words: str) -> None:
+        self._lost = words
+        if self._generation is not None:
+            self._generation.end(words)
+
+    def _own_host(self) -> str:
+        """Return the number of this machine's interface that leads to the node."""
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((self._address.number(key="node"), self._address.port or 1))
+            return str(probe.getsockname()[0])
+
+    def _connect(self) -> TCPStore:
+        host = self._address.number(key="node")
+        # The library tries again and again, with warnings: better to ask first.
+        try:
+            socket.create_connection((host, self._address.port), timeout=_CONNECT_SECONDS).close()
+            return TCPStore(host, self._address.port, is_master=False, timeout=timedelta(seconds=_ANSWER_SECONDS))
+        except (OSError, DistError, RuntimeError) as error:
+            raise PeerLost(f"node {self._address}: nobody listens there") from error
+
+    @contextlib.contextmanager
+    def _plainly(self) -> Any:
+        try:
+            yield
+        except (DistError, RuntimeError) as error:
+            raise PeerLost(self._lost or f"node {self._address}: is gone") from error

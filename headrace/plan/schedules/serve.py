@@ -1,0 +1,92 @@
+"""A step at a site that computes nothing: weights go to workers, gradients come from them, units are updated (LuWu's node).
+
+Workers say in which order they pull and push, which their own programs fix; here the same order is followed, so that neither
+side can wait for the other in a circle: each operation of one only needs what comes before it in that order. Threads belong
+to lanes and units rotate through these: read weights, send, receive, read states, update, write (LuWu, section on step-centric
+pipelining). What is sent goes ahead of demand as far as there are host slots.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from headrace.plan.ledger import Snapshot
+from headrace.plan.plan import Plan
+from headrace.plan.schedules.updates import NORM, PIECE, Updates
+from headrace.plan.schedules.weights import VERDICT
+from headrace.terms.program import Lane, Program, Verb
+
+
+class Turn(NamedTuple):
+    """A worker's pull of a unit's weights, or its push of the unit's gradient."""
+
+    unit: int
+    is_push: bool
+
+
+def turns_of(program: Program) -> tuple[Turn, ...]:
+    """Return what a worker's program pulls and pushes, in its order."""
+    return tuple(Turn(op.unit, op.verb is Verb.PUSH) for op in program.ops if op.verb in (Verb.PULL, Verb.PUSH))
+
+
+def build_serving(plan: Plan, turns: Sequence[Turn], before: Snapshot, *, durable: bool = True) -> tuple[Program, Snapshot]:
+    """Return the program of one step that serves workers who take these `turns`, and what it leaves behind."""
+    schedule = _Serving(plan, turns, before, durable=durable)
+    schedule.step()
+    return schedule.ledger.finish()
+
+
+def build_serving_tail(plan: Plan, before: Snapshot) -> tuple[Program, Snapshot]:
+    """Return the program that finishes what a step left pending: late updates and their commit, as of a checkpoint."""
+    schedule = _Serving(plan, (), before, durable=True)
+    if schedule.pending:
+        for unit in sorted(schedule.pending):
+            schedule.pending_update(unit)
+        schedule.commit()
+    return schedule.ledger.finish()
+
+
+class _Serving(Updates):
+    """Emits operations in order."""
+
+    def __init__(self, plan: Plan, turns: Sequence[Turn], before: Snapshot, *, durable: bool) -> None:
+        super().__init__(plan, before, durable=durable)
+        self.turns = turns
+        self.uses: dict[int, list[int]] = {unit: [] for unit in range(len(plan.units))}
+        for position, turn in enumerate(turns):
+            self.uses[turn.unit].append(position)
+
+    def step(self) -> None:
+        op, due = self.ledger.op, set(self.pending)
+        op(Verb.ANNOUNCE, Lane.NIC_DOWN)
+        for position, (unit, is_push) in enumerate(self.turns):
+            self.position = position
+            if is_push:
+                self.receive(unit)
+                continue
+            if unit in due:
+                self.pending_update(unit)
+                due.discard(unit)
+            host, num_bytes = self.fetch(unit), self.stored_bytes[unit]
+            op(Verb.SEND, Lane.NIC_DOWN, (host,), (), unit=unit, num_bytes=num_bytes)
+            if self.pending and not due:  # every update of the step before is emitted
+                self.commit()
+                self.pending = frozenset()
+        assert not due, "workers pull every unit before they push any"
+        op(Verb.REPORT, Lane.NIC_UP, (), (NORM + (len(self.plan.units) + 1) * PIECE,))
+        op(Verb.DECIDE, Lane.COMPUTE, (NORM,), renews=(VERDICT,))
+        if not self.late:
+            self.commit()
+
+    def receive(self, unit: int) -> None:
+        """Take a unit's gradient; then update the unit, or hold the gradient for later."""
+        gradient, num_bytes = self.gradient_slot(unit), self.gradient_bytes[unit]
+        writes = (gradient, NORM + (unit + 1) * PIECE)
+        self.ledger.op(Verb.RECEIVE, Lane.NIC_UP, (), writes, unit=unit, num_bytes=num_bytes)
+        self.settle(unit, gradient, self.fetch(unit) if unit not in self.late else -1)
+
+    def uses_until(self, block: int) -> int:
+        later = next((use for use in self.uses[block] if use > self.position), None)
+        if later is not None:
+            return later - self.position
+        first = self.uses[block][0] if self.uses[block] else 0
+        return len(self.turns) + first - self.position

@@ -1,0 +1,146 @@
+"""How a unit is updated, in any schedule that takes gradients: at once, chunk by chunk, or behind the next program's weights.
+
+A gradient that waits lies in a buffer of its own, or on the drives: with a unit in such a buffer's contents, its update is
+still to be done.
+"""
+
+from itertools import accumulate
+from typing import Any
+
+from headrace.plan.buffer_sizes import ChunkBytes, chunk_bytes
+from headrace.plan.ledger import Snapshot
+from headrace.plan.plan import Plan
+from headrace.plan.schedules.weights import RESIDENT, SSD_WEIGHTS, STAGING, TRAINED, VERDICT, Weights
+from headrace.terms.program import PIECE_SHIFT, Lane, Pool, Verb, buffer
+
+PIECE = 1 << PIECE_SHIFT
+GRADIENT, HELD, FREE_SLOTS, NORM = buffer(Pool.GRADIENT), buffer(Pool.HELD), buffer(Pool.FREE_SLOTS), buffer(Pool.NORM)
+_STATES, _RESIDENT_STATES, _DEVICE_STATES = buffer(Pool.STATES), buffer(Pool.RESIDENT_STATES), buffer(Pool.DEVICE_STATES)
+_SSD_STATES, _SSD_TRAINED = buffer(Pool.SSD_STATES), buffer(Pool.SSD_TRAINED)
+
+
+def held_at(plan: Plan) -> dict[int, int]:
+    """Return by unit where its gradient waits for a late update: with the unit in `contents`, that is still to be done."""
+    on_ssd, slot_of = {unit: HELD + unit for unit in plan.held_on_ssd}, plan.gradient_slot_of
+    return on_ssd | {unit: GRADIENT + slot_of[unit] for unit in plan.held_in_memory}
+
+
+class Updates(Weights):
+    """Emits the operations of updates, in order. `durable`: the step before, whose updates are pending, is a checkpoint."""
+
+    def __init__(self, plan: Plan, before: Snapshot, *, durable: bool) -> None:
+        super().__init__(plan, before)
+        self.durable = durable
+        units = range(len(plan.units))
+        # As sets and mappings: looked into for each unit.
+        self.held_at, self.held_on_ssd, self.late = held_at(plan), frozenset(plan.held_on_ssd), frozenset(plan.late_units)
+        self.gradient_slot_of = plan.gradient_slot_of
+        self.resident_states, self.staying = frozenset(plan.resident_states), frozenset(plan.staying_weights)
+        self.pending = frozenset(unit for unit, where in self.held_at.items() if self.contents.get(where) == unit)
+        self.state_turn = self.gradient_turn = self.device_state_turn = 0
+        self.every = plan.device_update_every if plan.device_state_slots else 0
+        self.known_sizes: dict[tuple[int, bool], ChunkBytes] = {}
+        self.first_chunk = list(accumulate((plan.num_chunks(unit) for unit in units), initial=0))
+        self.gradient_bytes = [plan.gradient_bytes(unit) for unit in units]
+
+    # -- gradients ------------------------------------------------------------------------------------------------------
+
+    def gradient_slot(self, unit: int) -> int:
+        """Return the drained-gradient buffer of `unit`: the one that it always has, or the next of the ring."""
+        slot = self.gradient_slot_of.get(unit, -1)
+        if slot < 0:
+            slot = self.gradient_turn
+            self.gradient_turn = (slot + 1) % self.plan.gradient_slots
+        return GRADIENT + slot
+
+    def settle(self, unit: int, gradient: int, host: int = -1) -> None:
+        """Update a unit whose gradient is in host memory, or hold the gradient for later, or both."""
+        if unit in self.held_on_ssd:
+            num_bytes = self.gradient_bytes[unit]
+            self.ledger.op(Verb.HOLD, Lane.SSD_WRITE, (gradient,), (HELD + unit,), unit=unit, num_bytes=num_bytes)
+        if unit in self.late:
+            self.contents[self.held_at[unit]] = unit
+        else:
+            self.update(unit, gradient, host, late=False)
+
+    # -- updates --------------------------------------------------------------------------------------------------------
+
+    def pending_update(self, unit: int, host: int = -1) -> None:
+        """Emit the update of `unit` that the previous step left pending, if it did."""
+        if unit not in self.pending:
+            return
+        if host < 0 and unit not in self.residents and unit in self.in_place:
+            host = self.fetch(unit)
+        gradient = self.gradient_slot(unit)
+        if unit in self.held_on_ssd:
+            reads, num_bytes = (HELD + unit,), self.gradient_bytes[unit]
+            self.ledger.op(Verb.UNHOLD, Lane.SSD_READ, reads, (gradient,), unit=unit, late=True, num_bytes=num_bytes)
+        del self.contents[self.held_at[unit]]
+        self.update(unit, gradient, host, late=True)
+
+    def update(self, unit: int, gradient: int, host: int, *, late: bool) -> None:
+        """Emit a unit's update, chunk by chunk, in place on its weights in host memory. A late one is the previous step's."""
+        plan, op = self.plan, self.ledger.op
+        staged, in_place = self.separate and unit in self.residents, unit in self.in_place
+        if staged:
+            reads, num_bytes = (SSD_WEIGHTS + unit,), self.stored_bytes[unit]
+            op(Verb.FETCH, Lane.SSD_READ, reads, (STAGING,), unit=unit, num_bytes=num_bytes)
+        weights = STAGING if staged else RESIDENT + unit if unit in self.residents else host if in_place else TRAINED + unit
+        newest = (SSD_WEIGHTS if in_place else _SSD_TRAINED) + unit
+        given = (gradient, VERDICT) if late else (gradient,)
+        resident, first = unit in self.resident_states, self.first_chunk[unit] + 1
+        for chunk in range(plan.num_chunks(unit)):
+            common: dict[str, Any] = {"unit": unit, "chunk": chunk, "late": late}
+            piece, sizes = (chunk + 1) * PIECE, self.sizes(unit, chunk)
+            states: tuple[int, ...] = ()
+            if resident:
+                states = (_RESIDENT_STATES + unit + piece,)
+            elif sizes.states:
+                states = (_STATES + self.state_turn,)
+                self.state_turn = (self.state_turn + 1) % plan.state_slots
+                stored = (_SSD_STATES + unit + piece,)
+                op(Verb.READ_STATES, Lane.SSD_READ, stored, states, num_bytes=sizes.states, **common)
+            changed = (weights + piece, *states)
+            if in_place and self.every and (first + chunk) % self.every == 0:
+                self.update_on_device(sizes, given, changed, common)
+            else:
+                op(Verb.UPDATE, Lane.UPDATE, given, changed, num_bytes=sizes.traffic, **common)
+            # What stays in memory has to be on the drives only where a checkpoint names it.
+            if states and (self.durable or not (late and resident)):
+                stored, written = (_SSD_STATES + unit + piece,), (*states, FREE_SLOTS)
+                op(Verb.WRITE_STATES, Lane.SSD_WRITE, written, (), stored, num_bytes=sizes.states, **common)
+            if self.durable or not (late and unit in self.staying):
+                stored, written = (newest + piece,), (weights + piece, FREE_SLOTS)
+                op(Verb.WRITE_WEIGHTS, Lane.SSD_WRITE, written, (), stored, num_bytes=sizes.weights, **common)
+        if staged:
+            num_bytes = self.stored_bytes[unit]
+            op(Verb.UPLOAD, Lane.HOST_TO_DEVICE, (STAGING,), (RESIDENT + unit,), unit=unit, num_bytes=num_bytes)
+        elif not late:
+            self.forget(unit)
+
+    def update_on_device(
+        self, sizes: ChunkBytes, given: tuple[int, ...], changed: tuple[int, ...], common: dict[str, Any]
+    ) -> None:
+        """Emit a chunk's way to the device, its update there and its way back."""
+        op, slot = self.ledger.op, (_DEVICE_STATES + self.device_state_turn,)
+        self.device_state_turn = (self.device_state_turn + 1) % self.plan.device_state_slots
+        # What goes to the device is being changed from here on, until it is back.
+        there = (*slot, *changed)
+        op(Verb.STATES_TO_DEVICE, Lane.HOST_TO_DEVICE, given, there, num_bytes=sizes.there, **common)
+        op(Verb.UPDATE, Lane.DEVICE_UPDATE, (), slot, num_bytes=sizes.device_traffic, **common)
+        op(Verb.STATES_TO_HOST, Lane.DEVICE_TO_HOST, slot, changed, num_bytes=sizes.back, **common)
+
+    def commit(self) -> None:
+        """Emit the commit: of the step before, if that has updates pending."""
+        self.ledger.op(Verb.COMMIT, Lane.COMMIT, (VERDICT,), (FREE_SLOTS,), late=bool(self.pending))
+
+    # -- sizes ----------------------------------------------------------------------------------------------------------
+
+    def sizes(self, unit: int, chunk: int) -> ChunkBytes:
+        """Return the bytes of a chunk."""
+        start, stop = self.plan.chunk(unit, chunk)
+        kind = stop - start, unit in self.in_place
+        found = self.known_sizes.get(kind)
+        if found is None:
+            found = self.known_sizes[kind] = chunk_bytes(self.plan, stop - start, self.plan.planes_of(unit))
+        return found

@@ -1,0 +1,200 @@
+"""A run of several machines: a node that has it, and workers that compute for it.
+
+The node's run is that of `loop`, with other engines. Where a worker is lost, the run goes on from its last commit as `resume`
+does, in this process, once another worker is there. Invariant: a worker holds nothing that is not the node's.
+"""
+
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import headrace
+from headrace.net import Address, Listener, Member
+from headrace.runs.loop import Finished, resume, train
+from headrace.runs.protocols import Display, NoDisplay
+from headrace.runs.run_directory import RunDirectory
+from headrace.terms.errors import ConfigError, PeerLost, RunDirectoryError, StepFailed
+from headrace.terms.options import NodeOptions, Options
+
+if TYPE_CHECKING:
+    from headrace.engine.crowd import Crowd
+
+# How long a worker waits for a node that is not there, or not there any more.
+WAIT_SECONDS = 600.0
+_RETRY_SECONDS = 0.2
+
+
+def serve(
+    config: NodeOptions,
+    *,
+    display: Display | None = None,
+    silence_seconds: float = 30.0,
+    listening: Callable[[Address], None] = lambda address: None,
+) -> Finished:
+    """Run `config` on a node, or go on with its run in `output`, until the model is whole; then let the workers go.
+
+    `listening` is told where workers come to, before anything else is done. A peer that is silent for `silence_seconds` is
+    lost.
+
+    Raises:
+        As `train` and `resume`, but for lost workers, for whom others are waited for.
+    """
+    display = display or NoDisplay()
+    config = replace(config, measure=False)  # what takes the time is the workers', and the links
+    secret = read_secret(config.secret)
+    listener = Listener(Address.of(config.listen), version=headrace.__version__, secret=secret, silence_seconds=silence_seconds)
+    try:
+        listening(listener.address)
+        from headrace.engine.crowd import Crowd  # late, because it imports the model library: workers may come meanwhile
+
+        crowd = Crowd(listener, config.workers)
+        finished = _run(config, crowd, display)
+        crowd.dismiss()
+        return finished
+    finally:
+        listener.close()
+
+
+def _run(config: NodeOptions, crowd: "Crowd", display: Display) -> Finished:
+    from headrace.runs.engines import node_engines
+    from headrace.runs.prepare import default_output
+
+    directory = RunDirectory(Path(config.output or default_output(config)).absolute())
+    engines = node_engines(crowd)
+    first = not directory.config.exists()
+    if not first:
+        _refuse_another(directory, config)
+    while True:
+        try:
+            if first:
+                return train(config, display=display, engines=engines)
+            return resume(directory.path, display=display, engines=engines)
+        except (PeerLost, StepFailed) as error:
+            lost = lost_peer(error)
+            if lost is None:
+                raise
+            words = str(lost)
+        # Outside the handler: what was caught holds transfers, and these their connections.
+        display.say(f"{words}; going on from the last committed step")
+        crowd.part(words)
+        engines, first = node_engines(crowd, verify=False), False
+
+
+def _refuse_another(directory: RunDirectory, config: NodeOptions) -> None:
+    """Refuse to take another run for this one.
+
+    Raises:
+        RunDirectoryError: `output` holds a run of another model, other data, or no node's.
+    """
+    found = directory.read_config()
+    if not isinstance(found, NodeOptions):
+        raise RunDirectoryError(f"output: {directory.path} holds a run without a node; name another directory with --output")
+    if found.model != config.model.absolute():
+        raise RunDirectoryError(f"output: {directory.path} holds a run of {found.model}; name another directory with --output")
+
+
+def work(
+    address: Address,
+    own: Options,
+    *,
+    name: str,
+    display: Display | None = None,
+    secret: bytes | None = None,
+    wait_seconds: float = WAIT_SECONDS,
+) -> int:
+    """Compute for the node at `address` until its run is done, and return the number of steps that were taken here.
+
+    `own` has this process's budgets. A node that is not there is waited for, for `wait_seconds`.
+
+    Raises:
+        PeerLost: there is no node for so long.
+        ConfigError: the node refuses this worker.
+    """
+    display = display or NoDisplay()
+    steps, seen, told = 0, time.monotonic(), ""
+    while True:
+        try:
+            steps += _work_once(address, own, name, display, secret)
+            display.say(f"done: {steps} steps were taken here")
+            return steps
+        except _Parted as parted:
+            steps, words, met = steps + parted.steps, str(parted), parted.met
+        if met:
+            seen = time.monotonic()
+        if time.monotonic() - seen > wait_seconds:
+            raise PeerLost(f"{words}; waited {wait_seconds:g} s: start the node, or give --wait more")
+        if words != told:
+            display.say(f"{words}; waiting for it")
+            told = words
+        time.sleep(_RETRY_SECONDS)
+
+
+class _Parted(Exception):
+    """The node is gone: after so many `steps`; `met`: it was there."""
+
+    def __init__(self, words: str, *, steps: int, met: bool) -> None:
+        super().__init__(words)
+        self.steps, self.met = steps, met
+
+
+def _work_once(address: Address, own: Options, name: str, display: Display, secret: bytes | None) -> int:
+    steps, met, words = 0, False, ""
+    try:
+        member = Member(address, name=name, version=headrace.__version__, secret=secret)
+    except PeerLost as lost:
+        raise _Parted(str(lost), steps=0, met=False) from None
+    met = True
+    try:
+        generation = member.enter()
+        from headrace.engine.worker import Worker  # late, because it imports the model library
+
+        with (
+            tempfile.TemporaryDirectory(prefix="headrace-worker-", dir=own.budget.ssd[0] if own.budget.ssd else None) as folder,
+            Worker(generation, own, Path(folder), lambda event: None) as worker,
+        ):
+            reporter = display.progress(worker.total_steps)
+            worker.listen(reporter)
+            try:
+                worker.work()
+                return worker.steps_done
+            finally:
+                steps = worker.steps_done
+                reporter.close()
+    except (PeerLost, StepFailed) as error:
+        lost_one = lost_peer(error)
+        if lost_one is None:
+            raise
+        words = str(lost_one)
+    finally:
+        with suppress(PeerLost):
+            member.close()
+    raise _Parted(words, steps=steps, met=met)
+
+
+def lost_peer(error: BaseException) -> PeerLost | None:
+    """Return the loss of a peer that led to `error`, None where it was something else."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, PeerLost):
+        cause = cause.__cause__
+    return cause
+
+
+def read_secret(path: Path | None) -> bytes | None:
+    """Return what is in the file of the secret.
+
+    Raises:
+        ConfigError: it cannot be read, or is empty.
+    """
+    if path is None:
+        return None
+    try:
+        found = path.read_bytes().strip()
+    except OSError as error:
+        raise ConfigError(f"secret: {path}: cannot be read ({error.strerror}); give a file with the secret") from error
+    if not found:
+        raise ConfigError(f"secret: {path} is empty; put some random words into it, the same on each machine")
+    return found

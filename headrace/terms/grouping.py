@@ -1,0 +1,22 @@
+"""In which groups a step's sums are taken: all of a plan that decides the bits of a run (docs/decisions/0013)."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Grouping:
+    """Rows of a micro-batch, tokens of a chunk of the loss, and threads of compute, which share out matrix products."""
+
+    rows: int
+    loss_chunk_tokens: int
+    compute_threads: int
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields as a JSON object."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> "Grouping":
+        """Inverse of `to_json`."""
+        return cls(**{name: int(value) for name, value in values.items()})

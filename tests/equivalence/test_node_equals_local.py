@@ -1,0 +1,46 @@
+"""A node and one worker give the bits of one machine under the same plan, whatever the policy, the tiers and the model."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from crew import crew, node_run
+from plain import LENGTH, ROWS, SPLIT, batch_of
+from short_run import short_run
+from tiers import sampled
+
+from headrace.plan.plan import Plan
+
+STEPS = 3
+SETTINGS: dict[str, dict[str, Any]] = {
+    "immediate": {"model": "llama"},
+    "deferred": {"model": "llama-tied", "max_grad_norm": 0.5},
+    "deferred, gradients on the drives": {"model": "llama", "max_grad_norm": 0.5, "host_memory": "378MiB"},
+    "deferred, a device of its own": {"model": "llama", "max_grad_norm": 0.5, "worker": {"device_memory": "1GiB"}},
+    "dropout": {"model": "gpt2-dropout"},
+    "router losses": {"model": "mixtral-aux", "max_grad_norm": 1.0},
+    "float16": {"model": "llama", "compute_dtype": "float16"},
+    "float32, sgd": {"model": "llama", "compute_dtype": "float32", "optimizer": "sgd:momentum=0.9"},
+    "plain": {"model": "llama", "max_grad_norm": 0.5, "interpreter": "plain"},
+}
+
+QUICK = ("immediate", "deferred, a device of its own")
+
+
+@pytest.mark.parametrize("setting", sampled(SETTINGS, QUICK))
+def test_one_worker_gives_the_bits_of_one_machine(setting: str, model_dir: Callable[..., Path], tmp_path: Path) -> None:
+    options = dict(SETTINGS[setting])
+    path, own = model_dir(options.pop("model"), "bfloat16"), options.pop("worker", {})
+    batches, plans = [batch_of(ROWS, LENGTH, seed) for seed in range(STEPS)], list[Plan]()
+    local = {name: value for name, value in options.items() if name != "host_memory"}
+
+    losses, weights = short_run(
+        path, tmp_path / "local", batches, adjust=SPLIT, inspect=lambda engine: plans.append(engine.plan), **local | own
+    )
+    with crew(**own) as made:
+        found_losses, found = node_run(path, tmp_path / "node", batches, made, plan=plans[0], **options)
+    assert found_losses == losses
+    assert found.keys() == weights.keys()
+    assert all(torch.equal(found[name], weights[name]) for name in weights)
