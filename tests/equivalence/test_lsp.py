@@ -51,7 +51,9 @@ class PermutationKind:
         return Sides(side(gradient.shape[1]), side(gradient.shape[2]))
 
 
-@pytest.mark.parametrize(("compute_dtype", "max_grad_norm"), [("float32", None), ("bfloat16", 0.5)])
+@pytest.mark.parametrize(
+    ("compute_dtype", "max_grad_norm"), [("bfloat16", 0.5), pytest.param("float32", None, marks=pytest.mark.deep)]
+)
 def test_permutations_in_place_of_projectors_are_plain_adamw_bit_for_bit(
     compute_dtype: str, max_grad_norm: float | None, model_dir: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -165,7 +167,7 @@ def reference(
     return losses, {name: p.detach() for name, p in names.items()}, changes
 
 
-@pytest.mark.parametrize("rewrite", ["refit", "step"])
+@pytest.mark.parametrize("rewrite", ["refit", pytest.param("step", marks=pytest.mark.deep)])
 def test_a_loop_of_its_own_in_float64_gives_the_same(rewrite: str, model_dir: Callable[..., Path], tmp_path: Path) -> None:
     """Fits, held-out checks, changes of projectors, decay and the moving of states, over six steps."""
     path, batches = model_dir("llama"), [batch_of(ROWS, LENGTH, seed) for seed in range(6)]
@@ -206,8 +208,16 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
-@pytest.mark.parametrize("model", ["llama", "mixtral-aux"])
+@pytest.mark.parametrize(
+    ("model", "placement"),
+    [
+        ("mixtral-aux", "a device, states in memory, late"),
+        *(
+            pytest.param(*each, marks=pytest.mark.deep)
+            for each in (("llama", "SSD, plain"), ("mixtral-aux", "SSD, plain"), ("llama", "a device, states in memory, late"))
+        ),
+    ],
+)
 def test_placement_changes_nothing(model: str, placement: str, model_dir: Callable[..., Path], tmp_path: Path) -> None:
     path, options = model_dir(model, "bfloat16"), dict(PLACEMENTS[placement])
     common: dict[str, Any] = {"gradient": EVERY_TWO, "steps": 4, "learning_rate": LR}
@@ -243,8 +253,19 @@ def exported(engine: Engine, out: Path) -> dict[str, Tensor]:
 CUTS = ("before", "within", "before the commit", "after the commit")
 
 
-@pytest.mark.parametrize("rewrite", ["refit", "step"])
-@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize(
+    ("cut", "rewrite"),
+    [
+        ("within", "refit"),
+        ("before the commit", "step"),
+        *(
+            pytest.param(cut, rewrite, marks=pytest.mark.deep)
+            for cut in CUTS
+            for rewrite in ("refit", "step")
+            if (cut, rewrite) not in (("within", "refit"), ("before the commit", "step"))
+        ),
+    ],
+)
 def test_cut_short_anywhere_it_goes_on_to_the_same_bytes(
     cut: str, rewrite: str, model_dir: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

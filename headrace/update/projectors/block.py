@@ -15,8 +15,6 @@ from headrace.update.projectors.projector import Projector, Sides, both, smaller
 
 # After P has been chosen for the whole gradient: Q for what P leaves, then P for what Q leaves; more gains nothing.
 _TURNS = 2
-# Of the mean variance of a group: so much more than nothing does each real row count, so that none that fills up is chosen.
-_RIDGE = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +81,9 @@ def _leading(matrices: Tensor, dimension: int, nonzeros: int) -> Tensor:
     cut = in_groups(matrices, groups)
     gram = (cut @ cut.transpose(1, 2)).to("cpu", torch.float64)
     real = in_groups(torch.ones(stack, rows, 1), groups)[:, :, 0].double()
+    # Rows that fill up come last, also behind directions in which nothing varies.
     mean = gram.diagonal(dim1=1, dim2=2).mean(dim=1, keepdim=True)
-    gram.diagonal(dim1=1, dim2=2).add_(real * (mean * _RIDGE + torch.finfo(torch.float32).tiny))
+    gram.diagonal(dim1=1, dim2=2).sub_((1 - real) * (mean + 1))
     vectors = torch.linalg.eigh(gram).eigenvectors[:, :, -nonzeros:].to(matrices.device, torch.float32)
     return _out_of_groups(vectors, stack, groups, rows)
 
