@@ -1,6 +1,7 @@
 """What projectors promise, whichever chooses them: facts of algebra, and how good the ones that are fitted are."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -116,12 +117,7 @@ def test_random_signs_are_right_on_average_and_as_noisy_as_they_must_be() -> Non
     for seed in range(60):
         source = generator(seed)
         for errors, values_of in ((signs, random_signs), (gauss, _gaussian)):
-            pair = both(
-                Sides(rows, columns),
-                lambda size, values_of=values_of: Scattered(
-                    values_of((1, size, 4), source), distinct_positions(1, size, dimension, 4, source), dimension
-                ),
-            )
+            pair = Pair(*(_scattered(values_of, size, dimension, source) for size in (rows, columns)))
             errors.append(float(relative_error(pair, gradient)) ** 2)
             if errors is signs:
                 mean += pair.decompress(pair.compress(gradient)) / 60
@@ -131,6 +127,10 @@ def test_random_signs_are_right_on_average_and_as_noisy_as_they_must_be() -> Non
     assert sum(signs) / 60 == pytest.approx(expected, rel=0.05)
     assert sum(gauss) > sum(signs)
     assert float((mean - gradient).norm() / gradient.norm()) < 2 * math.sqrt(expected / 60)
+
+
+def _scattered(values_of: Any, size: int, dimension: int, source: torch.Generator) -> Scattered:
+    return Scattered(values_of((1, size, 4), source), distinct_positions(1, size, dimension, 4, source), dimension)
 
 
 def _gaussian(shape: tuple[int, ...], source: torch.Generator) -> Tensor:
