@@ -5,7 +5,7 @@ Pure: no clock, no files, no torch. Which choice is best is `search`'s business,
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 
 from headrace.plan.buffer_sizes import buffer_groups
 from headrace.plan.footprint import Allowance, with_footprint
@@ -83,6 +83,16 @@ class Problem:
     def units(self) -> tuple[UnitFigures, ...]:
         """The model's units as plans have them."""
         return tuple(form.figures for form in self.forms)
+
+    @cached_property
+    def replay_order(self) -> Callable[[int], list[tuple[int, int]]]:
+        """`replay_order` by the rows of a micro-batch: each is found once, and asked for by every choice."""
+        return cache(lambda rows: replay_order(self.costs_of(rows), self.attention_share))
+
+    @cached_property
+    def operators(self) -> Callable[[int], tuple[tuple[str, ...], ...]]:
+        """`operators_of` likewise."""
+        return cache(lambda rows: operators_of(self.costs_of(rows)))
 
     @property
     def separate_device(self) -> bool:
@@ -186,7 +196,7 @@ def plan_of(problem: Problem, choice: Choice) -> Plan:
     # A lean plan on a separate device holds one block there: its upload waits for compute, but a larger block fits.
     prefetch = 0 if choice.lean and problem.separate_device else 1 if choice.lean or num_blocks < 3 else 2
     kept: list[list[int]] = [[] for _ in costs.blocks]
-    for block, ordinal in replay_order(costs, problem.attention_share)[: choice.amount]:
+    for block, ordinal in problem.replay_order(choice.rows)[: choice.amount]:
         kept[block].append(ordinal)
     tiers = tuple(choice.kept_home if ordinals else choice.input_home for ordinals in kept)
     plan = Plan(
@@ -219,7 +229,7 @@ def plan_of(problem: Problem, choice: Choice) -> Plan:
         kept=tuple(tuple(sorted(ordinals)) for ordinals in kept),
         kept_bytes=tuple(_bytes_of(costs, block, ordinals) for block, ordinals in enumerate(kept)),
         skipped=tuple(block.skippable for block in costs.blocks),
-        operators=operators_of(costs),
+        operators=problem.operators(choice.rows),
         accumulate=num_micro > 1 or costs.by_samples,
         compute_threads=workload.grouping.compute_threads if workload.grouping else problem.allowance.cores,
         update_threads=max(1, problem.allowance.cores // 2),

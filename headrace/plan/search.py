@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from headrace.plan.footprint import with_footprint
 from headrace.plan.forecast import SEARCH_OPERATIONS, StepSeconds
-from headrace.plan.placement import THRIFTS, Choice, Problem, excess_bytes, filled, fits, placements_of, plan_of, replay_order
+from headrace.plan.placement import THRIFTS, Choice, Problem, excess_bytes, filled, fits, placements_of, plan_of
 from headrace.plan.plan import Plan
 from headrace.plan.policy import (
     ALIKE,
@@ -188,7 +188,7 @@ class _Seconds:
 
 def _extremes(problem: Problem, placement: Choice) -> list[Choice]:
     """Return a placement without replay, and with as many kept outputs as fit where block inputs wait."""
-    least, most = 0, len(replay_order(problem.costs_of(placement.rows)))
+    least, most = 0, len(problem.replay_order(placement.rows))
     while least < most:
         middle = (least + most + 1) // 2
         if fits(plan_of(problem, replace(placement, amount=middle, kept_home=placement.input_home))):
@@ -215,7 +215,7 @@ def _fitting(problem: Problem, policy: str) -> list[Choice]:
 
 def _best_amount(problem: Problem, start: Choice, seconds: Callable[[Choice], float]) -> tuple[float, Choice]:
     """Return the best amount of kept outputs for a placement: a coarse grid, then half steps around its best point."""
-    total = len(replay_order(problem.costs_of(start.rows)))
+    total = len(problem.replay_order(start.rows))
     tried: dict[int, float] = {}
 
     def try_amounts(amounts: list[int]) -> None:
