@@ -1,0 +1,224 @@
+"""Ternary weights: three values for each row (its least, zero, its largest), in less than a bit, or five to a byte.
+
+Two codes of the same weights (Frantar and Alistarh 2023, QMoE). `WordsCodec` has 16-bit words of a dictionary, 0.6 to 1.1
+bits a weight where most are zero; `TritsCodec` five weights in a byte, 1.6 bits whatever they are. What is coded is decoded
+exactly: a row keeps both values as bfloat16. Encoding weights that are not ternary rounds them: beyond half of the row's least
+or largest value to that, else to zero.
+
+Invariant: zero is told from the values first. A row without negative weights has a least value of zero, and its zeros are coded
+as zeros all the same: QMoE's own packing takes them for the least value, and such a row loses its compression.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from headrace.codec.codec import Parts
+from headrace.codec.dictionary import Dictionary
+from headrace.codec.ternary_loops import PADDED_LANES, decode_last_words, decode_trits, decode_words, encode_words
+from headrace.terms.coding import Part
+from headrace.terms.errors import ModelError
+
+TRITS = 5
+# What a row takes besides its words: where they begin, and two bfloat16 values.
+ROW_BYTES = 8
+_BITS: dict[int, Any] = {2: np.uint16, 4: np.uint32}
+
+
+def symbols_of(weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the symbols (rows, columns) uint8 of weights, and the levels (rows, 2) bfloat16: each row's least and largest.
+
+    Raises:
+        ModelError: a weight is no finite number, or beyond bfloat16.
+    """
+    least, most = weights.amin(dim=1).clamp(max=0), weights.amax(dim=1).clamp(min=0)
+    levels = torch.stack([least, most], dim=1).to(torch.bfloat16)
+    if not bool(torch.isfinite(levels).all()):
+        raise ModelError("weights to be coded hold NaN or infinity, or numbers beyond bfloat16")
+    halves = levels.to(weights.dtype) / 2
+    low = (weights < halves[:, :1]) & (levels[:, :1] < 0)
+    high = (weights > halves[:, 1:]) & (levels[:, 1:] > 0)
+    return low.to(torch.uint8) | (high.to(torch.uint8) << 1), levels
+
+
+class TernaryCodec:
+    """What both codes share: `symbols` become parts of their own beside `levels`."""
+
+    name: str
+    digest: str | None = None
+    idempotent = True
+
+    def takes(self, rows: int, columns: int) -> bool:
+        """Matrices: a vector is one row, of which two values would be left."""
+        return rows > 1 and columns > 1
+
+    def encode(self, weights: Tensor) -> Parts:
+        """Round to each row's least and largest value, and zero."""
+        return self.encode_symbols(*symbols_of(weights))
+
+    def encode_symbols(self, symbols: Tensor, levels: Tensor) -> Parts:
+        """Return the parts of symbols (rows, columns) uint8: 0 is zero, 1 and 2 the first and second of `levels` (rows, 2)."""
+        raise NotImplementedError
+
+    def decode(self, parts: Parts, into: Tensor, rows: range) -> None:
+        """Fill `into` with the levels that symbols stand for."""
+        self._check(parts, into.shape[1])
+        if into.device.type != "cpu":
+            self._decode_on_device(parts, into, rows)
+            return
+        low, high = _level_bits(parts["levels"], into.dtype)
+        kind = _BITS[into.element_size()]
+        out = into.view(torch.int16 if kind is np.uint16 else torch.int32).numpy().view(kind)
+        damaged = self._loop(parts)(low, high, out, rows.start) if len(rows) else -1
+        if damaged >= 0:
+            raise ModelError(
+                f"ternary weights: row {damaged} of {len(parts['levels'])} is damaged, its code does not make "
+                f"{into.shape[1]} weights; fetch or make the file again"
+            )
+
+    def decoding_bytes(self, rows: int, columns: int) -> int:
+        """Return the bytes of levels in another dtype: nothing else is allocated on the host."""
+        return 16 * rows + 4096
+
+    def _loop(self, parts: Parts) -> Callable[..., int]:
+        raise NotImplementedError
+
+    def _decode_on_device(self, parts: Parts, into: Tensor, rows: range) -> None:
+        raise NotImplementedError
+
+    def _check(self, parts: Parts, columns: int) -> None:
+        raise NotImplementedError
+
+
+class WordsCodec(TernaryCodec):
+    """16-bit words of a `dictionary`. Parts: `codes` uint16, those of all rows; `row_offsets` int32 (rows + 1); `levels`."""
+
+    def __init__(self, dictionary: Dictionary, name: str | None = None) -> None:
+        self.dictionary = dictionary
+        self.name = name or f"ternary-{dictionary.zeros}"
+        self.digest = dictionary.digest
+        self._lanes = dictionary.lanes.reshape(-1)
+        self._on_devices: dict[torch.device, Tensor] = {}
+
+    def places(self, rows: int, columns: int) -> tuple[Part, ...]:
+        """Return room for a word for each pair: twice to ten times what a matrix of mostly zeros takes."""
+        return words_places(rows, columns, rows * (-(-columns // 2)))
+
+    def encode_symbols(self, symbols: Tensor, levels: Tensor) -> Parts:
+        """Parse each row greedily, which is the shortest.
+
+        Raises:
+            ModelError: more than 2^31 words.
+        """
+        rows, columns = symbols.shape
+        room = rows * (-(-columns // 2))
+        if room >= 1 << 31:
+            raise ModelError(f"a matrix of {rows} x {columns} weights may take 2^31 words; code it in parts of fewer rows")
+        words, offsets = np.empty(room, np.uint16), np.empty(rows + 1, np.int32)
+        count = encode_words(symbols.numpy(), self.dictionary.children, words, offsets)
+        codes = torch.from_numpy(words[:count].copy())
+        return {"codes": codes, "row_offsets": torch.from_numpy(offsets), "levels": levels.to(torch.bfloat16)}
+
+    def _loop(self, parts: Parts) -> Callable[..., int]:
+        codes, offsets = parts["codes"].numpy(), parts["row_offsets"].numpy()
+
+        def loop(low: Any, high: Any, out: Any, first: int) -> int:
+            last = max(0, len(out) - 1 - -(-PADDED_LANES // out.shape[1]))
+            damaged = decode_words(codes, offsets, self._lanes, low, high, out, first)
+            if damaged >= 0:
+                return int(damaged)
+            return int(decode_last_words(codes, offsets, self._lanes, low, high, out[last:], first + last))
+
+        return loop
+
+    def _decode_on_device(self, parts: Parts, into: Tensor, rows: range) -> None:
+        """Symbols of each word beside its place, which is a sum over the words before it; in torch operations."""
+        offsets = parts["row_offsets"][rows.start : rows.stop + 1].long()
+        words = parts["codes"].view(torch.int16)[int(offsets[0]) : int(offsets[-1])].long() & 0xFFFF
+        if (table := self._on_devices.get(into.device)) is None:
+            table = self._on_devices[into.device] = torch.from_numpy(self.dictionary.lanes).to(into.device)
+        counts = offsets.diff()
+        row = torch.repeat_interleave(torch.arange(len(rows), device=into.device), counts)
+        length = table[words, -1].long()
+        before = length.cumsum(0) - length
+        first = offsets[:-1] - offsets[0]
+        column = before - before[first.clamp(max=max(0, len(words) - 1))][row]
+        lane = torch.arange(28, device=into.device)
+        at = column[:, None] + lane
+        inside = (lane < length[:, None]) & (at < into.shape[1])
+        low, high = parts["levels"][rows.start : rows.stop].to(into.dtype).unbind(dim=1)
+        symbols = table[words, :28]
+        values = torch.where(symbols == 1, low[row][:, None], torch.where(symbols == 2, high[row][:, None], 0))
+        into.view(-1)[(row[:, None] * into.shape[1] + at)[inside]] = values[inside]
+
+    def _check(self, parts: Parts, columns: int) -> None:
+        if len(parts["row_offsets"]) != len(parts["levels"]) + 1:
+            raise ModelError("ternary weights: row offsets and levels are of different numbers of rows; make the file again")
+
+
+class TritsCodec(TernaryCodec):
+    """Five weights in a byte, the first the lowest digit of base 3. Parts: `trits` uint8 (rows, bytes), `levels`."""
+
+    name = "trits"
+
+    def __init__(self) -> None:
+        self._table = np.arange(3**TRITS, dtype=np.uint8)[:, None] // (3 ** np.arange(TRITS)).astype(np.uint8) % 3
+
+    def places(self, rows: int, columns: int) -> tuple[Part, ...]:
+        """Return the bytes, and levels."""
+        return Part("trits", "uint8", 1, (rows, -(-columns // TRITS))), Part("levels", "bfloat16", 2, (rows, 2))
+
+    def encode_symbols(self, symbols: Tensor, levels: Tensor) -> Parts:
+        """Return digits of base 3; what fills the last byte of a row is zero."""
+        rows, columns = symbols.shape
+        filled = torch.nn.functional.pad(symbols, (0, -columns % TRITS)).view(rows, -1, TRITS)
+        trits = (filled * torch.tensor([1, 3, 9, 27, 81], dtype=torch.uint8)).sum(dim=2, dtype=torch.uint8)
+        return {"trits": trits, "levels": levels.to(torch.bfloat16)}
+
+    def _loop(self, parts: Parts) -> Callable[..., int]:
+        trits = parts["trits"].numpy()
+        return lambda low, high, out, first: decode_trits(trits, self._table, low, high, out, first)
+
+    def _decode_on_device(self, parts: Parts, into: Tensor, rows: range) -> None:
+        table = torch.from_numpy(self._table).to(into.device)
+        symbols = table[parts["trits"][rows.start : rows.stop].long()].flatten(1)[:, : into.shape[1]]
+        low, high = (parts["levels"][rows.start : rows.stop, side].to(into.dtype)[:, None] for side in (0, 1))
+        into.copy_(torch.where(symbols == 1, low, torch.where(symbols == 2, high, 0)))
+
+    def _check(self, parts: Parts, columns: int) -> None:
+        if parts["trits"].shape != (len(parts["levels"]), -(-columns // TRITS)):
+            raise ModelError(
+                f"ternary weights: {tuple(parts['trits'].shape)} bytes for {len(parts['levels'])} rows of {columns}; make the "
+                "file again"
+            )
+
+
+def words_places(rows: int, columns: int, num_words: int) -> tuple[Part, ...]:
+    """Return the parts of a matrix of so many words."""
+    return (
+        Part("codes", "uint16", 2, (num_words,)),
+        Part("row_offsets", "int32", 4, (rows + 1,)),
+        Part("levels", "bfloat16", 2, (rows, 2)),
+    )
+
+
+def parts_bytes(parts: Parts) -> int:
+    """Return the bytes of all parts."""
+    return sum(part.numel() * part.element_size() for part in parts.values())
+
+
+def share_of_zeros(symbols: Tensor) -> float:
+    """Return the share of weights that are zero."""
+    return 1.0 - float(torch.count_nonzero(symbols)) / max(1, symbols.numel())
+
+
+def _level_bits(levels: Tensor, dtype: torch.dtype) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Return the bits of each row's least value and of its largest, in the dtype that is decoded to."""
+    wide = levels.to(dtype).T.contiguous()
+    kind = _BITS[wide.element_size()]
+    bits = wide.view(torch.int16 if kind is np.uint16 else torch.int32).numpy().view(kind)
+    return bits[0], bits[1]

@@ -1,0 +1,134 @@
+"""The compiled loops of the ternary codes: words and trits to the bits of weights, and symbols to words.
+
+For whom: `ternary`, which checks shapes and dtypes. What is stored may be damaged all the same: a loop stops at the first row
+whose words do not make it, and writes nowhere but into `out`. All loops stand in this one file, for numba notices a change of a
+function's own file only, and run without the GIL on one core.
+
+Legend: `low`, `high`, `out` are the bits of weights, uint16 or uint32: of each row the least value and the largest, and what is
+filled, (rows, columns). Symbols are 0 for zero, 1 for `low`, 2 for `high`.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from headrace.machine.jit import compiled
+
+PADDED_LANES = 32
+_LENGTH_LANE = 31
+_TRITS = 5
+
+
+@compiled
+def _row_with_room(words: Any, lanes: Any, room: Any, least: Any, most: Any, columns: Any) -> Any:
+    """Write a row's words to `room`, all lanes of each; return its weights, -1 for damage."""
+    kind = room.dtype.type
+    at = 0
+    for place in range(words.size):
+        if at >= columns:
+            return -1
+        symbols = lanes[np.int64(words[place]) * PADDED_LANES :][:PADDED_LANES]
+        for lane in range(PADDED_LANES):
+            symbol = kind(symbols[lane])
+            room[at + lane] = (least & kind(-(symbol & 1))) | (most & kind(-((symbol >> 1) & 1)))
+        at += symbols[_LENGTH_LANE]
+    return at
+
+
+@compiled
+def decode_words(words: Any, row_offsets: Any, lanes: Any, low: Any, high: Any, out: Any, first: Any) -> Any:
+    """Fill the rows of `out` that have room behind them with rows `first` and on; return the damaged row, -1 if none is.
+
+    `lanes` are a dictionary's, one after the other; lane 31 of a word is its length. All 32 are written, whatever the length:
+    the next word, or the next row, writes over what is too much. The last rows are `decode_last_words`': in one function with
+    these, LLVM's code takes half as long again.
+    """
+    rows, columns = out.shape
+    flat = out.reshape(rows * columns)
+    for row in range(rows):
+        # A slice, so that numba sees that no index is negative; tests of two ends would not vectorise.
+        room = flat[row * columns :]
+        if room.size < columns + PADDED_LANES:
+            break
+        start, stop = row_offsets[first + row], row_offsets[first + row + 1]
+        if start < 0 or stop < start or stop > words.size:
+            return first + row
+        at = _row_with_room(words[start:stop], lanes, room, low[first + row], high[first + row], columns)
+        if at != columns and not (at == columns + 1 and columns % 2 == 1):
+            return first + row
+    return -1
+
+
+@compiled
+def decode_last_words(words: Any, row_offsets: Any, lanes: Any, low: Any, high: Any, out: Any, first: Any) -> Any:
+    """As `decode_words`, weight by weight, for all rows of `out`: it writes nowhere else."""
+    rows, columns = out.shape
+    kind = out.dtype.type
+    for row in range(rows):
+        start, stop = row_offsets[first + row], row_offsets[first + row + 1]
+        if start < 0 or stop < start or stop > words.size:
+            return first + row
+        least, most, into, at = low[first + row], high[first + row], out[row], 0
+        for place in range(start, stop):
+            if at >= columns:
+                return first + row
+            symbols = lanes[np.int64(words[place]) * PADDED_LANES :][:PADDED_LANES]
+            for lane in range(min(np.int64(symbols[_LENGTH_LANE]), columns - at)):
+                symbol = kind(symbols[lane])
+                into[at + lane] = (least & kind(-(symbol & 1))) | (most & kind(-((symbol >> 1) & 1)))
+            at += symbols[_LENGTH_LANE]
+        if at != columns and not (at == columns + 1 and columns % 2 == 1):
+            return first + row
+    return -1
+
+
+@compiled
+def encode_words(symbols: Any, children: Any, words: Any, row_offsets: Any) -> Any:
+    """Write the words of `symbols` (rows, columns) uint8 by the greedy parse, and where each row begins; return their number.
+
+    `words` has room for a word for each pair. Of an odd width the weight that is missing is a zero.
+    """
+    rows, columns = symbols.shape
+    root = children.shape[0] - 1
+    count = 0
+    row_offsets[0] = 0
+    for row in range(rows):
+        node = root
+        for column in range(0, columns, 2):
+            second = np.int64(symbols[row, column + 1]) if column + 1 < columns else np.int64(0)
+            pair = np.int64(symbols[row, column]) + 3 * second
+            longer = children[node, pair]
+            if longer < 0:
+                words[count] = node
+                count += 1
+                longer = children[root, pair]
+            node = longer
+        if node != root:
+            words[count] = node
+            count += 1
+        row_offsets[row + 1] = count
+    return count
+
+
+@compiled
+def decode_trits(trits: Any, table: Any, low: Any, high: Any, out: Any, first: Any) -> Any:
+    """Fill `out` with rows `first` and on, five weights of each byte; return the row that is damaged, -1 if none is."""
+    rows, columns = out.shape
+    kind = out.dtype.type
+    whole = columns // _TRITS
+    for row in range(rows):
+        least, most, stored, into = low[first + row], high[first + row], trits[first + row], out[row]
+        largest = np.uint8(0)
+        for byte in range(stored.size):
+            largest = max(largest, stored[byte])
+        if largest >= table.shape[0]:
+            return first + row
+        for byte in range(whole):
+            symbols = table[stored[byte]]
+            for lane in range(_TRITS):
+                symbol = symbols[lane]
+                into[byte * _TRITS + lane] = (least & kind(-(symbol & 1))) | (most & kind(-(symbol >> 1)))
+        for column in range(whole * _TRITS, columns):
+            symbol = table[stored[whole], column - whole * _TRITS]
+            into[column] = (least & kind(-(symbol & 1))) | (most & kind(-(symbol >> 1)))
+    return -1
