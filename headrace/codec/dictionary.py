@@ -122,8 +122,8 @@ class Dictionary:
 def _likeliest(zero: float) -> tuple[NDArray[np.int64], NDArray[np.uint32]]:
     """Return the likeliest sequences of 1 to 14 pairs, best first, ties in lexicographic order; and lengths.
 
-    Sequences grow by a pair at a time; of what is not among the likeliest so far, nothing that begins with it can be. A sequence
-    is a number whose decimal digits are its pairs, each plus one, so that numbers have the order of sequences.
+    Sequences grow by a pair at a time; of what is not among the likeliest so far, nothing that begins with it can be. Each
+    is a number whose decimal digits are its pairs plus one, so that numbers have the order of sequences.
     """
     one = [zero, (1 - zero) / 2, (1 - zero) / 2]
     pair = np.array([one[number % 3] * one[number // 3] for number in range(_PAIRS)])
