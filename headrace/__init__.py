@@ -1,19 +1,31 @@
 """Headrace: fine-tune language models many times larger than the GPU's memory on one machine.
 
-`Engine` is loaded when it is first asked for: torch takes a second, and the command line's help should not.
+`Engine` and `Generator` are loaded when they are first asked for: torch takes a second, and the command line's help should not.
 `set_process_defaults`, called before torch is imported, sets what the command sets: huge pages for tensors, short spinning.
 """
 
 from typing import TYPE_CHECKING, Any
 
+from headrace.terms.budget import Budget
+from headrace.terms.generate_options import GenerateOptions
 from headrace.terms.optimizer import ParameterGroup
 from headrace.terms.options import Options, RunOptions
 
 if TYPE_CHECKING:
     from headrace.cli.environment import set_process_defaults
+    from headrace.engine.generator import Generator
     from headrace.engine.trainer import Engine
 
-__all__ = ["Engine", "Options", "ParameterGroup", "RunOptions", "set_process_defaults"]
+__all__ = [
+    "Budget",
+    "Engine",
+    "GenerateOptions",
+    "Generator",
+    "Options",
+    "ParameterGroup",
+    "RunOptions",
+    "set_process_defaults",
+]
 __version__ = "0.1.0"
 
 
@@ -22,6 +34,10 @@ def __getattr__(name: str) -> Any:
         from headrace.engine.trainer import Engine
 
         return Engine
+    if name == "Generator":
+        from headrace.engine.generator import Generator
+
+        return Generator
     if name == "set_process_defaults":
         from headrace.cli.environment import set_process_defaults
 

@@ -23,6 +23,7 @@ MOST_PERCENT = {
     "data": 6,
     "demo": 4,
     "equivalence": 40,
+    "generation": 12,
     "files": 4,
     "flow": 4,
     "gpu": 4,

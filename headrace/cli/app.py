@@ -18,6 +18,7 @@ from headrace.cli.plain_errors import INTERRUPTED, leave, plain_usage_errors, pl
 from headrace.cli.reporting import report
 from headrace.cli.streams import guarded_streams
 from headrace.terms.compress_options import CompressOptions
+from headrace.terms.generate_options import GenerateOptions
 from headrace.terms.options import NodeOptions, Options, RunOptions
 
 app = typer.Typer(
@@ -102,6 +103,19 @@ def resume(run_directory: Annotated[Path, typer.Argument(metavar="RUN_DIR")]) ->
     from headrace.cli.runs import go_on
 
     go_on(run_directory)
+
+
+@app.command()
+@plainly
+@with_options(GenerateOptions.declarations())
+def generate(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Model directory.")],
+    **given: Any,
+) -> None:
+    """Generate text with a model of any size: answer a prompt, or hold a conversation."""
+    from headrace.cli.generating import generate as run
+
+    run(model, GenerateOptions.of(given))
 
 
 @app.command()

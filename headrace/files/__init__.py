@@ -11,6 +11,7 @@ from headrace.files.directory_facts import (
     measure_directory,
     measured_weights,
 )
+from headrace.files.extents import Extent, ExtentReader
 from headrace.files.space import Beside, default_ssd_bytes
 from headrace.files.threads import PieceTicket, ThreadEngine
 from headrace.files.volume import Volume, striping_weights
@@ -24,6 +25,8 @@ __all__ = [
     "DirectFile",
     "DirectoryFacts",
     "DoneTicket",
+    "Extent",
+    "ExtentReader",
     "PieceTicket",
     "ThreadEngine",
     "Ticket",

@@ -100,7 +100,7 @@ class DirectFile:
             if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                 raise StorageError(f"{path}: cannot open the file: {error.strerror}") from error
             descriptor, direct = os.open(path, os.O_RDWR), False
-        if direct and not _takes_direct_reads(descriptor):
+        if direct and not takes_direct_reads(descriptor):
             os.close(descriptor)
             descriptor, direct = os.open(path, os.O_RDWR), False
         return cls(path, descriptor, direct=direct)
@@ -199,7 +199,7 @@ def _write_in_place(descriptor: int) -> None:
         fcntl.ioctl(descriptor, _SET_FLAGS, struct.pack("ii", flags | _NO_COPY_ON_WRITE, 0))
 
 
-def _takes_direct_reads(descriptor: int) -> bool:
+def takes_direct_reads(descriptor: int) -> bool:
     """Return whether a read works: some file systems take O_DIRECT when opening and refuse the transfer."""
     page = np.frombuffer(mmap.mmap(-1, BLOCK_BYTES), dtype=np.uint8)
     try:

@@ -22,7 +22,7 @@ GRADIENT_VIEWS: dict[str, np.dtype[Any]] = {
 }
 
 
-class _DeviceArena:
+class DeviceArena:
     """The same as `Arena` for memory that only torch can name."""
 
     def __init__(self, machine: Machine, num_bytes: int) -> None:
@@ -30,6 +30,7 @@ class _DeviceArena:
         self._used_bytes = 0
 
     def take(self, num_bytes: int) -> torch.Tensor:
+        """Return the next `num_bytes` as a uint8 tensor."""
         start = self._used_bytes
         self._used_bytes += round_up(num_bytes, PAGE_BYTES)
         if self._used_bytes > self._memory.numel():
@@ -51,7 +52,7 @@ class Buffers:
         self.plan = plan
         self._groups = buffer_groups(plan)
         self._host = Arena("host", arena_bytes(plan, "host"), machine.host_buffer)
-        self._device = _DeviceArena(machine, arena_bytes(plan, "device")) if plan.separate_device else None
+        self._device = DeviceArena(machine, arena_bytes(plan, "device")) if plan.separate_device else None
         self.dtype = TORCH_DTYPES[plan.compute_dtype]
         self.gradient_dtype = TORCH_DTYPES[plan.gradient_dtype]
         self.host_weights = self._take_host("host_weights")

@@ -32,12 +32,15 @@ class Binding:
         flat: torch.Tensor,
         sink: GradientSink | None,
         wanted: Callable[[ParameterSpec], bool] = lambda spec: True,
+        *,
+        as_loaded: bool = False,
     ) -> None:
         """Make the parameters of `unit` views of `flat`, a 1-D tensor of the compute dtype with the layout's elements.
 
         With a `sink`, each gradient is handed over as soon as it is complete for the running backward, and dropped; a parameter
         used in several backwards of a step is handed over in each. Without, or where it is not `wanted`, a parameter needs no
-        gradient.
+        gradient; but `as_loaded` it says that it does, as those of a model that was loaded: torch folds products otherwise
+        where it is so, and rounds otherwise, also where no gradient is computed.
 
         Raises:
             ModelError: `flat` has another length, shape or dtype than the layout asks for.
@@ -51,7 +54,7 @@ class Binding:
         for spec in layout.parameters:
             view = flat.detach()[spec.offset : spec.offset + spec.num_elements].view(spec.shape)
             takes = sink is not None and wanted(spec)
-            parameter = nn.Parameter(view, requires_grad=takes)
+            parameter = nn.Parameter(view, requires_grad=takes or as_loaded)
             if sink is not None and takes:
                 parameter.register_post_accumulate_grad_hook(_hand_over(spec, sink))  # type: ignore[no-untyped-call]
             self._place(spec.name, parameter)

@@ -45,6 +45,7 @@ class Chain:
         collects_asides: whether blocks hand router logits aside for an auxiliary loss.
         notes: what a person should know of how blocks are run, if not by the model's own code as it stands.
         wide_products: whether products of 16-bit numbers are computed in float32 in the context of `arithmetic`.
+        runner: what runs the parts of the model.
         packing_reason: why blocks do not keep several samples in one row apart, where `packs` or `runs_by_samples` says so.
     """
 
@@ -66,7 +67,7 @@ class Chain:
         self.wide_products = False
         self._packing_limit = traits.packing_limit
         self.packing_reason = traits.packing_reason
-        self._runner = Runner(
+        self.runner = Runner(
             skeleton,
             blocks.modules,
             tuple_length=traits.tuple_length,
@@ -75,7 +76,7 @@ class Chain:
             samples_from=traits.samples_from,
             passed_over=traits.passed_over,
         )
-        self.collects_asides = self._runner.collects_asides
+        self.collects_asides = self.runner.collects_asides
         self._attached: WeightMap | None = None
         self._binding = Binding(skeleton, self.layouts, self.dtype)
         self._resident = (0, self.num_blocks + 1) if self.has_epilogue_unit else (0,)
@@ -122,12 +123,17 @@ class Chain:
         Gradients are then those of `block_gradient`, and nothing of such rows is replayed: which operators run depends on the
         lengths of the samples.
         """
-        return self._runner.runs_by_samples(length)
+        return self.runner.runs_by_samples(length)
 
     @property
     def packs_by_masks(self) -> bool:
         """Whether packed rows get masks of their own: the model makes none from positions."""
-        return self._runner.packs_by_masks
+        return self.runner.packs_by_masks
+
+    def lay_out(self, layouts: Sequence[UnitLayout]) -> None:
+        """Have parameters of units at other places from here on, such as those that they have in a file. Nothing is bound."""
+        self.layouts = tuple(layouts)
+        self._binding = Binding(self.model, self.layouts, self.dtype)
 
     def bind(
         self,
@@ -135,9 +141,11 @@ class Chain:
         flat: torch.Tensor,
         gradient_sink: GradientSink | None,
         wanted: Callable[[ParameterSpec], bool] = lambda spec: True,
+        *,
+        as_loaded: bool = False,
     ) -> None:
         """Make the parameters of `unit` views of `flat` (1-D, compute dtype). See `Binding.bind`."""
-        self._binding.bind(unit, flat, gradient_sink, wanted)
+        self._binding.bind(unit, flat, gradient_sink, wanted, as_loaded=as_loaded)
 
     def release(self, unit: int) -> None:
         """Make the parameters of `unit` meta again: running it is an error until it is bound."""
@@ -177,16 +185,16 @@ class Chain:
     @property
     def replayable(self) -> bool:
         """Whether blocks run by the model's own code, whose operators can be recorded, named and replayed one by one."""
-        return self._runner.run_block is run_block
+        return self.runner.run_block is run_block
 
     @contextlib.contextmanager
     def own_code(self) -> Iterator[None]:
         """Run blocks by the model's own code in this context: what counts operators, or runs on shapes alone, needs it."""
-        installed, self._runner.run_block = self._runner.run_block, run_block
+        installed, self.runner.run_block = self.runner.run_block, run_block
         try:
             yield
         finally:
-            self._runner.run_block = installed
+            self.runner.run_block = installed
 
     def compile_blocks(self) -> None:
         """Run blocks under `torch.compile` from here on. Call it after `move_buffers`; see `CompiledBlocks`.
@@ -201,7 +209,7 @@ class Chain:
             )
         check_compiler(self.device)
         check_compiles(self.config)
-        self._runner.run_block, self._runner.run_sample = CompiledBlocks(), run_block  # each length would be another graph
+        self.runner.run_block, self.runner.run_sample = CompiledBlocks(), run_block  # each length would be another graph
         self.notes += (
             "blocks are compiled: no operator output is kept or skipped; the first step takes longer, and more memory",
         )
@@ -213,8 +221,8 @@ class Chain:
             ConfigError: no GPU, no package, nothing in it for this architecture, or a gradient differs; nothing has changed.
         """
         check_liger(self.config, self.device)
-        blocks = LigerBlocks(self.model, self._runner.blocks)
-        self._runner.run_block = blocks
+        blocks = LigerBlocks(self.model, self.runner.blocks)
+        self.runner.run_block = blocks
         self.notes += (f"blocks use Liger's kernels in {blocks.describe()}: no operator output is kept or skipped",)
 
     def multiply_wide(self) -> None:
@@ -246,19 +254,19 @@ class Chain:
     def prologue(self, batch: MicroBatch) -> PrologueResult:
         """Run everything before the blocks, with a graph if gradients are enabled. Needs unit 0."""
         self._binding.require(0)
-        return self._runner.prologue(batch)
+        return self.runner.prologue(batch)
 
     def block(self, index: int, hidden: torch.Tensor, call: BlockCall) -> BlockResult:
         """Run block `index` (0..num_blocks-1, unit index+1) on hidden states (b, T, hidden). Needs that unit."""
         self._binding.require(index + 1)
-        return self._runner.block(index, hidden, call)
+        return self.runner.block(index, hidden, call)
 
     def block_gradient(
         self, index: int, hidden: torch.Tensor, call: BlockCall, gradients: Sequence[torch.Tensor]
     ) -> torch.Tensor:
         """Return the gradient of a block's input, for a call with `samples`. See `Runner.block_gradient`. Needs that unit."""
         self._binding.require(index + 1)
-        return self._runner.block_gradient(index, hidden, call, gradients)
+        return self.runner.block_gradient(index, hidden, call, gradients)
 
     def loss_sum(self, input_ids: torch.Tensor, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Return the sum of token cross-entropies of a chunk of positions, float32. Needs prologue and epilogue units.
@@ -266,7 +274,7 @@ class Chain:
         Shapes: ids and targets (b, C), hidden (b, C, hidden). Ids only feed code whose result is dropped.
         """
         self._binding.require(*self._resident)
-        return self._runner.loss_sum(input_ids, hidden, targets)
+        return self.runner.loss_sum(input_ids, hidden, targets)
 
     def last_logits(self, input_ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits (b, vocabulary) of the last position of a chunk (b, C), float32. Needs prologue and epilogue units.
@@ -274,7 +282,7 @@ class Chain:
         `hidden` (b, C, hidden) are the final hidden states; ids only feed code whose result is dropped.
         """
         self._binding.require(*self._resident)
-        return self._runner.logits(input_ids, hidden)[:, -1]
+        return self.runner.logits(input_ids, hidden)[:, -1]
 
     def aside_loss(self, asides: Sequence[torch.Tensor], attention_mask: torch.Tensor | None) -> torch.Tensor:
         """Return coefficient times the model's auxiliary loss over a whole step.
@@ -283,7 +291,7 @@ class Chain:
         `attention_mask` (N,) with 0 for padding, or None. Its gradient is *not* to be divided by the number of trained tokens.
         """
         self._binding.require(*self._resident)
-        return self._runner.aside_loss(asides, attention_mask)
+        return self.runner.aside_loss(asides, attention_mask)
 
 
 def block_seed(seed: int, step: int, unit: int, micro: int) -> int:

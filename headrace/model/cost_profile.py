@@ -216,7 +216,7 @@ def _profile(
         prologue_backward_workspace_bytes=prologue_backward.peak_bytes,
         epilogue_workspace_bytes=tuple((tokens, known.get(tokens) or losses[tokens]) for tokens in chunks),
         epilogue_flops_per_token=other.epilogue_flops_per_token if other else tried[chunks[0]].flops / chunks[0] / 3,
-        call_bytes=_call_bytes(result.calls, sequences if chain.packs(length) else 1),
+        call_bytes=call_bytes(result.calls, sequences if chain.packs(length) else 1),
         wide_products=chain.wide_products,
         by_samples=chain.runs_by_samples(length),
     )
@@ -313,7 +313,7 @@ def _profile_block(
     flat = torch.zeros(layout.num_elements, dtype=chain.dtype, device=chain.device)
     chain.bind(index + 1, flat, None)
     given = (hand.value for hand in call.gets if isinstance(hand.value, torch.Tensor))
-    existing = (flat, hidden, *_tensors_of((call,)), *given)
+    existing = (flat, hidden, *tensors_of((call,)), *given)
     with torch.no_grad(), meter(*existing) as forward:
         left = chain.block(index, hidden, call).hidden
     after = torch.zeros_like(left)  # of its own: what is cut from a larger storage would keep that alive
@@ -363,7 +363,7 @@ def _profile_loss(
     return used
 
 
-def _call_bytes(calls: tuple[Any, ...], rows: int) -> int:
+def call_bytes(calls: tuple[Any, ...], rows: int) -> int:
     """Return the bytes of the distinct tensors that blocks are called with: masks, rotary tables, positions. What all `rows` of
     a micro-batch share is one for each where rows are packed, for positions differ then; pass 1 where they cannot be. What a
     block hands to others is counted for each, though some only pass it on.
@@ -372,12 +372,12 @@ def _call_bytes(calls: tuple[Any, ...], rows: int) -> int:
     sizes = {
         tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes()
         * (rows if tensor.dim() > 1 and tensor.shape[0] == 1 else 1)
-        for tensor in _tensors_of(calls)
+        for tensor in tensors_of(calls)
     }
     return sum(sizes.values()) + handed
 
 
-def _tensors_of(calls: Iterable[Any]) -> list[torch.Tensor]:
+def tensors_of(calls: Iterable[Any]) -> list[torch.Tensor]:
     """Return all tensors that blocks are called with, in whatever tuples, lists and dictionaries."""
     found: list[torch.Tensor] = []
 

@@ -74,11 +74,11 @@ class Runner:
         self.collects_asides = collect_asides
         self.run_block: RunBlock = run_block
         self.run_sample: RunBlock | None = None
-        self._takes = [parameter_names(block) not in passed_over for block in self.blocks]
+        self.takes = [parameter_names(block) not in passed_over for block in self.blocks]
         self._asides: list[torch.Tensor] | None = None
         self._coefficient: float | None = None
         inside = {id(module) for block in self.blocks for module in block.modules()}
-        self._outside = [module for module in model.modules() if id(module) not in inside]
+        self.outside = [module for module in model.modules() if id(module) not in inside]
         if self.collects_asides:
             self._hook_routers()
 
@@ -111,14 +111,14 @@ class Runner:
         return PrologueResult(whole.hidden, tuple(calls))
 
     def _before_blocks(self, inputs: dict[str, Any]) -> PrologueResult:
-        with left_as_found(self._outside), Taps(self.blocks, self.tuple_length) as taps:
+        with left_as_found(self.outside), Taps(self.blocks, self.tuple_length) as taps:
             self.model(**inputs, use_cache=False)
         if taps.hidden is None or len(taps.calls) != len(self.blocks):
             raise ModelError(
                 f"{type(self.model).__name__}: its forward called {len(taps.calls)} of {len(self.blocks)} blocks; "
                 "a model that skips or repeats blocks cannot be run block by block"
             )
-        return PrologueResult(taps.hidden, taps.wanted_calls(self._takes))
+        return PrologueResult(taps.hidden, taps.wanted_calls(self.takes))
 
     def _masks_of(self, position_ids: torch.Tensor) -> Any:
         """Return what transformers makes of positions where a model does not ask for it: masks by kind of layer, or one."""
@@ -182,7 +182,7 @@ class Runner:
 
     def logits(self, input_ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits (b, C, vocabulary) of a chunk of positions, float32; arguments as in `loss_sum`."""
-        with left_as_found(self._outside), Taps(self.blocks, self.tuple_length, inject=hidden):
+        with left_as_found(self.outside), Taps(self.blocks, self.tuple_length, inject=hidden):
             logits: torch.Tensor = self.model(input_ids=input_ids, use_cache=False).logits
         return logits.float()
 

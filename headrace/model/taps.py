@@ -136,7 +136,12 @@ class Taps:
         return forward
 
     def wanted_calls(self, takes: Sequence[bool]) -> tuple[BlockCall, ...]:
-        """Return the calls in order, without places for what no block gets that `takes` it: that is not to stay."""
-        wanted = {id(value) for call, taken in zip(self.calls, takes, strict=True) if taken for value in call.gets}
-        hands = [tuple(value if id(value) in wanted else None for value in call.hands) for call in self.calls]
-        return tuple(replace(call, hands=kept if any(kept) else ()) for call, kept in zip(self.calls, hands, strict=True))
+        """Return the calls in order. See `wanted_calls`."""
+        return wanted_calls(self.calls, takes)
+
+
+def wanted_calls(calls: Sequence[BlockCall], takes: Sequence[bool]) -> tuple[BlockCall, ...]:
+    """Return `calls` without places for what no block gets that `takes` it: that is not to stay."""
+    wanted = {id(value) for call, taken in zip(calls, takes, strict=True) if taken for value in call.gets}
+    hands = [tuple(value if id(value) in wanted else None for value in call.hands) for call in calls]
+    return tuple(replace(call, hands=kept if any(kept) else ()) for call, kept in zip(calls, hands, strict=True))

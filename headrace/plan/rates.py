@@ -18,6 +18,8 @@ class Rates:
         self.flops_per_second = ceilings.matrix_flops_per_second(compute_dtype)
         if compute_threads is not None and not ceilings.has_device:
             self.flops_per_second *= min(1.0, compute_threads / ceilings.cores)
+        device = ceilings.device_memory_bytes_per_second if ceilings.has_device else None
+        self.memory_bytes_per_second = device or ceilings.host_memory_bytes_per_second
         self.bytes_per_second: dict[Lane, float] = {
             lane: getattr(ceilings, lane.row.rate) for lane in Lane if lane.row.rate is not None
         }
@@ -34,7 +36,8 @@ class Rates:
         """Return what `op` takes if nothing else runs."""
         lane = op.lane
         if lane is Lane.COMPUTE:
-            return self._overhead_seconds[lane] + op.flops / self.flops_per_second
+            # What reads more than it computes, as a product with few rows does of its weights, takes as long as that.
+            return self._overhead_seconds[lane] + max(op.flops / self.flops_per_second, op.bytes / self.memory_bytes_per_second)
         rate = self.bytes_per_second.get(lane)
         return self._overhead_seconds[lane] + (op.bytes / rate if rate else 0.0)
 

@@ -59,3 +59,35 @@ class ModelCosts:
     def num_parameters(self) -> int:
         """Exact number of parameters."""
         return self.prologue_parameters + self.epilogue_parameters + sum(block.num_parameters for block in self.blocks)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassCosts:
+    """One pass of a seat through the model. `flops` are by block; `workspace_bytes` is the peak of live tensors of a block."""
+
+    flops: tuple[float, ...]
+    workspace_bytes: int
+    call_bytes: int  # masks, positions and rotary tables, kept through the pass
+    hidden_bytes: int  # of the hidden states between two blocks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationCosts:
+    """A seat of `rows` rows: its first pass, over `prompt_length` tokens, and the one after, over one.
+
+    `cache_bytes` are by block, after the first pass; `cache_token_bytes` what one token more adds to them, for all rows.
+    `head_flops` are those of one position of all rows; `head_bytes` what head and sampling take for a moment.
+    """
+
+    rows: int
+    prompt_length: int
+    first: PassCosts
+    next: PassCosts
+    cache_bytes: tuple[int, ...]
+    cache_token_bytes: tuple[int, ...]
+    head_flops: float
+    head_bytes: int
+
+    def all_cache_bytes(self, new_tokens: int) -> int:
+        """Return the bytes of a seat's cache after `new_tokens` tokens."""
+        return sum(self.cache_bytes) + new_tokens * sum(self.cache_token_bytes)

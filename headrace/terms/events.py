@@ -93,5 +93,20 @@ class Planned:
     plan: Any
 
 
-Event = OpDone | StepResult | Notice | Committed | Flushed | Planned
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationPass:
+    """All `seats` of a generation went through the model once, for `rows` rows, of which `finished` only wait for others.
+
+    `limiting` is the lane that the plan names, in words.
+    """
+
+    number: int
+    seats: int
+    rows: int
+    finished: int
+    seconds: float
+    bytes_read: int
+
+
+Event = GenerationPass | OpDone | StepResult | Notice | Committed | Flushed | Planned
 Sink = Callable[[Event], None]

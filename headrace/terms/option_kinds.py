@@ -110,6 +110,25 @@ class Size(Kind):
         return parse_bytes(value, name=key)
 
 
+class Duration(Kind):
+    """Seconds: `30m`, `90s`, `2h`, or a number of seconds; more than none."""
+
+    _SECONDS: ClassVar = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+
+    def read(self, value: Any, key: str) -> float:
+        """Return the seconds."""
+        text = shown(value).strip("'").lower().replace(" ", "")
+        number = text.rstrip("abcdefghijklmnopqrstuvwxyz")
+        factor = self._SECONDS.get(text[len(number) :])
+        try:
+            seconds = math.nan if factor is None or isinstance(value, bool) else float(number) * factor
+        except ValueError:
+            seconds = math.nan
+        if not (math.isfinite(seconds) and seconds > 0):
+            raise _wrong(key, "a time such as 30m, 90s or 2h", value)
+        return seconds
+
+
 class Place(Kind):
     """A file or a directory."""
 

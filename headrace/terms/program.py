@@ -220,6 +220,7 @@ class Verb(StrEnum):
     RECALL = "recall"  # block input: host -> device
     EPILOGUE = "epilogue"  # norm, head, loss and their gradients, one micro-batch
     SCORE = "score"  # norm, head, and the loss where there are labels, one micro-batch: without gradients
+    TURN = "turn"  # a seat's own code between two passes: head, sampling, stopping, embedding, masks
     BACKWARD = "backward"  # block, one micro-batch: recompute (or replay) and gradients
     PROLOGUE_BACKWARD = "prologue-backward"
     DRAIN = "drain"  # unit's gradient: device -> host, to 16 bits

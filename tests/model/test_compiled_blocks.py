@@ -90,12 +90,12 @@ def test_binding_other_weights_compiles_nothing() -> None:
                 flat = flats[index + 1] * (1 + turn)
                 hidden = torch.linspace(-1, 1, 12 * 32).reshape(1, 12, 32).requires_grad_(gradients)
                 results = []
-                for run in (chain._runner.run_block, compiled):
+                for run in (chain.runner.run_block, compiled):
                     into: dict[str, torch.Tensor] = {}
                     sink = (lambda spec, gradient, into=into: into.update({spec.name: gradient})) if gradients else None
                     chain.bind(index + 1, flat, sink)
                     with torch.set_grad_enabled(gradients):
-                        out = run(chain._runner.blocks[index], hidden, call.args, call.kwargs)
+                        out = run(chain.runner.blocks[index], hidden, call.args, call.kwargs)
                     if gradients:
                         out.backward(torch.ones_like(out))
                     chain.release(index + 1)

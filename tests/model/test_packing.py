@@ -117,7 +117,7 @@ def test_what_is_run_sample_by_sample_is_planned_without_replay_and_with_room_fo
     costs = profile(chain, 2, 16)
     assert costs.by_samples
     assert not any(block.operators or block.skippable for block in costs.blocks)
-    chain._runner.samples_from = None
+    chain.runner.samples_from = None
     whole = profile(chain, 2, 16)
     waiting_bytes = 2 * 16 * 32 * 4
     for block, alone in zip(costs.blocks, whole.blocks, strict=True):

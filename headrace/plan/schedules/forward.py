@@ -22,6 +22,10 @@ def build_forward(plan: Plan, num_micro_batches: int, before: Snapshot) -> tuple
 class _Forward(Weights):
     """Emits operations in order."""
 
+    def __init__(self, plan: Plan, before: Snapshot) -> None:
+        super().__init__(plan, before)
+        self.plan = plan
+
     def run(self, num_micro: int) -> None:
         plan, op = self.plan, self.ledger.op
         for end in plan.ends:

@@ -4,11 +4,13 @@ What a schedule does with a block it says by `acquire` and `release`; when it wi
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from headrace.plan.buffer_sizes import SOURCE_SLOTS
 from headrace.plan.ledger import Ledger, Snapshot
-from headrace.plan.plan import Plan
+from headrace.plan.results import Results
+from headrace.terms.forms import UnitFigures
+from headrace.terms.layout import PlaneSet
 from headrace.terms.program import Lane, Pool, Verb, buffer
 
 HOST, COMPUTED = buffer(Pool.HOST_WEIGHTS), buffer(Pool.DEVICE_WEIGHTS)
@@ -18,11 +20,57 @@ STAGING = buffer(Pool.STAGING)
 NONE = -1
 
 
+class WeightsPlan(Protocol):
+    """What of a plan, of whatever kind, says how weights come."""
+
+    @property
+    def separate_device(self) -> bool:
+        """Whether compute reads other memory than the host's."""
+
+    @property
+    def units(self) -> tuple[UnitFigures, ...]:
+        """Prologue, blocks, epilogue."""
+
+    @property
+    def num_blocks(self) -> int:
+        """How many of the units are blocks."""
+
+    @property
+    def host_slots(self) -> int:
+        """Blocks in host memory."""
+
+    @property
+    def device_slots(self) -> int:
+        """Blocks where compute reads them, if that is elsewhere, or if they are made."""
+
+    @property
+    def resident_units(self) -> tuple[int, ...]:
+        """The units whose weights stay where compute reads them."""
+
+    @property
+    def far_units(self) -> tuple[int, ...]:
+        """The units that live at another site."""
+
+    @property
+    def planes(self) -> PlaneSet:
+        """The weights' plane among others."""
+
+    @property
+    def results(self) -> Results:
+        """What was found of the plan's choices."""
+
+    def stored_bytes(self, unit: int) -> int:
+        """Return the bytes of a unit that are fetched."""
+
+    def trained_bytes(self, unit: int) -> int:
+        """Return the bytes of what is trained beside a unit's frozen weights."""
+
+
 class Weights:
     """Emits the operations that bring weights, in order, into the program that is being built."""
 
-    def __init__(self, plan: Plan, before: Snapshot) -> None:
-        self.plan = plan
+    def __init__(self, plan: WeightsPlan, before: Snapshot) -> None:
+        self._weights_plan = plan
         self.ledger, self.results = Ledger(before), plan.results
         self.contents = self.ledger.contents
         self.separate, self.blocks = plan.separate_device, plan.num_blocks
@@ -115,7 +163,7 @@ class Weights:
 
     def make(self, block: int, host: int, slot: int) -> None:
         """Make a slot of what is stored and what is trained besides; on a separate device, of what is sent there for it."""
-        plan, op, figures = self.plan, self.ledger.op, self.plan.units[block]
+        plan, op, figures = self._weights_plan, self.ledger.op, self._weights_plan.units[block]
         sources: tuple[int, ...] = (host, TRAINED + block) if figures.has_own_family else (host,)
         made_bytes = plan.planes.weight.num_bytes(figures.num_elements)
         if self.separate:

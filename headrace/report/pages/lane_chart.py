@@ -13,7 +13,7 @@ from headrace.terms.sizes import format_bytes
 
 # Families of verbs, each with a colour of its own in the style sheet.
 FAMILIES = {
-    "forward": ("prologue", "forward", "score"),
+    "forward": ("prologue", "forward", "score", "turn"),
     "backward": ("epilogue", "backward", "prologue-backward"),
     "weights": ("fetch", "pull", "upload", "make", "write-weights"),
     "activations": ("stash", "spill", "unspill", "recall"),

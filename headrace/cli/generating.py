@@ -1,0 +1,88 @@
+"""`headrace generate`: text on stdout and nothing else there; plans, progress and errors on stderr.
+
+Invariant: what was printed stays.
+"""
+
+import sys
+from pathlib import Path
+from typing import Any, TextIO
+
+from headrace.cli.environment import machine_profile_path
+from headrace.cli.plain_errors import INTERRUPTED, leave
+from headrace.plan.machine_profiles import load_profile
+from headrace.terms.ceilings import Ceilings
+from headrace.terms.errors import ConfigError
+from headrace.terms.events import Event, Notice
+from headrace.terms.generate_options import GenerateOptions
+
+_BYE = ("/bye", "/exit", "/quit")
+
+
+def generate(model: str, options: GenerateOptions) -> None:
+    """Answer a prompt or hold a conversation, as `options` say.
+
+    Raises:
+        InputError, PlanInfeasible, StorageError: see what is called.
+    """
+    talks = sys.stdin.isatty() and sys.stdout.isatty()
+    if options.prompt is None and not talks:
+        raise ConfigError("prompt: none was given; give --prompt TEXT, --prompt - for standard input")
+    prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
+    from headrace.runs.generating import Talk  # late: it brings torch
+    from headrace.runs.generation_source import open_generator
+
+    try:
+        with Talk(open_generator(Path(model), options, ceilings_of(options), say), options, say) as talk:
+            if prompt is not None:
+                talk.answer(prompt, _write, _tell_plan)
+                _write("\n")
+            else:
+                _converse(talk)
+    except KeyboardInterrupt:
+        _write("\n")
+        leave("interrupted", INTERRUPTED)
+
+
+def ceilings_of(options: GenerateOptions) -> Ceilings | None:
+    """Return the machine that is planned for: the one that is named, or what was measured of this one."""
+    if options.machine is not None:
+        return load_profile(options.machine) if isinstance(options.machine, str) else options.machine
+    path = machine_profile_path()
+    return load_profile(path) if path.exists() else None
+
+
+def say(event: Event) -> None:
+    """Print what a person should know."""
+    if isinstance(event, Notice):
+        _line(sys.stderr, event.text)
+
+
+def _converse(talk: Any) -> None:
+    messages: list[dict[str, str]] = []
+    while True:
+        sys.stderr.write("> ")
+        sys.stderr.flush()
+        words = sys.stdin.readline()
+        if not words or words.strip() in _BYE:
+            return
+        if not words.strip():
+            continue
+        messages.append({"role": "user", "content": words.rstrip("\n")})
+        answer = talk.answer(messages, _write, _tell_plan)
+        _write("\n")
+        messages.append({"role": "assistant", "content": answer.text})
+
+
+def _tell_plan(plan: Any) -> None:
+    for line in plan.explain().splitlines():
+        _line(sys.stderr, line)
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _line(stream: TextIO, text: str) -> None:
+    stream.write(f"{text}\n")
+    stream.flush()

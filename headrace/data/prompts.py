@@ -1,0 +1,73 @@
+"""Prompts to tokens, and tokens to answers: text, conversations by the tokenizer's chat template, and where an answer ends.
+
+Invariant: a prompt is tokenised as transformers' own examples do it: the template brings its own marks, so none is added twice.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from headrace.terms.errors import DataError, ModelError
+
+Messages = Sequence[Mapping[str, Any]]
+STOP, LENGTH = "stop", "length"
+
+
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """Makes token ids of prompts with a tokenizer. `raw`: text stays as it is; `system` begins conversations without one."""
+
+    tokenizer: Any
+    raw: bool = False
+    system: str | None = None
+
+    def of_text(self, text: str) -> list[int]:
+        """Return the ids of a text: of what a user says, where the tokenizer has a chat template, unless `raw`.
+
+        Raises:
+            DataError: there is no token in it, or the template refuses it.
+            ModelError: there is a system message, and no template that would say where it goes.
+        """
+        if not self.raw and self.tokenizer.chat_template:
+            return self.of_messages([{"role": "user", "content": text}])
+        if self.system is not None:
+            raise ModelError(
+                "system: the tokenizer has no chat template, or prompts are taken raw; write the system message into the prompt"
+            )
+        return _some(list(self.tokenizer([text])["input_ids"][0]))
+
+    def of_messages(self, messages: Messages) -> list[int]:
+        """Return the ids of a conversation, with the opening of the assistant's turn.
+
+        Raises:
+            ModelError: the tokenizer has no chat template.
+            DataError: the template refuses the conversation.
+        """
+        if not self.tokenizer.chat_template:
+            raise ModelError(
+                "the prompt is a conversation, but the tokenizer has no chat template; use the tokenizer of an instruct model, "
+                "add a chat_template.jinja to its directory, or give the prompt as text with --raw"
+            )
+        whole = list(messages)
+        if self.system is not None and not (whole and whole[0].get("role") == "system"):
+            whole.insert(0, {"role": "system", "content": self.system})
+        try:
+            text = self.tokenizer.apply_chat_template(whole, tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # templates are programs of the model's author
+            raise DataError(f"the chat template refuses this conversation ({error}); correct its messages") from error
+        return _some(list(self.tokenizer([text], add_special_tokens=False)["input_ids"][0]))
+
+
+def answer_of(tokenizer: Any, tokens: Sequence[int], ends: frozenset[int], stops: Sequence[str]) -> tuple[str, str]:
+    """Return the text of an answer and why it ends: `stop` at a mark or a text that ends it, `length` where it was cut."""
+    text = str(tokenizer.decode(list(tokens), skip_special_tokens=True))
+    cuts = [place for stop in stops if (place := text.find(stop)) >= 0]
+    if cuts:
+        return text[: min(cuts)], STOP
+    return text, STOP if tokens and tokens[-1] in ends else LENGTH
+
+
+def _some(ids: list[int]) -> list[int]:
+    if not ids:
+        raise DataError("the prompt is empty: it has no tokens; give a text")
+    return ids

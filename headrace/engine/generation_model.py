@@ -1,0 +1,169 @@
+"""What a generation is about: a model, where its weights come from, and how it is asked to generate."""
+
+import contextlib
+import copy
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+
+from headrace.answers.model_config import position_limit
+from headrace.flow.sources import ShardSource, WeightSource
+from headrace.machine.here import this_machine
+from headrace.machine.protocol import Machine
+from headrace.model import Chain, Checkpoint, check_whole
+from headrace.model.generation_check import check_generation, ready_to_generate
+from headrace.terms.budget import Budget
+from headrace.terms.errors import ConfigError, ModelError, in_one_line
+from headrace.terms.events import Event, Sink
+from headrace.terms.optimizer import Optimizer
+
+# Where neither the model nor anybody says how many.
+_NEW_TOKENS = 512
+_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+
+
+@dataclass
+class GenerationModel:
+    """A model that is ready to generate. `source` has its weights; `directory` its configuration and tokenizer.
+
+    `generation_config` is what the model's directory says, or transformers' own.
+    """
+
+    directory: Path
+    chain: Chain
+    source: WeightSource
+    machine: Machine
+    generation_config: Any
+    notes: tuple[str, ...] = ()
+    closers: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+
+    @classmethod
+    def of_directory(cls, directory: Path, budget: Budget, compute_dtype: str | None, sink: Sink | None) -> "GenerationModel":
+        """Open a model directory, whose weights stay where they are.
+
+        Raises:
+            ModelError: it cannot be read, or its architecture cannot generate block by block.
+        """
+        checkpoint, chain, machine = open_chain(directory, budget, compute_dtype)
+        weights = chain.attach(checkpoint)
+        source = ShardSource(chain, weights, sink or _silent, on_cpu=not machine.separate_device)
+        return cls.of(directory, chain, source, machine, (*checkpoint.notes, *source.notes))
+
+    @classmethod
+    def of(
+        cls, directory: Path, chain: Chain, source: WeightSource, machine: Machine, notes: tuple[str, ...]
+    ) -> "GenerationModel":
+        """Return the model of a chain, laid out as `source` has it."""
+        chain.lay_out(source.layouts)
+        config = read_generation_config(directory, chain.model)
+        chain.model.generation_config = config
+        return cls(directory, chain, source, machine, config, notes)
+
+    def settings(self, longest: int, config: Any, changes: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments of `generate` for prompts of up to `longest` tokens: a configuration of its own, and the rest.
+
+        Raises:
+            ConfigError: transformers refuses a setting; a token that ends texts is none of the model's; too few positions.
+        """
+        own = copy.deepcopy(config if config is not None else self.generation_config)
+        try:
+            rest = own.update(**{"use_cache": True, **changes})
+        except Exception as error:  # whatever transformers raises for values that cannot be
+            raise ConfigError(f"generation: {in_one_line(error)}") from error
+        vocabulary = self.chain.vocabulary
+        for token in sorted(end_tokens(own)):
+            if not 0 <= token < vocabulary:
+                raise ConfigError(
+                    f"generation: eos_token_id {token} is no token of the model, which has {vocabulary}; correct "
+                    "generation_config.json, or name the token that ends a text"
+                )
+        if own.pad_token_id is None:
+            own.pad_token_id = min(end_tokens(own), default=0)
+        if own.max_new_tokens is None:
+            limit = position_limit(self.chain.config)
+            own.max_new_tokens = min(_NEW_TOKENS, limit - longest) if limit else _NEW_TOKENS
+        own.max_length = None
+        self.check_positions(longest, own.max_new_tokens)
+        return {"generation_config": own, **rest}
+
+    def check_positions(self, prompt_length: int, new_tokens: int) -> None:
+        """Refuse more tokens than the model has positions for.
+
+        Raises:
+            ConfigError: there are fewer.
+        """
+        limit = position_limit(self.chain.config)
+        if limit and prompt_length + max(1, new_tokens) > limit:
+            raise ConfigError(
+                f"prompt: {prompt_length} tokens and {max(1, new_tokens)} new ones are more than the {limit} positions of the "
+                f"model; shorten the prompt, or give --max-new-tokens {max(0, limit - prompt_length)}"
+                if prompt_length < limit
+                else f"prompt: {prompt_length} tokens are as many as the model has positions ({limit}), or more; shorten it"
+            )
+
+    def close(self) -> None:
+        """Close the weights."""
+        self.source.close()
+        self.closers.close()
+
+
+def open_chain(directory: Path, budget: Budget, compute_dtype: str | None) -> tuple[Checkpoint, Chain, Machine]:
+    """Return a model directory's checkpoint, its chain ready to generate, and the machine that computes it.
+
+    Raises:
+        ModelError: it cannot be read, or its architecture cannot generate block by block.
+    """
+    checkpoint = Checkpoint.open(directory)
+    check_generation(checkpoint.config)
+    check_whole(checkpoint.config, checkpoint.whole)
+    chain = Chain.from_config(checkpoint.config, compute_dtype or stored_dtype(checkpoint), Optimizer())
+    ready_to_generate(chain.model)
+    machine = this_machine(budget.device_bytes)
+    chain.move_buffers(machine.device)
+    if not machine.multiplies(chain.compute_dtype):
+        chain.multiply_wide()
+    return checkpoint, chain, machine
+
+
+def stored_dtype(checkpoint: Checkpoint) -> str:
+    """Return the dtype of most of a checkpoint's weights."""
+    found: Counter[str] = Counter()
+    for tensor in checkpoint.tensors.values():
+        if tensor.dtype in _DTYPES:
+            found[tensor.dtype] += tensor.num_bytes
+    if not found:
+        raise ModelError(f"{checkpoint.directory}: no tensor is {', '.join(_DTYPES)}; weights of other dtypes are not read")
+    return _DTYPES[found.most_common(1)[0][0]]
+
+
+def read_generation_config(directory: Path, model: Any) -> Any:
+    """Return the generation configuration in a model directory, or what transformers makes of the model's own.
+
+    Raises:
+        ModelError: the file is there, and cannot be read.
+    """
+    if not (directory / "generation_config.json").exists():
+        return copy.deepcopy(model.generation_config)
+    try:
+        return GenerationConfig.from_pretrained(directory, local_files_only=True)
+    except Exception as error:  # whatever transformers raises for what a file may hold
+        raise ModelError(
+            f"{directory / 'generation_config.json'}: transformers does not accept it: {in_one_line(error)}"
+        ) from error
+
+
+def end_tokens(config: Any) -> frozenset[int]:
+    """Return the tokens that end a text under a generation configuration."""
+    ends = config.eos_token_id
+    if isinstance(ends, torch.Tensor):
+        ends = ends.tolist()
+    return frozenset() if ends is None else frozenset(ends) if isinstance(ends, list | tuple) else frozenset({int(ends)})
+
+
+def _silent(event: Event) -> None:
+    """Sink of a generator that was given none."""

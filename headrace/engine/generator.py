@@ -1,0 +1,297 @@
+"""The engine of generations: a model of any size, its prompts in seats, pass by pass until all are answered.
+
+What a seat runs is transformers' own `generate` (model/seats.py); a pass takes all seats through all blocks (flow/generate.py).
+A seat whose answers are complete makes way for the next micro-batch, which comes in with its prompt while others decode.
+"""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from headrace.answers.generation import GenerationPlanner
+from headrace.engine.generation_model import GenerationModel, end_tokens
+from headrace.flow.execute import Interpreter, OverlappedInterpreter, PlainInterpreter
+from headrace.flow.generate import GenerationBuffers, Pass, load_residents, run_pass
+from headrace.machine.host_memory import keep_freed_memory
+from headrace.model.generation_check import seat_taps
+from headrace.model.seats import Seat
+from headrace.plan.compose import composed
+from headrace.plan.generation import GenerationPlan
+from headrace.plan.ledger import Snapshot
+from headrace.plan.schedules.generate import build_pass
+from headrace.terms.budget import Budget
+from headrace.terms.ceilings import Ceilings
+from headrace.terms.errors import ConfigError, PlanInfeasible, StepFailed
+from headrace.terms.events import GenerationPass, Sink
+from headrace.terms.program import Lane, Program
+
+# Programs that are kept: the steady state repeats a few.
+_MOST_PROGRAMS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Rows of token ids that are generated together, and with what: `settings` are arguments of transformers' `generate`.
+
+    `number` is the caller's. Random numbers begin at `seed`, as after `torch.manual_seed(seed)`.
+    """
+
+    number: int
+    rows: tuple[tuple[int, ...], ...]
+    seed: int
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def length(self) -> int:
+        """Tokens of the longest row."""
+        return max(map(len, self.rows))
+
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """What became of a micro-batch: per row the new tokens, without what only fills it; `raw` is what `generate` returned."""
+
+    batch: MicroBatch
+    tokens: tuple[tuple[int, ...], ...]
+    raw: Any
+
+
+class Generator:
+    """Generates with one model out of core. Use as a context manager, or `close` it."""
+
+    def __init__(self, model: GenerationModel, planner: GenerationPlanner, interpreter: str, sink: Sink | None) -> None:
+        self.model, self._planner = model, planner
+        self._sink, self._interpreter_name = sink, interpreter
+        self.plan: GenerationPlan | None = None
+        self._closers = contextlib.ExitStack()
+        self._closers.callback(model.close)
+        self._interpreter: Interpreter | None = None
+        self._pass: Pass | None = None
+        self._programs: dict[tuple[int, Snapshot], tuple[Program, Snapshot]] = {}
+        self._left, self._number = Snapshot(), 0
+        keep_freed_memory(False)
+
+    @classmethod
+    def open(
+        cls,
+        model: str | Path,
+        budget: Budget | None = None,
+        *,
+        compute_dtype: str | None = None,
+        machine: Ceilings | None = None,
+        rows: int | None = None,
+        seats: int | None = None,
+        interpreter: str = "overlapped",
+        sink: Sink | None = None,
+        opened: Callable[[Budget, str | None, Sink | None], GenerationModel] | None = None,
+    ) -> "Generator":
+        """Return the generator of a model directory, whose weights are read where they lie; nothing of them is read yet.
+
+        `compute_dtype`: that of most weights. `machine` is what plans are made for; `rows` of a seat and `seats` are planned
+        where they are not given. `opened` opens the model otherwise than as a directory.
+
+        Raises:
+            InputError: the model cannot be read, or its architecture cannot generate block by block.
+        """
+        budget = budget or Budget()
+        found = (
+            opened(budget, compute_dtype, sink)
+            if opened
+            else GenerationModel.of_directory(Path(model), budget, compute_dtype, sink)
+        )
+        planner = GenerationPlanner(
+            found.chain,
+            found.source,
+            found.machine,
+            budget,
+            cores=torch.get_num_threads(),
+            ceilings=machine,
+            rows=rows,
+            seats=seats,
+            notes=found.notes,
+        )
+        return cls(found, planner, interpreter, sink)
+
+    def prepare(self, prompts: int, prompt_length: int, new_tokens: int) -> GenerationPlan:
+        """Return the plan for so many prompts, with its buffers made; an earlier one that holds them is kept.
+
+        Raises:
+            PlanInfeasible: a budget is too small; nothing has been allocated.
+            ConfigError: the model has fewer positions.
+        """
+        self.model.check_positions(prompt_length, new_tokens)
+        if self.plan is None or self._pass is None or not self.plan.holds(prompts, prompt_length, new_tokens):
+            plan = self._planner.plan(prompts, prompt_length, new_tokens)
+            self.use(plan)
+        assert self.plan is not None, "made above"
+        return self.plan
+
+    def prepare_at_least(self, prompts: int, prompt_length: int, new_tokens: int, tokens: int) -> GenerationPlan:
+        """Prepare likewise, for rows of at least `tokens` tokens where the model has positions for them and they fit."""
+        more = tokens - prompt_length - new_tokens
+        if more > 0:
+            with contextlib.suppress(ConfigError, PlanInfeasible):
+                return self.prepare(prompts, prompt_length + more, new_tokens)
+        return self.prepare(prompts, prompt_length, new_tokens)
+
+    def use(self, plan: GenerationPlan) -> None:
+        """Make the buffers of `plan`, and read what stays."""
+        self._drop()
+        model = self.model
+        self.plan = plan
+        self._pass = Pass(plan, model.chain, model.machine, model.source, GenerationBuffers(plan, model.machine))
+        load_residents(self._pass)
+        overlapped = self._interpreter_name == "overlapped"
+        self._interpreter = (OverlappedInterpreter if overlapped else PlainInterpreter)(model.machine, self._sink)
+        self._left, self._programs = Snapshot(), {}
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        generation_config: Any = None,
+        *,
+        seed: int = 0,
+        **settings: Any,
+    ) -> Iterator[tuple[int, tuple[int, ...]]]:
+        """Yield `(index, new tokens)` of prompts of token ids, as they are complete.
+
+        `generation_config` and `settings` are those of transformers' `generate`; without a configuration the model's counts.
+        Micro-batch k draws as after `torch.manual_seed(seed + k)`.
+        """
+        longest = max(map(len, prompts))
+        settings = self.model.settings(longest, generation_config, settings)
+        plan = self.prepare(len(prompts), longest, settings["generation_config"].max_new_tokens)
+        batches = composed([len(prompt) for prompt in prompts], [0] * len(prompts), plan.rows)
+        jobs = [
+            MicroBatch(number, tuple(tuple(prompts[index]) for index in members), seed + number, settings)
+            for number, members in enumerate(batches)
+        ]
+        for done in self.run(jobs):
+            yield from zip(batches[done.batch.number], done.tokens, strict=True)
+
+    def run(self, batches: Iterable[MicroBatch]) -> Iterator[Generated]:
+        """Yield micro-batches as they are complete; they enter in order, as many together as are planned.
+
+        Raises:
+            StepFailed: a lane failed.
+            whatever a seat's code raises.
+        """
+        assert self._pass is not None, "prepared"
+        assert self.plan is not None, "with a plan"
+        waiting = iter(batches)
+        model, live = self.model, dict[Seat, MicroBatch]()
+        with torch.no_grad(), seat_taps(model.chain.runner, self._seat_context) as taps, contextlib.ExitStack() as seats:
+            while True:
+                while len(live) < self.plan.seats and (batch := next(waiting, None)) is not None:
+                    seat = Seat(taps, self._call(batch), batch.seed)
+                    seats.callback(seat.close)
+                    live[seat] = batch
+                    self._first_turn(seat)
+                if not live:
+                    return
+                for seat in [each for each in live if each.done]:
+                    yield self._generated(live.pop(seat), seat.result)
+                if live and not any(seat.done for seat in live):
+                    self._run_pass(live)
+
+    def close(self) -> None:
+        """Free buffers and close the model's files."""
+        self._drop()
+        self._closers.close()
+
+    def __enter__(self) -> "Generator":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    # -- passes -----------------------------------------------------------------------------------------------------
+
+    def _run_pass(self, live: Mapping[Seat, MicroBatch]) -> None:
+        assert self._pass is not None, "prepared"
+        assert self.plan is not None, "with a plan"
+        assert self._interpreter is not None, "and an interpreter"
+        seats = list(live)
+        key = (len(seats), self._left)
+        if key not in self._programs:
+            if len(self._programs) == _MOST_PROGRAMS:
+                del self._programs[next(iter(self._programs))]
+            self._programs[key] = build_pass(self.plan, len(seats), self._left)
+        program, self._left = self._programs[key]
+        start, read = time.perf_counter(), self.model.source.bytes_read
+        try:
+            run_pass(program, replace(self._pass, seats=seats), self._interpreter, self._number)
+        except BaseException as failure:
+            self._interpreter.fail(failure)
+            raise
+        self._number += 1
+        if self._sink is not None:
+            self._sink(
+                GenerationPass(
+                    number=self._number,
+                    seats=len(seats),
+                    rows=sum(len(batch.rows) for batch in live.values()),
+                    finished=0,
+                    seconds=time.perf_counter() - start,
+                    bytes_read=self.model.source.bytes_read - read,
+                )
+            )
+
+    def _first_turn(self, seat: Seat) -> None:
+        with self.model.machine.lane(Lane.COMPUTE):
+            seat.turn()
+
+    def _seat_context(self) -> contextlib.AbstractContextManager[object]:
+        stack = contextlib.ExitStack()
+        stack.enter_context(self.model.machine.lane(Lane.COMPUTE))
+        stack.enter_context(self.model.chain.arithmetic())
+        return stack
+
+    def _call(self, batch: MicroBatch) -> Callable[[], Any]:
+        ids, mask = _padded(batch.rows, batch.settings["generation_config"].pad_token_id)
+        device = self.model.machine.device
+        inputs = {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
+        return lambda: self.model.chain.model.generate(**inputs, **batch.settings)
+
+    def _generated(self, batch: MicroBatch, raw: Any) -> Generated:
+        sequences = raw if isinstance(raw, torch.Tensor) else raw.sequences
+        config = batch.settings["generation_config"]
+        tokens = tuple(_until(row, config) for row in sequences[:, batch.length :].tolist())
+        return Generated(batch, tokens, raw)
+
+    def _drop(self) -> None:
+        if self._interpreter is not None:
+            with contextlib.suppress(StepFailed):
+                self._interpreter.wait()
+            self._interpreter.close()
+        if self._pass is not None:
+            for unit in self._pass.plan.resident_units:
+                self.model.chain.release(unit)
+            self.model.machine.release_host_buffers()
+        self._interpreter = self._pass = None
+
+
+def _padded(rows: Sequence[Sequence[int]], pad: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ids and mask (rows, longest): shorter rows are filled up on their left."""
+    length = max(map(len, rows))
+    ids = torch.full((len(rows), length), pad, dtype=torch.int64)
+    mask = torch.zeros((len(rows), length), dtype=torch.int64)
+    for number, row in enumerate(rows):
+        ids[number, length - len(row) :] = torch.tensor(row)
+        mask[number, length - len(row) :] = 1
+    return ids, mask
+
+
+def _until(tokens: Sequence[int], config: Any) -> tuple[int, ...]:
+    """Return the tokens up to the first that ends a row, and that; without the padding behind a row that a text ended."""
+    ends = end_tokens(config)
+    stop = next((place + 1 for place, token in enumerate(tokens) if token in ends), len(tokens))
+    while config.stop_strings and stop and tokens[stop - 1] == config.pad_token_id and config.pad_token_id not in ends:
+        stop -= 1
+    return tuple(tokens[:stop])

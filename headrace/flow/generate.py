@@ -1,0 +1,168 @@
+"""One pass of a generation. The program (plan/schedules/generate.py) lists operations; here is what each of its verbs does.
+
+The same interpreters perform it as perform a step, so reading ahead, copies and compute go on at once, and in either the same
+bits are computed.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from headrace.flow.buffers import TORCH_DTYPES, DeviceArena
+from headrace.flow.execute import Interpreter, Run
+from headrace.flow.sources import WeightSource
+from headrace.machine.arena import Arena
+from headrace.machine.host_memory import Bytes, huge_page_buffer
+from headrace.machine.protocol import Machine
+from headrace.model import Chain
+from headrace.model.seats import Seat
+from headrace.plan.generation import GenerationPlan, generation_buffers
+from headrace.terms.program import Lane, Op, Pool, Program, Verb
+from headrace.terms.sizes import PAGE_BYTES, round_up
+
+
+class GenerationBuffers:
+    """The buffers of a generation's plan, taken from one arena per tier. Index them with the slots of an operation."""
+
+    def __init__(self, plan: GenerationPlan, machine: Machine) -> None:
+        self.plan, self.dtype = plan, TORCH_DTYPES[plan.compute_dtype]
+        self._groups = generation_buffers(plan)
+        sizes = {"host": 0, "device": 0}
+        for tier, count, num_bytes in self._groups.values():
+            sizes[tier] += count * round_up(num_bytes, PAGE_BYTES)
+        self._host = Arena("host", sizes["host"], machine.host_buffer)
+        self._device = DeviceArena(machine, sizes["device"]) if plan.separate_device else None
+        self.host_weights = [self._host.take(size, "weights") for size in self._sizes("host_weights")]
+        self.device_weights = [tensor.view(self.dtype) for tensor in self._take_compute("device_weights")]
+        self.sources = self._take_compute("sources")
+        self.residents: dict[int, torch.Tensor] = {}
+        flat, start = self._take_compute("resident_weights")[0], 0
+        for unit in plan.resident_units:
+            size = plan.slot_bytes(unit)
+            self.residents[unit] = flat[start : start + size].view(self.dtype)
+            start += round_up(size, PAGE_BYTES)
+
+    def stored(self, unit: int, slot: int) -> Bytes:
+        """Return a unit's bytes as they were read into a slot."""
+        return self.host_weights[slot][: self.plan.stored_bytes(unit)]
+
+    def computed(self, unit: int, op: Op) -> torch.Tensor:
+        """Return the weights of a unit that compute reads, as an operation names their slot."""
+        slot = op.slot(Pool.DEVICE_WEIGHTS)
+        if slot >= 0:
+            return self.device_weights[slot][: self.plan.units[unit].num_elements]
+        return torch.from_numpy(self.stored(unit, op.slot(Pool.HOST_WEIGHTS))).view(self.dtype)
+
+    def _sizes(self, name: str) -> list[int]:
+        _, count, num_bytes = self._groups.get(name, ("", 0, 0))
+        return [num_bytes] * count
+
+    def _take_compute(self, name: str) -> list[torch.Tensor]:
+        if self._device is not None:
+            return [self._device.take(size) for size in self._sizes(name)]
+        return [torch.from_numpy(self._host.take(size, name)) for size in self._sizes(name)]
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What the operations of passes share. `seats` are those of this pass, by the number that operations give them."""
+
+    plan: GenerationPlan
+    chain: Chain
+    machine: Machine
+    source: WeightSource
+    buffers: GenerationBuffers
+    seats: Sequence[Seat] = ()
+
+
+def run_pass(program: Program, state: Pass, interpreter: Interpreter, number: int) -> Run:
+    """Run one pass. On return all its seats have taken their turn; what the next pass needs is being fetched."""
+
+    def perform(op: Op) -> None:
+        with state.chain.arithmetic() if op.lane is Lane.COMPUTE else nullcontext():
+            HANDLERS[op.verb](state, op)
+
+    with torch.no_grad():
+        return interpreter.run(program, perform, number)
+
+
+def load_residents(state: Pass) -> None:
+    """Bring prologue and epilogue to where they stay, and bind them."""
+    plan, buffers, source = state.plan, state.buffers, state.source
+    for unit, into in buffers.residents.items():
+        figures = plan.units[unit]
+        stored = huge_page_buffer(round_up(plan.stored_bytes(unit), PAGE_BYTES))[: plan.stored_bytes(unit)]
+        source.read(unit, stored)
+        read = torch.from_numpy(stored)
+        if figures.is_made:
+            made = torch.empty(figures.num_elements, dtype=buffers.dtype) if plan.separate_device else into
+            trained = source.trained.get(unit)
+            source.make(unit, read, None if trained is None else torch.from_numpy(trained).view(torch.float32), made)
+        else:
+            made = read.view(buffers.dtype)
+        if made is not into:
+            into.copy_(made)
+        state.chain.bind(unit, into, None, as_loaded=True)
+
+
+def _fetch(state: Pass, op: Op) -> None:
+    state.source.read(op.unit, state.buffers.stored(op.unit, op.slot(Pool.HOST_WEIGHTS)))
+
+
+def _upload(state: Pass, op: Op) -> None:
+    """Copy a block's weights to the device; of those that are made, what they are made of."""
+    buffers, unit, sent = state.buffers, op.unit, op.slot(Pool.SOURCES)
+    stored = buffers.stored(unit, op.slot(Pool.HOST_WEIGHTS))
+    if sent >= 0:
+        sources = [trained] if (trained := state.source.trained.get(unit)) is not None else []
+        if state.plan.units[unit].stored_bytes is not None:
+            sources.insert(0, stored)
+        start = 0
+        for each in sources:
+            state.machine.copy(buffers.sources[sent][start : start + each.size], torch.from_numpy(each))
+            start += each.size
+    if sent < 0 or op.slot(Pool.DEVICE_WEIGHTS) >= 0:
+        state.machine.copy(buffers.computed(unit, op), torch.from_numpy(stored).view(buffers.dtype))
+
+
+def _make(state: Pass, op: Op) -> None:
+    """Make the weights that compute reads, of what is in host memory or was sent to the device."""
+    buffers, unit, sent = state.buffers, op.unit, op.slot(Pool.SOURCES)
+    into, figures = buffers.computed(unit, op), state.plan.units[unit]
+    stored: torch.Tensor | None
+    trained: torch.Tensor | None = None
+    if sent < 0:
+        stored = torch.from_numpy(buffers.stored(unit, op.slot(Pool.HOST_WEIGHTS)))
+        if (held := state.source.trained.get(unit)) is not None:
+            trained = torch.from_numpy(held)
+    else:
+        coded, whole = figures.stored_bytes or 0, buffers.sources[sent]
+        stored = whole[:coded] if coded else None
+        trained = whole[coded : coded + state.plan.trained_bytes(unit)] if figures.has_own_family else None
+    state.source.make(unit, stored, None if trained is None else trained.view(torch.float32), into)
+
+
+def _forward(state: Pass, op: Op) -> None:
+    seat, chain = state.seats[op.micro], state.chain
+    assert seat.hidden is not None, "a seat of a pass is parked"
+    chain.bind(op.unit, state.buffers.computed(op.unit, op), None, as_loaded=True)
+    try:
+        seat.hidden = chain.block(op.unit - 1, seat.hidden, seat.calls[op.unit - 1]).hidden
+    finally:
+        chain.release(op.unit)
+
+
+def _turn(state: Pass, op: Op) -> None:
+    state.seats[op.micro].turn()
+
+
+HANDLERS: Mapping[Verb, Callable[[Any, Op], None]] = {
+    Verb.FETCH: _fetch,
+    Verb.UPLOAD: _upload,
+    Verb.MAKE: _make,
+    Verb.FORWARD: _forward,
+    Verb.TURN: _turn,
+}

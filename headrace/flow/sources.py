@@ -1,0 +1,133 @@
+"""Where the weights of a generation come from: a model's own files, or a store. One contract, and what of it reads what.
+
+The seam is `make`: there a unit's bytes as they were read become the slot that compute reads.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from headrace.files import ExtentReader
+from headrace.flow.make import Maker
+from headrace.machine.host_memory import Bytes, huge_page_buffer
+from headrace.model import Chain, WeightMap, import_unit
+from headrace.model.in_place import StoredUnit, paths_of, stored_units
+from headrace.store import StateStore
+from headrace.terms.events import Sink
+from headrace.terms.families import TRAINED, WEIGHTS
+from headrace.terms.forms import Form, UnitFigures, home_of
+from headrace.terms.layout import UnitLayout, planes_with
+
+
+class WeightSource(Protocol):
+    """Weights by unit. Nothing of what is read changes while it is open."""
+
+    layouts: tuple[UnitLayout, ...]
+    figures: tuple[UnitFigures, ...]
+    trained: dict[int, Bytes]  # by unit, what a run has trained beside frozen weights, in host memory
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes read so far."""
+
+    def read(self, unit: int, into: Bytes) -> None:
+        """Fill `into` with a unit's bytes as they are stored."""
+
+    def make(self, unit: int, stored: torch.Tensor | None, trained: torch.Tensor | None, into: torch.Tensor) -> None:
+        """Fill the flat slot `into` of a unit that is made. See `Maker.make`."""
+
+    def close(self) -> None:
+        """Let go of the files."""
+
+
+class ShardSource:
+    """The weights in a model's own safetensors files."""
+
+    def __init__(self, chain: Chain, weights: WeightMap, sink: Sink, *, on_cpu: bool) -> None:
+        self._weights = weights
+        self._units = stored_units(chain.layouts, weights, chain.dtype, on_cpu=on_cpu)
+        self._plane = planes_with(chain.compute_dtype, ()).weight
+        self._reader = ExtentReader(paths_of(self._units), sink=sink)
+        self.layouts = tuple(unit.layout for unit in self._units)
+        self.figures = tuple(_figures_of(index, unit, chain.num_blocks) for index, unit in enumerate(self._units))
+        self.trained: dict[int, Bytes] = {}
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes read of extents so far."""
+        return self._reader.bytes_read
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a person should know of how weights are read."""
+        blocks = [unit for unit in self._units if not unit.extents]
+        if not blocks:
+            return ()
+        return (
+            f"{len(blocks)} of {len(self._units)} units are stored otherwise than they are computed, and made for each pass",
+        )
+
+    def read(self, unit: int, into: Bytes) -> None:
+        """See `WeightSource.read`."""
+        stored = self._units[unit]
+        if stored.extents:
+            self._reader.read(stored.extents, into).wait()
+        else:
+            import_unit(self._weights, stored.layout, into.view(self._plane.dtype), None)
+
+    def make(self, unit: int, stored: torch.Tensor | None, trained: torch.Tensor | None, into: torch.Tensor) -> None:
+        """See `WeightSource.make`."""
+        assert stored is not None, "a unit of a file is made of what was read"
+        self._units[unit].put(stored, into)
+
+    def close(self) -> None:
+        """Close the files."""
+        self._reader.close()
+
+
+class StoreSource:
+    """The weights that a store holds: its last commit, with what was trained beside frozen weights."""
+
+    def __init__(self, store: StateStore, forms: Sequence[Form], maker: Maker) -> None:
+        self._store, self._maker = store, maker
+        self.layouts = tuple(form.layout for form in forms)
+        self.figures = tuple(form.figures for form in forms)
+        self.trained = {}
+        for index, unit in enumerate(store.manifest.units):
+            if (family := unit.family(TRAINED)) is not None:
+                self.trained[index] = huge_page_buffer(family.num_bytes)
+                store.read(index, TRAINED, self.trained[index]).wait()
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes that the store has read."""
+        return self._store.bytes_read
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Nothing to say."""
+        return ()
+
+    def read(self, unit: int, into: Bytes) -> None:
+        """See `WeightSource.read`."""
+        self._store.read(unit, WEIGHTS, into).wait()
+
+    def make(self, unit: int, stored: torch.Tensor | None, trained: torch.Tensor | None, into: torch.Tensor) -> None:
+        """See `WeightSource.make`."""
+        self._maker.make(unit, stored, trained, into)
+
+    def close(self) -> None:
+        """Close the store."""
+        self._store.close()
+
+
+def _figures_of(index: int, unit: StoredUnit, num_blocks: int) -> UnitFigures:
+    return UnitFigures(
+        name=unit.layout.name,
+        num_elements=unit.layout.num_elements,
+        num_parameters=unit.layout.num_parameters,
+        home=home_of(index, num_blocks),
+        trained_elements=0,
+        stored_bytes=unit.num_bytes if unit.placements else None,
+    )

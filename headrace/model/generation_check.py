@@ -1,0 +1,119 @@
+"""Find out by trying whether an architecture generates block by block what its own `generate` does.
+
+Invariant: nothing is generated with an architecture whose tiny instance gave other bits than transformers' own loop.
+"""
+
+import contextlib
+from collections.abc import Hashable, Mapping
+from functools import lru_cache
+from typing import Any, cast
+
+import torch
+
+from headrace.model.find_blocks import check_architecture
+from headrace.model.probe import tiny_runner
+from headrace.model.runner import Runner
+from headrace.model.seats import Seat, SeatTaps
+from headrace.model.thresholds import architecture_key
+from headrace.terms.errors import ModelError, in_one_line
+
+_NEW_TOKENS = 4
+_SEEDS = (3, 4)
+_WAYS: tuple[Mapping[str, Any], ...] = ({"do_sample": False}, {"do_sample": True, "temperature": 0.8, "top_p": 0.9})
+
+
+def check_generation(config: Any) -> None:
+    """Generate with two interleaved micro-batches of padded rows on a tiny instance, greedily and sampled, block by block.
+
+    Raises:
+        ModelError: tokens or logits differ from `generate`'s own in any bit, or it cannot be run so; the message says why.
+    """
+    check_architecture(config)
+    if reason := _generation_check(cast(Hashable, type(config)), architecture_key(config)):
+        raise ModelError(f"{type(config).__name__}: cannot generate block by block: {reason}")
+
+
+def ready_to_generate(model: Any) -> None:
+    """Put a model of transformers into the state in which it generates: evaluation, with a cache, experts one by one.
+
+    Off the CPU, `generate` would change how experts are computed for the whole model and all seats, while one of them decodes.
+    """
+    model.eval()
+    model.config.use_cache = True
+    with contextlib.suppress(ValueError):  # it has none, or computes them in its own way
+        model.set_experts_implementation("eager")
+
+
+def seat_taps(runner: Runner, context: Any) -> SeatTaps:
+    """Return the taps of a runner's blocks."""
+    return SeatTaps(runner.blocks, runner.outside, runner.tuple_length, context, runner.takes)
+
+
+@lru_cache(maxsize=64)
+def _generation_check(config_class: type, key: str) -> str:
+    runner = tiny_runner(config_class, key)
+    ready_to_generate(runner.model)
+    for way in _WAYS:
+        try:
+            expected = [
+                _alone(runner.model, rows, way, seed) for rows, seed in zip(_micro_batches(runner), _SEEDS, strict=True)
+            ]
+        except Exception as error:  # the architecture's own code
+            return f"its own generate raises {in_one_line(error)}"
+        try:
+            found = _block_by_block(runner, way)
+        except Exception as error:
+            return f"its code raises {in_one_line(error)} there and not in its own generate"
+        for own, ours in zip(expected, found, strict=True):
+            if not torch.equal(own.sequences, ours.sequences):
+                return "tokens differ from those of its own generate"
+            for one, other in zip(own.logits, ours.logits, strict=True):
+                if not torch.equal(one, other):
+                    return f"logits differ from those of its own generate by {float((one - other).abs().max()):.2g}"
+    return ""
+
+
+def _micro_batches(runner: Runner) -> list[dict[str, torch.Tensor]]:
+    """Return two micro-batches of two rows each, the second row padded on its left."""
+    generator = torch.Generator().manual_seed(2)
+    high = runner.model.get_input_embeddings().weight.shape[0]
+    batches = []
+    for length, padding in ((11, 4), (9, 2)):
+        ids = torch.randint(3, high, (2, length), generator=generator)
+        mask = torch.ones_like(ids)
+        ids[1, :padding], mask[1, :padding] = 0, 0
+        batches.append({"input_ids": ids, "attention_mask": mask})
+    return batches
+
+
+def _settings(way: Mapping[str, Any]) -> dict[str, Any]:
+    asked = {"max_new_tokens": _NEW_TOKENS, "pad_token_id": 0, "eos_token_id": None, "use_cache": True}
+    return {**asked, "return_dict_in_generate": True, "output_logits": True, **way}
+
+
+def _alone(model: Any, rows: Mapping[str, torch.Tensor], way: Mapping[str, Any], seed: int) -> Any:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return model.generate(**rows, **_settings(way))
+
+
+def _block_by_block(runner: Runner, way: Mapping[str, Any]) -> list[Any]:
+    def run(rows: Mapping[str, torch.Tensor]) -> Any:
+        return lambda: runner.model.generate(**rows, **_settings(way))
+
+    with seat_taps(runner, torch.no_grad) as taps, torch.no_grad():
+        seats = [Seat(taps, run(rows), seed) for rows, seed in zip(_micro_batches(runner), _SEEDS, strict=True)]
+        try:
+            for seat in seats:
+                seat.turn()
+            while live := [seat for seat in seats if not seat.done]:
+                for index in range(len(runner.blocks)):
+                    for seat in live:
+                        assert seat.hidden is not None, "it is parked"
+                        seat.hidden = runner.block(index, seat.hidden, seat.calls[index]).hidden
+                for seat in live:
+                    seat.turn()
+        finally:
+            for seat in seats:
+                seat.close()
+    return [seat.result for seat in seats]

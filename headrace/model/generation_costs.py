@@ -1,0 +1,165 @@
+"""What it costs to generate: a seat's first pass and the one after, from shapes alone, and what its cache takes.
+
+As in `cost_profile`, the model's own code runs on fake tensors. Caches are transformers' own, whatever a block keeps in them:
+keys and values, latents, windows, states.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import DynamicCache
+
+from headrace.model.chain import Chain
+from headrace.model.cost_meter import CostMeter
+from headrace.model.cost_profile import call_bytes, tensors_of
+from headrace.model.runner import left_as_found
+from headrace.model.taps import BlockCall, Taps
+from headrace.terms.costs import GenerationCosts, PassCosts
+from headrace.terms.errors import HeadraceError, ModelError, in_one_line
+
+# Of the logits of a step, in float32, as processors, sorting and sampling make them (counted in transformers 5.23).
+_COPIES_OF_LOGITS = 8
+
+
+def generation_costs(chain: Chain, rows: int, prompt_length: int) -> GenerationCosts:
+    """Return the costs of a seat of `rows` prompts of `prompt_length` tokens. The chain must be ready to generate.
+
+    Raises:
+        ModelError: its code asks for values, of which there are none.
+    """
+    try:
+        with (
+            _experts_at_once(chain.model),
+            left_as_found(chain.model.modules()),
+            FakeTensorMode(allow_non_fake_inputs=True),
+            torch.no_grad(),
+        ):
+            return _costs(chain, rows, prompt_length)
+    except HeadraceError:
+        raise
+    except Exception as error:  # the architecture's own code on tensors without values
+        raise ModelError(
+            f"{type(chain.model).__name__}: a generation cannot be planned: it fails on shapes alone: {in_one_line(error)}"
+        ) from error
+
+
+@contextmanager
+def _experts_at_once(model: Any) -> Iterator[None]:
+    """Compute experts as grouped products while entered: one by one, they ask which of them are wanted. As many operations."""
+    before = model.get_experts_implementation()
+    changes = True
+    try:
+        model.set_experts_implementation("grouped_mm")
+    except ValueError:  # it has none, or computes them in its own way
+        changes = False
+    try:
+        yield
+    finally:
+        if changes:
+            model.set_experts_implementation(before)
+
+
+def _costs(chain: Chain, rows: int, prompt_length: int) -> GenerationCosts:
+    ends = (0, chain.num_blocks + 1) if chain.has_epilogue_unit else (0,)
+    for unit in ends:
+        chain.bind(unit, torch.zeros(chain.layouts[unit].num_elements, dtype=chain.dtype, device=chain.device), None)
+    try:
+        cache = DynamicCache(config=chain.model.config.get_text_config(decoder=True))
+        first = _pass(chain, cache, rows, prompt_length, prompt_length)
+        after_first = _bytes_by_block(chain, cache)
+        following = _pass(chain, cache, rows, 1, prompt_length + 1)
+        after_next = _bytes_by_block(chain, cache)
+    finally:
+        for unit in ends:
+            chain.release(unit)
+    head = chain.model.get_output_embeddings().weight
+    return GenerationCosts(
+        rows=rows,
+        prompt_length=prompt_length,
+        first=first,
+        next=following,
+        cache_bytes=tuple(after_first),
+        cache_token_bytes=tuple(max(0, then - now) for now, then in zip(after_first, after_next, strict=True)),
+        head_flops=2.0 * rows * head.numel(),
+        head_bytes=rows * head.shape[0] * 4 * _COPIES_OF_LOGITS,
+    )
+
+
+def _pass(chain: Chain, cache: Any, rows: int, tokens: int, seen: int) -> PassCosts:
+    """Run the blocks over `tokens` new tokens of rows of `seen` tokens."""
+    runner = chain.runner
+    ids = torch.zeros((rows, tokens), dtype=torch.int64, device=chain.device)
+    mask = torch.ones((rows, seen), dtype=torch.int64, device=chain.device)
+    positions = torch.arange(seen - tokens, seen, device=chain.device).expand(rows, tokens)
+    inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": mask, "past_key_values": cache, "use_cache": True}
+    accepted = chain.model.forward.__code__.co_varnames
+    if "position_ids" in accepted:
+        inputs["position_ids"] = positions
+    with Taps(runner.blocks, runner.tuple_length) as taps:
+        chain.model(**inputs)
+    assert taps.hidden is not None, "the first block is called"
+    hidden, calls = taps.hidden, taps.wanted_calls(runner.takes)
+    flops, workspace, known = [], 0, dict[object, tuple[float, int, torch.Tensor]]()
+    for index, call in enumerate(calls):
+        kind = _kind(chain, cache, index, call)
+        if kind not in known:
+            known[kind] = _block(chain, index, hidden, call)
+        else:
+            _fill_alike(cache, index, next(i for i in range(index) if _kind(chain, cache, i, calls[i]) == kind))
+        block_flops, block_bytes, hidden = known[kind]
+        flops.append(block_flops)
+        workspace = max(workspace, block_bytes)
+    return PassCosts(flops=tuple(flops), workspace_bytes=workspace, call_bytes=call_bytes(calls, 1), hidden_bytes=hidden.nbytes)
+
+
+def _block(chain: Chain, index: int, hidden: torch.Tensor, call: BlockCall) -> tuple[float, int, torch.Tensor]:
+    flat = torch.zeros(chain.layouts[index + 1].num_elements, dtype=chain.dtype, device=chain.device)
+    chain.bind(index + 1, flat, None, as_loaded=True)
+    try:
+        meter = CostMeter(chain.wide_products, (flat, hidden, *tensors_of((call,))))
+        with meter:
+            out = chain.block(index, hidden, call).hidden
+    finally:
+        chain.release(index + 1)
+    return meter.flops, meter.peak_bytes, torch.zeros_like(out)
+
+
+def _kind(chain: Chain, cache: Any, index: int, call: BlockCall) -> object:
+    """Return what blocks have in common that cost the same."""
+    layout = chain.layouts[index + 1]
+    shapes = tuple((parameter.name.split(".")[-2:], parameter.shape) for parameter in layout.parameters)
+    values = [*call.args, *(call.kwargs[name] for name in sorted(call.kwargs))]
+    layer = type(cache.layers[index]).__name__ if index < len(cache.layers) else ""
+    return str(shapes), layer, tuple(value if isinstance(value, bool | int | str) else id(value) for value in values)
+
+
+def _fill_alike(cache: Any, index: int, other: int) -> None:
+    """Leave in the cache of block `index`, which was not run, what the block `other` left in its."""
+    if index < len(cache.layers) and other < len(cache.layers):
+        cache.layers[index].__dict__.update(cache.layers[other].__dict__)
+
+
+def _bytes_by_block(chain: Chain, cache: Any) -> list[int]:
+    layers = [sum(tensor.nbytes for tensor in tensors_within(vars(layer))) for layer in cache.layers]
+    return [layers[index] if index < len(layers) else 0 for index in range(chain.num_blocks)]
+
+
+def tensors_within(value: Any) -> list[torch.Tensor]:
+    """Return all tensors in nested dictionaries, lists and tuples."""
+    found: list[torch.Tensor] = []
+    map_tensors(value, found.append)
+    return found
+
+
+def map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
+    """Return `value` with each tensor in nested dictionaries, lists and tuples replaced by what `change` makes of it."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        return {key: map_tensors(inner, change) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map_tensors(inner, change) for inner in value)
+    return value

@@ -1,0 +1,148 @@
+"""Weights where they lie in a model's own files: which bytes of which shard a unit is made of, and how.
+
+Where a file has a unit's tensors as compute reads them, the bytes that are read are the weights: parameters are views of them,
+and nothing is copied between drive and product. Elsewhere (another dtype; experts that lie one by one and are computed as one
+stack) the bytes are put in their places after reading. What transformers makes of stored tensors by more than placing is read
+and made whole, each time.
+
+Invariant: a unit's layout names every parameter of it once, at a place where numbers of that size may lie.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headrace.files.block_file import BLOCK_BYTES
+from headrace.files.extents import Extent
+from headrace.model.matching import Piece, WeightMap
+from headrace.model.safetensors_file import StoredTensor
+from headrace.terms.layout import ParameterSpec, UnitLayout
+from headrace.terms.sizes import round_up
+
+# Tensors of one file that lie nearer to one another are read together, with what is between them.
+_GAP_BYTES = 64 << 10
+# Of a tensor in a slot: MKL's float32 products round otherwise where operands lie between such borders, and libraries of GPUs
+# have slower kernels there. Files align tensors to 8 bytes only.
+TENSOR_ALIGNMENT_BYTES = 64
+_STORED_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Bytes `[at, at + num_bytes)` of what was read, numbers of `dtype`, are elements from `start` on of a unit's slot."""
+
+    at: int
+    num_bytes: int
+    dtype: torch.dtype
+    start: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoredUnit:
+    """How a unit comes from the files. Without `extents` it is made whole by `import_unit`, into a slot of this layout.
+
+    `num_bytes` are those that are read; without `placements` they are the slot.
+    """
+
+    layout: UnitLayout
+    num_bytes: int
+    extents: tuple[Extent, ...] = ()
+    placements: tuple[Placement, ...] = ()
+
+    @property
+    def is_slot(self) -> bool:
+        """Whether what is read is what compute reads, as it lies."""
+        return bool(self.extents) and not self.placements
+
+    def put(self, read: torch.Tensor, into: torch.Tensor) -> None:
+        """Fill the flat slot `into` from the bytes `read` (uint8), on one device."""
+        for place in self.placements:
+            values = read[place.at : place.at + place.num_bytes].view(place.dtype)
+            into[place.start : place.start + values.numel()].copy_(values)
+
+
+def stored_units(
+    layouts: Sequence[UnitLayout], weights: WeightMap, dtype: torch.dtype, *, on_cpu: bool
+) -> tuple[StoredUnit, ...]:
+    """Return how each unit comes from the files of `weights`, for compute in `dtype`.
+
+    `on_cpu`: the CPU computes, whose products of 16-bit numbers give the same bits wherever operands lie.
+    """
+    converted = {name for conversion in weights.conversions for name in conversion.parameters}
+    alignment_bytes = dtype.itemsize if on_cpu and dtype.itemsize == 2 else TENSOR_ALIGNMENT_BYTES
+    return tuple(_stored_unit(layout, weights, dtype, converted, alignment_bytes) for layout in layouts)
+
+
+def paths_of(units: Sequence[StoredUnit]) -> tuple[Path, ...]:
+    """Return the files that extents of `units` lie in."""
+    return tuple(dict.fromkeys(extent.path for unit in units for extent in unit.extents))
+
+
+def _stored_unit(
+    layout: UnitLayout, weights: WeightMap, dtype: torch.dtype, converted: set[str], alignment_bytes: int
+) -> StoredUnit:
+    itemsize = dtype.itemsize
+    if any(spec.name in converted for spec in layout.parameters):
+        return StoredUnit(layout, layout.num_elements * itemsize)
+    tensors = weights.checkpoint.tensors
+    pieces = {spec.name: weights.pieces[spec.name] for spec in layout.parameters}
+    found = [tensors[piece.key] for each in pieces.values() for piece in each]
+    extents, places = _extents(found)
+    num_bytes = sum(extent.num_bytes for extent in extents)
+    as_read = _as_read(layout, pieces, tensors, places, dtype, num_bytes, alignment_bytes)
+    if as_read is not None:
+        return StoredUnit(as_read, num_bytes, extents)
+    placements = [
+        Placement(places[piece.key], tensors[piece.key].num_bytes, _STORED_DTYPES[tensors[piece.key].dtype], start)
+        for spec in layout.parameters
+        for piece in pieces[spec.name]
+        for start in [_start(spec, piece)]
+    ]
+    return StoredUnit(layout, num_bytes, extents, tuple(placements))
+
+
+def _extents(tensors: Sequence[StoredTensor]) -> tuple[tuple[Extent, ...], dict[str, int]]:
+    """Return extents that hold `tensors`, in the order of the files, and where in what is read each tensor begins."""
+    extents: list[Extent] = []
+    places: dict[str, int] = {}
+    for tensor in sorted(tensors, key=lambda each: (str(each.path), each.offset)):
+        start = tensor.offset // BLOCK_BYTES * BLOCK_BYTES
+        stop = round_up(tensor.offset + tensor.num_bytes, BLOCK_BYTES)
+        last = extents[-1] if extents else None
+        if last is not None and last.path == tensor.path and start - (last.offset + last.num_bytes) < _GAP_BYTES:
+            extents[-1] = last = replace(last, num_bytes=max(last.num_bytes, stop - last.offset))
+        else:
+            at = last.at + last.num_bytes if last is not None else 0
+            extents.append(last := Extent(tensor.path, start, stop - start, at))
+        places[tensor.key] = last.at + tensor.offset - last.offset
+    return tuple(extents), places
+
+
+def _as_read(
+    layout: UnitLayout,
+    pieces: dict[str, Sequence[Piece]],
+    tensors: Any,
+    places: dict[str, int],
+    dtype: torch.dtype,
+    num_bytes: int,
+    alignment_bytes: int,
+) -> UnitLayout | None:
+    """Return the layout in which what is read is the slot; None where a tensor has another dtype, is cut, or lies askew."""
+    specs = []
+    for spec in layout.parameters:
+        piece = pieces[spec.name][0]
+        whole = len(pieces[spec.name]) == 1 and piece.index == ()
+        if not whole or _STORED_DTYPES[tensors[piece.key].dtype] is not dtype or places[piece.key] % alignment_bytes:
+            return None
+        specs.append(replace(spec, offset=places[piece.key] // dtype.itemsize))
+    return replace(layout, parameters=tuple(specs), groups=(), num_elements=num_bytes // dtype.itemsize)
+
+
+def _start(spec: ParameterSpec, piece: Piece) -> int:
+    """Return the first element of the slot that a piece goes to: pieces are whole rows of a parameter, one after another."""
+    part = torch.empty(spec.shape, device="meta")[piece.index]
+    assert part.is_contiguous(), f"{piece.key} is no run of {spec.name}"
+    return spec.offset + int(part.storage_offset())

@@ -1,0 +1,201 @@
+"""Seats: each micro-batch of a generation is transformers' own `generate`, stopped where it wants a block of the model.
+
+A seat is a thread that runs code which knows nothing of blocks that are elsewhere. One baton goes round: one thread runs at a
+time, a seat's or whoever calls `turn`. The model's blocks have taps (`Taps` has them for training): those before the last note
+what the block is called with, the last one parks the thread until the hidden states after all blocks are there. So all that
+`generate` does around blocks (embedding, masks, head, sampling, stopping, beams) is neither known nor repeated here.
+
+Invariant: what one seat leaves in the model's modules outside the blocks (rotary tables that grew), and in torch's random
+numbers, no other sees.
+"""
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from headrace.model.taps import BlockCall, Handed, wanted_calls
+from headrace.terms.errors import ModelError
+
+
+class _GivenUp(BaseException):
+    """A signal, not an error: the seat is closed; unwind what runs in it."""
+
+
+class _Own(threading.local):
+    """The seat whose thread this is."""
+
+    seat: "Seat | None" = None
+
+
+class SeatTaps:
+    """While entered, the blocks of a model park the seat in whose thread they are called.
+
+    `tuple_length` as in `Taps`. `context` is entered by each seat's thread: what is a thread's own, such as a stream or the way
+    in which products are computed. `outside`: the modules that lie in no block; `takes`: which blocks make something of what
+    others hand them.
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[nn.Module],
+        outside: Iterable[nn.Module],
+        tuple_length: int | None,
+        context: Callable[[], AbstractContextManager[object]],
+        takes: Sequence[bool],
+    ) -> None:
+        self.blocks, self.outside, self.context, self.takes = tuple(blocks), tuple(outside), context, tuple(takes)
+        self._tuple_length = tuple_length
+        self._own = _Own()
+
+    def __enter__(self) -> "SeatTaps":
+        for index, block in enumerate(self.blocks):
+            block.forward = self._tap(index)  # an instance attribute: hides the class's method
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for block in self.blocks:
+            block.__dict__.pop("forward", None)
+
+    def sit(self, seat: "Seat") -> None:
+        """Note that this thread is `seat`'s."""
+        self._own.seat = seat
+
+    def _tap(self, index: int) -> Callable[..., Any]:
+        own = type(self.blocks[index]).forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            seat = self._own.seat
+            if seat is None:  # whoever runs the block itself
+                return own(self.blocks[index], *args, **kwargs)
+            hidden, *rest = args if args else (kwargs.pop("hidden_states"),)
+            hands = tuple(Handed() for _ in range(1, self._tuple_length or 1))
+            hidden = seat.note(index, hidden, BlockCall(tuple(rest), kwargs, hands=hands))
+            return hidden if self._tuple_length is None else (hidden, *hands)
+
+        return forward
+
+
+class Seat:
+    """One micro-batch: `run` is its `generate`, called in a thread of its own with random numbers that begin at `seed`.
+
+    Attributes:
+        calls: what each block is called with, while it is parked.
+        hidden: the hidden states (rows, tokens, hidden) that go through the blocks; whoever runs these replaces them.
+        result: what `run` returned, once it is `done`.
+    """
+
+    def __init__(self, taps: SeatTaps, run: Callable[[], Any], seed: int) -> None:
+        self.calls: list[BlockCall] = []
+        self.hidden: torch.Tensor | None = None
+        self.result: Any = None
+        self.done = False
+        self._taps, self._run = taps, run
+        self._go, self._parked = threading.Semaphore(0), threading.Semaphore(0)
+        self._error: BaseException | None = None
+        self._closed = False
+        self._random = _first_random_state(seed)
+        self._modules = [(dict(vars(module)), dict(module._buffers)) for module in taps.outside]
+        self._threads = torch.get_num_threads()
+        self._thread = threading.Thread(target=self._serve, name="headrace seat", daemon=True)
+
+    def turn(self) -> None:
+        """Let the seat's own code run until it wants the blocks, or is done. But the first time, the blocks have been run.
+
+        Raises:
+            whatever its code raises.
+        """
+        if self.done:
+            return
+        if self._thread.ident is None:
+            self._thread.start()
+        theirs, found = _random_state(), self._take_modules()
+        _set_random_state(self._random)
+        self._put_modules(self._modules)
+        try:
+            self._go.release()
+            self._parked.acquire()
+        finally:
+            self._random, self._modules = _random_state(), self._take_modules()
+            _set_random_state(theirs)
+            self._put_modules(found)
+        if self._error is not None:
+            raise self._error
+
+    def close(self) -> None:
+        """End the seat where it is."""
+        self._closed = True
+        if self._thread.ident is not None and not self.done:
+            self._go.release()
+            self._thread.join()
+
+    def note(self, index: int, hidden: torch.Tensor, call: BlockCall) -> torch.Tensor:
+        """Take what block `index` is called with; at the last one, park. Returns what the block returns."""
+        if index == 0:
+            self.calls, self.hidden = [], hidden
+        self.calls.append(call)
+        if index < len(self._taps.blocks) - 1:
+            return hidden
+        if len(self.calls) != len(self._taps.blocks):
+            raise ModelError(
+                f"generation: the model called {len(self.calls)} of {len(self._taps.blocks)} blocks; a model that skips or "
+                "repeats blocks cannot be run block by block"
+            )
+        self.calls = [*wanted_calls(self.calls, self._taps.takes)]
+        self._parked.release()
+        self._go.acquire()
+        if self._closed:
+            raise _GivenUp
+        final, self.hidden, self.calls = self.hidden, None, []
+        assert final is not None, "the blocks have run"
+        return final
+
+    def _serve(self) -> None:
+        self._go.acquire()
+        try:
+            if not self._closed:
+                torch.set_num_threads(self._threads)  # what libraries use is each thread's own
+                self._taps.sit(self)
+                with self._taps.context(), torch.no_grad():
+                    self.result = self._run()
+        except _GivenUp:
+            pass
+        except BaseException as error:
+            self._error = error
+        self.done = True
+        self.calls, self.hidden = [], None
+        self._parked.release()
+
+    def _take_modules(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+        return [(dict(vars(module)), dict(module._buffers)) for module in self._taps.outside]
+
+    def _put_modules(self, state: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> None:
+        for module, (attributes, buffers) in zip(self._taps.outside, state, strict=True):
+            vars(module).clear()
+            vars(module).update(attributes)
+            module._buffers.clear()
+            module._buffers.update(buffers)
+
+
+def _first_random_state(seed: int) -> list[torch.Tensor]:
+    """Return the state of torch's random numbers after `torch.manual_seed(seed)`."""
+    before = _random_state()
+    torch.manual_seed(seed)
+    state = _random_state()
+    _set_random_state(before)
+    return state
+
+
+def _random_state() -> list[torch.Tensor]:
+    on_gpu: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if on_gpu else [])]
+
+
+def _set_random_state(state: Sequence[torch.Tensor]) -> None:
+    torch.set_rng_state(state[0])
+    if state[1:]:
+        torch.cuda.set_rng_state(state[1])

@@ -1,0 +1,170 @@
+"""The plan of a generation: what lives where, how many rows go through the model together, and what a pass takes.
+
+Invariant: memory is the buffers below and what compute makes, and their sum is within the budgets.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from headrace.plan.results import Results
+from headrace.terms.costs import GenerationCosts
+from headrace.terms.forms import DEVICE, UnitFigures
+from headrace.terms.layout import PlaneSet, planes_with
+from headrace.terms.sizes import PAGE_BYTES, format_bytes, format_seconds, round_up
+
+# Buffers on the device for what weights are made of: while one slot is made, what the next is made of comes.
+SOURCE_SLOTS = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassForecast:
+    """What a pass, and a whole batch, will take. `limiting` is the lane that a pass waits for, in words."""
+
+    pass_seconds: float
+    first_pass_seconds: float
+    tokens_per_second: float
+    limiting: str
+    read_bytes: int  # of a pass, from the drives
+    machine: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationPlan:
+    """Every choice of a generation. Units as in `Plan`; prologue and epilogue stay where compute reads them.
+
+    A *seat* is a micro-batch of `rows` rows; `seats` of them go through the blocks together. `host_slots` blocks are in host
+    memory: as many as there are slots, less one, need not be read again in the next pass, whichever blocks these are, because
+    the order of use is known. `costs` are those of one seat.
+    """
+
+    compute_dtype: str
+    separate_device: bool
+    units: tuple[UnitFigures, ...]
+    num_blocks: int
+    rows: int
+    seats: int
+    prompts: int
+    prompt_length: int
+    new_tokens: int
+    host_slots: int
+    device_slots: int
+    prefetch: int
+    compute_threads: int
+    costs: GenerationCosts
+    results: Results = field(default_factory=Results)
+    forecast: PassForecast | None = None
+
+    @property
+    def planes(self) -> PlaneSet:
+        """The weights' plane."""
+        return planes_with(self.compute_dtype, ())
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """The units around the blocks."""
+        return (0, self.num_blocks + 1) if len(self.units) == self.num_blocks + 2 else (0,)
+
+    @property
+    def resident_units(self) -> tuple[int, ...]:
+        """The units whose weights stay where compute reads them."""
+        return tuple(index for index, unit in enumerate(self.units) if unit.home == DEVICE)
+
+    @property
+    def far_units(self) -> tuple[int, ...]:
+        """None: nothing is trained elsewhere meanwhile."""
+        return ()
+
+    @property
+    def makes_slots(self) -> bool:
+        """Whether a block's slot is made of what is read, and not just read."""
+        return any(unit.is_made for unit in self.units[1 : self.num_blocks + 1])
+
+    def slot_bytes(self, unit: int) -> int:
+        """Return the bytes of a unit as compute reads it."""
+        return self.planes.weight.num_bytes(self.units[unit].num_elements)
+
+    def stored_bytes(self, unit: int) -> int:
+        """Return the bytes of a unit that are read."""
+        return self.units[unit].stored_bytes or self.slot_bytes(unit)
+
+    def trained_bytes(self, unit: int) -> int:
+        """Return the bytes of what a run has trained beside a unit's frozen weights."""
+        figures = self.units[unit]
+        return 4 * figures.update_elements if figures.has_own_family else 0
+
+    def source_bytes(self, unit: int) -> int:
+        """Return the bytes that a slot on a separate device is made of."""
+        figures = self.units[unit]
+        return (figures.stored_bytes or 0) + self.trained_bytes(unit) if figures.is_made else 0
+
+    def largest(self, of: Any) -> int:
+        """Return the most that `of(unit)` is of any block."""
+        return max(int(of(unit)) for unit in range(1, self.num_blocks + 1))
+
+    def peak(self, tier: str) -> int:
+        """Planned peak bytes of a tier."""
+        return sum(self.results.peak_bytes.get(tier, {}).values())
+
+    def with_notes(self, notes: Sequence[str]) -> "GenerationPlan":
+        """Return the plan with these notes besides its own, each once."""
+        return replace(self, results=replace(self.results, notes=tuple(dict.fromkeys((*self.results.notes, *notes)))))
+
+    def holds(self, prompts: int, prompt_length: int, new_tokens: int) -> bool:
+        """Return whether its buffers suffice for another batch, of no more tokens in a row."""
+        return (
+            prompt_length <= self.prompt_length
+            and prompt_length + new_tokens <= self.prompt_length + self.new_tokens
+            and (prompts <= self.prompts)
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the plan as plain JSON values."""
+        return asdict(self)
+
+    def explain(self) -> str:
+        """Return the plan in words, one line for each thing."""
+        seats = f"{self.seats} seat{'s' if self.seats > 1 else ''} of {self.rows} row{'s' if self.rows > 1 else ''}"
+        cached = min(self.host_slots, self.num_blocks)
+        lines = [
+            f"generate {self.prompts} prompt{'s' if self.prompts > 1 else ''} of up to {self.prompt_length} tokens, up to "
+            f"{self.new_tokens} new ones each; {seats} together",
+            f"weights  {self.compute_dtype}, {self.num_blocks} blocks, {cached} of them in host memory"
+            + (f", {min(self.device_slots, self.num_blocks)} on the device" if self.separate_device else ""),
+        ]
+        for tier, rows in self.results.peak_bytes.items():
+            allowed = self.results.allowed_bytes.get(tier)
+            of = f" of {format_bytes(allowed)}" if allowed else ""
+            parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in rows.items() if size)
+            lines.append(f"{tier:<8} {format_bytes(self.peak(tier))}{of}: {parts}")
+        if self.forecast is not None:
+            found = self.forecast
+            lines.append(
+                f"speed    {found.tokens_per_second:.3g} tokens/s on {found.machine}: {format_seconds(found.pass_seconds)} a "
+                f"token of each row, {format_seconds(found.first_pass_seconds)} before the first; limited by {found.limiting}; "
+                f"{format_bytes(found.read_bytes)} read for each pass"
+            )
+        lines += [f"note     {note}" for note in self.results.notes]
+        return "\n".join(lines)
+
+
+def generation_buffers(plan: GenerationPlan) -> dict[str, tuple[str, int, int]]:
+    """Return by name the tier, number and bytes of each group of buffers; the engine takes these and no others."""
+    compute = "device" if plan.separate_device else "host"
+    residents = sum(round_up(plan.slot_bytes(unit), PAGE_BYTES) for unit in plan.resident_units)
+    groups = {
+        "host_weights": ("host", plan.host_slots, plan.largest(plan.stored_bytes)),
+        "resident_weights": (compute, 1, residents),
+    }
+    if plan.separate_device or plan.makes_slots:
+        groups["device_weights"] = (compute, plan.device_slots, plan.largest(plan.slot_bytes))
+    if plan.separate_device and (sources := plan.largest(plan.source_bytes)):
+        groups["sources"] = ("device", SOURCE_SLOTS, round_up(sources, PAGE_BYTES))
+    trained = sum(round_up(plan.trained_bytes(unit), PAGE_BYTES) for unit in range(len(plan.units)))
+    if trained:
+        groups["trained"] = ("host", 1, trained)
+    # What is resident comes by way of host memory, once: where blocks come later, if that is large enough.
+    coming = max(plan.stored_bytes(unit) for unit in plan.resident_units)
+    staged = plan.separate_device or any(plan.units[unit].is_made for unit in plan.resident_units)
+    groups["staging"] = ("host", 1, max(0, coming - plan.host_slots * groups["host_weights"][2]) if staged else 0)
+    return {name: group for name, group in groups.items() if group[1] * group[2]}

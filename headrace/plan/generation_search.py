@@ -1,0 +1,242 @@
+"""The search for a generation's plan: rows of a seat, seats, and how much memory is left for weights.
+
+Invariants: the plan that is chosen fits; with more memory it is no slower, for all that fitted before is still there.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from headrace.plan.footprint import Allowance
+from headrace.plan.generation import GenerationPlan, PassForecast, generation_buffers
+from headrace.plan.ledger import Snapshot
+from headrace.plan.rates import Rates
+from headrace.plan.results import Results
+from headrace.plan.schedules.generate import build_pass
+from headrace.plan.search import nominal_machine
+from headrace.plan.simulate import simulate, step_seconds_of
+from headrace.terms.ceilings import Ceilings
+from headrace.terms.costs import GenerationCosts
+from headrace.terms.errors import PlanInfeasible
+from headrace.terms.forms import UnitFigures
+from headrace.terms.program import Lane, Program
+from headrace.terms.sizes import KEPT_FREE_BYTES, MIB, format_bytes
+
+# Each seat is a thread, with as many threads of the library that multiplies as compute has.
+MOST_SEATS = 64
+MOST_ROWS = 4096
+_SEAT_BYTES = MIB // 2
+_SMALL_BYTES = 16 * MIB
+_OPERATION_BYTES = 1200
+# Placements whose passes are simulated.
+_MOST_SIMULATED = 24
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationQuestion:
+    """What is asked: `prompts` prompts of up to `prompt_length` tokens, and up to `new_tokens` of each.
+
+    `rows` and `seats` are fixed where they are given. `ceilings` is the machine, None for a nominal one.
+    """
+
+    units: tuple[UnitFigures, ...]
+    num_blocks: int
+    compute_dtype: str
+    separate_device: bool
+    costs_of: Callable[[int], GenerationCosts]
+    prompts: int
+    prompt_length: int
+    new_tokens: int
+    allowance: Allowance
+    ceilings: Ceilings | None = None
+    rows: int | None = None
+    seats: int | None = None
+
+    @property
+    def machine(self) -> Ceilings:
+        """The machine that is planned for."""
+        allowance = self.allowance
+        return self.ceilings or nominal_machine(
+            allowance.cores, host_bytes=allowance.host_bytes, device_bytes=allowance.device_bytes
+        )
+
+
+def make_generation_plan(question: GenerationQuestion) -> GenerationPlan:
+    """Return the fastest plan that fits.
+
+    Raises:
+        PlanInfeasible: nothing fits; the message says which tier, and what would do.
+    """
+    fitting = [plan for plan in _placements(question) if _fits(plan)]
+    if not fitting:
+        raise _infeasible(question)
+    rates = Rates(question.machine, question.compute_dtype, question.allowance.cores, None)
+    fitting.sort(key=lambda plan: _rough_seconds(plan, rates))
+    timed = [(_seconds_of_a_token(plan, rates), index, plan) for index, plan in enumerate(fitting[:_MOST_SIMULATED])]
+    return with_forecast(min(timed)[2], question.machine)
+
+
+def with_forecast(plan: GenerationPlan, ceilings: Ceilings) -> GenerationPlan:
+    """Return `plan` with what a pass will take on a machine."""
+    timeline = simulate(_passes(plan), ceilings, compute_dtype=plan.compute_dtype, compute_threads=plan.compute_threads)
+    rates = Rates(ceilings, plan.compute_dtype, plan.compute_threads, None)
+    first = step_seconds_of(_passes(plan, first=True), rates)
+    rounds = -(-plan.prompts // (plan.rows * plan.seats))
+    whole = rounds * (first + (plan.new_tokens - 1) * timeline.step_seconds)
+    read = sum(timed.op.bytes for timed in timeline.step_ops() if timed.op.lane is Lane.SSD_READ)
+    found = PassForecast(
+        pass_seconds=timeline.step_seconds,
+        first_pass_seconds=first,
+        tokens_per_second=plan.prompts * plan.new_tokens / whole,
+        limiting=timeline.bottleneck.row.words,
+        read_bytes=read,
+        machine=ceilings.name
+        if ceilings.name != "nominal"
+        else "a nominal machine (`headrace bench machine` measures this one)",
+    )
+    return replace(plan, forecast=found)
+
+
+def _placements(question: GenerationQuestion) -> Iterator[GenerationPlan]:
+    """Yield plans with as many blocks in memory as fit beside each number of rows and seats; ones that do not fit, too."""
+    for rows in _choices(question.prompts, question.rows, MOST_ROWS):
+        costs = question.costs_of(rows)
+        for seats in _choices(-(-question.prompts // rows), question.seats, MOST_SEATS):
+            for prefetch in (2, 1):
+                least = GenerationPlan(
+                    compute_dtype=question.compute_dtype,
+                    separate_device=question.separate_device,
+                    units=question.units,
+                    num_blocks=question.num_blocks,
+                    rows=rows,
+                    seats=seats,
+                    prompts=question.prompts,
+                    prompt_length=question.prompt_length,
+                    new_tokens=question.new_tokens,
+                    host_slots=min(prefetch + 1, question.num_blocks),
+                    device_slots=min(prefetch + 1, question.num_blocks),
+                    prefetch=min(prefetch, question.num_blocks - 1),
+                    compute_threads=question.allowance.cores,
+                    costs=costs,
+                )
+                yield from _filled(least, question.allowance)
+
+
+def _choices(most: int, given: int | None, limit: int) -> Sequence[int]:
+    """Return the numbers to try: powers of two up to what there is, and that."""
+    if given is not None:
+        return (max(1, min(given, most)),)
+    top = min(most, limit)
+    return sorted({*(1 << power for power in range(top.bit_length()) if 1 << power <= top), top})
+
+
+def _filled(plan: GenerationPlan, allowance: Allowance) -> Iterator[GenerationPlan]:
+    """Yield `plan` with as many more slots as the budgets hold: for blocks as compute reads them first, or as stored."""
+    plan = with_peaks(plan, allowance)
+    if not _fits(plan):
+        yield plan
+        return
+    orders: list[tuple[str, ...]] = [("host_slots",)]
+    if plan.separate_device or plan.makes_slots:
+        orders = [("device_slots", "host_slots"), ("host_slots", "device_slots")]
+    for order in orders:
+        filled = plan
+        for name in order:
+            on_device = name == "device_slots"
+            tier = "device" if on_device and plan.separate_device else "host"
+            if (allowed := plan.results.allowed_bytes.get(tier)) is None:
+                continue
+            more = (allowed - filled.peak(tier)) // filled.largest(filled.slot_bytes if on_device else filled.stored_bytes)
+            slots = min(plan.num_blocks, getattr(filled, name) + more)
+            filled = with_peaks(replace(filled, **{name: slots}), allowance)
+        yield filled
+
+
+def with_peaks(plan: GenerationPlan, allowance: Allowance) -> GenerationPlan:
+    """Return `plan` with its peak bytes per tier and purpose filled in."""
+    costs, threads = plan.costs, plan.seats
+    rows: dict[str, dict[str, int]] = {"host": {"runtime": allowance.runtime_bytes}}
+    if plan.separate_device:
+        rows = {"device": {}, **rows}
+    for tier, count, size in generation_buffers(plan).values():
+        rows[tier]["weights"] = rows[tier].get("weights", 0) + count * size
+    compute = rows["device" if plan.separate_device else "host"]
+    compute["cache"] = plan.seats * costs.all_cache_bytes(plan.new_tokens)
+    passing = max(costs.first.call_bytes + 2 * costs.first.hidden_bytes, costs.next.call_bytes + 2 * costs.next.hidden_bytes)
+    compute["activations"] = plan.seats * passing
+    # A block's cache is written anew when it grows: for a moment both are there.
+    last = (block + plan.new_tokens * more for block, more in zip(costs.cache_bytes, costs.cache_token_bytes, strict=True))
+    before = costs.first.call_bytes + 3 * costs.first.hidden_bytes
+    compute["workspace"] = max(
+        costs.first.workspace_bytes, costs.next.workspace_bytes + 2 * max(last), costs.head_bytes, before
+    )
+    on_cpu = not allowance.device_overhead_bytes
+    rows["host"]["seats"] = threads * _SEAT_BYTES
+    rows["host"]["libraries"] = _SMALL_BYTES
+    rows["host"]["program"] = 4 * plan.num_blocks * (plan.seats + 3) * _OPERATION_BYTES
+    if on_cpu:
+        rows["host"]["freed blocks"] = _SMALL_BYTES + min(compute["workspace"] // 2, KEPT_FREE_BYTES)
+    else:
+        rows["device"]["libraries"] = allowance.device_overhead_bytes + sum(
+            compute[name] // 4 for name in ("cache", "activations", "workspace")
+        )
+    allowed = {"host": allowance.host_bytes}
+    if plan.separate_device and allowance.device_bytes is not None:
+        allowed["device"] = allowance.device_bytes
+    return replace(plan, results=Results(peak_bytes=rows, allowed_bytes=allowed, notes=plan.results.notes))
+
+
+def _fits(plan: GenerationPlan) -> bool:
+    return all(plan.peak(tier) <= allowed for tier, allowed in plan.results.allowed_bytes.items())
+
+
+def _passes(plan: GenerationPlan, *, first: bool = False) -> list[Program]:
+    """Return a cold pass and enough after it for the steady state to be seen."""
+    programs, before = [], Snapshot()
+    for number in range(3):
+        program, before = build_pass(plan, plan.seats, before, first=first and number == 2)
+        programs.append(program)
+    return programs
+
+
+def _rounds(plan: GenerationPlan) -> int:
+    return -(-plan.prompts // (plan.rows * plan.seats))
+
+
+def _seconds_of_a_token(plan: GenerationPlan, rates: Rates) -> float:
+    return _rounds(plan) * step_seconds_of(_passes(plan), rates)
+
+
+def _rough_seconds(plan: GenerationPlan, rates: Rates) -> float:
+    """Return the time of all tokens' passes as the longest of what lanes do by themselves."""
+    blocks = range(1, plan.num_blocks + 1)
+    held = max(plan.host_slots, plan.device_slots if plan.makes_slots or plan.separate_device else 0)
+    missing = (plan.num_blocks - held + 1) / plan.num_blocks if held < plan.num_blocks else 0.0
+    read = missing * sum(plan.stored_bytes(unit) for unit in blocks) / rates.bytes_per_second[Lane.SSD_READ]
+    sent = 0.0
+    if plan.separate_device:
+        part = max(0, plan.num_blocks - plan.device_slots + 1) / plan.num_blocks
+        sent = part * sum(plan.stored_bytes(unit) for unit in blocks) / rates.bytes_per_second[Lane.HOST_TO_DEVICE]
+    if plan.makes_slots:
+        left = (plan.num_blocks - plan.device_slots + 1) / plan.num_blocks if plan.device_slots < plan.num_blocks else 0.0
+        made = sum(plan.slot_bytes(unit) + plan.stored_bytes(unit) for unit in blocks)
+        sent = max(sent, left * made / rates.bytes_per_second[Lane.MAKE])
+    memory = sum(plan.slot_bytes(unit) for unit in (*blocks, plan.ends[-1])) / rates.memory_bytes_per_second
+    flops = (sum(plan.costs.next.flops) + plan.costs.head_flops) / rates.flops_per_second
+    return _rounds(plan) * max(read, sent, plan.seats * max(memory, flops))
+
+
+def _infeasible(question: GenerationQuestion) -> PlanInfeasible:
+    one = min(
+        _placements(replace(question, rows=question.rows or 1, seats=question.seats or 1)), key=lambda plan: plan.peak("host")
+    )
+    tier = next(tier for tier, allowed in one.results.allowed_bytes.items() if one.peak(tier) > allowed)
+    needed, allowed = one.peak(tier), one.results.allowed_bytes[tier]
+    parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in one.results.peak_bytes[tier].items() if size)
+    advice = "fewer new tokens or shorter prompts take less" if question.rows is None else "fewer rows take less"
+    return PlanInfeasible(
+        f"{tier} memory: one seat of {one.rows} row{'s' if one.rows > 1 else ''} takes {format_bytes(needed)} ({parts}), "
+        f"allowed are {format_bytes(allowed)}; {advice}, or give --{tier}-memory {format_bytes(needed)}",
+        tier=tier,
+        needed_bytes=needed,
+        allowed_bytes=allowed,
+    )

@@ -1,0 +1,48 @@
+"""One pass of a generation: a program that takes all seats through all blocks once, and then lets each take its turn.
+
+All seats pass through a block before the next block's weights are needed (FlexGen's zig-zag, Sheng et al. 2023, section 4.2, is
+the same order), whether a seat decodes one token or comes in with its whole prompt. Between two passes stands each seat's own
+code; meanwhile the first blocks of the next pass are fetched.
+"""
+
+from headrace.plan.generation import GenerationPlan
+from headrace.plan.ledger import Snapshot
+from headrace.plan.schedules.weights import RESIDENT, Weights
+from headrace.terms.program import Lane, Program, Verb
+
+
+def build_pass(plan: GenerationPlan, num_seats: int, before: Snapshot, *, first: bool = False) -> tuple[Program, Snapshot]:
+    """Return the program of one pass of `num_seats` seats, and what it leaves behind. `first`: it is a prompt's, not a token's.
+
+    A seat is the `micro` of its operations.
+    """
+    schedule = _Pass(plan, before, plan.costs.first.flops if first else plan.costs.next.flops)
+    schedule.run(num_seats)
+    return schedule.ledger.finish()
+
+
+class _Pass(Weights):
+    """Emits operations in order."""
+
+    def __init__(self, plan: GenerationPlan, before: Snapshot, block_flops: tuple[float, ...]) -> None:
+        super().__init__(plan, before)
+        self.plan, self.block_flops = plan, block_flops
+
+    def run(self, num_seats: int) -> None:
+        plan, op = self.plan, self.ledger.op
+        for block in range(1, self.blocks + 1):
+            self.position = block - 1
+            for ahead in range(block, block + plan.prefetch + 1):
+                self.acquire((ahead - 1) % self.blocks + 1)
+            weights, num_bytes = (self.acquired.pop(block)[1],), plan.slot_bytes(block)
+            flops = self.block_flops[block - 1]
+            for seat in range(num_seats):
+                op(Verb.FORWARD, Lane.COMPUTE, weights, unit=block, micro=seat, num_bytes=num_bytes, flops=flops)
+        reads, last = tuple(RESIDENT + end for end in plan.ends), plan.ends[-1]
+        for seat in range(num_seats):
+            flops, num_bytes = plan.costs.head_flops, plan.slot_bytes(last)
+            op(Verb.TURN, Lane.COMPUTE, reads, unit=last, micro=seat, num_bytes=num_bytes, flops=flops)
+
+    def uses_until(self, block: int) -> int:
+        # In this pass, or else in the next.
+        return next(use - self.position for use in (block - 1, self.blocks + block - 1) if use > self.position)

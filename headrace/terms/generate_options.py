@@ -1,0 +1,131 @@
+"""The options of generation, each declared once, as those of training are (`terms/options.py`)."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headrace.terms.budget import Budget
+from headrace.terms.ceilings import Ceilings
+from headrace.terms.declared import Declared, option
+from headrace.terms.errors import ConfigError
+from headrace.terms.option_kinds import Either, Flag, Listed, Number, OneOf, Place, Size, Text, Whole
+from headrace.terms.options import DTYPE_NAMES
+
+_MOST_SEED = (1 << 63) - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateOptions(Declared):
+    """What `headrace generate` runs with. None stands for what the model's generation_config.json says, or is planned."""
+
+    prompt: str | None = option(
+        None,
+        Text(),
+        "Answer this and end; - reads standard input.",
+        row="text to answer; `-` reads standard input; without it, in a terminal: a conversation",
+        words="-",
+    )
+    max_new_tokens: int | None = option(None, Whole(), "The most tokens of an answer.", words="the model's, or 512", plan=False)
+    temperature: float | None = option(
+        None,
+        Number(),
+        "Of sampling; 0 is greedy.",
+        row="of sampling; 0 takes the likeliest token each time",
+        words="the model's",
+    )
+    top_p: float | None = option(
+        None, Number(0, 1, above=True), "Sample from the likeliest tokens that make up this share.", words="the model's"
+    )
+    top_k: int | None = option(None, Whole(), "Sample from this many likeliest tokens.", words="the model's")
+    seed: int = option(
+        0,
+        Whole(0, _MOST_SEED),
+        "Of sampling.",
+        row="of sampling: micro-batch k draws as after `torch.manual_seed(seed + k)`",
+    )
+    stop: tuple[str, ...] = option((), Listed(Text()), "End an answer before this text; repeatable.", words="none")
+    system: str | None = option(None, Text(), "The system message of conversations.", words="the chat template's")
+    raw: bool = option(
+        False, Flag(), "Take prompts as they are, without chat template.", row="prompts as they are, without the chat template"
+    )
+    assistant: str | Path | None = option(
+        None,
+        Place(),
+        "A small model that drafts (assisted decoding).",
+        row="a small model of the same tokenizer, kept in memory, that drafts several tokens for one pass over the weights; "
+        "one row at a time",
+        words="-",
+    )
+    prompt_lookup: int | None = option(
+        None,
+        Whole(),
+        "Draft up to so many tokens out of the prompt.",
+        row="draft up to so many tokens out of the prompt itself; one row at a time",
+        words="-",
+    )
+    host_memory: str | int | None = option(
+        None,
+        Size(),
+        "Main memory the process may use, such as 16GiB.",
+        words="70 % of what this process may still take",
+        plan=True,
+    )
+    device_memory: str | int | None = option(
+        None,
+        Size(),
+        "GPU memory; without a GPU, a device tier of that size.",
+        words="90 % of what is free on the GPU",
+        plan=True,
+    )
+    compute_dtype: str | None = option(
+        None,
+        OneOf(("bfloat16", "float32", "float16"), DTYPE_NAMES),
+        "bfloat16, float32 or float16.",
+        words="that of most weights",
+        plan=True,
+    )
+    rows: int | None = option(None, Whole(), "Rows of a micro-batch.", words="planned", plan=True)
+    seats: int | None = option(
+        None, Whole(1, 64), "Micro-batches that go through the model together.", words="planned", plan=True
+    )
+    machine: str | Ceilings | None = option(
+        None,
+        Either(Ceilings, Text()),
+        "Machine profile: a name such as rtx4090-4ssd, or a file.",
+        row="profile by which the plan is chosen: a name such as `rtx4090-4ssd`, or a file",
+        words="what was measured, if anything",
+        plan=True,
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.assistant is not None and self.prompt_lookup is not None:
+            raise ConfigError("assistant and prompt_lookup: both draft tokens; give one of them")
+        if any(not text for text in self.stop):
+            raise ConfigError("stop: expected a text that ends an answer, found an empty one; leave it out")
+
+    @property
+    def budget(self) -> Budget:
+        """The budget of each tier."""
+        return Budget(device=self.device_memory, host=self.host_memory)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What of transformers' generation settings was given."""
+        found: dict[str, Any] = {}
+        for name in ("max_new_tokens", "top_p", "top_k"):
+            if (value := getattr(self, name)) is not None:
+                found[name] = value
+        if self.temperature is not None:
+            found |= {"do_sample": True, "temperature": self.temperature} if self.temperature else GREEDY
+        elif self.top_p is not None or self.top_k is not None:
+            found["do_sample"] = True
+        if self.stop:
+            found["stop_strings"] = list(self.stop)
+        if self.prompt_lookup is not None:
+            found["prompt_lookup_num_tokens"] = self.prompt_lookup
+        return found
+
+
+# Greedy, with sampling's settings as if nobody had set them: transformers warns of those that have no effect.
+GREEDY = {"do_sample": False, "temperature": 1.0, "top_p": 1.0, "top_k": 50}

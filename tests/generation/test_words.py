@@ -1,0 +1,139 @@
+"""`headrace generate` as a user calls it: answers on stdout, those of transformers, and one line for what is wrong."""
+
+import io
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+
+from headrace.cli import main
+from headrace.terms.generate_options import GenerateOptions
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}<eos>{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+)
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama with a byte-level tokenizer and a chat template."""
+    directory = tmp_path_factory.mktemp("talks") / "model"
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = LlamaConfig(vocab_size=320, max_position_embeddings=64, eos_token_id=0, bos_token_id=None, **sizes)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        made = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        with torch.no_grad():
+            for parameter in made.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    made.save_pretrained(directory, max_shard_size="30KB")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=260, special_tokens=["<eos>"], initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(["water"], trainer)
+    whole = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>")
+    whole.chat_template = TEMPLATE
+    whole.save_pretrained(str(directory))
+    return directory
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Return a function that runs `headrace generate` and returns exit code, stdout and stderr."""
+
+    def generate(*words: object) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as left:
+            main(["generate", *map(str, words)])
+        out = capsys.readouterr()
+        return int(left.value.code or 0), out.out, out.err
+
+    return generate
+
+
+def own_text(model: Path, text: str, settings: dict[str, Any], seed: int = 0) -> str:
+    """What transformers itself answers."""
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(model)
+    stock = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    ids = tokenizer([text], add_special_tokens=False, return_tensors="pt")["input_ids"]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        made = stock.generate(ids, attention_mask=torch.ones_like(ids), use_cache=True, pad_token_id=0, **settings)
+    return str(tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True))
+
+
+def test_a_prompt_is_answered_as_transformers_answers_it(model: Path, run: Run) -> None:
+    greedy = {"max_new_tokens": 12, "do_sample": False}
+    code, out, err = run(model, "--prompt", "water", "--max-new-tokens", 12, "--temperature", 0, "--host-memory", "4GiB")
+    assert code == 0, err
+    assert out == own_text(model, "<user>water<eos><a>", greedy) + "\n"
+    assert "seat" in err  # the plan, before
+
+
+def test_a_raw_prompt_is_sampled_with_its_seed(model: Path, run: Run) -> None:
+    sampled = {"max_new_tokens": 9, "do_sample": True, "temperature": 0.7, "top_p": 0.9}
+    words = ("--max-new-tokens", 9, "--temperature", 0.7, "--top-p", 0.9, "--seed", 5, "--host-memory", "4GiB")
+    code, out, _ = run(model, "--raw", "--prompt", "turbine", *words)
+    assert (code, out) == (0, own_text(model, "turbine", sampled, seed=5) + "\n")
+
+
+def test_a_text_that_stops_is_not_printed(model: Path, run: Run) -> None:
+    greedy = {"max_new_tokens": 12, "do_sample": False}
+    whole = own_text(model, "<user>water<eos><a>", greedy)
+    stop = whole[4:6]
+    _, out, _ = run(model, "--prompt", "water", "--max-new-tokens", 12, "--temperature", 0, "--stop", stop)
+    assert out == whole[: whole.index(stop)] + "\n"
+
+
+def test_standard_input_is_a_prompt(model: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("water"))
+    code, out, _ = run(model, "--prompt", "-", "--max-new-tokens", 4, "--temperature", 0)
+    assert (code, out) == (0, own_text(model, "<user>water<eos><a>", {"max_new_tokens": 4, "do_sample": False}) + "\n")
+
+
+BAD = {
+    "too long": (["--raw", "--prompt", "w" * 70], "positions"),
+    "too many new": (["--raw", "--prompt", "w", "--max-new-tokens", "64"], "--max-new-tokens 63"),
+    "empty": (["--raw", "--prompt", ""], "empty"),
+    "no memory": (["--prompt", "w", "--host-memory", "200MiB"], "--host-memory"),
+    "empty stop": (["--prompt", "w", "--stop", ""], "stop"),
+    "temperature": (["--prompt", "w", "--temperature", "-1"], "temperature"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_is_wrong_is_said_in_one_line(name: str, model: Path, run: Run) -> None:
+    words, expected = BAD[name]
+    code, out, err = run(model, *words)
+    assert (code, out) == (2, "")
+    last = err.strip().splitlines()[-1]
+    assert last.startswith("error: ")
+    assert expected in last
+
+
+def test_an_unknown_end_and_a_missing_template_are_said(model: Path, run: Run, tmp_path: Path) -> None:
+    for path in model.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    (tmp_path / "generation_config.json").unlink()
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 5000}))
+    code, _, err = run(tmp_path, "--prompt", "w")
+    assert code == 2
+    assert "eos_token_id 5000" in err
+    (tmp_path / "chat_template.jinja").unlink()
+    code, _, err = run(tmp_path, "--prompt", "w", "--system", "be brief")
+    assert code == 2
+    assert "chat template" in err
+
+
+def test_the_page_has_every_option_once() -> None:
+    page = (Path(__file__).parents[2] / "docs/generation.md").read_text(encoding="utf-8")
+    rows = [line for line in page.splitlines() if line.startswith("| `")]
+    assert rows == [each.readme_row for each in GenerateOptions.declarations()]
