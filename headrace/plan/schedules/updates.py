@@ -30,6 +30,7 @@ class Updates(Weights):
 
     def __init__(self, plan: Plan, before: Snapshot, *, durable: bool) -> None:
         super().__init__(plan, before)
+        self.plan = plan
         self.durable = durable
         units = range(len(plan.units))
         # As sets and mappings: looked into for each unit.
