@@ -88,7 +88,7 @@ class GenerationPlan:
         """Return the bytes of a unit that are read."""
         return self.units[unit].stored_bytes or self.slot_bytes(unit)
 
-    def trained_bytes(self, unit: int) -> int:
+    def completing_bytes(self, unit: int) -> int:
         """Return the bytes of what a run has trained beside a unit's frozen weights."""
         figures = self.units[unit]
         return 4 * figures.update_elements if figures.has_own_family else 0
@@ -96,7 +96,7 @@ class GenerationPlan:
     def source_bytes(self, unit: int) -> int:
         """Return the bytes that a slot on a separate device is made of."""
         figures = self.units[unit]
-        return (figures.stored_bytes or 0) + self.trained_bytes(unit) if figures.is_made else 0
+        return (figures.stored_bytes or 0) + self.completing_bytes(unit) if figures.is_made else 0
 
     def largest(self, of: Any) -> int:
         """Return the most that `of(unit)` is of any block."""
@@ -160,7 +160,7 @@ def generation_buffers(plan: GenerationPlan) -> dict[str, tuple[str, int, int]]:
         groups["device_weights"] = (compute, plan.device_slots, plan.largest(plan.slot_bytes))
     if plan.separate_device and (sources := plan.largest(plan.source_bytes)):
         groups["sources"] = ("device", SOURCE_SLOTS, round_up(sources, PAGE_BYTES))
-    trained = sum(round_up(plan.trained_bytes(unit), PAGE_BYTES) for unit in range(len(plan.units)))
+    trained = sum(round_up(plan.completing_bytes(unit), PAGE_BYTES) for unit in range(len(plan.units)))
     if trained:
         groups["trained"] = ("host", 1, trained)
     # What is resident comes by way of host memory, once: where blocks come later, if that is large enough.

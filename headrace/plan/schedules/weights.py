@@ -62,8 +62,8 @@ class WeightsPlan(Protocol):
     def stored_bytes(self, unit: int) -> int:
         """Return the bytes of a unit that are fetched."""
 
-    def trained_bytes(self, unit: int) -> int:
-        """Return the bytes of what is trained beside a unit's frozen weights."""
+    def completing_bytes(self, unit: int) -> int:
+        """Return the bytes of what completes a unit's weights, of all that its slot is made of."""
 
 
 class Weights:
