@@ -31,6 +31,7 @@ MOST_PERCENT = {
     "measure": 5,
     "memory": 14,
     "model": 22,
+    "net": 4,
     "plan": 18,
     "report": 7,
     "runs": 8,

@@ -9,18 +9,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from headrace.flow.serve import Report, Task, task_message
 from headrace.machine.host_memory import Bytes
 from headrace.net import Generation, Listener
-from headrace.net.exchange import NODE, spread_out
+from headrace.net.exchange import NODE, spread_out, take_sum
 from headrace.plan.schedules.serve import Turn
-from headrace.terms.errors import PeerLost
+from headrace.terms.errors import ConfigError, DataError, PeerLost
 from headrace.terms.grouping import Grouping
 from headrace.terms.layout import UnitLayout
+from headrace.update.tensors import as_tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +133,11 @@ class Crowd:
         generation = self.generation
         for rank in range(1, generation.num_workers + 1):
             micros = share_of(len(task.batch.micro_batches), generation.num_workers, rank)
+            if not micros:
+                raise DataError(
+                    f"a step of {len(task.batch.micro_batches)} micro-batches is too small for {generation.num_workers} "
+                    "workers; give more tokens_per_step, or fewer workers"
+                )
             rows = len(task.batch.micro_batches[0].input_ids)
             words, tensors = task_message(task, micros, rows)
             generation.down.send_message(words, rank)
@@ -144,7 +149,7 @@ class Crowd:
 
     def receive(self, unit: int, into: NDArray[Any]) -> None:
         """Take the sum of the workers' gradients of a unit."""
-        self.generation.up.receive(into.view(np.uint8), 1)
+        take_sum(self.generation.up, as_tensor(into, bfloat16=True))
 
     def report(self) -> Report:
         """Take what workers have to say of a step."""
@@ -163,6 +168,11 @@ def _agreed(setup: Setup, generation: Generation) -> tuple[Grouping, tuple[Turn,
     grouping = setup.grouping
     if grouping is None:
         grouping = Grouping.from_json(_answer(generation, 1)["grouping"])
+    if (num_micro := -(-setup.sequences // grouping.rows)) < len(ranks):
+        raise ConfigError(
+            f"workers: {len(ranks)} of them, and a step has {num_micro} micro-batches of {grouping.rows} rows; give fewer "
+            "workers, or more tokens_per_step"
+        )
     for rank in ranks:
         generation.down.send_message(grouping.to_json(), rank)
     turns = [tuple(Turn(*each) for each in _answer(generation, rank)["turns"]) for rank in ranks]

@@ -39,7 +39,14 @@ class NodeEngine(Engine):
         plan = self.plan
         if plan is None:
             plan = self._planner.plan(sequences * length, length, state=self.store.manifest)
-        rows = plan.tokens_per_step // plan.sequence_length
+        rows, workers = plan.tokens_per_step // plan.sequence_length, self._crowd.num_workers
+        if workers > 1 and self.chain.collects_asides:
+            raise ConfigError(
+                f"workers: {workers} of them, and {type(self.chain.model).__name__} has router losses, of a whole step "
+                "and not gathered from workers yet; give one worker, or set output_router_logits to false in config.json"
+            )
+        if rows < workers:
+            raise ConfigError(f"workers: {workers} of them, and a step has {rows} rows; give fewer workers")
         if sequences > max(rows, rows * plan.sequence_length // length):
             raise DataError(
                 f"batch: {sequences} rows of {length} tokens; the node's run takes {rows} of {plan.sequence_length} at most"

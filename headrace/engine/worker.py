@@ -17,7 +17,7 @@ from headrace.engine.crowd import Setup, digest_of, share_of
 from headrace.engine.seams import Seams, forms_of
 from headrace.engine.subject import prepare_chain
 from headrace.files import measured_weights
-from headrace.flow.buffers import Buffers
+from headrace.flow.buffers import TORCH_DTYPES, Buffers
 from headrace.flow.execute import interpreter_of
 from headrace.flow.make import Maker
 from headrace.flow.step_batch import StepBatch, step_batch
@@ -77,7 +77,10 @@ class Worker:
         )
         self._options, optimizer = options, optimizer_of(options)
         rule = rule_of(optimizer, options.compute_dtype)
-        site = NodeSite(self._generation)
+        dtype = TORCH_DTYPES[options.gradient_dtype or options.compute_dtype]
+        site = NodeSite(self._generation, dtype)
+        if self._generation.num_workers > 1:  # what is added is not rounded before
+            self._options = options = replace(options, gradient_dtype="float32")
         config = config_from(setup.config)
         self.chain = Chain.from_config(config, options.compute_dtype, optimizer, rule.figures.parameter_alignment)
         if digest_of(self.chain.layouts) != setup.layouts:

@@ -1,20 +1,107 @@
-"""One copy in and one out at the node, however many workers there are.
+"""One copy in and one out at the node, however many workers there are: workers pass on what all of them need.
 
-With one worker, bytes go straight.
+Down: the node sends piece j of each round to worker j, which sends it on to the others. Up: workers send piece j of their
+gradients to worker j, which adds them in fp32, in the order of the ranks, rounds once, and sends the sum to the node. So the
+sum is the same bits in every run, and the node moves S bytes each way per unit; a worker moves up to (2 - 1/W) S. Never a star,
+and never a collective of gloo's: its broadcast sends log2 W copies from the root, its reduce adds in an order of its own.
 """
+
+from collections.abc import Iterator
+
+import torch
 
 from headrace.machine.host_memory import Bytes
 from headrace.net.lane import Lane
 
 NODE = 0
+# Elements of a piece: small enough for pieces of a round to follow one another, large enough for the link.
+PIECE_ELEMENTS = 1 << 20
 
 
 def spread_out(lane: Lane, data: Bytes) -> None:
-    """Send `data` from the node to every worker."""
-    for rank in range(1, lane.size):
-        lane.send(data, rank)
+    """Send `data` from the node to every worker.
+
+    Raises:
+        PeerLost: somebody is gone.
+    """
+    if lane.size == 2:
+        lane.send(data, 1)
+        return
+    flat = torch.from_numpy(data)
+    for number, pieces in enumerate(_rounds(flat.numel(), lane.size - 1)):
+        works = [(lane.start_send(flat[piece], rank), rank) for rank, piece in pieces.items()]
+        for work, rank in works:
+            lane.finish(work, rank, first=number == 0)
 
 
 def take_in(lane: Lane, into: Bytes) -> None:
-    """Fill `into` with what the node spreads out."""
-    lane.receive(into, NODE)
+    """Fill `into` with what the node spreads out, and pass on this worker's pieces.
+
+    Raises:
+        PeerLost: somebody is gone.
+    """
+    if lane.size == 2:
+        lane.receive(into, NODE)
+        return
+    flat, me = torch.from_numpy(into), lane.rank
+    others = [rank for rank in range(1, lane.size) if rank != me]
+    for number, pieces in enumerate(_rounds(flat.numel(), lane.size - 1)):
+        works = [(lane.start_receive(flat[pieces[rank]], rank), rank) for rank in others if rank in pieces]
+        if me in pieces:
+            lane.finish(lane.start_receive(flat[pieces[me]], NODE), NODE, first=number == 0)
+            works += [(lane.start_send(flat[pieces[me]], rank), rank) for rank in others]
+        for work, rank in works:
+            lane.finish(work, rank, first=number == 0)
+
+
+def add_up(lane: Lane, gradient: torch.Tensor, dtype: torch.dtype) -> None:
+    """Add this worker's `gradient`, flat, to the others', and send the sum of its pieces to the node, rounded to `dtype`.
+
+    With other workers the gradient is fp32; alone it has `dtype`.
+
+    Raises:
+        PeerLost: somebody is gone.
+    """
+    if lane.size == 2:
+        lane.send(gradient.view(torch.uint8).numpy(), NODE)
+        return
+    me, ranks = lane.rank, range(1, lane.size)
+    others = [rank for rank in ranks if rank != me]
+    places = {rank: torch.empty(PIECE_ELEMENTS, dtype=torch.float32) for rank in others}
+    for number, pieces in enumerate(_rounds(gradient.numel(), lane.size - 1)):
+        own = pieces.get(me)
+        length = own.stop - own.start if own else 0
+        works = [(lane.start_receive(places[rank][:length], rank), rank) for rank in others if length]
+        works += [(lane.start_send(gradient[pieces[rank]], rank), rank) for rank in others if rank in pieces]
+        for work, rank in works:
+            lane.finish(work, rank, first=number == 0)
+        if own is not None:
+            total = torch.zeros(length, dtype=torch.float32)
+            for rank in ranks:
+                total += gradient[own] if rank == me else places[rank][:length]
+            lane.finish(lane.start_send(total.to(dtype), NODE), NODE, first=number == 0)
+
+
+def take_sum(lane: Lane, into: torch.Tensor) -> None:
+    """Fill `into`, flat, with the sum of the workers' gradients.
+
+    Raises:
+        PeerLost: somebody is gone.
+    """
+    if lane.size == 2:
+        lane.receive(into.view(torch.uint8).numpy(), 1)
+        return
+    for number, pieces in enumerate(_rounds(into.numel(), lane.size - 1)):
+        works = [(lane.start_receive(into[piece], rank), rank) for rank, piece in pieces.items()]
+        for work, rank in works:
+            lane.finish(work, rank, first=number == 0)
+
+
+def _rounds(num_elements: int, num_workers: int) -> Iterator[dict[int, slice]]:
+    """Yield the pieces of each round by rank: as even as may be, so that no link waits for another."""
+    whole = PIECE_ELEMENTS * num_workers
+    for start in range(0, num_elements, whole):
+        stop = min(start + whole, num_elements)
+        size = -(-(stop - start) // num_workers)
+        starts = {rank: start + (rank - 1) * size for rank in range(1, num_workers + 1)}
+        yield {rank: slice(begin, min(begin + size, stop)) for rank, begin in starts.items() if begin < stop}

@@ -54,5 +54,4 @@ class Generation:
         """Let all connections go, so that peers see it."""
         for lane in self._lanes:
             lane.close()
-        self._lanes = []
         gc.collect()  # an exception that was caught may hold a transfer, and that its connection

@@ -4,6 +4,8 @@ All of it goes through one TCPStore, whose server is this process. Workers take 
 each writes a heartbeat, and reads the node's. Whoever is invited accepts at once, so that nobody waits for the dead.
 """
 
+import contextlib
+import gc
 import json
 import socket
 import threading
@@ -109,6 +111,13 @@ class Listener:
     def close(self) -> None:
         """End the generation, and listen no more."""
         self.part("the node has ended")
+        self.stop_watching()
+        with contextlib.suppress(AttributeError):
+            del self._store  # it listens as long as it is there
+        gc.collect()
+
+    def stop_watching(self) -> None:
+        """Look at nobody any more, and show no sign of life."""
         self._closing.set()
         self._thread.join()
 

@@ -26,7 +26,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {"model": "llama", "max_grad_norm": 0.5, "interpreter": "plain"},
 }
 
-QUICK = ("immediate", "deferred, a device of its own")
+QUICK = ("deferred, a device of its own",)
 
 
 @pytest.mark.parametrize("setting", sampled(SETTINGS, QUICK))
@@ -43,4 +43,26 @@ def test_one_worker_gives_the_bits_of_one_machine(setting: str, model_dir: Calla
         found_losses, found = node_run(path, tmp_path / "node", batches, made, plan=plans[0], **options)
     assert found_losses == losses
     assert found.keys() == weights.keys()
+    assert all(torch.equal(found[name], weights[name]) for name in weights)
+
+
+@pytest.mark.parametrize("workers", sampled([2, 3], (2,)))
+def test_workers_with_a_micro_batch_each_give_the_bits_of_one_machine(
+    workers: int, model_dir: Callable[..., Path], tmp_path: Path
+) -> None:
+    """One machine adds micro-batches one after the other, in fp32; workers are added in the order of their ranks."""
+    path, rows = model_dir("llama", "bfloat16"), 2
+    batches, plans = [batch_of(workers * rows, LENGTH, seed) for seed in range(STEPS)], list[Plan]()
+    split = {**SPLIT, "num_micro_batches": workers, "loss_chunk_tokens": rows * LENGTH}
+    losses, weights = short_run(
+        path,
+        tmp_path / "local",
+        batches,
+        adjust=split,
+        inspect=lambda engine: plans.append(engine.plan),
+        max_grad_norm=0.5,
+    )
+    with crew(workers) as made:
+        found_losses, found = node_run(path, tmp_path / "node", batches, made, plan=plans[0], max_grad_norm=0.5)
+    assert found_losses == losses
     assert all(torch.equal(found[name], weights[name]) for name in weights)

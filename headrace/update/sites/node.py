@@ -6,22 +6,25 @@ The node decides for itself what becomes of gradients, and commits: it has the n
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from headrace.machine.host_memory import Bytes
 from headrace.net import Generation
-from headrace.net.exchange import NODE, take_in
+from headrace.net.exchange import add_up, take_in
 from headrace.update.rule import StepScalars
+from headrace.update.tensors import as_tensor
 
 
 class NodeSite:
-    """Pulls and pushes over the lanes of `generation`."""
+    """Pulls and pushes over the lanes of `generation`. Sums of gradients have `gradient_dtype`; where there are other workers,
+    what is pushed is float32.
+    """
 
     name = "node"
 
-    def __init__(self, generation: Generation) -> None:
-        self._generation = generation
+    def __init__(self, generation: Generation, gradient_dtype: torch.dtype) -> None:
+        self._generation, self._dtype = generation, gradient_dtype
 
     def holds(self, unit: int) -> bool:
         """Return True: a worker has nothing."""
@@ -36,8 +39,8 @@ class NodeSite:
         take_in(self._generation.down, into)
 
     def push(self, unit: int, gradient: NDArray[Any]) -> None:
-        """Send a unit's gradient."""
-        self._generation.up.send(gradient.view(np.uint8), NODE)
+        """Send a unit's gradient, summed with those of other workers."""
+        add_up(self._generation.up, as_tensor(gradient, bfloat16=True), self._dtype)
 
     def conclude(self, scalars: Mapping[int, StepScalars] | None) -> None:
         """Nothing: the node has the norm of all workers' gradients, and this worker only that of its own."""

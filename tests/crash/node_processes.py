@@ -1,0 +1,74 @@
+"""The processes of a run of several machines, to be killed: a node, and workers. All over loopback."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+
+from headrace.net import Address
+from headrace.runs.node import serve, work
+from headrace.terms.options import NodeOptions, Options
+
+STEPS, SILENCE_SECONDS = 10, 3.0
+
+
+def write_model(folder: Path) -> None:
+    """Write a tiny model with a tokenizer, and data."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<eos>"], initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(["water flows to the turbine"], trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>")
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        vocab_size=384,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        tie_word_embeddings=False,
+    )
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder / "model")
+    fast.save_pretrained(folder / "model")
+    samples = [{"text": f"the {number} th drop of water falls " * 4} for number in range(64)]
+    (folder / "data.jsonl").write_text("\n".join(map(json.dumps, samples)) + "\n")
+
+
+def node(folder: str, output: str, port: int, workers: int, more: dict[str, Any]) -> None:
+    """Be the node; the file `output`.port has the port when it listens."""
+    torch.set_num_threads(1)
+    place = Path(folder)
+    config = NodeOptions.of(
+        {
+            "model": place / "model",
+            "data": [str(place / "data.jsonl")],
+            "output": output,
+            "cache": place / "cache",
+            "listen": f"127.0.0.1:{port}",
+            "workers": workers,
+            "max_steps": STEPS,
+            "sequence_length": 32,
+            "tokens_per_step": 128,
+            "host_memory": "2GiB",
+            "learning_rate": 1e-3,
+        }
+        | more
+    )
+    there = Path(f"{output}.port")
+    serve(config, silence_seconds=SILENCE_SECONDS, listening=lambda address: _write(there, str(address.port)))
+
+
+def worker(port: int, name: str) -> None:
+    """Be a worker."""
+    torch.set_num_threads(1)
+    work(Address("127.0.0.1", port), Options(host_memory="2GiB"), name=name, wait_seconds=60.0)
+
+
+def _write(path: Path, text: str) -> None:
+    partial = path.with_suffix(".partial")
+    partial.write_text(text)
+    partial.replace(path)

@@ -1,0 +1,147 @@
+"""A node or a worker is killed, or stopped, in the middle of a run: spares take over, the same node goes on, and the final
+weights are, byte for byte, those of a run that nobody disturbed. No hang: each wait here has an end.
+"""
+
+import multiprocessing
+import os
+import random
+import signal
+import time
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import node_processes
+import pytest
+from tiers import sampled
+
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(["node_processes", "headrace.runs.engines", "headrace.engine.worker"])
+# Micro-batches of two rows; clipping holds gradients until the norm is known, without it updates run behind backward.
+POLICIES: dict[str, dict[str, Any]] = {"deferred": {"max_grad_norm": 0.5}, "immediate": {"max_grad_norm": 0}}
+
+
+class Machines:
+    """A node, and workers that come to it; `output` names the run."""
+
+    def __init__(self, folder: Path, output: str, workers: int, policy: str) -> None:
+        self.folder, self.output, self.num_workers, self.more = folder, folder / output, workers, POLICIES[policy]
+        self.port, self.workers, self.names = 0, list[BaseProcess](), 0
+        self.node = self.start_node()
+        self.port = int(self.wait_for(self.output.with_name(f"{output}.port")).read_text())
+
+    def start_node(self) -> BaseProcess:
+        arguments = (str(self.folder), str(self.output), self.port, self.num_workers, self.more)
+        self.node = PROCESSES.Process(target=node_processes.node, args=arguments)
+        self.node.start()
+        return self.node
+
+    def hire(self, count: int = 1) -> None:
+        for _ in range(count):
+            self.names += 1
+            process = PROCESSES.Process(target=node_processes.worker, args=(self.port, str(self.names)))
+            process.start()
+            self.workers.append(process)
+
+    def wait_for(self, path: Path) -> Path:
+        return wait_until(lambda: path if path.exists() else None)
+
+    def wait_for_step(self, step: int) -> None:
+        metrics = self.output / "metrics.jsonl"
+        wait_until(lambda: (metrics.exists() and len(metrics.read_text().splitlines()) >= step) or None)
+
+    def finish(self) -> bytes:
+        self.node.join(100)
+        assert self.node.exitcode == 0
+        for process in self.workers:
+            process.join(30)
+        return (self.output / "final" / "model.safetensors").read_bytes()
+
+
+def wait_until(what: Any, seconds: float = 60.0) -> Any:
+    end = time.monotonic() + seconds
+    while (found := what()) is None:
+        assert time.monotonic() < end, "it takes too long"
+        time.sleep(0.005)
+    return found
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("node")
+    node_processes.write_model(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def undisturbed(place: Path) -> Any:
+    """Return the weights of a run that nobody disturbed, by policy and number of workers."""
+    known: dict[tuple[str, int], bytes] = {}
+
+    def weights(policy: str, workers: int) -> bytes:
+        if (policy, workers) not in known:
+            machines = Machines(place, f"whole-{policy}-{workers}", workers, policy)
+            machines.hire(workers)
+            known[policy, workers] = machines.finish()
+            assert all(process.exitcode == 0 for process in machines.workers), "workers end well"
+        return known[policy, workers]
+
+    return weights
+
+
+@pytest.mark.parametrize(
+    ("policy", "workers"), sampled([("deferred", 1), ("immediate", 1), ("deferred", 2)], [("deferred", 1)])
+)
+def test_workers_and_the_node_are_killed(policy: str, workers: int, place: Path, undisturbed: Any) -> None:
+    machines, dice = Machines(place, f"killed-{policy}-{workers}", workers, policy), random.Random(7)
+    machines.hire(workers + 1)  # a spare, too
+    machines.wait_for_step(2)
+    time.sleep(dice.random() * 0.1)
+    kill(machines.workers[0])
+    machines.hire()
+    machines.wait_for_step(5)
+    time.sleep(dice.random() * 0.1)
+    kill(machines.node)
+    machines.start_node()  # on the same port: workers wait for it
+    machines.wait_for_step(8)
+    time.sleep(dice.random() * 0.1)
+    kill(machines.workers[1])
+    assert machines.finish() == undisturbed(policy, workers)
+
+
+@pytest.mark.deep
+def test_a_worker_that_is_stopped_is_replaced_and_may_come_back(place: Path, undisturbed: Any) -> None:
+    machines = Machines(place, "stopped", 1, "deferred")
+    machines.hire()
+    machines.wait_for_step(3)
+    machines.hire()
+    os.kill(machines.workers[0].pid or 0, signal.SIGSTOP)
+    begin = time.monotonic()
+    machines.wait_for_step(6)
+    assert time.monotonic() - begin < 10 * node_processes.SILENCE_SECONDS
+    os.kill(machines.workers[0].pid or 0, signal.SIGCONT)
+    assert machines.finish() == undisturbed("deferred", 1)
+
+
+@pytest.mark.soak
+def test_a_hundred_kills(place: Path, undisturbed: Any) -> None:
+    expected, dice = undisturbed("deferred", 1), random.Random(11)
+    for number in range(20):
+        machines = Machines(place, f"soak-{number}", 1, "deferred")
+        machines.hire(6)
+        for kills in range(5):
+            machines.wait_for_step(1 + kills)
+            time.sleep(dice.random() * 0.2)
+            if kills == 2:
+                kill(machines.node)
+                machines.start_node()
+            else:
+                kill(machines.workers[kills])
+        machines.hire()
+        assert machines.finish() == expected
+
+
+def kill(process: BaseProcess) -> None:
+    if process.is_alive():
+        os.kill(process.pid or 0, signal.SIGKILL)
+    process.join()

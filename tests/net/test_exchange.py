@@ -1,0 +1,75 @@
+"""The exchange between workers: what comes down is what was sent, what goes up is the sum in the order of ranks, rounded once;
+and the node moves one copy each way, however many workers there are.
+"""
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peers import at_once, joined, listening
+
+from headrace.net import exchange
+from headrace.net.lane import Lane
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[str, int]]:
+    """Count bytes by direction of a transfer and rank."""
+    moved: Counter[tuple[str, int]] = Counter()
+    for name, word in (("start_send", "tx"), ("start_receive", "rx")):
+        real = getattr(Lane, name)
+
+        def call(lane: Lane, data: torch.Tensor, peer: int, tag: int = 0, real: Any = real, word: str = word) -> Any:
+            moved[word, lane.rank] += data.numel() * data.element_size()
+            return real(lane, data, peer, tag)
+
+        monkeypatch.setattr(Lane, name, call)
+    return moved
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_one_copy_each_way_and_the_sum_by_rank(
+    workers: int, counted: Counter[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exchange, "PIECE_ELEMENTS", 1000)
+    size = 7001
+    generator = torch.Generator().manual_seed(workers)
+    dtype = torch.float32 if workers > 1 else torch.bfloat16
+    gradients = [torch.randn(size, generator=generator).to(dtype) for _ in range(workers)]
+    weights, into = torch.randint(0, 255, (2 * size,), dtype=torch.uint8, generator=generator).numpy(), []
+    with listening() as listener:
+        node, members, others = joined(listener, workers)
+        into = [np.empty(2 * size, np.uint8) for _ in range(workers)]
+        total = torch.empty(size, dtype=torch.bfloat16)
+        counted.clear()
+        at_once(
+            lambda: exchange.spread_out(node.down, weights),
+            *(lambda rank=rank: exchange.take_in(others[rank].down, into[rank]) for rank in range(workers)),
+        )
+        down = dict(counted)
+        counted.clear()
+        at_once(
+            lambda: exchange.take_sum(node.up, total),
+            *(lambda rank=rank: exchange.add_up(others[rank].up, gradients[rank], torch.bfloat16) for rank in range(workers)),
+        )
+        for member in members:
+            member.close()
+    assert all(np.array_equal(each, weights) for each in into)
+    expected = torch.zeros(size)
+    for gradient in gradients:
+        expected += gradient
+    assert torch.equal(total, expected.to(torch.bfloat16))
+    exact = torch.stack([gradient.double() for gradient in gradients]).sum(dim=0)
+    assert (total.double() - exact).norm() <= 1.05 * (exact.to(torch.bfloat16).double() - exact).norm()
+    assert (down["tx", 0], counted["rx", 0]) == (2 * size, 2 * size), "one copy of the weights out, one of the gradients in"
+    assert max(down.get(("tx", rank), 0) for rank in range(1, workers + 1)) <= (workers - 1) / workers * 2 * size * 1.02 + 8
+
+
+def test_rounds_cover_every_element_once() -> None:
+    for size in (1, 5, 1000, 1 << 20, (3 << 20) + 17):
+        for workers in (2, 3, 4, 7):
+            pieces = [piece for each in exchange._rounds(size, workers) for piece in each.values()]
+            assert [index for piece in pieces for index in (piece.start, piece.stop)][1:-1:2] == [p.start for p in pieces[1:]]
+            assert (pieces[0].start, pieces[-1].stop) == (0, size)

@@ -1,0 +1,139 @@
+"""Who is let in, who is lost and how soon that is known, and what of an older generation reaches a younger one: nothing."""
+
+import os
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from peers import VERSION, at_once, joined, listening
+
+from headrace.net import Address, Listener, Member
+from headrace.net.proof import is_proof, proof
+from headrace.terms.errors import ConfigError, PeerLost
+
+
+def own_listening_addresses() -> set[str]:
+    """Return the addresses (hexadecimal, as the kernel writes them) at which this process listens, as `ss -ltnp` shows them."""
+    mine = set()
+    for entry in Path("/proc/self/fd").iterdir():
+        try:
+            mine.add(os.readlink(entry))
+        except OSError:
+            continue
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in mine:
+                found.add(fields[1].partition(":")[0])
+    return found
+
+
+def test_all_listeners_are_bound_to_the_interface_that_was_named() -> None:
+    before = own_listening_addresses()
+    with listening() as listener:
+        node, members, _ = joined(listener, 2)
+        assert own_listening_addresses() - before <= {"0100007F"}, "127.0.0.1, and nothing else"
+        assert own_listening_addresses(), "the store and the lanes listen"
+        for member in members:
+            member.close()
+        del node
+
+
+def test_nobody_listens_beyond_loopback_without_a_secret() -> None:
+    with pytest.raises(ConfigError, match="can be reached from other machines; give --secret FILE"):
+        Listener(Address("0.0.0.0", 0), version=VERSION)
+
+
+@pytest.mark.parametrize("text", ["here", "here:", ":1", "here:x", "here:70000"])
+def test_what_is_no_address_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="HOST:PORT"):
+        Address.of(text)
+
+
+def test_a_port_that_is_taken_is_said() -> None:
+    with listening() as listener, pytest.raises(ConfigError, match="name a free port"):
+        Listener(listener.address, version=VERSION)
+
+
+def test_workers_without_the_secret_or_of_another_version_are_refused() -> None:
+    with listening(secret=b"one") as listener:
+        for secret, version, words in (
+            (b"two", VERSION, "does not have this node's secret"),
+            (None, VERSION, "does not have this node's secret"),
+            (b"one", "older", "it is headrace older, the node is test"),
+        ):
+            with pytest.raises(ConfigError, match=words):
+                Member(listener.address, name="x", version=version, secret=secret)
+        member = Member(listener.address, name="x", version=VERSION, secret=b"one")
+        member.close()
+
+
+def test_a_proof_is_of_all_its_words() -> None:
+    assert is_proof(proof(b"s", "a", "b"), b"s", "a", "b")
+    for secret, words in ((b"t", ("a", "b")), (b"s", ("a", "c")), (b"s", ("a",))):
+        assert not is_proof(proof(b"s", "a", "b"), secret, *words)
+
+
+def test_nobody_there_is_said_at_once() -> None:
+    with listening() as listener:
+        address = listener.address
+    with pytest.raises(PeerLost, match="nobody listens there"):
+        Member(address, name="x", version=VERSION)
+
+
+@pytest.mark.parametrize("silent", ["worker", "node"])
+def test_a_silent_peer_is_named_and_wakes_who_waits_for_it(silent: str) -> None:
+    """As after SIGSTOP, or with a cable unplugged: connections stand, and nothing comes."""
+    with listening(silence_seconds=1.0) as listener:
+        node, members, workers = joined(listener, 1)
+        into, begin = np.empty(10, np.uint8), time.monotonic()
+        if silent == "worker":
+            members[0]._closing.set()  # its heart stops
+            with pytest.raises(PeerLost, match=r"worker 0 shows no sign of life for 1 s"):
+                node.up.receive(into, 1)
+        else:
+            listener.stop_watching()
+            with pytest.raises(PeerLost, match=r"node .* shows no sign of life for 1 s"):
+                workers[0].down.receive(into, 0)
+        assert time.monotonic() - begin < 10
+        members[0].close()
+
+
+def test_who_leaves_is_missed_and_another_takes_the_place() -> None:
+    with listening() as listener:
+        node, members, workers = joined(listener, 1)
+        members[0].close()
+        with pytest.raises(PeerLost):
+            node.up.receive(np.empty(10, np.uint8), 1)
+        again, members, workers = joined(listener, 1)
+        at_once(lambda: again.down.send_message({"step": 1}, 1), lambda: workers[0].down.receive_message(0))
+        assert again.number == node.number + 1
+        members[0].close()
+
+
+def test_nothing_of_an_older_generation_reaches_the_next() -> None:
+    with listening() as listener:
+        old, members, old_workers = joined(listener, 1)
+        late = threading.Thread(target=lambda: suppressed(lambda: old_workers[0].up.send(np.full(10, 1, np.uint8), 0)))
+        late.start()
+        time.sleep(0.1)
+        new, more, workers = joined(listener, 1)
+        into = np.empty(10, np.uint8)
+        at_once(lambda: workers[0].up.send(np.full(10, 2, np.uint8), 0), lambda: new.up.receive(into, 1))
+        assert set(into) == {2}
+        late.join(10)
+        assert not late.is_alive(), "who waits for an older generation is told"
+        with pytest.raises(PeerLost):
+            old.up.receive(into, 1)
+        for member in (*members, *more):
+            member.close()
+
+
+def suppressed(call: object) -> None:
+    try:
+        call()  # type: ignore[operator]
+    except PeerLost:
+        return
