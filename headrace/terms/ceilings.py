@@ -27,7 +27,7 @@ _MOST_OVERHEAD_SECONDS = 10.0
 _MOST_THREADS = 256
 _MOST_PIECE_BYTES = 1 << 30
 _MOST_CPU_SECONDS_PER_GIGABYTE = 1000.0
-# Pieces are cut at multiples of this, as direct input and output asks for.
+# Pieces are cut at multiples of this: direct input and output requires it.
 _PIECE_UNIT_BYTES = 4096
 # Below the data sheets of all GPUs with 4 GiB or more that were made since 2020 (192 GB/s: RTX 3050 laptop; from memory).
 _NETWORK_BYTES_PER_SECOND = 1.25e9  # 10 Gbit/s

@@ -26,7 +26,7 @@ def number(figures: Mapping[str, Any], name: str, *, where: str) -> float:
     if name not in figures:
         raise ConfigError(f"{where}: {name} is missing; measure it with 'headrace bench machine' or write it into the profile")
     value = figures[name]
-    # A bool is an int to Python, and 10**400 has no float; neither is a figure.
+    # Python takes a bool for an int, and 10**400 for a number, though no float holds it. Neither is a figure.
     if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) > 1e300 or not math.isfinite(value):
         raise ConfigError(f"{where}: {name} is {value!r}; write a finite number")
     return value

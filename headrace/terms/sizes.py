@@ -11,13 +11,13 @@ GIB = 1 << 30
 PAGE_BYTES = 4096
 # Where freed memory is given back, blocks of this size and more go back at once, and are whole huge pages where there are some.
 MAPPED_BYTES = 2 << 20
-# Of smaller ones the heap keeps so much.
+# So much of smaller blocks stays in the heap.
 KEPT_FREE_BYTES = 64 << 20
 # Where freed memory is kept, larger blocks than these go back all the same: the most that glibc takes from its heap.
 LARGEST_HEAP_BLOCK_BYTES = 32 << 20
 # A size above this is a slip, and what is counted from it would not fit into the 64-bit numbers of the system.
 _MOST_BYTES = 1 << 62
-# Nor would what is counted from more steps, rows or tokens than this.
+# The same limit for steps, rows and tokens.
 MOST_COUNT = 1 << 62
 
 # A bare letter is binary, as for ulimit, Docker and the JVM; "GB" is decimal as on drives; "GiB" is binary.
