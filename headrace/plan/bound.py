@@ -13,9 +13,9 @@ from headrace.terms.program import Lane
 
 Speeds = Callable[[tuple[Lane, ...]], Mapping[Lane, float]]
 
-# Beside coefficients of about 1: below this, rounding.
+# Coefficients are about 1: what is smaller than this is a rounding error.
 _NOTHING = 1e-11
-# A dozen is usual. Rounding could make it go round in circles, and wherever it stops, what it has found is a lower bound.
+# A dozen rounds are usual. Rounding errors could make it go round in circles; what it has found is a lower bound at any time.
 _MOST_PIVOTS = 1000
 
 

@@ -35,7 +35,7 @@ def coarsened(plan: Plan, ceilings: Ceilings, most_operations: int) -> Plan:
     left = most_operations - per_micro * plan.num_micro_batches
     pieces = max(_LEAST_CHUNKS, left // (_PER_CHUNK * len(plan.units)))
     chunk_elements = max(plan.chunk_elements, round_up(-(-plan.largest_block_elements // pieces), UNIT_ALIGNMENT))
-    # Of the larger buffers no more than are needed to read, update and write at once: there is less memory ahead in truth.
+    # Three buffers suffice to read, update and write at once. More of the enlarged ones would hold more than the plan does.
     slots = plan.state_slots if chunk_elements == plan.chunk_elements else min(plan.state_slots, 3)
     return replace(plan, chunk_elements=chunk_elements, state_slots=slots)
 
@@ -51,7 +51,7 @@ def _merged(plan: Plan, ceilings: Ceilings, most_blocks: int) -> Plan:
     launches = ceilings.launch_seconds * ceilings.matrix_flops_per_second(plan.compute_dtype)
     share = len(groups) / plan.num_blocks
     units = [merged([plan.units[block + 1] for block in group]) for group in groups]
-    # Of the blocks that are updated as many are resident as before, in proportion, the shallow ones; and late, evenly spread.
+    # The same share of the updated blocks as before has resident states (the first ones), and is late (evenly spread).
     updated = [index for index, unit in enumerate(units, start=1) if unit.update_elements]
     of_updated = len(updated) / max(1, sum(unit.update_elements > 0 for unit in plan.units[1 : plan.num_blocks + 1]))
     residents, late = (
@@ -107,7 +107,7 @@ def _joined(plan: Plan, count: int, ceilings: Ceilings) -> Plan:
     """Return a plan with `count` larger micro-batches."""
     # Exactly the whole step's work, also where the count is not a multiple.
     factor = plan.num_micro_batches / count
-    # Launches that joining takes away come back as the operations that compute could have done meanwhile.
+    # Joining saves launches. Their time is added again, as the FLOPs that compute could have done meanwhile.
     launches = (factor - 1) * ceilings.launch_seconds * ceilings.matrix_flops_per_second(plan.compute_dtype)
     return replace(
         plan,

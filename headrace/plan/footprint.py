@@ -29,7 +29,7 @@ _OPERATIONS_OF_A_CHUNK, _OPERATIONS_OF_A_BLOCK, _OPERATION_BYTES, _COMPLETION_BY
 MOST_PROGRAMS = 3
 # oneDNN keeps 1024 of them at most.
 _MOST_PRODUCTS = 340
-# What the interpreter takes differs by less between processes that do the same: 1.8 MB (docs/log/process-memory).
+# The most by which the interpreter's memory differs between alike processes; measured 1.8 MB (docs/log/process-memory).
 _RUNTIME_SPREAD = 4 * MIB
 # Rows of the host tier that are no buffers of a step.
 _RUNTIME, _IMPORT = "runtime", "import and export"

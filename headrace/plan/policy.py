@@ -55,7 +55,7 @@ def with_device_updates(problem: Problem, plan: Plan, seconds_of: StepSeconds) -
         return plan
 
     machine, most_operations = seconds_of.machine, 2 * SEARCH_OPERATIONS
-    # No stride can gain more than updates that take the CPU no time would: mostly nothing, and the search ends here.
+    # No stride gains more than if updates took the CPU no time. Mostly that would gain nothing, and the search ends here.
     free = replace(
         machine, update_bytes_per_second=1e15, update_bytes_per_second_per_core=1e15, host_memory_bytes_per_second=1e17
     )
@@ -126,7 +126,7 @@ def with_speculation(plan: Plan, seconds_of: StepSeconds) -> Plan:
     variant = _fastest([_speculating(plan, late) for late in late_choices(plan)], seconds_of)
     speculation = Speculation(
         late_units=variant.late_units,
-        deferred_seconds=seconds_of.forecast(plan).step_seconds,  # mostly asked for again, to tell of it
+        deferred_seconds=seconds_of.forecast(plan).step_seconds,  # as `forecast`, which keeps it: mostly it is asked for again
         hit_seconds=seconds_of(variant),
         redo_seconds=redo_seconds(variant, seconds_of.machine),
     )

@@ -60,12 +60,12 @@ class Rates:
         for lane in active:
             slowdowns = {**self._in_turn(lane), **self.ceilings.slowdowns.get(lane, {})}
             for other in active:
-                # Measured beside all of the other's rate; what moves half as much disturbs half as much.
+                # The figure was measured while the other had its full rate. At half of its rate it slows this one half as much.
                 speed[lane] *= 1 - (1 - slowdowns.get(other, 1.0)) * shared[other]
         # Every byte that a transfer or the update moves crosses the host's memory bus once.
         moving = [lane for lane in active if lane.row.on_bus]
         traffic = sum(speed[lane] * self.bytes_per_second[lane] for lane in moving)
-        # A lane alone is measured with the bus under it, so only lanes together can ask for too much.
+        # The rate of a lane alone was measured over the bus, so only several lanes together can exceed it.
         if len(moving) > 1 and traffic > self.ceilings.host_memory_bytes_per_second:
             for lane in moving:
                 speed[lane] *= self.ceilings.host_memory_bytes_per_second / traffic

@@ -38,7 +38,7 @@ _AMOUNT_PARTS = 4
 _FINALISTS = 3
 # Amounts are tried upwards until one is slower than the best by this: the step time is convex in the amount, but for noise.
 _WORSE = 1.02
-# So many kinds of choices are then forecast without cutting corners.
+# So many choices, the best of their kind, are then forecast in full.
 _EXACT = 8
 _Found = TypeVar("_Found")
 
@@ -91,7 +91,7 @@ def _plan_under(problem: Problem, policy: str, placements: list[Choice], seconds
     """
     homes = problem.homes
     if not measured:
-        # Nobody measured the drives: they are not written to for speed, only where memory does not suffice.
+        # Unmeasured drives are used only where memory does not suffice, not to gain speed.
         homes = homes[:-1]
         placements = [choice for choice in placements if choice.input_home != "ssd"] or placements
         placements = [choice for choice in placements if choice.held != "ssd"] or placements
@@ -166,7 +166,7 @@ class _Seconds:
 
     def __call__(self, choice: Choice) -> float:
         if choice.amount == 0:
-            choice = replace(choice, kept_home="device")  # where nothing is kept, it does not matter where
+            choice = replace(choice, kept_home="device")  # without kept outputs their home does not matter
         if choice not in self._known:
             plan = filled(self._problem, plan_of(self._problem, choice))
             coarse = self._seconds_of(plan, SEARCH_OPERATIONS)
@@ -224,7 +224,7 @@ def _best_amount(problem: Problem, start: Choice, seconds: Callable[[Choice], fl
             if amount not in tried and fits(plan_of(problem, choice)):
                 tried[amount] = seconds(choice)
                 if amount > min(tried) and tried[amount] > _WORSE * min(tried.values()):
-                    break  # convex: more of it only gets slower
+                    break  # the time is convex in the amount: more only takes longer
 
     try_amounts([total * part // _AMOUNT_PARTS for part in range(_AMOUNT_PARTS + 1)])
     step = total // _AMOUNT_PARTS

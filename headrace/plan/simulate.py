@@ -28,7 +28,7 @@ from headrace.terms.program import Lane, Op, Program, sharing_words
 _NOTHING, _MORE = (bytearray(b"\1"), 0), (bytearray(b"\0"), 0)
 # Two steps count as equally long below this relative difference: far above rounding, far below what anybody plans by.
 _SETTLED = 1e-4
-# As many steps in a row; two alike may be chance while a backlog of the cold start still drains.
+# So many steps in a row must be alike: two may be by chance while a backlog of the cold start drains.
 _ALIKE = 3
 # Rounds after which a step time that still swings between several values is averaged instead.
 _MOST_ROUNDS = 12
@@ -146,7 +146,7 @@ def _run(programs: Sequence[Program], rates: Rates) -> tuple["_Clock", bool]:
         admitted = len(clock.programs)
         if admitted < given:
             clock.admit(programs[admitted])
-        # Decided once: without a successor the last steps run differently again.
+        # Not asked again later: the last steps have no successor, and run differently.
         elif repeats and admitted < given + _MOST_ROUNDS and not clock.settled(since=given - 2):
             clock.admit(programs[-1])
         else:
@@ -372,7 +372,7 @@ def _explain(
     bottleneck = max(Lane, key=lambda lane: lanes[lane].utilisation)
     share, words = lanes[bottleneck].utilisation, bottleneck.row.words
     for shared, sharing in rates.shares.items():
-        # Two directions in turn keep what they share busy although neither is; only the union shows it.
+        # Two directions that take turns keep busy what they share, though neither is busy itself. Only their union shows it.
         together = sorted(span for lane in sharing for span in spans[lane])
         both = _union_seconds(together) / step_seconds if step_seconds else 0.0
         if rates.shared_factor(sharing) < 1 and both > share + 1e-9:

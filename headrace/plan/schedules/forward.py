@@ -45,5 +45,5 @@ class _Forward(Weights):
             op(Verb.SCORE, Lane.COMPUTE, reads, unit=unit, micro=micro, flops=self.results.epilogue_flops)
 
     def uses_until(self, block: int) -> int:
-        # In this pass, or else in the next: as if passes followed one another.
+        # The next use is in this pass, or in the next one, as if passes followed one another.
         return next(use - self.position for use in (block - 1, self.blocks + block - 1) if use > self.position)

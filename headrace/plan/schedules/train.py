@@ -15,7 +15,7 @@ from headrace.plan.schedules.updates import FREE_SLOTS, NORM, PIECE, Updates, he
 from headrace.plan.schedules.weights import FAR, NONE, RESIDENT, VERDICT
 from headrace.terms.program import Lane, Pool, Program, Verb, buffer
 
-# Block inputs that are brought back before the use that comes next, if there are buffers for them.
+# So many block inputs are brought back ahead of their use, if there are buffers for them.
 RECALLED_AHEAD = 2
 
 _ACCUMULATOR, _RESIDENT_ACCUMULATOR = buffer(Pool.ACCUMULATOR), buffer(Pool.RESIDENT_ACCUMULATOR)
@@ -216,7 +216,7 @@ class _Training(Updates):
         if not self.separate:
             return stash
         back = _RECALLED + place
-        # Not before compute has come so far: what is recalled takes memory of the device, and no slot holds it back.
+        # No slot limits what is recalled to the device, so it waits until compute has reached the use before.
         self.ledger.op(Verb.RECALL, Lane.HOST_TO_DEVICE, (stash,), (back,), after=self.newest_use, **common)
         return back
 
