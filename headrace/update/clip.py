@@ -9,7 +9,7 @@ from typing import Any
 
 from headrace.terms.errors import ConfigError
 
-# As torch.nn.utils.clip_grad_norm_: keeps a norm of zero from being a divisor.
+# As in torch.nn.utils.clip_grad_norm_: the norm may be zero, and is a divisor.
 _NORM_GUARD = 1e-6
 # Below 1 the scale would make gradients smaller than they are; beyond 2^32 float16 gradients overflow at any useful size.
 _SMALLEST_SCALE, _LARGEST_SCALE = 1.0, 2.0**32

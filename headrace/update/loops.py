@@ -48,7 +48,7 @@ SUMMED_ELEMENTS = 32768
 # 512 ahead are alike, 1024 is worse. Unsigned, for an index that may be negative would be tested for each element.
 LINE_BYTES = 64
 STRIP_ELEMENTS, AHEAD_ELEMENTS = np.uint64(32), np.uint64(256)
-# Elements whose states are decoded at once, and the most that may share a number of a state.
+# So many elements have their states decoded at once; as many may share one number of a state plane.
 TILE_ELEMENTS = 256
 
 Loop = Callable[..., None]

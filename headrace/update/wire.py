@@ -81,7 +81,7 @@ class Gradients:
         """Add `gradient`, of any shape, to that of the trained parameter `name`; the first one is copied."""
         spec = self._places[name]
         into, flat = self._flat[spec.offset : spec.offset + spec.num_elements], gradient.reshape(-1)
-        if name not in self._delivered:  # adding to zero, without the zero
+        if name not in self._delivered:  # the first gradient is copied instead of added to zero
             into.copy_(flat)
             self._delivered.add(name)
             return
