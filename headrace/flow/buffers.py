@@ -14,7 +14,7 @@ from headrace.plan.plan import Plan
 from headrace.terms.sizes import round_up
 
 TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-# How NumPy sees a gradient: it has no bfloat16, so the bits.
+# How NumPy sees a gradient. It has no bfloat16, so it is given the bits.
 GRADIENT_VIEWS: dict[str, np.dtype[Any]] = {
     "bfloat16": np.dtype(np.uint16),
     "float16": np.dtype(np.float16),
@@ -35,7 +35,7 @@ class DeviceArena:
         self._used_bytes += round_up(num_bytes, PAGE_BYTES)
         if self._used_bytes > self._memory.numel():
             raise AssertionError(f"device arena of {self._memory.numel()} bytes is smaller than the plan's buffers")
-        # `.data`: views of one tensor share a version counter; autograd would take a write to one buffer for one to all.
+        # `.data`: views of one tensor share a version counter, so autograd would take a write to one buffer for a write to all.
         return self._memory[start : start + num_bytes].data
 
 

@@ -13,7 +13,7 @@ from headrace.update import clip_factor, square_sum
 
 # Conversion goes in pieces so small that torch keeps to this thread; compute owns the others.
 _CONVERT_ELEMENTS = 32768
-# On a GPU in pieces that fill it, but take little memory of it: what is converted lies there until it is copied.
+# On a GPU pieces are large enough to keep it busy, and small enough that what waits there to be copied takes little memory.
 _DEVICE_CONVERT_ELEMENTS = 4 << 20
 
 
@@ -75,7 +75,7 @@ def _decide(state: StepState) -> None:
         verdict.skipped = f"gradient norm is {verdict.grad_norm}" + (f" at loss scale {scale:g}" if verdict.loss_scale else "")
     elif factor != 1.0:
         verdict.clipped = True
-        # Updates that run already took a factor of 1 for granted; from here on they stop, and the engine takes them back.
+        # Updates that were begun assumed a factor of 1. From here on none does anything, and the engine takes them back.
         verdict.missed = state.plan.update_policy == "speculative"
         verdict.gradient_scale *= factor
 

@@ -222,7 +222,7 @@ class OverlappedInterpreter(Interpreter):
                 self.check()
             self._finish(Lane.COMPUTE)
         except BaseException as failure:
-            # Stopped in the middle: what nobody will ever do must not keep the other lanes waiting.
+            # Stopped in the middle: other lanes must not wait for operations that nobody will do.
             self.fail(failure)
             for op in program.ops:
                 if op.lane is Lane.COMPUTE or op.index >= num_queued:

@@ -26,7 +26,7 @@ def import_model(weights: WeightMap, store: StateStore, maker: Maker, record: Ma
     and beside them the trained family's first ones.
     """
     units, plane = store.manifest.units, maker.weight
-    # One buffer for each plane of the largest unit, used again and again: what the heap gives back is not the system's at once.
+    # One buffer for each plane, as large as the largest unit, for all units: freed memory goes back to the system late.
     weight_memory = huge_page_buffer(max(plane.num_bytes(form.layout.num_elements) for form in maker.forms))
     master_memory = huge_page_buffer(max(map(_master_bytes, units), default=0))
     for index, (unit, form) in enumerate(zip(units, maker.forms, strict=True)):

@@ -33,7 +33,7 @@ class _Place:
 
 def stash(state: StepState, op: Op) -> None:
     """Copy what a block leaves for backward from the device to its host buffer."""
-    # Not the whole buffer where blocks of several sizes take turns: of this block no more travels on.
+    # Where blocks of several sizes share the buffer, only the part that this block needs.
     package, buffer = state.packages.pop((op.unit, op.micro)), torch.from_numpy(_pages(state, op))
     tensors = _tensors(package)
     places = _places(tensors)
