@@ -126,7 +126,7 @@ def create_parts(
         if not was_there:
             undo.callback((run_directory / LOCK_NAME).unlink, missing_ok=True)  # a directory that was empty is so again
         _refuse_existing(run_directory)
-        # First, so that a creation that is killed is known for what it is.
+        # First, so that after a kill it is known that this was being created.
         undo.callback(_unmake, run_directory, manifest)
         announce_manifest(run_directory, manifest)
         locks += make_folders(manifest.directories, run_directory, manifest.run_id)

@@ -80,7 +80,7 @@ def remove_leftover(leftover: Leftover) -> None:
     try:
         if holder is not None or lock is None:
             raise ConfigError(f"{leftover.folder}: its run is in use by process {holder} again; nothing was removed")
-        # A run that lacks a part is none: whatever happens from here on, its other folders are known for dead.
+        # A run that lacks a part cannot go on: if this is interrupted, its other folders are known to be dead.
         if _run_in(leftover.run_directory, leftover.run_id, leftover.folder) is _Run.KNOWS_IT:
             withdraw_manifest(leftover.run_directory)
         remove_folder(leftover.folder)

@@ -225,7 +225,7 @@ class StateStore:
             for ticket in self._writes.values():
                 _settle(ticket)
             if self._record_in_doubt:
-                # The record may be on the drive, whole: then it would come back once its slots are written over.
+                # The record may be whole on the drive: a later opening would choose it, after its slots were overwritten.
                 self._parts.records.erase(self.committed_version + 1)
                 self._record_in_doubt = False
             self._unsynced_error = None
