@@ -14,7 +14,7 @@ from headrace.files.block_file import BLOCK_BYTES, BlockFile, Bytes, Ticket, che
 from headrace.files.threads import ThreadEngine, Transfer
 from headrace.terms.errors import StorageError
 
-# A larger cycle would spread a request unevenly before it is through once.
+# In a larger cycle a request could end before every drive has had its share.
 _LARGEST_WEIGHT = 16
 
 
