@@ -164,7 +164,7 @@ def _profile(
         return CostMeter(chain.wide_products, besides if on_gpu else (), huge_pages=huge_pages)
 
     ids = torch.zeros((sequences, length), dtype=torch.int64, device=chain.device)
-    # Rows of models that cannot pack are padded. Of fake tensors nobody can see that they hide nothing, so this makes a mask.
+    # Rows of models that cannot pack are padded. A mask of fake tensors has no values that could show that it hides nothing.
     # Rows that are run sample by sample may be padded, too, and take less where they are not.
     kept_apart = chain.packs(length) and not chain.runs_by_samples(length)
     batch = MicroBatch(ids, ids, None if kept_apart else torch.ones_like(ids))
@@ -186,7 +186,7 @@ def _profile(
             if again.hidden.requires_grad:
                 again.hidden.backward(torch.zeros_like(again.hidden))  # type: ignore[no-untyped-call]
         blocks, final = _profile_blocks(chain, result.hidden, result.calls, meter)
-        # Chunks larger than the micro-batch, but for one, say nothing.
+        # One chunk at least as large as the micro-batch is enough: larger ones would give the same.
         chunks = [tokens for index, tokens in enumerate(_LOSS_CHUNKS) if not index or _LOSS_CHUNKS[index - 1] < ids.numel()]
         known = dict(other.epilogue_workspace_bytes) if other else {}
         tried: dict[int, CostMeter] = {}

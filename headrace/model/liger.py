@@ -28,7 +28,7 @@ from headrace.model.runner import run_block
 from headrace.model.thresholds import architecture_key
 from headrace.terms.errors import ConfigError
 
-# Liger's own names of what it can replace. Everything else that it can do (losses above all) is asked not to be done.
+# What is replaced, by Liger's own names. All else that it can replace, above all losses, is switched off.
 _WANTED = frozenset({"rope", "rms_norm", "swiglu", "geglu"})
 
 # What a module wears: attributes of the instance that hide those of its class.

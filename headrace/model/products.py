@@ -18,7 +18,7 @@ from headrace.terms.sizes import MIB
 
 _aten = torch.ops.aten
 _NARROW = (torch.bfloat16, torch.float16)
-# Of an operand or a result in float32 at a time: what the caches hold, and the memory that this takes.
+# So much of an operand or a result is converted to float32 at once: it fits into the caches, and little memory is taken.
 _PIECE_BYTES = 8 * MIB
 _WIDE_BYTES = 4
 

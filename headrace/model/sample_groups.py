@@ -11,9 +11,9 @@ import torch
 
 # Layers with a state work on chunks of the row, of at most so many tokens: shorter samples take as much as one chunk.
 _CHUNK_TOKENS = 256
-# Shorter samples are run together, whatever their lengths: calls take longer than what they compute.
+# Shorter samples than this are run together, whatever their lengths: for them a call costs more than what it computes.
 _SHORT_TOKENS = 64
-# A sample shorter than this part of the longest would have the group compute too much that fills it up.
+# A sample shorter than this part of the group's longest would need too much padding.
 _SHORTEST_PART = 0.75
 
 

@@ -81,7 +81,7 @@ def _tiny(config_class: type, full: str) -> Tiny:
         tried = ({**chosen, key: float(size)} for size in MET)
         return next((one for one in tried if _runs(config_class, values, one, scaled_rope=scaled_rope)), chosen)
 
-    # Twice, for some keys fit others that are lowered after them.
+    # Twice, because some keys have to fit others that are lowered later.
     for key in (*unknown, *unknown) if runs else ():
         if chosen.get(key, math.inf) > MET[0]:
             chosen = lowered(key, chosen)
