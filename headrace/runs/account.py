@@ -26,7 +26,7 @@ from headrace.terms.errors import ConfigError, ModelError
 from headrace.terms.options import RunOptions
 from headrace.terms.sizes import format_bytes, format_seconds
 
-# Steps that take so many times what was forecast, or less than that part of it, are worth a line; not where so little is left.
+# A line is worth writing where steps take so many times the forecast, or so small a part of it, unless so little time is left.
 _OFF, _WORTH_SAYING_SECONDS = 1.25, 60.0
 _REFINED_AFTER_STEPS = 3
 

@@ -77,7 +77,7 @@ class MachineOfRun:
         )
         begin = time.perf_counter()
         with alone(_WAIT_SECONDS) as first:
-            # Whoever measured meanwhile may have done so for this run, too.
+            # Another process may have measured while this one waited; that serves this run, too.
             if kept := find_kept(self._cache, self._wanted):
                 self._say("another process has measured it")
                 return kept
