@@ -136,7 +136,7 @@ class LanesFile:
             begin = min(op.start_seconds for op in step.ops)  # nothing came before: what was fetched ahead belongs here
         step.window = (begin, max(end, following.span()[0]) if following is not None else end)
         before = self._kept[-1].ops if self._kept else []
-        # Of the step after, what was done ahead of its first computation; all of that has been reported by now.
+        # Also what was done for the next step before its first computation: all of it has been reported by now.
         ahead = following.ops if following is not None else []
         line: Record = {"step": number, "seconds": round(step.window[1] - begin, 6)}
         if self._resumed:
