@@ -48,7 +48,7 @@ _STEPS = 1000
 _COARSE_OPERATIONS = 1000
 # Finer, for times that stand beside the plan's own.
 _MOST_OPERATIONS = 2000
-# What it all takes in a run on a machine that is not this one: what was measured here. Of this process it says nothing.
+# On another machine the interpreter and libraries are taken to need what was measured here, not what this process has now.
 _RUNTIME_ELSEWHERE_BYTES = 300 * MIB
 # A variant of a plan that fits is worth a line below this share of its time.
 _WORTH_IT = 0.99

@@ -61,7 +61,7 @@ class RunPlanner:
         self._forms, self._own_rule = tuple(forms), own_rule
         self._rule, self._cores, self._warm_up, self._adjust = rule, cores, warm_up, adjust
         self._search = search
-        # Who searches in another way has another kind of plan: of one that is given it takes how sums are grouped.
+        # A caller with a search of its own makes plans of another kind: of a given plan it takes only how sums are grouped.
         self._given = given if search is None else None
         self.grouping: Grouping | None = grouping_of(given) if given and search else None
         self._ceilings = options.machine if isinstance(options.machine, Ceilings) else None

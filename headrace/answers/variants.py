@@ -21,7 +21,7 @@ Candidate = tuple[str, dict[str, Any], "Question"]
 Variant = tuple[str, dict[str, Any], Plan]
 
 _SHORTEST_SEQUENCE = 128
-# What is short may move from tier to tier as it is granted; it settles in a few rounds or never.
+# Granting memory in one tier may move the shortage to another; that settles within a few rounds or never.
 _MOST_ROUNDS = 8
 _OPTIONS = {"host": "host_memory", "device": "device_memory", "ssd": "ssd_space"}
 _WORDS = {"host": "host memory", "device": "device memory", "ssd": "SSD space"}
