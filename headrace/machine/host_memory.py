@@ -37,7 +37,7 @@ def huge_page_buffer(num_bytes: int) -> Bytes:
     whole = np.frombuffer(mapping, dtype=np.uint8)
     start = -whole.ctypes.data % _HUGE_PAGE_BYTES
     whole_pages_bytes = num_bytes // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES
-    # Not the tail: a huge page there would make more resident than was asked for.
+    # Not the last part of a page: a huge page there would take more memory than was asked for.
     if hasattr(mmap, "MADV_HUGEPAGE") and whole_pages_bytes:
         mapping.madvise(mmap.MADV_HUGEPAGE, start, whole_pages_bytes)
     return whole[start : start + num_bytes]
