@@ -35,7 +35,7 @@ from headrace.terms.sizes import MIB, format_bytes
 BRIEF_SECONDS = 10.0
 # With less, what is measured fits into caches and says nothing of a run.
 LEAST_HOST_BYTES = 64 * MIB
-# Sizes are for this much room, and smaller in proportion where there is less.
+# Sizes are meant for this much memory; with less they shrink in proportion.
 _ROOMY_BYTES = 512 * MIB
 _STREAM_SHARE, _COPY_SHARE, _UPDATE_SHARE, _DRIVE_SHARE = 1 / 8, 1 / 32, 1 / 8, 1 / 4
 _BYTES_PER_UPDATED = 16

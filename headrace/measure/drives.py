@@ -39,7 +39,7 @@ _TRIAL_ROUNDS = 3
 # A chunk's states: 4 Mi elements of 10 bytes; two reads and three writes of that are under way in a step's update.
 _CHUNK_BYTES = 40 * MIB
 _CHUNKS_READ, _CHUNKS_WRITTEN = 2, 3
-# What is this near to the best is as good: repeats differ by more.
+# Figures within this of the best count as equal: repeats differ by more.
 _AS_GOOD = 0.97
 _GIGABYTE = 1e9
 _LATENCY_REPEATS = 30
@@ -62,7 +62,7 @@ class Drive:
         self._closers = contextlib.ExitStack()
         try:
             self._directory = directory
-            # Without a name: gigabytes that stay after a killed process would be noticed by nobody.
+            # A file without a name is gone with its process: nobody would notice gigabytes that a killed one left.
             self.file = DirectFile.nameless(directory, size_bytes)
             self._closers.callback(self.file.close)
             self.engine = self._closers.enter_context(ThreadEngine())

@@ -26,7 +26,7 @@ from headrace.terms.layout import COMPUTE_DTYPES
 
 _FOLDER = "machines"
 _POLL_SECONDS = 0.1
-# A name in no file system: it goes with the process that has it, however that ends, and is seen by all users.
+# An abstract socket name, not a file: all users see it, and it goes with its process, however that ends.
 _LOCK = "\0headrace measures this machine"
 
 
