@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from headrace.codec import Codec
 from headrace.engine.crowd import Crowd
+from headrace.engine.stored_codes import StoredCodes
 from headrace.model import Chain
 from headrace.store import StateStore
 from headrace.terms.errors import RunDirectoryError
@@ -55,15 +56,17 @@ class Seams:
                 )
 
 
-def forms_of(chain: Chain, seams: Seams, rule: RuleFigures) -> tuple[Form, ...]:
-    """Return the forms of the units of `chain` under a run's seams and a rule.
+def forms_of(chain: Chain, seams: Seams, rule: RuleFigures, stored: StoredCodes | None = None) -> tuple[Form, ...]:
+    """Return the forms of the units of `chain` under a run's seams and a rule; `stored` says which are coded as they come.
 
     Raises:
-        ConfigError: the wire trains nothing.
+        ConfigError: the wire trains nothing; or it trains in place what is coded.
     """
     site = seams.site
     holds = site.holds if site is not None else lambda unit: False
-    return forms_under(chain.layouts, chain.num_blocks, seams.wire, rule, seams.codec, holds)
+    stored = stored or StoredCodes()
+    args = chain.layouts, chain.num_blocks, seams.wire, rule, seams.codec
+    return forms_under(*args, stored=stored.units, codecs=stored.codecs, is_far=holds)
 
 
 def seams_of(options: Options) -> Seams:

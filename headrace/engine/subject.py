@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from headrace.engine.seams import Seams, forms_of
+from headrace.engine.stored_codes import stored_codes
 from headrace.files import Beside, file_systems, measured_weights
 from headrace.flow.buffers import GRADIENT_VIEWS
 from headrace.flow.load import UnitReader, import_model
@@ -56,6 +57,7 @@ class Subject:
 
     Attributes:
         checkpoint, chain, weights: the model as it is stored, as units, and where each of their parameters is stored.
+        stored: which of its blocks are coded as they come.
         machine: what computes it.
         optimizer, rule, own_rule: the rule's settings, its figures, and those for trained families of their own, which
             are float32 whatever compute reads (None where no unit has one).
@@ -70,7 +72,7 @@ class Subject:
     def __init__(self, directory: Path, options: Options, seams: Seams) -> None:
         self.directory, self.seams = directory, seams
         self._gradient_dtype = options.gradient_dtype or options.compute_dtype
-        self.checkpoint = Checkpoint.open(directory)
+        self.checkpoint = Checkpoint.open(directory, decode=True)
         config = self.checkpoint.config
         self_check(config)
         check_whole(config, self.checkpoint.whole)
@@ -85,8 +87,10 @@ class Subject:
         else:
             self.machine = this_machine(options.budget.device_bytes)
             prepare_chain(self.chain, self.machine, options)
-        self.forms = forms_of(self.chain, seams, self.rule)
-        self.maker = Maker(self.forms, seams.wire, options.compute_dtype, seams.codecs)
+        self.stored = stored_codes(self.chain, self.weights, self.rule.planes)
+        self.forms = forms_of(self.chain, seams, self.rule, self.stored)
+        codecs = {**seams.codecs, **self.stored.codecs}
+        self.maker = Maker(self.forms, seams.wire, options.compute_dtype, codecs, self.stored.readers)
         own = any(form.has_own_family for form in self.forms)
         own_rule = rule_of(self.optimizer, "float32") if own else None
         if own_rule is not None and isinstance(seams.wire, SubspaceWire):

@@ -2,7 +2,7 @@
 and for an export by the same code, so that all three see the same bits.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -15,12 +15,19 @@ from headrace.update.wire import Wire
 
 
 class Maker:
-    """Makes the weights of units of these `forms`; `codecs`, by name, decode what is coded."""
+    """Makes the weights of units of these `forms`; `codecs`, by name, decode what is coded. `readers` give the parts of what is
+    coded as it comes, by unit and by the offset of the matrix.
+    """
 
     def __init__(
-        self, forms: Sequence[Form], wire: Wire, compute_dtype: str, codecs: Mapping[str, Codec] | None = None
+        self,
+        forms: Sequence[Form],
+        wire: Wire,
+        compute_dtype: str,
+        codecs: Mapping[str, Codec] | None = None,
+        readers: Mapping[tuple[int, int], Callable[[], Parts]] | None = None,
     ) -> None:
-        self.forms, self._wire, self._codecs = tuple(forms), wire, dict(codecs or {})
+        self.forms, self._wire, self._codecs, self._readers = tuple(forms), wire, dict(codecs or {}), dict(readers or {})
         self.weight: Plane = planes_with(compute_dtype, ()).weight
         self.dtype: torch.dtype = getattr(torch, compute_dtype)
 
@@ -31,9 +38,15 @@ class Maker:
         stored = torch.from_numpy(into)
         for matrix in form.code.matrices:
             places, dense = parts_of(matrix, stored), _dense(matrix, weights)
-            made = {PLAIN: dense} if matrix.codec is None else self._codecs[matrix.codec].encode(dense)
+            made = {PLAIN: dense} if matrix.codec is None else self._parts(unit, matrix, dense)
             for name, part in made.items():
                 places[name].copy_(part)
+
+    def _parts(self, unit: int, matrix: CodedMatrix, dense: torch.Tensor) -> Parts:
+        """Return the parts of a matrix: those that it came in, or what its code makes of it."""
+        assert matrix.codec is not None, "it is coded"
+        reader = self._readers.get((unit, matrix.offset))
+        return self._codecs[matrix.codec].encode(dense) if reader is None else reader()
 
     def begin(self, unit: int, weights: torch.Tensor, into: Bytes) -> None:
         """Fill `into` with the first weights of a unit's trained family, float32."""

@@ -1,14 +1,17 @@
 """The forms of a model's units under what a run is made of: its wire, its codec, where far units live, and its rule."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 from headrace.codec import Codec, coded_unit, decoding_bytes
+from headrace.terms.coding import CodedUnit
 from headrace.terms.cuts import cuts_of
 from headrace.terms.errors import ConfigError
 from headrace.terms.forms import Form, home_of
 from headrace.terms.layout import UnitLayout, realigned
 from headrace.terms.rule_figures import RuleFigures
 from headrace.update.wire import SubspaceWire, Wire
+from headrace.update.wires.frozen import FrozenWire
 
 
 def forms_under(
@@ -17,12 +20,17 @@ def forms_under(
     wire: Wire,
     rule: RuleFigures,
     codec: Codec | None = None,
+    stored: Mapping[int, CodedUnit] = MappingProxyType({}),
+    codecs: Mapping[str, Codec] = MappingProxyType({}),
     is_far: Callable[[int], bool] = lambda unit: False,
 ) -> tuple[Form, ...]:
     """Return the forms of units laid out by `layouts` under a wire and a rule, which says how parameters are aligned and cut.
 
+    `codec` codes the blocks that are not trained in place, but for those that are coded as they come: `stored` says where their
+    parts lie, `codecs` has what decodes them.
+
     Raises:
-        ConfigError: the wire trains nothing.
+        ConfigError: the wire trains nothing; or it trains in place what is coded.
     """
     forms = []
     for unit, layout in enumerate(layouts):
@@ -33,8 +41,13 @@ def forms_under(
         if own and trained is not None:
             trained = realigned(trained, rule.parameter_alignment)
             basis = wire.basis(unit, layout, trained) if isinstance(wire, SubspaceWire) else None
-        code = coded_unit(layout, coded, rule.planes) if coded else None
-        decoding = decoding_bytes(code, {coded.name: coded}) if code and coded else 0
+        if unit in stored and trained is layout:
+            raise ConfigError(
+                f"{layout.name}: its weights are coded ({', '.join(sorted(codecs))}), and cannot be trained in place; train the "
+                "model that `headrace decompress` makes of it"
+            )
+        code = stored.get(unit) or (coded_unit(layout, coded, rule.planes) if coded else None)
+        decoding = decoding_bytes(code, {**codecs, **({coded.name: coded} if coded else {})}) if code else 0
         forms.append(
             Form(
                 layout=layout,
@@ -47,6 +60,6 @@ def forms_under(
                 basis=basis,
             )
         )
-    if not any(form.trained for form in forms):
+    if not any(form.trained for form in forms) and not isinstance(wire, FrozenWire):
         raise ConfigError(f"wire: {wire.name} trains nothing of this model; give one that does")
     return tuple(forms)

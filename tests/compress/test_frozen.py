@@ -1,0 +1,73 @@
+"""A coded model run by the engine: its blocks lie on the drive in the parts that they came in, and are decoded for compute.
+
+Run: pytest tests/compress/test_frozen.py
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from coded_models import KINDS, write_coded
+from test_compression import decoded
+from tiers import sampled
+from transformers import AutoModelForCausalLM
+
+import headrace
+from headrace.engine import Engine, Seams
+from headrace.runs.decompression import decompress
+from headrace.terms.errors import ConfigError
+from headrace.terms.events import OpDone
+from headrace.update.wires import FrozenWire
+
+
+def batch_of(seed: int = 0) -> dict[str, torch.Tensor]:
+    ids = torch.randint(1, 300, (4, 24), generator=torch.Generator().manual_seed(seed))
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+def evaluated(model: Path, run: Path, **options: Any) -> tuple[float, int, list[OpDone]]:
+    """Return the loss, the bytes on the drive of the first block, and the operations."""
+    done: list[Any] = []
+    given = {"output": run, "sequence_length": 24, "tokens_per_step": 96, "compute_dtype": "float32", "host_memory": "1GiB"}
+    with Engine.open(model, headrace.Options(**{**given, **options}), done.append, seams=Seams(FrozenWire())) as engine:
+        loss = engine.evaluate(batch_of()).loss
+        assert engine.evaluate(batch_of()).loss == loss
+        stored = engine.store.manifest.units[1].weights.num_bytes
+    return loss, stored, [event for event in done if isinstance(event, OpDone)]
+
+
+def stock_loss(model: Path) -> float:
+    stock = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, experts_implementation="eager").eval()
+    with torch.no_grad():
+        return float(stock(**batch_of()).loss)
+
+
+@pytest.mark.parametrize("kind", sampled(KINDS, ("mxfp4", "nf4", "zero points", "fp8 experts")))
+@pytest.mark.parametrize("device_memory", [None, "512MiB"])
+def test_the_loss_is_that_of_the_decoded_weights(kind: str, device_memory: str | None, tmp_path: Path) -> None:
+    coded, expected = write_coded(tmp_path, kind)
+    loss, stored, done = evaluated(coded, tmp_path / "run", device_memory=device_memory)
+    plain = decompress(coded, tmp_path / "plain")
+    # FP8 is rounded to bfloat16 in a directory of 16 bits; the engine in float32 is not.
+    assert loss == pytest.approx(stock_loss(plain), rel=1e-3 if kind.startswith("fp8") else 2e-6)
+    dense = sum(tensor.numel() for key, tensor in expected.items() if ".layers.0." in key)
+    assert stored < 2 * dense, "fewer bytes than of 16 bits"
+    assert any(each.verb == "make" and each.lane == "make" for each in done)
+    assert not any(each.verb in ("drain", "update") for each in done)
+
+
+def test_what_was_compressed_has_the_loss_that_was_said(dense_int4: Any, tmp_path: Path) -> None:
+    loss, _, _ = evaluated(dense_int4[0] / "out", tmp_path / "run")
+    plain = decompress(dense_int4[0] / "out", tmp_path / "plain")
+    assert loss == pytest.approx(stock_loss(plain), rel=2e-6)
+    assert loss == evaluated(plain, tmp_path / "other")[0], "decoded by the way, or before: the same bits"
+    assert decoded(dense_int4[0] / "out")
+
+
+def test_coded_weights_are_not_trained_in_place(dense_int4: Any, tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"block\.0: its weights are coded \(pack-quantized:32:bfloat16\), and cannot be trained"
+    ):
+        Engine.open(dense_int4[0] / "out", headrace.Options(output=tmp_path / "run", compute_dtype="float32"))
+    assert not (tmp_path / "run").exists()
