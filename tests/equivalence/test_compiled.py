@@ -19,6 +19,7 @@ from versions import COMPILES_EXPERTS
 import headrace
 from headrace.engine.trainer import Engine
 from headrace.model.compiled import CompiledBlocks, check_compiler
+from headrace.plan.plan import Plan
 from headrace.terms.errors import ConfigError
 
 KINDS_OF_BLOCKS = {"llama": 1, "mixtral-aux": 1, "deepseek": 2}
@@ -71,15 +72,8 @@ def test_another_shape_is_another_two_graphs(model_dir: Callable[..., Path], tmp
     assert graphs() - before == 4
 
 
-@pytest.mark.usefixtures("traced")
-def test_the_plan_keeps_and_skips_nothing_and_says_so(model_dir: Callable[..., Path], tmp_path: Path) -> None:
-    options = {"host_memory": "4GiB", "max_grad_norm": None, "tokens_per_step": ROWS * LENGTH, "sequence_length": LENGTH}
-    with Engine.open(model_dir("llama"), headrace.Options(output=tmp_path / "own", **options)) as engine:
-        own = engine.plan
-    with Engine.open(model_dir("llama"), headrace.Options(output=tmp_path / "run", compile_blocks=True, **options)) as engine:
-        plan = engine.plan
-    assert own is not None
-    assert plan is not None
+def assert_nothing_kept(plan: Plan, own: Plan) -> None:
+    """Compare the plan of compiled blocks with that of the model's own code."""
     assert any(own.skipped)
     assert any(own.results.spared_flops)
     assert not any(plan.kept)
@@ -93,10 +87,10 @@ def test_the_plan_keeps_and_skips_nothing_and_says_so(model_dir: Callable[..., P
 @pytest.mark.parametrize(
     ("name", "padded"), [("llama", True), pytest.param("mixtral-aux", False, marks=[pytest.mark.deep, COMPILES_EXPERTS])]
 )
-def test_shorter_batches_are_filled_up_and_compile_nothing(
+def test_shorter_batches_are_filled_up_and_compile_nothing_and_the_plan_says_that_it_keeps_nothing(
     name: str, padded: bool, model_dir: Callable[..., Path], tmp_path: Path
 ) -> None:
-    losses, compiled = {}, []
+    losses, compiled, plans = {}, [], {}
     for option in (False, True):
         with Engine.open(
             model_dir(name),
@@ -116,10 +110,13 @@ def test_shorter_batches_are_filled_up_and_compile_nothing(
                 before = graphs()
                 steps.append(engine.step(batch_of(ROWS, length, seed, padded=padded)))
                 compiled.append(graphs() - before)
+            assert engine.plan is not None
+            plans[option] = engine.plan
         losses[option] = [step.loss for step in steps]
     assert losses[True] == pytest.approx(losses[False], rel=2e-6)
     assert [step.tokens for step in steps] == [ROWS * LENGTH, ROWS * (LENGTH - 5), ROWS * (LENGTH // 2)]
     assert compiled[3:] == [2, 0, 0]
+    assert_nothing_kept(plans[True], plans[False])
 
 
 @pytest.mark.usefixtures("traced")

@@ -148,7 +148,8 @@ def check(case: Case, models: Path, folder: Path) -> None:
         assert peak >= 0.85 * both, f"the plan is padded: {told}"
 
 
-@pytest.mark.parametrize("case", sampled(QUICK, QUICK[1::2]), ids=str)
+# `make test` has the device, and below an import, a flush and an export; the rest differs in shapes, which profiles have.
+@pytest.mark.parametrize("case", sampled(QUICK, QUICK[1:2]), ids=str)
 def test_a_process_stays_inside_its_plan(case: Case, models: Path, tmp_path: Path) -> None:
     check(case, models, tmp_path)
 
