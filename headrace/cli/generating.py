@@ -14,6 +14,7 @@ from headrace.terms.ceilings import Ceilings
 from headrace.terms.errors import ConfigError
 from headrace.terms.events import Event, Notice
 from headrace.terms.generate_options import GenerateOptions
+from headrace.terms.sizes import format_seconds
 
 _BYE = ("/bye", "/exit", "/quit")
 
@@ -24,9 +25,12 @@ def generate(model: str, options: GenerateOptions) -> None:
     Raises:
         InputError, PlanInfeasible, StorageError: see what is called.
     """
+    if options.input is not None:
+        _answer_file(model, options)
+        return
     talks = sys.stdin.isatty() and sys.stdout.isatty()
     if options.prompt is None and not talks:
-        raise ConfigError("prompt: none was given; give --prompt TEXT, --prompt - for standard input")
+        raise ConfigError("prompt: none was given; give --prompt TEXT, --prompt - for standard input, or --input and --output")
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
     from headrace.runs.generating import Talk  # late: it brings torch
     from headrace.runs.generation_source import open_generator
@@ -41,6 +45,26 @@ def generate(model: str, options: GenerateOptions) -> None:
     except KeyboardInterrupt:
         _write("\n")
         leave("interrupted", INTERRUPTED)
+
+
+def _answer_file(model: str, options: GenerateOptions) -> None:
+    """Answer a file; exit code 1 where a line could not be answered."""
+    from headrace.runs.generation_source import open_generator  # late: it brings torch
+    from headrace.runs.jobs import JobProgress, run_job
+
+    def progress(found: JobProgress) -> None:
+        speed = found.tokens / found.seconds if found.seconds else 0.0
+        left = (found.of - found.done) * found.seconds / max(1, found.done)
+        words = f"{found.done} of {found.of} answers, {speed:.3g} tokens/s, {format_seconds(left)} left"
+        _line(sys.stderr, f"{words}, {found.padding:.0%} of the prompts' rows padding")
+
+    try:
+        with open_generator(Path(model), options, ceilings_of(options), say) as generator:
+            refused = run_job(generator, options, sink=say, tell_plan=_tell_plan, progress=progress)
+    except KeyboardInterrupt:
+        leave("interrupted; the same command goes on with it", INTERRUPTED)
+    if refused:
+        leave(f"{refused} line{'s' if refused > 1 else ''} could not be answered; {options.output} says why", 1)
 
 
 def ceilings_of(options: GenerateOptions) -> Ceilings | None:

@@ -132,6 +132,11 @@ class Generator:
         assert self.plan is not None, "made above"
         return self.plan
 
+    def plan_only(self, prompts: int, prompt_length: int, new_tokens: int) -> GenerationPlan:
+        """Return the plan for so many prompts, and make nothing. Raises as `prepare`."""
+        self.model.check_positions(prompt_length, new_tokens)
+        return self._planner.plan(prompts, prompt_length, new_tokens)
+
     def prepare_at_least(self, prompts: int, prompt_length: int, new_tokens: int, tokens: int) -> GenerationPlan:
         """Prepare likewise, for rows of at least `tokens` tokens where the model has positions for them and they fit."""
         more = tokens - prompt_length - new_tokens

@@ -8,7 +8,7 @@ from headrace.terms.budget import Budget
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.declared import Declared, option
 from headrace.terms.errors import ConfigError
-from headrace.terms.option_kinds import Either, Flag, Listed, Number, OneOf, Place, Size, Text, Whole
+from headrace.terms.option_kinds import Duration, Either, Flag, Listed, Number, OneOf, Place, Size, Text, Whole
 from headrace.terms.options import DTYPE_NAMES
 
 _MOST_SEED = (1 << 63) - 1
@@ -24,6 +24,16 @@ class GenerateOptions(Declared):
         "Answer this and end; - reads standard input.",
         row="text to answer; `-` reads standard input; without it, in a terminal: a conversation",
         words="-",
+    )
+    input: str | Path | None = option(
+        None,
+        Place(),
+        "Answer the lines of this JSONL file.",
+        row="JSONL with a `prompt` (text) or `messages` in each line, or lines of OpenAI's Batch files",
+        words="-",
+    )
+    output: str | Path | None = option(
+        None, Place(), "Where the answers go.", row="JSONL of the answers, in the order of `input`", words="-"
     )
     max_new_tokens: int | None = option(None, Whole(), "The most tokens of an answer.", words="the model's, or 512", plan=False)
     temperature: float | None = option(
@@ -88,6 +98,13 @@ class GenerateOptions(Declared):
     seats: int | None = option(
         None, Whole(1, 64), "Micro-batches that go through the model together.", words="planned", plan=True
     )
+    most_lost: float = option(
+        1800.0,
+        Duration(),
+        "The most work that a kill may cost, such as 30m.",
+        row="the most work that a kill may cost, such as `30m`: it bounds the answers that are under way at once",
+        words="`30m`",
+    )
     machine: str | Ceilings | None = option(
         None,
         Either(Ceilings, Text()),
@@ -99,6 +116,10 @@ class GenerateOptions(Declared):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.prompt is not None and self.input is not None:
+            raise ConfigError("prompt and input: give a text or a file, not both")
+        if (self.input is None) != (self.output is None):
+            raise ConfigError("input and output: the answers of a file go into a file; give both, or neither")
         if self.assistant is not None and self.prompt_lookup is not None:
             raise ConfigError("assistant and prompt_lookup: both draft tokens; give one of them")
         if any(not text for text in self.stop):

@@ -9,41 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from headrace.cli import main
 from headrace.terms.generate_options import GenerateOptions
 
-TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}<eos>{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
 )
 Run = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Llama with a byte-level tokenizer and a chat template."""
-    directory = tmp_path_factory.mktemp("talks") / "model"
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = LlamaConfig(vocab_size=320, max_position_embeddings=64, eos_token_id=0, bos_token_id=None, **sizes)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(1)
-        made = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        with torch.no_grad():
-            for parameter in made.parameters():
-                parameter.add_(torch.randn_like(parameter) * 0.1)
-    made.save_pretrained(directory, max_shard_size="30KB")
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=260, special_tokens=["<eos>"], initial_alphabet=alphabet, show_progress=False)
-    tokenizer.train_from_iterator(["water"], trainer)
-    whole = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>")
-    whole.chat_template = TEMPLATE
-    whole.save_pretrained(str(directory))
-    return directory
 
 
 @pytest.fixture
@@ -106,6 +79,8 @@ BAD = {
     "no memory": (["--prompt", "w", "--host-memory", "200MiB"], "--host-memory"),
     "empty stop": (["--prompt", "w", "--stop", ""], "stop"),
     "temperature": (["--prompt", "w", "--temperature", "-1"], "temperature"),
+    "both": (["--prompt", "w", "--input", "x.jsonl", "--output", "y.jsonl"], "prompt and input"),
+    "no output": (["--input", "x.jsonl"], "input and output"),
 }
 
 

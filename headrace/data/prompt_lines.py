@@ -1,0 +1,119 @@
+"""Files of prompts: lines of `prompt` or `messages`, or of OpenAI's Batch files, and the answers in the same form.
+
+Invariant: each line of the input has one line in the output, in order; what is wrong with a line is said there, not raised.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from headrace.data.prompts import Prompts
+from headrace.terms.errors import HeadraceError
+from headrace.terms.generate_options import GenerateOptions
+
+# What a line may say of its own generation, by the option's name.
+_SETTINGS = ("max_new_tokens", "temperature", "top_p", "top_k", "stop", "seed")
+_BATCH_URL = "/v1/chat/completions"
+# Of a Batch body: what is an option here by another name, what changes nothing, and what is refused by name.
+_RENAMED = {"max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens"}
+_WITHOUT_EFFECT = frozenset({"model", "messages", "user", "metadata", "store", "service_tier"})
+
+
+def _is_off(key: str, value: Any) -> bool:
+    """Return whether what a line asks for is what it gets anyway."""
+    return not value or (key == "n" and value == 1 and value is not True)
+
+
+class _Wrong(Exception):
+    """What is wrong with a line."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLine:
+    """A line: its token ids, or why it has none (`error`), and the settings that it gives itself.
+
+    `values` is the line as it came, a mapping where it could be read.
+    """
+
+    number: int
+    values: Mapping[str, Any]
+    ids: tuple[int, ...] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    error: str = ""
+
+    @property
+    def is_batch(self) -> bool:
+        """Whether it is one of a Batch file."""
+        return "custom_id" in self.values and "body" in self.values
+
+    def answered(self, found: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the line of the output for an answer: `completion`, `finish_reason`, token counts, `micro_batch`, `seed`."""
+        if not self.is_batch:
+            return {**self.values, **found}
+        counts = found["prompt_tokens"], found["completion_tokens"]
+        message = {"role": "assistant", "content": found["completion"]}
+        body = {
+            "object": "chat.completion",
+            "model": self.values["body"].get("model"),
+            "choices": [{"index": 0, "message": message, "finish_reason": found["finish_reason"]}],
+            "usage": {"prompt_tokens": counts[0], "completion_tokens": counts[1], "total_tokens": sum(counts)},
+            "micro_batch": found["micro_batch"],
+            "seed": found["seed"],
+        }
+        whole = {"id": f"line_{self.number}", "custom_id": self.values["custom_id"]}
+        return {**whole, "response": {"status_code": 200, "body": body}, "error": None}
+
+    def refused(self, error: str) -> dict[str, Any]:
+        """Return the line of the output that says what is wrong."""
+        if not self.is_batch:
+            return {**self.values, "error": error}
+        whole = {"id": f"line_{self.number}", "custom_id": self.values["custom_id"]}
+        return {**whole, "response": None, "error": {"code": "invalid_request", "message": error}}
+
+
+def read_line(number: int, text: str, prompts: Prompts) -> PromptLine:
+    """Return line `number` (from 1) of a file of prompts."""
+    try:
+        values = json.loads(text)
+    except ValueError as error:
+        return PromptLine(number, {"line": number}, error=f"line {number}: not JSON ({error})")
+    if not isinstance(values, dict):
+        return PromptLine(number, {"line": number}, error=f"line {number}: expected an object, found {type(values).__name__}")
+    try:
+        if "custom_id" in values and "body" in values:
+            body = _batch_body(values)
+            given = {_RENAMED.get(key, key): value for key, value in body.items() if value is not None}
+        else:
+            body, given = values, values
+        settings = _settings({key: given[key] for key in _SETTINGS if given.get(key) is not None})
+        return PromptLine(number, values, tuple(_ids(body, prompts)), settings)
+    except (_Wrong, HeadraceError) as error:
+        return PromptLine(number, values, error=f"line {number}: {error}")
+
+
+def _batch_body(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    url, body = values.get("url", _BATCH_URL), values["body"]
+    if url != _BATCH_URL or not isinstance(body, dict):
+        raise _Wrong(f"url is {url!r}; only {_BATCH_URL} with an object as body is answered")
+    known = {*_WITHOUT_EFFECT, *_RENAMED, *_SETTINGS}
+    for key, value in body.items():
+        if key not in known and not _is_off(key, value):
+            raise _Wrong(f"{key} is {value!r}, which is not supported; leave it out")
+    return body
+
+
+def _settings(given: Mapping[str, Any]) -> dict[str, Any]:
+    options = GenerateOptions.of(given)
+    return {**options.settings, **({"seed": options.seed} if "seed" in given else {})}
+
+
+def _ids(body: Mapping[str, Any], prompts: Prompts) -> list[int]:
+    messages, prompt = body.get("messages"), body.get("prompt")
+    if isinstance(messages, list) and prompt is None:
+        if not messages or not all(isinstance(each, dict) and isinstance(each.get("role"), str) for each in messages):
+            raise _Wrong("messages must be a list of objects with role and content")
+        return prompts.of_messages(messages)
+    if isinstance(prompt, str) and messages is None:
+        return prompts.of_text(prompt)
+    raise _Wrong("expected prompt (a text) or messages (a list)")

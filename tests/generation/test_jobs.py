@@ -1,0 +1,150 @@
+"""Files of prompts: every line is answered or says why not, and a job that was killed ends with the same bytes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.cli.generating import say
+from headrace.engine.generator import Generator
+from headrace.runs.generation_source import open_generator
+from headrace.runs.jobs import JobProgress, run_job
+from headrace.terms.errors import DataError, RunDirectoryError, StorageError
+from headrace.terms.generate_options import GenerateOptions
+
+LINES: list[Any] = [
+    {"prompt": "water", "id": 7},
+    {"messages": [{"role": "user", "content": "flows"}], "temperature": 0},
+    {"prompt": "to the turbine", "max_new_tokens": 3},
+    {"prompt": "w" * 90},
+    {"prompt": ""},
+    {"question": "?"},
+    {"prompt": "w", "temperature": -1},
+    {
+        "custom_id": "a",
+        "url": "/v1/chat/completions",
+        "body": {"messages": [{"role": "user", "content": "x"}], "max_tokens": 4},
+    },
+    {"custom_id": "b", "body": {"messages": [{"role": "user", "content": "x"}], "n": 2}},
+    {"custom_id": "c", "body": {"messages": [{"role": "user", "content": "x"}], "logprobs": True}},
+    {"custom_id": "d", "body": {"messages": [{"role": "user", "content": "x"}], "stream": True}},
+]
+WRONG = {3: "positions", 4: "no tokens", 5: "prompt", 6: "temperature", 8: "n is 2", 9: "logprobs", 10: "stream"}
+
+
+class Killed(Exception):
+    """Stands for a kill: nothing after it is written."""
+
+
+def options_for(folder: Path, **more: Any) -> GenerateOptions:
+    values = {"input": folder / "in.jsonl", "output": folder / "out.jsonl", "max_new_tokens": 6, "rows": 1, "temperature": 0.8}
+    return GenerateOptions.of({**values, "host_memory": "4GiB", "seats": 2, **more})
+
+
+def opened(model: Path, options: GenerateOptions) -> Generator:
+    return open_generator(model, options, None, say)
+
+
+def answer(model: Path, options: GenerateOptions, most: int | None = None) -> int:
+    """Run a job; with `most`, it is killed after so many micro-batches."""
+    seen = []
+
+    def progress(found: JobProgress) -> None:
+        seen.append(found)
+        if len(seen) == most:
+            raise Killed
+
+    with opened(model, options) as generator:
+        return run_job(generator, options, sink=say, tell_plan=lambda plan: None, progress=progress)
+
+
+def write(folder: Path, lines: list[Any]) -> None:
+    folder.mkdir(exist_ok=True)
+    (folder / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+
+
+def test_each_line_is_answered_or_says_why_not(model: Path, tmp_path: Path) -> None:
+    write(tmp_path, LINES)
+    assert answer(model, options_for(tmp_path)) == len(WRONG)
+    found = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert len(found) == len(LINES)
+    for number, (line, out) in enumerate(zip(LINES, found, strict=True)):
+        if number in WRONG:
+            assert WRONG[number] in str(out["error"])
+        elif "custom_id" in line:
+            body = out["response"]["body"]
+            assert out["custom_id"] == line["custom_id"]
+            assert body["usage"]["completion_tokens"] <= 4
+            assert body["choices"][0]["finish_reason"] in ("stop", "length")
+        else:
+            assert {key: out[key] for key in line} == line
+            assert out["finish_reason"] == ("length" if out["completion_tokens"] == line.get("max_new_tokens", 6) else "stop")
+    assert found[0]["id"] == 7
+    assert not (tmp_path / "out.jsonl.job").exists()
+
+
+def test_a_killed_job_ends_with_the_bytes_of_an_unbroken_one(model: Path, tmp_path: Path) -> None:
+    lines = [{"prompt": "water " * (1 + number % 3)} for number in range(7)]
+    write(tmp_path / "whole", lines)
+    write(tmp_path / "killed", lines)
+    answer(model, options_for(tmp_path / "whole", rows=2))
+    options = options_for(tmp_path / "killed", rows=2)
+    for _ in range(2):
+        with pytest.raises(Killed):
+            answer(model, options, most=1)
+        with (tmp_path / "killed/out.jsonl.job/done.jsonl").open("ab") as file:
+            file.write(b'{"micro_batch": 3, "answ')  # cut in the middle of a line
+    with pytest.raises(RunDirectoryError, match="other options"):
+        answer(model, options_for(tmp_path / "killed", rows=2, seed=1))
+    assert answer(model, options) == 0
+    whole, killed = ((tmp_path / name / "out.jsonl").read_bytes() for name in ("whole", "killed"))
+    assert whole == killed
+
+
+@pytest.mark.deep
+def test_a_job_that_is_killed_for_good_goes_on(model: Path, tmp_path: Path) -> None:
+    lines = [{"prompt": "water " * (1 + number % 3)} for number in range(12)]
+    for name in ("whole", "killed"):
+        write(tmp_path / name, lines)
+    answer(model, options_for(tmp_path / "whole"))
+    place = tmp_path / "killed"
+    words = [sys.executable, "-m", "headrace", "generate", str(model), "--input", str(place / "in.jsonl")]
+    words += ["--output", str(place / "out.jsonl"), "--max-new-tokens", "6", "--rows", "1", "--seats", "2"]
+    words += ["--temperature", "0.8", "--host-memory", "4GiB"]
+    process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    kept = place / "out.jsonl.job/done.jsonl"
+    while process.poll() is None and not (kept.exists() and kept.stat().st_size):
+        time.sleep(0.01)
+    if process.poll() is None:
+        os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    if not (place / "out.jsonl").exists():
+        answer(model, options_for(place))
+    assert (place / "out.jsonl").read_bytes() == (tmp_path / "whole/out.jsonl").read_bytes()
+
+
+def test_a_file_that_cannot_be_used_is_refused(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = options_for(tmp_path)
+    with pytest.raises(DataError, match="cannot be read"):
+        answer(model, options)
+    write(tmp_path, [])
+    with pytest.raises(DataError, match="is empty"):
+        answer(model, options)
+    write(tmp_path, LINES[:1])
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("headrace.runs.jobs.os.fsync", full)
+        with pytest.raises(StorageError, match="free some space"):
+            answer(model, options)
+    (tmp_path / "out.jsonl").write_text("something")
+    with pytest.raises(RunDirectoryError, match="exists"):
+        answer(model, options)
