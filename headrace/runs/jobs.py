@@ -257,7 +257,8 @@ def _writing(place: Path) -> Iterator[None]:
         raise
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        advice = "free some space" if full else "remove the cause"
         raise (DiskFull if full else StorageError)(
-            f"{place}: cannot be written ({error.strerror or error}); {'free some space' if full else 'remove the cause'}, then "
-            "give the same command again: what is done is kept"
+            f"{place}: cannot be written ({error.strerror or error}); {advice}, then give the same command again: what is done "
+            "is kept"
         ) from error

@@ -17,6 +17,8 @@ logging.disable_progress_bar()
 
 Prompts = Sequence[Sequence[int]]
 TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}<eos>{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+)
 
 
 @pytest.fixture(scope="session")

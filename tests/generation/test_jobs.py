@@ -18,6 +18,7 @@ from headrace.runs.jobs import JobProgress, run_job
 from headrace.terms.errors import DataError, RunDirectoryError, StorageError
 from headrace.terms.generate_options import GenerateOptions
 
+FOUR = {"max_tokens": 4}
 LINES: list[Any] = [
     {"prompt": "water", "id": 7},
     {"messages": [{"role": "user", "content": "flows"}], "temperature": 0},

@@ -14,8 +14,6 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from headrace.cli import main
 from headrace.terms.generate_options import GenerateOptions
 
-    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}<eos>{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
-)
 Run = Callable[..., tuple[int, str, str]]
 
 
