@@ -109,10 +109,10 @@ def resume(run_directory: Annotated[Path, typer.Argument(metavar="RUN_DIR")]) ->
 @plainly
 @with_options(GenerateOptions.declarations())
 def generate(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Model directory.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL | RUN_DIR", help="Model directory, or a run, finished or not.")],
     **given: Any,
 ) -> None:
-    """Generate text with a model of any size: answer a prompt, or hold a conversation."""
+    """Generate text with a model of any size: answer a prompt or a file of prompts, or hold a conversation."""
     from headrace.cli.generating import generate as run
 
     run(model, GenerateOptions.of(given))

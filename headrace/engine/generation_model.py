@@ -12,15 +12,17 @@ import torch
 from transformers import GenerationConfig
 
 from headrace.answers.model_config import position_limit
-from headrace.flow.sources import ShardSource, WeightSource
+from headrace.flow.sources import ShardSource, StoreSource, WeightSource
 from headrace.machine.here import this_machine
 from headrace.machine.protocol import Machine
-from headrace.model import Chain, Checkpoint, check_whole
+from headrace.model import Chain, Checkpoint, check_whole, load_buffers, match_weights
 from headrace.model.generation_check import check_generation, ready_to_generate
+from headrace.store import StateStore
 from headrace.terms.budget import Budget
-from headrace.terms.errors import ConfigError, ModelError, in_one_line
+from headrace.terms.errors import ConfigError, ModelError, RunDirectoryError, in_one_line
 from headrace.terms.events import Event, Sink
 from headrace.terms.optimizer import Optimizer
+from headrace.update.wires import DenseWire
 
 # Where neither the model nor anybody says how many.
 _NEW_TOKENS = 512
@@ -53,6 +55,39 @@ class GenerationModel:
         weights = chain.attach(checkpoint)
         source = ShardSource(chain, weights, sink or _silent, on_cpu=not machine.separate_device)
         return cls.of(directory, chain, source, machine, (*checkpoint.notes, *source.notes))
+
+    @classmethod
+    def of_store(cls, run_directory: Path, budget: Budget, compute_dtype: str | None, sink: Sink | None) -> "GenerationModel":
+        """Open the last commit of a run, whose store is only read.
+
+        Raises:
+            RunDirectoryError: the run is in progress, has no commit, or its weights are completed by what is trained besides.
+            ModelError: the model that it began with is gone.
+            ConfigError: another compute dtype is asked for than the run has.
+        """
+        store = StateStore.open(run_directory, sink=sink or _silent)
+        try:
+            identity, own = store.manifest.identity, store.record.get("options", {}).get("compute_dtype")
+            if identity.get("wire") not in (None, DenseWire().name) or identity.get("codec") or identity.get("site"):
+                raise RunDirectoryError(
+                    f"{run_directory}: its weights are completed by what is trained besides; write them out first: "
+                    f"`headrace export {run_directory} OUT`, and generate with OUT"
+                )
+            if compute_dtype not in (None, own):
+                raise ConfigError(f"compute_dtype: {compute_dtype} asked for, the run computes in {own}; leave it out")
+            directory = Path(str(identity["model"]))
+            checkpoint, chain, machine = open_chain(directory, budget, own)
+            load_buffers(match_weights(checkpoint, chain.model))
+            if {spec.name for layout in chain.layouts for spec in layout.parameters} != {
+                spec.name for layout in store.manifest.layouts for spec in layout.parameters
+            }:
+                raise RunDirectoryError(f"{run_directory}: {directory} now holds another model; put the run's back there")
+            steps = store.record.get("num_steps")
+            notes = (f"the run is unfinished: weights are those after step {steps}",)
+            return cls.of(directory, chain, StoreSource(store, chain.num_blocks), machine, notes)
+        except BaseException:
+            store.close()
+            raise
 
     @classmethod
     def of(

@@ -89,7 +89,7 @@ class Generator:
         seats: int | None = None,
         interpreter: str = "overlapped",
         sink: Sink | None = None,
-        opened: Callable[[Budget, str | None, Sink | None], GenerationModel] | None = None,
+        opened: Callable[[Path, Budget, str | None, Sink | None], GenerationModel] | None = None,
     ) -> "Generator":
         """Return the generator of a model directory, whose weights are read where they lie; nothing of them is read yet.
 
@@ -100,11 +100,7 @@ class Generator:
             InputError: the model cannot be read, or its architecture cannot generate block by block.
         """
         budget = budget or Budget()
-        found = (
-            opened(budget, compute_dtype, sink)
-            if opened
-            else GenerationModel.of_directory(Path(model), budget, compute_dtype, sink)
-        )
+        found = (opened or GenerationModel.of_directory)(Path(model), budget, compute_dtype, sink)
         planner = GenerationPlanner(
             found.chain,
             found.source,

@@ -3,20 +3,18 @@
 The seam is `make`: there a unit's bytes as they were read become the slot that compute reads.
 """
 
-from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 
 from headrace.files import ExtentReader
-from headrace.flow.make import Maker
-from headrace.machine.host_memory import Bytes, huge_page_buffer
+from headrace.machine.host_memory import Bytes
 from headrace.model import Chain, WeightMap, import_unit
 from headrace.model.in_place import StoredUnit, paths_of, stored_units
 from headrace.store import StateStore
 from headrace.terms.events import Sink
-from headrace.terms.families import TRAINED, WEIGHTS
-from headrace.terms.forms import Form, UnitFigures, home_of
+from headrace.terms.families import WEIGHTS
+from headrace.terms.forms import UnitFigures, home_of
 from headrace.terms.layout import UnitLayout, planes_with
 
 
@@ -87,27 +85,27 @@ class ShardSource:
 
 
 class StoreSource:
-    """The weights that a store holds: its last commit, with what was trained beside frozen weights."""
+    """The weights that a run's store holds, of units that are trained in place or frozen: those of its last commit."""
 
-    def __init__(self, store: StateStore, forms: Sequence[Form], maker: Maker) -> None:
-        self._store, self._maker = store, maker
-        self.layouts = tuple(form.layout for form in forms)
-        self.figures = tuple(form.figures for form in forms)
-        self.trained = {}
-        for index, unit in enumerate(store.manifest.units):
-            if (family := unit.family(TRAINED)) is not None:
-                self.trained[index] = huge_page_buffer(family.num_bytes)
-                store.read(index, TRAINED, self.trained[index]).wait()
+    def __init__(self, store: StateStore, num_blocks: int) -> None:
+        self._store = store
+        self.layouts = tuple(store.manifest.layouts)
+        self.figures = tuple(
+            UnitFigures(
+                name=layout.name,
+                num_elements=layout.num_elements,
+                num_parameters=layout.num_parameters,
+                home=home_of(index, num_blocks),
+                trained_elements=0,
+            )
+            for index, layout in enumerate(self.layouts)
+        )
+        self.trained: dict[int, Bytes] = {}
 
     @property
     def bytes_read(self) -> int:
         """Bytes that the store has read."""
         return self._store.bytes_read
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """Nothing to say."""
-        return ()
 
     def read(self, unit: int, into: Bytes) -> None:
         """See `WeightSource.read`."""
@@ -115,7 +113,7 @@ class StoreSource:
 
     def make(self, unit: int, stored: torch.Tensor | None, trained: torch.Tensor | None, into: torch.Tensor) -> None:
         """See `WeightSource.make`."""
-        self._maker.make(unit, stored, trained, into)
+        raise AssertionError("what a store holds is what compute reads")
 
     def close(self) -> None:
         """Close the store."""
