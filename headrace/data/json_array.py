@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from headrace.data.long_lines import INSIDE, MOST_STRINGS, shortened
 from headrace.terms.errors import DataError
 
-# As far as there are whole strings and what is no mark. Inside an element a comma is none: token ids have many.
+# Whole strings, and characters that are no marks. Inside an element a comma is no mark: token ids have many.
 _STRING = b'"' + INSIDE.pattern + b'"'
 _TO_COMMA = re.compile(rb'(?:[^"\[\]{},]++|' + _STRING + rb")*+", re.DOTALL)
 _TO_BRACKET = re.compile(rb'(?:[^"\[\]{}]++|' + _STRING + rb")*+", re.DOTALL)

@@ -13,7 +13,7 @@ _NO_STRING = re.compile(rb'[^"]*+')
 _STRINGS = re.compile(rb'(?:[^"]++|"' + INSIDE.pattern + rb'")*+', re.DOTALL)
 # The longest end of a string that may be part of one character: two escapes that are one, the second not whole.
 _LONGEST_CHARACTER_BYTES = 12
-# So much there may be beside the long strings, and of them together.
+# The most bytes beside the long strings, and of the strings together.
 MOST_STRINGS = 4
 
 

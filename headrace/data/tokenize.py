@@ -93,7 +93,7 @@ def tokenizer_fingerprint(tokenizer: Tokenizer, otherwise: Path | None = None) -
     except OSError:
         if otherwise is None:
             raise
-    # One name and a lock, so that what a killed process left there goes with the next one.
+    # One name under a lock, so that the next process removes what a killed one left.
     beside = otherwise / "tokenizer.partial"
     with _locked(otherwise / "tokenizer.lock"):
         shutil.rmtree(beside, ignore_errors=True)
