@@ -35,7 +35,7 @@ def set_process_defaults() -> None:
         os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
     quota = quota_cores()
     if quota is not None and quota < len(os.sched_getaffinity(0)):
-        # As many threads as may run all the time: one that is stopped holds up the others wherever they wait for one another.
+        # No more threads than may run all the time: where threads wait for one another, one that is stopped holds up all.
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, int(quota))))
     for name, value in _DEFAULTS.items():
         os.environ.setdefault(name, value)

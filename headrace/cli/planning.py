@@ -54,9 +54,7 @@ def bench_machine(directories: Sequence[Path], output: Path | None, *, seconds: 
     Raises:
         StorageError: a directory cannot be measured, or the profile cannot be written.
     """
-    from headrace.measure.machine import (
-        measure_machine,
-    )  # late: it brings the kernels and their compiler, which a plan does without
+    from headrace.measure.machine import measure_machine  # late: a plan does without it
 
     path = output or machine_profile_path()
     with alone(_WAIT_SECONDS) as first:

@@ -29,7 +29,7 @@ def guarded_streams() -> Iterator[None]:
     Raises:
         StdoutLost: what was left to be written at the end cannot be.
     """
-    # Opened files take the lowest number that is free: nothing of a library's may go to a file that took the stream's.
+    # A file that is opened gets the lowest free number. It must not get a stream's, or what a library prints would go into it.
     if sys.stdout is None:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - as long as the process
     if sys.stderr is None:
