@@ -36,7 +36,7 @@ from headrace.update.tensors import as_tensor, join, split
 
 LEARNING_RATE, WEIGHT_DECAY = 1e-3, 0.1
 STEP = StepScalars(learning_rate=LEARNING_RATE, update=3, gradient_scale=0.5)
-# Shares for several threads, and a rest; a border of groups on a multiple of nothing that a loop is cut by but blocks.
+# Several shares for threads and a remainder; groups meet where no loop is cut, though blocks of elements are whole.
 NUM_ELEMENTS = 133 * UNIT_ALIGNMENT
 GROUPS = (GroupRange(0, 768, 1.0, 0.0), GroupRange(768, 100_096, 1.0, 0.1), GroupRange(100_096, NUM_ELEMENTS, 0.5, 0.01))
 _UPDATES = 60
