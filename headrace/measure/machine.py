@@ -34,13 +34,13 @@ _ROUNDS = 3
 # Shapes of the block that is measured: hidden size and tokens. The largest that one turn has time for is taken.
 _SHAPES_CPU = ((256, 256), (1024, 512), (2048, 1024))
 _SHAPES_GPU = ((1024, 2048), (4096, 2048))
-# What a block takes besides its matrix products is fitted to these. None may take more than so many turns.
+# Blocks to which the time besides matrix products is fitted. None may take more than `_LONGEST_TURNS` turns.
 _SAMPLED_SHAPES_CPU = ((768, 256), (768, 1024), (1024, 512), (2048, 256), (2048, 1024))
 _SAMPLED_SHAPES_GPU = ((1024, 512), (1024, 2048), (2048, 2048), (4096, 2048))
 # Rows, heads, length, width of a head.
 _ATTENTION_SHAPE_CPU = (2, 12, 512, 64)
 _ATTENTION_SHAPE_GPU = (4, 16, 2048, 64)
-# And what the head takes, to these.
+# The same for the head.
 _HEAD_SHAPES = ((768, 256), (2048, 256))
 _LONGEST_TURNS = 4
 # Activations are as large here as in training: smaller than 2 MiB they are not mapped one by one. The first that there is time
