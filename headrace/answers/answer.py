@@ -5,6 +5,7 @@ Invariant: the placement is `make_plan`'s and the times are the simulator's, as 
 
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -17,7 +18,7 @@ from headrace.answers.allowances import default_device_bytes, default_device_ove
 from headrace.answers.model_config import check_positions, position_limit, read_parts
 from headrace.answers.plan_report import Alternative, PlanReport
 from headrace.answers.question import Place, Question, runtime_bytes
-from headrace.answers.variants import Variant, nearest_variants, smaller_states
+from headrace.answers.variants import Variant, nearest_variants, smaller_states, subspaces
 from headrace.files import Beside, default_ssd_bytes, file_systems
 from headrace.machine.cpu import CpuMachine
 from headrace.machine.host_memory import anonymous_bytes
@@ -32,13 +33,14 @@ from headrace.plan.plan import Plan
 from headrace.plan.search import make_plan, nominal_ceilings, nominal_machine_of
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.errors import ConfigError, ModelError, PlanInfeasible
+from headrace.terms.forms import Form
 from headrace.terms.layout import realigned
 from headrace.terms.options import DEFAULT_ROWS_PER_STEP, DEFAULT_SEQUENCE_LENGTH, Options
 from headrace.terms.plain_figures import plain_figure
 from headrace.terms.program import Lane, Part
 from headrace.terms.sizes import GIB, MIB, format_bytes, round_up
 from headrace.update import optimizer_of, rule_of
-from headrace.update.forms import forms_under
+from headrace.update.forms import forms_under, subspace_notes
 
 # Of a weight in a configuration that names no dtype.
 _WEIGHT_BYTES = 2
@@ -116,8 +118,8 @@ def plan_model(
         found = nearest_variants(question, error, planner.quick_plan, lambda: time.monotonic() > deadline)
         variants = tuple(planner.alternative(*variant) for variant in found)
         return replace(report, reason=str(error), needed_bytes={error.tier: error.needed_bytes}, alternatives=variants)
-    if whole is not None:
-        plan = plan.with_results(notes=(*plan.results.notes, note_on(whole)))
+    more = (*([] if whole is None else [note_on(whole)]), *subspace_notes(planner.forms(question)))
+    plan = plan.with_results(notes=(*plan.results.notes, *more))
     report = _with_times(report, plan, planner.ceilings, planner.forecast(plan), options.max_steps or _STEPS)
     alternatives = (
         *planner.with_fewer_checkpoints(question, plan, report.forecast),
@@ -243,10 +245,14 @@ class _ModelPlans:
             return self.plan(question)  # says why nothing fits
         return min(chosen, key=self._seconds) if len(chosen) > 1 else chosen[0]
 
-    def _problem(self, question: Question) -> Problem:
+    def forms(self, question: Question) -> tuple[Form, ...]:
+        """Return the forms of the model's units."""
         rule = rule_of(question.optimizer, self._chain.compute_dtype).figures
         layouts = [realigned(layout, rule.parameter_alignment) for layout in self._chain.layouts]
-        forms = forms_under(layouts, self._chain.num_blocks, question.wire, rule)
+        return forms_under(layouts, self._chain.num_blocks, question.wire, rule)
+
+    def _problem(self, question: Question) -> Problem:
+        rule, forms = rule_of(question.optimizer, self._chain.compute_dtype).figures, self.forms(question)
         own = rule_of(question.optimizer, "float32").figures if any(form.has_own_family for form in forms) else None
         costs_of = partial(self._profiles.of, length=question.workload.sequence_length)
         return question.problem(forms, costs_of, rule, own)
@@ -283,11 +289,15 @@ class _ModelPlans:
     def sparing_the_ssd(self, question: Question, plan: Plan, found: Forecast | None) -> tuple[Alternative, ...]:
         """Return the variants of a plan whose step the SSDs limit that move fewer bytes over them, if they are faster.
 
-        The plan stays as it is but for one change: weights that stay in host memory, or smaller states.
+        The plan stays as it is but for one change: weights that stay in host memory, or smaller states. Where subspaces are
+        trained in place of whole matrices, it is another plan.
         """
         if found is None or found.bottleneck not in (Lane.SSD_READ, Lane.SSD_WRITE):
             return ()
         variants = [*self._weights_in_host_memory(question, plan), *self._smaller_states(question, plan)]
+        for words, options, other in subspaces(question):
+            with suppress(PlanInfeasible):
+                variants.append((words, options, self.quick_plan(other)))
         made = (self.alternative(*variant, most_operations=_MOST_OPERATIONS) for variant in variants)
         return tuple(each for each in made if each.step_seconds < _WORTH_IT * found.step_seconds)
 

@@ -6,15 +6,18 @@ Invariant: every variant returned has been planned, and fits.
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from headrace.answers.question import Question
 from headrace.plan.plan import Plan
 from headrace.terms.ceilings import MOST_BYTES
-from headrace.terms.errors import PlanInfeasible
+from headrace.terms.errors import ConfigError, PlanInfeasible
 from headrace.terms.sizes import GIB, MIB, format_bytes, round_up
+from headrace.update import rule_of
 from headrace.update.wire import SubspaceWire
+from headrace.update.wires import DenseWire, Lsp, LspWire
 
 PlanOf = Callable[["Question"], Plan]
 Candidate = tuple[str, dict[str, Any], "Question"]
@@ -37,6 +40,7 @@ def nearest_variants(
     found = list(_more_bytes(question, refusal, plan))
     if refusal.tier != "device":  # states are never there
         found += _first_that_fits(smaller_states(question), plan, out_of_time)
+        found += _first_that_fits(subspaces(question), plan, out_of_time)
     smallest = list(_one_short_sequence(question))[-1:]
     if not list(_first_that_fits(smallest, plan, out_of_time)):
         return tuple(found)  # the weights alone are too much
@@ -104,6 +108,16 @@ def smaller_states(question: Question) -> Iterator[Candidate]:
     if smaller := question.optimizer.smaller():
         words, optimizer = smaller
         yield words, {"optimizer": optimizer.text}, replace(question, optimizer=optimizer)
+
+
+def subspaces(question: Question) -> Iterator[Candidate]:
+    """Yield the question with subspaces trained in place of the matrices of blocks, where these are trained whole."""
+    wire = LspWire(Lsp())
+    with suppress(ConfigError):  # not every rule's states can be moved from one subspace to the next
+        wire.refuse(rule_of(question.optimizer, "float32").planes.states)
+        if question.wire.name == DenseWire.name:
+            words = "subspaces of the blocks' matrices, of half their side (LSP-Offload: not full fine-tuning)"
+            yield words, {"gradient": Lsp.name}, replace(question, wire=wire)
 
 
 def _no_clipping(question: Question) -> Iterator[Candidate]:

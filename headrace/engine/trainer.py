@@ -358,6 +358,7 @@ class Engine:
             bytes_written=moved.bytes_written,
             io_cpu_seconds=moved.io_cpu_seconds,
             peak_bytes=self._peak_bytes(self.plan),
+            estimation_errors=verdict.estimation_errors,
         )
         if self._heap is not None:
             self._heap.after_step(result.peak_bytes["host"])
@@ -451,8 +452,7 @@ class Engine:
 
     def _score(self, batch: dict[str, torch.Tensor]) -> tuple[StepBatch, StepState]:
         check_apart(batch, self.chain)
-        shape = batch["input_ids"].shape
-        steps = self._ready(*shape)
+        steps = self._ready(*(shape := batch["input_ids"].shape))
         data = step_batch(batch, self._rows(steps.parts.plan, *shape), self.machine.device)
         state = steps.score(data, self._verdict(self.position))
         self._traffic.moved()  # no step's

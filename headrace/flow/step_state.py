@@ -80,6 +80,11 @@ class Verdict:
     proposals: dict[int, Proposal] = field(default_factory=dict)  # by unit: another basis for what is trained of it
 
     @property
+    def estimation_errors(self) -> dict[str, tuple[float, float | None]]:
+        """How far off the projectors are that the step looked at: those that there were, and others that were tried."""
+        return {name: errors for each in self.proposals.values() for name, errors in each.errors.items()}
+
+    @property
     def void(self) -> bool:
         """Whether what updates do is thrown away."""
         return self.missed or self.skipped is not None

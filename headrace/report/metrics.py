@@ -41,6 +41,11 @@ def metrics_record(result: StepResult, *, epoch: float | None = None) -> Record:
         record[name] = dict(getattr(result, name))
     if result.io_cpu_seconds is not None:
         record["io_cpu_seconds"] = round(result.io_cpu_seconds, 6)
+    if result.estimation_errors:
+        record["estimation_errors"] = {
+            name: [None if error is None else round(error, 4) for error in errors]
+            for name, errors in result.estimation_errors.items()
+        }
     return record
 
 

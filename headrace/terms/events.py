@@ -36,6 +36,8 @@ class StepResult:
     `tokens` are the positions of the batch, what fills rows included; bytes are those since the step before, whichever step
     they were for: updates run on behind the next one.
     `update_policy` is the plan's; `redone`: updates were begun on the guess that nothing is clipped, and done again.
+    `estimation_errors` are those of the projectors that the step looked at, by matrix: of the ones that there were on what was
+    held out, and of others where they were tried.
     `io_cpu_seconds` is the CPU time of the I/O threads, system calls included, and of checksums that the update did not take.
     """
 
@@ -54,6 +56,7 @@ class StepResult:
     bytes_written: dict[str, int] = field(default_factory=dict)
     peak_bytes: dict[str, int] = field(default_factory=dict)
     io_cpu_seconds: float | None = None
+    estimation_errors: dict[str, tuple[float, float | None]] = field(default_factory=dict)
 
     @property
     def tokens_per_second(self) -> float:

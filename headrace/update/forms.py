@@ -9,6 +9,7 @@ from headrace.terms.cuts import cuts_of
 from headrace.terms.errors import ConfigError
 from headrace.terms.forms import Form, home_of
 from headrace.terms.layout import UnitLayout, realigned
+from headrace.terms.plain_figures import plain_figure
 from headrace.terms.rule_figures import RuleFigures
 from headrace.update.wire import SubspaceWire, Wire
 from headrace.update.wires.frozen import FrozenWire
@@ -63,3 +64,22 @@ def forms_under(
     if not any(form.trained for form in forms) and not isinstance(wire, FrozenWire):
         raise ConfigError(f"wire: {wire.name} trains nothing of this model; give one that does")
     return tuple(forms)
+
+
+def subspace_notes(forms: Sequence[Form]) -> tuple[str, ...]:
+    """Return what a person should know of subspaces that are trained in place of matrices; nothing where none are."""
+    whole = sum(form.layout.num_parameters for form in forms)
+    core = replaced = 0
+    for form in forms:
+        if form.basis is None or form.trained is None:
+            continue
+        own = {spec.name: spec.num_elements for spec in form.trained.parameters}
+        smaller = [spec for spec in form.layout.parameters if own[spec.name] < spec.num_elements]
+        core += sum(own[spec.name] for spec in smaller)
+        replaced += sum(spec.num_elements for spec in smaller)
+    if not replaced:
+        return ()
+    return (
+        f"gradient: subspaces have {plain_figure(core / 1e6)} million numbers for {plain_figure(replaced / 1e6)} million of "
+        f"matrices; {plain_figure(100 * (whole - replaced) / whole)} % of the parameters are trained as they are",
+    )
