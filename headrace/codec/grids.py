@@ -98,7 +98,8 @@ class TernaryGrid:
 
     def fit(self, weights: Tensor, importance: Tensor) -> Tensor:
         """Return least and largest (..., rows, 2), with zero between them; -1 and 1 for a row of zeros."""
-        least, largest = weights.amin(dim=-1).clamp(max=0), weights.amax(dim=-1).clamp(min=0)
+        held = weights.to(torch.bfloat16).to(weights.dtype)  # as levels are stored
+        least, largest = held.amin(dim=-1).clamp(max=0), held.amax(dim=-1).clamp(min=0)
         empty = (least == 0) & (largest == 0)
         return torch.stack([torch.where(empty, -1.0, least), torch.where(empty, 1.0, largest)], dim=-1)
 

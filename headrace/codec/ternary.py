@@ -97,16 +97,22 @@ class TernaryCodec:
 class WordsCodec(TernaryCodec):
     """16-bit words of a `dictionary`. Parts: `codes` uint16, those of all rows; `row_offsets` int32 (rows + 1); `levels`."""
 
-    def __init__(self, dictionary: Dictionary, name: str | None = None) -> None:
-        self.dictionary = dictionary
-        self.name = name or f"ternary-{dictionary.zeros}"
+    def __init__(self, dictionary: Dictionary, num_words: int | None = None) -> None:
+        """`num_words`: of the one matrix that it is for, if that is encoded already."""
+        self.dictionary, self._num_words = dictionary, num_words
+        self.name = f"ternary-{dictionary.zeros}-{dictionary.digest[:8]}"
         self.digest = dictionary.digest
         self._lanes = dictionary.lanes.reshape(-1)
         self._on_devices: dict[torch.device, Tensor] = {}
 
     def places(self, rows: int, columns: int) -> tuple[Part, ...]:
-        """Return room for a word for each pair: twice to ten times what a matrix of mostly zeros takes."""
-        return words_places(rows, columns, rows * (-(-columns // 2)))
+        """Return room for a word for each pair, ten times what a matrix of mostly zeros takes; or for what there is."""
+        room = rows * (-(-columns // 2)) if self._num_words is None else self._num_words
+        return (
+            Part("codes", "uint16", 2, (room,)),
+            Part("row_offsets", "int32", 4, (rows + 1,)),
+            Part("levels", "bfloat16", 2, (rows, 2)),
+        )
 
     def encode_symbols(self, symbols: Tensor, levels: Tensor) -> Parts:
         """Parse each row greedily, which is the shortest.
@@ -195,15 +201,6 @@ class TritsCodec(TernaryCodec):
                 f"ternary weights: {tuple(parts['trits'].shape)} bytes for {len(parts['levels'])} rows of {columns}; make the "
                 "file again"
             )
-
-
-def words_places(rows: int, columns: int, num_words: int) -> tuple[Part, ...]:
-    """Return the parts of a matrix of so many words."""
-    return (
-        Part("codes", "uint16", 2, (num_words,)),
-        Part("row_offsets", "int32", 4, (rows + 1,)),
-        Part("levels", "bfloat16", 2, (rows, 2)),
-    )
 
 
 def parts_bytes(parts: Parts) -> int:

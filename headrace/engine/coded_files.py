@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from headrace.codec.targets import Target
+from headrace.codec.ternary_target import is_table
 from headrace.files.durable import sync, write_whole
 from headrace.model import Chain, WeightMap
 from headrace.model.export import copy_files, stored_keys
@@ -59,7 +60,11 @@ class CodedFiles:
         for key in self._keys[unit]:
             if key in parts:
                 stem = key.removesuffix("weight")
-                order += [(_described(stem + suffix, tensor), tensor) for suffix, tensor in parts[key].items()]
+                names = {name: f"{name}.{unit}" if is_table(name) else stem + name for name in parts[key]}
+                known = {stored.key for stored, _ in order}  # a table stands once, however many matrices need it
+                order += [
+                    (_described(names[name], part), part) for name, part in parts[key].items() if names[name] not in known
+                ]
             else:
                 order.append((tensors[key], None))
         writer = ShardWriter(beside, [[stored for stored, _ in order]] if order else [])

@@ -15,7 +15,10 @@ import numpy as np
 import torch
 
 from headrace.codec import Codec, Parts
+from headrace.codec.dictionary import Dictionary
 from headrace.codec.published import Fp8Blocks, Mxfp4, Nf4, PackQuantized
+from headrace.codec.ternary import TritsCodec, WordsCodec
+from headrace.codec.ternary_target import DIGEST, FORMAT, METHOD, TABLE, is_table
 from headrace.model.safetensors_file import StoredTensor, read_bytes
 from headrace.terms.coding import as_matrix
 from headrace.terms.errors import ModelError
@@ -35,7 +38,7 @@ TORCH_NAMES = {
     "U8": "uint8",
     "U16": "uint16",
 }
-_READ = "compressed-tensors pack-quantized in 4 bits, FP8 with block scales, MXFP4, and bitsandbytes NF4"
+_READ = "compressed-tensors pack-quantized in 4 bits, FP8 with block scales, MXFP4, bitsandbytes NF4, and Headrace's ternary"
 _PACK, _NF4 = "pack-quantized", ".quant_state.bitsandbytes__nf4"
 _MXFP4_GROUP = 32
 
@@ -223,9 +226,49 @@ def _bitsandbytes(described: Mapping[str, Any], tensors: Tensors, dtype: str) ->
     return found, used
 
 
+def _ternary(described: Mapping[str, Any], tensors: Tensors, dtype: str) -> tuple[dict[str, CodedSource], set[str]]:
+    if described.get("format") != FORMAT:
+        raise _Refusal(f"its format is {described.get('format')}")
+    dictionaries, used = _dictionaries(tensors)
+    found = {}
+    for key in tensors:
+        stem = key.removesuffix("weight_levels")
+        if stem == key:
+            continue
+        names = ("codes", "row_offsets", "levels") if f"{stem}weight_codes" in tensors else ("trits", "levels")
+        missing = [name for name in (*names, "shape") if f"{stem}weight_{name}" not in tensors]
+        if missing:
+            raise _Refusal(f"{stem}weight_{missing[0]} is missing")
+        rows, columns, zeros = (int(size) for size in read_tensor(tensors[f"{stem}weight_shape"]).tolist())
+        if zeros and zeros not in dictionaries:
+            raise _Refusal(f"the dictionary for {zeros} zeros in a thousand, which {stem}weight is in, is missing")
+        stored = {name: tensors[f"{stem}weight_{name}"] for name in names}
+        codec = WordsCodec(dictionaries[zeros], stored["codes"].shape[0]) if zeros else TritsCodec()
+        found[f"{stem}weight"] = CodedSource(codec, (rows, columns), dtype, stored)
+        used |= {f"{stem}weight_{name}" for name in (*names, "shape")}
+    return found, used
+
+
+def _dictionaries(tensors: Tensors) -> tuple[dict[int, Dictionary], set[str]]:
+    """Return the dictionaries of a model by their thousandths of zeros, each table compared with its digest."""
+    found: dict[int, Dictionary] = {}
+    used = {key for key in tensors if is_table(key)}
+    for key in sorted(used):
+        if not key.startswith(TABLE):
+            continue
+        zeros, place = key.removeprefix(TABLE).split(".")
+        noted = tensors.get(f"{DIGEST}{zeros}.{place}")
+        digest = bytes(read_tensor(noted).tolist()).hex() if noted is not None else ""
+        dictionary = Dictionary.from_table(int(zeros), read_tensor(tensors[key]).numpy().view(np.uint32), digest)
+        if found.setdefault(int(zeros), dictionary).digest != digest:
+            raise _Refusal(f"two dictionaries for {zeros} zeros in a thousand differ")
+    return found, used
+
+
 _READERS: Mapping[str, Reader] = {
     "compressed-tensors": _compressed_tensors,
     "fp8": _fp8,
     "mxfp4": _mxfp4,
     "bitsandbytes": _bitsandbytes,
+    METHOD: _ternary,
 }

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.codec.targets import Int4Target, Target
+from headrace.codec.ternary_target import TernaryTarget
 from headrace.engine.coded_files import CodedFiles, quantisation_config
 from headrace.engine.quantiser import Quantiser
 from headrace.engine.rounding import ParameterReport
@@ -115,7 +116,7 @@ def target_of(options: CompressOptions) -> Target:
     Raises:
         ConfigError: options that do not go together.
     """
-    return Int4Target(options.group_size)
+    return TernaryTarget() if options.to == "ternary" else Int4Target(options.group_size)
 
 
 class _Run:

@@ -7,7 +7,7 @@ from headrace.terms.declared import Declared, option
 from headrace.terms.option_kinds import Flag, Listed, Number, OneOf, Place, Size, Text, Whole
 from headrace.terms.options import DTYPE_NAMES
 
-CODES = ("int4",)
+CODES = ("int4", "ternary")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,8 +18,8 @@ class CompressOptions(Declared):
     output: Path = option(kind=Place(), help="Directory to write; must not exist.", row="directory to write", cli=False)
     to: str = option(
         kind=OneOf(CODES),
-        help="int4.",
-        row="`int4` (compressed-tensors, `pack-quantized`)",
+        help="int4 or ternary.",
+        row="`int4` (compressed-tensors, `pack-quantized`), or `ternary` (QMoE: three values a row; with `experts_only`)",
     )
     data: tuple[str, ...] = option(
         kind=Listed(Text(), 1),
