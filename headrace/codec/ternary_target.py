@@ -1,9 +1,9 @@
 """Ternary weights as `headrace compress` writes them: in words where that is smaller than trits, and tables that go with them.
 
-Of a matrix these tensors lie in the file of its block, in the place of `weight`: `weight_shape` int64: rows, columns, and
-the dictionary's share of zeros in thousandths (0: trits); `weight_levels` bfloat16 (rows, 2); and either `weight_codes` uint16 with
-`weight_row_offsets` int32, or `weight_trits` uint8. Each file has the tables of the dictionaries that it needs, once, with their
-digests. Invariant: which dictionary is taken follows from the matrix alone, so that a resumed compression writes the same.
+Of a matrix these tensors lie in the file of its block, in the place of `weight`: `weight_shape` int64 with rows, columns, and
+the dictionary's share of zeros in thousandths (0: trits); `weight_levels` bfloat16 (rows, 2); and either `weight_codes` uint16
+with `weight_row_offsets` int32, or `weight_trits` uint8. Each file has the tables of the dictionaries that it needs, once, with
+their digests. Invariant: which dictionary is taken follows from the matrix alone, so that a resumed run writes the same.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,14 +20,14 @@ from headrace.codec.ternary import TritsCodec, WordsCodec, parts_bytes, share_of
 METHOD, FORMAT = "headrace", "ternary"
 # Tables in a file: these names, a dictionary's thousandths, and the number of the file's unit.
 TABLE, DIGEST = "headrace.dictionary.", "headrace.dictionary_sha256."
-# Dictionaries are for every twentieth thousandth of zeros, and for QMoE's 885.
+# Dictionaries are for shares of zeros in steps of 20 thousandths, and for QMoE's 885.
 _STEP, _LEAST, _MOST = 20, 500, 960
 _NEAR = 6
 
 
 @dataclass(frozen=True)
 class TernaryTarget:
-    """Ternary weights: a matrix in words where that takes `least_gain_bytes` less than trits, for a table has half a megabyte."""
+    """Ternary weights: in words where that takes `least_gain_bytes` less than trits, for a table has half a megabyte."""
 
     least_gain_bytes: int = 32768
     name: str = "ternary"

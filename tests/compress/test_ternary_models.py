@@ -15,10 +15,13 @@ from compressing import run
 from safetensors.torch import load_file, save_file
 from test_compression import tensors_of
 
+import headrace
 from headrace.codec.ternary_target import TernaryTarget
+from headrace.engine import Engine, Seams
 from headrace.runs import compression
 from headrace.runs.decompression import decompress
 from headrace.terms.errors import ModelError
+from headrace.testing import RowWire
 
 
 @pytest.fixture(scope="module", params=["as small as may be", "words wherever they are shorter"])
@@ -95,3 +98,28 @@ def test_a_dictionary_that_was_changed_is_refused(ternary: Any, tmp_path: Path) 
     save_file(parts, path, {"format": "pt"})
     with pytest.raises(ModelError, match=r"\.index\.json, not in the file"):
         decompress(tmp_path / "out", tmp_path / "plain")
+
+
+def trained(model: Path, run: Path, device_memory: str | None) -> tuple[list[float], dict[str, torch.Tensor], int]:
+    """Return losses, exported weights and the bytes of the first block on the drive, after three steps of a trained family."""
+    given: dict[str, Any] = {"output": run, "sequence_length": 24, "tokens_per_step": 96, "host_memory": "1GiB"}
+    options = headrace.Options(learning_rate=1e-2, device_memory=device_memory, **given)
+    ids = torch.randint(1, 300, (4, 24), generator=torch.Generator().manual_seed(1))
+    with Engine.open(model, options, seams=Seams(RowWire(ends=False))) as engine:
+        losses = [engine.step({"input_ids": ids, "labels": ids.clone()}).loss for _ in range(3)]
+        engine.save_pretrained(run.parent / f"{run.name}-out")
+        stored = engine.store.manifest.units[1].weights.num_bytes
+    return losses, tensors_of(run.parent / f"{run.name}-out"), stored
+
+
+def test_training_upon_ternary_weights_is_training_upon_what_they_stand_for(ternary: Any, tmp_path: Path) -> None:
+    """Bit for bit, by way of the drive, and of a device; a frozen base has a fraction of the bytes there."""
+    plain = decompress(ternary[0] / "out", tmp_path / "plain")
+    losses, weights, dense = trained(plain, tmp_path / "upon-plain", None)
+    assert losses[-1] < losses[0]
+    for name, device_memory in (("host", None), ("device", "512MiB")):
+        again, found, stored = trained(ternary[0] / "out", tmp_path / name, device_memory)
+        assert again == losses
+        assert stored < dense / 2
+        for key in weights:
+            assert torch.equal(weights[key], found[key]), f"{name}: {key}"
