@@ -88,13 +88,13 @@ def plan_model(
     chain = Chain.from_config(config, options.compute_dtype, optimizer, rule.parameter_alignment)
     if ceilings is not None and budget.ssd:
         ceilings = ceilings.of_directories(file_systems(budget.ssd))
-    place = _place(ceilings, here=here)
+    place = place_of(ceilings, here=here)
     allowance = place.allowance(
         budget,
         ssd_bytes=default_ssd_bytes(ceilings, budget.ssd, beside=_finished(model, options, chain) if here else None),
         import_workspace_bytes=import_workspace_bytes(chain.layouts),
     )
-    if not allowance.device_overhead_bytes and not _multiplies(options.compute_dtype, ceilings, here=here):
+    if not allowance.device_overhead_bytes and not multiplies(options.compute_dtype, ceilings, here=here):
         chain.multiply_wide()
     question = Question.of(
         options, allowance, tokens_per_step=tokens, sequence_length=length, offered_bytes=place.offered_bytes
@@ -181,7 +181,7 @@ def _finished(model: str | Path, options: Options, chain: Chain) -> Beside:
     return Beside("the finished model", Path(options.output or "runs") / "final", num_bytes)
 
 
-def _place(ceilings: Ceilings | None, *, here: bool) -> Place:
+def place_of(ceilings: Ceilings | None, *, here: bool) -> Place:
     """Return this machine, or the one with these ceilings."""
     this = here or ceilings is None
     most = {"host": machine_memory_bytes()} if ceilings is None or here else {"host": ceilings.host_memory_bytes}
@@ -198,7 +198,7 @@ def _place(ceilings: Ceilings | None, *, here: bool) -> Place:
     )
 
 
-def _multiplies(compute_dtype: str, ceilings: Ceilings | None, *, here: bool) -> bool:
+def multiplies(compute_dtype: str, ceilings: Ceilings | None, *, here: bool) -> bool:
     """Return whether the CPU that computes has instructions for products of `compute_dtype`: this one, or the profile's."""
     if here or ceilings is None:
         return CpuMachine().multiplies(compute_dtype)

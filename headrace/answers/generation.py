@@ -4,15 +4,17 @@ Invariant: what `headrace plan --generate` answers is what `headrace generate` r
 """
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 
+from headrace.answers.answer import multiplies, place_of
+from headrace.answers.model_config import read_parts
 from headrace.answers.question import Place, runtime_bytes
-from headrace.flow.sources import WeightSource
 from headrace.machine.host_memory import anonymous_bytes
 from headrace.machine.limits import default_host_bytes, machine_memory_bytes
 from headrace.machine.protocol import Machine
 from headrace.model import Chain
+from headrace.model.generation_check import check_generation, ready_to_generate
 from headrace.model.generation_costs import generation_costs
 from headrace.plan.footprint import Allowance
 from headrace.plan.generation import GenerationPlan
@@ -20,16 +22,22 @@ from headrace.plan.generation_search import GenerationQuestion, make_generation_
 from headrace.terms.budget import Budget, default_bytes
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.costs import GenerationCosts
+from headrace.terms.forms import UnitFigures, home_of
+from headrace.terms.generate_options import GenerateOptions
+from headrace.terms.optimizer import Optimizer
 
 
 class GenerationPlanner:
-    """Plans generations of `chain`, which is ready for them, from `source`, on `machine` within `budget`."""
+    """Plans generations of `chain`, which is ready for them, with units of these `figures`, within `budget`, on `machine`.
+
+    `machine` may be the place of one that is not here.
+    """
 
     def __init__(
         self,
         chain: Chain,
-        source: WeightSource,
-        machine: Machine,
+        figures: Sequence[UnitFigures],
+        machine: Machine | Place,
         budget: Budget,
         *,
         cores: int,
@@ -38,7 +46,7 @@ class GenerationPlanner:
         seats: int | None = None,
         notes: tuple[str, ...] = (),
     ) -> None:
-        self._chain, self._source, self._machine, self._budget = chain, source, machine, budget
+        self._chain, self._figures, self._machine, self._budget = chain, tuple(figures), machine, budget
         self._cores, self._ceilings, self._rows, self._seats, self._notes = cores, ceilings, rows, seats, notes
         self._costs = cache(lambda rows, length: generation_costs(chain, rows, length))
 
@@ -53,16 +61,17 @@ class GenerationPlanner:
         def costs_of(rows: int) -> GenerationCosts:
             return self._costs(rows, prompt_length)
 
+        allowance = self._allowance(lambda: costs_of(1))
         question = GenerationQuestion(
-            units=self._source.figures,
+            units=self._figures,
             num_blocks=self._chain.num_blocks,
             compute_dtype=self._chain.compute_dtype,
-            separate_device=self._machine.separate_device,
+            separate_device=allowance.device_bytes is not None,
             costs_of=costs_of,
             prompts=prompts,
             prompt_length=prompt_length,
             new_tokens=new_tokens,
-            allowance=self._allowance(lambda: costs_of(1)),
+            allowance=allowance,
             ceilings=self._ceilings,
             rows=self._rows,
             seats=self._seats,
@@ -71,6 +80,8 @@ class GenerationPlanner:
         return plan.with_notes((*self._notes, *self._chain.notes))
 
     def _allowance(self, warm_up: Callable[[], object]) -> Allowance:
+        if isinstance(self._machine, Place):
+            return self._machine.allowance(self._budget, ssd_bytes=None, import_workspace_bytes=None)
         separate = self._machine.separate_device
         warm_up()
         gc.collect()
@@ -84,3 +95,46 @@ class GenerationPlanner:
             most_bytes={"host": machine_memory_bytes()},
         )
         return place.allowance(self._budget, ssd_bytes=None, import_workspace_bytes=None)
+
+
+def plan_generation(
+    model: str,
+    options: GenerateOptions,
+    ceilings: Ceilings | None,
+    *,
+    here: bool,
+    prompts: int,
+    prompt_length: int,
+    new_tokens: int,
+) -> GenerationPlan:
+    """Return the plan for generating with `model` (a directory, a config.json, or OWNER/NAME on the Hub): no weight is needed.
+
+    `ceilings` is the machine, None for a nominal one of this size; `here` says that it is this machine.
+
+    Raises:
+        InputError: the model, its architecture or a number cannot be used.
+        PlanInfeasible: a budget is too small.
+    """
+    config, _ = read_parts(model)
+    check_generation(config)
+    dtype = options.compute_dtype or str(getattr(config, "dtype", None) or "bfloat16").removeprefix("torch.")
+    chain = Chain.from_config(config, dtype, Optimizer())
+    ready_to_generate(chain.model)
+    place = place_of(ceilings, here=here)
+    has_device = place.device_bytes is not None or options.device_memory is not None
+    if not has_device and not multiplies(dtype, ceilings, here=here):
+        chain.multiply_wide()
+    figures = [
+        UnitFigures(
+            name=layout.name,
+            num_elements=layout.num_elements,
+            num_parameters=layout.num_parameters,
+            home=home_of(index, chain.num_blocks),
+            trained_elements=0,
+        )
+        for index, layout in enumerate(chain.layouts)
+    ]
+    planner = GenerationPlanner(
+        chain, figures, place, options.budget, cores=place.cores, ceilings=ceilings, rows=options.rows, seats=options.seats
+    )
+    return planner.plan(prompts, prompt_length, new_tokens)

@@ -219,6 +219,10 @@ app.command()(report)
 def plan(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Directory, config.json, or OWNER/NAME on the Hub.")],
     data: Annotated[list[Path] | None, typer.Option(help="Data of the run: its length is one pass. Repeatable.")] = None,
+    generates: Annotated[bool, typer.Option("--generate", help="Plan generation, and not training.")] = False,
+    prompt_length: Annotated[int, typer.Option(min=1, help="Tokens of a prompt, with --generate.")] = 512,
+    new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer, with --generate.")] = 128,
+    batch: Annotated[int, typer.Option(min=1, help="Prompts, with --generate.")] = 1,
     *,
     as_json: Json = False,
     **given: Any,
@@ -229,6 +233,11 @@ def plan(
     from headrace.cli.planning import make_report, report_text
     from headrace.cli.screen import show
 
+    if generates:
+        from headrace.cli.planning import generation_report
+
+        show(generation_report(model, given, batch, prompt_length, new_tokens, as_json=as_json))
+        return
     report = make_report(model, Options.of(given), data or ())
     if as_json:
         typer.echo(report_text(report, as_json=True))

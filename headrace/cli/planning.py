@@ -6,9 +6,10 @@ Invariant: where a profile is kept is decided here and nowhere below; a plan wit
 import json
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from headrace.answers.answer import plan_model
 from headrace.answers.explain import explain
@@ -19,6 +20,7 @@ from headrace.plan.machine_profiles import load_profile
 from headrace.terms.ceilings import Ceilings, Drive
 from headrace.terms.errors import ConfigError, StorageError
 from headrace.terms.events import Event, Notice
+from headrace.terms.generate_options import GenerateOptions
 from headrace.terms.options import Options, RunOptions
 from headrace.terms.plain_figures import plain_figure
 from headrace.terms.sizes import format_bytes, format_seconds
@@ -41,6 +43,28 @@ def make_report(model: str, options: Options, data: Sequence[Path]) -> PlanRepor
     if data and options.max_steps is None:
         options = _of_one_epoch(Path(model), data, options)
     return plan_model(model, options, here=here)
+
+
+def generation_report(
+    model: str, given: Mapping[str, Any], prompts: int, prompt_length: int, new_tokens: int, *, as_json: bool
+) -> str:
+    """Return the plan of a generation as text or JSON. Of the options of training those count that generation has, too.
+
+    Raises:
+        InputError, PlanInfeasible: see `plan_generation`.
+    """
+    from headrace.answers.generation import plan_generation  # late: plans of training do without
+
+    known = frozenset(GenerateOptions.keys())
+    options = GenerateOptions.of({key: value for key, value in given.items() if key in known and key != "ssd"})
+    here, machine = options.machine is None, options.machine
+    if here:
+        machine = _measured_machine(Options.of(given))
+    ceilings = load_profile(machine) if isinstance(machine, str) else machine
+    plan = plan_generation(
+        model, options, ceilings, here=here, prompts=prompts, prompt_length=prompt_length, new_tokens=new_tokens
+    )
+    return json.dumps(plan.to_json(), indent=2) if as_json else plan.explain()
 
 
 def report_text(report: PlanReport, *, as_json: bool) -> str:

@@ -103,7 +103,7 @@ class Generator:
         found = (opened or GenerationModel.of_directory)(Path(model), budget, compute_dtype, sink)
         planner = GenerationPlanner(
             found.chain,
-            found.source,
+            found.source.figures,
             found.machine,
             budget,
             cores=torch.get_num_threads(),

@@ -71,7 +71,7 @@ def make_generation_plan(question: GenerationQuestion) -> GenerationPlan:
         raise _infeasible(question)
     rates = Rates(question.machine, question.compute_dtype, question.allowance.cores, None)
     fitting.sort(key=lambda plan: _rough_seconds(plan, rates))
-    timed = [(_seconds_of_a_token(plan, rates), index, plan) for index, plan in enumerate(fitting[:_MOST_SIMULATED])]
+    timed = [(seconds_of_all_tokens(plan, rates), index, plan) for index, plan in enumerate(fitting[:_MOST_SIMULATED])]
     return with_forecast(min(timed)[2], question.machine)
 
 
@@ -202,7 +202,8 @@ def _rounds(plan: GenerationPlan) -> int:
     return -(-plan.prompts // (plan.rows * plan.seats))
 
 
-def _seconds_of_a_token(plan: GenerationPlan, rates: Rates) -> float:
+def seconds_of_all_tokens(plan: GenerationPlan, rates: Rates) -> float:
+    """Return how long the passes of one token of all prompts take, batch after batch."""
     return _rounds(plan) * step_seconds_of(_passes(plan), rates)
 
 

@@ -1,0 +1,113 @@
+"""The plan of a generation fits, is as fast as the best of all small placements, and no slower with more memory."""
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headrace.cli import main
+from headrace.plan.footprint import Allowance
+from headrace.plan.generation import GenerationPlan
+from headrace.plan.generation_search import GenerationQuestion, make_generation_plan, seconds_of_all_tokens, with_peaks
+from headrace.plan.rates import Rates
+from headrace.plan.search import nominal_machine
+from headrace.terms.costs import GenerationCosts, PassCosts
+from headrace.terms.errors import PlanInfeasible
+from headrace.terms.forms import DEVICE, SSD, UnitFigures
+from headrace.terms.sizes import MIB
+
+BLOCKS, ELEMENTS = 4, 8 << 20
+
+
+def costs_of(rows: int) -> GenerationCosts:
+    first = PassCosts(flops=(4e9 * rows,) * BLOCKS, workspace_bytes=rows * MIB, call_bytes=4096, hidden_bytes=rows << 16)
+    following = PassCosts(flops=(4e7 * rows,) * BLOCKS, workspace_bytes=rows << 14, call_bytes=64, hidden_bytes=rows << 10)
+    return GenerationCosts(
+        rows=rows,
+        prompt_length=64,
+        first=first,
+        next=following,
+        cache_bytes=(rows * MIB,) * BLOCKS,
+        cache_token_bytes=(rows << 14,) * BLOCKS,
+        head_flops=1e7 * rows,
+        head_bytes=rows << 16,
+    )
+
+
+def question(host_bytes: int, prompts: int, device_bytes: int | None = None, *, made: bool = False) -> GenerationQuestion:
+    stored = ELEMENTS * 2 if made else None
+    end = UnitFigures(name="end", num_elements=1 << 20, num_parameters=1 << 20, home=DEVICE, trained_elements=0)
+    block = replace(end, name="block", num_elements=ELEMENTS, num_parameters=ELEMENTS, home=SSD, stored_bytes=stored)
+    allowance = Allowance(host_bytes=host_bytes, device_bytes=device_bytes, runtime_bytes=64 * MIB, cores=2)
+    return GenerationQuestion(
+        units=(end, *[block] * BLOCKS, end),
+        num_blocks=BLOCKS,
+        compute_dtype="bfloat16",
+        separate_device=device_bytes is not None,
+        costs_of=costs_of,
+        prompts=prompts,
+        prompt_length=64,
+        new_tokens=16,
+        allowance=allowance,
+        ceilings=nominal_machine(2, host_bytes=1 << 34, device_bytes=None if device_bytes is None else 1 << 33),
+    )
+
+
+def seconds(plan: GenerationPlan, asked: GenerationQuestion) -> float:
+    return seconds_of_all_tokens(plan, Rates(asked.machine, "bfloat16", asked.allowance.cores, None))
+
+
+def fits(plan: GenerationPlan) -> bool:
+    return all(plan.peak(tier) <= allowed for tier, allowed in plan.results.allowed_bytes.items())
+
+
+def everything(asked: GenerationQuestion, chosen: GenerationPlan) -> list[GenerationPlan]:
+    """All placements of a small question that fit."""
+    found = []
+    slots = range(2, BLOCKS + 1)
+    devices = slots if asked.separate_device or chosen.makes_slots else [chosen.device_slots]
+    for rows, seats, host, device, prefetch in itertools.product((1, 2, 3), (1, 2, 3), slots, devices, (1, 2)):
+        if rows * (seats - 1) >= asked.prompts or min(host, device) < prefetch + 1:
+            continue
+        place = {"rows": rows, "seats": seats, "host_slots": host, "device_slots": device, "prefetch": prefetch}
+        plan = with_peaks(replace(chosen, costs=costs_of(rows), **place), asked.allowance)
+        found += [plan] if fits(plan) else []
+    return found
+
+
+@pytest.mark.parametrize("made", [False, True])
+@pytest.mark.parametrize("device", [None, 80 * MIB])
+@pytest.mark.parametrize("host", [170 * MIB, 200 * MIB, 260 * MIB])
+def test_the_plan_is_as_fast_as_the_best_of_all(host: int, device: int | None, made: bool) -> None:
+    asked = question(host, 3, device, made=made)
+    plan = make_generation_plan(asked)
+    assert fits(plan)
+    best = min(seconds(each, asked) for each in everything(asked, plan))
+    assert seconds(plan, asked) <= best * 1.01
+
+
+@settings(max_examples=25)
+@given(st.integers(90, 300), st.integers(0, 120), st.integers(1, 40))
+def test_more_memory_is_never_slower(host_mib: int, more_mib: int, prompts: int) -> None:
+    asked = question(host_mib * MIB, prompts)
+    try:
+        plan = make_generation_plan(asked)
+    except PlanInfeasible as error:
+        assert error.needed_bytes > error.allowed_bytes
+        return
+    more = question((host_mib + more_mib) * MIB, prompts)
+    assert seconds(make_generation_plan(more), more) <= seconds(plan, asked) * 1.01
+
+
+def test_a_generation_is_planned_without_weights(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_bytes((model / "config.json").read_bytes())
+    words = ["plan", str(tmp_path), "--generate", "--prompt-length", "20", "--new-tokens", "8", "--batch", "3"]
+    with pytest.raises(SystemExit) as left:
+        main([*words, "--machine", "rtx4090-4ssd"])
+    assert not left.value.code
+    out = capsys.readouterr().out
+    assert "3 prompts of up to 20 tokens" in out
+    assert "rtx4090-4ssd" in out
