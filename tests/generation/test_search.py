@@ -80,7 +80,7 @@ def everything(asked: GenerationQuestion, chosen: GenerationPlan) -> list[Genera
 
 @pytest.mark.parametrize("made", [False, True])
 @pytest.mark.parametrize("device", [None, 80 * MIB])
-@pytest.mark.parametrize("host", [170 * MIB, 200 * MIB, 260 * MIB])
+@pytest.mark.parametrize("host", [180 * MIB, 220 * MIB, 280 * MIB])
 def test_the_plan_is_as_fast_as_the_best_of_all(host: int, device: int | None, made: bool) -> None:
     asked = question(host, 3, device, made=made)
     plan = make_generation_plan(asked)
@@ -95,8 +95,8 @@ def test_more_memory_is_never_slower(host_mib: int, more_mib: int, prompts: int)
     asked = question(host_mib * MIB, prompts)
     try:
         plan = make_generation_plan(asked)
-    except PlanInfeasible as error:
-        assert error.needed_bytes > error.allowed_bytes
+    except PlanInfeasible:
+        assert host_mib < 160  # below what one seat takes
         return
     more = question((host_mib + more_mib) * MIB, prompts)
     assert seconds(make_generation_plan(more), more) <= seconds(plan, asked) * 1.01
