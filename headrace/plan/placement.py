@@ -254,7 +254,13 @@ def _bytes_of(costs: ModelCosts, block: int, ordinals: list[int]) -> int:
 
 
 def filled(problem: Problem, plan: Plan) -> Plan:
-    """Return `plan` with what is left of host memory used: first for weights (read twice a step), then for states (once)."""
+    """Return `plan` with what is left of host memory used: first for weights (read twice a step), then for states (once).
+
+    Before both, gradients of updates behind backward get a second buffer: with one, backward waits for each unit's update.
+    """
+    if plan.update_policy == "immediate" and plan.gradient_slots == 1:
+        two = with_footprint(replace(plan, gradient_slots=2), problem.costs_of(plan.micro_batch_sequences), problem.allowance)
+        plan = two if fits(two) else plan
     spare = plan.results.allowed_bytes["host"] - plan.peak("host")
     group = buffer_groups(plan)["host_weights"]
     slot_bytes = group.total_bytes // group.count

@@ -5,7 +5,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 from tiers import sampled
 
@@ -209,8 +209,15 @@ def test_what_is_remembered_of_plans_changes_no_choice(
     assert few < len(simulated) - few
 
 
+def test_updates_behind_backward_get_a_second_gradient_buffer_where_there_is_room() -> None:
+    """Otherwise small chunks, which leave the most room for kept outputs, look slow, and clipping would be faster than none."""
+    made = problem(60 * MIB, clip=True)
+    slow = machine(made, flops=1e10, read=10**8.5, write=10**8.5, mixed=1.2 * 10**8.5)
+    assert seconds_of(made, slow, clip=False) <= 1.005 * seconds_of(made, slow)
+
+
 @pytest.mark.deep
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30, deadline=None, report_multiple_bugs=False, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 @given(
     host_mib=st.sampled_from([60, 80, 110, 150, 250, 400, 900]),
     device_mib=st.sampled_from([None, 120, 300]),
@@ -224,10 +231,17 @@ def test_no_plan_for_a_question_with_fewer_constraints_is_slower(
     """Whatever may be done with less may be done with more. Where that is memory 2 % are left to the search."""
     made = problem(host_mib * MIB, device_bytes=device_mib and device_mib * MIB, rows=rows, clip=True)
     ceilings = machine(made, flops=10**flops, read=10**drive, write=10**drive, mixed=1.2 * 10**drive)
-    clipped = seconds_of(made, ceilings)
-    assert seconds_of(made, ceilings, clip=False) <= 1.005 * clipped
+    assert seconds_of(made, ceilings, clip=False) <= 1.005 * seconds_of(made, ceilings)
     roomy = replace(made, allowance=replace(made.allowance, host_bytes=made.allowance.host_bytes * 13 // 10))
-    assert seconds_of(roomy, ceilings) <= 1.02 * clipped
+    assert weighed_seconds_of(roomy, ceilings) <= 1.02 * weighed_seconds_of(made, ceilings)
+
+
+def weighed_seconds_of(made: Problem, ceilings: Ceilings) -> float:
+    """Return what plans that clip are chosen by: half of all runs hardly ever clip, so that guessing pays, half do often."""
+    plan = make_plan(made, ceilings)
+    deferred = forecast(plan, ceilings).step_seconds
+    hit = plan.results.speculation.hit_seconds if plan.results.speculation else deferred
+    return (deferred + min(deferred, hit)) / 2
 
 
 @pytest.mark.parametrize(("host_mib", "expected"), [(400, "kept"), (62, "returned")])
