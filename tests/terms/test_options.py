@@ -27,6 +27,8 @@ from headrace.update.wires import WIRES
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
 OPTIONS = README[README.index("## Options") : README.index("## Data")]
+# What `plan` alone is asked: of data, of a generation, of a compression, of a node and its workers.
+PLAN_ALONE = {"--data", "--json", "--generate", "--prompt-length", "--new-tokens", "--batch"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +86,7 @@ def test_the_help_of_a_command_is_the_declaration(command: str) -> None:
     flags = {each.flag: each for each in declared if each.flag is not None}
     for flag, each in flags.items():
         assert re.search(rf"{flag} [^.]*{re.escape(each.command_help)}", told), flag
-    others = {"--help"} | ({"--data", "--json"} if command == "plan" else {"--node", "--wait", "--secret"})
+    others = {"--help"} | (PLAN_ALONE if command == "plan" else {"--node", "--wait", "--secret"})
     assert {word.replace("--no-", "--") for word in re.findall(r"--[a-z][a-z-]+", told)} == flags.keys() | others
 
 
