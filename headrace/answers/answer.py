@@ -45,13 +45,13 @@ from headrace.update.forms import forms_under, subspace_notes
 # Of a weight in a configuration that names no dtype.
 _WEIGHT_BYTES = 2
 # Steps that wear is stated for when the length of the run is not known.
-_STEPS = 1000
+DEFAULT_STEPS = 1000
 # Forecasts that are only compared with one another may be coarser.
 _COARSE_OPERATIONS = 1000
 # Finer, for times that stand beside the plan's own.
 _MOST_OPERATIONS = 2000
 # On another machine the interpreter and libraries are taken to need what was measured here, not what this process has now.
-_RUNTIME_ELSEWHERE_BYTES = 300 * MIB
+RUNTIME_ELSEWHERE_BYTES = 300 * MIB
 # A variant of a plan that fits is worth a line below this share of its time.
 _WORTH_IT = 0.99
 # Steps between two commits of the variant that commits seldom.
@@ -81,7 +81,7 @@ def plan_model(
     budget, machine, optimizer = options.budget, options.machine, optimizer_of(options)
     ceilings = load_profile(machine) if isinstance(machine, str) else machine
     config, whole = read_parts(model)
-    tokens, length = _lengths(config, options)
+    tokens, length = lengths_of(config, options)
     self_check(config)
     check_whole(config, whole)
     rule = rule_of(optimizer, options.compute_dtype).figures
@@ -120,7 +120,7 @@ def plan_model(
         return replace(report, reason=str(error), needed_bytes={error.tier: error.needed_bytes}, alternatives=variants)
     more = (*([] if whole is None else [note_on(whole)]), *subspace_notes(planner.forms(question)))
     plan = plan.with_results(notes=(*plan.results.notes, *more))
-    report = _with_times(report, plan, planner.ceilings, planner.forecast(plan), options.max_steps or _STEPS)
+    report = _with_times(report, plan, planner.ceilings, planner.forecast(plan), options.max_steps or DEFAULT_STEPS)
     alternatives = (
         *planner.with_fewer_checkpoints(question, plan, report.forecast),
         *planner.sparing_the_ssd(question, plan, report.forecast),
@@ -160,7 +160,7 @@ def _with_times(report: PlanReport, plan: Plan, ceilings: Ceilings, found: Forec
     )
 
 
-def _lengths(config: Any, options: Options) -> tuple[int, int]:
+def lengths_of(config: Any, options: Options) -> tuple[int, int]:
     """Return tokens per step and sequence length: as long as the model and the step allow, up to the default."""
     tokens, length = options.tokens_per_step, options.sequence_length
     if length is None:
@@ -192,7 +192,7 @@ def place_of(ceilings: Ceilings | None, *, here: bool) -> Place:
         host_bytes=default_host_bytes(ceilings, here=here),
         device_bytes=default_device_bytes(ceilings, here=here),
         device_overhead_bytes=default_device_overhead_bytes(ceilings, here=here),
-        runtime_bytes=runtime_bytes(anonymous_bytes()) if this else _RUNTIME_ELSEWHERE_BYTES,
+        runtime_bytes=runtime_bytes(anonymous_bytes()) if this else RUNTIME_ELSEWHERE_BYTES,
         cores=torch.get_num_threads() if ceilings is None or here else ceilings.cores,
         most_bytes=most,
     )

@@ -19,7 +19,7 @@ from headrace.cli.reporting import report
 from headrace.cli.streams import guarded_streams
 from headrace.terms.compress_options import CompressOptions
 from headrace.terms.generate_options import GenerateOptions
-from headrace.terms.options import NodeOptions, Options, RunOptions
+from headrace.terms.options import NodeOptions, PlanOptions, RunOptions
 
 app = typer.Typer(
     name="headrace",
@@ -215,7 +215,7 @@ app.command()(report)
 
 @app.command()
 @plainly
-@with_options(each for each in Options.declarations() if each.plan)
+@with_options(each for each in PlanOptions.declarations() if each.plan)
 def plan(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Directory, config.json, or OWNER/NAME on the Hub.")],
     data: Annotated[list[Path] | None, typer.Option(help="Data of the run: its length is one pass. Repeatable.")] = None,
@@ -238,7 +238,7 @@ def plan(
 
         show(generation_report(model, given, batch, prompt_length, new_tokens, as_json=as_json))
         return
-    report = make_report(model, Options.of(given), data or ())
+    report = make_report(model, PlanOptions.of(given), data or ())
     if as_json:
         typer.echo(report_text(report, as_json=True))
     else:

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from headrace.answers.answer import plan_model
+from headrace.answers.cluster import plan_cluster
+from headrace.answers.cluster_report import ClusterReport, explain_cluster
 from headrace.answers.explain import explain
 from headrace.answers.plan_report import PlanReport
 from headrace.cli.environment import cache_directory, machine_profile_path
@@ -21,7 +23,7 @@ from headrace.terms.ceilings import Ceilings, Drive
 from headrace.terms.errors import ConfigError, StorageError
 from headrace.terms.events import Event, Notice
 from headrace.terms.generate_options import GenerateOptions
-from headrace.terms.options import Options, RunOptions
+from headrace.terms.options import Options, PlanOptions, RunOptions
 from headrace.terms.plain_figures import plain_figure
 from headrace.terms.sizes import format_bytes, format_seconds
 
@@ -29,7 +31,7 @@ from headrace.terms.sizes import format_bytes, format_seconds
 _WAIT_SECONDS = 100.0
 
 
-def make_report(model: str, options: Options, data: Sequence[Path]) -> PlanReport:
+def make_report(model: str, options: PlanOptions, data: Sequence[Path]) -> PlanReport | ClusterReport:
     """Return the answer for `headrace plan`'s options. With `data`, the length of the run is one pass over it.
 
     Raises:
@@ -42,7 +44,7 @@ def make_report(model: str, options: Options, data: Sequence[Path]) -> PlanRepor
         options = replace(options, machine=_measured_machine(options))
     if data and options.max_steps is None:
         options = _of_one_epoch(Path(model), data, options)
-    return plan_model(model, options, here=here)
+    return plan_model(model, options, here=here) if options.workers is None else plan_cluster(model, options, here=here)
 
 
 def generation_report(
@@ -59,7 +61,7 @@ def generation_report(
     options = GenerateOptions.of({key: value for key, value in given.items() if key in known and key != "ssd"})
     here, machine = options.machine is None, options.machine
     if here:
-        machine = _measured_machine(Options.of(given))
+        machine = _measured_machine(PlanOptions.of(given))
     ceilings = load_profile(machine) if isinstance(machine, str) else machine
     plan = plan_generation(
         model, options, ceilings, here=here, prompts=prompts, prompt_length=prompt_length, new_tokens=new_tokens
@@ -67,9 +69,11 @@ def generation_report(
     return json.dumps(plan.to_json(), indent=2) if as_json else plan.explain()
 
 
-def report_text(report: PlanReport, *, as_json: bool) -> str:
+def report_text(report: PlanReport | ClusterReport, *, as_json: bool) -> str:
     """Return the report as JSON or as the table."""
-    return json.dumps(report.to_json(), indent=2) if as_json else explain(report)
+    if as_json:
+        return json.dumps(report.to_json(), indent=2)
+    return explain(report) if isinstance(report, PlanReport) else explain_cluster(report)
 
 
 def bench_machine(directories: Sequence[Path], output: Path | None, *, seconds: float, as_json: bool) -> str:
@@ -152,7 +156,7 @@ def _measured_machine(options: Options) -> Ceilings | None:
     return find_kept(cache_directory(), Wanted(directories=options.budget.ssd, compute_dtype=options.compute_dtype))
 
 
-def _of_one_epoch(model: Path, data: Sequence[Path], options: Options) -> Options:
+def _of_one_epoch(model: Path, data: Sequence[Path], options: PlanOptions) -> PlanOptions:
     """Return the options with tokens per step, sequence length and steps of one pass over the data, as training has them."""
     from headrace.runs.open_data import with_lengths  # late: it brings the data libraries
     from headrace.runs.prepare import open_stream
@@ -160,8 +164,10 @@ def _of_one_epoch(model: Path, data: Sequence[Path], options: Options) -> Option
     if not model.is_dir():
         raise ConfigError(f"data: the steps of a pass need the model's tokenizer, and {model} is no model directory")
     places = {"model": model, "data": [str(path) for path in data], "cache": cache_directory()}
-    run = with_lengths(RunOptions(**vars(options) | places))
-    return replace(run, max_steps=max(1, math.ceil(open_stream(run).steps_per_epoch)))
+    known = {key: value for key, value in vars(options).items() if key in RunOptions.keys()}  # noqa: SIM118 (no mapping)
+    run = with_lengths(RunOptions(**known | places))
+    steps = max(1, math.ceil(open_stream(run).steps_per_epoch))
+    return replace(options, tokens_per_step=run.tokens_per_step, sequence_length=run.sequence_length, max_steps=steps)
 
 
 def _say(event: Event) -> None:

@@ -85,8 +85,9 @@ class Buffers:
             return self._device_weights[device_slot][: self.plan.units[unit].num_elements]
         return _as_tensor(self.stored(unit, host_slot), self.dtype)
 
-    def accumulator(self, unit: int) -> torch.Tensor | None:
-        """Return where backward sums a unit's gradient before it is drained; None where it is made in its host buffer at once.
+    def accumulator(self, unit: int, slot: int) -> torch.Tensor | None:
+        """Return where backward sums a unit's gradient before it is drained, a block's in `slot`; None where it is made
+        in its host buffer at once.
 
         A block's has the gradient's dtype where a step has one micro-batch, else fp32; those of prologue and epilogue have
         fp32, and the same memory unless weights are tied.
@@ -94,7 +95,7 @@ class Buffers:
         plan = self.plan
         if unit not in plan.ends and plan.gradient_in_place:
             return None
-        whole = (self._resident_accumulator if unit in plan.ends else self._accumulator)[0]
+        whole = self._resident_accumulator[0] if unit in plan.ends else self._accumulator[slot]
         start = plan.units[0].gradient_elements if unit in plan.ends and unit and plan.tied else 0
         return whole[start : start + plan.units[unit].gradient_elements]
 

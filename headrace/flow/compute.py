@@ -208,7 +208,7 @@ class _Bound:
 
     def _accumulator(self) -> torch.Tensor:
         buffers = self._state.parts.buffers
-        accumulator = buffers.accumulator(self._unit)
+        accumulator = buffers.accumulator(self._unit, self._op.slot(Pool.ACCUMULATOR))
         return buffers.gradient_tensor(self._unit, self._op.slot(Pool.GRADIENT)) if accumulator is None else accumulator
 
 

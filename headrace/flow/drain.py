@@ -20,7 +20,7 @@ _DEVICE_CONVERT_ELEMENTS = 4 << 20
 def drain(state: StepState, op: Op) -> None:
     """Bring a unit's gradient into its host buffer in the drained dtype, zero what got none, and take its square sum."""
     parts, plan = state.parts, state.plan
-    accumulator = parts.buffers.accumulator(op.unit)
+    accumulator = parts.buffers.accumulator(op.unit, op.slot(Pool.ACCUMULATOR))
     slot = op.slot(Pool.GRADIENT)
     gradient = parts.buffers.gradient(op.unit, slot)
     if accumulator is not None:

@@ -65,7 +65,8 @@ def buffer_groups(plan: Plan) -> dict[str, BufferGroup]:
             groups[f"trained.{unit}"] = BufferGroup("host", "weights", 1, num_bytes)
     largest = plan.largest_gradient_elements
     if largest and not plan.gradient_in_place:
-        groups["accumulator"] = BufferGroup(compute_tier, "gradients", 1, largest * (4 if plan.accumulate else gradient))
+        num_bytes = largest * (4 if plan.accumulate else gradient)
+        groups["accumulator"] = BufferGroup(compute_tier, "gradients", plan.accumulators, num_bytes)
     held = plan.held_in_memory
     for unit in held:
         groups[f"gradient.{unit}"] = BufferGroup("host", "gradients", 1, plan.gradient_bytes(unit))

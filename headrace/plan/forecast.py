@@ -128,7 +128,7 @@ _Simulated = tuple[float, Timeline, int]
 
 def _asked(plan: Plan, ceilings: Ceilings, most_operations: int) -> _Asked:
     """Return all that goes into the simulation of `plan`."""
-    return _shown(plan, ceilings, most_operations), _under(plan, ceilings)
+    return simulated_plan(plan, ceilings, most_operations), under(plan, ceilings)
 
 
 def _digest(asked: _Asked) -> bytes:
@@ -138,7 +138,7 @@ def _digest(asked: _Asked) -> bytes:
 
 def redo_seconds(plan: Plan, ceilings: Ceilings) -> float:
     """Return what it takes to do all updates of a step again from the held gradients, with nothing else under way."""
-    ceilings = _under(plan, ceilings)
+    ceilings = under(plan, ceilings)
     coarse = coarsened(plan, ceilings, 2 * SEARCH_OPERATIONS)
     tail, _ = build_tail(coarse, redo(coarse))
     timeline = simulate([tail] * 3, ceilings, compute_dtype=plan.compute_dtype, update_threads=plan.update_threads)
@@ -150,7 +150,7 @@ def core_update_bytes_per_second(ceilings: Ceilings, rule: RuleFigures) -> float
     return ceilings.update_bytes_per_second_per_core * rule.core_rate
 
 
-def _under(plan: Plan, ceilings: Ceilings) -> Ceilings:
+def under(plan: Plan, ceilings: Ceilings) -> Ceilings:
     """Return what the machine does under `plan`: its cores as they are shared out, its rule, its memory."""
     kept_share = _kept_share(plan, ceilings)
     return replace(
@@ -243,9 +243,9 @@ def _spared_attention(plan: Plan, index: int) -> float:
     return sum(names[ordinal] == ATTENTION for ordinal in spared) / max(1, count)
 
 
-def _shown(plan: Plan, ceilings: Ceilings, most_operations: int) -> Plan:
+def simulated_plan(plan: Plan, ceilings: Ceilings, most_operations: int) -> Plan:
     """Return the plan that is simulated in place of `plan`: coarse, and without what no operation depends on."""
-    coarse = coarsened(_with_rows(_with_elementwise(plan, ceilings)), _under(plan, ceilings), most_operations)
+    coarse = coarsened(_with_rows(_with_elementwise(plan, ceilings)), under(plan, ceilings), most_operations)
     flops = coarse.results
     return replace(
         coarse,
@@ -276,16 +276,16 @@ def _simulated(plan: Plan, ceilings: Ceilings) -> _Simulated:
 def _simulated_seconds(plan: Plan, ceilings: Ceilings) -> float:
     """Return the seconds alone, the same ones in less time."""
     rates = Rates(ceilings, plan.compute_dtype, plan.compute_threads, plan.update_threads)
-    seconds = step_seconds_of(_programs(plan, durable=plan.checkpoint_every == 1), rates)
+    seconds = step_seconds_of(programs_of(plan, durable=plan.checkpoint_every == 1), rates)
     if plan.checkpoint_every > 1 and plan.is_lazy:
-        checkpoint = step_seconds_of(_programs(plan, durable=True), rates)
+        checkpoint = step_seconds_of(programs_of(plan, durable=True), rates)
         seconds += max(0.0, checkpoint - seconds) / plan.checkpoint_every
     return seconds
 
 
 def _timeline_of(plan: Plan, ceilings: Ceilings, *, durable: bool) -> Timeline:
     return simulate(
-        _programs(plan, durable=durable),
+        programs_of(plan, durable=durable),
         ceilings,
         compute_dtype=plan.compute_dtype,
         compute_threads=plan.compute_threads,
@@ -293,7 +293,7 @@ def _timeline_of(plan: Plan, ceilings: Ceilings, *, durable: bool) -> Timeline:
     )
 
 
-def _programs(plan: Plan, *, durable: bool) -> list[Program]:
+def programs_of(plan: Plan, *, durable: bool) -> list[Program]:
     """Return consecutive programs from a cold start until they repeat; where they do, thrice the one that does."""
     programs: list[Program] = []
     before = Snapshot()

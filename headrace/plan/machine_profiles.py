@@ -7,6 +7,7 @@ Invariant: whatever comes from here has passed the checks of `Ceilings.from_json
 
 import json
 import re
+from dataclasses import replace
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -44,6 +45,18 @@ def load_profile(name_or_path: str | Path) -> Ceilings:
             f"(any number of SSDs from 1 to {_MOST_DRIVES}), or give the path of a JSON file made by 'headrace bench machine'"
         )
     return _compose(_parse(base.read_bytes(), where=base.name), name=name_or_path, num_drives=int(match["drives"]))
+
+
+def load_bare_profile(name_or_path: str) -> Ceilings:
+    """Return what `load_profile` does, or where the name says nothing of SSDs, the machine of that name, whose SSDs are counted
+    elsewhere or not at all: with one of them.
+
+    Raises:
+        ConfigError: as `load_profile`.
+    """
+    if name_or_path in _bases():
+        return replace(load_profile(f"{name_or_path}-1ssd"), name=name_or_path)
+    return load_profile(name_or_path)
 
 
 def _bases() -> dict[str, Traversable]:

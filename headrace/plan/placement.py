@@ -256,11 +256,14 @@ def _bytes_of(costs: ModelCosts, block: int, ordinals: list[int]) -> int:
 def filled(problem: Problem, plan: Plan) -> Plan:
     """Return `plan` with what is left of host memory used: first for weights (read twice a step), then for states (once).
 
-    Before both, gradients of updates behind backward get a second buffer: with one, backward waits for each unit's update.
+    Before both, gradients of updates behind backward get a second buffer: with one, backward waits for each unit's update. A
+    worker, all of whose units are far, keeps nothing more: what it holds of the model does not grow with the number of blocks.
     """
     if plan.update_policy == "immediate" and plan.gradient_slots == 1:
         two = with_footprint(replace(plan, gradient_slots=2), problem.costs_of(plan.micro_batch_sequences), problem.allowance)
         plan = two if fits(two) else plan
+    if len(plan.far_units) == len(plan.units):
+        return plan
     spare = plan.results.allowed_bytes["host"] - plan.peak("host")
     group = buffer_groups(plan)["host_weights"]
     slot_bytes = group.total_bytes // group.count

@@ -82,13 +82,13 @@ class Plan:
     kept_bytes: tuple[int, ...]  # per block: of those outputs, one micro-batch
     skipped: tuple[tuple[int, ...], ...]  # per block: ordinals that recompute leaves out, for nothing needs them
     operators: tuple[tuple[str, ...], ...]  # per block: the operators that the ordinals count
-
     compute_threads: int
     update_threads: int
     device_update_every: int = 0
     results: Results = field(default_factory=Results)
     freed_memory: str = "returned"
     own_rule: RuleFigures | None = None  # of trained families of their own, where a unit has one
+    accumulators: int = 1  # of a block's gradient, where it is summed apart: with two the next is summed while one is drained
     serves: bool = False  # a node's: workers compute, all units are streamed to them and updated here
 
     def __post_init__(self) -> None:

@@ -74,6 +74,20 @@ def with_device_updates(problem: Problem, plan: Plan, seconds_of: StepSeconds) -
     return best if seconds_of(best) * ALIKE < seconds_of(plan) else plan
 
 
+def with_two_accumulators(problem: Problem, plan: Plan, seconds_of: StepSeconds) -> Plan:
+    """Return a worker's plan with two buffers on the device in which gradients are summed, if that fits and is faster: the next
+    block's gradient is summed while one is drained. Where it does not fit otherwise, weights are brought ahead less far.
+    """
+    if not plan.separate_device or len(plan.far_units) < len(plan.units):
+        return plan
+    costs = problem.costs_of(plan.micro_batch_sequences)
+    doubled = replace(plan, accumulators=2)
+    leaner = replace(doubled, prefetch=min(1, plan.prefetch), device_slots=min(2, plan.device_slots))
+    fitting = (with_footprint(each, costs, problem.allowance) for each in (doubled, leaner))
+    best = next((each for each in fitting if fits(each)), plan)
+    return best if seconds_of(best) * ALIKE < seconds_of(plan) else plan
+
+
 def late_choices(plan: Plan) -> list[tuple[int, ...]]:
     """Return the sets of units that are tried as late ones: so many parts of the blocks, evenly spread."""
     counts = dict.fromkeys(round(plan.num_blocks * part / _LATE_PARTS) for part in range(_LATE_PARTS))

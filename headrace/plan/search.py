@@ -26,6 +26,7 @@ from headrace.plan.policy import (
     with_device_updates,
     with_speculation,
     with_threads,
+    with_two_accumulators,
 )
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.errors import PlanInfeasible
@@ -117,7 +118,7 @@ def _plan_under(problem: Problem, policy: str, placements: list[Choice], seconds
     plan = filled(problem, plan_of(problem, best))
     if policy == "immediate":
         plan = _balanced(problem, found, best, seconds_of, ("host", "ssd") if measured else ("host",))
-        return split(with_device_updates(problem, plan, seconds_of))
+        return split(with_two_accumulators(problem, with_device_updates(problem, plan, seconds_of), seconds_of))
     candidates = [plan]
     if problem.clips:
         candidates += speculative_candidate(problem, placements, best, seconds_of)

@@ -15,28 +15,16 @@ work that matters more, in the model as on a real machine; the tests state how l
 No clock, no files, no torch.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
 
+from headrace.plan.clock import Clock, admit_until_settled, settled_period
 from headrace.plan.rates import Rates
 from headrace.terms.ceilings import Ceilings
-from headrace.terms.errors import StepFailed
 from headrace.terms.program import Lane, Op, Program, sharing_words
 
-# What the first operation of a lane waits for, and what a lane waits for that has come to the end of its queue.
-_NOTHING, _MORE = (bytearray(b"\1"), 0), (bytearray(b"\0"), 0)
-# Two steps count as equally long below this relative difference: far above rounding, far below what anybody plans by.
-_SETTLED = 1e-4
-# So many steps in a row must be alike: two may be by chance while a backlog of the cold start drains.
-_ALIKE = 3
-# Rounds after which a step time that still swings between several values is averaged instead.
-_MOST_ROUNDS = 12
 # A lane that is busy for less than this share of the step does not limit it by itself.
 _SATURATED = 0.85
-
-
-_Value = TypeVar("_Value")
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +100,8 @@ def simulate(
         StepFailed: a program is malformed: an operation waits for one that does not precede it.
         ValueError: fewer than three programs.
     """
-    clock, repeats = _run(programs, Rates(ceilings, compute_dtype, compute_threads, update_threads))
+    clock = _LaneClock(Rates(ceilings, compute_dtype, compute_threads, update_threads), programs)
+    repeats = admit_until_settled(clock, programs)
     while clock.run_until_complete():
         pass
     return _timeline(clock, _measured(clock, repeats), repeats=repeats, given=len(programs))
@@ -120,7 +109,8 @@ def simulate(
 
 def step_seconds_of(programs: Sequence[Program], rates: Rates) -> float:
     """Return the seconds per step that `simulate` finds at these `rates`, without what comes after the measured step."""
-    clock, repeats = _run(programs, rates)
+    clock = _LaneClock(rates, programs)
+    repeats = admit_until_settled(clock, programs)
     measured = _measured(clock, repeats)
     while len(clock.finish) <= measured:
         clock.run_until_complete()
@@ -129,191 +119,37 @@ def step_seconds_of(programs: Sequence[Program], rates: Rates) -> float:
     for op, start, stop, work in zip(ops, clock.start[measured], clock.stop[measured], works, strict=True):
         busy[op.lane] += stop - start
         alone[op.lane] += work
-    _, period = _settled_period(clock, measured, repeats=repeats, given=len(programs))
+    _, period = settled_period(clock, measured, repeats=repeats, given=len(programs))
     return max(period, *alone.values(), *busy.values())
 
 
-def _run(programs: Sequence[Program], rates: Rates) -> tuple["_Clock", bool]:
-    """Return the clock when all programs are admitted that there will be, and whether the last one repeats."""
-    if len(programs) < 3:
-        raise ValueError(f"simulate: {len(programs)} programs given, at least 3 are needed to find the steady state")
-    used = {op.lane for program in {id(program): program for program in programs}.values() for op in program.ops}
-    clock = _Clock(rates, tuple(lane for lane in Lane if lane in used))
-    given, repeats = len(programs), programs[-1] == programs[-2]
-    clock.admit(programs[0])
-    clock.admit(programs[1])
-    while clock.run_until_complete():
-        admitted = len(clock.programs)
-        if admitted < given:
-            clock.admit(programs[admitted])
-        # Not asked again later: the last steps have no successor, and run differently.
-        elif repeats and admitted < given + _MOST_ROUNDS and not clock.settled(since=given - 2):
-            clock.admit(programs[-1])
-        else:
-            break
-    return clock, repeats
+class _LaneClock(Clock):
+    """The lanes of one machine that `programs` use."""
+
+    def __init__(self, rates: Rates, programs: Sequence[Program]) -> None:
+        used = {op.lane for program in {id(program): program for program in programs}.values() for op in program.ops}
+        self.rates, self.lanes = rates, tuple(lane for lane in Lane if lane in used)
+        self.place = {lane: place for place, lane in enumerate(self.lanes)}
+        super().__init__(len(self.lanes))
+
+    def place_of(self, op: Op) -> int:
+        return self.place[op.lane]
+
+    def alone_seconds(self, op: Op) -> float:
+        return self.rates.alone_seconds(op)
+
+    def speeds_among(self, places: tuple[int, ...]) -> tuple[tuple[int, float], ...]:
+        speeds = self.rates.speeds(tuple([self.lanes[place] for place in places]))
+        return tuple((place, speeds[self.lanes[place]]) for place in places)
 
 
-def _measured(clock: "_Clock", repeats: bool) -> int:
+def _measured(clock: Clock, repeats: bool) -> int:
     """Return the number of the program to measure: the very last has no successor that competes with it, if it repeats."""
     return len(clock.programs) - (2 if repeats else 1)
 
 
-class _Known(dict[int, _Value]):
-    """What was found for a set of lanes; an event asks for a few, so no call is made where it is known."""
-
-    def __init__(self, find: Callable[[int], _Value]) -> None:
-        super().__init__()
-        self._find = find
-
-    def __missing__(self, mask: int) -> _Value:
-        value = self[mask] = self._find(mask)
-        return value
-
-
-class _Clock:
-    """The event loop. At most one operation per lane is under way, so a scan over the few lanes beats a heap.
-
-    A set of lanes is a bit mask of their places among those that the programs use; only sets that occur are looked into.
-    """
-
-    def __init__(self, rates: Rates, lanes: tuple[Lane, ...]) -> None:
-        self.rates, self.lanes = rates, lanes
-        self.programs: list[Program] = []
-        self.done: list[bytearray] = []
-        self.left: list[int] = []
-        self.start: list[list[float]] = []
-        self.stop: list[list[float]] = []
-        self.finish: list[float] = []
-        self.now = 0.0
-        count = len(lanes)
-        self.place = {lane: place for place, lane in enumerate(lanes)}
-        self.places_of, self.speeds_of = _Known(self._places), _Known(self._speeds)
-        self.all_lanes = (1 << count) - 1
-        self.work: list[list[float]] = []  # by program and operation: the seconds that it takes alone
-        self.queue: list[list[tuple[int, Op]]] = [[] for _ in range(count)]
-        self.head = [0] * count
-        self.waiting = [0] * count  # dependencies of the head that are known to be done
-        self.blocked = [_MORE] * count  # what the head was seen to wait for
-        self.busy = 0
-        self.speed = [1.0] * count
-        self.due = [0.0] * count  # when the lane's operation stops if no speed changes
-
-    def _places(self, mask: int) -> tuple[int, ...]:
-        return tuple(place for place in range(len(self.lanes)) if mask >> place & 1)
-
-    def _speeds(self, busy: int) -> tuple[tuple[int, float], ...]:
-        places = self.places_of[busy]
-        speeds = self.rates.speeds(tuple([self.lanes[place] for place in places]))
-        return tuple((place, speeds[self.lanes[place]]) for place in places)
-
-    def admit(self, program: Program) -> None:
-        """Append a program to the lanes' queues."""
-        number = len(self.programs)
-        again = bool(number) and program is self.programs[-1]
-        if number < 2 or not again or program is not self.programs[-2]:
-            _check(program, number, len(self.programs[-1].ops) if number else None)
-        self.work.append(self.work[-1] if again else [self.rates.alone_seconds(op) for op in program.ops])
-        self.programs.append(program)
-        self.done.append(bytearray(len(program.ops)))
-        self.left.append(len(program.ops))
-        self.start.append([0.0] * len(program.ops))
-        self.stop.append([0.0] * len(program.ops))
-        for op in program.ops:
-            self.queue[self.place[op.lane]].append((number, op))
-        self.blocked = [_NOTHING if blocked is _MORE else blocked for blocked in self.blocked]
-
-    def settled(self, since: int) -> bool:
-        """Whether steps have repeated in time from program `since` on, for long enough not to be chance."""
-        if len(self.finish) <= since + _ALIKE:
-            return False
-        return _agree([self.period(len(self.finish) - 1 - back) for back in range(_ALIKE)])
-
-    def period(self, number: int) -> float:
-        """Seconds from the end of program `number - 1` to the end of program `number`."""
-        return self.finish[number] - self.finish[number - 1]
-
-    def run_until_complete(self) -> bool:
-        """Run events until the oldest unfinished program is complete; False if there is none."""
-        number = len(self.finish)
-        if number == len(self.programs):
-            return False
-        while self.left[number]:
-            self._start_ready()
-            self._advance()
-        # Not before its predecessors: a short program may overtake the one before it.
-        self.finish.append(max([*self.stop[number], *self.finish[-1:]], default=0.0))
-        return True
-
-    def _start_ready(self) -> None:
-        for place in self.places_of[self.all_lanes ^ self.busy]:
-            flags, index = self.blocked[place]
-            if flags[index] and self._ready(place):
-                number, op = self.queue[place][self.head[place]]
-                self.start[number][op.index] = self.now
-                self.due[place] = self.now + self.work[number][op.index]
-                self.speed[place] = 1.0
-                self.busy |= 1 << place
-        for place, speed in self.speeds_of[self.busy]:
-            # Left alone where nothing changes, so that undisturbed operations take exactly their own seconds.
-            if speed != self.speed[place]:
-                self.due[place] = self.now + (self.due[place] - self.now) * self.speed[place] / speed
-                self.speed[place] = speed
-
-    def _ready(self, place: int) -> bool:
-        """Whether the head of a lane may start. What was seen done is not looked at again: one look per dependency."""
-        if self.head[place] == len(self.queue[place]):
-            self.blocked[place] = _MORE
-            return False
-        number, op = self.queue[place][self.head[place]]
-        seen, here = self.waiting[place], len(op.after)
-        done = self.done[number]
-        while seen < here and done[op.after[seen]]:
-            seen += 1
-        if seen < here:
-            self.waiting[place], self.blocked[place] = seen, (done, op.after[seen])
-            return False
-        if number:
-            before, end = self.done[number - 1], here + len(op.after_previous)
-            while seen < end and before[op.after_previous[seen - here]]:
-                seen += 1
-            if seen < end:
-                self.waiting[place], self.blocked[place] = seen, (before, op.after_previous[seen - here])
-                return False
-        return True
-
-    def _advance(self) -> None:
-        """Move to the next end of an operation and complete all that end then."""
-        under_way, due = self.places_of[self.busy], self.due
-        self.now = now = max(self.now, min([due[place] for place in under_way]))
-        for place in under_way:
-            if due[place] <= now:
-                number, op = self.queue[place][self.head[place]]
-                self.stop[number][op.index] = now
-                self.done[number][op.index] = 1
-                self.left[number] -= 1
-                self.head[place] += 1
-                self.waiting[place] = 0
-                self.busy ^= 1 << place
-
-
-def _check(program: Program, number: int, previous: int | None) -> None:
-    """Refuse a program that could not run: with dependencies that point backwards some lane can always go on."""
-    for index, op in enumerate(program.ops):
-        if op.index != index:
-            raise StepFailed(f"program {number}: the operation in place {index} ({op.label}) calls itself number {op.index}")
-        wrong = [ref for ref in op.after if not 0 <= ref < index]
-        if previous is not None:
-            wrong += [ref for ref in op.after_previous if not 0 <= ref < previous]
-        if wrong:
-            raise StepFailed(
-                f"program {number}: operation {index} ({op.label}) waits for {wrong}; "
-                f"it can wait for 0..{index - 1} and, in the program before, for 0..{(previous or 0) - 1}"
-            )
-
-
-def _timeline(clock: _Clock, measured: int, *, repeats: bool, given: int) -> Timeline:
-    settled, period = _settled_period(clock, measured, repeats=repeats, given=given)
+def _timeline(clock: _LaneClock, measured: int, *, repeats: bool, given: int) -> Timeline:
+    settled, period = settled_period(clock, measured, repeats=repeats, given=given)
     spans: dict[Lane, list[tuple[float, float]]] = {lane: [] for lane in Lane}
     alone, busy, flops = (dict.fromkeys(Lane, 0.0) for _ in range(3))
     num_bytes = dict.fromkeys(Lane, 0)
@@ -350,19 +186,6 @@ def _timeline(clock: _Clock, measured: int, *, repeats: bool, given: int) -> Tim
         programs=tuple(clock.programs),
         spans=tuple(zip(clock.start, clock.stop, strict=True)),
     )
-
-
-def _settled_period(clock: _Clock, measured: int, *, repeats: bool, given: int) -> tuple[bool, float]:
-    """Return whether steps repeat in time, and the time from one to the next; their mean where they do not."""
-    settled = not repeats or (measured > _ALIKE and _agree([clock.period(measured - back) for back in range(_ALIKE)]))
-    if settled:
-        return True, clock.period(measured)
-    first = max(1, (given + measured) // 2)
-    return False, (clock.finish[measured] - clock.finish[first - 1]) / (measured - first + 1)
-
-
-def _agree(values: list[float]) -> bool:
-    return max(values) - min(values) <= _SETTLED * max(values)
 
 
 def _explain(

@@ -5,6 +5,7 @@ expected, and what was found.
 """
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -127,6 +128,32 @@ class Duration(Kind):
         if not (math.isfinite(seconds) and seconds > 0):
             raise _wrong(key, "a time such as 30m, 90s or 2h", value)
         return seconds
+
+
+class Rate(Kind):
+    """Bytes per second: `100Gbit`, `12.5GB`, or a number."""
+
+    _BITS: ClassVar = re.compile(r"^\s*(?P<number>[0-9.]+(?:e[0-9]+)?)\s*(?P<factor>[kmgt]?)bit(?:/s|ps)?\s*$", re.IGNORECASE)
+    _FACTORS: ClassVar = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
+
+    def read(self, value: Any, key: str) -> float:
+        """Return the bytes per second."""
+        match = self._BITS.match(value) if isinstance(value, str) else None
+        if match is not None:
+            try:
+                bits = float(match["number"]) * self._FACTORS[match["factor"].lower()]
+            except ValueError:
+                bits = math.nan
+            if math.isfinite(bits) and bits > 0:
+                return bits / 8
+        if isinstance(value, str):
+            value = value.strip().removesuffix("/s")
+        elif isinstance(value, float) and math.isfinite(value) and value > 0:
+            return value
+        try:
+            return float(parse_bytes(value, name=key))
+        except ConfigError as error:
+            raise _wrong(key, "a rate such as 100Gbit or 12.5GB (a second)", value) from error
 
 
 class Place(Kind):

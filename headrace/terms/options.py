@@ -14,7 +14,7 @@ from headrace.terms.ceilings import Ceilings
 from headrace.terms.declared import Declared, option
 from headrace.terms.errors import ConfigError
 from headrace.terms.optimizer import ParameterGroup, Schedule, optimizer_text, parse_optimizer
-from headrace.terms.option_kinds import Either, Flag, Listed, Number, OneOf, Place, Record, Size, Text, Whole
+from headrace.terms.option_kinds import Either, Flag, Listed, Number, OneOf, Place, Rate, Record, Size, Text, Whole
 
 DEFAULT_SEQUENCE_LENGTH = 2048
 DEFAULT_ROWS_PER_STEP = 8
@@ -273,6 +273,46 @@ class Options(Declared):
                 "max_steps": schedule["total_steps"] or None,
             }
         return Options.of(known, source="the run's record")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions(Options):
+    """What `headrace plan` is asked besides: workers and a node, where states live on another machine than compute."""
+
+    workers: int | None = option(
+        None,
+        Whole(1, 4096),
+        "Workers that share a node; each is a --machine.",
+        row="so many workers, each a `machine`, that hold nothing durable: weights and states live at a node",
+        words="no node",
+        plan=True,
+    )
+    link: str | float | None = option(
+        None,
+        Rate(),
+        "Of each worker and node, each way, such as 100Gbit.",
+        row="what the link of each worker and of each node carries each way: `100Gbit`, `1.25GB`",
+        words="10Gbit",
+        plan=True,
+    )
+    node_ssds: int = option(12, Whole(1, 1024), "SSDs of each node.", plan=True)
+    nodes: int = option(1, Whole(1, 1024), "Nodes, each with its part of every unit.", plan=True)
+    node_machine: str | Ceilings = option(
+        "luwu-node",
+        Either(Ceilings, Text()),
+        "Profile of a node: a name or a file.",
+        row="profile of a node: a name, or a file; of its SSDs the first counts, `node_ssds` times",
+        plan=True,
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for each in self.declarations():
+            if each.key in _OF_NODES and getattr(self, each.key) != each.default and self.workers is None:
+                raise ConfigError(f"{each.key}: given without workers; say how many workers share a node, or leave it out")
+
+
+_OF_NODES = ("link", "node_ssds", "nodes", "node_machine")
 
 
 @dataclass(frozen=True, kw_only=True)

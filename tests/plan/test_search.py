@@ -200,8 +200,8 @@ def test_what_is_remembered_of_plans_changes_no_choice(
     made = replace(made, workload=replace(made.workload, checkpoint_every=every))
     ceilings = machine(made, read=1e9, write=1e9, mixed=1.2e9)
     simulated = []
-    programs_of = forecasts._programs
-    monkeypatch.setattr(forecasts, "_programs", lambda plan, **how: simulated.append(0) or programs_of(plan, **how))
+    programs_of = forecasts.programs_of
+    monkeypatch.setattr(forecasts, "programs_of", lambda plan, **how: simulated.append(0) or programs_of(plan, **how))
     plan, few = make_plan(made, ceilings), len(simulated)
     for module in (search, policy):
         monkeypatch.setattr(module, "StepSeconds", EachSimulated)

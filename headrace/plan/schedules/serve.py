@@ -7,6 +7,7 @@ pipelining). What is sent goes ahead of demand as far as there are host slots.
 """
 
 from collections.abc import Sequence
+from itertools import islice
 from typing import NamedTuple
 
 from headrace.plan.ledger import Snapshot
@@ -14,6 +15,9 @@ from headrace.plan.plan import Plan
 from headrace.plan.schedules.updates import NORM, PIECE, Updates
 from headrace.plan.schedules.weights import VERDICT
 from headrace.terms.program import Lane, Program, Verb
+
+# Units whose weights are read before it is their turn to be sent: reading states for updates must not hold them back.
+READ_AHEAD = 4
 
 
 class Turn(NamedTuple):
@@ -59,6 +63,8 @@ class _Serving(Updates):
         op, due = self.ledger.op, set(self.pending)
         op(Verb.ANNOUNCE, Lane.NIC_DOWN)
         for position, (unit, is_push) in enumerate(self.turns):
+            self.position = position - 1  # what is read ahead must leave the unit whose turn it is
+            self.read_ahead(position)
             self.position = position
             if is_push:
                 self.receive(unit)
@@ -76,6 +82,13 @@ class _Serving(Updates):
         op(Verb.DECIDE, Lane.COMPUTE, (NORM,), renews=(VERDICT,))
         if not self.late:
             self.commit()
+
+    def read_ahead(self, position: int) -> None:
+        """Read what will be sent next before what updates need meanwhile, as far as there are slots for it."""
+        ahead = min(READ_AHEAD, self.plan.host_slots - 2)
+        pulls = (turn.unit for turn in self.turns[position : position + 3 * READ_AHEAD] if not turn.is_push)
+        for unit in islice(pulls, max(0, ahead)):
+            self.fetch(unit)
 
     def receive(self, unit: int) -> None:
         """Take a unit's gradient; then update the unit, or hold the gradient for later."""

@@ -58,7 +58,7 @@ class _Training(Updates):
         self.num_micro = num_micro
         self.ends, self.trained = frozenset(plan.ends), frozenset(plan.trained_units)
         self.gradient_in_place = plan.gradient_in_place
-        self.stash_turn = 0
+        self.stash_turn = self.accumulator_turn = 0
         self.stashed: dict[tuple[int, int], int] = {}  # what brought a block's input to where it waits
         self.recalled: dict[tuple[int, int], int] = {}  # where backward reads it, -1 where compute left it
         self.newest_use: Sequence[int] = ()  # the block that was run last, forward or backward
@@ -143,7 +143,7 @@ class _Training(Updates):
         host, weights = self.acquired.pop(block)
         is_trained = block in self.trained
         gradient = self.gradient_slot(block) if is_trained else NONE
-        made = () if not is_trained else (gradient,) if self.gradient_in_place else (_ACCUMULATOR,)
+        made = () if not is_trained else (gradient,) if self.gradient_in_place else (self.accumulator(),)
         for micro in range(self.num_micro):
             self.recall_ahead(block, micro)
             inputs = self.recalled.pop((block, micro))
@@ -222,12 +222,17 @@ class _Training(Updates):
 
     # -- gradients ------------------------------------------------------------------------------------------------------
 
+    def accumulator(self) -> int:
+        """Return where the gradient of a block is summed, until it is drained."""
+        return _ACCUMULATOR + self.accumulator_turn
+
     def drain(self, unit: int, gradient: int, host: int = -1) -> None:
         """Bring a unit's gradient to the host; then update the unit, or hold the gradient for later, or both."""
         op, num_bytes = self.ledger.op, self.gradient_bytes[unit]
-        made = (_RESIDENT_ACCUMULATOR,) if unit in self.ends else () if self.gradient_in_place else (_ACCUMULATOR,)
+        made = (_RESIDENT_ACCUMULATOR,) if unit in self.ends else () if self.gradient_in_place else (self.accumulator(),)
         writes = (gradient, NORM + (unit + 1) * PIECE)
         op(Verb.DRAIN, Lane.DEVICE_TO_HOST, made, writes, unit=unit, num_bytes=num_bytes)
+        self.accumulator_turn = (self.accumulator_turn + (unit not in self.ends)) % self.plan.accumulators
         if unit in self.far:
             op(Verb.PUSH, Lane.NIC_UP, (gradient,), (FAR + unit,), unit=unit, num_bytes=num_bytes)
             self.forget_everywhere(unit)
