@@ -110,3 +110,29 @@ def test_the_page_has_every_option_once() -> None:
     page = (Path(__file__).parents[2] / "docs/generation.md").read_text(encoding="utf-8")
     rows = [line for line in page.splitlines() if line.startswith("| `")]
     assert rows == [each.readme_row for each in GenerateOptions.declarations()]
+
+
+@pytest.mark.parametrize("drafts", ["lookup", "assistant"])
+def test_drafted_tokens_change_nothing(drafts: str, model: Path, run: Run) -> None:
+    """Drafts are checked by the model itself: the greedy text is that without them."""
+    words = ("--prompt-lookup", 3) if drafts == "lookup" else ("--assistant", model)
+    code, out, err = run(model, "--prompt", "water water", "--max-new-tokens", 12, "--temperature", 0, *words)
+    assert code == 0, err
+    assert out == own_text(model, "<user>water water<eos><a>", {"max_new_tokens": 12, "do_sample": False}) + "\n"
+
+
+def test_a_conversation_goes_on_from_what_was_said(
+    model: Path, run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setattr(sys, "stdin", Terminal("water\n\nflows\n/bye\n"))
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    code, out, err = run(model, "--max-new-tokens", 4, "--temperature", 0)
+    assert code == 0, err
+    greedy = {"max_new_tokens": 4, "do_sample": False}
+    first = own_text(model, "<user>water<eos><a>", greedy)
+    second = own_text(model, f"<user>water<eos><assistant>{first}<eos><user>flows<eos><a>", greedy)
+    assert out == f"{first}\n{second}\n"
