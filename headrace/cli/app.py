@@ -223,6 +223,7 @@ def plan(
     prompt_length: Annotated[int, typer.Option(min=1, help="Tokens of a prompt, with --generate.")] = 512,
     new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer, with --generate.")] = 128,
     batch: Annotated[int, typer.Option(min=1, help="Prompts, with --generate.")] = 1,
+    compress: Annotated[str | None, typer.Option(help="Plan compressing it, and not training: int4 or ternary.")] = None,
     *,
     as_json: Json = False,
     **given: Any,
@@ -237,6 +238,11 @@ def plan(
         from headrace.cli.planning import generation_report
 
         show(generation_report(model, given, batch, prompt_length, new_tokens, as_json=as_json))
+        return
+    if compress is not None:
+        from headrace.cli.planning import compression_report
+
+        show(compression_report(model, compress, given, as_json=as_json))
         return
     report = make_report(model, PlanOptions.of(given), data or ())
     if as_json:

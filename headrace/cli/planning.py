@@ -69,6 +69,22 @@ def generation_report(
     return json.dumps(plan.to_json(), indent=2) if as_json else plan.explain()
 
 
+def compression_report(model: str, code: str, given: Mapping[str, Any], *, as_json: bool) -> str:
+    """Return the plan of a compression to `code` as text or JSON, for `machine`, or this one where it was measured.
+
+    Raises:
+        InputError: model, code or machine cannot be used.
+    """
+    from headrace.answers.compression import plan_compression  # late: plans of training do without
+
+    options = PlanOptions.of(given)
+    machine = options.machine or _measured_machine(replace(options, ssd=options.ssd or (Path.cwd(),)))
+    if machine is None:
+        raise ConfigError("machine: this one was not measured; run `headrace bench machine`, or name a profile with --machine")
+    report = plan_compression(model, code, machine)
+    return json.dumps(report.to_json(), indent=2) if as_json else report.explain()
+
+
 def report_text(report: PlanReport | ClusterReport, *, as_json: bool) -> str:
     """Return the report as JSON or as the table."""
     if as_json:
