@@ -127,7 +127,7 @@ def _plan_under(problem: Problem, policy: str, placements: list[Choice], seconds
         costs = problem.costs_of(plan.micro_batch_sequences)
         candidates.insert(0, with_footprint(replace(plan, resident_states=()), costs, problem.allowance))
     plan = min(candidates, key=lambda candidate: expected_seconds(candidate, seconds_of, clips=problem.clips))
-    plan = split(with_device_updates(problem, plan, seconds_of))
+    plan = split(with_two_accumulators(problem, with_device_updates(problem, plan, seconds_of), seconds_of))
     return with_speculation(plan, seconds_of) if problem.clips else plan
 
 

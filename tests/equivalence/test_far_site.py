@@ -1,6 +1,8 @@
 """Units that live at a far site, all of them or some: the norm is that of all, commits and resumes are of both."""
 
+import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -87,3 +89,17 @@ def test_a_run_with_far_units_goes_on_where_both_were_committed(model_dir: Calla
         more, weights = ended(engine, tmp_path / "out2")
     assert losses + more == whole[0]
     assert all(torch.equal(weights[name], tensor) for name, tensor in whole[1].items())
+
+
+def test_a_second_accumulator_changes_nothing(model_dir: Callable[..., Path], tmp_path: Path) -> None:
+    found, given = [], tmp_path / "plan.json"
+    for accumulators in (1, 2):
+        more = {"plan": given} if given.exists() else {}
+        values = options(tmp_path / str(accumulators), compute_dtype="float32", device_memory="1GiB", **more)
+        site = FarSite(tmp_path / f"far{accumulators}", "float32")
+        with Engine.open(model_dir("llama"), values, seams=Seams(site=site)) as engine:
+            assert engine.plan.accumulators == accumulators
+            found.append(ended(engine, tmp_path / f"out{accumulators}"))
+            given.write_text(json.dumps(replace(engine.plan, accumulators=2).to_json()))
+    assert found[0][0] == found[1][0]
+    assert all(torch.equal(tensor, found[1][1][name]) for name, tensor in found[0][1].items())

@@ -20,7 +20,7 @@ from headrace.terms.declared import Declaration, option
 from headrace.terms.errors import ConfigError
 from headrace.terms.optimizer import ParameterGroup, Schedule
 from headrace.terms.option_kinds import Number
-from headrace.terms.options import NodeOptions, Options, RunOptions
+from headrace.terms.options import NodeOptions, Options, PlanOptions, RunOptions
 from headrace.update.rules.adamw import AdamW
 from headrace.update.rules.table import RULES, optimizer_of
 from headrace.update.wires import WIRES
@@ -82,7 +82,8 @@ def test_the_help_of_a_command_is_the_declaration(command: str) -> None:
     from headrace.cli.app import app
 
     told = " ".join(CliRunner().invoke(app, [command, "--help"]).output.split())
-    declared: Iterator[Declaration] = (each for each in RunOptions.declarations() if command == "train" or each.plan)
+    all_options = RunOptions.declarations() if command == "train" else PlanOptions.declarations()
+    declared: Iterator[Declaration] = (each for each in all_options if command == "train" or each.plan)
     flags = {each.flag: each for each in declared if each.flag is not None}
     for flag, each in flags.items():
         assert re.search(rf"{flag} [^.]*{re.escape(each.command_help)}", told), flag
