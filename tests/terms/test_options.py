@@ -28,7 +28,7 @@ from headrace.update.wires import WIRES
 README = (Path(__file__).parents[2] / "README.md").read_text()
 OPTIONS = README[README.index("## Options") : README.index("## Data")]
 # What `plan` alone is asked: of data, of a generation, of a compression, of a node and its workers.
-PLAN_ALONE = {"--data", "--json", "--generate", "--prompt-length", "--new-tokens", "--batch"}
+PLAN_ALONE = {"--data", "--json", "--generate", "--prompt-length", "--new-tokens", "--batch", "--compress"}
 
 
 @dataclass(frozen=True, kw_only=True)
