@@ -153,7 +153,7 @@ def open_chain(directory: Path, budget: Budget, compute_dtype: str | None) -> tu
     Raises:
         ModelError: it cannot be read, or its architecture cannot generate block by block.
     """
-    checkpoint = Checkpoint.open(directory)
+    checkpoint = Checkpoint.open(directory, decode=True)
     check_generation(checkpoint.config)
     check_whole(checkpoint.config, checkpoint.whole)
     chain = Chain.from_config(checkpoint.config, compute_dtype or stored_dtype(checkpoint), Optimizer())

@@ -16,6 +16,7 @@ from headrace.terms.events import Sink
 from headrace.terms.families import WEIGHTS
 from headrace.terms.forms import UnitFigures, home_of
 from headrace.terms.layout import UnitLayout, planes_with
+from headrace.terms.sizes import format_bytes
 
 
 class WeightSource(Protocol):
@@ -48,7 +49,7 @@ class ShardSource:
         self._plane = planes_with(chain.compute_dtype, ()).weight
         self._reader = ExtentReader(paths_of(self._units), sink=sink)
         self.layouts = tuple(unit.layout for unit in self._units)
-        self.figures = tuple(_figures_of(index, unit, chain.num_blocks) for index, unit in enumerate(self._units))
+        self.figures = tuple(_figures_of(index, unit, chain) for index, unit in enumerate(self._units))
         self.trained: dict[int, Bytes] = {}
 
     @property
@@ -59,12 +60,21 @@ class ShardSource:
     @property
     def notes(self) -> tuple[str, ...]:
         """What a person should know of how weights are read."""
-        blocks = [unit for unit in self._units if not unit.extents]
-        if not blocks:
-            return ()
-        return (
-            f"{len(blocks)} of {len(self._units)} units are stored otherwise than they are computed, and made for each pass",
-        )
+        whole = sum(not unit.extents for unit in self._units)
+        coded = [number for number, unit in enumerate(self._units) if unit.decodings]
+        notes = []
+        if whole:
+            notes.append(
+                f"{whole} of {len(self._units)} units are stored otherwise than they are computed, and made for each pass"
+            )
+        if coded:
+            read = sum(self._units[unit].num_bytes for unit in coded)
+            dense = sum(self._units[unit].layout.num_elements for unit in coded) * self._plane.bytes_per_element
+            notes.append(
+                f"weights of {len(coded)} of {len(self._units)} units stay coded, as in the files: {format_bytes(read)} for "
+                f"{format_bytes(dense)}; each block is decoded when it runs"
+            )
+        return tuple(notes)
 
     def read(self, unit: int, into: Bytes) -> None:
         """See `WeightSource.read`."""
@@ -120,12 +130,13 @@ class StoreSource:
         self._store.close()
 
 
-def _figures_of(index: int, unit: StoredUnit, num_blocks: int) -> UnitFigures:
+def _figures_of(index: int, unit: StoredUnit, chain: Chain) -> UnitFigures:
     return UnitFigures(
         name=unit.layout.name,
         num_elements=unit.layout.num_elements,
         num_parameters=unit.layout.num_parameters,
-        home=home_of(index, num_blocks),
+        home=home_of(index, chain.num_blocks),
         trained_elements=0,
-        stored_bytes=unit.num_bytes if unit.placements else None,
+        stored_bytes=unit.num_bytes if unit.is_made else None,
+        making_bytes=unit.making_bytes(chain.dtype),
     )

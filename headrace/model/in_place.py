@@ -2,8 +2,8 @@
 
 Where a file has a unit's tensors as compute reads them, the bytes that are read are the weights: parameters are views of them,
 and nothing is copied between drive and product. Elsewhere (another dtype; experts that lie one by one and are computed as one
-stack) the bytes are put in their places after reading. What transformers makes of stored tensors by more than placing is read
-and made whole, each time.
+stack) the bytes are put in their places after reading; what is coded is read as it is coded, and decoded there. What
+transformers makes of stored tensors by more than placing is read and made whole, each time.
 
 Invariant: a unit's layout names every parameter of it once, at a place where numbers of that size may lie.
 """
@@ -17,6 +17,8 @@ import torch
 
 from headrace.files.block_file import BLOCK_BYTES
 from headrace.files.extents import Extent
+from headrace.model.coded import CodedSource
+from headrace.model.decoding import Decoding
 from headrace.model.matching import Piece, WeightMap
 from headrace.model.safetensors_file import StoredTensor
 from headrace.terms.layout import ParameterSpec, UnitLayout
@@ -44,24 +46,31 @@ class Placement:
 class StoredUnit:
     """How a unit comes from the files. Without `extents` it is made whole by `import_unit`, into a slot of this layout.
 
-    `num_bytes` are those that are read; without `placements` they are the slot.
+    `num_bytes` are those that are read; without `placements` and `decodings` they are the slot.
     """
 
     layout: UnitLayout
     num_bytes: int
     extents: tuple[Extent, ...] = ()
     placements: tuple[Placement, ...] = ()
+    decodings: tuple[Decoding, ...] = ()
 
     @property
-    def is_slot(self) -> bool:
-        """Whether what is read is what compute reads, as it lies."""
-        return bool(self.extents) and not self.placements
+    def is_made(self) -> bool:
+        """Whether the slot is made of what is read, by `put`."""
+        return bool(self.placements or self.decodings)
 
     def put(self, read: torch.Tensor, into: torch.Tensor) -> None:
         """Fill the flat slot `into` from the bytes `read` (uint8), on one device."""
         for place in self.placements:
             values = read[place.at : place.at + place.num_bytes].view(place.dtype)
             into[place.start : place.start + values.numel()].copy_(values)
+        for decoding in self.decodings:
+            decoding.put(read, into)
+
+    def making_bytes(self, dtype: torch.dtype) -> int:
+        """Return the most that `put` allocates at once, for a slot of `dtype`."""
+        return max((decoding.making_bytes(dtype) for decoding in self.decodings), default=0)
 
 
 def stored_units(
@@ -89,19 +98,26 @@ def _stored_unit(
         return StoredUnit(layout, layout.num_elements * itemsize)
     tensors = weights.checkpoint.tensors
     pieces = {spec.name: weights.pieces[spec.name] for spec in layout.parameters}
-    found = [tensors[piece.key] for each in pieces.values() for piece in each]
+    found = [part for each in pieces.values() for piece in each for part in _parts(tensors[piece.key])]
     extents, places = _extents(found)
     num_bytes = sum(extent.num_bytes for extent in extents)
     as_read = _as_read(layout, pieces, tensors, places, dtype, num_bytes, alignment_bytes)
     if as_read is not None:
         return StoredUnit(as_read, num_bytes, extents)
-    placements = [
-        Placement(places[piece.key], tensors[piece.key].num_bytes, _STORED_DTYPES[tensors[piece.key].dtype], start)
-        for spec in layout.parameters
-        for piece in pieces[spec.name]
-        for start in [_start(spec, piece)]
-    ]
-    return StoredUnit(layout, num_bytes, extents, tuple(placements))
+    placements, decodings = [], []
+    for spec in layout.parameters:
+        for piece in pieces[spec.name]:
+            tensor, start = tensors[piece.key], _start(spec, piece)
+            if isinstance(tensor.coded, CodedSource):
+                decodings.append(Decoding.of(tensor.coded, places, start))
+            else:
+                placements.append(Placement(places[piece.key], tensor.num_bytes, _STORED_DTYPES[tensor.dtype], start))
+    return StoredUnit(layout, num_bytes, extents, tuple(placements), tuple(decodings))
+
+
+def _parts(tensor: StoredTensor) -> Sequence[StoredTensor]:
+    """Return what lies in files of a weight."""
+    return tuple(tensor.coded.stored.values()) if isinstance(tensor.coded, CodedSource) else (tensor,)
 
 
 def _extents(tensors: Sequence[StoredTensor]) -> tuple[tuple[Extent, ...], dict[str, int]]:
@@ -130,11 +146,11 @@ def _as_read(
     num_bytes: int,
     alignment_bytes: int,
 ) -> UnitLayout | None:
-    """Return the layout in which what is read is the slot; None where a tensor has another dtype, is cut, or lies askew."""
+    """Return the layout in which what is read is the slot; None where a tensor is of another dtype, coded, cut, or askew."""
     specs = []
     for spec in layout.parameters:
         piece = pieces[spec.name][0]
-        whole = len(pieces[spec.name]) == 1 and piece.index == ()
+        whole = len(pieces[spec.name]) == 1 and piece.index == () and tensors[piece.key].coded is None
         if not whole or _STORED_DTYPES[tensors[piece.key].dtype] is not dtype or places[piece.key] % alignment_bytes:
             return None
         specs.append(replace(spec, offset=places[piece.key] // dtype.itemsize))

@@ -169,6 +169,8 @@ def with_peaks(plan: GenerationPlan, allowance: Allowance) -> GenerationPlan:
     compute["workspace"] = max(
         costs.first.workspace_bytes, costs.next.workspace_bytes + 2 * max(last), costs.head_bytes, before
     )
+    if making := max(unit.making_bytes for unit in plan.units):
+        compute["decoding"] = making
     on_cpu = not allowance.device_overhead_bytes
     rows["host"]["seats"] = threads * _SEAT_BYTES
     rows["host"]["libraries"] = _SMALL_BYTES

@@ -1,0 +1,120 @@
+"""Generating with a coded model: what stock `generate` makes of the decoded directory, of fewer bytes.
+
+Run: pytest tests/compress/test_generate_coded.py
+"""
+
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from coded_models import KINDS, write_coded
+from compressing import run
+from tiers import sampled
+from transformers import AutoModelForCausalLM
+
+from headrace.engine.generator import Generated, Generator, MicroBatch
+from headrace.model.products import WideProducts
+from headrace.plan.generation import GenerationPlan, generation_buffers
+from headrace.runs.decompression import decompress
+from headrace.runs.generation_source import open_generator
+from headrace.runs.jobs import JobProgress, run_job
+from headrace.terms.budget import Budget
+from headrace.terms.generate_options import GenerateOptions
+
+ROWS = (tuple(range(7, 16)), tuple(range(40, 49)))
+SETTINGS = {
+    "max_new_tokens": 4,
+    "do_sample": False,
+    "pad_token_id": 0,
+    "eos_token_id": 2,
+    "return_dict_in_generate": True,
+    "output_logits": True,
+}
+# Not all blocks are kept in either tier, so that each is read and decoded again.
+SMALL = {"host_slots": 2, "device_slots": 2, "prefetch": 1}
+
+
+def generated(directory: Path, dtype: str, device: str | None = None) -> tuple[Generated, GenerationPlan]:
+    with Generator.open(directory, Budget(host="4GiB", device=device), compute_dtype=dtype) as generator:
+        plan = generator.prepare(2, 9, 4)
+        generator.use(replace(plan, **SMALL))
+        (done,) = generator.run([MicroBatch(0, ROWS, 1, generator.model.settings(9, None, SETTINGS))])
+        return done, plan
+
+
+def check_against_stock(coded: Path, plain: Path, dtype: str, device: str | None = None) -> None:
+    model = AutoModelForCausalLM.from_pretrained(plain, dtype=getattr(torch, dtype), experts_implementation="eager").eval()
+    for parameter in model.parameters():  # loaded, they lie as in the file: at borders that change float32 sums
+        parameter.data = parameter.data.clone()
+    ids = torch.tensor(ROWS)
+    with WideProducts() if dtype == "bfloat16" else nullcontext():  # products as here, where the processor has no such
+        expected = model.generate(ids, attention_mask=torch.ones_like(ids), **SETTINGS)
+    done, plan = generated(coded, dtype, device)
+    assert torch.equal(done.raw.sequences, expected.sequences)
+    for one, other in zip(done.raw.logits, expected.logits, strict=True):
+        assert torch.equal(one, other)
+    _, dense = generated(plain, dtype)
+    blocks = range(1, plan.num_blocks + 1)
+    assert sum(map(plan.stored_bytes, blocks)) < sum(map(dense.stored_bytes, blocks)), "fewer bytes are read"
+    assert cached_bytes(plan) < cached_bytes(dense), "and kept, beside the slots that are decoded into"
+    assert plan.results.peak_bytes["device" if device else "host"]["decoding"] > 0
+    assert any("coded" in note for note in plan.results.notes)
+
+
+def cached_bytes(plan: GenerationPlan) -> int:
+    """Return what weights take in host memory where 16 such blocks are kept there as read, and two of them are made."""
+    first, block, *_, last = plan.units
+    plan = replace(plan, units=(first, *[block] * 16, last), num_blocks=16, host_slots=16, device_slots=2)
+    return sum(count * size for tier, count, size in generation_buffers(plan).values() if tier == "host")
+
+
+@pytest.mark.parametrize(("dtype", "device"), [("float32", None), ("bfloat16", None), ("float32", "64MiB")])
+def test_int4(dtype: str, device: str | None, dense_int4: Any, tmp_path: Path) -> None:
+    coded = dense_int4[0] / "out"
+    check_against_stock(coded, decompress(coded, tmp_path / "plain"), dtype, device)
+
+
+def test_experts_int4(mixture_int4: Any, tmp_path: Path) -> None:
+    coded = mixture_int4[0] / "out"
+    check_against_stock(coded, decompress(coded, tmp_path / "plain"), "float32")
+
+
+def test_experts_ternary(mixture: Path, tmp_path: Path) -> None:
+    run(mixture, tmp_path, to="ternary", experts_only=True)
+    coded = tmp_path / "out"
+    check_against_stock(coded, decompress(coded, tmp_path / "plain"), "float32")
+
+
+@pytest.mark.parametrize("kind", sampled(tuple(KINDS), ("fp8 experts", "nf4")))
+def test_published_codes(kind: str, tmp_path: Path) -> None:
+    coded, _ = write_coded(tmp_path, kind)
+    check_against_stock(coded, decompress(coded, tmp_path / "plain"), "float32")
+
+
+def answered(model: Path, folder: Path, most: int | None = None) -> bytes:
+    """Run a job of four prompts, which is given up after `most` micro-batches; return its answers."""
+    folder.mkdir(exist_ok=True)
+    (folder / "in.jsonl").write_text("".join(f'{{"prompt": "water {number}"}}\n' for number in range(4)))
+    files = {"input": folder / "in.jsonl", "output": folder / "out.jsonl"}
+    options = GenerateOptions.of({**files, "max_new_tokens": 3, "rows": 1, "seats": 1, "host_memory": "4GiB", "raw": True})
+    seen: list[JobProgress] = []
+
+    def progress(found: JobProgress) -> None:
+        seen.append(found)
+        if len(seen) == most:
+            raise KeyboardInterrupt
+
+    with open_generator(model, options, None, None) as generator:
+        assert run_job(generator, options, sink=lambda event: None, tell_plan=lambda plan: None, progress=progress) == 0
+    return (folder / "out.jsonl").read_bytes()
+
+
+def test_a_job_goes_on(dense_int4: Any, tmp_path: Path) -> None:
+    coded = dense_int4[0] / "out"
+    with pytest.raises(KeyboardInterrupt):
+        answered(coded, tmp_path / "job", 2)
+    assert not (tmp_path / "job" / "out.jsonl").exists()
+    assert answered(coded, tmp_path / "job") == answered(coded, tmp_path / "whole")
