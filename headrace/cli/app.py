@@ -14,7 +14,7 @@ import typer
 import headrace
 from headrace.cli.environment import set_process_defaults
 from headrace.cli.option_parameters import with_options
-from headrace.cli.plain_errors import INTERRUPTED, leave, plain_usage_errors, plainly
+from headrace.cli.plain_errors import INTERRUPTED, REFUSED, leave, plain_usage_errors, plainly
 from headrace.cli.reporting import report
 from headrace.cli.streams import guarded_streams
 from headrace.terms.compress_options import CompressOptions
@@ -77,8 +77,10 @@ def train(
 
     if node is not None:
         work_for(node, words or (), given, wait_seconds=wait, secret=secret)
+    elif words:
+        start(run_config(words, given))
     else:
-        start(run_config(words or (), given))
+        leave("Missing argument 'RUN.YAML | MODEL DATA...', or --node HOST:PORT; see `headrace train --help`", REFUSED)
 
 
 @app.command()
