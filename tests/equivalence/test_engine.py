@@ -681,7 +681,12 @@ def test_several_directories_of_one_drive_beside_another_drive(
     machine = dataclasses.replace(machine, drives=(quick, quick, slow))
     told: list[InFlight] = []
     monkeypatch.setattr(StateStore, "keep_in_flight", lambda store, setting: told.append(setting))
-    for module in ("headrace.engine.trainer", "headrace.files.directory_facts", "headrace.files.space"):
+    for module in (
+        "headrace.engine.trainer",
+        "headrace.engine.subject",
+        "headrace.files.directory_facts",
+        "headrace.files.space",
+    ):
         monkeypatch.setattr(f"{module}.file_systems", lambda directories: (0, 0, 2))
     ssd = [tmp_path / name for name in ("first", "second", "third")]
     for directory in ssd:
