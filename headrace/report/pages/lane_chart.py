@@ -15,11 +15,11 @@ from headrace.terms.sizes import format_bytes
 FAMILIES = {
     "forward": ("prologue", "forward", "score", "turn"),
     "backward": ("epilogue", "backward", "prologue-backward"),
-    "weights": ("fetch", "pull", "upload", "make", "write-weights"),
+    "weights": ("fetch", "pull", "send", "upload", "make", "write-weights"),
     "activations": ("stash", "spill", "unspill", "recall"),
-    "gradients": ("drain", "push", "hold", "unhold"),
+    "gradients": ("drain", "push", "receive", "hold", "unhold"),
     "states": ("read-states", "states-to-device", "update", "states-to-host", "write-states"),
-    "control": ("decide", "commit"),
+    "control": ("announce", "report", "decide", "commit"),
 }
 FAMILY_OF = {verb: family for family, verbs in FAMILIES.items() for verb in verbs}
 FAMILY_WORDS = {
