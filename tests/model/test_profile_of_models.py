@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from versions import CAUSAL_DOGE, LONG_ROPE_IN_A_PLAN
 
 from headrace.model import Chain, MicroBatch, profile
-from headrace.model.cost_profile import _tensors_of
+from headrace.model.cost_profile import tensors_of
 from headrace.model.thresholds import architecture_key
 from headrace.terms.errors import ModelError
 from headrace.terms.optimizer import Optimizer
@@ -44,7 +44,7 @@ def held_by_calls(chain: Chain, batch: MicroBatch) -> int:
         chain.bind(unit, torch.zeros(chain.layouts[unit].num_elements, dtype=chain.dtype), None)
     with torch.no_grad():
         calls = chain.prologue(batch).calls
-    held = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in _tensors_of(calls)}
+    held = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors_of(calls)}
     return sum(held.values())
 
 

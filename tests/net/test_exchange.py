@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from peers import at_once, joined, listening
+from net_peers import at_once, joined, listening
 
 from headrace.net import exchange
 from headrace.net.lane import Lane

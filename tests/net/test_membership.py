@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from peers import VERSION, at_once, joined, listening
+from net_peers import VERSION, at_once, joined, listening
 
 from headrace.net import Address, Listener, Member
 from headrace.net.proof import is_proof, proof

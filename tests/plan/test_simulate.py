@@ -121,7 +121,7 @@ def test_a_step_lies_between_its_busiest_lane_and_the_sum_of_all(programs: list[
     alone = [use.alone_seconds for use in timeline.lanes.values()]
     assert timeline.step_seconds >= max(alone)
     if timeline.settled and programs[-1] == programs[-2]:
-        assert timeline.step_seconds <= sum(alone) * (1 + 1e-9)
+        assert timeline.step_seconds <= sum(alone) * (1 + 1e-6)  # steps count as settled when they are alike
     for use in timeline.lanes.values():
         assert use.busy_seconds >= use.alone_seconds * (1 - 1e-9)
         assert 0 <= use.utilisation <= 1 + 1e-9
