@@ -5,15 +5,13 @@ It is the smallest wire with a trained family of its own: what a subspace of gra
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from headrace.terms.layout import ParameterSpec, UnitLayout, lay_out
 from headrace.update.wire import Caught, Gradients
+from headrace.update.wires.factors import Factors
 
 
 class RowWire:
@@ -48,7 +46,11 @@ class RowWire:
         if not self._by_factors:
             yield Caught(sink, lambda spec: True)
             return
-        with _Factors(layout, weights, gradients):
+
+        def take(name: str, outputs: Tensor, inputs: Tensor) -> None:
+            gradients.add(name, outputs.float().T @ inputs.float().sum(dim=1))
+
+        with Factors(layout, weights, take, {spec.name for spec in layout.parameters}):
             yield Caught(sink, lambda spec: len(spec.shape) == 1)
 
     def first_weights(self, unit: int, layout: UnitLayout, trained: UnitLayout, weights: Tensor) -> Tensor:
@@ -72,42 +74,6 @@ class RowWire:
     def making_bytes(self, layout: UnitLayout) -> int:
         """Return the bytes of the largest matrix in float32, twice."""
         return 8 * max(spec.num_elements for spec in layout.parameters)
-
-
-class _Factors(TorchFunctionMode):
-    """Puts a product in place of `linear`, whose matrix is known by where it lies, that needs no gradient of the matrix."""
-
-    def __init__(self, layout: UnitLayout, weights: Tensor, gradients: Gradients) -> None:
-        super().__init__()
-        start, width = weights.data_ptr(), weights.element_size()
-        self._specs = {start + spec.offset * width: spec for spec in layout.parameters if len(spec.shape) == 2}
-        self._gradients = gradients
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        spec = self._specs.get(args[1].data_ptr()) if function is F.linear and torch.is_grad_enabled() else None
-        if spec is None:
-            return function(*args, **(kwargs or {}))
-        bias = args[2] if len(args) > 2 else None
-        return _Product.apply(args[0], args[1], bias, spec.name, self._gradients)  # type: ignore[no-untyped-call]
-
-
-class _Product(torch.autograd.Function):
-    """`linear` that gives the gradient of each row of its matrix, summed over the columns, to `gradients`."""
-
-    @staticmethod
-    def forward(context: Any, inputs: Tensor, matrix: Tensor, bias: Tensor | None, name: str, gradients: Gradients) -> Tensor:
-        context.save_for_backward(inputs, matrix)
-        context.name, context.gradients, context.biased = name, gradients, bias is not None
-        return F.linear(inputs, matrix, bias)
-
-    @staticmethod
-    def backward(context: Any, *given: Tensor) -> Any:
-        (outputs,) = given
-        inputs, matrix = context.saved_tensors
-        rows = outputs.reshape(-1, outputs.shape[-1]).float()
-        context.gradients.add(context.name, rows.T @ inputs.reshape(-1, inputs.shape[-1]).float().sum(dim=1))
-        of_bias = rows.sum(dim=0).to(outputs.dtype) if context.biased else None
-        return outputs @ matrix, None, of_bias, None, None
 
 
 def _part(flat: Tensor, spec: ParameterSpec) -> Tensor:

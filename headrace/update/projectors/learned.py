@@ -9,32 +9,21 @@ from torch import Tensor
 
 from headrace.update.projectors.projector import (
     Pair,
-    Projector,
     Scattered,
+    ScatteredKind,
     Sides,
     both,
     distinct_positions,
     random_signs,
-    smaller,
 )
 
 _ITERATIONS, _RATE, _BETAS, _EPS = 100, 0.05, (0.9, 0.999), 1e-12
 
 
-class LearnedKind:
+class LearnedKind(ScatteredKind):
     """Positions drawn without replacement; values begin as random signs, shrunk to their best scale, and descend from there."""
 
     name = "learned"
-    keeps_positions = True
-
-    def dimension(self, side: int, dimension: int) -> int | None:
-        """Return that of a side: none of a side that is no larger."""
-        return smaller(side, dimension)
-
-    def projector(self, values: Tensor, positions: Tensor | None, dimension: int) -> Projector:
-        """Return the projector of these values."""
-        assert positions is not None, "they are kept"
-        return Scattered(values, positions, dimension)
 
     def fit(
         self, gradient: Tensor, dimensions: Sides[int], nonzeros: int, generator: torch.Generator

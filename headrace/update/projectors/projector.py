@@ -162,6 +162,21 @@ class Scattered:
         return values.view(stack, self.dimension, most), found.view(stack, self.dimension, most)
 
 
+class ScatteredKind:
+    """What kinds of projectors with `r` non-zeros anywhere in a row have in common."""
+
+    keeps_positions = True
+
+    def dimension(self, side: int, dimension: int) -> int | None:
+        """Return that of a side: none of a side that is no larger."""
+        return smaller(side, dimension)
+
+    def projector(self, values: Tensor, positions: Tensor | None, dimension: int) -> Projector:
+        """Return the projector of these values."""
+        assert positions is not None, "they are kept"
+        return Scattered(values, positions, dimension)
+
+
 def _weighted_rows(weights: Tensor, rows: Tensor, matrices: Tensor) -> Tensor:
     """Return, for each row of `rows` (stack, out, r), the sum of those rows of `matrices`, weighted by `weights`."""
     stack, out, nonzeros = rows.shape

@@ -3,23 +3,13 @@
 import torch
 from torch import Tensor
 
-from headrace.update.projectors.projector import Projector, Scattered, Sides, distinct_positions, random_signs, smaller
+from headrace.update.projectors.projector import ScatteredKind, Sides, distinct_positions, random_signs
 
 
-class RandomKind:
+class RandomKind(ScatteredKind):
     """Positions drawn without replacement, values `+-1/sqrt(r)`: these have a smaller error than Gaussian ones."""
 
     name = "random"
-    keeps_positions = True
-
-    def dimension(self, side: int, dimension: int) -> int | None:
-        """Return that of a side: none of a side that is no larger."""
-        return smaller(side, dimension)
-
-    def projector(self, values: Tensor, positions: Tensor | None, dimension: int) -> Projector:
-        """Return the projector of these values."""
-        assert positions is not None, "they are kept"
-        return Scattered(values, positions, dimension)
 
     def fit(
         self, gradient: Tensor, dimensions: Sides[int], nonzeros: int, generator: torch.Generator
