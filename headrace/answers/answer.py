@@ -40,7 +40,7 @@ from headrace.terms.plain_figures import plain_figure
 from headrace.terms.program import Lane, Part
 from headrace.terms.sizes import GIB, MIB, format_bytes, round_up
 from headrace.update import optimizer_of, rule_of
-from headrace.update.forms import forms_under, subspace_notes
+from headrace.update.forms import forms_under, notes_on
 
 # Of a weight in a configuration that names no dtype.
 _WEIGHT_BYTES = 2
@@ -118,7 +118,7 @@ def plan_model(
         found = nearest_variants(question, error, planner.quick_plan, lambda: time.monotonic() > deadline)
         variants = tuple(planner.alternative(*variant) for variant in found)
         return replace(report, reason=str(error), needed_bytes={error.tier: error.needed_bytes}, alternatives=variants)
-    more = (*([] if whole is None else [note_on(whole)]), *subspace_notes(planner.forms(question)))
+    more = (*([] if whole is None else [note_on(whole)]), *notes_on(planner.forms(question)))
     plan = plan.with_results(notes=(*plan.results.notes, *more))
     report = _with_times(report, plan, planner.ceilings, planner.forecast(plan), options.max_steps or DEFAULT_STEPS)
     alternatives = (
@@ -249,7 +249,7 @@ class _ModelPlans:
         """Return the forms of the model's units."""
         rule = rule_of(question.optimizer, self._chain.compute_dtype).figures
         layouts = [realigned(layout, rule.parameter_alignment) for layout in self._chain.layouts]
-        return forms_under(layouts, self._chain.num_blocks, question.wire, rule)
+        return forms_under(layouts, self._chain.num_blocks, question.wire, rule, question.optimizer)
 
     def _problem(self, question: Question) -> Problem:
         rule, forms = rule_of(question.optimizer, self._chain.compute_dtype).figures, self.forms(question)

@@ -30,7 +30,7 @@ from headrace.terms.grouping import Grouping
 from headrace.terms.options import Options
 from headrace.terms.rule_figures import RuleFigures
 from headrace.terms.sizes import format_bytes
-from headrace.update.forms import subspace_notes
+from headrace.update.forms import notes_on
 
 
 class RunPlanner:
@@ -95,7 +95,7 @@ class RunPlanner:
         plan = adopted(self._given, problem) if self._given else (self._search or make_plan)(problem, self._ceilings)
         gc.collect()
         return_pieces()  # what simulating many plans took: it is in no plan
-        notes = (*plan.results.notes, *self._chain.notes, *subspace_notes(self._forms))
+        notes = (*plan.results.notes, *self._chain.notes, *notes_on(self._forms))
         plan = plan.with_results(notes=tuple(dict.fromkeys(notes)))
         return self._adjust(plan) if self._adjust else plan
 

@@ -18,6 +18,7 @@ from headrace.plan.schedules.serve import Turn, build_serving, build_serving_tai
 from headrace.plan.serving import grouping_of, serving_plan, with_grouping
 from headrace.terms.errors import ConfigError, DataError
 from headrace.terms.events import Notice
+from headrace.terms.optimizer import ALL
 from headrace.terms.options import Options
 from headrace.terms.program import Program
 
@@ -32,6 +33,11 @@ class NodeEngine(Engine):
             raise ConfigError(
                 f"gradient: {options.gradient} is not possible at a node: workers send whole gradients; leave it out, or train "
                 "on one machine"
+            )
+        if options.train != ALL:
+            raise ConfigError(
+                f"train: {options.train} is not possible at a node, which updates all of each unit; leave it out, or train on "
+                "one machine"
             )
         super().__init__(model, options, *arguments, **more)
 

@@ -9,6 +9,7 @@ from headrace.model import Chain
 from headrace.store import StateStore
 from headrace.terms.errors import RunDirectoryError
 from headrace.terms.forms import Form
+from headrace.terms.optimizer import Optimizer
 from headrace.terms.options import Options
 from headrace.terms.rule_figures import RuleFigures
 from headrace.update.forms import forms_under
@@ -56,16 +57,19 @@ class Seams:
                 )
 
 
-def forms_of(chain: Chain, seams: Seams, rule: RuleFigures, stored: StoredCodes | None = None) -> tuple[Form, ...]:
-    """Return the forms of the units of `chain` under a run's seams and a rule; `stored` says which are coded as they come.
+def forms_of(
+    chain: Chain, seams: Seams, rule: RuleFigures, optimizer: Optimizer, stored: StoredCodes | None = None
+) -> tuple[Form, ...]:
+    """Return the forms of the units of `chain` under a run's seams and a rule, whose `optimizer` says what is trained at all;
+    `stored` says which are coded as they come.
 
     Raises:
-        ConfigError: the wire trains nothing; or it trains in place what is coded.
+        ConfigError: nothing is trained; or what is coded would be, in place.
     """
     site = seams.site
     holds = site.holds if site is not None else lambda unit: False
     stored = stored or StoredCodes()
-    args = chain.layouts, chain.num_blocks, seams.wire, rule, seams.codec
+    args = chain.layouts, chain.num_blocks, seams.wire, rule, optimizer, seams.codec
     return forms_under(*args, stored=stored.units, codecs=stored.codecs, is_far=holds)
 
 

@@ -89,7 +89,7 @@ class Worker:
         self.machine = this_machine(options.budget.device_bytes)
         prepare_chain(self.chain, self.machine, options)
         self._seams = Seams(site=site)
-        self._forms = forms_of(self.chain, self._seams, rule.figures)
+        self._forms = forms_of(self.chain, self._seams, rule.figures, optimizer)
         self._cores = torch.get_num_threads()
         self._closers.callback(torch.set_num_threads, self._cores)
         self._updater = Updater(rule, 1)

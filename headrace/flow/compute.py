@@ -167,7 +167,7 @@ class _Bound:
         gradients = Gradients(form.trained, self._accumulator(), self._state.delivered[unit], basis, moment)
         wire = parts.wire if form.has_own_family else _DENSE
         caught = self._catching.enter_context(wire.catch(unit, form.layout, flat, gradients))
-        parts.chain.bind(unit, flat, caught.sink, caught.wanted)
+        parts.chain.bind(unit, flat, caught.sink, lambda spec: spec.name not in form.left and caught.wanted(spec))
 
     def __exit__(self, *failure: Any) -> None:
         if self._exists:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace.report.metrics import Record
+from headrace.terms.optimizer import ALL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,8 +35,8 @@ def model_card(facts: CardFacts) -> str:
     sections = [
         f"# {facts.name}",
         "",
-        f"Fine-tuned from `{facts.base_model}` on {data} with Headrace: every parameter, with an fp32 master, by the rule "
-        f"`{facts.options['optimizer']}`.",
+        f"Fine-tuned from `{facts.base_model}` on {data} with Headrace: {_trained(facts.options)}, with an fp32 master, by "
+        f"the rule `{facts.options['optimizer']}`.",
         "",
         *_results(facts.records),
         "## Training options",
@@ -50,6 +51,12 @@ def model_card(facts: CardFacts) -> str:
         "",
     ]
     return "\n".join(metadata + sections)
+
+
+def _trained(options: Mapping[str, Any]) -> str:
+    """Return what was trained, in words."""
+    what = "every parameter" if options["train"] == ALL else "the matrices of blocks"
+    return what if options["gradient"] == "dense" else f"{what}, in what `{options['gradient']}` keeps of gradients"
 
 
 def _results(records: Sequence[Record]) -> list[str]:

@@ -129,6 +129,7 @@ class Form:
         code: where the parts of coded weights lie, None where they lie as compute reads them.
         home: as in `UnitFigures`; `making_bytes` and `cuts` likewise.
         basis: of the numbers that a trained family's subspace is given by, None where it is none that changes.
+        left: names of parameters that stay as they are beside those that are trained; no gradient of them is taken.
 
     Raises:
         ConfigError: what lies on the device, or is trained in place, is to be made: only blocks that are fetched are.
@@ -142,6 +143,7 @@ class Form:
     cuts: tuple[Cuts, ...] = ()
     is_far: bool = False
     basis: UnitLayout | None = None
+    left: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         if self.is_far and (self.code or not self.in_place):

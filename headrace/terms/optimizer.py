@@ -11,7 +11,10 @@ from typing import ClassVar
 
 from headrace.terms.declared import Declaration, Declared, option
 from headrace.terms.errors import ConfigError
-from headrace.terms.option_kinds import Listed, Number, Record
+from headrace.terms.option_kinds import Listed, Number, OneOf, Record
+
+# What `--train` may ask for: every parameter, or the matrices of blocks alone.
+ALL, MATRICES = "all", "matrices"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +40,8 @@ class Optimizer(Declared):
     """What every rule of updates is told. A rule's own settings are further fields of a subclass, declared as options are.
 
     Norms and biases (parameters with fewer than two dimensions, and those named `*norm*` or `*bias`) are not decayed.
-    `groups` are tried in order, the first match wins; a group's `weight_decay=None` means that.
+    `groups` are tried in order, the first match wins; a group's `weight_decay=None` means that. Of what `train` leaves as it is
+    nothing is updated.
     """
 
     name: ClassVar[str] = ""
@@ -46,6 +50,7 @@ class Optimizer(Declared):
     lr: float = option(1e-5, Number())
     weight_decay: float = option(0.0, Number())
     groups: tuple[ParameterGroup, ...] = option((), Listed(Record(ParameterGroup)))
+    train: str = option(ALL, OneOf((ALL, MATRICES)))
 
     @classmethod
     def settings(cls) -> tuple[Declaration, ...]:
@@ -61,16 +66,30 @@ class Optimizer(Declared):
 
     def group_of(self, name: str, num_dimensions: int) -> tuple[float, float]:
         """Return `(learning_rate_scale, weight_decay)` of the parameter called `name`."""
-        plain = num_dimensions < 2 or name.endswith("bias") or "norm" in name.lower()
-        decay = 0.0 if plain else self.weight_decay
+        decay = self.weight_decay if is_matrix(name, num_dimensions) else 0.0
+        if not self.trains(name, num_dimensions, is_block=True):
+            return LEFT
         for group in self.groups:
             if re.search(group.pattern, name):
                 return group.learning_rate_scale, decay if group.weight_decay is None else group.weight_decay
         return 1.0, decay
 
+    def trains(self, name: str, num_dimensions: int, *, is_block: bool) -> bool:
+        """Return whether the parameter called `name`, of a block or of what is around them, is trained."""
+        return self.train == ALL or (is_block and is_matrix(name, num_dimensions))
+
     def smaller(self) -> "tuple[str, Optimizer] | None":
         """Return the same rule with smaller states: what changes, in words, and the rule; None if there is none."""
         return None
+
+
+# The learning-rate scale and decay of parameters that stay as they are beside others of their unit: an update changes nothing.
+LEFT = (0.0, 0.0)
+
+
+def is_matrix(name: str, num_dimensions: int) -> bool:
+    """Return whether a parameter is a matrix, or a stack of them: no vector, norm or bias."""
+    return num_dimensions >= 2 and not name.endswith("bias") and "norm" not in name.lower()
 
 
 def parse_optimizer(text: str, option: str = "optimizer") -> tuple[str, dict[str, str]]:

@@ -13,7 +13,7 @@ from headrace.terms.budget import Budget
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.declared import Declared, option
 from headrace.terms.errors import ConfigError
-from headrace.terms.optimizer import ParameterGroup, Schedule, optimizer_text, parse_optimizer
+from headrace.terms.optimizer import ALL, MATRICES, ParameterGroup, Schedule, optimizer_text, parse_optimizer
 from headrace.terms.option_kinds import Either, Flag, Listed, Number, OneOf, Place, Rate, Record, Size, Text, Whole
 
 DEFAULT_SEQUENCE_LENGTH = 2048
@@ -95,6 +95,14 @@ class Options(Declared):
         "How gradients travel, dense or lsp:KEY=VALUE,KEY=VALUE.",
         row="how gradients travel, and so what is trained: `dense`, all of it; or `lsp`, subspaces of the matrices of blocks "
         "(LSP-Offload), with settings as in the table below; fixed for a run",
+        plan=True,
+    )
+    train: str = option(
+        ALL,
+        OneOf((ALL, MATRICES)),
+        "all, or matrices: those of blocks alone.",
+        row="`all` parameters, or the `matrices` of blocks: then embeddings, norms, biases and the head stay as they are, and "
+        "do not count for clipping",
         plan=True,
     )
     learning_rate: float = option(1e-5, Number(), "Of the optimizer, after the warm-up.")

@@ -8,7 +8,8 @@ from headrace.terms.coding import CodedUnit
 from headrace.terms.cuts import cuts_of
 from headrace.terms.errors import ConfigError
 from headrace.terms.forms import Form, home_of
-from headrace.terms.layout import UnitLayout, realigned
+from headrace.terms.layout import UnitLayout, lay_out, realigned
+from headrace.terms.optimizer import ALL, Optimizer
 from headrace.terms.plain_figures import plain_figure
 from headrace.terms.rule_figures import RuleFigures
 from headrace.update.wire import SubspaceWire, Wire
@@ -20,6 +21,7 @@ def forms_under(
     num_blocks: int,
     wire: Wire,
     rule: RuleFigures,
+    optimizer: Optimizer | None = None,
     codec: Codec | None = None,
     stored: Mapping[int, CodedUnit] = MappingProxyType({}),
     codecs: Mapping[str, Codec] = MappingProxyType({}),
@@ -27,16 +29,18 @@ def forms_under(
 ) -> tuple[Form, ...]:
     """Return the forms of units laid out by `layouts` under a wire and a rule, which says how parameters are aligned and cut.
 
+    `optimizer` says which parameters stay as they are (None: the wire's choice alone): a unit of such alone is frozen.
     `codec` codes the blocks that are not trained in place, but for those that are coded as they come: `stored` says where their
     parts lie, `codecs` has what decodes them.
 
     Raises:
-        ConfigError: the wire trains nothing; or it trains in place what is coded.
+        ConfigError: nothing is trained; or what is coded would be, in place.
     """
     forms = []
     for unit, layout in enumerate(layouts):
         is_block = 1 <= unit <= num_blocks
-        trained = wire.trained(unit, layout, is_block=is_block)
+        left = _left(layout, optimizer, is_block=is_block)
+        trained = _without(wire.trained(unit, layout, is_block=is_block), layout, left)
         coded = codec if is_block and trained is not layout else None
         own, basis = trained is not None and trained is not layout, None
         if own and trained is not None:
@@ -59,27 +63,54 @@ def forms_under(
                 cuts=cuts_of(trained, rule) if trained else (),
                 is_far=is_far(unit),
                 basis=basis,
+                left=left,
             )
         )
     if not any(form.trained for form in forms) and not isinstance(wire, FrozenWire):
-        raise ConfigError(f"wire: {wire.name} trains nothing of this model; give one that does")
+        what = f" with train: {optimizer.train}" if optimizer and optimizer.train != ALL else ""
+        raise ConfigError(f"wire: {wire.name}{what} trains nothing of this model; give one that does")
     return tuple(forms)
 
 
-def subspace_notes(forms: Sequence[Form]) -> tuple[str, ...]:
-    """Return what a person should know of subspaces that are trained in place of matrices; nothing where none are."""
+def _left(layout: UnitLayout, optimizer: Optimizer | None, *, is_block: bool) -> frozenset[str]:
+    """Return the names of a unit's parameters that stay as they are."""
+    if optimizer is None:
+        return frozenset()
+    shapes = {spec.name: len(spec.shape) for spec in layout.parameters}
+    return frozenset(name for name, dimensions in shapes.items() if not optimizer.trains(name, dimensions, is_block=is_block))
+
+
+def _without(trained: UnitLayout | None, layout: UnitLayout, left: frozenset[str]) -> UnitLayout | None:
+    """Return the layout of what is trained of a unit, without what is `left`: in place that keeps its room beside the rest."""
+    if trained is None or not left:
+        return trained
+    if trained is layout:
+        return None if len(left) == len(layout.parameters) else layout
+    keys = [(group.learning_rate_scale, group.weight_decay) for group in trained.groups]
+    kept = [(spec.name, spec.shape, keys[spec.group]) for spec in trained.parameters if spec.name not in left]
+    return lay_out(trained.name, kept) if kept else None
+
+
+def notes_on(forms: Sequence[Form]) -> tuple[str, ...]:
+    """Return what a person should know of what is trained: of subspaces, and of what stays as it is; nothing where all is."""
     whole = sum(form.layout.num_parameters for form in forms)
+    left = sum(spec.num_elements for form in forms for spec in form.layout.parameters if spec.name in form.left)
+    notes = (f"train: {plain_figure(100 * left / whole)} % of the parameters stay as they are",) if left else ()
+    return (*_subspace_notes(forms, whole, left), *notes)
+
+
+def _subspace_notes(forms: Sequence[Form], whole: int, left: int) -> tuple[str, ...]:
     core = replaced = 0
     for form in forms:
         if form.basis is None or form.trained is None:
             continue
         own = {spec.name: spec.num_elements for spec in form.trained.parameters}
-        smaller = [spec for spec in form.layout.parameters if own[spec.name] < spec.num_elements]
+        smaller = [spec for spec in form.layout.parameters if own.get(spec.name, spec.num_elements) < spec.num_elements]
         core += sum(own[spec.name] for spec in smaller)
         replaced += sum(spec.num_elements for spec in smaller)
     if not replaced:
         return ()
     return (
         f"gradient: subspaces have {plain_figure(core / 1e6)} million numbers for {plain_figure(replaced / 1e6)} million of "
-        f"matrices; {plain_figure(100 * (whole - replaced) / whole)} % of the parameters are trained as they are",
+        f"matrices; {plain_figure(100 * (whole - replaced - left) / whole)} % of the parameters are trained as they are",
     )

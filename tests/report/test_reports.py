@@ -538,7 +538,7 @@ def test_the_card_states_what_the_records_say_and_no_local_path_as_base_model() 
     facts = {
         "data": ("train.jsonl",),
         "versions": {"torch": "2.13.0"},
-        "options": {"epochs": 1, "optimizer": "sgd"},
+        "options": {"epochs": 1, "optimizer": "sgd", "gradient": "dense", "train": "all"},
         "records": records,
     }
     card = model_card(CardFacts(name="tuned", base_model="tiny-llama", **facts))

@@ -35,6 +35,7 @@ def optimizer_of(options: Options) -> Optimizer:
         "lr": options.learning_rate,
         "weight_decay": options.weight_decay,
         "groups": options.parameter_groups,
+        "train": options.train,
         **settings,
     }
     try:

@@ -139,7 +139,7 @@ class LspWire:
         subspace = {each.name for each in self._of(unit, layout)}
         own = {spec.name: spec for spec in trained.parameters}
         for spec in layout.parameters:
-            if spec.name not in subspace:
+            if spec.name not in subspace and spec.name in own:
                 part(first, own[spec.name]).copy_(part(weights, spec))
         return first
 
@@ -150,7 +150,8 @@ class LspWire:
         for spec in layout.parameters:
             place, each = part(slot, spec), found.get(spec.name)
             if each is None:
-                place.copy_(part(weights, own[spec.name]))
+                if spec.name in own:
+                    place.copy_(part(weights, own[spec.name]))
                 continue
             matrices = place.view(each.matrices)
             learned = each.pair(self._kind, basis).decompress(part(weights, own[spec.name]).view(each.core))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from headrace.terms.layout import PARAMETER_ALIGNMENT, UnitLayout
+from headrace.terms.optimizer import is_matrix
 from headrace.terms.sizes import round_up
 from headrace.update.projectors import Kind, Pair, Projector
 from headrace.update.projectors.projector import Sides, both
@@ -131,7 +132,7 @@ def subspaces(layout: UnitLayout, dimension: int | None, nonzeros: int, kind: Ki
     found: list[Subspace] = []
     offset = 0
     for spec in layout.parameters:
-        if len(spec.shape) < 2 or "norm" in spec.name.lower():
+        if not is_matrix(spec.name, len(spec.shape)):
             continue
         rows, columns = spec.shape[-2:]
         own = Sides(kind.dimension(rows, dimension), kind.dimension(columns, dimension))
