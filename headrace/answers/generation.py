@@ -30,7 +30,8 @@ from headrace.terms.optimizer import Optimizer
 class GenerationPlanner:
     """Plans generations of `chain`, which is ready for them, with units of these `figures`, within `budget`, on `machine`.
 
-    `machine` may be the place of one that is not here.
+    `machine` may be the place of one that is not here. `costs` are those of a seat, of so many rows and tokens; `most_rows`
+    are tried where `rows` are not given.
     """
 
     def __init__(
@@ -45,10 +46,12 @@ class GenerationPlanner:
         rows: int | None = None,
         seats: int | None = None,
         notes: tuple[str, ...] = (),
+        costs: Callable[[Chain, int, int], GenerationCosts] = generation_costs,
+        most_rows: int | None = None,
     ) -> None:
         self._chain, self._figures, self._machine, self._budget = chain, tuple(figures), machine, budget
         self._cores, self._ceilings, self._rows, self._seats, self._notes = cores, ceilings, rows, seats, notes
-        self._costs = cache(lambda rows, length: generation_costs(chain, rows, length))
+        self._costs, self._most_rows = cache(lambda rows, length: costs(chain, rows, length)), most_rows
 
     def plan(self, prompts: int, prompt_length: int, new_tokens: int) -> GenerationPlan:
         """Return the plan for so many prompts of up to `prompt_length` tokens, and up to `new_tokens` of each.
@@ -75,6 +78,7 @@ class GenerationPlanner:
             ceilings=self._ceilings,
             rows=self._rows,
             seats=self._seats,
+            most_rows=self._most_rows,
         )
         plan = make_generation_plan(question)
         return plan.with_notes((*self._notes, *self._chain.notes))

@@ -18,6 +18,7 @@ from headrace.cli.plain_errors import INTERRUPTED, REFUSED, leave, plain_usage_e
 from headrace.cli.reporting import report
 from headrace.cli.streams import guarded_streams
 from headrace.terms.compress_options import CompressOptions
+from headrace.terms.eval_options import EvalOptions
 from headrace.terms.generate_options import GenerateOptions
 from headrace.terms.options import NodeOptions, PlanOptions, RunOptions
 
@@ -118,6 +119,21 @@ def generate(
     from headrace.cli.generating import generate as run
 
     run(model, GenerateOptions.of(given))
+
+
+@app.command("eval")
+@plainly
+@with_options(EvalOptions.declarations())
+def evaluate(
+    model: Annotated[str, typer.Argument(metavar="MODEL | RUN_DIR", help="Model directory, or a run, finished or not.")],
+    *,
+    as_json: Json = False,
+    **given: Any,
+) -> None:
+    """Measure the loss of held-out data under a model of any size, coded or not: nothing is trained or changed."""
+    from headrace.cli.evaluating import evaluate_model
+
+    evaluate_model(model, given, as_json=as_json)
 
 
 @app.command()

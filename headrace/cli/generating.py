@@ -36,7 +36,7 @@ def generate(model: str, options: GenerateOptions) -> None:
     from headrace.runs.generation_source import open_generator
 
     try:
-        with Talk(open_generator(Path(model), options, ceilings_of(options), say), options, say) as talk:
+        with Talk(open_generator(Path(model), options, ceilings_of(options.machine), say), options, say) as talk:
             if prompt is not None:
                 talk.answer(prompt, _write, _tell_plan)
                 _write("\n")
@@ -59,7 +59,7 @@ def _answer_file(model: str, options: GenerateOptions) -> None:
         _line(sys.stderr, f"{words}, {found.padding:.0%} of the prompts' rows padding")
 
     try:
-        with open_generator(Path(model), options, ceilings_of(options), say) as generator:
+        with open_generator(Path(model), options, ceilings_of(options.machine), say) as generator:
             refused = run_job(generator, options, sink=say, tell_plan=_tell_plan, progress=progress)
     except KeyboardInterrupt:
         leave("interrupted; the same command goes on with it", INTERRUPTED)
@@ -67,10 +67,10 @@ def _answer_file(model: str, options: GenerateOptions) -> None:
         leave(f"{refused} line{'s' if refused > 1 else ''} could not be answered; {options.output} says why", 1)
 
 
-def ceilings_of(options: GenerateOptions) -> Ceilings | None:
+def ceilings_of(machine: str | Ceilings | None) -> Ceilings | None:
     """Return the machine that is planned for: the one that is named, or what was measured of this one."""
-    if options.machine is not None:
-        return load_profile(options.machine) if isinstance(options.machine, str) else options.machine
+    if machine is not None:
+        return load_profile(machine) if isinstance(machine, str) else machine
     path = machine_profile_path()
     return load_profile(path) if path.exists() else None
 

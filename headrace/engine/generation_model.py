@@ -3,7 +3,7 @@
 import contextlib
 import copy
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,20 +45,34 @@ class GenerationModel:
     closers: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     @classmethod
-    def of_directory(cls, directory: Path, budget: Budget, compute_dtype: str | None, sink: Sink | None) -> "GenerationModel":
-        """Open a model directory, whose weights stay where they are.
+    def of_directory(
+        cls,
+        directory: Path,
+        budget: Budget,
+        compute_dtype: str | None,
+        sink: Sink | None,
+        check: Callable[[Any], None] = check_generation,
+    ) -> "GenerationModel":
+        """Open a model directory, whose weights stay where they are. `check` tries its architecture.
 
         Raises:
             ModelError: it cannot be read, or its architecture cannot generate block by block.
         """
-        checkpoint, chain, machine = open_chain(directory, budget, compute_dtype)
+        checkpoint, chain, machine = open_chain(directory, budget, compute_dtype, check)
         weights = chain.attach(checkpoint)
         source = ShardSource(chain, weights, sink or _silent, on_cpu=not machine.separate_device)
         return cls.of(directory, chain, source, machine, (*checkpoint.notes, *source.notes))
 
     @classmethod
-    def of_store(cls, run_directory: Path, budget: Budget, compute_dtype: str | None, sink: Sink | None) -> "GenerationModel":
-        """Open the last commit of a run, whose store is only read.
+    def of_store(
+        cls,
+        run_directory: Path,
+        budget: Budget,
+        compute_dtype: str | None,
+        sink: Sink | None,
+        check: Callable[[Any], None] = check_generation,
+    ) -> "GenerationModel":
+        """Open the last commit of a run, whose store is only read. `check` tries its architecture.
 
         Raises:
             RunDirectoryError: the run is in progress, has no commit, or its weights are completed by what is trained besides.
@@ -76,7 +90,7 @@ class GenerationModel:
             if compute_dtype not in (None, own):
                 raise ConfigError(f"compute_dtype: {compute_dtype} asked for, the run computes in {own}; leave it out")
             directory = Path(str(identity["model"]))
-            checkpoint, chain, machine = open_chain(directory, budget, own)
+            checkpoint, chain, machine = open_chain(directory, budget, own, check)
             load_buffers(match_weights(checkpoint, chain.model))
             if {spec.name for layout in chain.layouts for spec in layout.parameters} != {
                 spec.name for layout in store.manifest.layouts for spec in layout.parameters
@@ -147,14 +161,18 @@ class GenerationModel:
         self.closers.close()
 
 
-def open_chain(directory: Path, budget: Budget, compute_dtype: str | None) -> tuple[Checkpoint, Chain, Machine]:
+def open_chain(
+    directory: Path, budget: Budget, compute_dtype: str | None, check: Callable[[Any], None] = check_generation
+) -> tuple[Checkpoint, Chain, Machine]:
     """Return a model directory's checkpoint, its chain ready to generate, and the machine that computes it.
+
+    `check` tries the architecture of a configuration.
 
     Raises:
         ModelError: it cannot be read, or its architecture cannot generate block by block.
     """
     checkpoint = Checkpoint.open(directory, decode=True)
-    check_generation(checkpoint.config)
+    check(checkpoint.config)
     check_whole(checkpoint.config, checkpoint.whole)
     chain = Chain.from_config(checkpoint.config, compute_dtype or stored_dtype(checkpoint), Optimizer())
     ready_to_generate(chain.model)

@@ -6,11 +6,11 @@ A seat whose answers are complete makes way for the next micro-batch, which come
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -20,7 +20,7 @@ from headrace.flow.execute import Interpreter, OverlappedInterpreter, PlainInter
 from headrace.flow.generate import GenerationBuffers, Pass, load_residents, run_pass
 from headrace.machine.host_memory import keep_freed_memory
 from headrace.model.generation_check import seat_taps
-from headrace.model.seats import Seat
+from headrace.model.seats import Seat, Seated
 from headrace.plan.compose import composed
 from headrace.plan.generation import GenerationPlan
 from headrace.plan.ledger import Snapshot
@@ -30,6 +30,18 @@ from headrace.terms.ceilings import Ceilings
 from headrace.terms.errors import ConfigError, PlanInfeasible, StepFailed
 from headrace.terms.events import GenerationPass, Sink
 from headrace.terms.program import Lane, Program
+
+
+class Together(Protocol):
+    """What goes through the model together: some rows."""
+
+    @property
+    def rows(self) -> Sized:
+        """The rows."""
+
+
+_Item = TypeVar("_Item", bound=Together)
+_Seated = TypeVar("_Seated", bound=Seated)
 
 # Programs that are kept: the steady state repeats a few.
 _MOST_PROGRAMS = 16
@@ -183,21 +195,29 @@ class Generator:
             StepFailed: a lane failed.
             whatever a seat's code raises.
         """
+        with seat_taps(self.model.chain.runner, self._seat_context) as taps:
+            for batch, seat in self.through(batches, lambda batch: Seat(taps, self._call(batch), batch.seed)):
+                yield self._generated(batch, seat.result)
+
+    def through(self, items: Iterable[_Item], sit: Callable[[_Item], _Seated]) -> Iterator[tuple[_Item, _Seated]]:
+        """Yield items whose seats are done, with these; `sit` seats one. They enter in order, as many together as are planned.
+
+        Raises: as `run`.
+        """
         assert self._pass is not None, "prepared"
         assert self.plan is not None, "with a plan"
-        waiting = iter(batches)
-        model, live = self.model, dict[Seat, MicroBatch]()
-        with torch.no_grad(), seat_taps(model.chain.runner, self._seat_context) as taps, contextlib.ExitStack() as seats:
+        waiting, live = iter(items), dict[_Seated, _Item]()
+        with torch.no_grad(), contextlib.ExitStack() as seats:
             while True:
-                while len(live) < self.plan.seats and (batch := next(waiting, None)) is not None:
-                    seat = Seat(taps, self._call(batch), batch.seed)
+                while len(live) < self.plan.seats and (item := next(waiting, None)) is not None:
+                    seat = sit(item)
                     seats.callback(seat.close)
-                    live[seat] = batch
+                    live[seat] = item
                     self._first_turn(seat)
                 if not live:
                     return
                 for seat in [each for each in live if each.done]:
-                    yield self._generated(live.pop(seat), seat.result)
+                    yield live.pop(seat), seat
                 if live and not any(seat.done for seat in live):
                     self._run_pass(live)
 
@@ -214,7 +234,7 @@ class Generator:
 
     # -- passes -----------------------------------------------------------------------------------------------------
 
-    def _run_pass(self, live: Mapping[Seat, MicroBatch]) -> None:
+    def _run_pass(self, live: Mapping[_Seated, _Item]) -> None:
         assert self._pass is not None, "prepared"
         assert self.plan is not None, "with a plan"
         assert self._interpreter is not None, "and an interpreter"
@@ -244,8 +264,8 @@ class Generator:
                 )
             )
 
-    def _first_turn(self, seat: Seat) -> None:
-        with self.model.machine.lane(Lane.COMPUTE):
+    def _first_turn(self, seat: Seated) -> None:
+        with self.model.machine.lane(Lane.COMPUTE), self.model.chain.arithmetic():
             seat.turn()
 
     def _seat_context(self) -> contextlib.AbstractContextManager[object]:

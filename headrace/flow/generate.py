@@ -18,7 +18,7 @@ from headrace.machine.arena import Arena
 from headrace.machine.host_memory import Bytes, huge_page_buffer
 from headrace.machine.protocol import Machine
 from headrace.model import Chain
-from headrace.model.seats import Seat
+from headrace.model.seats import Seated
 from headrace.plan.generation import GenerationPlan, generation_buffers
 from headrace.terms.program import Lane, Op, Pool, Program, Verb
 from headrace.terms.sizes import PAGE_BYTES, round_up
@@ -75,7 +75,7 @@ class Pass:
     machine: Machine
     source: WeightSource
     buffers: GenerationBuffers
-    seats: Sequence[Seat] = ()
+    seats: Sequence[Seated] = ()
 
 
 def run_pass(program: Program, state: Pass, interpreter: Interpreter, number: int) -> Run:

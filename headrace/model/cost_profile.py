@@ -178,11 +178,11 @@ def _profile(
         chain.bind(unit, flat, None)
     try:
         with torch.no_grad(), meter(*flats.values()) as prologue:
-            result = _prologue(chain, batch)
+            result = prologue_on_shapes(chain, batch)
         chain.release(0)
         chain.bind(0, flats[0], lambda parameter, gradient: None)
         with meter(*flats.values()) as prologue_backward:
-            again = _prologue(chain, batch)
+            again = prologue_on_shapes(chain, batch)
             if again.hidden.requires_grad:
                 again.hidden.backward(torch.zeros_like(again.hidden))  # type: ignore[no-untyped-call]
         blocks, final = _profile_blocks(chain, result.hidden, result.calls, meter)
@@ -222,7 +222,7 @@ def _profile(
     )
 
 
-def _prologue(chain: Chain, batch: MicroBatch) -> PrologueResult:
+def prologue_on_shapes(chain: Chain, batch: MicroBatch) -> PrologueResult:
     """Run the prologue, also where it looks at values, if that decides no more than the numbers in the tables that it makes.
 
     Rotary tables that grow with the longest position are made so. Both answers are tried, and blocks must be called alike.

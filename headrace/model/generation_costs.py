@@ -4,7 +4,7 @@ As in `cost_profile`, the model's own code runs on fake tensors. Caches are tran
 keys and values, latents, windows, states.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,10 +32,11 @@ def generation_costs(chain: Chain, rows: int, prompt_length: int) -> GenerationC
     """
     try:
         with (
-            _experts_at_once(chain.model),
+            experts_at_once(chain.model),
             left_as_found(chain.model.modules()),
             FakeTensorMode(allow_non_fake_inputs=True),
             torch.no_grad(),
+            ends_bound(chain),
         ):
             return _costs(chain, rows, prompt_length)
     except HeadraceError:
@@ -47,7 +48,7 @@ def generation_costs(chain: Chain, rows: int, prompt_length: int) -> GenerationC
 
 
 @contextmanager
-def _experts_at_once(model: Any) -> Iterator[None]:
+def experts_at_once(model: Any) -> Iterator[None]:
     """Compute experts as grouped products while entered: one by one, they ask which of them are wanted. As many operations."""
     before = model.get_experts_implementation()
     changes = True
@@ -62,19 +63,25 @@ def _experts_at_once(model: Any) -> Iterator[None]:
             model.set_experts_implementation(before)
 
 
-def _costs(chain: Chain, rows: int, prompt_length: int) -> GenerationCosts:
+@contextmanager
+def ends_bound(chain: Chain) -> Iterator[None]:
+    """Bind what lies around the blocks while entered, to weights of zero."""
     ends = (0, chain.num_blocks + 1) if chain.has_epilogue_unit else (0,)
     for unit in ends:
         chain.bind(unit, torch.zeros(chain.layouts[unit].num_elements, dtype=chain.dtype, device=chain.device), None)
     try:
-        cache = DynamicCache(config=chain.model.config.get_text_config(decoder=True))
-        first = _pass(chain, cache, rows, prompt_length, prompt_length)
-        after_first = _bytes_by_block(chain, cache)
-        following = _pass(chain, cache, rows, 1, prompt_length + 1)
-        after_next = _bytes_by_block(chain, cache)
+        yield
     finally:
         for unit in ends:
             chain.release(unit)
+
+
+def _costs(chain: Chain, rows: int, prompt_length: int) -> GenerationCosts:
+    cache = DynamicCache(config=chain.model.config.get_text_config(decoder=True))
+    first = _pass(chain, cache, rows, prompt_length, prompt_length)
+    after_first = _bytes_by_block(chain, cache)
+    following = _pass(chain, cache, rows, 1, prompt_length + 1)
+    after_next = _bytes_by_block(chain, cache)
     head = chain.model.get_output_embeddings().weight
     return GenerationCosts(
         rows=rows,
@@ -101,7 +108,11 @@ def _pass(chain: Chain, cache: Any, rows: int, tokens: int, seen: int) -> PassCo
     with Taps(runner.blocks, runner.tuple_length) as taps:
         chain.model(**inputs)
     assert taps.hidden is not None, "the first block is called"
-    hidden, calls = taps.hidden, taps.wanted_calls(runner.takes)
+    return block_costs(chain, cache, taps.hidden, taps.wanted_calls(runner.takes))[0]
+
+
+def block_costs(chain: Chain, cache: Any, hidden: torch.Tensor, calls: Sequence[BlockCall]) -> tuple[PassCosts, torch.Tensor]:
+    """Return what it costs to run all blocks on `hidden`, called as `calls` say, and the final hidden states (of zero)."""
     flops, workspace, known = [], 0, dict[object, tuple[float, int, torch.Tensor]]()
     for index, call in enumerate(calls):
         kind = _kind(chain, cache, index, call)
@@ -112,7 +123,8 @@ def _pass(chain: Chain, cache: Any, rows: int, tokens: int, seen: int) -> PassCo
         block_flops, block_bytes, hidden = known[kind]
         flops.append(block_flops)
         workspace = max(workspace, block_bytes)
-    return PassCosts(flops=tuple(flops), workspace_bytes=workspace, call_bytes=call_bytes(calls, 1), hidden_bytes=hidden.nbytes)
+    called = call_bytes(tuple(calls), 1)
+    return PassCosts(flops=tuple(flops), workspace_bytes=workspace, call_bytes=called, hidden_bytes=hidden.nbytes), hidden
 
 
 def _block(chain: Chain, index: int, hidden: torch.Tensor, call: BlockCall) -> tuple[float, int, torch.Tensor]:

@@ -13,13 +13,30 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from headrace.model.taps import BlockCall, Handed, wanted_calls
 from headrace.terms.errors import ModelError
+
+
+class Seated(Protocol):
+    """What a pass takes through the blocks. `calls`, `hidden`, `done`, and the methods: as of a `Seat`."""
+
+    hidden: torch.Tensor | None
+    done: bool
+
+    @property
+    def calls(self) -> Sequence[BlockCall]:
+        """What each block is called with."""
+
+    def turn(self) -> None:
+        """Run what lies between the blocks' passes."""
+
+    def close(self) -> None:
+        """End it where it is."""
 
 
 class _GivenUp(BaseException):

@@ -125,18 +125,11 @@ class GenerationPlan:
     def explain(self) -> str:
         """Return the plan in words, one line for each thing."""
         seats = f"{self.seats} seat{'s' if self.seats > 1 else ''} of {self.rows} row{'s' if self.rows > 1 else ''}"
-        cached = min(self.host_slots, self.num_blocks)
         lines = [
             f"generate {self.prompts} prompt{'s' if self.prompts > 1 else ''} of up to {self.prompt_length} tokens, up to "
             f"{self.new_tokens} new ones each; {seats} together",
-            f"weights  {self.compute_dtype}, {self.num_blocks} blocks, {cached} of them in host memory"
-            + (f", {min(self.device_slots, self.num_blocks)} on the device" if self.separate_device else ""),
+            *self.explain_memory(),
         ]
-        for tier, rows in self.results.peak_bytes.items():
-            allowed = self.results.allowed_bytes.get(tier)
-            of = f" of {format_bytes(allowed)}" if allowed else ""
-            parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in rows.items() if size)
-            lines.append(f"{tier:<8} {format_bytes(self.peak(tier))}{of}: {parts}")
         if self.forecast is not None:
             found = self.forecast
             lines.append(
@@ -146,6 +139,20 @@ class GenerationPlan:
             )
         lines += [f"note     {note}" for note in self.results.notes]
         return "\n".join(lines)
+
+    def explain_memory(self) -> list[str]:
+        """Return what takes which memory, in words, one line for each tier."""
+        cached = min(self.host_slots, self.num_blocks)
+        lines = [
+            f"weights  {self.compute_dtype}, {self.num_blocks} blocks, {cached} of them in host memory"
+            + (f", {min(self.device_slots, self.num_blocks)} on the device" if self.separate_device else ""),
+        ]
+        for tier, rows in self.results.peak_bytes.items():
+            allowed = self.results.allowed_bytes.get(tier)
+            of = f" of {format_bytes(allowed)}" if allowed else ""
+            parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in rows.items() if size)
+            lines.append(f"{tier:<8} {format_bytes(self.peak(tier))}{of}: {parts}")
+        return lines
 
 
 def generation_buffers(plan: GenerationPlan) -> dict[str, tuple[str, int, int]]:

@@ -35,7 +35,8 @@ _MOST_SIMULATED = 24
 class GenerationQuestion:
     """What is asked: `prompts` prompts of up to `prompt_length` tokens, and up to `new_tokens` of each.
 
-    `rows` and `seats` are fixed where they are given. `ceilings` is the machine, None for a nominal one.
+    `rows` and `seats` are fixed where they are given, `most_rows` bounds them. `ceilings` is the machine, None for a nominal
+    one.
     """
 
     units: tuple[UnitFigures, ...]
@@ -50,6 +51,7 @@ class GenerationQuestion:
     ceilings: Ceilings | None = None
     rows: int | None = None
     seats: int | None = None
+    most_rows: int | None = None
 
     @property
     def machine(self) -> Ceilings:
@@ -98,7 +100,7 @@ def with_forecast(plan: GenerationPlan, ceilings: Ceilings) -> GenerationPlan:
 
 def _placements(question: GenerationQuestion) -> Iterator[GenerationPlan]:
     """Yield plans with as many blocks in memory as fit beside each number of rows and seats; ones that do not fit, too."""
-    for rows in _choices(question.prompts, question.rows, MOST_ROWS):
+    for rows in _choices(question.prompts, question.rows, question.most_rows or MOST_ROWS):
         costs = question.costs_of(rows)
         for seats in _choices(-(-question.prompts // rows), question.seats, MOST_SEATS):
             for prefetch in (2, 1):

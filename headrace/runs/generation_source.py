@@ -1,31 +1,45 @@
 """Which weights a generation is of: a model directory's, a finished run's, or those that an unfinished run has committed."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from headrace.engine.generation_model import GenerationModel
 from headrace.engine.generator import Generator
+from headrace.model.generation_check import check_generation
 from headrace.runs.run_directory import RunDirectory
 from headrace.store.manifest import MANIFEST_NAME
+from headrace.terms.budget import Budget
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.errors import RunDirectoryError
 from headrace.terms.events import Sink
 from headrace.terms.generate_options import GenerateOptions
 
 
-def open_generator(place: Path, options: GenerateOptions, ceilings: Ceilings | None, sink: Sink | None) -> Generator:
-    """Return the generator of a model directory, or of a run: of its finished model, or else of its last commit.
+def open_model(
+    place: Path,
+    budget: Budget,
+    compute_dtype: str | None,
+    sink: Sink | None,
+    check: Callable[[Any], None] = check_generation,
+) -> GenerationModel:
+    """Return the model in a model directory, or of a run: its finished model, or else its last commit.
 
     Raises:
         InputError: it is neither, or cannot be used; or the run is in progress, or has committed nothing.
     """
-    run, opened = RunDirectory(place), None
-    if run.config.exists():
-        if run.final.is_dir():
-            place = run.final
-        elif (place / MANIFEST_NAME).exists():
-            opened = GenerationModel.of_store
-        else:
-            raise RunDirectoryError(f"{place}: the run has committed nothing yet; `headrace resume {place}` goes on with it")
+    run = RunDirectory(place)
+    if not run.config.exists():
+        return GenerationModel.of_directory(place, budget, compute_dtype, sink, check)
+    if run.final.is_dir():
+        return GenerationModel.of_directory(run.final, budget, compute_dtype, sink, check)
+    if (place / MANIFEST_NAME).exists():
+        return GenerationModel.of_store(place, budget, compute_dtype, sink, check)
+    raise RunDirectoryError(f"{place}: the run has committed nothing yet; `headrace resume {place}` goes on with it")
+
+
+def open_generator(place: Path, options: GenerateOptions, ceilings: Ceilings | None, sink: Sink | None) -> Generator:
+    """Return the generator of what is at `place`. See `open_model`."""
     return Generator.open(
         place,
         options.budget,
@@ -34,5 +48,5 @@ def open_generator(place: Path, options: GenerateOptions, ceilings: Ceilings | N
         rows=options.rows,
         seats=options.seats,
         sink=sink,
-        opened=opened,
+        opened=open_model,
     )

@@ -19,9 +19,11 @@ from headrace.engine.generator import Generated, Generator, MicroBatch
 from headrace.model.products import WideProducts
 from headrace.plan.generation import GenerationPlan, generation_buffers
 from headrace.runs.decompression import decompress
+from headrace.runs.evaluating import evaluate
 from headrace.runs.generation_source import open_generator
 from headrace.runs.jobs import JobProgress, run_job
 from headrace.terms.budget import Budget
+from headrace.terms.eval_options import EvalOptions
 from headrace.terms.generate_options import GenerateOptions
 
 ROWS = (tuple(range(7, 16)), tuple(range(40, 49)))
@@ -118,3 +120,13 @@ def test_a_job_goes_on(dense_int4: Any, tmp_path: Path) -> None:
         answered(coded, tmp_path / "job", 2)
     assert not (tmp_path / "job" / "out.jsonl").exists()
     assert answered(coded, tmp_path / "job") == answered(coded, tmp_path / "whole")
+
+
+def test_held_out_loss_is_that_of_the_decoded_directory(dense_int4: Any, tmp_path: Path) -> None:
+    coded = dense_int4[0] / "out"
+    (tmp_path / "a.jsonl").write_text('{"text": "water and turbine"}\n{"text": "a river"}\n', encoding="utf-8")
+    losses = []
+    for place in (coded, decompress(coded, tmp_path / "plain")):
+        given = {"data": [str(tmp_path / "a.jsonl")], "cache": tmp_path, "host_memory": "4GiB", "sequence_length": 32}
+        losses.append(evaluate(place, EvalOptions.of({**given, "compute_dtype": "float32"})).loss)
+    assert losses[0] == losses[1]

@@ -1,0 +1,42 @@
+"""`headrace eval`: the figures on stdout and nothing else there; plan, progress and errors on stderr."""
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from headrace.cli.environment import cache_directory
+from headrace.cli.generating import ceilings_of, say
+from headrace.cli.plain_errors import INTERRUPTED, leave
+from headrace.cli.screen import show
+from headrace.terms.eval_options import EvalOptions
+
+
+def evaluate_model(model: str, given: Mapping[str, Any], *, as_json: bool) -> None:
+    """Print the loss of held-out data under `model`.
+
+    Raises:
+        InputError, PlanInfeasible, StorageError: see what is called.
+    """
+    options = EvalOptions.of({"cache": cache_directory(), **given})
+    from headrace.runs.evaluating import Scoring, evaluate  # late: it brings torch
+
+    shown = 0
+
+    def progress(found: Scoring) -> None:
+        nonlocal shown
+        if (tenth := found.done * 10 // found.rows) > shown:
+            shown = tenth
+            _tell(f"{found.done} of {found.rows} rows, loss {found.loss:.4f}")
+
+    try:
+        scored = evaluate(Path(model), options, ceilings_of(options.machine), sink=say, say=_tell, progress=progress)
+    except KeyboardInterrupt:
+        leave("interrupted; nothing was changed", INTERRUPTED)
+    show(json.dumps(scored.to_json(), indent=2) if as_json else scored.explain())
+
+
+def _tell(text: str) -> None:
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()

@@ -1,0 +1,118 @@
+"""Measures the loss of rows with a model of any size: passes of a generation's engine, over seats that score and do not answer.
+
+Invariant: what is scored, and how it is cut, follows from the rows and the plan; weights are only read.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+
+import torch
+
+from headrace.answers.generation import GenerationPlanner
+from headrace.engine.generation_model import GenerationModel
+from headrace.engine.generator import Generator
+from headrace.flow.step_batch import check_apart, checked_batch
+from headrace.model import IGNORED, MicroBatch, shift_labels
+from headrace.model.scoring import ScoringSeat, scoring_costs
+from headrace.plan.generation import GenerationPlan
+from headrace.terms.budget import Budget
+from headrace.terms.ceilings import Ceilings
+from headrace.terms.events import Sink
+
+# Of a micro-batch: more make products no faster, and only take memory.
+_MOST_TOKENS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class LabelledRows:
+    """Rows that are scored together; `batch` has tensors (rows, length) as `Engine.step` takes them."""
+
+    batch: Mapping[str, torch.Tensor]
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """The rows' token ids."""
+        return self.batch["input_ids"]
+
+    @property
+    def scored_tokens(self) -> int:
+        """Tokens that have a label, and something before them."""
+        return int((shift_labels(self.batch["labels"]) != IGNORED).sum())
+
+
+class Evaluator:
+    """Scores with one model. Use as a context manager, or `close` it."""
+
+    def __init__(
+        self,
+        model: GenerationModel,
+        budget: Budget,
+        length: int,
+        *,
+        machine: Ceilings | None = None,
+        rows: int | None = None,
+        seats: int | None = None,
+        interpreter: str = "overlapped",
+        sink: Sink | None = None,
+    ) -> None:
+        """Score rows of up to `length` tokens with `model`, which is closed with it. `rows` and `seats` as of a generator."""
+        self.model, self.length = model, length
+        self._planner = GenerationPlanner(
+            model.chain,
+            model.source.figures,
+            model.machine,
+            budget,
+            cores=torch.get_num_threads(),
+            ceilings=machine,
+            rows=rows,
+            seats=seats,
+            notes=model.notes,
+            costs=scoring_costs,
+            most_rows=max(1, _MOST_TOKENS // length),
+        )
+        self._generator = Generator(model, self._planner, interpreter, sink)
+
+    def prepare(self, rows: int) -> GenerationPlan:
+        """Return the plan for so many rows, with its buffers made.
+
+        Raises:
+            PlanInfeasible: a budget is too small; nothing has been allocated.
+        """
+        plan = self._planner.plan(rows, self.length, 1)
+        self._generator.use(plan)
+        return plan
+
+    def losses(self, batches: Iterable[Mapping[str, torch.Tensor]]) -> Iterator[tuple[LabelledRows, float]]:
+        """Yield the rows of batches that are scored, and the sum of their tokens' losses in nats; of no more rows than planned.
+
+        Raises:
+            DataError: a batch as `Engine.step` would not take it.
+            StepFailed: a lane failed.
+        """
+
+        def checked(batch: Mapping[str, torch.Tensor]) -> LabelledRows:
+            found = checked_batch(batch, self.model.chain.vocabulary)
+            check_apart(found, self.model.chain)
+            return LabelledRows(found)
+
+        def sit(item: LabelledRows) -> ScoringSeat:
+            return ScoringSeat(self.model.chain, MicroBatch(**item.batch))
+
+        for rows, seat in self._generator.through(map(checked, batches), sit):
+            yield rows, seat.loss_sum
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of weights read so far."""
+        return self.model.source.bytes_read
+
+    def close(self) -> None:
+        """Free buffers and close the model's files."""
+        self._generator.close()
+
+    def __enter__(self) -> "Evaluator":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()

@@ -1,0 +1,107 @@
+"""Scoring: a micro-batch that goes through the blocks once, for the loss of what is labelled in it; and what that costs.
+
+It takes the place of a seat in a pass, and needs no thread: what lies before and after the blocks is run by the parts that
+training has. Invariant: the logits never exist whole.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import DynamicCache
+
+from headrace.model.chain import Chain
+from headrace.model.chain_values import IGNORED, MicroBatch, shift_labels
+from headrace.model.cost_meter import CostMeter
+from headrace.model.cost_profile import prologue_on_shapes
+from headrace.model.generation_costs import block_costs, ends_bound, experts_at_once
+from headrace.model.runner import left_as_found
+from headrace.model.taps import BlockCall
+from headrace.terms.costs import GenerationCosts
+from headrace.terms.sizes import MIB
+
+# Of the logits of a chunk of positions, float32.
+_LOGIT_BYTES = 64 * MIB
+
+
+def chunk_positions(chain: Chain, rows: int) -> int:
+    """Return for how many positions of `rows` rows there are logits at once."""
+    return max(1, _LOGIT_BYTES // (4 * chain.vocabulary * rows))
+
+
+class ScoringSeat:
+    """One micro-batch on its way. Its first turn is what lies before the blocks, the next one what lies after them.
+
+    Attributes:
+        calls, hidden, done: as of a `Seat`.
+        loss_sum: the sum of the labelled tokens' cross-entropies, float64, once it is done.
+    """
+
+    def __init__(self, chain: Chain, batch: MicroBatch) -> None:
+        self.calls: Sequence[BlockCall] = ()
+        self.hidden: torch.Tensor | None = None
+        self.done, self.loss_sum = False, 0.0
+        self._chain = chain
+        self._targets = shift_labels(batch.labels)
+        self._batch = _on(chain.device, batch)
+
+    def turn(self) -> None:
+        """Go on until it wants the blocks, or is done. But the first time, the blocks have been run."""
+        if self.hidden is None:
+            start = self._chain.prologue(self._batch)
+            self.hidden, self.calls = start.hidden, start.calls
+            return
+        self.loss_sum = self._score(self.hidden)
+        self.done, self.hidden, self.calls = True, None, ()
+
+    def close(self) -> None:
+        """End it where it is: nothing is under way between turns."""
+
+    def _score(self, hidden: torch.Tensor) -> float:
+        ids, targets = self._batch.input_ids, self._targets.to(self._chain.device)
+        labelled = (self._targets != IGNORED).any(dim=0).tolist()
+        step, total = chunk_positions(self._chain, ids.shape[0]), 0.0
+        for start in range(0, ids.shape[1], step):
+            span = slice(start, start + step)
+            if any(labelled[span]):
+                total += float(self._chain.loss_sum(ids[:, span], hidden[:, span], targets[:, span]).double())
+        return total
+
+
+def _on(device: torch.device, batch: MicroBatch) -> MicroBatch:
+    values = (batch.input_ids, batch.labels, batch.attention_mask, batch.position_ids, batch.token_mask)
+    return MicroBatch(*(None if value is None else value.to(device) for value in values))  # type: ignore[arg-type]
+
+
+def scoring_costs(chain: Chain, rows: int, length: int) -> GenerationCosts:
+    """Return the costs of scoring `rows` rows of `length` tokens: a pass without caches, and all positions' logits in chunks.
+
+    The chain must be ready to generate. Each of its passes is a first one.
+    """
+    with (
+        experts_at_once(chain.model),
+        left_as_found(chain.model.modules()),
+        FakeTensorMode(allow_non_fake_inputs=True),
+        torch.no_grad(),
+        ends_bound(chain),
+    ):
+        ids = torch.zeros((rows, length), dtype=torch.int64, device=chain.device)
+        positions = torch.arange(length, device=chain.device).expand(rows, length)
+        start = prologue_on_shapes(chain, MicroBatch(ids, ids, None, positions))
+        passed, hidden = block_costs(chain, DynamicCache(), start.hidden, start.calls)
+        chunk = min(length, chunk_positions(chain, rows))
+        meter = CostMeter(chain.wide_products, (hidden,))
+        with meter:
+            chain.loss_sum(ids[:, :chunk], hidden[:, :chunk], ids[:, :chunk])
+    none = (0,) * chain.num_blocks
+    head = chain.model.get_output_embeddings().weight
+    return GenerationCosts(
+        rows=rows,
+        prompt_length=length,
+        first=passed,
+        next=passed,
+        cache_bytes=none,
+        cache_token_bytes=none,
+        head_flops=2.0 * rows * length * head.numel(),
+        head_bytes=meter.peak_bytes,
+    )

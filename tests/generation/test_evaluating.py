@@ -1,0 +1,127 @@
+"""The loss of held-out data is that of plain transformers, sample by sample, with the marks of training."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+import headrace
+from headrace.cli import main
+from headrace.runs.evaluating import evaluate
+from headrace.terms.errors import ConfigError, DataError
+from headrace.terms.eval_options import EvalOptions
+
+CHATS = [[("user", "w" * (1 + each)), ("assistant", "water" * (1 + each % 3))] for each in range(7)]
+
+
+def write(path: Path, lines: Sequence[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    return str(path)
+
+
+def chats(path: Path) -> str:
+    return write(path, [{"messages": [{"role": role, "content": text} for role, text in chat]} for chat in CHATS])
+
+
+def texts(path: Path) -> str:
+    return write(path, [{"text": "water and turbine "[: 5 + 2 * each]} for each in range(7)])
+
+
+def own_loss(model: Path, samples: Sequence[tuple[list[int], list[bool]]]) -> tuple[float, int]:
+    """Return the mean loss of marked tokens, and their number, of stock transformers in float32, one sample at a time."""
+    stock = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    total, tokens = 0.0, 0
+    with torch.no_grad():
+        for ids, trained in samples:
+            logits = stock(torch.tensor([ids])).logits[0, :-1].double()
+            picked = torch.tensor(trained[1:])
+            losses = torch.nn.functional.cross_entropy(logits, torch.tensor(ids[1:]), reduction="none")
+            total, tokens = total + float(losses[picked].sum()), tokens + int(picked.sum())
+    return total / tokens, tokens
+
+
+def options(data: str, cache: Path, **more: Any) -> EvalOptions:
+    given = {"host_memory": "4GiB", "sequence_length": 48, "compute_dtype": "float32"}
+    return EvalOptions.of({"data": [data], "cache": cache, **given, **more})
+
+
+def text_samples(model: Path) -> list[tuple[list[int], list[bool]]]:
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(model)
+    made = []
+    for each in range(7):
+        ids = [*tokenizer("water and turbine "[: 5 + 2 * each])["input_ids"], tokenizer.eos_token_id]
+        made.append((ids, [True] * len(ids)))
+    return made
+
+
+@pytest.mark.parametrize(("packing", "device"), [(None, None), (False, "64MiB")])
+def test_texts_have_the_loss_of_transformers(packing: bool | None, device: str | None, model: Path, tmp_path: Path) -> None:
+    found = evaluate(model, options(texts(tmp_path / "a.jsonl"), tmp_path, packing=packing, device_memory=device, rows=2))
+    loss, tokens = own_loss(model, text_samples(model))
+    assert found.tokens == tokens
+    assert found.loss == pytest.approx(loss, rel=1e-6)
+    assert found.samples == 7
+    assert (found.rows < 7) is (packing is None)
+
+
+def test_of_conversations_the_assistants_words_count(
+    model: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a user calls it: figures alone on standard output."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    told = tmp_path / "told"  # whose template asks for an answer in the words in which it renders one
+    told.mkdir()
+    for path in model.iterdir():
+        (told / path.name).symlink_to(path)
+    (told / "chat_template.jinja").unlink()
+    template = (model / "chat_template.jinja").read_text(encoding="utf-8").replace("<a>", "<assistant>")
+    (told / "chat_template.jinja").write_text(template, encoding="utf-8")
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(model)
+    samples = []
+    for (_, asked), (_, answered) in CHATS:
+        before = tokenizer(f"<user>{asked}<eos><assistant>", add_special_tokens=False)["input_ids"]
+        ids = tokenizer(f"<user>{asked}<eos><assistant>{answered}<eos>", add_special_tokens=False)["input_ids"]
+        assert ids[: len(before)] == before
+        samples.append((ids, [index >= len(before) for index in range(len(ids))]))
+    loss, tokens = own_loss(model, samples)
+    words = ("--data", chats(tmp_path / "a.jsonl"), "--host-memory", "4GiB", "--compute-dtype", "float32")
+    with pytest.raises(SystemExit) as left:
+        main(["eval", str(told), *words, "--sequence-length", "64", "--json"])
+    out = capsys.readouterr()
+    assert not left.value.code, out.err
+    found = json.loads(out.out)
+    assert found["tokens"] == tokens
+    assert found["loss"] == pytest.approx(loss, rel=1e-6)
+    assert found["perplexity"] == pytest.approx(2.718281828459045**loss, rel=1e-5)
+    assert "score" in out.err  # the plan, before
+
+
+def test_a_run_is_measured_as_its_export_is(model: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    wanted = headrace.Options(output=run, compute_dtype="float32", host_memory="4GiB", learning_rate=0.05)
+    ids = torch.randint(3, 160, (2, 16), generator=torch.Generator().manual_seed(0))
+    with headrace.Engine.open(model, wanted) as engine:
+        engine.step({"input_ids": ids, "labels": ids})
+        engine.save_pretrained(tmp_path / "out")
+    (run / "config.yaml").write_text("", encoding="utf-8")  # by which a run is known
+    data = texts(tmp_path / "a.jsonl")
+    loss, _ = own_loss(tmp_path / "out", text_samples(model))
+    assert evaluate(run, options(data, tmp_path)).loss == pytest.approx(loss, rel=1e-6)
+
+
+def test_what_cannot_be_measured_is_said(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").write_text("", encoding="utf-8")
+    with pytest.raises(DataError, match="empty"):
+        evaluate(model, options(str(tmp_path / "empty.jsonl"), tmp_path))
+    with pytest.raises(ConfigError, match="64 positions"):
+        evaluate(model, options(texts(tmp_path / "a.jsonl"), tmp_path, sequence_length=65))
+
+
+def test_the_page_has_every_option_once() -> None:
+    page = (Path(__file__).parents[2] / "docs/evaluation.md").read_text(encoding="utf-8")
+    rows = [line for line in page.splitlines() if line.startswith("| `")]
+    assert rows == [each.readme_row for each in EvalOptions.declarations()]
