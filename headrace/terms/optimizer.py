@@ -92,24 +92,29 @@ def is_matrix(name: str, num_dimensions: int) -> bool:
     return num_dimensions >= 2 and not name.endswith("bias") and "norm" not in name.lower()
 
 
+# What others call a rule with certain settings, which it then has whatever else is said.
+OTHER_RULE_NAMES: Mapping[str, tuple[str, Mapping[str, str]]] = {"adamw8bit": ("adamw", {"moments": "int8"})}
+
+
 def parse_optimizer(text: str, option: str = "optimizer") -> tuple[str, dict[str, str]]:
     """Return the name of a rule and its settings, still as words, that `text` says: `sgd`, or `sgd:KEY=VALUE,KEY=VALUE`.
 
-    Which rules and settings there are is not known here (`update.rules.table` knows). Numbers are written in one way. `option`
-    is what errors call it: ways for gradients to travel are named in the same form.
+    Which rules and settings there are is not known here (`update.rules.table` knows), but for `OTHER_RULE_NAMES`. Numbers are
+    written in one way. `option` is what errors call it: ways for gradients to travel are named in the same form.
 
     Raises:
         ConfigError: a setting without a value, or one that is given twice.
     """
     name, colon, rest = text.partition(":")
-    settings: dict[str, str] = {}
+    name, implied = OTHER_RULE_NAMES.get(name.strip(), (name.strip(), {}))
+    settings = dict(implied)
     for word in rest.split(",") if colon else ():
         key, equals, value = (each.strip() for each in word.partition("="))
         if not (key and equals and value) or key in settings:
             wrong = "stands twice" if key in settings else "has no value"
             raise ConfigError(f"{option}: in {text!r} the setting {key!r} {wrong}; expected NAME or NAME:KEY=VALUE,KEY=VALUE")
         settings[key] = _plain_number(value)
-    return name.strip(), settings
+    return name, settings
 
 
 def optimizer_text(name: str, settings: Mapping[str, str]) -> str:

@@ -85,8 +85,8 @@ class Options(Declared):
         "adamw",
         Text(),
         "The rule of updates, NAME or NAME:KEY=VALUE,KEY=VALUE.",
-        row="the rule of updates and its settings: `NAME`, or `NAME:KEY=VALUE,KEY=VALUE` as in the table below; "
-        "fixed for a run",
+        row="the rule of updates and its settings: `NAME`, or `NAME:KEY=VALUE,KEY=VALUE` as in the table below; `adamw8bit` is "
+        "`adamw:moments=int8`; fixed for a run",
         plan=True,
     )
     gradient: str = option(

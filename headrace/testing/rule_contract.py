@@ -48,6 +48,8 @@ class RuleContract:
     """What every rule keeps, by compute type and type of gradient."""
 
     optimizer: ClassVar[Optimizer]
+    # A loop is compiled for each compute type and type of gradient, which takes most of the time.
+    compute_dtypes: ClassVar[tuple[str, ...]] = COMPUTE_DTYPES
     # Of the weights after `_UPDATES` updates, beside the reference: a step rounds a weight near 4 by 2^-23 at most.
     tolerance: ClassVar[float] = 3e-6
 
@@ -71,7 +73,7 @@ class RuleContract:
         return weight, (*rest, *(self.state(plane, num_elements, 2 + index) for index, plane in enumerate(own)))
 
     def _rules(self) -> Iterator[UpdateRule]:
-        for compute_dtype in COMPUTE_DTYPES:
+        for compute_dtype in self.compute_dtypes:
             yield rule_of(self.optimizer, compute_dtype)
 
     def test_the_form_on_tensors_has_the_bits_of_the_compiled_loops(self) -> None:

@@ -34,6 +34,8 @@ def test_a_rule_says_the_words_that_mean_it(rule: AdamW | SGD) -> None:
         ({"adam_epsilon": "1e-6", "moments": "int8"}, "adamw:eps=1e-06,moments=int8"),
         ({"moments": "int8", "optimizer": "adamw:moments=int8,eps=1e-7"}, "adamw:moments=int8,eps=1e-07"),
         ({"adam_epsilon": 1, "optimizer": "adamw:eps=1.0"}, "adamw:eps=1"),
+        ({"optimizer": "adamw8bit:beta2=0.99"}, "adamw:moments=int8,beta2=0.99"),
+        ({"optimizer": "adamw8bit", "moments": "int8"}, "adamw:moments=int8"),
         # As they stand in every config.yaml and record of versions that had them: the defaults say nothing.
         ({"adam_betas": [0.9, 0.95], "adam_epsilon": 1e-8, "moments": "float32"}, "adamw"),
         ({"adam_betas": [0.9, 0.95], "moments": "float32", "optimizer": "sgd"}, "sgd"),
@@ -57,7 +59,7 @@ def test_older_names_have_the_defaults_of_the_rule() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"optimizer": "muon"}, "optimizer: 'muon' is not one of adamw, sgd"),
+        ({"optimizer": "newton"}, "optimizer: 'newton' is not one of adamw, sgd"),
         ({"optimizer": "sgd:beta=1"}, "'beta' is no setting of sgd, which has the settings momentum, nesterov"),
         ({"optimizer": "sgd:momentum=much"}, "optimizer: sgd: momentum: expected a number .*, found 'much'"),
         ({"optimizer": "sgd:momentum=1"}, "momentum: expected a number >= 0 and < 1, found '1'"),
@@ -70,6 +72,7 @@ def test_older_names_have_the_defaults_of_the_rule() -> None:
         ({"adam_betas": (0.9, 1.0)}, "beta2: expected a number >= 0 and < 1, found '1'"),
         ({"optimizer": "sgd", "moments": "int8"}, "moments: is a setting of adamw, and the optimizer is sgd; leave it out"),
         ({"optimizer": "sgd", "adam_betas": (0.5, 0.5)}, "adam_betas: is a setting of adamw"),
+        ({"optimizer": "adamw8bit:moments=bfloat16"}, "the setting 'moments' stands twice"),
         ({"optimizer": "adamw:moments=int8", "moments": "float32"}, "moments: float32 here, and 'adamw:moments=int8' under"),
     ],
 )

@@ -5,12 +5,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from plain_rules import PlainLion
 
 from headrace.terms.errors import ConfigError
 from headrace.terms.optimizer import Optimizer
 from headrace.testing.rule_contract import LEARNING_RATE, WEIGHT_DECAY, RuleContract
 from headrace.update import StepScalars, rule_of
 from headrace.update.rules.adamw import AdamW
+from headrace.update.rules.lion import Lion
 from headrace.update.rules.sgd import SGD
 
 
@@ -47,6 +49,19 @@ class TestSGDWithoutMomentum(RuleContract):
         return torch.optim.SGD([parameter], **options)
 
 
+class TestLion(RuleContract):
+    optimizer = Lion(beta1=0.9, beta2=0.99)
+    compute_dtypes = ("bfloat16",)
+
+    def reference(self, parameter: torch.nn.Parameter) -> torch.optim.Optimizer:
+        return PlainLion([parameter], lr=LEARNING_RATE, betas=(0.9, 0.99), weight_decay=WEIGHT_DECAY)
+
+
+@pytest.mark.deep
+class TestLionInOtherTypes(TestLion):
+    compute_dtypes = ("float32", "float16")
+
+
 def test_the_first_step_of_sgd_is_the_gradient_and_the_next_has_momentum() -> None:
     """In numbers that need no rounding: the decay is added to the gradient, and only then comes the rate."""
     rule = rule_of(SGD(momentum=0.5), "float32")
@@ -69,7 +84,7 @@ def test_a_momentum_that_cannot_be_is_refused(momentum: float) -> None:
 
 
 def test_an_optimizer_that_is_no_rule_is_refused() -> None:
-    with pytest.raises(ConfigError, match="is none of the rules AdamW, SGD"):
+    with pytest.raises(ConfigError, match="is none of the rules AdamW, SGD, Lion"):
         rule_of(Optimizer(), "bfloat16")
     with pytest.raises(ConfigError, match="'int4' is not one of bfloat16"):
         rule_of(SGD(), "int4")

@@ -8,11 +8,13 @@ from headrace.terms.optimizer import Optimizer, parse_optimizer
 from headrace.terms.options import Options
 from headrace.update.rule import UpdateRule
 from headrace.update.rules.adamw import AdamW, AdamWRule
+from headrace.update.rules.lion import Lion, LionRule
 from headrace.update.rules.sgd import SGD, sgd_rule
 
 RULES: dict[type[Optimizer], Callable[[Any, str], UpdateRule]] = {
     AdamW: AdamWRule,
     SGD: sgd_rule,
+    Lion: LionRule,
 }
 
 
