@@ -34,7 +34,9 @@ class Lion(Optimizer):
 
     beta1: float = option(0.9, Number(0, 1, below=True), "What of the momentum the step's sign is taken of.")
     beta2: float = option(
-        0.99, Number(0, 1, below=True), row="what of the momentum stays; 8 bytes per parameter. Wants 3 to 10 times smaller rates"
+        0.99,
+        Number(0, 1, below=True),
+        row="what of the momentum stays; 8 bytes per parameter. Wants 3 to 10 times smaller rates",
     )
 
 
