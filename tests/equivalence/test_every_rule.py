@@ -1,4 +1,4 @@
-"""Each rule of `--optimizer`, through the engine: the numbers of plain PyTorch, and a resumed run goes on as if nothing had been.
+"""Each rule of `--optimizer`, through the engine: the numbers of plain PyTorch, and a resumed run goes on with them.
 
 The references are torch's own where there is one; what a rule computes, bit for bit, is held to its contract in `tests/update`.
 """
