@@ -51,5 +51,5 @@ class Codec(Protocol):
             ModelError: the parts are damaged: they do not make these rows.
         """
 
-    def decoding_bytes(self, rows: int, columns: int) -> int:
-        """Return the most that `decode` allocates at once for a whole matrix, on the device that decodes."""
+    def decoding_bytes(self, rows: int, columns: int, *, on_host: bool = True) -> int:
+        """Return the most that `decode` allocates at once for a whole matrix, on the host or on another device that decodes."""

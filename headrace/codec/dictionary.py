@@ -13,10 +13,11 @@ each weight, the first 14 in the first word.
 """
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from headrace.terms.errors import ModelError
@@ -38,6 +39,7 @@ class Dictionary:
 
     zeros: int
     words: NDArray[np.uint32]
+    _on_devices: dict[torch.device, torch.Tensor] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
     def build(cls, zeros: int = QMOE_ZEROS) -> "Dictionary":
@@ -109,6 +111,12 @@ class Dictionary:
             longer = np.flatnonzero(lengths > length)
             found[longer] = children[found[longer], pairs[longer, length - 1]]
         return children
+
+    def on(self, device: torch.device) -> torch.Tensor:
+        """Return the table (131072,) int32 on `device`, where it stays: half a megabyte."""
+        if (table := self._on_devices.get(device)) is None:
+            table = self._on_devices[device] = torch.from_numpy(self.words.view(np.int32).reshape(-1)).to(device)
+        return table
 
     def _check(self) -> None:
         lengths, symbols = self.words & 0xF, self.lanes[:, : 2 * _HALF]

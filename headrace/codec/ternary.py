@@ -19,6 +19,15 @@ from torch import Tensor
 
 from headrace.codec.codec import Parts
 from headrace.codec.dictionary import Dictionary
+from headrace.codec.on_device import (
+    refuse_damaged,
+    triton_kernels,
+    trits_in_torch,
+    words_bytes,
+    words_in_torch,
+    words_to_dense,
+)
+from headrace.codec.row_pieces import piece_bytes
 from headrace.codec.ternary_loops import PADDED_LANES, decode_last_words, decode_trits, decode_words, encode_words
 from headrace.terms.coding import Part
 from headrace.terms.errors import ModelError
@@ -75,14 +84,14 @@ class TernaryCodec:
         out = into.view(torch.int16 if kind is np.uint16 else torch.int32).numpy().view(kind)
         damaged = self._loop(parts)(low, high, out, rows.start) if len(rows) else -1
         if damaged >= 0:
-            raise ModelError(
-                f"ternary weights: row {damaged} of {len(parts['levels'])} is damaged, its code does not make "
-                f"{into.shape[1]} weights; fetch or make the file again"
-            )
+            refuse_damaged(int(damaged), len(parts["levels"]), into.shape[1])
 
-    def decoding_bytes(self, rows: int, columns: int) -> int:
+    def decoding_bytes(self, rows: int, columns: int, *, on_host: bool = True) -> int:
         """Return the bytes of levels in another dtype: nothing else is allocated on the host."""
-        return 16 * rows + 4096
+        return 16 * rows + 4096 if on_host else self._device_bytes(rows, columns)
+
+    def _device_bytes(self, rows: int, columns: int) -> int:
+        raise NotImplementedError
 
     def _loop(self, parts: Parts) -> Callable[..., int]:
         raise NotImplementedError
@@ -103,7 +112,6 @@ class WordsCodec(TernaryCodec):
         self.name = f"ternary-{dictionary.zeros}-{dictionary.digest[:8]}"
         self.digest = dictionary.digest
         self._lanes = dictionary.lanes.reshape(-1)
-        self._on_devices: dict[torch.device, Tensor] = {}
 
     def places(self, rows: int, columns: int) -> tuple[Part, ...]:
         """Return room for a word for each pair, ten times what a matrix of mostly zeros takes; or for what there is."""
@@ -142,24 +150,13 @@ class WordsCodec(TernaryCodec):
         return loop
 
     def _decode_on_device(self, parts: Parts, into: Tensor, rows: range) -> None:
-        """Symbols of each word beside its place, which is a sum over the words before it; in torch operations."""
-        offsets = parts["row_offsets"][rows.start : rows.stop + 1].long()
-        words = parts["codes"].view(torch.int16)[int(offsets[0]) : int(offsets[-1])].long() & 0xFFFF
-        if (table := self._on_devices.get(into.device)) is None:
-            table = self._on_devices[into.device] = torch.from_numpy(self.dictionary.lanes).to(into.device)
-        counts = offsets.diff()
-        row = torch.repeat_interleave(torch.arange(len(rows), device=into.device), counts)
-        length = table[words, -1].long()
-        before = length.cumsum(0) - length
-        first = offsets[:-1] - offsets[0]
-        column = before - before[first.clamp(max=max(0, len(words) - 1))][row]
-        lane = torch.arange(28, device=into.device)
-        at = column[:, None] + lane
-        inside = (lane < length[:, None]) & (at < into.shape[1])
-        low, high = parts["levels"][rows.start : rows.stop].to(into.dtype).unbind(dim=1)
-        symbols = table[words, :28]
-        values = torch.where(symbols == 1, low[row][:, None], torch.where(symbols == 2, high[row][:, None], 0))
-        into.view(-1)[(row[:, None] * into.shape[1] + at)[inside]] = values[inside]
+        if (kernels := triton_kernels(into.device)) is not None:
+            words_to_dense(kernels, self.dictionary, parts, into, rows)
+        else:
+            words_in_torch(self.dictionary, parts, into, rows)
+
+    def _device_bytes(self, rows: int, columns: int) -> int:
+        return words_bytes(rows, columns)
 
     def _check(self, parts: Parts, columns: int) -> None:
         if len(parts["row_offsets"]) != len(parts["levels"]) + 1:
@@ -190,10 +187,10 @@ class TritsCodec(TernaryCodec):
         return lambda low, high, out, first: decode_trits(trits, self._table, low, high, out, first)
 
     def _decode_on_device(self, parts: Parts, into: Tensor, rows: range) -> None:
-        table = torch.from_numpy(self._table).to(into.device)
-        symbols = table[parts["trits"][rows.start : rows.stop].long()].flatten(1)[:, : into.shape[1]]
-        low, high = (parts["levels"][rows.start : rows.stop, side].to(into.dtype)[:, None] for side in (0, 1))
-        into.copy_(torch.where(symbols == 1, low, torch.where(symbols == 2, high, 0)))
+        trits_in_torch(torch.from_numpy(self._table), parts, into, rows)
+
+    def _device_bytes(self, rows: int, columns: int) -> int:
+        return piece_bytes(rows, columns, 24) + 16 * rows
 
     def _check(self, parts: Parts, columns: int) -> None:
         if parts["trits"].shape != (len(parts["levels"]), -(-columns // TRITS)):

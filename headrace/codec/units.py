@@ -24,6 +24,7 @@ def plain_part(planes: PlaneSet, rows: int, columns: int) -> Part:
     return Part(PLAIN, planes.compute_dtype, planes.weight.bytes_per_element, (rows, columns))
 
 
-def decoding_bytes(code: CodedUnit, codecs: Mapping[str, Codec]) -> int:
+def decoding_bytes(code: CodedUnit, codecs: Mapping[str, Codec], *, on_host: bool = True) -> int:
     """Return the most that decoding a unit, one matrix after the other, allocates at once."""
-    return max((codecs[each.codec].decoding_bytes(each.rows, each.columns) for each in code.matrices if each.codec), default=0)
+    coded = ((codecs[each.codec], each) for each in code.matrices if each.codec)
+    return max((codec.decoding_bytes(each.rows, each.columns, on_host=on_host) for codec, each in coded), default=0)

@@ -58,10 +58,18 @@ class Seams:
 
 
 def forms_of(
-    chain: Chain, seams: Seams, rule: RuleFigures, optimizer: Optimizer, stored: StoredCodes | None = None
+    chain: Chain,
+    seams: Seams,
+    rule: RuleFigures,
+    optimizer: Optimizer,
+    stored: StoredCodes | None = None,
+    *,
+    on_host: bool = True,
 ) -> tuple[Form, ...]:
     """Return the forms of the units of `chain` under a run's seams and a rule, whose `optimizer` says what is trained at all;
     `stored` says which are coded as they come.
+
+    `on_host`: that computes, and decodes.
 
     Raises:
         ConfigError: nothing is trained; or what is coded would be, in place.
@@ -70,7 +78,7 @@ def forms_of(
     holds = site.holds if site is not None else lambda unit: False
     stored = stored or StoredCodes()
     args = chain.layouts, chain.num_blocks, seams.wire, rule, optimizer, seams.codec
-    return forms_under(*args, stored=stored.units, codecs=stored.codecs, is_far=holds)
+    return forms_under(*args, stored=stored.units, codecs=stored.codecs, is_far=holds, on_host=on_host)
 
 
 def seams_of(options: Options) -> Seams:

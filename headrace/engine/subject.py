@@ -88,7 +88,8 @@ class Subject:
             self.machine = this_machine(options.budget.device_bytes)
             prepare_chain(self.chain, self.machine, options)
         self.stored = stored_codes(self.chain, self.weights, self.rule.planes)
-        self.forms = forms_of(self.chain, seams, self.rule, self.optimizer, self.stored)
+        on_host = self.machine.device.type == "cpu"
+        self.forms = forms_of(self.chain, seams, self.rule, self.optimizer, self.stored, on_host=on_host)
         codecs = {**seams.codecs, **self.stored.codecs}
         self.maker = Maker(self.forms, seams.wire, options.compute_dtype, codecs, self.stored.readers)
         own = any(form.has_own_family for form in self.forms)

@@ -49,7 +49,7 @@ class ShardSource:
         self._plane = planes_with(chain.compute_dtype, ()).weight
         self._reader = ExtentReader(paths_of(self._units), sink=sink)
         self.layouts = tuple(unit.layout for unit in self._units)
-        self.figures = tuple(_figures_of(index, unit, chain) for index, unit in enumerate(self._units))
+        self.figures = tuple(_figures_of(index, unit, chain, on_cpu) for index, unit in enumerate(self._units))
         self.trained: dict[int, Bytes] = {}
 
     @property
@@ -130,7 +130,7 @@ class StoreSource:
         self._store.close()
 
 
-def _figures_of(index: int, unit: StoredUnit, chain: Chain) -> UnitFigures:
+def _figures_of(index: int, unit: StoredUnit, chain: Chain, on_cpu: bool) -> UnitFigures:
     return UnitFigures(
         name=unit.layout.name,
         num_elements=unit.layout.num_elements,
@@ -138,5 +138,5 @@ def _figures_of(index: int, unit: StoredUnit, chain: Chain) -> UnitFigures:
         home=home_of(index, chain.num_blocks),
         trained_elements=0,
         stored_bytes=unit.num_bytes if unit.is_made else None,
-        making_bytes=unit.making_bytes(chain.dtype),
+        making_bytes=unit.making_bytes(chain.dtype, on_host=on_cpu),
     )

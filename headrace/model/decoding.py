@@ -78,13 +78,13 @@ class Decoding:
             self.codec.decode(parts, decoded, rows)
             dense[rows.start : rows.stop].copy_(decoded)
 
-    def making_bytes(self, dtype: torch.dtype) -> int:
-        """Return the most that `put` allocates at once, for a slot of `dtype`."""
+    def making_bytes(self, dtype: torch.dtype, *, on_host: bool = True) -> int:
+        """Return the most that `put` allocates at once, for a slot of `dtype` on the host or on another device."""
         copied = sum(place.num_bytes for place in self.parts.values() if place.lies_odd)
         copied += sum(part.nbytes for part in self.given.values())
         # The piece before is there until the next has been made in its place.
         decoded = 0 if dtype == self.dtype else 2 * len(next(self._pieces())) * self.columns * self.dtype.itemsize
-        return self.codec.decoding_bytes(self.rows, self.columns) + copied + decoded
+        return self.codec.decoding_bytes(self.rows, self.columns, on_host=on_host) + copied + decoded
 
     def _pieces(self) -> Iterator[range]:
         step = max(1, _PIECE_ELEMENTS // self.columns)

@@ -68,9 +68,9 @@ class StoredUnit:
         for decoding in self.decodings:
             decoding.put(read, into)
 
-    def making_bytes(self, dtype: torch.dtype) -> int:
-        """Return the most that `put` allocates at once, for a slot of `dtype`."""
-        return max((decoding.making_bytes(dtype) for decoding in self.decodings), default=0)
+    def making_bytes(self, dtype: torch.dtype, *, on_host: bool = True) -> int:
+        """Return the most that `put` allocates at once, for a slot of `dtype` on the host or on another device."""
+        return max((decoding.making_bytes(dtype, on_host=on_host) for decoding in self.decodings), default=0)
 
 
 def stored_units(

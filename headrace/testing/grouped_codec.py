@@ -45,6 +45,6 @@ class GroupedCodec:
         groups = codes.view(len(rows), into.shape[1] // _GROUP, _GROUP)
         into.copy_((groups * scale[..., None]).view(into.shape))
 
-    def decoding_bytes(self, rows: int, columns: int) -> int:
+    def decoding_bytes(self, rows: int, columns: int, *, on_host: bool = True) -> int:
         """Return the bytes of codes and products in float32."""
         return 8 * rows * columns

@@ -26,12 +26,14 @@ def forms_under(
     stored: Mapping[int, CodedUnit] = MappingProxyType({}),
     codecs: Mapping[str, Codec] = MappingProxyType({}),
     is_far: Callable[[int], bool] = lambda unit: False,
+    *,
+    on_host: bool = True,
 ) -> tuple[Form, ...]:
     """Return the forms of units laid out by `layouts` under a wire and a rule, which says how parameters are aligned and cut.
 
     `optimizer` says which parameters stay as they are (None: the wire's choice alone): a unit of such alone is frozen.
     `codec` codes the blocks that are not trained in place, but for those that are coded as they come: `stored` says where their
-    parts lie, `codecs` has what decodes them.
+    parts lie, `codecs` has what decodes them. `on_host`: that computes, and decodes.
 
     Raises:
         ConfigError: nothing is trained; or what is coded would be, in place.
@@ -52,7 +54,8 @@ def forms_under(
                 "the model that `headrace decompress` makes of it"
             )
         code = stored.get(unit) or (coded_unit(layout, coded, rule.planes) if coded else None)
-        decoding = decoding_bytes(code, {**codecs, **({coded.name: coded} if coded else {})}) if code else 0
+        known = {**codecs, **({coded.name: coded} if coded else {})}
+        decoding = decoding_bytes(code, known, on_host=on_host) if code else 0
         forms.append(
             Form(
                 layout=layout,

@@ -18,6 +18,7 @@ from headrace.codec.dictionary import QMOE_DIGEST, Dictionary
 from headrace.codec.ternary import TritsCodec, WordsCodec, parts_bytes, symbols_of
 from headrace.terms.errors import ModelError
 from headrace.testing.codec_contract import CodecContract
+from headrace.testing.rule_contract import StorageMeter
 
 
 @cache
@@ -139,6 +140,28 @@ def test_any_symbols_come_back(columns: int, rows: int, zeros: float, seed: int)
         on_device = torch.full((rows, columns), 7, dtype=torch.bfloat16)
         codec._decode_on_device(parts, on_device, range(rows))
         assert torch.equal(on_device, expected)
+
+
+def decode_as_on_a_device(codec: WordsCodec | TritsCodec, parts: Parts, into: torch.Tensor) -> None:
+    codec._check(parts, into.shape[1])
+    codec._decode_on_device(parts, into, range(len(into)))
+
+
+def test_on_a_device_memory_is_what_was_said_and_damage_is_refused() -> None:
+    """By the operations that a device runs where Triton does not work: here on the host. Long rows, and many short words."""
+    for rows, columns, zeros in ((3, 20_001, 0.885), (40, 3000, 0.0), (300, 64, 0.9)):
+        drawn = symbols(rows, columns, zeros)
+        for codec in (WordsCodec(dictionary()), TritsCodec()):
+            parts = codec.encode_symbols(drawn, LEVELS.repeat(rows, 1))
+            into = torch.empty(rows, columns, dtype=torch.bfloat16)
+            with StorageMeter([into, *parts.values()]) as storage:
+                codec._decode_on_device(parts, into, range(rows))
+            assert storage.peak_bytes <= codec.decoding_bytes(rows, columns, on_host=False)
+    for contract in (TestWords(), TestTrits()):
+        parts = contract.codec.encode(contract.weights(40, 256))
+        for damaged in contract.damaged(parts):
+            with pytest.raises(ModelError):
+                decode_as_on_a_device(contract.codec, damaged, torch.empty(40, 256))
 
 
 def test_the_greedy_parse_is_a_shortest_one() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from headrace.codec.codec import Parts
-from headrace.codec.published.row_pieces import piece_bytes, pieces, refuse_no_numbers
+from headrace.codec.row_pieces import piece_bytes, pieces, refuse_no_numbers
 from headrace.terms.coding import Part
 
 _LARGEST = 448.0
@@ -65,6 +65,6 @@ class Fp8Blocks:
             wide = scales[index].float().repeat_interleave(self.block_columns, dim=1)[:, : into.shape[1]]
             into[there].copy_(codes[here].float() * wide)
 
-    def decoding_bytes(self, rows: int, columns: int) -> int:
+    def decoding_bytes(self, rows: int, columns: int, *, on_host: bool = True) -> int:
         """Return the bytes of codes, scales and products in float32."""
         return piece_bytes(rows, columns + self.block_columns, 24)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from headrace.codec.codec import Parts
-from headrace.codec.published.row_pieces import piece_bytes, refuse_no_numbers
+from headrace.codec.row_pieces import piece_bytes, refuse_no_numbers
 from headrace.terms.coding import Part
 
 _GROUP, _BIAS = 32, 127
@@ -80,6 +80,6 @@ class Mxfp4:
     def _inputs_at_once(self, columns: int) -> int:
         return max(_GROUP, (1 << 18) // max(1, columns) // _GROUP * _GROUP)
 
-    def decoding_bytes(self, rows: int, columns: int) -> int:
+    def decoding_bytes(self, rows: int, columns: int, *, on_host: bool = True) -> int:
         """Return the bytes of codes, exponents and values."""
         return max(self._inputs_at_once(columns), _GROUP) * columns * _BYTES_OF_AN_ELEMENT + piece_bytes(1, 64, 16)

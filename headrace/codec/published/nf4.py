@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from headrace.codec.codec import Parts
-from headrace.codec.published.row_pieces import piece_bytes, pieces, refuse_no_numbers
+from headrace.codec.row_pieces import piece_bytes, pieces, refuse_no_numbers
 from headrace.terms.coding import Part
 
 # QLoRA, appendix E.
@@ -103,6 +103,6 @@ class Nf4:
         shares = parts["nested_quant_map"][parts["absmax"][blocks].to(torch.int32)]
         return shares * parts["nested_absmax"][blocks // self.nested_block] + parts["nested_offset"]
 
-    def decoding_bytes(self, rows: int, columns: int) -> int:
+    def decoding_bytes(self, rows: int, columns: int, *, on_host: bool = True) -> int:
         """Return the bytes of places, codes, sizes and values."""
         return piece_bytes(rows, columns, 72)

@@ -17,7 +17,8 @@ from headrace.codec.codec import Parts
 from headrace.codec.gptq import nearest
 from headrace.codec.grids import Int4Grid
 from headrace.codec.int4 import pack, unpack
-from headrace.codec.published.row_pieces import piece_bytes, pieces, refuse_no_numbers
+from headrace.codec.on_device import int4_to_bfloat16, triton_kernels
+from headrace.codec.row_pieces import piece_bytes, pieces, refuse_no_numbers
 from headrace.machine.jit import compiled
 from headrace.terms.coding import Part
 
@@ -74,7 +75,11 @@ class PackQuantized:
         """Fill `into` with these rows."""
         words, scales = parts["weight_packed"], parts["weight_scale"]
         columns = into.shape[1]
-        fast = into.dtype == scales.dtype == torch.bfloat16 and into.device.type == "cpu"
+        fast = into.dtype == scales.dtype == torch.bfloat16
+        if fast and (kernels := triton_kernels(into.device)) is not None:
+            int4_to_bfloat16(kernels, words, scales, parts.get("weight_zero_point"), into, rows)
+            return
+        fast = fast and into.device.type == "cpu"
         for here, there in pieces(rows, columns):
             zeros = self._zeros(parts, here, scales)
             if fast:
@@ -94,7 +99,7 @@ class PackQuantized:
         words = parts["weight_zero_point"][index // _CODES_IN_A_WORD]
         return ((words >> (index % _CODES_IN_A_WORD * _BITS)[:, None]) & 0xF).to(torch.int8)
 
-    def decoding_bytes(self, rows: int, columns: int) -> int:
+    def decoding_bytes(self, rows: int, columns: int, *, on_host: bool = True) -> int:
         """Return the bytes of codes, values and zero points."""
         return piece_bytes(rows, columns, 24)
 

@@ -1,4 +1,4 @@
-"""What the codes of this folder share: rows a few at a time, so that decoding takes little memory, and refusals."""
+"""What several codes share: rows a few at a time, so that decoding takes little memory, and refusals."""
 
 from collections.abc import Iterator
 

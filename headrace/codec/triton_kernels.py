@@ -1,0 +1,110 @@
+"""Kernels that decode on a GPU, in Triton: a dictionary's words to weights, words times a few vectors, four bits to bfloat16.
+
+What is decoded on the host would cross the link to a device whole; so coded bytes cross, and are decoded there. Imported by
+`on_device` alone, which says where these work. Nothing here multiplies matrices (`tl.dot`): products of two numbers are
+rounded once, as on the host, so that decoded weights have the host's bits.
+
+Invariant: whatever is stored, nothing is read or written but the rows asked for: a row whose words do not make it is noted in
+`damaged`, one int32 that holds the least such row.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def words_to_dense(codes, row_offsets, table, levels, out, damaged, num_words, first, columns, chunk: tl.constexpr):
+    """Fill row `program` of `out` (rows, columns) with row `first` and on, `chunk` words at a time.
+
+    `table` is the dictionary's, int32: two for each word, as published. `levels` are two for each row, in any floating dtype.
+    """
+    row = first + tl.program_id(0)
+    begin, end = tl.load(row_offsets + row), tl.load(row_offsets + row + 1)
+    sound = (begin >= 0) & (end >= begin) & (end <= num_words)
+    end = tl.where(sound, end, begin)
+    low = tl.load(levels + 2 * row.to(tl.int64)).to(out.dtype.element_ty)
+    high = tl.load(levels + 2 * row.to(tl.int64) + 1).to(out.dtype.element_ty)
+    zero = tl.zeros((1, 1), out.dtype.element_ty)
+    place = out + tl.program_id(0).to(tl.int64) * columns
+    lane = tl.arange(0, 32)[None, :]  # of which a word has at most 28, 14 in each half
+    shift = 4 + 2 * (lane % 14)
+    at, word = begin * 0, begin
+    while word < end:
+        index = word + tl.arange(0, chunk)
+        code = tl.load(codes + index, mask=index < end, other=0).to(tl.int32) & 0xFFFF
+        half = tl.load(table + 2 * code, mask=index < end, other=0)
+        other_half = tl.load(table + 2 * code + 1, mask=index < end, other=0)
+        length = 2 * (half & 15)
+        column = (at + tl.cumsum(length, 0) - length)[:, None] + lane
+        symbol = (tl.where(lane < 14, half[:, None], other_half[:, None]) >> shift) & 3
+        value = tl.where(symbol == 1, low, tl.where(symbol == 2, high, zero))
+        tl.store(place + column, value, mask=(lane < length[:, None]) & (column < columns))
+        at += tl.sum(length, 0)
+        word += chunk
+    if (not sound) | ((at != columns) & (at != columns + columns % 2)):
+        tl.atomic_min(damaged, row)
+
+
+@triton.jit
+def words_times_vectors(
+    codes, row_offsets, table, levels, inputs, out, damaged, num_words, rows, columns, tokens: tl.constexpr, chunk: tl.constexpr
+):
+    """Fill column `program` of `out` (tokens, rows) float32 with a row times each of `inputs` (tokens, columns).
+
+    As `words_to_dense`; `tokens` is a power of two. Sums are float32: of what each lane has seen, and of the lanes at the end.
+    """
+    row = tl.program_id(0)
+    begin, end = tl.load(row_offsets + row), tl.load(row_offsets + row + 1)
+    sound = (begin >= 0) & (end >= begin) & (end <= num_words)
+    end = tl.where(sound, end, begin)
+    low = tl.load(levels + 2 * row.to(tl.int64)).to(tl.float32)
+    high = tl.load(levels + 2 * row.to(tl.int64) + 1).to(tl.float32)
+    lane = tl.arange(0, 32)[None, :]
+    shift = 4 + 2 * (lane % 14)
+    token = tl.arange(0, tokens)[:, None, None]
+    sums = tl.zeros((tokens, chunk, 32), tl.float32)
+    at, word = begin * 0, begin
+    while word < end:
+        index = word + tl.arange(0, chunk)
+        code = tl.load(codes + index, mask=index < end, other=0).to(tl.int32) & 0xFFFF
+        half = tl.load(table + 2 * code, mask=index < end, other=0)
+        other_half = tl.load(table + 2 * code + 1, mask=index < end, other=0)
+        length = 2 * (half & 15)
+        column = (at + tl.cumsum(length, 0) - length)[:, None] + lane
+        symbol = (tl.where(lane < 14, half[:, None], other_half[:, None]) >> shift) & 3
+        value = tl.where(symbol == 1, low, tl.where(symbol == 2, high, 0.0))
+        # Most weights are zero, and what they would be multiplied by is not read.
+        wanted = (lane < length[:, None]) & (column < columns) & (symbol > 0)
+        sums += tl.load(inputs + token * columns + column[None], mask=wanted[None], other=0.0).to(tl.float32) * value[None]
+        at += tl.sum(length, 0)
+        word += chunk
+    total = tl.sum(tl.sum(sums, 2), 1)
+    tl.store(out + tl.arange(0, tokens) * rows + row, total)
+    if (not sound) | ((at != columns) & (at != columns + columns % 2)):
+        tl.atomic_min(damaged, row)
+
+
+@triton.jit
+def int4_to_bfloat16(
+    words, scales, zeros, out, first, columns, words_of_row, groups, has_zeros: tl.constexpr, block: tl.constexpr
+):
+    """Fill `block` words' weights of row `program` of `out` (rows, columns) with row `first` and on, as bfloat16's bits.
+
+    `words` int32 have eight codes each, `scales` bfloat16 are (rows, groups); `zeros` int32 (rows / 8, groups) have eight rows'
+    zero points each, and are not read without `has_zeros`.
+    """
+    row = (first + tl.program_id(0)).to(tl.int64)
+    index = tl.program_id(1) * block + tl.arange(0, block)
+    packed = tl.load(words + row * words_of_row + index, mask=index < words_of_row, other=0)
+    eight = tl.arange(0, 8)[None, :]
+    column = 8 * index[:, None] + eight
+    code = (packed[:, None] >> (4 * eight)) & 15
+    group = column // (columns // groups)
+    if has_zeros:
+        zero = (tl.load(zeros + row // 8 * groups + group, mask=column < columns, other=0) >> (4 * (row % 8)).to(tl.int32)) & 15
+    else:
+        zero = 8
+    scale = tl.load(scales + row * groups + group, mask=column < columns, other=0.0).to(tl.float32)
+    wide = ((code - zero).to(tl.float32) * scale).to(tl.uint32, bitcast=True)
+    bits = (wide + 0x7FFF + ((wide >> 16) & 1)) >> 16  # to nearest even
+    tl.store(out + tl.program_id(0).to(tl.int64) * columns + column, bits.to(tl.uint16), mask=column < columns)
