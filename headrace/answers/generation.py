@@ -14,8 +14,12 @@ from headrace.machine.host_memory import anonymous_bytes
 from headrace.machine.limits import default_host_bytes, machine_memory_bytes
 from headrace.machine.protocol import Machine
 from headrace.model import Chain
+from headrace.model.bank_check import why_no_banks
+from headrace.model.banks import find_experts
 from headrace.model.generation_check import check_generation, ready_to_generate
 from headrace.model.generation_costs import generation_costs
+from headrace.model.stored_experts import expert_layout, without
+from headrace.plan.experts import ExpertFigures
 from headrace.plan.footprint import Allowance
 from headrace.plan.generation import GenerationPlan
 from headrace.plan.generation_search import GenerationQuestion, make_generation_plan
@@ -24,6 +28,7 @@ from headrace.terms.ceilings import Ceilings
 from headrace.terms.costs import GenerationCosts
 from headrace.terms.forms import UnitFigures, home_of
 from headrace.terms.generate_options import GenerateOptions
+from headrace.terms.layout import UnitLayout
 from headrace.terms.optimizer import Optimizer
 
 
@@ -31,7 +36,7 @@ class GenerationPlanner:
     """Plans generations of `chain`, which is ready for them, with units of these `figures`, within `budget`, on `machine`.
 
     `machine` may be the place of one that is not here. `costs` are those of a seat, of so many rows and tokens; `most_rows`
-    are tried where `rows` are not given.
+    are tried where `rows` are not given. `experts` may come by themselves.
     """
 
     def __init__(
@@ -48,7 +53,9 @@ class GenerationPlanner:
         notes: tuple[str, ...] = (),
         costs: Callable[[Chain, int, int], GenerationCosts] = generation_costs,
         most_rows: int | None = None,
+        experts: ExpertFigures | None = None,
     ) -> None:
+        self._experts = experts
         self._chain, self._figures, self._machine, self._budget = chain, tuple(figures), machine, budget
         self._cores, self._ceilings, self._rows, self._seats, self._notes = cores, ceilings, rows, seats, notes
         self._costs, self._most_rows = cache(lambda rows, length: costs(chain, rows, length)), most_rows
@@ -79,6 +86,7 @@ class GenerationPlanner:
             rows=self._rows,
             seats=self._seats,
             most_rows=self._most_rows,
+            experts=self._experts,
         )
         plan = make_generation_plan(question)
         return plan.with_notes((*self._notes, *self._chain.notes))
@@ -128,17 +136,52 @@ def plan_generation(
     has_device = place.device_bytes is not None or options.device_memory is not None
     if not has_device and not multiplies(dtype, ceilings, here=here):
         chain.multiply_wide()
-    figures = [
+    planner = GenerationPlanner(
+        chain,
+        _frozen(chain.layouts, chain.num_blocks),
+        place,
+        options.budget,
+        cores=place.cores,
+        ceilings=ceilings,
+        rows=options.rows,
+        seats=options.seats,
+        experts=_experts_of(chain),
+    )
+    return planner.plan(prompts, prompt_length, new_tokens)
+
+
+def _frozen(layouts: Sequence[UnitLayout], num_blocks: int) -> tuple[UnitFigures, ...]:
+    """Return the figures of units that are only read."""
+    return tuple(
         UnitFigures(
             name=layout.name,
             num_elements=layout.num_elements,
             num_parameters=layout.num_parameters,
-            home=home_of(index, chain.num_blocks),
+            home=home_of(index, num_blocks),
             trained_elements=0,
         )
-        for index, layout in enumerate(chain.layouts)
-    ]
-    planner = GenerationPlanner(
-        chain, figures, place, options.budget, cores=place.cores, ceilings=ceilings, rows=options.rows, seats=options.seats
+        for index, layout in enumerate(layouts)
     )
-    return planner.plan(prompts, prompt_length, new_tokens)
+
+
+def _experts_of(chain: Chain) -> ExpertFigures | None:
+    """Return the figures of a model's experts as files have them that hold each as it is computed; None where it has none."""
+    blocks = find_experts(chain.model, chain.runner.blocks)
+    if not any(blocks) or why_no_banks(chain.config):
+        return None
+    layouts, own = list(chain.layouts), []
+    for unit, block in enumerate(blocks, start=1):
+        if block is not None:
+            names = frozenset(block.names.values())
+            own.append(expert_layout(layouts[unit], names, 0))
+            layouts[unit] = without(layouts[unit], names)
+    counts = [0, *(block.num_experts if block else 0 for block in blocks)]
+    return ExpertFigures(
+        units=_frozen(layouts, chain.num_blocks),
+        num_experts=tuple(counts + [0] * (len(layouts) - len(counts))),
+        elements=max(layout.num_elements for layout in own),
+        stored_bytes=max(layout.num_elements for layout in own) * chain.dtype.itemsize,
+        is_made=False,
+        making_bytes=0,
+        num_parameters=max(layout.num_parameters for layout in own),
+    )

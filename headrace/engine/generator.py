@@ -17,6 +17,7 @@ import torch
 from headrace.answers.generation import GenerationPlanner
 from headrace.engine.generation_model import GenerationModel, end_tokens
 from headrace.flow.execute import Interpreter, OverlappedInterpreter, PlainInterpreter
+from headrace.flow.experts import ExpertFlow
 from headrace.flow.generate import GenerationBuffers, Pass, load_residents, run_pass
 from headrace.machine.host_memory import keep_freed_memory
 from headrace.model.generation_check import seat_taps
@@ -85,7 +86,7 @@ class Generator:
         self._closers.callback(model.close)
         self._interpreter: Interpreter | None = None
         self._pass: Pass | None = None
-        self._programs: dict[tuple[int, Snapshot], tuple[Program, Snapshot]] = {}
+        self._programs: dict[tuple[int, tuple[bool, int] | None, Snapshot], tuple[Program, Snapshot]] = {}
         self._left, self._number = Snapshot(), 0
         keep_freed_memory(False)
 
@@ -123,6 +124,7 @@ class Generator:
             rows=rows,
             seats=seats,
             notes=found.notes,
+            experts=found.source.by_experts.expert_figures if found.source.by_experts else None,
         )
         return cls(found, planner, interpreter, sink)
 
@@ -135,6 +137,8 @@ class Generator:
         """
         self.model.check_positions(prompt_length, new_tokens)
         if self.plan is None or self._pass is None or not self.plan.holds(prompts, prompt_length, new_tokens):
+            if self.plan is not None and self.plan.experts is not None:
+                self._drop()  # planning looks at whole blocks
             plan = self._planner.plan(prompts, prompt_length, new_tokens)
             self.use(plan)
         assert self.plan is not None, "made above"
@@ -158,7 +162,15 @@ class Generator:
         self._drop()
         model = self.model
         self.plan = plan
-        self._pass = Pass(plan, model.chain, model.machine, model.source, GenerationBuffers(plan, model.machine))
+        buffers = GenerationBuffers(plan, model.machine)
+        if plan.experts is None:
+            self._pass = Pass(plan, model.chain, model.machine, model.source, buffers)
+        else:
+            source = model.source.by_experts
+            assert source is not None, "it was planned for"
+            model.chain.lay_out(source.layouts)
+            experts = ExpertFlow(plan.experts, model.chain, source, buffers, model.machine)
+            self._pass = Pass(plan, model.chain, model.machine, source, buffers, experts=experts)
         load_residents(self._pass)
         overlapped = self._interpreter_name == "overlapped"
         self._interpreter = (OverlappedInterpreter if overlapped else PlainInterpreter)(model.machine, self._sink)
@@ -238,12 +250,15 @@ class Generator:
         assert self._pass is not None, "prepared"
         assert self.plan is not None, "with a plan"
         assert self._interpreter is not None, "and an interpreter"
-        seats = list(live)
-        key = (len(seats), self._left)
+        seats, experts = list(live), self._pass.experts
+        tokens = sum(seat.hidden.shape[0] * seat.hidden.shape[1] for seat in seats if seat.hidden is not None)
+        if experts is not None:
+            experts.begin_pass(tokens)
+        key = (len(seats), None if experts is None else experts.pass_key(tokens), self._left)
         if key not in self._programs:
             if len(self._programs) == _MOST_PROGRAMS:
                 del self._programs[next(iter(self._programs))]
-            self._programs[key] = build_pass(self.plan, len(seats), self._left)
+            self._programs[key] = build_pass(self.plan, len(seats), self._left, tokens=tokens)
         program, self._left = self._programs[key]
         start, read = time.perf_counter(), self.model.source.bytes_read
         try:
@@ -251,6 +266,8 @@ class Generator:
         except BaseException as failure:
             self._interpreter.fail(failure)
             raise
+        if experts is not None:
+            experts.end_pass()
         self._number += 1
         if self._sink is not None:
             self._sink(
@@ -294,6 +311,9 @@ class Generator:
         if self._pass is not None:
             for unit in self._pass.plan.resident_units:
                 self.model.chain.release(unit)
+            if self._pass.experts is not None:
+                self._pass.experts.close()
+                self.model.chain.lay_out(self.model.source.layouts)
             self.model.machine.release_host_buffers()
         self._interpreter = self._pass = None
 

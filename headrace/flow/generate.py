@@ -13,12 +13,13 @@ import torch
 
 from headrace.flow.buffers import TORCH_DTYPES, DeviceArena
 from headrace.flow.execute import Interpreter, Run
+from headrace.flow.experts import ExpertFlow
 from headrace.flow.sources import WeightSource
 from headrace.machine.arena import Arena
 from headrace.machine.host_memory import Bytes, huge_page_buffer
 from headrace.machine.protocol import Machine
 from headrace.model import Chain
-from headrace.model.seats import Seated
+from headrace.model.seats import Seat, Seated
 from headrace.plan.generation import GenerationPlan, generation_buffers
 from headrace.terms.program import Lane, Op, Pool, Program, Verb
 from headrace.terms.sizes import PAGE_BYTES, round_up
@@ -38,6 +39,10 @@ class GenerationBuffers:
         self.host_weights = [self._host.take(size, "weights") for size in self._sizes("host_weights")]
         self.device_weights = [tensor.view(self.dtype) for tensor in self._take_compute("device_weights")]
         self.sources = self._take_compute("sources")
+        self.experts = [self._host.take(size, "experts") for size in self._sizes("experts")]
+        self.cached_experts = [self._host.take(size, "experts") for size in self._sizes("cached_experts")]
+        self.device_experts = [tensor.view(self.dtype) for tensor in self._take_compute("device_experts")]
+        self.expert_sources = self._take_compute("expert_sources")
         self.residents: dict[int, torch.Tensor] = {}
         flat, start = self._take_compute("resident_weights")[0], 0
         for unit in plan.resident_units:
@@ -68,7 +73,10 @@ class GenerationBuffers:
 
 @dataclass(frozen=True)
 class Pass:
-    """What the operations of passes share. `seats` are those of this pass, by the number that operations give them."""
+    """What the operations of passes share. `seats` are those of this pass, by the number that operations give them.
+
+    `experts` brings those that come by themselves; operations with a `part` are of these.
+    """
 
     plan: GenerationPlan
     chain: Chain
@@ -76,6 +84,7 @@ class Pass:
     source: WeightSource
     buffers: GenerationBuffers
     seats: Sequence[Seated] = ()
+    experts: ExpertFlow | None = None
 
 
 def run_pass(program: Program, state: Pass, interpreter: Interpreter, number: int) -> Run:
@@ -83,7 +92,10 @@ def run_pass(program: Program, state: Pass, interpreter: Interpreter, number: in
 
     def perform(op: Op) -> None:
         with state.chain.arithmetic() if op.lane is Lane.COMPUTE else nullcontext():
-            HANDLERS[op.verb](state, op)
+            if op.part >= 0 and state.experts is not None:
+                EXPERT_HANDLERS[op.verb](state.experts, op)
+            else:
+                HANDLERS[op.verb](state, op)
 
     with torch.no_grad():
         return interpreter.run(program, perform, number)
@@ -149,6 +161,10 @@ def _forward(state: Pass, op: Op) -> None:
     seat, chain = state.seats[op.micro], state.chain
     assert seat.hidden is not None, "a seat of a pass is parked"
     chain.bind(op.unit, state.buffers.computed(op.unit, op), None, as_loaded=True)
+    if state.experts is not None and state.experts.has(op.unit):
+        assert isinstance(seat, Seat), "it can wait within a block"
+        state.experts.enter(op.unit, seat)
+        return
     try:
         seat.hidden = chain.block(op.unit - 1, seat.hidden, seat.calls[op.unit - 1]).hidden
     finally:
@@ -159,10 +175,30 @@ def _turn(state: Pass, op: Op) -> None:
     state.seats[op.micro].turn()
 
 
+def _route(state: Pass, op: Op) -> None:
+    assert state.experts is not None, "something is routed to them"
+    state.experts.route(op)
+
+
+def _go_on(experts: ExpertFlow, op: Op) -> None:
+    """Compute a round of experts; one without a slot ends the block."""
+    if op.slot(Pool.EXPERTS) < 0 and op.slot(Pool.DEVICE_EXPERTS) < 0:
+        experts.leave(op)
+    else:
+        experts.go_on(op)
+
+
 HANDLERS: Mapping[Verb, Callable[[Any, Op], None]] = {
     Verb.FETCH: _fetch,
     Verb.UPLOAD: _upload,
     Verb.MAKE: _make,
     Verb.FORWARD: _forward,
+    Verb.ROUTE: _route,
     Verb.TURN: _turn,
+}
+EXPERT_HANDLERS: Mapping[Verb, Callable[[ExpertFlow, Op], None]] = {
+    Verb.FETCH: ExpertFlow.fetch,
+    Verb.UPLOAD: ExpertFlow.upload,
+    Verb.MAKE: ExpertFlow.make,
+    Verb.FORWARD: _go_on,
 }

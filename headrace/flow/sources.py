@@ -8,9 +8,13 @@ from typing import Protocol
 import torch
 
 from headrace.files import ExtentReader
+from headrace.flow.expert_source import ExpertSource, expert_figures
 from headrace.machine.host_memory import Bytes
 from headrace.model import Chain, WeightMap, import_unit
+from headrace.model.bank_check import why_no_banks
+from headrace.model.banks import find_experts
 from headrace.model.in_place import StoredUnit, paths_of, stored_units
+from headrace.model.stored_experts import NotStoredSingly, stored_experts
 from headrace.store import StateStore
 from headrace.terms.events import Sink
 from headrace.terms.families import WEIGHTS
@@ -25,6 +29,7 @@ class WeightSource(Protocol):
     layouts: tuple[UnitLayout, ...]
     figures: tuple[UnitFigures, ...]
     trained: dict[int, Bytes]  # by unit, what a run has trained beside frozen weights, in host memory
+    by_experts: ExpertSource | None  # the same weights, where experts can come one at a time
 
     @property
     def bytes_read(self) -> int:
@@ -51,6 +56,22 @@ class ShardSource:
         self.layouts = tuple(unit.layout for unit in self._units)
         self.figures = tuple(_figures_of(index, unit, chain, on_cpu) for index, unit in enumerate(self._units))
         self.trained: dict[int, Bytes] = {}
+        self.by_experts, self.why_whole = self._by_experts(chain, on_cpu=on_cpu)
+
+    def _by_experts(self, chain: Chain, *, on_cpu: bool) -> tuple[ExpertSource | None, str]:
+        """Return the same weights by experts, or why they come with their blocks."""
+        blocks = find_experts(chain.model, chain.runner.blocks)
+        if not any(blocks):
+            return None, ""
+        if reason := why_no_banks(chain.config):
+            return None, reason
+        try:
+            stored = stored_experts(self._units, blocks, self._weights, chain.dtype, on_cpu=on_cpu)
+        except NotStoredSingly as error:
+            return None, str(error)
+        figures = tuple(_figures_of(index, unit, chain, on_cpu) for index, unit in enumerate(stored.commons))
+        of_experts = expert_figures(stored, figures, chain.dtype, on_cpu=on_cpu)
+        return ExpertSource(stored, figures, blocks, self._reader, self._weights, self._plane, of_experts), ""
 
     @property
     def bytes_read(self) -> int:
@@ -62,7 +83,7 @@ class ShardSource:
         """What a person should know of how weights are read."""
         whole = sum(not unit.extents for unit in self._units)
         coded = [number for number, unit in enumerate(self._units) if unit.decodings]
-        notes = []
+        notes = [f"experts come with their whole block: {self.why_whole}"] if self.why_whole else []
         if whole:
             notes.append(
                 f"{whole} of {len(self._units)} units are stored otherwise than they are computed, and made for each pass"
@@ -111,6 +132,7 @@ class StoreSource:
             for index, layout in enumerate(self.layouts)
         )
         self.trained: dict[int, Bytes] = {}
+        self.by_experts: ExpertSource | None = None
 
     @property
     def bytes_read(self) -> int:

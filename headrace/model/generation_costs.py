@@ -6,12 +6,14 @@ keys and values, latents, windows, states.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import DynamicCache
 
+from headrace.model.banks import chosen_among, find_experts
 from headrace.model.chain import Chain
 from headrace.model.cost_meter import CostMeter
 from headrace.model.cost_profile import call_bytes, tensors_of
@@ -33,18 +35,40 @@ def generation_costs(chain: Chain, rows: int, prompt_length: int) -> GenerationC
     try:
         with (
             experts_at_once(chain.model),
+            noted_choices(chain) as choices,
             left_as_found(chain.model.modules()),
             FakeTensorMode(allow_non_fake_inputs=True),
             torch.no_grad(),
             ends_bound(chain),
         ):
-            return _costs(chain, rows, prompt_length)
+            return replace(_costs(chain, rows, prompt_length), choices=max(choices, default=0))
     except HeadraceError:
         raise
     except Exception as error:  # the architecture's own code on tensors without values
         raise ModelError(
             f"{type(chain.model).__name__}: a generation cannot be planned: it fails on shapes alone: {in_one_line(error)}"
         ) from error
+
+
+@contextmanager
+def noted_choices(chain: Chain) -> Iterator[list[int]]:
+    """Note to how many experts a token is sent, each time that a module of experts is called while entered."""
+    choices: list[int] = []
+
+    def note(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        chosen = chosen_among((*args, *kwargs.values()))
+        choices.extend([] if chosen is None else [chosen.shape[-1]])
+
+    hooks = [
+        experts.module.register_forward_pre_hook(note, with_kwargs=True)
+        for experts in find_experts(chain.model, chain.runner.blocks)
+        if experts is not None
+    ]
+    try:
+        yield choices
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 @contextmanager

@@ -8,10 +8,9 @@ transformers makes of stored tensors by more than placing is read and made whole
 Invariant: a unit's layout names every parameter of it once, at a place where numbers of that size may lie.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -81,8 +80,13 @@ def stored_units(
     `on_cpu`: the CPU computes, whose products of 16-bit numbers give the same bits wherever operands lie.
     """
     converted = {name for conversion in weights.conversions for name in conversion.parameters}
-    alignment_bytes = dtype.itemsize if on_cpu and dtype.itemsize == 2 else TENSOR_ALIGNMENT_BYTES
+    alignment_bytes = alignment_of(dtype, on_cpu=on_cpu)
     return tuple(_stored_unit(layout, weights, dtype, converted, alignment_bytes) for layout in layouts)
+
+
+def alignment_of(dtype: torch.dtype, *, on_cpu: bool) -> int:
+    """Return the bytes from a multiple of which each tensor of a slot begins."""
+    return dtype.itemsize if on_cpu and dtype.itemsize == 2 else TENSOR_ALIGNMENT_BYTES
 
 
 def paths_of(units: Sequence[StoredUnit]) -> tuple[Path, ...]:
@@ -93,11 +97,20 @@ def paths_of(units: Sequence[StoredUnit]) -> tuple[Path, ...]:
 def _stored_unit(
     layout: UnitLayout, weights: WeightMap, dtype: torch.dtype, converted: set[str], alignment_bytes: int
 ) -> StoredUnit:
-    itemsize = dtype.itemsize
     if any(spec.name in converted for spec in layout.parameters):
-        return StoredUnit(layout, layout.num_elements * itemsize)
-    tensors = weights.checkpoint.tensors
+        return StoredUnit(layout, layout.num_elements * dtype.itemsize)
     pieces = {spec.name: weights.pieces[spec.name] for spec in layout.parameters}
+    return stored_unit(layout, pieces, weights.checkpoint.tensors, dtype, alignment_bytes)
+
+
+def stored_unit(
+    layout: UnitLayout,
+    pieces: Mapping[str, Sequence[Piece]],
+    tensors: Mapping[str, StoredTensor],
+    dtype: torch.dtype,
+    alignment_bytes: int,
+) -> StoredUnit:
+    """Return how what is laid out comes from `pieces` of `tensors`, for compute in `dtype`."""
     found = [part for each in pieces.values() for piece in each for part in _parts(tensors[piece.key])]
     extents, places = _extents(found)
     num_bytes = sum(extent.num_bytes for extent in extents)
@@ -139,8 +152,8 @@ def _extents(tensors: Sequence[StoredTensor]) -> tuple[tuple[Extent, ...], dict[
 
 def _as_read(
     layout: UnitLayout,
-    pieces: dict[str, Sequence[Piece]],
-    tensors: Any,
+    pieces: Mapping[str, Sequence[Piece]],
+    tensors: Mapping[str, StoredTensor],
     places: dict[str, int],
     dtype: torch.dtype,
     num_bytes: int,

@@ -5,6 +5,9 @@ time, a seat's or whoever calls `turn`. The model's blocks have taps (`Taps` has
 what the block is called with, the last one parks the thread until the hidden states after all blocks are there. So all that
 `generate` does around blocks (embedding, masks, head, sampling, stopping, beams) is neither known nor repeated here.
 
+What is done between two stops of its own code can be run in a seat's thread, too (`work`), so that it can stop in its middle:
+within a block, at an expert that is not there.
+
 Invariant: what one seat leaves in the model's modules outside the blocks (rotary tables that grew), and in torch's random
 numbers, no other sees.
 """
@@ -78,8 +81,8 @@ class SeatTaps:
         for block in self.blocks:
             block.__dict__.pop("forward", None)
 
-    def sit(self, seat: "Seat") -> None:
-        """Note that this thread is `seat`'s."""
+    def sit(self, seat: "Seat | None") -> None:
+        """Note that this thread is `seat`'s, or for now whoever runs blocks itself."""
         self._own.seat = seat
 
     def _tap(self, index: int) -> Callable[..., Any]:
@@ -115,6 +118,7 @@ class Seat:
         self._go, self._parked = threading.Semaphore(0), threading.Semaphore(0)
         self._error: BaseException | None = None
         self._closed = False
+        self._work: Callable[[], None] | None = None
         self._random = _first_random_state(seed)
         self._modules = [(dict(vars(module)), dict(module._buffers)) for module in taps.outside]
         self._threads = torch.get_num_threads()
@@ -143,6 +147,27 @@ class Seat:
         if self._error is not None:
             raise self._error
 
+    def work(self, what: Callable[[], None]) -> bool:
+        """Run `what` in the thread of the seat, which is parked, until it is done or waits. Return whether it is done.
+
+        Raises:
+            whatever it raises.
+        """
+        self._work = what
+        return self.go_on()
+
+    def go_on(self) -> bool:
+        """Let work that waits go on; as `work`."""
+        self._go.release()
+        self._parked.acquire()
+        if self._error is not None:
+            raise self._error
+        return self._work is None
+
+    def wait(self) -> None:
+        """Give way, within work, until `go_on`."""
+        self._park()
+
     def close(self) -> None:
         """End the seat where it is."""
         self._closed = True
@@ -163,13 +188,24 @@ class Seat:
                 "repeats blocks cannot be run block by block"
             )
         self.calls = [*wanted_calls(self.calls, self._taps.takes)]
+        self._park()
+        while self._work is not None:
+            self._taps.sit(None)  # here blocks are run, not noted
+            try:
+                self._work()
+            finally:
+                self._taps.sit(self)
+            self._work = None
+            self._park()
+        final, self.hidden, self.calls = self.hidden, None, []
+        assert final is not None, "the blocks have run"
+        return final
+
+    def _park(self) -> None:
         self._parked.release()
         self._go.acquire()
         if self._closed:
             raise _GivenUp
-        final, self.hidden, self.calls = self.hidden, None, []
-        assert final is not None, "the blocks have run"
-        return final
 
     def _serve(self) -> None:
         self._go.acquire()

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from headrace.plan.experts import ExpertPlan, expert_buffers
 from headrace.plan.results import Results
 from headrace.terms.costs import GenerationCosts
 from headrace.terms.forms import DEVICE, UnitFigures
@@ -35,7 +36,8 @@ class GenerationPlan:
 
     A *seat* is a micro-batch of `rows` rows; `seats` of them go through the blocks together. `host_slots` blocks are in host
     memory: as many as there are slots, less one, need not be read again in the next pass, whichever blocks these are, because
-    the order of use is known. `costs` are those of one seat.
+    the order of use is known. `costs` are those of one seat. With `experts` these come by themselves, and `units` are what is
+    left without them.
     """
 
     compute_dtype: str
@@ -52,6 +54,7 @@ class GenerationPlan:
     prefetch: int
     compute_threads: int
     costs: GenerationCosts
+    experts: ExpertPlan | None = None
     results: Results = field(default_factory=Results)
     forecast: PassForecast | None = None
 
@@ -147,6 +150,8 @@ class GenerationPlan:
             f"weights  {self.compute_dtype}, {self.num_blocks} blocks, {cached} of them in host memory"
             + (f", {min(self.device_slots, self.num_blocks)} on the device" if self.separate_device else ""),
         ]
+        if self.experts is not None:
+            lines.append(f"experts  {self.experts.describe(self.seats * self.rows)}")
         for tier, rows in self.results.peak_bytes.items():
             allowed = self.results.allowed_bytes.get(tier)
             of = f" of {format_bytes(allowed)}" if allowed else ""
@@ -167,6 +172,8 @@ def generation_buffers(plan: GenerationPlan) -> dict[str, tuple[str, int, int]]:
         groups["device_weights"] = (compute, plan.device_slots, plan.largest(plan.slot_bytes))
     if plan.separate_device and (sources := plan.largest(plan.source_bytes)):
         groups["sources"] = ("device", SOURCE_SLOTS, round_up(sources, PAGE_BYTES))
+    if plan.experts is not None:
+        groups |= expert_buffers(plan.experts, plan.planes.weight, separate=plan.separate_device)
     trained = sum(round_up(plan.completing_bytes(unit), PAGE_BYTES) for unit in range(len(plan.units)))
     if trained:
         groups["trained"] = ("host", 1, trained)

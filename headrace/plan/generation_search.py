@@ -6,6 +6,8 @@ Invariants: the plan that is chosen fits; with more memory it is no slower, for 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from headrace.plan.expert_search import rough_expert_seconds, ways_of_experts, with_cached_experts
+from headrace.plan.experts import ExpertFigures
 from headrace.plan.footprint import Allowance
 from headrace.plan.generation import GenerationPlan, PassForecast, generation_buffers
 from headrace.plan.ledger import Snapshot
@@ -36,7 +38,7 @@ class GenerationQuestion:
     """What is asked: `prompts` prompts of up to `prompt_length` tokens, and up to `new_tokens` of each.
 
     `rows` and `seats` are fixed where they are given, `most_rows` bounds them. `ceilings` is the machine, None for a nominal
-    one.
+    one. `experts`: those of mixtures that may come by themselves.
     """
 
     units: tuple[UnitFigures, ...]
@@ -52,6 +54,7 @@ class GenerationQuestion:
     rows: int | None = None
     seats: int | None = None
     most_rows: int | None = None
+    experts: ExpertFigures | None = None
 
     @property
     def machine(self) -> Ceilings:
@@ -100,6 +103,7 @@ def with_forecast(plan: GenerationPlan, ceilings: Ceilings) -> GenerationPlan:
 
 def _placements(question: GenerationQuestion) -> Iterator[GenerationPlan]:
     """Yield plans with as many blocks in memory as fit beside each number of rows and seats; ones that do not fit, too."""
+    rates = Rates(question.machine, question.compute_dtype, question.allowance.cores, None)
     for rows in _choices(question.prompts, question.rows, question.most_rows or MOST_ROWS):
         costs = question.costs_of(rows)
         for seats in _choices(-(-question.prompts // rows), question.seats, MOST_SEATS):
@@ -120,7 +124,8 @@ def _placements(question: GenerationQuestion) -> Iterator[GenerationPlan]:
                     compute_threads=question.allowance.cores,
                     costs=costs,
                 )
-                yield from _filled(least, question.allowance)
+                for way in ways_of_experts(least, question.experts, rates):
+                    yield from _filled(way, question.allowance)
 
 
 def _choices(most: int, given: int | None, limit: int) -> Sequence[int]:
@@ -143,6 +148,8 @@ def _filled(plan: GenerationPlan, allowance: Allowance) -> Iterator[GenerationPl
     for order in orders:
         filled = plan
         for name in order:
+            if filled.experts is not None and name == "host_slots" and filled.device_slots == plan.num_blocks:
+                continue  # what every token reads is where compute is: host memory is for experts
             on_device = name == "device_slots"
             tier = "device" if on_device and plan.separate_device else "host"
             if (allowed := plan.results.allowed_bytes.get(tier)) is None:
@@ -150,6 +157,8 @@ def _filled(plan: GenerationPlan, allowance: Allowance) -> Iterator[GenerationPl
             more = (allowed - filled.peak(tier)) // filled.largest(filled.slot_bytes if on_device else filled.stored_bytes)
             slots = min(plan.num_blocks, getattr(filled, name) + more)
             filled = with_peaks(replace(filled, **{name: slots}), allowance)
+        if filled.experts is not None and allowance.host_bytes is not None:
+            filled = with_peaks(with_cached_experts(filled, allowance.host_bytes), allowance)
         yield filled
 
 
@@ -171,12 +180,19 @@ def with_peaks(plan: GenerationPlan, allowance: Allowance) -> GenerationPlan:
     compute["workspace"] = max(
         costs.first.workspace_bytes, costs.next.workspace_bytes + 2 * max(last), costs.head_bytes, before
     )
-    if making := max(unit.making_bytes for unit in plan.units):
+    making = max(unit.making_bytes for unit in plan.units)
+    if plan.experts is not None:
+        making = max(making, plan.experts.figures.making_bytes)
+        compute["waiting for experts"] = plan.seats * plan.experts.waiting_bytes(
+            plan.rows * plan.prompt_length, costs.first.hidden_bytes
+        )
+    if making:
         compute["decoding"] = making
     on_cpu = not allowance.device_overhead_bytes
     rows["host"]["seats"] = threads * _SEAT_BYTES
     rows["host"]["libraries"] = _SMALL_BYTES
-    rows["host"]["program"] = 4 * plan.num_blocks * (plan.seats + 3) * _OPERATION_BYTES
+    rounds = plan.experts.all_rounds if plan.experts is not None else 0
+    rows["host"]["program"] = 4 * (plan.num_blocks * (plan.seats + 3) + 4 * rounds) * _OPERATION_BYTES
     if on_cpu:
         rows["host"]["freed blocks"] = _SMALL_BYTES + min(compute["workspace"] // 2, KEPT_FREE_BYTES)
     else:
@@ -227,7 +243,7 @@ def _rough_seconds(plan: GenerationPlan, rates: Rates) -> float:
         sent = max(sent, left * made / rates.bytes_per_second[Lane.MAKE])
     memory = sum(plan.slot_bytes(unit) for unit in (*blocks, plan.ends[-1])) / rates.memory_bytes_per_second
     flops = (sum(plan.costs.next.flops) + plan.costs.head_flops) / rates.flops_per_second
-    return _rounds(plan) * max(read, sent, plan.seats * max(memory, flops))
+    return _rounds(plan) * (max(read, sent, plan.seats * max(memory, flops)) + rough_expert_seconds(plan, rates))
 
 
 def _infeasible(question: GenerationQuestion) -> PlanInfeasible:

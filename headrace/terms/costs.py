@@ -87,6 +87,7 @@ class GenerationCosts:
     cache_token_bytes: tuple[int, ...]
     head_flops: float
     head_bytes: int
+    choices: int = 0  # experts that a token is sent to
 
     def all_cache_bytes(self, new_tokens: int) -> int:
         """Return the bytes of a seat's cache after `new_tokens` tokens."""

@@ -165,6 +165,8 @@ class Lane(StrEnum):
             stream=0,
         ),
     )
+    # Until tokens have chosen their experts nobody knows which to read.
+    ROUTER = "router", LaneRow(heading="Routers", words="waiting for routers", overhead="transfer_seconds")
     NIC_DOWN = (
         "nic-down",
         LaneRow(
@@ -213,7 +215,8 @@ class Verb(StrEnum):
     PULL = "pull"  # unit's weights: another site -> host slot
     UPLOAD = "upload"  # unit's weights: host slot -> device slot
     MAKE = "make"  # unit's weights: what is stored, and what is trained besides -> the slot that compute reads
-    FORWARD = "forward"  # block, one micro-batch
+    FORWARD = "forward"  # block, one micro-batch; of experts that come by themselves, a few for all micro-batches
+    ROUTE = "route"  # what tokens have chosen -> which experts are needed
     STASH = "stash"  # block input: device -> host
     SPILL = "spill"  # block input: host -> ssd
     UNSPILL = "unspill"  # block input: ssd -> host
@@ -272,6 +275,11 @@ class Pool(IntEnum):
     HOST_STASH = 22  # and in host memory
     SSD_STASH = 23  # and on the SSD
     RECALLED = 24  # and back on the device
+    CHOICES = 25  # the experts that tokens of a block were sent to
+    ROUTED = 26  # and so which of them are fetched
+    EXPERTS = 27  # a few experts of a block in host memory
+    DEVICE_EXPERTS = 28  # and where compute reads them
+    EXPERT_SOURCES = 29  # what these are made of, on the device
 
 
 PASSING = Pool.NORM

@@ -7,16 +7,30 @@ code; meanwhile the first blocks of the next pass are fetched.
 
 from headrace.plan.generation import GenerationPlan
 from headrace.plan.ledger import Snapshot
+from headrace.plan.schedules.experts import ExpertRounds
 from headrace.plan.schedules.weights import RESIDENT, Weights
 from headrace.terms.program import Lane, Program, Verb
 
 
-def build_pass(plan: GenerationPlan, num_seats: int, before: Snapshot, *, first: bool = False) -> tuple[Program, Snapshot]:
+def build_pass(
+    plan: GenerationPlan, num_seats: int, before: Snapshot, *, first: bool = False, tokens: int | None = None
+) -> tuple[Program, Snapshot]:
     """Return the program of one pass of `num_seats` seats, and what it leaves behind. `first`: it is a prompt's, not a token's.
 
-    A seat is the `micro` of its operations.
+    A seat is the `micro` of its operations. `tokens` are those of the pass; without them it is a forecast's, of as many
+    experts as are likely.
     """
     schedule = _Pass(plan, before, plan.costs.first.flops if first else plan.costs.next.flops)
+    if plan.experts is not None:
+        likely = plan.rows * num_seats * (plan.prompt_length if first else 1)
+        schedule.experts = ExpertRounds(
+            plan.experts,
+            schedule.ledger,
+            plan.planes.weight,
+            separate=plan.separate_device,
+            tokens=tokens or likely,
+            expected=tokens is None,
+        )
     schedule.run(num_seats)
     return schedule.ledger.finish()
 
@@ -27,6 +41,7 @@ class _Pass(Weights):
     def __init__(self, plan: GenerationPlan, before: Snapshot, block_flops: tuple[float, ...]) -> None:
         super().__init__(plan, before)
         self.plan, self.block_flops = plan, block_flops
+        self.experts: ExpertRounds | None = None
 
     def run(self, num_seats: int) -> None:
         plan, op = self.plan, self.ledger.op
@@ -36,6 +51,9 @@ class _Pass(Weights):
                 self.acquire((ahead - 1) % self.blocks + 1)
             weights, num_bytes = (self.acquired.pop(block)[1],), plan.slot_bytes(block)
             flops = self.block_flops[block - 1]
+            if self.experts is not None and self.experts.has(block):
+                self.experts.block(block, weights, seats=num_seats, flops=flops, num_bytes=num_bytes)
+                continue
             for seat in range(num_seats):
                 op(Verb.FORWARD, Lane.COMPUTE, weights, unit=block, micro=seat, num_bytes=num_bytes, flops=flops)
         reads, last = tuple(RESIDENT + end for end in plan.ends), plan.ends[-1]

@@ -1,0 +1,93 @@
+"""The weights of a model's own files where experts come one at a time: a source of the rest of each block, and of experts."""
+
+import torch
+
+from headrace.files import ExtentReader
+from headrace.files.block_file import Ticket
+from headrace.machine.host_memory import Bytes
+from headrace.model import WeightMap, import_unit
+from headrace.model.banks import BlockExperts
+from headrace.model.in_place import StoredUnit
+from headrace.model.stored_experts import StoredExperts
+from headrace.plan.experts import ExpertFigures
+from headrace.terms.forms import UnitFigures
+from headrace.terms.layout import Plane
+
+
+class ExpertSource:
+    """A `WeightSource` of units without experts; experts by unit and number. `blocks` say whose attributes they are.
+
+    `figures` are those of the units here, `expert_figures` those of experts besides. It reads by the reader of another source,
+    which closes it.
+    """
+
+    def __init__(
+        self,
+        stored: StoredExperts,
+        figures: tuple[UnitFigures, ...],
+        blocks: tuple[BlockExperts | None, ...],
+        reader: ExtentReader,
+        weights: WeightMap,
+        plane: Plane,
+        figures_of_experts: ExpertFigures,
+    ) -> None:
+        self._stored, self._reader, self._weights, self._plane, self.blocks = stored, reader, weights, plane, blocks
+        self.layouts = tuple(unit.layout for unit in stored.commons)
+        self.figures = figures
+        self.trained: dict[int, Bytes] = {}
+        self.by_experts: ExpertSource | None = None
+        self.expert_figures = figures_of_experts
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes read of extents so far."""
+        return self._reader.bytes_read
+
+    def read(self, unit: int, into: Bytes) -> None:
+        """See `WeightSource.read`."""
+        stored = self._stored.commons[unit]
+        if stored.extents:
+            self._reader.read(stored.extents, into).wait()
+        else:
+            import_unit(self._weights, stored.layout, into.view(self._plane.dtype), None)
+
+    def make(self, unit: int, stored: torch.Tensor | None, trained: torch.Tensor | None, into: torch.Tensor) -> None:
+        """See `WeightSource.make`."""
+        assert stored is not None, "a unit of a file is made of what was read"
+        self._stored.commons[unit].put(stored, into)
+
+    def expert(self, unit: int, number: int) -> StoredUnit:
+        """Return how an expert lies in the files."""
+        return self._stored.experts[unit][number]
+
+    def read_expert(self, unit: int, number: int, into: Bytes) -> Ticket:
+        """Start reading an expert into the first bytes of `into`."""
+        stored = self.expert(unit, number)
+        return self._reader.read(stored.extents, into[: stored.num_bytes])
+
+    def make_expert(self, unit: int, number: int, read: torch.Tensor, into: torch.Tensor) -> None:
+        """Fill the flat slot `into` of an expert from what was read of it."""
+        stored = self.expert(unit, number)
+        if stored.is_made:
+            stored.put(read, into)
+        else:
+            into.copy_(read.view(into.dtype))
+
+    def close(self) -> None:
+        """Nothing is its own."""
+
+
+def expert_figures(
+    stored: StoredExperts, figures: tuple[UnitFigures, ...], dtype: torch.dtype, *, on_cpu: bool
+) -> ExpertFigures:
+    """Return the figures of experts, beside those of the units that they are taken out of."""
+    every = [expert for experts in stored.experts for expert in experts]
+    return ExpertFigures(
+        units=figures,
+        num_experts=tuple(len(experts) for experts in stored.experts),
+        elements=max(expert.layout.num_elements for expert in every),
+        stored_bytes=max(expert.num_bytes for expert in every),
+        is_made=any(expert.is_made for expert in every),
+        making_bytes=max(expert.making_bytes(dtype, on_host=on_cpu) for expert in every),
+        num_parameters=max(expert.layout.num_parameters for expert in every),
+    )

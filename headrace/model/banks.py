@@ -1,0 +1,159 @@
+"""Expert banks: what stands where a model's stacked experts stood, so that its own loop stops at an expert that is not there.
+
+Transformers computes a mixture by a loop over the experts that tokens were sent to, one `weights[expert]` after another. In the
+place of such a stack of weights stands a `Bank`: indexed with an expert it returns that one's weights if they are there, and
+otherwise whoever runs the block in this thread waits for it. Which experts will be asked for is known before the first is: they
+are the integers that the module is called with.
+
+Invariant: only modules that were seen to ask for one expert at a time, in ascending order, and for those announced and no
+others, have banks (`bank_check`).
+"""
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from headrace.model.binding import parameter_owners
+from headrace.terms.errors import ModelError
+
+Weights = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockExperts:
+    """The experts of a block: `module` owns stacked parameters, by attribute, whose `names` are those of the layouts."""
+
+    module: nn.Module
+    names: Mapping[str, str]
+    num_experts: int
+
+
+class Visitor(Protocol):
+    """Whoever runs a block in a thread."""
+
+    def announce(self, experts: Mapping[int, int]) -> None:
+        """Take which experts will be asked for, ascending, and for how many tokens. Called before the first is."""
+
+    def wait_for(self, expert: int) -> None:
+        """Return when it may be there; asked again if it is not."""
+
+
+class _Own(threading.local):
+    """Whoever runs blocks in this thread."""
+
+    visitor: Visitor | None = None
+
+
+class Banks:
+    """Banks in the place of the experts of blocks, from `install` to `remove`.
+
+    `present` are the experts that are there, by number and then by the attribute of their module: those of the one block that
+    is being computed. Whoever runs blocks sets and empties it.
+    """
+
+    def __init__(self, experts: Sequence[BlockExperts | None], dtype: torch.dtype, device: torch.device) -> None:
+        self.present: dict[int, Weights] = {}
+        self._experts, self._dtype, self._device = tuple(each for each in experts if each is not None), dtype, device
+        self._own = _Own()
+        self._hooks: list[Any] = []
+
+    def install(self) -> None:
+        """Put banks where experts stood; the parameters, without weights, stay behind them."""
+        for experts in self._experts:
+            module = experts.module
+            for attribute in experts.names:
+                shape = getattr(module, attribute).shape
+                vars(module)[attribute] = Bank(self, attribute, shape, self._dtype, self._device)
+            self._hooks.append(module.register_forward_pre_hook(self._announcing(experts.num_experts), with_kwargs=True))
+
+    def remove(self) -> None:
+        """Put everything back."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        for experts in self._experts:
+            for attribute in experts.names:
+                vars(experts.module).pop(attribute, None)
+
+    def visit(self, visitor: Visitor | None) -> None:
+        """Note that blocks are run by `visitor` in this thread from here on."""
+        self._own.visitor = visitor
+
+    def expert(self, number: int, attribute: str) -> torch.Tensor:
+        """Return the weights of an expert, once they are there."""
+        while (weights := self.present.get(number)) is None:
+            visitor = self._own.visitor
+            if visitor is None:
+                raise ModelError(f"expert {number} is asked for, and nobody is there to bring it")
+            visitor.wait_for(number)
+        return weights[attribute]
+
+    def _announcing(self, num_experts: int) -> Callable[..., None]:
+        def announce(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if self._own.visitor is not None:
+                self._own.visitor.announce(_chosen((*args, *kwargs.values()), num_experts))
+
+        return announce
+
+
+class Bank:
+    """What stands where a parameter (experts, ...) stood: `bank[expert]` is one expert's part of it."""
+
+    __slots__ = ("_attribute", "_banks", "device", "dtype", "shape")
+
+    def __init__(self, banks: Banks, attribute: str, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> None:
+        self._banks, self._attribute = banks, attribute
+        self.shape, self.dtype, self.device = shape, dtype, device
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        single = isinstance(index, int) or (
+            isinstance(index, torch.Tensor) and index.numel() == 1 and index.dim() == 0 and not index.is_floating_point()
+        )
+        if not single:
+            raise ModelError(f"experts are asked for by {index!r}, not one at a time")
+        return self._banks.expert(int(index), self._attribute)
+
+
+def find_experts(model: nn.Module, blocks: Sequence[nn.Module]) -> tuple[BlockExperts | None, ...]:
+    """Return the experts of each block, None where it has none: the one module all of whose parameters are stacks of as many.
+
+    A block with several such modules counts as one without.
+    """
+    names = {(id(module), attribute): name for name, places in parameter_owners(model).items() for module, attribute in places}
+    found = []
+    for block in blocks:
+        stacks = [each for module in block.modules() if (each := _stacks(module, names)) is not None]
+        found.append(stacks[0] if len(stacks) == 1 else None)
+    return tuple(found)
+
+
+def _stacks(module: nn.Module, names: Mapping[tuple[int, str], str]) -> BlockExperts | None:
+    own = {attribute: parameter for attribute, parameter in module._parameters.items() if parameter is not None}
+    counts = {parameter.shape[0] if parameter.dim() > 1 else 0 for parameter in own.values()}
+    if len(counts) != 1 or max(parameter.dim() for parameter in own.values()) != 3:
+        return None
+    (count,) = counts
+    # What a convolution has along its row is no expert of anything.
+    if count < 2 or isinstance(module, nn.modules.conv._ConvNd):
+        return None
+    return BlockExperts(module, {attribute: names[id(module), attribute] for attribute in own}, count)
+
+
+def chosen_among(values: Sequence[Any]) -> torch.Tensor | None:
+    """Return which experts tokens are sent to: the first tensor of integers among the arguments of a module of experts."""
+    integers = (torch.int64, torch.int32)
+    return next((value for value in values if isinstance(value, torch.Tensor) and value.dtype in integers), None)
+
+
+def _chosen(values: Sequence[Any], num_experts: int) -> dict[int, int]:
+    """Return the experts that tokens are sent to, ascending, and how often; a number beyond them is none's."""
+    chosen = chosen_among(values)
+    if chosen is None:
+        return {}
+    found, counts = torch.unique(chosen, return_counts=True)
+    pairs = zip(found.tolist(), counts.tolist(), strict=True)
+    return {expert: count for expert, count in pairs if 0 <= expert < num_experts}

@@ -1,0 +1,144 @@
+"""Experts where they lie in a model's own files, each by itself; and what of their blocks every token reads.
+
+Where a file has an expert's tensors one by one, or one stack of all of them, an expert is a run of bytes of it, or a few. Coded
+ones are read as they are coded, and decoded, one at a time.
+
+Invariant: an expert has the bits that it has in its whole block.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from headrace.model.banks import BlockExperts
+from headrace.model.coded import CodedSource
+from headrace.model.in_place import StoredUnit, alignment_of, stored_unit
+from headrace.model.matching import Piece, WeightMap
+from headrace.model.safetensors_file import StoredTensor
+from headrace.terms.layout import UnitLayout, lay_out
+
+
+@dataclass(frozen=True, slots=True)
+class StoredExperts:
+    """How a model comes from the files where experts come one at a time: `commons` by unit, without experts, and `experts` of
+    each unit, none where it has none.
+    """
+
+    commons: tuple[StoredUnit, ...]
+    experts: tuple[tuple[StoredUnit, ...], ...]
+
+
+class NotStoredSingly(Exception):
+    """Why experts cannot be read one at a time."""
+
+
+def stored_experts(
+    units: Sequence[StoredUnit],
+    blocks: Sequence[BlockExperts | None],
+    weights: WeightMap,
+    dtype: torch.dtype,
+    *,
+    on_cpu: bool,
+) -> StoredExperts:
+    """Return how experts of `blocks`, and the rest of `units`, come from the files of `weights`, for compute in `dtype`.
+
+    Raises:
+        NotStoredSingly: an expert is made of more than its own bytes; the message says of which parameter.
+    """
+    converted = {name for conversion in weights.conversions for name in conversion.parameters}
+    alignment_bytes = alignment_of(dtype, on_cpu=on_cpu)
+    tensors = weights.checkpoint.tensors
+    commons = list(units)
+    experts: list[tuple[StoredUnit, ...]] = [()] * len(units)
+    for unit, block in enumerate(blocks, start=1):
+        if block is None:
+            continue
+        names = frozenset(block.names.values())
+        if made := sorted(names & converted):
+            raise NotStoredSingly(f"{made[0]} is made of stored tensors by more than placing")
+        common = without(units[unit].layout, names)
+        if any(spec.name in converted for spec in common.parameters):
+            commons[unit] = StoredUnit(common, common.num_elements * dtype.itemsize)
+        else:
+            pieces = {spec.name: weights.pieces[spec.name] for spec in common.parameters}
+            commons[unit] = stored_unit(common, pieces, tensors, dtype, alignment_bytes)
+        places = {name: _by_expert(weights.pieces[name], block.num_experts) for name in names}
+        found: list[StoredUnit] = []
+        for expert in range(block.num_experts):
+            layout = expert_layout(units[unit].layout, names, expert)
+            own, parts = _of_expert(layout, places, tensors, expert)
+            found.append(stored_unit(layout, own, parts, dtype, alignment_bytes))
+        experts[unit] = tuple(found)
+    return StoredExperts(tuple(commons), tuple(experts))
+
+
+def without(layout: UnitLayout, names: frozenset[str]) -> UnitLayout:
+    """Return the layout of a unit's parameters but those of these names."""
+    kept = [(spec.name, spec.shape, (1.0, 0.0)) for spec in layout.parameters if spec.name not in names]
+    return lay_out(layout.name, kept)
+
+
+def expert_layout(layout: UnitLayout, names: frozenset[str], expert: int) -> UnitLayout:
+    """Return the layout of one expert of a unit whose parameters of these names are stacks."""
+    own = [(spec.name, spec.shape[1:], (1.0, 0.0)) for spec in layout.parameters if spec.name in names]
+    return lay_out(f"{layout.name} expert {expert}", own)
+
+
+def _by_expert(pieces: Sequence[Piece], count: int) -> list[list[Piece]]:
+    """Return the pieces of each expert; a stack is a piece of all."""
+    found: list[list[Piece]] = [[] for _ in range(count)]
+    for piece in pieces:
+        for each in found if piece.index == () else [found[int(piece.index[0])]]:  # type: ignore[arg-type]
+            each.append(piece)
+    return found
+
+
+def _of_expert(
+    layout: UnitLayout, places: Mapping[str, list[list[Piece]]], tensors: Mapping[str, StoredTensor], expert: int
+) -> tuple[dict[str, Sequence[Piece]], dict[str, StoredTensor]]:
+    """Return the pieces of one expert, and the tensors that they are: of a stack, its part."""
+    pieces: dict[str, Sequence[Piece]] = {}
+    parts: dict[str, StoredTensor] = {}
+    for spec in layout.parameters:
+        found: list[Piece] = []
+        for piece in places[spec.name][expert]:
+            stored = tensors[piece.key]
+            if piece.index == ():
+                stored = _part(stored, expert, len(places[spec.name]))
+                found.append(replace(piece, key=stored.key))
+            else:
+                found.append(replace(piece, index=_within(piece, stored, spec.shape)))
+            parts[stored.key] = stored
+        pieces[spec.name] = found
+    return pieces, parts
+
+
+def _within(piece: Piece, stored: StoredTensor, shape: tuple[int, ...]) -> tuple[int | slice, ...]:
+    """Return the place of a piece in its expert; the empty one where it is all of it."""
+    return () if stored.shape == shape else piece.index[1:]
+
+
+def _part(stored: StoredTensor, expert: int, count: int) -> StoredTensor:
+    """Return one expert's part of a stack."""
+    coded = stored.coded
+    key = f"{stored.key}[{expert}]"
+    if coded is None:
+        return _slice(stored, expert, keep=False, key=key)
+    assert isinstance(coded, CodedSource), "what decodes"
+    whole = all(part.shape[:1] == (count,) and len(part.shape) > 2 for part in coded.stored.values())
+    if not whole or coded.given:
+        raise NotStoredSingly(f"{stored.key} is coded as a whole, in {coded.codec.name}")
+    parts: Mapping[str, StoredTensor] = {
+        name: _slice(part, expert, keep=True, key=f"{part.key}[{expert}]") for name, part in coded.stored.items()
+    }
+    shape = coded.shape[1:]
+    own = replace(coded, shape=shape, stored=parts)
+    return replace(stored, key=key, shape=shape, num_bytes=stored.num_bytes // count, coded=own)
+
+
+def _slice(stored: StoredTensor, expert: int, *, keep: bool, key: str) -> StoredTensor:
+    """Return the bytes of one of a stack; `keep` its first dimension, of one."""
+    size = stored.num_bytes // stored.shape[0]
+    shape = (1, *stored.shape[1:]) if keep else stored.shape[1:]
+    return replace(stored, key=key, offset=stored.offset + expert * size, num_bytes=size, shape=shape)

@@ -1,0 +1,136 @@
+"""Experts that come by themselves, as a plan sees them: how large, how many, and how many of them are wanted.
+
+Of a mixture's block every token reads the same part: attention, norms, router, experts that all share. That part is the unit
+that streams; its other experts come a few at a time, a *round*. Either those that tokens were sent to, once that is known
+(*routed*), or all of them, ahead of compute, where most are wanted anyway: no block is in memory as a whole.
+
+Where T tokens choose k of E experts each, E (1 - (1 - k/E)^T) experts are wanted if all are as likely.
+"""
+
+from dataclasses import dataclass
+
+from headrace.plan.buffer_sizes import SOURCE_SLOTS
+from headrace.terms.forms import UnitFigures
+from headrace.terms.layout import Plane
+from headrace.terms.sizes import PAGE_BYTES, round_up
+
+# Rounds whose experts are in memory: one computes, two come.
+ROUNDS_IN_MEMORY = 3
+# A block has no more rounds than this: experts come several at a time where they are many.
+MOST_ROUNDS = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertFigures:
+    """Blocks without their experts, and these. `units` are those of `UnitFigures` of a plan.
+
+    Attributes:
+        num_experts: by unit, 0 where a unit has none.
+        elements: of the slot that an expert is computed from; of the largest.
+        stored_bytes: that are read for the largest.
+        is_made: whether a slot is made of what is read, and not just read; `making_bytes` as in `UnitFigures`.
+        num_parameters: of one expert.
+    """
+
+    units: tuple[UnitFigures, ...]
+    num_experts: tuple[int, ...]
+    elements: int
+    stored_bytes: int
+    is_made: bool
+    making_bytes: int
+    num_parameters: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertPlan:
+    """How experts come. `choices` is how many experts a token is sent to, `in_round` how many come together.
+
+    `cached` experts stay in host memory. A pass reads all experts ahead where tokens are expected to want more than the share
+    `ahead_share` of them, and otherwise waits for the routers.
+    """
+
+    figures: ExpertFigures
+    choices: int
+    in_round: int
+    cached: int = 0
+    ahead_share: float = 0.6
+
+    def touched(self, unit: int, tokens: int) -> float:
+        """Return how many experts of a unit `tokens` tokens are expected to want."""
+        return touched(self.figures.num_experts[unit], self.choices, tokens)
+
+    def is_ahead(self, tokens: int) -> bool:
+        """Return whether a pass over so many tokens reads all experts ahead."""
+        counts = self.figures.num_experts
+        whole = sum(counts)
+        return sum(self.touched(unit, tokens) for unit in range(len(counts))) > self.ahead_share * whole
+
+    def rounds(self, unit: int, experts: float) -> int:
+        """Return the rounds that so many of a unit's experts come in."""
+        count = min(self.figures.num_experts[unit], int(-(-experts // 1)))
+        return -(-count // self.in_round)
+
+    def most_rounds(self, unit: int, tokens: int) -> int:
+        """Return the rounds that so many tokens can want at most."""
+        return self.rounds(unit, float(tokens * self.choices))
+
+    def waiting_bytes(self, tokens: int, hidden_bytes: int) -> int:
+        """Return what a seat of so many tokens takes while it waits within a block: hidden states (what came in, was normed, is
+        being summed, and comes of experts that all share), routers' scores, and the loop's mask of places in 64-bit numbers.
+        """
+        most = max(self.figures.num_experts)
+        return 5 * hidden_bytes + tokens * (most * 8 + self.choices * (most + 3) * 8)
+
+    @property
+    def all_rounds(self) -> int:
+        """Rounds of a pass that wants all experts."""
+        return sum(self.rounds(unit, float(count)) for unit, count in enumerate(self.figures.num_experts))
+
+    def describe(self, tokens: int) -> str:
+        """Return in words how experts come to a pass over so many tokens."""
+        counts = self.figures.num_experts
+        most = max(counts)
+        wanted = touched(most, self.choices, tokens)
+        cached = f", {self.cached} of {sum(counts)} stay in host memory" if self.cached else ""
+        how = "all read ahead" if self.is_ahead(tokens) else "read once routers have chosen"
+        return (
+            f"by themselves, {self.in_round} at a time: of {most} in a block {wanted:.3g} are likely to be wanted by one token "
+            f"of each row, {how}{cached}"
+        )
+
+    @property
+    def cached_share(self) -> float:
+        """The share of all experts that is in host memory."""
+        return min(1.0, self.cached / max(1, sum(self.figures.num_experts)))
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of an expert as it is read, in whole pages."""
+        return round_up(self.figures.stored_bytes, PAGE_BYTES)
+
+
+def expert_buffers(plan: ExpertPlan, weight: Plane, *, separate: bool) -> dict[str, tuple[str, int, int]]:
+    """Return by name the tier, number and bytes of each group of buffers for experts. A buffer holds one."""
+    figures, count = plan.figures, plan.in_round
+    slot_bytes = round_up(weight.num_bytes(figures.elements), PAGE_BYTES)
+    groups = {
+        "experts": ("host", ROUNDS_IN_MEMORY * count, plan.slot_bytes),
+        "cached_experts": ("host", plan.cached, plan.slot_bytes),
+    }
+    if separate or figures.is_made:
+        groups["device_experts"] = ("device" if separate else "host", ROUNDS_IN_MEMORY * count, slot_bytes)
+    if separate and figures.is_made:
+        groups["expert_sources"] = ("device", SOURCE_SLOTS * count, plan.slot_bytes)
+    return groups
+
+
+def touched(experts: int, choices: int, tokens: int) -> float:
+    """Return how many of `experts` are expected to be wanted where each of `tokens` tokens chooses `choices` of them."""
+    if experts <= choices:
+        return float(experts)
+    return experts * (1 - (1 - choices / experts) ** tokens)
+
+
+def experts_in_round(num_experts: int) -> int:
+    """Return how many experts come together, so that no block has too many rounds."""
+    return -(-num_experts // MOST_ROUNDS)
