@@ -19,7 +19,7 @@ FAMILIES = {
     "activations": ("stash", "spill", "unspill", "recall"),
     "gradients": ("drain", "push", "receive", "hold", "unhold"),
     "states": ("read-states", "states-to-device", "update", "states-to-host", "write-states"),
-    "control": ("announce", "report", "decide", "commit"),
+    "control": ("announce", "report", "decide", "route", "commit"),
 }
 FAMILY_OF = {verb: family for family, verbs in FAMILIES.items() for verb in verbs}
 FAMILY_WORDS = {
