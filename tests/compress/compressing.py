@@ -3,13 +3,17 @@
 import json
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from headrace.codec.ternary_target import TernaryTarget
+from headrace.runs import compression
 from headrace.runs.compression import Compressed, compress
 from headrace.terms.compress_options import CompressOptions
 
@@ -74,7 +78,16 @@ def run(model: Path, folder: Path, **more: Any) -> Compressed:
     return compress(options(model, folder, **more))
 
 
-def run_and_be_killed(model: Path, folder: Path, calls: int) -> None:
+def run_to_words(model: Path, folder: Path, stop: Callable[[], Any] = lambda: None) -> None:
+    """Compress experts to ternary weights, in words wherever these are shorter than trits: tables are in the files, too."""
+    folder.mkdir(exist_ok=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compression, "TernaryTarget", lambda: TernaryTarget(least_gain_bytes=1))
+        stop()
+        run(model, folder, to="ternary", experts_only=True)
+
+
+def run_and_be_killed(model: Path, folder: Path, calls: int, to: str = "int4") -> None:
     """Compress, in a process of its own, that is killed at the call of that number that moves or syncs anything."""
     torch.set_num_threads(1)
     left = [calls]
@@ -88,8 +101,13 @@ def run_and_be_killed(model: Path, folder: Path, calls: int) -> None:
 
         return run
 
-    for name in ("write", "pwrite", "fsync", "replace", "rename"):
-        setattr(os, name, counted(getattr(os, name)))
+    def begin() -> None:
+        for name in ("write", "pwrite", "fsync", "replace", "rename"):
+            setattr(os, name, counted(getattr(os, name)))
+
+    if to == "ternary":
+        run_to_words(model, folder, begin)
+    begin()
     compress(options(model, folder))
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import compressing
 import pytest
-from compressing import files_of, options, run
+from compressing import files_of, options, run, run_to_words
 from tiers import sampled
 
 from headrace.runs.compression import compress
@@ -29,6 +29,29 @@ def test_killed_and_begun_again(dense: Path, dense_int4: Any, tmp_path: Path, ca
     assert not (tmp_path / "out").exists()
     run(dense, tmp_path)
     assert files_of(tmp_path) == files_of(dense_int4[0])
+    assert not (tmp_path / "out.unfinished").exists()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(mixture: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    run_to_words(mixture, folder)
+    assert any(b"headrace.dictionary" in content for content in files_of(folder).values())
+    return files_of(folder)
+
+
+@pytest.mark.parametrize("calls", sampled(MOMENTS, ("call 50",)))
+def test_ternary_weights_killed_and_begun_again(
+    mixture: Path, undisturbed: dict[str, bytes], tmp_path: Path, calls: str
+) -> None:
+    """In any block: which dictionary a matrix gets, and the table in its file, are no matter of the process."""
+    process = PROCESSES.Process(target=compressing.run_and_be_killed, args=(mixture, tmp_path, MOMENTS[calls], "ternary"))
+    process.start()
+    process.join(120)
+    assert process.exitcode == -signal.SIGKILL, "there are fewer calls than that"
+    assert not (tmp_path / "out").exists()
+    run_to_words(mixture, tmp_path)
+    assert files_of(tmp_path) == undisturbed
     assert not (tmp_path / "out.unfinished").exists()
 
 
