@@ -23,6 +23,8 @@ Messages = list[Mapping[str, Any]]
 Stretch = tuple[int, int]
 """Characters of a text: from the first one up to, and without, the second."""
 
+_NAME_START = "headrace-content-"
+_NAME = _NAME_START + "{}-"
 _GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
@@ -118,6 +120,36 @@ def encode_chat_completion(row: Row, template: Template, most_tokens: int) -> En
         yield _length_of_start(text, start, len(prompt)), len(text)
 
     return _encode(row, text, completion(), template.tokenizer, most_tokens)
+
+
+def encode_contents(row: Row, messages: Messages, template: Template, most_tokens: int) -> Encoded | Unmarked:
+    """Return the ids of a conversation, marked ("trained") where somebody speaks and nowhere in what the template adds.
+
+    What it adds is seen by rendering the conversation with a name in the place of each text: the pieces between names, with the
+    texts between them, must be the rendering of the conversation itself.
+    """
+    places = [index for index, message in enumerate(messages) if isinstance(message.get("content"), str)]
+    named = [
+        dict(message, content=_NAME.format(index)) if index in places else message for index, message in enumerate(messages)
+    ]
+    text, frame = template.render(row, messages), template.render(row, named)
+    stretches: list[Stretch] = []
+    at = 0
+    for index in places:
+        added, name, frame = frame.partition(_NAME.format(index))
+        content = str(messages[index]["content"])
+        begin = at + len(added)
+        rest = frame.split(_NAME_START)[0]
+        spoken = next((each for each in (content, content.strip()) if text.startswith(each + rest, begin)), None)
+        if not name or spoken is None or not text.startswith(added, at):
+            return Unmarked(
+                row.place, f"the chat template changes message {index}, so that it cannot be told from the template"
+            )
+        at = begin + len(spoken)
+        stretches += [(begin, at)] if spoken else []
+    if text[at:] != frame:
+        return Unmarked(row.place, "the chat template renders other texts otherwise")
+    return _encode(row, text, iter(stretches), template.tokenizer, most_tokens)
 
 
 def checked_messages(row: Row, column: str) -> Messages:

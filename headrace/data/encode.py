@@ -12,7 +12,14 @@ from itertools import compress
 from typing import Any
 
 from headrace.data.bounded import Tokens, tokenize
-from headrace.data.chat import Template, encode_chat, encode_chat_completion
+from headrace.data.chat import (
+    Messages,
+    Template,
+    checked_messages,
+    encode_chat,
+    encode_chat_completion,
+    encode_contents,
+)
 from headrace.data.values import IGNORED, Encoded, Kind, Row, Tokenizer, Unmarked
 from headrace.terms.errors import DataError, ModelError
 
@@ -21,14 +28,18 @@ _CHARACTERS_AT_ONCE = 1 << 20
 _LARGEST_ID = 2**31 - 1
 
 
-def encode_rows(kind: Kind, rows: Iterable[Row], tokenizer: Tokenizer, most_tokens: int) -> Iterator[Encoded | Unmarked]:
+def encode_rows(
+    kind: Kind, rows: Iterable[Row], tokenizer: Tokenizer, most_tokens: int, *, contents: bool = False
+) -> Iterator[Encoded | Unmarked]:
     """Yield ids and mask of each row, in order: all, or at least the first `most_tokens`.
+
+    `contents`: see `DataSpec.contents`.
 
     Raises:
         DataError: a sample that is not what its columns promise, with its place.
         ModelError: the tokenizer lacks an end-of-sequence token or a chat template that the samples need.
     """
-    encode = _encoder(kind, tokenizer, most_tokens)
+    encode = _encoder(kind, tokenizer, most_tokens, contents=contents)
     for chunk in _chunks(rows):
         for row, sample in zip(chunk, encode(chunk), strict=True):
             yield _with_unread(row, sample, most_tokens) if row.unread and isinstance(sample, Encoded) else sample
@@ -68,7 +79,12 @@ def _size(value: Any) -> int:
     return 8 + sum(map(_size, values))
 
 
-def _encoder(kind: Kind, tokenizer: Tokenizer, most_tokens: int) -> Callable[[list[Row]], Iterable[Encoded | Unmarked]]:
+def _encoder(
+    kind: Kind, tokenizer: Tokenizer, most_tokens: int, *, contents: bool
+) -> Callable[[list[Row]], Iterable[Encoded | Unmarked]]:
+    if contents and kind is not Kind.TOKENS:
+        template = Template.of(tokenizer)
+        return lambda rows: (encode_contents(row, _spoken(kind, row), template, most_tokens) for row in rows)
     match kind:
         case Kind.TOKENS:
             return lambda rows: map(_encode_tokens, rows)
@@ -79,6 +95,19 @@ def _encoder(kind: Kind, tokenizer: Tokenizer, most_tokens: int) -> Callable[[li
             return partial(_encode_completions, tokenizer=tokenizer, most_tokens=most_tokens)
         case Kind.TEXT:
             return partial(_encode_texts, tokenizer=tokenizer, most_tokens=most_tokens)
+
+
+def _spoken(kind: Kind, row: Row) -> Messages:
+    """Return a row as a conversation: a text is what the user says, and a completion the answer to its prompt."""
+    if kind is Kind.CHAT:
+        return checked_messages(row, "messages")
+    if kind is Kind.TEXT:
+        return [{"role": "user", "content": _string(row, "text")}]
+    messages: Messages = []
+    for column, role in (("prompt", "user"), ("completion", "assistant")):
+        is_chat = isinstance(row.values[column], list)
+        messages += checked_messages(row, column) if is_chat else [{"role": role, "content": _string(row, column)}]
+    return messages
 
 
 def _encode_texts(rows: list[Row], *, tokenizer: Tokenizer, most_tokens: int) -> list[Encoded]:

@@ -51,14 +51,14 @@ def load_tokens(spec: DataSpec, tokenizer: Tokenizer, cache_dir: Path) -> TokenS
 
 def _load(spec: DataSpec, tokenizer: Tokenizer, cache_dir: Path) -> TokenSet:
     sources = find_sources(spec.paths, cache_dir, spec.sequence_length)
-    directory = cache_dir / f"tokens-{_key(sources, tokenizer, spec.sequence_length, cache_dir)}"
+    directory = cache_dir / f"tokens-{_key(sources, tokenizer, spec, cache_dir)}"
     if isinstance(made := _whole(directory), TokenSet):
         return made
     with _locked(directory.with_suffix(".lock")):
         if isinstance(made := _whole(directory), TokenSet):
             return made  # by the process that held the lock
         pad_id = next((token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id) if token is not None), 0)
-        samples = _Samples(sources, tokenizer, spec.sequence_length)
+        samples = _Samples(sources, tokenizer, spec)
         try:
             write_tokens(directory, samples, sequence_length=spec.sequence_length, pad_id=pad_id, remarks=samples.remarks)
         except NothingTrained as error:
@@ -128,9 +128,9 @@ def _system_number(error: Exception) -> int | None:
     return int(found[1]) if found else None
 
 
-def _key(sources: Iterable[Source], tokenizer: Tokenizer, sequence_length: int, cache_dir: Path) -> str:
+def _key(sources: Iterable[Source], tokenizer: Tokenizer, spec: DataSpec, cache_dir: Path) -> str:
     parts = [
-        f"{FORMAT_VERSION} {sequence_length}",
+        f"{FORMAT_VERSION} {spec.sequence_length}{' contents' if spec.contents else ''}",
         tokenizer_fingerprint(tokenizer, cache_dir),
         *(source.fingerprint for source in sources),
     ]
@@ -140,8 +140,9 @@ def _key(sources: Iterable[Source], tokenizer: Tokenizer, sequence_length: int, 
 class _Samples:
     """The samples of `sources`, tokenised as they are asked for, and then what there is to say of them."""
 
-    def __init__(self, sources: Iterable[Source], tokenizer: Tokenizer, most_tokens: int) -> None:
-        self._sources, self._tokenizer, self._most_tokens = sources, tokenizer, most_tokens
+    def __init__(self, sources: Iterable[Source], tokenizer: Tokenizer, spec: DataSpec) -> None:
+        self._sources, self._tokenizer = sources, tokenizer
+        self._most_tokens, self._contents = spec.sequence_length, spec.contents
         self._count = self._num_unmarked = 0
         self._first_unmarked: Unmarked | None = None
         self._seen: dict[str, tuple[str, int]] = {}  # where each remark was first made, and how often
@@ -149,7 +150,8 @@ class _Samples:
     def __iter__(self) -> Iterator[tuple[Encoded | Unmarked, str]]:
         for source in self._sources:
             kind, rows = read_rows(source)
-            for sample in encode_rows(kind, self._noted(rows), self._tokenizer, self._most_tokens):
+            noted = self._noted(rows)
+            for sample in encode_rows(kind, noted, self._tokenizer, self._most_tokens, contents=self._contents):
                 self._count += 1
                 if isinstance(sample, Unmarked):
                     self._num_unmarked += 1

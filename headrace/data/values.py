@@ -110,7 +110,9 @@ class DataSpec:
     """What the user chooses about the data.
 
     `paths` are files, directories or one Hub data set (`owner/name`). A step takes `tokens_per_step // sequence_length` rows.
-    `packing` puts several samples into a row, which a model can take only if it honours `position_ids`.
+    `packing` puts several samples into a row, which a model can take only if it honours `position_ids`. With `contents` all
+    goes through the chat template, texts as what the user says, and what counts as trained is what anybody says: for
+    calibration.
     """
 
     paths: tuple[str, ...]
@@ -119,6 +121,7 @@ class DataSpec:
     seed: int = 0
     packing: bool = True
     shuffle: bool = True
+    contents: bool = False
 
     def __post_init__(self) -> None:
         if not self.paths:

@@ -1,6 +1,7 @@
 """Calibration data: rows that matrices' inputs are taken from, and rows that only measure the loss.
 
-Invariant: no held-out row is among those that calibrate; of the latter, tokens that fill or mark do not count.
+Invariant: no held-out row is among those that calibrate; of the latter, tokens that fill or mark do not count, nor what a chat
+template adds to what is said.
 """
 
 from collections.abc import Callable
@@ -11,7 +12,7 @@ import torch
 
 from headrace.data import BatchStream
 from headrace.engine.quantiser import Rows
-from headrace.model import Chain, MicroBatch
+from headrace.model import IGNORED, Chain, MicroBatch
 from headrace.runs.open_data import open_tokenizer, open_tokens, tensors_of, with_lengths
 from headrace.terms.compress_options import CompressOptions
 from headrace.terms.errors import DataError
@@ -48,7 +49,8 @@ def open_calibration(options: CompressOptions, chain: Chain, say: Callable[[str]
     length = config.sequence_length or 0
     config = replace(config, tokens_per_step=length, packing=chain.packs(length))
     tokenizer = open_tokenizer(options.model)
-    tokens, spec = open_tokens(config, tokenizer)
+    templated = bool(getattr(tokenizer, "chat_template", None))
+    tokens, spec = open_tokens(config, tokenizer, contents=templated)
     stream = BatchStream(tokens, spec)
     for notice in stream.notices:
         say(notice)
@@ -61,22 +63,25 @@ def open_calibration(options: CompressOptions, chain: Chain, say: Callable[[str]
             "more data, or a smaller sequence_length"
         )
     marks = torch.tensor(sorted(set(getattr(tokenizer, "all_special_ids", ()) or ())), dtype=torch.int64)
-    found = [_row(stream, marks) for _ in range(calibrating + held_out)]
+    found = [_row(stream, marks, templated) for _ in range(calibrating + held_out)]
     rows = _joined(found[:calibrating], length, held_out=False) + _joined(found[calibrating:], length, held_out=True)
     counted = sum(int(each.counts.sum()) for each in rows if not each.held_out)
     widest = max((spec.shape[-1] for unit in chain.layouts[1:] for spec in unit.parameters if len(spec.shape) > 1), default=1)
     if counted < widest:
         raise DataError(
             f"{', '.join(options.data)}: calibration is too short: {counted} tokens in {calibrating} rows of {length} (without "
-            f"padding and special tokens), and a matrix has {widest} inputs; give at least as many, better 100 times as many"
+            f"padding, chat template and special tokens), and a matrix has {widest} inputs; give at least as many, better 100 "
+            "times as many"
         )
     return CalibrationData(tuple(rows), tokens.info.digest, length)
 
 
-def _row(stream: BatchStream, marks: torch.Tensor) -> tuple[dict[str, Any], torch.Tensor]:
+def _row(stream: BatchStream, marks: torch.Tensor, templated: bool) -> tuple[dict[str, Any], torch.Tensor]:
     tensors = tensors_of(stream.next_batch())
     ids = tensors["input_ids"]
     counts = ~torch.isin(ids, marks)
+    if templated:  # labels are of what is said
+        counts &= tensors["labels"] != IGNORED
     for mask in ("attention_mask", "token_mask"):
         if mask in tensors:
             counts &= tensors[mask] != 0

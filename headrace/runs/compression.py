@@ -318,7 +318,7 @@ def result_table(result: Compressed) -> str:
         if report.failed:
             lines.append(f"  {report.name}: without a factor, rounded plainly: {_listed(report.failed)}")
         if report.unsorted:
-            lines.append(f"  {report.name}: padding and special tokens could not be told apart, and count")
+            lines.append(f"  {report.name}: padding, template and special tokens could not be told apart, and count")
     for reason in dict.fromkeys(result.left.values()):
         names = [name for name, other in result.left.items() if other == reason]
         lines.append(f"  left as they are ({reason}): {_listed(names)}")

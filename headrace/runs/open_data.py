@@ -77,8 +77,10 @@ def with_lengths(config: RunOptions) -> RunOptions:
     return replace(config, sequence_length=length, tokens_per_step=tokens or DEFAULT_ROWS_PER_STEP * length)
 
 
-def open_tokens(config: RunOptions, tokenizer: Any) -> tuple[TokenSet, DataSpec]:
+def open_tokens(config: RunOptions, tokenizer: Any, *, contents: bool = False) -> tuple[TokenSet, DataSpec]:
     """Return the tokenised samples and what was asked for. `config` has its lengths decided; `packing=None` counts as true.
+
+    `contents`: see `DataSpec`.
 
     Raises:
         DataError: see `headrace.data.load_tokens`.
@@ -93,6 +95,7 @@ def open_tokens(config: RunOptions, tokenizer: Any) -> tuple[TokenSet, DataSpec]
         seed=config.seed,
         packing=config.packing is not False,
         shuffle=config.shuffle,
+        contents=contents,
     )
     tokens = load_tokens(spec, tokenizer, config.cache)
     vocabulary, largest = read_model_config(config.model).get("vocab_size"), tokens.info.largest_id

@@ -4,6 +4,8 @@ Run: pytest tests/compress/test_compression.py
 """
 
 import json
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import pytest
 import torch
 from compressing import options
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headrace.codec import Int4Grid, gptq, nearest
 from headrace.engine.coded_files import digest_of
@@ -177,6 +179,24 @@ def test_held_out_rows_are_no_calibration_rows(dense: Path, tmp_path: Path) -> N
     assert not set(rows[False]) & set(rows[True])
     for each in data.rows:
         assert not bool((each.counts & (each.batch.input_ids == 0)).any()), "the mark of the end counts"
+
+
+def test_texts_go_through_the_chat_template_of_which_nothing_counts(dense: Path, tmp_path: Path) -> None:
+    """Neither as an input of a matrix nor in the loss; and special tokens do not, whoever says them."""
+    shutil.copytree(dense, tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}]: {{ m.content | trim }} </>{% endfor %}<eos>"
+    tokenizer.save_pretrained(tmp_path / "model")
+    data = data_of(tmp_path / "model", tmp_path)
+    for each in data.rows:
+        for ids, counts, labels in zip(each.batch.input_ids, each.counts, each.batch.labels, strict=True):
+            text = tokenizer.decode(ids)
+            assert "[user]: " in text
+            said, rest = tokenizer.decode(ids[counts]), tokenizer.decode(ids[~counts])
+            assert "times" in said
+            assert not re.search(r"[\[\]<>]", said), said
+            assert not re.search(r"times|makes", rest), rest
+            assert bool((labels[~counts] == -100).all())
 
 
 def test_memory_for_few_sums_changes_no_byte(mixture: Path, mixture_int4: tuple[Path, Compressed], tmp_path: Path) -> None:

@@ -242,3 +242,30 @@ def test_many_rows_come_back_in_order():
     rows = [Row(str(index), {"text": f"fox {index}"}) for index in range(1100)]
     texts = [PLAIN_TOKENIZER.decode(made.ids) for made in encode_rows(Kind.TEXT, rows, PLAIN_TOKENIZER, 1000)]
     assert texts == [f"fox {index}{EOS}" for index in range(1100)]
+
+
+def marked(kind, values, tokenizer):
+    made = next(encode_rows(kind, [Row("file, line 1", values)], tokenizer, 1000, contents=True))
+    return made if isinstance(made, Unmarked) else trained_texts(made.ids, made.trained, tokenizer)
+
+
+@pytest.mark.parametrize("template", [PLAIN, TAGGED, THINKING])
+def test_for_calibration_what_anybody_says_is_marked_and_nothing_of_the_template(template):
+    tokenizer = make_tokenizer(template)
+    whole = tokenizer.apply_chat_template(chat("user fox", "the dog", "assistant user"), tokenize=False)
+    assert marked(Kind.CHAT, {"messages": chat("user fox", "the dog", "assistant user")}, tokenizer) == [
+        "user fox",
+        "the dog",
+        "assistant user",
+    ]
+    ids, _ = encode(Kind.CHAT, {"messages": chat("user fox", "the dog", "assistant user")}, tokenizer)
+    assert tokenizer.decode(ids) == whole
+    assert marked(Kind.TEXT, {"text": "a fox"}, tokenizer) == ["a fox"]
+    assert marked(Kind.COMPLETION, {"prompt": "a fox", "completion": "or two"}, tokenizer) == ["a fox", "or two"]
+
+
+def test_a_template_that_says_other_texts_for_other_conversations_is_no_way_to_tell_contents():
+    said = marked(Kind.CHAT, {"messages": chat("the fox", "headrace-content-")}, make_tokenizer(COUNTING))
+    assert said == ["the fox", "headrace-content-"]
+    counting = make_tokenizer("{% for m in messages %}{{ m.content | length }} {{ m.content }}<|end|>{% endfor %}")
+    assert isinstance(marked(Kind.CHAT, {"messages": chat("the fox", "the dog")}, counting), Unmarked)
