@@ -266,6 +266,6 @@ def test_for_calibration_what_anybody_says_is_marked_and_nothing_of_the_template
 
 def test_a_template_that_says_other_texts_for_other_conversations_is_no_way_to_tell_contents():
     said = marked(Kind.CHAT, {"messages": chat("the fox", "headrace-content-")}, make_tokenizer(COUNTING))
-    assert said == ["the fox", "headrace-content-"]
+    assert [each.strip() for each in said] == ["the fox", "headrace-content-"]  # a token may begin with the template's blank
     counting = make_tokenizer("{% for m in messages %}{{ m.content | length }} {{ m.content }}<|end|>{% endfor %}")
     assert isinstance(marked(Kind.CHAT, {"messages": chat("the fox", "the dog")}, counting), Unmarked)
