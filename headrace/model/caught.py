@@ -17,6 +17,18 @@ from torch.overrides import TorchFunctionMode
 
 from headrace.terms.errors import ModelError
 
+_PRODUCTS = frozenset(
+    {
+        torch.matmul,
+        torch.mm,
+        torch.bmm,
+        torch.Tensor.matmul,
+        torch.Tensor.mm,
+        torch.Tensor.bmm,
+        torch.Tensor.__matmul__,
+    }
+)
+
 Place = tuple[int, tuple[int, int]]
 
 
@@ -90,15 +102,38 @@ class CatchInputs(TorchFunctionMode):
     ) -> Any:
         if func is F.linear:
             weight = args[1] if len(args) > 1 else (kwargs or {})["weight"]
-            matrix = self._matrices.get((weight.data_ptr(), _shape(weight))) if weight.dim() == 2 else None
-            if matrix is not None:
-                inputs = args[0] if args else (kwargs or {})["input"]
-                self.seen[matrix] = self.seen.get(matrix, 0) + inputs.numel() // max(1, matrix.shape[1])
-                if matrix in self._wanted:
-                    self._add(matrix, inputs)
+            if weight.dim() == 2:
+                self._note_product(args[0] if args else (kwargs or {})["input"], weight)
+        elif func in _PRODUCTS:
+            self._note_transposed(*_operands(args, kwargs or {}))
         elif func in (torch.Tensor.__getitem__, torch.index_select, torch.Tensor.index_select):
             self._note_picked(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
+
+    def _note_product(self, inputs: torch.Tensor, weight: torch.Tensor) -> None:
+        """Take `inputs` (..., columns) times the transpose of `weight` (rows, columns), if that is a matrix of the block."""
+        matrix = self._matrices.get((weight.data_ptr(), _shape(weight)))
+        if matrix is not None:
+            self.seen[matrix] = self.seen.get(matrix, 0) + inputs.numel() // max(1, matrix.shape[1])
+            if matrix in self._wanted:
+                self._add(matrix, inputs)
+
+    def _note_transposed(self, inputs: Any, other: Any) -> None:
+        """Take a product with a matrix that was transposed before, or with a stack of such.
+
+        A matrix that is multiplied as it lies has its inputs along its rows: codes have groups along columns, so it is left,
+        and said not to have been seen.
+        """
+        if not (isinstance(inputs, torch.Tensor) and isinstance(other, torch.Tensor)) or other.dim() not in (2, 3):
+            return
+        weight = other.detach().mT
+        if not weight.is_contiguous() or inputs.dim() < 2:
+            return
+        if weight.dim() == 2:
+            self._note_product(inputs, weight)
+        elif (weight.data_ptr(), _shape(weight)) in self._matrices:
+            for expert, part in enumerate(weight):
+                self._note_product(inputs[expert] if inputs.dim() == 3 else inputs, part)
 
     def _note_picked(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Remember which tokens were picked, if rows of all of them were."""
@@ -142,6 +177,11 @@ class CatchInputs(TorchFunctionMode):
             return flat[self._counts[picked]]
         self.caught.unsorted.add(matrix)
         return flat
+
+
+def _operands(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    given = [*args, *kwargs.values()]
+    return (given[0], given[1]) if len(given) > 1 else (None, None)
 
 
 def _shape(tensor: torch.Tensor) -> tuple[int, int]:
