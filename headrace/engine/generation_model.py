@@ -12,17 +12,21 @@ import torch
 from transformers import GenerationConfig
 
 from headrace.answers.model_config import position_limit
+from headrace.engine.seams import Seams, forms_of, seams_of
+from headrace.engine.stored_codes import stored_codes
+from headrace.flow.make import Maker
 from headrace.flow.sources import ShardSource, StoreSource, WeightSource
 from headrace.machine.here import this_machine
 from headrace.machine.protocol import Machine
-from headrace.model import Chain, Checkpoint, check_whole, load_buffers, match_weights
+from headrace.model import Chain, Checkpoint, WeightMap, check_whole, load_buffers, match_weights
 from headrace.model.generation_check import check_generation, ready_to_generate
 from headrace.store import StateStore
 from headrace.terms.budget import Budget
 from headrace.terms.errors import ConfigError, ModelError, RunDirectoryError, in_one_line
 from headrace.terms.events import Event, Sink
 from headrace.terms.optimizer import Optimizer
-from headrace.update.wires import DenseWire
+from headrace.terms.options import Options
+from headrace.update import optimizer_of, rule_of
 
 # Where neither the model nor anybody says how many.
 _NEW_TOKENS = 512
@@ -75,30 +79,29 @@ class GenerationModel:
         """Open the last commit of a run, whose store is only read. `check` tries its architecture.
 
         Raises:
-            RunDirectoryError: the run is in progress, has no commit, or its weights are completed by what is trained besides.
+            RunDirectoryError: the run is in progress, has no commit, or was begun with seams that no option names.
             ModelError: the model that it began with is gone.
             ConfigError: another compute dtype is asked for than the run has.
         """
         store = StateStore.open(run_directory, sink=sink or _silent)
         try:
-            identity, own = store.manifest.identity, store.record.get("options", {}).get("compute_dtype")
-            if identity.get("wire") not in (None, DenseWire().name) or identity.get("codec") or identity.get("site"):
-                raise RunDirectoryError(
-                    f"{run_directory}: its weights are completed by what is trained besides; write them out first: "
-                    f"`headrace export {run_directory} OUT`, and generate with OUT"
-                )
+            options = Options.from_record(store.record.get("options", {}))
+            seams, own = _seams_of(store, options, run_directory), options.compute_dtype
             if compute_dtype not in (None, own):
                 raise ConfigError(f"compute_dtype: {compute_dtype} asked for, the run computes in {own}; leave it out")
-            directory = Path(str(identity["model"]))
+            directory = Path(str(store.manifest.identity["model"]))
             checkpoint, chain, machine = open_chain(directory, budget, own, check)
-            load_buffers(match_weights(checkpoint, chain.model))
+            weights = match_weights(checkpoint, chain.model)
+            load_buffers(weights)
             if {spec.name for layout in chain.layouts for spec in layout.parameters} != {
                 spec.name for layout in store.manifest.layouts for spec in layout.parameters
             }:
                 raise RunDirectoryError(f"{run_directory}: {directory} now holds another model; put the run's back there")
+            chain.lay_out(store.manifest.layouts)
+            source = StoreSource(store, _maker(chain, options, seams, weights))
             steps = store.record.get("num_steps")
             notes = (f"the run is unfinished: weights are those after step {steps}",)
-            return cls.of(directory, chain, StoreSource(store, chain.num_blocks), machine, notes)
+            return cls.of(directory, chain, source, machine, notes)
         except BaseException:
             store.close()
             raise
@@ -181,6 +184,27 @@ def open_chain(
     if not machine.multiplies(chain.compute_dtype):
         chain.multiply_wide()
     return checkpoint, chain, machine
+
+
+def _seams_of(store: StateStore, options: Options, run_directory: Path) -> Seams:
+    """Return the seams that a run was begun with, if they are those that its options mean."""
+    seams, identity = seams_of(options), store.manifest.identity
+    for name in ("wire", "codec", "site"):
+        if (found := identity.get(name)) not in (None, seams.names[name]):
+            raise RunDirectoryError(
+                f"{run_directory}: it was begun by a program with a {name} of its own ({found}), which no option names; have "
+                "that program write the model (`Engine.save_pretrained`), and generate with what it wrote"
+            )
+    return seams
+
+
+def _maker(chain: Chain, options: Options, seams: Seams, weights: WeightMap) -> Maker:
+    """Return what makes the weights of a run's units, as for a step, an evaluation and an export."""
+    optimizer = optimizer_of(options)
+    rule = rule_of(optimizer, chain.compute_dtype).figures
+    stored = stored_codes(chain, weights, rule.planes)
+    forms = forms_of(chain, seams, rule, optimizer, stored)
+    return Maker(forms, seams.wire, chain.compute_dtype, {**seams.codecs, **stored.codecs}, stored.readers)
 
 
 def stored_dtype(checkpoint: Checkpoint) -> str:

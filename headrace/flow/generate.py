@@ -43,6 +43,10 @@ class GenerationBuffers:
         self.cached_experts = [self._host.take(size, "experts") for size in self._sizes("cached_experts")]
         self.device_experts = [tensor.view(self.dtype) for tensor in self._take_compute("device_experts")]
         self.expert_sources = self._take_compute("expert_sources")
+        self.trained: dict[int, Bytes] = {}
+        for unit in range(len(plan.units)):
+            if size := plan.completing_bytes(unit):
+                self.trained[unit] = self._host.take(round_up(size, PAGE_BYTES), "trained")[:size]
         self.residents: dict[int, torch.Tensor] = {}
         flat, start = self._take_compute("resident_weights")[0], 0
         for unit in plan.resident_units:
@@ -104,6 +108,7 @@ def run_pass(program: Program, state: Pass, interpreter: Interpreter, number: in
 def load_residents(state: Pass) -> None:
     """Bring prologue and epilogue to where they stay, and bind them."""
     plan, buffers, source = state.plan, state.buffers, state.source
+    source.read_trained(buffers.trained)
     for unit, into in buffers.residents.items():
         figures = plan.units[unit]
         stored = huge_page_buffer(round_up(plan.stored_bytes(unit), PAGE_BYTES))[: plan.stored_bytes(unit)]

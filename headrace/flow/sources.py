@@ -3,12 +3,16 @@
 The seam is `make`: there a unit's bytes as they were read become the slot that compute reads.
 """
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Protocol
 
 import torch
 
 from headrace.files import ExtentReader
 from headrace.flow.expert_source import ExpertSource, expert_figures
+from headrace.flow.load import read_completing
+from headrace.flow.make import Maker
 from headrace.machine.host_memory import Bytes
 from headrace.model import Chain, WeightMap, import_unit
 from headrace.model.bank_check import why_no_banks
@@ -37,6 +41,9 @@ class WeightSource(Protocol):
 
     def read(self, unit: int, into: Bytes) -> None:
         """Fill `into` with a unit's bytes as they are stored."""
+
+    def read_trained(self, memory: Mapping[int, Bytes]) -> None:
+        """Have `trained` in `memory`, which has room for each unit's."""
 
     def make(self, unit: int, stored: torch.Tensor | None, trained: torch.Tensor | None, into: torch.Tensor) -> None:
         """Fill the flat slot `into` of a unit that is made. See `Maker.make`."""
@@ -105,6 +112,9 @@ class ShardSource:
         else:
             import_unit(self._weights, stored.layout, into.view(self._plane.dtype), None)
 
+    def read_trained(self, memory: Mapping[int, Bytes]) -> None:
+        """See `WeightSource.read_trained`: there is nothing of that kind."""
+
     def make(self, unit: int, stored: torch.Tensor | None, trained: torch.Tensor | None, into: torch.Tensor) -> None:
         """See `WeightSource.make`."""
         assert stored is not None, "a unit of a file is made of what was read"
@@ -116,21 +126,12 @@ class ShardSource:
 
 
 class StoreSource:
-    """The weights that a run's store holds, of units that are trained in place or frozen: those of its last commit."""
+    """The weights that a run's store holds: those of its last commit. What is made of several families `maker` makes."""
 
-    def __init__(self, store: StateStore, num_blocks: int) -> None:
-        self._store = store
+    def __init__(self, store: StateStore, maker: Maker) -> None:
+        self._store, self._maker = store, maker
         self.layouts = tuple(store.manifest.layouts)
-        self.figures = tuple(
-            UnitFigures(
-                name=layout.name,
-                num_elements=layout.num_elements,
-                num_parameters=layout.num_parameters,
-                home=home_of(index, num_blocks),
-                trained_elements=0,
-            )
-            for index, layout in enumerate(self.layouts)
-        )
+        self.figures = tuple(_read_only(form.figures) for form in maker.forms)
         self.trained: dict[int, Bytes] = {}
         self.by_experts: ExpertSource | None = None
 
@@ -143,13 +144,24 @@ class StoreSource:
         """See `WeightSource.read`."""
         self._store.read(unit, WEIGHTS, into).wait()
 
+    def read_trained(self, memory: Mapping[int, Bytes]) -> None:
+        """See `WeightSource.read_trained`."""
+        for unit, into in memory.items():
+            read_completing(self._store, unit, into)
+        self.trained = dict(memory)
+
     def make(self, unit: int, stored: torch.Tensor | None, trained: torch.Tensor | None, into: torch.Tensor) -> None:
         """See `WeightSource.make`."""
-        raise AssertionError("what a store holds is what compute reads")
+        self._maker.make(unit, stored, trained, into)
 
     def close(self) -> None:
         """Close the store."""
         self._store.close()
+
+
+def _read_only(figures: UnitFigures) -> UnitFigures:
+    """Return the figures of a unit that nothing updates: what was trained in place is what is read."""
+    return replace(figures, trained_elements=0, cuts=()) if figures.in_place else figures
 
 
 def _figures_of(index: int, unit: StoredUnit, chain: Chain, on_cpu: bool) -> UnitFigures:

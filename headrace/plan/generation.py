@@ -92,9 +92,9 @@ class GenerationPlan:
         return self.units[unit].stored_bytes or self.slot_bytes(unit)
 
     def completing_bytes(self, unit: int) -> int:
-        """Return the bytes of what a run has trained beside a unit's frozen weights."""
+        """Return the bytes of what a run has trained beside a unit's frozen weights, and of the basis that this is of."""
         figures = self.units[unit]
-        return 4 * figures.update_elements if figures.has_own_family else 0
+        return 4 * (figures.update_elements + figures.basis_elements) if figures.has_own_family else 0
 
     def source_bytes(self, unit: int) -> int:
         """Return the bytes that a slot on a separate device is made of."""
