@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import python_docs
-from python_docs import Sample
 from real_model import NAME, NoRealModel
-from stage import answer_of, fail, needed_mib, run_headrace, say, seconds_per_step, title
+from stage import answer_of, fail, needed_mib, run_headrace, say, seconds_per_step, text_of, title
 
 SEQUENCE_LENGTH = 256
 TRAINING_SECONDS, LEAST_STEPS = 100.0, 15
@@ -46,6 +45,7 @@ class RealRun:
     def __init__(self, directory: Path, model: Path) -> None:
         self.directory, self.model = directory, model
         self.data, self.trained = directory / "python-docs.jsonl", directory / "run"
+        self.unseen = directory / "held-out.jsonl"
         self.samples, held_out = python_docs.python_docs()
         self.asked, self.held_out = held_out[0], held_out[:HELD_OUT]
         self.host_memory = f"{HOST_MEMORY_MIB}MiB"
@@ -67,7 +67,8 @@ class RealRun:
     def ask_before(self) -> Asked:
         """Show what the model answers as it comes."""
         title(f"1  {NAME}, as it comes: what does it answer?")
-        asked = ask(self.model, self.asked, self.held_out)
+        python_docs.write(self.unseen, self.held_out)
+        asked = self.ask(self.model)
         say(f"question  {self.asked.question}")
         say(f"answer    {asked.answer}")
         say(
@@ -145,9 +146,9 @@ class RealRun:
             fail(f"{memory['measured']} bytes of host memory were taken, {memory['planned']} were planned")
 
     def ask_after(self, before: Asked) -> None:
-        """Show what the model answers now, loaded from the directory that the run has left."""
-        title("5  Load the result with stock transformers, and ask again")
-        after = ask(self.trained / "final", self.asked, self.held_out)
+        """Show what the model answers now, straight from the run."""
+        title("5  Ask again, straight from the run")
+        after = self.ask(self.trained)
         say(f"question  {self.asked.question}")
         say(f"before    {before.answer}")
         say(f"after     {after.answer}")
@@ -155,6 +156,15 @@ class RealRun:
         say(f"loss      {before.loss:.3f} -> {after.loss:.3f} a token on docstrings that training has not seen")
         if not after.loss < before.loss:
             fail("the loss did not fall as it should")
+
+    def ask(self, place: Path) -> Asked:
+        """Return what the model at `place` answers to the question, and its loss on the docstrings that are held out."""
+        how = ("--host-memory", self.host_memory, "--compute-dtype", "float32")
+        greedy = ("--temperature", "0", "--max-new-tokens", str(NEW_TOKENS))
+        words = text_of("generate", str(place), "--prompt", self.asked.question, *greedy, *how)
+        length = ("--sequence-length", str(SEQUENCE_LENGTH))
+        found = answer_of("eval", str(place), "--data", str(self.unseen), *length, *how, "--json")
+        return Asked(" ".join(words.split()), float(found["loss"]))
 
     def ssd(self) -> tuple[str, str]:
         """Return the option that says where state goes."""
@@ -164,34 +174,3 @@ class RealRun:
         """Return the options that plan and training have in common."""
         sizes = ("--tokens-per-step", str(self.tokens_per_step), "--sequence-length", str(SEQUENCE_LENGTH))
         return [*self.ssd(), "--host-memory", self.host_memory, *sizes]
-
-
-def ask(model_directory: Path, sample: Sample, held_out: list[Sample]) -> Asked:
-    """Return what the model in a directory answers to a sample's question, all by stock transformers, in float32."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
-    torch.set_num_threads(1)  # of operations so small, more threads would mostly wait for one another
-    tokenizer = AutoTokenizer.from_pretrained(model_directory)
-    model = AutoModelForCausalLM.from_pretrained(model_directory, dtype=torch.float32).eval()
-
-    def question_ids(of: Sample) -> "torch.Tensor":
-        text = tokenizer.apply_chat_template(of.messages[:1], tokenize=False, add_generation_prompt=True)
-        return tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids
-
-    loss, tokens = 0.0, 0
-    with torch.inference_mode():
-        ids = question_ids(sample)
-        made = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False)
-        for each in held_out:
-            asked = question_ids(each)
-            answered = tokenizer(each.answer + tokenizer.eos_token, add_special_tokens=False, return_tensors="pt").input_ids
-            labels = torch.cat([torch.full_like(asked, -100), answered], dim=1)
-            loss += model(input_ids=torch.cat([asked, answered], dim=1), labels=labels).loss.item() * answered.numel()
-            tokens += answered.numel()
-    words = " ".join(tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True).split())
-    ended = made[0, -1] == tokenizer.eos_token_id
-    return Asked(words if ended else f"{words} ...", loss / tokens)

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -39,12 +40,17 @@ def refused(*arguments: str) -> str:
 
 def answer_of(*arguments: str) -> dict[str, Any]:
     """Show a `headrace` command with `--json`, run it, and return what it says."""
-    print(f"\n    $ headrace {' '.join(show(word) for word in arguments)}", flush=True)
+    values: dict[str, Any] = json.loads(text_of(*arguments))
+    return values
+
+
+def text_of(*arguments: str) -> str:
+    """Show a `headrace` command, run it, and return what it writes to standard output."""
+    print(f"\n    $ headrace {shlex.join(show(word) for word in arguments)}", flush=True)
     done = subprocess.run([sys.executable, "-m", "headrace", *arguments], capture_output=True, text=True, env=environment())
     if not done.stdout:
         fail(f"headrace {arguments[0]}: exit code {done.returncode}: {done.stderr}")
-    values: dict[str, Any] = json.loads(done.stdout)
-    return values
+    return done.stdout
 
 
 def needed_mib(refusal: str) -> tuple[str, float] | None:

@@ -87,3 +87,15 @@ def test_a_machine_without_room_gets_the_made_model(run: RealRun, monkeypatch: p
     monkeypatch.setattr(real_run, "answer_of", lambda *_: {"fits": False, "reason": "ssd: 3 GiB are needed, 1 GiB is free"})
     with pytest.raises(NoRealModel, match="ssd: 3 GiB"):
         run.choose_steps()
+
+
+def test_the_model_is_asked_by_headrace(run: RealRun, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    told: list[tuple[str, ...]] = []
+    monkeypatch.setattr(real_run, "text_of", lambda *words: told.append(words) or "It removes\nmargins.\n")
+    monkeypatch.setattr(real_run, "answer_of", lambda *words: told.append(words) or {"loss": 2.5})
+    asked = run.ask_before()
+    assert asked == real_run.Asked("It removes margins.", 2.5)
+    assert [words[:2] for words in told] == [("generate", str(run.model)), ("eval", str(run.model))]
+    assert run.asked.question in told[0]
+    assert (run.unseen).read_text(encoding="utf-8").count("\n") == real_run.HELD_OUT
+    assert str(run.unseen) in told[1]
