@@ -1,5 +1,7 @@
 """The weights of a model's own files where experts come one at a time: a source of the rest of each block, and of experts."""
 
+from collections.abc import Mapping
+
 import torch
 
 from headrace.files import ExtentReader
@@ -50,6 +52,9 @@ class ExpertSource:
             self._reader.read(stored.extents, into).wait()
         else:
             import_unit(self._weights, stored.layout, into.view(self._plane.dtype), None)
+
+    def read_trained(self, memory: Mapping[int, Bytes]) -> None:
+        """See `WeightSource.read_trained`: there is nothing of that kind."""
 
     def make(self, unit: int, stored: torch.Tensor | None, trained: torch.Tensor | None, into: torch.Tensor) -> None:
         """See `WeightSource.make`."""
