@@ -32,6 +32,7 @@ from headrace.plan.placement import THRIFTS, Problem, filled, fits, placements_o
 from headrace.plan.plan import Plan
 from headrace.plan.search import make_plan, nominal_ceilings, nominal_machine_of
 from headrace.terms.ceilings import Ceilings
+from headrace.terms.costs import ModelCosts
 from headrace.terms.errors import ConfigError, ModelError, PlanInfeasible
 from headrace.terms.forms import Form
 from headrace.terms.layout import realigned
@@ -41,6 +42,8 @@ from headrace.terms.program import Lane, Part
 from headrace.terms.sizes import GIB, MIB, format_bytes, round_up
 from headrace.update import optimizer_of, rule_of
 from headrace.update.forms import forms_under, notes_on
+from headrace.update.wire import Wire
+from headrace.update.wires import AdapterWire, wire_on
 
 # Of a weight in a configuration that names no dtype.
 _WEIGHT_BYTES = 2
@@ -212,7 +215,9 @@ class _ModelPlans:
         self._chain = chain
         for_gpu = question.allowance.device_overhead_bytes > 0
         # Elsewhere, too, tensors are allocated as the command tells the library to, whatever this process was told.
-        self._profiles = Profiles(chain, for_gpu=for_gpu, huge_pages=None if here or ceilings is None else True)
+        huge_pages = None if here or ceilings is None else True
+        self._new_profiles = partial(Profiles, chain, for_gpu=for_gpu, huge_pages=huge_pages)
+        self._profiles: dict[str, Profiles] = {}  # by the adapters that blocks compute with
         self._measured = ceilings
         # For times alone: the choice depends on whether anybody measured, as it does in a run.
         self.ceilings = ceilings or nominal_ceilings(self._problem(question))
@@ -249,12 +254,20 @@ class _ModelPlans:
         """Return the forms of the model's units."""
         rule = rule_of(question.optimizer, self._chain.compute_dtype).figures
         layouts = [realigned(layout, rule.parameter_alignment) for layout in self._chain.layouts]
-        return forms_under(layouts, self._chain.num_blocks, question.wire, rule, question.optimizer)
+        return forms_under(layouts, self._chain.num_blocks, wire_on(question.wire, self._chain), rule, question.optimizer)
+
+    def _costs(self, wire: Wire, sequences: int, length: int) -> ModelCosts:
+        """Return what micro-batches cost where blocks compute with the adapters of `wire`, if it is one of adapters."""
+        own = wire_on(wire, self._chain)
+        adapters = own.adapters if isinstance(own, AdapterWire) else None
+        profiles = self._profiles.setdefault(wire.name if adapters else "", self._new_profiles())
+        with self._chain.adapted(adapters):
+            return profiles.of(sequences, length)
 
     def _problem(self, question: Question) -> Problem:
         rule, forms = rule_of(question.optimizer, self._chain.compute_dtype).figures, self.forms(question)
         own = rule_of(question.optimizer, "float32").figures if any(form.has_own_family for form in forms) else None
-        costs_of = partial(self._profiles.of, length=question.workload.sequence_length)
+        costs_of = partial(self._costs, question.wire, length=question.workload.sequence_length)
         return question.problem(forms, costs_of, rule, own)
 
     def _seconds(self, plan: Plan) -> float:

@@ -141,11 +141,12 @@ def evaluate(
 def export(
     run_directory: Annotated[Path, typer.Argument(metavar="RUN_DIR")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to write; must not exist.")],
+    merge: Annotated[bool, typer.Option("--merge", help="Of a run of adapters: the whole model, merged with them.")] = False,
 ) -> None:
-    """Write the model of a run, finished or not, as an ordinary Hugging Face directory."""
+    """Write the model of a run, finished or not, as an ordinary Hugging Face directory; of a run of adapters, these."""
     from headrace.cli.runs import export_run
 
-    export_run(run_directory, out)
+    export_run(run_directory, out, merge=merge)
     typer.echo(f"wrote {out}")
 
 

@@ -10,6 +10,7 @@ import re
 import shutil
 import socket
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,10 +25,11 @@ from headrace.files.durable import appearing
 from headrace.report import LineProgress, LiveProgress, Reporter
 from headrace.runs import Interrupted, RunDirectory, RunOptions, resume, train
 from headrace.runs.prepare import default_output
-from headrace.runs.protocols import StateKind
+from headrace.runs.protocols import RunningEngine, StateKind
 from headrace.runs.yaml_options import parse_changes, read_yaml
 from headrace.terms.errors import ConfigError, ExportFailed, RunDirectoryError, StepFailed
 from headrace.terms.options import NodeOptions, Options
+from headrace.terms.provenance import PROVENANCE_NAME
 from headrace.terms.sizes import format_bytes
 
 _Config = TypeVar("_Config", bound=RunOptions)
@@ -141,17 +143,21 @@ def _stops(run: RunDirectory) -> Iterator[None]:
         leave(f"interrupted; {how}", INTERRUPTED)
 
 
-def export_run(run_directory: Path, out: Path) -> None:
-    """Write the newest committed weights of a run to `out`; of a finished run, its final model.
+def export_run(run_directory: Path, out: Path, *, merge: bool = False) -> None:
+    """Write the newest committed weights of a run to `out`; of a finished run, its final model. Where adapters are trained, it
+    is these, or with `merge` the whole model that is the same as they and the model beside which they were trained.
 
     Raises:
+        ConfigError: there is nothing to merge.
         RunDirectoryError: `out` exists, or the run has no weights yet.
         ExportFailed: there is no space, or `out` cannot be written; nothing is left there.
     """
     if out.exists():
         raise RunDirectoryError(f"{out} exists; name a directory that does not, nothing was written")
     run = RunDirectory(run_directory.absolute())
-    run.read_config()  # says so if this is no run at all
+    config = run.read_config()  # says so if this is no run at all
+    if merge and config.adapter is None:
+        raise ConfigError(f"merge: {run.path} trains no adapters; leave --merge out, its export is the whole model")
     if os.path.realpath(out) == os.path.realpath(run.final):
         raise RunDirectoryError(f"{out} is where the finished model of this run goes; name another directory")
 
@@ -162,14 +168,34 @@ def export_run(run_directory: Path, out: Path) -> None:
     kind = engines.state_of(run.path)
     if kind is StateKind.COMMITTED:
         with engines.resume(run.path, to_train=False) as engine, _repeatable(run):
-            engine.save_pretrained(out.absolute())
+            if merge:
+                _merge_newest(engine, run, config.model, out.absolute())
+            else:
+                engine.save_pretrained(out.absolute())
     elif run.final.is_dir():
         with _repeatable(run):
-            _copy_final(run.final, out.absolute())
+            if merge:
+                _merge(config.model, run.final, out.absolute())
+            else:
+                _copy_final(run.final, out.absolute())
     elif (holder := lock_holder(run.path)) is not None:
         raise RunDirectoryError(f"{run.path}: process {holder} imports the model; export it once steps are committed")
     else:
         raise RunDirectoryError(f"{run.path}: the run was stopped before its first commit; `headrace resume` begins it again")
+
+
+def _merge_newest(engine: RunningEngine, run: RunDirectory, model: Path, out: Path) -> None:
+    """Write a model merged with the newest adapters of a run that is not finished."""
+    with tempfile.TemporaryDirectory(dir=run.path, prefix="merging-") as folder:
+        engine.save_pretrained(Path(folder) / "adapter")
+        _merge(model, Path(folder) / "adapter", out)
+
+
+def _merge(model: Path, adapter: Path, out: Path) -> None:
+    """Write a model merged with an adapter, which says of which run it is."""
+    from headrace.engine.merging import merge_adapters
+
+    merge_adapters(model, adapter, out, {PROVENANCE_NAME: (adapter / PROVENANCE_NAME).read_text(encoding="utf-8")})
 
 
 @contextlib.contextmanager

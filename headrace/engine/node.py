@@ -39,6 +39,10 @@ class NodeEngine(Engine):
                 f"train: {options.train} is not possible at a node, which updates all of each unit; leave it out, or train on "
                 "one machine"
             )
+        if options.adapter is not None:
+            raise ConfigError(
+                f"adapter: {options.adapter} is not possible at a node yet; leave it out, or train on one machine"
+            )
         super().__init__(model, options, *arguments, **more)
 
     def _ready(self, sequences: int, length: int) -> Steps:

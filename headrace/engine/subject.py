@@ -4,6 +4,8 @@ It has no plan and no state of the run: it makes the store for them, fills it, a
 """
 
 from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +15,15 @@ from headrace.engine.seams import Seams, forms_of
 from headrace.engine.stored_codes import stored_codes
 from headrace.files import Beside, file_systems, measured_weights
 from headrace.flow.buffers import GRADIENT_VIEWS
-from headrace.flow.load import UnitReader, import_model
+from headrace.flow.load import AdapterReader, UnitReader, import_model
 from headrace.flow.make import Maker
 from headrace.flow.settle import PROPOSED, changed, settle
 from headrace.flow.step_state import Verdict
 from headrace.machine.cpu import CpuMachine
 from headrace.machine.here import this_machine
 from headrace.machine.protocol import Machine
-from headrace.model import Chain, Checkpoint, Exporter, check_whole, self_check
+from headrace.model import Chain, Checkpoint, Exporter, check_whole, export_bytes, self_check
+from headrace.model.adapter_files import adapter_file_bytes, write_adapters
 from headrace.plan.buffer_sizes import scratch_bytes
 from headrace.plan.plan import Plan
 from headrace.store import StateStore
@@ -32,6 +35,7 @@ from headrace.terms.options import Options
 from headrace.terms.rule_figures import RuleFigures
 from headrace.update import Updater, optimizer_of, rule_of
 from headrace.update.wire import SubspaceWire
+from headrace.update.wires import AdapterWire, wire_on
 
 # Elements of a chunk in a state that is made before there is a plan.
 _CHUNK_ELEMENTS = 4 << 20
@@ -70,7 +74,7 @@ class Subject:
     """
 
     def __init__(self, directory: Path, options: Options, seams: Seams) -> None:
-        self.directory, self.seams = directory, seams
+        self.directory = directory
         self._gradient_dtype = options.gradient_dtype or options.compute_dtype
         self.checkpoint = Checkpoint.open(directory, decode=True)
         config = self.checkpoint.config
@@ -87,6 +91,10 @@ class Subject:
         else:
             self.machine = this_machine(options.budget.device_bytes)
             prepare_chain(self.chain, self.machine, options)
+        self.seams = seams = replace(seams, wire=wire_on(seams.wire, self.chain))
+        self._closers = ExitStack()
+        if isinstance(seams.wire, AdapterWire):
+            self._closers.enter_context(self.chain.adapted(seams.wire.adapters))
         self.stored = stored_codes(self.chain, self.weights, self.rule.planes)
         on_host = self.machine.device.type == "cpu"
         self.forms = forms_of(self.chain, seams, self.rule, self.optimizer, self.stored, on_host=on_host)
@@ -147,8 +155,22 @@ class Subject:
         """Read the model's weights into a new store, and commit `record`."""
         import_model(self.weights, store, self.maker, record, self.seams.site)
 
+    @property
+    def finished_bytes(self) -> int:
+        """Bytes of what `export` writes."""
+        wire = self.seams.wire
+        return adapter_file_bytes(wire.known) if isinstance(wire, AdapterWire) else export_bytes(self.checkpoint)
+
     def export(self, store: StateStore, directory: Path, notes: Mapping[str, str]) -> None:
-        """Write the newest weights of `store` as an ordinary Hugging Face directory, with `notes` beside them."""
+        """Write the newest weights of `store` as an ordinary Hugging Face directory, with `notes` beside them; of
+        adapters, their files alone.
+        """
+        wire = self.seams.wire
+        if isinstance(wire, AdapterWire):
+            forms = [(unit, form.trained) for unit, form in enumerate(self.forms)]
+            read = AdapterReader(store, {unit: trained for unit, trained in forms if trained is not None}, wire.known)
+            write_adapters(directory, wire.known, self.chain, self.weights, read, notes)
+            return
         reader = UnitReader(store, self.maker, self.seams.site)
         Exporter(self.checkpoint, self.chain, directory, reader, notes=notes).write()
 
@@ -183,6 +205,7 @@ class Subject:
     def close(self) -> None:
         """End the updaters' threads, and give torch its threads back."""
         self._close_updaters()
+        self._closers.close()
         torch.set_num_threads(self.cores)
 
     def _close_updaters(self) -> None:

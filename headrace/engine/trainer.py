@@ -28,7 +28,6 @@ from headrace.flow.update import device_updater
 from headrace.machine.host_memory import HeapGuard, keep_freed_memory
 from headrace.machine.meter import MemoryMeter
 from headrace.machine.protocol import Machine
-from headrace.model import export_bytes
 from headrace.plan.buffer_sizes import scratch_bytes
 from headrace.plan.given import load_plan
 from headrace.plan.machine_profiles import load_profile
@@ -209,7 +208,7 @@ class Engine:
     ) -> StateStore:
         """Return a new store with the model in it, planned for before it is made. What fails leaves nothing behind."""
         directories, options = ssd or (directory,), self.options
-        beside = Beside("the finished model", final, export_bytes(self._subject.checkpoint)) if final else None
+        beside = Beside("the finished model", final, self._subject.finished_bytes) if final else None
         if options.tokens_per_step is not None:
             length = options.sequence_length or options.tokens_per_step
             self.plan = self._planner.plan(options.tokens_per_step, length, state=directories, beside=beside)
@@ -471,7 +470,8 @@ class Engine:
         return {"run_id": self.store.manifest.run_id, "steps": self.num_steps}
 
     def save_pretrained(self, out_dir: str | Path) -> None:
-        """Write the newest weights as an ordinary Hugging Face directory, in constant memory.
+        """Write the newest weights as an ordinary Hugging Face directory, in constant memory; of a run of adapters,
+        their files as peft has them (`engine.merging` merges them).
 
         Tensors have the names, layout and dtype of the checkpoint that was opened; tokenizer files come along. `headrace.json`
         has the `provenance`. The buffers of steps are given back before; a step that follows makes them, and reads what lives

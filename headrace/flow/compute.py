@@ -11,8 +11,10 @@ import torch
 
 from headrace.flow.step_state import Package, StepState
 from headrace.model import BlockResult, Record, Replay, ReplayMismatch, block_seed
+from headrace.terms.forms import Form
+from headrace.terms.layout import ParameterSpec
 from headrace.terms.program import Op, Pool
-from headrace.update.wire import Gradients, Moment, Proposal, Wire
+from headrace.update.wire import BesideWire, Gradients, Moment, Proposal, Wire
 from headrace.update.wires import DenseWire
 
 # Whatever the wire: what is trained in place has gradients of its own elements.
@@ -160,6 +162,10 @@ class _Bound:
         if not self._exists:
             return
         flat, form = self._weights(), parts.forms[unit]
+        if form.is_beside:
+            parts.chain.bind(unit, flat, None)
+            self._bind_beside(form, flat.device)
+            return
         if not self._gradients or form.trained is None:
             parts.chain.bind(unit, flat, None)
             return
@@ -173,6 +179,22 @@ class _Bound:
         if self._exists:
             self._state.parts.chain.release(self._unit)
             self._catching.__exit__(*failure)
+
+    def _bind_beside(self, form: Form, device: torch.device) -> None:
+        """Let the unit compute with what is trained beside its weights, which have no gradient."""
+        wire, unit = self._state.parts.wire, self._unit
+        assert isinstance(wire, BesideWire), "what is trained beside weights has a wire for it"
+        assert form.trained is not None, "and a layout"
+        sink = None
+        if self._gradients:
+            gradients = Gradients(form.trained, self._accumulator(), self._state.delivered[unit])
+
+            def sink(spec: ParameterSpec, gradient: torch.Tensor) -> None:
+                gradients.add(spec.name, gradient)
+
+        trained = torch.from_numpy(self._state.parts.buffers.trained[unit]).view(torch.float32)
+        wire.bind(unit, form.trained, trained.to(device), sink)
+        self._catching.callback(wire.release, unit)
 
     def _weights(self) -> torch.Tensor:
         buffers, plan = self._state.parts.buffers, self._state.plan

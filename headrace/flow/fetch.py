@@ -23,7 +23,7 @@ def upload(state: StepState, op: Op) -> None:
     buffers, sent = parts.buffers, op.slot(Pool.SOURCES)
     stored = buffers.stored(unit, op.slot(Pool.HOST_WEIGHTS))
     if sent >= 0:
-        sources = [trained] if (trained := buffers.trained.get(unit)) is not None else []
+        sources = [buffers.trained[unit]] if state.plan.units[unit].is_completed else []
         if state.plan.units[unit].stored_bytes is not None:
             sources.insert(0, stored)
         start = 0
@@ -43,9 +43,9 @@ def make(state: StepState, op: Op) -> None:
     stored: torch.Tensor | None
     if sent < 0:
         stored = torch.from_numpy(buffers.stored(unit, op.slot(Pool.HOST_WEIGHTS)))
-        trained = torch.from_numpy(buffers.trained[unit]) if figures.has_own_family else None
+        trained = torch.from_numpy(buffers.trained[unit]) if figures.is_completed else None
     else:
         coded, whole = figures.stored_bytes or 0, buffers.sources[sent]
         stored = whole[:coded] if coded else None
-        trained = whole[coded : coded + plan.completing_bytes(unit)] if figures.has_own_family else None
+        trained = whole[coded : coded + plan.completing_bytes(unit)] if figures.is_completed else None
     parts.maker.make(unit, stored, None if trained is None else trained.view(torch.float32), into)

@@ -158,7 +158,7 @@ def _make(state: Pass, op: Op) -> None:
     else:
         coded, whole = figures.stored_bytes or 0, buffers.sources[sent]
         stored = whole[:coded] if coded else None
-        trained = whole[coded : coded + state.plan.completing_bytes(unit)] if figures.has_own_family else None
+        trained = whole[coded : coded + state.plan.completing_bytes(unit)] if figures.is_completed else None
     state.source.make(unit, stored, None if trained is None else trained.view(torch.float32), into)
 
 

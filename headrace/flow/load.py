@@ -10,10 +10,11 @@ from numpy.typing import NDArray
 from headrace.flow.make import Maker
 from headrace.machine.host_memory import Bytes, huge_page_buffer
 from headrace.model import WeightMap, import_unit
+from headrace.model.adapters import Adapters, part
 from headrace.store import StateStore
 from headrace.terms.families import BASIS, REST, STATES, TRAINED, WEIGHTS, Family, Unit
 from headrace.terms.forms import Form
-from headrace.terms.layout import Plane, rest_of_master
+from headrace.terms.layout import Plane, UnitLayout, rest_of_master
 from headrace.update.site import Site
 from headrace.update.tensors import States, join, update_tensors
 
@@ -155,6 +156,24 @@ class UnitReader:
         self._store.read(unit, WEIGHTS, stored).wait()
         trained = read_completing(self._store, unit, self._trained) if described.family(TRAINED) is not None else None
         self._maker.make(unit, torch.from_numpy(stored) if form.code else None, trained, into)
+
+
+class AdapterReader:
+    """Gives the newest tensors of a unit's adapters, flat in the layout that `adapters` has; they lie as `trained` says."""
+
+    def __init__(self, store: StateStore, trained: Mapping[int, UnitLayout], adapters: Adapters) -> None:
+        self._store, self._trained, self._adapters = store, trained, adapters
+        units = [store.manifest.units[unit] for unit in trained]
+        self._memory = huge_page_buffer(max(map(completing_bytes, units)))
+
+    def __call__(self, unit: int) -> torch.Tensor:
+        """Return those of a unit, float32."""
+        layout = self._adapters.layouts[unit]
+        own = {spec.name: spec for spec in self._trained[unit].parameters}
+        found, flat = read_completing(self._store, unit, self._memory), torch.zeros(layout.num_elements)
+        for spec in layout.parameters:
+            part(flat, spec).copy_(part(found, own[spec.name]))
+        return flat
 
 
 def completing_bytes(unit: Unit) -> int:

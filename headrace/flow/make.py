@@ -67,7 +67,7 @@ class Maker:
             self._decode(form.code.matrices, stored, into)
         elif stored is not None:
             into.copy_(stored.view(into.dtype))
-        if form.has_own_family:
+        if form.is_completed:
             assert trained is not None, "a trained family of its own has weights"
             self.complete(unit, into, trained)
 

@@ -56,7 +56,7 @@ class Binding:
             takes = sink is not None and wanted(spec)
             parameter = nn.Parameter(view, requires_grad=takes or as_loaded)
             if sink is not None and takes:
-                parameter.register_post_accumulate_grad_hook(_hand_over(spec, sink))  # type: ignore[no-untyped-call]
+                parameter.register_post_accumulate_grad_hook(hand_over(spec, sink))  # type: ignore[no-untyped-call]
             self._place(spec.name, parameter)
         self._bound.add(unit)
 
@@ -104,7 +104,9 @@ def is_tied(model: Any) -> bool:
     return head is not None and embedding.weight is head.weight
 
 
-def _hand_over(spec: ParameterSpec, sink: GradientSink) -> Callable[[Any], None]:
+def hand_over(spec: ParameterSpec, sink: GradientSink) -> Callable[[Any], None]:
+    """Return a hook that gives a parameter's gradient to `sink`, and keeps none."""
+
     def hook(parameter: Any) -> None:
         gradient = parameter.grad
         parameter.grad = None

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from headrace.model.adapters import Adapters
 from headrace.model.binding import Binding, GradientSink, is_tied
 from headrace.model.chain_values import BlockResult, MicroBatch, PrologueResult
 from headrace.model.checkpoint import Checkpoint
@@ -46,6 +47,7 @@ class Chain:
         notes: what a person should know of how blocks are run, if not by the model's own code as it stands.
         wide_products: whether products of 16-bit numbers are computed in float32 in the context of `arithmetic`.
         runner: what runs the parts of the model.
+        adapters: what is computed beside the matrices of blocks, where something is; to be bound with their units.
         packing_reason: why blocks do not keep several samples in one row apart, where `packs` or `runs_by_samples` says so.
     """
 
@@ -65,6 +67,7 @@ class Chain:
         self.has_dropout = _draws_random_numbers(skeleton)
         self.notes: tuple[str, ...] = _packing_notes(traits)
         self.wide_products = False
+        self.adapters: Adapters | None = None
         self._packing_limit = traits.packing_limit
         self.packing_reason = traits.packing_reason
         self.runner = Runner(
@@ -181,6 +184,19 @@ class Chain:
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     module._buffers[name] = buffer.to(device)
+
+    @contextlib.contextmanager
+    def adapted(self, adapters: Adapters | None) -> Iterator[None]:
+        """Have blocks compute with `adapters` in this context, or without any."""
+        before = self.adapters, self.has_dropout
+        undo = adapters.install(self.model) if adapters is not None else lambda: None
+        self.adapters = adapters
+        self.has_dropout |= adapters is not None and adapters.settings.dropout > 0
+        try:
+            yield
+        finally:
+            undo()
+            self.adapters, self.has_dropout = before
 
     @property
     def replayable(self) -> bool:

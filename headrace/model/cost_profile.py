@@ -6,7 +6,7 @@ anything is allocated. What a library allocates inside one operator is not seen.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -16,6 +16,7 @@ import transformers
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
+from headrace.model.call_tensors import call_bytes, tensors_of
 from headrace.model.chain import Chain
 from headrace.model.chain_values import MicroBatch, PrologueResult
 from headrace.model.chunk_peaks import peaks_of_chunks
@@ -116,6 +117,8 @@ class Profiles:
 
 
 def _skippable(chain: Chain, block: BlockCosts) -> tuple[int, ...]:
+    if chain.adapters is not None:  # those that are tried on the tiny instance are without
+        return ()
     found = skippable(chain.config, block.operators)
     return tuple(ordinal for ordinal in found if not block.operators[ordinal].must_run)
 
@@ -180,7 +183,7 @@ def _profile(
         with torch.no_grad(), meter(*flats.values()) as prologue:
             result = prologue_on_shapes(chain, batch)
         chain.release(0)
-        chain.bind(0, flats[0], lambda parameter, gradient: None)
+        chain.bind(0, flats[0], None if chain.adapters else lambda parameter, gradient: None)
         with meter(*flats.values()) as prologue_backward:
             again = prologue_on_shapes(chain, batch)
             if again.hidden.requires_grad:
@@ -285,6 +288,7 @@ def _profile_blocks(
         # Blocks of one shape that get the same objects do the same; masks of two kinds make two kinds of blocks.
         key = (
             str(shapes),
+            _adapted_shapes(chain, index + 1),
             hidden.dtype,
             tuple(_identity(value) for value in values),
             tuple(hand is not None for hand in call.hands),
@@ -312,14 +316,16 @@ def _profile_block(
     layout = chain.layouts[index + 1]
     flat = torch.zeros(layout.num_elements, dtype=chain.dtype, device=chain.device)
     chain.bind(index + 1, flat, None)
+    beside = _bind_adapters(chain, index + 1, learns=False)
     given = (hand.value for hand in call.gets if isinstance(hand.value, torch.Tensor))
-    existing = (flat, hidden, *tensors_of((call,)), *given)
+    existing = (flat, *beside, hidden, *tensors_of((call,)), *given)
     with torch.no_grad(), meter(*existing) as forward:
         left = chain.block(index, hidden, call).hidden
     after = torch.zeros_like(left)  # of its own: what is cut from a larger storage would keep that alive
     del left
     chain.release(index + 1)
-    chain.bind(index + 1, flat, lambda parameter, gradient: None)
+    chain.bind(index + 1, flat, None if chain.adapters else lambda parameter, gradient: None)
+    existing = (*existing, *_bind_adapters(chain, index + 1, learns=True))
     try:
         leaf = hidden.detach().requires_grad_()
         with meter(*existing) as backward:
@@ -329,6 +335,8 @@ def _profile_block(
             del out
     finally:
         chain.release(index + 1)
+        if chain.adapters is not None:
+            chain.adapters.release(index + 1)
     # Where values decide how many operators run, no ordinal means anything.
     operators = [] if forward.by_values else forward.operators
     if operators and [operator.name for operator in operators] != recomputed:
@@ -346,6 +354,21 @@ def _profile_block(
     return costs, after
 
 
+def _adapted_shapes(chain: Chain, unit: int) -> str:
+    layout = chain.adapters.layouts.get(unit) if chain.adapters is not None else None
+    return str([(spec.name.split(".")[-3:], spec.shape) for spec in layout.parameters] if layout else None)
+
+
+def _bind_adapters(chain: Chain, unit: int, *, learns: bool) -> tuple[torch.Tensor, ...]:
+    """Bind the adapters of a unit that has some to zeros; return these."""
+    if chain.adapters is None or unit not in chain.adapters.layouts:
+        return ()
+    layout = chain.adapters.layouts[unit]
+    flat = torch.zeros(layout.num_elements, dtype=torch.float32, device=chain.device)
+    chain.adapters.bind(unit, layout, flat, (lambda parameter, gradient: None) if learns else None)
+    return (flat,)
+
+
 def _profile_loss(
     chain: Chain, hidden: torch.Tensor, ids: torch.Tensor, tokens: int, meter: Callable[..., CostMeter]
 ) -> CostMeter:
@@ -356,42 +379,8 @@ def _profile_loss(
     for unit in _residents(chain):
         flats.append(torch.zeros(chain.layouts[unit].num_elements, dtype=chain.dtype, device=chain.device))
         chain.release(unit)
-        chain.bind(unit, flats[-1], lambda parameter, gradient: None)
+        chain.bind(unit, flats[-1], None if chain.adapters else lambda parameter, gradient: None)
     used = meter(*flats)
     with used:
         chain.loss_sum(some, part, some).backward()  # type: ignore[no-untyped-call]
     return used
-
-
-def call_bytes(calls: tuple[Any, ...], rows: int) -> int:
-    """Return the bytes of the distinct tensors that blocks are called with: masks, rotary tables, positions. What all `rows` of
-    a micro-batch share is one for each where rows are packed, for positions differ then; pass 1 where they cannot be. What a
-    block hands to others is counted for each, though some only pass it on.
-    """
-    handed = sum(hand.value.nbytes for call in calls for hand in call.hands if hand and isinstance(hand.value, torch.Tensor))
-    sizes = {
-        tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes()
-        * (rows if tensor.dim() > 1 and tensor.shape[0] == 1 else 1)
-        for tensor in tensors_of(calls)
-    }
-    return sum(sizes.values()) + handed
-
-
-def tensors_of(calls: Iterable[Any]) -> list[torch.Tensor]:
-    """Return all tensors that blocks are called with, in whatever tuples, lists and dictionaries."""
-    found: list[torch.Tensor] = []
-
-    def visit(value: Any) -> None:
-        if isinstance(value, torch.Tensor):
-            found.append(value)
-        elif isinstance(value, tuple | list):
-            for item in value:
-                visit(item)
-        elif isinstance(value, dict):
-            for item in value.values():
-                visit(item)
-
-    for call in calls:
-        visit(call.args)
-        visit(call.kwargs)
-    return found

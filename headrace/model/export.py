@@ -9,7 +9,8 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 
@@ -81,44 +82,14 @@ class Exporter:
                 cannot be read.
             ModelError: a weight cannot be stored in the dtype it came in.
         """
-        place = Path(os.path.realpath(self._out))
-        if place.exists() and (not place.is_dir() or any(place.iterdir())):
-            raise RunDirectoryError(f"export to {self._out}: it exists and is not empty; choose another directory")
-        if is_mount_point(place):
-            raise ExportFailed(
-                f"export to {self._out}: it is a mount point, where a model cannot appear whole or not at all; "
-                "choose a directory inside it"
-            )
-        try:
-            with appearing(place) as partial:
-                self._check_space(partial)
-                self._write_weights(partial)
-                copy_files(self._weights.checkpoint.directory, partial)
-                if self._weights.checkpoint.is_coded:
-                    _forget_codes(partial)
-                for name, text in self._notes.items():
-                    (partial / name).write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise error if isinstance(error, HeadraceError) else self._refusal(error) from error
+        with appearing_model(self._out, export_bytes(self._weights.checkpoint, self._shard_bytes)) as partial:
+            self._write_weights(partial)
+            copy_files(self._weights.checkpoint.directory, partial)
+            if self._weights.checkpoint.is_coded:
+                _forget_codes(partial)
+            for name, text in self._notes.items():
+                (partial / name).write_text(text, encoding="utf-8")
         return self._out
-
-    def _check_space(self, directory: Path) -> None:
-        if shutil.disk_usage(directory).free < export_bytes(self._weights.checkpoint, self._shard_bytes):
-            raise self._disk_full()
-
-    def _disk_full(self) -> ExportFailed:
-        needed_bytes = export_bytes(self._weights.checkpoint, self._shard_bytes)
-        free_bytes = shutil.disk_usage(Path(os.path.realpath(self._out)).parent).free
-        return ExportFailed(
-            f"export to {self._out}: needs {needed_bytes} bytes ({format_bytes(needed_bytes)}), "
-            f"free are {free_bytes} ({format_bytes(free_bytes)}); free some space or choose another directory"
-        )
-
-    def _refusal(self, error: OSError) -> ExportFailed:
-        # What `copytree` raises has no number, only the words of what it met.
-        if error.errno in (errno.ENOSPC, errno.EDQUOT) or os.strerror(errno.ENOSPC) in str(error):
-            return self._disk_full()
-        return ExportFailed(f"export to {self._out}: {error.filename or self._out}: {error.strerror or error}")
 
     def _write_weights(self, directory: Path) -> None:
         weights, layouts = self._weights, self._chain.layouts
@@ -145,6 +116,46 @@ class Exporter:
             writer.finish()
         finally:
             writer.close()
+
+
+@contextmanager
+def appearing_model(out: Path, needed_bytes: int) -> Iterator[Path]:
+    """Yield a directory to write a model of so many bytes into, which appears as `out` afterwards, or not at all.
+
+    Raises:
+        RunDirectoryError: `out` exists and is not empty.
+        ExportFailed: it is a mount point, there is not enough space beside it, or a file cannot be read or written.
+    """
+    place = Path(os.path.realpath(out))
+    if place.exists() and (not place.is_dir() or any(place.iterdir())):
+        raise RunDirectoryError(f"export to {out}: it exists and is not empty; choose another directory")
+    if is_mount_point(place):
+        raise ExportFailed(
+            f"export to {out}: it is a mount point, where a model cannot appear whole or not at all; "
+            "choose a directory inside it"
+        )
+    try:
+        with appearing(place) as partial:
+            if shutil.disk_usage(partial).free < needed_bytes:
+                raise _disk_full(out, needed_bytes)
+            yield partial
+    except OSError as error:
+        raise error if isinstance(error, HeadraceError) else _refusal(out, needed_bytes, error) from error
+
+
+def _disk_full(out: Path, needed_bytes: int) -> ExportFailed:
+    free_bytes = shutil.disk_usage(Path(os.path.realpath(out)).parent).free
+    return ExportFailed(
+        f"export to {out}: needs {needed_bytes} bytes ({format_bytes(needed_bytes)}), "
+        f"free are {free_bytes} ({format_bytes(free_bytes)}); free some space or choose another directory"
+    )
+
+
+def _refusal(out: Path, needed_bytes: int, error: OSError) -> ExportFailed:
+    # What `copytree` raises has no number, only the words of what it met.
+    if error.errno in (errno.ENOSPC, errno.EDQUOT) or os.strerror(errno.ENOSPC) in str(error):
+        return _disk_full(out, needed_bytes)
+    return ExportFailed(f"export to {out}: {error.filename or out}: {error.strerror or error}")
 
 
 def _forget_codes(directory: Path) -> None:
@@ -213,9 +224,11 @@ def files_beside_weights(source: Path) -> list[Path]:
     ]
 
 
-def copy_files(source: Path, target: Path) -> None:
-    """Copy what lies beside the weights of a model directory, over what is there."""
+def copy_files(source: Path, target: Path, *, without: Collection[str] = ()) -> None:
+    """Copy what lies beside the weights of a model directory, over what is there; but for the names `without`."""
     for path in files_beside_weights(source):
+        if path.name in without:
+            continue
         if path.is_dir():
             shutil.copytree(path, target / path.name, dirs_exist_ok=True)
         else:

@@ -14,9 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import DynamicCache
 
 from headrace.model.banks import chosen_among, find_experts
+from headrace.model.call_tensors import call_bytes, tensors_of
 from headrace.model.chain import Chain
 from headrace.model.cost_meter import CostMeter
-from headrace.model.cost_profile import call_bytes, tensors_of
 from headrace.model.runner import left_as_found
 from headrace.model.taps import BlockCall, Taps
 from headrace.terms.costs import GenerationCosts, PassCosts

@@ -50,13 +50,16 @@ def _header(shard: Sequence[StoredTensor]) -> bytes:
 
 
 class ShardWriter:
-    """Writes the tensors of `shards` into `directory` in their order, with the index where there is more than one."""
+    """Writes the tensors of `shards` into `directory` in their order, with the index where there is more than one.
 
-    def __init__(self, directory: Path, shards: Sequence[Sequence[StoredTensor]]) -> None:
+    Files are called after `name`.
+    """
+
+    def __init__(self, directory: Path, shards: Sequence[Sequence[StoredTensor]], name: str = "model") -> None:
         self._directory = directory
         count = len(shards)
         self._names = [
-            "model.safetensors" if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
+            f"{name}.safetensors" if count == 1 else f"{name}-{number:05d}-of-{count:05d}.safetensors"
             for number in range(1, count + 1)
         ]
         self._shards = [list(shard) for shard in shards]

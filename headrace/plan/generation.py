@@ -99,7 +99,8 @@ class GenerationPlan:
     def source_bytes(self, unit: int) -> int:
         """Return the bytes that a slot on a separate device is made of."""
         figures = self.units[unit]
-        return (figures.stored_bytes or 0) + self.completing_bytes(unit) if figures.is_made else 0
+        completing = self.completing_bytes(unit) if figures.is_completed else 0
+        return (figures.stored_bytes or 0) + completing if figures.is_made else 0
 
     def largest(self, of: Any) -> int:
         """Return the most that `of(unit)` is of any block."""

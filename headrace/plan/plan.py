@@ -219,7 +219,7 @@ class Plan:
     def source_bytes(self, unit: int) -> int:
         """Bytes that a slot is made of beside weights that are read into it as they lie: coded ones, and trained ones."""
         figures = self.units[unit]
-        return (figures.stored_bytes or 0) + self.completing_bytes(unit) if figures.is_made else 0
+        return (figures.stored_bytes or 0) + (self.completing_bytes(unit) if figures.is_completed else 0)
 
     @property
     def hidden_bytes(self) -> int:

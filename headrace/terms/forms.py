@@ -50,6 +50,7 @@ class UnitFigures:
         cuts: where what is updated may be cut into chunks; (): anywhere.
         is_far: whether its weights and states live at another site, which updates it.
         basis_elements: float32 numbers of the basis that the trained family is of; 0 where there is none.
+        is_beside: whether compute reads the trained family beside the frozen weights, which stay as they are.
     """
 
     name: str
@@ -62,6 +63,7 @@ class UnitFigures:
     cuts: tuple[Cuts, ...] = ()
     is_far: bool = False
     basis_elements: int = 0
+    is_beside: bool = False
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "UnitFigures":
@@ -101,7 +103,12 @@ class UnitFigures:
     @property
     def is_made(self) -> bool:
         """Whether its compute slot is made, of coded weights or of a trained family besides, and not just read."""
-        return self.stored_bytes is not None or self.has_own_family
+        return self.stored_bytes is not None or self.is_completed
+
+    @property
+    def is_completed(self) -> bool:
+        """Whether its compute slot is completed with a trained family of its own."""
+        return self.has_own_family and not self.is_beside
 
 
 def merged(units: Sequence[UnitFigures]) -> UnitFigures:
@@ -130,6 +137,7 @@ class Form:
         home: as in `UnitFigures`; `making_bytes` and `cuts` likewise.
         basis: of the numbers that a trained family's subspace is given by, None where it is none that changes.
         left: names of parameters that stay as they are beside those that are trained; no gradient of them is taken.
+        is_beside: as in `UnitFigures`.
 
     Raises:
         ConfigError: what lies on the device, or is trained in place, is to be made: only blocks that are fetched are.
@@ -144,6 +152,7 @@ class Form:
     is_far: bool = False
     basis: UnitLayout | None = None
     left: frozenset[str] = frozenset()
+    is_beside: bool = False
 
     def __post_init__(self) -> None:
         if self.is_far and (self.code or not self.in_place):
@@ -174,6 +183,11 @@ class Form:
         return self.trained is not None and self.trained is not self.layout
 
     @property
+    def is_completed(self) -> bool:
+        """Whether the slot is completed with what is trained."""
+        return self.has_own_family and not self.is_beside
+
+    @property
     def figures(self) -> UnitFigures:
         """What a plan knows of the unit."""
         trained = None if self.in_place else self.trained.num_elements if self.trained else 0
@@ -188,6 +202,7 @@ class Form:
             cuts=self.cuts,
             is_far=self.is_far,
             basis_elements=self.basis.num_elements if self.basis else 0,
+            is_beside=self.is_beside,
         )
 
     def families(self, planes: PlaneSet, own_planes: PlaneSet, chunk_elements: int) -> Unit:

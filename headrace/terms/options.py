@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from headrace.terms.adapter import adapter_of
 from headrace.terms.budget import Budget
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.declared import Declared, option
 from headrace.terms.errors import ConfigError
+from headrace.terms.older_names import read_older_names
 from headrace.terms.optimizer import ALL, MATRICES, ParameterGroup, Schedule, optimizer_text, parse_optimizer
 from headrace.terms.option_kinds import Either, Flag, Listed, Number, OneOf, Place, Rate, Record, Size, Text, Whole
 
@@ -26,7 +28,6 @@ DTYPE_NAMES: Mapping[str, str] = {"bf16": "bfloat16", "fp16": "float16", "fp32":
 @dataclass(frozen=True, kw_only=True)
 class Options(Declared):
     """What an engine trains with, and a plan is made for. Values are taken as a YAML file has them: sizes such as "16GiB".
-
     Sizes are bytes, lengths and counts are tokens or steps. None stands for "choose for me".
     """
 
@@ -105,6 +106,14 @@ class Options(Declared):
         "do not count for clipping",
         plan=True,
     )
+    adapter: str | None = option(
+        None,
+        Text(),
+        "Train adapters beside frozen weights, lora:rank=16 or dora:rank=16.",
+        row="train small matrices beside frozen ones, with settings as in the table below; `final/` is then peft's. Fixed",
+        words="none",
+        plan=True,
+    )
     learning_rate: float = option(1e-5, Number(), "Of the optimizer, after the warm-up.")
     weight_decay: float = option(
         0.0, Number(), "Not applied to norms and biases.", row="of the optimizer; norms and biases are not decayed"
@@ -145,7 +154,7 @@ class Options(Declared):
         OneOf(("bfloat16", "float32", "float16"), DTYPE_NAMES),
         "Of drained gradients.",
         row="of drained gradients: `float32` leaves them unrounded; micro-batches are summed in fp32 either way",
-        words="`compute_dtype`",
+        words="`compute_dtype`; `float32` of adapters",
         cli=False,
     )
     seed: int = option(0, Whole(0, _MOST_SEED), "Order of the data and dropout.")
@@ -217,34 +226,24 @@ class Options(Declared):
             raise ConfigError(
                 f"gradient_dtype: {self.gradient_dtype!r} is neither float32 nor the compute dtype {self.compute_dtype}"
             )
+        if self.adapter is not None:
+            object.__setattr__(self, "adapter", adapter_of(self.adapter).text)
+            object.__setattr__(self, "gradient_dtype", self.gradient_dtype or "float32")  # they are small
+            if self.train != ALL:
+                raise ConfigError(
+                    f"train: {self.train} and adapter: adapters are trained, and all else stays; give one of them"
+                )
+        if self.compile_blocks and self.adapter:
+            raise ConfigError("compile_blocks and adapter: adapters run beside the blocks' own code; give one of them")
         if self.compile_blocks and self.liger:
             raise ConfigError("compile_blocks and liger: both fuse the same operators of a block; give one of them")
-        self._read_older_names()
+        read_older_names(self)
+        object.__setattr__(self, "gradient", optimizer_text(*parse_optimizer(self.gradient, "gradient")))
 
     @property
     def budget(self) -> Budget:
         """The budget of each tier."""
         return Budget(device=self.device_memory, host=self.host_memory, ssd=self.ssd)
-
-    def _read_older_names(self) -> None:
-        """Write settings that were given by an older name into `optimizer`, which then says the same."""
-        name, settings = parse_optimizer(self.optimizer)
-        for each in self.declarations():
-            value = getattr(self, each.key)
-            if not each.alias or value is None:
-                continue
-            rule, defaults = parse_optimizer(each.alias.removeprefix("optimizer: "))
-            values = value if isinstance(value, tuple) else (value,)
-            _, given = parse_optimizer(optimizer_text(rule, dict(zip(defaults, map(str, values), strict=True))))
-            chosen = {key: word for key, word in given.items() if word != defaults[key]}
-            if chosen and rule != name:
-                raise ConfigError(f"{each.key}: is a setting of {rule}, and the optimizer is {name}; leave it out")
-            if rule == name and any(settings.get(key, word) != word for key, word in given.items()):
-                raise ConfigError(f"{each.key}: {value} here, and {self.optimizer!r} under optimizer; leave one of them out")
-            settings |= chosen
-            object.__setattr__(self, each.key, None)  # frozen: set once, here
-        object.__setattr__(self, "optimizer", optimizer_text(name, settings))
-        object.__setattr__(self, "gradient", optimizer_text(*parse_optimizer(self.gradient, "gradient")))
 
     @property
     def schedule(self) -> Schedule:

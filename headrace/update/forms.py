@@ -12,7 +12,7 @@ from headrace.terms.layout import UnitLayout, lay_out, realigned
 from headrace.terms.optimizer import ALL, Optimizer
 from headrace.terms.plain_figures import plain_figure
 from headrace.terms.rule_figures import RuleFigures
-from headrace.update.wire import SubspaceWire, Wire
+from headrace.update.wire import BesideWire, SubspaceWire, Wire
 from headrace.update.wires.frozen import FrozenWire
 
 
@@ -67,6 +67,7 @@ def forms_under(
                 is_far=is_far(unit),
                 basis=basis,
                 left=left,
+                is_beside=own and isinstance(wire, BesideWire),
             )
         )
     if not any(form.trained for form in forms) and not isinstance(wire, FrozenWire):

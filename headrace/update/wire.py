@@ -124,6 +124,24 @@ class Wire(Protocol):
 
 
 @runtime_checkable
+class BesideWire(Wire, Protocol):
+    """A wire whose trained family compute reads beside the frozen weights, which no slot is completed with: adapters.
+
+    `complete` is then for export alone, and gradients need no `catch`.
+    """
+
+    def bind(
+        self, unit: int, trained: UnitLayout, weights: Tensor, sink: Callable[[ParameterSpec, Tensor], None] | None
+    ) -> None:
+        """Let `unit` compute with its trained family, whose `weights` (float32) are laid out by `trained`; `sink` is given the
+        gradients, None where there are none.
+        """
+
+    def release(self, unit: int) -> None:
+        """Let nothing of these weights be referred to."""
+
+
+@runtime_checkable
 class SubspaceWire(Wire, Protocol):
     """A wire whose trained family is of a subspace that changes now and then: its *basis* lies beside the trained family.
 

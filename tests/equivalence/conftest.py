@@ -28,7 +28,7 @@ def profiled_and_planned_once() -> Iterator[None]:
 
     def profile_once(chain: Any, sequences: int, length: int, **options: Any) -> Any:
         key = (chain.config.to_json_string(), chain.compute_dtype, str(chain.device), chain.notes, sequences, length)
-        key += tuple(chain.layouts)
+        key += (*chain.layouts, chain.adapters and (chain.adapters.settings, *chain.adapters.layouts.values()))
         if key not in known:
             known[key] = profile(chain, sequences, length, **options)
         return known[key]

@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from versions import CAUSAL_DOGE, LONG_ROPE_IN_A_PLAN
 
 from headrace.model import Chain, MicroBatch, profile
-from headrace.model.cost_profile import tensors_of
+from headrace.model.call_tensors import tensors_of
 from headrace.model.thresholds import architecture_key
 from headrace.terms.errors import ModelError
 from headrace.terms.optimizer import Optimizer

@@ -12,7 +12,7 @@ from typing import Any
 from headrace.plan.ledger import Known, Snapshot
 from headrace.plan.plan import Plan
 from headrace.plan.schedules.updates import FREE_SLOTS, NORM, PIECE, Updates, held_at
-from headrace.plan.schedules.weights import FAR, NONE, RESIDENT, VERDICT
+from headrace.plan.schedules.weights import FAR, NONE, RESIDENT, TRAINED, VERDICT
 from headrace.terms.program import Lane, Pool, Program, Verb, buffer
 
 # So many block inputs are brought back ahead of their use, if there are buffers for them.
@@ -105,7 +105,7 @@ class _Training(Updates):
         self.drain(0, self.gradient_slot(0))
 
     def forward(self, block: int) -> None:
-        weights, waits = (self.acquired.pop(block)[1],), self.plan.stash_tiers[block - 1] != "device"
+        weights, waits = (self.acquired.pop(block)[1], *self.read_beside(block)), self.plan.stash_tiers[block - 1] != "device"
         for micro in range(self.num_micro):
             ref = self.ledger.op(
                 Verb.FORWARD,
@@ -141,7 +141,7 @@ class _Training(Updates):
 
     def backward(self, block: int) -> None:
         host, weights = self.acquired.pop(block)
-        is_trained = block in self.trained
+        is_trained, beside = block in self.trained, self.read_beside(block)
         gradient = self.gradient_slot(block) if is_trained else NONE
         made = () if not is_trained else (gradient,) if self.gradient_in_place else (self.accumulator(),)
         for micro in range(self.num_micro):
@@ -150,7 +150,7 @@ class _Training(Updates):
             ref = self.ledger.op(
                 Verb.BACKWARD,
                 Lane.COMPUTE,
-                (weights, inputs) if inputs >= 0 else (weights,),
+                (weights, *beside, inputs) if inputs >= 0 else (weights, *beside),
                 made,
                 unit=block,
                 micro=micro,
@@ -159,6 +159,10 @@ class _Training(Updates):
             self.newest_use = (ref,)
         if is_trained:
             self.drain(block, gradient, host)
+
+    def read_beside(self, block: int) -> tuple[int, ...]:
+        """Return what compute reads of a block beside its weights."""
+        return (TRAINED + block,) if block in self.beside else ()
 
     # -- weights --------------------------------------------------------------------------------------------------------
 
@@ -240,6 +244,8 @@ class _Training(Updates):
         self.settle(unit, gradient, host)
 
     def backward_flops(self, block: int) -> float:
-        """Gradients cost twice the forward, and the recompute what is neither kept nor skipped."""
+        """Gradients cost twice the forward, and the recompute what is neither kept nor skipped. Beside frozen weights only
+        those of inputs are made, which cost it once.
+        """
         spared = self.results.spared_flops[block - 1] if self.results.spared_flops else 0.0
-        return 3 * self.flops(block) - spared
+        return (2 if block in self.beside else 3) * self.flops(block) - spared

@@ -116,7 +116,7 @@ class Updates(Weights):
         if staged:
             num_bytes = self.stored_bytes[unit]
             op(Verb.UPLOAD, Lane.HOST_TO_DEVICE, (STAGING,), (RESIDENT + unit,), unit=unit, num_bytes=num_bytes)
-        elif not late:
+        elif not late and unit not in self.beside:
             self.forget(unit)
 
     def update_on_device(

@@ -63,7 +63,7 @@ class WeightsPlan(Protocol):
         """Return the bytes of a unit that are fetched."""
 
     def completing_bytes(self, unit: int) -> int:
-        """Return the bytes of what completes a unit's weights, of all that its slot is made of."""
+        """Return the bytes of what completes a unit's weights, or is computed with beside them."""
 
 
 class Weights:
@@ -76,6 +76,7 @@ class Weights:
         self.separate, self.blocks = plan.separate_device, plan.num_blocks
         self.residents = frozenset(plan.resident_units)
         self.made = frozenset(index for index, unit in enumerate(plan.units) if unit.is_made)
+        self.beside = frozenset(index for index, unit in enumerate(plan.units) if unit.is_beside)
         self.in_place = frozenset(index for index, unit in enumerate(plan.units) if unit.in_place and not unit.is_far)
         self.far = frozenset(plan.far_units)
         # Where weights lie as the drive has them, and where compute reads those that are brought or made.
@@ -107,6 +108,9 @@ class Weights:
                 self.bring_up_to_date(block, NONE)
             return
         apart = self.separate or block in self.made
+        if pending and block in self.beside:  # its weights stay as they are
+            self.bring_up_to_date(block, NONE)
+            pending = False
         computed = self.find(self.computed_slots, block) if apart and not pending else NONE
         if computed >= 0 and not on_host:
             self.acquired[block] = (NONE, computed)
@@ -164,18 +168,17 @@ class Weights:
     def make(self, block: int, host: int, slot: int) -> None:
         """Make a slot of what is stored and what is trained besides; on a separate device, of what is sent there for it."""
         plan, op, figures = self._weights_plan, self.ledger.op, self._weights_plan.units[block]
-        sources: tuple[int, ...] = (host, TRAINED + block) if figures.has_own_family else (host,)
+        sources: tuple[int, ...] = (host, TRAINED + block) if figures.is_completed else (host,)
         made_bytes = plan.planes.weight.num_bytes(figures.num_elements)
+        read_bytes = self.stored_bytes[block] + (plan.completing_bytes(block) if figures.is_completed else 0)
         if self.separate:
             sent = (SOURCES + self.source_turn,)
             self.source_turn = (self.source_turn + 1) % SOURCE_SLOTS
             # Weights that are not coded need no buffer on the way: they are read into the slot, and completed there.
             there = sent if figures.stored_bytes is not None else (slot, *sent)
-            num_bytes = self.stored_bytes[block] + plan.completing_bytes(block)
-            op(Verb.UPLOAD, Lane.HOST_TO_DEVICE, sources, there, unit=block, num_bytes=num_bytes)
+            op(Verb.UPLOAD, Lane.HOST_TO_DEVICE, sources, there, unit=block, num_bytes=read_bytes)
             sources = sent
-        num_bytes = made_bytes + self.stored_bytes[block] + plan.completing_bytes(block)
-        op(Verb.MAKE, Lane.MAKE, sources, (slot,), unit=block, num_bytes=num_bytes)
+        op(Verb.MAKE, Lane.MAKE, sources, (slot,), unit=block, num_bytes=made_bytes + read_bytes)
 
     def forget(self, block: int) -> None:
         """Note that the weights that compute has of `block` are no longer its newest."""

@@ -3,11 +3,14 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from headrace.model import Chain
+from headrace.terms.adapter import adapter_of
 from headrace.terms.errors import ConfigError
 from headrace.terms.gradient import GradientWay
 from headrace.terms.optimizer import parse_optimizer
 from headrace.terms.options import Options
 from headrace.update.wire import Wire
+from headrace.update.wires.adapter import AdapterWire
 from headrace.update.wires.dense import Dense, DenseWire
 from headrace.update.wires.lsp import Lsp, LspWire
 
@@ -39,7 +42,22 @@ def wire_of(options: Options) -> Wire:
     """Return the wire that `options` mean.
 
     Raises:
-        ConfigError: as `gradient_of`.
+        ConfigError: as `gradient_of`, and as `adapter_of`; or both are given.
     """
     way = gradient_of(options)
+    if options.adapter is not None:
+        if not isinstance(way, Dense):
+            raise ConfigError(
+                f"adapter and gradient: {way.name} trains subspaces, {options.adapter} adapters; give one of them"
+            )
+        return AdapterWire(adapter_of(options.adapter), options.seed)
     return WIRES[type(way)](way)
+
+
+def wire_on(wire: Wire, chain: Chain) -> Wire:
+    """Return `wire` for the units of `chain`: one of adapters has to know what there is to adapt.
+
+    Raises:
+        ConfigError: as `AdapterWire.of`.
+    """
+    return wire.of(chain) if isinstance(wire, AdapterWire) and wire.adapters is None else wire

@@ -1,0 +1,245 @@
+"""Adapters beside the frozen matrices of blocks: LoRA (Hu et al. 2022) and DoRA (Liu et al. 2024).
+
+Each adapted module keeps its own code; a hook adds to what it returns. The matrices of adapters are float32, and so is what
+they compute, as peft has it by default for a base in 16 bits. They are bound unit by unit, as weights are (`binding`).
+
+Invariant: what a block computes with adapters bound is what peft's layers compute around the same modules.
+"""
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from headrace.model.binding import GradientSink, hand_over
+from headrace.terms.adapter import Lora
+from headrace.terms.errors import ConfigError, StepFailed
+from headrace.terms.layout import ParameterSpec, UnitLayout, lay_out
+
+# Elements of a matrix that are made in float32 at once.
+_PIECE_ELEMENTS = 1 << 20
+DOWN, UP, MAGNITUDE = "lora_A.weight", "lora_B.weight", "lora_magnitude_vector"
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """A module of a block that multiplies with one matrix: `rows` outputs of `columns` inputs.
+
+    `transposed`: the matrix lies with a row for each input, as in transformers' Conv1D.
+    """
+
+    name: str
+    rows: int
+    columns: int
+    transposed: bool
+
+    @property
+    def parameter(self) -> str:
+        """The name of its matrix."""
+        return f"{self.name}.weight"
+
+    def shapes(self, settings: Lora) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of its adapter's tensors, by the ends of their names."""
+        shapes: dict[str, tuple[int, ...]] = {DOWN: (settings.rank, self.columns), UP: (self.rows, settings.rank)}
+        return shapes | ({MAGNITUDE: (self.rows,)} if settings.has_magnitudes else {})
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Return whether a module does nothing but multiply with a matrix, and add a bias where it has one."""
+    return isinstance(module, Conv1D) or (isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward)
+
+
+def products_of(model: nn.Module, layout: UnitLayout) -> Iterator[Product]:
+    """Yield the modules of the unit laid out by `layout` that could have an adapter."""
+    known = {spec.name for spec in layout.parameters}
+    for name, module in model.named_modules():
+        if f"{name}.weight" in known and is_linear(module):
+            rows, columns = module.weight.shape
+            transposed = isinstance(module, Conv1D)
+            yield Product(name, *((columns, rows) if transposed else (rows, columns)), transposed)
+
+
+def is_target(name: str, targets: Sequence[str]) -> bool:
+    """Return whether a module is one of `targets`: as peft has it, by its name or the end of it; () are all."""
+    return not targets or any(name == target or name.endswith(f".{target}") for target in targets)
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """The adapters of a model's blocks.
+
+    Attributes:
+        settings: their kind and its settings.
+        seed: of their first numbers.
+        products: what is adapted, by unit.
+        layouts: where the tensors of a unit's adapters lie, by unit; called `MODULE.lora_A.weight` and so on.
+    """
+
+    settings: Lora
+    seed: int
+    products: Mapping[int, tuple[Product, ...]]
+    layouts: Mapping[int, UnitLayout]
+    _bound: dict[str, nn.Parameter] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, model: nn.Module, layouts: Sequence[UnitLayout], num_blocks: int, settings: Lora, seed: int = 0) -> "Adapters":
+        """Return the adapters that `settings` ask for, of a model whose units are laid out so.
+
+        Raises:
+            ConfigError: a target that no block has, or a rank above a side of its matrix.
+        """
+        known = {unit: tuple(products_of(model, layouts[unit])) for unit in range(1, num_blocks + 1)}
+        _check_targets(model, [each.name for found in known.values() for each in found], settings.targets)
+        products = {
+            unit: chosen
+            for unit, found in known.items()
+            if (chosen := tuple(each for each in found if is_target(each.name, settings.targets)))
+        }
+        for each in (each for found in products.values() for each in found):
+            if settings.rank > min(each.rows, each.columns):
+                raise ConfigError(
+                    f"adapter: rank {settings.rank} is more than {each.name} has: it is {each.rows} x {each.columns}; "
+                    f"give at most {min(each.rows, each.columns)}, or leave it out of target_modules"
+                )
+        return cls(
+            settings, seed, products, {unit: _lay_out(layouts[unit], found, settings) for unit, found in products.items()}
+        )
+
+    def install(self, model: nn.Module) -> Callable[[], None]:
+        """Let the modules of `model` add what their adapters compute; return what undoes it."""
+        modules = dict(model.named_modules())
+        hooks = [
+            modules[each.name].register_forward_hook(self._hook(each)) for found in self.products.values() for each in found
+        ]
+
+        def undo() -> None:
+            for hook in hooks:
+                hook.remove()
+
+        return undo
+
+    def bind(self, unit: int, layout: UnitLayout, flat: Tensor, sink: GradientSink | None) -> None:
+        """Make the adapters of `unit` views of `flat` (float32), laid out by `layout`; `sink` is given their gradients."""
+        for spec in layout.parameters if unit in self.products else ():
+            parameter = nn.Parameter(part(flat.detach(), spec).view(spec.shape), requires_grad=sink is not None)
+            if sink is not None:
+                parameter.register_post_accumulate_grad_hook(hand_over(spec, sink))  # type: ignore[no-untyped-call]
+            self._bound[spec.name] = parameter
+
+    def release(self, unit: int) -> None:
+        """Forget what the adapters of `unit` are views of."""
+        for spec in self.layouts[unit].parameters if unit in self.layouts else ():
+            self._bound.pop(spec.name, None)
+
+    def first(self, unit: int, layout: UnitLayout, weights: Mapping[str, Tensor], into: Tensor) -> None:
+        """Fill `into`, laid out by `layout`, with a unit's first numbers: A as `nn.Linear` begins, B zero, magnitudes those of
+        the matrices, whose `weights` are given by parameter.
+
+        A's are drawn by the seed and the module's name: they depend on nothing else.
+        """
+        into.zero_()
+        places = {spec.name: part(into, spec).view(spec.shape) for spec in layout.parameters}
+        for each in self.products[unit]:
+            seed = hashlib.blake2b(f"{self.seed}/{each.name}".encode(), digest_size=7).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(seed, "little"))
+            bound = 1 / math.sqrt(each.columns)
+            places[f"{each.name}.{DOWN}"].uniform_(-bound, bound, generator=generator)
+            if self.settings.has_magnitudes:
+                matrix = _as_product(each, weights[each.parameter])
+                places[f"{each.name}.{MAGNITUDE}"].copy_(torch.linalg.vector_norm(matrix.float(), dim=1))
+
+    @torch.no_grad()
+    def merge(self, unit: int, tensors: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
+        """Change `weights`, a unit's matrices by parameter, in place to those that give the same without adapters, whose
+        `tensors` are given by name: made in float32, and rounded once.
+        """
+        for each in self.products[unit]:
+            matrix = _as_product(each, weights[each.parameter])
+            down, up = (tensors[f"{each.name}.{end}"] for end in (DOWN, UP))
+            magnitude = tensors.get(f"{each.name}.{MAGNITUDE}")
+            for rows in _pieces(each):
+                whole = matrix[rows].float() + self.settings.scale * (up[rows] @ down)
+                if magnitude is not None:
+                    whole *= (magnitude[rows] / torch.linalg.vector_norm(whole, dim=1))[:, None]
+                matrix[rows] = whole.to(matrix.dtype)
+
+    def _hook(self, product: Product) -> Callable[[nn.Module, tuple[Any, ...], Any], Any]:
+        settings, names = self.settings, {end: f"{product.name}.{end}" for end in product.shapes(self.settings)}
+
+        def add(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+            found = {end: self._bound.get(name) for end, name in names.items()}
+            down, up, magnitude = found[DOWN], found[UP], found.get(MAGNITUDE)
+            if down is None or up is None:
+                raise StepFailed(f"{product.name}: runs while its adapter is not bound; bind it with its unit")
+            inputs = args[0].to(down.dtype)
+            if settings.dropout and module.training:
+                inputs = F.dropout(inputs, settings.dropout)
+            learned = F.linear(F.linear(inputs, down), up) * settings.scale
+            if magnitude is not None:
+                norms = self._norms(product, module, down, up)
+                scale = magnitude / norms
+                bias = module.bias
+                own = output if bias is None else output - bias  # type: ignore[operator]
+                learned = (scale - 1) * own + scale * learned
+            return (output + learned).to(output.dtype)
+
+        return add
+
+    @torch.no_grad()
+    def _norms(self, product: Product, module: nn.Module, down: Tensor, up: Tensor) -> Tensor:
+        """Return the lengths of the rows of `W + s B A`, of which no gradient is taken (section 4.3 of the paper)."""
+        matrix = _as_product(product, module.weight)  # type: ignore[arg-type]
+        pieces = (matrix[rows].to(down.dtype) + self.settings.scale * (up[rows] @ down) for rows in _pieces(product))
+        return torch.cat([torch.linalg.vector_norm(piece, dim=1) for piece in pieces])
+
+
+def part(flat: Tensor, spec: ParameterSpec) -> Tensor:
+    """Return a parameter's elements of a flat tensor."""
+    return flat[spec.offset : spec.offset + spec.num_elements]
+
+
+def merging_bytes(products: Sequence[Product]) -> int:
+    """Return what `merge` allocates at once: of pieces of rows, twice in float32."""
+    return max((8 * max(_PIECE_ELEMENTS, each.columns) for each in products), default=0)
+
+
+def _pieces(product: Product) -> Iterator[slice]:
+    step = max(1, _PIECE_ELEMENTS // product.columns)
+    return (slice(start, min(start + step, product.rows)) for start in range(0, product.rows, step))
+
+
+def _as_product(product: Product, weight: Tensor) -> Tensor:
+    """Return a view of a matrix with a row for each output."""
+    return weight.T if product.transposed else weight
+
+
+def _lay_out(layout: UnitLayout, products: Sequence[Product], settings: Lora) -> UnitLayout:
+    """Place a unit's adapters; each is decayed and learns as the matrix beside it would."""
+    groups = [(group.learning_rate_scale, group.weight_decay) for group in layout.groups]
+    of_matrix = {spec.name: groups[spec.group] for spec in layout.parameters}
+    parameters = [
+        (f"{each.name}.{end}", shape, (of_matrix[each.parameter][0], 0.0) if end == MAGNITUDE else of_matrix[each.parameter])
+        for each in products
+        for end, shape in each.shapes(settings).items()
+    ]
+    return lay_out(layout.name, parameters)
+
+
+def _check_targets(model: nn.Module, names: Sequence[str], targets: Sequence[str]) -> None:
+    for target in targets:
+        if any(is_target(name, (target,)) for name in names):
+            continue
+        elsewhere = any(is_target(name, (target,)) for name, _ in model.named_modules())
+        why = (
+            "is no linear module of a block (packed experts, embeddings and heads get no adapters)" if elsewhere else "is none"
+        )
+        known = sorted({name.rpartition(".")[2] for name in names})
+        raise ConfigError(f"adapter: target_modules: {target!r} {why}; blocks have {', '.join(known) or 'no linear modules'}")
+    if not names:
+        raise ConfigError(f"adapter: {type(model).__name__} has no linear modules in its blocks that could be adapted")

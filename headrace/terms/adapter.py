@@ -1,0 +1,76 @@
+"""What the user chooses about adapters: how a kind is named, with its settings (what it computes is in `model/adapters.py`)."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from headrace.terms.declared import option
+from headrace.terms.errors import ConfigError
+from headrace.terms.gradient import GradientWay
+from headrace.terms.optimizer import parse_optimizer
+from headrace.terms.option_kinds import Number, Text, Whole
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lora(GradientWay):
+    """Low-rank adapters (Hu et al. 2022): `W x + alpha/rank B A x` with a frozen W."""
+
+    name: ClassVar[str] = "lora"
+    has_magnitudes: ClassVar[bool] = False
+
+    rank: int = option(16, Whole(1, 1 << 16), row="rows of A, and columns of B")
+    alpha: float | None = option(
+        None, Number(), row="what is learned is multiplied by alpha/rank", words="the rank", optional=True
+    )
+    dropout: float = option(0.0, Number(0, 0.99), row="share of a matrix's inputs that its adapter does not see in a step")
+    target_modules: str | None = option(
+        None,
+        Text(),
+        row="modules of blocks that get adapters, by the ends of their names as in peft: `q_proj+v_proj`",
+        words="all linear ones",
+    )
+
+    @property
+    def scale(self) -> float:
+        """What the product of B and A is multiplied by."""
+        return (self.rank if self.alpha is None else self.alpha) / self.rank
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """The names given in `target_modules`; () for all linear modules."""
+        return tuple(word.strip() for word in self.target_modules.split("+") if word.strip()) if self.target_modules else ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dora(Lora):
+    """LoRA whose rows have a trained length of their own (Liu et al. 2024): `m (W + s B A) / ||W + s B A||`."""
+
+    name: ClassVar[str] = "dora"
+    has_magnitudes: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.dropout:
+            raise ConfigError("dropout: is not there for dora; leave it out, or train lora")
+
+
+ADAPTERS: Mapping[str, type[Lora]] = {kind.name: kind for kind in (Lora, Dora)}
+
+
+def adapter_of(text: str) -> Lora:
+    """Return the adapter that `text` names, with its settings: `lora`, or `lora:KEY=VALUE,KEY=VALUE`.
+
+    Raises:
+        ConfigError: no such kind, or a setting or a value that it has not; the message names those that it has.
+    """
+    name, settings = parse_optimizer(text, "adapter")
+    if name not in ADAPTERS:
+        raise ConfigError(f"adapter: {name!r} is not one of {', '.join(ADAPTERS)}")
+    known = [each.key for each in ADAPTERS[name].settings()]
+    for key in settings:
+        if key not in known:
+            raise ConfigError(f"adapter: {key!r} is no setting of {name}, which has the settings {', '.join(known)}")
+    try:
+        return ADAPTERS[name](**settings)  # type: ignore[arg-type]
+    except ConfigError as error:
+        raise ConfigError(f"adapter: {name}: {error}") from error

@@ -1,0 +1,74 @@
+"""Adapters: of blocks only small matrices beside the frozen ones are trained (`model/adapters.py` says what they compute)."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from headrace.model import Chain
+from headrace.model.adapters import Adapters, merging_bytes, part
+from headrace.model.binding import GradientSink
+from headrace.terms.adapter import Lora
+from headrace.terms.layout import UnitLayout
+from headrace.update.wires.dense import DenseWire
+
+
+@dataclass(frozen=True)
+class AdapterWire(DenseWire):
+    """Trains the adapters that `settings` ask for. `of` a chain knows what there is to adapt; before, it has a name alone."""
+
+    settings: Lora
+    seed: int = 0
+    adapters: Adapters | None = None
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        """The kind and its settings: a run goes on with those that it began with."""
+        return self.settings.text
+
+    def of(self, chain: Chain) -> "AdapterWire":
+        """Return the wire of the adapters of a chain's blocks.
+
+        Raises:
+            ConfigError: no block has a module that was asked for, or a rank is above the sides of its matrix.
+        """
+        adapters = Adapters.of(chain.model, chain.layouts, chain.num_blocks, self.settings, self.seed)
+        return AdapterWire(self.settings, self.seed, adapters)
+
+    @property
+    def known(self) -> Adapters:
+        """What there is to adapt."""
+        assert self.adapters is not None, "the adapters of a chain are known"
+        return self.adapters
+
+    def trained(self, unit: int, layout: UnitLayout, *, is_block: bool) -> UnitLayout | None:
+        """Return where the adapters of a block lie; nothing else is trained."""
+        return self.known.layouts.get(unit)
+
+    def bind(self, unit: int, trained: UnitLayout, weights: Tensor, sink: GradientSink | None) -> None:
+        """Let the block compute with its adapters; see `Adapters.bind`."""
+        self.known.bind(unit, trained, weights, sink)
+
+    def release(self, unit: int) -> None:
+        """Let nothing of the adapters' memory be referred to."""
+        self.known.release(unit)
+
+    def first_weights(self, unit: int, layout: UnitLayout, trained: UnitLayout, weights: Tensor) -> Tensor:
+        """Return adapters that change nothing yet."""
+        first = weights.new_empty(trained.num_elements)
+        self.known.first(unit, trained, _views(layout, weights), first)
+        return first
+
+    def complete(self, unit: int, layout: UnitLayout, slot: Tensor, trained: UnitLayout, weights: Tensor) -> None:
+        """Merge a block's matrices with what its adapters learned: for export, never for a step."""
+        self.known.merge(unit, _views(trained, weights), _views(layout, slot))
+
+    def making_bytes(self, layout: UnitLayout) -> int:
+        """Return what a block's adapters take where compute reads them, if that is elsewhere; or what merging takes."""
+        found = {own.name: unit for unit, own in self.known.layouts.items()}
+        unit = found[layout.name]
+        return max(4 * self.known.layouts[unit].num_elements, merging_bytes(self.known.products[unit]))
+
+
+def _views(layout: UnitLayout, flat: Tensor) -> Mapping[str, Tensor]:
+    return {spec.name: part(flat, spec).view(spec.shape) for spec in layout.parameters}

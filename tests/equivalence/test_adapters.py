@@ -1,0 +1,215 @@
+"""Adapters beside a frozen base that is streamed: what plain PyTorch trains, wherever things live, in peft's own files."""
+
+import importlib.util
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from plain import LENGTH, ROWS, SPLIT, batch_of, train
+from safetensors.torch import load_file
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+import headrace
+from headrace.engine.merging import merge_adapters
+from headrace.engine.seams import Seams
+from headrace.engine.trainer import Engine
+from headrace.terms.adapter import adapter_of
+from headrace.terms.errors import ConfigError, ModelError, RunDirectoryError
+from headrace.terms.families import STATES, TRAINED, WEIGHTS
+from headrace.testing import GroupedCodec
+from headrace.update.wires import AdapterWire, FrozenWire
+
+LR, DECAY, STEPS, ALPHA = 1e-2, 0.1, 3, 8.0
+
+
+class Adapted(nn.Module):
+    """A frozen linear module with LoRA or DoRA, from the papers' formulas; `start` has the first numbers."""
+
+    def __init__(self, base: nn.Linear, start: dict[str, torch.Tensor], *, dora: bool) -> None:
+        super().__init__()
+        self.base, self.dora = base.requires_grad_(False), dora
+        self.down = nn.Parameter(start["lora_A.weight"].clone())
+        self.up = nn.Parameter(torch.zeros(base.out_features, len(self.down)))
+        self.length = nn.Parameter(base.weight.detach().norm(dim=1)) if dora else None
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        weight = self.base.weight + ALPHA / len(self.down) * self.up @ self.down
+        if self.length is not None:
+            weight = (self.length / weight.detach().norm(dim=1))[:, None] * weight
+        return nn.functional.linear(inputs, weight, self.base.bias)
+
+
+def first_numbers(path: Path, run: Path, adapter: str) -> dict[str, torch.Tensor]:
+    """Return the tensors of an adapter before any step."""
+    with Engine.open(path, headrace.Options(output=run, adapter=adapter, compute_dtype="float32")) as engine:
+        engine.save_pretrained(run / "first")
+    return load_file(run / "first" / "adapter_model.safetensors")
+
+
+def plain_run(path: Path, start: dict[str, torch.Tensor], *, dora: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).train().requires_grad_(False)
+    adapted = {}
+    for name, module in list(model.named_modules()):
+        own = {key.removeprefix(f"base_model.model.{name}."): value for key, value in start.items() if f".{name}." in key}
+        if own and isinstance(module, nn.Linear):
+            adapted[name] = Adapted(module, own, dora=dora)
+            model.set_submodule(name, adapted[name])
+    decayed = [p for each in adapted.values() for p in (each.down, each.up)]
+    lengths = [each.length for each in adapted.values() if each.length is not None]
+    groups = [{"params": decayed, "weight_decay": DECAY}, {"params": lengths, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), eps=1e-8)
+    losses = []
+    for seed in range(STEPS):
+        optimizer.zero_grad()
+        loss = model(**batch_of(ROWS, LENGTH, seed)).loss
+        loss.backward()
+        nn.utils.clip_grad_norm_([*decayed, *lengths], 0.5)
+        optimizer.step()
+        losses.append(loss.item())
+    names = {"down": "lora_A.weight", "up": "lora_B.weight", "length": "lora_magnitude_vector"}
+    found = {
+        f"base_model.model.{name}.{end}": getattr(each, own).detach()
+        for name, each in adapted.items()
+        for own, end in names.items()
+        if getattr(each, own) is not None
+    }
+    return losses, found
+
+
+def trained(path: Path, run: Path, adapter: str, **options: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
+    more = {"learning_rate": LR, "weight_decay": DECAY, "max_grad_norm": 0.5, "compute_dtype": "float32", **options}
+    return train(path, run, steps=STEPS, adapter=adapter, **more)
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_adapters_are_what_plain_pytorch_trains(kind: str, model_dir: Callable[..., Path], tmp_path: Path) -> None:
+    path, adapter = model_dir("llama"), f"{kind}:rank=4,alpha=8"
+    start = first_numbers(path, tmp_path / "start", adapter)
+    expected, wanted = plain_run(path, start, dora=kind == "dora")
+    losses, found = trained(path, tmp_path / "run", adapter, adjust=SPLIT)
+    assert losses == pytest.approx(expected, rel=2e-6)
+    assert found.keys() == wanted.keys()
+    assert any("up_proj" in name for name in found)
+    for name, want in wanted.items():
+        torch.testing.assert_close(found[name], want, rtol=1e-3, atol=2e-5, msg=lambda text, name=name: f"{name}: {text}")
+
+
+PLACEMENTS: dict[str, dict[str, Any]] = {
+    "SSD, plain": {
+        "adjust": {"chunk_elements": 2048, "resident_states": (), "host_slots": 2, "prefetch": 1},
+        "interpreter": "plain",
+    },
+    "a device, late, states in memory": {
+        "adjust": {"update_policy": "deferred", "late_units": lambda plan: plan.trained_units, "host_slots": 4}
+        | {"resident_states": lambda plan: plan.trained_units},
+        "device_memory": "1GiB",
+    },
+}
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_placement_changes_nothing(placement: str, model_dir: Callable[..., Path], tmp_path: Path) -> None:
+    """Dropout, some modules, 16 bits: adapters end with the same bits wherever weights, states and gradients live."""
+    path, options = model_dir("llama", "bfloat16"), dict(PLACEMENTS[placement])
+    adapter = "lora:rank=4,dropout=0.1,target_modules=q_proj+down_proj"
+    more: dict[str, Any] = {"compute_dtype": "bfloat16", "max_grad_norm": 0.5}
+    losses, tensors = trained(path, tmp_path / "base", adapter, adjust=SPLIT, **more)
+    assert {name.split(".")[-3] for name in tensors} == {"q_proj", "down_proj"}
+    again, others = trained(path, tmp_path / "other", adapter, **more | options | {"adjust": SPLIT | options["adjust"]})
+    assert again == losses
+    for name, want in tensors.items():
+        assert torch.equal(others[name], want), f"{name} differs"
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2-dropout"])
+def test_a_merged_model_gives_the_logits_of_the_adapted_one(name: str, model_dir: Callable[..., Path], tmp_path: Path) -> None:
+    """Conv1D, whose matrices lie the other way, too; and stock peft, where it is installed, over the same files."""
+    path, kind = model_dir(name), "dora" if name == "llama" else "lora"
+    seen: list[torch.Tensor] = []
+    ids = batch_of(2, LENGTH, 99)["input_ids"]
+    trained(
+        path,
+        tmp_path / "run",
+        f"{kind}:rank=4,alpha=8",
+        export=tmp_path / "adapter",
+        inspect=lambda engine: seen.append(engine.next_logits({"input_ids": ids})),
+    )
+    merge_adapters(path, tmp_path / "adapter", tmp_path / "merged", {})
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32).eval()
+    base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids).logits[:, -1], seen[0], rtol=1e-4, atol=1e-5)
+        assert not torch.allclose(base(ids).logits[:, -1], seen[0], atol=1e-3)
+    if importlib.util.find_spec("peft") is not None:
+        from peft import PeftModel
+
+        adapted = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+        with torch.no_grad():
+            torch.testing.assert_close(adapted(ids).logits[:, -1], seen[0], rtol=1e-4, atol=1e-5)
+
+
+def test_a_run_goes_on_with_its_adapters(model_dir: Callable[..., Path], tmp_path: Path) -> None:
+    path, adapter = model_dir("llama"), "dora:rank=4"
+    more: dict[str, Any] = {"tokens_per_step": ROWS * LENGTH, "sequence_length": LENGTH, "host_memory": "4GiB"}
+    options = headrace.Options(output=tmp_path / "run", adapter=adapter, learning_rate=LR, max_grad_norm=0.5, **more)
+    with Engine.open(path, options) as engine:
+        engine.step(batch_of(ROWS, LENGTH, 0))
+        families = [[family.name for family in unit.families] for unit in engine.store.manifest.units]
+        assert families == [[WEIGHTS], *[[WEIGHTS, TRAINED, STATES]] * 4, [WEIGHTS]]
+    with pytest.raises(RunDirectoryError, match="wire: the run was begun with dora:rank=4"):
+        Engine.resume(tmp_path / "run", seams=Seams())
+    with Engine.resume(tmp_path / "run") as engine:
+        engine.step(batch_of(ROWS, LENGTH, 1))
+        engine.save_pretrained(tmp_path / "resumed")
+    with Engine.open(path, replace(options, output=tmp_path / "unbroken")) as engine:
+        for seed in range(2):
+            engine.step(batch_of(ROWS, LENGTH, seed))
+        engine.save_pretrained(tmp_path / "out")
+    name = "adapter_model.safetensors"
+    assert (tmp_path / "resumed" / name).read_bytes() == (tmp_path / "out" / name).read_bytes()
+
+
+def test_upon_coded_weights_gradients_are_those_upon_decoded_ones(model_dir: Callable[..., Path], tmp_path: Path) -> None:
+    """Forward, recompute and gradients of inputs read the coded plane: bit for bit as with the weights that it stands for."""
+    path = model_dir("llama", "bfloat16")
+    with Engine.open(path, headrace.Options(output=tmp_path / "code"), seams=Seams(FrozenWire(), GroupedCodec())) as engine:
+        engine.save_pretrained(tmp_path / "decoded")
+    more: dict[str, Any] = {"compute_dtype": "bfloat16", "adjust": SPLIT}
+    losses, tensors = trained(tmp_path / "decoded", tmp_path / "plain", "lora:rank=4", **more)
+    seams = Seams(AdapterWire(adapter_of("lora:rank=4")), GroupedCodec())
+    again, others = trained(path, tmp_path / "coded", "lora:rank=4", seams=seams, **more)
+    assert again == losses
+    for name, want in tensors.items():
+        assert torch.equal(others[name], want), f"{name} differs"
+
+
+@pytest.mark.parametrize(
+    ("adapter", "said"),
+    [
+        ("lora:rank=65", "rank 65 is more than model.layers.0.self_attn.q_proj has: it is 64 x 64"),
+        ("lora:target_modules=q_proj+w1", "'w1' is none; blocks have down_proj, gate_proj, k_proj"),
+        ("lora:target_modules=lm_head", "'lm_head' is no linear module of a block"),
+        ("dora:dropout=0.1", "dora: dropout: is not there for dora"),
+        ("ia3", "'ia3' is not one of lora, dora"),
+    ],
+)
+def test_what_cannot_be_adapted_is_said_before_anything_is_written(
+    adapter: str, said: str, model_dir: Callable[..., Path], tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        Engine.open(model_dir("llama"), headrace.Options(output=tmp_path / "run", adapter=adapter))
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_adapter_of_another_model_is_refused(model_dir: Callable[..., Path], tmp_path: Path) -> None:
+    trained(model_dir("llama"), tmp_path / "run", "lora:rank=4", export=tmp_path / "adapter")
+    with pytest.raises(
+        ModelError, match="belongs to nothing in the blocks of GPT2LMHeadModel: the adapter is of another model"
+    ):
+        merge_adapters(model_dir("gpt2-dropout"), tmp_path / "adapter", tmp_path / "out", {})
+    assert not (tmp_path / "out").exists()
