@@ -3,6 +3,7 @@
 Run: pytest tests/compress/test_generate_coded.py
 """
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from banked_plans import with_banks, with_whole_blocks
 from coded_models import KINDS, write_coded
 from compressing import run
 from tiers import sampled
@@ -36,18 +38,25 @@ SETTINGS = {
     "output_logits": True,
 }
 # Not all blocks are kept in either tier, so that each is read and decoded again.
+ROUTED, KEPT = {"ahead_share": 1.0}, {"ahead_share": 0.0, "in_round": 2, "cached": 5}
 SMALL = {"host_slots": 2, "device_slots": 2, "prefetch": 1}
 
 
-def generated(directory: Path, dtype: str, device: str | None = None) -> tuple[Generated, GenerationPlan]:
+def generated(
+    directory: Path, dtype: str, device: str | None = None, experts: dict[str, Any] | None = None
+) -> tuple[Generated, GenerationPlan]:
+    """Generate, and return the plan; with `experts` these come by themselves."""
     with Generator.open(directory, Budget(host="4GiB", device=device), compute_dtype=dtype) as generator:
-        plan = generator.prepare(2, 9, 4)
-        generator.use(replace(plan, **SMALL))
+        plan = with_whole_blocks(generator, generator.plan_only(2, 9, 4))
+        generator.use(replace(plan, **SMALL) if experts is None else with_banks(generator, plan, **experts))
         (done,) = generator.run([MicroBatch(0, ROWS, 1, generator.model.settings(9, None, SETTINGS))])
         return done, plan
 
 
-def check_against_stock(coded: Path, plain: Path, dtype: str, device: str | None = None) -> None:
+def check_against_stock(
+    coded: Path, plain: Path, dtype: str, device: str | None = None, apart: Sequence[dict[str, Any]] = ()
+) -> None:
+    """Compare with stock `generate` on the decoded directory: whole blocks, and ways of experts by themselves in `apart`."""
     model = AutoModelForCausalLM.from_pretrained(plain, dtype=getattr(torch, dtype), experts_implementation="eager").eval()
     for parameter in model.parameters():  # loaded, they lie as in the file: at borders that change float32 sums
         parameter.data = parameter.data.clone()
@@ -55,9 +64,11 @@ def check_against_stock(coded: Path, plain: Path, dtype: str, device: str | None
     with WideProducts() if dtype == "bfloat16" else nullcontext():  # products as here, where the processor has no such
         expected = model.generate(ids, attention_mask=torch.ones_like(ids), **SETTINGS)
     done, plan = generated(coded, dtype, device)
-    assert torch.equal(done.raw.sequences, expected.sequences)
-    for one, other in zip(done.raw.logits, expected.logits, strict=True):
-        assert torch.equal(one, other)
+    found = [done, *(generated(coded, dtype, device, each)[0] for each in apart)]
+    for each in found:
+        assert torch.equal(each.raw.sequences, expected.sequences)
+        for one, other in zip(each.raw.logits, expected.logits, strict=True):
+            assert torch.equal(one, other)
     _, dense = generated(plain, dtype)
     blocks = range(1, plan.num_blocks + 1)
     assert sum(map(plan.stored_bytes, blocks)) < sum(map(dense.stored_bytes, blocks)), "fewer bytes are read"
@@ -81,19 +92,21 @@ def test_int4(dtype: str, device: str | None, dense_int4: Any, tmp_path: Path) -
 
 def test_experts_int4(mixture_int4: Any, tmp_path: Path) -> None:
     coded = mixture_int4[0] / "out"
-    check_against_stock(coded, decompress(coded, tmp_path / "plain"), "float32")
+    check_against_stock(coded, decompress(coded, tmp_path / "plain"), "float32", apart=[KEPT])
 
 
-def test_experts_ternary(mixture: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("device", sampled([None, "64MiB"], [None]))
+def test_experts_ternary(device: str | None, mixture: Path, tmp_path: Path) -> None:
     run(mixture, tmp_path, to="ternary", experts_only=True)
     coded = tmp_path / "out"
-    check_against_stock(coded, decompress(coded, tmp_path / "plain"), "float32")
+    check_against_stock(coded, decompress(coded, tmp_path / "plain"), "float32", device, apart=[ROUTED, KEPT])
 
 
 @pytest.mark.parametrize("kind", sampled(tuple(KINDS), ("fp8 experts", "nf4")))
 def test_published_codes(kind: str, tmp_path: Path) -> None:
     coded, _ = write_coded(tmp_path, kind)
-    check_against_stock(coded, decompress(coded, tmp_path / "plain"), "float32")
+    apart = [ROUTED] if kind in ("fp8 experts", "mxfp4") else []
+    check_against_stock(coded, decompress(coded, tmp_path / "plain"), "float32", apart=apart)
 
 
 def answered(model: Path, folder: Path, most: int | None = None) -> bytes:
