@@ -30,7 +30,7 @@ from headrace.plan.forecast import Forecast, StepSeconds, forecast
 from headrace.plan.machine_profiles import load_profile
 from headrace.plan.placement import THRIFTS, Problem, filled, fits, placements_of, plan_of
 from headrace.plan.plan import Plan
-from headrace.plan.search import make_plan, nominal_ceilings, nominal_machine_of
+from headrace.plan.search import holds_states, make_plan, nominal_ceilings, nominal_machine_of
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.costs import ModelCosts
 from headrace.terms.errors import ConfigError, ModelError, PlanInfeasible
@@ -42,7 +42,7 @@ from headrace.terms.program import Lane, Part
 from headrace.terms.sizes import GIB, MIB, format_bytes, round_up
 from headrace.update import optimizer_of, rule_of
 from headrace.update.forms import forms_under, notes_on
-from headrace.update.wire import Wire
+from headrace.update.wire import SubspaceWire, Wire
 from headrace.update.wires import AdapterWire, wire_on
 
 # Of a weight in a configuration that names no dtype.
@@ -103,6 +103,7 @@ def plan_model(
         options, allowance, tokens_per_step=tokens, sequence_length=length, offered_bytes=place.offered_bytes
     )
     workload, planner = question.workload, _ModelPlans(chain, question, ceilings, here=here)
+    question = planner.chosen(question)
     report = PlanReport(
         model=type(chain.model if whole is None else whole).__name__,
         parameters=chain.num_parameters,
@@ -222,6 +223,15 @@ class _ModelPlans:
         # For times alone: the choice depends on whether anybody measured, as it does in a run.
         self.ceilings = ceilings or nominal_ceilings(self._problem(question))
         self._seconds_of = StepSeconds(self.ceilings)
+
+    def chosen(self, question: Question) -> Question:
+        """Return the question with the wire that is taken of those that its own leaves open."""
+        wire = question.wire
+        choices = wire.choices(self._chain.layouts[1 : self._chain.num_blocks + 1]) if isinstance(wire, SubspaceWire) else ()
+        questions = [replace(question, wire=choice) for choice in choices]
+        if not questions:
+            return question
+        return next((each for each in questions[:-1] if holds_states(self._problem(each))), questions[-1])
 
     def plan(self, question: Question) -> Plan:
         """Return the plan for `question`.

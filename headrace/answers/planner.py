@@ -19,7 +19,7 @@ from headrace.plan.footprint import Allowance, with_runtime
 from headrace.plan.given import adopted
 from headrace.plan.placement import Problem
 from headrace.plan.plan import Plan
-from headrace.plan.search import make_plan
+from headrace.plan.search import holds_states, make_plan
 from headrace.plan.serving import grouping_of
 from headrace.store import Manifest
 from headrace.terms.budget import default_bytes
@@ -73,6 +73,20 @@ class RunPlanner:
         """Plan for this machine from now on."""
         self._ceilings = ceilings
 
+    def use_forms(self, forms: Sequence[Form]) -> None:
+        """Plan for units of these forms from now on."""
+        self._forms = tuple(forms)
+
+    def suits(self, tokens_per_step: int, sequence_length: int, *, state: Sequence[Path], beside: Beside | None = None) -> bool:
+        """Return whether host memory holds the states of what is trained beside frozen weights; or, where a plan is given,
+        whether it is for such units. Arguments as for `plan`.
+
+        Raises:
+            ConfigError: the lengths do not divide.
+        """
+        problem = self._problem(tokens_per_step, sequence_length, state, beside)
+        return self._given.units == problem.units if self._given else holds_states(problem)
+
     def plan(
         self, tokens_per_step: int, sequence_length: int, *, state: Manifest | Sequence[Path], beside: Beside | None = None
     ) -> Plan:
@@ -83,6 +97,17 @@ class RunPlanner:
             PlanInfeasible: a budget is too small.
             ConfigError: the lengths do not divide; or the plan that was given is for another run.
         """
+        problem = self._problem(tokens_per_step, sequence_length, state, beside)
+        plan = adopted(self._given, problem) if self._given else (self._search or make_plan)(problem, self._ceilings)
+        gc.collect()
+        return_pieces()  # what simulating many plans took: it is in no plan
+        notes = (*plan.results.notes, *self._chain.notes, *notes_on(self._forms))
+        plan = plan.with_results(notes=tuple(dict.fromkeys(notes)))
+        return self._adjust(plan) if self._adjust else plan
+
+    def _problem(
+        self, tokens_per_step: int, sequence_length: int, state: Manifest | Sequence[Path], beside: Beside | None
+    ) -> Problem:
         costs_of = partial(self._profiles.of, length=sequence_length)
         question = Question.of(
             self._options,
@@ -91,13 +116,7 @@ class RunPlanner:
             sequence_length=sequence_length,
             grouping=self.grouping,
         )
-        problem = question.problem(self._forms, costs_of, self._rule, self._own_rule)
-        plan = adopted(self._given, problem) if self._given else (self._search or make_plan)(problem, self._ceilings)
-        gc.collect()
-        return_pieces()  # what simulating many plans took: it is in no plan
-        notes = (*plan.results.notes, *self._chain.notes, *notes_on(self._forms))
-        plan = plan.with_results(notes=tuple(dict.fromkeys(notes)))
-        return self._adjust(plan) if self._adjust else plan
+        return question.problem(self._forms, costs_of, self._rule, self._own_rule)
 
     def plan_here(self, plan: Plan, tell: Callable[[str], None]) -> Plan:
         """Return an earlier process's plan with what libraries take in this one. Too much is told, not refused: the run can

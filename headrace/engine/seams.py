@@ -81,10 +81,10 @@ def forms_of(
     return forms_under(*args, stored=stored.units, codecs=stored.codecs, is_far=holds, on_host=on_host)
 
 
-def seams_of(options: Options) -> Seams:
-    """Return the seams that a run's options mean: the wire that they name.
+def seams_of(options: Options, begun: str | None = None) -> Seams:
+    """Return the seams that a run's options mean: the wire that they name; of a run that was `begun`, the one of that name.
 
     Raises:
         ConfigError: there is none of that name, or it has no such setting.
     """
-    return Seams(wire_of(options))
+    return Seams(wire_of(options, begun))

@@ -34,7 +34,7 @@ from headrace.terms.events import Sink
 from headrace.terms.options import Options
 from headrace.terms.rule_figures import RuleFigures
 from headrace.update import Updater, optimizer_of, rule_of
-from headrace.update.wire import SubspaceWire
+from headrace.update.wire import SubspaceWire, Wire
 from headrace.update.wires import AdapterWire, wire_on
 
 # Elements of a chunk in a state that is made before there is a plan.
@@ -96,10 +96,7 @@ class Subject:
         if isinstance(seams.wire, AdapterWire):
             self._closers.enter_context(self.chain.adapted(seams.wire.adapters))
         self.stored = stored_codes(self.chain, self.weights, self.rule.planes)
-        on_host = self.machine.device.type == "cpu"
-        self.forms = forms_of(self.chain, seams, self.rule, self.optimizer, self.stored, on_host=on_host)
-        codecs = {**seams.codecs, **self.stored.codecs}
-        self.maker = Maker(self.forms, seams.wire, options.compute_dtype, codecs, self.stored.readers)
+        self.use_wire(seams.wire)
         own = any(form.has_own_family for form in self.forms)
         own_rule = rule_of(self.optimizer, "float32") if own else None
         if own_rule is not None and isinstance(seams.wire, SubspaceWire):
@@ -109,6 +106,14 @@ class Subject:
         # With the plan's threads as soon as there is one.
         self.updater = Updater(rule, 1)
         self.own_updater = Updater(own_rule, 1) if own_rule else None
+
+    def use_wire(self, wire: Wire) -> None:
+        """Let gradients travel by `wire`: before there is a plan, and a store."""
+        self.seams = seams = replace(self.seams, wire=wire)
+        on_host = self.machine.device.type == "cpu"
+        self.forms = forms_of(self.chain, seams, self.rule, self.optimizer, self.stored, on_host=on_host)
+        codecs = {**seams.codecs, **self.stored.codecs}
+        self.maker = Maker(self.forms, wire, self.chain.compute_dtype, codecs, self.stored.readers)
 
     def warm_up(self) -> None:
         """Compile and load what updates will use."""

@@ -81,6 +81,17 @@ def make_plan(problem: Problem, ceilings: Ceilings | None = None, seconds_of: St
     return plans[0] if len(plans) == 1 else _first_of_alike([(seconds_of(plan), plan) for plan in plans])
 
 
+def holds_states(problem: Problem) -> bool:
+    """Return whether host memory holds the states of all that is trained beside frozen weights, in the leanest of plans."""
+    own = tuple(index for index, unit in enumerate(problem.units) if unit.has_own_family)
+    for thrift in THRIFTS:
+        for choice in placements_of(problem, "deferred", thrift):
+            plan = replace(plan_of(problem, choice), resident_states=own)
+            if fits(with_footprint(plan, problem.costs_of(choice.rows), problem.allowance)):
+                return True
+    return False
+
+
 def _is_as_fast_as_compute(plan: Plan, seconds_of: StepSeconds) -> bool:
     found = seconds_of.forecast(plan)
     return found.step_seconds <= ALIKE * found.work[Lane.COMPUTE]

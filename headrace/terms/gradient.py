@@ -21,6 +21,12 @@ class GradientWay(Declared):
         """Return the declarations of its settings."""
         return cls.declarations()
 
+    def begun(self, way: "GradientWay") -> "GradientWay":
+        """Return the way with which a run began that was asked for this one. `way` is what it recorded: where this one leaves
+        something to the plan, that may say more.
+        """
+        return self
+
     @property
     def text(self) -> str:
         """The way and those of its settings that have another value than their default, as `--gradient` takes them."""

@@ -1,6 +1,6 @@
 """The forms of a model's units under what a run is made of: its wire, its codec, where far units live, and its rule."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 from headrace.codec import Codec, coded_unit, decoding_bytes
@@ -104,17 +104,25 @@ def notes_on(forms: Sequence[Form]) -> tuple[str, ...]:
 
 
 def _subspace_notes(forms: Sequence[Form], whole: int, left: int) -> tuple[str, ...]:
-    core = replaced = 0
+    core = replaced = side = 0
     for form in forms:
         if form.basis is None or form.trained is None:
             continue
         own = {spec.name: spec.num_elements for spec in form.trained.parameters}
+        shapes = {spec.name: spec.shape for spec in form.trained.parameters}
         smaller = [spec for spec in form.layout.parameters if own.get(spec.name, spec.num_elements) < spec.num_elements]
         core += sum(own[spec.name] for spec in smaller)
+        side = max((side, *(each for spec in smaller for each in _shrunk(spec.shape, shapes[spec.name]))))
         replaced += sum(spec.num_elements for spec in smaller)
     if not replaced:
         return ()
     return (
-        f"gradient: subspaces have {plain_figure(core / 1e6)} million numbers for {plain_figure(replaced / 1e6)} million of "
+        f"gradient: subspaces of side {side} have "
+        f"{plain_figure(core / 1e6)} million numbers for {plain_figure(replaced / 1e6)} million of "
         f"matrices; {plain_figure(100 * (whole - replaced - left) / whole)} % of the parameters are trained as they are",
     )
+
+
+def _shrunk(shape: Sequence[int], own: Sequence[int]) -> Iterator[int]:
+    """Yield the sides of a subspace that are shorter than its matrix's."""
+    return (there for here, there in zip(shape, own, strict=True) if there < here)

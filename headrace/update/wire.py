@@ -150,6 +150,11 @@ class SubspaceWire(Wire, Protocol):
     (`flow.settle`).
     """
 
+    def choices(self, layouts: Sequence[UnitLayout]) -> "Sequence[SubspaceWire]":
+        """Return what a plan may choose from for blocks of these layouts, best first: itself alone, where nothing is open. The
+        first one is taken whose states host memory holds; else the last.
+        """
+
     @property
     def merges_each_step(self) -> bool:
         """Whether weights are merged after every step, not only where the basis changes."""

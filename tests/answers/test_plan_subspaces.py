@@ -1,5 +1,6 @@
 """What `headrace plan` says of subspaces in place of whole gradients: seconds, bytes, and what is trained as it is."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -49,3 +50,18 @@ def test_seven_billion_with_one_ssd_are_limited_by_compute_where_whole_gradients
     subspaces = report(tmp_path / "lsp", SEVEN, gradient="lsp:dimension=1024", **common).forecast
     assert subspaces is not None
     assert subspaces.utilisation[Lane.COMPUTE] > 1 / 1.1
+
+
+def test_subspaces_are_half_as_wide_as_matrices_where_host_memory_holds_their_states_and_else_a_quarter(tmp_path: Path) -> None:
+    common: dict[str, Any] = {"gradient": "lsp", "sequence_length": 32, "tokens_per_step": 64, "train": "matrices"}
+    shape = SMALL | {"num_hidden_layers": 2, "vocab_size": 512}
+
+    def side(host_memory: int) -> float:
+        plan = report(tmp_path, shape, host_memory=host_memory, **common).plan
+        assert plan is not None
+        (side,) = (found[1] for note in plan.results.notes if (found := re.search(r"of side (\d+) have", note)))
+        assert plan.units[1].gradient_elements == pytest.approx(7 * int(side) ** 2, rel=0.02)
+        return int(side)
+
+    least = report(tmp_path, shape, host_memory=1 << 20, **common).needed_bytes["host"]
+    assert (side(8 << 30), side(least)) == (256, 128)

@@ -18,8 +18,24 @@ from tiers import sampled
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 STEPS = 24
-# The last two: of units with a trained family of their own (speculative), and of states in memory with few checkpoints.
-POLICIES = ["immediate", "deferred", "speculative", "rows", "seldom"]
+# The last three: of units with a trained family of their own (speculative), of states in memory with few checkpoints, and of
+# subspaces that change.
+POLICIES = ["immediate", "deferred", "speculative", "rows", "seldom", "lsp"]
+# Where a run of subspaces is killed. The first step fits 3 blocks of 7 matrices, later ones are checks of a block each.
+FIT = "headrace.update.wires.subspace:Subspace.fit"
+MOMENTS = {
+    "before a check": "headrace.update.wires.lsp:_Check._judge:1:before",
+    "within a check": "headrace.update.wires.lsp:_Check._judge:4:after",
+    "after a check": "headrace.update.wires.lsp:_Check.finish:16:after",
+    "before a fit": f"{FIT}:22:before",
+    "after a fit": f"{FIT}:22:after",
+    "before a merge": "headrace.engine.subject:settle:2:before",
+    "within a merge": "headrace.flow.settle:_settle_unit:1:after",
+    "after a merge": "headrace.engine.subject:settle:2:after",
+    "before a commit": "headrace.store:StateStore.commit:4:before",
+    "within a commit": "headrace.store.record:RecordFiles.write:4:after",
+    "after a commit": "headrace.store:StateStore.commit:4:after",
+}
 
 # Children are forked from a server that has imported everything, so that a hundred starts cost seconds, not many minutes.
 PROCESSES = multiprocessing.get_context("forkserver")
@@ -42,10 +58,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def start(model: Path, folder: Path, policy: str, optimizer: str = "adamw") -> BaseProcess:
+def start(
+    model: Path, folder: Path, policy: str, optimizer: str = "adamw", *, steps: int = STEPS, moment: str = ""
+) -> BaseProcess:
     folder.mkdir(exist_ok=True)
     (folder / "ready").unlink(missing_ok=True)
-    arguments = (str(model), str(folder / "run"), str(folder / "out"), STEPS, policy, optimizer)
+    arguments = (str(model), str(folder / "run"), str(folder / "out"), steps, policy, optimizer, moment)
     process = PROCESSES.Process(target=trainee.main, args=arguments)
     process.start()
     return process
@@ -80,7 +98,7 @@ def kill_and_resume(model: Path, folder: Path, policy: str, kills: int, seed: in
 
 @pytest.mark.timeout(280)
 # Deferred: the next test.
-@pytest.mark.parametrize("policy", sampled(["immediate", "speculative", "rows", "seldom"], ["rows"]))
+@pytest.mark.parametrize("policy", sampled(["immediate", "speculative", "rows", "seldom", "lsp"], ["rows"]))
 def test_killed_runs_end_like_unbroken_ones(policy: str, model: Path, tmp_path: Path) -> None:
     unbroken = tmp_path / "unbroken"
     finish(start(model, unbroken, policy))
@@ -105,6 +123,23 @@ def test_killed_runs_round_their_moments_like_unbroken_ones(model: Path, tmp_pat
     finish(start(model, unbroken, "deferred", "adamw:moments=int8"))
     expected = weights_of(unbroken)
     assert kill_and_resume(model, tmp_path / "killed", "deferred", kills=2, seed=8, optimizer="adamw:moments=int8") == expected
+
+
+@pytest.mark.timeout(280)
+@pytest.mark.parametrize("moments", [["within a merge"], pytest.param(list(MOMENTS), marks=pytest.mark.deep)])
+def test_killed_at_a_check_a_fit_a_merge_or_a_commit_subspaces_end_like_unbroken_ones(
+    moments: list[str], model: Path, tmp_path: Path
+) -> None:
+    """Of one run after another that are killed once, at a moment that is forced; a run cut short twice is the random test's."""
+    steps, unbroken = 5, tmp_path / "unbroken"
+    finish(start(model, unbroken, "lsp", steps=steps))
+    for number, moment in enumerate(moments):
+        folder = tmp_path / f"killed{number}"
+        process = start(model, folder, "lsp", steps=steps, moment=MOMENTS[moment])
+        process.join(120)
+        assert process.exitcode == -signal.SIGKILL, f"{moment} never came"
+        finish(start(model, folder, "lsp", steps=steps))
+        assert weights_of(folder) == weights_of(unbroken), moment
 
 
 @pytest.mark.soak

@@ -4,8 +4,14 @@ It makes the file `ready` in the run's parent when the engine is open. The data 
 goes on with the next batch.
 """
 
+import functools
+import importlib
+import itertools
+import os
+import signal
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -27,8 +33,38 @@ def speculative(plan: Plan) -> Plan:
     return replace(plan, update_policy="speculative", late_units=(0, 2), resident_states=())
 
 
-def main(model: str, run: str, out: str, steps: int, policy: str, optimizer: str = "adamw") -> None:
+def split(plan: Plan) -> Plan:
+    """Micro-batches of a row each, so that one is held out at a check."""
+    return replace(plan, micro_batch_sequences=1, num_micro_batches=4, accumulate=True)
+
+
+ADJUST = {"speculative": speculative, "rows": speculative, "lsp": split}
+LSP = {"gradient": "lsp:dimension=32,nonzeros=4,check=2,alpha=0.05", "train": "matrices"}
+
+
+def kill_at(moment: str) -> None:
+    """Kill this process at `moment`, "module:name:count:side": at one call of a function, before or after it."""
+    module, path, count, side = moment.split(":")
+    *owners, name = path.split(".")
+    owner = functools.reduce(getattr, owners, importlib.import_module(module))
+    function, calls = getattr(owner, name), itertools.count(1)
+
+    def deadly(*given: Any, **more: Any) -> Any:
+        is_now = next(calls) == int(count)
+        if is_now and side == "before":
+            os.kill(os.getpid(), signal.SIGKILL)
+        found = function(*given, **more)
+        if is_now:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return found
+
+    setattr(owner, name, deadly)
+
+
+def main(model: str, run: str, out: str, steps: int, policy: str, optimizer: str = "adamw", moment: str = "") -> None:
     item_rules.register()
+    if moment:
+        kill_at(moment)
     torch.set_num_threads(1)
     run_directory = Path(run)
     # Frozen weights that are coded, with a trained family beside them; or everything trained in place.
@@ -49,8 +85,9 @@ def main(model: str, run: str, out: str, steps: int, policy: str, optimizer: str
                 checkpoint_every=3 if policy == "seldom" else None,
                 tokens_per_step=96,
                 sequence_length=24,
+                **(LSP if policy == "lsp" else {}),
             ),
-            adjust_plan=speculative if policy in ("speculative", "rows") else None,
+            adjust_plan=ADJUST.get(policy),
             seams=seams,
         )
     with engine:

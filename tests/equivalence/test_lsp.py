@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import headrace
+from headrace.answers import planner as planner_module
 from headrace.engine import subject
 from headrace.engine.seams import Seams
 from headrace.engine.trainer import Engine
@@ -22,6 +23,7 @@ from headrace.terms.errors import ConfigError, RunDirectoryError
 from headrace.update.projectors import Projector
 from headrace.update.projectors.projector import Scattered, Sides
 from headrace.update.wires import Lsp, LspWire
+from headrace.update.wires import subspace as subspace_module
 
 LR, DECAY = 1e-2, 0.1
 
@@ -354,3 +356,22 @@ def test_a_rule_whose_states_cannot_be_moved_is_refused(model_dir: Callable[...,
         with pytest.raises(ConfigError, match="lsp moves a rule's states to other projectors"):
             opened(model_dir("llama"), tmp_path / "run", optimizer=optimizer)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_run_goes_on_with_the_dimension_that_its_plan_chose(
+    model_dir: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of the side, or a quarter where host memory does not hold the states of half; another is refused."""
+    path = model_dir("llama")
+    monkeypatch.setattr(subspace_module, "_ROUNDED_TO", 16)
+    for holds, dimension in ((True, 32), (False, 16)):
+        monkeypatch.setattr(planner_module, "holds_states", lambda problem, holds=holds: holds)
+        run = tmp_path / f"run{dimension}"
+        with opened(path, run, gradient="lsp:check=2") as engine:
+            assert engine.store.manifest.identity["wire"] == f"lsp:dimension={dimension},check=2"
+            engine.step(batch_of(ROWS, LENGTH, 0))
+        monkeypatch.setattr(planner_module, "holds_states", lambda problem, holds=holds: not holds)
+        with Engine.resume(run) as engine:
+            assert engine.step_index == 1
+        with pytest.raises(RunDirectoryError, match="wire: the run was begun with"):
+            Engine.resume(run, seams=Seams(LspWire(Lsp(dimension=48))))

@@ -12,7 +12,7 @@ on what was held out, if the new ones are better there. What follows is `flow.se
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -26,7 +26,7 @@ from headrace.terms.option_kinds import Number, OneOf, Whole
 from headrace.update.projectors import PROJECTORS, Kind, relative_error
 from headrace.update.wire import Caught, Gradients, Moment, Proposal
 from headrace.update.wires.factors import Factors
-from headrace.update.wires.subspace import Subspace, subspaces
+from headrace.update.wires.subspace import Subspace, half_and_quarter, subspaces
 
 # By how much new projectors must be better, on a micro-batch that they have not seen, for all that a change of them costs.
 _WORTH_A_CHANGE = 0.95
@@ -44,7 +44,7 @@ class Lsp(GradientWay):
         None,
         Whole(8, 1 << 20),
         row="sides of a subspace; a side of a matrix that is no larger is left as it is. 12 bytes for each of its elements",
-        words="half of the blocks' commonest side",
+        words="half of the blocks' commonest side where host memory holds the states, else a quarter",
     )
     nonzeros: int = option(8, Whole(1, 64), row="numbers in each row of a projector")
     check: int = option(500, Whole(), row="steps between two looks at how well a block's projectors still fit")
@@ -62,6 +62,10 @@ class Lsp(GradientWay):
         row="`block`: groups of rows, in closed form; `learned`: the paper's, by descent; `random`: never fitted, a control",
     )
 
+    def begun(self, way: GradientWay) -> GradientWay:
+        """Return `way` where it is this one with the dimension that a plan chose."""
+        return way if isinstance(way, Lsp) and self.dimension is None and replace(way, dimension=None) == self else self
+
 
 class LspWire:
     """Gradients of blocks are compressed to subspaces. `kind` chooses projectors in place of the setting's;
@@ -78,6 +82,13 @@ class LspWire:
     def name(self) -> str:
         """The way and its settings: a run goes on with those that it began with."""
         return self.settings.text if self._kind.name == self.settings.projector else f"{self.settings.text} {self._kind.name}"
+
+    def choices(self, layouts: Sequence[UnitLayout]) -> tuple["LspWire", ...]:
+        """Return itself, or where no dimension is given wires of half and of a quarter of the blocks' commonest side."""
+        if self.settings.dimension is not None:
+            return (self,)
+        found = (replace(self.settings, dimension=each) for each in half_and_quarter(layouts))
+        return tuple(LspWire(each, kind=self._kind, by_factors=self._by_factors) for each in found) or (self,)
 
     @property
     def merges_each_step(self) -> bool:

@@ -1,7 +1,7 @@
 """Which matrices of a block have subspaces, of which shapes, and where the numbers of their projectors lie in a basis."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -117,17 +117,30 @@ def basis_elements(subspace: Subspace, kind: Kind) -> int:
     return sum(round_up(count, PARAMETER_ALIGNMENT) for count in subspace.numbers(kind).values())
 
 
+def half_and_quarter(layouts: Sequence[UnitLayout]) -> tuple[int, ...]:
+    """Return the dimensions from which a plan chooses: half and a quarter of the commonest side of the blocks' matrices,
+    rounded to 64; one where both are the same, none where there are no matrices.
+    """
+    sides = Counter(side for layout in layouts for spec in layout.parameters if len(spec.shape) > 1 for side in spec.shape[-2:])
+    if not sides:
+        return ()
+    commonest = sides.most_common(1)[0][0]
+    return tuple(dict.fromkeys(_rounded(commonest / share) for share in (2, 4)))
+
+
+def _rounded(side: float) -> int:
+    return max(_ROUNDED_TO, round(side / _ROUNDED_TO) * _ROUNDED_TO)
+
+
 def subspaces(layout: UnitLayout, dimension: int | None, nonzeros: int, kind: Kind) -> tuple[Subspace, ...]:
     """Return the subspaces of a unit's matrices: of those with a side of more than `dimension`.
 
     Without one it is half of the commonest side of the unit's matrices, rounded to 64.
     """
-    shapes = [spec.shape[-2:] for spec in layout.parameters if len(spec.shape) > 1]
-    if not shapes:
-        return ()
     if dimension is None:
-        commonest = Counter(side for shape in shapes for side in shape).most_common(1)[0][0]
-        dimension = max(_ROUNDED_TO, round(commonest / 2 / _ROUNDED_TO) * _ROUNDED_TO)
+        dimension = next(iter(half_and_quarter([layout])), 0)
+    if not dimension:
+        return ()
     dimension -= dimension % nonzeros  # blocks have as many columns as numbers in a row
     found: list[Subspace] = []
     offset = 0

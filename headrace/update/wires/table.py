@@ -1,6 +1,7 @@
 """Which ways for gradients there are, and which wire a run's options mean: one row for each."""
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from headrace.model import Chain
@@ -23,7 +24,16 @@ def gradient_of(options: Options) -> GradientWay:
     Raises:
         ConfigError: no such way, or a setting or a value that it has not; the message names those that it has.
     """
-    name, settings = parse_optimizer(options.gradient, "gradient")
+    return way_of(options.gradient)
+
+
+def way_of(text: str) -> GradientWay:
+    """Return the way that `text` names: NAME, or NAME:KEY=VALUE,KEY=VALUE.
+
+    Raises:
+        ConfigError: as `gradient_of`.
+    """
+    name, settings = parse_optimizer(text, "gradient")
     kinds = {kind.name: kind for kind in WIRES}
     if name not in kinds:
         raise ConfigError(f"gradient: {name!r} is not one of {', '.join(kinds)}")
@@ -38,8 +48,8 @@ def gradient_of(options: Options) -> GradientWay:
         raise ConfigError(f"gradient: {name}: {error}") from error
 
 
-def wire_of(options: Options) -> Wire:
-    """Return the wire that `options` mean.
+def wire_of(options: Options, begun: str | None = None) -> Wire:
+    """Return the wire that `options` mean, for a run that was `begun` with the wire of that name, if it was.
 
     Raises:
         ConfigError: as `gradient_of`, and as `adapter_of`; or both are given.
@@ -51,6 +61,8 @@ def wire_of(options: Options) -> Wire:
                 f"adapter and gradient: {way.name} trains subspaces, {options.adapter} adapters; give one of them"
             )
         return AdapterWire(adapter_of(options.adapter), options.seed)
+    with suppress(ConfigError):  # a wire of a program's own: whoever checks the run says so
+        way = way.begun(way_of(begun)) if begun else way
     return WIRES[type(way)](way)
 
 
