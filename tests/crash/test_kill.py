@@ -29,9 +29,9 @@ MOMENTS = {
     "after a check": "headrace.update.wires.lsp:_Check.finish:16:after",
     "before a fit": f"{FIT}:22:before",
     "after a fit": f"{FIT}:22:after",
-    "before a merge": "headrace.engine.subject:settle:2:before",
+    "before a merge": "headrace.engine.subject:settle:1:before",
     "within a merge": "headrace.flow.settle:_settle_unit:1:after",
-    "after a merge": "headrace.engine.subject:settle:2:after",
+    "after a merge": "headrace.engine.subject:settle:1:after",
     "before a commit": "headrace.store:StateStore.commit:4:before",
     "within a commit": "headrace.store.record:RecordFiles.write:4:after",
     "after a commit": "headrace.store:StateStore.commit:4:after",
@@ -125,21 +125,24 @@ def test_killed_runs_round_their_moments_like_unbroken_ones(model: Path, tmp_pat
     assert kill_and_resume(model, tmp_path / "killed", "deferred", kills=2, seed=8, optimizer="adamw:moments=int8") == expected
 
 
+@pytest.fixture(scope="module")
+def unbroken_subspaces(model: Path, tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    folder = tmp_path_factory.mktemp("subspaces") / "unbroken"
+    finish(start(model, folder, "lsp", steps=5))
+    return weights_of(folder)
+
+
 @pytest.mark.timeout(280)
-@pytest.mark.parametrize("moments", [["within a merge"], pytest.param(list(MOMENTS), marks=pytest.mark.deep)])
+@pytest.mark.parametrize("moment", sampled(MOMENTS, ["within a merge"]))
 def test_killed_at_a_check_a_fit_a_merge_or_a_commit_subspaces_end_like_unbroken_ones(
-    moments: list[str], model: Path, tmp_path: Path
+    moment: str, model: Path, unbroken_subspaces: bytes, tmp_path: Path
 ) -> None:
-    """Of one run after another that are killed once, at a moment that is forced; a run cut short twice is the random test's."""
-    steps, unbroken = 5, tmp_path / "unbroken"
-    finish(start(model, unbroken, "lsp", steps=steps))
-    for number, moment in enumerate(moments):
-        folder = tmp_path / f"killed{number}"
-        process = start(model, folder, "lsp", steps=steps, moment=MOMENTS[moment])
-        process.join(120)
-        assert process.exitcode == -signal.SIGKILL, f"{moment} never came"
-        finish(start(model, folder, "lsp", steps=steps))
-        assert weights_of(folder) == weights_of(unbroken), moment
+    folder = tmp_path / "killed"
+    process = start(model, folder, "lsp", steps=5, moment=MOMENTS[moment])
+    process.join(120)
+    assert process.exitcode == -signal.SIGKILL, "the moment never came"
+    finish(start(model, folder, "lsp", steps=5))
+    assert weights_of(folder) == unbroken_subspaces
 
 
 @pytest.mark.soak
