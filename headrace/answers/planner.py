@@ -73,17 +73,22 @@ class RunPlanner:
         """Plan for this machine from now on."""
         self._ceilings = ceilings
 
-    def use_forms(self, forms: Sequence[Form]) -> None:
-        """Plan for units of these forms from now on."""
-        self._forms = tuple(forms)
-
-    def suits(self, tokens_per_step: int, sequence_length: int, *, state: Sequence[Path], beside: Beside | None = None) -> bool:
-        """Return whether host memory holds the states of what is trained beside frozen weights; or, where a plan is given,
-        whether it is for such units. Arguments as for `plan`.
+    def suits(
+        self,
+        forms: Sequence[Form],
+        tokens_per_step: int,
+        sequence_length: int,
+        *,
+        state: Sequence[Path],
+        beside: Beside | None = None,
+    ) -> bool:
+        """Plan for units of these forms from now on; return whether host memory holds the states of what is trained beside
+        frozen weights, or, where a plan is given, whether it is for such units. Other arguments as for `plan`.
 
         Raises:
             ConfigError: the lengths do not divide.
         """
+        self._forms = tuple(forms)
         problem = self._problem(tokens_per_step, sequence_length, state, beside)
         return self._given.units == problem.units if self._given else holds_states(problem)
 

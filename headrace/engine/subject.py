@@ -3,7 +3,7 @@
 It has no plan and no state of the run: it makes the store for them, fills it, and writes the finished model.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +31,7 @@ from headrace.terms.ceilings import Ceilings
 from headrace.terms.cuts import least_chunk_elements
 from headrace.terms.errors import RunDirectoryError
 from headrace.terms.events import Sink
+from headrace.terms.forms import Form
 from headrace.terms.options import Options
 from headrace.terms.rule_figures import RuleFigures
 from headrace.update import Updater, optimizer_of, rule_of
@@ -114,6 +115,16 @@ class Subject:
         self.forms = forms_of(self.chain, seams, self.rule, self.optimizer, self.stored, on_host=on_host)
         codecs = {**seams.codecs, **self.stored.codecs}
         self.maker = Maker(self.forms, wire, self.chain.compute_dtype, codecs, self.stored.readers)
+
+    def choose_wire(self, suits: Callable[[tuple[Form, ...]], bool]) -> None:
+        """Take the first of the wires that this one leaves open whose forms are found to suit, or the last."""
+        wire = self.seams.wire
+        blocks = self.chain.layouts[1 : self.chain.num_blocks + 1]
+        choices = wire.choices(blocks) if isinstance(wire, SubspaceWire) else ()
+        for choice in choices if len(choices) > 1 else ():
+            self.use_wire(choice)
+            if suits(self.forms):
+                return
 
     def warm_up(self) -> None:
         """Compile and load what updates will use."""

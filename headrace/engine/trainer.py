@@ -42,7 +42,6 @@ from headrace.terms.options import Options
 from headrace.terms.provenance import PROVENANCE_NAME
 from headrace.terms.sizes import format_bytes
 from headrace.update import HitRate, LossScale
-from headrace.update.wire import SubspaceWire
 
 
 class Engine:
@@ -211,13 +210,12 @@ class Engine:
         directories, options = ssd or (directory,), self.options
         beside = Beside("the finished model", final, self._subject.finished_bytes) if final else None
         if options.tokens_per_step is not None:
-            length = options.sequence_length or options.tokens_per_step
-            self._choose_subspaces(options.tokens_per_step, length, directories, beside)
-            self.plan = self._planner.plan(options.tokens_per_step, length, state=directories, beside=beside)
+            step = options.tokens_per_step, options.sequence_length or options.tokens_per_step
+            self._subject.choose_wire(lambda forms: self._planner.suits(forms, *step, state=directories, beside=beside))
+            self.plan = self._planner.plan(*step, state=directories, beside=beside)
             if measure is not None and (found := measure(self.plan, self.machine)) is not None:
-                found = found.of_directories(file_systems(directories))
-                self._planner.use(found)
-                self.plan = self._planner.plan(options.tokens_per_step, length, state=directories, beside=beside)
+                self._planner.use(found := found.of_directories(file_systems(directories)))
+                self.plan = self._planner.plan(*step, state=directories, beside=beside)
                 self.options = options = replace(options, machine=found)
         with contextlib.ExitStack() as undo:
             make_run_directory(directory, undo)
@@ -232,16 +230,6 @@ class Engine:
             self._subject.import_into(store, self._record(None))
             undo.pop_all()
         return store
-
-    def _choose_subspaces(self, tokens: int, length: int, directories: tuple[Path, ...], beside: Beside | None) -> None:
-        """Take the first of the wires that this one leaves open whose states host memory holds, or that a given plan is for."""
-        wire, subject = self._subject.seams.wire, self._subject
-        choices = wire.choices(self.chain.layouts[1 : self.chain.num_blocks + 1]) if isinstance(wire, SubspaceWire) else ()
-        for choice in choices if len(choices) > 1 else ():
-            subject.use_wire(choice)
-            self._planner.use_forms(subject.forms)
-            if self._planner.suits(tokens, length, state=directories, beside=beside):
-                return
 
     def _read_record(self) -> None:
         record = self.store.record
