@@ -40,6 +40,10 @@ class Updates(Weights):
         self.pending = frozenset(unit for unit, where in self.held_at.items() if self.contents.get(where) == unit)
         self.state_turn = self.gradient_turn = self.device_state_turn = 0
         self.every = plan.device_update_every if plan.device_state_slots else 0
+        # Where all blocks have a place on the device, what was updated goes there behind backward, not when forward asks for
+        # it; but nothing that compute waits for may come over the same link after it.
+        apart = plan.separate_device and plan.device_slots >= plan.num_blocks and not self.every
+        self.brings_at_once = apart and all(tier == "device" for tier in plan.stash_tiers)
         self.known_sizes: dict[tuple[int, bool], ChunkBytes] = {}
         self.first_chunk = list(accumulate((plan.num_chunks(unit) for unit in units), initial=0))
         self.gradient_bytes = [plan.gradient_bytes(unit) for unit in units]
@@ -118,6 +122,8 @@ class Updates(Weights):
             op(Verb.UPLOAD, Lane.HOST_TO_DEVICE, (STAGING,), (RESIDENT + unit,), unit=unit, num_bytes=num_bytes)
         elif not late and unit not in self.beside:
             self.forget(unit)
+            if self.brings_at_once and unit in self.in_place and host >= 0:
+                self.bring(unit, host)
 
     def update_on_device(
         self, sizes: ChunkBytes, given: tuple[int, ...], changed: tuple[int, ...], common: dict[str, Any]
