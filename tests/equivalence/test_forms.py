@@ -22,6 +22,7 @@ from headrace.terms.errors import ConfigError, RunDirectoryError
 from headrace.terms.families import STATES, TRAINED, WEIGHTS, Durability
 from headrace.terms.forms import DEVICE
 from headrace.testing import GroupedCodec, RowWire
+from headrace.update.wires.factors import Factors
 
 LR, DECAY = 1e-2, 0.1
 STEPS = 3
@@ -230,3 +231,24 @@ def test_a_wire_that_trains_nothing_is_refused(model_dir: Callable[..., Path], t
     with pytest.raises(ConfigError, match="trains nothing"):
         Engine.open(model_dir("llama"), options(tmp_path / "run"), seams=Seams(RowWire(ends=False, frozen=(1, 2, 3, 4))))
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.deep
+def test_matrices_that_lie_transposed_give_their_factors_too(
+    model_dir: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GPT-2's Conv1D: no whole gradient of a matrix is made, and what is trained is the same to rounding."""
+    path, taken = model_dir("gpt2-dropout"), set[str]()
+    take = Factors.__init__
+
+    def noted(self: Factors, layout: Any, weights: Any, taking: Any, names: Any) -> None:
+        take(self, layout, weights, lambda name, *given: (taken.add(name), taking(name, *given)), names)
+
+    monkeypatch.setattr(Factors, "__init__", noted)
+    common: dict[str, Any] = {"compute_dtype": "float32", "adjust": SPLIT}
+    losses, weights = rows(path, tmp_path / "factors", RowWire(by_factors=True), **common)
+    whole, other = rows(path, tmp_path / "whole", RowWire(by_factors=False), **common)
+    assert len(taken) == 3 * 4
+    assert losses == pytest.approx(whole, rel=2e-6)
+    for name, want in other.items():
+        torch.testing.assert_close(weights[name], want, rtol=2e-4, atol=5e-5, msg=lambda text, name=name: f"{name}: {text}")

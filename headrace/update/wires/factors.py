@@ -1,7 +1,8 @@
 """The gradient of a product's matrix by its factors, `dY^T X`, where a wire has use for them and none for the whole.
 
 Inside the context each call of `linear` with a known matrix (it is known by where it lies) gives its factors away instead of a
-gradient; whatever else is done with the matrix gives a gradient as ever.
+gradient, and so does `addmm` with one (transformers' Conv1D, whose matrices lie transposed: `X^T dY`); whatever else is done
+with the matrix gives a gradient as ever.
 """
 
 from collections.abc import Callable, Collection
@@ -18,7 +19,9 @@ Take = Callable[[str, Tensor, Tensor], None]
 
 
 class Factors(TorchFunctionMode):
-    """Gives the factors of the matrices called `names` to `take`: name, dY (tokens, rows), X (tokens, columns)."""
+    """Gives the factors of the matrices called `names` to `take`: name, dY (tokens, rows), X (tokens, columns); of a matrix
+    that lies transposed X is of its rows, and comes first.
+    """
 
     def __init__(self, layout: UnitLayout, weights: Tensor, take: Take, names: Collection[str]) -> None:
         super().__init__()
@@ -32,6 +35,10 @@ class Factors(TorchFunctionMode):
             name = self._names.get(args[1].data_ptr())
             if name is not None and args[1].dim() == 2:
                 return _Product.apply(args[0], args[1], args[2] if len(args) > 2 else None, name, self._take)  # type: ignore[no-untyped-call]
+        if function is torch.addmm and torch.is_grad_enabled() and len(args) == 3 and not kwargs:
+            name = self._names.get(args[2].data_ptr())
+            if name is not None and args[2].dim() == args[1].dim() == 2:
+                return _Transposed.apply(*args, name, self._take)  # type: ignore[no-untyped-call]
         return function(*args, **(kwargs or {}))
 
 
@@ -52,3 +59,20 @@ class _Product(torch.autograd.Function):
         context.take(context.name, rows, inputs.reshape(-1, inputs.shape[-1]))
         of_bias = rows.float().sum(dim=0).to(outputs.dtype) if context.biased else None
         return outputs @ matrix, None, of_bias, None, None
+
+
+class _Transposed(torch.autograd.Function):
+    """`addmm` of a vector, inputs and a matrix that gives the factors of the matrix's gradient away."""
+
+    @staticmethod
+    def forward(context: Any, bias: Tensor, inputs: Tensor, matrix: Tensor, name: str, take: Take) -> Tensor:
+        context.save_for_backward(inputs, matrix)
+        context.name, context.take = name, take
+        return torch.addmm(bias, inputs, matrix)
+
+    @staticmethod
+    def backward(context: Any, *given: Tensor) -> Any:
+        (outputs,) = given
+        inputs, matrix = context.saved_tensors
+        context.take(context.name, inputs, outputs)
+        return outputs.float().sum(dim=0).to(outputs.dtype), outputs @ matrix.T, None, None, None
