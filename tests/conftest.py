@@ -6,8 +6,11 @@ Properties are tried on the same examples in each run;
 
 import gc
 import os
+import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -50,3 +53,26 @@ def pytest_collection_finish() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def profiled_once() -> Iterator[None]:
+    """Profile each model once for each shape: the same few are planned hundreds of times. Tests of the profile call it itself."""
+    costs = sys.modules.get("headrace.model.cost_profile")  # not there where no test that was collected imports it
+    if costs is None:
+        yield
+        return
+    profile, known = costs.profile, dict[tuple[Any, ...], Any]()
+
+    def profile_once(chain: Any, sequences: int, length: int, *, other: Any = None, **options: Any) -> Any:
+        ways = (chain.dtype, chain.compute_dtype, chain.device, chain.wide_products, chain.replayable, chain.packs(length))
+        libraries = (chain.config._attn_implementation, chain.config._experts_implementation)
+        key = (chain.config.to_json_string(), sequences, length, ways, libraries, chain.notes, tuple(chain.layouts))
+        key += (*sorted(options.items()), chain.adapters and (chain.adapters.settings, *chain.adapters.layouts.values()))
+        if key not in known:
+            known[key] = profile(chain, sequences, length, other=other, **options)
+        return known[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(costs, "profile", profile_once)
+        yield

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from planned_models import llama_small, saved
+from tiers import sampled
 from typer.testing import CliRunner, Result
 
 from headrace.cli.app import app
@@ -61,14 +62,19 @@ def test_moments_are_an_option(model: Path) -> None:
     assert "moments: expected float32, bfloat16 or int8, found 'int4'" in refused.stderr
 
 
-def test_what_train_calls_dtypes_and_moments_plan_does_too(model: Path) -> None:
-    words = ("plan", model, "--machine", "rtx3090-1ssd", "--tokens-per-step", 1024, "--json")
-    for short, name in DTYPE_NAMES.items():
-        found = json.loads(run(*words, "--compute-dtype", short).stdout)
-        assert found["plan"]["compute_dtype"] == name
-    for short, name in OTHER_NAMES.items():
-        found = json.loads(run(*words, "--moments", short).stdout)
-        assert found["plan"]["rule"]["name"] == ("AdamW" if name == "float32" else f"AdamW with {name} moments")
+@pytest.mark.parametrize("short", sampled(DTYPE_NAMES, ("bf16",)))
+def test_what_train_calls_dtypes_plan_does_too(short: str, model: Path) -> None:
+    words = ("plan", model, "--machine", "rtx3090-1ssd", "--tokens-per-step", 1024, "--json", "--compute-dtype")
+    assert json.loads(run(*words, short).stdout)["plan"]["compute_dtype"] == DTYPE_NAMES[short]
+
+
+@pytest.mark.parametrize("short", sampled(OTHER_NAMES, ("bf16",)))
+def test_what_train_calls_moments_plan_does_too(short: str, model: Path) -> None:
+    words = ("plan", model, "--machine", "rtx3090-1ssd", "--tokens-per-step", 1024, "--json", "--moments")
+    name = OTHER_NAMES[short]
+    assert json.loads(run(*words, short).stdout)["plan"]["rule"]["name"] == (
+        "AdamW" if name == "float32" else f"AdamW with {name} moments"
+    )
 
 
 def test_a_profile_that_is_kept_is_this_machines(model: Path, tmp_path: Path) -> None:

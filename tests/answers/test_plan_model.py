@@ -281,13 +281,12 @@ def test_a_little_less_memory_costs_a_little_speed(tmp_path: Path) -> None:
             model,
             Options(host_memory=host_mib << 20, machine=ceilings, max_grad_norm=None, tokens_per_step=256, sequence_length=256),
             here=False,
+            variants_seconds=0.0,
         )
         assert found.forecast is not None
         return found.forecast.step_seconds
 
-    roomy = seconds(2260)
-    assert seconds(2200) < 1.1 * roomy
-    assert seconds(2000) < 1.2 * roomy
+    assert seconds(2200) < 1.1 * seconds(2260)
 
 
 @pytest.mark.parametrize(
@@ -336,9 +335,10 @@ def test_a_plan_has_the_drives_of_its_directories(
     for directory in directories:
         directory.mkdir()
     asked: dict[str, Any] = {"tokens_per_step": 4096, "sequence_length": 512}
-    single = plan_model(small, Options(host_memory="1200MiB", machine=load_profile("rtx4090-1ssd"), **asked), here=False)
+    how: dict[str, Any] = {"here": False, "variants_seconds": 0.0}
+    single = plan_model(small, Options(host_memory="1200MiB", machine=load_profile("rtx4090-1ssd"), **asked), **how)
     for ssd in (directories[:1], directories):
-        found = plan_model(small, Options(host_memory="1200MiB", ssd=ssd, machine=rig, **asked), here=False)
+        found = plan_model(small, Options(host_memory="1200MiB", ssd=ssd, machine=rig, **asked), **how)
         assert found.forecast is not None
         assert single.forecast is not None
         assert found.forecast.step_seconds == single.forecast.step_seconds

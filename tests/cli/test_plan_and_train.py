@@ -21,24 +21,28 @@ from headrace.terms.sizes import format_bytes
 MIB = 1 << 20
 
 
-def test_what_libraries_take_is_one_figure(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("runs", [("cold",), pytest.param(("cold", "warm"), marks=pytest.mark.deep)])
+def test_what_libraries_take_is_one_figure(
+    runs: tuple[str, ...], world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """For `plan`, for `train` that tokenises its data, and for `train` that finds them cached."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     words = world.train_words()
     step = ("--tokens-per-step", words[words.index("--tokens-per-step") + 1])
     step += ("--sequence-length", words[words.index("--sequence-length") + 1])
     figures = [row(json.loads(headrace("plan", str(world.model), *step, "--json"))["plan"])]
-    for directory in ("cold", "warm"):
-        headrace(*world.train_words(output=tmp_path / directory, max_steps=1))
+    for directory in runs:
+        said = headrace(*world.train_words(output=tmp_path / directory, max_steps=1))
+        check_order(said.splitlines())
         figures.append(row(json.loads((tmp_path / directory / "plan.json").read_text())))
     assert len(set(figures)) == 1, [f"{figure / MIB:.0f} MiB" for figure in figures]
 
 
-def test_a_run_says_what_it_plans_then_what_it_imports_then_its_steps(world: World) -> None:
-    lines = headrace(*world.train_words()).splitlines()
+def check_order(lines: list[str]) -> None:
+    """A run says what it plans, then what it imports, then its steps."""
     places = [
         next(number for number, line in enumerate(lines) if line.startswith(words))
-        for words in ("allowed", "info: importing", "step 1/2")
+        for words in ("allowed", "info: importing", "step 1/1")
     ]
     assert places == sorted(places)
     assert lines[places[1]].endswith(" of weights")

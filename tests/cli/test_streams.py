@@ -84,6 +84,7 @@ def test_nothing_more_is_said_as_the_process_ends() -> None:
     assert done.returncode == 2
 
 
+@pytest.mark.deep
 def test_without_stdout_nothing_is_missed(world: World) -> None:
     done = headrace(*world.train_words(), shell=">&-")
     assert (done.returncode, done.stderr) == (0, "")
@@ -92,6 +93,10 @@ def test_without_stdout_nothing_is_missed(world: World) -> None:
 
 def test_without_stderr_the_exit_code_stays(world: World) -> None:
     assert headrace("train", "model-only", shell="2>&-").returncode == 2
+
+
+@pytest.mark.deep
+def test_where_stderr_is_full_the_exit_code_stays() -> None:
     assert headrace("train", "model-only", shell="2>/dev/full").returncode == 2
 
 

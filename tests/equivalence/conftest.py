@@ -1,7 +1,6 @@
 """Tiny models in real Hugging Face directories."""
 
 import dataclasses
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
 import headrace.answers.planner
-from headrace.model import profile
 from headrace.plan.search import make_plan
 from headrace.terms.sizes import GIB
 
@@ -22,17 +20,8 @@ logging.disable_progress_bar()
 
 
 @pytest.fixture(scope="package", autouse=True)
-def profiled_and_planned_once() -> Iterator[None]:
-    """Profile each model once for each shape, and plan each problem once: the same few are opened hundreds of times here."""
-    known: dict[tuple[Any, ...], Any] = {}
-
-    def profile_once(chain: Any, sequences: int, length: int, **options: Any) -> Any:
-        key = (chain.config.to_json_string(), chain.compute_dtype, str(chain.device), chain.notes, sequences, length)
-        key += (*chain.layouts, chain.adapters and (chain.adapters.settings, *chain.adapters.layouts.values()))
-        if key not in known:
-            known[key] = profile(chain, sequences, length, **options)
-        return known[key]
-
+def planned_once() -> Iterator[None]:
+    """Plan each problem once: the same few are opened hundreds of times here."""
     plans: dict[tuple[Any, ...], Any] = {}
 
     def plan_once(problem: Any, ceilings: Any = None) -> Any:
@@ -47,7 +36,6 @@ def profiled_and_planned_once() -> Iterator[None]:
         return plans[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys.modules["headrace.model.cost_profile"], "profile", profile_once)
         patch.setattr(headrace.answers.planner, "make_plan", plan_once)
         yield
 

@@ -119,6 +119,7 @@ def test_shorter_batches_are_filled_up_and_compile_nothing_and_the_plan_says_tha
     assert_nothing_kept(plans[True], plans[False])
 
 
+@pytest.mark.deep
 @pytest.mark.usefixtures("traced")
 def test_a_resumed_run_compiles_again_and_ends_with_the_same_bits(model_dir: Callable[..., Path], tmp_path: Path) -> None:
     options: dict[str, Any] = {

@@ -119,6 +119,7 @@ def test_resumed_and_rolled_back_runs_end_with_the_same_bits(
 
 
 @pytest.mark.deep
+@pytest.mark.deep
 def test_training_follows_fp32_moments(model_dir: Callable[..., Path], tmp_path: Path) -> None:
     """Forty steps from a loss of 6 to one below 4.5, with beta2 = 0.999: within 3 % of the loss at every step.
 

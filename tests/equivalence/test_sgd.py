@@ -50,6 +50,7 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.deep
 def test_placement_changes_nothing(model_dir: Callable[..., Path], tmp_path: Path) -> None:
     path, bases = model_dir("llama", "bfloat16"), {}
     for number, (placement, options) in enumerate(PLACEMENTS.items()):

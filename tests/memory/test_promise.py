@@ -154,6 +154,7 @@ def test_a_process_stays_inside_its_plan(case: Case, models: Path, tmp_path: Pat
     check(case, models, tmp_path)
 
 
+@pytest.mark.deep
 def test_importing_a_model_stays_inside_the_plan_where_it_takes_more_than_a_step(models: Path, tmp_path: Path) -> None:
     """No step is taken, so the peak is the import's: of fp16 with a device, where the host holds the largest unit once only."""
     case = Case("wordy", None, dtype="float16", device_mib=680, tokens=128, length=128, steps=0)
@@ -173,6 +174,7 @@ def test_the_last_flush_and_the_export_stay_inside_the_plan(models: Path, tmp_pa
     assert (tmp_path / "exported" / "model.safetensors").exists()
 
 
+@pytest.mark.deep
 def test_what_the_search_for_a_plan_took_is_given_back(models: Path, tmp_path: Path) -> None:
     """A plan counts what the process takes before it; what thousands of simulated operations took must not stay besides.
 

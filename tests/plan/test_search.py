@@ -118,7 +118,8 @@ def test_the_choice_is_as_fast_as_the_best_of_all(flops: float, host_mib: int) -
     assert forecast(plan, ceilings).step_seconds <= 1.02 * brute_force(made, ceilings)
 
 
-@pytest.mark.parametrize("host_mib", sampled([700, 900], [700]))
+@pytest.mark.deep
+@pytest.mark.parametrize("host_mib", [700, 900])
 def test_small_chunks_are_not_taken_for_faster_than_they_are(host_mib: int) -> None:
     """A search's coarse forecasts cut work into fewer, larger chunks, as if there were larger buffers for them. A budget in
     which a block has fifty of the smallest chunks was planned with those, a sixth slower than with what else fits.
@@ -138,7 +139,7 @@ def test_small_chunks_are_not_taken_for_faster_than_they_are(host_mib: int) -> N
 
 
 @pytest.mark.parametrize("resource", sampled(["flops", "drive"], ["drive"]))
-@settings(max_examples=2, deadline=None)
+@settings(max_examples=1, deadline=None)
 @given(factor=st.sampled_from([1.5, 4.0]), host_mib=st.integers(60, 300), clip=st.booleans())
 def test_a_faster_machine_is_never_slower(resource: str, factor: float, host_mib: int, clip: bool) -> None:
     """A drive is faster when all its rates are. Where only writing is, on a drive that shares them, writes may get in the way
@@ -155,7 +156,7 @@ def test_a_faster_machine_is_never_slower(resource: str, factor: float, host_mib
 
 def test_more_memory_is_never_slower() -> None:
     seconds = []
-    for host_mib in (60, 80, 160, 2000):
+    for host_mib in (60, 160, 2000):
         made = problem(host_mib * MIB)
         seconds.append(forecast(make_plan(made, machine(made)), machine(made)).step_seconds)
     assert all(after <= 1.01 * before for before, after in itertools.pairwise(seconds)), seconds
@@ -310,7 +311,7 @@ def test_space_on_the_ssds_is_a_budget_as_memory_is(clip: bool) -> None:
         planned(least - 1)
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=2, deadline=None)
 @given(st.integers(40, 150), st.integers(0, 400), st.sampled_from([4, 8]), st.booleans())
 @example(60, 286, 16, True)
 @example(60, 335, 16, True)

@@ -30,6 +30,7 @@ train(from_yaml(pathlib.Path(sys.argv[1])), engines=FakeHost(script={3: twice}).
 """
 
 
+@pytest.mark.deep
 def test_the_second_signal_kills_at_once(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     config = RunOptions.of(
