@@ -57,7 +57,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def profiled_once() -> Iterator[None]:
-    """Profile each model once for each shape: the same few are planned hundreds of times. Tests of the profile call it itself."""
+    """Profile each model once for each shape: the same few are planned hundreds of times."""
     costs = sys.modules.get("headrace.model.cost_profile")  # not there where no test that was collected imports it
     if costs is None:
         yield

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from training_fakes import FakeHost, write_data, write_model
 
 from headrace.runs import RunOptions, resume, train
