@@ -115,6 +115,7 @@ class Question:
             clip=options.max_grad_norm is not None,
             checkpoint_every=options.checkpoint_every,
             grouping=grouping,
+            gradient_sum=options.gradient_sum,
         )
         return cls(
             workload=workload,

@@ -20,6 +20,7 @@ from headrace.plan.schedules.serve import Turn
 from headrace.terms.errors import ConfigError, DataError, PeerLost
 from headrace.terms.grouping import Grouping
 from headrace.terms.layout import UnitLayout
+from headrace.terms.summing import SEQUENTIAL, shares_of
 from headrace.update.tensors import as_tensor
 
 
@@ -74,13 +75,6 @@ def digest_of(layouts: Sequence[UnitLayout]) -> str:
     return hashlib.blake2b(repr(tuple(layouts)).encode(), digest_size=16).hexdigest()
 
 
-def share_of(num_micro: int, num_workers: int, rank: int) -> range:
-    """Return the micro-batches of a step that worker `rank` (from 1) computes: neighbours, the first workers one more."""
-    few, more = divmod(num_micro, num_workers)
-    start = (rank - 1) * few + min(rank - 1, more)
-    return range(start, start + few + (rank <= more))
-
-
 class Crowd:
     """`num_workers` workers of `listener`."""
 
@@ -90,9 +84,11 @@ class Crowd:
         self._generation: Generation | None = None
         self._grouping: Grouping | None = None
         self._turns: tuple[Turn, ...] = ()
+        self._way = SEQUENTIAL
 
     def gather(self, setup: Setup, tell: Callable[[str], None]) -> tuple[Grouping, tuple[Turn, ...]]:
         """Wait for workers, agree with them, and return the run's grouping and their turns; at once where they are there."""
+        self._way = str(setup.options["gradient_sum"])
         while self._generation is None:
             generation = self.listener.gather(self.num_workers, tell, self._check)
             try:
@@ -132,12 +128,12 @@ class Crowd:
         """Tell each worker its share of a step."""
         generation = self.generation
         for rank in range(1, generation.num_workers + 1):
-            micros = share_of(len(task.batch.micro_batches), generation.num_workers, rank)
-            if not micros:
+            if len(task.batch.micro_batches) < generation.num_workers:
                 raise DataError(
                     f"a step of {len(task.batch.micro_batches)} micro-batches is too small for {generation.num_workers} "
                     "workers; give more tokens_per_step, or fewer workers"
                 )
+            micros = shares_of(len(task.batch.micro_batches), generation.num_workers, self._way)[rank - 1]
             rows = len(task.batch.micro_batches[0].input_ids)
             words, tensors = task_message(task, micros, rows)
             generation.down.send_message(words, rank)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from headrace.answers.planner import RunPlanner
-from headrace.engine.crowd import Setup, digest_of, share_of
+from headrace.engine.crowd import Setup, digest_of
 from headrace.engine.seams import Seams, forms_of
 from headrace.engine.subject import prepare_chain
 from headrace.files import measured_weights
@@ -40,6 +40,7 @@ from headrace.terms.errors import HeadraceError, ModelError, PeerLost
 from headrace.terms.events import Planned, Sink, StepResult
 from headrace.terms.grouping import Grouping
 from headrace.terms.options import Options
+from headrace.terms.summing import order_of, shares_of
 from headrace.update import HitRate, LossScale, Updater, optimizer_of, rule_of, square_sum
 from headrace.update.sites.node import NodeSite
 
@@ -88,7 +89,7 @@ class Worker:
         set_buffers(self.chain.model, setup.buffers)
         self.machine = this_machine(options.budget.device_bytes)
         prepare_chain(self.chain, self.machine, options)
-        self._seams = Seams(site=site)
+        self._seams, self._site = Seams(site=site), site
         self._forms = forms_of(self.chain, self._seams, rule.figures, optimizer)
         self._cores = torch.get_num_threads()
         self._closers.callback(torch.set_num_threads, self._cores)
@@ -126,7 +127,8 @@ class Worker:
             up.send_message({"grouping": found.to_json()}, NODE)
         grouping = Grouping.from_json(self._generation.down.receive_message(NODE))
         self._planner.grouping = grouping
-        most = len(share_of(-(-setup.sequences // grouping.rows), workers, 1))
+        shares = shares_of(-(-setup.sequences // grouping.rows), workers, self._options.gradient_sum)
+        most = max(map(len, shares))  # all plan for the same, so that all take the same turns
         plan = self._planner.plan(most * grouping.rows * setup.length, setup.length, state=self._options.budget.ssd)
         # Nothing is updated here, and so nothing taken back: what is to be skipped, the node skips.
         plan = replace(plan, update_policy="deferred", late_units=())
@@ -192,6 +194,8 @@ class Worker:
         batch = dict(zip(words["keys"], tensors, strict=True))
         data = step_batch(batch, int(words["rows"]), self.machine.device)
         own_tokens, data = data.trained_tokens, replace(data, trained_tokens=int(words["trained_tokens"]))
+        workers, way = self._generation.num_workers, self._options.gradient_sum
+        self._site.order = order_of(int(words["num_micro"]), workers, way)
         verdict = self._verdict(int(words["step"]), float(words["loss_scale"]))
 
         def state_of(pending: Verdict | None) -> StepState:

@@ -85,17 +85,17 @@ class Buffers:
             return self._device_weights[device_slot][: self.plan.units[unit].num_elements]
         return _as_tensor(self.stored(unit, host_slot), self.dtype)
 
-    def accumulator(self, unit: int, slot: int) -> torch.Tensor | None:
+    def accumulator(self, unit: int, slot: int, partial: int = 0) -> torch.Tensor | None:
         """Return where backward sums a unit's gradient before it is drained, a block's in `slot`; None where it is made
         in its host buffer at once.
 
         A block's has the gradient's dtype where a step has one micro-batch, else fp32; those of prologue and epilogue have
-        fp32, and the same memory unless weights are tied.
+        fp32, and the same memory unless weights are tied. `partial`: one of a tree's partial sums; 0 has all in the end.
         """
         plan = self.plan
         if unit not in plan.ends and plan.gradient_in_place:
             return None
-        whole = self._resident_accumulator[0] if unit in plan.ends else self._accumulator[slot]
+        whole = self._resident_accumulator[partial] if unit in plan.ends else self._accumulator[slot + partial]
         start = plan.units[0].gradient_elements if unit in plan.ends and unit and plan.tied else 0
         return whole[start : start + plan.units[unit].gradient_elements]
 

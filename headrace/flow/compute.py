@@ -14,6 +14,7 @@ from headrace.model import BlockResult, Record, Replay, ReplayMismatch, block_se
 from headrace.terms.forms import Form
 from headrace.terms.layout import ParameterSpec
 from headrace.terms.program import Op, Pool
+from headrace.terms.summing import SEQUENTIAL, merges_after, place_of
 from headrace.update.wire import BesideWire, Gradients, Moment, Proposal, Wire
 from headrace.update.wires import DenseWire
 
@@ -156,6 +157,7 @@ class _Bound:
         self._exists = unit < len(state.plan.units)
         self._gradients = gradients and self._exists and state.plan.units[unit].is_trained
         self._catching = ExitStack()
+        self._leaf: set[str] | None = None  # of a tree's: the parameters whose gradients it has
 
     def __enter__(self) -> None:
         parts, unit = self._state.parts, self._unit
@@ -170,7 +172,8 @@ class _Bound:
             parts.chain.bind(unit, flat, None)
             return
         basis, moment = self._basis(flat.device), self._moment()
-        gradients = Gradients(form.trained, self._accumulator(), self._state.delivered[unit], basis, moment)
+        delivered = self._delivered()
+        gradients = Gradients(form.trained, self._accumulator(), delivered, basis, moment)
         wire = parts.wire if form.has_own_family else _DENSE
         caught = self._catching.enter_context(wire.catch(unit, form.layout, flat, gradients))
         parts.chain.bind(unit, flat, caught.sink, lambda spec: spec.name not in form.left and caught.wanted(spec))
@@ -179,6 +182,8 @@ class _Bound:
         if self._exists:
             self._state.parts.chain.release(self._unit)
             self._catching.__exit__(*failure)
+            if self._leaf is not None and not any(failure):
+                self._add_leaf(self._leaf)
 
     def _bind_beside(self, form: Form, device: torch.device) -> None:
         """Let the unit compute with what is trained beside its weights, which have no gradient."""
@@ -187,7 +192,8 @@ class _Bound:
         assert form.trained is not None, "and a layout"
         sink = None
         if self._gradients:
-            gradients = Gradients(form.trained, self._accumulator(), self._state.delivered[unit])
+            delivered = self._delivered()
+            gradients = Gradients(form.trained, self._accumulator(), delivered)
 
             def sink(spec: ParameterSpec, gradient: torch.Tensor) -> None:
                 gradients.add(spec.name, gradient)
@@ -228,9 +234,36 @@ class _Bound:
             propose=propose,
         )
 
+    def _delivered(self) -> set[str]:
+        """Return where it is noted which gradients there are: a leaf of a tree begins with none."""
+        state = self._state
+        if state.plan.gradient_sum == SEQUENTIAL or not state.plan.accumulate:
+            return state.delivered[self._unit]
+        self._leaf = set()
+        return self._leaf
+
+    def _add_leaf(self, leaf: set[str]) -> None:
+        """Add a micro-batch's gradient to those of its branch of the tree, once that is whole."""
+        state, unit, micro = self._state, self._unit, self._op.micro
+        state.delivered[unit] |= leaf
+        top = place_of(micro)
+        sums = [self._partial(partial) for partial in range(top + 1)]
+        for spec in state.trained_layout(unit).parameters:
+            if spec.name not in leaf:
+                sums[top][spec.offset : spec.offset + spec.num_elements] = 0
+        for _ in range(merges_after(micro, len(state.batch.micro_batches))):
+            sums[top - 1] += sums[top]
+            top -= 1
+
+    def _partial(self, partial: int) -> torch.Tensor:
+        found = self._state.parts.buffers.accumulator(self._unit, self._op.slot(Pool.ACCUMULATOR), partial)
+        assert found is not None, "what has several micro-batches has accumulators"
+        return found
+
     def _accumulator(self) -> torch.Tensor:
         buffers = self._state.parts.buffers
-        accumulator = buffers.accumulator(self._unit, self._op.slot(Pool.ACCUMULATOR))
+        partial = 0 if self._leaf is None else place_of(self._op.micro)
+        accumulator = buffers.accumulator(self._unit, self._op.slot(Pool.ACCUMULATOR), partial)
         return buffers.gradient_tensor(self._unit, self._op.slot(Pool.GRADIENT)) if accumulator is None else accumulator
 
 

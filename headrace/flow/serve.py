@@ -90,6 +90,7 @@ def task_message(task: Task, micros: range, rows: int) -> tuple[Mapping[str, Any
         "loss_scale": task.loss_scale,
         "trained_tokens": task.batch.trained_tokens,
         "first_micro": micros.start,
+        "num_micro": len(task.batch.micro_batches),
         "rows": rows,
         "keys": keys,
     }

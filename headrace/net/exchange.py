@@ -1,17 +1,18 @@
 """One copy in and one out at the node, however many workers there are: workers pass on what all of them need.
 
 Down: the node sends piece j of each round to worker j, which sends it on to the others. Up: workers send piece j of their
-gradients to worker j, which adds them in fp32, in the order of the ranks, rounds once, and sends the sum to the node. So the
+gradients to worker j, which adds them in fp32, in an order that is given, rounds once, and sends the sum to the node. So the
 sum is the same bits in every run, and the node moves S bytes each way per unit; a worker moves up to (2 - 1/W) S. Never a star,
 and never a collective of gloo's: its broadcast sends log2 W copies from the root, its reduce adds in an order of its own.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 
 from headrace.machine.host_memory import Bytes
 from headrace.net.lane import Lane
+from headrace.terms.summing import Order
 
 NODE = 0
 # Elements of a piece: small enough for pieces of a round to follow one another, large enough for the link.
@@ -54,8 +55,9 @@ def take_in(lane: Lane, into: Bytes) -> None:
             lane.finish(work, rank, first=number == 0)
 
 
-def add_up(lane: Lane, gradient: torch.Tensor, dtype: torch.dtype) -> None:
-    """Add this worker's `gradient`, flat, to the others', and send the sum of its pieces to the node, rounded to `dtype`.
+def add_up(lane: Lane, gradient: torch.Tensor, dtype: torch.dtype, order: Order) -> None:
+    """Add this worker's `gradient`, flat, to the others' in an `order`, and send the sum of its pieces to the node, rounded to
+    `dtype`.
 
     With other workers the gradient is fp32; alone it has `dtype`.
 
@@ -65,8 +67,8 @@ def add_up(lane: Lane, gradient: torch.Tensor, dtype: torch.dtype) -> None:
     if lane.size == 2:
         lane.send(gradient.view(torch.uint8).numpy(), NODE)
         return
-    me, ranks = lane.rank, range(1, lane.size)
-    others = [rank for rank in ranks if rank != me]
+    me = lane.rank
+    others = [rank for rank in range(1, lane.size) if rank != me]
     places = {rank: torch.empty(PIECE_ELEMENTS, dtype=torch.float32) for rank in others}
     for number, pieces in enumerate(_rounds(gradient.numel(), lane.size - 1)):
         own = pieces.get(me)
@@ -76,10 +78,16 @@ def add_up(lane: Lane, gradient: torch.Tensor, dtype: torch.dtype) -> None:
         for work, rank in works:
             lane.finish(work, rank, first=number == 0)
         if own is not None:
-            total = torch.zeros(length, dtype=torch.float32)
-            for rank in ranks:
-                total += gradient[own] if rank == me else places[rank][:length]
+            total = _sum(order, {me: gradient[own], **{rank: place[:length] for rank, place in places.items()}})
             lane.finish(lane.start_send(total.to(dtype), NODE), NODE, first=number == 0)
+
+
+def _sum(order: Order, parts: Mapping[int, torch.Tensor]) -> torch.Tensor:
+    """Return the sum of what the ranks have, added in an order."""
+    if isinstance(order, int):
+        return parts[order]
+    left, right = order
+    return _sum(left, parts) + _sum(right, parts)
 
 
 def take_sum(lane: Lane, into: torch.Tensor) -> None:

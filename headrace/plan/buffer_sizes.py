@@ -8,6 +8,7 @@ from headrace.terms.cuts import HOST_ITEM_ELEMENTS
 from headrace.terms.layout import PlaneSet
 from headrace.terms.rule_figures import Grain
 from headrace.terms.sizes import round_up
+from headrace.terms.summing import partial_sums
 
 PAGE_BYTES = 4096
 # What an update on the device takes besides its planes (tests count both): temporaries, per element of
@@ -48,9 +49,10 @@ def buffer_groups(plan: Plan) -> dict[str, BufferGroup]:
         "resident_weights": BufferGroup(compute_tier, "weights", 1, sum(resident_bytes)),
     }
     ends = [plan.units[unit].gradient_elements for unit in plan.ends]
+    sums = partial_sums(plan.num_micro_batches, plan.gradient_sum)
     if any(ends):
         accumulator = sum(ends) if plan.tied else max(ends)
-        groups["resident_accumulator"] = BufferGroup(compute_tier, "gradients", 1, accumulator * 4)
+        groups["resident_accumulator"] = BufferGroup(compute_tier, "gradients", sums, accumulator * 4)
     if plan.device_slots:
         groups["device_weights"] = BufferGroup(compute_tier, "weights", plan.device_slots, block * weight)
     if plan.separate_device:
@@ -65,8 +67,8 @@ def buffer_groups(plan: Plan) -> dict[str, BufferGroup]:
             groups[f"trained.{unit}"] = BufferGroup("host", "weights", 1, num_bytes)
     largest = plan.largest_gradient_elements
     if largest and not plan.gradient_in_place:
-        num_bytes = largest * (4 if plan.accumulate else gradient)
-        groups["accumulator"] = BufferGroup(compute_tier, "gradients", plan.accumulators, num_bytes)
+        summed = largest * (4 if plan.accumulate else gradient)
+        groups["accumulator"] = BufferGroup(compute_tier, "gradients", max(plan.accumulators, sums), summed)
     held = plan.held_in_memory
     for unit in held:
         groups[f"gradient.{unit}"] = BufferGroup("host", "gradients", 1, plan.gradient_bytes(unit))

@@ -94,6 +94,7 @@ def _differences(plan: Plan, problem: Problem) -> Iterator[str]:
         "rule": (plan.rule.name, problem.rule.name),
         "tokens_per_step": (plan.tokens_per_step, workload.tokens_per_step),
         "sequence_length": (plan.sequence_length, workload.sequence_length),
+        "gradient_sum": (plan.gradient_sum, workload.gradient_sum),
         "checkpoint_every": (plan.checkpoint_every, min(asked, plan.checkpoint_every)),
         "device memory of its own": (_words(plan.separate_device), _words(problem.separate_device)),
         "chunk_elements": (plan.chunk_elements, problem.allowance.chunk_elements or plan.chunk_elements),

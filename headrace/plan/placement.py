@@ -19,6 +19,7 @@ from headrace.terms.grouping import Grouping
 from headrace.terms.layout import UNIT_ALIGNMENT
 from headrace.terms.rule_figures import RuleFigures
 from headrace.terms.sizes import MIB, round_up
+from headrace.terms.summing import SEQUENTIAL
 
 # Logits and their gradients of one chunk of positions stay below this; the head's speed no longer depends on it.
 _LOSS_CHUNK_BYTES = 96 * MIB
@@ -43,6 +44,7 @@ class Workload:
     clip: bool
     checkpoint_every: int | None = None
     grouping: Grouping | None = None
+    gradient_sum: str = SEQUENTIAL
 
     def __post_init__(self) -> None:
         if self.sequence_length < 1 or self.tokens_per_step < 1:
@@ -244,6 +246,7 @@ def plan_of(problem: Problem, choice: Choice) -> Plan:
         ),
         rule=problem.rule,
         own_rule=problem.own_rule,
+        gradient_sum=workload.gradient_sum,
         freed_memory=choice.freed_memory,
     )
     return with_footprint(plan, costs, problem.allowance)

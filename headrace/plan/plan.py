@@ -15,6 +15,7 @@ from headrace.terms.forms import DEVICE, SSD, UnitFigures
 from headrace.terms.layout import PlaneSet
 from headrace.terms.rule_figures import RuleFigures
 from headrace.terms.sizes import format_bytes
+from headrace.terms.summing import SEQUENTIAL
 
 # 2: results are a value of their own. Plans of format 1 did not say so.
 PLAN_FORMAT = 2
@@ -89,6 +90,7 @@ class Plan:
     freed_memory: str = "returned"
     own_rule: RuleFigures | None = None  # of trained families of their own, where a unit has one
     accumulators: int = 1  # of a block's gradient, where it is summed apart: with two the next is summed while one is drained
+    gradient_sum: str = SEQUENTIAL  # of micro-batches
     serves: bool = False  # a node's: workers compute, all units are streamed to them and updated here
 
     def __post_init__(self) -> None:
@@ -348,11 +350,9 @@ class Plan:
 
     def explain_update(self) -> str:
         """Return when updates run, and where."""
-        return self._explain_policy() + (f"; {self._explain_device_updates()}" if self.device_state_slots else "")
-
-    def _explain_device_updates(self) -> str:
         every = self.device_update_every
-        return "all on the device" if every == 1 else f"one chunk of {every} on the device"
+        on_device = "; all on the device" if every == 1 else f"; one chunk of {every} on the device"
+        return self._explain_policy() + (on_device if self.device_state_slots else "")
 
     def _explain_policy(self) -> str:
         held = f", gradients held on {self.held_gradients}"

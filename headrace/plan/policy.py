@@ -9,6 +9,7 @@ from headrace.plan.forecast import SEARCH_OPERATIONS, StepSeconds, core_update_b
 from headrace.plan.placement import Choice, Problem, filled, fits, plan_of
 from headrace.plan.plan import Plan, spread
 from headrace.plan.speculation import Speculation
+from headrace.terms.summing import TREE
 
 # Shares of the blocks whose updates may be held for the next forward: 0, 1/8, ... 7/8.
 _LATE_PARTS = 8
@@ -77,8 +78,9 @@ def with_device_updates(problem: Problem, plan: Plan, seconds_of: StepSeconds) -
 def with_two_accumulators(problem: Problem, plan: Plan, seconds_of: StepSeconds) -> Plan:
     """Return a worker's plan with two buffers on the device in which gradients are summed, if that fits and is faster: the next
     block's gradient is summed while one is drained. Where it does not fit otherwise, weights are brought ahead less far.
+    A tree's sum has buffers of its own for partial sums, and no second of each.
     """
-    if not plan.separate_device or len(plan.far_units) < len(plan.units):
+    if not plan.separate_device or len(plan.far_units) < len(plan.units) or plan.gradient_sum == TREE:
         return plan
     costs = problem.costs_of(plan.micro_batch_sequences)
     doubled = replace(plan, accumulators=2)

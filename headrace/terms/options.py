@@ -17,6 +17,7 @@ from headrace.terms.errors import ConfigError
 from headrace.terms.older_names import read_older_names
 from headrace.terms.optimizer import ALL, MATRICES, ParameterGroup, Schedule, optimizer_text, parse_optimizer
 from headrace.terms.option_kinds import Either, Flag, Listed, Number, OneOf, Place, Rate, Record, Size, Text, Whole
+from headrace.terms.summing import SEQUENTIAL, TREE
 
 DEFAULT_SEQUENCE_LENGTH = 2048
 DEFAULT_ROWS_PER_STEP = 8
@@ -157,6 +158,13 @@ class Options(Declared):
         words="`compute_dtype`; `float32` of adapters",
         cli=False,
     )
+    gradient_sum: str = option(
+        SEQUENTIAL,
+        OneOf((SEQUENTIAL, TREE)),
+        "sequential or tree.",
+        row="how gradients of micro-batches are added: `tree` gives the same bits with any number of a node's workers, takes "
+        "more memory, and no tied weights",
+    )
     seed: int = option(0, Whole(0, _MOST_SEED), "Order of the data and dropout.")
     checkpoint_every: int | None = option(
         None,
@@ -235,6 +243,10 @@ class Options(Declared):
                 )
         if self.compile_blocks and self.adapter:
             raise ConfigError("compile_blocks and adapter: adapters run beside the blocks' own code; give one of them")
+        if self.gradient_sum == TREE and self.gradient != "dense":
+            raise ConfigError(
+                f"gradient_sum: tree adds whole gradients, but gradient is {self.gradient}; leave one of them out"
+            )
         if self.compile_blocks and self.liger:
             raise ConfigError("compile_blocks and liger: both fuse the same operators of a block; give one of them")
         read_older_names(self)

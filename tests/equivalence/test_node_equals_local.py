@@ -51,8 +51,9 @@ def test_workers_with_a_micro_batch_each_give_the_bits_of_one_machine(
     workers: int, model_dir: Callable[..., Path], tmp_path: Path
 ) -> None:
     """One machine adds micro-batches one after the other, in fp32; workers are added in the order of their ranks."""
-    path, rows = model_dir("llama", "bfloat16"), 2
+    path, rows = model_dir("llama"), 2
     batches, plans = [batch_of(workers * rows, LENGTH, seed) for seed in range(STEPS)], list[Plan]()
+    how = {"max_grad_norm": 0.5, "compute_dtype": "float32"}
     split = {**SPLIT, "num_micro_batches": workers, "loss_chunk_tokens": rows * LENGTH}
     losses, weights = short_run(
         path,
@@ -60,9 +61,31 @@ def test_workers_with_a_micro_batch_each_give_the_bits_of_one_machine(
         batches,
         adjust=split,
         inspect=lambda engine: plans.append(engine.plan),
-        max_grad_norm=0.5,
+        **how,
     )
     with crew(workers) as made:
-        found_losses, found = node_run(path, tmp_path / "node", batches, made, plan=plans[0], max_grad_norm=0.5)
+        found_losses, found = node_run(path, tmp_path / "node", batches, made, plan=plans[0], **how)
     assert found_losses == losses
+    assert all(torch.equal(found[name], weights[name]) for name in weights)
+
+
+@pytest.mark.parametrize("workers", sampled([1, 2, 3, 4], (3,)))
+def test_under_a_tree_any_number_of_workers_gives_the_same_bits(
+    workers: int, model_dir: Callable[..., Path], tmp_path: Path
+) -> None:
+    path, plans = model_dir("llama"), list[Plan]()
+    batches = [batch_of(10, LENGTH, seed) for seed in range(STEPS)]
+    # In float32, where another order of additions shows.
+    alike = {"max_grad_norm": 0.5, "compute_dtype": "float32"}
+    how = {**alike, "gradient_sum": "tree"}
+    split = {**SPLIT, "num_micro_batches": 5}
+    _, weights = short_run(
+        path, tmp_path / "local", batches, adjust=split, inspect=lambda engine: plans.append(engine.plan), **how
+    )
+    if workers == 1:  # and the sum is that of all micro-batches: but for rounding, the usual one
+        _, usual = short_run(path, tmp_path / "usual", batches, adjust=split, **alike)
+        assert any(not torch.equal(usual[name], weights[name]) for name in weights), "it is another order"
+        assert all(torch.allclose(usual[name], weights[name], rtol=1e-3, atol=1e-4) for name in weights)
+    with crew(workers) as made:
+        _, found = node_run(path, tmp_path / "node", batches, made, plan=plans[0], **how)
     assert all(torch.equal(found[name], weights[name]) for name in weights)

@@ -12,6 +12,7 @@ from net_peers import at_once, joined, listening
 
 from headrace.net import exchange
 from headrace.net.lane import Lane
+from headrace.terms.summing import SEQUENTIAL, order_of
 
 
 @pytest.fixture
@@ -39,6 +40,7 @@ def test_one_copy_each_way_and_the_sum_by_rank(
     dtype = torch.float32 if workers > 1 else torch.bfloat16
     gradients = [torch.randn(size, generator=generator).to(dtype) for _ in range(workers)]
     weights, into = torch.randint(0, 255, (2 * size,), dtype=torch.uint8, generator=generator).numpy(), []
+    order = order_of(workers, workers, SEQUENTIAL)
     with listening() as listener:
         node, members, others = joined(listener, workers)
         into = [np.empty(2 * size, np.uint8) for _ in range(workers)]
@@ -52,7 +54,10 @@ def test_one_copy_each_way_and_the_sum_by_rank(
         counted.clear()
         at_once(
             lambda: exchange.take_sum(node.up, total),
-            *(lambda rank=rank: exchange.add_up(others[rank].up, gradients[rank], torch.bfloat16) for rank in range(workers)),
+            *(
+                lambda rank=rank: exchange.add_up(others[rank].up, gradients[rank], torch.bfloat16, order)
+                for rank in range(workers)
+            ),
         )
         for member in members:
             member.close()

@@ -12,19 +12,21 @@ from numpy.typing import NDArray
 from headrace.machine.host_memory import Bytes
 from headrace.net import Generation
 from headrace.net.exchange import add_up, take_in
+from headrace.terms.summing import Order
 from headrace.update.rule import StepScalars
 from headrace.update.tensors import as_tensor
 
 
 class NodeSite:
     """Pulls and pushes over the lanes of `generation`. Sums of gradients have `gradient_dtype`; where there are other workers,
-    what is pushed is float32.
+    what is pushed is float32, and added in `order`, which each step has its own of.
     """
 
     name = "node"
 
     def __init__(self, generation: Generation, gradient_dtype: torch.dtype) -> None:
         self._generation, self._dtype = generation, gradient_dtype
+        self.order: Order = 1
 
     def holds(self, unit: int) -> bool:
         """Return True: a worker has nothing."""
@@ -40,7 +42,7 @@ class NodeSite:
 
     def push(self, unit: int, gradient: NDArray[Any]) -> None:
         """Send a unit's gradient, summed with those of other workers."""
-        add_up(self._generation.up, as_tensor(gradient, bfloat16=True), self._dtype)
+        add_up(self._generation.up, as_tensor(gradient, bfloat16=True), self._dtype, self.order)
 
     def conclude(self, scalars: Mapping[int, StepScalars] | None) -> None:
         """Nothing: the node has the norm of all workers' gradients, and this worker only that of its own."""

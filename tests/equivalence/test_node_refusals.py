@@ -1,0 +1,44 @@
+"""What a node does not do yet is refused by name, before workers are waited for."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from crew import crew, node_run
+from plain import LENGTH, ROWS, batch_of
+
+import headrace
+from headrace.engine.trainer import Engine
+from headrace.terms.errors import ConfigError, RunDirectoryError
+
+
+@pytest.mark.parametrize(
+    ("model", "workers", "options", "words"),
+    [
+        ("mixtral-aux", 2, {}, "has router losses, of a whole step and not gathered from workers yet"),
+        ("llama", 1, {"gradient": "lsp"}, "gradient: lsp.* is not possible at a node"),
+        ("llama", ROWS + 1, {}, f"workers: {ROWS + 1} of them, and a step has {ROWS} rows"),
+        ("llama-tied", 1, {"gradient_sum": "tree"}, "gradient_sum: tree is not possible with tied weights"),
+    ],
+)
+def test_what_is_not_possible_is_said(
+    model: str, workers: int, options: dict[str, Any], words: str, model_dir: Callable[..., Path], tmp_path: Path
+) -> None:
+    path, batches = model_dir(model, "bfloat16"), [batch_of(ROWS, LENGTH, 0)]
+    with crew(0) as nobody:
+        nobody.crowd.num_workers = workers
+        with pytest.raises(ConfigError, match=words):
+            node_run(path, tmp_path / "node", batches, nobody, **options)
+
+
+def test_a_tree_of_other_gradients_is_refused() -> None:
+    with pytest.raises(ConfigError, match="gradient_sum: tree adds whole gradients, but gradient is lsp"):
+        headrace.Options(gradient="lsp", gradient_sum="tree")
+
+
+def test_a_node_s_run_is_not_resumed_without_workers(model_dir: Callable[..., Path], tmp_path: Path) -> None:
+    with crew() as made:
+        node_run(model_dir("llama", "bfloat16"), tmp_path / "node", [batch_of(ROWS, LENGTH, 0)], made)
+    with pytest.raises(RunDirectoryError, match="workers: the run was begun with node"):
+        Engine.resume(tmp_path / "node")
