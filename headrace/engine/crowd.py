@@ -163,7 +163,7 @@ def _agreed(setup: Setup, generation: Generation) -> tuple[Grouping, tuple[Turn,
         setup.send(generation, rank)
     grouping = setup.grouping
     if grouping is None:
-        grouping = Grouping.from_json(_answer(generation, 1)["grouping"])
+        grouping = Grouping.from_json(generation.up.receive_message(1)["grouping"])
     if (num_micro := -(-setup.sequences // grouping.rows)) < len(ranks):
         raise ConfigError(
             f"workers: {len(ranks)} of them, and a step has {num_micro} micro-batches of {grouping.rows} rows; give fewer "
@@ -171,7 +171,7 @@ def _agreed(setup: Setup, generation: Generation) -> tuple[Grouping, tuple[Turn,
         )
     for rank in ranks:
         generation.down.send_message(grouping.to_json(), rank)
-    turns = [tuple(Turn(*each) for each in _answer(generation, rank)["turns"]) for rank in ranks]
+    turns = [tuple(Turn(*each) for each in generation.up.receive_message(rank)["turns"]) for rank in ranks]
     for rank in ranks:
         if turns[rank - 1] != turns[0]:
             raise PeerLost(
@@ -179,13 +179,6 @@ def _agreed(setup: Setup, generation: Generation) -> tuple[Grouping, tuple[Turn,
                 "give both the same --host-memory and --device-memory"
             )
     return grouping, turns[0]
-
-
-def _answer(generation: Generation, rank: int) -> Any:
-    answer = generation.up.receive_message(rank)
-    if "refused" in answer:
-        raise PeerLost(f"{generation.names[rank]}: {answer['refused']}")
-    return answer
 
 
 def _bytes_of(tensor: torch.Tensor) -> Bytes:

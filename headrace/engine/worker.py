@@ -36,7 +36,7 @@ from headrace.plan.schedules.train import build_program
 from headrace.plan.serving import grouping_of
 from headrace.store import StateStore
 from headrace.terms.cuts import pieces_of
-from headrace.terms.errors import HeadraceError, ModelError, PeerLost
+from headrace.terms.errors import HeadraceError, ModelError
 from headrace.terms.events import Planned, Sink, StepResult
 from headrace.terms.grouping import Grouping
 from headrace.terms.options import Options
@@ -51,7 +51,7 @@ class Worker:
 
     Raises:
         PeerLost: the node is gone.
-        InputError, PlanInfeasible: the model cannot be run here, or the budgets are too small; the node is told.
+        InputError, PlanInfeasible: the model cannot be run here, or the budgets are too small.
     """
 
     def __init__(self, generation: Generation, own: Options, folder: Path, sink: Sink) -> None:
@@ -62,10 +62,8 @@ class Worker:
         self.total_steps = setup.total_steps
         try:
             self._build(setup, own, folder)
-        except HeadraceError as error:
+        except HeadraceError:
             self._closers.close()
-            if not isinstance(error, PeerLost):
-                generation.up.send_message({"refused": str(error)}, NODE)
             raise
 
     def _build(self, setup: Setup, own: Options, folder: Path) -> None:

@@ -5,6 +5,7 @@ corrections) holds the value that the architecture gives it, because most are in
 """
 
 import copy
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -23,6 +24,9 @@ from headrace.terms.errors import ModelError
 # once. Without this, constructing Llama 4 Scout writes 200 GB of zeros, one block at a time (141 s measured).
 _LARGE_ELEMENTS = 1 << 20
 _FILLED = (torch.zeros, torch.ones, torch.randn, torch.rand)
+# transformers changes torch's default dtype while it builds, and the hook below is torch's: both are the whole process's, so two
+# threads that build at once would leave them changed.
+_BUILDING = threading.RLock()
 
 
 class _LargeOnMeta(TorchFunctionMode):
@@ -87,6 +91,7 @@ def build_whole(model_class: type[PreTrainedModel], config: Any) -> Any:
 def _without_weights() -> Iterator[None]:
     """While entered, parameters of the modules that are made are on the meta device."""
     with ExitStack() as stack:
+        stack.enter_context(_BUILDING)
         stack.enter_context(torch.random.fork_rng(devices=[]))  # construction must not move the caller's generator
         stack.callback(register_module_parameter_registration_hook(_to_meta).remove)
         stack.enter_context(_LargeOnMeta())

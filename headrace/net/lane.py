@@ -8,6 +8,7 @@ another thread, and the lane is of no use any more.
 import contextlib
 import json
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -21,6 +22,8 @@ from headrace.terms.errors import PeerLost
 from headrace.terms.sizes import MIB
 
 PIECE_BYTES = 16 * MIB
+# A connection breaks before a watchman knows why: so long he is waited for.
+_WHY_SECONDS = 0.3
 _FOR_EVER = timedelta(days=365)
 _LENGTH_BYTES = 8
 # Of what is told in words: configurations and plans. More than that is a mistake of somebody.
@@ -150,7 +153,9 @@ class Lane:
         return work
 
     def _lost(self, peer: int, error: RuntimeError | None) -> PeerLost:
-        known = self._why()
+        end = time.monotonic() + _WHY_SECONDS
+        while (known := self._why()) is None and time.monotonic() < end:
+            time.sleep(_WHY_SECONDS / 10)
         if known is not None:
             return PeerLost(known)
         words = _first_line(error) if error is not None else "its generation has ended"

@@ -25,6 +25,8 @@ from headrace.terms.errors import ConfigError, PeerLost
 # Heartbeats in the time after which a peer counts as lost; the pace at which membership is looked at; and how long one who is
 # alive takes to accept an invitation.
 BEATS, LOOK_SECONDS, ACCEPT_SECONDS = 6, 0.05, 5.0
+# How the last heartbeat of one who leaves begins; why follows.
+GONE = "gone: "
 _STORE_TIMEOUT = timedelta(seconds=10)
 
 
@@ -197,13 +199,14 @@ class Listener:
             if beat != ticket.beat:
                 ticket.beat, ticket.beat_seconds = beat, now
             silent = now - ticket.beat_seconds > self.silence_seconds
-            if beat != b"gone" and not silent:
+            gone = beat.decode().startswith(GONE)
+            if not gone and not silent:
                 continue
             with self._lock:
                 self._waiting.pop(ticket.number, None)
                 generation = self._generation if ticket in self._members else None
             if generation is not None:
-                words = f"shows no sign of life for {self.silence_seconds:g} s" if silent else "has left"
+                words = beat.decode().removeprefix(GONE) if gone else f"shows no sign of life for {self.silence_seconds:g} s"
                 generation.end(f"{ticket.name} {words}")
 
     def _put(self, key: str, value: Any) -> None:

@@ -13,7 +13,7 @@ from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 
 from headrace.net.address import Address
 from headrace.net.generation import Generation
-from headrace.net.listener import BEATS, LOOK_SECONDS
+from headrace.net.listener import BEATS, GONE, LOOK_SECONDS
 from headrace.net.proof import is_proof, nonce, proof
 from headrace.terms.errors import ConfigError, PeerLost
 
@@ -71,16 +71,19 @@ class Member:
         self._generation = generation
         return generation
 
-    def close(self) -> None:
-        """Leave: the node is told, where it can be."""
+    def close(self, reason: str = "has left") -> None:
+        """Leave: the node is told why, where it can be.
+
+        It is told apart from the lanes: on these it may be about to send what nobody takes any more.
+        """
         self._closing.set()
         self._thread.join()
+        with contextlib.suppress(DistError, RuntimeError):
+            if self._lost is None:
+                self._beats.set(f"beat/{self._ticket}", f"{GONE}{reason}")
         if self._generation is not None:
             self._generation.end("this worker has left")
             self._generation.close()
-        with contextlib.suppress(DistError, RuntimeError):
-            if self._lost is None:
-                self._beats.set(f"beat/{self._ticket}", "gone")
 
     def _wait_for(self, key: str, check: Callable[[], None]) -> Any:
         while True:

@@ -17,7 +17,7 @@ from headrace.net import Address, Listener, Member
 from headrace.runs.loop import Finished, resume, train
 from headrace.runs.protocols import Display, NoDisplay
 from headrace.runs.run_directory import RunDirectory
-from headrace.terms.errors import ConfigError, PeerLost, RunDirectoryError, StepFailed
+from headrace.terms.errors import ConfigError, HeadraceError, PeerLost, RunDirectoryError, StepFailed
 from headrace.terms.options import NodeOptions, Options
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ class _Parted(Exception):
 
 
 def _work_once(address: Address, own: Options, name: str, display: Display, secret: bytes | None) -> int:
-    steps, met, words = 0, False, ""
+    steps, met, words, reason = 0, False, "", "has left"
     try:
         member = Member(address, name=name, version=headrace.__version__, secret=secret)
     except PeerLost as lost:
@@ -164,14 +164,15 @@ def _work_once(address: Address, own: Options, name: str, display: Display, secr
             finally:
                 steps = worker.steps_done
                 reporter.close()
-    except (PeerLost, StepFailed) as error:
+    except HeadraceError as error:
         lost_one = lost_peer(error)
         if lost_one is None:
+            reason = f"cannot go on: {error}"
             raise
         words = str(lost_one)
     finally:
         with suppress(PeerLost):
-            member.close()
+            member.close(reason)
     raise _Parted(words, steps=steps, met=met)
 
 

@@ -16,6 +16,7 @@ from headrace.engine.seams import Seams
 from headrace.net import Address, Listener
 from headrace.plan.plan import Plan
 from headrace.runs.node import work
+from headrace.terms.events import Sink
 
 
 class Crew:
@@ -28,20 +29,26 @@ class Crew:
         self.listener = Listener(Address("127.0.0.1", 0), version=headrace.__version__, silence_seconds=silence_seconds)
         self.crowd = Crowd(self.listener, num_workers)
         self._own, self._threads, self.errors = {"host_memory": "4GiB"} | own, list[threading.Thread](), list[BaseException]()
+        self.crowd.heed(self._raise)
         for number in range(num_workers):
             self.hire(f"{number + 1}")
 
-    def hire(self, name: str) -> None:
-        """Start one more worker."""
-        thread = threading.Thread(target=self._work, args=(name,), daemon=True)
+    def hire(self, name: str, **own: Any) -> None:
+        """Start one more worker, with more options of its own."""
+        thread = threading.Thread(target=self._work, args=(name, self._own | own), daemon=True)
         thread.start()
         self._threads.append(thread)
 
-    def _work(self, name: str) -> None:
+    def _work(self, name: str, own: dict[str, Any]) -> None:
         try:
-            work(self.listener.address, headrace.Options(**self._own), name=name, wait_seconds=1.0)
+            work(self.listener.address, headrace.Options(**own), name=name, wait_seconds=1.0)
         except BaseException as error:
             self.errors.append(error)
+
+    def _raise(self) -> None:
+        """Raise what a worker raised: who waits for it would wait for ever."""
+        if self.errors:
+            raise self.errors[0]
 
     def join(self) -> None:
         """Let the workers go, and see that they went well."""
@@ -77,12 +84,13 @@ def node_run(
     made: Crew,
     *,
     plan: Plan | None = None,
+    sink: Sink | None = None,
     **options: Any,
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Return losses and final weights of a run over `batches` that `made` computes."""
     seams = Seams(workers=made.crowd)
     out = output.parent / f"{output.name}-out"
-    with NodeEngine.open(path, node_options(output, batches, **options), plan=plan, seams=seams) as engine:
+    with NodeEngine.open(path, node_options(output, batches, **options), plan=plan, seams=seams, sink=sink) as engine:
         losses = [engine.step(batch).loss for batch in batches]
         engine.save_pretrained(out)
     weights: dict[str, torch.Tensor] = {}

@@ -69,7 +69,7 @@ def test_workers_with_a_micro_batch_each_give_the_bits_of_one_machine(
     assert all(torch.equal(found[name], weights[name]) for name in weights)
 
 
-@pytest.mark.parametrize("workers", sampled([1, 2, 3, 4], (3,)))
+@pytest.mark.parametrize("workers", sampled([1, 2, 3, 4], (1, 2)))
 def test_under_a_tree_any_number_of_workers_gives_the_same_bits(
     workers: int, model_dir: Callable[..., Path], tmp_path: Path
 ) -> None:

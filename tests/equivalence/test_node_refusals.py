@@ -5,12 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from crew import crew, node_run
+from crew import Crew, crew, node_run
 from plain import LENGTH, ROWS, batch_of
 
 import headrace
 from headrace.engine.trainer import Engine
-from headrace.terms.errors import ConfigError, RunDirectoryError
+from headrace.terms.errors import ConfigError, PlanInfeasible, RunDirectoryError
+from headrace.terms.events import Event, Notice
 
 
 @pytest.mark.parametrize(
@@ -30,6 +31,18 @@ def test_what_is_not_possible_is_said(
         nobody.crowd.num_workers = workers
         with pytest.raises(ConfigError, match=words):
             node_run(path, tmp_path / "node", batches, nobody, **options)
+
+
+def test_workers_that_cannot_take_part_are_not_waited_for(model_dir: Callable[..., Path], tmp_path: Path) -> None:
+    """They leave while the node is about to send them something that nobody takes."""
+    told, made = list[Event](), Crew(0)
+    made.crowd.num_workers = 2
+    made.hire("able")
+    made.hire("poor", host_memory="1MiB")
+    with pytest.raises(PlanInfeasible):
+        node_run(model_dir("llama", "bfloat16"), tmp_path / "node", [batch_of(ROWS, LENGTH, 0)], made, sink=told.append)
+    made.listener.close()
+    assert any("worker poor cannot go on: " in event.text for event in told if isinstance(event, Notice)), told
 
 
 def test_a_tree_of_other_gradients_is_refused() -> None:
