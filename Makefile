@@ -10,7 +10,7 @@ STAMP := $(VENV)/installed
 # One thread for each test process: with WORKERS of them, more would only wait for one another.
 TEST_ENV := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false
 
-.PHONY: help venv demo test deep test-oldest test-gpu bench-gpu check format soak bench bench-promise clean
+.PHONY: help venv demo demo-node test deep test-oldest test-gpu bench-gpu check format soak bench bench-promise clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ -/'
@@ -28,6 +28,9 @@ $(STAMP): pyproject.toml $(CONSTRAINTS)
 
 demo: $(STAMP)  ## fine-tune a real language model, kill it, resume it, ask it (under five minutes); MODEL=made: without a network
 	$(BIN)/python demo/demo.py --model $(or $(MODEL),real)
+
+demo-node: $(STAMP)  ## a node and two workers on this machine, one of which is killed: the same model (under two minutes)
+	$(BIN)/python demo/node_demo.py
 
 test: $(STAMP)  ## all quick tests (minutes)
 	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) -m "not deep and not soak and not gpu" --time-ledger --durations=12 --durations-min=5

@@ -196,12 +196,15 @@ def data(
 def doctor(
     ssd: Annotated[list[Path] | None, typer.Option(help="Directory to look at and measure; repeatable.")] = None,
     measure: Annotated[bool, typer.Option(help="Measure the speed of each directory (a few seconds each).")] = True,
+    node: Annotated[str | None, typer.Option(help="HOST:PORT of a node: measure the link to it, both ways.")] = None,
+    secret: Annotated[Path | None, typer.Option(help="File with the node's secret.")] = None,
     as_json: Json = False,
 ) -> None:
     """Say what this machine is and can do. Paste the output into bug reports."""
-    from headrace.cli.machine_sheet import machine_sheet, sheet_text
+    from headrace.cli.machine_sheet import link_to, machine_sheet, sheet_text
 
-    sheet: dict[str, Any] = machine_sheet(tuple(ssd or ()), measure=measure)
+    link = link_to(node, secret) if node else None
+    sheet: dict[str, Any] = machine_sheet(tuple(ssd or ()), measure=measure, link=link)
     if as_json:
         import json
 

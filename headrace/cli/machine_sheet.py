@@ -3,6 +3,7 @@
 Invariant: every fact is read from the system; one that cannot be read is null, never guessed. GPUs are seen through torch.
 """
 
+import dataclasses
 import os
 import platform
 import resource
@@ -13,13 +14,17 @@ from typing import Any
 
 import headrace
 from headrace.machine.control_groups import quota_cores
+from headrace.terms.errors import ConfigError, PeerLost
 from headrace.terms.sizes import format_bytes
 
 _FLAGS = ("avx2", "fma", "f16c", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "asimd", "bf16", "sve")
 
 
-def machine_sheet(ssd: tuple[Path, ...], *, measure: bool) -> dict[str, Any]:
-    """Return all facts as JSON values. Sizes in bytes, speeds in bytes per second. Measuring takes seconds per directory."""
+def machine_sheet(ssd: tuple[Path, ...], *, measure: bool, link: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return all facts as JSON values. Sizes in bytes, speeds in bytes per second. Measuring takes seconds per directory.
+
+    `link` is what was measured of the way to a node, None where none was named.
+    """
     return {
         "versions": _versions(),
         "system": {
@@ -31,7 +36,29 @@ def machine_sheet(ssd: tuple[Path, ...], *, measure: bool) -> dict[str, Any]:
         "memory": _memory(),
         "gpus": _gpus(),
         "ssd": [_directory(path, measure) for path in ssd],
+        "node": link,
     }
+
+
+def link_to(node: str, secret: Path | None) -> dict[str, Any]:
+    """Return what the link to the node at `node`, HOST:PORT, carries.
+
+    Raises:
+        ConfigError: it is no address, or the node refuses.
+        PeerLost: it went away.
+    """
+    from headrace.net import Address, Member
+    from headrace.runs.node import read_secret
+
+    address = Address.of(node, key="node")
+    try:
+        member = Member(address, name="doctor", version=headrace.__version__, secret=read_secret(secret), visits=True)
+    except PeerLost as error:
+        raise ConfigError(f"{error}; start it there: headrace node RUN.YAML --listen {address}") from error
+    try:
+        return {"address": str(address), **dataclasses.asdict(member.measure())}
+    finally:
+        member.close()
 
 
 def sheet_text(sheet: dict[str, Any]) -> str:
@@ -62,6 +89,14 @@ def _lines(sheet: dict[str, Any]) -> Iterator[str]:
         yield from _directory_lines(facts)
     if not sheet["ssd"]:
         yield "ssd       none named; --ssd DIR describes and measures a directory"
+    if link := sheet["node"]:
+        up, down = (link[f"{way}_bytes_per_second"] for way in ("up", "down"))
+        trip = f"round trip {1e3 * link['round_trip_seconds']:.2f} ms"
+        yield f"link      {link['address']}: to the node {_rate(up)}, from it {_rate(down)}, {trip}"
+
+
+def _rate(bytes_per_second: float) -> str:
+    return f"{bytes_per_second / 1e6:.0f} MB/s ({8 * bytes_per_second / 1e9:.3g} Gbit/s)"
 
 
 def _directory_lines(facts: dict[str, Any]) -> Iterator[str]:

@@ -19,6 +19,7 @@ from torch.distributed import DistStoreError, TCPStore  # type: ignore[attr-defi
 
 from headrace.net.address import Address
 from headrace.net.generation import Generation
+from headrace.net.link import NODE, answer_link, visitors_lane
 from headrace.net.proof import is_proof, nonce, proof
 from headrace.terms.errors import ConfigError, PeerLost
 
@@ -172,14 +173,26 @@ class Listener:
             hello = json.loads(self._store.get(f"hello/{number}"))
             words = self._why_refused(number, hello)
             if words is None:
-                with self._lock:
-                    self._waiting[number] = _Ticket(number, hello)
+                if hello.get("visits"):
+                    threading.Thread(target=self._receive_visitor, args=(number,), name="headrace visitor", daemon=True).start()
+                else:
+                    with self._lock:
+                        self._waiting[number] = _Ticket(number, hello)
                 answer = {"proof": proof(self._secret, "node", hello["nonce"]), "silence_seconds": self.silence_seconds}
                 self._put(f"answer/{number}", answer)
             else:
                 with self._lock:
                     self._refused.append(f"refused a worker: {words}")
                 self._put(f"answer/{number}", {"refused": words})
+
+    def _receive_visitor(self, number: int) -> None:
+        """Let somebody measure the link; who breaks off is no loss."""
+        with contextlib.suppress(PeerLost, RuntimeError):
+            lane = visitors_lane(self._store, number, host=self._host, rank=NODE, piece_seconds=self.silence_seconds)
+            try:
+                answer_link(lane)
+            finally:
+                lane.close()
 
     def _why_refused(self, number: int, hello: Mapping[str, Any]) -> str | None:
         if not is_proof(str(hello.get("proof")), self._secret, "worker", self._challenge, str(number), str(hello.get("nonce"))):

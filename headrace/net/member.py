@@ -13,6 +13,7 @@ from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 
 from headrace.net.address import Address
 from headrace.net.generation import Generation
+from headrace.net.link import VISITOR, Link, measure_link, visitors_lane
 from headrace.net.listener import BEATS, GONE, LOOK_SECONDS
 from headrace.net.proof import is_proof, nonce, proof
 from headrace.terms.errors import ConfigError, PeerLost
@@ -22,14 +23,15 @@ _ANSWER_SECONDS = 30.0
 
 
 class Member:
-    """Somebody who has come to the node at `address` and been let in. Use it once: for one generation. Close it.
+    """Somebody who has come to the node at `address` and been let in. Use it once: for one generation. Close it. Who only
+    `visits` measures the link, and is never invited to work.
 
     Raises:
         PeerLost: nobody listens there, or the node ended.
         ConfigError: the node refuses, or is not whom it should be.
     """
 
-    def __init__(self, address: Address, *, name: str, version: str, secret: bytes | None = None) -> None:
+    def __init__(self, address: Address, *, name: str, version: str, secret: bytes | None = None, visits: bool = False) -> None:
         self._address, self._secret = address, secret or b""
         self._store = self._connect()
         self._generation: Generation | None = None
@@ -39,7 +41,7 @@ class Member:
             self._ticket = self._store.add("tickets", 1)
             challenge, own = self._store.get("challenge").decode(), nonce()
             said = proof(self._secret, "worker", challenge, str(self._ticket), own)
-            hello = {"name": name, "version": version, "nonce": own, "proof": said}
+            hello = {"name": name, "version": version, "nonce": own, "proof": said, "visits": visits}
             self._beats = self._connect()
             self._beats.set(f"beat/{self._ticket}", "0")
             self._store.set(f"hello/{self._ticket}", json.dumps(hello))
@@ -70,6 +72,21 @@ class Member:
         )
         self._generation = generation
         return generation
+
+    def measure(self) -> Link:
+        """Measure the link, as a visitor: a second or two; a run of the node goes on meanwhile, with what the link has left.
+
+        Raises:
+            PeerLost: the node is gone.
+        """
+        with self._plainly():
+            lane = visitors_lane(
+                self._store, self._ticket, host=self._own_host(), rank=VISITOR, piece_seconds=self._silence_seconds
+            )
+        try:
+            return measure_link(lane)
+        finally:
+            lane.close()
 
     def close(self, reason: str = "has left") -> None:
         """Leave: the node is told why, where it can be.

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import resource
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -133,6 +134,13 @@ class TestRefusals:
         said = capsys.readouterr().out
         assert f"{place}: File name too long" in said
         assert f"{tmp_path}: " in said
+
+    def test_the_doctor_says_where_nobody_listens(self, capsys: pytest.CaptureFixture[str]) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            there = f"127.0.0.1:{free.getsockname()[1]}"
+            said = refusal(capsys, "doctor", "--no-measure", "--node", there)
+        assert f"node {there}: nobody listens there; start it there: headrace node RUN.YAML --listen {there}" in said
 
     def test_an_unknown_option_is_exit_code_2(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert run("train", "m", "d", "--lerning-rate", "1") == 2

@@ -93,7 +93,12 @@ def node_run(
     with NodeEngine.open(path, node_options(output, batches, **options), plan=plan, seams=seams, sink=sink) as engine:
         losses = [engine.step(batch).loss for batch in batches]
         engine.save_pretrained(out)
+    return losses, weights_of(out)
+
+
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    """Return the weights of a model directory."""
     weights: dict[str, torch.Tensor] = {}
-    for shard in sorted(out.glob("*.safetensors")):
+    for shard in sorted(folder.glob("*.safetensors")):
         weights |= load_file(shard)
-    return losses, weights
+    return weights

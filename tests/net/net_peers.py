@@ -20,9 +20,11 @@ def listening(silence_seconds: float = 20.0, **more: Any) -> Iterator[Listener]:
         listener.close()
 
 
-def joined(listener: Listener, num_workers: int) -> tuple[Generation, list[Member], list[Generation]]:
+def joined(
+    listener: Listener, num_workers: int, secret: bytes | None = None
+) -> tuple[Generation, list[Member], list[Generation]]:
     """Return the node's generation, and the members with theirs, in the order of ranks."""
-    members = [Member(listener.address, name=str(number), version=VERSION) for number in range(num_workers)]
+    members = [Member(listener.address, name=str(number), version=VERSION, secret=secret) for number in range(num_workers)]
     with ThreadPoolExecutor(num_workers) as pool:
         entered = [pool.submit(member.enter) for member in members]
         node = listener.gather(num_workers, lambda text: None)
