@@ -156,7 +156,6 @@ class NodeDemo:
         """Start a worker for the node at `address`."""
         return self.start(name, "train", "--node", address, "--host-memory", "1GiB")
 
-
     def start(self, name: str, *arguments: str) -> Process:
         """Start a process, which ends with the demo at the latest."""
         self.processes.append(process := Process(name, *arguments))

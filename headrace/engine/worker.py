@@ -194,7 +194,7 @@ class Worker:
         own_tokens, data = data.trained_tokens, replace(data, trained_tokens=int(words["trained_tokens"]))
         workers, way = self._generation.num_workers, self._options.gradient_sum
         self._site.order = order_of(int(words["num_micro"]), workers, way)
-        verdict = self._verdict(int(words["step"]), float(words["loss_scale"]))
+        verdict = self._verdict(int(words["step"]), float(words["loss_scale"]), float(words["learning_rate"]))
 
         def state_of(pending: Verdict | None) -> StepState:
             return StepState(self._steps.parts, data, verdict, pending, first_micro=int(words["first_micro"]))
@@ -213,7 +213,7 @@ class Worker:
                 step=verdict.step + 1,
                 loss=loss,
                 grad_norm=None,
-                learning_rate=0.0,
+                learning_rate=verdict.learning_rate,
                 tokens=tokens,
                 trained_tokens=data.trained_tokens,
                 seconds=seconds,
@@ -221,11 +221,11 @@ class Worker:
             )
         )
 
-    def _verdict(self, step: int, loss_scale: float) -> Verdict:
+    def _verdict(self, step: int, loss_scale: float, learning_rate: float) -> Verdict:
         return Verdict(
             step=step,
             updates=(0,) * len(self._forms),
-            learning_rate=0.0,
+            learning_rate=learning_rate,
             gradient_scale=1.0 / loss_scale,
             loss_scale=LossScale(scale=loss_scale) if loss_scale != 1.0 else None,
             max_grad_norm=None,

@@ -16,10 +16,13 @@ from headrace.update import square_sum
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """What workers are told of a step: its number, what the loss is multiplied by beside the mean, and its micro-batches."""
+    """What workers are told of a step: its number, what the loss is multiplied by beside the mean, and its micro-batches. The
+    learning rate is only for them to show.
+    """
 
     step: int
     loss_scale: float
+    learning_rate: float
     batch: StepBatch
 
 
@@ -50,7 +53,9 @@ class Workers(Protocol):
 def announce(state: StepState, op: Op) -> None:
     """Tell workers of the step."""
     scale = state.verdict.loss_scale.scale if state.verdict.loss_scale else 1.0
-    _workers(state).announce(Task(step=state.verdict.step, loss_scale=scale, batch=state.batch))
+    verdict = state.verdict
+    task = Task(step=verdict.step, loss_scale=scale, learning_rate=verdict.learning_rate, batch=state.batch)
+    _workers(state).announce(task)
 
 
 def send(state: StepState, op: Op) -> None:
@@ -88,6 +93,7 @@ def task_message(task: Task, micros: range, rows: int) -> tuple[Mapping[str, Any
     words = {
         "step": task.step,
         "loss_scale": task.loss_scale,
+        "learning_rate": task.learning_rate,
         "trained_tokens": task.batch.trained_tokens,
         "first_micro": micros.start,
         "num_micro": len(task.batch.micro_batches),
