@@ -24,8 +24,8 @@ from headrace.terms.errors import ModelError
 # once. Without this, constructing Llama 4 Scout writes 200 GB of zeros, one block at a time (141 s measured).
 _LARGE_ELEMENTS = 1 << 20
 _FILLED = (torch.zeros, torch.ones, torch.randn, torch.rand)
-# transformers changes torch's default dtype while it builds, and the hook below is torch's: both are the whole process's, so two
-# threads that build at once would leave them changed.
+# transformers changes torch's default dtype while it builds, and the hook below is torch's: both are the whole process's, so
+# two threads that build at once would leave them changed.
 _BUILDING = threading.RLock()
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from headrace.terms.adapter import adapter_of
 from headrace.terms.budget import Budget
 from headrace.terms.ceilings import Ceilings
+from headrace.terms.contradictions import refuse_contradictions
 from headrace.terms.declared import Declared, option
 from headrace.terms.errors import ConfigError
 from headrace.terms.older_names import read_older_names
@@ -237,18 +238,7 @@ class Options(Declared):
         if self.adapter is not None:
             object.__setattr__(self, "adapter", adapter_of(self.adapter).text)
             object.__setattr__(self, "gradient_dtype", self.gradient_dtype or "float32")  # they are small
-            if self.train != ALL:
-                raise ConfigError(
-                    f"train: {self.train} and adapter: adapters are trained, and all else stays; give one of them"
-                )
-        if self.compile_blocks and self.adapter:
-            raise ConfigError("compile_blocks and adapter: adapters run beside the blocks' own code; give one of them")
-        if self.gradient_sum == TREE and self.gradient != "dense":
-            raise ConfigError(
-                f"gradient_sum: tree adds whole gradients, but gradient is {self.gradient}; leave one of them out"
-            )
-        if self.compile_blocks and self.liger:
-            raise ConfigError("compile_blocks and liger: both fuse the same operators of a block; give one of them")
+        refuse_contradictions(self)
         read_older_names(self)
         object.__setattr__(self, "gradient", optimizer_text(*parse_optimizer(self.gradient, "gradient")))
 

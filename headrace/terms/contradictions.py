@@ -1,0 +1,25 @@
+"""Options that cannot be had together, each refused with both names."""
+
+from headrace.terms.declared import Declared
+from headrace.terms.errors import ConfigError
+from headrace.terms.optimizer import ALL
+from headrace.terms.summing import TREE
+
+
+def refuse_contradictions(options: Declared) -> None:
+    """See that no two options contradict one another.
+
+    Raises:
+        ConfigError: two do; names both.
+    """
+    given = vars(options)
+    if given["adapter"] is not None and given["train"] != ALL:
+        raise ConfigError(f"train: {given['train']} and adapter: adapters are trained, and all else stays; give one of them")
+    if given["compile_blocks"] and given["adapter"]:
+        raise ConfigError("compile_blocks and adapter: adapters run beside the blocks' own code; give one of them")
+    if given["compile_blocks"] and given["liger"]:
+        raise ConfigError("compile_blocks and liger: both fuse the same operators of a block; give one of them")
+    if given["gradient_sum"] == TREE and given["gradient"] != "dense":
+        raise ConfigError(
+            f"gradient_sum: tree adds whole gradients, but gradient is {given['gradient']}; leave one of them out"
+        )
