@@ -5,6 +5,7 @@ import copy
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +15,23 @@ from transformers import GenerationConfig
 from headrace.answers.model_config import position_limit
 from headrace.engine.seams import Seams, forms_of, seams_of
 from headrace.engine.stored_codes import stored_codes
+from headrace.flow.load import AdapterReader
 from headrace.flow.make import Maker
 from headrace.flow.sources import ShardSource, StoreSource, WeightSource
 from headrace.machine.here import this_machine
 from headrace.machine.protocol import Machine
 from headrace.model import Chain, Checkpoint, WeightMap, check_whole, load_buffers, match_weights
+from headrace.model.adapter_files import StoredAdapters, is_adapter_directory, named_base, read_adapters
 from headrace.model.generation_check import check_generation, ready_to_generate
 from headrace.store import StateStore
 from headrace.terms.budget import Budget
 from headrace.terms.errors import ConfigError, ModelError, RunDirectoryError, in_one_line
 from headrace.terms.events import Event, Sink
+from headrace.terms.families import TRAINED
 from headrace.terms.optimizer import Optimizer
 from headrace.terms.options import Options
 from headrace.update import optimizer_of, rule_of
+from headrace.update.wires import AdapterWire
 
 # Where neither the model nor anybody says how many.
 _NEW_TOKENS = 512
@@ -56,16 +61,28 @@ class GenerationModel:
         compute_dtype: str | None,
         sink: Sink | None,
         check: Callable[[Any], None] = check_generation,
+        *,
+        adapters: Callable[[Chain, WeightMap], StoredAdapters] | None = None,
     ) -> "GenerationModel":
-        """Open a model directory, whose weights stay where they are. `check` tries its architecture.
+        """Open a model directory, whose weights stay where they are. `check` tries its architecture, `adapters` gives what is
+        computed beside its blocks. A directory of adapters is opened as they and the model that it names.
 
         Raises:
-            ModelError: it cannot be read, or its architecture cannot generate block by block.
+            ModelError: it cannot be read, or its architecture cannot generate block by block; adapters are of another model.
         """
+        if adapters is None and is_adapter_directory(directory):
+            own = directory
+            adapters, directory = partial(read_adapters, own), named_base(own)
         checkpoint, chain, machine = open_chain(directory, budget, compute_dtype, check)
         weights = chain.attach(checkpoint)
-        source = ShardSource(chain, weights, sink or _silent, on_cpu=not machine.separate_device)
-        return cls.of(directory, chain, source, machine, (*checkpoint.notes, *source.notes))
+        with contextlib.ExitStack() as closers:
+            stored = adapters(chain, weights) if adapters is not None else None
+            if stored is not None:
+                closers.enter_context(chain.adapted(stored.adapters))
+            source = ShardSource(chain, weights, sink or _silent, on_cpu=not machine.separate_device, adapters=stored)
+            found = cls.of(directory, chain, source, machine, (*checkpoint.notes, *source.notes))
+            found.closers = closers.pop_all()
+        return found
 
     @classmethod
     def of_store(
@@ -90,6 +107,9 @@ class GenerationModel:
             if compute_dtype not in (None, own):
                 raise ConfigError(f"compute_dtype: {compute_dtype} asked for, the run computes in {own}; leave it out")
             directory = Path(str(store.manifest.identity["model"]))
+            if isinstance(seams.wire, AdapterWire):
+                with store:
+                    return cls._of_adapters(store, directory, options, seams.wire, budget, sink, check)
             checkpoint, chain, machine = open_chain(directory, budget, own, check)
             weights = match_weights(checkpoint, chain.model)
             load_buffers(weights)
@@ -105,6 +125,33 @@ class GenerationModel:
         except BaseException:
             store.close()
             raise
+
+    @classmethod
+    def _of_adapters(
+        cls,
+        store: StateStore,
+        directory: Path,
+        options: Options,
+        wire: AdapterWire,
+        budget: Budget,
+        sink: Sink | None,
+        check: Callable[[Any], None],
+    ) -> "GenerationModel":
+        """Open the model directory of a run of adapters, with those of its last commit."""
+
+        def newest(chain: Chain, weights: WeightMap) -> StoredAdapters:
+            trained = {
+                index: family.layout
+                for index, unit in enumerate(store.manifest.units)
+                if (family := unit.family(TRAINED)) is not None
+            }
+            adapters = wire.of(chain).known
+            read = AdapterReader(store, trained, adapters)
+            return StoredAdapters(adapters, {unit: read(unit) for unit in adapters.layouts})
+
+        found = cls.of_directory(directory, budget, options.compute_dtype, sink, check, adapters=newest)
+        found.notes += (f"the run is unfinished: adapters are those after step {store.record.get('num_steps')}",)
+        return found
 
     @classmethod
     def of(

@@ -15,6 +15,7 @@ from headrace.flow.load import read_completing
 from headrace.flow.make import Maker
 from headrace.machine.host_memory import Bytes
 from headrace.model import Chain, WeightMap, import_unit
+from headrace.model.adapter_files import StoredAdapters
 from headrace.model.bank_check import why_no_banks
 from headrace.model.banks import find_experts
 from headrace.model.in_place import StoredUnit, paths_of, stored_units
@@ -53,9 +54,11 @@ class WeightSource(Protocol):
 
 
 class ShardSource:
-    """The weights in a model's own safetensors files."""
+    """The weights in a model's own safetensors files, and adapters beside them, to which `chain` is bound from here on."""
 
-    def __init__(self, chain: Chain, weights: WeightMap, sink: Sink, *, on_cpu: bool) -> None:
+    def __init__(
+        self, chain: Chain, weights: WeightMap, sink: Sink, *, on_cpu: bool, adapters: StoredAdapters | None = None
+    ) -> None:
         self._weights = weights
         self._units = stored_units(chain.layouts, weights, chain.dtype, on_cpu=on_cpu)
         self._plane = planes_with(chain.compute_dtype, ()).weight
@@ -64,6 +67,15 @@ class ShardSource:
         self.figures = tuple(_figures_of(index, unit, chain, on_cpu) for index, unit in enumerate(self._units))
         self.trained: dict[int, Bytes] = {}
         self.by_experts, self.why_whole = self._by_experts(chain, on_cpu=on_cpu)
+        if adapters is not None:
+            adapters.bind(chain.device)
+            elements = {unit: layout.num_elements for unit, layout in adapters.adapters.layouts.items()}
+            self.figures = tuple(
+                replace(each, trained_elements=elements[unit], is_beside=True) if unit in elements else each
+                for unit, each in enumerate(self.figures)
+            )
+            if self.by_experts is not None:
+                self.by_experts, self.why_whole = None, "blocks have adapters"
 
     def _by_experts(self, chain: Chain, *, on_cpu: bool) -> tuple[ExpertSource | None, str]:
         """Return the same weights by experts, or why they come with their blocks."""

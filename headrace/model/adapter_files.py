@@ -84,21 +84,29 @@ class StoredAdapters:
     adapters: Adapters
     flats: Mapping[int, Tensor]
 
+    def bind(self, device: torch.device) -> None:
+        """Bind all of them, on `device`."""
+        for unit, layout in self.adapters.layouts.items():
+            self.adapters.bind(unit, layout, self.flats[unit].to(device), None)
+
 
 def is_adapter_directory(directory: Path) -> bool:
     """Return whether a directory has adapters as peft writes them."""
     return (directory / CONFIG_NAME).is_file()
 
 
-def base_of(directory: Path) -> Path | None:
-    """Return the model directory that adapters say that they are of, if it is there.
+def named_base(directory: Path) -> Path:
+    """Return the model directory that adapters say that they are of.
 
     Raises:
-        ModelError: as `read_adapters`.
+        ModelError: as `read_adapters`; or it is not there.
     """
     name = _read_config(directory).get("base_model_name_or_path")
-    found = Path(name) if isinstance(name, str) and name else None
-    return found if found is not None and (found / "config.json").is_file() else None
+    if isinstance(name, str) and name and (Path(name) / "config.json").is_file():
+        return Path(name)
+    raise ModelError(
+        f"{directory}: an adapter of {name!r}, which is no model directory here; give the model, and --adapter {directory}"
+    )
 
 
 def read_adapters(directory: Path, chain: Chain, weights: WeightMap) -> StoredAdapters:

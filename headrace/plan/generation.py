@@ -92,9 +92,14 @@ class GenerationPlan:
         return self.units[unit].stored_bytes or self.slot_bytes(unit)
 
     def completing_bytes(self, unit: int) -> int:
-        """Return the bytes of what a run has trained beside a unit's frozen weights, and of the basis that this is of."""
+        """Return the bytes of what completes a unit's frozen weights: what was trained, and the basis that this is of."""
         figures = self.units[unit]
-        return 4 * (figures.update_elements + figures.basis_elements) if figures.has_own_family else 0
+        return 4 * (figures.update_elements + figures.basis_elements) if figures.is_completed else 0
+
+    @property
+    def adapter_bytes(self) -> int:
+        """Bytes of what compute reads beside weights, where it is: all of it stays there."""
+        return sum(4 * unit.update_elements for unit in self.units if unit.is_beside)
 
     def source_bytes(self, unit: int) -> int:
         """Return the bytes that a slot on a separate device is made of."""

@@ -188,6 +188,8 @@ def with_peaks(plan: GenerationPlan, allowance: Allowance) -> GenerationPlan:
         )
     if making:
         compute["decoding"] = making
+    if plan.adapter_bytes:
+        compute["adapters"] = plan.adapter_bytes
     on_cpu = not allowance.device_overhead_bytes
     rows["host"]["seats"] = threads * _SEAT_BYTES
     rows["host"]["libraries"] = _SMALL_BYTES

@@ -1,17 +1,19 @@
 """Which weights a generation is of: a model directory's, a finished run's, or those that an unfinished run has committed."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from headrace.engine.generation_model import GenerationModel
 from headrace.engine.generator import Generator
+from headrace.model.adapter_files import is_adapter_directory, read_adapters
 from headrace.model.generation_check import check_generation
 from headrace.runs.run_directory import RunDirectory
 from headrace.store.manifest import MANIFEST_NAME
 from headrace.terms.budget import Budget
 from headrace.terms.ceilings import Ceilings
-from headrace.terms.errors import RunDirectoryError
+from headrace.terms.errors import ConfigError, RunDirectoryError
 from headrace.terms.events import Sink
 from headrace.terms.generate_options import GenerateOptions
 
@@ -22,13 +24,23 @@ def open_model(
     compute_dtype: str | None,
     sink: Sink | None,
     check: Callable[[Any], None] = check_generation,
+    *,
+    adapter: Path | None = None,
 ) -> GenerationModel:
-    """Return the model in a model directory, or of a run: its finished model, or else its last commit.
+    """Return the model in a model directory, or of a run: its finished model, or else its last commit; with an `adapter`, the
+    directory's model and that beside it.
 
     Raises:
         InputError: it is neither, or cannot be used; or the run is in progress, or has committed nothing.
     """
     run = RunDirectory(place)
+    if adapter is not None:
+        if run.config.exists():
+            place = run.final
+        if is_adapter_directory(place):
+            raise ConfigError(f"adapter: {place} is an adapter itself; give the model directory that both are of")
+        beside = partial(read_adapters, adapter)
+        return GenerationModel.of_directory(place, budget, compute_dtype, sink, check, adapters=beside)
     if not run.config.exists():
         return GenerationModel.of_directory(place, budget, compute_dtype, sink, check)
     if run.final.is_dir():
@@ -48,5 +60,5 @@ def open_generator(place: Path, options: GenerateOptions, ceilings: Ceilings | N
         rows=options.rows,
         seats=options.seats,
         sink=sink,
-        opened=open_model,
+        opened=partial(open_model, adapter=None if options.adapter is None else Path(options.adapter)),
     )

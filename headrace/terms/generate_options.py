@@ -58,6 +58,13 @@ class GenerateOptions(Declared):
     raw: bool = option(
         False, Flag(), "Take prompts as they are, without chat template.", row="prompts as they are, without the chat template"
     )
+    adapter: str | Path | None = option(
+        None,
+        Place(),
+        "Adapters of peft, beside the model's weights.",
+        row="a directory of peft's adapters (LoRA, DoRA) for this model, computed beside its weights: such as `RUN_DIR/final`",
+        words="none",
+    )
     assistant: str | Path | None = option(
         None,
         Place(),

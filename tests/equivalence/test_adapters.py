@@ -4,6 +4,7 @@ import importlib.util
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,14 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 import headrace
+from headrace.engine.generation_model import GenerationModel
+from headrace.engine.generator import Generator
 from headrace.engine.merging import merge_adapters
 from headrace.engine.seams import Seams
 from headrace.engine.trainer import Engine
+from headrace.runs.generation_source import open_model
 from headrace.terms.adapter import adapter_of
+from headrace.terms.budget import Budget
 from headrace.terms.errors import ConfigError, ModelError, RunDirectoryError
 from headrace.terms.families import STATES, TRAINED, WEIGHTS
 from headrace.testing import GroupedCodec
@@ -145,6 +150,18 @@ def test_a_merged_model_gives_the_logits_of_the_adapted_one(name: str, model_dir
     with torch.no_grad():
         torch.testing.assert_close(model(ids).logits[:, -1], seen[0], rtol=1e-4, atol=1e-5)
         assert not torch.allclose(base(ids).logits[:, -1], seen[0], atol=1e-3)
+        want = model.generate(ids, max_new_tokens=6, do_sample=False)[:, LENGTH:].tolist()
+    # The directory of adapters names its model; the run is unfinished; a directory and adapters are given.
+    given = partial(open_model, adapter=tmp_path / "adapter")
+    places: list[tuple[Path, Any]] = [
+        (tmp_path / "adapter", open_model),
+        (tmp_path / "run", GenerationModel.of_store),
+        (path, given),
+    ]
+    for place, opened in places:
+        with Generator.open(place, Budget(host="2GiB"), compute_dtype="float32", opened=opened) as generator:
+            found = dict(generator.generate(ids.tolist(), max_new_tokens=6, do_sample=False, eos_token_id=[]))
+        assert [list(found[row]) for row in range(2)] == want, place.name
     if importlib.util.find_spec("peft") is not None:
         from peft import PeftModel
 
