@@ -5,18 +5,21 @@ Invariant: what `headrace plan --generate` answers is what `headrace generate` r
 
 import gc
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 from headrace.answers.answer import multiplies, place_of
 from headrace.answers.model_config import read_parts
 from headrace.answers.question import Place, runtime_bytes
+from headrace.files import default_ssd_bytes
 from headrace.machine.host_memory import anonymous_bytes
 from headrace.machine.limits import default_host_bytes, machine_memory_bytes
 from headrace.machine.protocol import Machine
 from headrace.model import Chain
 from headrace.model.bank_check import why_no_banks
 from headrace.model.banks import find_experts
-from headrace.model.generation_check import check_generation, ready_to_generate
+from headrace.model.generation_check import check_generation, ready_to_generate, why_not_tiered
 from headrace.model.generation_costs import generation_costs
 from headrace.model.stored_experts import expert_layout, without
 from headrace.plan.experts import ExpertFigures
@@ -36,7 +39,8 @@ class GenerationPlanner:
     """Plans generations of `chain`, which is ready for them, with units of these `figures`, within `budget`, on `machine`.
 
     `machine` may be the place of one that is not here. `costs` are those of a seat, of so many rows and tokens; `most_rows`
-    are tried where `rows` are not given. `experts` may come by themselves.
+    are tried where `rows` are not given. `experts` may come by themselves. With `has_drives` caches may lie on the machine's
+    drives, though no directory is named.
     """
 
     def __init__(
@@ -54,24 +58,38 @@ class GenerationPlanner:
         costs: Callable[[Chain, int, int], GenerationCosts] = generation_costs,
         most_rows: int | None = None,
         experts: ExpertFigures | None = None,
+        has_drives: bool = False,
     ) -> None:
         self._experts = experts
         self._chain, self._figures, self._machine, self._budget = chain, tuple(figures), machine, budget
         self._cores, self._ceilings, self._rows, self._seats, self._notes = cores, ceilings, rows, seats, notes
         self._costs, self._most_rows = cache(lambda rows, length: costs(chain, rows, length)), most_rows
+        self._has_drives = bool(budget.ssd) or has_drives
 
-    def plan(self, prompts: int, prompt_length: int, new_tokens: int) -> GenerationPlan:
+    @property
+    def directories(self) -> tuple[Path, ...]:
+        """The directories where caches may lie."""
+        return self._budget.ssd
+
+    def plan(self, prompts: int, prompt_length: int, new_tokens: int, kept_copies: int = 0) -> GenerationPlan:
         """Return the plan for so many prompts of up to `prompt_length` tokens, and up to `new_tokens` of each.
+
+        `kept_copies`: of each row so many caches stay where compute is; 0: one, that may lie elsewhere.
 
         Raises:
             PlanInfeasible: a budget is too small.
             ConfigError: a budget is more than there is.
+            StorageError: an SSD directory cannot be written to.
         """
+        reason = ""
 
         def costs_of(rows: int) -> GenerationCosts:
-            return self._costs(rows, prompt_length)
+            found: GenerationCosts = self._costs(rows * max(1, kept_copies), prompt_length)
+            return replace(found, tiered=()) if reason else found
 
         allowance = self._allowance(lambda: costs_of(1))
+        if (self._has_drives or allowance.device_bytes is not None) and any(costs_of(1).tiered) and not kept_copies:
+            reason = why_not_tiered(self._chain.config)
         question = GenerationQuestion(
             units=self._figures,
             num_blocks=self._chain.num_blocks,
@@ -87,13 +105,19 @@ class GenerationPlanner:
             seats=self._seats,
             most_rows=self._most_rows,
             experts=self._experts,
+            has_drives=self._has_drives,
+            kept_copies=kept_copies,
         )
         plan = make_generation_plan(question)
-        return plan.with_notes((*self._notes, *self._chain.notes))
+        notes = [f"caches of this architecture stay in memory: {reason}"] if reason else []
+        if kept_copies and self._has_drives:
+            notes.append("beams and drafts exchange rows and take tokens back: caches stay in memory")
+        return plan.with_notes((*self._notes, *self._chain.notes, *notes))
 
     def _allowance(self, warm_up: Callable[[], object]) -> Allowance:
+        ssd_bytes = default_ssd_bytes(self._ceilings, self._budget.ssd) if self._has_drives else None
         if isinstance(self._machine, Place):
-            return self._machine.allowance(self._budget, ssd_bytes=None, import_workspace_bytes=None)
+            return self._machine.allowance(self._budget, ssd_bytes=ssd_bytes, import_workspace_bytes=None)
         separate = self._machine.separate_device
         warm_up()
         gc.collect()
@@ -106,7 +130,7 @@ class GenerationPlanner:
             cores=self._cores,
             most_bytes={"host": machine_memory_bytes()},
         )
-        return place.allowance(self._budget, ssd_bytes=None, import_workspace_bytes=None)
+        return place.allowance(self._budget, ssd_bytes=ssd_bytes, import_workspace_bytes=None)
 
 
 def plan_generation(
@@ -146,6 +170,7 @@ def plan_generation(
         rows=options.rows,
         seats=options.seats,
         experts=_experts_of(chain),
+        has_drives=not here and ceilings is not None and bool(ceilings.drives),
     )
     return planner.plan(prompts, prompt_length, new_tokens)
 

@@ -58,7 +58,7 @@ def generation_report(
     from headrace.answers.generation import plan_generation  # late: plans of training do without
 
     known = frozenset(GenerateOptions.keys())
-    options = GenerateOptions.of({key: value for key, value in given.items() if key in known and key != "ssd"})
+    options = GenerateOptions.of({key: value for key, value in given.items() if key in known})
     here, machine = options.machine is None, options.machine
     if here:
         machine = _measured_machine(PlanOptions.of(given))

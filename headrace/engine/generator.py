@@ -16,6 +16,7 @@ import torch
 
 from headrace.answers.generation import GenerationPlanner
 from headrace.engine.generation_model import GenerationModel, end_tokens
+from headrace.flow.caches import CacheFile, SeatCache
 from headrace.flow.execute import Interpreter, OverlappedInterpreter, PlainInterpreter
 from headrace.flow.experts import ExpertFlow
 from headrace.flow.generate import GenerationBuffers, Pass, load_residents, run_pass
@@ -29,7 +30,7 @@ from headrace.plan.schedules.generate import build_pass
 from headrace.terms.budget import Budget
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.errors import ConfigError, PlanInfeasible, StepFailed
-from headrace.terms.events import GenerationPass, Sink
+from headrace.terms.events import Event, GenerationPass, Sink
 from headrace.terms.program import Lane, Program
 
 
@@ -85,6 +86,7 @@ class Generator:
         self._closers = contextlib.ExitStack()
         self._closers.callback(model.close)
         self._interpreter: Interpreter | None = None
+        self._cache_file: CacheFile | None = None
         self._pass: Pass | None = None
         self._programs: dict[tuple[int, tuple[bool, int] | None, Snapshot], tuple[Program, Snapshot]] = {}
         self._left, self._number = Snapshot(), 0
@@ -128,39 +130,44 @@ class Generator:
         )
         return cls(found, planner, interpreter, sink)
 
-    def prepare(self, prompts: int, prompt_length: int, new_tokens: int) -> GenerationPlan:
+    def prepare(self, prompts: int, prompt_length: int, new_tokens: int, kept_copies: int = 0) -> GenerationPlan:
         """Return the plan for so many prompts, with its buffers made; an earlier one that holds them is kept.
+
+        `kept_copies`: see the function of that name.
 
         Raises:
             PlanInfeasible: a budget is too small; nothing has been allocated.
             ConfigError: the model has fewer positions.
         """
         self.model.check_positions(prompt_length, new_tokens)
-        if self.plan is None or self._pass is None or not self.plan.holds(prompts, prompt_length, new_tokens):
+        if self.plan is None or self._pass is None or not self.plan.holds(prompts, prompt_length, new_tokens, kept_copies):
             if self.plan is not None and self.plan.experts is not None:
                 self._drop()  # planning looks at whole blocks
-            plan = self._planner.plan(prompts, prompt_length, new_tokens)
+            plan = self._planner.plan(prompts, prompt_length, new_tokens, kept_copies)
             self.use(plan)
         assert self.plan is not None, "made above"
         return self.plan
 
-    def plan_only(self, prompts: int, prompt_length: int, new_tokens: int) -> GenerationPlan:
+    def plan_only(self, prompts: int, prompt_length: int, new_tokens: int, kept_copies: int = 0) -> GenerationPlan:
         """Return the plan for so many prompts, and make nothing. Raises as `prepare`."""
         self.model.check_positions(prompt_length, new_tokens)
-        return self._planner.plan(prompts, prompt_length, new_tokens)
+        return self._planner.plan(prompts, prompt_length, new_tokens, kept_copies)
 
-    def prepare_at_least(self, prompts: int, prompt_length: int, new_tokens: int, tokens: int) -> GenerationPlan:
+    def prepare_at_least(
+        self, prompts: int, prompt_length: int, new_tokens: int, tokens: int, kept_copies: int = 0
+    ) -> GenerationPlan:
         """Prepare likewise, for rows of at least `tokens` tokens where the model has positions for them and they fit."""
         more = tokens - prompt_length - new_tokens
         if more > 0:
             with contextlib.suppress(ConfigError, PlanInfeasible):
-                return self.prepare(prompts, prompt_length + more, new_tokens)
-        return self.prepare(prompts, prompt_length, new_tokens)
+                return self.prepare(prompts, prompt_length + more, new_tokens, kept_copies)
+        return self.prepare(prompts, prompt_length, new_tokens, kept_copies)
 
     def use(self, plan: GenerationPlan) -> None:
         """Make the buffers of `plan`, and read what stays."""
         self._drop()
         model = self.model
+        self._cache_file = CacheFile.make(plan, self._planner.directories, self._sink or _silent)
         self.plan = plan
         buffers = GenerationBuffers(plan, model.machine)
         if plan.experts is None:
@@ -191,7 +198,7 @@ class Generator:
         """
         longest = max(map(len, prompts))
         settings = self.model.settings(longest, generation_config, settings)
-        plan = self.prepare(len(prompts), longest, settings["generation_config"].max_new_tokens)
+        plan = self.prepare(len(prompts), longest, settings["generation_config"].max_new_tokens, kept_copies(settings))
         batches = composed([len(prompt) for prompt in prompts], [0] * len(prompts), plan.rows)
         jobs = [
             MicroBatch(number, tuple(tuple(prompts[index]) for index in members), seed + number, settings)
@@ -218,7 +225,7 @@ class Generator:
         """
         assert self._pass is not None, "prepared"
         assert self.plan is not None, "with a plan"
-        waiting, live = iter(items), dict[_Seated, _Item]()
+        waiting, live, caches = iter(items), dict[_Seated, _Item](), dict[_Seated, SeatCache]()
         with torch.no_grad(), contextlib.ExitStack() as seats:
             while True:
                 while len(live) < self.plan.seats and (item := next(waiting, None)) is not None:
@@ -226,12 +233,15 @@ class Generator:
                     seats.callback(seat.close)
                     live[seat] = item
                     self._first_turn(seat)
+                    if (found := self._cache_of(seat, item, caches.values())) is not None:
+                        caches[seat] = found
                 if not live:
                     return
                 for seat in [each for each in live if each.done]:
+                    caches.pop(seat, None)
                     yield live.pop(seat), seat
                 if live and not any(seat.done for seat in live):
-                    self._run_pass(live)
+                    self._run_pass(live, [caches.get(seat) for seat in live])
 
     def close(self) -> None:
         """Free buffers and close the model's files."""
@@ -246,7 +256,17 @@ class Generator:
 
     # -- passes -----------------------------------------------------------------------------------------------------
 
-    def _run_pass(self, live: Mapping[_Seated, _Item]) -> None:
+    def _cache_of(self, seat: Seated, item: Together, taken: Iterable[SeatCache]) -> SeatCache | None:
+        """Return what of a seat's cache is not where compute is; None where all of it stays."""
+        assert self._pass is not None, "prepared"
+        plan = self._pass.plan
+        answers = isinstance(item, MicroBatch) and isinstance(seat, Seat)
+        if not answers or not plan.caches.moves or seat.done or kept_copies(item.settings):
+            return None
+        place = min({*range(plan.seats)} - {cache.place for cache in taken})
+        return SeatCache(seat, place, plan, self._pass.buffers.caches, self._cache_file)
+
+    def _run_pass(self, live: Mapping[_Seated, _Item], caches: Sequence[SeatCache | None]) -> None:
         assert self._pass is not None, "prepared"
         assert self.plan is not None, "with a plan"
         assert self._interpreter is not None, "and an interpreter"
@@ -262,7 +282,7 @@ class Generator:
         program, self._left = self._programs[key]
         start, read = time.perf_counter(), self.model.source.bytes_read
         try:
-            run_pass(program, replace(self._pass, seats=seats), self._interpreter, self._number)
+            run_pass(program, replace(self._pass, seats=seats, caches=caches), self._interpreter, self._number)
         except BaseException as failure:
             self._interpreter.fail(failure)
             raise
@@ -315,7 +335,22 @@ class Generator:
                 self._pass.experts.close()
                 self.model.chain.lay_out(self.model.source.layouts)
             self.model.machine.release_host_buffers()
+        if self._cache_file is not None:
+            self._cache_file.close()
+            self._cache_file = None
         self._interpreter = self._pass = None
+
+
+def kept_copies(settings: Mapping[str, Any]) -> int:
+    """Return how many caches each row has that stay where compute is: rows are exchanged, or tokens taken back; else 0."""
+    config = settings["generation_config"]
+    copies = max(config.num_beams or 1, config.num_return_sequences or 1)
+    taken_back = settings.get("assistant_model") is not None or bool(config.prompt_lookup_num_tokens)
+    return copies if copies > 1 or taken_back else 0
+
+
+def _silent(event: Event) -> None:
+    """Sink of a generator that was given none."""
 
 
 def _padded(rows: Sequence[Sequence[int]], pad: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -66,8 +66,10 @@ class DirectFile:
         return file
 
     @classmethod
-    def nameless(cls, directory: Path, size_bytes: int) -> Self:
+    def nameless(cls, directory: Path, size_bytes: int, what: str = "trial file") -> Self:
         """Make a new file of `size_bytes` in `directory` that has no name: its space is free again when its process ends.
+
+        `what` it is, messages say in the place of its name.
 
         Raises:
             DiskFull: not enough space.
@@ -79,7 +81,7 @@ class DirectFile:
         file = cls.create(path, 0)
         try:
             path.unlink()
-            file.path = directory / "trial file"
+            file.path = directory / what
             file.extend(size_bytes)
         except BaseException:
             file.close()

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from headrace.flow.buffers import TORCH_DTYPES, DeviceArena
+from headrace.flow.caches import CacheBuffers, SeatCache
 from headrace.flow.execute import Interpreter, Run
 from headrace.flow.experts import ExpertFlow
 from headrace.flow.sources import WeightSource
@@ -20,6 +21,7 @@ from headrace.machine.host_memory import Bytes, huge_page_buffer
 from headrace.machine.protocol import Machine
 from headrace.model import Chain
 from headrace.model.seats import Seat, Seated
+from headrace.plan.caches import CACHE_GROUPS
 from headrace.plan.generation import GenerationPlan, generation_buffers
 from headrace.terms.program import Lane, Op, Pool, Program, Verb
 from headrace.terms.sizes import PAGE_BYTES, round_up
@@ -47,6 +49,12 @@ class GenerationBuffers:
         for unit in range(len(plan.units)):
             if size := plan.completing_bytes(unit):
                 self.trained[unit] = self._host.take(round_up(size, PAGE_BYTES), "trained")[:size]
+        host = {
+            name: [self._host.take(size, name) for size in self._sizes(name)]
+            for name, group in self._groups.items()
+            if name.startswith(CACHE_GROUPS) and group[0] == "host"
+        }
+        self.caches = CacheBuffers(plan, host, self._take_compute("cache_on_device"))
         self.residents: dict[int, torch.Tensor] = {}
         flat, start = self._take_compute("resident_weights")[0], 0
         for unit in plan.resident_units:
@@ -77,7 +85,8 @@ class GenerationBuffers:
 
 @dataclass(frozen=True)
 class Pass:
-    """What the operations of passes share. `seats` are those of this pass, by the number that operations give them.
+    """What the operations of passes share. `seats` are those of this pass, by the number that operations give them; `caches`
+    have what of theirs is not where compute is, None of one whose cache stays there.
 
     `experts` brings those that come by themselves; operations with a `part` are of these.
     """
@@ -89,6 +98,7 @@ class Pass:
     buffers: GenerationBuffers
     seats: Sequence[Seated] = ()
     experts: ExpertFlow | None = None
+    caches: Sequence[SeatCache | None] = ()
 
 
 def run_pass(program: Program, state: Pass, interpreter: Interpreter, number: int) -> Run:
@@ -163,17 +173,43 @@ def _make(state: Pass, op: Op) -> None:
 
 
 def _forward(state: Pass, op: Op) -> None:
-    seat, chain = state.seats[op.micro], state.chain
+    seat, chain, cache = state.seats[op.micro], state.chain, _cache(state, op)
     assert seat.hidden is not None, "a seat of a pass is parked"
     chain.bind(op.unit, state.buffers.computed(op.unit, op), None, as_loaded=True)
     if state.experts is not None and state.experts.has(op.unit):
         assert isinstance(seat, Seat), "it can wait within a block"
-        state.experts.enter(op.unit, seat)
+        with cache.lent(op) if cache is not None else nullcontext():  # attention comes before experts
+            state.experts.enter(op.unit, seat)
         return
     try:
-        seat.hidden = chain.block(op.unit - 1, seat.hidden, seat.calls[op.unit - 1]).hidden
+        with cache.lent(op) if cache is not None else nullcontext():
+            seat.hidden = chain.block(op.unit - 1, seat.hidden, seat.calls[op.unit - 1]).hidden
     finally:
         chain.release(op.unit)
+
+
+def _cache(state: Pass, op: Op) -> SeatCache | None:
+    return state.caches[op.micro] if state.caches else None
+
+
+def _cache_read(state: Pass, op: Op) -> None:
+    if (cache := _cache(state, op)) is not None:
+        cache.read(op)
+
+
+def _cache_in(state: Pass, op: Op) -> None:
+    if (cache := _cache(state, op)) is not None:
+        cache.bring_in(op, state.machine)
+
+
+def _cache_out(state: Pass, op: Op) -> None:
+    if (cache := _cache(state, op)) is not None:
+        cache.bring_out(op, state.machine)
+
+
+def _cache_write(state: Pass, op: Op) -> None:
+    if (cache := _cache(state, op)) is not None:
+        cache.write(op)
 
 
 def _turn(state: Pass, op: Op) -> None:
@@ -199,6 +235,10 @@ HANDLERS: Mapping[Verb, Callable[[Any, Op], None]] = {
     Verb.MAKE: _make,
     Verb.FORWARD: _forward,
     Verb.ROUTE: _route,
+    Verb.CACHE_READ: _cache_read,
+    Verb.CACHE_IN: _cache_in,
+    Verb.CACHE_OUT: _cache_out,
+    Verb.CACHE_WRITE: _cache_write,
     Verb.TURN: _turn,
 }
 EXPERT_HANDLERS: Mapping[Verb, Callable[[ExpertFlow, Op], None]] = {

@@ -4,7 +4,7 @@ Invariant: nothing is generated with an architecture whose tiny instance gave ot
 """
 
 import contextlib
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from functools import lru_cache
 from typing import Any, cast
 
@@ -15,9 +15,12 @@ from headrace.model.probe import tiny_runner
 from headrace.model.runner import Runner
 from headrace.model.seats import Seat, SeatTaps
 from headrace.model.thresholds import architecture_key
+from headrace.model.tiered_cache import tier_layers
 from headrace.terms.errors import ModelError, in_one_line
 
 _NEW_TOKENS = 4
+# Enough for the keys and values of a tiny instance's block.
+_LENT_BYTES = 1 << 20
 _SEEDS = (3, 4)
 _WAYS: tuple[Mapping[str, Any], ...] = ({"do_sample": False}, {"do_sample": True, "temperature": 0.8, "top_p": 0.9})
 
@@ -31,6 +34,14 @@ def check_generation(config: Any) -> None:
     check_architecture(config)
     if reason := _generation_check(cast(Hashable, type(config)), architecture_key(config)):
         raise ModelError(f"{type(config).__name__}: cannot generate block by block: {reason}")
+
+
+def why_not_tiered(config: Any) -> str:
+    """Return why keys and values of this architecture have to stay in memory, as a check like the above finds; "" if not.
+
+    There they leave memory between two uses of a block, and come back as bytes.
+    """
+    return _generation_check(cast(Hashable, type(config)), architecture_key(config), tiered=True)
 
 
 def ready_to_generate(model: Any) -> None:
@@ -50,7 +61,7 @@ def seat_taps(runner: Runner, context: Any) -> SeatTaps:
 
 
 @lru_cache(maxsize=64)
-def _generation_check(config_class: type, key: str) -> str:
+def _generation_check(config_class: type, key: str, tiered: bool = False) -> str:
     runner = tiny_runner(config_class, key)
     ready_to_generate(runner.model)
     for way in _WAYS:
@@ -61,7 +72,7 @@ def _generation_check(config_class: type, key: str) -> str:
         except Exception as error:  # the architecture's own code
             return f"its own generate raises {in_one_line(error)}"
         try:
-            found = _block_by_block(runner, way)
+            found = _block_by_block(runner, way, tiered)
         except Exception as error:
             return f"its code raises {in_one_line(error)} there and not in its own generate"
         for own, ours in zip(expected, found, strict=True):
@@ -97,7 +108,7 @@ def _alone(model: Any, rows: Mapping[str, torch.Tensor], way: Mapping[str, Any],
         return model.generate(**rows, **_settings(way))
 
 
-def _block_by_block(runner: Runner, way: Mapping[str, Any]) -> list[Any]:
+def _block_by_block(runner: Runner, way: Mapping[str, Any], tiered: bool) -> list[Any]:
     def run(rows: Mapping[str, torch.Tensor]) -> Any:
         return lambda: runner.model.generate(**rows, **_settings(way))
 
@@ -106,14 +117,37 @@ def _block_by_block(runner: Runner, way: Mapping[str, Any]) -> list[Any]:
         try:
             for seat in seats:
                 seat.turn()
+            caches = {seat: _BytesAlone(seat) for seat in seats} if tiered else {}
             while live := [seat for seat in seats if not seat.done]:
                 for index in range(len(runner.blocks)):
                     for seat in live:
                         assert seat.hidden is not None, "it is parked"
-                        seat.hidden = runner.block(index, seat.hidden, seat.calls[index]).hidden
+                        with caches[seat].at_hand(index) if tiered else contextlib.nullcontext():
+                            seat.hidden = runner.block(index, seat.hidden, seat.calls[index]).hidden
                 for seat in live:
                     seat.turn()
         finally:
             for seat in seats:
                 seat.close()
     return [seat.result for seat in seats]
+
+
+class _BytesAlone:
+    """The caches of a seat's blocks as bytes, of which only those of the block that is run are at hand."""
+
+    def __init__(self, seat: Seat) -> None:
+        self._layers = tier_layers(seat.calls, range(len(seat.calls)))
+        self._kept = dict.fromkeys(self._layers, b"")
+
+    @contextlib.contextmanager
+    def at_hand(self, block: int) -> Iterator[None]:
+        if block not in self._layers:
+            yield
+            return
+        layer, memory = self._layers[block], torch.full((_LENT_BYTES,), 255, dtype=torch.uint8)
+        past = bytearray(self._kept[block])
+        if past:
+            memory[: len(past)] = torch.frombuffer(past, dtype=torch.uint8)
+        with layer.lent(memory):
+            yield
+        self._kept[block] = memory[: layer.num_bytes].numpy().tobytes()

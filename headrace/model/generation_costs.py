@@ -19,6 +19,7 @@ from headrace.model.chain import Chain
 from headrace.model.cost_meter import CostMeter
 from headrace.model.runner import left_as_found
 from headrace.model.taps import BlockCall, Taps
+from headrace.model.tiered_cache import can_be_tiered
 from headrace.terms.costs import GenerationCosts, PassCosts
 from headrace.terms.errors import HeadraceError, ModelError, in_one_line
 
@@ -116,6 +117,10 @@ def _costs(chain: Chain, rows: int, prompt_length: int) -> GenerationCosts:
         cache_token_bytes=tuple(max(0, then - now) for now, then in zip(after_first, after_next, strict=True)),
         head_flops=2.0 * rows * head.numel(),
         head_bytes=rows * head.shape[0] * 4 * _COPIES_OF_LOGITS,
+        tiered=tuple(
+            index < len(cache.layers) and can_be_tiered(cache.layers[index]) and after_first[index] > 0
+            for index in range(chain.num_blocks)
+        ),
     )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from headrace.plan.caches import HOST, SSD, CachePlan, cache_buffers
 from headrace.plan.experts import ExpertPlan, expert_buffers
 from headrace.plan.results import Results
 from headrace.terms.costs import GenerationCosts
@@ -27,6 +28,8 @@ class PassForecast:
     tokens_per_second: float
     limiting: str
     read_bytes: int  # of a pass, from the drives
+    written_bytes: int = 0  # for all prompts, to the drives
+    wear: str = ""  # what that is of their endurance
     machine: str
 
 
@@ -37,7 +40,8 @@ class GenerationPlan:
     A *seat* is a micro-batch of `rows` rows; `seats` of them go through the blocks together. `host_slots` blocks are in host
     memory: as many as there are slots, less one, need not be read again in the next pass, whichever blocks these are, because
     the order of use is known. `costs` are those of one seat. With `experts` these come by themselves, and `units` are what is
-    left without them.
+    left without them. With `kept_copies` caches stay where compute is, of each row so many: beams, or drafts that may be taken
+    back.
     """
 
     compute_dtype: str
@@ -49,12 +53,14 @@ class GenerationPlan:
     prompts: int
     prompt_length: int
     new_tokens: int
+    kept_copies: int = 0
     host_slots: int
     device_slots: int
     prefetch: int
     compute_threads: int
     costs: GenerationCosts
     experts: ExpertPlan | None = None
+    caches: CachePlan = field(default_factory=CachePlan)
     results: Results = field(default_factory=Results)
     forecast: PassForecast | None = None
 
@@ -119,12 +125,13 @@ class GenerationPlan:
         """Return the plan with these notes besides its own, each once."""
         return replace(self, results=replace(self.results, notes=tuple(dict.fromkeys((*self.results.notes, *notes)))))
 
-    def holds(self, prompts: int, prompt_length: int, new_tokens: int) -> bool:
+    def holds(self, prompts: int, prompt_length: int, new_tokens: int, kept_copies: int = 0) -> bool:
         """Return whether its buffers suffice for another batch, of no more tokens in a row."""
         return (
             prompt_length <= self.prompt_length
             and prompt_length + new_tokens <= self.prompt_length + self.new_tokens
-            and (prompts <= self.prompts)
+            and prompts <= self.prompts
+            and kept_copies <= max(self.kept_copies, 0 if self.caches.moves else 1)
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -146,6 +153,8 @@ class GenerationPlan:
                 f"token of each row, {format_seconds(found.first_pass_seconds)} before the first; limited by {found.limiting}; "
                 f"{format_bytes(found.read_bytes)} read for each pass"
             )
+            if found.written_bytes:
+                lines.append(f"drives   {format_bytes(found.written_bytes)} written for all prompts{found.wear}")
         lines += [f"note     {note}" for note in self.results.notes]
         return "\n".join(lines)
 
@@ -158,6 +167,10 @@ class GenerationPlan:
         ]
         if self.experts is not None:
             lines.append(f"experts  {self.experts.describe(self.seats * self.rows)}")
+        if self.caches.moves:
+            elsewhere = ((HOST, "in host memory"), (SSD, "on the drives"))
+            places = [f"{len(self.caches.blocks(home))} {words}" for home, words in elsewhere if self.caches.blocks(home)]
+            lines.append(f"caches   of {self.num_blocks} blocks: {', '.join(places)}, the rest where compute is")
         for tier, rows in self.results.peak_bytes.items():
             allowed = self.results.allowed_bytes.get(tier)
             of = f" of {format_bytes(allowed)}" if allowed else ""
@@ -187,4 +200,5 @@ def generation_buffers(plan: GenerationPlan) -> dict[str, tuple[str, int, int]]:
     coming = max(plan.stored_bytes(unit) for unit in plan.resident_units)
     staged = plan.separate_device or any(plan.units[unit].is_made for unit in plan.resident_units)
     groups["staging"] = ("host", 1, max(0, coming - plan.host_slots * groups["host_weights"][2]) if staged else 0)
-    return {name: group for name, group in groups.items() if group[1] * group[2]}
+    caches = cache_buffers(plan.caches, plan.costs, plan.new_tokens, plan.seats, separate_device=plan.separate_device)
+    return {name: group for name, group in (groups | caches).items() if group[1] * group[2]}

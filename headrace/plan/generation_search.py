@@ -3,9 +3,12 @@
 Invariants: the plan that is chosen fits; with more memory it is no slower, for all that fitted before is still there.
 """
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from headrace.plan.caches import CACHE_GROUPS, COMPUTE, SSD, cache_choices, drive_bytes, whole_bytes
+from headrace.plan.endurance import endurance
 from headrace.plan.expert_search import rough_expert_seconds, ways_of_experts, with_cached_experts
 from headrace.plan.experts import ExpertFigures
 from headrace.plan.footprint import Allowance
@@ -31,6 +34,8 @@ _SMALL_BYTES = 16 * MIB
 _OPERATION_BYTES = 1200
 # Placements whose passes are simulated.
 _MOST_SIMULATED = 24
+# Where passes have many operations, fewer: so many blocks of seats.
+_MOST_OPERATIONS = 20_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +43,8 @@ class GenerationQuestion:
     """What is asked: `prompts` prompts of up to `prompt_length` tokens, and up to `new_tokens` of each.
 
     `rows` and `seats` are fixed where they are given, `most_rows` bounds them. `ceilings` is the machine, None for a nominal
-    one. `experts`: those of mixtures that may come by themselves.
+    one. `experts`: those of mixtures that may come by themselves. With `has_drives` keys and values may lie on the drives.
+    `kept_copies` as in the plan; `costs_of` counts them.
     """
 
     units: tuple[UnitFigures, ...]
@@ -55,6 +61,8 @@ class GenerationQuestion:
     seats: int | None = None
     most_rows: int | None = None
     experts: ExpertFigures | None = None
+    has_drives: bool = False
+    kept_copies: int = 0
 
     @property
     def machine(self) -> Ceilings:
@@ -76,7 +84,12 @@ def make_generation_plan(question: GenerationQuestion) -> GenerationPlan:
         raise _infeasible(question)
     rates = Rates(question.machine, question.compute_dtype, question.allowance.cores, None)
     fitting.sort(key=lambda plan: _rough_seconds(plan, rates))
-    timed = [(seconds_of_all_tokens(plan, rates), index, plan) for index, plan in enumerate(fitting[:_MOST_SIMULATED])]
+    timed, operations = [], 0
+    for index, plan in enumerate(fitting[:_MOST_SIMULATED]):
+        timed.append((seconds_of_all_tokens(plan, rates), index, plan))
+        operations += plan.num_blocks * plan.seats
+        if operations > _MOST_OPERATIONS:
+            break
     return with_forecast(min(timed)[2], question.machine)
 
 
@@ -94,6 +107,8 @@ def with_forecast(plan: GenerationPlan, ceilings: Ceilings) -> GenerationPlan:
         tokens_per_second=plan.prompts * plan.new_tokens / whole,
         limiting=timeline.bottleneck.row.words,
         read_bytes=read,
+        written_bytes=(written := _written_bytes(plan)),
+        wear=_wear(written, ceilings),
         machine=ceilings.name
         if ceilings.name != "nominal"
         else "a nominal machine (`headrace bench machine` measures this one)",
@@ -107,7 +122,13 @@ def _placements(question: GenerationQuestion) -> Iterator[GenerationPlan]:
     for rows in _choices(question.prompts, question.rows, question.most_rows or MOST_ROWS):
         costs = question.costs_of(rows)
         for seats in _choices(-(-question.prompts // rows), question.seats, MOST_SEATS):
-            for prefetch in (2, 1):
+            homes = cache_choices(
+                () if question.kept_copies else costs.tiered,
+                separate_device=question.separate_device,
+                has_drives=question.has_drives,
+                num_blocks=question.num_blocks,
+            )
+            for prefetch, caches in itertools.product((2, 1), homes):
                 least = GenerationPlan(
                     compute_dtype=question.compute_dtype,
                     separate_device=question.separate_device,
@@ -118,11 +139,13 @@ def _placements(question: GenerationQuestion) -> Iterator[GenerationPlan]:
                     prompts=question.prompts,
                     prompt_length=question.prompt_length,
                     new_tokens=question.new_tokens,
+                    kept_copies=question.kept_copies,
                     host_slots=min(prefetch + 1, question.num_blocks),
                     device_slots=min(prefetch + 1, question.num_blocks),
                     prefetch=min(prefetch, question.num_blocks - 1),
                     compute_threads=question.allowance.cores,
                     costs=costs,
+                    caches=caches,
                 )
                 for way in ways_of_experts(least, question.experts, rates):
                     yield from _filled(way, question.allowance)
@@ -168,18 +191,22 @@ def with_peaks(plan: GenerationPlan, allowance: Allowance) -> GenerationPlan:
     rows: dict[str, dict[str, int]] = {"host": {"runtime": allowance.runtime_bytes}}
     if plan.separate_device:
         rows = {"device": {}, **rows}
-    for tier, count, size in generation_buffers(plan).values():
-        rows[tier]["weights"] = rows[tier].get("weights", 0) + count * size
+    for name, (tier, count, size) in generation_buffers(plan).items():
+        purpose = "cache" if name.startswith(CACHE_GROUPS) else "weights"
+        rows[tier][purpose] = rows[tier].get(purpose, 0) + count * size
     compute = rows["device" if plan.separate_device else "host"]
-    compute["cache"] = plan.seats * costs.all_cache_bytes(plan.new_tokens)
+    stays = [block for block in range(1, plan.num_blocks + 1) if plan.caches.home(block) == COMPUTE]
+    kept = sum(whole_bytes(costs, plan.new_tokens, block) for block in stays)
+    compute["cache"] = compute.get("cache", 0) + plan.seats * kept
     passing = max(costs.first.call_bytes + 2 * costs.first.hidden_bytes, costs.next.call_bytes + 2 * costs.next.hidden_bytes)
     compute["activations"] = plan.seats * passing
-    # A block's cache is written anew when it grows: for a moment both are there.
-    last = (block + plan.new_tokens * more for block, more in zip(costs.cache_bytes, costs.cache_token_bytes, strict=True))
-    before = costs.first.call_bytes + 3 * costs.first.hidden_bytes
-    compute["workspace"] = max(
-        costs.first.workspace_bytes, costs.next.workspace_bytes + 2 * max(last), costs.head_bytes, before
+    # A block's cache is written anew when it grows: for a moment both are there. Of one that is lent there is one copy.
+    last = (
+        whole_bytes(costs, plan.new_tokens, block) * (2 if plan.caches.home(block) == COMPUTE else 1)
+        for block in range(1, plan.num_blocks + 1)
     )
+    before = costs.first.call_bytes + 3 * costs.first.hidden_bytes
+    compute["workspace"] = max(costs.first.workspace_bytes, costs.next.workspace_bytes + max(last), costs.head_bytes, before)
     making = max(unit.making_bytes for unit in plan.units)
     if plan.experts is not None:
         making = max(making, plan.experts.figures.making_bytes)
@@ -204,6 +231,10 @@ def with_peaks(plan: GenerationPlan, allowance: Allowance) -> GenerationPlan:
     allowed = {"host": allowance.host_bytes}
     if plan.separate_device and allowance.device_bytes is not None:
         allowed["device"] = allowance.device_bytes
+    if on_drives := sum(drive_bytes(plan.caches, costs, plan.new_tokens, block) for block in plan.caches.blocks(SSD)):
+        rows["ssd"] = {"cache": plan.seats * on_drives}
+        if allowance.ssd_bytes is not None:
+            allowed["ssd"] = allowance.ssd_bytes
     return replace(plan, results=Results(peak_bytes=rows, allowed_bytes=allowed, notes=plan.results.notes))
 
 
@@ -225,8 +256,22 @@ def _rounds(plan: GenerationPlan) -> int:
 
 
 def seconds_of_all_tokens(plan: GenerationPlan, rates: Rates) -> float:
-    """Return how long the passes of one token of all prompts take, batch after batch."""
-    return _rounds(plan) * step_seconds_of(_passes(plan), rates)
+    """Return how long the passes of all tokens of all prompts take, batch after batch, for each of these tokens."""
+    first, following = step_seconds_of(_passes(plan, first=True), rates), step_seconds_of(_passes(plan), rates)
+    return _rounds(plan) * (first + (plan.new_tokens - 1) * following) / plan.new_tokens
+
+
+def _written_bytes(plan: GenerationPlan) -> int:
+    """Return what of caches is written to the drives for all prompts."""
+    blocks = plan.caches.blocks(SSD)
+    return _rounds(plan) * plan.seats * sum(drive_bytes(plan.caches, plan.costs, plan.new_tokens, block) for block in blocks)
+
+
+def _wear(written_bytes: int, ceilings: Ceilings) -> str:
+    if not (written_bytes and ceilings.drives):
+        return ""
+    found = endurance(ceilings.drives, written_bytes, num_steps=1, step_seconds=0.0)
+    return f", {found.share_of_rating:.2g} of the rated endurance of SSD {found.drive}"
 
 
 def _rough_seconds(plan: GenerationPlan, rates: Rates) -> float:
@@ -243,15 +288,28 @@ def _rough_seconds(plan: GenerationPlan, rates: Rates) -> float:
         left = (plan.num_blocks - plan.device_slots + 1) / plan.num_blocks if plan.device_slots < plan.num_blocks else 0.0
         made = sum(plan.slot_bytes(unit) + plan.stored_bytes(unit) for unit in blocks)
         sent = max(sent, left * made / rates.bytes_per_second[Lane.MAKE])
-    memory = sum(plan.slot_bytes(unit) for unit in (*blocks, plan.ends[-1])) / rates.memory_bytes_per_second
+    caches = {block: plan.seats * whole_bytes(plan.costs, plan.new_tokens // 2, block) for block in blocks}
+    read += sum(caches[block] for block in plan.caches.blocks(SSD)) / rates.bytes_per_second[Lane.SSD_READ]
+    # What is new goes to the drives, and to the host, spread over all tokens.
+    new = {block: plan.seats * whole_bytes(plan.costs, plan.new_tokens, block) / plan.new_tokens for block in blocks}
+    read += sum(new[block] for block in plan.caches.blocks(SSD)) / rates.bytes_per_second[Lane.SSD_WRITE]
+    if plan.separate_device:
+        sent += (
+            sum(caches[block] for block in blocks if plan.caches.home(block) != COMPUTE)
+            / (rates.bytes_per_second[Lane.HOST_TO_DEVICE])
+        )
+    touched = sum(plan.slot_bytes(unit) for unit in (*blocks, plan.ends[-1])) + 3 * sum(caches.values()) / plan.seats
+    memory = touched / rates.memory_bytes_per_second
     flops = (sum(plan.costs.next.flops) + plan.costs.head_flops) / rates.flops_per_second
     return _rounds(plan) * (max(read, sent, plan.seats * max(memory, flops)) + rough_expert_seconds(plan, rates))
 
 
 def _infeasible(question: GenerationQuestion) -> PlanInfeasible:
-    one = min(
-        _placements(replace(question, rows=question.rows or 1, seats=question.seats or 1)), key=lambda plan: plan.peak("host")
-    )
+    few = replace(question, rows=question.rows or 1, seats=question.seats or 1)
+    placements = [
+        plan for plan in _placements(few) if plan.peak("ssd") <= plan.results.allowed_bytes.get("ssd", plan.peak("ssd"))
+    ]
+    one = min(placements, key=lambda plan: (plan.peak("host"), plan.peak("device")))
     tier = next(tier for tier, allowed in one.results.allowed_bytes.items() if one.peak(tier) > allowed)
     needed, allowed = one.peak(tier), one.results.allowed_bytes[tier]
     parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in one.results.peak_bytes[tier].items() if size)

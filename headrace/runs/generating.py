@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, TextStreamer
 
 from headrace.data.prompts import Messages, Prompts, answer_of
 from headrace.engine.generation_model import end_tokens
-from headrace.engine.generator import Generated, Generator, MicroBatch
+from headrace.engine.generator import Generated, Generator, MicroBatch, kept_copies
 from headrace.runs.open_data import open_tokenizer
 from headrace.terms.errors import ModelError, in_one_line
 from headrace.terms.events import Sink
@@ -79,7 +79,8 @@ class Talk:
         config = settings["generation_config"]
         before = generator.plan
         room = 0 if isinstance(prompt, str) else _LEAST_CONVERSATION
-        generator.prepare_at_least(1, len(ids), config.max_new_tokens, room)
+        copies = max(kept_copies(settings), int(self._assistant is not None))
+        generator.prepare_at_least(1, len(ids), config.max_new_tokens, room, copies)
         if plan is not None and generator.plan is not before:
             plan(generator.plan)
         stops = list(config.stop_strings or ())

@@ -23,7 +23,7 @@ import torch
 
 from headrace.data.prompt_lines import PromptLine, read_line
 from headrace.data.prompts import Prompts
-from headrace.engine.generator import Generated, Generator, MicroBatch
+from headrace.engine.generator import Generated, Generator, MicroBatch, kept_copies
 from headrace.files.durable import write_whole
 from headrace.machine.cpu import processor_name
 from headrace.plan.compose import composed
@@ -127,11 +127,12 @@ def _plan(generator: Generator, lines: Sequence[PromptLine], options: GenerateOp
     """Return a plan whose micro-batches take no longer than may be lost, if there is one."""
     longest = max(len(line.ids) for line in lines)
     new = max(_new_tokens(line, generator, options) for line in lines)
+    copies = max(kept_copies(_settings(line, generator, options, len(line.ids))) for line in lines)
     prompts = len(lines)
-    plan = generator.plan_only(prompts, longest, new)
+    plan = generator.plan_only(prompts, longest, new, copies)
     while _micro_batch_seconds(plan) > options.most_lost and prompts > 1:
         prompts = max(1, plan.rows * plan.seats // 2)
-        plan = generator.plan_only(prompts, longest, new)
+        plan = generator.plan_only(prompts, longest, new, copies)
     generator.use(plan)
     return plan
 

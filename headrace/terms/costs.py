@@ -76,6 +76,7 @@ class GenerationCosts:
     """A seat of `rows` rows: its first pass, over `prompt_length` tokens, and the one after, over one.
 
     `cache_bytes` are by block, after the first pass; `cache_token_bytes` what one token more adds to them, for all rows.
+    `tiered` says of which blocks they may lie elsewhere while the block is not run: of those that keep tokens and nothing else.
     `head_flops` are those of one position of all rows; `head_bytes` what head and sampling take for a moment.
     """
 
@@ -88,6 +89,7 @@ class GenerationCosts:
     head_flops: float
     head_bytes: int
     choices: int = 0  # experts that a token is sent to
+    tiered: tuple[bool, ...] = ()
 
     def all_cache_bytes(self, new_tokens: int) -> int:
         """Return the bytes of a seat's cache after `new_tokens` tokens."""

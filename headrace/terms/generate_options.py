@@ -1,5 +1,6 @@
 """The options of generation, each declared once, as those of training are (`terms/options.py`)."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,15 @@ class GenerateOptions(Declared):
         words="90 % of what is free on the GPU",
         plan=True,
     )
+    ssd: str | Path | Sequence[str | Path] = option(
+        (),
+        Listed(Place()),
+        "Directory on an SSD where keys and values may wait; give several to stripe.",
+        row="directories on SSDs where caches of keys and values may wait between two passes, striped, in files that are gone "
+        "at the end, however that comes; without one they stay in memory",
+        words="-",
+        plan=True,
+    )
     compute_dtype: str | None = option(
         None,
         OneOf(("bfloat16", "float32", "float16"), DTYPE_NAMES),
@@ -135,7 +145,7 @@ class GenerateOptions(Declared):
     @property
     def budget(self) -> Budget:
         """The budget of each tier."""
-        return Budget(device=self.device_memory, host=self.host_memory)
+        return Budget(device=self.device_memory, host=self.host_memory, ssd=self.ssd)
 
     @property
     def settings(self) -> dict[str, Any]:

@@ -223,6 +223,10 @@ class Verb(StrEnum):
     RECALL = "recall"  # block input: host -> device
     EPILOGUE = "epilogue"  # norm, head, loss and their gradients, one micro-batch
     SCORE = "score"  # norm, head, and the loss where there are labels, one micro-batch: without gradients
+    CACHE_READ = "cache-read"  # a seat's keys and values of a block: ssd -> host
+    CACHE_IN = "cache-in"  # the same: host -> device
+    CACHE_OUT = "cache-out"  # those of its new tokens: device -> host
+    CACHE_WRITE = "cache-write"  # pages of them that are full: host -> ssd
     TURN = "turn"  # a seat's own code between two passes: head, sampling, stopping, embedding, masks
     BACKWARD = "backward"  # block, one micro-batch: recompute (or replay) and gradients
     PROLOGUE_BACKWARD = "prologue-backward"
@@ -270,16 +274,19 @@ class Pool(IntEnum):
     SSD_TRAINED = 17  # and on the SSD
     SOURCES = 18  # what weights are made of, on its way to the device
     FAR = 19  # by unit: its newest weights at another site
-    NORM = 20  # PASSING, from here on; in pieces of one unit each
-    LEFT = 21  # by block and micro-batch: what forward leaves for backward, as compute made it
-    HOST_STASH = 22  # and in host memory
-    SSD_STASH = 23  # and on the SSD
-    RECALLED = 24  # and back on the device
-    CHOICES = 25  # the experts that tokens of a block were sent to
-    ROUTED = 26  # and so which of them are fetched
-    EXPERTS = 27  # a few experts of a block in host memory
-    DEVICE_EXPERTS = 28  # and where compute reads them
-    EXPERT_SOURCES = 29  # what these are made of, on the device
+    CACHE = 20  # by block: keys and values of all seats, where they live; in pieces of one seat each
+    CACHE_HOST = 21  # a seat's keys and values of a block, on their way in host memory
+    CACHE_DEVICE = 22  # and on the device
+    NORM = 23  # PASSING, from here on; in pieces of one unit each
+    LEFT = 24  # by block and micro-batch: what forward leaves for backward, as compute made it
+    HOST_STASH = 25  # and in host memory
+    SSD_STASH = 26  # and on the SSD
+    RECALLED = 27  # and back on the device
+    CHOICES = 28  # the experts that tokens of a block were sent to
+    ROUTED = 29  # and so which of them are fetched
+    EXPERTS = 30  # a few experts of a block in host memory
+    DEVICE_EXPERTS = 31  # and where compute reads them
+    EXPERT_SOURCES = 32  # what these are made of, on the device
 
 
 PASSING = Pool.NORM

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from headrace.plan.buffer_sizes import SOURCE_SLOTS
 from headrace.plan.experts import ROUNDS_IN_MEMORY, ExpertPlan
 from headrace.plan.ledger import Ledger
+from headrace.plan.schedules.caches import Caches
 from headrace.terms.layout import Plane
 from headrace.terms.program import Lane, Pool, Verb, buffer
 
@@ -37,7 +38,7 @@ class ExpertRounds:
         """Return whether a unit has experts."""
         return self._plan.figures.num_experts[unit] > 0
 
-    def block(self, unit: int, weights: Sequence[int], *, seats: int, flops: float, num_bytes: int) -> None:
+    def block(self, unit: int, weights: Sequence[int], *, seats: int, flops: float, num_bytes: int, caches: Caches) -> None:
         """Emit a block whose other weights lie in `weights`; `flops` and `num_bytes` are those of a seat in all of it."""
         plan, op = self._plan, self._ledger.op
         experts = plan.figures.num_experts[unit]
@@ -45,7 +46,9 @@ class ExpertRounds:
         of_experts = min(flops, per_token * self._tokens / seats)
         for seat in range(seats):
             common = {"flops": flops - of_experts, "num_bytes": num_bytes}
-            op(Verb.FORWARD, Lane.COMPUTE, weights, (CHOICES,), unit=unit, micro=seat, **common)  # type: ignore[arg-type]
+            writes = (CHOICES, *caches.bring(unit, seat))
+            op(Verb.FORWARD, Lane.COMPUTE, weights, writes, unit=unit, micro=seat, **common)  # type: ignore[arg-type]
+            caches.keep(unit, seat)
         if not self._ahead:
             op(Verb.ROUTE, Lane.ROUTER, (CHOICES,), (ROUTED,), unit=unit)
         wanted = plan.touched(unit, self._tokens)

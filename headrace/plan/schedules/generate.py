@@ -7,6 +7,7 @@ code; meanwhile the first blocks of the next pass are fetched.
 
 from headrace.plan.generation import GenerationPlan
 from headrace.plan.ledger import Snapshot
+from headrace.plan.schedules.caches import Caches
 from headrace.plan.schedules.experts import ExpertRounds
 from headrace.plan.schedules.weights import RESIDENT, Weights
 from headrace.terms.program import Lane, Program, Verb
@@ -31,7 +32,7 @@ def build_pass(
             tokens=tokens or likely,
             expected=tokens is None,
         )
-    schedule.run(num_seats)
+    schedule.run(num_seats, Caches(plan, schedule.ledger, num_seats, first=first))
     return schedule.ledger.finish()
 
 
@@ -43,19 +44,30 @@ class _Pass(Weights):
         self.plan, self.block_flops = plan, block_flops
         self.experts: ExpertRounds | None = None
 
-    def run(self, num_seats: int) -> None:
+    def run(self, num_seats: int, caches: Caches) -> None:
         plan, op = self.plan, self.ledger.op
         for block in range(1, self.blocks + 1):
             self.position = block - 1
             for ahead in range(block, block + plan.prefetch + 1):
                 self.acquire((ahead - 1) % self.blocks + 1)
-            weights, num_bytes = (self.acquired.pop(block)[1],), plan.slot_bytes(block)
+            # Attention is given a copy of keys and values, which it reads: they cross compute's memory three times.
+            weights, num_bytes = (self.acquired.pop(block)[1],), plan.slot_bytes(block) + 3 * caches.held_bytes(block)
             flops = self.block_flops[block - 1]
             if self.experts is not None and self.experts.has(block):
-                self.experts.block(block, weights, seats=num_seats, flops=flops, num_bytes=num_bytes)
+                self.experts.block(block, weights, seats=num_seats, flops=flops, num_bytes=num_bytes, caches=caches)
                 continue
             for seat in range(num_seats):
-                op(Verb.FORWARD, Lane.COMPUTE, weights, unit=block, micro=seat, num_bytes=num_bytes, flops=flops)
+                op(
+                    Verb.FORWARD,
+                    Lane.COMPUTE,
+                    weights,
+                    caches.bring(block, seat),
+                    unit=block,
+                    micro=seat,
+                    num_bytes=num_bytes,
+                    flops=flops,
+                )
+                caches.keep(block, seat)
         reads, last = tuple(RESIDENT + end for end in plan.ends), plan.ends[-1]
         for seat in range(num_seats):
             flops, num_bytes = plan.costs.head_flops, plan.slot_bytes(last)

@@ -16,7 +16,7 @@ FAMILIES = {
     "forward": ("prologue", "forward", "score", "turn"),
     "backward": ("epilogue", "backward", "prologue-backward"),
     "weights": ("fetch", "pull", "send", "upload", "make", "write-weights"),
-    "activations": ("stash", "spill", "unspill", "recall"),
+    "activations": ("stash", "spill", "unspill", "recall", "cache-read", "cache-in", "cache-out", "cache-write"),
     "gradients": ("drain", "push", "receive", "hold", "unhold"),
     "states": ("read-states", "states-to-device", "update", "states-to-host", "write-states"),
     "control": ("announce", "report", "decide", "route", "commit"),

@@ -1,0 +1,136 @@
+"""Keys and values that are elsewhere while their block is not run: a layer of transformers' cache that is lent its past.
+
+Of a seat's cache the layers that grow with each token, and do nothing else (full attention, grouped queries, latents), are
+replaced by `TieredLayer`. Before a block is run its layer is *lent* memory that holds the past token by token: keys and values
+of all rows of one token, then of the next, so that what is new lies behind what is old, and only that has to be brought back.
+Attention is given copies in the layout that `DynamicLayer` makes by its own concatenation, so it computes the same bits.
+
+Windows, states of recurrent blocks and what else a layer may keep stay transformers' own, in memory.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from transformers import Cache
+from transformers.cache_utils import DynamicLayer
+
+from headrace.model.taps import BlockCall
+from headrace.terms.errors import ModelError
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """How one token lies: the keys of all rows, then the values. Shapes are (rows, heads, dimension)."""
+
+    dtype: torch.dtype
+    key: Shape
+    value: Shape
+
+    @property
+    def token_bytes(self) -> int:
+        return (prod(self.key) + prod(self.value)) * self.dtype.itemsize
+
+    def views(self, lent: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return keys and values (rows, heads, tokens, dimension) of the first `tokens` tokens in `lent`, a uint8 tensor."""
+        table = lent[: tokens * self.token_bytes].view(self.dtype).view(tokens, -1)
+        parts = torch.split(table, [prod(self.key), prod(self.value)], dim=1)
+        keys, values = (part.view(tokens, *shape) for part, shape in zip(parts, (self.key, self.value), strict=True))
+        return keys.permute(1, 2, 0, 3), values.permute(1, 2, 0, 3)
+
+
+class TieredLayer(DynamicLayer):  # type: ignore[misc]
+    """A layer without tensors of its own. `length` is how many tokens it has, `before` how many it had before the last use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.length = self.before = 0
+        self._form: _Form | None = None
+        self._lent: torch.Tensor | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all its tokens."""
+        return self.length * self._token_bytes
+
+    @property
+    def bytes_before(self) -> int:
+        """Bytes of the tokens that it had before the last use."""
+        return self.before * self._token_bytes
+
+    @contextmanager
+    def lent(self, memory: torch.Tensor) -> Iterator[None]:
+        """While entered the layer can be used: `memory`, uint8 where compute is, holds its tokens, and takes the new ones."""
+        self._lent, self.before = memory, self.length
+        try:
+            yield
+        finally:
+            self._lent = None
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Take keys and values (rows, heads, new tokens, dimension) and return those of all tokens.
+
+        Raises:
+            ModelError: there is no room for them.
+        """
+        assert self._lent is not None, "a block is run with its cache at hand"
+        if self._form is None:
+            rows, heads, _, width = key_states.shape
+            value_rows, value_heads, _, value_width = value_states.shape
+            self._form = _Form(key_states.dtype, (rows, heads, width), (value_rows, value_heads, value_width))
+            self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
+        past, self.length = self.length, self.length + key_states.shape[-2]
+        if self.num_bytes > self._lent.numel():
+            raise ModelError(
+                f"generation: {self.length} tokens of a block's keys and values take {self.num_bytes} bytes, "
+                f"{self._lent.numel()} are planned; a row grew longer than was asked for"
+            )
+        keys, values = self._form.views(self._lent, self.length)
+        keys[:, :, past:] = key_states
+        values[:, :, past:] = value_states
+        return tuple(each.clone(memory_format=torch.contiguous_format) for each in (keys, values))
+
+    def get_seq_length(self) -> int:
+        """Return how many tokens it has."""
+        return self.length
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Refuse: what was brought away is not taken back."""
+        raise ModelError("generation: tokens are taken back from a cache that is not in memory")
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Refuse likewise."""
+        raise ModelError("generation: rows are exchanged in a cache that is not in memory")
+
+    batch_repeat_interleave = batch_select_indices = reorder_cache
+
+    @property
+    def _token_bytes(self) -> int:
+        return self._form.token_bytes if self._form is not None else 0
+
+
+def can_be_tiered(layer: Any) -> bool:
+    """Return whether a layer of a cache grows with each token and does nothing else."""
+    return type(layer) in (DynamicLayer, TieredLayer)
+
+
+def tier_layers(calls: Sequence[BlockCall], blocks: Sequence[int]) -> dict[int, TieredLayer]:
+    """Put tiered layers into the cache that blocks are called with, which is empty yet; return them by block (from 0).
+
+    `blocks` are the ones that are wanted. Those whose layer is of another kind, or that are called without one, keep theirs.
+    """
+    found = {}
+    for block in blocks:
+        cache = _cache_of(calls[block])
+        if cache is not None and block < len(cache.layers) and type(cache.layers[block]) is DynamicLayer:
+            found[block] = cache.layers[block] = TieredLayer()
+    return found
+
+
+def _cache_of(call: BlockCall) -> Any:
+    return next((value for value in (*call.args, *call.kwargs.values()) if isinstance(value, Cache)), None)

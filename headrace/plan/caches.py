@@ -1,0 +1,103 @@
+"""Where a generation's keys and values live, by block: where compute is, in host memory, or on the drives.
+
+Of a block that is elsewhere, each seat's keys and values are read ahead before the seat enters it, and only those of new tokens
+go back. On the drives lie full pages; what fills none yet waits in host memory.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from headrace.terms.costs import GenerationCosts
+from headrace.terms.sizes import MIB, PAGE_BYTES, round_up
+
+COMPUTE, HOST, SSD = "compute", "host", "ssd"
+# How the names of its groups of buffers begin.
+CACHE_GROUPS = "cache_"
+# Of seats' caches of a block that are on their way at once: one is used, others come and go.
+SLOT_CHOICES = (4, 2)
+# So many ways to divide blocks among homes are tried.
+_MOST_STEPS, _MOST_STEPS_OF_TWO = 8, 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CachePlan:
+    """`homes` are by block; none given: all are where compute is. `slots` of a seat's cache of a block are on their way."""
+
+    homes: tuple[str, ...] = ()
+    slots: int = 0
+    page_bytes: int = MIB
+
+    def home(self, block: int) -> str:
+        """Return the home of block `block` (from 1)."""
+        return self.homes[block - 1] if self.homes else COMPUTE
+
+    def blocks(self, home: str) -> tuple[int, ...]:
+        """Return the blocks (from 1) with that home, of those that are not all where compute is."""
+        return tuple(number for number, each in enumerate(self.homes, start=1) if each == home)
+
+    @property
+    def moves(self) -> bool:
+        """Whether any is elsewhere than where compute is."""
+        return any(home != COMPUTE for home in self.homes)
+
+
+def whole_bytes(costs: GenerationCosts, new_tokens: int, block: int) -> int:
+    """Return what a seat's cache of block `block` (from 1) takes at the end."""
+    return costs.cache_bytes[block - 1] + new_tokens * costs.cache_token_bytes[block - 1]
+
+
+def drive_bytes(caches: CachePlan, costs: GenerationCosts, new_tokens: int, block: int) -> int:
+    """Return what of it can lie on the drives: full pages."""
+    return whole_bytes(costs, new_tokens, block) // caches.page_bytes * caches.page_bytes
+
+
+def tail_bytes(caches: CachePlan, costs: GenerationCosts, new_tokens: int, block: int) -> int:
+    """Return what of it waits in host memory for a page to be full."""
+    return min(caches.page_bytes, round_up(whole_bytes(costs, new_tokens, block), PAGE_BYTES))
+
+
+def cache_buffers(
+    caches: CachePlan, costs: GenerationCosts, new_tokens: int, seats: int, *, separate_device: bool
+) -> dict[str, tuple[str, int, int]]:
+    """Return by name the tier, number and bytes of each group of buffers for what is not where compute is."""
+    moving = [*caches.blocks(HOST), *caches.blocks(SSD)]
+    if not moving:
+        return {}
+    slot = max(round_up(whole_bytes(costs, new_tokens, block), PAGE_BYTES) for block in moving)
+    tails = sum(tail_bytes(caches, costs, new_tokens, block) for block in caches.blocks(SSD))
+    kept = sum(round_up(whole_bytes(costs, new_tokens, block), PAGE_BYTES) for block in caches.blocks(HOST))
+    groups = {
+        "cache_on_its_way": ("host", caches.slots if tails else 0, slot),
+        "cache_tails": ("host", seats, tails),
+        "cache_kept": ("host", seats, kept),
+        "cache_on_device": ("device", caches.slots if separate_device else 0, slot),
+    }
+    return {name: group for name, group in groups.items() if group[1] * group[2]}
+
+
+def cache_choices(tiered: tuple[bool, ...], *, separate_device: bool, has_drives: bool, num_blocks: int) -> Iterator[CachePlan]:
+    """Yield the ways to place caches that are tried, those that keep most where compute is first."""
+    yield CachePlan()
+    movable = [block for block, may in enumerate(tiered) if may]
+    if not movable or not (separate_device or has_drives):
+        return
+    both = separate_device and has_drives
+    steps = min(len(movable), _MOST_STEPS_OF_TWO if both else _MOST_STEPS)
+    counts = sorted({round(step * len(movable) / steps) for step in range(steps + 1)})
+    for away in counts[1:]:
+        for on_drives in counts if both else [away if has_drives else 0]:
+            if on_drives > away:
+                continue
+            homes = [COMPUTE] * num_blocks
+            # Spread evenly, so that what is read comes evenly, too.
+            spread = _spread(movable, away)
+            for block in spread:
+                homes[block] = HOST
+            for block in _spread(spread, on_drives):
+                homes[block] = SSD
+            for slots in SLOT_CHOICES:
+                yield CachePlan(homes=tuple(homes), slots=slots)
+
+
+def _spread(blocks: list[int], count: int) -> list[int]:
+    return [blocks[(2 * number + 1) * len(blocks) // (2 * count)] for number in range(count)]

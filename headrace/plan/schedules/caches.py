@@ -1,0 +1,71 @@
+"""How seats' keys and values come to a block and go back, where they do not stay: read ahead, in the order of their use."""
+
+from typing import Any
+
+from headrace.plan.caches import COMPUTE, SSD, whole_bytes
+from headrace.plan.generation import GenerationPlan
+from headrace.plan.ledger import Ledger
+from headrace.terms.program import PIECE_SHIFT, Lane, Pool, Verb, buffer
+
+_HOME, _ON_HOST, _ON_DEVICE = buffer(Pool.CACHE), buffer(Pool.CACHE_HOST), buffer(Pool.CACHE_DEVICE)
+
+
+class Caches:
+    """Emits the operations for one pass of `num_seats` seats; `first`: their prompts come in, and nothing is there yet."""
+
+    def __init__(self, plan: GenerationPlan, ledger: Ledger, num_seats: int, *, first: bool) -> None:
+        self._plan, self._ledger, self._first = plan, ledger, first
+        caches = plan.caches
+        moving = [block for block in range(1, plan.num_blocks + 1) if caches.home(block) != COMPUTE]
+        self._uses = [(block, seat) for block in moving for seat in range(num_seats)]
+        self._brought: dict[tuple[int, int], tuple[int, ...]] = {}
+        self._next = self._used = 0
+
+    def bring(self, block: int, seat: int) -> tuple[int, ...]:
+        """Read ahead; return the buffers that compute reads and appends to when `seat` enters `block`, none where all stays."""
+        if self._plan.caches.home(block) == COMPUTE:
+            return ()
+        self._used += 1
+        while self._next < min(self._used + self._plan.caches.slots - 1, len(self._uses)):
+            self._read(self._next)
+            self._next += 1
+        return self._brought[block, seat][-1:]
+
+    def keep(self, block: int, seat: int) -> None:
+        """Bring back what is new, once the seat has passed the block."""
+        if self._plan.caches.home(block) == COMPUTE:
+            return
+        op, slots = self._ledger.op, self._brought.pop((block, seat))
+        home, on_drive = _piece(block, seat), self._plan.caches.home(block) == SSD
+        size: dict[str, Any] = {"unit": block, "micro": seat, "num_bytes": self._new_bytes(block)}
+        if self._plan.separate_device:
+            into = (slots[0],) if on_drive else (home,)
+            op(Verb.CACHE_OUT, Lane.DEVICE_TO_HOST, slots[-1:], into, **size)
+        if on_drive:
+            op(Verb.CACHE_WRITE, Lane.SSD_WRITE, slots[:1], (home,), **size)
+
+    def held_bytes(self, block: int) -> int:
+        """Return what a seat's cache of a block takes in the middle of its answers, or before its first token."""
+        costs, new = self._plan.costs, self._plan.new_tokens // 2
+        return 0 if self._first else whole_bytes(costs, new, block)
+
+    def _new_bytes(self, block: int) -> int:
+        costs = self._plan.costs
+        return costs.cache_bytes[block - 1] if self._first else costs.cache_token_bytes[block - 1]
+
+    def _read(self, number: int) -> None:
+        plan, op, (block, seat) = self._plan, self._ledger.op, self._uses[number]
+        slot = number % plan.caches.slots
+        home, found = _piece(block, seat), list[int]()
+        size: dict[str, Any] = {"unit": block, "micro": seat, "num_bytes": self.held_bytes(block)}
+        if plan.caches.home(block) == SSD:
+            found.append(_ON_HOST + slot)
+            op(Verb.CACHE_READ, Lane.SSD_READ, (home,), (found[0],), **size)
+        if plan.separate_device:
+            found.append(_ON_DEVICE + slot)
+            op(Verb.CACHE_IN, Lane.HOST_TO_DEVICE, (found[0] if len(found) > 1 else home,), (found[-1],), **size)
+        self._brought[block, seat] = tuple(found)
+
+
+def _piece(block: int, seat: int) -> int:
+    return _HOME + block | seat + 1 << PIECE_SHIFT
