@@ -260,8 +260,9 @@ class Generator:
         """Return what of a seat's cache is not where compute is; None where all of it stays."""
         assert self._pass is not None, "prepared"
         plan = self._pass.plan
-        answers = isinstance(item, MicroBatch) and isinstance(seat, Seat)
-        if not answers or not plan.caches.moves or seat.done or kept_copies(item.settings):
+        if not (plan.caches.moves and isinstance(item, MicroBatch) and isinstance(seat, Seat)):
+            return None
+        if seat.done or kept_copies(item.settings):
             return None
         place = min({*range(plan.seats)} - {cache.place for cache in taken})
         return SeatCache(seat, place, plan, self._pass.buffers.caches, self._cache_file)
