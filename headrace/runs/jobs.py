@@ -30,7 +30,7 @@ from headrace.plan.compose import composed
 from headrace.plan.generation import GenerationPlan
 from headrace.runs.generating import answers_of
 from headrace.runs.open_data import open_tokenizer
-from headrace.terms.errors import ConfigError, DataError, DiskFull, RunDirectoryError, StorageError
+from headrace.terms.errors import ConfigError, DataError, DiskFull, RunDirectoryError, StepFailed, StorageError
 from headrace.terms.events import Notice, Sink
 from headrace.terms.generate_options import GenerateOptions
 from headrace.terms.sizes import format_seconds
@@ -255,6 +255,10 @@ def _writing(place: Path) -> Iterator[None]:
     try:
         yield
     except StorageError:
+        raise
+    except StepFailed as error:
+        if isinstance(cause := error.__cause__, StorageError):
+            raise type(cause)(f"{cause}; give the same command again later: what is done is kept") from error
         raise
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)

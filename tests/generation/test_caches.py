@@ -1,5 +1,6 @@
 """Keys and values in tiers: the bits of `generate`, whether they wait where compute is, in host memory or on drives."""
 
+import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -8,15 +9,31 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from some_prompts import prompts
+from test_banks import with_banks
+from test_generation_search import question
 from tiers import sampled
 
+from headrace.cli.generating import say
 from headrace.engine.generator import Generated, Generator, MicroBatch
+from headrace.files import DirectFile
 from headrace.machine.cpu import CpuMachine
 from headrace.model.products import WideProducts
 from headrace.plan.caches import HOST, SSD, CachePlan
+from headrace.plan.generation import GenerationPlan
+from headrace.plan.generation_search import GenerationQuestion, make_generation_plan
+from headrace.plan.ledger import Snapshot
+from headrace.plan.schedules.generate import build_pass
+from headrace.runs.generation_source import open_generator
+from headrace.runs.jobs import run_job
 from headrace.terms.budget import Budget
+from headrace.terms.errors import DiskFull
+from headrace.terms.generate_options import GenerateOptions
+from headrace.terms.program import Lane, Pool
 from headrace.terms.sizes import PAGE_BYTES
+from headrace.testing.faulty_file import Fault, FaultKind, FaultyFile
 
 NEW = 12
 COMMON = {
@@ -42,14 +59,18 @@ def micro_batches(settings: dict[str, Any], longest: int = 40) -> list[MicroBatc
     ]
 
 
-def generated(directory: Path, ssd: Path, dtype: str, place: str, settings: dict[str, Any], **how: Any) -> list[Generated]:
+def generated(
+    directory: Path, ssd: Path, dtype: str, place: str, asked: dict[str, Any], *, by_experts: bool = False
+) -> list[Generated]:
     homes, device = PLACES[place]
     budget = Budget(host="4GiB", device="64MiB" if device else None, ssd=ssd)
-    with Generator.open(directory, budget, compute_dtype=dtype, rows=2, seats=2, **how) as generator:
-        whole = generator.model.settings(48, None, settings)
+    with Generator.open(directory, budget, compute_dtype=dtype, rows=2, seats=2) as generator:
+        whole = generator.model.settings(48, None, asked)
         plan = generator.prepare(5, 48, NEW)
         tiered = [homes[block % len(homes)] if may else "compute" for block, may in enumerate(plan.costs.tiered)]
         assert any(home != "compute" for home in tiered)
+        if by_experts:
+            plan = with_banks(generator, plan, ahead_share=1.0)
         generator.use(replace(plan, caches=CachePlan(homes=tuple(tiered), slots=2, page_bytes=PAGE_BYTES)))
         return sorted(generator.run(micro_batches(whole, 48)), key=lambda done: done.batch.number)
 
@@ -68,14 +89,124 @@ FEW = [("llama", "drives", "sampled", "float32"), ("gpt-oss", "all", "greedy", "
 def test_caches_in_tiers_give_the_bits_of_generate(
     name: str, place: str, way: str, dtype: str, directory_of: Callable[..., Path], stock: Callable[..., Any], tmp_path: Path
 ) -> None:
-    settings, directory = {**COMMON, **WAYS[way]}, directory_of(name, dtype)
-    for each in generated(directory, tmp_path, dtype, place, settings):
+    asked, directory = {**COMMON, **WAYS[way]}, directory_of(name, dtype)
+    for each in generated(directory, tmp_path, dtype, place, asked):
         with _arithmetic(dtype):
-            expected = stock(directory, dtype, each.batch.rows, each.batch.seed, settings)
+            expected = stock(directory, dtype, each.batch.rows, each.batch.seed, asked)
         assert torch.equal(each.raw.sequences, expected.sequences)
         for one, other in zip(each.raw.logits, expected.logits, strict=True):
             assert torch.equal(one, other)
     assert not list(tmp_path.iterdir())
+
+
+def test_experts_that_come_by_themselves_have_caches_in_tiers(
+    directory_of: Callable[..., Path], stock: Callable[..., Any], tmp_path: Path
+) -> None:
+    asked, directory = {**COMMON, **WAYS["sampled"]}, directory_of("mixtral")
+    for each in generated(directory, tmp_path, "float32", "all", asked, by_experts=True):
+        expected = stock(directory, "float32", each.batch.rows, each.batch.seed, asked)
+        assert torch.equal(each.raw.sequences, expected.sequences)
+
+
+def in_tiers(patch: pytest.MonkeyPatch) -> None:
+    """Have all plans put the caches of all blocks on the drives."""
+
+    def on_drives(question: GenerationQuestion) -> GenerationPlan:
+        plan = make_generation_plan(question)
+        return replace(plan, caches=CachePlan(homes=(SSD,) * plan.num_blocks, slots=2, page_bytes=PAGE_BYTES))
+
+    patch.setattr("headrace.answers.generation.make_generation_plan", on_drives)
+
+
+def job(model: Path, folder: Path, ssd: Path | None) -> int:
+    options = GenerateOptions.of(
+        {
+            "input": folder / "in.jsonl",
+            "output": folder / "out.jsonl",
+            "max_new_tokens": 20,
+            "rows": 3,
+            "seats": 2,
+            "temperature": 0.8,
+            "host_memory": "4GiB",
+            "ssd": () if ssd is None else (ssd,),
+        }
+    )
+    with open_generator(model, options, None, say) as generator:
+        return run_job(generator, options, sink=say, tell_plan=lambda plan: None, progress=lambda found: None)
+
+
+def test_a_drive_that_is_full_loses_nothing(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Space is reserved first; where a file system gives none all the same, what is done is kept, and the job goes on later."""
+    for name in ("kept", "full"):
+        (tmp_path / name).mkdir()
+        lines = "".join(json.dumps({"prompt": "water " * (1 + number % 3)}) + "\n" for number in range(9))
+        (tmp_path / name / "in.jsonl").write_text(lines, encoding="utf-8")
+    assert job(model, tmp_path / "kept", None) == 0
+
+    nameless = DirectFile.nameless
+
+    def failing(directory: Path, size: int, what: str = "trial file") -> Any:
+        file = nameless(directory, size, what)
+        script = [Fault(verb="write", call=22, kind=FaultKind.NO_SPACE)]
+        return FaultyFile(file, script) if what == "keys and values" else file
+
+    in_tiers(monkeypatch)
+    with monkeypatch.context() as patch:
+        patch.setattr("headrace.flow.caches.DirectFile.nameless", failing)
+        with pytest.raises(DiskFull, match="keys and values.*what is done is kept"):
+            job(model, tmp_path / "full", tmp_path)
+    assert not (tmp_path / "full/out.jsonl").exists()
+    assert (tmp_path / "full/out.jsonl.job/done.jsonl").stat().st_size
+    assert job(model, tmp_path / "full", tmp_path) == 0
+    kept, full = ((tmp_path / name / "out.jsonl").read_bytes() for name in ("kept", "full"))
+    assert kept == full
+
+
+def test_a_drive_without_space_is_refused_before_anything_is_computed(
+    directory_of: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(descriptor: int, offset: int, size: int) -> None:
+        if size > 8192:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("headrace.files.direct.os.posix_fallocate", full)
+    with pytest.raises(DiskFull, match="keys and values"):
+        generated(directory_of("llama"), tmp_path, "float32", "drives", {**COMMON, **WAYS["greedy"]})
+    assert not list(tmp_path.iterdir())
+
+
+@settings(max_examples=20)
+@given(st.data())
+def test_what_is_on_its_way_is_never_overwritten(data: st.DataObject) -> None:
+    """A seat's cache is read after it was written in the pass before; no slot is taken before its last use is over."""
+    separate = data.draw(st.booleans())
+    homes = [HOST, SSD, "compute"] if separate else [SSD, "compute"]
+    blocks, slots = [data.draw(st.sampled_from(homes)) for _ in range(4)], data.draw(st.integers(2, 4))
+    asked = question(1 << 33, 8, 1 << 32 if separate else None)
+    plan = make_generation_plan(replace(asked, rows=1, seats=4))
+    plan = replace(plan, caches=CachePlan(homes=tuple(blocks), slots=slots))
+    left, latest = Snapshot(), dict[Lane, tuple[int, int]]()
+    last, done = dict[tuple[int, int, int], set[tuple[int, int]]](), dict[tuple[int, int], set[tuple[int, int]]]()
+    for number in range(3):
+        program, left = build_pass(plan, data.draw(st.integers(1, 4)), left)
+        for op in program.ops:
+            # All that is over before this operation begins: by program and index.
+            over = {each for each in done if each[0] < number - 1}  # a program begins when the last but one is complete
+            for known in (*((number, each) for each in op.after), *((number - 1, each) for each in op.after_previous)):
+                over |= {known} | done[known]
+            if op.lane.row.threads == 1 and op.lane in latest:  # it ends its operations in order
+                over |= {latest[op.lane]} | done[latest[op.lane]]
+            latest[op.lane] = (number, op.index)
+            done[number, op.index] = over
+            for pool in (Pool.CACHE_HOST, Pool.CACHE_DEVICE):
+                if (slot := op.slot(pool)) >= 0:
+                    users = last.setdefault((pool, slot, -1), set())
+                    assert users <= over
+                    last[pool, slot, -1] = {(number, op.index)}
+            if op.slot(Pool.CACHE) >= 0:
+                found = (Pool.CACHE, op.unit, op.micro)
+                assert last.get(found, set()) <= over
+                last[found] = {(number, op.index)}
 
 
 def _arithmetic(dtype: str) -> AbstractContextManager[object]:
