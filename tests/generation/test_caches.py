@@ -153,7 +153,7 @@ def test_a_drive_that_is_full_loses_nothing(model: Path, tmp_path: Path, monkeyp
     in_tiers(monkeypatch)
     with monkeypatch.context() as patch:
         patch.setattr("headrace.flow.caches.DirectFile.nameless", failing)
-        with pytest.raises(DiskFull, match="keys and values.*what is done is kept"):
+        with pytest.raises(DiskFull, match=r"keys and values.*what is done is kept"):
             job(model, tmp_path / "full", tmp_path)
     assert not (tmp_path / "full/out.jsonl").exists()
     assert (tmp_path / "full/out.jsonl.job/done.jsonl").stat().st_size
