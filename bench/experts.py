@@ -90,7 +90,8 @@ def main() -> None:
             "".join(f'{{"text": "{i} times {i} is {i * i}; {i} waters flow"}}\n' for i in range(60))
         )
         values = {"model": folder / "model", "output": folder / "out", "data": str(folder / "a.jsonl"), "to": "ternary"}
-        sizes = {"sequence_length": 64, "calibration_rows": 8, "held_out_rows": 2, "cache": folder / "cache"}
+        rows = 2 * given.width // 128 + 8  # as many tokens as a matrix has inputs, twice
+        sizes = {"sequence_length": 128, "calibration_rows": rows, "held_out_rows": 2, "cache": folder / "cache"}
         start = time.perf_counter()
         done = compress(CompressOptions.of({**values, **sizes, "experts_only": True, "host_memory": "12GiB"}), say=print)
         coded = done.bytes_after - (done.bytes_before - 2 * weights)

@@ -7,16 +7,24 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import Qwen3MoeConfig
 
+from headrace.answers.generation import plan_generation
 from headrace.cli import main
+from headrace.plan.experts import ExpertFigures
 from headrace.plan.footprint import Allowance
 from headrace.plan.generation import GenerationPlan
 from headrace.plan.generation_search import GenerationQuestion, make_generation_plan, seconds_of_all_tokens, with_peaks
+from headrace.plan.ledger import Snapshot
+from headrace.plan.machine_profiles import load_profile
 from headrace.plan.rates import Rates
+from headrace.plan.schedules.generate import build_pass
 from headrace.plan.search import nominal_machine
 from headrace.terms.costs import GenerationCosts, PassCosts
 from headrace.terms.errors import PlanInfeasible
 from headrace.terms.forms import DEVICE, SSD, UnitFigures
+from headrace.terms.generate_options import GenerateOptions
+from headrace.terms.program import Lane
 from headrace.terms.sizes import MIB
 
 BLOCKS, ELEMENTS = 4, 8 << 20
@@ -54,6 +62,23 @@ def question(host_bytes: int, prompts: int, device_bytes: int | None = None, *, 
         allowance=allowance,
         ceilings=nominal_machine(2, host_bytes=1 << 34, device_bytes=None if device_bytes is None else 1 << 33),
     )
+
+
+def mixture(host_bytes: int, prompts: int, device_bytes: int | None = None, choices: int = 2) -> GenerationQuestion:
+    """The same as `question`, nearly all of whose blocks are 32 experts, which may come by themselves."""
+    asked = question(host_bytes, prompts, device_bytes)
+    end, block = asked.units[0], replace(asked.units[1], num_elements=ELEMENTS // 16, num_parameters=ELEMENTS // 16)
+    one = ELEMENTS * 15 // 16 // 32
+    figures = ExpertFigures(
+        units=(end, *[block] * BLOCKS, end),
+        num_experts=(0, *[32] * BLOCKS, 0),
+        elements=one,
+        stored_bytes=2 * one,
+        is_made=False,
+        making_bytes=0,
+        num_parameters=one,
+    )
+    return replace(asked, experts=figures, costs_of=lambda rows: replace(costs_of(rows), choices=choices))
 
 
 def seconds(plan: GenerationPlan, asked: GenerationQuestion) -> float:
@@ -100,6 +125,76 @@ def test_more_memory_is_never_slower(host_mib: int, more_mib: int, prompts: int)
         return
     more = question((host_mib + more_mib) * MIB, prompts)
     assert seconds(make_generation_plan(more), more) <= seconds(plan, asked) * 1.01
+
+
+@pytest.mark.parametrize("device", [None, 60 * MIB])
+@pytest.mark.parametrize("prompts", [1, 64])
+def test_experts_come_by_themselves_where_that_is_faster(prompts: int, device: int | None) -> None:
+    asked = mixture(150 * MIB, prompts, device)
+    plan = make_generation_plan(asked)
+    assert fits(plan)
+    whole = make_generation_plan(replace(asked, experts=None))
+    assert seconds(plan, asked) <= seconds(whole, asked)
+    if prompts == 1:
+        assert plan.experts is not None
+        assert not plan.experts.is_ahead(1)
+        assert plan.forecast is not None
+        assert whole.forecast is not None
+        assert plan.forecast.read_bytes < 0.3 * whole.forecast.read_bytes, "two of 32 experts, and what every token reads"
+        lanes = {op.lane for op in build_pass(plan, plan.seats, Snapshot())[0].ops}
+        assert Lane.ROUTER in lanes, "waiting for routers is in the forecast"
+
+
+def test_where_all_experts_are_wanted_they_are_read_ahead() -> None:
+    asked = mixture(150 * MIB, 1)
+    plan = make_generation_plan(asked)
+    assert plan.experts is not None
+    assert plan.experts.is_ahead(500), "as a prompt wants them"
+    for unit in (1, 4):
+        assert plan.experts.touched(unit, 1) == pytest.approx(2)
+        assert plan.experts.touched(unit, 3) == pytest.approx(32 * (1 - (1 - 2 / 32) ** 3))
+    passes = {
+        ahead: replace(plan, experts=replace(plan.experts, ahead_share=share)) for ahead, share in ((True, 0.0), (False, 1.0))
+    }
+    assert seconds(passes[False], asked) < seconds(passes[True], asked), "of one row few are wanted"
+
+
+@settings(max_examples=15)
+@given(st.integers(90, 300), st.integers(0, 120), st.sampled_from([1, 5, 40]))
+def test_of_mixtures_more_memory_is_never_slower(host_mib: int, more_mib: int, prompts: int) -> None:
+    asked = mixture(host_mib * MIB, prompts)
+    try:
+        plan = make_generation_plan(asked)
+    except PlanInfeasible:
+        return
+    more = mixture((host_mib + more_mib) * MIB, prompts)
+    assert seconds(make_generation_plan(more), more) <= seconds(plan, asked) * 1.01
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("batch", [1, 64])
+def test_qwen3_235b_on_a_card_of_24_gb_with_four_drives(batch: int, tmp_path: Path) -> None:
+    config = Qwen3MoeConfig(
+        hidden_size=4096,
+        moe_intermediate_size=1536,
+        num_hidden_layers=94,
+        num_attention_heads=64,
+        num_key_value_heads=4,
+        head_dim=128,
+        num_experts=128,
+        num_experts_per_tok=8,
+        vocab_size=151936,
+        max_position_embeddings=40960,
+        dtype="bfloat16",
+    )
+    config.save_pretrained(tmp_path)
+    machine, options = load_profile("rtx4090-4ssd"), GenerateOptions.of({"host_memory": "64GiB"})
+    how = {"prompts": batch, "prompt_length": 512, "new_tokens": 128}
+    plan = plan_generation(str(tmp_path / "config.json"), options, machine, here=False, **how)
+    assert fits(plan)
+    assert plan.experts is not None
+    assert plan.experts.is_ahead(batch) == (batch == 64)
+    assert plan.peak("device") < 24e9
 
 
 def test_a_generation_is_planned_without_weights(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
