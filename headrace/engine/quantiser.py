@@ -17,13 +17,17 @@ import numpy as np
 import torch
 
 from headrace.codec.targets import Target
+from headrace.engine.block_weights import BlockByExperts, BlockWeights, WholeBlock
 from headrace.engine.hidden_rows import HiddenRows
 from headrace.engine.rounding import BlockCode, BlockRounder, Coded, catch_groups, choose
 from headrace.machine.here import this_machine
 from headrace.model import IGNORED, Chain, Checkpoint, MicroBatch, check_whole, import_unit, self_check, shift_labels
-from headrace.model.caught import CatchInputs, Matrix, matrices_of
+from headrace.model.bank_check import why_no_banks
+from headrace.model.banks import find_experts
+from headrace.model.caught import CatchInputs, Matrix
+from headrace.model.stored_experts import expert_layout, without
 from headrace.terms.errors import ModelError
-from headrace.terms.layout import planes_with
+from headrace.terms.layout import UnitLayout, planes_with
 from headrace.terms.optimizer import Optimizer
 from headrace.terms.sizes import MIB
 
@@ -54,6 +58,8 @@ class _Pass:
 class Quantiser:
     """Opens the model in `directory` and rounds it for `target`. Hidden states lie in `folder`, which exists. Close it.
 
+    `by_experts`: whether experts of mixtures are in memory one at a time; None: where a block would take too much of it.
+
     Attributes:
         checkpoint, chain, weights: the model as it is stored, as units, and where each of their parameters is stored.
 
@@ -72,6 +78,7 @@ class Quantiser:
         host_bytes: int,
         experts_only: bool = False,
         compensate: bool = True,
+        by_experts: bool | None = None,
     ) -> None:
         self.checkpoint = Checkpoint.open(directory)
         config = self.checkpoint.config
@@ -89,10 +96,31 @@ class Quantiser:
         self._passes = [_Pass(each, False) for each in rows] + [_Pass(each, True) for each in rows if each.held_out]
         self._files: list[HiddenRows] = []
         self._resident: list[torch.Tensor] = []
-        largest = max(layout.num_elements for layout in self.chain.layouts[1:-1])
-        weight_bytes = sum(layout.num_elements for layout in self.chain.layouts[:1] + self.chain.layouts[-1:]) + 2 * largest
-        self._allowed_bytes = max(64 * MIB, host_bytes - weight_bytes * self._plane.bytes_per_element) // _SHARE_OF_SUMS
         self._folder = folder
+        self._experts = find_experts(self.chain.model, self.chain.runner.blocks)
+        ends = sum(layout.num_elements for layout in self.chain.layouts[:1] + self.chain.layouts[-1:])
+        largest = max(layout.num_elements for layout in self.chain.layouts[1:-1])
+        each = self._plane.bytes_per_element
+        too_large = 2 * largest * each > host_bytes // 2
+        self._by_experts = (too_large if by_experts is None else by_experts) and self._come_singly()
+        if self._by_experts:
+            largest = max(map(self._elements_by_experts, range(self.num_blocks)))
+        self._allowed_bytes = max(64 * MIB, host_bytes - (ends + 2 * largest) * each) // _SHARE_OF_SUMS
+
+    def _elements_by_experts(self, block: int) -> int:
+        """Return the elements of a block that are in memory where experts come one at a time: one, and nothing of its shape."""
+        layout, experts = self.chain.layouts[block + 1], self._experts[block]
+        if experts is None:
+            return layout.num_elements
+        names = frozenset(experts.names.values())
+        return without(layout, names).num_elements + expert_layout(layout, names, 0).num_elements
+
+    def _come_singly(self) -> bool:
+        """Return whether experts can come one at a time: the architecture asks for them so, and each is stored by itself."""
+        names = [name for experts in self._experts if experts is not None for name in experts.names.values()]
+        pieces = [self.weights.pieces.get(name, ()) for name in names]
+        single = all(found and all(piece.index and isinstance(piece.index[0], int) for piece in found) for found in pieces)
+        return bool(names) and single and not why_no_banks(self.checkpoint.config)
 
     @property
     def num_blocks(self) -> int:
@@ -103,7 +131,7 @@ class Quantiser:
         """Load what is around the blocks, and, at the beginning, fill the first file of hidden states."""
         with torch.no_grad(), self._running():
             for unit in (0, self.num_blocks + 1) if self.chain.has_epilogue_unit else (0,):
-                self._resident.append(self._load(unit))
+                self._resident.append(self._load(self.chain.layouts[unit]))
                 self.chain.bind(unit, self._resident[-1], None)
             shapes = [self._first(each.rows.batch).shape for each in self._passes]
             self._files = [HiddenRows(self._folder / f"hidden-{index}", shapes, self.chain.dtype) for index in range(2)]
@@ -129,22 +157,30 @@ class Quantiser:
             ModelError: an input of a matrix is not finite.
         """
         read, write = self._files[block % 2], self._files[(block + 1) % 2]
-        unit = block + 1
-        came = self._load(unit)
-        rounded = came.clone()
-        self.chain.bind(unit, came, None)
-        with self._running():
-            for index, each in enumerate(self._passes):
-                if each.plain:
-                    write.write(index, self._run(block, index, read))
-            coded, left = self._round(block, read, rounded)
-            self.chain.bind(unit, rounded, None)
-            for index, each in enumerate(self._passes):
-                if not each.plain:
-                    write.write(index, self._run(block, index, read))
-        write.sync()
-        self.chain.release(unit)
+        weights = self._open(block)
+
+        def go(*, plain: bool) -> None:
+            items = [index for index, each in enumerate(self._passes) if each.plain == plain]
+            weights.run(items, lambda index: self._run(block, index, read), lambda index: contextlib.nullcontext(), write.write)
+
+        try:
+            with self._running():
+                weights.use(rounded=False)
+                go(plain=True)
+                coded, left = self._round(block, read, weights)
+                weights.use(rounded=True)
+                go(plain=False)
+            write.sync()
+        finally:
+            weights.close()
         return coded, left
+
+    def _open(self, block: int) -> BlockWeights:
+        """Return the weights of a block: by experts where both forms of it would take more than half of memory."""
+        unit, experts = block + 1, self._experts[block]
+        if experts is None or not self._by_experts:
+            return WholeBlock(self.chain, unit, self._load)
+        return BlockByExperts(self.chain, self.weights, unit, experts, self._load, self._folder / "rounded")
 
     @torch.no_grad()
     def losses(self) -> tuple[float, float, int]:
@@ -168,9 +204,8 @@ class Quantiser:
         with self.chain.evaluating(), self.chain.arithmetic():
             yield
 
-    def _load(self, unit: int) -> torch.Tensor:
-        """Return the weights of `unit` as compute reads them, flat."""
-        layout = self.chain.layouts[unit]
+    def _load(self, layout: UnitLayout) -> torch.Tensor:
+        """Return the weights of what is laid out as compute reads them, flat."""
         plane = np.empty(layout.num_elements, self._plane.dtype)
         import_unit(self.weights, layout, plane, None)
         flat = torch.from_numpy(plane.view(np.uint8)).view(self.chain.dtype)
@@ -178,7 +213,7 @@ class Quantiser:
 
     def _run(self, block: int, index: int, read: HiddenRows) -> torch.Tensor:
         calls = self.chain.prologue(self._on_device(self._passes[index].rows.batch)).calls
-        return self.chain.block(block, read.read(index).to(self.machine.device), calls[block]).hidden
+        return self.chain.runner.block(block, read.read(index).to(self.machine.device), calls[block]).hidden
 
     def _on_device(self, batch: MicroBatch) -> MicroBatch:
         device = self.machine.device
@@ -187,30 +222,35 @@ class Quantiser:
         values = [batch.input_ids, batch.labels, batch.attention_mask, batch.position_ids, batch.token_mask]
         return MicroBatch(*(None if value is None else value.to(device) for value in values))  # type: ignore[arg-type]
 
-    def _round(self, block: int, read: HiddenRows, into: torch.Tensor) -> tuple[BlockCode, dict[str, str]]:
-        """Round the matrices of a block that is bound as it came; `into`, flat, gets what they become."""
+    def _round(self, block: int, read: HiddenRows, weights: BlockWeights) -> tuple[BlockCode, dict[str, str]]:
+        """Round the matrices of a block that is bound as it came."""
         specs = self.chain.layouts[block + 1].parameters
-        places = matrices_of({spec.name: self.chain.model.get_parameter(spec.name) for spec in specs})
         calibrating = [index for index, each in enumerate(self._passes) if not each.rows.held_out]
-        seen = self._caught(block, calibrating[:1], read, CatchInputs(places, ())).seen
+        seen = self._caught(block, calibrating[:1], read, weights, CatchInputs(weights.places, ())).seen
         coded, left = choose(self.weights, specs, seen, self._target, experts_only=self._experts_only)
-        views = {spec.name: into[spec.offset : spec.offset + spec.num_elements].view(spec.shape) for spec in specs}
-        rounder = BlockRounder(self.weights, views, self._target, self._allowed_bytes, compensate=self._compensate)
+        rounder = BlockRounder(self.weights, weights.rounded, self._target, self._allowed_bytes, compensate=self._compensate)
         by_name = {parameter.spec.name: parameter for parameter in coded}
         most = self._most_tokens(coded, seen, calibrating)
         for group in catch_groups(coded, self._allowed_bytes):
-            mode = self._caught(block, calibrating, read, CatchInputs(places, group, lambda matrix: most.get(matrix.name)))
+            mode = CatchInputs(weights.places, group, lambda matrix: most.get(matrix.name))
+            self._caught(block, calibrating, read, weights, mode)
             for name in dict.fromkeys(matrix.name for matrix in group):
                 rounder.round(by_name[name], [matrix for matrix in group if matrix.name == name], mode.caught)
         for parameter in coded:
             rounder.finish(parameter)
         return rounder.code, left
 
-    def _caught(self, block: int, indices: Sequence[int], read: HiddenRows, mode: CatchInputs) -> CatchInputs:
-        for index in indices:
-            with mode:
-                mode.begin(self._passes[index].rows.counts)
-                self._run(block, index, read)
+    def _caught(
+        self, block: int, indices: Sequence[int], read: HiddenRows, weights: BlockWeights, mode: CatchInputs
+    ) -> CatchInputs:
+        wanted = frozenset(matrix.expert for matrix in mode.wanted if matrix.expert is not None)
+        weights.run(
+            indices,
+            lambda index: self._run(block, index, read),
+            lambda index: mode.of_rows(self._passes[index].rows.counts),
+            lambda index, out: None,
+            wanted if mode.wanted else None,
+        )
         return mode
 
     def _most_tokens(self, coded: Sequence[Coded], seen: Mapping[Matrix, int], calibrating: Sequence[int]) -> dict[str, int]:

@@ -7,6 +7,7 @@ code can hold its width. What chooses among experts is left alone: a matrix that
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -133,6 +134,15 @@ def catch_groups(coded: Sequence[Coded], allowed_bytes: int) -> list[list[Matrix
     return groups
 
 
+class Rounding(Protocol):
+    """Where the matrices of a parameter go once they are rounded."""
+
+    device: torch.device
+
+    def put(self, expert: int | None, values: torch.Tensor) -> None:
+        """Take a matrix, or one of a stack."""
+
+
 class BlockRounder:
     """Rounds the matrices of one block, a group at a time, and puts what the codes stand for in the place of its weights.
 
@@ -143,7 +153,7 @@ class BlockRounder:
     def __init__(
         self,
         weights: WeightMap,
-        parameters: Mapping[str, torch.Tensor],
+        parameters: Mapping[str, "Rounding"],
         target: Target,
         allowed_bytes: int,
         *,
@@ -188,7 +198,9 @@ class BlockRounder:
         identity = torch.eye(parameter.shape[1], device=device)
         sums = [own.hessian if own is not None and own.tokens else identity for own in inputs]
         hessians = torch.stack(sums)
-        before = torch.stack([self._source(parameter, matrix.expert) for matrix in matrices]).to(device)
+        before = torch.stack(
+            [stored_matrix(self._weights, parameter.pieces, parameter.shape, matrix.expert) for matrix in matrices]
+        ).to(device)
         plainly = nearest(before, grid)
         rounding = product_errors(before, plainly.values, hessians)
         rounded = gptq(before, hessians, grid) if self._compensate else plainly
@@ -202,20 +214,8 @@ class BlockRounder:
             failed = index in rounded.failed
             entry = (expert, tokens, float(errors[index]), float(rounding[index]), zeros, tokens == 0, failed)
             self._found.setdefault(matrix.name, []).append((*entry, matrix in caught.unsorted))
-            place = self._parameters[matrix.name]
-            (place if matrix.expert is None else place[matrix.expert]).copy_(values[index])
+            self._parameters[matrix.name].put(matrix.expert, values[index])
         self._store(parameter, matrices, rounded)
-
-    def _source(self, parameter: Coded, expert: int | None) -> torch.Tensor:
-        """Return a matrix exactly as it is stored, float32 (rows, columns)."""
-        out = np.empty(parameter.shape, np.float32)
-        for piece in parameter.pieces:
-            if expert is None or piece.index[0] == expert:
-                place = at_least_1d(out[_within(piece)])
-                tensor = self._weights.checkpoint.tensors[piece.key]
-                for start, stop, rows in read_rows(tensor):
-                    place[start:stop] = float32_of(rows, tensor.dtype)
-        return torch.from_numpy(out)
 
     def _store(self, parameter: Coded, matrices: Sequence[Matrix], rounded: Rounded) -> None:
         for index, matrix in enumerate(matrices):
@@ -224,6 +224,18 @@ class BlockRounder:
                     rows = _within(piece)
                     codes, sides = rounded.codes[index][rows].cpu(), rounded.sides[index][rows].cpu()
                     self.code.parts[piece.key] = self._target.parts(codes, sides, parameter.stored)
+
+
+def stored_matrix(weights: WeightMap, pieces: Sequence[Piece], shape: tuple[int, int], expert: int | None) -> torch.Tensor:
+    """Return a matrix exactly as it is stored in its `pieces`, float32 (rows, columns); `expert`: of a stack of them."""
+    out = np.empty(shape, np.float32)
+    for piece in pieces:
+        if expert is None or piece.index[0] == expert:
+            place = at_least_1d(out[_within(piece)])
+            tensor = weights.checkpoint.tensors[piece.key]
+            for start, stop, rows in read_rows(tensor):
+                place[start:stop] = float32_of(rows, tensor.dtype)
+    return torch.from_numpy(out)
 
 
 def _within(piece: Piece) -> slice:

@@ -87,11 +87,18 @@ class CatchInputs(TorchFunctionMode):
         super().__init__()
         self.caught = Caught()
         self.seen: dict[Matrix, int] = {}  # and how many rows each has multiplied
-        self._matrices, self._wanted, self._most_tokens = matrices, frozenset(wanted), most_tokens
+        self._matrices, self.wanted, self._most_tokens = matrices, frozenset(wanted), most_tokens
         self._counts = torch.ones(0, dtype=torch.bool)
         self._picked: torch.Tensor | None = None
         # Several matrices often multiply one tensor (queries, keys, values): then they have one sum between them.
         self._latest: tuple[torch.Tensor, Inputs] | None = None
+
+    def of_rows(self, counts: torch.Tensor) -> "CatchInputs":
+        """Return the same for one micro-batch, whose tokens count as `counts` says: what it catches is added here, too."""
+        own = CatchInputs(self._matrices, self.wanted, self._most_tokens)
+        own.caught, own.seen = self.caught, self.seen
+        own.begin(counts)
+        return own
 
     def begin(self, counts: torch.Tensor) -> None:
         """Take the next micro-batch: `counts` (b, T) bool, which of its tokens count."""
@@ -115,7 +122,7 @@ class CatchInputs(TorchFunctionMode):
         matrix = self._matrices.get((weight.data_ptr(), _shape(weight)))
         if matrix is not None:
             self.seen[matrix] = self.seen.get(matrix, 0) + inputs.numel() // max(1, matrix.shape[1])
-            if matrix in self._wanted:
+            if matrix in self.wanted:
                 self._add(matrix, inputs)
 
     def _note_transposed(self, inputs: Any, other: Any) -> None:

@@ -1,0 +1,26 @@
+"""A mixture compressed with one expert in memory at a time becomes the same files as with whole blocks."""
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+from compressing import run
+from tiers import sampled
+
+from headrace.engine.quantiser import Quantiser
+from headrace.runs import compression
+
+
+@pytest.mark.parametrize("to", sampled(["ternary", "int4"], ["ternary"]))
+def test_the_bytes_are_those_of_whole_blocks(to: str, mixture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for by_experts in (False, True):
+        monkeypatch.setattr(compression, "Quantiser", partial(Quantiser, by_experts=by_experts))
+        found.append(run(mixture, tmp_path / str(by_experts), to=to, experts_only=True, group_size=64))
+    whole, apart = (each.output for each in found)
+    names = sorted(path.name for path in whole.glob("*.safetensors"))
+    assert names
+    for name in names:
+        assert (whole / name).read_bytes() == (apart / name).read_bytes()
+    assert found[0].reports == found[1].reports
+    assert found[0].loss_after == found[1].loss_after
