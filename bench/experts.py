@@ -87,7 +87,7 @@ def main() -> None:
     try:
         weights = make_model(folder / "model", given.experts, given.hidden, given.width)
         lines = (f'{{"text": "{" ".join(f"{i} and {k} is {i + k}, and water flows" for k in range(9))}"}}' for i in range(400))
-        (folder / "a.jsonl").write_text("\n".join(lines) + "\n")
+        (folder / "a.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
         values = {"model": folder / "model", "output": folder / "out", "data": str(folder / "a.jsonl"), "to": "ternary"}
         rows = 2 * given.width // 128 + 8  # as many tokens as a matrix has inputs, twice
         sizes = {"sequence_length": 128, "calibration_rows": rows, "held_out_rows": 2, "cache": folder / "cache"}
