@@ -18,7 +18,7 @@ from headrace.answers.allowances import default_device_bytes, default_device_ove
 from headrace.answers.model_config import check_positions, position_limit, read_parts
 from headrace.answers.plan_report import Alternative, PlanReport
 from headrace.answers.question import Place, Question, runtime_bytes
-from headrace.answers.variants import Variant, nearest_variants, smaller_states, subspaces
+from headrace.answers.variants import Variant, adapters, nearest_variants, smaller_states, subspaces
 from headrace.files import Beside, default_ssd_bytes, file_systems
 from headrace.machine.cpu import CpuMachine
 from headrace.machine.host_memory import anonymous_bytes
@@ -318,7 +318,7 @@ class _ModelPlans:
         if found is None or found.bottleneck not in (Lane.SSD_READ, Lane.SSD_WRITE):
             return ()
         variants = [*self._weights_in_host_memory(question, plan), *self._smaller_states(question, plan)]
-        for words, options, other in subspaces(question):
+        for words, options, other in (*subspaces(question), *adapters(question)):
             with suppress(PlanInfeasible):
                 variants.append((words, options, self.quick_plan(other)))
         made = (self.alternative(*variant, most_operations=_MOST_OPERATIONS) for variant in variants)

@@ -12,12 +12,14 @@ from typing import Any
 
 from headrace.answers.question import Question
 from headrace.plan.plan import Plan
+from headrace.terms.adapter import Lora
 from headrace.terms.ceilings import MOST_BYTES
 from headrace.terms.errors import ConfigError, PlanInfeasible
+from headrace.terms.optimizer import ALL
 from headrace.terms.sizes import GIB, MIB, format_bytes, round_up
 from headrace.update import rule_of
 from headrace.update.wire import SubspaceWire
-from headrace.update.wires import DenseWire, Lsp, LspWire
+from headrace.update.wires import AdapterWire, DenseWire, Lsp, LspWire
 
 PlanOf = Callable[["Question"], Plan]
 Candidate = tuple[str, dict[str, Any], "Question"]
@@ -41,6 +43,7 @@ def nearest_variants(
     if refusal.tier != "device":  # states are never there
         found += _first_that_fits(smaller_states(question), plan, out_of_time)
         found += _first_that_fits(subspaces(question), plan, out_of_time)
+        found += _first_that_fits(adapters(question), plan, out_of_time)
     smallest = list(_one_short_sequence(question))[-1:]
     if not list(_first_that_fits(smallest, plan, out_of_time)):
         return tuple(found)  # the weights alone are too much
@@ -118,6 +121,14 @@ def subspaces(question: Question) -> Iterator[Candidate]:
         if question.wire.name == DenseWire.name:
             words = "subspaces of the blocks' matrices, of half their side (LSP-Offload: not full fine-tuning)"
             yield words, {"gradient": Lsp.name}, replace(question, wire=wire)
+
+
+def adapters(question: Question) -> Iterator[Candidate]:
+    """Yield the question with adapters trained beside frozen weights, where all of these are trained."""
+    if question.wire.name == DenseWire.name and question.optimizer.train == ALL:
+        wire, dtype = AdapterWire(Lora()), question.gradient_dtype or "float32"
+        words = f"adapters of rank {wire.settings.rank} beside frozen weights (LoRA: not full fine-tuning)"
+        yield words, {"adapter": Lora.name}, replace(question, wire=wire, gradient_dtype=dtype)
 
 
 def _no_clipping(question: Question) -> Iterator[Candidate]:

@@ -184,8 +184,11 @@ def _kept_share(plan: Plan, ceilings: Ceilings) -> float:
 
 
 def _flops_per_step(plan: Plan) -> float:
-    """Return the operations of a step: forward, recompute as far as nothing is kept, and backward."""
-    blocks = 4 * sum(plan.results.forward_flops) - sum(plan.results.spared_flops)
+    """Return the operations of a step: forward, recompute as far as nothing is kept, and backward, which beside frozen weights
+    makes gradients of inputs alone.
+    """
+    each = zip(plan.units, plan.results.forward_flops, strict=False)
+    blocks = sum((3 if unit.is_beside else 4) * flops for unit, flops in each) - sum(plan.results.spared_flops)
     return plan.num_micro_batches * (blocks + 3 * plan.results.epilogue_flops)
 
 
