@@ -94,23 +94,28 @@ def serve_run(config: NodeOptions) -> None:
 
 
 def work_for(node: str, words: Sequence[str], options: Mapping[str, Any], *, wait_seconds: float, secret: Path | None) -> None:
-    """Compute for the run of the node at `node`. Of the options only this process's own may be given.
+    """Compute for the run of the node at `node`. Of the options only this process's own may be given; a RUN.YAML may be, too,
+    of which this process's own are used, and those that decide numbers must be the node's.
 
     Raises:
-        ConfigError: others are given.
+        ConfigError: others are given, or differ.
     """
     from headrace.net import Address
-    from headrace.runs.node import read_secret, work
+    from headrace.runs.node import WORKERS_OWN, asked_of, read_secret, work
 
-    own = {"ssd", "host_memory", "device_memory", "machine"}
-    if words or (others := sorted(set(options) - own)):
-        found = ", ".join(words) if words else ", ".join(others)
-        raise ConfigError(f"node: {found}: a worker's run comes from the node; only {', '.join(sorted(own))} are its own")
+    is_file = len(words) == 1 and Path(words[0]).suffix in (".yaml", ".yml")
+    others = [*(() if is_file else words), *sorted(set(options) - WORKERS_OWN)]
+    if others:
+        mine = ", ".join(sorted(WORKERS_OWN))
+        raise ConfigError(f"node: {', '.join(others)}: a worker's run comes from the node; only {mine} are its own")
+    asked = read_yaml(Path(words[0])) if is_file else {}
+    own = {key: value for key, value in asked.items() if key in WORKERS_OWN} | dict(options)
     name = f"{socket.gethostname()}, process {os.getpid()}"
     work(
         Address.of(node, key="node"),
-        Options.of(dict(options)),
+        Options.of(own),
         name=name,
+        asked=asked_of(asked, words[0]) if is_file else {},
         display=Terminal(),
         secret=read_secret(secret),
         wait_seconds=wait_seconds,

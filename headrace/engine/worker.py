@@ -6,6 +6,7 @@ here only says where things lie. The store has no state: only scratch for block 
 
 import contextlib
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ from headrace.plan.schedules.train import build_program
 from headrace.plan.serving import grouping_of
 from headrace.store import StateStore
 from headrace.terms.cuts import pieces_of
-from headrace.terms.errors import HeadraceError, ModelError
+from headrace.terms.errors import ConfigError, HeadraceError, ModelError
 from headrace.terms.events import Planned, Sink, StepResult
 from headrace.terms.grouping import Grouping
 from headrace.terms.options import Options
@@ -45,21 +46,36 @@ from headrace.update import HitRate, LossScale, Updater, optimizer_of, rule_of, 
 from headrace.update.sites.node import NodeSite
 
 
-class Worker:
-    """Computes for the node of `generation`. `own` has the options that are this process's (budgets, machine); scratch files
-    lie in `folder`, or in the SSD directories of `own`. Use as a context manager.
+def refuse_other_options(asked: Mapping[str, Any], found: Mapping[str, Any]) -> None:
+    """See that the node's options are those that a worker's own file asks for.
 
     Raises:
+        ConfigError: some are not; names all.
+    """
+    others = [f"{key} {value!r} here, {found[key]!r} at the node" for key, value in asked.items() if value != found[key]]
+    if others:
+        raise ConfigError(f"node: its run is another one: {'; '.join(others)}; correct the file, or leave it out")
+
+
+class Worker:
+    """Computes for the node of `generation`. `own` has the options that are this process's (budgets, machine); scratch files
+    lie in `folder`, or in the SSD directories of `own`. What is `asked` must be the node's. Use as a context manager.
+
+    Raises:
+        ConfigError: the node's run has other options than are asked for.
         PeerLost: the node is gone.
         InputError, PlanInfeasible: the model cannot be run here, or the budgets are too small.
     """
 
-    def __init__(self, generation: Generation, own: Options, folder: Path, sink: Sink) -> None:
+    def __init__(
+        self, generation: Generation, own: Options, folder: Path, sink: Sink, asked: Mapping[str, Any] | None = None
+    ) -> None:
         self._generation, self._sink, self._closers = generation, sink, contextlib.ExitStack()
         self.steps_done = 0
         keep_freed_memory(False)
         setup = Setup.receive(generation)
         self.total_steps = setup.total_steps
+        refuse_other_options(asked or {}, setup.options)
         try:
             self._build(setup, own, folder)
         except HeadraceError:

@@ -6,11 +6,11 @@ does, in this process, once another worker is there. Invariant: a worker holds n
 
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import headrace
 from headrace.net import Address, Listener, Member
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 # How long a worker waits for a node that is not there, or not there any more.
 WAIT_SECONDS = 600.0
 _RETRY_SECONDS = 0.2
+# Options that are each process's own: where things lie on this machine, and how much of it may be used.
+WORKERS_OWN = frozenset({"ssd", "host_memory", "device_memory", "machine"})
 
 
 def serve(
@@ -105,20 +107,22 @@ def work(
     display: Display | None = None,
     secret: bytes | None = None,
     wait_seconds: float = WAIT_SECONDS,
+    asked: Mapping[str, Any] | None = None,
 ) -> int:
     """Compute for the node at `address` until its run is done, and return the number of steps that were taken here.
 
-    `own` has this process's budgets. A node that is not there is waited for, for `wait_seconds`.
+    `own` has this process's budgets. A node that is not there is waited for, for `wait_seconds`. `asked` are options that
+    must be the node's (`asked_of`).
 
     Raises:
         PeerLost: there is no node for so long.
-        ConfigError: the node refuses this worker.
+        ConfigError: the node refuses this worker, or its run has other options than are asked for.
     """
     display = display or NoDisplay()
     steps, seen, told = 0, time.monotonic(), ""
     while True:
         try:
-            steps += _work_once(address, own, name, display, secret)
+            steps += _work_once(address, own, name, display, secret, asked or {})
             display.say(f"done: {steps} steps were taken here")
             return steps
         except _Parted as parted:
@@ -141,7 +145,21 @@ class _Parted(Exception):
         self.steps, self.met = steps, met
 
 
-def _work_once(address: Address, own: Options, name: str, display: Display, secret: bytes | None) -> int:
+def asked_of(values: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Return what a run's file says of what decides numbers, as the record of a run has it; `source` is named in errors.
+
+    Raises:
+        ConfigError: as for `NodeOptions.of`.
+    """
+    found, compared = NodeOptions.of(values, source=source).to_json(), set(Options.fixed_keys()) - WORKERS_OWN
+    aliases = {each.key for each in Options.declarations() if each.alias}
+    keys = {"optimizer" if key in aliases else key for key in values}
+    return {key: found[key] for key in sorted(keys & compared)}
+
+
+def _work_once(
+    address: Address, own: Options, name: str, display: Display, secret: bytes | None, asked: Mapping[str, Any]
+) -> int:
     steps, met, words, reason = 0, False, "", "has left"
     try:
         member = Member(address, name=name, version=headrace.__version__, secret=secret)
@@ -154,7 +172,7 @@ def _work_once(address: Address, own: Options, name: str, display: Display, secr
 
         with (
             tempfile.TemporaryDirectory(prefix="headrace-worker-", dir=own.budget.ssd[0] if own.budget.ssd else None) as folder,
-            Worker(generation, own, Path(folder), lambda event: None) as worker,
+            Worker(generation, own, Path(folder), lambda event: None, asked) as worker,
         ):
             reporter = display.progress(worker.total_steps)
             worker.listen(reporter)

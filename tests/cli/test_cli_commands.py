@@ -142,6 +142,10 @@ class TestRefusals:
             said = refusal(capsys, "doctor", "--no-measure", "--node", there)
         assert f"node {there}: nobody listens there; start it there: headrace node RUN.YAML --listen {there}" in said
 
+    def test_a_worker_is_given_no_run_of_its_own(self, capsys: pytest.CaptureFixture[str]) -> None:
+        said = refusal(capsys, "train", "model", "data", "--node", "127.0.0.1:1", "--seed", "3")
+        assert "node: model, data, seed: a worker's run comes from the node; only device_memory, host_memory, " in said
+
     def test_an_unknown_option_is_exit_code_2(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert run("train", "m", "d", "--lerning-rate", "1") == 2
         assert "lerning-rate" in capsys.readouterr().err

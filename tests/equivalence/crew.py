@@ -33,15 +33,15 @@ class Crew:
         for number in range(num_workers):
             self.hire(f"{number + 1}")
 
-    def hire(self, name: str, **own: Any) -> None:
-        """Start one more worker, with more options of its own."""
-        thread = threading.Thread(target=self._work, args=(name, self._own | own), daemon=True)
+    def hire(self, name: str, asked: dict[str, Any] | None = None, **own: Any) -> None:
+        """Start one more worker, with more options of its own; what is `asked` must be the node's."""
+        thread = threading.Thread(target=self._work, args=(name, self._own | own, asked), daemon=True)
         thread.start()
         self._threads.append(thread)
 
-    def _work(self, name: str, own: dict[str, Any]) -> None:
+    def _work(self, name: str, own: dict[str, Any], asked: dict[str, Any] | None) -> None:
         try:
-            work(self.listener.address, headrace.Options(**own), name=name, wait_seconds=1.0)
+            work(self.listener.address, headrace.Options(**own), name=name, wait_seconds=1.0, asked=asked)
         except BaseException as error:
             self.errors.append(error)
 

@@ -10,6 +10,7 @@ from plain import LENGTH, ROWS, batch_of
 
 import headrace
 from headrace.engine.trainer import Engine
+from headrace.runs.node import asked_of
 from headrace.terms.errors import ConfigError, PlanInfeasible, RunDirectoryError
 from headrace.terms.events import Event, Notice
 
@@ -43,6 +44,27 @@ def test_workers_that_cannot_take_part_are_not_waited_for(model_dir: Callable[..
         node_run(model_dir("llama", "bfloat16"), tmp_path / "node", [batch_of(ROWS, LENGTH, 0)], made, sink=told.append)
     made.listener.close()
     assert any("worker poor cannot go on: " in event.text for event in told if isinstance(event, Notice)), told
+
+
+def test_a_worker_s_file_must_be_of_the_node_s_run(model_dir: Callable[..., Path], tmp_path: Path) -> None:
+    """Keys that decide numbers are compared; budgets are each process's own."""
+    path, batches = model_dir("llama", "bfloat16"), [batch_of(ROWS, LENGTH, 0)]
+    same = asked_of({"model": path, "data": "d", "learning_rate": "1e-3", "host_memory": "9GiB"}, "run.yaml")
+    assert same == {"learning_rate": 1e-3}
+    for asked, words in (
+        (same, None),
+        (same | {"seed": 5, "weight_decay": 0.2}, "seed 5 here, 0 at the node; weight_decay 0.2"),
+    ):
+        made = Crew(0)
+        made.crowd.num_workers = 1
+        made.hire("asking", asked=asked)
+        if words is None:
+            node_run(path, tmp_path / "same", batches, made)
+            made.join()
+        else:
+            with pytest.raises(ConfigError, match=words):
+                node_run(path, tmp_path / "other", batches, made)
+            made.listener.close()
 
 
 def test_a_tree_of_other_gradients_is_refused() -> None:
