@@ -235,7 +235,8 @@ def open_chain(
 
 def _seams_of(store: StateStore, options: Options, run_directory: Path) -> Seams:
     """Return the seams that a run was begun with, if they are those that its options mean."""
-    seams, identity = seams_of(options), store.manifest.identity
+    identity = store.manifest.identity
+    seams = seams_of(options, identity.get("wire"))
     for name in ("wire", "codec", "site"):
         if (found := identity.get(name)) not in (None, seams.names[name]):
             raise RunDirectoryError(

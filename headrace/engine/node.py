@@ -18,9 +18,9 @@ from headrace.plan.schedules.serve import Turn, build_serving, build_serving_tai
 from headrace.plan.serving import grouping_of, serving_plan, with_grouping
 from headrace.terms.errors import ConfigError, DataError
 from headrace.terms.events import Notice
-from headrace.terms.optimizer import ALL
 from headrace.terms.options import Options
 from headrace.terms.program import Program
+from headrace.update.combinations import refuse_combination
 
 
 class NodeEngine(Engine):
@@ -29,20 +29,7 @@ class NodeEngine(Engine):
     _search = staticmethod(serving_plan)
 
     def __init__(self, model: Path, options: Options, *arguments: Any, **more: Any) -> None:
-        if options.gradient != "dense":
-            raise ConfigError(
-                f"gradient: {options.gradient} is not possible at a node: workers send whole gradients; leave it out, or train "
-                "on one machine"
-            )
-        if options.train != ALL:
-            raise ConfigError(
-                f"train: {options.train} is not possible at a node, which updates all of each unit; leave it out, or train on "
-                "one machine"
-            )
-        if options.adapter is not None:
-            raise ConfigError(
-                f"adapter: {options.adapter} is not possible at a node yet; leave it out, or train on one machine"
-            )
+        refuse_combination(options, at_node=True)
         super().__init__(model, options, *arguments, **more)
 
     def _ready(self, sequences: int, length: int) -> Steps:

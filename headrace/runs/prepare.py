@@ -15,9 +15,8 @@ from headrace.runs.run_directory import RunDirectory
 from headrace.store.run_folders import check_directories
 from headrace.terms.errors import ConfigError
 from headrace.terms.events import Event
-from headrace.terms.options import RunOptions
-from headrace.update import optimizer_of
-from headrace.update.wires import wire_of
+from headrace.terms.options import NodeOptions, RunOptions
+from headrace.update.combinations import refuse_combination
 
 _NAME_BYTES = 143  # as long as a name may be in an encrypted home directory; elsewhere it is 255
 
@@ -30,8 +29,7 @@ def check(config: RunOptions) -> tuple[RunOptions, RunDirectory]:
     """
     directory = RunDirectory(Path(config.output or default_output(config)).absolute())
     directory.check_new()
-    optimizer_of(config)
-    wire_of(config)
+    refuse_combination(config, at_node=isinstance(config, NodeOptions))
     config = with_lengths(config)
     if ssd := config.budget.ssd:
         # The engine asks again, with the space it needs; but nobody should tokenise for an hour to hear of a misspelt path.

@@ -1,0 +1,114 @@
+"""What of a run's choices combines with what: which pairs are refused, asked without a model, and docs/combinations.md.
+
+Values come from where they are declared (rules, ways for gradients, adapters), so that what is added there is in the table.
+Invariant: what is not refused here works with all else that is not; `tests/equivalence/test_combinations.py` walks the table.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from headrace.terms.adapter import ADAPTERS
+from headrace.terms.declared import Declaration
+from headrace.terms.errors import ConfigError
+from headrace.terms.layout import COMPUTE_DTYPES
+from headrace.terms.optimizer import ALL, MATRICES
+from headrace.terms.option_kinds import OneOf
+from headrace.terms.options import Options
+from headrace.update.rules.table import RULES, optimizer_of, rule_of
+from headrace.update.wire import SubspaceWire
+from headrace.update.wires import WIRES, wire_of
+
+# By option: what a node does not do, and why.
+_NOT_AT_A_NODE = {
+    "gradient": "workers send whole gradients",
+    "train": "it updates all of each unit",
+    "adapter": "workers hold nothing that is trained",
+}
+# What says where a run is; not an option of it.
+_AT_NODE = "at a node"
+
+
+def refuse_combination(options: Options, *, at_node: bool = False) -> None:
+    """Refuse choices that exclude one another. Quick: no model is looked at.
+
+    Raises:
+        ConfigError: they do, or one of them is none that there is; names what to choose instead.
+    """
+    wire, optimizer = wire_of(options), optimizer_of(options)
+    if isinstance(wire, SubspaceWire):
+        wire.refuse(rule_of(optimizer, "float32").planes.states)
+    for name, why in _NOT_AT_A_NODE.items() if at_node else ():
+        declared = next(each for each in Options.declarations() if each.key == name)
+        if (value := getattr(options, name)) != declared.default:
+            raise ConfigError(f"{name}: {value} is not possible at a node: {why}; leave it out, or train on one machine")
+
+
+def choices() -> dict[str, dict[str, dict[str, Any]]]:
+    """Return by axis what can be chosen, in words, and the options that say so."""
+    rules = {text: {"optimizer": text} for text in _rules()}
+    return {
+        "gradient": {kind.name: {"gradient": kind.name} for kind in WIRES},
+        "adapter": {"none": {}, **{name: {"adapter": name} for name in ADAPTERS}},
+        "place": {"one machine": {}, _AT_NODE: {_AT_NODE: True}},
+        "train": {ALL: {}, MATRICES: {"train": MATRICES}},
+        "rule": rules,
+        "compute": {dtype: {"compute_dtype": dtype} for dtype in COMPUTE_DTYPES},
+        "clipping": {"to a norm": {"max_grad_norm": 1.0}, "none": {"max_grad_norm": 0}},
+        "checkpoints": {"each step": {}, "seldom": {"checkpoint_every": 3}},
+        "kernels": {"the model's": {}, **{name: {name: True} for name in ("compile_blocks", "liger")}},
+    }
+
+
+def refusal(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    """Return why two choices are refused together, "" if they are not."""
+    given = {**one, **other}
+    at_node = given.pop(_AT_NODE, False)
+    try:
+        refuse_combination(Options(**given), at_node=at_node)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def refused() -> Iterator[tuple[str, str, str]]:
+    """Yield each two choices of different axes that are refused together, and why."""
+    axes = list(choices().values())
+    for index, axis in enumerate(axes):
+        for later in axes[index + 1 :]:
+            for one, options in axis.items():
+                for other, more in later.items():
+                    if why := refusal(options, more):
+                        yield one, other, why
+
+
+def combinations_page() -> str:
+    """Return docs/combinations.md: what there is, and what of it is refused together."""
+    lines = [
+        "# What combines with what",
+        "",
+        "Each choice of a row with each of another row, and with every placement (states on SSDs or in memory), packing,",
+        "accumulation and resuming, but for the pairs below. They are refused before anything is read or written.",
+        "This page is generated (`headrace/update/combinations.py`); `tests/equivalence/test_combinations.py` walks it.",
+        "",
+        "| axis | choices |",
+        "|---|---|",
+        *(f"| {axis} | {', '.join(f'`{value}`' for value in values)} |" for axis, values in choices().items()),
+        "",
+        "| not together | | what is said |",
+        "|---|---|---|",
+        *(f"| `{one}` | `{other}` | {why} |" for one, other, why in refused()),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _rules() -> Iterator[str]:
+    """Yield each rule as `--optimizer` names it, and with each value of the settings that are one of a few."""
+    for kind in RULES:
+        yield kind.name
+        for each in kind.settings():
+            yield from (f"{kind.name}:{each.key}={value}" for value in _others(each))
+
+
+def _others(setting: Declaration) -> tuple[str, ...]:
+    return tuple(name for name in setting.kind.names if name != setting.default) if isinstance(setting.kind, OneOf) else ()

@@ -1,0 +1,149 @@
+"""What combines with what: each refusal names what to choose instead; what is not refused runs, is cut short, and goes on."""
+
+import itertools
+import re
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from crew import crew, node_run
+from plain import LENGTH, ROWS, SPLIT, batch_of, packed
+from safetensors.torch import load_file
+from short_run import short_run
+
+from headrace.engine.trainer import Engine
+from headrace.terms.errors import ConfigError
+from headrace.terms.options import Options
+from headrace.update.combinations import choices, combinations_page, refusal, refuse_combination, refused
+
+AT_NODE = "at a node"
+PAGE = Path(__file__).parents[2] / "docs" / "combinations.md"
+
+
+def test_the_page_is_what_the_code_refuses() -> None:
+    page = combinations_page()
+    assert PAGE.read_text(encoding="utf-8") == page, "write what `combinations_page` returns into docs/combinations.md"
+
+
+def test_each_refusal_comes_at_once_and_names_what_to_choose_instead() -> None:
+    begun = time.process_time()
+    found = list(refused())
+    assert time.process_time() - begun < len(found), "each in less than a second"
+    assert len(found) >= 10
+    for one, other, why in found:
+        assert re.search(r"[;:] (give|leave|use|set|train) [^;:]*$", why), (one, other, why)
+    with pytest.raises(ConfigError, match="gradient: 'lpa' is not one of dense, lsp"):
+        refuse_combination(Options(gradient="lpa"))
+
+
+# -- what is not refused ----------------------------------------------------------------------------------------------------
+
+# What is no option: where states live, how many micro-batches are summed, whether rows hold several samples.
+MORE: dict[str, dict[str, dict[str, Any]]] = {
+    "states": {"SSD": {"resident_states": ()}, "memory": {"resident_states": lambda plan: plan.trained_units}},
+    "micro-batches": {"one": {}, "several": SPLIT},
+    "rows": {"one sample": {}, "packed": {}},
+}
+
+
+def rows_of_pairs() -> Iterator[dict[str, str]]:
+    """Yield rows of choices that are not refused, in which every two meet that are not refused together."""
+    axes = choices() | MORE
+    axes["kernels"] = {"the model's": {}}  # others want a compiler, or a GPU
+    bad = {frozenset(each[:2]) for each in refused()}
+    names = list(axes)
+    missing = {
+        frozenset(((one, a), (other, b)))
+        for one, other in itertools.combinations(names, 2)
+        for a, b in itertools.product(axes[one], axes[other])
+        if frozenset((a, b)) not in bad
+    }
+    while missing:
+        row: dict[str, str] = dict(sorted(min(missing, key=lambda pair: sorted(pair))))
+        for name in names:
+            if name in row:
+                continue
+            fitting = [value for value in axes[name] if all(frozenset((value, each)) not in bad for each in row.values())]
+            gained = {value: sum(frozenset(((name, value), each)) in missing for each in row.items()) for value in fitting}
+            row[name] = max(fitting, key=lambda value: gained[value])
+        missing -= {frozenset(pair) for pair in itertools.combinations(row.items(), 2)}
+        yield row
+
+
+def test_rows_of_pairs_have_no_pair_that_is_refused() -> None:
+    rows = list(rows_of_pairs())
+    axes = choices()
+    assert 15 <= len(rows) <= 80
+    for row in rows:
+        for one, other in itertools.combinations(axes, 2):
+            assert not refusal(axes[one][row[one]], axes[other][row[other]])
+
+
+def batches_of(row: dict[str, str]) -> list[dict[str, torch.Tensor]]:
+    made = [batch_of(ROWS, LENGTH, seed, padded=True) for seed in range(3)]
+    if row["rows"] == "one sample":
+        return made
+    lengths = [LENGTH - 3 * sample for sample in range(ROWS)]
+    return [packed(each, [length // 2 for length in lengths], [(0, 1), (2, 3), (4, 5)]) for each in made]
+
+
+@pytest.mark.deep
+@pytest.mark.timeout(3000)
+def test_what_is_not_refused_runs_and_goes_on_where_it_was_cut_short(model_dir: Callable[..., Path], tmp_path: Path) -> None:
+    """Every two choices meet in a run of three steps, which a second run with a cut after the second ends alike."""
+    path, axes = model_dir("llama"), choices() | MORE
+    for number, row in enumerate(rows_of_pairs()):
+        options: dict[str, Any] = {}
+        for name in choices():
+            options |= axes[name][row[name]]
+        at_node, batches = options.pop(AT_NODE, False), batches_of(row)
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        if at_node:
+            with crew() as made:
+                losses, _ = node_run(path, folder / "run", batches, made, **options)
+            assert all(0 < loss < 10 for loss in losses), row
+            continue
+        if options["gradient"] == "lsp":
+            options["gradient"] = "lsp:dimension=32,nonzeros=4,check=2,alpha=0.1"
+        adjust = dict(axes["states"][row["states"]])
+        if row["micro-batches"] == "several":
+            rows = batches[0]["input_ids"].shape[0]
+            adjust |= SPLIT | {"micro_batch_sequences": 2, "num_micro_batches": -(-rows // 2)}
+        common: dict[str, Any] = {"adjust": adjust, "learning_rate": 1e-3, **options}
+        losses, weights = short_run(path, folder / "run", batches, **common)
+        assert all(0 < loss < 10 for loss in losses), row
+        again, other = cut_short(path, folder / "cut", batches, common)
+        assert again == losses[2:], row
+        for name, want in weights.items():
+            assert torch.equal(other[name], want), (row, name)
+
+
+def cut_short(
+    path: Path, run: Path, batches: list[dict[str, torch.Tensor]], common: dict[str, Any]
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Return the last loss and the weights of a run that ended without a word after two steps, and went on."""
+
+    class Cut(Exception):
+        pass
+
+    def cut(engine: Engine) -> None:
+        engine.flush()
+        engine._shut_down()
+        engine._closers.close()
+        raise Cut
+
+    with pytest.raises(Cut):
+        short_run(path, run, batches[:2], inspect=cut, **common)
+    with Engine.resume(run) as engine:
+        done = engine.step_index
+        losses = [engine.step(batch).loss for batch in batches[done:]]
+        engine.save_pretrained(run / "out")
+    assert done == 2
+    weights: dict[str, torch.Tensor] = {}
+    for shard in sorted((run / "out").glob("*.safetensors")):
+        weights |= load_file(shard)
+    return losses, weights
