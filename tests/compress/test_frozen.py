@@ -77,3 +77,26 @@ def test_coded_weights_are_not_trained_in_place(dense_int4: Any, tmp_path: Path)
     ):
         Engine.open(dense_int4[0] / "out", headrace.Options(output=tmp_path / "run", compute_dtype="float32"))
     assert not (tmp_path / "run").exists()
+
+
+def adapted(model: Path, run: Path) -> tuple[list[float], bytes]:
+    """Return losses of two steps of LoRA in bfloat16, and the bytes of what came of it."""
+    given = {"sequence_length": 24, "tokens_per_step": 96, "compute_dtype": "bfloat16", "host_memory": "1GiB"}
+    options = headrace.Options(output=run, adapter="lora:rank=4", learning_rate=1e-2, **given)
+    with Engine.open(model, options) as engine:
+        losses = [engine.step(batch_of(seed)).loss for seed in range(2)]
+        engine.save_pretrained(run / "adapter")
+    return losses, (run / "adapter" / "adapter_model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("kind", ["nf4", *(pytest.param(kind, marks=pytest.mark.deep) for kind in ("mxfp4", "zero points"))])
+def test_adapters_upon_published_codes_are_those_upon_decoded_weights(kind: str, tmp_path: Path) -> None:
+    """Forward, recompute and gradients of inputs see the decoded bits, so adapters end with the same ones."""
+    coded, _ = write_coded(tmp_path, kind)
+    plain = decompress(coded, tmp_path / "plain")
+    assert adapted(coded, tmp_path / "run") == adapted(plain, tmp_path / "other")
+
+
+def test_adapters_upon_what_was_compressed_are_those_upon_decoded_weights(dense_int4: Any, tmp_path: Path) -> None:
+    plain = decompress(dense_int4[0] / "out", tmp_path / "plain")
+    assert adapted(dense_int4[0] / "out", tmp_path / "run") == adapted(plain, tmp_path / "other")
