@@ -179,7 +179,7 @@ def lengths_of(config: Any, options: Options) -> tuple[int, int]:
 def _finished(model: str | Path, options: Options, chain: Chain) -> Beside:
     """Return what a run will write at its end: where there are no weights yet, as many bytes as the parameters have."""
     try:
-        num_bytes = export_bytes(Checkpoint.open(model))
+        num_bytes = export_bytes(Checkpoint.open(model, decode=True))
     except ModelError:
         num_bytes = chain.num_parameters * getattr(chain.config.dtype, "itemsize", _WEIGHT_BYTES)
     return Beside("the finished model", Path(options.output or "runs") / "final", num_bytes)

@@ -84,7 +84,7 @@ def resume(
             f"{run_directory}: config.yaml names the model {config.model}, the run began with {begun_with}; "
             "name that one again, or begin another run"
         )
-    chain = Chain.from_config(Checkpoint.open(begun_with).config, config.compute_dtype, Optimizer())
+    chain = Chain.from_config(Checkpoint.open(begun_with, decode=True).config, config.compute_dtype, Optimizer())
     found, expected = _shapes(chain.layouts), _shapes(manifest.layouts)
     if found != expected:
         name = min(found.keys() ^ expected.keys() or {name for name in found if found[name] != expected[name]})
@@ -116,7 +116,7 @@ def why_not_packed(model: Path, sequence_length: int) -> str:
     Raises:
         ModelError: the architecture is not supported, or its files are damaged.
     """
-    chain = Chain.from_config(Checkpoint.open(model).config, "float32", Optimizer())
+    chain = Chain.from_config(Checkpoint.open(model, decode=True).config, "float32", Optimizer())
     return "" if chain.packs(sequence_length) else chain.packing_reason
 
 

@@ -29,6 +29,7 @@ def test_adapters_alone_are_written_and_frozen_weights_lie_once(tmp_path: Path) 
     assert found.plan.peak("ssd") == pytest.approx(2 * found.parameters + 24 * numbers, rel=0.02)
 
 
+@pytest.mark.deep
 def test_adapters_are_offered_where_the_drive_limits_a_step(tmp_path: Path) -> None:
     found = report(tmp_path, host_memory="600MiB")
     changes = [each for each in found.alternatives if "adapter" in each.options]

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 import headrace
 from headrace.engine import Engine, Seams
 from headrace.runs.decompression import decompress
+from headrace.runs.engines import why_not_packed
 from headrace.terms.errors import ConfigError
 from headrace.terms.events import OpDone
 from headrace.update.wires import FrozenWire
@@ -99,4 +100,5 @@ def test_adapters_upon_published_codes_are_those_upon_decoded_weights(kind: str,
 
 def test_adapters_upon_what_was_compressed_are_those_upon_decoded_weights(dense_int4: Any, tmp_path: Path) -> None:
     plain = decompress(dense_int4[0] / "out", tmp_path / "plain")
+    assert why_not_packed(dense_int4[0] / "out", 24) == "", "asked first by the command"
     assert adapted(dense_int4[0] / "out", tmp_path / "run") == adapted(plain, tmp_path / "other")

@@ -191,6 +191,7 @@ def test_a_run_goes_on_with_its_adapters(model_dir: Callable[..., Path], tmp_pat
     assert (tmp_path / "resumed" / name).read_bytes() == (tmp_path / "out" / name).read_bytes()
 
 
+@pytest.mark.deep  # tests/compress has codes that are published
 def test_upon_coded_weights_gradients_are_those_upon_decoded_ones(model_dir: Callable[..., Path], tmp_path: Path) -> None:
     """Forward, recompute and gradients of inputs read the coded plane: bit for bit as with the weights that it stands for."""
     path = model_dir("llama", "bfloat16")
