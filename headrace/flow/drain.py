@@ -70,13 +70,15 @@ def _decide(state: StepState) -> None:
     total = math.sqrt(math.fsum(state.square_sums[unit] for unit in sorted(state.square_sums)))
     scale = verdict.loss_scale.scale if verdict.loss_scale else 1.0
     verdict.grad_norm = total / scale
+    if verdict.redone:
+        return  # the step is run again with the factor that its first run found
     factor = clip_factor(verdict.grad_norm, verdict.max_grad_norm)
     if factor is None:
         verdict.skipped = f"gradient norm is {verdict.grad_norm}" + (f" at loss scale {scale:g}" if verdict.loss_scale else "")
     elif factor != 1.0:
         verdict.clipped = True
         # Updates that were begun assumed a factor of 1. From here on none does anything, and the engine takes them back.
-        verdict.missed = state.plan.update_policy == "speculative"
+        verdict.missed = state.plan.update_policy in ("speculative", "rerun")
         verdict.gradient_scale *= factor
 
 

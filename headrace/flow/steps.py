@@ -38,6 +38,8 @@ class Schedule:
 
 
 _TRAINING = Schedule()
+# Share of the last steps that needed no clipping, below which a step that may be run again is not begun on that guess.
+_GUESSING_PAYS = 0.25
 
 
 class Steps:
@@ -69,10 +71,27 @@ class Steps:
         """
         assert num_micro_batches <= self.parts.plan.num_micro_batches, "there are no buffers for more than were planned"
         with self._whole_or_failed():
-            return self._run(num_micro_batches, verdict, state_of(self._pending))
+            return self._run(num_micro_batches, verdict, state_of)
 
-    def _run(self, num_micro_batches: int, verdict: Verdict, state: StepState) -> StepState:
-        durable = self._pending is None or self._pending.durable
+    def _run(self, num_micro_batches: int, verdict: Verdict, state_of: Callable[[Verdict | None], StepState]) -> StepState:
+        state = state_of(self._pending)
+        program = self._next_program(num_micro_batches, durable=self._pending is None or self._pending.durable)
+        may_rerun = self.parts.plan.update_policy == "rerun"
+        # Where hardly any step needs no clipping, a first run takes the norm alone: nothing is updated or written in vain.
+        verdict.missed = may_rerun and bool(self.hits.outcomes) and not self.hits.exceeds(_GUESSING_PAYS)
+        run_step(program, state, self._interpreter)
+        self._tell(state.not_kept)
+        self._last = verdict
+        self.hits = self.hits.after(verdict.is_hit)
+        if verdict.missed and verdict.skipped is None and may_rerun:
+            return self._run_again(num_micro_batches, verdict, state_of)
+        if verdict.void and self.parts.plan.update_policy != "deferred":
+            self._take_back(verdict)
+        else:
+            self._pending = verdict if self.parts.plan.late_units else None
+        return state
+
+    def _next_program(self, num_micro_batches: int, *, durable: bool) -> Program:
         key = (num_micro_batches, self._left, durable)
         if key not in self._programs:
             if len(self._programs) == MOST_PROGRAMS:
@@ -80,15 +99,7 @@ class Steps:
                 del self._programs[next(iter(self._programs))]
             self._programs[key] = self._schedule.program(self.parts.plan, num_micro_batches, self._left, durable=durable)
         program, self._left = self._programs[key]
-        run_step(program, state, self._interpreter)
-        self._tell(state.not_kept)
-        self._last = verdict
-        self.hits = self.hits.after(verdict.is_hit)
-        if verdict.void and self.parts.plan.update_policy != "deferred":
-            self._take_back(verdict)
-        else:
-            self._pending = verdict if self.parts.plan.late_units else None
-        return state
+        return program
 
     def score(self, batch: StepBatch, verdict: Verdict) -> StepState:
         """Run rows of a batch forward through the newest weights, which nothing changes.
@@ -154,15 +165,28 @@ class Steps:
 
     def _take_back(self, verdict: Verdict) -> None:
         """Go back to the committed slots; then record a skipped step, or repeat the updates from the held gradients."""
-        self._interpreter.wait()
-        self.parts.store.abandon()
-        self._left, self._pending = self._load_residents(), None
+        self._go_back()
         if verdict.skipped is not None:
             self.parts.commit(verdict)
             return
         verdict.missed, verdict.redone = False, True
         self._left, self._pending = redo(self.parts.plan), verdict
         self._flush()
+
+    def _run_again(
+        self, num_micro_batches: int, verdict: Verdict, state_of: Callable[[Verdict | None], StepState]
+    ) -> StepState:
+        """Go back to the committed slots and run the step again, from its batch, with the factor that is known now."""
+        self._go_back()
+        verdict.missed, verdict.redone = False, True
+        state = state_of(None)
+        run_step(self._next_program(num_micro_batches, durable=True), state, self._interpreter)
+        return state
+
+    def _go_back(self) -> None:
+        self._interpreter.wait()
+        self.parts.store.abandon()
+        self._left, self._pending = self._load_residents(), None
 
     def _tell(self, not_kept: set[int]) -> None:
         """Say, once, that blocks are recomputed whole although the plan keeps outputs of theirs: exact, but slower."""

@@ -63,7 +63,7 @@ def update(state: StepState, op: Op) -> None:
     weights = _weights(state, op).view(plan.planes_of(op.unit).weight.dtype)
     checksums = state.updater_of(op.unit).update_range(
         weights,
-        _state_planes(state, op, stop - start),
+        _state_planes(state, op),
         buffers.gradient(op.unit, op.slot(Pool.GRADIENT))[start:stop],
         verdict.scalars_of(op.unit),
         state.parts.pieces[op.unit],
@@ -116,10 +116,9 @@ def _weights(state: StepState, op: Op) -> Bytes:
 def _states(state: StepState, op: Op) -> Bytes:
     """Return the chunk's states, all planes back to back: in staging, or where they always are."""
     plan, buffers = state.plan, state.parts.buffers
-    start, stop = plan.chunk(op.unit, op.chunk)
     slot, planes = op.slot(Pool.STATES), plan.planes_of(op.unit)
     if slot >= 0 or not planes.states:  # a rule without states: no bytes of any buffer
-        return buffers.states[max(slot, 0)][: planes.state_bytes(stop - start)]
+        return buffers.states[max(slot, 0)][: plan.chunk_state_bytes(op.unit, op.chunk)]
     return buffers.resident_states[op.unit][plan.states_of_chunk(op.unit, op.chunk)]
 
 
@@ -167,7 +166,6 @@ def _update_on_device(state: StepState, op: Op) -> None:
     )
 
 
-def _state_planes(state: StepState, op: Op, num_elements: int) -> tuple[NDArray[Any], ...]:
-    whole = _states(state, op)
-    planes = state.plan.planes_of(op.unit)
-    return tuple(whole[part].view(np.dtype(plane.dtype)) for plane, part in planes.split_states(num_elements))
+def _state_planes(state: StepState, op: Op) -> tuple[NDArray[Any], ...]:
+    whole, planes, places = _states(state, op), state.plan.planes_of(op.unit), state.plan.state_places(op.unit, op.chunk)
+    return tuple(whole[part].view(np.dtype(plane.dtype)) for plane, part in zip(planes.states, places, strict=True))

@@ -180,12 +180,12 @@ class ChunkBytes(NamedTuple):
     device_traffic: int
 
 
-def chunk_bytes(plan: Plan, num_elements: int, planes: PlaneSet) -> ChunkBytes:
-    """Return the bytes of a chunk of so many elements of `planes`."""
+def chunk_bytes(plan: Plan, num_elements: int, planes: PlaneSet, states: int) -> ChunkBytes:
+    """Return the bytes of a chunk of so many elements of `planes`, which has so many bytes of `states`."""
     gradient_bytes = num_elements * plan.gradient_bytes_per_element
-    all_planes = planes.num_bytes(num_elements)
+    all_planes = planes.weight.num_bytes(num_elements) + states
     return ChunkBytes(
-        states=planes.state_bytes(num_elements),
+        states=states,
         weights=planes.weight.num_bytes(num_elements),
         traffic=2 * all_planes + gradient_bytes,
         there=all_planes + gradient_bytes,

@@ -130,7 +130,7 @@ def import_bytes(plan: Plan) -> int:
     rest = rest_of_master(planes.states)
     master = rest.bytes_per_element if rest else 0
     largest = max(unit.num_elements for unit in plan.units)
-    chunk = planes.state_bytes(min(plan.chunk_elements, largest)) if master else 0
+    chunk = plan.largest_state_bytes(min(plan.chunk_elements, largest)) if master else 0
     made_of = max(plan.source_bytes(unit) for unit in range(len(plan.units)))
     settling = max(_settling_bytes(plan, unit) for unit in range(len(plan.units)))
     return largest * (planes.weight.bytes_per_element + master) + chunk + made_of + settling

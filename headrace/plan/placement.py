@@ -9,7 +9,7 @@ from functools import cache, cached_property
 
 from headrace.plan.buffer_sizes import buffer_groups
 from headrace.plan.footprint import Allowance, with_footprint
-from headrace.plan.plan import Plan
+from headrace.plan.plan import AT_ONCE, Plan
 from headrace.plan.results import Results
 from headrace.terms.costs import ATTENTION, ModelCosts, OperatorCosts
 from headrace.terms.cuts import least_chunk_elements
@@ -109,7 +109,10 @@ class Problem:
     @property
     def policies(self) -> tuple[str, ...]:
         """When updates may run, the usual first: without clipping they need not wait for the norm, but may (`Plan`)."""
-        return ("deferred",) if self.clips else ("immediate", "deferred")
+        if not self.clips:
+            return ("immediate", "deferred")
+        # What lives at another site is not taken back by running a step again.
+        return ("rerun",) if self.rule.clips_by_rerun and not any(unit.is_far for unit in self.units) else ("deferred",)
 
     @property
     def homes(self) -> tuple[str, ...]:
@@ -219,7 +222,7 @@ def plan_of(problem: Problem, choice: Choice) -> Plan:
         late_units=trained if policy == "deferred" else (),
         # A step that is taken back goes back to the last commit: that must be the step before.
         checkpoint_every=workload.checkpoint_every or 1 if policy == "deferred" else 1,
-        host_slots=min(num_blocks, max(2, prefetch + 1 + (policy == "immediate" and not choice.lean))),
+        host_slots=min(num_blocks, max(2, prefetch + 1 + (policy in AT_ONCE and not choice.lean))),
         device_slots=prefetch + 1 if problem.separate_device or any(unit.is_made for unit in units) else 0,
         prefetch=prefetch,
         chunk_elements=choice.chunk_elements,
@@ -262,7 +265,7 @@ def filled(problem: Problem, plan: Plan) -> Plan:
     Before both, gradients of updates behind backward get a second buffer: with one, backward waits for each unit's update. A
     worker, all of whose units are far, keeps nothing more: what it holds of the model does not grow with the number of blocks.
     """
-    if plan.update_policy == "immediate" and plan.gradient_slots == 1:
+    if plan.is_at_once and plan.gradient_slots == 1:
         two = with_footprint(replace(plan, gradient_slots=2), problem.costs_of(plan.micro_batch_sequences), problem.allowance)
         plan = two if fits(two) else plan
     if len(plan.far_units) == len(plan.units):

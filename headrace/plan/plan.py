@@ -9,7 +9,14 @@ from itertools import pairwise
 from typing import Any
 
 from headrace.plan.results import Results
-from headrace.terms.cuts import chunk_borders, largest_item_elements, least_chunk_elements
+from headrace.terms.cuts import (
+    chunk_borders,
+    is_uneven,
+    largest_item_elements,
+    least_chunk_elements,
+    state_bytes,
+    state_places,
+)
 from headrace.terms.errors import ConfigError
 from headrace.terms.forms import DEVICE, SSD, UnitFigures
 from headrace.terms.layout import PlaneSet
@@ -21,6 +28,8 @@ from headrace.terms.summing import SEQUENTIAL
 PLAN_FORMAT = 2
 # Staging buffers on the device for chunks that are updated there: while one is worked on, another comes or goes.
 DEVICE_STATE_SLOTS = 2
+# Update policies under which no gradient is held until the norm is known.
+AT_ONCE = ("immediate", "rerun")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,8 +41,10 @@ class Plan:
       *deferred*     when the global norm is known, behind the next forward: exact clipping, every gradient held until then;
       *speculative*  as immediate, as if nothing were clipped; every gradient is held, and where the norm says otherwise the
                      step is taken back to the committed slots and its updates are done again: as exact, and faster while
-                     guesses are right.
-    Under the first and the last, `late_units` are still updated behind the next forward, so that drives and update cores have
+                     guesses are right;
+      *rerun*        as immediate, as if nothing were clipped, and no gradient is held: where the norm says otherwise the step
+                     is taken back and run again from its batch with the factor that is known then; as exact, in twice the time.
+    Under the first and the third, `late_units` are still updated behind the next forward, so that drives and update cores have
     the same work in both halves of the step. Gradients that are held wait in tier `held_gradients`.
     `host_slots` buffers hold blocks' weights in host memory; as many blocks as there are slots need not be read again at
     the turn from forward to backward and from step to step, so this number is also the weight cache.
@@ -112,7 +123,22 @@ class Plan:
 
     def largest_state_bytes(self, num_elements: int) -> int:
         """Return the bytes of the states of a chunk of so many elements, of whichever planes take most."""
-        return max((self.planes_of(unit).state_bytes(num_elements) for unit in self.updated_units), default=0)
+        return max((self._most_state_bytes(unit, num_elements) for unit in self.updated_units), default=0)
+
+    def _most_state_bytes(self, unit: int, num_elements: int) -> int:
+        figures, planes = self.units[unit], self.planes_of(unit)
+        if not (figures.cuts and is_uneven(planes.states)):
+            return planes.state_bytes(num_elements)
+        borders = pairwise(chunk_borders(figures.update_elements, num_elements, figures.cuts))
+        return max(state_bytes(planes.states, start, stop, figures.cuts) for start, stop in borders)
+
+    def chunk_state_bytes(self, unit: int, chunk: int) -> int:
+        """Bytes of the states of a chunk."""
+        return state_bytes(self.planes_of(unit).states, *self.chunk(unit, chunk), self.units[unit].cuts)
+
+    def state_places(self, unit: int, chunk: int) -> list[slice]:
+        """Return where the bytes of each state plane lie in a chunk's states."""
+        return state_places(self.planes_of(unit).states, *self.chunk(unit, chunk), self.units[unit].cuts)
 
     @property
     def makes_slots(self) -> bool:
@@ -234,10 +260,15 @@ class Plan:
         return not self.accumulate and not self.separate_device
 
     @property
+    def is_at_once(self) -> bool:
+        """Whether units are updated behind backward, and no gradient is held for what the norm may say."""
+        return self.update_policy in AT_ONCE
+
+    @property
     def held_units(self) -> tuple[int, ...]:
         """The units whose gradients are kept until the step's verdict is known, in tier `held_gradients`."""
         late = frozenset(self.late_units)
-        return tuple(unit for unit in self.updated_units if self.update_policy != "immediate" or unit in late)
+        return tuple(unit for unit in self.updated_units if not self.is_at_once or unit in late)
 
     @property
     def held_in_memory(self) -> tuple[int, ...]:
@@ -289,7 +320,7 @@ class Plan:
         """Bytes of a unit's states: those of its chunks, one after another."""
         figures, planes = self.units[unit], self.planes_of(unit)
         if figures.cuts:
-            return sum(planes.state_bytes(stop - start) for start, stop in pairwise(self._borders(figures)))
+            return sum(state_bytes(planes.states, *each, figures.cuts) for each in pairwise(self._borders(figures)))
         whole, rest = divmod(figures.update_elements, self.chunk_elements)
         return whole * planes.state_bytes(self.chunk_elements) + planes.state_bytes(rest)
 
@@ -299,10 +330,10 @@ class Plan:
         planes = self.planes_of(unit)
         if figures.cuts:
             before = pairwise(self._borders(figures)[: chunk + 1])
-            offset = sum(planes.state_bytes(end - begin) for begin, end in before)
+            offset = sum(state_bytes(planes.states, begin, end, figures.cuts) for begin, end in before)
         else:
             offset = chunk * planes.state_bytes(self.chunk_elements)
-        return slice(offset, offset + planes.state_bytes(stop - start))
+        return slice(offset, offset + state_bytes(planes.states, start, stop, figures.cuts))
 
     def _borders(self, unit: UnitFigures) -> tuple[int, ...]:
         return chunk_borders(unit.update_elements, self.chunk_elements, unit.cuts)
@@ -358,6 +389,8 @@ class Plan:
         held = f", gradients held on {self.held_gradients}"
         if self.update_policy == "deferred":
             return f"deferred, behind forward{held}"
+        if self.update_policy == "rerun":
+            return "behind backward, no gradient held; a step that must be clipped is run again, which takes as long once more"
         late = f", {len(self.late_units)} of {len(self.units)} units behind forward" if self.late_units else ""
         return f"{self.update_policy}, behind backward{late}{held if late or self.update_policy == 'speculative' else ''}"
 

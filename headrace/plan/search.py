@@ -130,6 +130,8 @@ def _plan_under(problem: Problem, policy: str, placements: list[Choice], seconds
     if policy == "immediate":
         plan = _balanced(problem, found, best, seconds_of, ("host", "ssd") if measured else ("host",))
         return split(with_two_accumulators(problem, with_device_updates(problem, plan, seconds_of), seconds_of))
+    if policy == "rerun":
+        return split(with_device_updates(problem, plan, seconds_of))
     candidates = [plan]
     if problem.clips:
         candidates += speculative_candidate(problem, placements, best, seconds_of)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.files.durable import sync, write_whole
+from headrace.terms.cuts import Cuts
 from headrace.terms.errors import ConfigError, DiskFull, RunDirectoryError, StorageError
 from headrace.terms.families import Durability, Family, Unit
 from headrace.terms.layout import GroupRange, ParameterSpec, Plane, UnitLayout
@@ -172,6 +173,7 @@ def _described(units: Sequence[Unit]) -> dict[str, Any]:
                     "borders": family.borders,
                     "planes": [asdict(plane) for plane in family.planes],
                     "durability": family.durability,
+                    **({"cuts": family.cuts} if family.cuts else {}),
                 }
                 for family in unit.families
             ],
@@ -191,6 +193,7 @@ def _parse_units(fields: dict[str, Any]) -> tuple[Unit, ...]:
             borders=tuple(values["borders"]),
             planes=tuple(Plane(**plane) for plane in values["planes"]),
             durability=Durability(values["durability"]),
+            cuts=tuple(Cuts(*each) for each in values.get("cuts", ())),
         )
 
     return tuple(Unit(unit["name"], tuple(map(family, unit["families"]))) for unit in fields["units"])

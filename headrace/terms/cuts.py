@@ -10,11 +10,22 @@ Invariant: no cut and no piece has a part of an item.
 import re
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import accumulate, pairwise, starmap
 from math import lcm
 from typing import NamedTuple
 
-from headrace.terms.layout import UNIT_ALIGNMENT, GroupRange, ItemRange, ParameterSpec, UnitLayout, chunk_ranges
+from headrace.terms.layout import (
+    UNIT_ALIGNMENT,
+    GroupRange,
+    ItemRange,
+    Padding,
+    ParameterSpec,
+    Plane,
+    UnitLayout,
+    chunk_ranges,
+)
 from headrace.terms.rule_figures import Grain, RuleFigures
+from headrace.terms.sizes import PAGE_BYTES, round_up
 
 # Elements of rows or matrices that the host updates at once on each thread, unless one has more: so few that torch keeps to
 # the thread; compute has the others.
@@ -24,23 +35,28 @@ HOST_ITEM_ELEMENTS = 32768
 class Cuts(NamedTuple):
     """Elements `[start, stop)` of a unit, which may be cut at `start` and every `grain` elements from there.
 
-    They are items of `item_elements` elements each: 1 where each element is updated alone.
+    They are items of `item_elements` elements each: 1 where each element is updated alone. Under a rule with planes that have
+    numbers of some elements only, so many `items` with so many `sides` each; 0 where each element is updated alone.
     """
 
     start: int
     stop: int
     grain: int
     item_elements: int
+    items: int = 0
+    sides: int = 0
 
 
 def item_shape(parameter: ParameterSpec, rule: RuleFigures) -> tuple[int, int] | None:
     """Return rows and columns of the items of a parameter under `rule`, None if its elements are updated alone.
 
-    Those are parameters with fewer than two dimensions, and those that `rule.elementwise` matches. Of more than two dimensions
-    the last two are a matrix.
+    Those are parameters with fewer than two dimensions, unless `rule.takes_vectors`, and those that `rule.elementwise` matches.
+    Of more than two dimensions the last two are a matrix.
     """
-    if rule.grain is Grain.ELEMENT or len(parameter.shape) < 2:
+    if rule.grain is Grain.ELEMENT:
         return None
+    if len(parameter.shape) < 2:
+        return (1, parameter.num_elements) if rule.takes_vectors else None
     if rule.elementwise and re.search(rule.elementwise, parameter.name):
         return None
     rows, columns = parameter.shape[-2:]
@@ -52,16 +68,87 @@ def cuts_of(layout: UnitLayout, rule: RuleFigures) -> tuple[Cuts, ...]:
     if rule.grain is Grain.ELEMENT:
         return ()
     found: list[Cuts] = []
+    uneven = is_uneven(rule.planes.states)
     for parameter, stop in _with_ends(layout):
         shape = item_shape(parameter, rule)
         item = shape[0] * shape[1] if shape else 1
+        items, sides = (parameter.num_elements // item, num_sides(*shape)) if uneven and shape else (0, 0)
         grain = min(lcm(item, UNIT_ALIGNMENT), stop - parameter.offset)
         last = found[-1] if found else None
-        if last and last[2:] == (grain, item) and not (last.stop - last.start) % grain:
-            found[-1] = last._replace(stop=stop)
+        # Where items are counted, none that padding follows may be one with the next parameter's.
+        whole = last is not None and (not last.items or last.items * item == last.stop - last.start)
+        alike = last is not None and (last.grain, last.item_elements, last.sides) == (grain, item, sides)
+        if last and whole and alike and not (last.stop - last.start) % grain:
+            found[-1] = last._replace(stop=stop, items=last.items + items)
         else:
-            found.append(Cuts(parameter.offset, stop, grain, item))
+            found.append(Cuts(parameter.offset, stop, grain, item, items, sides))
     return tuple(found)
+
+
+def num_sides(rows: int, columns: int) -> int:
+    """Return how many numbers a plane of sides has of an item."""
+    return columns if rows == 1 else rows + columns
+
+
+def is_uneven(planes: Sequence[Plane]) -> bool:
+    """Return whether any of the planes has numbers of some elements only."""
+    return any(plane.of != "element" for plane in planes)
+
+
+def num_values(plane: Plane, start: int, stop: int, cuts: Sequence[Cuts]) -> int:
+    """Return the numbers that a plane has for elements `[start, stop)` of a unit, which begin and end where it may be cut."""
+    if plane.of == "element":
+        return plane.num_values(stop - start)
+    total = 0
+    for each in cuts:
+        first, last = max(start, each.start), min(stop, each.stop)
+        if first < last and not each.items:
+            total += last - first
+        elif first < last and plane.of == "sides":
+            begin, end = (min((place - each.start) // each.item_elements, each.items) for place in (first, last))
+            total += (end - begin) * each.sides
+    return total
+
+
+def piece_values(plane: Plane, piece: GroupRange) -> int:
+    """Return the numbers that a plane has for a piece of a unit (`pieces_of`)."""
+    if plane.of == "element":
+        return plane.num_values(piece.stop - piece.start)
+    if isinstance(piece, Padding):
+        return 0
+    if not isinstance(piece, ItemRange):
+        return piece.stop - piece.start
+    items = (piece.stop - piece.start) // piece.item_elements
+    return items * num_sides(piece.rows, piece.columns) if plane.of == "sides" else 0
+
+
+def parts_of(planes: Sequence[Plane], pieces: Sequence[GroupRange], start: int) -> list[tuple[slice, ...]]:
+    """Return where the numbers of each piece lie in each plane, whose first one is of element `start`; pieces are in order."""
+    if not is_uneven(planes):
+        return [tuple(plane.part(piece.start - start, piece.stop - start) for plane in planes) for piece in pieces]
+    ends, found = [0] * len(planes), []
+    for piece in pieces:
+        begins = ends
+        ends = [begin + piece_values(plane, piece) for begin, plane in zip(begins, planes, strict=True)]
+        found.append(tuple(map(slice, begins, ends)))
+    return found
+
+
+def lengths_of(planes: Sequence[Plane], pieces: Sequence[GroupRange], start: int) -> list[int]:
+    """Return how many numbers each plane has of pieces that cover a range from element `start` on."""
+    return [part.stop for part in parts_of(planes, pieces, start)[-1]] if pieces else [0] * len(planes)
+
+
+def state_bytes(planes: Sequence[Plane], start: int, stop: int, cuts: Sequence[Cuts]) -> int:
+    """Return the bytes of the planes of a chunk `[start, stop)` of a unit, back to back, in whole pages."""
+    size = sum(num_values(plane, start, stop, cuts) * plane.bytes_per_element for plane in planes)
+    return round_up(size, PAGE_BYTES)
+
+
+def state_places(planes: Sequence[Plane], start: int, stop: int, cuts: Sequence[Cuts]) -> list[slice]:
+    """Return where the bytes of each plane lie in a chunk `[start, stop)` of a unit."""
+    sizes = (num_values(plane, start, stop, cuts) * plane.bytes_per_element for plane in planes)
+    return list(starmap(slice, pairwise(accumulate(sizes, initial=0))))
 
 
 def pieces_of(layout: UnitLayout, rule: RuleFigures) -> tuple[GroupRange, ...]:
@@ -69,6 +156,7 @@ def pieces_of(layout: UnitLayout, rule: RuleFigures) -> tuple[GroupRange, ...]:
     if rule.grain is Grain.ELEMENT:
         return layout.groups
     found: list[GroupRange] = []
+    uneven = is_uneven(rule.planes.states)
 
     def alone(start: int, stop: int, group: GroupRange) -> None:
         scalars = group.learning_rate_scale, group.weight_decay
@@ -83,7 +171,10 @@ def pieces_of(layout: UnitLayout, rule: RuleFigures) -> tuple[GroupRange, ...]:
         if shape:
             end += parameter.num_elements
             found.append(ItemRange(parameter.offset, end, group.learning_rate_scale, group.weight_decay, *shape))
-        alone(end, stop, group)
+        if shape and uneven and end < stop:
+            found.append(Padding(end, stop, group.learning_rate_scale, group.weight_decay))
+        else:
+            alone(end, stop, group)
     return tuple(found)
 
 
@@ -113,7 +204,7 @@ def chunk_borders(num_elements: int, chunk_elements: int, cuts: tuple[Cuts, ...]
     if not cuts:
         return (*(start for start, _ in chunk_ranges(num_elements, chunk_elements)), num_elements)
     borders = [0]
-    for start, stop, grain, _ in cuts:
+    for start, stop, grain, *_ in cuts:
         while stop - borders[-1] > chunk_elements:
             begin = borders[-1]
             last = start + (begin + chunk_elements - start) // grain * grain

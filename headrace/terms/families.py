@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from headrace.terms.cuts import Cuts, chunk_borders
+from headrace.terms.cuts import Cuts, chunk_borders, is_uneven, state_bytes
 from headrace.terms.errors import ConfigError
 from headrace.terms.layout import UNIT_ALIGNMENT, Plane, PlaneSet, UnitLayout
 from headrace.terms.sizes import PAGE_BYTES, round_up
@@ -49,7 +49,8 @@ class Family:
     """Planes over the elements of `layout`, cut into chunks at `borders` (first 0, last `layout.num_elements`).
 
     In a chunk the planes lie back to back, in order, padded to whole pages. A chunk of whole parameters, or of whole rows, is
-    only another table of borders: a rule says what grain it needs.
+    only another table of borders: a rule says what grain it needs. `cuts` are those that say how many numbers of a chunk planes
+    have that do not have one of each element.
 
     Raises:
         ConfigError: the borders do not lead from 0 to the last element in ascending order.
@@ -60,6 +61,7 @@ class Family:
     borders: tuple[int, ...]
     planes: tuple[Plane, ...]
     durability: Durability = Durability.TWO_SLOTS
+    cuts: tuple[Cuts, ...] = ()
 
     def __post_init__(self) -> None:
         ascending = all(start < stop for start, stop in self.chunks)
@@ -86,8 +88,7 @@ class Family:
 
     def chunk_bytes(self, chunk: int) -> int:
         """Bytes of one chunk, in whole pages."""
-        elements = self.borders[chunk + 1] - self.borders[chunk]
-        return round_up(sum(plane.num_bytes(elements) for plane in self.planes), PAGE_BYTES)
+        return state_bytes(self.planes, self.borders[chunk], self.borders[chunk + 1], self.cuts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,4 +168,5 @@ def cut(
             f"multiple of {PAGE_BYTES} bytes; use a plane whose size is even"
         )
     borders = chunk_borders(layout.num_elements, chunk_elements, cuts)
-    return Family(name=name, layout=layout, borders=borders, planes=planes, durability=durability)
+    counted = cuts if is_uneven(planes) else ()
+    return Family(name=name, layout=layout, borders=borders, planes=planes, durability=durability, cuts=counted)

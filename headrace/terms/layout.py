@@ -21,12 +21,17 @@ class Plane:
     """One number for every `elements_per_value` parameters. `dtype` is a NumPy name; bfloat16 bits are `uint16`.
 
     `bytes_per_element` are the bytes of one number.
+
+    `of` says of what there are numbers, under a rule of rows or matrices (*items*, `terms.cuts`): of each `element`; of the
+    `sides` of each item, its rows and its columns, and of an item of one row its columns alone; or of elements `alone`, those of no
+    item. Of the last two a plane has as many numbers as `terms.cuts.num_values` says, which is at most as many as elements.
     """
 
     name: str
     dtype: str
     bytes_per_element: int
     elements_per_value: int = 1
+    of: str = "element"
 
     def num_values(self, num_elements: int) -> int:
         """Numbers that the plane has for `num_elements` parameters."""
@@ -125,6 +130,11 @@ class GroupRange:
     stop: int
     learning_rate_scale: float
     weight_decay: float
+
+
+@dataclass(frozen=True, slots=True)
+class Padding(GroupRange):
+    """What lies between a parameter of items and the next one, where planes have no number of it: nothing updates it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,6 +46,8 @@ class Optimizer(Declared):
 
     name: ClassVar[str] = ""
     """What `--optimizer` calls the rule."""
+    gives_up: ClassVar[str] = ""
+    """What is given up in comparison with AdamW, in words: for whoever is offered the rule in its place."""
 
     lr: float = option(1e-5, Number())
     weight_decay: float = option(0.0, Number())

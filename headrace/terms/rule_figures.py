@@ -26,22 +26,27 @@ class RuleFigures:
         grain: where a unit may be cut.
         elementwise: a pattern (searched) of names of parameters that are updated element by element whatever the grain, as all
             with fewer than two dimensions are: embeddings, for example.
+        takes_vectors: whether parameters with fewer than two dimensions are items too, of one row: then no element is alone.
         flops_per_element: floating-point operations of one element's update.
         core_rate: bytes per second of a core, in parts of what a profile has measured: the default rule's loop.
             Below 1 where arithmetic, not memory, takes the time (bench/kernel.py).
         temporary_bytes: the most that an update on a device allocates at once, per element of the piece it works on; with whole
             rows or matrices, an update on the host does, too.
         device_traffic_bytes: what torch's kernels read and write of device memory, per element; None: only the host updates.
+        clips_by_rerun: updates are begun as if nothing had to be clipped, no gradient is held, and where the norm says otherwise
+            the whole step is run again: for rules whose point is how little they keep.
     """
 
     name: str
     planes: PlaneSet
     grain: Grain = Grain.ELEMENT
     elementwise: str = ""
+    takes_vectors: bool = False
     flops_per_element: float
     core_rate: float = 1.0
     temporary_bytes: int
     device_traffic_bytes: int | None = None
+    clips_by_rerun: bool = False
 
     @property
     def parameter_alignment(self) -> int:

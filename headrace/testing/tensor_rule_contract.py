@@ -7,7 +7,8 @@ Invariant: a rule that passes trains the same bits wherever its planes lie, howe
 takes no more memory than it declares. What it computes is for its own tests to say.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, ClassVar
 
@@ -17,10 +18,13 @@ from numpy.typing import NDArray
 
 from headrace.terms.cuts import (
     HOST_ITEM_ELEMENTS,
+    Cuts,
     chunk_borders,
     cuts_of,
     largest_item_elements,
     least_chunk_elements,
+    num_values,
+    piece_values,
     pieces_of,
 )
 from headrace.terms.layout import COMPUTE_DTYPES, ItemRange, Plane, UnitLayout, lay_out
@@ -45,6 +49,7 @@ class TensorRuleContract:
     """What every rule of rows or matrices keeps, by compute type."""
 
     optimizer: ClassVar[Optimizer]
+    compute_dtypes: ClassVar[tuple[str, ...]] = COMPUTE_DTYPES
 
     def state(self, plane: Plane, num_elements: int, seed: int) -> NDArray[Any]:
         """Return numbers that `plane` may hold in the middle of a run: by default of both signs."""
@@ -53,20 +58,22 @@ class TensorRuleContract:
 
     def planes(self, rule: TensorRule, layout: UnitLayout) -> Planes:
         """Return weights and states of `rule` in the middle of a run, zero where padding is."""
-        weight = np.zeros(layout.num_elements, rule.planes.weight.dtype)
-        states = tuple(np.zeros(layout.num_elements, plane.dtype) for plane in rule.planes.states)
+        weight, cuts = np.zeros(layout.num_elements, rule.planes.weight.dtype), cuts_of(layout, rule.figures)
+        sizes = [num_values(plane, 0, layout.num_elements, cuts) for plane in rule.planes.states]
+        states = tuple(np.zeros(size, plane.dtype) for size, plane in zip(sizes, rule.planes.states, strict=True))
         for number, parameter in enumerate(layout.parameters):
             place, count = slice(parameter.offset, parameter.offset + parameter.num_elements), parameter.num_elements
             drawn = np.random.default_rng(number).standard_normal(count, np.float32)
             bits = (drawn.view(np.uint32) >> 16).astype(np.uint16)
             weight[place] = bits if weight.dtype.name == "uint16" else drawn
             for index, (state, plane) in enumerate(zip(states, rule.planes.states, strict=True)):
-                state[place] = self.state(plane, count, 10 * number + index)
+                own = state_part(plane, cuts, place)
+                state[own] = self.state(plane, count, 10 * number + index)[: own.stop - own.start]
         return weight, states
 
     def rules(self) -> Iterator[tuple[TensorRule, UnitLayout, str]]:
         """Yield the rule for each compute type, a layout as it asks for it, and what to call it."""
-        for compute_dtype in COMPUTE_DTYPES:
+        for compute_dtype in self.compute_dtypes:
             rule = items_rule(rule_of(self.optimizer, compute_dtype))
             layout = lay_out("block.1", PARAMETERS, rule.figures.parameter_alignment)
             yield rule, layout, f"{rule.figures.name}, {compute_dtype}"
@@ -87,9 +94,10 @@ class TensorRuleContract:
             with Updater(rule, 3) as updater:
                 for start, stop in reversed(list(pairwise(borders))):
                     part = slice(start, stop)
-                    states = tuple(state[part] for state in host[1])
+                    places = [state_part(plane, cuts, part) for plane in rule.planes.states]
+                    states = tuple(state[place] for state, place in zip(host[1], places, strict=True))
                     updater.update_range(host[0][part], states, gradient[part], STEP, pieces, start, stop, take_checksums=True)
-                    there = tuple(state[part] for state in device[1])
+                    there = tuple(state[place] for state, place in zip(device[1], places, strict=True))
                     small = DeviceUpdater(rule, piece_elements=999)
                     small.update_range(
                         device[0][part], there, as_tensor(gradient, bfloat16=True)[part], STEP, pieces, start, stop
@@ -100,13 +108,16 @@ class TensorRuleContract:
     def test_an_item_is_updated_as_if_it_were_alone(self) -> None:
         """Whatever others there are in the piece, among them one whose gradient is not finite."""
         for rule, layout, name in self.rules():
+            cuts = cuts_of(layout, rule.figures)
             items = [piece for piece in pieces_of(layout, rule.figures) if isinstance(piece, ItemRange)]
             assert items, name
             for piece in items:
                 part = slice(piece.start, piece.stop)
                 weight, states = self.planes(rule, layout)
                 gradient = gradient_of(layout.num_elements, "float32")
-                together = weight[part].copy(), tuple(state[part].copy() for state in states)
+                places = [state_part(plane, cuts, part) for plane in rule.planes.states]
+                own = tuple(state[place].copy() for state, place in zip(states, places, strict=True))
+                together = weight[part].copy(), own
                 alone = copied(together)
                 tensors = tuple(as_tensor(array) for array in (together[0], *together[1]))
                 broken = torch.from_numpy(gradient[part].copy())
@@ -114,10 +125,12 @@ class TensorRuleContract:
                     broken[-1] = torch.inf
                 rule.apply_to_items(tensors[0], tensors[1:], broken, STEP, piece)
                 first = slice(0, piece.item_elements)
-                one = tuple(as_tensor(array)[first] for array in (alone[0], *alone[1]))
-                rule.apply_to_items(one[0], one[1:], torch.from_numpy(gradient[part].copy())[first], STEP, piece)
-                for left, right in zip((together[0], *together[1]), (alone[0], *alone[1]), strict=True):
-                    assert np.array_equal(left[first], right[first]), name
+                item = replace(piece, stop=piece.start + piece.item_elements)
+                of_one = [first, *(slice(0, piece_values(plane, item)) for plane in rule.planes.states)]
+                one = [as_tensor(array)[place] for array, place in zip((alone[0], *alone[1]), of_one, strict=True)]
+                rule.apply_to_items(one[0], tuple(one[1:]), torch.from_numpy(gradient[part].copy())[first], STEP, piece)
+                for left, right, place in zip((together[0], *together[1]), (alone[0], *alone[1]), of_one, strict=True):
+                    assert np.array_equal(left[place], right[place]), name
 
     def test_what_it_takes_is_declared(self) -> None:
         """Temporaries on both sites, for gradients of any type; on a device what is read and written."""
@@ -143,6 +156,11 @@ class TensorRuleContract:
                 # Tensors over the arrays are seen, too: they are no temporaries.
                 over = sum(array.nbytes for array in (arrays[0], *arrays[1], gradient))
                 assert storage.peak_bytes - over <= max(HOST_ITEM_ELEMENTS, largest) * figures.temporary_bytes, name
+
+
+def state_part(plane: Plane, cuts: Sequence[Cuts], part: slice) -> slice:
+    """Return where the numbers of elements `part` of a unit lie in a plane."""
+    return slice(num_values(plane, 0, part.start, cuts), num_values(plane, 0, part.stop, cuts))
 
 
 def copied(planes: Planes) -> Planes:

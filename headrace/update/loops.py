@@ -8,7 +8,7 @@ Invariant: an element's new value depends on that element and the scalars alone,
 where states have fewer than 32 bits, also on what their code says (`StateCode`).
 
 Numba keeps machine code on disk and notices a change only of the file that a loop stands in. What is inlined here stands in
-several, so a digest of all of them is part of each loop's key (`_digest`): a closure's variables are.
+several, so a digest of all of them is part of each loop's key (`digest_of`): a closure's variables are.
 
 Legend: `gradient` is uint16 (bfloat16 bits), int16 (float16 bits: the type alone tells the two apart) or float32; `scalars` are
 float32, `k` their array; `planes` the weights, the rest of the master, and the rule's states: `hi, lo` and states for bfloat16
@@ -85,7 +85,7 @@ def plain_loop(arithmetic: Callable[..., Any], num_scalars: int) -> Loop:
 
     `arithmetic(p, g, states, scalars)` returns `(p, states)` of one element, all fp32 numbers.
     """
-    digest = _digest(arithmetic)
+    digest = digest_of(arithmetic)
 
     @compiled
     def loop(gradient: Any, k: Any, *planes: Any) -> None:
@@ -103,7 +103,7 @@ def summed_loop(arithmetic: Callable[..., Any], num_scalars: int) -> Loop:
     A pass of its own would read from memory again what the caches hold now, at a quarter of the speed. `first_words` has the
     index of each plane's first word in what is written; `totals` (uint64) are added to: of the weights, and of all states.
     """
-    digest = _digest(arithmetic, add_words)
+    digest = digest_of(arithmetic, add_words)
 
     @compiled
     def loop(gradient: Any, k: Any, first_words: Any, totals: Any, *planes: Any) -> None:
@@ -126,7 +126,7 @@ def coded_loop(arithmetic: Callable[..., Any], num_scalars: int, code: StateCode
     itself is exact, and only what is kept until the next one is rounded.
     """
     scratch, decode, encode = code.scratch, code.decode, code.encode
-    digest = _digest(arithmetic, scratch, decode, encode)
+    digest = digest_of(arithmetic, scratch, decode, encode)
 
     @compiled
     def loop(gradient: Any, k: Any, first: Any, key: Any, *planes: Any) -> None:
@@ -144,7 +144,7 @@ def coded_loop(arithmetic: Callable[..., Any], num_scalars: int, code: StateCode
     return loop
 
 
-def _digest(*functions: Callable[..., Any]) -> str:
+def digest_of(*functions: Callable[..., Any]) -> str:
     """Return what changes with any source that a loop of `functions` inlines: this module's, and those that the functions
     stand in. What a rule's arithmetic calls must stand in its own file, or in `kernels`.
     """

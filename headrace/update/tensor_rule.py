@@ -11,6 +11,7 @@ thread that has it. Bits are the same on every device if each operation rounds o
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,21 +28,28 @@ class TensorRule(ABC):
     """A rule by which whole rows or matrices become what they, their gradients and some scalars say.
 
     `planes.states` begin with the rest of the master, if there is one, then come the rule's own. `alone` updates whatever is no
-    row or matrix, and has the same planes.
+    row or matrix, and has the same planes; it is None where vectors are items, too (`RuleFigures.takes_vectors`), so that there
+    is none.
 
     Raises:
         ConfigError: the planes differ, or have blocks of elements that share a number; or the grain is the element.
     """
 
-    def __init__(self, figures: RuleFigures, alone: ElementRule) -> None:
-        if figures.grain is Grain.ELEMENT or alone.planes != figures.planes or figures.planes.block_elements > 1:
+    def __init__(self, figures: RuleFigures, alone: ElementRule | None) -> None:
+        planes = alone.planes if alone else figures.planes
+        is_known = (alone is None) == figures.takes_vectors
+        if figures.grain is Grain.ELEMENT or planes != figures.planes or planes.block_elements > 1 or not is_known:
             raise ConfigError(
-                f"{figures.name}: a rule of rows or matrices says that grain, and has the planes of the rule of elements "
-                f"alone, with a number for each element; found grain {figures.grain}, and {alone.figures.name}"
+                f"{figures.name}: a rule of rows or matrices says that grain, and has the planes of the rule of elements alone, "
+                f"with a number for each element; found grain {figures.grain}, and {alone.figures.name if alone else 'none'}"
             )
         self._figures = figures
         # What is of no row or matrix another rule updates: see `UpdateRule.apply`.
-        self.apply, self.apply_to_tensors = alone.apply, alone.apply_to_tensors
+        self.apply = alone.apply if alone else self._none_is_alone
+        self.apply_to_tensors = alone.apply_to_tensors if alone else self._none_is_alone
+
+    def _none_is_alone(self, *_: Any, **__: Any) -> None:
+        raise ConfigError(f"update: {self._figures.name} updates whole rows or matrices, and was given elements")
 
     @abstractmethod
     def scalars(self, step: StepScalars, weight_decay: float, learning_rate_scale: float) -> tuple[float, ...]:
@@ -90,10 +98,11 @@ class TensorRule(ABC):
         def update(p: Tensor, own: Sequence[Tensor]) -> tuple[Tensor, States]:
             return self.on_items(p, gradient.view(shape).to(torch.float32), own, scalars)
 
-        new_weight, new_states = update_tensors(weight.view(shape), [state.view(shape) for state in states], update)
+        own = [state.view(shape) for state in states if state.numel()]  # of planes of elements alone there is nothing here
+        new_weight, new_states = update_tensors(weight.view(shape), own, update)
         weight.view(shape).copy_(new_weight)
-        for state, new in zip(states, new_states, strict=True):
-            state.view(shape).copy_(new.view(state.dtype))
+        for state, new in zip(own, new_states, strict=True):
+            state.copy_(new.view(state.dtype))
 
 
 def items_rule(rule: UpdateRule) -> TensorRule:

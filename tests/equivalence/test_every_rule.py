@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 from plain import LENGTH, ROWS, PlainTrainer, batch_of
-from plain_rules import PlainLion
+from plain_rules import PlainAdaLomo, PlainLion, PlainLomo
+from tiers import sampled
 from transformers import AutoModelForCausalLM
 
 import headrace
@@ -19,11 +20,15 @@ from headrace.engine.trainer import Engine
 RATE, DECAY = 1e-3, 0.1
 
 REFERENCES: dict[str, Callable[[list[dict[str, Any]]], torch.optim.Optimizer]] = {
+    "lomo": lambda groups: PlainLomo(groups, lr=RATE),
+    "adalomo": lambda groups: PlainAdaLomo(groups, lr=RATE),
+    "adafactor": lambda groups: torch.optim.Adafactor(groups, lr=RATE, foreach=False),
     "lion:beta2=0.95": lambda groups: PlainLion(groups, lr=RATE, betas=(0.9, 0.95)),
 }
+QUICK = ("lomo",)
 
 
-@pytest.mark.parametrize("optimizer", REFERENCES)
+@pytest.mark.parametrize("optimizer", sampled(REFERENCES, QUICK))
 def test_a_rule_is_plain_pytorch_and_resumes(optimizer: str, model_dir: Callable[..., Path], tmp_path: Path) -> None:
     path = model_dir("llama-tied")
     plain = PlainTrainer(path, RATE, DECAY, 0.5)

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from plain_rules import PlainLion
+from plain_rules import PlainLion, PlainLomo
 
 from headrace.terms.errors import ConfigError
 from headrace.terms.optimizer import Optimizer
@@ -13,6 +13,7 @@ from headrace.testing.rule_contract import LEARNING_RATE, WEIGHT_DECAY, RuleCont
 from headrace.update import StepScalars, rule_of
 from headrace.update.rules.adamw import AdamW
 from headrace.update.rules.lion import Lion
+from headrace.update.rules.lomo import Lomo
 from headrace.update.rules.sgd import SGD
 
 
@@ -62,6 +63,34 @@ class TestLionInOtherTypes(TestLion):
     compute_dtypes = ("float32", "float16")
 
 
+class TestLomo(RuleContract):
+    optimizer = Lomo()
+    compute_dtypes = ("bfloat16",)
+    tolerance = 1e-5  # the reference does not round the decayed weight by itself
+
+    def reference(self, parameter: torch.nn.Parameter) -> torch.optim.Optimizer:
+        return PlainLomo([parameter], lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
+
+
+@pytest.mark.deep
+class TestLomoInOtherTypes(TestLomo):
+    compute_dtypes = ("float32", "float16")
+
+
+def test_lomo_without_decay_is_sgd() -> None:
+    """`torch.optim.SGD` in fp32, bit for bit."""
+    rule, rng = rule_of(Lomo(), "float32"), np.random.default_rng(0)
+    weight = rng.standard_normal(2048, np.float32)
+    parameter = torch.nn.Parameter(torch.from_numpy(weight.copy()))
+    reference = torch.optim.SGD([parameter], lr=0.125, foreach=False)  # a rate with which products are exact
+    for update in range(1, 20):
+        gradient = rng.standard_normal(2048, np.float32)
+        parameter.grad = torch.from_numpy(gradient.copy())
+        reference.step()
+        rule.apply(weight, (), gradient, StepScalars(learning_rate=0.125, update=update), 0.0, 1.0)
+    assert np.array_equal(weight, parameter.detach().numpy())
+
+
 def test_the_first_step_of_sgd_is_the_gradient_and_the_next_has_momentum() -> None:
     """In numbers that need no rounding: the decay is added to the gradient, and only then comes the rate."""
     rule = rule_of(SGD(momentum=0.5), "float32")
@@ -84,7 +113,7 @@ def test_a_momentum_that_cannot_be_is_refused(momentum: float) -> None:
 
 
 def test_an_optimizer_that_is_no_rule_is_refused() -> None:
-    with pytest.raises(ConfigError, match="is none of the rules AdamW, SGD, Lion"):
+    with pytest.raises(ConfigError, match="is none of the rules AdamW, SGD, Lion, Lomo"):
         rule_of(Optimizer(), "bfloat16")
     with pytest.raises(ConfigError, match="'int4' is not one of bfloat16"):
         rule_of(SGD(), "int4")

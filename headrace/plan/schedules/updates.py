@@ -11,6 +11,7 @@ from headrace.plan.buffer_sizes import ChunkBytes, chunk_bytes
 from headrace.plan.ledger import Snapshot
 from headrace.plan.plan import Plan
 from headrace.plan.schedules.weights import RESIDENT, SSD_WEIGHTS, STAGING, TRAINED, VERDICT, Weights
+from headrace.terms.cuts import is_uneven
 from headrace.terms.program import PIECE_SHIFT, Lane, Pool, Verb, buffer
 
 PIECE = 1 << PIECE_SHIFT
@@ -44,7 +45,8 @@ class Updates(Weights):
         # it; but nothing that compute waits for may come over the same link after it.
         apart = plan.separate_device and plan.device_slots >= plan.num_blocks and not self.every
         self.brings_at_once = apart and all(tier == "device" for tier in plan.stash_tiers)
-        self.known_sizes: dict[tuple[int, bool], ChunkBytes] = {}
+        self.is_uneven = is_uneven(plan.planes.states)
+        self.known_sizes: dict[tuple[int, int], ChunkBytes] = {}
         self.first_chunk = list(accumulate((plan.num_chunks(unit) for unit in units), initial=0))
         self.gradient_bytes = [plan.gradient_bytes(unit) for unit in units]
 
@@ -146,8 +148,10 @@ class Updates(Weights):
     def sizes(self, unit: int, chunk: int) -> ChunkBytes:
         """Return the bytes of a chunk."""
         start, stop = self.plan.chunk(unit, chunk)
-        kind = stop - start, unit in self.in_place
+        planes, in_place = self.plan.planes_of(unit), unit in self.in_place
+        kind = (stop - start, in_place) if not self.is_uneven else (unit, chunk)
         found = self.known_sizes.get(kind)
         if found is None:
-            found = self.known_sizes[kind] = chunk_bytes(self.plan, stop - start, self.plan.planes_of(unit))
+            states = self.plan.chunk_state_bytes(unit, chunk)
+            found = self.known_sizes[kind] = chunk_bytes(self.plan, stop - start, planes, states)
         return found

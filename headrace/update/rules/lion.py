@@ -31,6 +31,9 @@ class Lion(Optimizer):
     """Lion with decoupled weight decay: one fp32 state, 8 bytes per parameter with bfloat16 compute."""
 
     name: ClassVar[str] = "lion"
+    gives_up: ClassVar[str] = (
+        "every number moves by the rate, whatever its gradient's size; rates must be 3 to 10 times smaller"
+    )
 
     beta1: float = option(0.9, Number(0, 1, below=True), "What of the momentum the step's sign is taken of.")
     beta2: float = option(

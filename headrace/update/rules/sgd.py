@@ -38,6 +38,7 @@ class SGD(Optimizer):
     """
 
     name: ClassVar[str] = "sgd"
+    gives_up: ClassVar[str] = "no rate of its own for each number: language models learn slowly, and rates are hard to find"
 
     momentum: float = option(
         0.9,

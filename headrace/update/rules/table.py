@@ -7,14 +7,20 @@ from headrace.terms.errors import ConfigError
 from headrace.terms.optimizer import Optimizer, parse_optimizer
 from headrace.terms.options import Options
 from headrace.update.rule import UpdateRule
+from headrace.update.rules.adafactor import Adafactor, AdafactorRule
+from headrace.update.rules.adalomo import AdaLomo, AdaLomoRule
 from headrace.update.rules.adamw import AdamW, AdamWRule
 from headrace.update.rules.lion import Lion, LionRule
+from headrace.update.rules.lomo import Lomo, LomoRule
 from headrace.update.rules.sgd import SGD, sgd_rule
 
 RULES: dict[type[Optimizer], Callable[[Any, str], UpdateRule]] = {
     AdamW: AdamWRule,
     SGD: sgd_rule,
     Lion: LionRule,
+    Lomo: LomoRule,
+    AdaLomo: AdaLomoRule,
+    Adafactor: AdafactorRule,
 }
 
 

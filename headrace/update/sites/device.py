@@ -11,7 +11,8 @@ from dataclasses import replace
 from torch import Tensor
 
 from headrace.terms.errors import ConfigError
-from headrace.terms.layout import GroupRange, ItemRange
+from headrace.terms.cuts import lengths_of, parts_of
+from headrace.terms.layout import GroupRange, ItemRange, Padding
 from headrace.terms.sizes import round_up
 from headrace.update.rule import StepScalars, UpdateRule, group_pieces, refuse_cut_blocks
 from headrace.update.tensor_rule import item_shares, items_rule
@@ -58,17 +59,20 @@ class DeviceUpdater:
                 nothing is changed then.
         """
         planes = self.rule.planes
-        lengths = (stop - start, stop - start, *(plane.num_values(stop - start) for plane in planes.states))
+        pieces = group_pieces(groups, start, stop)
+        lengths = (stop - start, stop - start, *lengths_of(planes.states, pieces, start))
         for tensor, length in zip((weight, gradient, *states), lengths, strict=False):
             if tensor.shape != (length,):
                 raise ConfigError(
                     f"update: elements [{start}, {stop}) take tensors of shape ({length},), found {tuple(tensor.shape)}"
                 )
-        pieces = group_pieces(groups, start, stop)
         refuse_cut_blocks(planes, (piece.start for piece in pieces))
-        for share in self._shares(pieces):
+        shares = list(self._shares(pieces))
+        for share, places in zip(shares, parts_of(planes.states, shares, start), strict=True):
             part = slice(share.start - start, share.stop - start)
-            parts = tuple(state[plane.part(part.start, part.stop)] for plane, state in zip(planes.states, states, strict=False))
+            parts = tuple(state[place] for state, place in zip(states, places, strict=False))
+            if isinstance(share, Padding):
+                continue
             if isinstance(share, ItemRange):
                 items_rule(self.rule).apply_to_items(weight[part], parts, gradient[part], step, share)
             else:
@@ -77,7 +81,9 @@ class DeviceUpdater:
 
     def _shares(self, pieces: Sequence[GroupRange]) -> Iterator[GroupRange]:
         for piece in pieces:
-            if isinstance(piece, ItemRange):
+            if isinstance(piece, Padding):
+                yield piece
+            elif isinstance(piece, ItemRange):
                 yield from item_shares(piece, self.piece_elements)
             else:
                 for begin in range(piece.start, piece.stop, self.piece_elements):

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.terms.cuts import HOST_ITEM_ELEMENTS
+from headrace.terms.cuts import HOST_ITEM_ELEMENTS, lengths_of, parts_of
 from headrace.terms.errors import ConfigError
-from headrace.terms.layout import UNIT_ALIGNMENT, GroupRange, ItemRange, PlaneSet
+from headrace.terms.layout import UNIT_ALIGNMENT, GroupRange, ItemRange, Padding, PlaneSet
 from headrace.terms.sizes import round_up
 from headrace.update.norm import square_sum
 from headrace.update.rule import Checksums, StepScalars, Summing, UpdateRule, group_pieces, refuse_cut_blocks
@@ -64,7 +64,8 @@ class Updater:
         states = tuple(np.zeros(plane.num_values(UNIT_ALIGNMENT), plane.dtype) for plane in planes.states)
         gradient = np.zeros(UNIT_ALIGNMENT, gradient_dtype)
         summing = _Sums(planes, UNIT_ALIGNMENT).of_share(0) if self.rule.sums else None
-        self.rule.apply(weight, states, gradient, StepScalars(learning_rate=0.0, update=1), 0.0, 1.0, 0, 0, summing)
+        if not self.rule.figures.takes_vectors:
+            self.rule.apply(weight, states, gradient, StepScalars(learning_rate=0.0, update=1), 0.0, 1.0, 0, 0, summing)
         square_sum(gradient)
 
     def update_range(
@@ -93,28 +94,29 @@ class Updater:
                 the planes; nothing has been changed then.
         """
         planes, num_elements = self.rule.planes, stop - start
-        lengths = [plane.num_values(num_elements) for plane in planes.states]
+        pieces = group_pieces(groups, start, stop)
+        lengths = lengths_of(planes.states, pieces, start)
         named = [(f"state {i}", s, length) for i, (s, length) in enumerate(zip(states, lengths, strict=False))]
         for name, array, length in (("weight", weight, num_elements), ("gradient", gradient, num_elements), *named):
             if array.shape != (length,):
                 raise ConfigError(
                     f"update of elements [{start}, {stop}): {name} must have shape ({length},), found {array.shape}"
                 )
-        pieces = group_pieces(groups, start, stop)
         refuse_cut_blocks(planes, (piece.start for piece in pieces))
-        shares = deque(self._shares(pieces, num_elements))
+        in_order = self._shares(pieces, num_elements)
+        shares = deque(zip(in_order, parts_of(planes.states, in_order, start), strict=True))
         sums = _Sums(planes, num_elements) if take_checksums and self.rule.sums else None
 
         def work() -> None:
             while shares:
                 try:
-                    share = shares.popleft()
+                    share, places = shares.popleft()
                 except IndexError:  # another thread took the last one
                     return
                 part = slice(share.start - start, share.stop - start)
-                parts = tuple(
-                    state[plane.part(part.start, part.stop)] for plane, state in zip(planes.states, states, strict=False)
-                )
+                parts = tuple(state[place] for state, place in zip(states, places, strict=False))
+                if isinstance(share, Padding):
+                    continue
                 if isinstance(share, ItemRange):
                     self._update_items(weight[part], parts, gradient[part], step, share)
                     continue
@@ -150,6 +152,9 @@ class Updater:
         share_elements = max(round_up(-(-num_elements // num_shares), UNIT_ALIGNMENT), _SMALLEST_SHARE_ELEMENTS)
         shares: list[GroupRange] = []
         for piece in pieces:
+            if isinstance(piece, Padding):
+                shares.append(piece)
+                continue
             if isinstance(piece, ItemRange):
                 shares += item_shares(piece, HOST_ITEM_ELEMENTS)
                 continue

@@ -1,0 +1,50 @@
+"""Adafactor (Shazeer & Stern 2018, algorithm 5 with decoupled decay), as `torch.optim.Adafactor` defines it, in fp32.
+
+Factored second moments, no momentum; a step's root-mean-square is bounded, and its rate, `min(lr, 1/sqrt(t))`, is multiplied by
+that of the weights. Two things differ from torch: of a stack of matrices each is one by itself, its scales included, and
+`eps1` has one value, that of fp32, whatever compute's type.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+from headrace.terms.declared import option
+from headrace.terms.optimizer import Optimizer
+from headrace.terms.option_kinds import Number
+from headrace.update.rules.factored import FactoredRule, Factoring, weight_of_newest
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adafactor(Optimizer):
+    """Adafactor: 4 bytes per parameter with bfloat16 compute, and four for each row and column of a matrix."""
+
+    name: ClassVar[str] = "adafactor"
+    gives_up: ClassVar[str] = "no momentum, second moments for rows and columns alone; rates are relative to weights (try 1e-2)"
+
+    beta2_decay: float = option(-0.8, Number(-1, 0), "Means of squares: the newest counts for t to this power.")
+    eps1: float = option(2.0**-23, Number(above=True), "The least mean of a row's moments; squared, the least moment.")
+    eps2: float = option(1e-3, Number(above=True), "The least root-mean-square of weights that a rate is multiplied by.")
+    d: float = option(1.0, Number(above=True), "Root-mean-square that a matrix's step is scaled down to.")
+
+
+class AdafactorRule(FactoredRule):
+    """Adafactor over the planes of one compute dtype.
+
+    Raises:
+        ConfigError: there is no such compute dtype.
+    """
+
+    def __init__(self, optimizer: Adafactor, compute_dtype: str) -> None:
+        factoring = Factoring(
+            row_floor=optimizer.eps1,
+            moment_floor=optimizer.eps1**2,
+            threshold=optimizer.d,
+            weight_floor=optimizer.eps2,
+        )
+        super().__init__("Adafactor", compute_dtype, factoring)
+        self._optimizer = optimizer
+
+    def newest_and_rate(self, update: int, rate: float) -> tuple[float, float]:
+        """Return what the newest squares count for, and the rate, bounded."""
+        return weight_of_newest(update, self._optimizer.beta2_decay), min(rate, 1.0 / math.sqrt(update))
