@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+from headrace.plan import words
 from headrace.plan.results import Results
 from headrace.terms.cuts import (
     chunk_borders,
@@ -21,7 +22,6 @@ from headrace.terms.errors import ConfigError
 from headrace.terms.forms import DEVICE, SSD, UnitFigures
 from headrace.terms.layout import PlaneSet
 from headrace.terms.rule_figures import RuleFigures
-from headrace.terms.sizes import format_bytes
 from headrace.terms.summing import SEQUENTIAL
 
 # 2: results are a value of their own. Plans of format 1 did not say so.
@@ -374,60 +374,15 @@ class Plan:
             known[name] = tuple(tuple(items) for items in known[name])
         return cls(**known)
 
-    def _explain_stash(self) -> str:
-        homes = [f"{len(blocks)} on {tier}" for tier in ("device", "host", "ssd") if (blocks := self.blocks_stashed_on(tier))]
-        kept = sum(len(ordinals) for ordinals in self.kept)
-        return f"inputs of blocks: {', '.join(homes)}; {kept} operator outputs kept ({format_bytes(self._kept_total())} a step)"
-
     def explain_update(self) -> str:
         """Return when updates run, and where."""
-        every = self.device_update_every
-        on_device = "; all on the device" if every == 1 else f"; one chunk of {every} on the device"
-        return self._explain_policy() + (on_device if self.device_state_slots else "")
-
-    def _explain_policy(self) -> str:
-        held = f", gradients held on {self.held_gradients}"
-        if self.update_policy == "deferred":
-            return f"deferred, behind forward{held}"
-        if self.update_policy == "rerun":
-            return "behind backward, no gradient held; a step that must be clipped is run again, which takes as long once more"
-        late = f", {len(self.late_units)} of {len(self.units)} units behind forward" if self.late_units else ""
-        return f"{self.update_policy}, behind backward{late}{held if late or self.update_policy == 'speculative' else ''}"
-
-    def _kept_total(self) -> int:
-        return sum(self.kept_bytes) * self.num_micro_batches
+        return words.update_of(self)
 
     def explain(self) -> str:
         """Return the plan's choices in words, and its peaks in one line for each tier."""
-        lines = [
-            f"model    {_count(self.num_parameters)} parameters, {self.num_blocks} blocks, {self.compute_dtype} compute"
-            + f", {self.rule.name}",
-            f"step     {self.tokens_per_step} tokens = {self.num_micro_batches} micro-"
-            f"batch{'es' if self.num_micro_batches > 1 else ''} of {self.micro_batch_sequences} x {self.sequence_length}",
-            f"update   {self.explain_update()}; "
-            f"every {'step' if self.checkpoint_every == 1 else f'{self.checkpoint_every} steps'} a checkpoint",
-            f"threads  {self.compute_threads} for compute, {self.update_threads} for updates",
-            f"slots    {self.host_slots} blocks in host memory"
-            + (f", {self.device_slots} on the device" if self.separate_device else "")
-            + f"; states of {len(self.resident_states)} of {len(self.units)} units in memory",
-            f"replay   {self._explain_stash()}",
-        ]
-        if self.freed_memory == "kept":
-            lines.append("heap     freed memory is kept for the next operations")
-        lines += self.results.explain_peaks()
-        if self.results.speculation:
-            lines.append(f"clipping {self.results.speculation.explain()}")
-        lines += [f"note     {note}" for note in self.results.notes]
-        return "\n".join(lines)
+        return words.words_of(self)
 
 
 def spread(count: int, num_blocks: int) -> tuple[int, ...]:
     """Return `count` of the blocks 1..num_blocks, evenly spread."""
     return tuple(block for block in range(1, num_blocks + 1) if block * count // num_blocks > (block - 1) * count // num_blocks)
-
-
-def _count(number: int) -> str:
-    for factor, letter in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if number >= factor:
-            return f"{number / factor:.3g} {letter}"
-    return str(number)

@@ -14,7 +14,7 @@ from enum import StrEnum
 from headrace.terms.cuts import Cuts, chunk_borders, is_uneven, state_bytes
 from headrace.terms.errors import ConfigError
 from headrace.terms.layout import UNIT_ALIGNMENT, Plane, PlaneSet, UnitLayout
-from headrace.terms.sizes import PAGE_BYTES, round_up
+from headrace.terms.sizes import PAGE_BYTES
 
 # The families that every trained unit may have; others name theirs.
 WEIGHTS, STATES = "weights", "states"

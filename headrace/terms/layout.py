@@ -23,8 +23,8 @@ class Plane:
     `bytes_per_element` are the bytes of one number.
 
     `of` says of what there are numbers, under a rule of rows or matrices (*items*, `terms.cuts`): of each `element`; of the
-    `sides` of each item, its rows and its columns, and of an item of one row its columns alone; or of elements `alone`, those of no
-    item. Of the last two a plane has as many numbers as `terms.cuts.num_values` says, which is at most as many as elements.
+    `sides` of each item, its rows and its columns, and of an item of one row its columns alone; or of elements `alone`, of
+    no item. Of the last two a plane has as many numbers as `terms.cuts.num_values` says, which is at most as many as elements.
     """
 
     name: str

@@ -33,8 +33,8 @@ class RuleFigures:
         temporary_bytes: the most that an update on a device allocates at once, per element of the piece it works on; with whole
             rows or matrices, an update on the host does, too.
         device_traffic_bytes: what torch's kernels read and write of device memory, per element; None: only the host updates.
-        clips_by_rerun: updates are begun as if nothing had to be clipped, no gradient is held, and where the norm says otherwise
-            the whole step is run again: for rules whose point is how little they keep.
+        clips_by_rerun: updates are begun as if nothing had to be clipped, no gradient is held, and where the norm says
+            otherwise the whole step is run again: for rules whose point is how little they keep.
     """
 
     name: str

@@ -36,12 +36,12 @@ class TensorRule(ABC):
     """
 
     def __init__(self, figures: RuleFigures, alone: ElementRule | None) -> None:
-        planes = alone.planes if alone else figures.planes
+        planes, name = (alone.planes, alone.figures.name) if alone else (figures.planes, "none")
         is_known = (alone is None) == figures.takes_vectors
         if figures.grain is Grain.ELEMENT or planes != figures.planes or planes.block_elements > 1 or not is_known:
             raise ConfigError(
-                f"{figures.name}: a rule of rows or matrices says that grain, and has the planes of the rule of elements alone, "
-                f"with a number for each element; found grain {figures.grain}, and {alone.figures.name if alone else 'none'}"
+                f"{figures.name}: a rule of rows or matrices says that grain, and has the planes of the rule of elements "
+                f"alone, with a number for each element; found grain {figures.grain}, and {name}"
             )
         self._figures = figures
         # What is of no row or matrix another rule updates: see `UpdateRule.apply`.

@@ -25,7 +25,7 @@ REFERENCES: dict[str, Callable[[list[dict[str, Any]]], torch.optim.Optimizer]] =
     "adafactor": lambda groups: torch.optim.Adafactor(groups, lr=RATE, foreach=False),
     "lion:beta2=0.95": lambda groups: PlainLion(groups, lr=RATE, betas=(0.9, 0.95)),
 }
-QUICK = ("lomo",)
+QUICK = ("lomo", "adalomo")
 
 
 @pytest.mark.parametrize("optimizer", sampled(REFERENCES, QUICK))

@@ -1,5 +1,6 @@
 """Each rule keeps the contract of rules."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from headrace.update.rules.adamw import AdamW
 from headrace.update.rules.lion import Lion
 from headrace.update.rules.lomo import Lomo
 from headrace.update.rules.sgd import SGD
+from headrace.update.rules.table import RULES
 
 
 class TestAdamW(RuleContract):
@@ -106,6 +108,17 @@ def test_sgd_takes_eight_bytes_of_a_parameter_and_adamw_twelve() -> None:
     assert sizes == {"SGD": 8, "AdamW": 12}
 
 
+def test_the_table_of_rules_says_what_each_takes_and_gives_up() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "rules.md").read_text()
+    sizes = {
+        kind: sum(plane.bytes_per_element for plane in (planes.weight, *planes.states) if plane.of == "element")
+        for kind in RULES
+        for planes in (rule_of(kind(), "bfloat16").planes,)
+    }
+    rows = [f"| `{kind.name}` | {sizes[kind]} | {kind.gives_up or 'nothing'} |" for kind in RULES]
+    assert [line for line in page.splitlines() if line.startswith("| `")] == rows
+
+
 @pytest.mark.parametrize("momentum", [1.0, -0.5, float("nan")])
 def test_a_momentum_that_cannot_be_is_refused(momentum: float) -> None:
     with pytest.raises(ConfigError, match="momentum: expected a number >= 0 and < 1"):
@@ -113,7 +126,7 @@ def test_a_momentum_that_cannot_be_is_refused(momentum: float) -> None:
 
 
 def test_an_optimizer_that_is_no_rule_is_refused() -> None:
-    with pytest.raises(ConfigError, match="is none of the rules AdamW, SGD, Lion, Lomo"):
+    with pytest.raises(ConfigError, match="is none of the rules AdamW, SGD, Lion, Lomo, AdaLomo, Adafactor"):
         rule_of(Optimizer(), "bfloat16")
     with pytest.raises(ConfigError, match="'int4' is not one of bfloat16"):
         rule_of(SGD(), "int4")

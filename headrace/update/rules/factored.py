@@ -2,9 +2,9 @@
 Adafactor have in common.
 
 The moment of element (i, j) is estimated as `R_i C_j / mean(R)`, of running means R of the squared gradients of rows and C of
-those of columns: (rows + columns) numbers instead of rows x columns. It is exact where the squares are of rank one. A vector has
-a moment of its own for each number. A step is scaled down where its root-mean-square is above a threshold, and up with that of
-the weights: both are of the whole matrix, so each is read three times: for the moments, for the scales, for the update. Of a
+those of columns: (rows + columns) numbers instead of rows x columns. It is exact where the squares are of rank one. A vector
+has a moment of its own for each number. A step is scaled down where its root-mean-square is above a threshold, and up with that
+of the weights: both are of the whole matrix, so each is read three times: for the moments, for the scales, for the update. Of a
 stack of matrices (experts) each is one by itself.
 
 Compiled loops on the host alone, an item a thread: sums are taken in fp64 in one order, all else in fp64 from fp32 numbers, and
@@ -184,9 +184,10 @@ _MASTERS = {
 @inlined
 def _moments_of_vector(columns: Any, k: Any, gradient: Any, sides: Any, moments: Any) -> None:
     """Move the moment of each number of a vector towards its square."""
+    keep = 1.0 - k[1]
     for j in range(columns):
         g = np.float64(widened(gradient[j])) * k[0]
-        sides[j] = np.float32(sides[j] + k[1] * (g * g + k[2] - sides[j]))
+        sides[j] = np.float32(sides[j] * keep + (g * g + k[2]) * k[1])
         moments[j] = sides[j]
 
 
@@ -194,18 +195,18 @@ def _moments_of_vector(columns: Any, k: Any, gradient: Any, sides: Any, moments:
 def _moments_of_matrix(rows: Any, columns: Any, k: Any, gradient: Any, sides: Any, moments: Any) -> Any:
     """Move R and C towards the means of squares of rows and columns; return what R is divided by in the estimate."""
     moments[:] = 0.0
-    mean = 0.0
+    keep, mean = 1.0 - k[1], 0.0
     for i in range(rows):
         row = 0.0
         for j in range(columns):
             g = np.float64(widened(gradient[i * columns + j])) * k[0]
             row += g * g
             moments[j] += g * g
-        sides[i] = np.float32(sides[i] + k[1] * (row / columns + k[2] - sides[i]))
+        sides[i] = np.float32(sides[i] * keep + (row / columns + k[2]) * k[1])
         mean += sides[i]
     for j in range(columns):
         place = rows + j
-        sides[place] = np.float32(sides[place] + k[1] * (moments[j] / rows + k[2] - sides[place]))
+        sides[place] = np.float32(sides[place] * keep + (moments[j] / rows + k[2]) * k[1])
         moments[j] = sides[place]
     return max(mean / rows, k[3])
 

@@ -1,12 +1,12 @@
 """LOMO (Lv et al. 2023, "Full Parameter Fine-tuning for Large Language Models with Limited Resources"), in fp32.
 
-Gradient descent that keeps nothing: no momentum, no moments, and no gradient beyond its unit's update. Decay is decoupled, as in
-the authors' code: `p <- p (1 - lr wd) - lr g`. There are two differences from that code. The weights are the upper half of a
+Gradient descent that keeps nothing: no momentum, no moments, and no gradient beyond its unit's update. Decay is decoupled, as
+in the authors' code: `p <- p (1 - lr wd) - lr g`. There are two differences from that code. The weights are the upper half of a
 fp32 master, whose other half is all that is read and written besides: theirs rounds to 16 bits at each step, where most of
 small updates vanish. And one update follows all micro-batches of a step, not each of them.
 
-Where gradients are clipped to a global norm, theirs takes two backward passes; here a step is run again with the factor that its
-norm asked for, if it asked for one (`RuleFigures.clips_by_rerun`).
+Where gradients are clipped to a global norm, theirs takes two backward passes; here a step is run again with the factor that
+its norm asked for, if it asked for one (`RuleFigures.clips_by_rerun`).
 """
 
 from collections.abc import Sequence

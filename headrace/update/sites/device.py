@@ -10,8 +10,8 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from headrace.terms.errors import ConfigError
 from headrace.terms.cuts import lengths_of, parts_of
+from headrace.terms.errors import ConfigError
 from headrace.terms.layout import GroupRange, ItemRange, Padding
 from headrace.terms.sizes import round_up
 from headrace.update.rule import StepScalars, UpdateRule, group_pieces, refuse_cut_blocks
