@@ -18,7 +18,7 @@ from headrace.answers.allowances import default_device_bytes, default_device_ove
 from headrace.answers.model_config import check_positions, position_limit, read_parts
 from headrace.answers.plan_report import Alternative, PlanReport
 from headrace.answers.question import Place, Question, runtime_bytes
-from headrace.answers.variants import Variant, adapters, nearest_variants, smaller_states, subspaces
+from headrace.answers.variants import Variant, adapters, nearest_variants, other_rules, smaller_states, subspaces
 from headrace.files import Beside, default_ssd_bytes, file_systems
 from headrace.machine.cpu import CpuMachine
 from headrace.machine.host_memory import anonymous_bytes
@@ -277,6 +277,8 @@ class _ModelPlans:
     def _problem(self, question: Question) -> Problem:
         rule, forms = rule_of(question.optimizer, self._chain.compute_dtype).figures, self.forms(question)
         own = rule_of(question.optimizer, "float32").figures if any(form.has_own_family for form in forms) else None
+        if own and isinstance(question.wire, SubspaceWire):
+            question.wire.refuse(own.planes.states)
         costs_of = partial(self._costs, question.wire, length=question.workload.sequence_length)
         return question.problem(forms, costs_of, rule, own)
 
@@ -313,12 +315,12 @@ class _ModelPlans:
         """Return the variants of a plan whose step the SSDs limit that move fewer bytes over them, if they are faster.
 
         The plan stays as it is but for one change: weights that stay in host memory, or smaller states. Where subspaces are
-        trained in place of whole matrices, it is another plan.
+        trained in place of whole matrices, or by another rule, it is another plan.
         """
         if found is None or found.bottleneck not in (Lane.SSD_READ, Lane.SSD_WRITE):
             return ()
         variants = [*self._weights_in_host_memory(question, plan), *self._smaller_states(question, plan)]
-        for words, options, other in (*subspaces(question), *adapters(question)):
+        for words, options, other in (*subspaces(question), *adapters(question), *other_rules(question)):
             with suppress(PlanInfeasible):
                 variants.append((words, options, self.quick_plan(other)))
         made = (self.alternative(*variant, most_operations=_MOST_OPERATIONS) for variant in variants)
@@ -348,7 +350,9 @@ class _ModelPlans:
     ) -> Alternative:
         """Return a variant with its times."""
         step_seconds = self._seconds_of(plan, most_operations)
+        written = self._seconds_of.forecast(plan).ssd_bytes_written_per_step
         return Alternative(
+            ssd_bytes_written_per_step=written,
             change=change,
             options=options,
             step_seconds=step_seconds,

@@ -110,7 +110,9 @@ def _alternatives(report: PlanReport) -> Iterator[str]:
         yield _line("instead", "no variant was found that fits; a smaller model, or a machine with more memory, is needed")
     for alternative in report.alternatives:
         time = f"{format_seconds(alternative.step_seconds)} per step, {plain_figure(alternative.tokens_per_second, 4)} tokens/s"
-        yield _line("instead", f"{alternative.change}: {time}")
+        takes = f"{format_bytes(alternative.peak_bytes['host'])} of host memory"
+        wear = f"{format_bytes(alternative.ssd_bytes_written_per_step)} written per step"
+        yield _line("instead", f"{alternative.change}: {time}, {takes}, {wear}")
 
 
 def _count(parameters: int) -> str:

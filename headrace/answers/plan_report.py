@@ -23,6 +23,7 @@ class Alternative:
     step_seconds: float
     tokens_per_second: float
     peak_bytes: dict[str, int]
+    ssd_bytes_written_per_step: int
 
     def to_json(self) -> dict[str, Any]:
         """Return the alternative as plain JSON values."""

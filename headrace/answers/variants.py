@@ -1,13 +1,13 @@
 """The nearest variants that fit, for a question whose answer is no.
 
-Each changes one thing where one is enough: fewer tokens per step, shorter sequences, no clipping, smaller states, more memory
-or space.
+Each changes one thing where one is enough: fewer tokens per step, shorter sequences, no clipping, smaller states, another rule,
+more memory or space.
 Invariant: every variant returned has been planned, and fits.
 """
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from headrace.answers.question import Question
@@ -15,9 +15,10 @@ from headrace.plan.plan import Plan
 from headrace.terms.adapter import Lora
 from headrace.terms.ceilings import MOST_BYTES
 from headrace.terms.errors import ConfigError, PlanInfeasible
-from headrace.terms.optimizer import ALL
+from headrace.terms.optimizer import ALL, Optimizer
 from headrace.terms.sizes import GIB, MIB, format_bytes, round_up
 from headrace.update import rule_of
+from headrace.update.rules.table import RULES
 from headrace.update.wire import SubspaceWire
 from headrace.update.wires import AdapterWire, DenseWire, Lsp, LspWire
 
@@ -44,6 +45,8 @@ def nearest_variants(
         found += _first_that_fits(smaller_states(question), plan, out_of_time)
         found += _first_that_fits(subspaces(question), plan, out_of_time)
         found += _first_that_fits(adapters(question), plan, out_of_time)
+        for other in other_rules(question):
+            found += _first_that_fits([other], plan, out_of_time)
     smallest = list(_one_short_sequence(question))[-1:]
     if not list(_first_that_fits(smallest, plan, out_of_time)):
         return tuple(found)  # the weights alone are too much
@@ -111,6 +114,26 @@ def smaller_states(question: Question) -> Iterator[Candidate]:
     if smaller := question.optimizer.smaller():
         words, optimizer = smaller
         yield words, {"optimizer": optimizer.text}, replace(question, optimizer=optimizer)
+
+
+def other_rules(question: Question) -> Iterator[Candidate]:
+    """Yield the question under rules that keep less, each with what is given up, where all is trained in place."""
+    if question.wire.name != DenseWire.name:
+        return
+    now, own = question.optimizer, _bytes_per_element(question.optimizer, question.compute_dtype)
+    common = {each.name: getattr(now, each.name) for each in fields(Optimizer)}
+    for kind in RULES:
+        if kind.is_offered and kind.name != now.name:
+            other = kind(**common)
+            if (size := _bytes_per_element(other, question.compute_dtype)) < own:
+                words = f"{kind.name}, {size} bytes a parameter instead of {own} ({kind.gives_up})"
+                yield words, {"optimizer": kind.name}, replace(question, optimizer=other)
+
+
+def _bytes_per_element(optimizer: Optimizer, compute_dtype: str) -> int:
+    planes = rule_of(optimizer, compute_dtype).planes
+    whole = (plane for plane in (planes.weight, *planes.states) if plane.of == "element")
+    return round(sum(plane.bytes_per_element / plane.elements_per_value for plane in whole))
 
 
 def subspaces(question: Question) -> Iterator[Candidate]:

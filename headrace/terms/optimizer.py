@@ -48,6 +48,8 @@ class Optimizer(Declared):
     """What `--optimizer` calls the rule."""
     gives_up: ClassVar[str] = ""
     """What is given up in comparison with AdamW, in words: for whoever is offered the rule in its place."""
+    is_offered: ClassVar[bool] = False
+    """Whether a plan offers it in place of a rule that keeps more."""
 
     lr: float = option(1e-5, Number())
     weight_decay: float = option(0.0, Number())

@@ -23,6 +23,7 @@ class AdaLomo(Optimizer):
     """AdaLomo: 4 bytes per parameter with bfloat16 compute, and four for each row and column of a matrix."""
 
     name: ClassVar[str] = "adalomo"
+    is_offered: ClassVar[bool] = True
     gives_up: ClassVar[str] = "no momentum, second moments for rows and columns alone; rates are relative to weights (try 5e-4)"
 
     decay_rate: float = option(0.8, Number(0, 1), "How fast means of squares become long: beta2 is 1 - t^-rate.")

@@ -38,7 +38,6 @@ SIDES = Plane("sides", "float32", 4, of="sides")
 _FLOPS_PER_ELEMENT = 40  # the three passes together, roots and divisions as one each
 # Of a core, in parts of the default rule's loop: three passes, and a root and a division in double precision in two of them.
 _CORE_RATE = 0.2
-_TEMPORARY_BYTES = 8  # of a vector, fp64 moments; of a matrix far less
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +73,7 @@ class FactoredRule(TensorRule):
                 takes_vectors=True,
                 flops_per_element=_FLOPS_PER_ELEMENT,
                 core_rate=_CORE_RATE,
-                temporary_bytes=_TEMPORARY_BYTES,
+                temporary_bytes=0,  # but 8 bytes for each column
                 clips_by_rerun=True,
             ),
             None,

@@ -31,6 +31,7 @@ class Lion(Optimizer):
     """Lion with decoupled weight decay: one fp32 state, 8 bytes per parameter with bfloat16 compute."""
 
     name: ClassVar[str] = "lion"
+    is_offered: ClassVar[bool] = True
     gives_up: ClassVar[str] = (
         "every number moves by the rate, whatever its gradient's size; rates must be 3 to 10 times smaller"
     )

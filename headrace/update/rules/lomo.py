@@ -33,6 +33,7 @@ class Lomo(Optimizer):
     """LOMO: gradient descent without states, 4 bytes per parameter with bfloat16 compute."""
 
     name: ClassVar[str] = "lomo"
+    is_offered: ClassVar[bool] = True
     gives_up: ClassVar[str] = "gradient descent: no momentum, no rate of its own for each number; a clipped step takes two"
 
 

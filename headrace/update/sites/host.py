@@ -21,7 +21,7 @@ from headrace.terms.layout import UNIT_ALIGNMENT, GroupRange, ItemRange, Padding
 from headrace.terms.sizes import round_up
 from headrace.update.norm import square_sum
 from headrace.update.rule import Checksums, StepScalars, Summing, UpdateRule, group_pieces, refuse_cut_blocks
-from headrace.update.tensor_rule import item_shares, items_rule
+from headrace.update.tensor_rule import TensorRule, item_shares, items_rule
 from headrace.update.tensors import as_tensor
 
 # Shares per thread: a thread that the system interrupts leaves its remaining shares to the others.
@@ -64,7 +64,7 @@ class Updater:
         states = tuple(np.zeros(plane.num_values(UNIT_ALIGNMENT), plane.dtype) for plane in planes.states)
         gradient = np.zeros(UNIT_ALIGNMENT, gradient_dtype)
         summing = _Sums(planes, UNIT_ALIGNMENT).of_share(0) if self.rule.sums else None
-        if not self.rule.figures.takes_vectors:
+        if not (isinstance(self.rule, TensorRule) and self.rule.figures.takes_vectors):
             self.rule.apply(weight, states, gradient, StepScalars(learning_rate=0.0, update=1), 0.0, 1.0, 0, 0, summing)
         square_sum(gradient)
 
