@@ -256,3 +256,21 @@ def test_float32_has_no_wider_products() -> None:
     plain.multiply_wide()
     assert not plain.wide_products
     assert not plain.notes
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 4])
+@pytest.mark.parametrize("turned", [True, False])
+def test_few_rows_are_multiplied_as_they_are_where_weights_are_stored_by_outputs(rows: int, turned: bool) -> None:
+    """By shape and layout alone, so alike wherever weights lie; and rounded once, as others are."""
+    left, right = numbers((rows, 200), torch.bfloat16, 1), numbers((200, 96), torch.bfloat16, 2, transposed=turned)
+    with Seen() as seen, WideProducts():
+        found = left @ right
+    assert (torch.bfloat16 in seen.dtypes) is (turned and rows <= products.FEW_ROWS)
+    assert_rounded_once(found, left.double() @ right.double(), 200)
+    shifted = torch.empty(200 * 96 + 1, dtype=torch.bfloat16)[1:].view(96, 200) if turned else right
+    with WideProducts():
+        again = left @ (shifted.copy_(right.t()).t() if turned else right)
+    assert torch.equal(again, found)
+    with Seen() as seen, WideProducts():
+        numbers((rows, 200), torch.float16, 1) @ numbers((200, 96), torch.float16, 2, transposed=turned)
+    assert torch.float16 not in seen.dtypes
