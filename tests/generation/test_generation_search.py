@@ -1,6 +1,7 @@
 """The plan of a generation fits, is as fast as the best of all small placements, and no slower with more memory."""
 
 import itertools
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from transformers import Qwen3MoeConfig
 
 from headrace.answers.generation import plan_generation
 from headrace.cli import main
+from headrace.plan.caches import CachePlan
 from headrace.plan.experts import ExpertFigures
 from headrace.plan.footprint import Allowance
 from headrace.plan.generation import GenerationPlan
@@ -42,6 +44,7 @@ def costs_of(rows: int) -> GenerationCosts:
         cache_token_bytes=(rows << 14,) * BLOCKS,
         head_flops=1e7 * rows,
         head_bytes=rows << 16,
+        tiered=(True,) * BLOCKS,
     )
 
 
@@ -112,6 +115,33 @@ def test_the_plan_is_as_fast_as_the_best_of_all(host: int, device: int | None, m
     assert fits(plan)
     best = min(seconds(each, asked) for each in everything(asked, plan))
     assert seconds(plan, asked) <= best * 1.01
+
+
+@pytest.mark.parametrize("host", [170 * MIB, 200 * MIB])
+def test_caches_lie_where_it_is_fastest(host: int) -> None:
+    """Of every division of the blocks' caches between memory and drives, with every number of rows, seats and slots."""
+    asked = replace(question(host, 12), has_drives=True)
+    plan = make_generation_plan(asked)
+    assert fits(plan)
+    best = math.inf
+    for homes, slots in itertools.product(itertools.product(("compute", "ssd"), repeat=BLOCKS), (2, 4)):
+        caches = CachePlan(homes=homes if "ssd" in homes else (), slots=slots)
+        for rows, seats, held in itertools.product((1, 2, 4, 8, 12), (1, 2, 4, 8, 12), range(2, BLOCKS + 1)):
+            if rows * (seats - 1) >= asked.prompts:
+                continue
+            place = {"rows": rows, "seats": seats, "host_slots": held, "prefetch": min(2, held - 1), "caches": caches}
+            found = with_peaks(replace(plan, costs=costs_of(rows), **place), asked.allowance)
+            best = min(best, seconds(found, asked) if fits(found) else math.inf)
+    assert seconds(plan, asked) <= best * 1.02
+    without = make_generation_plan(question(host, 12))
+    assert seconds(plan, asked) <= seconds(without, asked) * 1.001
+
+
+@settings(max_examples=10)
+@given(st.integers(160, 300), st.integers(0, 120), st.integers(1, 40))
+def test_with_drives_for_caches_more_memory_is_never_slower(host_mib: int, more_mib: int, prompts: int) -> None:
+    asked, more = (replace(question(mib * MIB, prompts), has_drives=True) for mib in (host_mib, host_mib + more_mib))
+    assert seconds(make_generation_plan(more), more) <= seconds(make_generation_plan(asked), asked) * 1.01
 
 
 @settings(max_examples=25)
