@@ -79,10 +79,8 @@ class TernaryCodec:
         if into.device.type != "cpu":
             self._decode_on_device(parts, into, rows)
             return
-        low, high = _level_bits(parts["levels"], into.dtype)
-        kind = _BITS[into.element_size()]
-        out = into.view(torch.int16 if kind is np.uint16 else torch.int32).numpy().view(kind)
-        damaged = self._loop(parts)(low, high, out, rows.start) if len(rows) else -1
+        levels = _bits(parts["levels"].to(into.dtype))
+        damaged = self._loop(parts)(levels, _bits(into), rows.start) if len(rows) else -1
         if damaged >= 0:
             refuse_damaged(int(damaged), len(parts["levels"]), into.shape[1])
 
@@ -140,12 +138,12 @@ class WordsCodec(TernaryCodec):
     def _loop(self, parts: Parts) -> Callable[..., int]:
         codes, offsets = parts["codes"].numpy(), parts["row_offsets"].numpy()
 
-        def loop(low: Any, high: Any, out: Any, first: int) -> int:
-            last = max(0, len(out) - 1 - -(-PADDED_LANES // out.shape[1]))
-            damaged = decode_words(codes, offsets, self._lanes, low, high, out, first)
+        def loop(levels: Any, out: Any, first: int) -> int:
+            last = max(0, len(out) - -(-PADDED_LANES // out.shape[1]))  # they have no room behind them
+            damaged = decode_words(codes, offsets, self._lanes, levels, out, first)
             if damaged >= 0:
                 return int(damaged)
-            return int(decode_last_words(codes, offsets, self._lanes, low, high, out[last:], first + last))
+            return int(decode_last_words(codes, offsets, self._lanes, levels, out[last:], first + last))
 
         return loop
 
@@ -184,7 +182,7 @@ class TritsCodec(TernaryCodec):
 
     def _loop(self, parts: Parts) -> Callable[..., int]:
         trits = parts["trits"].numpy()
-        return lambda low, high, out, first: decode_trits(trits, self._table, low, high, out, first)
+        return lambda levels, out, first: decode_trits(trits, self._table, levels, out, first)
 
     def _decode_on_device(self, parts: Parts, into: Tensor, rows: range) -> None:
         trits_in_torch(torch.from_numpy(self._table), parts, into, rows)
@@ -210,9 +208,7 @@ def share_of_zeros(symbols: Tensor) -> float:
     return 1.0 - float(torch.count_nonzero(symbols)) / max(1, symbols.numel())
 
 
-def _level_bits(levels: Tensor, dtype: torch.dtype) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return the bits of each row's least value and of its largest, in the dtype that is decoded to."""
-    wide = levels.to(dtype).T.contiguous()
-    kind = _BITS[wide.element_size()]
-    bits = wide.view(torch.int16 if kind is np.uint16 else torch.int32).numpy().view(kind)
-    return bits[0], bits[1]
+def _bits(values: Tensor) -> NDArray[Any]:
+    """Return the bits of values, of whose dtype numpy may know none."""
+    kind = _BITS[values.element_size()]
+    return values.contiguous().view(torch.int16 if kind is np.uint16 else torch.int32).numpy().view(kind)

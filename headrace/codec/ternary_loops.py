@@ -4,8 +4,8 @@ For whom: `ternary`, which checks shapes and dtypes. What is stored may be damag
 whose words do not make it, and writes nowhere but into `out`. All loops stand in this one file, for numba notices a change of a
 function's own file only, and run without the GIL on one core.
 
-Legend: `low`, `high`, `out` are the bits of weights, uint16 or uint32: of each row the least value and the largest, and what is
-filled, (rows, columns). Symbols are 0 for zero, 1 for `low`, 2 for `high`.
+Legend: `levels` and `out` are the bits of weights, uint16 or uint32: of each row the least value and the largest, (rows, 2), and
+what is filled, (rows, columns). Symbols are 0 for zero, 1 and 2 for the first and the second level.
 """
 
 from typing import Any
@@ -36,7 +36,7 @@ def _row_with_room(words: Any, lanes: Any, room: Any, least: Any, most: Any, col
 
 
 @compiled
-def decode_words(words: Any, row_offsets: Any, lanes: Any, low: Any, high: Any, out: Any, first: Any) -> Any:
+def decode_words(words: Any, row_offsets: Any, lanes: Any, levels: Any, out: Any, first: Any) -> Any:
     """Fill the rows of `out` that have room behind them with rows `first` and on; return the damaged row, -1 if none is.
 
     `lanes` are a dictionary's, one after the other; lane 31 of a word is its length. All 32 are written, whatever the length:
@@ -53,32 +53,25 @@ def decode_words(words: Any, row_offsets: Any, lanes: Any, low: Any, high: Any, 
         start, stop = row_offsets[first + row], row_offsets[first + row + 1]
         if start < 0 or stop < start or stop > words.size:
             return first + row
-        at = _row_with_room(words[start:stop], lanes, room, low[first + row], high[first + row], columns)
+        at = _row_with_room(words[start:stop], lanes, room, levels[first + row, 0], levels[first + row, 1], columns)
         if at != columns and not (at == columns + 1 and columns % 2 == 1):
             return first + row
     return -1
 
 
 @compiled
-def decode_last_words(words: Any, row_offsets: Any, lanes: Any, low: Any, high: Any, out: Any, first: Any) -> Any:
-    """As `decode_words`, weight by weight, for all rows of `out`: it writes nowhere else."""
+def decode_last_words(words: Any, row_offsets: Any, lanes: Any, levels: Any, out: Any, first: Any) -> Any:
+    """As `decode_words`, by way of a row beside `out`, for all of its rows: it writes nowhere else."""
     rows, columns = out.shape
-    kind = out.dtype.type
+    room = np.empty(columns + PADDED_LANES, out.dtype)
     for row in range(rows):
         start, stop = row_offsets[first + row], row_offsets[first + row + 1]
         if start < 0 or stop < start or stop > words.size:
             return first + row
-        least, most, into, at = low[first + row], high[first + row], out[row], 0
-        for place in range(start, stop):
-            if at >= columns:
-                return first + row
-            symbols = lanes[np.int64(words[place]) * PADDED_LANES :][:PADDED_LANES]
-            for lane in range(min(np.int64(symbols[_LENGTH_LANE]), columns - at)):
-                symbol = kind(symbols[lane])
-                into[at + lane] = (least & kind(-(symbol & 1))) | (most & kind(-((symbol >> 1) & 1)))
-            at += symbols[_LENGTH_LANE]
+        at = _row_with_room(words[start:stop], lanes, room, levels[first + row, 0], levels[first + row, 1], columns)
         if at != columns and not (at == columns + 1 and columns % 2 == 1):
             return first + row
+        out[row] = room[:columns]
     return -1
 
 
@@ -111,13 +104,13 @@ def encode_words(symbols: Any, children: Any, words: Any, row_offsets: Any) -> A
 
 
 @compiled
-def decode_trits(trits: Any, table: Any, low: Any, high: Any, out: Any, first: Any) -> Any:
+def decode_trits(trits: Any, table: Any, levels: Any, out: Any, first: Any) -> Any:
     """Fill `out` with rows `first` and on, five weights of each byte; return the row that is damaged, -1 if none is."""
     rows, columns = out.shape
     kind = out.dtype.type
     whole = columns // _TRITS
     for row in range(rows):
-        least, most, stored, into = low[first + row], high[first + row], trits[first + row], out[row]
+        least, most, stored, into = levels[first + row, 0], levels[first + row, 1], trits[first + row], out[row]
         largest = np.uint8(0)
         for byte in range(stored.size):
             largest = max(largest, stored[byte])
