@@ -3,9 +3,10 @@
     python bench/ternary.py [--seconds 20] [--out ternary.json]
 
 Each round runs every contestant twice and times the second run, so that a busy moment of the machine hits all of them, and each
-finds its own table in the cache; CPU seconds of this thread, the best of the rounds. `28 lanes` is the decoding loop as QMoE's kernel has it: of each word 28 weights, and nothing beside them in
-the table; `32 lanes` is the project's. Both fill bfloat16, once into a matrix that stays in the second-level cache (64 x 4096)
-and once into one that does not (2048 x 4096). GB/s are bytes of bfloat16 made.
+finds its own table in the cache; CPU seconds of this thread, the best of the rounds. `28 lanes` is the decoding loop as QMoE's
+kernel has it: of each word 28 weights, and nothing beside them in the table; `32 lanes` is the project's. Both fill bfloat16,
+once into a matrix that stays in the second-level cache (64 x 4096) and once into one that does not (2048 x 4096). GB/s are
+bytes of bfloat16 made.
 """
 
 import argparse
