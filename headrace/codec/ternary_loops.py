@@ -4,8 +4,8 @@ For whom: `ternary`, which checks shapes and dtypes. What is stored may be damag
 whose words do not make it, and writes nowhere but into `out`. All loops stand in this one file, for numba notices a change of a
 function's own file only, and run without the GIL on one core.
 
-Legend: `levels` and `out` are the bits of weights, uint16 or uint32: of each row the least value and the largest, (rows, 2), and
-what is filled, (rows, columns). Symbols are 0 for zero, 1 and 2 for the first and the second level.
+Legend: `levels` and `out` are the bits of weights, uint16 or uint32: of each row the least value and the largest, (rows, 2),
+and what is filled, (rows, columns). Symbols are 0 for zero, 1 and 2 for the first and the second level.
 """
 
 from typing import Any

@@ -18,9 +18,11 @@ from test_compression import tensors_of
 import headrace
 from headrace.codec.ternary_target import TernaryTarget
 from headrace.engine import Engine, Seams
+from headrace.engine.generator import Generator, MicroBatch
 from headrace.runs import compression
 from headrace.runs.decompression import decompress
-from headrace.terms.errors import ModelError
+from headrace.terms.budget import Budget
+from headrace.terms.errors import ModelError, StepFailed
 from headrace.testing import RowWire
 
 
@@ -98,6 +100,23 @@ def test_a_dictionary_that_was_changed_is_refused(ternary: Any, tmp_path: Path) 
     save_file(parts, path, {"format": "pt"})
     with pytest.raises(ModelError, match=r"\.index\.json, not in the file"):
         decompress(tmp_path / "out", tmp_path / "plain")
+
+
+def test_words_that_do_not_make_their_rows_are_refused_where_a_block_is_decoded(ternary: Any, tmp_path: Path) -> None:
+    shutil.copytree(ternary[0] / "out", tmp_path / "out")
+    for path in sorted((tmp_path / "out").glob("*.safetensors")):
+        parts = load_file(path)
+        for name in parts:
+            if name.endswith("weight_codes"):
+                parts[name] = torch.full_like(parts[name].view(torch.int16), 12).view(torch.uint16)  # 26 zeros each
+            elif name.endswith("weight_trits"):
+                parts[name][-1, 0] = 243
+        save_file(parts, path, {"format": "pt"})
+    with Generator.open(tmp_path / "out", Budget(host="4GiB"), compute_dtype="float32") as generator:
+        batch = MicroBatch(0, (tuple(range(7, 16)),), 1, generator.model.settings(9, None, {"max_new_tokens": 2}))
+        generator.use(generator.plan_only(1, 9, 2))
+        with pytest.raises(StepFailed, match=r"ternary weights: row \d+ of \d+ is damaged, its code does not make"):
+            list(generator.run([batch]))
 
 
 def trained(model: Path, run: Path, device_memory: str | None) -> tuple[list[float], dict[str, torch.Tensor], int]:
