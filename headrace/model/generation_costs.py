@@ -42,7 +42,7 @@ def generation_costs(chain: Chain, rows: int, prompt_length: int) -> GenerationC
             torch.no_grad(),
             ends_bound(chain),
         ):
-            return replace(_costs(chain, rows, prompt_length), choices=max(choices, default=0))
+            return replace(_costs(chain, rows, prompt_length), choices=max(choices, default=0), widens=chain.wide_products)
     except HeadraceError:
         raise
     except Exception as error:  # the architecture's own code on tensors without values

@@ -18,6 +18,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from headrace.terms.costs import FEW_ROWS
 from headrace.terms.sizes import MIB
 
 _aten = torch.ops.aten
@@ -25,8 +26,6 @@ _NARROW = (torch.bfloat16, torch.float16)
 # So much of an operand or a result is converted to float32 at once: it fits into the caches, and little memory is taken.
 _PIECE_BYTES = 8 * MIB
 _WIDE_BYTES = 4
-# Up to so many rows torch's own products of bfloat16 are as fast as those by way of float32, or faster (docs/log/decoding).
-FEW_ROWS = 3
 
 Product = Callable[..., Any]
 

@@ -104,4 +104,5 @@ def scoring_costs(chain: Chain, rows: int, length: int) -> GenerationCosts:
         cache_token_bytes=none,
         head_flops=2.0 * rows * length * head.numel(),
         head_bytes=meter.peak_bytes,
+        widens=chain.wide_products,
     )

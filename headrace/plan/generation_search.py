@@ -298,7 +298,9 @@ def _rough_seconds(plan: GenerationPlan, rates: Rates) -> float:
             sum(caches[block] for block in blocks if plan.caches.home(block) != COMPUTE)
             / (rates.bytes_per_second[Lane.HOST_TO_DEVICE])
         )
-    touched = sum(plan.slot_bytes(unit) for unit in (*blocks, plan.ends[-1])) + 3 * sum(caches.values()) / plan.seats
+    touched = (
+        sum(plan.multiplied_bytes(unit, plan.rows) for unit in (*blocks, plan.ends[-1])) + 3 * sum(caches.values()) / plan.seats
+    )
     memory = touched / rates.memory_bytes_per_second
     flops = (sum(plan.costs.next.flops) + plan.costs.head_flops) / rates.flops_per_second
     return _rounds(plan) * (max(read, sent, plan.seats * max(memory, flops)) + rough_expert_seconds(plan, rates))

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+# Up to so many rows torch's own products of bfloat16 are as fast as those by way of float32, or faster (docs/log/decoding).
+FEW_ROWS = 3
 # The name of fused attention among a block's operators, whichever kernel does it.
 ATTENTION = "attention"
 
@@ -90,6 +92,7 @@ class GenerationCosts:
     head_bytes: int
     choices: int = 0  # experts that a token is sent to
     tiered: tuple[bool, ...] = ()
+    widens: bool = False  # products of 16-bit numbers are computed in float32, but for those of few rows
 
     def all_cache_bytes(self, new_tokens: int) -> int:
         """Return the bytes of a seat's cache after `new_tokens` tokens."""

@@ -236,3 +236,17 @@ def test_a_generation_is_planned_without_weights(model: Path, tmp_path: Path, ca
     out = capsys.readouterr().out
     assert "3 prompts of up to 20 tokens" in out
     assert "rtx4090-4ssd" in out
+
+
+def test_what_widening_takes_is_in_the_forecast() -> None:
+    """A core widens 2.5 GB of weights a second; for few rows it multiplies 9 GB a second as they are."""
+    narrow = replace(question(1 << 30, 64), rows=1, seats=1)
+    few = replace(narrow, costs_of=lambda rows: replace(costs_of(rows), widens=True))
+    many = replace(few, rows=8)
+    one, other, last = (make_generation_plan(asked).forecast for asked in (narrow, few, many))
+    assert one is not None
+    assert other is not None
+    assert last is not None
+    weights = 2 * BLOCKS * ELEMENTS
+    assert one.pass_seconds < weights / 9e9 / 2 < other.pass_seconds
+    assert weights / 2.5e9 / 2 < last.pass_seconds

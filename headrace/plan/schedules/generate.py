@@ -22,6 +22,7 @@ def build_pass(
     experts as are likely.
     """
     schedule = _Pass(plan, before, plan.costs.first.flops if first else plan.costs.next.flops)
+    schedule.rows = plan.rows * (plan.prompt_length if first else 1)
     if plan.experts is not None:
         likely = plan.rows * num_seats * (plan.prompt_length if first else 1)
         schedule.experts = ExpertRounds(
@@ -43,6 +44,7 @@ class _Pass(Weights):
         super().__init__(plan, before)
         self.plan, self.block_flops = plan, block_flops
         self.experts: ExpertRounds | None = None
+        self.rows = plan.rows  # of a seat's products
 
     def run(self, num_seats: int, caches: Caches) -> None:
         plan, op = self.plan, self.ledger.op
@@ -51,7 +53,8 @@ class _Pass(Weights):
             for ahead in range(block, block + plan.prefetch + 1):
                 self.acquire((ahead - 1) % self.blocks + 1)
             # Attention is given a copy of keys and values, which it reads: they cross compute's memory three times.
-            weights, num_bytes = (self.acquired.pop(block)[1],), plan.slot_bytes(block) + 3 * caches.held_bytes(block)
+            weights = (self.acquired.pop(block)[1],)
+            num_bytes = plan.multiplied_bytes(block, self.rows) + 3 * caches.held_bytes(block)
             flops = self.block_flops[block - 1]
             if self.experts is not None and self.experts.has(block):
                 self.experts.block(block, weights, seats=num_seats, flops=flops, num_bytes=num_bytes, caches=caches)
@@ -70,7 +73,7 @@ class _Pass(Weights):
                 caches.keep(block, seat)
         reads, last = tuple(RESIDENT + end for end in plan.ends), plan.ends[-1]
         for seat in range(num_seats):
-            flops, num_bytes = plan.costs.head_flops, plan.slot_bytes(last)
+            flops, num_bytes = plan.costs.head_flops, plan.multiplied_bytes(last, plan.rows)
             op(Verb.TURN, Lane.COMPUTE, reads, unit=last, micro=seat, num_bytes=num_bytes, flops=flops)
 
     def uses_until(self, block: int) -> int:
