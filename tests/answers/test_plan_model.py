@@ -203,7 +203,7 @@ def test_where_the_ssds_limit_a_plan_it_says_what_would_spare_them(
     assert found.plan is not None
     assert found.plan.host_slots < found.plan.num_blocks
     variants = {name: alternative for alternative in found.alternatives for name in alternative.options}
-    assert set(variants) == {"host_memory", "optimizer"}
+    assert set(variants) == {"host_memory", "optimizer", "adapter"}
     for alternative in found.alternatives:
         assert alternative.step_seconds < found.forecast.step_seconds
         assert alternative.change in explain(found)

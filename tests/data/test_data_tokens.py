@@ -218,10 +218,10 @@ def test_a_full_disk_is_a_named_error_and_leaves_nothing_behind(tmp_path, monkey
 def test_of_two_that_ask_at_once_one_tokenises_and_the_other_waits(tmp_path, spec, monkeypatch):
     encode_rows, calls = tokenize.encode_rows, []
 
-    def slow(*arguments):
+    def slow(*arguments, **options):
         calls.append(arguments)
         time.sleep(0.2)
-        return encode_rows(*arguments)
+        return encode_rows(*arguments, **options)
 
     monkeypatch.setattr(tokenize, "encode_rows", slow)
     with ThreadPoolExecutor(2) as pool:

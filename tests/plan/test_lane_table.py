@@ -116,9 +116,11 @@ def test_a_lane_of_another_version_keeps_its_name() -> None:
 
 
 def test_what_is_bought_for_a_lane_is_known_of_its_row(radio: Lane) -> None:
-    """Of every lane but commits, which are the drives' work; and all of a part's figures are doubled, drives in number."""
+    """Of every lane but commits, which are the drives' work, and waiting for routers; and all of a part's figures are doubled,
+    drives in number.
+    """
     known = profile()
-    assert [lane for lane in Lane if lane.row.part is None] == [Lane.COMMIT]
+    assert [lane for lane in Lane if lane.row.part is None] == [Lane.ROUTER, Lane.COMMIT]
     for part in {lane.row.part for lane in Lane if lane.row.part}:
         more = known.with_twice(part)
         for name in part.figures:
