@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 
 from headrace.net import Address
 from headrace.runs.node import serve, work
+from headrace.terms.errors import HeadraceError
 from headrace.terms.options import NodeOptions, Options
 
 STEPS, SILENCE_SECONDS = 10, 3.0
@@ -60,6 +61,14 @@ def node(folder: str, output: str, port: int, workers: int, more: dict[str, Any]
     )
     there = Path(f"{output}.port")
     serve(config, silence_seconds=SILENCE_SECONDS, listening=lambda address: _write(there, str(address.port)))
+
+
+def another_node(folder: str, output: str, said: str, more: dict[str, Any]) -> None:
+    """Be a second node on one directory; the file `said` has why it is refused."""
+    try:
+        node(folder, output, 0, 1, more)
+    except HeadraceError as error:
+        _write(Path(said), str(error))
 
 
 def worker(port: int, name: str) -> None:

@@ -15,6 +15,8 @@ import node_processes
 import pytest
 from tiers import sampled
 
+from headrace.store.manifest import MANIFEST_NAME
+
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["node_processes", "headrace.runs.engines", "headrace.engine.worker"])
 # Micro-batches of two rows; clipping holds gradients until the norm is known, without it updates run behind backward.
@@ -121,6 +123,23 @@ def test_a_worker_that_is_stopped_is_replaced_and_may_come_back(place: Path, und
     assert time.monotonic() - begin < 10 * node_processes.SILENCE_SECONDS
     os.kill(machines.workers[0].pid or 0, signal.SIGCONT)
     assert machines.finish() == undisturbed("deferred", 1)
+
+
+@pytest.mark.deep
+def test_a_second_node_on_one_directory_is_refused(place: Path) -> None:
+    """The first one waits for workers, with its run made."""
+    machines = Machines(place, "twice", 1, "deferred")
+    machines.wait_for(machines.output / MANIFEST_NAME)
+    said = place / "refused"
+    other = PROCESSES.Process(
+        target=node_processes.another_node, args=(str(place), str(machines.output), str(said), machines.more)
+    )
+    other.start()
+    other.join(100)
+    kill(other)
+    assert f"in use by process {machines.node.pid}" in said.read_text()
+    assert machines.node.is_alive()
+    kill(machines.node)
 
 
 @pytest.mark.soak
