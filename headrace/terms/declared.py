@@ -53,7 +53,8 @@ class Declaration:
     @property
     def readme_row(self) -> str:
         """The line of README's table."""
-        meaning = self.row or self.help[:1].lower() + self.help[1:].rstrip(".")
+        begins = self.help[:1] if self.help[1:2].isupper() else self.help[:1].lower()  # "GPU memory" stays
+        meaning = self.row or begins + self.help[1:].rstrip(".")
         meaning = f"an older name, for `{self.alias}`" if self.alias else meaning
         return f"| `{self.key}` | {self.default_words} | {meaning} |"
 
