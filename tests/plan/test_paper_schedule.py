@@ -112,7 +112,7 @@ def all_on_the_device(late: tuple[int, ...], accumulators: int) -> Plan:
 def planned(times: tuple[float, ...], plan: Plan) -> float:
     """Return the milliseconds per step of the engine's programs where a block's three ways take `times`, all else none."""
     out, update, back = (each / 1000 for each in times)
-    rate = chunk_bytes(plan, ELEMENTS, plan.planes).traffic / update
+    rate = chunk_bytes(plan, ELEMENTS, plan.planes, plan.planes.state_bytes(ELEMENTS)).traffic / update
     ceilings = machine(
         compute=1e12,
         read=1e12,
