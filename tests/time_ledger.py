@@ -22,7 +22,7 @@ MOST_PERCENT = {
     "crash": 8,
     "data": 6,
     "demo": 4,
-    "equivalence": 40,
+    "equivalence": 46,
     "generation": 12,
     "files": 4,
     "flow": 4,
