@@ -16,7 +16,7 @@ import pytest
 MOST_PERCENT = {
     "answers": 16,
     "bench": 6,
-    "cli": 24,
+    "cli": 16,
     "codec": 4,
     "compress": 8,
     "crash": 8,
@@ -29,7 +29,7 @@ MOST_PERCENT = {
     "gpu": 4,
     "machine": 4,
     "measure": 5,
-    "memory": 14,
+    "memory": 10,
     "model": 22,
     "net": 4,
     "plan": 18,
