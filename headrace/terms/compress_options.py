@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from headrace.terms.declared import Declared, option
-from headrace.terms.option_kinds import Flag, Listed, Number, OneOf, Place, Size, Text, Whole
-from headrace.terms.options import DTYPE_NAMES
+from headrace.terms.declared import Declared, option, option_as
+from headrace.terms.option_kinds import Flag, Listed, Number, OneOf, Place, Text, Whole
+from headrace.terms.options import RunOptions
 
 CODES = ("int4", "ternary")
 
@@ -40,7 +40,7 @@ class CompressOptions(Declared):
         "Columns that share a scale, of int4.",
         row="columns that share a scale (`int4`); a matrix whose width it does not divide gets half as many, down to 32",
     )
-    sequence_length: int | None = option(None, Whole(2), "Tokens of one row.", words="2048 or the model's limit")
+    sequence_length: int | None = option_as(RunOptions, "sequence_length")
     calibration_rows: int = option(128, Whole(), "Rows that calibrate.")
     held_out_rows: int = option(
         32,
@@ -48,24 +48,11 @@ class CompressOptions(Declared):
         "Rows that only measure.",
         row="rows that only measure the loss, before and after; a quarter of all at most",
     )
-    host_memory: int | None = option(
-        None,
-        Size(),
-        "Main memory the process may use, such as 16GiB.",
+    host_memory: int | None = option_as(
+        RunOptions,
+        "host_memory",
         row="bytes this process may use: where the inputs' sums of all experts do not fit, rows pass a block several times",
-        words="70 % of what this process may still take",
     )
-    compute_dtype: str = option(
-        "bfloat16",
-        OneOf(("bfloat16", "float32", "float16"), DTYPE_NAMES),
-        "bfloat16, float32 or float16.",
-        row="of hidden states: or `float32`, `float16`",
-    )
+    compute_dtype: str = option_as(RunOptions, "compute_dtype", row="of hidden states: or `float32`, `float16`")
     seed: int = option(0, Whole(0), "Which rows calibrate.")
-    cache: Path = option(
-        kind=Place(),
-        help="Tokenised data.",
-        words="`~/.cache/headrace`",
-        cli=False,
-        factory=lambda: Path.home() / ".cache" / "headrace",
-    )
+    cache: Path = option_as(RunOptions, "cache", row="")

@@ -110,6 +110,18 @@ def option(
     return field(default=default, metadata=metadata)
 
 
+def option_as(declared: "type[Declared]", key: str, **changes: Any) -> Any:
+    """Return the dataclass field of an option that another class declares. `changes` are what differs here, by the names that
+    `option` gives them, and `default`. To be an option of `headrace plan`, too, it must be said here again.
+    """
+    origin = next(each for each in dataclasses.fields(declared) if each.name == key)
+    default = changes.pop("default", origin.default)
+    metadata = {_KEY: {**origin.metadata[_KEY], "plan": False, "fixed": True, **changes}}
+    if origin.default_factory is not dataclasses.MISSING:
+        return field(default_factory=origin.default_factory, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Declared:
     """The base of classes whose fields are options: reads each value by its declaration, and refuses unknown keys."""

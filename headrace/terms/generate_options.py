@@ -7,10 +7,10 @@ from typing import Any
 
 from headrace.terms.budget import Budget
 from headrace.terms.ceilings import Ceilings
-from headrace.terms.declared import Declared, option
+from headrace.terms.declared import Declared, option, option_as
 from headrace.terms.errors import ConfigError
-from headrace.terms.option_kinds import Duration, Either, Flag, Listed, Number, OneOf, Place, Size, Text, Whole
-from headrace.terms.options import DTYPE_NAMES
+from headrace.terms.option_kinds import Duration, Flag, Listed, Number, Place, Text, Whole
+from headrace.terms.options import Options
 
 _MOST_SEED = (1 << 63) - 1
 
@@ -81,20 +81,8 @@ class GenerateOptions(Declared):
         row="draft up to so many tokens out of the prompt itself; one row at a time",
         words="-",
     )
-    host_memory: str | int | None = option(
-        None,
-        Size(),
-        "Main memory the process may use, such as 16GiB.",
-        words="70 % of what this process may still take",
-        plan=True,
-    )
-    device_memory: str | int | None = option(
-        None,
-        Size(),
-        "GPU memory; without a GPU, a device tier of that size.",
-        words="90 % of what is free on the GPU",
-        plan=True,
-    )
+    host_memory: str | int | None = option_as(Options, "host_memory", row="", plan=True)
+    device_memory: str | int | None = option_as(Options, "device_memory", row="", plan=True)
     ssd: str | Path | Sequence[str | Path] = option(
         (),
         Listed(Place()),
@@ -104,12 +92,8 @@ class GenerateOptions(Declared):
         words="-",
         plan=True,
     )
-    compute_dtype: str | None = option(
-        None,
-        OneOf(("bfloat16", "float32", "float16"), DTYPE_NAMES),
-        "bfloat16, float32 or float16.",
-        words="that of most weights",
-        plan=True,
+    compute_dtype: str | None = option_as(
+        Options, "compute_dtype", default=None, row="", words="that of most weights", optional=True, plan=True
     )
     rows: int | None = option(None, Whole(), "Rows of a micro-batch.", words="planned", plan=True)
     seats: int | None = option(
@@ -122,14 +106,7 @@ class GenerateOptions(Declared):
         row="the most work that a kill may cost, such as `30m`: it bounds the answers that are under way at once",
         words="`30m`",
     )
-    machine: str | Ceilings | None = option(
-        None,
-        Either(Ceilings, Text()),
-        "Machine profile: a name such as rtx4090-4ssd, or a file.",
-        row="profile by which the plan is chosen: a name such as `rtx4090-4ssd`, or a file",
-        words="what was measured, if anything",
-        plan=True,
-    )
+    machine: str | Ceilings | None = option_as(Options, "machine", plan=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
