@@ -6,7 +6,6 @@ ascending order, each once for all. Invariant: each expert sees the micro-batche
 other.
 """
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
@@ -14,14 +13,11 @@ from typing import Any
 import torch
 
 from headrace.model.banks import Banks, BlockExperts
+from headrace.model.parking import ParkedThread
 from headrace.terms.errors import ModelError
 
 # Micro-batches that wait within a block together: an expert comes once for so many.
 _TOGETHER = 8
-
-
-class _GivenUp(BaseException):
-    """A signal, not an error: another micro-batch failed."""
 
 
 class _Walk:
@@ -33,28 +29,16 @@ class _Walk:
         self.out: torch.Tensor | None = None
         self.needs: tuple[int, ...] = ()
         self.wants, self.done = -1, False
-        self._error: BaseException | None = None
-        self._closed = False
         self._banks, self._run, self._context = banks, run, context
-        self._go, self._parked = threading.Semaphore(0), threading.Semaphore(0)
-        self._threads = torch.get_num_threads()
-        self._thread = threading.Thread(target=self._serve, name="headrace rows", daemon=True)
+        self._thread = ParkedThread(self._walk, "headrace rows")
 
     def go_on(self) -> None:
         """Let it run until it wants an expert, or is through. Raises whatever its code raises."""
-        if self._thread.ident is None:
-            self._thread.start()
-        self._go.release()
-        self._parked.acquire()
-        if self._error is not None:
-            raise self._error
+        self._thread.go_on()
 
     def close(self) -> None:
         """End it where it is."""
-        self._closed = True
-        if self._thread.ident is not None and not self.done:
-            self._go.release()
-            self._thread.join()
+        self._thread.close()
 
     def announce(self, experts: Mapping[int, int]) -> None:
         """See `Visitor`."""
@@ -63,25 +47,15 @@ class _Walk:
     def wait_for(self, expert: int) -> None:
         """See `Visitor`."""
         self.wants = expert
-        self._parked.release()
-        self._go.acquire()
-        if self._closed:
-            raise _GivenUp
+        self._thread.park()
 
-    def _serve(self) -> None:
-        self._go.acquire()
+    def _walk(self) -> None:
         try:
-            if not self._closed:
-                torch.set_num_threads(self._threads)
-                self._banks.visit(self)
-                with torch.no_grad(), self._context():
-                    self.out = self._run()
-        except _GivenUp:
-            pass
-        except BaseException as error:
-            self._error = error
-        self.done = True
-        self._parked.release()
+            self._banks.visit(self)
+            with torch.no_grad(), self._context():
+                self.out = self._run()
+        finally:
+            self.done = True
 
 
 def through_experts(

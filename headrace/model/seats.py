@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from headrace.model.parking import ParkedThread
 from headrace.model.taps import BlockCall, Handed, wanted_calls
 from headrace.terms.errors import ModelError
 
@@ -40,10 +41,6 @@ class Seated(Protocol):
 
     def close(self) -> None:
         """End it where it is."""
-
-
-class _GivenUp(BaseException):
-    """A signal, not an error: the seat is closed; unwind what runs in it."""
 
 
 class _Own(threading.local):
@@ -115,14 +112,10 @@ class Seat:
         self.result: Any = None
         self.done = False
         self._taps, self._run = taps, run
-        self._go, self._parked = threading.Semaphore(0), threading.Semaphore(0)
-        self._error: BaseException | None = None
-        self._closed = False
         self._work: Callable[[], None] | None = None
         self._random = _first_random_state(seed)
         self._modules = [(dict(vars(module)), dict(module._buffers)) for module in taps.outside]
-        self._threads = torch.get_num_threads()
-        self._thread = threading.Thread(target=self._serve, name="headrace seat", daemon=True)
+        self._thread = ParkedThread(self._generate, "headrace seat")
 
     def turn(self) -> None:
         """Let the seat's own code run until it wants the blocks, or is done. But the first time, the blocks have been run.
@@ -132,20 +125,15 @@ class Seat:
         """
         if self.done:
             return
-        if self._thread.ident is None:
-            self._thread.start()
         theirs, found = _random_state(), self._take_modules()
         _set_random_state(self._random)
         self._put_modules(self._modules)
         try:
-            self._go.release()
-            self._parked.acquire()
+            self._thread.go_on()
         finally:
             self._random, self._modules = _random_state(), self._take_modules()
             _set_random_state(theirs)
             self._put_modules(found)
-        if self._error is not None:
-            raise self._error
 
     def work(self, what: Callable[[], None]) -> bool:
         """Run `what` in the thread of the seat, which is parked, until it is done or waits. Return whether it is done.
@@ -158,22 +146,16 @@ class Seat:
 
     def go_on(self) -> bool:
         """Let work that waits go on; as `work`."""
-        self._go.release()
-        self._parked.acquire()
-        if self._error is not None:
-            raise self._error
+        self._thread.go_on()
         return self._work is None
 
     def wait(self) -> None:
         """Give way, within work, until `go_on`."""
-        self._park()
+        self._thread.park()
 
     def close(self) -> None:
         """End the seat where it is."""
-        self._closed = True
-        if self._thread.ident is not None and not self.done:
-            self._go.release()
-            self._thread.join()
+        self._thread.close()
 
     def note(self, index: int, hidden: torch.Tensor, call: BlockCall) -> torch.Tensor:
         """Take what block `index` is called with; at the last one, park. Returns what the block returns."""
@@ -188,7 +170,7 @@ class Seat:
                 "repeats blocks cannot be run block by block"
             )
         self.calls = [*wanted_calls(self.calls, self._taps.takes)]
-        self._park()
+        self._thread.park()
         while self._work is not None:
             self._taps.sit(None)  # here blocks are run, not noted
             try:
@@ -196,32 +178,19 @@ class Seat:
             finally:
                 self._taps.sit(self)
             self._work = None
-            self._park()
+            self._thread.park()
         final, self.hidden, self.calls = self.hidden, None, []
         assert final is not None, "the blocks have run"
         return final
 
-    def _park(self) -> None:
-        self._parked.release()
-        self._go.acquire()
-        if self._closed:
-            raise _GivenUp
-
-    def _serve(self) -> None:
-        self._go.acquire()
+    def _generate(self) -> None:
         try:
-            if not self._closed:
-                torch.set_num_threads(self._threads)  # what libraries use is each thread's own
-                self._taps.sit(self)
-                with self._taps.context(), torch.no_grad():
-                    self.result = self._run()
-        except _GivenUp:
-            pass
-        except BaseException as error:
-            self._error = error
-        self.done = True
-        self.calls, self.hidden = [], None
-        self._parked.release()
+            self._taps.sit(self)
+            with self._taps.context(), torch.no_grad():
+                self.result = self._run()
+        finally:
+            self.done = True
+            self.calls, self.hidden = [], None
 
     def _take_modules(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
         return [(dict(vars(module)), dict(module._buffers)) for module in self._taps.outside]
