@@ -124,7 +124,7 @@ class LspWire:
             if plane.name not in _POWERS or plane.dtype != "float32":
                 raise ConfigError(
                     f"gradient: lsp moves a rule's states to other projectors; of {plane.name!r} ({plane.dtype}) it does not "
-                    "know how: use adamw or sgd with float32 states"
+                    "know how: use adamw with float32 moments, sgd, lion or lomo"
                 )
 
     @contextmanager
