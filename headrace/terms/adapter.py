@@ -61,7 +61,7 @@ def adapter_of(text: str) -> Lora:
     """Return the adapter that `text` names, with its settings: `lora`, or `lora:KEY=VALUE,KEY=VALUE`.
 
     Raises:
-        ConfigError: no such kind, or a setting or a value that it has not; the message names those that it has.
+        ConfigError: there is no such kind, or it has no such setting or value; the message names those that it has.
     """
     name, settings = parse_optimizer(text, "adapter")
     if name not in ADAPTERS:

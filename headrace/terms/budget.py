@@ -6,7 +6,7 @@ from pathlib import Path
 
 from headrace.terms.sizes import parse_bytes
 
-# What is left to the rest of the machine: the desktop's windows, the page cache, the file system and what others write to it.
+# The rest stays free for the desktop's windows, the page cache, the file system and what other programs write to it.
 _DEFAULT_PERCENT = {"device": 90, "host": 70, "ssd": 90}
 
 

@@ -16,7 +16,7 @@ from headrace.terms.layout import COMPUTE_DTYPES
 from headrace.terms.program import Lane, Part
 from headrace.terms.sizes import MIB
 
-# Largest believable figures: a rack of the fastest hardware of 2026 lies below each, a slip of the unit above.
+# The largest believable figures: a rack of the fastest hardware of 2026 stays below each; a figure in a wrong unit is above it.
 _MOST_FLOPS_PER_SECOND = 1e17
 _MOST_BYTES_PER_SECOND = 2e13
 _MOST_DRIVE_BYTES_PER_SECOND = 1e12  # one directory may be a stripe over many drives
@@ -29,8 +29,8 @@ _MOST_PIECE_BYTES = 1 << 30
 _MOST_CPU_SECONDS_PER_GIGABYTE = 1000.0
 # Pieces are cut at multiples of this: direct input and output requires it.
 _PIECE_UNIT_BYTES = 4096
-# Below the data sheets of all GPUs with 4 GiB or more that were made since 2020 (192 GB/s: RTX 3050 laptop; from memory).
 _NETWORK_BYTES_PER_SECOND = 1.25e9  # 10 Gbit/s
+# Below the data sheets of all GPUs with 4 GiB or more that were made since 2020 (192 GB/s: RTX 3050 laptop; from memory).
 _LEAST_DEVICE_MEMORY_BYTES_PER_SECOND = 150e9
 # Two rates measured together may exceed the sum of the two measured alone by noise, not by more.
 _NOISE = 1.1
@@ -110,8 +110,8 @@ class Drive:
 
 
 def striped_shares(drives: Sequence[Drive]) -> tuple[float, ...]:
-    """Return the part of all bytes that each drive gets: by what it does while it reads and writes at once, as
-    `files.measured_weights` lays out the stripes (in small integers, so about).
+    """Return the share of all bytes that each drive gets. It is in proportion to the drive's rate while it reads and writes at
+    once, as `files.measured_weights` lays out the stripes (there in small integers, so roughly).
     """
     rate = sum(drive.mixed_bytes_per_second for drive in drives)
     return tuple(drive.mixed_bytes_per_second / rate for drive in drives)
@@ -122,8 +122,8 @@ class Ceilings:
     """A machine profile. Make one with `from_json`, which checks the figures.
 
     `flops_per_second` maps a compute dtype (`bfloat16`, ...) to the sustained rate of large matrix products, counting two
-    operations per multiply-add; attention's products, its softmax included, reach `attention_share` of it. What a model takes
-    besides is counted in seconds: `hidden_seconds` for each element of a micro-batch's hidden states in a block's forward,
+    operations per multiply-add; attention's products, its softmax included, reach `attention_share` of it. The model's other
+    work is counted in seconds: `hidden_seconds` for each element of a micro-batch's hidden states in a block's forward,
     recompute and backward together (norms, activations, sums); `logit_seconds` for each logit, and `head_seconds` for each
     parameter of the head and chunk of the loss (the gradient of one chunk is added to that of the others).
     `both_ways_bytes_per_second` is the total over the host-device link when both directions run at once.
@@ -165,17 +165,19 @@ class Ceilings:
 
     @property
     def ssd_read_bytes_per_second(self) -> float:
-        """Read rate of all drives together, until the last of them has read its stripes."""
+        """Read rate of all drives together: the last of them to read its stripes decides."""
         return min(drive.read_bytes_per_second / share for drive, share in zip(self.drives, self._shares, strict=True))
 
     @property
     def ssd_write_bytes_per_second(self) -> float:
-        """Write rate of all drives together, until the last of them has written its stripes."""
+        """Write rate of all drives together: the last of them to write its stripes decides."""
         return min(drive.write_bytes_per_second / share for drive, share in zip(self.drives, self._shares, strict=True))
 
     @property
     def ssd_mixed_bytes_per_second(self) -> float:
-        """Total rate of all drives while reads and writes run at once: stripes go by it, so all finish together."""
+        """Total rate of all drives while reads and writes run at once. Stripes are laid out by it, so all drives finish
+        together.
+        """
         return sum(drive.mixed_bytes_per_second for drive in self.drives)
 
     @property
@@ -185,8 +187,8 @@ class Ceilings:
     def of_directories(self, file_systems: Sequence[int]) -> "Ceilings":
         """Return the profile of a run with these directories: directory i is drive i, further ones are like the last drive.
 
-        `file_systems` has for each directory the first that lies on the same file system (`files.file_systems`): however
-        many there are on one drive, it is one drive.
+        `file_systems` gives for each directory the index of the first one on the same file system (`files.file_systems`):
+        directories on one drive count as one drive.
         """
         drives = tuple(self.drives[min(index, len(self.drives) - 1)] for index in dict.fromkeys(file_systems))
         return replace(self, drives=drives)
@@ -194,9 +196,9 @@ class Ceilings:
     def in_flight(self, num_drives: int) -> InFlight:
         """Return how one I/O engine keeps the first `num_drives` busy; further ones are like the last.
 
-        Threads add up, for a drive is only busy with pieces of its own under way. The piece is the largest that any of the
-        drives asks for: each is measured to need that much, and none is slower with more. Engine defaults where no drive of
-        these has a setting.
+        Threads add up, because a drive is only busy with pieces of its own under way. The piece is the largest that any of the
+        drives asks for: each is measured to need that much, and none is slower with more. Where none of these drives has a
+        setting, the engine's defaults are returned.
         """
         drives = [self.drives[min(index, len(self.drives) - 1)] for index in range(num_drives)]
         if not any(drive.is_tuned for drive in drives):
@@ -213,11 +215,11 @@ class Ceilings:
 
     @property
     def make_bytes_per_second(self) -> float:
-        """Rate at which weights are made of what is stored and trained: what the memory moves of the device that computes."""
+        """Rate at which weights are made of what is stored and trained: the memory bandwidth of the device that computes."""
         return self.device_update_bytes_per_second if self.has_device else self.host_memory_bytes_per_second
 
     def with_twice(self, part: Part) -> "Ceilings":
-        """Return the machine with twice of `part`: of a figure that nobody measured, twice what is assumed."""
+        """Return the machine with `part` doubled; a figure that nobody measured becomes twice what is assumed for it."""
         known = replace(self, device_memory_bytes_per_second=self.device_update_bytes_per_second)
         return replace(self, **{name: _twice(getattr(known, name)) for name in part.figures})
 
@@ -297,7 +299,7 @@ _OVERHEADS = ("hidden_seconds", "logit_seconds", "head_seconds", "launch_seconds
 
 
 def _cpu_cost(figures: Mapping[str, Any], *, where: str) -> float | None:
-    """Return the CPU seconds per gigabyte: a coarse clock may have counted none."""
+    """Return the CPU seconds per 10^9 bytes. They may be 0, because a coarse clock may have counted none."""
     name = "io_cpu_seconds_per_gigabyte"
     if figures.get(name) is None:
         return None
@@ -308,7 +310,7 @@ def _cpu_cost(figures: Mapping[str, Any], *, where: str) -> float | None:
 
 
 def _overhead(figures: Mapping[str, Any], name: str, *, where: str) -> float:
-    """Return an overhead: unlike a rate it may be zero, and is when absent."""
+    """Return an overhead in seconds: unlike a rate it may be zero, and it is zero when absent."""
     value = number(figures, name, where=where) if name in figures else 0.0
     if not 0 <= value <= _MOST_OVERHEAD_SECONDS:
         raise ConfigError(f"{where}: {name} is {value!r}; it must be between 0 and {_MOST_OVERHEAD_SECONDS:.3g} seconds")
@@ -343,7 +345,7 @@ def _twice(figure: Any) -> Any:
 
 
 def _network(figures: Mapping[str, Any], *, where: str) -> float:
-    """Return the rate of the network; profiles without one have a common one's."""
+    """Return the network's rate in bytes per second; a profile without one has 10 Gbit/s."""
     name = "network_bytes_per_second"
     return figure({name: _NETWORK_BYTES_PER_SECOND, **figures}, name, where=where, most=_MOST_BYTES_PER_SECOND)
 

@@ -1,8 +1,8 @@
 """How a unit whose weights are coded lies as bytes: for each matrix its code and where its parts are. Values only.
 
-A code is of matrices, row by row: it makes *parts* of a matrix (codes, scales, row offsets), tensors of any size. All parts of
-a unit lie back to back, each from a border of 64 bytes, as they lie on the drive and cross the links; compute reads none of
-them, but the dense slot that is decoded from them. What no code takes (vectors, say) lies between them as compute reads it.
+A code encodes matrices row by row. It turns a matrix into *parts* (codes, scales, row offsets), which are tensors of any size.
+All parts of a unit lie back to back, each from a border of 64 bytes, on the drive as on the links. Compute reads none of them,
+only the dense slot that is decoded from them. What no code takes (vectors, say) lies between them as compute reads it.
 """
 
 from collections.abc import Iterable
@@ -12,15 +12,15 @@ from math import prod
 from headrace.terms.layout import Plane
 from headrace.terms.sizes import PAGE_BYTES, round_up
 
-# Bytes from a multiple of which each part begins: a cache line, and what any dtype asks for.
+# Each part begins at a multiple of so many bytes: a cache line, which is enough for any dtype.
 PART_ALIGNMENT = 64
-# The one part of what is not coded.
+# The name of the one part of a matrix that is not coded.
 PLAIN = "plain"
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One tensor of a coded matrix. `dtype` is torch's name of it; `bytes_per_number` its size."""
+    """One tensor of a coded matrix. `dtype` is torch's name of its dtype, `bytes_per_number` the size of one number."""
 
     name: str
     dtype: str
@@ -35,7 +35,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class CodedMatrix:
-    """`rows` by `columns` weights from element `offset` of the dense slot, and their parts with the byte where each begins.
+    """`rows` by `columns` weights from element `offset` of the dense slot, and their parts, each with the byte where it begins.
 
     `codec` is the code's name, None where the one part is the weights as compute reads them.
     """
@@ -55,7 +55,7 @@ class CodedUnit:
     num_bytes: int
 
     def plane(self, num_elements: int) -> Plane:
-        """Return the unit's bytes as a plane: one number, of all these bytes, for all elements."""
+        """Return the unit's bytes as a plane that has a single number, as large as all these bytes, for all elements."""
         return Plane("coded", "uint8", self.num_bytes, num_elements)
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-# Up to so many rows torch's own products of bfloat16 are as fast as those by way of float32, or faster (docs/log/decoding).
+# Up to so many rows, torch's own products of bfloat16 are at least as fast as products by way of float32 (docs/log/decoding).
 FEW_ROWS = 3
 # The name of fused attention among a block's operators, whichever kernel does it.
 ATTENTION = "attention"
@@ -15,9 +15,8 @@ class OperatorCosts:
     name: str
     flops: float
     output_bytes: int
-    must_run: bool = (
-        False  # in recompute, too: it draws numbers, or its output is overwritten, or recompute runs other operators
-    )
+    # Recompute runs it too: it draws random numbers, or its output is overwritten, or recompute runs other operators.
+    must_run: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,10 +27,10 @@ class BlockCosts:
     num_parameters: int
     forward_flops: float
     forward_workspace_bytes: int  # peak of live tensors beyond weights and the input, without autograd
-    backward_workspace_bytes: int  # the same for recompute and backward, gradients of parameters as they are made included
+    backward_workspace_bytes: int  # the same for recompute and backward, including the gradients of parameters
     operators: tuple[OperatorCosts, ...] = ()
     skippable: tuple[int, ...] = ()  # ordinals whose output no gradient depends on
-    attention_flops: float = 0.0  # of `forward_flops`, those of attention: its two products
+    attention_flops: float = 0.0  # the part of `forward_flops` that attention's two products take
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +41,7 @@ class ModelCosts:
     compute_dtype: str
     sequences: int
     length: int
-    hidden_size_bytes: int  # of one token, at the widest: residuals in float32 come after the first block
+    hidden_size_bytes: int  # of one token's hidden state, where it is widest: after the first block some models have float32
     prologue_elements: int
     prologue_parameters: int
     epilogue_elements: int
@@ -51,7 +50,8 @@ class ModelCosts:
     blocks: tuple[BlockCosts, ...]
     prologue_workspace_bytes: int
     prologue_backward_workspace_bytes: int
-    epilogue_workspace_bytes: tuple[tuple[int, int], ...]  # (tokens of a chunk, peak bytes), rising; convex between
+    # Pairs (tokens of a chunk, peak bytes), tokens rising; the peak is convex in between.
+    epilogue_workspace_bytes: tuple[tuple[int, int], ...]
     epilogue_flops_per_token: float
     call_bytes: int  # masks and rotary tables of one micro-batch, kept through the step
     wide_products: bool = False  # products of 16-bit numbers are computed in float32
@@ -77,9 +77,10 @@ class PassCosts:
 class GenerationCosts:
     """A seat of `rows` rows: its first pass, over `prompt_length` tokens, and the one after, over one.
 
-    `cache_bytes` are by block, after the first pass; `cache_token_bytes` what one token more adds to them, for all rows.
-    `tiered` says of which blocks they may lie elsewhere while the block is not run: of those that keep tokens and nothing else.
-    `head_flops` are those of one position of all rows; `head_bytes` what head and sampling take for a moment.
+    `cache_bytes` are the bytes of each block's cache after the first pass; `cache_token_bytes` are what one more token of all
+    rows adds to each. `tiered` says for each block whether its cache may lie elsewhere while the block is not run: it may where
+    the cache keeps tokens and nothing else. `head_flops` are for one position of all rows; `head_bytes` are what head and
+    sampling allocate for a moment.
     """
 
     rows: int
@@ -92,7 +93,7 @@ class GenerationCosts:
     head_bytes: int
     choices: int = 0  # experts that a token is sent to
     tiered: tuple[bool, ...] = ()
-    widens: bool = False  # products of 16-bit numbers are computed in float32, but for those of few rows
+    widens: bool = False  # products of 16-bit numbers are computed in float32, except where they have few rows
 
     def all_cache_bytes(self, new_tokens: int) -> int:
         """Return the bytes of a seat's cache after `new_tokens` tokens."""

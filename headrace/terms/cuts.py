@@ -1,10 +1,10 @@
-"""Where a unit may be cut into chunks, and what of a chunk a rule is given at a time: what a rule's grain asks of a layout.
+"""Where a unit may be cut into chunks, and which pieces of a chunk a rule is given. Both follow from the rule's grain.
 
 A rule that updates each element alone lets a unit be cut anywhere. One that needs whole rows, or whole matrices, is given
-*items*: rows or matrices as the layout has them, of a stack of matrices (experts) each by itself. Chunks hold whole items.
+*items*: the rows or matrices of the layout; of a stack of matrices (experts), each matrix by itself. Chunks hold whole items.
 A chunk begins on a page of the drives, so a cut is where an item and a page begin at once.
 
-Invariant: no cut and no piece has a part of an item.
+Invariant: no cut divides an item, and no piece has only a part of one.
 """
 
 import re
@@ -27,16 +27,17 @@ from headrace.terms.layout import (
 from headrace.terms.rule_figures import Grain, RuleFigures
 from headrace.terms.sizes import PAGE_BYTES, round_up
 
-# Elements of rows or matrices that the host updates at once on each thread, unless one has more: so few that torch keeps to
-# the thread; compute has the others.
+# The host updates so many elements of rows or matrices at once on each thread; more only where a single item has more. With so
+# few, torch stays on the calling thread and leaves the others to compute.
 HOST_ITEM_ELEMENTS = 32768
 
 
 class Cuts(NamedTuple):
     """Elements `[start, stop)` of a unit, which may be cut at `start` and every `grain` elements from there.
 
-    They are items of `item_elements` elements each: 1 where each element is updated alone. Under a rule with planes that have
-    numbers of some elements only, so many `items` with so many `sides` each; 0 where each element is updated alone.
+    They are items of `item_elements` elements each; the size is 1 where each element is updated alone. Under a rule with planes
+    that have numbers for some elements only, `items` is the number of items, and `sides` how many sides each has (`num_sides`);
+    both are 0 where each element is updated alone.
     """
 
     start: int
@@ -64,7 +65,7 @@ def item_shape(parameter: ParameterSpec, rule: RuleFigures) -> tuple[int, int] |
 
 
 def cuts_of(layout: UnitLayout, rule: RuleFigures) -> tuple[Cuts, ...]:
-    """Return where a unit may be cut: for a rule whose grain is the element nothing, which means anywhere."""
+    """Return where a unit may be cut; for a rule whose grain is the element (), which means anywhere."""
     if rule.grain is Grain.ELEMENT:
         return ()
     found: list[Cuts] = []
@@ -75,7 +76,7 @@ def cuts_of(layout: UnitLayout, rule: RuleFigures) -> tuple[Cuts, ...]:
         items, sides = (parameter.num_elements // item, num_sides(*shape)) if uneven and shape else (0, 0)
         grain = min(lcm(item, UNIT_ALIGNMENT), stop - parameter.offset)
         last = found[-1] if found else None
-        # Where items are counted, none that padding follows may be one with the next parameter's.
+        # Where items are counted, a range that ends in padding is not joined with that of the next parameter.
         whole = last is not None and (not last.items or last.items * item == last.stop - last.start)
         alike = last is not None and (last.grain, last.item_elements, last.sides) == (grain, item, sides)
         if last and whole and alike and not (last.stop - last.start) % grain:
@@ -86,17 +87,17 @@ def cuts_of(layout: UnitLayout, rule: RuleFigures) -> tuple[Cuts, ...]:
 
 
 def num_sides(rows: int, columns: int) -> int:
-    """Return how many numbers a plane of sides has of an item."""
+    """Return how many numbers a plane of sides has for one item of so many rows and columns."""
     return columns if rows == 1 else rows + columns
 
 
 def is_uneven(planes: Sequence[Plane]) -> bool:
-    """Return whether any of the planes has numbers of some elements only."""
+    """Return whether any of the planes has numbers for some elements only."""
     return any(plane.of != "element" for plane in planes)
 
 
 def num_values(plane: Plane, start: int, stop: int, cuts: Sequence[Cuts]) -> int:
-    """Return the numbers that a plane has for elements `[start, stop)` of a unit, which begin and end where it may be cut."""
+    """Return how many numbers a plane has for elements `[start, stop)` of a unit, which begin and end where it may be cut."""
     if plane.of == "element":
         return plane.num_values(stop - start)
     total = 0
@@ -111,7 +112,7 @@ def num_values(plane: Plane, start: int, stop: int, cuts: Sequence[Cuts]) -> int
 
 
 def piece_values(plane: Plane, piece: GroupRange) -> int:
-    """Return the numbers that a plane has for a piece of a unit (`pieces_of`)."""
+    """Return how many numbers a plane has for a piece of a unit (`pieces_of`)."""
     if plane.of == "element":
         return plane.num_values(piece.stop - piece.start)
     if isinstance(piece, Padding):
@@ -123,7 +124,7 @@ def piece_values(plane: Plane, piece: GroupRange) -> int:
 
 
 def parts_of(planes: Sequence[Plane], pieces: Sequence[GroupRange], start: int) -> list[tuple[slice, ...]]:
-    """Return where the numbers of each piece lie in each plane, whose first one is of element `start`; pieces are in order."""
+    """Return for each of `pieces`, in order, where its numbers lie in each plane; the planes begin with element `start`."""
     if not is_uneven(planes):
         return [tuple(plane.part(piece.start - start, piece.stop - start) for plane in planes) for piece in pieces]
     ends, found = [0] * len(planes), []
@@ -135,7 +136,7 @@ def parts_of(planes: Sequence[Plane], pieces: Sequence[GroupRange], start: int) 
 
 
 def lengths_of(planes: Sequence[Plane], pieces: Sequence[GroupRange], start: int) -> list[int]:
-    """Return how many numbers each plane has of pieces that cover a range from element `start` on."""
+    """Return how many numbers each plane has for pieces that cover a range from element `start` on."""
     return [part.stop for part in parts_of(planes, pieces, start)[-1]] if pieces else [0] * len(planes)
 
 
@@ -152,7 +153,10 @@ def state_places(planes: Sequence[Plane], start: int, stop: int, cuts: Sequence[
 
 
 def pieces_of(layout: UnitLayout, rule: RuleFigures) -> tuple[GroupRange, ...]:
-    """Return the ranges of a unit that share decay and learning rate, those of items apart; padding is between them."""
+    """Return the ranges of a unit that share decay and learning rate; each parameter with items is a range of its own.
+
+    Padding after items is a `Padding` under a rule whose planes have no numbers for it.
+    """
     if rule.grain is Grain.ELEMENT:
         return layout.groups
     found: list[GroupRange] = []
@@ -196,10 +200,11 @@ def largest_item_elements(cuts: Sequence[Cuts]) -> int:
 
 @lru_cache(maxsize=1024)
 def chunk_borders(num_elements: int, chunk_elements: int, cuts: tuple[Cuts, ...]) -> tuple[int, ...]:
-    """Return where the chunks of a unit begin, and its end: each as long as items allow, of at most `chunk_elements`.
+    """Return where the chunks of a unit begin, and where the last one ends.
 
-    What no cut divides has a chunk of its own. If no chunk is longer than `chunk_elements`, the length of the longest gives
-    the same borders when it is asked for in its place: so a store's chunks can be planned for again.
+    Each chunk is as long as its items allow, up to `chunk_elements`; an item that is longer has a chunk of its own. If no chunk
+    is longer than `chunk_elements`, asking for the length of the longest chunk instead gives the same borders: so a plan can be
+    made again for the chunks of an existing store.
     """
     if not cuts:
         return (*(start for start, _ in chunk_ranges(num_elements, chunk_elements)), num_elements)

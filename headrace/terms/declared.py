@@ -27,9 +27,9 @@ _KEY = "option"
 class Declaration:
     """One option: what it is called, what it may be, and how it is explained.
 
-    `default` is None where something is chosen, which `default_words` then say; `required` where there is no default at all.
-    `flag` is its name on the command line, None where it is a key of the file only; `plan`: `headrace plan` has it too.
-    `alias`: this is an older name for what another option says, in its words and with its default; read, and never written.
+    `default` is None where the program chooses, and `default_words` say what it chooses; `required`: there is no default at
+    all. `flag` is its name on the command line, None where it is a key of the file only; `plan`: `headrace plan` has it too.
+    `alias`: this is an older name; `alias` says the same by another option, with its default. It is read, and never written.
     """
 
     key: str
@@ -53,7 +53,7 @@ class Declaration:
     @property
     def readme_row(self) -> str:
         """The line of README's table."""
-        begins = self.help[:1] if self.help[1:2].isupper() else self.help[:1].lower()  # "GPU memory" stays
+        begins = self.help[:1] if self.help[1:2].isupper() else self.help[:1].lower()  # "GPU memory" keeps its capitals
         meaning = self.row or begins + self.help[1:].rstrip(".")
         meaning = f"an older name, for `{self.alias}`" if self.alias else meaning
         return f"| `{self.key}` | {self.default_words} | {meaning} |"
@@ -89,7 +89,7 @@ def option(
 
     `help` is for the command line, `row` for README where that says more; `words` say the default where the value does not.
     `optional`: None may be given although it is not the default. `cli=False`: a key only. `plan`: also an option of
-    `headrace plan`. `fixed=False`: may be another when the run goes on. `alias`: see `Declaration`; the class that has both
+    `headrace plan`. `fixed=False`: it may change when the run goes on. `alias`: see `Declaration`; the class that has both
     options reads it, and its value is None from then on.
     """
     metadata = {
@@ -111,8 +111,8 @@ def option(
 
 
 def option_as(declared: "type[Declared]", key: str, **changes: Any) -> Any:
-    """Return the dataclass field of an option that another class declares. `changes` are what differs here, by the names that
-    `option` gives them, and `default`. To be an option of `headrace plan`, too, it must be said here again.
+    """Return the dataclass field of an option that another class declares. `changes` are those arguments of `option` that
+    differ here. `plan` and `fixed` are not taken over: say them here again where they are not the default.
     """
     origin = next(each for each in dataclasses.fields(declared) if each.name == key)
     default = changes.pop("default", origin.default)
@@ -202,7 +202,7 @@ def _plain(value: Any) -> Any:
     return dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value
 
 
-# What other trainers call it. difflib alone would not find these.
+# Names that other trainers have for an option. difflib alone would not find these.
 _ELSEWHERE = {
     "batch_size": "tokens_per_step",
     "cutoff_len": "sequence_length",

@@ -33,11 +33,10 @@ class Evaluation:
 class StepResult:
     """What one optimizer step did. `bytes_read` and `bytes_written` are per tier name; `peak_bytes` too.
 
-    `tokens` are the positions of the batch, what fills rows included; bytes are those since the step before, whichever step
-    they were for: updates run on behind the next one.
-    `update_policy` is the plan's; `redone`: updates were begun on the guess that nothing is clipped, and done again.
-    `estimation_errors` are those of the projectors that the step looked at, by matrix: of the ones that there were on what was
-    held out, and of others where they were tried.
+    `tokens` are the positions of the batch, padding included. Bytes are those moved since the step before, for whichever step:
+    updates still run while the next step does. `update_policy` is the plan's; `redone`: updates were begun on the guess that
+    nothing is clipped, and done again. `estimation_errors` are by matrix, of the projectors that the step looked at: the error
+    of the projector in use on held-out gradients, and that of another one where it was tried.
     `io_cpu_seconds` is the CPU time of the I/O threads, system calls included, and of checksums that the update did not take.
     """
 
@@ -82,7 +81,7 @@ class Committed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flushed:
-    """What steps had left under way is done; it moved so much after the last `StepResult`, which counts it not."""
+    """All that steps had left under way is done. The figures are what it moved after the last `StepResult`."""
 
     bytes_read: dict[str, int]
     bytes_written: dict[str, int]

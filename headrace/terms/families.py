@@ -20,8 +20,8 @@ from headrace.terms.sizes import PAGE_BYTES
 WEIGHTS, STATES = "weights", "states"
 # What is trained of a unit whose weights are frozen: a subspace, an adapter.
 TRAINED = "trained"
-# Where frozen weights are merged with what is trained from time to time: what completes them to their fp32 master, the basis of
-# the subspace that is trained, and the one that takes its place at the next merge.
+# Families of a unit whose frozen weights are merged with what is trained from time to time: what completes the weights to their
+# fp32 master, the basis of the subspace that is trained, and the basis that takes its place at the next merge.
 REST, BASIS, NEXT_BASIS = "rest", "basis", "next basis"
 
 
@@ -48,9 +48,8 @@ class Durability(StrEnum):
 class Family:
     """Planes over the elements of `layout`, cut into chunks at `borders` (first 0, last `layout.num_elements`).
 
-    In a chunk the planes lie back to back, in order, padded to whole pages. A chunk of whole parameters, or of whole rows, is
-    only another table of borders: a rule says what grain it needs. `cuts` are those that say how many numbers of a chunk planes
-    have that do not have one of each element.
+    In a chunk the planes lie back to back, in order, padded to whole pages. Chunks of whole parameters, or of whole rows,
+    differ in their borders alone. `cuts` say how many numbers a chunk has in planes that do not have one for each element.
 
     Raises:
         ConfigError: the borders do not lead from 0 to the last element in ascending order.
@@ -112,7 +111,7 @@ class Unit:
         """The family that compute uses: every unit has one.
 
         Raises:
-            ConfigError: this one has not.
+            ConfigError: this one has none.
         """
         found = self.family(WEIGHTS)
         if found is None:
@@ -130,7 +129,7 @@ def trained_unit(layout: UnitLayout, planes: PlaneSet, chunk_elements: int, cuts
     `cuts` say where it may be cut, () anywhere.
 
     Raises:
-        ConfigError: chunks or weights that would leave gaps between pages: weights are read as a whole.
+        ConfigError: chunks or weights would leave gaps between pages; weights are read as a whole.
     """
     families = [cut(WEIGHTS, layout, (planes.weight,), chunk_elements, Durability.TWO_SLOTS, cuts)]
     if planes.states:
@@ -155,7 +154,7 @@ def cut(
     """Return a family over `layout` in chunks of at most `chunk_elements`, cut where `cuts` allow it; () is anywhere.
 
     Raises:
-        ConfigError: chunks or weights that would leave gaps between pages: weights are read as a whole.
+        ConfigError: chunks or weights would leave gaps between pages; weights are read as a whole.
     """
     if chunk_elements < UNIT_ALIGNMENT or chunk_elements % UNIT_ALIGNMENT:
         raise ConfigError(f"chunk of {chunk_elements} elements: expected a positive multiple of {UNIT_ALIGNMENT}")

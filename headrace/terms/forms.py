@@ -2,8 +2,8 @@
 
 Three things are told apart. A unit trained *in place* has its weights and their states in families of one layout; what is read
 from the drive is what compute reads, and what the update changes. A *frozen* unit has weights alone, written once. A unit with
-a *trained family of its own* has frozen weights too, and beside them a small family that gradients, states and updates are of
-(a subspace, an adapter); its compute slot is made of both. Frozen weights may be *coded*: then the slot is decoded from them.
+a *trained family of its own* has frozen weights too, and beside them a small family (a subspace, an adapter) to which gradients,
+states and updates belong; its compute slot is made of both. Frozen weights may be *coded*: then the slot is decoded from them.
 A trained family may be of a subspace that changes: then its *basis* lies beside it, and the frozen weights, which have what
 completes them to their fp32 master, are merged with what is trained whenever the basis changes (`flow.settle`).
 A unit may be *far*: weights and states live at another site, from which weights are pulled and to which gradients are pushed.
@@ -42,14 +42,14 @@ class UnitFigures:
     """A unit as a plan sees it: elements with padding, parameters without.
 
     Attributes:
-        num_elements: of the slot that compute reads.
+        num_elements: elements of the slot that compute reads.
         home: `SSD` or `DEVICE`: where the weights live between uses.
-        trained_elements: of what is updated, where that is not all of the unit in place (None): 0 for a frozen unit.
-        stored_bytes: of the weights on the drive, where they are coded.
-        making_bytes: the most that making a slot allocates for a moment, on the device that computes.
+        trained_elements: elements of what is updated: 0 for a frozen unit, None where all of the unit is updated in place.
+        stored_bytes: bytes of coded weights on the drive; None where they are not coded.
+        making_bytes: the most bytes that making a slot allocates for a moment, on the device that computes.
         cuts: where what is updated may be cut into chunks; (): anywhere.
         is_far: whether its weights and states live at another site, which updates it.
-        basis_elements: float32 numbers of the basis that the trained family is of; 0 where there is none.
+        basis_elements: float32 numbers of the basis of the trained family's subspace; 0 where there is none.
         is_beside: whether compute reads the trained family beside the frozen weights, which stay as they are.
     """
 
@@ -67,7 +67,7 @@ class UnitFigures:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "UnitFigures":
-        """Inverse of `dataclasses.asdict`, of which JSON has made lists."""
+        """Return the figures that `dataclasses.asdict` made `values` of; JSON has made lists of its tuples."""
         return cls(**{**values, "cuts": tuple(Cuts(*each) for each in values.get("cuts", ()))})
 
     @property
@@ -77,17 +77,17 @@ class UnitFigures:
 
     @property
     def kind(self) -> tuple[str, bool, bool, bool, bool]:
-        """What units have in common that are alike to a schedule, but for their sizes."""
+        """What two units must have in common for a schedule to treat them alike; their sizes may differ."""
         return self.home, self.in_place, self.is_trained, self.stored_bytes is not None, self.is_far
 
     @property
     def gradient_elements(self) -> int:
-        """Elements that its gradient is of: 0 for a frozen unit."""
+        """Elements of its gradient: 0 for a frozen unit."""
         return self.num_elements if self.trained_elements is None else self.trained_elements
 
     @property
     def update_elements(self) -> int:
-        """Elements that states and updates here are of: 0 for a frozen unit, and for one that is updated elsewhere."""
+        """Elements that are updated on this machine: 0 for a frozen unit, and for one that is updated elsewhere."""
         return 0 if self.is_far else self.gradient_elements
 
     @property
@@ -102,7 +102,7 @@ class UnitFigures:
 
     @property
     def is_made(self) -> bool:
-        """Whether its compute slot is made, of coded weights or of a trained family besides, and not just read."""
+        """Whether its compute slot is made, from coded weights or with a trained family, and not just read."""
         return self.stored_bytes is not None or self.is_completed
 
     @property
@@ -112,7 +112,7 @@ class UnitFigures:
 
 
 def merged(units: Sequence[UnitFigures]) -> UnitFigures:
-    """Return the figures of one unit that is as much work as `units`, all of one `kind`, for a coarser look at them."""
+    """Return the figures of one unit that is as much work as `units`, all of one `kind`: for a coarser plan."""
     first = units[0]
     return replace(
         first,
@@ -131,16 +131,16 @@ class Form:
     """The form of one unit.
 
     Attributes:
-        layout: of the slot that compute reads.
-        trained: of what is updated: `layout` itself in place, another one for a family of its own, None for a frozen unit.
-        code: where the parts of coded weights lie, None where they lie as compute reads them.
+        layout: the layout of the slot that compute reads.
+        trained: the layout of what is updated: `layout` itself in place, another one for a family of its own, None if frozen.
+        code: where the parts of coded weights lie; None where they lie as compute reads them.
         home: as in `UnitFigures`; `making_bytes` and `cuts` likewise.
-        basis: of the numbers that a trained family's subspace is given by, None where it is none that changes.
+        basis: the layout of the numbers that define a trained family's subspace; None where there is no subspace that changes.
         left: names of parameters that stay as they are beside those that are trained; no gradient of them is taken.
         is_beside: as in `UnitFigures`.
 
     Raises:
-        ConfigError: what lies on the device, or is trained in place, is to be made: only blocks that are fetched are.
+        ConfigError: a slot would have to be made that lives on the device, is trained in place, or is far.
     """
 
     layout: UnitLayout
@@ -226,14 +226,14 @@ class Form:
         return Unit(self.layout.name, tuple(families))
 
     def _basis_families(self, basis: UnitLayout, rest: Plane | None, chunk_elements: int) -> list[Family]:
-        """Return what is kept beside weights that are merged from time to time, and beside what is trained."""
+        """Return the families beside weights that are merged from time to time: both bases, and the rest of the master."""
         how = chunk_elements, Durability.TWO_SLOTS
         families = [cut(name, basis, _BASIS_PLANES, *how) for name in (BASIS, NEXT_BASIS)]
         return [*families, cut(REST, self.layout, (rest,), *how)] if rest else families
 
 
 def in_place_forms(layouts: Sequence[UnitLayout], num_blocks: int, rule: RuleFigures) -> tuple[Form, ...]:
-    """Return the forms of full fine-tuning under `rule`: all is trained in place, and what are no blocks live on the device."""
+    """Return the forms of full fine-tuning under `rule`: every unit is trained in place, and only blocks leave the device."""
     return tuple(
         Form(layout=layout, trained=layout, home=home_of(unit, num_blocks), cuts=cuts_of(layout, rule))
         for unit, layout in enumerate(layouts)
@@ -241,5 +241,5 @@ def in_place_forms(layouts: Sequence[UnitLayout], num_blocks: int, rule: RuleFig
 
 
 def home_of(unit: int, num_blocks: int) -> str:
-    """Return where a unit's weights live where nothing else is planned: blocks are streamed, what is around them stays."""
+    """Return where a unit's weights live unless it is planned otherwise: blocks are streamed, prologue and epilogue stay."""
     return SSD if 1 <= unit <= num_blocks else DEVICE

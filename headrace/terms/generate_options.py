@@ -17,7 +17,7 @@ _MOST_SEED = (1 << 63) - 1
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateOptions(Declared):
-    """What `headrace generate` runs with. None stands for what the model's generation_config.json says, or is planned."""
+    """What `headrace generate` runs with. None stands for what generation_config.json says, or for what is planned."""
 
     prompt: str | None = option(
         None,
@@ -126,7 +126,7 @@ class GenerateOptions(Declared):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What of transformers' generation settings was given."""
+        """Those of transformers' generation settings that were given."""
         found: dict[str, Any] = {}
         for name in ("max_new_tokens", "top_p", "top_k"):
             if (value := getattr(self, name)) is not None:

@@ -22,8 +22,8 @@ class GradientWay(Declared):
         return cls.declarations()
 
     def begun(self, way: "GradientWay") -> "GradientWay":
-        """Return the way with which a run began that was asked for this one. `way` is what it recorded: where this one leaves
-        something to the plan, that may say more.
+        """Return the way with which a run was begun that was asked for this one. `way` is what the run recorded, which may say
+        more: what this one leaves to the plan.
         """
         return self
 

@@ -1,4 +1,4 @@
-"""In which groups a step's sums are taken: all of a plan that decides the bits of a run (docs/decisions/0013)."""
+"""In which groups a step's sums are taken: of a plan, only this decides the bits of a run (docs/decisions/0013)."""
 
 from dataclasses import asdict, dataclass
 from typing import Any

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from headrace.terms.errors import ConfigError
 from headrace.terms.sizes import PAGE_BYTES, round_up
 
-# Elements by which each parameter is aligned: 64 bytes in a 2-byte plane, a cache line and an AVX-512 register.
+# Each parameter begins at a multiple of so many elements: 64 bytes in a 2-byte plane, a cache line and an AVX-512 register.
 PARAMETER_ALIGNMENT = 32
-# Elements by which a unit, and every chunk of it, is aligned: 4 KiB in a 2-byte plane, what O_DIRECT needs.
+# Each unit and each chunk begins at a multiple of so many elements: 4 KiB in a 2-byte plane, which O_DIRECT needs.
 UNIT_ALIGNMENT = 2048
 
 
@@ -22,9 +22,9 @@ class Plane:
 
     `bytes_per_element` are the bytes of one number.
 
-    `of` says of what there are numbers, under a rule of rows or matrices (*items*, `terms.cuts`): of each `element`; of the
-    `sides` of each item, its rows and its columns, and of an item of one row its columns alone; or of elements `alone`, of
-    no item. Of the last two a plane has as many numbers as `terms.cuts.num_values` says, which is at most as many as elements.
+    `of` says what has a number in the plane, under a rule of rows or matrices (*items*, `terms.cuts`): each `element`; the
+    `sides` of each item, which are its rows and its columns, or its columns alone if it is one row; or elements `alone`, those
+    that are in no item. For the last two `terms.cuts.num_values` counts the numbers, which are at most as many as the elements.
     """
 
     name: str
@@ -50,7 +50,8 @@ class Plane:
 class PlaneSet:
     """The planes of one compute dtype: the weights that compute uses, and the states that only the update touches.
 
-    States begin with what completes the weights to their fp32 master, if they are not it; then come the rule's own.
+    States begin with what completes the weights to their fp32 master, unless the weights are the master; then come the rule's
+    own.
     """
 
     compute_dtype: str
@@ -85,7 +86,7 @@ class PlaneSet:
 
 
 def rest_of_master(states: Sequence[Plane]) -> Plane | None:
-    """Return the state plane that completes the weights to their fp32 master: the first, or None where the weights are it."""
+    """Return the state plane that completes the weights to their fp32 master: the first; None where they are the master."""
     return states[0] if states and states[0].name in ("lo", "w") else None
 
 
@@ -134,7 +135,7 @@ class GroupRange:
 
 @dataclass(frozen=True, slots=True)
 class Padding(GroupRange):
-    """What lies between a parameter of items and the next one, where planes have no number of it: nothing updates it."""
+    """What lies between a parameter of items and the next one, where planes have no numbers for it. Nothing updates it."""
 
 
 @dataclass(frozen=True, slots=True)

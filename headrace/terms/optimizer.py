@@ -40,8 +40,8 @@ class Optimizer(Declared):
     """What every rule of updates is told. A rule's own settings are further fields of a subclass, declared as options are.
 
     Norms and biases (parameters with fewer than two dimensions, and those named `*norm*` or `*bias`) are not decayed.
-    `groups` are tried in order, the first match wins; a group's `weight_decay=None` means that. Of what `train` leaves as it is
-    nothing is updated.
+    `groups` are tried in order, the first match wins; a group's `weight_decay=None` stands for the one given here. Nothing that
+    `train` leaves as it is gets updated.
     """
 
     name: ClassVar[str] = ""
@@ -96,15 +96,15 @@ def is_matrix(name: str, num_dimensions: int) -> bool:
     return num_dimensions >= 2 and not name.endswith("bias") and "norm" not in name.lower()
 
 
-# What others call a rule with certain settings, which it then has whatever else is said.
+# Names that others have for a rule with certain settings; whoever uses such a name cannot give these settings otherwise.
 OTHER_RULE_NAMES: Mapping[str, tuple[str, Mapping[str, str]]] = {"adamw8bit": ("adamw", {"moments": "int8"})}
 
 
 def parse_optimizer(text: str, option: str = "optimizer") -> tuple[str, dict[str, str]]:
     """Return the name of a rule and its settings, still as words, that `text` says: `sgd`, or `sgd:KEY=VALUE,KEY=VALUE`.
 
-    Which rules and settings there are is not known here (`update.rules.table` knows), but for `OTHER_RULE_NAMES`. Numbers are
-    written in one way. `option` is what errors call it: ways for gradients to travel are named in the same form.
+    This module does not know which rules and settings there are (`update.rules.table` does), except `OTHER_RULE_NAMES`. Equal
+    numbers become equal words. `option` is its name in errors: ways for gradients to travel are named in the same form.
 
     Raises:
         ConfigError: a setting without a value, or one that is given twice.
@@ -128,7 +128,7 @@ def optimizer_text(name: str, settings: Mapping[str, str]) -> str:
 
 
 def _plain_number(text: str) -> str:
-    """Return a number as Python writes it, so that equal settings are equal words; what is none stays as it is."""
+    """Return a number as Python writes it, so that equal settings are equal words; other text stays as it is."""
     try:
         number = float(text)
     except ValueError:

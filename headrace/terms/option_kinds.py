@@ -90,7 +90,7 @@ class Flag(Kind):
 
 @dataclass(frozen=True)
 class OneOf(Kind):
-    """One of `names`; `others` are what people call them besides."""
+    """One of `names`; `others` maps further names that people use to these."""
 
     names: tuple[str, ...]
     others: Mapping[str, str] = field(default_factory=dict)
@@ -112,7 +112,7 @@ class Size(Kind):
 
 
 class Duration(Kind):
-    """Seconds: `30m`, `90s`, `2h`, or a number of seconds; more than none."""
+    """Seconds, above 0: `30m`, `90s`, `2h`, or a number of seconds."""
 
     _SECONDS: ClassVar = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
@@ -180,7 +180,7 @@ class Text(Kind):
 
 @dataclass(frozen=True)
 class Listed(Kind):
-    """Several of a kind, from `least` to `most`; one alone is a list of one, where it is no list itself."""
+    """Several values of a kind, from `least` to `most` of them; a value that is no list counts as a list of one."""
 
     of: Kind
     least: int = 0
@@ -249,7 +249,7 @@ def shown(value: object) -> str:
     """Return `value` as an error shows it: whole, unless that fills the screen."""
     try:
         text = repr(value)
-    except ValueError:  # Python writes no number of more than some thousand digits
+    except ValueError:  # Python refuses to write a number of more than some thousand digits
         return "a number of thousands of digits"
     half = _MOST_SHOWN_LETTERS // 2
     return text if len(text) <= _MOST_SHOWN_LETTERS else f"{text[:half]}...{text[-half:]}"

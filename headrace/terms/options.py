@@ -237,7 +237,7 @@ class Options(Declared):
             )
         if self.adapter is not None:
             object.__setattr__(self, "adapter", adapter_of(self.adapter).text)
-            object.__setattr__(self, "gradient_dtype", self.gradient_dtype or "float32")  # they are small
+            object.__setattr__(self, "gradient_dtype", self.gradient_dtype or "float32")  # gradients of adapters are small
         refuse_contradictions(self)
         read_older_names(self)
         object.__setattr__(self, "gradient", optimizer_text(*parse_optimizer(self.gradient, "gradient")))
@@ -264,7 +264,7 @@ class Options(Declared):
 
     @staticmethod
     def from_record(values: Mapping[str, Any]) -> "Options":
-        """Inverse of `to_record`; also of what versions up to 0.1 wrote, which had rule and schedule as objects."""
+        """Return the options of which `to_record`, or a version up to 0.1 with rule and schedule as objects, made `values`."""
         known = dict(values)
         if "model_dir" in known:
             del known["model_dir"]

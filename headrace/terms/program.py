@@ -9,10 +9,10 @@ from enum import IntEnum, StrEnum
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Something that lanes share. `rate` names the figure of a profile (`Ceilings`) that says what they move together.
+    """Something that lanes share. `rate` names the figure of a profile (`Ceilings`) that says how fast they are together.
 
-    Without a figure they do no more together than in turn: each keeps half of its speed beside another, where a profile's
-    `slowdowns` do not say otherwise.
+    Without a figure, lanes do no more together than one after the other: each keeps half of its speed beside another, unless a
+    profile's `slowdowns` say otherwise.
     """
 
     name: str
@@ -21,7 +21,9 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What people buy to make lanes faster: `twice` says twice of it, `figures` name what it doubles in a profile."""
+    """What people buy to make lanes faster: `twice` says twice of it in words, `figures` are the fields of a profile it
+    doubles.
+    """
 
     name: str
     twice: str
@@ -34,8 +36,8 @@ class LaneRow:
 
     `rate` and `overhead` name figures of a profile: bytes per second, and seconds that each operation takes besides. `on_bus`:
     what it moves crosses the host's memory bus. `part`: what would make it faster. `stream` is the priority of the lane's own
-    stream on a device that has streams, None where its work is the host's. It has `threads`; with one, an operation that is
-    done tells that all before it are.
+    stream on a device that has streams, None where its work is the host's. `threads` is how many it has; with one, the end
+    of an operation means that all before it have ended.
     """
 
     heading: str
@@ -197,7 +199,7 @@ def sharing_lanes() -> dict[Share, tuple[Lane, ...]]:
 
 
 def sharing_words(share: Share, lanes: tuple[Lane, ...]) -> str:
-    """Return within a sentence what `lanes`, which share something, are together."""
+    """Return what `lanes`, which share something, are called together within a sentence."""
     directions = [lanes[0].row.words, *(lane.row.words.split()[-1] for lane in lanes[1:])]
     return f"{' and '.join(directions)}, which share the {share.name}"
 
@@ -215,7 +217,7 @@ class Verb(StrEnum):
     PULL = "pull"  # unit's weights: another site -> host slot
     UPLOAD = "upload"  # unit's weights: host slot -> device slot
     MAKE = "make"  # unit's weights: what is stored, and what is trained besides -> the slot that compute reads
-    FORWARD = "forward"  # block, one micro-batch; of experts that come by themselves, a few for all micro-batches
+    FORWARD = "forward"  # block, one micro-batch; where experts come by themselves, a few of them for all micro-batches
     ROUTE = "route"  # what tokens have chosen -> which experts are needed
     STASH = "stash"  # block input: device -> host
     SPILL = "spill"  # block input: host -> ssd
@@ -307,9 +309,9 @@ def buffer(pool: Pool, slot: int = 0) -> int:
 class Op:
     """One operation. `after` and `after_previous` are indices of operations of this and of the previous program.
 
-    `part` is a piece of the unit that streams alone, -1 for all of it. `late`: it belongs to the step before, as an update that
-    was held, and that step's commit. `bytes` is what crosses the lane; `flops` what compute does. `buffers` are those that it
-    touches, as integers; what of them it reads and writes is the ledger's to know (plan/ledger.py).
+    `part` is a piece of the unit that streams alone, -1 for all of it. `late`: it belongs to the step before (an update that
+    was held, or that step's commit). `bytes` is what crosses the lane; `flops` what compute does. `buffers` are those that it
+    touches, as integers; which of them it reads and which it writes, the ledger knows (plan/ledger.py).
     """
 
     index: int

@@ -12,8 +12,8 @@ class Grain(StrEnum):
     """The smallest piece of a unit that a rule can update alone: chunks are cut between such pieces."""
 
     ELEMENT = "element"  # cuts anywhere, but for blocks of elements that share a number (`PlaneSet.block_elements`)
-    ROWS = "rows"  # whole rows of a matrix: what is told from a row as a whole
-    MATRIX = "matrix"  # whole matrices: what is told from a matrix as a whole
+    ROWS = "rows"  # whole rows of a matrix: the rule computes something from each row as a whole
+    MATRIX = "matrix"  # whole matrices: the rule computes something from each matrix as a whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,17 +24,18 @@ class RuleFigures:
         name: for people, and to tell rules apart whose planes differ.
         planes: the weights that compute uses, the rest of their master, and the states that the rule keeps.
         grain: where a unit may be cut.
-        elementwise: a pattern (searched) of names of parameters that are updated element by element whatever the grain, as all
-            with fewer than two dimensions are: embeddings, for example.
-        takes_vectors: whether parameters with fewer than two dimensions are items too, of one row: then no element is alone.
+        elementwise: a pattern (searched) of names of parameters, such as embeddings, that are updated element by element
+            whatever the grain. Parameters with fewer than two dimensions are, too, unless `takes_vectors`.
+        takes_vectors: whether parameters with fewer than two dimensions are items of one row each; then no element is alone.
         flops_per_element: floating-point operations of one element's update.
-        core_rate: bytes per second of a core, in parts of what a profile has measured: the default rule's loop.
+        core_rate: bytes per second of a core, relative to what a profile has measured with the default rule's loop.
             Below 1 where arithmetic, not memory, takes the time (bench/kernel.py).
-        temporary_bytes: the most that an update on a device allocates at once, per element of the piece it works on; with whole
-            rows or matrices, an update on the host does, too.
-        device_traffic_bytes: what torch's kernels read and write of device memory, per element; None: only the host updates.
-        clips_by_rerun: updates are begun as if nothing had to be clipped, no gradient is held, and where the norm says
-            otherwise the whole step is run again: for rules whose point is how little they keep.
+        temporary_bytes: the most that an update on a device allocates at once, per element of the piece it works on; an update
+            of whole rows or matrices on the host allocates as much.
+        device_traffic_bytes: bytes that torch's kernels read and write in device memory, per element; None: only the host
+            updates.
+        clips_by_rerun: updates begin as if nothing had to be clipped, and no gradient is held; where the norm says otherwise,
+            the whole step is run again. For rules whose point is how little they keep.
     """
 
     name: str
@@ -54,7 +55,9 @@ class RuleFigures:
         return max(self.planes.parameter_alignment, 1 if self.grain is Grain.ELEMENT else UNIT_ALIGNMENT)
 
     def traffic_bytes(self, num_elements: int, gradient_bytes_per_element: int) -> int:
-        """Return what the host's update of so many elements reads and writes of memory: planes both ways, gradients once."""
+        """Return the bytes of memory that the host's update of so many elements reads and writes: planes both ways, gradients
+        once.
+        """
         return 2 * self.planes.num_bytes(num_elements) + num_elements * gradient_bytes_per_element
 
     def flops(self, num_elements: int) -> float:

@@ -9,11 +9,12 @@ MIB = 1 << 20
 GIB = 1 << 30
 # A page of memory, and the border by which direct input and output go.
 PAGE_BYTES = 4096
-# Where freed memory is given back, blocks of this size and more go back at once, and are whole huge pages where there are some.
+# Where freed memory is given back, blocks of this size or more go back at once, and lie on huge pages where the system has
+# some.
 MAPPED_BYTES = 2 << 20
-# So much of smaller blocks stays in the heap.
+# Of smaller freed blocks, so many bytes stay in the heap.
 KEPT_FREE_BYTES = 64 << 20
-# Where freed memory is kept, larger blocks than these go back all the same: the most that glibc takes from its heap.
+# Where freed memory is kept, blocks larger than this go back all the same: glibc takes no larger ones from its heap.
 LARGEST_HEAP_BLOCK_BYTES = 32 << 20
 # A size above this is a slip, and what is counted from it would not fit into the 64-bit numbers of the system.
 _MOST_BYTES = 1 << 62

@@ -2,7 +2,8 @@
 
     bits of the master = (hi << 16) + lo, `hi` being the master rounded half away from zero, `lo` signed
 
-Integers of 32 bits, signed or not, in arrays of NumPy and torch alike. Not for NaN: rounding could carry one into the sign.
+The bits are 32-bit integers, signed or not, in arrays of NumPy and torch alike. They must be no NaN: rounding could carry one
+into the sign.
 The compiled loops have the same arithmetic in LLVM's language (`update.kernels`).
 """
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import TypeAlias
 
 SEQUENTIAL, TREE = "sequential", "tree"
-# How workers' sums are added: a rank, or two orders whose sums are added.
+# How workers' sums are added: the sum of one rank, or two orders whose sums are added.
 Order: TypeAlias = "int | tuple[Order, Order]"
 
 
@@ -25,7 +25,9 @@ def place_of(leaf: int) -> int:
 
 
 def merges_after(leaf: int, num_leaves: int) -> int:
-    """Return how many times the two topmost partial sums are then added: where a branch is whole, and all after the last."""
+    """Return how many times the two topmost partial sums are then added: once for each branch that it ends; after the last
+    leaf, until one is left.
+    """
     if leaf == num_leaves - 1:
         return leaf.bit_count()
     return (~leaf & (leaf + 1)).bit_length() - 1  # trailing ones
