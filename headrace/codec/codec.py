@@ -1,6 +1,8 @@
-"""What a code for frozen weights is: parts of a matrix that lie on drives and cross links, and are decoded for compute.
+"""What a code for frozen weights is: it makes parts of a matrix, which lie on drives and cross links, and are decoded for
+compute.
 
-Row by row: any range of rows is decoded by itself, so that several cores share a matrix, and an expert needs no other.
+A code works row by row: any range of rows is decoded by itself, so that several cores share a matrix, and an expert needs no
+other.
 """
 
 from collections.abc import Mapping
@@ -14,11 +16,11 @@ Parts = Mapping[str, Tensor]
 
 
 class Codec(Protocol):
-    """A code for matrices of frozen weights. `headrace.testing.codec_contract` holds each to what is said here."""
+    """A code for matrices of frozen weights. `headrace.testing.codec_contract` tests that each does what is said here."""
 
     @property
     def name(self) -> str:
-        """What a run's record says: a state goes on under the code that it was written in."""
+        """The code's name in a run's record: a run goes on with the code in which its state was written."""
 
     @property
     def digest(self) -> str | None:
@@ -28,11 +30,11 @@ class Codec(Protocol):
         """Return whether it codes matrices of this shape; others lie as compute reads them."""
 
     def places(self, rows: int, columns: int) -> tuple[Part, ...]:
-        """Return the parts of such a matrix at their largest: what encoding it anew may take."""
+        """Return the parts of such a matrix at their largest: what encoding any weights may need."""
 
     def encode(self, weights: Tensor) -> Parts:
         """Return the parts of `weights` (rows, columns), of a floating dtype, on the host: each number is rounded to the
-        nearest that the code has. What was decoded before comes out again, bit for bit, if the code is `idempotent`.
+        nearest that the code has. If the code is `idempotent`, weights that it decoded before come out again, bit for bit.
 
         Raises:
             ModelError: a weight is no finite number.
@@ -45,11 +47,11 @@ class Codec(Protocol):
     def decode(self, parts: Parts, into: Tensor, rows: range) -> None:
         """Fill `into` (len(rows), columns), contiguous, of a floating dtype, with these rows. All tensors are on one device.
 
-        Nothing else is written to. The same bits for any cut into ranges, and on any device.
+        Nothing else is written to. The bits are the same for any cut into ranges, and on any device.
 
         Raises:
             ModelError: the parts are damaged: they do not make these rows.
         """
 
     def decoding_bytes(self, rows: int, columns: int, *, on_host: bool = True) -> int:
-        """Return the most that `decode` allocates at once for a whole matrix, on the host or on another device that decodes."""
+        """Return the most bytes that `decode` allocates at once for a whole matrix, on the host or on another device."""

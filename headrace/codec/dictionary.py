@@ -1,15 +1,15 @@
 """QMoE's dictionary: 65536 sequences of ternary weights, each one 16-bit word (Frantar and Alistarh 2023, section 4).
 
-A word of fixed length stands for 2 to 28 weights, those sequences that are likeliest where a weight is zero with a given
-probability and both signs are alike. Weights go in pairs: a pair of symbols (first, second), each 0 for zero, 1 for a row's
-least value, 2 for its largest, has the number first + 3 * second. Every prefix of a sequence is a sequence too, and so is every
-suffix, so that the greedy parse is a shortest one, and a row may end anywhere.
+A word of fixed length stands for 2 to 28 weights. The sequences are those that are likeliest where a weight is zero with a
+given probability and both signs are equally likely. Weights go in pairs: a pair of symbols (first, second), each 0 for zero, 1
+for a row's least value, 2 for its largest, has the number first + 3 * second. Every prefix of a sequence is a sequence too, and
+so is every suffix, so that the greedy parse is a shortest one, and a row may end anywhere.
 
-Which of equally likely sequences get in depends on the order of floating-point operations: a dictionary is what its
-digest says, not what its probability says. `QMOE_DIGEST` is that of the published one.
+Which of several equally likely sequences get in depends on the order of floating-point operations. So a dictionary is
+identified by its digest, not by its probability. `QMOE_DIGEST` is that of the published one.
 
-Words of a table (65536, 2) uint32, as published: bits 0 to 3 have the pairs of the whole sequence in both; two bits for
-each weight, the first 14 in the first word.
+Words of a table (65536, 2) uint32, as published: bits 0 to 3 of both halves hold the pairs of the whole sequence; then come two
+bits for each weight, the first 14 weights in the first half.
 """
 
 import hashlib
@@ -46,7 +46,7 @@ class Dictionary:
         """Return the dictionary for a share of zeros, by QMoE's algorithm 1, in its order of operations.
 
         Raises:
-            ModelError: the share is none of 1 to 999 thousandths; or the published table did not come out.
+            ModelError: the share is not from 1 to 999 thousandths, or the result is not the published table.
         """
         if not 0 < zeros < 1000:
             raise ModelError(f"a dictionary for {zeros} zeros in a thousand weights: give 1 to 999")
@@ -60,7 +60,7 @@ class Dictionary:
 
     @classmethod
     def from_table(cls, zeros: int, words: NDArray[np.uint32], digest: str) -> "Dictionary":
-        """Return the dictionary of a stored table, whose digest was noted elsewhere.
+        """Return the dictionary of a stored table. `digest` was noted elsewhere.
 
         Raises:
             ModelError: the table is another one, or damaged.
@@ -88,8 +88,8 @@ class Dictionary:
 
     @cached_property
     def lanes(self) -> NDArray[np.uint8]:
-        """The symbols of each sequence (65536, 32) uint8, zeros behind its end, its length in the last lane: what the decoder
-        reads, 2 MiB, one cache line for a word.
+        """The symbols of each sequence (65536, 32) uint8, zeros behind its end, its length in the last lane. This is what the
+        decoder reads: 2 MiB, half a cache line for a word.
         """
         places = np.arange(_HALF, dtype=np.uint32) * 2 + 4
         symbols = (self.words[:, :, None] >> places) & np.uint32(3)
@@ -104,7 +104,7 @@ class Dictionary:
         pairs = self.lanes[:, 0 : 2 * _HALF : 2].astype(np.int64) + 3 * self.lanes[:, 1 : 2 * _HALF : 2]
         lengths = self.lengths.astype(np.int64) // 2
         children = np.full((NUM_WORDS + 1, _PAIRS), -1, np.int32)
-        found = np.full(NUM_WORDS, NUM_WORDS, np.int64)  # the word of each sequence's first pairs, so far none
+        found = np.full(NUM_WORDS, NUM_WORDS, np.int64)  # the word of each sequence's first pairs, none so far
         for length in range(1, MOST_PAIRS + 1):
             at = np.flatnonzero(lengths == length)
             children[found[at], pairs[at, length - 1]] = at
@@ -113,7 +113,7 @@ class Dictionary:
         return children
 
     def on(self, device: torch.device) -> torch.Tensor:
-        """Return the table (131072,) int32 on `device`, where it stays: half a megabyte."""
+        """Return the table (131072,) int32 on `device`. It stays there and takes half a megabyte."""
         if (table := self._on_devices.get(device)) is None:
             table = self._on_devices[device] = torch.from_numpy(self.words.view(np.int32).reshape(-1)).to(device)
         return table
@@ -130,7 +130,7 @@ class Dictionary:
 def _likeliest(zero: float) -> tuple[NDArray[np.int64], NDArray[np.uint32]]:
     """Return the likeliest sequences of 1 to 14 pairs, best first, ties in lexicographic order; and lengths.
 
-    Sequences grow by a pair at a time; of what is not among the likeliest so far, nothing that begins with it can be. Each
+    Sequences grow by one pair at a time; nothing that begins with a sequence outside of the likeliest can be among them. Each
     is a number whose decimal digits are its pairs plus one, so that numbers have the order of sequences.
     """
     one = [zero, (1 - zero) / 2, (1 - zero) / 2]
@@ -143,7 +143,7 @@ def _likeliest(zero: float) -> tuple[NDArray[np.int64], NDArray[np.uint32]]:
         chances = np.concatenate([chances, longer])
         keys = np.concatenate([keys, (keys[last, None] + digits).ravel()])
         lengths = np.concatenate([lengths, np.full(longer.size, length + 1)])
-        best = np.lexsort((keys, -chances))[: NUM_WORDS + 1]  # the empty one besides, which is the likeliest
+        best = np.lexsort((keys, -chances))[: NUM_WORDS + 1]  # the empty sequence, the likeliest, is among them
         chances, keys, lengths = chances[best], keys[best], lengths[best]
     powers = 10 ** np.arange(MOST_PAIRS - 1, -1, -1)
     return np.maximum(keys[1:, None] // powers % 10 - 1, 0), lengths[1:].astype(np.uint32)

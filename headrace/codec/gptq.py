@@ -1,9 +1,9 @@
-"""GPTQ: round the columns of a matrix one after the other, and let the columns that are still to come make up for the error.
+"""GPTQ: round the columns of a matrix one after the other, and let the remaining columns make up for the error.
 
-What is kept small is the error of products, ||(Q - W) X||^2 = trace (Q - W) H (Q - W)^T with H = X X^T (Frantar et al. 2023,
+It minimises the error of products, ||(Q - W) X||^2 = trace (Q - W) H (Q - W)^T with H = X X^T (Frantar et al. 2023,
 section 3). Matrices of one shape are rounded together: experts come by the hundred (QMoE, section 3.2).
-Invariants: the result depends neither on how many columns are a block, nor on what else is in the batch; and with H = I it is
-plain rounding, bit for bit.
+Invariants: the result depends neither on the number of columns in a block nor on the other matrices of the batch; and with H =
+I it is plain rounding, bit for bit.
 """
 
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ class Rounded:
 
     @property
     def values(self) -> Tensor:
-        """What the codes stand for, (n, rows, columns)."""
+        """The weights that the codes stand for, (n, rows, columns)."""
         num, rows, columns = self.codes.shape
         grouped = self.codes.view(num, rows, self.sides.shape[2], -1)
         return self.grid.values(grouped, self.sides).view(num, rows, columns)
@@ -45,7 +45,7 @@ def gptq(weights: Tensor, hessians: Tensor, grid: Grid, *, block_columns: int = 
     weights = weights.clone()
     columns = weights.shape[2]
     group = grid.group or columns
-    if grid.group:  # so that a group that is fitted has had all corrections from columns before it
+    if grid.group:  # so that a group is fitted after all corrections from columns before it
         block_columns = -(-max(block_columns, group) // group) * group
     factor, failed = inverse_factor(hessians, grid.damping)
     diagonal = factor.diagonal(dim1=-2, dim2=-1)
@@ -82,7 +82,7 @@ def nearest(weights: Tensor, grid: Grid) -> Rounded:
 def inverse_factor(hessians: Tensor, damping: float) -> tuple[Tensor, tuple[int, ...]]:
     """Return the upper Cholesky factors of the inverses of damped `hessians` (n, c, c), and which matrices have none.
 
-    Those have the identity instead, with which GPTQ is plain rounding.
+    Those have the identity instead, with which GPTQ becomes plain rounding.
     """
     damped = hessians.clone()
     diagonal = damped.diagonal(dim1=-2, dim2=-1)

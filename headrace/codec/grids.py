@@ -1,8 +1,8 @@
 """Grids: which values a code can hold, how a weight is rounded to one of them, and how a grid is fitted to weights.
 
-A grid belongs to a *group* of columns of a row. What tells it from others (a scale, two levels) is its *side*, a few numbers
-for each row and group. Invariant: `values` gives exactly what the stored code decodes to, so that what is corrected
-for by GPTQ is the error that compute will see.
+A grid belongs to a *group* of columns of a row. The few numbers that distinguish one group's grid from another's (a scale, two
+levels) are its *side*. Invariant: `values` gives exactly what the stored code decodes to, so that GPTQ corrects for the error
+that compute will see.
 """
 
 from dataclasses import dataclass
@@ -11,25 +11,25 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-# Scales that are tried for a group, relative to the one that clips nothing: down to where a quarter of the range is clipped.
+# Scales that are tried for a group, relative to the one that clips nothing; the smallest clips more than a third of the range.
 _SHRINKS = tuple(1 - step / 40 for step in range(1, 16))
 _LEAST_CODE, _MOST_CODE = -8, 7
 
 
 class Grid(Protocol):
-    """What a code can hold."""
+    """The values that a code can hold."""
 
     @property
     def name(self) -> str:
-        """How it is called."""
+        """Its name, in messages."""
 
     @property
     def group(self) -> int | None:
-        """Columns that share a fit; None for all of a row."""
+        """Columns that share a side; None for all of a row."""
 
     @property
     def damping(self) -> float:
-        """What suits GPTQ: by how much of the mean of its diagonal H is damped."""
+        """What is added to the diagonal of H in GPTQ, as a share of the diagonal's mean."""
 
     def fit(self, weights: Tensor, importance: Tensor) -> Tensor:
         """Return the sides (..., rows, n) for weights (..., rows, columns); errors count by `importance` (..., columns)."""
@@ -88,8 +88,8 @@ class Int4Grid:
 class TernaryGrid:
     """Three levels for a row: its least weight, zero, its largest (Frantar and Alistarh 2023, QMoE, section 3).
 
-    Nothing is clipped: the wide grid is what makes four of five weights zero, and zeros are what its code is short for. Codes
-    are 0 for zero, 1 for the least, 2 for the largest.
+    Nothing is clipped: the wide grid makes four of five weights zero, and the code is short because of the zeros. Codes are 0
+    for zero, 1 for the least, 2 for the largest.
     """
 
     group: int | None = None
@@ -104,7 +104,7 @@ class TernaryGrid:
         return torch.stack([torch.where(empty, -1.0, least), torch.where(empty, 1.0, largest)], dim=-1)
 
     def round(self, weights: Tensor, side: Tensor) -> Tensor:
-        """Return codes 0 to 2. A level that is zero itself is never chosen: all that is zero is coded as 0."""
+        """Return codes 0 to 2. A level that is itself zero is never chosen: every zero is coded as 0."""
         least, largest = side[..., 0:1], side[..., 1:2]
         upper = ((weights > largest / 2) & (largest > 0)).to(torch.uint8) * 2
         return torch.where((weights < least / 2) & (least < 0), 1, upper).to(torch.uint8)

@@ -1,4 +1,4 @@
-"""Four bits a weight as compressed-tensors has them (`pack-quantized`): eight codes in an int32, a scale for each group.
+"""Four bits a weight as in compressed-tensors (`pack-quantized`): eight codes in an int32, a scale for each group.
 
 Of a matrix (rows, columns) the parts are `weight_packed` int32 (rows, columns / 8, rounded up), with the code of column
 8 i + k in bits 4 k to 4 k + 3 of word i; `weight_scale` (rows, groups); `weight_shape` int64 (2). Code u stands for (u - 8)
@@ -14,7 +14,7 @@ _ZERO = 8
 
 
 def pack(codes: Tensor) -> Tensor:
-    """Return codes (rows, columns) uint8, 0 to 15, as int32 words (rows, words). What fills the last word is code 0."""
+    """Return codes (rows, columns) uint8, 0 to 15, as int32 words (rows, words). The last word is filled up with code 0."""
     missing = -codes.shape[-1] % _CODES_IN_A_WORD
     filled = torch.nn.functional.pad(codes, (0, missing)).view(codes.shape[0], -1, _CODES_IN_A_WORD // 2, 2)
     bytes_of_two = filled[..., 0] | (filled[..., 1] << _BITS)  # the lower half of a byte is the earlier column

@@ -1,6 +1,6 @@
-"""How MARLIN's kernels want four-bit codes to lie (Frantar et al. 2024): the order that libraries make of row-major codes.
+"""The order in which MARLIN's kernels want four-bit codes (Frantar et al. 2024), which libraries make from row-major codes.
 
-It is never what is stored. Tiles of 16 x 16 codes lie row after row; of four tiles in a row each thread of a warp takes
+This order is never stored. Tiles of 16 x 16 codes lie row after row; of four tiles in a row each thread of a warp takes
 one 16-byte word, in the order in which a tensor core wants its operands.
 """
 
@@ -9,12 +9,12 @@ from numpy.typing import NDArray
 
 _TILE, _CODES_IN_A_WORD = 16, 8
 _CHUNK = 4 * _TILE * _TILE
-# So that two codes 16 bits apart are one half2 after a mask: the kernel makes float16 of codes without conversions.
+# Two codes 16 bits apart are one half2 after a mask: the kernel makes float16 from codes without conversions.
 _ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 def permutation() -> NDArray[np.int32]:
-    """Return which code of four tiles each place of a chunk has (1024), int32."""
+    """Return for each place of a chunk of four tiles which of their codes it has, (1024) int32."""
     found: list[int] = []
     for lane in range(32):
         column, pair = lane // 4, 2 * (lane % 4)

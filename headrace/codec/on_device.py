@@ -1,7 +1,7 @@
-"""Decoding where compute is another device than the host: Triton's kernels where they work, torch operations elsewhere.
+"""Decoding on another device than the host: by Triton's kernels where they work, by torch operations elsewhere.
 
-Invariant: the host's bits, and what the host refuses as damaged is refused here too. For that the host waits for the
-device once for each matrix.
+Invariant: the result has the host's bits, and what the host refuses as damaged is refused here too. For that the host waits for
+the device once for each matrix.
 """
 
 import functools
@@ -18,7 +18,7 @@ from headrace.codec.dictionary import MOST_PAIRS, Dictionary
 from headrace.codec.row_pieces import pieces
 from headrace.terms.errors import ModelError
 
-# Words that torch operations expand at once, and what each takes for its 28 lanes: places, symbols, values, masks.
+# Words that torch operations expand at once, and the bytes that each takes for its 28 lanes: places, symbols, values, masks.
 _PIECE_WORDS = 1 << 12
 _WORD_BYTES = 2048
 _TABLE_BYTES = 1 << 20
@@ -32,9 +32,9 @@ Kernels = Any
 
 @functools.cache
 def triton_kernels(device: torch.device) -> Kernels | None:
-    """Return the module of kernels if Triton compiles for `device` and what it made computes rightly; None: it does not.
+    """Return the module of kernels if Triton compiles for `device` and the result computes correctly; None otherwise.
 
-    It may be missing, know no such device, or lack a C compiler for its launcher: all that is found by trying.
+    Triton may be missing, may not know the device, or may lack a C compiler for its launcher: trying it finds all of that.
     """
     if device.type != "cuda":
         return None
@@ -44,7 +44,7 @@ def triton_kernels(device: torch.device) -> Kernels | None:
         into = torch.zeros(1, 8, dtype=torch.bfloat16, device=device)
         int4_to_bfloat16(kernels, words, torch.ones(1, 1, dtype=torch.bfloat16, device=device), None, into, range(1))
         return kernels if into.tolist() == [[float(code - 8) for code in range(8)]] else None
-    except Exception:  # whatever a compiler that is half there may raise
+    except Exception:  # whatever an incomplete compiler may raise
         return None
 
 
@@ -88,7 +88,7 @@ def int4_to_bfloat16(kernels: Kernels, words: Tensor, scales: Tensor, zeros: Ten
         return
     grid = (len(rows), -(-words.shape[1] // _INT4_BLOCK))
     sizes = rows.start, into.shape[1], words.shape[1], scales.shape[1]
-    others = words if zeros is None else zeros.contiguous()  # where there are none, something that is not read
+    others = words if zeros is None else zeros.contiguous()  # where there are none, any tensor: it is not read
     bits = into.view(torch.int16)
     kernels.int4_to_bfloat16[grid](
         words.contiguous(), scales.contiguous(), others, bits, *sizes, has_zeros=zeros is not None, block=_INT4_BLOCK
@@ -134,7 +134,7 @@ def trits_in_torch(table: Tensor, parts: Parts, into: Tensor, rows: range) -> No
     """Fill `into` with these rows of a `TritsCodec`'s parts: `table` (243, 5) has the digits of each byte.
 
     Raises:
-        ModelError: a byte is no five digits.
+        ModelError: a byte does not stand for five digits.
     """
     table, columns = table.to(into.device), into.shape[1]
     for here, there in pieces(rows, columns):
@@ -148,13 +148,13 @@ def trits_in_torch(table: Tensor, parts: Parts, into: Tensor, rows: range) -> No
 
 
 def words_bytes(rows: int, columns: int) -> int:
-    """Return the most that decoding words allocates on a device, with what stays there: the dictionary's table."""
+    """Return the most bytes that decoding words allocates on a device, with the dictionary's table, which stays there."""
     longest = -(-columns // 2)
     return _TABLE_BYTES + min(rows * longest, max(_PIECE_WORDS, longest)) * _WORD_BYTES + 32 * rows + 4096
 
 
 def refuse_damaged(row: int, rows: int, columns: int) -> None:
-    """Raise what is said of a row whose code does not make it.
+    """Raise the error for a row whose code does not yield its columns.
 
     Raises:
         ModelError: always.

@@ -1,4 +1,4 @@
-"""What several codes share: rows a few at a time, so that decoding takes little memory, and refusals."""
+"""What several codes share: decoding a few rows at a time, which takes little memory, and refusing what is no number."""
 
 from collections.abc import Iterator
 
@@ -11,7 +11,7 @@ _PIECE_ELEMENTS = 1 << 18
 
 
 def pieces(rows: range, columns: int) -> Iterator[tuple[slice, slice]]:
-    """Yield where some rows are in the matrix, and where they go in what is decoded."""
+    """Yield, for pieces of `rows`, where they are in the matrix and where they go in what is decoded."""
     step = rows_of_a_piece(columns)
     for start in range(rows.start, rows.stop, step):
         stop = min(start + step, rows.stop)
@@ -24,7 +24,7 @@ def rows_of_a_piece(columns: int) -> int:
 
 
 def piece_bytes(rows: int, columns: int, bytes_of_an_element: int) -> int:
-    """Return the bytes of temporaries that take `bytes_of_an_element` for each of a piece's."""
+    """Return the bytes of temporaries that take `bytes_of_an_element` for each element of a piece."""
     return min(rows, rows_of_a_piece(columns)) * columns * bytes_of_an_element + 4096
 
 

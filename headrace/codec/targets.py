@@ -17,17 +17,17 @@ _LEAST_GROUP = 32
 
 
 class Target(Protocol):
-    """A code that matrices are written in."""
+    """A code in which matrices are written."""
 
     @property
     def name(self) -> str:
-        """How it is called in options."""
+        """Its name in options."""
 
     def grid(self, columns: int, stored: torch.dtype) -> Grid | None:
-        """Return the grid of a matrix of so many columns whose weights are stored as `stored`; None: it stays."""
+        """Return the grid for a matrix of so many columns whose weights are stored as `stored`; None: it is not coded."""
 
     def parts(self, codes: Tensor, sides: Tensor, stored: torch.dtype) -> Mapping[str, Tensor]:
-        """Return what is stored of a matrix, by what is put in the place of `weight` in its name.
+        """Return the stored tensors of a matrix, by what takes the place of `weight` in its name.
 
         `codes` are (rows, columns) uint8, `sides` (rows, groups, numbers).
         """
@@ -35,14 +35,14 @@ class Target(Protocol):
     def describe(self, groups: Mapping[str, int], ignored: Sequence[str]) -> dict[str, Any]:
         """Return the `quantization_config` of `config.json`.
 
-        `groups` are the columns of a group (0: whole rows) by the name of the coded module, with `re:` before it where that is
-        an expression for several; `ignored` are the names of linear modules that are not coded.
+        `groups` are the columns of a group (0: whole rows) by the name of the coded module; the name has `re:` before it where
+        it is a regular expression for several. `ignored` are the names of linear modules that are not coded.
         """
 
 
 @dataclass(frozen=True)
 class Int4Target:
-    """compressed-tensors' `pack-quantized`, symmetric, with `group_size` columns to a scale (fewer where a width asks it)."""
+    """compressed-tensors' `pack-quantized`, symmetric; `group_size` columns to a scale (fewer where a width needs it)."""
 
     group_size: int = 128
     name: str = "int4"
@@ -55,17 +55,17 @@ class Int4Target:
         return None if columns % size else Int4Grid(group=size, stored=stored)
 
     def parts(self, codes: Tensor, sides: Tensor, stored: torch.dtype) -> Mapping[str, Tensor]:
-        """Return words, scales and shape."""
+        """Return packed words, scales and shape."""
         shape = torch.tensor(codes.shape, dtype=torch.int64)
         return {"weight_packed": pack(codes), "weight_scale": sides[:, :, 0].to(stored), "weight_shape": shape}
 
     def describe(self, groups: Mapping[str, int], ignored: Sequence[str]) -> dict[str, Any]:
-        """Return one group of the configuration for each size: the most usual one is of all linear modules."""
+        """Return one group of the configuration for each size: the most common size applies to all linear modules."""
         sizes = sorted(set(groups.values()), key=lambda size: -sum(size == other for other in groups.values()))
         described = {}
         for number, size in enumerate(sizes):
-            # Names win over expressions, and both over classes: the most usual size names its own only where an expression
-            # of another could be meant.
+            # Names win over expressions, and both win over classes. So modules of the most common size are named only where
+            # the expression of another size might match them.
             names = sorted(name for name, other in groups.items() if other == size)
             several = any(name.startswith("re:") and groups[name] != size for name in groups)
             targets = ["Linear", *(names if several else ())] if number == 0 else names

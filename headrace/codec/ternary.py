@@ -1,12 +1,12 @@
-"""Ternary weights: three values for each row (its least, zero, its largest), in less than a bit, or five to a byte.
+"""Ternary weights: each row has three values (its least, zero, its largest), in less than a bit, or five to a byte.
 
-Two codes of the same weights (Frantar and Alistarh 2023, QMoE). `WordsCodec` has 16-bit words of a dictionary, 0.6 to 1.1
-bits a weight where most are zero; `TritsCodec` five weights in a byte, 1.6 bits whatever they are. What is coded is decoded
-exactly: a row keeps both values as bfloat16. Encoding weights that are not ternary rounds them: beyond half of the row's least
-or largest value to that, else to zero.
+There are two codes of the same weights (Frantar and Alistarh 2023, QMoE). `WordsCodec` has 16-bit words of a dictionary, 0.6 to
+1.1 bits a weight where most are zero; `TritsCodec` has five weights in a byte, always 1.6 bits. Ternary weights are decoded
+exactly: a row keeps both values as bfloat16. Encoding other weights rounds them: a weight beyond half of the row's least or
+largest value becomes that value, others become zero.
 
-Invariant: zero is told from the values first. A row without negative weights has a least value of zero, and its zeros are coded
-as zeros all the same: QMoE's own packing takes them for the least value, and such a row loses its compression.
+Invariant: a weight is compared with zero first. A row without negative weights has a least value of zero, and its zeros are
+still coded as zeros; QMoE's own packing takes them for the least value, and such a row loses its compression.
 """
 
 from collections.abc import Callable
@@ -33,7 +33,7 @@ from headrace.terms.coding import Part
 from headrace.terms.errors import ModelError
 
 TRITS = 5
-# What a row takes besides its words: where they begin, and two bfloat16 values.
+# Bytes of a row besides its words: where they begin, and two bfloat16 values.
 ROW_BYTES = 8
 _BITS: dict[int, Any] = {2: np.uint16, 4: np.uint32}
 
@@ -55,18 +55,18 @@ def symbols_of(weights: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class TernaryCodec:
-    """What both codes share: `symbols` become parts of their own beside `levels`."""
+    """What both codes share; subclasses turn `symbols` into parts of their own beside `levels`."""
 
     name: str
     digest: str | None = None
     idempotent = True
 
     def takes(self, rows: int, columns: int) -> bool:
-        """Matrices: a vector is one row, of which two values would be left."""
+        """Return whether it is a matrix: a vector would be one row, of which only two values would remain."""
         return rows > 1 and columns > 1
 
     def encode(self, weights: Tensor) -> Parts:
-        """Round to each row's least and largest value, and zero."""
+        """Return the parts of `weights` rounded to each row's least and largest value, and zero."""
         return self.encode_symbols(*symbols_of(weights))
 
     def encode_symbols(self, symbols: Tensor, levels: Tensor) -> Parts:
@@ -74,7 +74,7 @@ class TernaryCodec:
         raise NotImplementedError
 
     def decode(self, parts: Parts, into: Tensor, rows: range) -> None:
-        """Fill `into` with the levels that symbols stand for."""
+        """Fill `into` with the levels for which the symbols of these rows stand."""
         self._check(parts, into.shape[1])
         if into.device.type != "cpu":
             self._decode_on_device(parts, into, rows)
@@ -85,7 +85,7 @@ class TernaryCodec:
             refuse_damaged(int(damaged), len(parts["levels"]), into.shape[1])
 
     def decoding_bytes(self, rows: int, columns: int, *, on_host: bool = True) -> int:
-        """Return the bytes of levels in another dtype: nothing else is allocated on the host."""
+        """Return the bytes of levels in another dtype; on the host, nothing else is allocated."""
         return 16 * rows + 4096 if on_host else self._device_bytes(rows, columns)
 
     def _device_bytes(self, rows: int, columns: int) -> int:
@@ -102,17 +102,17 @@ class TernaryCodec:
 
 
 class WordsCodec(TernaryCodec):
-    """16-bit words of a `dictionary`. Parts: `codes` uint16, those of all rows; `row_offsets` int32 (rows + 1); `levels`."""
+    """Words of 16 bits from a `dictionary`. Parts: `codes` uint16, all rows'; `row_offsets` int32 (rows + 1); `levels`."""
 
     def __init__(self, dictionary: Dictionary, num_words: int | None = None) -> None:
-        """`num_words`: of the one matrix that it is for, if that is encoded already."""
+        """`num_words` is the number of words of the one matrix that it is for, if that is encoded already."""
         self.dictionary, self._num_words = dictionary, num_words
         self.name = f"ternary-{dictionary.zeros}-{dictionary.digest[:8]}"
         self.digest = dictionary.digest
         self._lanes = dictionary.lanes.reshape(-1)
 
     def places(self, rows: int, columns: int) -> tuple[Part, ...]:
-        """Return room for a word for each pair, ten times what a matrix of mostly zeros takes; or for what there is."""
+        """Return room for a word for each pair, ten times what a matrix of mostly zeros takes; or for the known number."""
         room = rows * (-(-columns // 2)) if self._num_words is None else self._num_words
         return (
             Part("codes", "uint16", 2, (room,)),
@@ -121,7 +121,7 @@ class WordsCodec(TernaryCodec):
         )
 
     def encode_symbols(self, symbols: Tensor, levels: Tensor) -> Parts:
-        """Parse each row greedily, which is the shortest.
+        """Parse each row greedily, which gives the fewest words.
 
         Raises:
             ModelError: more than 2^31 words.
@@ -139,7 +139,7 @@ class WordsCodec(TernaryCodec):
         codes, offsets = parts["codes"].numpy(), parts["row_offsets"].numpy()
 
         def loop(levels: Any, out: Any, first: int) -> int:
-            last = max(0, len(out) - -(-PADDED_LANES // out.shape[1]))  # they have no room behind them
+            last = max(0, len(out) - -(-PADDED_LANES // out.shape[1]))  # the last rows have no room behind them
             damaged = decode_words(codes, offsets, self._lanes, levels, out, first)
             if damaged >= 0:
                 return int(damaged)
@@ -170,11 +170,11 @@ class TritsCodec(TernaryCodec):
         self._table = np.arange(3**TRITS, dtype=np.uint8)[:, None] // (3 ** np.arange(TRITS)).astype(np.uint8) % 3
 
     def places(self, rows: int, columns: int) -> tuple[Part, ...]:
-        """Return the bytes, and levels."""
+        """Return the places of bytes and levels."""
         return Part("trits", "uint8", 1, (rows, -(-columns // TRITS))), Part("levels", "bfloat16", 2, (rows, 2))
 
     def encode_symbols(self, symbols: Tensor, levels: Tensor) -> Parts:
-        """Return digits of base 3; what fills the last byte of a row is zero."""
+        """Return digits of base 3; the last byte of a row is filled up with zeros."""
         rows, columns = symbols.shape
         filled = torch.nn.functional.pad(symbols, (0, -columns % TRITS)).view(rows, -1, TRITS)
         trits = (filled * torch.tensor([1, 3, 9, 27, 81], dtype=torch.uint8)).sum(dim=2, dtype=torch.uint8)
@@ -209,6 +209,6 @@ def share_of_zeros(symbols: Tensor) -> float:
 
 
 def _bits(values: Tensor) -> NDArray[Any]:
-    """Return the bits of values, of whose dtype numpy may know none."""
+    """Return the bits of values, whose dtype numpy may not know."""
     kind = _BITS[values.element_size()]
     return values.contiguous().view(torch.int16 if kind is np.uint16 else torch.int32).numpy().view(kind)

@@ -1,11 +1,11 @@
 """The compiled loops of the ternary codes: words and trits to the bits of weights, and symbols to words.
 
-For whom: `ternary`, which checks shapes and dtypes. What is stored may be damaged all the same: a loop stops at the first row
-whose words do not make it, and writes nowhere but into `out`. All loops stand in this one file, for numba notices a change of a
-function's own file only, and run without the GIL on one core.
+`ternary` calls them and checks shapes and dtypes. Stored bytes may still be damaged: a loop stops at the first row whose words
+do not yield it, and writes nowhere but into `out`. All loops stand in this one file, because numba notices changes of a
+function's own file only. They run without the GIL on one core.
 
-Legend: `levels` and `out` are the bits of weights, uint16 or uint32: of each row the least value and the largest, (rows, 2),
-and what is filled, (rows, columns). Symbols are 0 for zero, 1 and 2 for the first and the second level.
+Legend: `levels` and `out` are the bits of weights, uint16 or uint32: `levels` (rows, 2) are the least and the largest value of
+each row, and `out` (rows, columns) is filled. Symbols are 0 for zero, 1 and 2 for the first and the second level.
 """
 
 from typing import Any
@@ -21,7 +21,7 @@ _TRITS = 5
 
 @compiled
 def _row_with_room(words: Any, lanes: Any, room: Any, least: Any, most: Any, columns: Any) -> Any:
-    """Write a row's words to `room`, all lanes of each; return its weights, -1 for damage."""
+    """Write a row's words to `room`, all lanes of each; return the number of its weights, -1 for damage."""
     kind = room.dtype.type
     at = 0
     for place in range(words.size):
@@ -37,16 +37,16 @@ def _row_with_room(words: Any, lanes: Any, room: Any, least: Any, most: Any, col
 
 @compiled
 def decode_words(words: Any, row_offsets: Any, lanes: Any, levels: Any, out: Any, first: Any) -> Any:
-    """Fill the rows of `out` that have room behind them with rows `first` and on; return the damaged row, -1 if none is.
+    """Fill the rows of `out` that have room behind them with rows `first` and on; return the first damaged row, -1 if none is.
 
     `lanes` are a dictionary's, one after the other; lane 31 of a word is its length. All 32 are written, whatever the length:
-    the next word, or the next row, writes over what is too much. The last rows are `decode_last_words`': in one function with
-    these, LLVM's code takes half as long again.
+    the next word, or the next row, overwrites the surplus. The last rows are left to `decode_last_words`: with both in one
+    function, LLVM's code takes half as long again.
     """
     rows, columns = out.shape
     flat = out.reshape(rows * columns)
     for row in range(rows):
-        # A slice, so that numba sees that no index is negative; tests of two ends would not vectorise.
+        # A slice tells numba that no index is negative; with tests of both ends the loop would not vectorise.
         room = flat[row * columns :]
         if room.size < columns + PADDED_LANES:
             break
@@ -61,7 +61,7 @@ def decode_words(words: Any, row_offsets: Any, lanes: Any, levels: Any, out: Any
 
 @compiled
 def decode_last_words(words: Any, row_offsets: Any, lanes: Any, levels: Any, out: Any, first: Any) -> Any:
-    """As `decode_words`, by way of a row beside `out`, for all of its rows: it writes nowhere else."""
+    """As `decode_words`, for all rows of `out`: each goes by way of a row beside `out`, so that nothing else is written to."""
     rows, columns = out.shape
     room = np.empty(columns + PADDED_LANES, out.dtype)
     for row in range(rows):
@@ -79,7 +79,7 @@ def decode_last_words(words: Any, row_offsets: Any, lanes: Any, levels: Any, out
 def encode_words(symbols: Any, children: Any, words: Any, row_offsets: Any) -> Any:
     """Write the words of `symbols` (rows, columns) uint8 by the greedy parse, and where each row begins; return their number.
 
-    `words` has room for a word for each pair. Of an odd width the weight that is missing is a zero.
+    `words` has room for one word for each pair. If the width is odd, a zero completes the last pair.
     """
     rows, columns = symbols.shape
     root = children.shape[0] - 1
@@ -105,7 +105,7 @@ def encode_words(symbols: Any, children: Any, words: Any, row_offsets: Any) -> A
 
 @compiled
 def decode_trits(trits: Any, table: Any, levels: Any, out: Any, first: Any) -> Any:
-    """Fill `out` with rows `first` and on, five weights of each byte; return the row that is damaged, -1 if none is."""
+    """Fill `out` with rows `first` and on, five weights from each byte; return the row that is damaged, -1 if none is."""
     rows, columns = out.shape
     kind = out.dtype.type
     whole = columns // _TRITS

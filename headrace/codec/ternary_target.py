@@ -1,9 +1,9 @@
-"""Ternary weights as `headrace compress` writes them: in words where that is smaller than trits, and tables that go with them.
+"""Ternary weights as `headrace compress` writes them: in words where these are smaller than trits, with the tables they need.
 
-Of a matrix these tensors lie in the file of its block, in the place of `weight`: `weight_shape` int64 with rows, columns, and
+These tensors of a matrix lie in the file of its block, in the place of `weight`: `weight_shape` int64 with rows, columns, and
 the dictionary's share of zeros in thousandths (0: trits); `weight_levels` bfloat16 (rows, 2); and either `weight_codes` uint16
 with `weight_row_offsets` int32, or `weight_trits` uint8. Each file has the tables of the dictionaries that it needs, once, with
-their digests. Invariant: which dictionary is taken follows from the matrix alone, so that a resumed run writes the same.
+their digests. Invariant: the choice of a dictionary follows from the matrix alone, so that a resumed run writes the same.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,16 +18,16 @@ from headrace.codec.grids import Grid, TernaryGrid
 from headrace.codec.ternary import TritsCodec, WordsCodec, parts_bytes, share_of_zeros
 
 METHOD, FORMAT = "headrace", "ternary"
-# Tables in a file: these names, a dictionary's thousandths, and the number of the file's unit.
+# Names of tables in a file: one of these, a dictionary's thousandths, and the number of the file's unit.
 TABLE, DIGEST = "headrace.dictionary.", "headrace.dictionary_sha256."
-# Dictionaries are for shares of zeros in steps of 20 thousandths, and for QMoE's 885.
+# There are dictionaries for shares of zeros in steps of 20 thousandths, and for QMoE's 885.
 _STEP, _LEAST, _MOST = 20, 500, 960
 _NEAR = 6
 
 
 @dataclass(frozen=True)
 class TernaryTarget:
-    """Ternary weights: in words where that takes `least_gain_bytes` less than trits, for a table has half a megabyte."""
+    """Ternary weights: in words where these take `least_gain_bytes` less than trits, because a table has half a megabyte."""
 
     least_gain_bytes: int = 32768
     name: str = "ternary"
@@ -38,9 +38,9 @@ class TernaryTarget:
         return TernaryGrid() if columns > 1 else None
 
     def parts(self, codes: Tensor, sides: Tensor, stored: torch.dtype) -> Mapping[str, Tensor]:
-        """Return the tensors of a matrix, and with words their dictionary's, whose names stand as they are."""
+        """Return the tensors of a matrix and, with words, those of their dictionary, whose names are complete already."""
         levels, zeros = sides[:, 0].to(torch.bfloat16), zeros_of_dictionary(share_of_zeros(codes))
-        levels = torch.where(_used(codes), levels, 0)  # a level that no weight has says nothing
+        levels = torch.where(_used(codes), levels, 0)  # a level that no weight uses becomes 0
         codec = self._codec(zeros)
         words, trits = codec.encode_symbols(codes, levels), TritsCodec().encode_symbols(codes, levels)
         small = words if parts_bytes(words) + self.least_gain_bytes <= parts_bytes(trits) else trits
@@ -59,7 +59,7 @@ class TernaryTarget:
 
 
 def zeros_of_dictionary(share: float) -> int:
-    """Return the thousandths of zeros of the dictionary for a matrix in which zeros have this share."""
+    """Return the thousandths of zeros of the dictionary for a matrix whose weights have this share of zeros."""
     if abs(1000 * share - QMOE_ZEROS) < _NEAR:
         return QMOE_ZEROS
     return min(_MOST, max(_LEAST, _STEP * round(1000 * share / _STEP)))
@@ -73,7 +73,7 @@ def tables_of(dictionary: Dictionary) -> dict[str, Tensor]:
 
 
 def is_table(name: str) -> bool:
-    """Return whether a part is a table that a file has once, and not one of a matrix."""
+    """Return whether a part is a table, which a file has once, and not a part of one matrix."""
     return name.startswith((TABLE, DIGEST))
 
 

@@ -1,10 +1,10 @@
 """Kernels that decode on a GPU, in Triton: a dictionary's words to weights, words times a few vectors, four bits to bfloat16.
 
-What is decoded on the host would cross the link to a device whole; so coded bytes cross, and are decoded there. Imported by
-`on_device` alone, which says where these work. Nothing here multiplies matrices (`tl.dot`): products of two numbers are
-rounded once, as on the host, so that decoded weights have the host's bits.
+Weights decoded on the host would cross the link to a device whole; so coded bytes cross, and are decoded there. Only
+`on_device` imports this module, and says where the kernels work. Nothing here multiplies matrices (`tl.dot`): products of two
+numbers are rounded once, as on the host, so that decoded weights have the host's bits.
 
-Invariant: whatever is stored, nothing is read or written but the rows asked for: a row whose words do not make it is noted in
+Invariant: whatever is stored, only the rows asked for are read and written. A row whose words do not yield it is noted in
 `damaged`, one int32 that holds the least such row.
 """
 
@@ -26,7 +26,7 @@ def words_to_dense(codes, row_offsets, table, levels, out, damaged, num_words, f
     high = tl.load(levels + 2 * row.to(tl.int64) + 1).to(out.dtype.element_ty)
     zero = tl.zeros((1, 1), out.dtype.element_ty)
     place = out + tl.program_id(0).to(tl.int64) * columns
-    lane = tl.arange(0, 32)[None, :]  # of which a word has at most 28, 14 in each half
+    lane = tl.arange(0, 32)[None, :]  # a word has at most 28 lanes, 14 in each half
     shift = 4 + 2 * (lane % 14)
     at, word = begin * 0, begin
     while word < end:
@@ -51,7 +51,7 @@ def words_times_vectors(
 ):
     """Fill column `program` of `out` (tokens, rows) float32 with a row times each of `inputs` (tokens, columns).
 
-    As `words_to_dense`; `tokens` is a power of two. Sums are float32: of what each lane has seen, and of the lanes at the end.
+    As `words_to_dense`; `tokens` is a power of two. Sums are float32: first for each lane, then over the lanes at the end.
     """
     row = tl.program_id(0)
     begin, end = tl.load(row_offsets + row), tl.load(row_offsets + row + 1)
@@ -73,7 +73,7 @@ def words_times_vectors(
         column = (at + tl.cumsum(length, 0) - length)[:, None] + lane
         symbol = (tl.where(lane < 14, half[:, None], other_half[:, None]) >> shift) & 3
         value = tl.where(symbol == 1, low, tl.where(symbol == 2, high, 0.0))
-        # Most weights are zero, and what they would be multiplied by is not read.
+        # Most weights are zero, and the inputs that they would be multiplied by are not read.
         wanted = (lane < length[:, None]) & (column < columns) & (symbol > 0)
         sums += tl.load(inputs + token * columns + column[None], mask=wanted[None], other=0.0).to(tl.float32) * value[None]
         at += tl.sum(length, 0)
@@ -88,10 +88,10 @@ def words_times_vectors(
 def int4_to_bfloat16(
     words, scales, zeros, out, first, columns, words_of_row, groups, has_zeros: tl.constexpr, block: tl.constexpr
 ):
-    """Fill `block` words' weights of row `program` of `out` (rows, columns) with row `first` and on, as bfloat16's bits.
+    """Fill row `program` of `out` (rows, columns) with the weights of `block` words of row `first` and on, as bfloat16's bits.
 
-    `words` int32 have eight codes each, `scales` bfloat16 are (rows, groups); `zeros` int32 (rows / 8, groups) have eight rows'
-    zero points each, and are not read without `has_zeros`.
+    `words` int32 have eight codes each, `scales` bfloat16 are (rows, groups); `zeros` int32 (rows / 8, groups) have the zero
+    points of eight rows each, and are only read with `has_zeros`.
     """
     row = (first + tl.program_id(0)).to(tl.int64)
     index = tl.program_id(1) * block + tl.arange(0, block)

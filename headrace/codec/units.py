@@ -1,4 +1,4 @@
-"""A unit under a code: which of its parameters it takes, and where the parts of all lie."""
+"""A unit under a code: which of its parameters the code takes, and where the parts of all lie."""
 
 from collections.abc import Iterable, Mapping
 
@@ -8,7 +8,7 @@ from headrace.terms.layout import PlaneSet, UnitLayout
 
 
 def coded_unit(layout: UnitLayout, codec: Codec, planes: PlaneSet) -> CodedUnit:
-    """Return where the parts lie that `codec` makes of each parameter of a unit, a matrix each; what it leaves lies plain."""
+    """Return where the parts of a unit lie: each parameter is a matrix that `codec` codes, or lies plain where it does not."""
     matrices: list[tuple[int, int, int, str | None, Iterable[Part]]] = []
     for spec in layout.parameters:
         rows, columns = as_matrix(spec.shape)
@@ -25,6 +25,6 @@ def plain_part(planes: PlaneSet, rows: int, columns: int) -> Part:
 
 
 def decoding_bytes(code: CodedUnit, codecs: Mapping[str, Codec], *, on_host: bool = True) -> int:
-    """Return the most that decoding a unit, one matrix after the other, allocates at once."""
+    """Return the most bytes that decoding a unit, one matrix after the other, allocates at once."""
     coded = ((codecs[each.codec], each) for each in code.matrices if each.codec)
     return max((codec.decoding_bytes(each.rows, each.columns, on_host=on_host) for codec, each in coded), default=0)

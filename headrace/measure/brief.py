@@ -1,8 +1,8 @@
-"""What decides a plan, measured in a few seconds before a long run: products, the drives, copies, the update, and what they
-leave of one another.
+"""What decides a plan, measured in a few seconds before a long run: products, the drives, copies, the update, and how much they
+slow one another.
 
-`headrace bench machine` measures more, and more exactly; this stays inside a run's own budgets instead.
-Invariant: no more of a tier is taken than `Room` says, and all of it is given back; of what is written nothing stays.
+`headrace bench machine` measures more, and more exactly; this module stays inside a run's own budgets instead.
+Invariant: no more of a tier is taken than `Room` says, all of it is given back, and no file stays.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ from headrace.terms.program import Lane
 from headrace.terms.sizes import MIB, format_bytes
 
 BRIEF_SECONDS = 10.0
-# With less, what is measured fits into caches and says nothing of a run.
+# With less memory, what is measured fits into caches and says nothing about a run.
 LEAST_HOST_BYTES = 64 * MIB
 # Sizes are meant for this much memory; with less they shrink in proportion.
 _ROOMY_BYTES = 512 * MIB
@@ -41,7 +41,7 @@ _STREAM_SHARE, _COPY_SHARE, _UPDATE_SHARE, _DRIVE_SHARE = 1 / 8, 1 / 32, 1 / 8, 
 _BYTES_PER_UPDATED = 16
 _MOST_TRANSFER_BYTES, _TRANSFERS = 16 * MIB, 4
 _FILE_BYTES = 128 * MIB
-# A block's hidden size and tokens, and what one takes at most where it is computed: weights, gradients, activations.
+# A block's hidden size and tokens, and the most memory that it takes where it is computed: weights, gradients, activations.
 _SHAPES_CPU = (
     ((1024, 512), 224 * MIB),
     ((1024, 256), 176 * MIB),
@@ -50,8 +50,8 @@ _SHAPES_CPU = (
 )
 _SHAPES_GPU = (((4096, 2048), 3072 * MIB), ((2048, 2048), 1024 * MIB), ((1024, 1024), 320 * MIB), ((256, 256), 24 * MIB))
 _LAUNCH_SHAPE, _LAUNCH_REPEATS = (64, 16), 9
-# Parts of the time: when nothing is begun any more that could be left out (where others use the cores, what is under way takes
-# long); a unit of a block, a turn of anything else, filling the drives, all turns of the drives.
+# Shares of the time. After the first, only what cannot be left out is begun (where others use the cores, what is under way
+# takes long). The others: a unit of a block, a turn of anything else, filling the drives, all turns of the drives.
 _DEADLINE_SHARE = 0.75
 _UNIT_SHARE, _TURN_SHARE, _FILL_SHARE, _DRIVES_SHARE = 0.04, 0.01, 0.07, 0.05
 _LOOK_ROWS, _LOOK_WIDTH = 256, 1024
@@ -69,10 +69,10 @@ def measure_briefly(
     machine: Machine, directories: Sequence[Path], compute_dtype: str, room: Room, *, seconds: float = BRIEF_SECONDS
 ) -> Ceilings:
     """Measure `machine`, which holds no host buffers yet, for products of `compute_dtype`, and the SSD `directories`, each on a
-    drive of its own; in about `seconds` at most.
+    drive of its own. It takes at most about `seconds`.
 
     Raises:
-        ConfigError: `room` is too little.
+        ConfigError: `room` is too small.
         StorageError: a directory cannot be written to, or has no space.
     """
     if room.host_bytes < LEAST_HOST_BYTES:
@@ -84,7 +84,7 @@ def measure_briefly(
 
 
 def look_at_products(machine: Machine, compute_dtype: str) -> float:
-    """Return the rate of matrix products of `compute_dtype` on `machine`, by a look of a tenth of a second."""
+    """Return the FLOP/s of matrix products of `compute_dtype` on `machine`, measured for a tenth of a second."""
     dtype = getattr(torch, compute_dtype)
     left = torch.full((_LOOK_ROWS, _LOOK_WIDTH), 0.01, dtype=dtype, device=machine.device)
     right = torch.full((_LOOK_WIDTH, _LOOK_WIDTH), 0.01, dtype=dtype, device=machine.device)
@@ -99,7 +99,7 @@ def look_at_products(machine: Machine, compute_dtype: str) -> float:
 
 
 def _give_back() -> None:
-    """Give the memory of what is no longer used back to the system."""
+    """Give the memory of objects that are no longer used back to the system."""
     gc.collect()
     return_pieces()
     if torch.cuda.is_available():
@@ -130,12 +130,12 @@ class _Brief:
         self._found = Figures({}, {})
 
     def measure(self) -> Ceilings:
-        """Measure one part after the other; what disturbs what comes last, as far as there is time."""
+        """Measure one part after the other. Pairs come last, as far as there is time: the one that matters most comes first."""
         keep_freed_memory(False)
         drives, figures = self._measure_drives()
         self._measure_memory()
         launch = BlockLoad(self._machine, self._dtype, hidden_size=_LAUNCH_SHAPE[0], tokens=_LAUNCH_SHAPE[1])
-        # The least: where others use the cores, an operation on next to nothing waits for them, one on much hardly more.
+        # The shortest: where others use the cores, a tiny operation waits for them, and a large one hardly more.
         launch_seconds = seconds_of(launch.unit, _LAUNCH_REPEATS, min) / 2
         block = self._block()
         self._alone(Lane.COMPUTE, block)
@@ -150,7 +150,7 @@ class _Brief:
                 self._together(*pair)
         rates = self._found.rates
         update = max(rates["update all"], rates[Lane.UPDATE], rates["update 1"])
-        # Without what the simulator adds to each operation: a block is two, forward and backward.
+        # Without what the simulator adds to each operation: a block is two of them, forward and backward.
         values: dict[str, Any] = {
             "name": title(self._machine, self._cores, len(drives)),
             "has_device": self._gpu,
@@ -178,7 +178,7 @@ class _Brief:
     # -- parts ----------------------------------------------------------------------------------------------------------
 
     def _measure_drives(self) -> tuple[list[Drive], list[dict[str, float | int | None]]]:
-        """Measure each drive alone, and keep what moves the bytes of all of them for the pairs."""
+        """Measure each drive alone, and keep a load that moves the bytes of all of them, for the pairs."""
         drives: list[Drive] = []
         figures = []
         count = len(self._directories)
@@ -200,7 +200,7 @@ class _Brief:
             figures.append(drive_figures(self._found, index, drive))
         for lane, word in ((Lane.SSD_READ, "read"), (Lane.SSD_WRITE, "write")):
             each = [self._loads[f"{word} {index}"] for index in range(count)]
-            if count == 1:  # it is all of them
+            if count == 1:  # one drive is all of them
                 self._loads[lane], self._found.rates[lane] = each[0], self._found.rates[f"{word} 0"]
             else:
                 self._alone(lane, _Together(each), turn)
@@ -226,7 +226,7 @@ class _Brief:
             self._alone(name, update)
 
     def _block(self) -> BlockLoad:
-        """Return the largest block that there is room for, and time: judged by a look at products."""
+        """Return the largest block that there is room and time for. The time is estimated from a short look at products."""
         rate = look_at_products(self._machine, self._dtype)
         room_bytes = self._room.device_bytes if self._gpu else self._host_bytes // 2
         shapes = _SHAPES_GPU if self._gpu else _SHAPES_CPU
@@ -238,7 +238,7 @@ class _Brief:
         return BlockLoad(self._machine, self._dtype, hidden_size=hidden_size, tokens=tokens)
 
     def _pairs(self) -> list[tuple[str, str]]:
-        """Return which lanes may disturb one another, what matters most first. Copies inwards are done on a GPU only."""
+        """Return which lanes may disturb one another, most important pairs first. Copies to the device count on a GPU only."""
         moving = [Lane.SSD_READ, Lane.SSD_WRITE, Lane.DEVICE_TO_HOST, *([Lane.HOST_TO_DEVICE] if self._gpu else [])]
         pairs: list[tuple[str, str]] = [(Lane.COMPUTE, Lane.UPDATE)]
         return pairs + [(one, lane) for one in (Lane.COMPUTE, Lane.UPDATE) for lane in moving]
@@ -254,7 +254,7 @@ class _Brief:
 
     def _alone(self, name: str, load: Load, seconds: float | None = None) -> None:
         self._loads[name] = load
-        load.unit()  # what is made at first is not counted
+        load.unit()  # warm up: what the first unit makes once is not counted
         (self._found.rates[name],) = rates_together([load], seconds or self._turn_seconds)
 
     def _together(self, one: str, other: str, seconds: float | None = None) -> None:

@@ -1,8 +1,8 @@
 """The compute lane: forward and backward of a block and of the head, through the code that training runs.
 
-Operations are counted as the planner counts them (`model.profile`): a forward, and a backward of three times that, for it
-computes the block again (twice for the head, which is not computed again). What takes time besides matrix products is found by
-fitting seconds of several shapes: `fitted_rates`.
+Operations are counted as the planner counts them (`model.cost_profile`): a forward, and a backward of three times that, because
+it computes the block again (twice for the head, which is not computed again). What takes time besides matrix products is found
+by fitting the seconds of several shapes: `fitted_rates`.
 """
 
 import statistics
@@ -34,7 +34,7 @@ class BlockLoad:
     def __init__(self, machine: Machine, compute_dtype: str, *, hidden_size: int, tokens: int) -> None:
         self._machine = machine
         self._chain = _chain(machine, compute_dtype, hidden_size, tokens)
-        # As `model.profile` counts them, which takes half a second: four projections, three of the MLP, two of attention.
+        # As `model.cost_profile` counts, which takes half a second: four projections, three of the MLP, two of attention.
         inner = int(self._chain.config.intermediate_size)
         self.product_flops = 4 * 2.0 * tokens * hidden_size * (4 * hidden_size + 3 * inner)
         self.flops = self.product_flops + 4 * 4.0 * tokens * tokens * hidden_size
@@ -48,7 +48,7 @@ class BlockLoad:
         with torch.no_grad():
             self._call: Any = self._chain.prologue(MicroBatch(ids, ids)).calls[0]
         elements = self._chain.layouts[1].num_elements
-        # Neither zeros, which some hardware multiplies at less power, nor large, so that nothing overflows in 16 bits.
+        # Neither zeros, which some hardware multiplies at less power, nor large numbers, which would overflow in 16 bits.
         self._flat = torch.empty(elements, dtype=dtype, device=device).uniform_(-0.02, 0.02)
         self._sink = _adding_to(torch.zeros(elements, dtype=torch.float32, device=device))
         self._hidden = torch.empty((1, tokens, hidden_size), dtype=dtype, device=device).uniform_(-1, 1)
@@ -132,32 +132,33 @@ class HeadLoad:
 
 
 def fitted_rates(amounts: Sequence[tuple[float, float]], seconds: Sequence[float]) -> tuple[float, float]:
-    """Return the seconds for one of each of two kinds of work, of which so much was done in so many seconds.
+    """Return the seconds for one of each of two kinds of work, of which `amounts` were done in `seconds`.
 
-    Least squares of relative errors, neither below zero: where the best fit would have one there, it is zero and the other
-    explains all. Both are zero where there is no time to explain.
+    They are the least squares of relative errors, and neither is below zero: where the best fit would have one there, it is
+    zero and the other explains all. Both are zero where there is no time to explain.
     """
     if not any(seconds):
         return 0.0, 0.0
     longest = max(seconds)
     table, taken = np.asarray(amounts, dtype=np.float64), np.asarray(seconds, dtype=np.float64) / longest
-    scale = np.maximum(taken, 1e-6)  # what takes next to nothing must not outweigh all else
+    scale = np.maximum(taken, 1e-6)  # what takes hardly any time must not outweigh all else
     wanted = taken / scale
     best, least = np.zeros(2), float((wanted**2).sum())
     for columns in ([0], [1], [0, 1]):
         part = table[:, columns] / scale[:, None]
         found, *_ = np.linalg.lstsq(part, wanted, rcond=None)
         error = float(((part @ found - wanted) ** 2).sum())
-        if (found >= 0).all() and error < least - 1e-12:  # rounding must not prefer the second of two that explain all
+        if (found >= 0).all() and error < least - 1e-12:  # rounding must not prefer the second of two exact fits
             best, least = np.zeros(2), error
             best[columns] = found
     return float(best[0] * longest), float(best[1] * longest)
 
 
 def fresh_pages_share(load: Load, seconds: float, rounds: int) -> float:
-    """Return what `load` keeps of its rate where freed memory is given back to the kernel; it is kept from then on.
+    """Return the share of its rate that `load` keeps where freed memory is given back to the kernel; afterwards it is kept.
 
-    In this order and not in turns: what a heap has kept once is not mapped afresh again, however it is told to.
+    The two are measured in this order and not in turns: memory that a heap has kept once is never mapped afresh again, whatever
+    it is told.
     """
     rates = []
     for keep in (False, True):
@@ -168,7 +169,7 @@ def fresh_pages_share(load: Load, seconds: float, rounds: int) -> float:
 
 
 def _adding_to(accumulator: torch.Tensor) -> GradientSink:
-    """Return what adds a parameter's gradient to its place in `accumulator`, as a step does."""
+    """Return a sink that adds a parameter's gradient to its place in `accumulator`, as a step does."""
 
     def add(parameter: ParameterSpec, gradient: torch.Tensor) -> None:
         accumulator[parameter.offset : parameter.offset + parameter.num_elements].add_(gradient.reshape(-1))

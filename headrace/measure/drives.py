@@ -1,7 +1,7 @@
 """SSD directories: how they are best kept busy, sustained reads and writes through the I/O engine, and what a commit costs.
 
-Invariant: nothing of size is left behind in a directory, whatever happens to the process; no more than a tenth of its free
-space is used meanwhile.
+Invariant: nothing of size is left behind in a directory, whatever happens to the process, and no more than a tenth of the
+directory's free space is used meanwhile.
 """
 
 import contextlib
@@ -30,13 +30,13 @@ _LARGEST_FILE_BYTES = 4 << 30
 _LEAST_FILE_BYTES = 64 * MIB
 _FREE_SHARE = 10
 _TRANSFER_BYTES = 16 * MIB
-# Transfers under way at once, about what the engine's lanes keep; more where a drive's setting asks for more bytes.
+# Transfers under way at once, about as many as the engine's lanes keep; more where a drive's setting asks for more bytes.
 _TRANSFERS = 4
 # Settings that are tried (pieces: `docs/decisions/0003`).
 _THREADS = (1, 2, 4, 8)
 _PIECES_BYTES = (4 * MIB, 8 * MIB, 16 * MIB)
 _TRIAL_ROUNDS = 3
-# A chunk's states: 4 Mi elements of 10 bytes; two reads and three writes of that are under way in a step's update.
+# A chunk's states: 4 Mi elements of 10 bytes; reads of two chunks and writes of three are under way in a step's update.
 _CHUNK_BYTES = 40 * MIB
 _CHUNKS_READ, _CHUNKS_WRITTEN = 2, 3
 # Figures within this of the best count as equal: repeats differ by more.
@@ -62,7 +62,7 @@ class Drive:
         self._closers = contextlib.ExitStack()
         try:
             self._directory = directory
-            # A file without a name is gone with its process: nobody would notice gigabytes that a killed one left.
+            # A file without a name vanishes with its process: nobody would notice gigabytes that a killed process left.
             self.file = DirectFile.nameless(directory, size_bytes)
             self._closers.callback(self.file.close)
             self.engine = self._closers.enter_context(ThreadEngine())
@@ -86,9 +86,9 @@ class Drive:
         return status.f_blocks * status.f_frsize
 
     def fill(self, seconds: float = math.inf, transfer_bytes: int = _TRANSFER_BYTES) -> None:
-        """Write the whole file once, or what of it takes `seconds`: what was never written is not read from the drive."""
+        """Write the whole file once, or as much of it as `seconds` allow: what was never written is not read from the drive."""
         written, whole = 0, self.file.size_bytes
-        self.filled_bytes = whole  # as far as the load goes
+        self.filled_bytes = whole  # as far as the load goes, unless time runs out
         load, begin = DriveLoad([self], write=True, transfer_bytes=transfer_bytes), time.monotonic()
         while written < whole and (not written or time.monotonic() - begin < seconds):
             written += int(load.unit())
@@ -116,7 +116,7 @@ class Drive:
 
     @property
     def cpu_seconds_per_gigabyte(self) -> float:
-        """CPU seconds of the engine's threads for 10^9 bytes, over all that was moved with the setting that is kept."""
+        """CPU seconds of the engine's threads for 10^9 bytes, over all that was moved with the chosen setting."""
         seconds, num_bytes = self._counted_from
         return (self.engine.cpu_seconds - seconds) / max(1, self._moved_bytes - num_bytes) * _GIGABYTE
 
@@ -125,13 +125,13 @@ class Drive:
         return self.engine.bytes_read + self.engine.bytes_written
 
     def transfer_seconds(self) -> float:
-        """Return what a read takes besides moving its bytes: the time of the smallest one, through the engine."""
+        """Return the seconds that a read takes besides moving its bytes: the time of the smallest read through the engine."""
         block = huge_page_buffer(BLOCK_BYTES)
         offsets = _cycle(self.filled_bytes, min(_TRANSFER_BYTES, self.filled_bytes))
         return seconds_of(lambda: self.engine.read([(self.file, next(offsets), block)]).wait(), _LATENCY_REPEATS)
 
     def commit_seconds(self) -> float:
-        """Return what makes a step durable: the data's flush, a record, and the record's."""
+        """Return the seconds that make a step durable: the flush of its data, a record, and the record's flush."""
         data = huge_page_buffer(BLOCK_BYTES)
         data[:] = 1
         # Files with names, as a store's are: for those without, some file systems (btrfs) take a shorter way.
@@ -166,7 +166,7 @@ class DriveLoad:
             transfers = max(_TRANSFERS, -(-asked // transfer_bytes))
         self._buffers = [huge_page_buffer(transfer_bytes) for _ in range(transfers * len(self._drives))]
         for index, buffer in enumerate(self._buffers):
-            # Some drives compress, and none keeps what it has seen before.
+            # The bytes are random: some drives compress, and none can have seen them before.
             buffer[:] = np.random.default_rng(index).integers(0, 256, buffer.size, dtype=np.uint8)
         self._offsets = [_cycle(drive.filled_bytes, transfer_bytes) for drive in self._drives]
 
@@ -188,9 +188,9 @@ def try_settings(
     seconds: float,
     clock: Callable[[], float] = time.monotonic,
 ) -> dict[InFlight, float]:
-    """Return the median of what `rate` gives for each setting: a round of all, and two more if `seconds` have room for them.
+    """Return the median of what `rate` gives for each setting, over one round of all settings, or three if `seconds` allow.
 
-    Round by round, so that a slow phase of the drive falls on all of them and not on one.
+    Settings are tried round by round, so that a slow phase of the drive falls on all of them and not on one.
     """
     found: dict[InFlight, list[float]] = {setting: [] for setting in settings}
     start = clock()
@@ -203,9 +203,10 @@ def try_settings(
 
 
 def best_setting(rates: Mapping[InFlight, float]) -> InFlight:
-    """Return the setting within 3 % of the best that costs the least CPU time: the largest pieces, of those the fewest threads.
+    """Return the setting within 3 % of the best that costs the least CPU time: the largest pieces, and then the fewest threads.
 
-    A step's CPU time for I/O, which compute has to do without, goes by the number of pieces; threads change it little.
+    A step's CPU time for I/O, which compute has to do without, is proportional to the number of pieces; threads change it
+    little.
     """
     enough = _AS_GOOD * max(rates.values())
     return max(
@@ -216,11 +217,11 @@ def best_setting(rates: Mapping[InFlight, float]) -> InFlight:
 
 @contextlib.contextmanager
 def _own_folder(directory: Path) -> Iterator[Path]:
-    """Yield a folder that is removed afterwards, and where this process is killed by the next that measures there."""
+    """Yield a folder that is removed afterwards; if this process is killed, the next that measures there removes it."""
     with tempfile.TemporaryDirectory(prefix=_FOLDER_PREFIX, dir=directory) as name:
         descriptor = os.open(name, os.O_RDONLY)
         try:
-            with contextlib.suppress(OSError):  # a file system without locks: then nobody takes it for a leftover, either
+            with contextlib.suppress(OSError):  # on a file system without locks nobody takes it for a leftover, either
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             yield Path(name)
         finally:

@@ -1,7 +1,7 @@
-"""What was measured before a run, kept for those that come later: in the cache, under what the figures depend on.
+"""What was measured before a run, kept in the cache for later runs, under what the figures depend on.
 
 Invariant: what is found was measured on this processor or GPU, with as many cores and the same torch, for the same dtype, on
-the drives that were asked for. A file that cannot be read is as good as none.
+the drives that were asked for. A file that cannot be read counts as none.
 """
 
 import contextlib
@@ -26,13 +26,13 @@ from headrace.terms.layout import COMPUTE_DTYPES
 
 _FOLDER = "machines"
 _POLL_SECONDS = 0.1
-# An abstract socket name, not a file: all users see it, and it goes with its process, however that ends.
+# An abstract socket name, not a file: all users see it, and it vanishes with its process, however that ends.
 _LOCK = "\0headrace measures this machine"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """What is to be known: the rates of products of `compute_dtype`, and of the drives of these directories."""
+    """What is to be known: the rate of products of `compute_dtype`, and the rates of the drives of these directories."""
 
     directories: tuple[Path, ...]
     compute_dtype: str
@@ -53,7 +53,7 @@ class Wanted:
 
     @property
     def _by_drive(self) -> dict[str, Path]:
-        """Of the directories on each drive the first."""
+        """The first directory on each drive, by the drive's name."""
         found: dict[str, Path] = {}
         for directory in self.directories:
             found.setdefault(drive_name(directory), directory)
@@ -94,7 +94,7 @@ def keep(cache: Path, wanted: Wanted, ceilings: Ceilings) -> Path | None:
 
 @contextlib.contextmanager
 def alone(wait_seconds: float, name: str = _LOCK) -> Iterator[bool]:
-    """Yield whether this process is the only one of the machine that measures, after a wait of at most so long for others."""
+    """Yield whether no other process of this machine measures, after waiting at most so many seconds for others."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as lock:
         until = time.monotonic() + wait_seconds
         while not (held := _binds(lock, name)) and time.monotonic() < until:

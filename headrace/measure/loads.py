@@ -1,7 +1,7 @@
 """Loads, and how fast they run: alone, and two at once.
 
-Invariant: a rate is that of whole units of work over the time they took; while two run together, neither is counted for a
-moment in which the other has stopped.
+Invariant: a rate is whole units of work over the time they took. While two loads run together, neither is counted for a moment
+in which the other has stopped.
 """
 
 import math
@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-# No rate is infinite, however coarse the clock.
+# Keeps a rate finite, however coarse the clock.
 _LEAST_SECONDS = 1e-9
 
 
@@ -31,10 +31,10 @@ def rate_of(load: Load, seconds: float) -> float:
 def rates_together(loads: Sequence[Load], seconds: float) -> list[float]:
     """Return what each of `loads` does per second while all run at once, each in a thread of its own.
 
-    A load that has done its `seconds` goes on uncounted until the others have, too.
+    A load that has done its `seconds` goes on uncounted until the others have done theirs.
 
     Raises:
-        whatever a load raises; the others are ended first.
+        Whatever a load raises; the others are ended first.
     """
     rates = [0.0] * len(loads)
     errors: list[BaseException] = []
@@ -78,7 +78,9 @@ class Figures:
 
 
 def in_order(names: Sequence[str], pairs: Sequence[tuple[str, str]]) -> list[tuple[str, ...]]:
-    """Return all names alone, and each pair as soon as both of it were: what is compared is measured close together."""
+    """Return all names alone, and each pair as soon as both of its names were there: what is compared is measured close
+    together.
+    """
     order: list[tuple[str, ...]] = []
     seen: set[str] = set()
     for name in names:
@@ -97,9 +99,9 @@ def interleaved(
 ) -> Figures:
     """Measure what `order` has, names alone and pairs at once, `rounds` times over, and return medians.
 
-    In turn, so that a slow phase of the machine falls on all of them and not on one; and what a pair keeps is the median of
-    each round's own ratios, so that a machine which is slower in the next round slows both sides of them. After the first
-    round, nothing more is begun once `time.perf_counter()` has passed `deadline`.
+    Each round measures everything, so that a slow phase of the machine falls on all and not on one. What a pair keeps is the
+    median of the rounds' own ratios, so that a machine which is slower in one round slows both sides of its ratio. After the
+    first round, nothing more is begun once `time.perf_counter()` has passed `deadline`.
     """
     found: dict[tuple[str, ...], list[Sequence[float]]] = {names: [] for names in order}
     for number in range(rounds):
@@ -119,7 +121,7 @@ def interleaved(
 def seconds_of(
     action: Callable[[], object], repeats: int, pick: Callable[[Sequence[float]], float] = statistics.median
 ) -> float:
-    """Return the median, or what `pick` takes, of the seconds that `action` takes, after a first time that is not counted."""
+    """Return the median, or what `pick` takes, of the seconds that `action` takes; a first run is not counted."""
     action()
     taken = []
     for _ in range(repeats):

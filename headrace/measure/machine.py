@@ -1,7 +1,7 @@
 """The ceilings of this machine, measured: each part alone, pairs of parts at once, and fixed costs of operations.
 
 What is run is what training runs: blocks through the model's code, the update kernel, the engine's copies and its I/O.
-Invariant: the result passes the checks of `Ceilings.from_json`; measuring takes about `seconds_budget`, and leaves nothing.
+Invariant: the result passes the checks of `Ceilings.from_json`; measuring takes about `seconds_budget`, and leaves no files.
 """
 
 import contextlib
@@ -31,24 +31,24 @@ from headrace.terms.program import Lane
 from headrace.terms.sizes import MIB
 
 _ROUNDS = 3
-# Shapes of the block that is measured: hidden size and tokens. The largest that one turn has time for is taken.
+# Shapes of the block that is measured: hidden size and tokens. The largest for which one turn has time is taken.
 _SHAPES_CPU = ((256, 256), (1024, 512), (2048, 1024))
 _SHAPES_GPU = ((1024, 2048), (4096, 2048))
-# Blocks to which the time besides matrix products is fitted. None may take more than `_LONGEST_TURNS` turns.
+# Blocks to which the time besides matrix products is fitted. None of them may take more than `_LONGEST_TURNS` turns.
 _SAMPLED_SHAPES_CPU = ((768, 256), (768, 1024), (1024, 512), (2048, 256), (2048, 1024))
 _SAMPLED_SHAPES_GPU = ((1024, 512), (1024, 2048), (2048, 2048), (4096, 2048))
 # Rows, heads, length, width of a head.
 _ATTENTION_SHAPE_CPU = (2, 12, 512, 64)
 _ATTENTION_SHAPE_GPU = (4, 16, 2048, 64)
-# The same for the head.
+# Hidden size and tokens of the head, to which its time besides matrix products is fitted.
 _HEAD_SHAPES = ((768, 256), (2048, 256))
 _LONGEST_TURNS = 4
-# Activations are as large here as in training: smaller than 2 MiB they are not mapped one by one. The first that there is time
-# for, or the last.
+# Activations must be as large here as in training: those below 2 MiB are not mapped one by one. The first shape for which there
+# is time is taken, or the last one.
 _FRESH_SHAPES = ((1024, 2048), (512, 2048))
 _LAUNCH_SHAPE = (64, 16)
 _LAUNCH_REPEATS = 15
-# Larger than any cache; smaller where memory is scarce.
+# Larger than any cache; shrunk where memory is scarce.
 _STREAM_BYTES = 512 * MIB
 _UPDATE_ELEMENTS = 16 * MIB
 _COPY_BYTES = 128 * MIB
@@ -57,11 +57,11 @@ _MEMORY_SHARE = 16
 _QUICK_SECONDS = 20.0
 _QUICK_FILE_BYTES = 256 * MIB
 _FILE_BYTES = 4096 * MIB
-# Parts of the time: for what is built and filled before, and for trying settings of the I/O engine.
+# Shares of the time: building and filling before anything is measured, and trying settings of the I/O engine.
 _SETUP_SHARE = 0.25
 _TUNING_SHARE = 0.12
 _DEFAULT_DTYPE = "bfloat16"
-# A dtype that takes so many times as long as the default one is none of this processor's: a small block is enough to say so.
+# A processor has no instructions for a dtype that takes so many times as long as the default one: a small block tells.
 _EMULATED = 8
 
 
@@ -72,7 +72,7 @@ def measure_machine(directories: Sequence[Path], *, seconds_budget: float = 90, 
     Every directory's file is written over and over for up to a third of the time.
 
     Raises:
-        ConfigError: no directory, or no time, or no end to it.
+        ConfigError: no directory is given, or no time, or endless time.
         StorageError: a directory cannot be written to, or has no space.
     """
     if not directories or not 0 < seconds_budget < math.inf:
@@ -86,7 +86,7 @@ class _Bench:
 
     def __init__(self, directories: Sequence[Path], seconds: float, sink: Sink | None, stack: contextlib.ExitStack) -> None:
         self._seconds, self._sink, self._stack = seconds, sink, stack
-        # Where the machine is slower than the shares of the time allow for, what would come later is left out.
+        # Past this moment, what is left to measure is left out: the machine is slower than the shares of the time allow for.
         self._deadline = time.perf_counter() + seconds
         self._directories = tuple(directories)
         self._quick = seconds < _QUICK_SECONDS
@@ -101,7 +101,7 @@ class _Bench:
 
     def measure(self) -> Ceilings:
         """Build, warm up, measure, and put together."""
-        keep_freed_memory(False)  # until what that costs has been measured
+        keep_freed_memory(False)  # until the cost of giving it back has been measured
         self._stack.callback(keep_freed_memory, False)
         self._say("SSDs: writing test files" + ("" if self._quick else ", trying how many transfers of which size are best"))
         self._open_drives()
@@ -134,7 +134,7 @@ class _Bench:
             self._drives.append(drive)
             self._loads[f"read {index}"] = DriveLoad([drive], write=False)
             self._loads[f"write {index}"] = DriveLoad([drive], write=True)
-        # One directory is all of them.
+        # With one directory, it is all of them.
         together = len(self._drives) > 1
         for lane, name, write in ((Lane.SSD_READ, "read 0", False), (Lane.SSD_WRITE, "write 0", True)):
             self._loads[lane] = DriveLoad(self._drives, write=write) if together else self._loads[name]
@@ -142,7 +142,7 @@ class _Bench:
     def _build_memory(self) -> None:
         smaller = 8 if self._quick else 1
         elements = min(_UPDATE_ELEMENTS // smaller, self._scarce_bytes // 16) // UNIT_ALIGNMENT * UNIT_ALIGNMENT
-        # As many threads as plans use where compute needs the others; alone, also one and all.
+        # Half of the cores, as plans have it where compute needs the others; and without compute, also one core and all.
         parameters = UpdateBuffers(elements)
         for name, threads in ((Lane.UPDATE, max(1, self._cores // 2)), ("update 1", 1), ("update all", self._cores)):
             update = UpdateLoad(parameters, threads)
@@ -158,13 +158,13 @@ class _Bench:
         )
 
     def _build_compute(self, shape: tuple[int, int]) -> float:
-        """Add a block of `shape` per dtype that works here; return the seconds of an operation on next to nothing."""
+        """Add a block of `shape` per dtype that works here; return the seconds of a tiny operation."""
         launch = BlockLoad(self._machine, _DEFAULT_DTYPE, hidden_size=_LAUNCH_SHAPE[0], tokens=_LAUNCH_SHAPE[1])
         launch_seconds = seconds_of(launch.unit, _LAUNCH_REPEATS) / 2
         least = (_SHAPES_GPU if self._gpu else _SHAPES_CPU)[0]
         default_seconds = seconds_of(self._block(_DEFAULT_DTYPE, least).unit, 2)
         for dtype in COMPUTE_DTYPES:
-            # Not every processor's library has every product in 16 bits.
+            # Some processors' libraries lack some products in 16 bits.
             with contextlib.suppress(RuntimeError, NotImplementedError):
                 small = self._block(dtype, least)
                 emulated = seconds_of(small.unit, 1) > _EMULATED * default_seconds
@@ -189,14 +189,14 @@ class _Bench:
         return fresh_pages_share(self._block(_DEFAULT_DTYPE, chosen), self._turn_seconds(), self._rounds())
 
     def _has_time(self, other: tuple[int, int], shape: tuple[int, int]) -> bool:
-        """Say whether a unit of the `other` shape is short enough, judged by what one of `shape` takes."""
+        """Return whether a unit of the `other` shape is short enough, judged by what one of `shape` takes."""
         return self._unit_seconds * _work(other, shape) < _LONGEST_TURNS * self._turn_seconds()
 
     def _block(self, dtype: str, shape: tuple[int, int]) -> BlockLoad:
         return BlockLoad(self._machine, dtype, hidden_size=shape[0], tokens=shape[1])
 
     def _block_shape(self) -> tuple[int, int]:
-        """Return the largest shape of which a unit takes no longer than a turn, judged by the smaller ones."""
+        """Return the largest shape whose unit takes no longer than a turn, judged by the smaller ones."""
         turn = self._turn_seconds()
         shapes = _SHAPES_GPU if self._gpu else _SHAPES_CPU
         if self._quick:
@@ -224,7 +224,7 @@ class _Bench:
         return 1 if self._quick else _ROUNDS
 
     def _turn_seconds(self) -> float:
-        # Parts and pairs: three for each drive, and about thirty more; what fresh pages cost counts as six.
+        # Parts and pairs: three for each drive, and about thirty more; measuring the cost of fresh pages counts as six.
         turns = self._rounds() * (3 * len(self._directories) + 36)
         return (1 - _SETUP_SHARE - (0 if self._quick else _TUNING_SHARE)) * self._seconds / turns
 
@@ -255,7 +255,7 @@ class _Bench:
             "host_to_device_bytes_per_second": inward,
             "device_to_host_bytes_per_second": outward,
             "both_ways_bytes_per_second": both_ways(found, Lane.HOST_TO_DEVICE, Lane.DEVICE_TO_HOST),
-            # The kernel counts each byte as the stream does; whichever got more out of the bus shows what the bus can do.
+            # The kernel counts bytes as the stream does; the larger of the two rates shows what the bus can do.
             "host_memory_bytes_per_second": max(rates["stream"], update),
             "update_bytes_per_second": update,
             "update_bytes_per_second_per_core": per_core,
@@ -268,12 +268,12 @@ class _Bench:
         return Ceilings.from_json(values)
 
     def _compute_rates(self, rates: dict[str, float], launch_seconds: float) -> dict[str, Any]:
-        """Return rates of matrix products and of attention, and what blocks and the head take besides.
+        """Return rates of matrix products and of attention, and the seconds that blocks and the head take besides.
 
-        Without what the simulator adds to each operation: a block is two, forward and backward.
+        What the simulator adds to each operation is subtracted: a block is two operations, forward and backward.
         """
         blocks = {name: load for name, load in self._loads.items() if isinstance(load, BlockLoad)}
-        attention_rate = rates.get("attention", math.inf)  # a rough look counts it as any product
+        attention_rate = rates.get("attention", math.inf)  # a rough look counts attention as any product
 
         def seconds(name: str) -> float:
             load, unit_seconds = blocks[name], blocks[name].flops / rates[name]
@@ -283,12 +283,12 @@ class _Bench:
         usual = [name for name in blocks if name == Lane.COMPUTE or name.startswith("block of ")]
         amounts = [(blocks[name].product_flops, float(blocks[name].hidden_elements)) for name in usual]
         product_seconds, hidden_seconds = fitted_rates(amounts, [seconds(name) for name in usual])
-        if product_seconds <= 0:  # noise, for no block is without products
+        if product_seconds <= 0:  # only by noise, because no block is without products
             product_seconds, hidden_seconds = seconds(Lane.COMPUTE) / blocks[Lane.COMPUTE].product_flops, 0.0
         flops = {_DEFAULT_DTYPE: 1 / product_seconds}
         for dtype in COMPUTE_DTYPES:
             name = f"compute {dtype}"
-            if name in blocks:  # measured on one block only
+            if name in blocks:  # the rate was measured on one block only
                 besides = min(hidden_seconds * blocks[name].hidden_elements, seconds(name) / 2)
                 flops[dtype] = blocks[name].product_flops / (seconds(name) - besides)
         heads = {name: load for name, load in self._loads.items() if isinstance(load, HeadLoad)}
@@ -314,5 +314,5 @@ class _Bench:
 
 
 def _work(one: tuple[int, int], other: tuple[int, int]) -> float:
-    """Return the operations of a block of one shape, in those of another: hidden size squared, times tokens."""
+    """Return the operations of one block shape relative to another's: hidden size squared, times tokens."""
     return (one[0] / other[0]) ** 2 * one[1] / other[1]

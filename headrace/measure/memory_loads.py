@@ -1,7 +1,7 @@
 """Host memory and the link: a stream over all of it, the update kernel, copies to the device and back.
 
-Invariant: buffers are written before they are read, for a page that was never written is one shared page of zeros, and reading
-it measures the cache.
+Invariant: buffers are written before they are read, because pages that were never written are all one shared page of zeros, and
+reading them measures the cache.
 """
 
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -18,7 +18,7 @@ from headrace.terms.options import Options
 from headrace.terms.program import Lane
 from headrace.update import StepScalars, Updater, optimizer_of, rule_of, square_sum
 
-# The default one: plans know others by their rate in parts of its.
+# The default rule: plans know other rules by their rate relative to its.
 _RULE = rule_of(optimizer_of(Options()), "bfloat16")
 _ONE_IN_BFLOAT16 = 0x3F80
 # The drain converts in pieces of this many elements, on one thread.
@@ -45,9 +45,9 @@ class StreamLoad:
 
 
 class UpdateBuffers:
-    """Weights, states and gradient of `num_elements` parameters in bfloat16 planes: 1.0 throughout, as a number of training.
+    """Weights, states and gradient of `num_elements` parameters in bfloat16 planes, all of them 1.0: a number as in training.
 
-    Not bits at will: with subnormal numbers some processors take ten times as long.
+    Arbitrary bits would not do: with subnormal numbers some processors take ten times as long.
     """
 
     def __init__(self, num_elements: int) -> None:
@@ -104,7 +104,7 @@ class CopyLoad:
 
 
 class DrainLoad:
-    """What takes a gradient out where the CPU computes: float32 to bfloat16 and its sum of squares, on one thread."""
+    """How a gradient leaves compute on a CPU: float32 to bfloat16 and its sum of squares, on one thread."""
 
     def __init__(self, num_elements: int) -> None:
         self._source = torch.ones(num_elements, dtype=torch.float32)

@@ -1,6 +1,6 @@
-"""From rates to the figures of a machine profile: what both ways of measuring (`machine`, `brief`) make of what they found.
+"""From rates to the figures of a machine profile: what both ways of measuring (`machine`, `brief`) make of their results.
 
-Invariant: noise makes no figure that `Ceilings.from_json` refuses.
+Invariant: noise never leads to a figure that `Ceilings.from_json` refuses.
 """
 
 import platform
@@ -13,7 +13,7 @@ from headrace.measure.drives import Drive
 from headrace.measure.loads import Figures
 from headrace.terms.program import Lane
 
-# Beyond this share of its own rate a lane counts as undisturbed: it is within what repeats differ by.
+# A lane that keeps more than this share of its own rate counts as undisturbed: repeats differ by as much.
 _UNDISTURBED = 0.97
 _LEAST_SHARE = 0.01
 
@@ -26,7 +26,7 @@ def title(machine: Machine, cores: int, num_drives: int) -> str:
 
 
 def both_ways(found: Figures, one: str, other: str) -> float:
-    """Return the total of two directions at once; noise above the sum of the two alone is cut."""
+    """Return the total rate of two directions at once; noise above the sum of the two alone is cut off."""
     first, second = found.shares[one, other]
     return min(1.0, first) * found.rates[one] + min(1.0, second) * found.rates[other]
 
@@ -46,7 +46,7 @@ def drive_figures(found: Figures, index: int, drive: Drive) -> dict[str, float |
 
 
 def slowdowns(found: Figures, pairs: Sequence[tuple[str, str]]) -> dict[str, dict[str, float]]:
-    """Return what is left of each lane's rate beside another, without what sharing the memory bus explains already."""
+    """Return the share that each lane keeps of its rate beside another, as far as the shared memory bus does not explain it."""
     lanes = set(Lane)
     bus = max(found.rates["stream"], found.rates["update all"])
     kept_by_lane: dict[str, dict[str, float]] = {}

@@ -2,8 +2,9 @@
 
 Three things are told apart. A unit trained *in place* has its weights and their states in families of one layout; what is read
 from the drive is what compute reads, and what the update changes. A *frozen* unit has weights alone, written once. A unit with
-a *trained family of its own* has frozen weights too, and beside them a small family (a subspace, an adapter) to which gradients,
-states and updates belong; its compute slot is made of both. Frozen weights may be *coded*: then the slot is decoded from them.
+a *trained family of its own* has frozen weights too; beside them it has a small family (a subspace, an adapter) to which
+gradients, states and updates belong, and its compute slot is made of both. Frozen weights may be *coded*: then the slot is
+decoded from them.
 A trained family may be of a subspace that changes: then its *basis* lies beside it, and the frozen weights, which have what
 completes them to their fp32 master, are merged with what is trained whenever the basis changes (`flow.settle`).
 A unit may be *far*: weights and states live at another site, from which weights are pulled and to which gradients are pushed.

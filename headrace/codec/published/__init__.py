@@ -1,4 +1,4 @@
-"""The codes that models are published in, each as its publisher's own code decodes it."""
+"""The codes in which models are published, each decoded as its publisher's own code decodes it."""
 
 from headrace.codec.published.fp8_blocks import Fp8Blocks
 from headrace.codec.published.mxfp4 import Mxfp4

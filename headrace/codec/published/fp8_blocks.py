@@ -1,7 +1,7 @@
 """FP8 with a scale for each block of 128 rows and 128 columns (DeepSeek-V3; `quant_method: fp8` with `weight_block_size`).
 
-The parts of a matrix are `weight` float8_e4m3fn (rows, columns) and `weight_scale_inv` float32 (row blocks, column blocks),
-what a weight is *multiplied* by, whatever its name.
+The parts of a matrix are `weight` float8_e4m3fn (rows, columns) and `weight_scale_inv` float32 (row blocks, column blocks), by
+which a weight is *multiplied*, whatever the name says.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ _LARGEST = 448.0
 
 @dataclass(frozen=True)
 class Fp8Blocks:
-    """Blocks of `block_rows` by `block_columns`, with scales of dtype `scales`."""
+    """Blocks of `block_rows` by `block_columns`, whose scales have the dtype `scales`."""
 
     block_rows: int = 128
     block_columns: int = 128
@@ -32,7 +32,7 @@ class Fp8Blocks:
         return f"fp8:{self.block_rows}x{self.block_columns}:{self.scales}"
 
     def takes(self, rows: int, columns: int) -> bool:
-        """Any matrix: the last blocks may be smaller."""
+        """Return whether it is a matrix at all: the last blocks may be smaller."""
         return rows > 0 and columns > 0
 
     def places(self, rows: int, columns: int) -> tuple[Part, ...]:
@@ -42,7 +42,7 @@ class Fp8Blocks:
         return Part("weight", "float8_e4m3fn", 1, (rows, columns)), Part("weight_scale_inv", self.scales, size, blocks)
 
     def encode(self, weights: Tensor) -> Parts:
-        """Scale each block so that its largest weight is the largest number of the code, and round.
+        """Scale each block so that its largest weight becomes the largest number of the code, and round.
 
         Raises:
             ModelError: a weight is no finite number.
@@ -66,5 +66,5 @@ class Fp8Blocks:
             into[there].copy_(codes[here].float() * wide)
 
     def decoding_bytes(self, rows: int, columns: int, *, on_host: bool = True) -> int:
-        """Return the bytes of codes, scales and products in float32."""
+        """Return the bytes of a piece's codes, scales and products in float32."""
         return piece_bytes(rows, columns + self.block_columns, 24)

@@ -1,8 +1,8 @@
 """MXFP4 (OCP Microscaling Formats 1.0, and gpt-oss): four-bit floats, 32 of which share a power of two.
 
 The parts of a stack of experts are `blocks` uint8 (experts, outputs, groups, 16), two codes to a byte, the lower half first,
-and `scales` uint8 (experts, outputs, groups), the exponent plus 127. The parameter is the other way round, (experts, inputs,
-outputs): a row of it is one input, of all outputs. Groups are of 32 inputs.
+and `scales` uint8 (experts, outputs, groups), the exponent plus 127. The parameter is transposed, (experts, inputs, outputs): a
+row of it is one input of all outputs. A group has 32 inputs.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ _BYTES_OF_AN_ELEMENT = 40
 
 @dataclass(frozen=True)
 class Mxfp4:
-    """Experts of `inputs` rows each, as the parameter has them."""
+    """Experts with `inputs` rows each, as the parameter has them."""
 
     inputs: int
     digest = None
@@ -33,7 +33,7 @@ class Mxfp4:
         return f"mxfp4:{self.inputs}"
 
     def takes(self, rows: int, columns: int) -> bool:
-        """Whole experts, of whole groups."""
+        """Return whether these are whole experts of whole groups."""
         return rows % self.inputs == 0 and self.inputs % _GROUP == 0
 
     def places(self, rows: int, columns: int) -> tuple[Part, ...]:
@@ -42,7 +42,7 @@ class Mxfp4:
         return Part("blocks", "uint8", 1, (*shape, _GROUP // 2)), Part("scales", "uint8", 1, shape)
 
     def encode(self, weights: Tensor) -> Parts:
-        """Round to the nearest float under the exponent of the group's largest (OCP, section 6.3).
+        """Round to the nearest float under the exponent of the group's largest weight (OCP, section 6.3).
 
         Raises:
             ModelError: a weight is no finite number.
@@ -59,7 +59,7 @@ class Mxfp4:
         return {"blocks": codes[..., 0::2] | codes[..., 1::2] << 4, "scales": (exponent + _BIAS).to(torch.uint8)}
 
     def decode(self, parts: Parts, into: Tensor, rows: range) -> None:
-        """Fill `into` with these rows. Powers of two change no digit: values are exact in bfloat16."""
+        """Fill `into` with these rows. Powers of two change no digit, so the values are exact in bfloat16."""
         blocks, scales = parts["blocks"], parts["scales"]
         table = torch.tensor(_VALUES, device=into.device)
         step = self._inputs_at_once(into.shape[1])
@@ -81,5 +81,5 @@ class Mxfp4:
         return max(_GROUP, (1 << 18) // max(1, columns) // _GROUP * _GROUP)
 
     def decoding_bytes(self, rows: int, columns: int, *, on_host: bool = True) -> int:
-        """Return the bytes of codes, exponents and values."""
+        """Return the bytes of a piece's codes, exponents and values."""
         return max(self._inputs_at_once(columns), _GROUP) * columns * _BYTES_OF_AN_ELEMENT + piece_bytes(1, 64, 16)

@@ -1,8 +1,8 @@
-"""bitsandbytes' NF4 (Dettmers et al. 2023, QLoRA): four bits that name one of sixteen quantiles, and a size for each block.
+"""bitsandbytes' NF4 (Dettmers et al. 2023, QLoRA): four bits that name one of sixteen quantiles, and a scale for each block.
 
-Of a matrix, flat, row after row, the parts are `weight` uint8, two codes to a byte, the *upper* half first; `quant_map` float32
-(16), what codes stand for; and `absmax`, the size of each block of 64. Doubly quantised sizes are uint8, and stand for
-`nested_quant_map[code] * nested_absmax[block of 256] + nested_offset`.
+The parts of a matrix, flattened row after row, are `weight` uint8, two codes to a byte, the *upper* half first; `quant_map`
+float32 (16), the values of the codes; and `absmax`, the scale of each block of 64. Doubly quantised scales are uint8, and stand
+for `nested_quant_map[code] * nested_absmax[block of 256] + nested_offset`.
 """
 
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ NF4 = (
 
 @dataclass(frozen=True)
 class Nf4:
-    """Blocks of `block` weights; sizes are `nested`, in blocks of `nested_block`, or float32. Values are rounded to `dtype`."""
+    """Blocks of `block` weights; scales are `nested` in blocks of `nested_block`, or float32. Values are rounded to `dtype`."""
 
     block: int = 64
     nested: bool = True
@@ -42,11 +42,11 @@ class Nf4:
         return f"nf4:{self.block}:{self.nested_block if self.nested else 0}:{self.dtype}"
 
     def takes(self, rows: int, columns: int) -> bool:
-        """An even number of weights."""
+        """Return whether the number of weights is even: two lie in a byte."""
         return rows * columns % 2 == 0
 
     def places(self, rows: int, columns: int) -> tuple[Part, ...]:
-        """Return codes, sizes and tables."""
+        """Return codes, scales and tables."""
         number = rows * columns
         blocks = -(-number // self.block)
         found = [Part("weight", "uint8", 1, (number // 2, 1)), Part("quant_map", "float32", 4, (16,))]
@@ -61,7 +61,7 @@ class Nf4:
         )
 
     def encode(self, weights: Tensor) -> Parts:
-        """Round to the nearest quantile of the block's largest; nested sizes to the nearest of 256 even steps.
+        """Round to the nearest quantile of the block's largest weight; nested scales to the nearest of 256 even steps.
 
         Raises:
             ModelError: a weight is no finite number.
@@ -97,12 +97,12 @@ class Nf4:
             into[there].copy_(values.to(getattr(torch, self.dtype)).view(-1, columns))
 
     def _sizes(self, parts: Parts, blocks: Tensor) -> Tensor:
-        """Return the sizes of `blocks`, by their numbers."""
+        """Return the scales of `blocks`, given by their numbers."""
         if not self.nested:
             return parts["absmax"][blocks]
         shares = parts["nested_quant_map"][parts["absmax"][blocks].to(torch.int32)]
         return shares * parts["nested_absmax"][blocks // self.nested_block] + parts["nested_offset"]
 
     def decoding_bytes(self, rows: int, columns: int, *, on_host: bool = True) -> int:
-        """Return the bytes of places, codes, sizes and values."""
+        """Return the bytes of a piece's indices, codes, scales and values."""
         return piece_bytes(rows, columns, 72)

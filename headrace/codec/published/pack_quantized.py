@@ -1,8 +1,8 @@
 """compressed-tensors' `pack-quantized`: four bits a weight, a scale for each group of columns (`codec/int4.py` has the words).
 
-Asymmetric codes have a zero point for each group besides, four bits, packed along rows: that of row 8 i + k in bits 4 k to
-4 k + 3 of word i of its column. A weight is (code - zero point) times scale, rounded to the dtype of scales; zero points are 8
-where there are none.
+Asymmetric codes also have a zero point for each group: four bits, packed along rows. Bits 4 k to 4 k + 3 of word i of a column
+are the zero point of row 8 i + k. A weight is (code - zero point) times scale, rounded to the dtype of scales; without zero
+points, they count as 8.
 """
 
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ _CODES_IN_A_WORD, _BITS, _ZERO = 8, 4, 8
 
 @dataclass(frozen=True)
 class PackQuantized:
-    """`group` columns to a scale (0: all of a row) of dtype `scales`; with zero points, if it is not `symmetric`."""
+    """`group` columns to a scale (0: the whole row) of dtype `scales`; with zero points, unless it is `symmetric`."""
 
     group: int
     scales: str = "bfloat16"
@@ -41,7 +41,7 @@ class PackQuantized:
         return f"pack-quantized:{self.group}:{self.scales}{'' if self.symmetric else ':zeros'}"
 
     def takes(self, rows: int, columns: int) -> bool:
-        """Matrices of whole groups, of an even number of columns each."""
+        """Return whether the columns are whole groups, of an even number of columns each."""
         return columns % (self.group or columns) == 0 and (self.group or columns) % 2 == 0
 
     def places(self, rows: int, columns: int) -> tuple[Part, ...]:
@@ -56,7 +56,7 @@ class PackQuantized:
         return tuple(found)
 
     def encode(self, weights: Tensor) -> Parts:
-        """Round to the nearest of sixteen steps, around zero.
+        """Round to the nearest of sixteen steps around zero.
 
         Raises:
             ModelError: a weight is no finite number.
@@ -100,7 +100,7 @@ class PackQuantized:
         return ((words >> (index % _CODES_IN_A_WORD * _BITS)[:, None]) & 0xF).to(torch.int8)
 
     def decoding_bytes(self, rows: int, columns: int, *, on_host: bool = True) -> int:
-        """Return the bytes of codes, values and zero points."""
+        """Return the bytes of a piece's codes, values and zero points."""
         return piece_bytes(rows, columns, 24)
 
 
@@ -113,7 +113,7 @@ def codes_shape(rows: slice, scales: Tensor, columns: int) -> tuple[int, int, in
 def _decode_bfloat16(
     codes: NDArray[np.uint8], scales: NDArray[np.float32], zeros: NDArray[np.int8], out: NDArray[np.uint16]
 ) -> Any:
-    """Multiply, and round to nearest even: `codes` are two in a byte, the lower half first."""
+    """Multiply, and round to nearest even. `codes` have two in a byte, the lower half first."""
     rows, groups = scales.shape
     group = out.shape[1] // groups
     values = np.empty(group, np.float32)
