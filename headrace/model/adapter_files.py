@@ -27,9 +27,9 @@ from headrace.terms.provenance import COMPRESSION_NOTE_NAME
 
 CONFIG_NAME, WEIGHTS_NAME = "adapter_config.json", "adapter_model"
 _PREFIX = "base_model.model."
-# What lies beside weights and says that a directory is a whole model.
+# Files that lie beside weights and say that a directory is a whole model.
 _NOT_COPIED = ("config.json", "generation_config.json", COMPRESSION_NOTE_NAME, CONFIG_NAME, "trainer_state.json")
-# Settings of peft that change what is computed, and the values with which they do not.
+# Settings of peft that would change what is computed, each with the values with which it does not.
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "bias": ("none",),
     "modules_to_save": (None, []),
@@ -45,7 +45,7 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
 
 
 def adapter_file_bytes(adapters: Adapters) -> int:
-    """Return the bytes of the file that `write_adapters` makes, but for longer names of models of several parts."""
+    """Return the bytes of the file that `write_adapters` makes, which is larger by longer names in a larger model."""
     return shard_file_bytes([_stored(name, shape) for name, shape in _shapes(adapters).items()])
 
 
@@ -96,10 +96,10 @@ def is_adapter_directory(directory: Path) -> bool:
 
 
 def named_base(directory: Path) -> Path:
-    """Return the model directory that adapters say that they are of.
+    """Return the model directory of which adapters say that they were trained on it.
 
     Raises:
-        ModelError: as `read_adapters`; or it is not there.
+        ModelError: as `read_adapters`; or that directory is not there.
     """
     name = _read_config(directory).get("base_model_name_or_path")
     if isinstance(name, str) and name and (Path(name) / "config.json").is_file():
@@ -190,7 +190,7 @@ def _config(adapters: Adapters, chain: Chain, weights: WeightMap, names: Mapping
     settings, stored = adapters.settings, weights.stored_model
     modules = {names[each.name] for found in adapters.products.values() for each in found}
     ends = sorted({name.rpartition(".")[2] for name in modules})
-    # By the ends of names where these mean the same modules everywhere in the model.
+    # Named by the ends of names where these match the same modules everywhere in the model.
     alike = {name for name, module in stored.named_modules() if is_linear(module) and is_target(name, ends)} == modules
     products = next(iter(adapters.products.values()))
     return {
@@ -210,7 +210,7 @@ def _config(adapters: Adapters, chain: Chain, weights: WeightMap, names: Mapping
 
 
 def _names_in_files(chain: Chain, weights: WeightMap) -> Mapping[str, str]:
-    """Return the names that linear modules have in the stored model, by their own."""
+    """Return the names that linear modules have in the stored model, by their names here."""
     stored = weights.stored_model
     own = [name for name, module in chain.model.named_modules() if is_linear(module)]
     if stored is chain.model:

@@ -1,7 +1,7 @@
 """Adapters beside the frozen matrices of blocks: LoRA (Hu et al. 2022) and DoRA (Liu et al. 2024).
 
-Each adapted module keeps its own code; a hook adds to what it returns. The matrices of adapters are float32, and so is what
-they compute, as peft has it by default for a base in 16 bits. They are bound unit by unit, as weights are (`binding`).
+Each adapted module keeps its own code; a hook adds to what it returns. Matrices of adapters are float32 and compute in float32,
+which is peft's default for a base in 16 bits. They are bound unit by unit, as weights are (`binding`).
 
 Invariant: what a block computes with adapters bound is what peft's layers compute around the same modules.
 """
@@ -22,14 +22,14 @@ from headrace.terms.adapter import Lora
 from headrace.terms.errors import ConfigError, StepFailed
 from headrace.terms.layout import ParameterSpec, UnitLayout, lay_out
 
-# Elements of a matrix that are made in float32 at once.
+# Elements of a matrix that are computed in float32 at once.
 _PIECE_ELEMENTS = 1 << 20
 DOWN, UP, MAGNITUDE = "lora_A.weight", "lora_B.weight", "lora_magnitude_vector"
 
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """A module of a block that multiplies with one matrix: `rows` outputs of `columns` inputs.
+    """A module of a block that multiplies with one matrix: `rows` outputs from `columns` inputs.
 
     `transposed`: the matrix lies with a row for each input, as in transformers' Conv1D.
     """
@@ -66,7 +66,7 @@ def products_of(model: nn.Module, layout: UnitLayout) -> Iterator[Product]:
 
 
 def is_target(name: str, targets: Sequence[str]) -> bool:
-    """Return whether a module is one of `targets`: as peft has it, by its name or the end of it; () are all."""
+    """Return whether a module is one of `targets`, by its whole name or the end of it, as in peft; () stands for all."""
     return not targets or any(name == target or name.endswith(f".{target}") for target in targets)
 
 
@@ -76,9 +76,9 @@ class Adapters:
 
     Attributes:
         settings: their kind and its settings.
-        seed: of their first numbers.
-        products: what is adapted, by unit.
-        layouts: where the tensors of a unit's adapters lie, by unit; called `MODULE.lora_A.weight` and so on.
+        seed: what their first numbers are drawn from.
+        products: the modules that are adapted, by unit.
+        layouts: where the tensors of a unit's adapters lie, by unit; they are called `MODULE.lora_A.weight` and so on.
     """
 
     settings: Lora
@@ -112,7 +112,7 @@ class Adapters:
         )
 
     def install(self, model: nn.Module) -> Callable[[], None]:
-        """Let the modules of `model` add what their adapters compute; return what undoes it."""
+        """Let the modules of `model` add what their adapters compute; return the function that undoes it."""
         modules = dict(model.named_modules())
         hooks = [
             modules[each.name].register_forward_hook(self._hook(each)) for found in self.products.values() for each in found
@@ -125,7 +125,7 @@ class Adapters:
         return undo
 
     def bind(self, unit: int, layout: UnitLayout, flat: Tensor, sink: GradientSink | None) -> None:
-        """Make the adapters of `unit` views of `flat` (float32), laid out by `layout`; `sink` is given their gradients."""
+        """Make the adapters of `unit` views of `flat` (float32), laid out by `layout`; `sink` gets their gradients."""
         for spec in layout.parameters if unit in self.products else ():
             parameter = nn.Parameter(part(flat.detach(), spec).view(spec.shape), requires_grad=sink is not None)
             if sink is not None:
@@ -138,10 +138,10 @@ class Adapters:
             self._bound.pop(spec.name, None)
 
     def first(self, unit: int, layout: UnitLayout, weights: Mapping[str, Tensor], into: Tensor) -> None:
-        """Fill `into`, laid out by `layout`, with a unit's first numbers: A as `nn.Linear` begins, B zero, magnitudes those of
-        the matrices, whose `weights` are given by parameter.
+        """Fill `into`, laid out by `layout`, with a unit's first numbers: A as `nn.Linear` begins, B zero, and magnitudes from
+        the unit's matrices, which `weights` give by parameter.
 
-        A's are drawn by the seed and the module's name: they depend on nothing else.
+        A is drawn from the seed and the module's name, and depends on nothing else.
         """
         into.zero_()
         places = {spec.name: part(into, spec).view(spec.shape) for spec in layout.parameters}
@@ -156,8 +156,8 @@ class Adapters:
 
     @torch.no_grad()
     def merge(self, unit: int, tensors: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
-        """Change `weights`, a unit's matrices by parameter, in place to those that give the same without adapters, whose
-        `tensors` are given by name: made in float32, and rounded once.
+        """Change `weights`, a unit's matrices by parameter, in place, so that they compute alone what they computed with the
+        adapters, whose `tensors` are given by name. The result is made in float32, and rounded once.
         """
         for each in self.products[unit]:
             matrix = _as_product(each, weights[each.parameter])
@@ -205,7 +205,7 @@ def part(flat: Tensor, spec: ParameterSpec) -> Tensor:
 
 
 def merging_bytes(products: Sequence[Product]) -> int:
-    """Return what `merge` allocates at once: of pieces of rows, twice in float32."""
+    """Return the bytes that `merge` allocates at once: two pieces of rows in float32."""
     return max((8 * max(_PIECE_ELEMENTS, each.columns) for each in products), default=0)
 
 
@@ -215,7 +215,7 @@ def _pieces(product: Product) -> Iterator[slice]:
 
 
 def _as_product(product: Product, weight: Tensor) -> Tensor:
-    """Return a view of a matrix with a row for each output."""
+    """Return a view of a matrix that has a row for each output."""
     return weight.T if product.transposed else weight
 
 

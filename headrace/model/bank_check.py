@@ -1,7 +1,7 @@
 """Find out by trying whether the experts of an architecture can come one at a time (see `banks`).
 
-Invariant: an architecture whose tiny instance gave other bits with banks, or asked for experts otherwise than it said it would,
-has none: its blocks come whole.
+Invariant: if an architecture's tiny instance gave other bits with banks, or asked for other experts than announced, it gets no
+banks: its blocks come whole.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -21,7 +21,7 @@ _NEW_TOKENS = 3
 
 
 def why_no_banks(config: Any) -> str:
-    """Return why experts of the architecture of `config` come with their whole block; nothing where they need not."""
+    """Return why experts of the architecture of `config` come with their whole block; "" where they need not."""
     return _bank_check(cast(Hashable, type(config)), architecture_key(config))
 
 
@@ -57,7 +57,7 @@ def _generated(model: Any, ids: torch.Tensor) -> Sequence[torch.Tensor]:
 
 
 class _Trial:
-    """Brings the experts of tiny blocks, each alone; what was there before is no number any more."""
+    """Brings the experts of tiny blocks one at a time; the experts brought before are overwritten with NaN."""
 
     def __init__(self, experts: Sequence[BlockExperts | None]) -> None:
         self.failure = ""
@@ -73,7 +73,7 @@ class _Trial:
         self._hooks: list[Any] = []
 
     def __enter__(self) -> "_Trial":
-        for each in self._experts:  # before the banks' own
+        for each in self._experts:  # these hooks run before the banks' own
             self._hooks.append(each.module.register_forward_pre_hook(self._entering(each)))
         self._banks.install()
         self._banks.visit(self)

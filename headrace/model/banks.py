@@ -1,12 +1,12 @@
-"""Expert banks: what stands where a model's stacked experts stood, so that its own loop stops at an expert that is not there.
+"""Expert banks: they stand where a model's stacked experts stood, so that its own loop stops at an expert that is not there.
 
-Transformers computes a mixture by a loop over the experts that tokens were sent to, one `weights[expert]` after another. In the
-place of such a stack of weights stands a `Bank`: indexed with an expert it returns that one's weights if they are there, and
-otherwise whoever runs the block in this thread waits for it. Which experts will be asked for is known before the first is: they
-are the integers that the module is called with.
+Transformers computes a mixture by a loop over the experts that tokens were sent to, one `weights[expert]` after another. A
+`Bank` takes the place of such a stack of weights: indexed with an expert it returns that expert's weights if they are there; if
+not, whoever runs the block in this thread waits for them. The experts that will be asked for are known before the first is:
+they are the integers that the module is called with.
 
-Invariant: only modules that were seen to ask for one expert at a time, in ascending order, and for those announced and no
-others, have banks (`bank_check`).
+Invariant: only modules that were seen to ask for one expert at a time, in ascending order, and for the announced ones alone,
+have banks (`bank_check`).
 """
 
 import threading
@@ -25,7 +25,7 @@ Weights = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class BlockExperts:
-    """The experts of a block: `module` owns stacked parameters, by attribute, whose `names` are those of the layouts."""
+    """The experts of a block: `module` owns stacked parameters; `names` are those of the layouts, by attribute."""
 
     module: nn.Module
     names: Mapping[str, str]
@@ -39,7 +39,7 @@ class Visitor(Protocol):
         """Take which experts will be asked for, ascending, and for how many tokens. Called before the first is."""
 
     def wait_for(self, expert: int) -> None:
-        """Return when it may be there; asked again if it is not."""
+        """Return when the expert may be there; this is called again if it is not."""
 
 
 class _Own(threading.local):
@@ -51,8 +51,8 @@ class _Own(threading.local):
 class Banks:
     """Banks in the place of the experts of blocks, from `install` to `remove`.
 
-    `present` are the experts that are there, by number and then by the attribute of their module: those of the one block that
-    is being computed. Whoever runs blocks sets and empties it.
+    `present` are the weights that are there, by the expert's number and then by the attribute of their module. They are of the
+    one block that is being computed. Whoever runs blocks sets and empties it.
     """
 
     def __init__(self, experts: Sequence[BlockExperts | None], dtype: torch.dtype, device: torch.device) -> None:
@@ -62,7 +62,7 @@ class Banks:
         self._hooks: list[Any] = []
 
     def install(self) -> None:
-        """Put banks where experts stood; the parameters, without weights, stay behind them."""
+        """Put banks where experts stood; the parameters, which have no weights, are kept for `remove`."""
         for experts in self._experts:
             module = experts.module
             for attribute in experts.names:
@@ -84,7 +84,7 @@ class Banks:
         self._own.visitor = visitor
 
     def expert(self, number: int, attribute: str) -> torch.Tensor:
-        """Return the weights of an expert, once they are there."""
+        """Return the weights of an expert once they are there."""
         while (weights := self.present.get(number)) is None:
             visitor = self._own.visitor
             if visitor is None:
@@ -101,7 +101,7 @@ class Banks:
 
 
 class Bank:
-    """What stands where a parameter (experts, ...) stood: `bank[expert]` is one expert's part of it."""
+    """What stands where a parameter (experts, ...) stood: `bank[expert]` are one expert's weights."""
 
     __slots__ = ("_attribute", "_banks", "device", "dtype", "shape")
 
@@ -119,9 +119,8 @@ class Bank:
 
 
 def find_experts(model: nn.Module, blocks: Sequence[nn.Module]) -> tuple[BlockExperts | None, ...]:
-    """Return the experts of each block, None where it has none: the one module all of whose parameters are stacks of as many.
-
-    A block with several such modules counts as one without.
+    """Return the experts of each block: the one module all of whose parameters are stacks of equally many. None where there is
+    none, or where there are several such modules.
     """
     names = {(id(module), attribute): name for name, places in parameter_owners(model).items() for module, attribute in places}
     found = []
@@ -137,7 +136,7 @@ def _stacks(module: nn.Module, names: Mapping[tuple[int, str], str]) -> BlockExp
     if len(counts) != 1 or max(parameter.dim() for parameter in own.values()) != 3:
         return None
     (count,) = counts
-    # What a convolution has along its row is no expert of anything.
+    # A convolution has as many weights as channels along its row, but no experts.
     if count < 2 or isinstance(module, nn.modules.conv._ConvNd):
         return None
     return BlockExperts(module, {attribute: names[id(module), attribute] for attribute in own}, count)
@@ -150,7 +149,7 @@ def chosen_among(values: Sequence[Any]) -> torch.Tensor | None:
 
 
 def _chosen(values: Sequence[Any], num_experts: int) -> dict[int, int]:
-    """Return the experts that tokens are sent to, ascending, and how often; a number beyond them is none's."""
+    """Return the experts that tokens are sent to, ascending, and how often each; a number beyond the experts means none."""
     chosen = chosen_among(values)
     if chosen is None:
         return {}

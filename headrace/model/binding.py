@@ -38,9 +38,9 @@ class Binding:
         """Make the parameters of `unit` views of `flat`, a 1-D tensor of the compute dtype with the layout's elements.
 
         With a `sink`, each gradient is handed over as soon as it is complete for the running backward, and dropped; a parameter
-        used in several backwards of a step is handed over in each. Without, or where it is not `wanted`, a parameter needs no
-        gradient; but `as_loaded` it says that it does, as those of a model that was loaded: torch folds products otherwise
-        where it is so, and rounds otherwise, also where no gradient is computed.
+        used in several backwards of a step is handed over in each. A parameter needs no gradient if there is no sink or it is
+        not `wanted`. With `as_loaded` it still says that it needs one, as the parameters of a loaded model do: where they say
+        so, torch folds products differently and so rounds differently, even where no gradient is computed.
 
         Raises:
             ModelError: `flat` has another length, shape or dtype than the layout asks for.
@@ -81,7 +81,7 @@ class Binding:
 
 
 def parameter_owners(model: nn.Module) -> Mapping[str, Sequence[tuple[nn.Module, str]]]:
-    """Return, per parameter, the modules and attributes that hold it; tied parameters are one, under their first name."""
+    """Return for each parameter the modules and attributes that hold it; tied parameters are one, under their first name."""
     owners: dict[str, list[tuple[nn.Module, str]]] = {}
     names: dict[int, str] = {}
     for module_name, module in model.named_modules():
@@ -93,7 +93,7 @@ def parameter_owners(model: nn.Module) -> Mapping[str, Sequence[tuple[nn.Module,
 
 
 def parameter_aliases(model: nn.Module) -> dict[str, str]:
-    """Return, for every name of every parameter, the first name: the name in the layouts."""
+    """Return for each name of each parameter its first name, which is the one in the layouts."""
     names: dict[int, str] = {}
     return {name: names.setdefault(id(parameter), name) for name, parameter in model.named_parameters(remove_duplicate=False)}
 
@@ -110,7 +110,7 @@ def hand_over(spec: ParameterSpec, sink: GradientSink) -> Callable[[Any], None]:
     def hook(parameter: Any) -> None:
         gradient = parameter.grad
         parameter.grad = None
-        if gradient is not None:  # a product that was put in place of the model's may give none
+        if gradient is not None:  # a product that was put in place of the model's own may give none
             sink(spec, gradient)
 
     return hook

@@ -1,4 +1,5 @@
-"""Loss and gradients block by block, without streaming: the reference of what the engine does, and how gradients are compared.
+"""Loss and gradients block by block, without streaming: the reference of what the engine computes, and how to compare
+gradients.
 
 Invariant: all micro-batches pass a block before the next is touched, as in a step.
 """
@@ -12,14 +13,14 @@ from torch import nn
 from headrace.model.chain_values import IGNORED, MicroBatch, shift_labels
 from headrace.model.runner import RunBlock, Runner
 
-# Sums in another order: measured 3e-8 on 25 architectures in float32; a lost gradient is larger by orders of magnitude.
+# Sums are taken in another order: 3e-8 was measured on 25 architectures in float32; a lost gradient is larger by magnitudes.
 RELATIVE_TOLERANCE = 1e-4
 
 
 def block_major_backward(runner: Runner, batches: Sequence[MicroBatch]) -> float:
     """Run forward and backward of `batches` block by block, gradients into `.grad`; return the token-mean loss.
 
-    The reference of what the engine does, without streaming: all micro-batches pass a block before the next is touched.
+    All micro-batches pass a block before the next block is touched, as in the engine; nothing is streamed.
     """
     trained = sum(int((shift_labels(batch.labels) != IGNORED).sum()) for batch in batches)
     inputs, calls, asides = _forward_all(runner, batches)
@@ -78,7 +79,7 @@ def _aside_gradients(
 
 
 def compare_gradients(runner: Runner, run_blocks: RunBlock, samples: Sequence[MicroBatch]) -> str:
-    """Return where loss or gradients with `run_blocks` differ from those of the model's own code; "" if nowhere.
+    """Return where loss or gradients with `run_blocks` differ from those of the model's own code; "" if they do not.
 
     Both run block by block on `samples`; `runner` runs blocks as before afterwards, and its model has no gradients.
     """
@@ -103,11 +104,11 @@ def take_gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
 
 
 def differing_gradient(model: nn.Module, expected: Mapping[str, torch.Tensor | None]) -> str:
-    """Return words on the first gradient that is not as `expected`; "" if all are."""
+    """Return words about the first gradient that is not as `expected`; "" if all are."""
     largest = max(float(grad.abs().max()) for grad in expected.values() if grad is not None and grad.numel())
     for name, parameter in model.named_parameters():
         if not parameter.numel():
-            continue  # of a size that is nothing in a tiny instance
+            continue  # this gradient has a size that is zero in a tiny instance
         plain, ours = expected[name], parameter.grad
         plain = torch.zeros_like(parameter) if plain is None else plain
         difference = float((plain - (0 if ours is None else ours)).abs().max())

@@ -1,8 +1,8 @@
-"""The inputs of a block's matrices, caught where products happen: which module multiplies does not matter, nor its name.
+"""The inputs of a block's matrices, caught where products happen: it does not matter which module multiplies, or its name.
 
-A matrix is known by where its weights lie: a parameter of two dimensions is one, of a parameter of three (experts) each slice.
-Of its inputs X only the sum X^T X is kept, float32. Tokens that are not to count are left out of it, also where experts get
-some tokens only: then the rows are those that were last picked by their indices.
+A matrix is identified by where its weights lie: a parameter of two dimensions is one matrix, one of three (experts) has one in
+each slice. Of the inputs X only the sum X^T X is kept, in float32. Tokens that do not count are left out of it. Experts get
+some of the tokens only: their rows are those that were picked by indices most recently.
 Invariant: what the block computes is not changed.
 """
 
@@ -43,7 +43,7 @@ class Matrix:
 
 @dataclass(eq=False)
 class Inputs:
-    """What is known of the inputs of a matrix: X^T X (columns, columns), and of how many tokens."""
+    """What is known about the inputs of a matrix: X^T X (columns, columns) float32, and the number of tokens in it."""
 
     hessian: torch.Tensor
     tokens: int = 0
@@ -51,7 +51,7 @@ class Inputs:
 
 @dataclass
 class Caught:
-    """The inputs of matrices, by matrix. `unsorted` are matrices some of whose tokens could not be told apart: all counted."""
+    """The inputs of matrices, by matrix. In `unsorted` are matrices for which it was unknown which tokens count, so all did."""
 
     inputs: dict[Matrix, Inputs] = field(default_factory=dict)
     unsorted: set[Matrix] = field(default_factory=set)
@@ -72,7 +72,7 @@ def matrices_of(parameters: Mapping[str, nn.Parameter]) -> dict[Place, Matrix]:
 class CatchInputs(TorchFunctionMode):
     """While entered, adds up the inputs of those `matrices` (`matrices_of`) that are `wanted`, into `caught`.
 
-    `begin` says which tokens of the next micro-batch count. Of a matrix that already has `most_tokens` no more are taken.
+    `begin` says which tokens of the next micro-batch count. A matrix that has its `most_tokens` gets no further ones.
 
     Raises:
         ModelError: an input is not finite.
@@ -86,15 +86,15 @@ class CatchInputs(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.caught = Caught()
-        self.seen: dict[Matrix, int] = {}  # and how many rows each has multiplied
+        self.seen: dict[Matrix, int] = {}  # how many rows each matrix has multiplied
         self._matrices, self.wanted, self._most_tokens = matrices, frozenset(wanted), most_tokens
         self._counts = torch.ones(0, dtype=torch.bool)
         self._picked: torch.Tensor | None = None
-        # Several matrices often multiply one tensor (queries, keys, values): then they have one sum between them.
+        # Several matrices often multiply the same tensor (queries, keys, values): they then share one sum.
         self._latest: tuple[torch.Tensor, Inputs] | None = None
 
     def of_rows(self, counts: torch.Tensor) -> "CatchInputs":
-        """Return the same for one micro-batch, whose tokens count as `counts` says: what it catches is added here, too."""
+        """Return the same for one micro-batch, whose tokens count as `counts` says; what it catches is added here, too."""
         own = CatchInputs(self._matrices, self.wanted, self._most_tokens)
         own.caught, own.seen = self.caught, self.seen
         own.begin(counts)
@@ -126,10 +126,10 @@ class CatchInputs(TorchFunctionMode):
                 self._add(matrix, inputs)
 
     def _note_transposed(self, inputs: Any, other: Any) -> None:
-        """Take a product with a matrix that was transposed before, or with a stack of such.
+        """Note a product with a matrix that was transposed before, or with a stack of such matrices.
 
-        A matrix that is multiplied as it lies has its inputs along its rows: codes have groups along columns, so it is left,
-        and said not to have been seen.
+        A matrix that is multiplied without being transposed has its inputs along its rows. Codes have groups along columns, so
+        it is left out, and counts as not seen.
         """
         if not (isinstance(inputs, torch.Tensor) and isinstance(other, torch.Tensor)) or other.dim() not in (2, 3):
             return
@@ -143,7 +143,7 @@ class CatchInputs(TorchFunctionMode):
                 self._note_product(inputs[expert] if inputs.dim() == 3 else inputs, part)
 
     def _note_picked(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Remember which tokens were picked, if rows of all of them were."""
+        """Remember which tokens were picked, if the rows were picked among those of all tokens."""
         whole, index = args[0], args[1] if func is torch.Tensor.__getitem__ else kwargs.get("index", args[-1])
         index = index[0] if isinstance(index, tuple) and index else index
         picks = isinstance(index, torch.Tensor) and index.dtype == torch.int64 and index.dim() == 1
@@ -174,7 +174,7 @@ class CatchInputs(TorchFunctionMode):
             )
 
     def _choose(self, matrix: Matrix, flat: torch.Tensor) -> torch.Tensor:
-        """Return the rows of tokens that count."""
+        """Return the rows of `flat` (rows, columns) that belong to tokens that count."""
         picked = self._picked
         if matrix.expert is not None and picked is not None and len(picked) == len(flat):
             return flat[self._counts[picked]]

@@ -1,7 +1,7 @@
 """A causal language model of transformers as a chain of units that can be run in any order, one bound at a time.
 
 Unit 0 is the prologue (everything outside the blocks that is used before them, a tied head included), units 1..L are the
-blocks, unit L+1 is the epilogue, if anything is used after the blocks only.
+blocks. Unit L+1 is the epilogue; it exists only if something is used after the blocks alone.
 
 Invariant: what a unit computes is what the unmodified model computes there, gradients included.
 """
@@ -44,11 +44,11 @@ class Chain:
         tied: whether input embedding and head are one parameter.
         has_dropout: whether a block or the prologue draws random numbers in training mode: seed before each run of a unit.
         collects_asides: whether blocks hand router logits aside for an auxiliary loss.
-        notes: what a person should know of how blocks are run, if not by the model's own code as it stands.
+        notes: what a person should know about how blocks are run, where that is not by the model's own code as it stands.
         wide_products: whether products of 16-bit numbers are computed in float32 in the context of `arithmetic`.
         runner: what runs the parts of the model.
-        adapters: what is computed beside the matrices of blocks, where something is; to be bound with their units.
-        packing_reason: why blocks do not keep several samples in one row apart, where `packs` or `runs_by_samples` says so.
+        adapters: what is computed beside the matrices of blocks, None where nothing is; they are bound with their units.
+        packing_reason: why blocks do not keep several samples in one row apart; `packs` and `runs_by_samples` say where.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Chain:
 
     @property
     def vocabulary(self) -> int:
-        """Tokens that the model has an embedding for: 0 to this, without this."""
+        """The number of tokens that the model has an embedding for."""
         return int(self.model.get_input_embeddings().weight.shape[0])
 
     @property
@@ -117,11 +117,11 @@ class Chain:
         return sum(layout.num_parameters for layout in self.layouts)
 
     def packs(self, length: int) -> bool:
-        """Return whether several samples may share a row of `length` tokens: they do not see one another."""
+        """Return whether several samples may share a row of `length` tokens without seeing one another."""
         return self._packing_limit is None or length < self._packing_limit or self.runs_by_samples(length)
 
     def runs_by_samples(self, length: int) -> bool:
-        """Return whether blocks run on samples by themselves where rows of `length` tokens hold several.
+        """Return whether blocks run on each sample by itself where rows of `length` tokens hold several samples.
 
         Gradients are then those of `block_gradient`, and nothing of such rows is replayed: which operators run depends on the
         lengths of the samples.
@@ -130,11 +130,11 @@ class Chain:
 
     @property
     def packs_by_masks(self) -> bool:
-        """Whether packed rows get masks of their own: the model makes none from positions."""
+        """Whether packed rows get masks of their own, because the model makes none from positions."""
         return self.runner.packs_by_masks
 
     def lay_out(self, layouts: Sequence[UnitLayout]) -> None:
-        """Have parameters of units at other places from here on, such as those that they have in a file. Nothing is bound."""
+        """Give parameters of units other places from here on, such as those in a file. Afterwards no unit is bound."""
         self.layouts = tuple(layouts)
         self._binding = Binding(self.model, self.layouts, self.dtype)
 
@@ -151,15 +151,15 @@ class Chain:
         self._binding.bind(unit, flat, gradient_sink, wanted, as_loaded=as_loaded)
 
     def release(self, unit: int) -> None:
-        """Make the parameters of `unit` meta again: running it is an error until it is bound."""
+        """Put the parameters of `unit` back on the meta device: running it is an error until it is bound."""
         self._binding.release(unit)
 
     def attach(self, checkpoint: Checkpoint, *, leave_out_blocks: bool = False) -> WeightMap:
         """Match the tensors of `checkpoint` with the parameters, once, and load the persistent buffers that it holds.
 
-        To be called before the first step, also when weights come from elsewhere: some buffers (router corrections) are in no
-        unit. Nothing but headers and those buffers is read. `leave_out_blocks` allows weights of blocks that the configuration
-        does not have.
+        Call it before the first step, also when weights come from elsewhere: some buffers (router corrections) are in no unit.
+        Nothing but headers and those buffers is read. `leave_out_blocks` allows weights of blocks that the configuration does
+        not have.
 
         Raises:
             ModelError: the checkpoint does not fit the model; the message names what is missing or of another shape.
@@ -187,7 +187,7 @@ class Chain:
 
     @contextlib.contextmanager
     def adapted(self, adapters: Adapters | None) -> Iterator[None]:
-        """Have blocks compute with `adapters` in this context, or without any."""
+        """Have blocks compute with `adapters` in this context; None stands for none."""
         before = self.adapters, self.has_dropout
         undo = adapters.install(self.model) if adapters is not None else lambda: None
         self.adapters = adapters
@@ -225,7 +225,8 @@ class Chain:
             )
         check_compiler(self.device)
         check_compiles(self.config)
-        self.runner.run_block, self.runner.run_sample = CompiledBlocks(), run_block  # each length would be another graph
+        # Samples do not run compiled: each of their lengths would be another graph.
+        self.runner.run_block, self.runner.run_sample = CompiledBlocks(), run_block
         self.notes += (
             "blocks are compiled: no operator output is kept or skipped; the first step takes longer, and more memory",
         )
@@ -250,12 +251,12 @@ class Chain:
             )
 
     def run_experts_one_by_one(self) -> None:
-        """Have the model multiply with each expert by itself from here on, where it knows other ways, too."""
+        """Have the model multiply with each expert by itself from here on, where it also knows other ways."""
         if hasattr(self.model, "set_experts_implementation"):
             self.model.set_experts_implementation("eager")
 
     def arithmetic(self) -> contextlib.AbstractContextManager[object]:
-        """Return the context in which everything of the chain is to be run, backward included."""
+        """Return the context in which everything of the chain has to run, backward included."""
         return WideProducts() if self.wide_products else contextlib.nullcontext()
 
     @contextlib.contextmanager

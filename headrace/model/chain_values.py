@@ -14,8 +14,8 @@ IGNORED = -100
 class MicroBatch:
     """Some sequences of a step. All tensors are (b, T) int64; labels are not shifted, -100 where nothing is trained.
 
-    `token_mask` has 0 for what only fills a row, where that is not what `attention_mask` says: losses that count every token
-    leave it out. Attention is not told: in a packed row the positions keep it apart.
+    `token_mask` has 0 for padding where `attention_mask` does not say it: losses that count every token leave padding out.
+    Attention does not use it: in a packed row the positions keep padding apart.
     """
 
     input_ids: torch.Tensor
@@ -26,13 +26,13 @@ class MicroBatch:
 
     @property
     def counted(self) -> torch.Tensor | None:
-        """1 for tokens and 0 for filling, (b, T); None: all are tokens."""
+        """1 for tokens and 0 for padding, (b, T); None: all are tokens."""
         return self.attention_mask if self.token_mask is None else self.token_mask
 
 
 @dataclass(frozen=True, slots=True)
 class PrologueResult:
-    """First hidden states (b, T, hidden) and, per block, what it is called with besides hidden states."""
+    """First hidden states (b, T, hidden) and, for each block, what it is called with besides hidden states."""
 
     hidden: torch.Tensor
     calls: tuple[BlockCall, ...]
@@ -40,7 +40,7 @@ class PrologueResult:
 
 @dataclass(frozen=True, slots=True)
 class BlockResult:
-    """Hidden states (b, T, hidden) after a block, and what it hands aside: router logits (b·T, experts), if collected."""
+    """Hidden states (b, T, hidden) after a block, and what it hands aside: router logits (b·T, experts), where collected."""
 
     hidden: torch.Tensor
     asides: tuple[torch.Tensor, ...] = ()

@@ -19,7 +19,7 @@ from headrace.model.safetensors_file import WEIGHT_DTYPES, StoredTensor, read_he
 from headrace.model.text_part import text_part
 from headrace.terms.errors import ModelError, in_one_line
 
-# By their names in configurations, how safetensors calls the dtypes of weights; and dtypes of what counts or masks.
+# What safetensors calls the dtypes of weights, by their names in configurations; and dtypes of tensors that are no weights.
 _STORED_NAMES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 _NO_WEIGHTS = ("I64", "BOOL", "F64")
 _SINGLE = "model.safetensors"
@@ -30,8 +30,8 @@ _INDEX = "model.safetensors.index.json"
 class Checkpoint:
     """A model directory whose headers have been read and checked. `tensors` are by stored name.
 
-    `config` is that of what is trained; `whole` is the skeleton of the model whose text part that is, None if it is all.
-    `notes` are what a person should know of the files.
+    `config` is that of the model that is trained; `whole` is the skeleton of the model of which that is the text part, None if
+    it is all. `notes` are what a person should know about the files.
     """
 
     directory: Path
@@ -54,8 +54,8 @@ class Checkpoint:
     def open(cls, directory: str | Path, *, decode: bool = False) -> "Checkpoint":
         """Read the configuration and the headers of the weight files in `directory`.
 
-        With `decode`, weights that are coded are those that their codes stand for; without, the architecture of such a model is
-        refused by whoever builds it.
+        With `decode`, coded weights are replaced by the weights for which their codes stand; without it, whoever builds the
+        architecture refuses such a model.
 
         Raises:
             ModelError: no such directory, no or bad `config.json`, no safetensors weights, a shard or tensor that is missing or
@@ -99,7 +99,7 @@ def _read_config(directory: Path) -> Any:
 
 
 def _refusal(directory: Path, error: Exception) -> str:
-    """Return why transformers does not take the configuration, shorter than its own words where the reason is the usual one."""
+    """Return why transformers does not accept the configuration; the usual reason is said in fewer words than its own."""
     try:
         model_type = json.loads((directory / "config.json").read_text(encoding="utf-8")).get("model_type")
     except (OSError, ValueError, AttributeError):
@@ -113,7 +113,7 @@ def _refusal(directory: Path, error: Exception) -> str:
 
 
 def _refuse_unquantised(directory: Path, config: Any, dtypes: Set[str]) -> None:
-    """Refuse to say of ordinary weights that they are quantised, and to export them beside a configuration that says so."""
+    """Refuse weights that are not quantised beside a configuration that says they are: an export could not be loaded."""
     quantised = getattr(config, "quantization_config", None)
     if quantised is not None and dtypes <= {*WEIGHT_DTYPES, *_NO_WEIGHTS}:
         raise ModelError(
@@ -124,7 +124,7 @@ def _refuse_unquantised(directory: Path, config: Any, dtypes: Set[str]) -> None:
 
 
 def _notes_on_dtype(config: Any, dtypes: Set[str]) -> tuple[str, ...]:
-    """Return a word on a dtype in the configuration that no tensor has: weights are trained and exported as they are stored."""
+    """Return a note where the configuration names a dtype that no tensor has: weights are trained and exported as stored."""
     named = str(getattr(config, "dtype", None) or "").removeprefix("torch.")
     stored = dtypes & WEIGHT_DTYPES.keys()
     if not named or not stored or _STORED_NAMES.get(named, named) in stored:
@@ -136,7 +136,7 @@ def _notes_on_dtype(config: Any, dtypes: Set[str]) -> tuple[str, ...]:
 
 
 def _read_index(directory: Path) -> dict[str, str]:
-    """Return tensor name -> file name, empty for a model in one file; that one counts beside shards, as in transformers."""
+    """Return tensor name -> file name; empty for a model in one file, which wins over shards, as in transformers."""
     path = directory / _INDEX
     if (directory / _SINGLE).is_file():
         return {}

@@ -1,8 +1,8 @@
 """Peaks of live bytes on chunks of several sizes, from runs on some of them.
 
-A run makes and frees tensors in some order. Mostly that order is the same for chunks of all sizes, and each tensor's size is
-a polynomial of the second degree in the tokens of the chunk (masks have their square). Then three runs give the sizes of all.
-Invariant: a peak is that of a run; or four runs had the same order, and three of them gave all sizes of the fourth.
+A run makes and frees tensors in some order. Mostly that order is the same for chunks of all sizes, and each tensor's size is a
+polynomial of second degree in the tokens of the chunk (masks grow with the square). Then three runs give all sizes. Invariant:
+a peak is that of a run; or four runs had the same order, and three of them predicted all sizes of the fourth.
 """
 
 import math
@@ -11,7 +11,7 @@ from fractions import Fraction
 
 from headrace.model.cost_meter import CostMeter
 
-# Chunks besides the first that are run before it is known whether the others need be.
+# Chunks that are run besides the first before it is known whether the others have to be run.
 _TRIED = 3
 
 
@@ -28,7 +28,7 @@ def peaks_of_chunks(chunks: Sequence[int], run: Callable[[int], CostMeter]) -> d
 
 
 def _between(known: Mapping[int, CostMeter], tokens: int) -> int | None:
-    """Return the peak on a chunk of `tokens` by those that are `known`, None if they do not say."""
+    """Return the peak on a chunk of `tokens` as predicted by the `known` runs, None if they do not predict it."""
     meters = list(known.values())
     if any(meter.history != meters[0].history for meter in meters):
         return None
@@ -43,7 +43,7 @@ def _between(known: Mapping[int, CostMeter], tokens: int) -> int | None:
 
 
 def _polynomial(points: Sequence[tuple[int, int]], at: int) -> Fraction:
-    """Return the value `at` of the polynomial of the least degree through `points` (Lagrange's form)."""
+    """Return the value `at` of the polynomial of least degree through `points` (Lagrange's form)."""
     total = Fraction(0)
     for place, value in points:
         others = [other for other, _ in points if other != place]

@@ -1,7 +1,7 @@
-"""Model directories whose weights are coded: which stored tensors are parts of which weight, and what these stand for.
+"""Model directories whose weights are coded: which stored tensors are parts of which weight, and which values they stand for.
 
-To all else such a weight is a stored tensor like others, of the shape that the model has, whose rows are decoded as they are
-read. Invariant: a weight has all of its parts, in the shapes that its code has, or `ModelError` says what is missing.
+For all other code such a weight is a stored tensor like others, in the shape that the model has; its rows are decoded as they
+are read. Invariant: a weight has all of its parts, in the shapes of its code, or `ModelError` says what is missing.
 """
 
 import json
@@ -47,7 +47,7 @@ Tensors = Mapping[str, StoredTensor]
 
 @dataclass(frozen=True)
 class CodedSource:
-    """Where the parts of a weight lie: `stored` by name; `given` are those that are in no tensor of their own."""
+    """Where the parts of a weight lie: `stored` parts by name; `given` parts have no tensor of their own in a file."""
 
     codec: Codec
     shape: tuple[int, ...]
@@ -60,14 +60,14 @@ class CodedSource:
         return {name: read_tensor(stored) for name, stored in self.stored.items()} | dict(self.given)
 
     def read_rows(self, piece_bytes: int) -> Iterator[tuple[int, int, np.ndarray]]:
-        """Decode, as `safetensors_file.read_rows` reads.
+        """Decode rows, and yield them as `safetensors_file.read_rows` does.
 
         Raises:
             ModelError: the parts are damaged.
         """
         parts, dtype = self.parts(), getattr(torch, TORCH_NAMES[self.dtype])
         rows, columns = as_matrix(self.shape)
-        each = rows // self.shape[0]  # rows of the matrix for one of the first dimension
+        each = rows // self.shape[0]  # rows of the matrix for one entry of the first dimension
         step = max(1, min(self.shape[0], piece_bytes // max(1, each * columns * dtype.itemsize)))
         for start in range(0, self.shape[0], step):
             stop = min(start + step, self.shape[0])
@@ -124,7 +124,7 @@ def _weight(key: str, source: CodedSource) -> StoredTensor:
 
 
 def _check(directory: Path, key: str, source: CodedSource) -> None:
-    """Compare the parts with what the code has of a matrix of that shape."""
+    """Check that the parts are those that the code has for a matrix of that shape."""
     rows, columns = as_matrix(source.shape)
     if not source.codec.takes(rows, columns):
         raise ModelError(f"{directory}: {key}: {source.codec.name} cannot hold a matrix of {rows} x {columns}")
@@ -250,7 +250,7 @@ def _ternary(described: Mapping[str, Any], tensors: Tensors, dtype: str) -> tupl
 
 
 def _dictionaries(tensors: Tensors) -> tuple[dict[int, Dictionary], set[str]]:
-    """Return the dictionaries of a model by their thousandths of zeros, each table compared with its digest."""
+    """Return the dictionaries of a model by their thousandths of zeros; each table is checked against its digest."""
     found: dict[int, Dictionary] = {}
     used = {key for key in tensors if is_table(key)}
     for key in sorted(used):

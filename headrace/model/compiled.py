@@ -1,7 +1,7 @@
 """Blocks under `torch.compile`: one graph for forward, one for recompute, shared by all blocks that are alike.
 
-What is compiled is a function whose argument is the block, not the block: its parameters enter the graph as inputs, so binding
-other weights compiles nothing, and the compiler's own guards tell blocks apart that differ in anything their code reads.
+The compiled function has the block as its argument: so parameters enter the graph as inputs, binding other weights compiles
+nothing, and the compiler's own guards distinguish blocks that differ in anything their code reads.
 Invariants: a block is one whole graph or the option is refused; the graph is a function of the shapes alone, never of which
 shapes came before, so that a resumed run computes what an unbroken one does (docs/decisions/0008).
 """
@@ -23,22 +23,22 @@ from headrace.model.runner import run_block
 from headrace.model.thresholds import architecture_key
 from headrace.terms.errors import ConfigError
 
-# Two for each kind of block, shape of a micro-batch and kind of mask; torch's own limit (8) is for code that should not vary.
+# There are two graphs for each kind of block, shape of a micro-batch and kind of mask; torch's own limit of 8 is too small.
 _MOST_GRAPHS = 256
-# Tracing without generating code: says the same of whether a block is one graph, in a second instead of a minute.
+# Traces without generating code: it tells in a second instead of a minute whether a block is one graph.
 _TRACE_ONLY = "aot_eager"
 
 
 class CompiledBlocks:
-    """Runs blocks compiled: a drop-in for `run_block`. `backend` is torch's name of what generates code.
+    """Runs blocks compiled, in the place of `run_block`. `backend` is torch's name of what generates code.
 
     Raises (when called):
         ConfigError: a block could not be compiled for these shapes.
     """
 
     def __init__(self, backend: str = "inductor") -> None:
-        # The compiler keeps graphs by code object, and its guards do not see the hooks by which router logits are caught: with
-        # code that is shared, one model's blocks would run the graph of another's and lose those logits without a word.
+        # The compiler keeps graphs by code object, and its guards do not see the hooks that catch router logits. If the code
+        # object were shared, one model's blocks would run another's graph and lose those logits without a word.
         own = FunctionType(run_block.__code__.replace(), run_block.__globals__)
         self._run = torch.compile(own, fullgraph=True, dynamic=False, backend=backend, options=_options(backend))
 
@@ -64,7 +64,7 @@ def check_compiler(device: torch.device) -> None:
     needed = "Triton (part of torch's CUDA builds)" if device.type == "cuda" else "a C++ compiler (g++ or clang++)"
     try:
         found = torch.compile(_tiny_function, fullgraph=True, dynamic=False)(torch.ones(8, device=device))
-    except Exception as error:  # whatever compilers raise: they are other people's programs
+    except Exception as error:  # whatever compilers raise, which are other people's programs
         raise ConfigError(
             f"compile_blocks: torch.compile was asked for, but does not work on {device.type} here: {_first_line(error)}; "
             f"it needs {needed}: install it, or leave compile_blocks out"
@@ -104,7 +104,7 @@ def _tiny_function(values: torch.Tensor) -> torch.Tensor:
 
 
 def _options(backend: str) -> dict[str, Any] | None:
-    """Return options by which the same shapes get the same code each time, where this torch has them: nothing is tried out."""
+    """Return options with which the same shapes always get the same code, if this torch has them: no autotuning."""
     if backend != "inductor":
         return None
     import torch._inductor.config as inductor  # late: it takes a second and 150 MB, and few runs compile
@@ -125,7 +125,7 @@ def _compiler_errors() -> type[BaseException]:
 
 
 def _first_line(error: BaseException) -> str:
-    """Return what happened without how torch got there."""
+    """Return what happened, without torch's own call chain."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if len(lines) > 1 and lines[0].endswith(":"):  # "backend='inductor' raised:", and then what it raised
         return lines[1].rstrip(".")

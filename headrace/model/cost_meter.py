@@ -1,6 +1,6 @@
-"""What runs inside, counted: floating-point operations, live bytes, and the operators whose outputs may be kept.
+"""Counts what runs inside: floating-point operations, live bytes, and the operators whose outputs may be kept.
 
-For the model's own code on fake tensors (`profile`). What a library allocates inside one operator is not seen.
+It is for the model's own code on fake tensors (`cost_profile`). What a library allocates inside one operator is not seen.
 """
 
 import weakref
@@ -28,10 +28,10 @@ _HUGE_PAGE_BYTES = 2 * MIB
 class CostMeter(TorchDispatchMode):
     """Floating-point operations, live bytes, and the replayable operators of what runs inside.
 
-    `wide`: products of 16-bit numbers go by way of float32, and what that takes is measured as anything else. `besides` are
+    `wide`: products of 16-bit numbers are computed by way of float32, and that is measured as anything else. `besides` are
     storages that are counted elsewhere. `huge_pages`: whether large storages begin on huge pages; None: as in this process.
-    `by_values` tells whether something ran whose shapes follow from values: experts that look for their tokens. For memory the
-    worst is that one of them gets all, and that is what is followed.
+    `by_values` tells whether something ran whose shapes follow from values: experts that look for their tokens. The worst case
+    for memory is that one expert gets all tokens, and that is what is followed.
     """
 
     def __init__(self, wide: bool, besides: Iterable[torch.Tensor] = (), *, huge_pages: bool | None = None) -> None:
@@ -40,12 +40,12 @@ class CostMeter(TorchDispatchMode):
         self.flops = 0.0
         self.peak_bytes = self._live_bytes = 0
         self.operators: list[OperatorCosts] = []
-        self.storages: list[int] = []  # what was made, in bytes, in order
-        self.events: list[int] = []  # what was made (its number there) and what was freed (`~number`)
+        self.storages: list[int] = []  # the bytes of each storage that was made, in order
+        self.events: list[int] = []  # in order: the number of a storage that was made, `~number` of one that was freed
         self._made_by: dict[int, int] = {}  # live storage -> ordinal of the operator that made it
         self.by_values = False
-        self._places: set[int] = set()  # live storages of places that were asked for
-        self._whole: set[torch.Size] = set()  # shapes of masks all of whose places were given
+        self._places: set[int] = set()  # live storages of token places that code asked for
+        self._whole: set[torch.Size] = set()  # shapes of masks for which all places were returned
         self._known = {tensor.untyped_storage()._cdata for tensor in besides}
         self._huge_pages = _allocates_huge_pages() if huge_pages is None else huge_pages
 
@@ -56,22 +56,22 @@ class CostMeter(TorchDispatchMode):
             return self._run(func, args, kwargs)
         except Exception as error:
             if not getattr(error, "__notes__", None):
-                error.add_note(str(func))  # what ran when it failed
+                error.add_note(str(func))  # says what ran when it failed
             raise
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> Any:
         if func is _aten.nonzero.default:
             out = self._places_of(args[0])
         elif func is _aten._local_scalar_dense.default and args[0].untyped_storage()._cdata in self._places:
-            return 0  # one of the places: any will do
+            return 0  # one of the places: any number will do
         elif self._wide and is_narrow(func, args):
-            # Its pieces are followed for what they take; its operations are those of the product, however it is cut.
+            # The pieces are followed for their memory; the operations are those of the product, however it is cut.
             self._inside = True
             with self:
                 out = multiplied_wide(func, args, kwargs or {})
             self._inside = False
         else:
-            # What may be kept is called as `Record` does it: with all that backward needs.
+            # An operator whose output may be kept is called as `Record` calls it: with all that backward needs.
             out = _call(func, with_log_sumexp(func, args) if func in REPLAYABLE else args, kwargs or {})
         flops = 0.0 if self._inside else _flops(func, args, kwargs or {}, out)
         self.flops += flops
@@ -94,7 +94,7 @@ class CostMeter(TorchDispatchMode):
         return out
 
     def _places_of(self, mask: torch.Tensor) -> torch.Tensor:
-        """Return as many places as there may be: all of a mask, and one of each further mask of that shape."""
+        """Return the most places that there may be: all of a mask, but one for each further mask of that shape."""
         self.by_values = True
         rows = 1 if mask.shape in self._whole else mask.numel()
         self._whole.add(mask.shape)
@@ -103,7 +103,7 @@ class CostMeter(TorchDispatchMode):
         return places
 
     def _must_run(self, written: torch.Tensor) -> None:
-        """Note that the output of an operator is written into afterwards: nothing to keep (see `replay.Record`)."""
+        """Note that the output of an operator is written into afterwards, so that it cannot be kept (see `replay.Record`)."""
         ordinal = self._made_by.get(written.untyped_storage()._cdata)
         if ordinal is not None:
             self.operators[ordinal] = replace(self.operators[ordinal], must_run=True)
@@ -130,12 +130,12 @@ class CostMeter(TorchDispatchMode):
 
     @property
     def history(self) -> list[int]:
-        """What was made and freed, until the last was made: what is freed afterwards matters to no peak."""
+        """What was made and freed up to the last storage made: what is freed afterwards changes no peak."""
         last = self.events.index(len(self.storages) - 1) if self.storages else -1
         return self.events[: last + 1]
 
     def peak_bytes_of(self, storages: Sequence[int]) -> int:
-        """Return the peak if what was made had these bytes instead."""
+        """Return the peak if the storages that were made had these bytes instead."""
         sizes = [_resident_bytes(num_bytes, self._huge_pages) for num_bytes in storages]
         live = peak = 0
         for event in self.events:
@@ -151,7 +151,7 @@ def _allocates_huge_pages() -> bool:
 
 
 def _resident_bytes(num_bytes: int, huge_pages: bool) -> int:
-    """Return what a storage of `num_bytes` takes: whole huge pages where the allocator uses them."""
+    """Return the memory of a storage of `num_bytes`: whole huge pages where the allocator uses them."""
     return round_up(num_bytes, _HUGE_PAGE_BYTES) if huge_pages and num_bytes >= _HUGE_PAGE_BYTES else num_bytes
 
 
@@ -170,7 +170,7 @@ def _flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any
     if func is _aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
         batch, heads, rows, width = args[1].shape
         return float(10 * batch * heads * rows * args[2].shape[-2] * width)
-    if func is _aten._grouped_mm.default:  # torch counts none; each row or column of a group goes with that group's matrix
+    if func is _aten._grouped_mm.default:  # torch counts none; each group has its own matrix
         left, right = args[:2]
         groups = left.shape[0] if left.dim() == right.dim() == 3 else 1
         return float(2 * groups * left.shape[-2] * left.shape[-1] * right.shape[-1])
@@ -179,10 +179,10 @@ def _flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any
 
 
 class AttentionOfGpus(TorchFunctionMode):
-    """Attention without its dropout, which makes no difference to what a GPU's kernels keep: a seed. The CPU has no kernel with
-    dropout, so that all scores would be counted: 0.75 GiB a time for 96 heads and 2048 tokens.
+    """Attention without its dropout. What a GPU's kernels keep is the same, but for a seed; the CPU has no kernel with dropout,
+    so that all scores would be counted: 0.75 GiB each time for 96 heads and 2048 tokens.
 
-    `dropped` tells afterwards whether there was some.
+    `dropped` tells afterwards whether there was dropout.
     """
 
     def __init__(self) -> None:

@@ -27,7 +27,7 @@ from headrace.model.taps import BlockCall, Handed
 from headrace.terms.costs import ATTENTION, BlockCosts, ModelCosts
 from headrace.terms.errors import HeadraceError, ModelError, in_one_line
 
-# Chunks of positions for which the epilogue is tried: its peak is the larger of a part that grows and one that does not.
+# Chunk sizes (positions) for which the epilogue is tried: its peak is the larger of a growing part and a constant one.
 _LOSS_CHUNKS = (16, 64, 128, 256, 512, 1024, 2048)
 
 
@@ -40,16 +40,17 @@ def profile(
     huge_pages: bool | None = None,
     other: ModelCosts | None = None,
 ) -> ModelCosts:
-    """Return the costs of `chain` on micro-batches of `sequences` rows of `length` tokens. `for_gpu`: those on a GPU that
-    need not be here. `huge_pages`: as in `CostMeter`. `other`: what this gave for micro-batches of another size; the
-    epilogue's part is as there, for it works on chunks of positions, however many there are.
+    """Return the costs of `chain` on micro-batches of `sequences` rows of `length` tokens.
 
-    Blocks whose layouts and calls are alike are run once, by the model's own code. Where the chain runs them by other code
-    (`Chain.replayable` is false), no operator can be named, so none is listed; and gradients of a block's parameters may be
-    there all at once, so all are counted.
+    `for_gpu`: on a GPU, which need not be here. `huge_pages`: as in `CostMeter`. `other`: what this function returned for
+    micro-batches of another size; its epilogue is reused, because that works on chunks of positions, however many there are.
+
+    Blocks with equal layouts and calls are run once, by the model's own code. Where the chain runs them by other code
+    (`Chain.replayable` is false), no operator can be named, so none is listed; and all gradients of a block's parameters may
+    exist at once, so all are counted.
 
     Raises:
-        ModelError: the model's code asks for values, which there are none of.
+        ModelError: the model's code asks for values, which fake tensors do not have.
     """
     attention = AttentionOfGpus()
     try:
@@ -82,7 +83,7 @@ def profile(
         return replace(costs, blocks=tuple(_not_replayable(block, chain.dtype.itemsize) for block in costs.blocks))
     if costs.by_samples:
         return costs
-    # Outside, for this one really computes, on a tiny instance.
+    # Outside of the fake tensors, because this really computes, on a tiny instance.
     kinds = {id(block): _random_attention(block) if attention.dropped else block for block in costs.blocks}
     found = {key: replace(block, skippable=_skippable(chain, block)) for key, block in kinds.items()}
     return replace(costs, blocks=tuple(found[id(block)] for block in costs.blocks))
@@ -90,7 +91,7 @@ def profile(
 
 @contextmanager
 def _quiet(log: logging.Logger) -> Iterator[None]:
-    """Keep tracebacks out of the log: what fails is said in one line by whoever caught it."""
+    """Keep tracebacks out of the log: whoever catches the error reports it in one line."""
     before, log.disabled = log.disabled, True
     try:
         yield
@@ -99,7 +100,7 @@ def _quiet(log: logging.Logger) -> Iterator[None]:
 
 
 class Profiles:
-    """What `profile` returns for one chain, by the size of a micro-batch: made once each, and from one another."""
+    """What `profile` returns for one chain, by the size of a micro-batch. Each is made once, with the help of another."""
 
     def __init__(self, chain: Chain, *, for_gpu: bool = False, huge_pages: bool | None = None) -> None:
         self._chain, self._for_gpu, self._huge_pages = chain, for_gpu, huge_pages
@@ -117,7 +118,7 @@ class Profiles:
 
 
 def _skippable(chain: Chain, block: BlockCosts) -> tuple[int, ...]:
-    if chain.adapters is not None:  # those that are tried on the tiny instance are without
+    if chain.adapters is not None:  # the tiny instance, on which skippable operators are found, has no adapters
         return ()
     found = skippable(chain.config, block.operators)
     return tuple(ordinal for ordinal in found if not block.operators[ordinal].must_run)
@@ -129,8 +130,8 @@ def _random_attention(block: BlockCosts) -> BlockCosts:
 
 
 def _by_samples(costs: ModelCosts) -> ModelCosts:
-    """A group of samples takes no more than a micro-batch; its inputs, and what comes of the others, wait beside it, as do in
-    backward the gradients of its outputs.
+    """Return the costs where rows run sample by sample: a group of samples takes no more than a micro-batch, but the inputs and
+    outputs of the other groups wait beside it, and in backward the gradients of its outputs.
     """
     waiting_bytes = costs.sequences * costs.length * costs.hidden_size_bytes
     return replace(
@@ -157,18 +158,18 @@ def _not_replayable(block: BlockCosts, bytes_per_element: int) -> BlockCosts:
 def _profile(
     chain: Chain, sequences: int, length: int, other: ModelCosts | None, *, on_gpu: bool, huge_pages: bool | None
 ) -> ModelCosts:
-    """What weights, hidden states and calls take has rows of its own in a plan, and is no workspace.
+    """Measure what a profile has. Weights, hidden states and calls have rows of their own in a plan, and are no workspace.
 
-    On a CPU it is counted all the same: what its libraries make of an operator's inputs (weights packed anew) and what the C
-    library keeps were measured as parts of a workspace that has them (docs/log/unplanned-memory).
+    On a CPU they are counted all the same: what libraries make of an operator's inputs (repacked weights) and what the C
+    library keeps were measured as shares of a workspace that includes them (docs/log/unplanned-memory).
     """
 
     def meter(*besides: torch.Tensor) -> CostMeter:
         return CostMeter(chain.wide_products, besides if on_gpu else (), huge_pages=huge_pages)
 
     ids = torch.zeros((sequences, length), dtype=torch.int64, device=chain.device)
-    # Rows of models that cannot pack are padded. A mask of fake tensors has no values that could show that it hides nothing.
-    # Rows that are run sample by sample may be padded, too, and take less where they are not.
+    # Rows of models that cannot pack are padded; a fake mask has no values, so it cannot show that it hides nothing. Rows that
+    # are run sample by sample may be padded, too; where they are not, they take less.
     kept_apart = chain.packs(length) and not chain.runs_by_samples(length)
     batch = MicroBatch(ids, ids, None if kept_apart else torch.ones_like(ids))
     if kept_apart and chain.packs_by_masks:
@@ -207,7 +208,7 @@ def _profile(
         compute_dtype=chain.compute_dtype,
         sequences=sequences,
         length=length,
-        # Of all residual streams, where a token has several.
+        # All residual streams count, where a token has several.
         hidden_size_bytes=result.hidden[0, 0].numel() * max(result.hidden.element_size(), final.element_size()),
         prologue_elements=chain.layouts[0].num_elements,
         prologue_parameters=chain.layouts[0].num_parameters,
@@ -226,9 +227,9 @@ def _profile(
 
 
 def prologue_on_shapes(chain: Chain, batch: MicroBatch) -> PrologueResult:
-    """Run the prologue, also where it looks at values, if that decides no more than the numbers in the tables that it makes.
+    """Run the prologue, also where its code looks at values, if they only decide the numbers in the tables that it makes.
 
-    Rotary tables that grow with the longest position are made so. Both answers are tried, and blocks must be called alike.
+    Rotary tables that grow with the longest position are an example. Both answers are tried, and must call blocks alike.
     """
     try:
         return chain.prologue(batch)
@@ -243,7 +244,7 @@ def prologue_on_shapes(chain: Chain, batch: MicroBatch) -> PrologueResult:
 
 
 class _Answer(TorchFunctionMode):
-    """Whoever asks whether a tensor is true gets `answer`."""
+    """Answers whoever asks whether a tensor is true with `answer`."""
 
     def __init__(self, answer: bool) -> None:
         super().__init__()
@@ -256,7 +257,7 @@ class _Answer(TorchFunctionMode):
 
 
 def _outline(value: Any) -> Any:
-    """Return what is alike of values that differ in numbers alone."""
+    """Return the structure of a value without its numbers."""
     if isinstance(value, torch.Tensor):
         return (value.shape, value.dtype)
     if isinstance(value, BlockCall):
@@ -277,7 +278,7 @@ def _residents(chain: Chain) -> tuple[int, ...]:
 def _profile_blocks(
     chain: Chain, hidden: torch.Tensor, calls: tuple[Any, ...], meter: Callable[..., CostMeter]
 ) -> tuple[tuple[BlockCosts, ...], torch.Tensor]:
-    """Return the costs of each block and the final hidden states: some models begin with bfloat16 and go on with float32."""
+    """Return the costs of each block and the final hidden states: some models begin in bfloat16 and go on in float32."""
     known: dict[object, tuple[BlockCosts, torch.Tensor, tuple[Any, ...]]] = {}
     costs = []
     for index in range(chain.num_blocks):
@@ -285,7 +286,7 @@ def _profile_blocks(
         call = calls[index]
         shapes = tuple((parameter.name.split(".")[-2:], parameter.shape) for parameter in layout.parameters)
         values = [*call.args, *(call.kwargs[name] for name in sorted(call.kwargs))]
-        # Blocks of one shape that get the same objects do the same; masks of two kinds make two kinds of blocks.
+        # Blocks of one shape that get the same objects cost the same; two kinds of masks make two kinds of blocks.
         key = (
             str(shapes),
             _adapted_shapes(chain, index + 1),
@@ -321,7 +322,7 @@ def _profile_block(
     existing = (flat, *beside, hidden, *tensors_of((call,)), *given)
     with torch.no_grad(), meter(*existing) as forward:
         left = chain.block(index, hidden, call).hidden
-    after = torch.zeros_like(left)  # of its own: what is cut from a larger storage would keep that alive
+    after = torch.zeros_like(left)  # a storage of its own: a view would keep the larger one alive
     del left
     chain.release(index + 1)
     chain.bind(index + 1, flat, None if chain.adapters else lambda parameter, gradient: None)
@@ -337,10 +338,10 @@ def _profile_block(
         chain.release(index + 1)
         if chain.adapters is not None:
             chain.adapters.release(index + 1)
-    # Where values decide how many operators run, no ordinal means anything.
+    # Where values decide how many operators run, ordinals mean nothing.
     operators = [] if forward.by_values else forward.operators
     if operators and [operator.name for operator in operators] != recomputed:
-        # With a graph it goes another way, as attention with a trained bias does: no ordinal means the same there.
+        # With a graph it takes another path, as attention with a trained bias does: ordinals differ there.
         operators = [replace(operator, must_run=True) for operator in operators]
     costs = BlockCosts(
         num_elements=layout.num_elements,
@@ -360,7 +361,7 @@ def _adapted_shapes(chain: Chain, unit: int) -> str:
 
 
 def _bind_adapters(chain: Chain, unit: int, *, learns: bool) -> tuple[torch.Tensor, ...]:
-    """Bind the adapters of a unit that has some to zeros; return these."""
+    """Bind the adapters of a unit, if it has some, to zeros; return these tensors."""
     if chain.adapters is None or unit not in chain.adapters.layouts:
         return ()
     layout = chain.adapters.layouts[unit]

@@ -1,6 +1,6 @@
 """Coded weights where they lie in a model's own files: the parts among what was read, and the slot that is decoded from them.
 
-Invariant: a slot has the bits that the decoded model's files would have: decoded in the dtype of those, then converted.
+Invariant: a slot has the bits that the decoded model's files would give: weights are decoded in that dtype, then converted.
 """
 
 from collections.abc import Iterator, Mapping
@@ -12,7 +12,7 @@ from headrace.codec import Codec
 from headrace.model.coded import TORCH_NAMES, CodedSource
 from headrace.terms.coding import as_matrix
 
-# Of rows that are decoded in another dtype than they are computed in.
+# So many elements are decoded at once where the decoded dtype is not the one of compute.
 _PIECE_ELEMENTS = 1 << 20
 
 
@@ -27,20 +27,20 @@ class PartPlace:
 
     @property
     def lies_odd(self) -> bool:
-        """Whether its numbers lie where none of their size may: files align tensors to their own liking."""
+        """Whether it begins at no multiple of its numbers' size: files align tensors as they like."""
         return self.at % self.dtype.itemsize != 0
 
     def of(self, read: torch.Tensor) -> torch.Tensor:
-        """Return the tensor: a view, or a copy where it lies odd."""
+        """Return the tensor: a view, or a copy where it is misaligned."""
         part = read[self.at : self.at + self.num_bytes]
         return (part.clone() if self.lies_odd else part).view(self.dtype).view(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
 class Decoding:
-    """A matrix of `rows` by `columns` from element `start` of a unit's slot, decoded from its `parts`.
+    """How a matrix of `rows` by `columns`, from element `start` of a unit's slot, is decoded from its `parts`.
 
-    `dtype` is that of the decoded model. `given` are the parts that no file has as tensors.
+    `dtype` is that of the decoded model. `given` are the parts that are no tensors in a file.
     """
 
     codec: Codec
@@ -53,7 +53,7 @@ class Decoding:
 
     @classmethod
     def of(cls, source: CodedSource, places: Mapping[str, int], start: int) -> "Decoding":
-        """Return how a weight is decoded whose parts lie at `places`, by key, in what is read."""
+        """Return how a weight is decoded whose parts lie at `places` (bytes, by key) in what is read."""
         parts = {
             name: PartPlace(places[stored.key], stored.num_bytes, _dtype(stored.dtype), stored.shape)
             for name, stored in source.stored.items()
@@ -79,10 +79,10 @@ class Decoding:
             dense[rows.start : rows.stop].copy_(decoded)
 
     def making_bytes(self, dtype: torch.dtype, *, on_host: bool = True) -> int:
-        """Return the most that `put` allocates at once, for a slot of `dtype` on the host or on another device."""
+        """Return the most bytes that `put` allocates at once, for a slot of `dtype` on the host or on another device."""
         copied = sum(place.num_bytes for place in self.parts.values() if place.lies_odd)
         copied += sum(part.nbytes for part in self.given.values())
-        # The piece before is there until the next has been made in its place.
+        # Two pieces, because the one before exists until the next has been made.
         decoded = 0 if dtype == self.dtype else 2 * len(next(self._pieces())) * self.columns * self.dtype.itemsize
         return self.codec.decoding_bytes(self.rows, self.columns, on_host=on_host) + copied + decoded
 

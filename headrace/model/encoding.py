@@ -46,7 +46,7 @@ def put(stored: np.ndarray, dtype: str, weight: np.ndarray, master: np.ndarray |
 
 
 def _put_split(values: np.ndarray, hi: np.ndarray, lo: np.ndarray | None) -> None:
-    # astype, not view: the values may be a scalar or not contiguous
+    # Values may be a scalar or not contiguous, and such arrays have no view of another dtype.
     bits = np.ascontiguousarray(values).view(np.uint32)
     upper = upper_half(bits)
     _refuse(values, (upper & np.uint32(0x7F80)) == 0x7F80, "a value beyond the range of bfloat16")

@@ -1,6 +1,6 @@
 """Write a trained model as an ordinary Hugging Face directory, in the layout and dtypes it came in.
 
-Units are asked for one at a time and streamed tensor by tensor: memory is one unit and a few dozen megabytes. What was not
+Units are requested one at a time and streamed tensor by tensor: memory is one unit and a few dozen megabytes. What was not
 trained (buffers, tensors that the architecture does not use, tokenizer, configuration) is copied. Invariant: the directory
 appears whole or not at all.
 """
@@ -33,14 +33,14 @@ from headrace.terms.sizes import format_bytes
 UnitPlanes = tuple[np.ndarray, np.ndarray | None]
 ReadUnit = Callable[[int], UnitPlanes | None]
 
-# Everything in a model directory that is no weight in any framework's format.
+# What is copied from a model directory: everything that is no weight in any framework's format.
 _COPIED_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".spm", ".py")
 _COPIED_NAMES = ("LICENSE", "LICENSE.md", "NOTICE", "USE_POLICY.md", "additional_chat_templates")
 _SHARD_BYTES = 5 * 10**9
 
 
 def export_bytes(checkpoint: Checkpoint, shard_bytes: int = _SHARD_BYTES) -> int:
-    """Return the bytes of the files that an export of what came from `checkpoint` has, but for an index and notes."""
+    """Return the bytes that an export of the model from `checkpoint` has, without index and notes."""
     shards = plan_shards(list(checkpoint.tensors.values()), shard_bytes)
     copied = [
         each for path in files_beside_weights(checkpoint.directory) for each in (path, *path.rglob("*")) if each.is_file()
@@ -51,9 +51,9 @@ def export_bytes(checkpoint: Checkpoint, shard_bytes: int = _SHARD_BYTES) -> int
 class Exporter:
     """Exports a chain whose weights came from `checkpoint` to `out_dir`, which must not exist or be empty.
 
-    `read_unit(unit)` returns the flat weight plane of a unit and the plane that completes its master (or None), or None for a
-    unit whose tensors stay exactly as they came; the arrays are used until the next call. Shards hold about `shard_bytes`
-    (decimal gigabytes are usual). `notes` are texts by the names of the files that get them.
+    `read_unit(unit)` returns the flat weight plane of a unit and the plane that completes its master (or None); None stands for
+    a unit whose tensors stay exactly as they came. The arrays are used until the next call. A shard holds about `shard_bytes`
+    (decimal gigabytes are usual). `notes` are the texts of further files, by file name.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class Exporter:
 
 @contextmanager
 def appearing_model(out: Path, needed_bytes: int) -> Iterator[Path]:
-    """Yield a directory to write a model of so many bytes into, which appears as `out` afterwards, or not at all.
+    """Yield a directory in which to write a model of so many bytes; afterwards it appears as `out`, whole or not at all.
 
     Raises:
         RunDirectoryError: `out` exists and is not empty.
@@ -152,14 +152,14 @@ def _disk_full(out: Path, needed_bytes: int) -> ExportFailed:
 
 
 def _refusal(out: Path, needed_bytes: int, error: OSError) -> ExportFailed:
-    # What `copytree` raises has no number, only the words of what it met.
+    # An error of `copytree` has no number, only the words of the errors that it met.
     if error.errno in (errno.ENOSPC, errno.EDQUOT) or os.strerror(errno.ENOSPC) in str(error):
         return _disk_full(out, needed_bytes)
     return ExportFailed(f"export to {out}: {error.filename or out}: {error.strerror or error}")
 
 
 def _forget_codes(directory: Path) -> None:
-    """Take out of a directory what it says of coded weights."""
+    """Remove from the files of a directory what they say about coded weights."""
     (directory / COMPRESSION_NOTE_NAME).unlink(missing_ok=True)
     path = directory / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
@@ -168,7 +168,7 @@ def _forget_codes(directory: Path) -> None:
 
 
 def stored_keys(weights: WeightMap, layout: UnitLayout) -> Iterator[tuple[Piece | Conversion, str]]:
-    """Yield where each stored tensor of a unit comes from, in the order in which it is written."""
+    """Yield the origin and the name of each stored tensor of a unit, in the order in which they are written."""
     names = {spec.name for spec in layout.parameters}
     for spec in layout.parameters:
         for piece in (*weights.pieces.get(spec.name, ()), *weights.copies.get(spec.name, ())):
@@ -195,7 +195,7 @@ def _encode(layout: UnitLayout, piece: Piece, stored: StoredTensor, planes: Unit
 
 
 def _convert_back(weights: WeightMap, conversion: Conversion, layout: UnitLayout, planes: UnitPlanes) -> dict[str, np.ndarray]:
-    """Run transformers' operations backwards on the whole parameters, in float32; return bits by stored name."""
+    """Run transformers' operations backwards on whole parameters, in float32; return the bits by stored name."""
     specs = {spec.name: spec for spec in layout.parameters}
     tensors = {}
     for made_name, name in zip(conversion.made, conversion.parameters, strict=True):
@@ -216,7 +216,7 @@ def _dtype(weights: WeightMap, key: str) -> str:
 
 
 def files_beside_weights(source: Path) -> list[Path]:
-    """Return configuration, tokenizer, chat template and licence; no weights, no index."""
+    """Return the files for configuration, tokenizer, chat template and licence; no weights, no index."""
     return [
         path
         for path in sorted(source.iterdir())
@@ -225,7 +225,7 @@ def files_beside_weights(source: Path) -> list[Path]:
 
 
 def copy_files(source: Path, target: Path, *, without: Collection[str] = ()) -> None:
-    """Copy what lies beside the weights of a model directory, over what is there; but for the names `without`."""
+    """Copy the files beside the weights of a model directory, overwriting; files named in `without` are left out."""
     for path in files_beside_weights(source):
         if path.name in without:
             continue

@@ -59,7 +59,7 @@ def check_architecture(config: Any) -> None:
 
 
 def text_config(config: Any) -> Any:
-    """Return the configuration of the text part of a model, which may be all of it.
+    """Return the configuration of the text part of a model; the part may be the whole.
 
     Raises:
         ModelError: the model has several, and none of them is the one to train.
@@ -82,8 +82,8 @@ def quantisation_of(config: Any) -> str:
 def find_blocks(model: nn.Module) -> Blocks:
     """Return the decoder blocks of `model`.
 
-    Candidates are the outermost module lists all of whose members are of a class in `_no_split_modules`; they are checked
-    against the lists of `GradientCheckpointingLayer`s, transformers' own mark for a repeated layer.
+    Candidates are the outermost module lists whose members all are of a class in `_no_split_modules`; they are checked against
+    the lists of `GradientCheckpointingLayer`s, transformers' own mark of a repeated layer.
 
     Raises:
         ModelError: none or several are found, or the two marks disagree; the message names the lists.

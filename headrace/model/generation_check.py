@@ -1,6 +1,6 @@
-"""Find out by trying whether an architecture generates block by block what its own `generate` does.
+"""Find out by trying whether an architecture generates block by block what its own `generate` generates.
 
-Invariant: nothing is generated with an architecture whose tiny instance gave other bits than transformers' own loop.
+Invariant: no architecture is used whose tiny instance gave other bits than transformers' own loop.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from headrace.model.tiered_cache import tier_layers
 from headrace.terms.errors import ModelError, in_one_line
 
 _NEW_TOKENS = 4
-# Enough for the keys and values of a tiny instance's block.
+# Large enough for the keys and values of a tiny instance's block.
 _LENT_BYTES = 1 << 20
 _SEEDS = (3, 4)
 _WAYS: tuple[Mapping[str, Any], ...] = ({"do_sample": False}, {"do_sample": True, "temperature": 0.8, "top_p": 0.9})
@@ -29,7 +29,8 @@ def check_generation(config: Any) -> None:
     """Generate with two interleaved micro-batches of padded rows on a tiny instance, greedily and sampled, block by block.
 
     Raises:
-        ModelError: tokens or logits differ from `generate`'s own in any bit, or it cannot be run so; the message says why.
+        ModelError: tokens or logits differ from `generate`'s own in any bit, or the model cannot be run so; the message says
+            why.
     """
     check_architecture(config)
     if reason := _generation_check(cast(Hashable, type(config)), architecture_key(config)):
@@ -37,21 +38,21 @@ def check_generation(config: Any) -> None:
 
 
 def why_not_tiered(config: Any) -> str:
-    """Return why keys and values of this architecture have to stay in memory, as a check like the above finds; "" if not.
+    """Return why keys and values of this architecture have to stay in memory; "" if they need not.
 
-    There they leave memory between two uses of a block, and come back as bytes.
+    The check is the one above, but keys and values leave memory between two uses of a block, and come back as bytes.
     """
     return _generation_check(cast(Hashable, type(config)), architecture_key(config), tiered=True)
 
 
 def ready_to_generate(model: Any) -> None:
-    """Put a model of transformers into the state in which it generates: evaluation, with a cache, experts one by one.
+    """Prepare a model of transformers for generating: evaluation, with a cache, experts one by one.
 
-    Off the CPU, `generate` would change how experts are computed for the whole model and all seats, while one of them decodes.
+    Without this, `generate` on a GPU would change how experts are computed for the whole model, and so for all seats.
     """
     model.eval()
     model.config.use_cache = True
-    with contextlib.suppress(ValueError):  # it has none, or computes them in its own way
+    with contextlib.suppress(ValueError):  # the model has no experts, or computes them in its own way
         model.set_experts_implementation("eager")
 
 
@@ -133,7 +134,7 @@ def _block_by_block(runner: Runner, way: Mapping[str, Any], tiered: bool) -> lis
 
 
 class _BytesAlone:
-    """The caches of a seat's blocks as bytes, of which only those of the block that is run are at hand."""
+    """The caches of a seat's blocks as bytes; only those of the block that is run are in memory."""
 
     def __init__(self, seat: Seat) -> None:
         self._layers = tier_layers(seat.calls, range(len(seat.calls)))

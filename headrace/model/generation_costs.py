@@ -1,4 +1,4 @@
-"""What it costs to generate: a seat's first pass and the one after, from shapes alone, and what its cache takes.
+"""What it costs to generate: a seat's first pass and the next, from shapes alone, and the bytes of its cache.
 
 As in `cost_profile`, the model's own code runs on fake tensors. Caches are transformers' own, whatever a block keeps in them:
 keys and values, latents, windows, states.
@@ -23,7 +23,7 @@ from headrace.model.tiered_cache import can_be_tiered
 from headrace.terms.costs import GenerationCosts, PassCosts
 from headrace.terms.errors import HeadraceError, ModelError, in_one_line
 
-# Of the logits of a step, in float32, as processors, sorting and sampling make them (counted in transformers 5.23).
+# How many float32 copies of a step's logits processors, sorting and sampling make (counted in transformers 5.23).
 _COPIES_OF_LOGITS = 8
 
 
@@ -31,7 +31,7 @@ def generation_costs(chain: Chain, rows: int, prompt_length: int) -> GenerationC
     """Return the costs of a seat of `rows` prompts of `prompt_length` tokens. The chain must be ready to generate.
 
     Raises:
-        ModelError: its code asks for values, of which there are none.
+        ModelError: the model's code asks for values, which fake tensors do not have.
     """
     try:
         with (
@@ -53,7 +53,7 @@ def generation_costs(chain: Chain, rows: int, prompt_length: int) -> GenerationC
 
 @contextmanager
 def noted_choices(chain: Chain) -> Iterator[list[int]]:
-    """Note to how many experts a token is sent, each time that a module of experts is called while entered."""
+    """While entered, note to how many experts a token is sent, each time that a module of experts is called."""
     choices: list[int] = []
 
     def note(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -74,7 +74,7 @@ def noted_choices(chain: Chain) -> Iterator[list[int]]:
 
 @contextmanager
 def experts_at_once(model: Any) -> Iterator[None]:
-    """Compute experts as grouped products while entered: one by one, they ask which of them are wanted. As many operations."""
+    """While entered, compute experts as grouped products: as many operations, but one by one they would ask for values."""
     before = model.get_experts_implementation()
     changes = True
     try:
@@ -90,7 +90,7 @@ def experts_at_once(model: Any) -> Iterator[None]:
 
 @contextmanager
 def ends_bound(chain: Chain) -> Iterator[None]:
-    """Bind what lies around the blocks while entered, to weights of zero."""
+    """While entered, what lies around the blocks is bound to weights of zero."""
     ends = (0, chain.num_blocks + 1) if chain.has_epilogue_unit else (0,)
     for unit in ends:
         chain.bind(unit, torch.zeros(chain.layouts[unit].num_elements, dtype=chain.dtype, device=chain.device), None)
@@ -141,7 +141,7 @@ def _pass(chain: Chain, cache: Any, rows: int, tokens: int, seen: int) -> PassCo
 
 
 def block_costs(chain: Chain, cache: Any, hidden: torch.Tensor, calls: Sequence[BlockCall]) -> tuple[PassCosts, torch.Tensor]:
-    """Return what it costs to run all blocks on `hidden`, called as `calls` say, and the final hidden states (of zero)."""
+    """Return the costs of running all blocks on `hidden`, called as `calls` say, and the final hidden states (zeros)."""
     flops, workspace, known = [], 0, dict[object, tuple[float, int, torch.Tensor]]()
     for index, call in enumerate(calls):
         kind = _kind(chain, cache, index, call)
@@ -169,7 +169,7 @@ def _block(chain: Chain, index: int, hidden: torch.Tensor, call: BlockCall) -> t
 
 
 def _kind(chain: Chain, cache: Any, index: int, call: BlockCall) -> object:
-    """Return what blocks have in common that cost the same."""
+    """Return a key that is equal for blocks that cost the same."""
     layout = chain.layouts[index + 1]
     shapes = tuple((parameter.name.split(".")[-2:], parameter.shape) for parameter in layout.parameters)
     values = [*call.args, *(call.kwargs[name] for name in sorted(call.kwargs))]
@@ -178,7 +178,7 @@ def _kind(chain: Chain, cache: Any, index: int, call: BlockCall) -> object:
 
 
 def _fill_alike(cache: Any, index: int, other: int) -> None:
-    """Leave in the cache of block `index`, which was not run, what the block `other` left in its."""
+    """Put into the cache of block `index`, which was not run, what block `other` left in its own."""
     if index < len(cache.layers) and other < len(cache.layers):
         cache.layers[index].__dict__.update(cache.layers[other].__dict__)
 

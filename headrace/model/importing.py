@@ -28,8 +28,8 @@ def import_unit(weights: WeightMap, layout: UnitLayout, weight_out: np.ndarray, 
     """Fill the planes of one unit: `weight_out` and, if the plane set has one, the plane that completes the master.
 
     Both are 1-D with the layout's number of elements: uint16 `hi` and int16 `lo` (bfloat16 compute), float32 and None, or
-    float16 and float32 master. Padding becomes 0. Returns whether `master_out` is None or all zero: whether the weight plane
-    alone is the master.
+    float16 and float32 master. Padding becomes 0. Returns whether the weight plane alone is the master: `master_out` is None or
+    all zero.
 
     Raises:
         ModelError: a stored value is NaN, infinite or out of range, or a tied parameter is stored twice with different values.
@@ -52,7 +52,8 @@ def import_unit(weights: WeightMap, layout: UnitLayout, weight_out: np.ndarray, 
 
 
 def import_workspace_bytes(layouts: Sequence[UnitLayout], weights: WeightMap | None = None) -> int:
-    """Return an upper bound of what `import_unit` takes besides the planes: a piece of a tensor and what it becomes on the way.
+    """Return an upper bound of the bytes that `import_unit` takes besides the planes: a piece of a tensor while it is
+    converted.
 
     Without `weights` the bound is for a checkpoint in BF16 with one tensor for each parameter.
     """
@@ -61,19 +62,19 @@ def import_workspace_bytes(layouts: Sequence[UnitLayout], weights: WeightMap | N
         return max((_piece_bytes(dtype, shape) for dtype, shape in stored), default=0)
     tensors = weights.checkpoint.tensors
     pieces = [tensors[piece.key] for found in (*weights.pieces.values(), *weights.copies.values()) for piece in found]
-    # Two at a time, where a tied parameter is stored twice and compared.
+    # Two pieces where a tied parameter is stored twice and compared.
     factor = 2 if any(weights.copies.values()) else 1
     bounds = [factor * _piece_bytes(tensor.dtype, tensor.shape) for tensor in pieces]
     for conversion in weights.conversions:
         sources = [tensors[key] for keys in conversion.sources.values() for key in keys]
-        # All sources and all that is made of them at once; then each of these is put into the planes whole.
+        # A conversion holds all sources and all results at once; then each result is put into the planes whole.
         elements = sum(math.prod(tensor.shape) for tensor in sources)
         bounds.append(2 * sum(tensor.num_bytes for tensor in sources) + max(_CONVERTING_BYTES.values()) * elements)
     return max(bounds, default=0)
 
 
 def _piece_bytes(dtype: str, shape: Sequence[int]) -> int:
-    """Return what a piece of a stored tensor takes while it is converted: `read_rows` reads one row at least."""
+    """Return the bytes of a piece of a stored tensor while it is converted: `read_rows` reads at least one row."""
     elements, row = math.prod(shape), math.prod(shape[1:])
     return min(elements, max(row, PIECE_BYTES // WEIGHT_DTYPES[dtype].itemsize)) * _CONVERTING_BYTES[dtype]
 

@@ -1,11 +1,11 @@
 """Weights where they lie in a model's own files: which bytes of which shard a unit is made of, and how.
 
 Where a file has a unit's tensors as compute reads them, the bytes that are read are the weights: parameters are views of them,
-and nothing is copied between drive and product. Elsewhere (another dtype; experts that lie one by one and are computed as one
-stack) the bytes are put in their places after reading; what is coded is read as it is coded, and decoded there. What
-transformers makes of stored tensors by more than placing is read and made whole, each time.
+and nothing is copied between drive and product. Otherwise (another dtype; experts that lie one by one and are computed as one
+stack) the bytes are put in their places after reading; coded weights are read as they are coded, and decoded there. Where
+transformers changes stored tensors by more than placing them, the unit is read and made whole, each time.
 
-Invariant: a unit's layout names every parameter of it once, at a place where numbers of that size may lie.
+Invariant: a unit's layout names each of its parameters once, at an offset that is allowed for numbers of that size.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,10 +23,10 @@ from headrace.model.safetensors_file import StoredTensor
 from headrace.terms.layout import ParameterSpec, UnitLayout
 from headrace.terms.sizes import round_up
 
-# Tensors of one file that lie nearer to one another are read together, with what is between them.
+# Tensors of one file that lie nearer to one another than this are read together, with what is between them.
 _GAP_BYTES = 64 << 10
-# Of a tensor in a slot: MKL's float32 products round otherwise where operands lie between such borders, and libraries of GPUs
-# have slower kernels there. Files align tensors to 8 bytes only.
+# Where tensors in a slot begin. With operands between such borders MKL's float32 products round differently, and libraries of
+# GPUs have slower kernels. Files align tensors to 8 bytes only.
 TENSOR_ALIGNMENT_BYTES = 64
 _STORED_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
@@ -45,7 +45,7 @@ class Placement:
 class StoredUnit:
     """How a unit comes from the files. Without `extents` it is made whole by `import_unit`, into a slot of this layout.
 
-    `num_bytes` are those that are read; without `placements` and `decodings` they are the slot.
+    `num_bytes` are the bytes that are read; without `placements` and `decodings` they are the slot.
     """
 
     layout: UnitLayout
@@ -68,7 +68,7 @@ class StoredUnit:
             decoding.put(read, into)
 
     def making_bytes(self, dtype: torch.dtype, *, on_host: bool = True) -> int:
-        """Return the most that `put` allocates at once, for a slot of `dtype` on the host or on another device."""
+        """Return the most bytes that `put` allocates at once, for a slot of `dtype` on the host or on another device."""
         return max((decoding.making_bytes(dtype, on_host=on_host) for decoding in self.decodings), default=0)
 
 
@@ -77,7 +77,7 @@ def stored_units(
 ) -> tuple[StoredUnit, ...]:
     """Return how each unit comes from the files of `weights`, for compute in `dtype`.
 
-    `on_cpu`: the CPU computes, whose products of 16-bit numbers give the same bits wherever operands lie.
+    `on_cpu`: the CPU computes; its products of 16-bit numbers give the same bits wherever operands lie.
     """
     converted = {name for conversion in weights.conversions for name in conversion.parameters}
     alignment_bytes = alignment_of(dtype, on_cpu=on_cpu)
@@ -85,7 +85,7 @@ def stored_units(
 
 
 def alignment_of(dtype: torch.dtype, *, on_cpu: bool) -> int:
-    """Return the bytes from a multiple of which each tensor of a slot begins."""
+    """Return the number of bytes to which the tensors of a slot are aligned."""
     return dtype.itemsize if on_cpu and dtype.itemsize == 2 else TENSOR_ALIGNMENT_BYTES
 
 
@@ -110,7 +110,7 @@ def stored_unit(
     dtype: torch.dtype,
     alignment_bytes: int,
 ) -> StoredUnit:
-    """Return how what is laid out comes from `pieces` of `tensors`, for compute in `dtype`."""
+    """Return how the parameters of `layout` come from `pieces` of `tensors`, for compute in `dtype`."""
     found = [part for each in pieces.values() for piece in each for part in _parts(tensors[piece.key])]
     extents, places = _extents(found)
     num_bytes = sum(extent.num_bytes for extent in extents)
@@ -129,12 +129,12 @@ def stored_unit(
 
 
 def _parts(tensor: StoredTensor) -> Sequence[StoredTensor]:
-    """Return what lies in files of a weight."""
+    """Return the stored tensors of which a weight is made."""
     return tuple(tensor.coded.stored.values()) if isinstance(tensor.coded, CodedSource) else (tensor,)
 
 
 def _extents(tensors: Sequence[StoredTensor]) -> tuple[tuple[Extent, ...], dict[str, int]]:
-    """Return extents that hold `tensors`, in the order of the files, and where in what is read each tensor begins."""
+    """Return extents that hold `tensors`, in the order of the files, and where each tensor begins in what is read."""
     extents: list[Extent] = []
     places: dict[str, int] = {}
     for tensor in sorted(tensors, key=lambda each: (str(each.path), each.offset)):
@@ -159,7 +159,7 @@ def _as_read(
     num_bytes: int,
     alignment_bytes: int,
 ) -> UnitLayout | None:
-    """Return the layout in which what is read is the slot; None where a tensor is of another dtype, coded, cut, or askew."""
+    """Return the layout with which the bytes read are the slot; None if a tensor has another dtype, is coded, cut or askew."""
     specs = []
     for spec in layout.parameters:
         piece = pieces[spec.name][0]
@@ -171,7 +171,7 @@ def _as_read(
 
 
 def _start(spec: ParameterSpec, piece: Piece) -> int:
-    """Return the first element of the slot that a piece goes to: pieces are whole rows of a parameter, one after another."""
+    """Return the first element of the slot that a piece fills: pieces are whole rows of a parameter, one after another."""
     part = torch.empty(spec.shape, device="meta")[piece.index]
     assert part.is_contiguous(), f"{piece.key} is no run of {spec.name}"
     return spec.offset + int(part.storage_offset())

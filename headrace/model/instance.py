@@ -31,7 +31,7 @@ def tiny_model(config_class: type, key: str) -> Any:
                 f"{config_class.__name__}: cannot build a tiny instance for checking: {why_not_built(values, error)}"
             ) from error
         with torch.no_grad():
-            for parameter in model.parameters():  # away from the initial values: near those, mistakes are invisible
+            for parameter in model.parameters():  # near their initial values, mistakes would be invisible
                 parameter.add_(torch.randn_like(parameter) * 0.1)
     return model.float().train()
 

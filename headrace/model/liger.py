@@ -1,11 +1,11 @@
 """Liger's fused kernels for the norms, gated products and rotations of blocks, on a GPU.
 
-Liger patches models in place, classes and functions of transformers included. Here it patches, what it changed is written
-down, and everything is put back; the changes are worn by one block for the time of one call. So the skeleton, the tiny
-instances and other models of this process stay what they are. Liger's loss is not used: the epilogue's own goes by chunks.
+Liger patches models in place, classes and functions of transformers included. Here it may patch, its changes are recorded, and
+everything is put back; a block wears the changes for the time of one call. So the skeleton, the tiny instances and other models
+of this process stay what they are. Liger's loss is not used: the epilogue's own works in chunks.
 
-Rule for replay: none. Its kernels are not seen by a dispatch mode, and they write into what they are given: the rotation
-overwrites the projections' outputs, so a kept one would be rotated twice.
+Nothing is replayed. A dispatch mode does not see these kernels, and they write into their arguments: the rotation overwrites
+the projections' outputs, so a kept output would be rotated twice.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ _Worn = Mapping[nn.Module, Mapping[str, Any]]
 
 
 class LigerBlocks:
-    """Runs the blocks of `model` with Liger's kernels: a drop-in for `run_block`.
+    """Runs the blocks of `model` with Liger's kernels, in the place of `run_block`.
 
     Raises:
         ConfigError: the package is not there, or has nothing for this architecture.
@@ -91,7 +91,7 @@ def _why_not(config_class: type, key: str, device: str) -> str:
 def _liger_functions() -> Mapping[str, Callable[..., None]]:
     """Return Liger's patching functions by model type."""
     try:
-        from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN  # optional: nobody else needs it
+        from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN  # the package is optional
     except ImportError as error:
         raise ConfigError(
             f"liger: the package liger_kernel cannot be used ({error}); pip install liger-kernel, or leave liger out"
@@ -130,7 +130,7 @@ def _worn_by(
 
 
 def _with_globals(function: FunctionType, changes: Mapping[str, Any]) -> FunctionType:
-    """Return `function` as it would be in a module where `changes` were made: a rotation is a global of the model's code."""
+    """Return `function` with `changes` among its globals: a rotation is a global of the model's code."""
     names = {**function.__globals__, **changes}
     changed = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
     changed.__kwdefaults__ = function.__kwdefaults__

@@ -35,7 +35,7 @@ Index = tuple[int | slice, ...]
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Stored tensor `key` is `parameter[index]`; the empty index is all of it."""
+    """Stored tensor `key` is `parameter[index]`; the empty index stands for all of it."""
 
     key: str
     parameter: str
@@ -44,11 +44,11 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """Stored tensors become `parameters` by operations of transformers that are more than placing.
+    """Stored tensors become `parameters` by operations of transformers that do more than place them.
 
-    `sources` are stored names by the pattern that they matched; `target` is the name that the rule gives the result;
-    `renamed` are stored names by the name that they have when the rule is applied. `made` are the names that the rule gives the
-    parameters: others than theirs where they are a part of a larger model.
+    `sources` are stored names by the pattern that they matched; `target` is the name that the rule gives the result; `renamed`
+    are stored names by the names that they have when the rule is applied. `made` are the names that the rule gives the
+    parameters; they differ from `parameters` where these are part of a larger model.
     """
 
     converter: Any
@@ -64,8 +64,9 @@ class WeightMap:
     """The role of every tensor of a checkpoint.
 
     `pieces` and `copies` (a tied parameter stored a second time) are by parameter; `buffers` map names in the model to stored
-    names; `unused` are stored, but not trained; `unknown` are those of them that are in no part of the stored model, with the
-    names that they would have in it. `stored_model` is what was stored: `model`, or what that is a part of.
+    names. `unused` tensors are stored, but not trained; `unknown` are those of them that belong to no part of the stored model,
+    with the names that they would have in it. `stored_model` is what was stored: `model`, or a larger one of which it is a
+    part.
     """
 
     checkpoint: Checkpoint
@@ -104,9 +105,9 @@ def match_weights(checkpoint: Checkpoint, model: Any) -> WeightMap:
 
 
 def refuse_left_out_blocks(weights: WeightMap) -> None:
-    """Refuse weights of blocks that the configuration does not have: a shorter model would be trained than was stored.
+    """Refuse weights of blocks that the configuration does not have: the trained model would be shorter than the stored one.
 
-    What transformers itself passes over, such as the blocks that predict further tokens, may be there.
+    Weights that transformers itself ignores, such as blocks that predict further tokens, may be there.
 
     Raises:
         ModelError: there are such weights; the message counts and names them.
@@ -122,7 +123,7 @@ def refuse_left_out_blocks(weights: WeightMap) -> None:
     for key, name in weights.unknown.items():
         if (found := block.match(name)) and int(found[1]) >= len(blocks.modules):
             further.setdefault(int(found[1]), {})[key] = name
-    # A pattern for single tensors may match one of a block by its end; of what is passed over as a block, all match.
+    # A pattern for single tensors may match a block's tensor by its end; only where a whole block is ignored do all match.
     left_out = [
         key
         for named in further.values()
@@ -145,7 +146,7 @@ def describe_unknown(keys: Collection[str]) -> str:
 class _Roles:
     """Sorts stored names into roles. The order of steps is that of transformers' loading.
 
-    Rules go by the names of the model that was stored; `names` has for these the names in the model that is trained.
+    Rules use the names of the stored model; `names` maps these to the names in the model that is trained.
     """
 
     def __init__(self, checkpoint: Checkpoint, model: Any, trained: Any, names: Mapping[str, str]) -> None:
@@ -201,7 +202,7 @@ class _Roles:
     def _place(self, rule: Any, parameter: str, sources: dict[str, list[str]]) -> list[Piece] | None:
         """Return pieces if `rule` only stacks experts, one stored tensor each, perhaps several kinds one below the other.
 
-        The fast path for what nearly all mixture-of-experts checkpoints need: no temporary is larger than a read.
+        This fast path serves nearly all mixture-of-experts checkpoints: no temporary is larger than a read.
         """
         kinds = [type(operation) for operation in rule.operations]
         dims = [getattr(operation, "dim", None) for operation in rule.operations]
@@ -228,7 +229,7 @@ class _Roles:
         return placed
 
     def _convert(self, rule: Any, target: str, sources: dict[str, list[str]]) -> Conversion:
-        """Return a conversion; which parameters it makes is found by running it on the meta device."""
+        """Return a conversion; running it on the meta device shows which parameters it makes."""
         renamed = {rename_source_key(key, self._renamings, [])[0]: key for keys in sources.values() for key in keys}
         grouped = {pattern: tuple(keys) for pattern, keys in sources.items()}
         conversion = Conversion(copy.deepcopy(rule), target, grouped, renamed)
@@ -287,20 +288,20 @@ def read_whole(stored: StoredTensor) -> torch.Tensor:
 
 
 def run_conversion(conversion: Conversion, model: Any, read: Any) -> dict[str, Any]:
-    """Run transformers' operations on tensors that `read(stored name)` returns; return tensors by the names that it makes."""
+    """Run transformers' operations on tensors that `read(stored name)` returns; return results by the names they get."""
     converter = copy.deepcopy(conversion.converter)
     for pattern, keys in conversion.sources.items():
         for key in keys:
             converter.add_tensor(conversion.target, key, pattern, lambda key=key: read(key))
     try:
         made = converter.convert(conversion.target, model=model, config=model.config)
-    except Exception as error:  # operations of transformers on whatever shapes are stored
+    except Exception as error:  # transformers' operations meet whatever shapes are stored
         raise ModelError(f"{conversion.target}: cannot be made from {dict(conversion.sources)}: {error!r}") from error
     return {name: tensor[0] if isinstance(tensor, list) else tensor for name, tensor in made.items()}
 
 
 def reverse_conversion(conversion: Conversion, model: Any, tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the stored tensors, by stored name, that `conversion` would make into `tensors` (by the names that it makes)."""
+    """Return the stored tensors, by stored name, from which `conversion` would make `tensors` (by the names that they get)."""
     reverse = conversion.converter.reverse_transform()
     target = ""
     for name, tensor in tensors.items():
@@ -308,11 +309,11 @@ def reverse_conversion(conversion: Conversion, model: Any, tensors: Mapping[str,
         reverse.add_tensor(target, name, pattern, tensor)
     try:
         made = reverse.convert(target, model=model, config=model.config)
-    except Exception as error:  # operations of transformers on whatever shapes are stored
+    except Exception as error:  # transformers' operations meet whatever shapes are stored
         raise ModelError(f"{conversion.target}: cannot be turned back into {dict(conversion.sources)}: {error!r}") from error
     stored = {}
     for name, tensor in made.items():
-        # The base model's prefix may be on either side; names are otherwise those at which the rule was applied.
+        # Either name may have the base model's prefix; apart from that, names are those to which the rule was applied.
         keys = [
             key for mid, key in conversion.renamed.items() if f".{mid}".endswith(f".{name}") or f".{name}".endswith(f".{mid}")
         ]

@@ -1,6 +1,6 @@
-"""A thread that runs code which knows nothing of being stopped, one thread at a time: it parks in its midst until it may go on.
+"""A thread whose code does not know that it can be stopped: it parks in the middle until it may go on, one thread at a time.
 
-Invariant: of a parked thread and whoever lets it go on, one waits while the other runs; closing ends it wherever it is.
+Invariant: either a parked thread runs or whoever lets it go on, never both; closing ends it wherever it is.
 """
 
 import threading
@@ -10,11 +10,11 @@ import torch
 
 
 class _GivenUp(BaseException):
-    """A signal, not an error: the thread is closed; unwind what runs in it."""
+    """A signal, not an error: the thread is closed; its stack unwinds."""
 
 
 class ParkedThread:
-    """Runs `run` in a thread of its own, which begins parked and has as many of torch's threads as the one that made it."""
+    """Runs `run` in a thread of its own, which begins parked and has as many of torch's threads as the thread that made it."""
 
     def __init__(self, run: Callable[[], None], name: str) -> None:
         self._run = run
@@ -25,10 +25,10 @@ class ParkedThread:
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
 
     def go_on(self) -> None:
-        """Let it run until it parks, or is through.
+        """Let it run until it parks or ends.
 
         Raises:
-            whatever its code raises.
+            Whatever its code raises.
         """
         if self._thread.ident is None:
             self._thread.start()
@@ -38,7 +38,7 @@ class ParkedThread:
             raise self._error
 
     def park(self) -> None:
-        """Give way, in the thread itself, until `go_on`."""
+        """Give way until `go_on`; to be called in the thread itself."""
         self._parked.release()
         self._go.acquire()
         if self._closed:
@@ -55,7 +55,7 @@ class ParkedThread:
         self._go.acquire()
         try:
             if not self._closed:
-                torch.set_num_threads(self._threads)  # what libraries use is each thread's own
+                torch.set_num_threads(self._threads)  # torch keeps the number of threads for each thread
                 self._run()
         except _GivenUp:
             pass

@@ -1,4 +1,4 @@
-"""Buffers that belong to a checkpoint (router corrections, tables of hashes), and a configuration, from one process to
+"""Takes buffers that belong to a checkpoint (router corrections, tables of hashes), and a configuration, from one process to
 another.
 """
 
@@ -13,16 +13,16 @@ from headrace.terms.errors import ModelError
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the buffers of `model` that checkpoints have, by name, on the host."""
+    """Return those buffers of `model` that checkpoints contain, by name, on the host."""
     stored = model.state_dict().keys()
     return {name: buffer.cpu() for name, buffer in model.named_buffers() if name in stored}
 
 
 def set_buffers(model: nn.Module, buffers: Mapping[str, torch.Tensor]) -> None:
-    """Give `model` the buffers of another of its kind.
+    """Set the buffers of `model` to those of another model of its kind.
 
     Raises:
-        ModelError: it has others.
+        ModelError: it has other buffers.
     """
     own = persistent_buffers(model)
     if {name: each.shape for name, each in own.items()} != {name: each.shape for name, each in buffers.items()}:
@@ -34,7 +34,7 @@ def set_buffers(model: nn.Module, buffers: Mapping[str, torch.Tensor]) -> None:
 
 
 def config_from(values: Mapping[str, Any]) -> Any:
-    """Return the configuration that `to_dict` made `values` of.
+    """Return the configuration whose `to_dict` gave `values`.
 
     Raises:
         ModelError: this version of transformers does not know the architecture.

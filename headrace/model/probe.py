@@ -1,7 +1,7 @@
 """Find out by trying what the chain must know about an architecture, on a tiny instance of it.
 
-Invariant: nothing about an architecture is written down here; a family that transformers adds tomorrow is treated the same, or
-refused with the reason.
+Invariant: nothing about an architecture is written down here; a family that transformers adds tomorrow is treated the same way,
+or refused with the reason.
 """
 
 import copy
@@ -31,10 +31,10 @@ class Traits:
     """What trying told: what a block returns, which parameters come after the blocks only, whether samples can be packed.
 
     `blocks_name` is the dotted name of the list of blocks. Samples can be packed into rows of fewer than `packing_limit` tokens
-    (None: of any number, 0: not at all); `packing_reason` says why not into longer ones. With `packs_by_masks` masks keep them
-    apart that the model does not make from positions by itself. With `runs_by_samples` longer rows hold several, too, but
-    blocks run on each by itself. `has_aside_loss`: as it is configured, it adds an auxiliary loss of router logits.
-    `passed_over`: names of parameters of blocks that make nothing of what others hand them besides hidden states.
+    (None: of any number, 0: not at all); `packing_reason` says why not into longer ones. With `packs_by_masks` samples are kept
+    apart by masks that the model does not make from positions itself. With `runs_by_samples` longer rows hold several samples,
+    too, but blocks run on each by itself. `has_aside_loss`: as configured, the model adds an auxiliary loss of router logits.
+    `passed_over` are names of the parameters of blocks that do not use what other blocks hand them besides hidden states.
     """
 
     blocks_name: str
@@ -49,7 +49,7 @@ class Traits:
 
     @property
     def samples_from(self) -> int | None:
-        """From which number of tokens on rows of several samples are run sample by sample; None: never."""
+        """From how many tokens on rows of several samples are run sample by sample; None: never."""
         return self.packing_limit if self.runs_by_samples else None
 
 
@@ -77,8 +77,8 @@ def probe(config: Any) -> Traits:
 def self_check(config: Any) -> None:
     """Compare loss and all gradients of a block-major run with plain `loss.backward()`, in float32, on a tiny instance.
 
-    Two micro-batches of a sample each, of unequal length in rows of one length, as those of a step are, against one batch of
-    both and the model's own loss, auxiliary loss included.
+    Two micro-batches of one sample each, in rows of one length as in a step, are compared with one batch of both and the
+    model's own loss, auxiliary loss included. The samples are of unequal length.
 
     Raises:
         ModelError: they differ; the message names the parameter and both numbers.
@@ -93,7 +93,7 @@ def self_check(config: Any) -> None:
 
 
 def _with_a_gradient(config: Any) -> str:
-    """Return what blocks get from before them besides hidden states that has a gradient: it would be lost."""
+    """Return words about an input of blocks, made before them, that has a gradient besides hidden states: it would be lost."""
     runner = tiny_runner(type(config), architecture_key(config))
     _, _, *names = inspect.signature(type(runner.blocks[0]).forward).parameters
     for call in runner.prologue(tiny_samples(runner.model)[0]).calls:
@@ -104,13 +104,13 @@ def _with_a_gradient(config: Any) -> str:
 
 
 def _to_do(config: Any) -> str:
-    """Return what to change where one number of the configuration stands in the way: with 0 instead all agrees."""
+    """Return what to change where one number of the configuration is the reason: with 0 in its place all agrees."""
     values = json.loads(architecture_key(config))
     for name, value in values.items():
         if isinstance(value, float) and value:
             try:
                 gone = not _self_check(cast(Hashable, type(config)), json.dumps(values | {name: 0.0}, sort_keys=True))
-            except Exception:  # what cannot be nothing, in the architecture's own code
+            except Exception:  # the architecture's own code may not accept 0
                 continue
             if gone:
                 return f"; with {name} 0 instead of {value:g} they agree: set it so in config.json to train without it"
@@ -118,16 +118,16 @@ def _to_do(config: Any) -> str:
 
 
 def _shorter_rows(config: Any) -> tuple[int, str]:
-    """Return below which number of tokens samples in one row stay apart, where they do not in rows of any length, and why.
+    """Return the number of tokens below which samples in one row stay apart, where longer rows do not keep them apart, and why.
 
-    Each number of the configuration that the rows of the trial go beyond is moved out of their way in turn.
+    Each number of the configuration that the trial's rows exceed is moved out of their way in turn.
     """
     met = tiny_of(config).met
 
     def stay_apart(unreached: set[str]) -> bool:
         try:
             return _probe(cast(Hashable, type(config)), key_without(config, unreached)).packing_limit is None
-        except HeadraceError:  # a size, and no number of tokens: nothing runs with another one
+        except HeadraceError:  # the number is a size, not a count of tokens: no other value runs
             return False
 
     movable = {name for name in met if _can_move(config, name)}
@@ -153,11 +153,11 @@ def _named(numbers: Mapping[str, float]) -> str:
 
 @contextmanager
 def _words_for_its_errors(config: Any) -> Iterator[None]:
-    """Whatever a model's own code raises, block by block, is a reason why it cannot be run so."""
+    """Turn whatever a model's own code raises while it runs block by block into the reason why it cannot be run so."""
     try:
         yield
     except ModelError:
-        # Whatever the trial stumbled over: with shared parameters no trial would help.
+        # Shared parameters come first: with them no trial would help.
         skeleton = build_skeleton(config, torch.bfloat16)
         refuse_shared_between_blocks(skeleton, find_blocks(skeleton).name)
         raise
@@ -189,7 +189,7 @@ def tiny_runner(config_class: type, key: str) -> Runner:
         handle.remove()
     if not seen:
         raise ModelError(f"{config_class.__name__}: its forward does not call its first block")
-    # In a copy, for it leaves hooks, which could not be compiled.
+    # On a copy, because it leaves hooks, which could not be compiled.
     collect = bool(getattr(model.config, "output_router_logits", False)) and _has_aside_loss(copy.deepcopy(model))
     model.config.output_router_logits = False
     return Runner(model, blocks, tuple_length=seen[0], collect_asides=collect)
@@ -197,7 +197,7 @@ def tiny_runner(config_class: type, key: str) -> Runner:
 
 @torch.no_grad()
 def _has_aside_loss(model: Any) -> bool:
-    """Return whether a model adds an auxiliary loss to its own; some have the switch for one, and none."""
+    """Return whether a model adds an auxiliary loss to its own; some have the switch for one, but no loss."""
     if "output_router_logits" not in inspect.signature(type(model).forward).parameters:
         return False
     ids = tiny_samples(model)[0].input_ids
@@ -235,7 +235,7 @@ def _probe(config_class: type, key: str) -> Traits:
 
 
 def _epilogue_names(runner: Runner) -> set[str]:
-    """Return parameters with a gradient from after the blocks and none from before them."""
+    """Return the parameters that have a gradient from after the blocks and none from before them."""
     sample = tiny_samples(runner.model)[0]
     first = runner.prologue(sample).hidden
     if first.requires_grad:
@@ -264,7 +264,7 @@ def _run_blocks(runner: Runner, batch: MicroBatch) -> torch.Tensor:
 
 @torch.no_grad()
 def _passed_over(runner: Runner) -> frozenset[frozenset[str]]:
-    """Return the names of parameters of the blocks that run, and to the same end, with nothing in place of what they get."""
+    """Return parameter names of the blocks that give the same result with nothing in place of what others hand them."""
     start = runner.prologue(tiny_samples(runner.model)[0])
     hidden, takes = start.hidden, set[frozenset[str]]()
     idle = set[frozenset[str]]()
@@ -275,7 +275,7 @@ def _passed_over(runner: Runner) -> frozenset[frozenset[str]]:
             try:
                 without = runner.run_block(runner.blocks[index], hidden, call.args, call.kwargs)
                 same = torch.equal(without[0] if isinstance(without, tuple) else without, left)
-            except Exception:  # the architecture's own code, on what is no tensor
+            except Exception:  # the architecture's own code meets something that is no tensor
                 same = False
             (idle if same else takes).add(names)
         hidden = left
@@ -283,7 +283,7 @@ def _passed_over(runner: Runner) -> frozenset[frozenset[str]]:
 
 
 def _check_hidden_states(runner: Runner) -> None:
-    """Raise `ModelError` if what goes from block to block is not one state, or several, for each position of each row."""
+    """Raise `ModelError` unless what goes from block to block is one state, or several, for each position of each row."""
     sample = tiny_samples(runner.model)[0]
     found = runner.prologue(sample).hidden.shape
     if found[:2] != sample.input_ids.shape:
@@ -352,7 +352,7 @@ def _plain_loss(runner: Runner, samples: Sequence[MicroBatch]) -> torch.Tensor:
 
 
 def _filled_up(sample: MicroBatch) -> MicroBatch:
-    """Return a sample in a row as long as the longest has."""
+    """Return a sample padded to a row as long as the longest sample."""
     more = (0, max(LENGTHS) - sample.input_ids.shape[1])
     pad = nn.functional.pad
     mask = pad(torch.ones_like(sample.input_ids), more, value=0)

@@ -1,14 +1,15 @@
 """Matrix products of 16-bit numbers in float32, on processors that have no instructions for them.
 
-There torch's own take three times as long as products in float32 (bfloat16) to sixty times (float16). So operands are widened,
-multiplied and added in float32, and the result is rounded once: what instructions for them would do. Everything between
+There torch's own products take three times as long as products in float32 (bfloat16), up to sixty times (float16). So operands
+are widened, multiplied and added in float32, and the result is rounded once, as such instructions would do. Everything between
 products stays in 16 bits: hidden states, what is kept for backward, gradients.
 
-One to three rows of bfloat16 are the exception: there torch's own take less time than widening the weights would, where these
-are stored as (outputs, inputs), and round once, too; where they are stored the other way they take forty times as long.
+Products of one to three rows of bfloat16 are the exception. Where weights are stored as (outputs, inputs), torch's own take
+less time than widening the weights would, and round once, too; where weights are stored the other way they take forty times as
+long.
 
-Invariant: which product it is, and which pieces it is cut into, follows from shape and layout alone, so the same shapes give
-the same bits.
+Invariant: the way of a product, and the pieces into which it is cut, follow from shape and layout alone, so that the same
+shapes give the same bits.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -23,7 +24,7 @@ from headrace.terms.sizes import MIB
 
 _aten = torch.ops.aten
 _NARROW = (torch.bfloat16, torch.float16)
-# So much of an operand or a result is converted to float32 at once: it fits into the caches, and little memory is taken.
+# So much of an operand or a result is converted to float32 at once: it fits into the caches, and takes little memory.
 _PIECE_BYTES = 8 * MIB
 _WIDE_BYTES = 4
 
@@ -43,7 +44,7 @@ class WideProducts(TorchDispatchMode):
 
 
 def is_narrow(func: Any, args: tuple[Any, ...]) -> bool:
-    """Say whether this call of an operator is a product of 16-bit numbers on the CPU, and to be computed in float32."""
+    """Return whether this call of an operator is a product of 16-bit numbers on the CPU that is to be computed in float32."""
     if func not in _PRODUCTS or (func is _aten.mm.default and _has_few_rows(*args)):
         return False
     first = next(value for value in args if isinstance(value, torch.Tensor))
@@ -51,7 +52,7 @@ def is_narrow(func: Any, args: tuple[Any, ...]) -> bool:
 
 
 def multiplied_wide(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Return what `func` returns, for a call that `is_narrow`, by way of float32."""
+    """Return what `func` would return, computed by way of float32, for a call that `is_narrow`."""
     return _PRODUCTS[func](*args, **kwargs)
 
 
@@ -60,7 +61,7 @@ def _mm(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 
 def _has_few_rows(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Say whether a product is one of few rows with weights that are stored as (outputs, inputs)."""
+    """Return whether a product has few rows, and weights that are stored as (outputs, inputs)."""
     rows, inner = left.shape
     stored = right.stride() == (1, inner) and inner > 1
     return stored and 0 < rows <= FEW_ROWS and left.dtype is torch.bfloat16 and left.is_contiguous()
@@ -113,7 +114,7 @@ def _grouped_mm(
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Products of experts: where one operand has a matrix for each group, `offs` cuts the other; else both, where they meet."""
+    """Return products of experts. If one operand has a matrix for each group, `offs` cuts the other; else it cuts both."""
     if offs is None or bias is not None or out_dtype not in (None, left.dtype):
         plain: torch.Tensor = _aten._grouped_mm.default(left, right, offs, bias, out_dtype)
         return plain
@@ -143,7 +144,7 @@ def _groups(offs: torch.Tensor, length: int) -> list[slice]:
 
 
 def _pieces(length: int, width: int) -> Iterator[slice]:
-    """Cut a side so that a piece of it, times `width`, is no larger than it may be."""
+    """Cut a side so that a piece of it, times `width`, stays within the allowed bytes."""
     step = max(1, _PIECE_BYTES // _WIDE_BYTES // max(1, width))
     yield from (slice(start, min(start + step, length)) for start in range(0, length, step))
 
@@ -165,7 +166,7 @@ def _whole(func: Any, *wide_outputs: int) -> Product:
     return product
 
 
-_LOG_SUM_EXP = 1  # float32 in either case
+_LOG_SUM_EXP = 1  # an output that is float32 in either case
 _PRODUCTS: dict[Any, Product] = {
     _aten.mm.default: _mm,
     _aten.addmm.default: _addmm,

@@ -26,8 +26,8 @@ _aten = torch.ops.aten
 def _replayable() -> frozenset[Any]:
     """Return the operators whose outputs may be kept: functional, deterministic, expensive for their size.
 
-    Views and in-place operators are not here (they alias what they get). Operators that this build of torch does not have are
-    left out. Fused attention is random where it has dropout: see `is_random`.
+    Views and in-place operators are not among them (they alias their arguments). Operators that this build of torch does not
+    have are left out. Fused attention draws random numbers where it has dropout: see `is_random`.
     """
     names = (
         "mm.default",
@@ -54,24 +54,24 @@ REPLAYABLE = _replayable()
 
 
 class ReplayMismatch(HeadraceError, RuntimeError):
-    """The block runs other operators in recompute than in forward; replaying on would give wrong gradients."""
+    """The block runs other operators in recompute than in forward; going on would give wrong gradients."""
 
 
 def operator_name(func: Any) -> str:
-    """Return an operator's name; all forms of fused attention have one, for which of them runs is the device's choice."""
+    """Return an operator's name; all forms of fused attention share one, because the device chooses which of them runs."""
     name = str(func)
     return ATTENTION if "scaled_dot_product" in name else name
 
 
 def overwritten(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    """Return the arguments that a call of `func` writes into. What one of them held is not what an operator returned."""
+    """Return the arguments that a call of `func` writes into: what they held is no longer what an operator returned."""
     written = [args[place] if place < len(args) else kwargs.get(name) for place, name in _written_by(func)]
     return [value for value in written if isinstance(value, torch.Tensor)]
 
 
 @cache
 def _written_by(func: Any) -> tuple[tuple[int, str], ...]:
-    """Return place and name of the arguments that `func` writes into: mostly none, and asked for every operator of a block."""
+    """Return place and name of the arguments that `func` writes into. There are mostly none; every operator is asked."""
     arguments = enumerate(func._schema.arguments)
     return tuple(
         (place, known.name) for place, known in arguments if known.alias_info is not None and known.alias_info.is_write
@@ -79,10 +79,11 @@ def _written_by(func: Any) -> tuple[tuple[int, str], ...]:
 
 
 class Record(TorchDispatchMode):
-    """Keep the outputs of the operators at `chosen` ordinals in `kept` (ordinal -> operator and output), but for random ones,
-    and for those that the block writes into afterwards: recompute would do it a second time.
+    """Keep the outputs of the operators at `chosen` ordinals in `kept` (ordinal -> operator and output).
 
-    `names` lists what ran, in order: ordinals mean nothing if it is not what they were chosen for.
+    Random operators are not kept, nor outputs that the block writes into afterwards: recompute would write a second time.
+
+    `names` lists what ran, in order: ordinals mean nothing if it differs from the operators for which they were chosen.
     """
 
     def __init__(self, chosen: frozenset[int]) -> None:
@@ -107,7 +108,7 @@ class Record(TorchDispatchMode):
         return out
 
     def _forget(self, written: torch.Tensor) -> None:
-        """Do not keep what shares its memory with `written`, by whatever views."""
+        """Drop the kept outputs that share memory with `written`, by whatever views."""
         storage = written.untyped_storage()._cdata
         for ordinal, (_, out) in list(self.kept.items()):
             if any(tensor.untyped_storage()._cdata == storage for tensor in tensors_in(out)):
@@ -123,11 +124,11 @@ class Replay(TorchDispatchMode):
     """Return kept outputs instead of computing them; `skipped` ordinals return memory that was never written.
 
     A skipped operator is one whose output no gradient depends on (`find_skippable`): it is neither kept nor computed. `names`
-    are the operators that ran in forward: attention, for one, may go another way where there is a graph. That is noticed before
-    anything wrong is returned; what has been computed so far is right, but has to be done again.
+    are the operators that ran in forward. Attention, for example, may take another path where there is a graph. That is noticed
+    before anything wrong is returned; what has been computed so far is right, but has to be done again.
 
     Raises:
-        ReplayMismatch: from the operator that is not the one of forward, and at the exit if there are fewer.
+        ReplayMismatch: an operator is not the one that ran in forward, or, at the exit, there were fewer.
     """
 
     def __init__(
@@ -165,19 +166,19 @@ class Replay(TorchDispatchMode):
 
 
 def _call_for_backward(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Output:
-    """Forward runs without a graph, where attention on a GPU leaves out what only its backward needs; ask for it."""
+    """Call an operator so that its output serves backward: without a graph, a GPU's attention leaves a part of it out."""
     out: Output = func(*with_log_sumexp(func, args), **kwargs)
     return out
 
 
 def with_log_sumexp(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the positional arguments of `func` with `compute_log_sumexp` on, where it has one (it is never by keyword)."""
+    """Return the positional arguments of `func` with `compute_log_sumexp` on, if it has that argument (never by keyword)."""
     position = _position(func, "compute_log_sumexp")
     return args if position is None else (*args[:position], True, *args[position + 1 :])
 
 
 def is_random(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether this call draws random numbers. It must run again in recompute: what is drawn after it depends on it."""
+    """Return whether this call draws random numbers. If so it must run in recompute: later draws depend on it."""
     position = _position(func, "dropout_p")
     if position is None:
         return False
@@ -185,7 +186,7 @@ def is_random(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bo
 
 
 def _position(func: Any, argument: str) -> int | None:
-    """Return where `func` takes `argument`, None where it has no such one."""
+    """Return the position of `argument` among those of `func`, None where there is none."""
     names = [known.name for known in func._schema.arguments]
     return names.index(argument) if argument in names else None
 
@@ -250,7 +251,7 @@ def find_skippable(
 
     `forward` runs the block with a graph and returns its output; `backward` takes that output and returns all gradients (of
     the input and of the parameters) for a fixed output gradient. An output is skippable if NaN in its place changes no
-    gradient: the last projection of a block, whose result only the next block wants, is the usual case.
+    gradient. The usual case is the last projection of a block, whose result only the next block uses.
     """
     operators = count_operators(forward)
     wanted = backward(forward())

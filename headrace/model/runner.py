@@ -1,7 +1,7 @@
 """Run an unmodified causal language model in three parts: what lies before its blocks, each block, what lies after.
 
-Knows nothing of units or flat buffers: weights are whatever the modules hold. Invariant: only the part asked for is computed,
-by the model's own code, and everything that carries a gradient out of it is returned.
+It knows nothing of units or flat buffers: weights are whatever the modules hold. Invariant: only the part asked for is
+computed, by the model's own code, and everything that carries a gradient out of it is returned.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -19,7 +19,7 @@ from headrace.model.sample_groups import SampleGroup, groups_of
 from headrace.model.taps import BlockCall, Taps
 from headrace.terms.errors import ModelError
 
-# How a block is run: the block, its hidden states, and what else it is called with -> what the block returns.
+# A way to run a block: takes the block, its hidden states and its other arguments, and returns what the block returns.
 RunBlock = Callable[[nn.Module, torch.Tensor, tuple[Any, ...], dict[str, Any]], Any]
 
 
@@ -30,8 +30,8 @@ def run_block(block: nn.Module, hidden: torch.Tensor, args: tuple[Any, ...], kwa
 
 @contextmanager
 def left_as_found(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Undo what modules keep of a run for the next one, such as rotary tables for long rows: what is computed would depend on
-    what came before, in another order after a resume; and fake tensors, of a run on shapes alone, must not stay.
+    """Undo what modules keep from one run for the next, such as rotary tables for long rows. Otherwise results would depend on
+    what ran before, which differs after a resume; and fake tensors, of a run on shapes alone, would stay.
     """
     before = {module: (dict(vars(module)), dict(module._buffers)) for module in modules}
     try:
@@ -49,10 +49,10 @@ class Runner:
 
     `tuple_length` says what a block returns (see `Taps`). With `collect_asides` the router logits of each block are caught.
     With `packs_by_masks` rows of several samples get masks that keep these apart, for models that make none from positions.
-    Rows of `samples_from` tokens and more, where it is given, are run sample by sample if there are several in one, those of
-    about one length together: for layers that carry a state along the row. Blocks whose parameters have the names of one of
-    `passed_over` make nothing of what others hand them. `run_block` may be replaced by another way to run a block that computes
-    the same, and `run_sample` by one for rows of any length.
+    Rows of `samples_from` tokens or more are run sample by sample if they hold several (None: never), samples of about one
+    length together: for layers that carry a state along the row. `passed_over` are sets of parameter names: blocks with such
+    parameters do not use what others hand them. `run_block` may be replaced by another way to run a block that computes the
+    same, and `run_sample` by one for rows of any length.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Runner:
         return self.samples_from is not None and length >= self.samples_from
 
     def _prologue_by_samples(self, batch: MicroBatch, groups: Sequence[SampleGroup]) -> PrologueResult:
-        """Hidden states come from whole rows, for the sake of one gradient of the embedding; the calls from each group."""
+        """Take hidden states from whole rows, so that the embedding has one gradient, and the calls from each group."""
         whole = self._before_blocks({"input_ids": batch.input_ids, "attention_mask": None})
         with torch.no_grad():
             alone = [
@@ -121,10 +121,12 @@ class Runner:
         return PrologueResult(taps.hidden, taps.wanted_calls(self.takes))
 
     def _masks_of(self, position_ids: torch.Tensor) -> Any:
-        """Return what transformers makes of positions where a model does not ask for it: masks by kind of layer, or one."""
+        """Return the masks that transformers makes from positions, for models that do not ask for them: by kind of layer, or
+        one.
+        """
         embedding = self.model.get_input_embeddings().weight
         like = torch.zeros((), dtype=embedding.dtype, device=position_ids.device)
-        # Of the embeddings only shape, dtype and device are looked at.
+        # Only shape, dtype and device of the embeddings are used.
         embeds = like.expand(*position_ids.shape, embedding.shape[-1])
         return create_masks_for_generate(self.model.config, embeds, None, None, position_ids=position_ids)
 
@@ -190,7 +192,7 @@ class Runner:
         """Return the model's own auxiliary loss times its coefficient, over all tokens given.
 
         `asides` are router logits (N, experts), one tensor per router, in block order; `attention_mask` is (N,) or None, with 0
-        for padding. The base model is stood in for, so that the head class computes the loss from these logits.
+        for padding. The base model is replaced, so that the head class computes the loss from these logits.
         """
         if not self.collects_asides or not asides:
             raise ModelError(f"{type(self.model).__name__}: no router logits are collected (output_router_logits is off)")
@@ -217,7 +219,7 @@ class Runner:
 
     @torch.enable_grad()
     def _find_coefficient(self, asides: Sequence[torch.Tensor]) -> float:
-        """Return by how much the model's loss grows with its auxiliary loss, whatever keys of its configuration decide that."""
+        """Return how much the model's loss grows per unit of auxiliary loss, whatever configuration keys decide it."""
         leaves = [torch.zeros(2, aside.shape[-1], device=aside.device).requires_grad_() for aside in asides]
         out = self._head_on(leaves, None)
         if not isinstance(out.aux_loss, torch.Tensor) or not out.aux_loss.requires_grad:
@@ -253,7 +255,7 @@ class Runner:
 
 
 def parameter_names(block: nn.Module) -> frozenset[str]:
-    """Return the names of a block's parameters in it: by them kinds of blocks are told from one another."""
+    """Return the names of a block's parameters within it; they distinguish kinds of blocks."""
     return frozenset(name for name, _ in block.named_parameters())
 
 

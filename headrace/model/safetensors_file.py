@@ -1,7 +1,7 @@
 """Read safetensors files: the header, and tensors by offset in bounded pieces.
 
-Parsed here (8 bytes of length, JSON, data) because nothing of a file may stay mapped or cached: a memory map of a 350 GB model
-counts as resident memory when it is touched. Invariant: a tensor is only described if the file holds all of its bytes.
+It is parsed here (8 bytes of length, JSON, data) because nothing of a file may stay mapped or cached: a memory map of a 350 GB
+model counts as resident memory when it is touched. Invariant: a tensor is only described if the file holds all of its bytes.
 """
 
 import json
@@ -25,13 +25,13 @@ _ELEMENT_BYTES = {
     **dict.fromkeys(("F16", "BF16", "I16", "U16"), 2),
     **dict.fromkeys(("I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
 }
-# What weights may be stored as, and the NumPy dtype that holds the bits.
+# The dtypes in which weights may be stored, and the NumPy dtypes that hold the bits.
 WEIGHT_DTYPES: dict[str, np.dtype[Any]] = {
     "BF16": np.dtype(np.uint16),
     "F16": np.dtype(np.float16),
     "F32": np.dtype(np.float32),
 }
-# The same for integers: tables that some architectures keep among their buffers.
+# The same for integers: some architectures have tables of them among their buffers.
 INTEGER_DTYPES: dict[str, np.dtype[Any]] = {
     **{f"{kind}{bits}": np.dtype(f"{kind.lower()}{bits // 8}") for kind in "IU" for bits in (8, 16, 32, 64)},
     "BOOL": np.dtype(np.bool_),
@@ -42,7 +42,7 @@ PIECE_BYTES = 4 * MIB
 
 
 class RowSource(Protocol):
-    """Makes the rows of a tensor that does not lie in a file as it is."""
+    """Makes the rows of a tensor that does not lie in a file in its final form."""
 
     def read_rows(self, piece_bytes: int) -> Iterator[tuple[int, int, np.ndarray]]:
         """Yield as `read_rows` does."""
@@ -52,7 +52,7 @@ class RowSource(Protocol):
 class StoredTensor:
     """A tensor in a file: `num_bytes` bytes from `offset` of `path`, row-major; `dtype` is the safetensors name.
 
-    Where the weight is `coded`, its rows are made by that: `num_bytes` are those of what it makes, `path` is of its first part.
+    Where the weight is `coded`, that makes its rows: `num_bytes` counts the result, and `path` is the file of its first part.
     """
 
     key: str
@@ -68,7 +68,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     """Return the tensors of a safetensors file by name.
 
     Raises:
-        ModelError: the file is missing, no safetensors file, truncated or has bytes that belong to no tensor.
+        ModelError: the file is missing, is no safetensors file, is truncated, or has bytes that belong to no tensor.
     """
     try:
         found_bytes = path.stat().st_size
@@ -152,7 +152,7 @@ def read_bytes(tensor: StoredTensor, piece_bytes: int = PIECE_BYTES) -> Iterator
 
 
 def _read_into(descriptor: int, tensor: StoredTensor, offset: int, out: np.ndarray) -> None:
-    """Fill `out` from the file, however many calls that takes, and drop the pages behind."""
+    """Fill `out` from the file, in as many calls as that takes, and drop the pages read from the page cache."""
     view = memoryview(out.reshape(-1).view(np.uint8).data)
     done = 0
     while done < len(view):

@@ -1,7 +1,7 @@
 """Samples of packed rows, put together into groups that are run as rows of their own.
 
-Samples of about one length share a group, filled up on the right: models are causal, so what comes later changes nothing
-before it. Invariants: each position of the micro-batch is in one group, once; and no group takes more than all of it would.
+Samples of about one length share a group and are padded on the right: models are causal, so later positions change nothing
+before them. Invariants: each position of the micro-batch is in one group, once; and no group takes more than the whole would.
 """
 
 from collections.abc import Sequence
@@ -9,20 +9,20 @@ from dataclasses import dataclass
 
 import torch
 
-# Layers with a state work on chunks of the row, of at most so many tokens: shorter samples take as much as one chunk.
+# Layers with a state work on chunks of the row of at most so many tokens: a shorter sample takes as much as a chunk.
 _CHUNK_TOKENS = 256
-# Shorter samples than this are run together, whatever their lengths: for them a call costs more than what it computes.
+# Samples shorter than this are run together, whatever their lengths: a call costs more than it computes.
 _SHORT_TOKENS = 64
-# A sample shorter than this part of the group's longest would need too much padding.
+# A sample shorter than this share of the group's longest would need too much padding.
 _SHORTEST_PART = 0.75
 
 
 @dataclass(frozen=True, slots=True)
 class SampleGroup:
-    """Rows (n, L) of a sample each: `places` of their positions among the b*T of the micro-batch, and which are `real`.
+    """Rows (n, L) of one sample each: the `places` of their positions among the b*T of the micro-batch, and which are `real`.
 
-    What fills a row up is its last position again: numbers like any others, whose results are dropped. `kept` are the real ones
-    among the n*L, `places_kept` their places.
+    Padding repeats the sample's last position: numbers like any others, whose results are dropped. `kept` are the real
+    positions among the n*L, `places_kept` their places in the micro-batch.
     """
 
     places: torch.Tensor
@@ -35,18 +35,18 @@ class SampleGroup:
         return tensor.flatten(0, 1)[self.places]
 
     def gradients_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the gradients (n, L, ...) of the group's results for those of the micro-batch's, (b*T, ...)."""
+        """Return the gradients (n, L, ...) of the group's results, given those of the micro-batch's (b*T, ...)."""
         return tensor[self.places] * self.real.reshape(*self.real.shape, *[1] * (tensor.dim() - 1))
 
     def put(self, rows: torch.Tensor, into: torch.Tensor) -> None:
-        """Write results (n, L, ...) where they belong in those of the micro-batch, (b*T, ...)."""
+        """Write results (n, L, ...) to their places in those of the micro-batch, (b*T, ...)."""
         into.index_copy_(0, self.places_kept, rows.flatten(0, 1)[self.kept])
 
 
 def groups_of(position_ids: torch.Tensor) -> list[SampleGroup]:
     """Return the groups of rows (b, T) whose positions begin again at each sample; empty if every row is one sample.
 
-    It waits for the device, which has the positions.
+    It waits for the device, where the positions are.
     """
     rows, length = position_ids.shape
     samples = []

@@ -1,7 +1,7 @@
-"""Scoring: a micro-batch that goes through the blocks once, for the loss of what is labelled in it; and what that costs.
+"""Scoring: a micro-batch goes through the blocks once, for the loss of its labelled tokens; and what that costs.
 
-It takes the place of a seat in a pass, and needs no thread: what lies before and after the blocks is run by the parts that
-training has. Invariant: the logits never exist whole.
+It takes the place of a seat in a pass, and needs no thread: the parts that training has run what lies before and after the
+blocks. Invariant: the logits never exist whole.
 """
 
 from collections.abc import Sequence
@@ -20,17 +20,17 @@ from headrace.model.taps import BlockCall
 from headrace.terms.costs import GenerationCosts
 from headrace.terms.sizes import MIB
 
-# Of the logits of a chunk of positions, float32.
+# Bytes of the float32 logits of one chunk of positions.
 _LOGIT_BYTES = 64 * MIB
 
 
 def chunk_positions(chain: Chain, rows: int) -> int:
-    """Return for how many positions of `rows` rows there are logits at once."""
+    """Return for how many positions of `rows` rows logits exist at once."""
     return max(1, _LOGIT_BYTES // (4 * chain.vocabulary * rows))
 
 
 class ScoringSeat:
-    """One micro-batch on its way. Its first turn is what lies before the blocks, the next one what lies after them.
+    """One micro-batch on its way. Its first turn runs what lies before the blocks, the next one what lies after them.
 
     Attributes:
         calls, hidden, done: as of a `Seat`.
@@ -46,7 +46,7 @@ class ScoringSeat:
         self._batch = _on(chain.device, batch)
 
     def turn(self) -> None:
-        """Go on until it wants the blocks, or is done. But the first time, the blocks have been run."""
+        """Run what comes next, until it wants the blocks or is done. On all turns but the first, the blocks have been run."""
         if self.hidden is None:
             start = self._chain.prologue(self._batch)
             self.hidden, self.calls = start.hidden, start.calls
@@ -74,7 +74,7 @@ def _on(device: torch.device, batch: MicroBatch) -> MicroBatch:
 
 
 def scoring_costs(chain: Chain, rows: int, length: int) -> GenerationCosts:
-    """Return the costs of scoring `rows` rows of `length` tokens: a pass without caches, and all positions' logits in chunks.
+    """Return the costs of scoring `rows` rows of `length` tokens: one pass without caches, with all logits in chunks.
 
     The chain must be ready to generate. Each of its passes is a first one.
     """

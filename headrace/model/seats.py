@@ -1,15 +1,15 @@
 """Seats: each micro-batch of a generation is transformers' own `generate`, stopped where it wants a block of the model.
 
-A seat is a thread that runs code which knows nothing of blocks that are elsewhere. One baton goes round: one thread runs at a
-time, a seat's or whoever calls `turn`. The model's blocks have taps (`Taps` has them for training): those before the last note
-what the block is called with, the last one parks the thread until the hidden states after all blocks are there. So all that
-`generate` does around blocks (embedding, masks, head, sampling, stopping, beams) is neither known nor repeated here.
+A seat is a thread whose code does not know that blocks are run elsewhere. One thread runs at a time: a seat's, or whoever calls
+`turn`. The model's blocks have taps, as in training (`Taps`): those before the last note what the block is called with, the
+last one parks the thread until the hidden states after all blocks are there. So all that `generate` does around blocks
+(embedding, masks, head, sampling, stopping, beams) is neither known nor repeated here.
 
-What is done between two stops of its own code can be run in a seat's thread, too (`work`), so that it can stop in its middle:
-within a block, at an expert that is not there.
+Work between two stops of the seat's own code can be run in its thread, too (`work`), so that it can stop in the middle: within
+a block, at an expert that is not there.
 
-Invariant: what one seat leaves in the model's modules outside the blocks (rotary tables that grew), and in torch's random
-numbers, no other sees.
+Invariant: no seat sees what another leaves in the model's modules outside the blocks (rotary tables that grew) or in torch's
+random numbers.
 """
 
 import threading
@@ -27,7 +27,7 @@ from headrace.terms.errors import ModelError
 
 
 class Seated(Protocol):
-    """What a pass takes through the blocks. `calls`, `hidden`, `done`, and the methods: as of a `Seat`."""
+    """What a pass takes through the blocks. Attributes and methods mean what they mean for a `Seat`."""
 
     hidden: torch.Tensor | None
     done: bool
@@ -52,9 +52,8 @@ class _Own(threading.local):
 class SeatTaps:
     """While entered, the blocks of a model park the seat in whose thread they are called.
 
-    `tuple_length` as in `Taps`. `context` is entered by each seat's thread: what is a thread's own, such as a stream or the way
-    in which products are computed. `outside`: the modules that lie in no block; `takes`: which blocks make something of what
-    others hand them.
+    `tuple_length` as in `Taps`. Each seat's thread enters `context`, for what belongs to a thread, such as a stream or the way
+    of computing products. `outside` are the modules that lie in no block; `takes` says which blocks use what others hand them.
     """
 
     def __init__(
@@ -79,7 +78,7 @@ class SeatTaps:
             block.__dict__.pop("forward", None)
 
     def sit(self, seat: "Seat | None") -> None:
-        """Note that this thread is `seat`'s, or for now whoever runs blocks itself."""
+        """Note that this thread belongs to `seat`; None: for now it runs blocks itself."""
         self._own.seat = seat
 
     def _tap(self, index: int) -> Callable[..., Any]:
@@ -87,7 +86,7 @@ class SeatTaps:
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             seat = self._own.seat
-            if seat is None:  # whoever runs the block itself
+            if seat is None:  # the thread runs the block itself
                 return own(self.blocks[index], *args, **kwargs)
             hidden, *rest = args if args else (kwargs.pop("hidden_states"),)
             hands = tuple(Handed() for _ in range(1, self._tuple_length or 1))
@@ -102,7 +101,7 @@ class Seat:
 
     Attributes:
         calls: what each block is called with, while it is parked.
-        hidden: the hidden states (rows, tokens, hidden) that go through the blocks; whoever runs these replaces them.
+        hidden: the hidden states (rows, tokens, hidden) that go through the blocks; whoever runs the blocks replaces them.
         result: what `run` returned, once it is `done`.
     """
 
@@ -118,10 +117,11 @@ class Seat:
         self._thread = ParkedThread(self._generate, "headrace seat")
 
     def turn(self) -> None:
-        """Let the seat's own code run until it wants the blocks, or is done. But the first time, the blocks have been run.
+        """Let the seat's own code run until it wants the blocks or is done. On all turns but the first, the blocks have been
+        run.
 
         Raises:
-            whatever its code raises.
+            Whatever its code raises.
         """
         if self.done:
             return
@@ -139,13 +139,13 @@ class Seat:
         """Run `what` in the thread of the seat, which is parked, until it is done or waits. Return whether it is done.
 
         Raises:
-            whatever it raises.
+            Whatever it raises.
         """
         self._work = what
         return self.go_on()
 
     def go_on(self) -> bool:
-        """Let work that waits go on; as `work`."""
+        """Let waiting work go on; returns as `work` does."""
         self._thread.go_on()
         return self._work is None
 
@@ -158,7 +158,7 @@ class Seat:
         self._thread.close()
 
     def note(self, index: int, hidden: torch.Tensor, call: BlockCall) -> torch.Tensor:
-        """Take what block `index` is called with; at the last one, park. Returns what the block returns."""
+        """Take what block `index` is called with, and park at the last one. Return what the block returns."""
         if index == 0:
             self.calls, self.hidden = [], hidden
         self.calls.append(call)
@@ -172,7 +172,7 @@ class Seat:
         self.calls = [*wanted_calls(self.calls, self._taps.takes)]
         self._thread.park()
         while self._work is not None:
-            self._taps.sit(None)  # here blocks are run, not noted
+            self._taps.sit(None)  # from here on this thread runs blocks
             try:
                 self._work()
             finally:

@@ -20,12 +20,12 @@ from headrace.model.find_blocks import check_architecture
 from headrace.model.why_not_built import why_not_built
 from headrace.terms.errors import ModelError
 
-# A large uninitialised tensor is a weight, not a table, and so is a large one of three dimensions (experts): made on meta at
-# once. Without this, constructing Llama 4 Scout writes 200 GB of zeros, one block at a time (141 s measured).
+# A large uninitialised tensor is a weight, not a table, and so is a large one of three dimensions (experts): these are made on
+# the meta device. Otherwise constructing Llama 4 Scout writes 200 GB of zeros, one block at a time (141 s measured).
 _LARGE_ELEMENTS = 1 << 20
 _FILLED = (torch.zeros, torch.ones, torch.randn, torch.rand)
-# transformers changes torch's default dtype while it builds, and the hook below is torch's: both are the whole process's, so
-# two threads that build at once would leave them changed.
+# transformers changes torch's default dtype while it builds, and the hook below is torch's. Both belong to the whole process,
+# so two threads that build at once would leave them changed.
 _BUILDING = threading.RLock()
 
 
@@ -73,7 +73,7 @@ def build_skeleton(config: Any, dtype: torch.dtype) -> Any:
 
 
 def build_whole(model_class: type[PreTrainedModel], config: Any) -> Any:
-    """Return a model of several parts without weights: for the names, shapes and ties of its parameters, not to be run.
+    """Return a model of several parts without weights, for the names, shapes and ties of its parameters; it cannot run.
 
     Raises:
         ModelError: transformers cannot build it from this configuration.
@@ -89,7 +89,7 @@ def build_whole(model_class: type[PreTrainedModel], config: Any) -> Any:
 
 @contextmanager
 def _without_weights() -> Iterator[None]:
-    """While entered, parameters of the modules that are made are on the meta device."""
+    """While entered, modules that are constructed have their parameters on the meta device."""
     with ExitStack() as stack:
         stack.enter_context(_BUILDING)
         stack.enter_context(torch.random.fork_rng(devices=[]))  # construction must not move the caller's generator
@@ -116,7 +116,7 @@ def _from_config(config: Any, dtype: torch.dtype) -> Any:
 
 
 def _keep_buffers_exact(model: Any) -> None:
-    """Check that buffers are real, and keep in float32 those that the architecture wants so.
+    """Check that buffers have values, and keep in float32 those that the architecture wants so.
 
     Raises:
         ModelError: a buffer has no value without the weights.

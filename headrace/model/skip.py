@@ -1,7 +1,7 @@
-"""Which operators a block's recompute can leave out, for no gradient depends on their output.
+"""Which operators a block's recompute can leave out, because no gradient depends on their output.
 
-Found by trying, on the tiny instance of the architecture that `probe` makes; carried over to the real blocks by the sequence of
-operators that a block runs. A block whose sequence the tiny instance does not show is recomputed whole.
+They are found by trying on the architecture's tiny instance (`probe`), and carried over to the real blocks by the sequence of
+operators that a block runs. A block whose sequence does not occur in the tiny instance is recomputed whole.
 """
 
 from collections.abc import Hashable, Sequence
@@ -37,9 +37,9 @@ def _skippable(config_class: type, key: str) -> dict[tuple[str, ...], tuple[int,
 
         def forward(index: int = index, leaf: torch.Tensor = leaf, call: Any = call) -> torch.Tensor:
             with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(0)  # dropout must draw the same each time
+                torch.manual_seed(0)  # dropout must draw the same numbers each time
                 result = runner.block(index, leaf, call)
-            # One output, so that what is handed aside has a gradient too.
+            # All outputs in one, so that what is handed aside has a gradient too.
             return torch.cat([result.hidden.flatten(), *(aside.flatten().to(result.hidden.dtype) for aside in result.asides)])
 
         def backward(out: torch.Tensor, wanted: list[torch.Tensor] = [leaf, *parameters]) -> list[torch.Tensor]:  # noqa: B006
@@ -49,7 +49,7 @@ def _skippable(config_class: type, key: str) -> dict[tuple[str, ...], tuple[int,
 
         names = tuple(operator_name(operator) for operator in count_operators(forward))
         ordinals = tuple(sorted(find_skippable(forward, backward)))
-        # Blocks of one sequence that differ in what they need share only what both can do without.
+        # Blocks with equal sequences may differ in what they need: only what all of them can do without is skipped.
         found[names] = tuple(sorted(set(found.get(names, ordinals)) & set(ordinals)))
         with torch.no_grad():
             hidden = runner.block(index, hidden, call).hidden

@@ -1,7 +1,7 @@
-"""Experts where they lie in a model's own files, each by itself; and what of their blocks every token reads.
+"""Experts where they lie in a model's own files, each by itself; and the rest of their blocks, which every token reads.
 
-Where a file has an expert's tensors one by one, or one stack of all of them, an expert is a run of bytes of it, or a few. Coded
-ones are read as they are coded, and decoded, one at a time.
+Where a file has an expert's tensors one by one, or one stack of all experts, an expert is a run of bytes, or a few. Coded
+experts are read as they are coded, and decoded one at a time.
 
 Invariant: an expert has the bits that it has in its whole block.
 """
@@ -21,8 +21,8 @@ from headrace.terms.layout import UnitLayout, lay_out
 
 @dataclass(frozen=True, slots=True)
 class StoredExperts:
-    """How a model comes from the files where experts come one at a time: `commons` by unit, without experts, and `experts` of
-    each unit, none where it has none.
+    """How a model whose experts come one at a time comes from the files: `commons` are the units without experts, and `experts`
+    are those of each unit, () where it has none.
     """
 
     commons: tuple[StoredUnit, ...]
@@ -74,19 +74,19 @@ def stored_experts(
 
 
 def without(layout: UnitLayout, names: frozenset[str]) -> UnitLayout:
-    """Return the layout of a unit's parameters but those of these names."""
+    """Return the layout of a unit's parameters without those of these names."""
     kept = [(spec.name, spec.shape, (1.0, 0.0)) for spec in layout.parameters if spec.name not in names]
     return lay_out(layout.name, kept)
 
 
 def expert_layout(layout: UnitLayout, names: frozenset[str], expert: int) -> UnitLayout:
-    """Return the layout of one expert of a unit whose parameters of these names are stacks."""
+    """Return the layout of one expert of a unit; the parameters of these names are stacks of experts."""
     own = [(spec.name, spec.shape[1:], (1.0, 0.0)) for spec in layout.parameters if spec.name in names]
     return lay_out(f"{layout.name} expert {expert}", own)
 
 
 def _by_expert(pieces: Sequence[Piece], count: int) -> list[list[Piece]]:
-    """Return the pieces of each expert; a stack is a piece of all."""
+    """Return the pieces of each expert; a piece that is a whole stack belongs to all."""
     found: list[list[Piece]] = [[] for _ in range(count)]
     for piece in pieces:
         for each in found if piece.index == () else [found[int(piece.index[0])]]:  # type: ignore[arg-type]
@@ -97,7 +97,7 @@ def _by_expert(pieces: Sequence[Piece], count: int) -> list[list[Piece]]:
 def _of_expert(
     layout: UnitLayout, places: Mapping[str, list[list[Piece]]], tensors: Mapping[str, StoredTensor], expert: int
 ) -> tuple[dict[str, Sequence[Piece]], dict[str, StoredTensor]]:
-    """Return the pieces of one expert, and the tensors that they are: of a stack, its part."""
+    """Return the pieces of one expert, and the tensors that they are: its part of a stack."""
     pieces: dict[str, Sequence[Piece]] = {}
     parts: dict[str, StoredTensor] = {}
     for spec in layout.parameters:
@@ -115,7 +115,7 @@ def _of_expert(
 
 
 def _within(piece: Piece, stored: StoredTensor, shape: tuple[int, ...]) -> tuple[int | slice, ...]:
-    """Return the place of a piece in its expert; the empty one where it is all of it."""
+    """Return the index of a piece within its expert; () where it is all of it."""
     return () if stored.shape == shape else piece.index[1:]
 
 
@@ -138,7 +138,7 @@ def _part(stored: StoredTensor, expert: int, count: int) -> StoredTensor:
 
 
 def _slice(stored: StoredTensor, expert: int, *, keep: bool, key: str) -> StoredTensor:
-    """Return the bytes of one of a stack; `keep` its first dimension, of one."""
+    """Return the bytes of one entry of a stack; with `keep` it keeps its first dimension, of size one."""
     size = stored.num_bytes // stored.shape[0]
     shape = (1, *stored.shape[1:]) if keep else stored.shape[1:]
     return replace(stored, key=key, offset=stored.offset + expert * size, num_bytes=size, shape=shape)

@@ -19,8 +19,8 @@ from headrace.model.sample_groups import SampleGroup
 class Handed:
     """What a block hands to later ones besides hidden states, such as which keys they attend to: its `value`, once it has run.
 
-    It stays for recompute, and has no gradient: no floating-point numbers. Until then, and for blocks that make nothing of it,
-    it stands for itself.
+    The value stays for recompute, and has no gradient: it has no floating-point numbers. Until the block has run, and for
+    blocks that do not use it, the object itself takes its place.
     """
 
     def __init__(self) -> None:
@@ -32,8 +32,9 @@ class BlockCall:
     """What the model passes to a block besides the hidden states: masks, rotary tables, positions.
 
     The tensors are the model's own objects, shared by all blocks that get the same one. With `samples` a block is called for
-    each group of them by itself, with what the model passes for these alone. What other blocks hand on is among the arguments
-    as `Handed`; `hands` says into which a block puts what it returns besides hidden states, None for what nobody takes.
+    each group of samples by itself, with what the model passes for these alone. What other blocks hand on is among the
+    arguments as `Handed`; `hands` says where a block puts the further values that it returns, None for a value that nobody
+    takes.
     """
 
     args: tuple[Any, ...] = ()
@@ -47,7 +48,7 @@ class BlockCall:
         return tuple(value for value in (*self.args, *self.kwargs.values()) if isinstance(value, Handed))
 
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments with what has been handed on in its place."""
+        """Return the arguments with handed values in their places."""
         if not self.gets:
             return self.args, self.kwargs
         values = [value.value if isinstance(value, Handed) else value for value in (*self.args, *self.kwargs.values())]
@@ -55,19 +56,19 @@ class BlockCall:
 
 
 class Reached(Exception):
-    """A signal, not an error: the last tap was reached: everything before the blocks has run."""
+    """A signal, not an error: the last tap was reached, so everything before the blocks has run."""
 
 
 class _Answers(TorchFunctionMode):
     """Answers what the model's own code asks for around the blocks, where the answer changes nothing.
 
-    Some models draw before each block whether to skip it, at a rate of 0, too (OPT before transformers 5.23); those with
-    another rate are refused. The draw is 1.0, above all rates, and a number: when a step is planned tensors are fake, and
-    could not be compared.
+    Some models draw before each block whether to skip it, even at a rate of 0 (OPT before transformers 5.23); those with
+    another rate are refused. The draw is answered with the number 1.0, above all rates, because while a step is planned tensors
+    are fake, and could not be compared.
 
-    While `unasked`, for code whose results are dropped, whoever asks whether a tensor is true is told that it is, and the
-    device is not asked. Masks are made after a look at the positions, which on a GPU would stop the host until all that was
-    issued is done: once for each chunk of the loss.
+    `unasked` is for code whose results are dropped: whoever asks whether a tensor is true is told that it is, without asking
+    the device. Masks are made after a look at the positions, for which a GPU's host would wait until all issued work is done,
+    once for each chunk of the loss.
     """
 
     def __init__(self, *, unasked: bool) -> None:
@@ -89,9 +90,9 @@ class Taps:
 
     With `inject=None` the calls are recorded and the last block raises `Reached`, so that nothing after the blocks runs. With a
     tensor of shape (b, T, hidden) the last block returns it, so that everything after the blocks runs on it; what lies before
-    them computes nothing of use then, and asks the device for no value. `tuple_length` is the number of values in the tuple
-    that a block returns, hidden states first; None where it returns them alone. For what else is in it stands a `Handed`: not
-    None, which blocks that get it may take for "nothing there"; a model may drop it, or pass it to other blocks.
+    them then computes nothing of use, and asks the device for no value. `tuple_length` is the number of values in the tuple
+    that a block returns, hidden states first; None where it returns hidden states alone. The other values of the tuple are
+    `Handed` objects, not None, which blocks may take for "nothing there"; a model may drop them, or pass them to other blocks.
     """
 
     def __init__(self, blocks: Sequence[nn.Module], tuple_length: int | None, inject: torch.Tensor | None = None) -> None:
@@ -141,7 +142,7 @@ class Taps:
 
 
 def wanted_calls(calls: Sequence[BlockCall], takes: Sequence[bool]) -> tuple[BlockCall, ...]:
-    """Return `calls` without places for what no block gets that `takes` it: that is not to stay."""
+    """Return `calls` without places for handed values that no block gets and `takes`: they need not stay."""
     wanted = {id(value) for call, taken in zip(calls, takes, strict=True) if taken for value in call.gets}
     hands = [tuple(value if id(value) in wanted else None for value in call.hands) for call in calls]
     return tuple(replace(call, hands=kept if any(kept) else ()) for call, kept in zip(calls, hands, strict=True))

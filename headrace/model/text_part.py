@@ -1,4 +1,4 @@
-"""Models of several parts, text beside pictures or sound: their text model is trained, all else stays as it came.
+"""Models of several parts, text beside pictures or sound: their text model is trained, the rest stays as it came.
 
 Nothing of an architecture is written down here: the text model is what transformers makes of the text part's configuration,
 and it is found in the whole model by its class. Invariant: every parameter of the text model has one place in the whole one.
@@ -19,10 +19,10 @@ from headrace.terms.errors import ModelError
 
 
 def text_part(config: Any) -> tuple[Any, Any | None]:
-    """Return the configuration of what is trained of a model, and the skeleton of the whole model if that is a part of it.
+    """Return the configuration of the model that is trained, and the skeleton of the whole model if that is only a part of it.
 
-    A model that has one part, or whose text part is no causal language model of its own in transformers, comes back as it is
-    (`check_architecture` refuses the latter).
+    A model of one part comes back as it is, and so does one whose text part is no causal language model of its own in
+    transformers (`check_architecture` refuses the latter).
 
     Raises:
         ModelError: transformers cannot build the whole model.
@@ -35,7 +35,7 @@ def text_part(config: Any) -> tuple[Any, Any | None]:
         return config, None
     whole = build_whole(model_class, config)
     text = copy.deepcopy(text)
-    text.tie_word_embeddings = _is_tied(whole)  # the whole model's configuration decides, and files leave it out of the part's
+    text.tie_word_embeddings = _is_tied(whole)  # the whole model's configuration decides; in files the part's often lacks it
     if getattr(config, "quantization_config", None) is not None:
         text.quantization_config = config.quantization_config
     return text, whole
@@ -44,20 +44,20 @@ def text_part(config: Any) -> tuple[Any, Any | None]:
 def _is_tied(whole: Any) -> bool:
     try:
         return is_tied(whole)
-    except (NotImplementedError, AttributeError) as error:  # models that transformers gives no embedding of their own
+    except (NotImplementedError, AttributeError) as error:  # for some models transformers defines no embedding
         raise ModelError(f"{type(whole).__name__}: no language model: {error}") from error
 
 
 def note_on(whole: Any) -> str:
-    """Return what a person should know of a run whose model is a part of `whole`."""
+    """Return what a person should know about a run whose model is a part of `whole`."""
     return f"of {type(whole).__name__} the text model is trained; its other parts stay as they are"
 
 
 def names_in_whole(text: Any, whole: Any) -> Mapping[str, str]:
-    """Return the names of the text model's parameters and persistent buffers by those that they have in the whole model.
+    """Return the names of the text model's parameters and persistent buffers, by their names in the whole model.
 
     Raises:
-        ModelError: the text model is not there, several times there, or differs; the message says which.
+        ModelError: the text model is missing, occurs several times, or differs; the message says which.
     """
     names = dict(_pairs(text, whole))
     inside, own = whole.state_dict(), text.state_dict()
@@ -74,7 +74,7 @@ def names_in_whole(text: Any, whole: Any) -> Mapping[str, str]:
 
 
 def _pairs(text: Any, whole: Any) -> Iterator[tuple[str, str]]:
-    """Yield names in the whole model and in the text model: of all of it, or of what is below its head and of the head."""
+    """Yield names in the whole model and in the text model: of all of it, or of the base model and then of the head."""
     own = text.state_dict()
     found = _modules_of(whole, type(text))
     if not found:

@@ -1,9 +1,10 @@
-"""Which tiny instance shows what a model computes otherwise beyond some number of tokens: windows, chunks, temperatures, ranks.
+"""Which tiny instance shows what a model computes differently beyond some number of tokens: windows, chunks, temperatures,
+ranks.
 
-Keys of a configuration that nobody knows are taken for such numbers, and made so small that the rows of the trial go beyond
-them. Where the instance does not run then, the key is a size that others have to fit; or else rows as long as it says are not
-known to be computed alike, and what depends on that is limited to shorter ones. Invariant: no number of a configuration that
-is larger than the rows of the trial is passed over in silence.
+Unknown keys of a configuration are taken for such numbers, and made so small that the trial's rows exceed them. Where the
+instance then does not run, the key is a size that others have to fit; otherwise it is not known how longer rows are computed,
+and what depends on that is limited to shorter ones. Invariant: no number of a configuration that is larger than the trial's
+rows is ignored silently.
 """
 
 import json
@@ -19,20 +20,20 @@ from transformers import AutoModelForCausalLM
 from headrace.model.instance import LENGTHS, tiny_model, tiny_samples
 from headrace.model.tiny import MET, UNREACHED, counted_in_tokens, open_keys, shrink_values
 
-# An instance with more parameters than this would take longer to fill than to refuse.
+# An instance with more parameters than this would take longer to fill than refusing it.
 _LARGEST_ELEMENTS = 30_000_000
-# For sizes that others have to divide, or that stand in the way of an instance as large as the model is.
+# A value for sizes that others have to divide, or that prevent an instance as large as the model is.
 _DIVISIBLE = 16
-# From here on some scalings of rotary tables differ.
+# Some scalings of rotary tables change beyond the value of this key.
 _ROPE_LENGTH = "original_max_position_embeddings"
 
 
 @dataclass(frozen=True, slots=True)
 class Tiny:
-    """A tiny configuration: `key` is what tells architectures and structures apart, its JSON.
+    """A tiny configuration: `key`, its JSON, identifies the architecture and structure.
 
-    `met` are the keys that the rows of the trial go beyond, `unmet` those that they might have to and do not, with the numbers
-    of the full configuration. `chosen` are the tiny values of keys without a rule.
+    `met` are the keys that the trial's rows exceed, `unmet` those that they might have to exceed and do not, both with the
+    numbers of the full configuration. `chosen` are the tiny values of keys without a rule.
     """
 
     key: str
@@ -52,12 +53,12 @@ def tiny_of(config: Any) -> Tiny:
 
 
 def architecture_key(config: Any) -> str:
-    """Return what tells architectures and structures apart: the shrunk configuration."""
+    """Return the shrunk configuration, which identifies architecture and structure."""
     return tiny_of(config).key
 
 
 def key_without(config: Any, names: Collection[str]) -> str:
-    """Return the key of the tiny instance whose rows do not go beyond the keys `names` of `Tiny.met`.
+    """Return the key of the tiny instance whose rows do not exceed the keys `names` of `Tiny.met`.
 
     Raises:
         ModelError: the architecture does not accept these sizes.
@@ -99,13 +100,13 @@ def _tiny(config_class: type, full: str) -> Tiny:
 
 
 def _base(config_class: type, values: dict[str, Any], unknown: Mapping[str, float]) -> tuple[dict[str, float], bool, bool]:
-    """Return values for all unknown keys or none, whether rotary tables are scaled, and whether the instance runs with that."""
+    """Return values for all unknown keys or for none, whether rotary tables are scaled, and whether the instance then runs."""
     for scaled_rope in (True, False):
         for size in (*MET, _DIVISIBLE, None) if unknown else (None,):
             chosen = {} if size is None else dict.fromkeys(unknown, float(size))
             if _runs(config_class, values, chosen, scaled_rope=scaled_rope):
                 return chosen, scaled_rope, True
-    return {}, True, False  # whoever builds it says why it cannot be
+    return {}, True, False  # the attempt to build it will say why it cannot be built
 
 
 def _runs(config_class: type, values: dict[str, Any], chosen: Mapping[str, float], *, scaled_rope: bool) -> bool:
@@ -116,7 +117,7 @@ def _runs(config_class: type, values: dict[str, Any], chosen: Mapping[str, float
         model = tiny_model(config_class, _json(config))
         with torch.no_grad():
             logits = model(input_ids=tiny_samples(model)[0].input_ids, use_cache=False).logits
-    except Exception:  # the architecture's own code, on sizes that it may not like
+    except Exception:  # the architecture's own code may not accept these sizes
         return False
     return logits.shape[1] == LENGTHS[0] and bool(torch.isfinite(logits).all())
 
@@ -128,7 +129,7 @@ def _shapes(config: Any) -> Iterator[torch.Size]:
 
 
 def _is_a_size(config_class: type, values: dict[str, Any], chosen: Mapping[str, float], key: str, value: int) -> bool:
-    """Return whether the shapes of parameters go with `key`, or nothing but `value` fits: then it counts no tokens."""
+    """Return whether shapes of parameters change with `key`, or only `value` fits: then it is no count of tokens."""
     own = _shapes_with(config_class, values, chosen)
     others = [_shapes_with(config_class, values, {**chosen, key: other}) for other in (*MET, UNREACHED, value // 2)]
     return all(shapes is None or shapes != own for shapes in others)
@@ -137,5 +138,5 @@ def _is_a_size(config_class: type, values: dict[str, Any], chosen: Mapping[str, 
 def _shapes_with(config_class: type, values: dict[str, Any], chosen: Mapping[str, float]) -> list[torch.Size] | None:
     try:
         return list(_shapes(shrink_values(config_class, values, chosen)))
-    except Exception:  # sizes that it does not like, again
+    except Exception:  # the architecture's own code does not accept these sizes
         return None

@@ -1,11 +1,11 @@
 """Keys and values that are elsewhere while their block is not run: a layer of transformers' cache that is lent its past.
 
-Of a seat's cache the layers that grow with each token, and do nothing else (full attention, grouped queries, latents), are
-replaced by `TieredLayer`. Before a block is run its layer is *lent* memory that holds the past token by token: keys and values
-of all rows of one token, then of the next, so that what is new lies behind what is old, and only that has to be brought back.
-Attention is given copies in the layout that `DynamicLayer` makes by its own concatenation, so it computes the same bits.
+Layers of a seat's cache that grow with each token, and do nothing else (full attention, grouped queries, latents), are replaced
+by `TieredLayer`. Before a block is run its layer is *lent* memory that holds the past token by token: keys and values of all
+rows of one token, then of the next. So new tokens lie behind old ones, and only the new ones have to be brought back.
+Attention is given copies in the layout that `DynamicLayer` gets by its own concatenation, so it computes the same bits.
 
-Windows, states of recurrent blocks and what else a layer may keep stay transformers' own, in memory.
+Windows, states of recurrent blocks and other kinds of layers stay transformers' own, in memory.
 """
 
 from collections.abc import Iterator, Sequence
@@ -65,7 +65,7 @@ class TieredLayer(DynamicLayer):  # type: ignore[misc]
 
     @contextmanager
     def lent(self, memory: torch.Tensor) -> Iterator[None]:
-        """While entered the layer can be used: `memory`, uint8 where compute is, holds its tokens, and takes the new ones."""
+        """While entered, the layer can be used. `memory` (uint8, where compute is) holds its tokens, and takes the new ones."""
         self._lent, self.before = memory, self.length
         try:
             yield
@@ -100,11 +100,11 @@ class TieredLayer(DynamicLayer):  # type: ignore[misc]
         return self.length
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Refuse: what was brought away is not taken back."""
+        """Refuse: tokens that have been moved away are not taken back."""
         raise ModelError("generation: tokens are taken back from a cache that is not in memory")
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Refuse likewise."""
+        """Refuse: rows that have been moved away are not exchanged."""
         raise ModelError("generation: rows are exchanged in a cache that is not in memory")
 
     batch_repeat_interleave = batch_select_indices = reorder_cache
@@ -120,9 +120,9 @@ def can_be_tiered(layer: Any) -> bool:
 
 
 def tier_layers(calls: Sequence[BlockCall], blocks: Sequence[int]) -> dict[int, TieredLayer]:
-    """Put tiered layers into the cache that blocks are called with, which is empty yet; return them by block (from 0).
+    """Put tiered layers into the cache with which blocks are called, which is still empty; return them by block (from 0).
 
-    `blocks` are the ones that are wanted. Those whose layer is of another kind, or that are called without one, keep theirs.
+    `blocks` are the blocks to do this for. Those that are called without a layer, or with one of another kind, keep theirs.
     """
     found = {}
     for block in blocks:

@@ -2,8 +2,8 @@
 
 What the chain must know about an architecture (what its blocks return, which parameters come before and after them, whether
 packed samples stay apart) is found by trying, on an instance of a few kilobytes. Invariant: shrinking changes sizes, never
-structure: switches, layer patterns, tying, scalings and the kind of head sharing stay as they are. What is counted in tokens
-shrinks too, below the length of a tiny row: a window, or the position from which something is computed otherwise, is seen.
+structure: switches, layer patterns, tying, scalings and the kind of head sharing stay as they are. Counts of tokens shrink too,
+below the length of a tiny row, so that a window, or a position from which something is computed differently, is seen.
 """
 
 import itertools
@@ -22,9 +22,9 @@ _HIDDEN = _HEAD_DIM * _NUM_HEADS
 _VOCABULARY = 97
 _MAX_LAYERS = 4
 
-# Canonical keys of transformers 5 configurations and the size each gets. A value that is smaller already is kept.
+# Canonical keys of transformers 5 configurations and the size that each gets. A value that is smaller already is kept.
 _SIZES = {
-    r"(num_hidden_layers|n_layers?|num_layers)": None,  # decided from the layer pattern
+    r"(num_hidden_layers|n_layers?|num_layers)": None,  # chosen from the layer pattern
     r"(\w+_)?vocab_size(_per_layer_input)?": _VOCABULARY,
     r"(hidden_size|n_embd|d_model)": _HIDDEN,
     r"(head_dim|global_head_dim|d_kv|v_head_dim|rotary_dim)": _HEAD_DIM,
@@ -51,23 +51,23 @@ _SIZES = {
     r"hidden_size_per_layer_input": 8,
     r"\w*(intermediate_size|ffn_hidden_size|ffn_dim|n_inner)": 96,
 }
-# Of these, what is counted in tokens: a row that is shorter never meets it.
+# Those of them that count tokens: a shorter row would never reach them.
 _COUNTED_IN_TOKENS = re.compile(r"(sliding_window|attention_chunk_size|window_size)")
-# Both are met within the longer sample of the trial. The larger lies between the samples' lengths, so that what is decided by
-# the longest sample of a batch is seen; the smaller is for what is cut into even parts.
+# The longer sample of the trial exceeds both. The larger lies between the samples' lengths, so that a decision by the longest
+# sample of a batch is seen; the smaller is for values that are cut into even parts.
 MET = (11, 8)
-# Longer than any row of the trial, and a multiple of what sizes are usually multiples of.
+# More than any row of the trial has, and a multiple of what sizes are usually multiples of.
 UNREACHED = 24
-# No size and no count of tokens: the base of rotary tables, where a range of initial values ends.
+# Keys that are neither sizes nor counts of tokens: the base of rotary tables, the end of a range of initial values.
 _NEITHER = re.compile(r"\w*rope_theta|rope_type|factor|beta_fast|seed|\w*_token_(id|index)|\w*initializer\w*|linear_a_log_max")
-# Number and width of a state-space layer's heads, and the expansion of the model's width that they share out.
+# Keys with the number and width of a state-space layer's heads, and the expansion of the model's width that they divide.
 _STATE_SPACE_HEADS = (
     ("mamba_n_heads", "mamba_d_head", "mamba_expand"),
     ("mamba_num_heads", "mamba_head_dim", "expand"),
     ("num_heads", "head_dim", "expand"),
 )
 _KEY_VALUE_HEADS = re.compile(r"(num_key_value_heads|kv_n_heads|num_kv_heads|num_global_key_value_heads|n_head_kv)")
-# How many of the last layers attend to keys and values of earlier ones.
+# The number of last layers that attend to keys and values of earlier ones.
 _SHARING = "num_kv_shared_layers"
 _SPECIAL_TOKEN = re.compile(r"(pad|bos|eos|sep|decoder_start|image|audio|video)_token_(id|index)")
 _LAYERS_BY_INDEX = re.compile(r"\w*(layers|layer_ids|layer_idxs?|attn_idxs|indices)")
@@ -77,8 +77,8 @@ _DROPPED = ("qk_head_dim", "transformers_version", "dtype", "torch_dtype", "_nam
 
 @dataclass(frozen=True, slots=True)
 class _Sizes:
-    """What decides the tiny value of a key: the layers that are kept, the attention heads there were, and `chosen` values of
-    keys that have no rule here.
+    """What decides the tiny value of a key: the layers that are kept, the number of attention heads in the full model, and
+    `chosen` values of keys that have no rule here.
     """
 
     layers: list[int]
@@ -86,9 +86,9 @@ class _Sizes:
     chosen: Mapping[str, float]
 
     def of(self, key: str, value: Any) -> Any:
-        """Return what becomes of `value`."""
+        """Return the tiny value in the place of `value`."""
         if key in ("rope_parameters", "rope_scaling"):
-            return value  # by `_shrink_rope`, which has to know the width of a tiny head
+            return value  # `_shrink_rope` does it, which knows the width of a tiny head
         if isinstance(value, dict):
             return {name: self.inside(value).of(str(name), inner) for name, inner in value.items()}
         if isinstance(value, list):
@@ -154,15 +154,15 @@ def shrink_values(
         small[_SHARING] = sum(index >= _layer_count(values) - values[_SHARING] for index in sizes.layers)
     for count, width, expand in _STATE_SPACE_HEADS:
         if all(isinstance(values.get(key), int) for key in (count, width, expand)):
-            small[count] = values[expand] * _HIDDEN // _HEAD_DIM  # heads times their width is the expanded width
+            small[count] = values[expand] * _HIDDEN // _HEAD_DIM  # number times width of heads is the expanded width
     if "qk_rope_head_dim" in values:
-        small.pop("head_dim", None)  # derived by the architecture
+        small.pop("head_dim", None)  # the architecture derives it
         if values.get("head_dim") == values["qk_rope_head_dim"]:
-            small["head_dim"] = _HEAD_DIM // 2  # what rotary tables are made for, which not all derive
+            small["head_dim"] = _HEAD_DIM // 2  # rotary tables are made for it, and not all architectures derive it
     if isinstance(values.get("mamba_d_ssm"), int):
         small |= {"mamba_d_ssm": _HIDDEN, "mamba_n_heads": _NUM_HEADS, "mamba_d_head": _HEAD_DIM}
     if values.get("word_embed_proj_dim") not in (None, values.get("hidden_size")):
-        small["word_embed_proj_dim"] = _HIDDEN // 2  # a narrower embedding is structure, not size
+        small["word_embed_proj_dim"] = _HIDDEN // 2  # an embedding narrower than the model is structure, not size
     elif "word_embed_proj_dim" in values:
         small["word_embed_proj_dim"] = small["hidden_size"]
     rotated = _HEAD_DIM // 2 if "qk_rope_head_dim" in values else _HEAD_DIM
@@ -171,7 +171,7 @@ def shrink_values(
             small[key] = _shrink_rope(small[key], sizes, rotated, scaled=scaled_rope)
     try:
         return config_class(**small)
-    except Exception as error:  # whatever validation the configuration class does
+    except Exception as error:  # whatever the configuration class's validation raises
         raise ModelError(f"{config_class.__name__}: cannot make a tiny instance for checking: {in_one_line(error)}") from error
 
 
@@ -180,9 +180,10 @@ def _num_heads(values: Mapping[str, Any]) -> int | None:
 
 
 def open_keys(values: Mapping[str, Any]) -> dict[str, float]:
-    """Return the keys above the larger of `MET` that there is no rule for, at any depth, with the least such value of each.
+    """Return the keys, at any depth, that have no rule and a value above the larger of `MET`, with the least such value of
+    each.
 
-    They may be sizes, or counts of tokens from which something is computed otherwise: nobody knows, so it is tried.
+    Nobody knows whether they are sizes, or counts of tokens from which something is computed differently, so it is tried.
     """
     found: dict[str, float] = {}
 
@@ -203,7 +204,7 @@ def open_keys(values: Mapping[str, Any]) -> dict[str, float]:
 
 
 def counted_in_tokens(values: Mapping[str, Any]) -> dict[str, float]:
-    """Return the keys that are known to be counts of tokens, and shrink, with their values."""
+    """Return the keys that are known to count tokens, and shrink, with their values."""
     return {
         key: value
         for key, value in values.items()
@@ -217,7 +218,7 @@ def _is_open(key: str) -> bool:
 
 
 def _ascends(value: list[Any]) -> bool:
-    """Return whether a list may be indices of layers."""
+    """Return whether a list may contain indices of layers."""
     whole = all(isinstance(entry, int) and not isinstance(entry, bool) for entry in value)
     return whole and all(one < other for one, other in itertools.pairwise(value))
 
@@ -240,7 +241,7 @@ def _is_per_layer(values: Mapping[str, Any], key: str) -> bool:
 
 
 def _own_settings(values: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
-    """Return what the configuration says of single layers: settings by the index of the layer."""
+    """Return what the configuration says about single layers: settings by the index of the layer."""
     return {int(index): settings for index, settings in (values.get("per_layer_config") or {}).items()}
 
 
@@ -249,7 +250,7 @@ def _pick(value: list[Any], layers: list[int]) -> list[Any]:
 
 
 def _choose_layers(values: Mapping[str, Any]) -> list[int]:
-    """Return indices of few layers that show every kind of layer in what is said per layer, at least two, in order."""
+    """Return indices of a few layers, at least two, in order, that show every kind of layer in per-layer settings."""
     count = _layer_count(values)
     lists = [values[key] for key in values if _is_per_layer(values, key)]
     own = _own_settings(values)
@@ -275,7 +276,7 @@ def _choose_layers(values: Mapping[str, Any]) -> list[int]:
 
 
 def _shrink_own(key: str, value: Any, values: Mapping[str, Any], sizes: _Sizes) -> Any:
-    """Shrink a setting of one layer so that it stays as many times what the other layers have as it was."""
+    """Shrink a setting of one layer so that its ratio to the other layers' setting stays the same."""
     small, common = sizes.of(key, value), values.get(key)
     if isinstance(value, bool) or not isinstance(value, int) or not isinstance(common, int) or value % common:
         return small
@@ -283,7 +284,7 @@ def _shrink_own(key: str, value: Any, values: Mapping[str, Any], sizes: _Sizes) 
 
 
 def _smaller(key: str, value: int, size: int) -> int:
-    # Widths and head counts fit each other only as a set, so they are not kept even where the model has smaller ones.
+    # Widths and head counts only fit each other as a set, so small values of the model are not kept.
     fixed = re.fullmatch(
         r"(hidden_size|n_embd|d_model|head_dim|num_attention_heads|n_heads?|v_head_dim|rotary_dim|qk_\w+)", key
     )
@@ -291,9 +292,10 @@ def _smaller(key: str, value: int, size: int) -> int:
 
 
 def _shrink_rope(rope: Any, sizes: _Sizes, width: int, *, scaled: bool) -> Any:
-    """Shrink what says how rotary tables of heads of `width` are made: factors by pair of dimensions get fewer.
+    """Shrink the settings by which rotary tables of heads of `width` are made: lists of factors per pair of dimensions get
+    shorter.
 
-    Sections by kind of position, for text alone, come to nothing; and plain tables are those without a scaling.
+    Sections by kind of position have no effect on text alone; plain tables are those without a scaling.
     """
     if not isinstance(rope, dict):
         return rope

@@ -1,7 +1,7 @@
-"""Compare, on a tiny instance, what a model of several parts computes from text with what its text model does alone.
+"""Compare, on a tiny instance, what a model of several parts computes from text with what its text model computes alone.
 
-Many wholes put a head of their own on the bare text model, and not all of them do what the text model's own class does there
-(scales of logits). Invariant: a text model is trained for the loss that the whole model has on the same text.
+Many whole models put a head of their own on the bare text model, and not all do there what the text model's own class does
+(such as scaling logits). Invariant: a text model is trained for the loss that the whole model has on the same text.
 """
 
 import copy
@@ -36,7 +36,7 @@ def check_whole(config: Any, whole: Any | None) -> None:
     expected = text(input_ids=ids, use_cache=False).logits
     try:
         found = tiny(input_ids=ids, use_cache=False).logits
-    except Exception as error:  # its own code, which may want pictures, and finds parts without weights
+    except Exception as error:  # its own code may want pictures, and finds parts without weights
         raise ModelError(
             f"{type(whole).__name__}: cannot be compared with its text model, because it does not run on text alone: "
             f"{in_one_line(error)}"
@@ -50,7 +50,7 @@ def check_whole(config: Any, whole: Any | None) -> None:
 
 
 def _with_text(config: Any, text: Any) -> Any:
-    """Return a copy of a whole model's configuration that has `text` for its text model."""
+    """Return a copy of a whole model's configuration with `text` as its text model."""
     config = copy.deepcopy(config)
     replaced = config.get_text_config()
     for holder in (config, *(getattr(config, name, None) for name in config.sub_configs)):
@@ -62,9 +62,9 @@ def _with_text(config: Any, text: Any) -> Any:
 
 
 def _share(text: Any, whole: Any) -> None:
-    """Give the whole model the text model's parameters and buffers; those of other parts are not needed, and made empty.
+    """Give the whole model the text model's parameters and buffers; the others are not needed, and become empty tensors.
 
-    They could not stay on the meta device: some models send what they compute to the device of their first parameter.
+    They cannot stay on the meta device: some models send what they compute to the device of their first parameter.
     """
     own = {**dict(text.named_parameters(remove_duplicate=False)), **dict(text.named_buffers())}
     names = names_in_whole(text, whole)
@@ -75,7 +75,7 @@ def _share(text: Any, whole: Any) -> None:
 
 
 def _tokens(config: Any, vocabulary: int) -> torch.Tensor:
-    """Return tokens of text: none that the whole model takes for the place of a picture or sound."""
+    """Return tokens of text: none that the whole model takes as the place of a picture or sound."""
     marks = {value for name, value in config.to_dict().items() if "token" in name and isinstance(value, int)}
     ids = torch.tensor([number for number in range(2, vocabulary) if number not in marks])
     return ids[torch.randint(len(ids), (1, _TOKENS), generator=torch.Generator().manual_seed(1))]

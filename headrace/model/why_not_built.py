@@ -1,6 +1,6 @@
-"""Why a model cannot be built from its configuration, in the words of whoever wrote that.
+"""Why a model cannot be built from its configuration, in the words of whoever wrote it.
 
-Invariant: nothing is refused here that transformers would take: these are reasons for what has failed already.
+Invariant: nothing that transformers would accept is refused here: these are reasons for what has failed already.
 """
 
 import difflib
@@ -16,9 +16,9 @@ _ACTIVATION_KEYS = ("act", "activation", "activation_function", "act_fn")
 
 
 def why_not_built(values: Mapping[str, Any], error: BaseException) -> str:
-    """Return why a model could not be built: a word of its configuration that is misspelt if there is one, else `error`.
+    """Return why a model could not be built: a misspelt word of its configuration if there is one, else `error`.
 
-    `values` are those of the configuration; known words are the installed transformers'.
+    `values` are those of the configuration; the known words are the installed transformers'.
     """
     return next(_misspelt(values), in_one_line(error))
 
@@ -38,6 +38,6 @@ def _misspelt(values: Mapping[Any, Any]) -> Iterator[str]:
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """Return the words that name what was probably meant, or all that could be."""
+    """Return words that name what was probably meant, or all that is known."""
     close = difflib.get_close_matches(word.lower(), known, n=1)
     return f"; did you mean {close[0]!r}?" if close else f"; known are {', '.join(sorted(known))}"
