@@ -9,7 +9,7 @@ from typing import Any
 
 from headrace.terms.errors import ConfigError
 
-# As in torch.nn.utils.clip_grad_norm_: the norm may be zero, and is a divisor.
+# As in torch.nn.utils.clip_grad_norm_: it keeps the divisor above zero where the norm is zero.
 _NORM_GUARD = 1e-6
 # Below 1 the scale would make gradients smaller than they are; beyond 2^32 float16 gradients overflow at any useful size.
 _SMALLEST_SCALE, _LARGEST_SCALE = 1.0, 2.0**32
@@ -36,37 +36,37 @@ def clip_factor(total_norm: float, max_norm: float | None) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class HitRate:
-    """The last steps' outcomes, by which it is decided whether to guess that the next gradients need no clipping: a value.
+    """The last steps' outcomes, from which it is decided whether to guess that the next gradients need no clipping: a value.
 
-    A hit is a step whose gradients were neither clipped nor thrown away. The decision is looked at every
-    `DECISION_STEPS` steps only, since a change of policy costs a pause.
+    A hit is a step whose gradients were neither clipped nor thrown away. The decision is reconsidered only every
+    `DECISION_STEPS` steps, because a change of policy costs a pause.
     """
 
     outcomes: tuple[bool, ...] = ()
     num_steps: int = 0
 
     def after(self, hit: bool) -> "HitRate":
-        """Return the value with one more step in it, and without what is older than the window."""
+        """Return the value with one more step in it, and without steps older than the window."""
         return HitRate((*self.outcomes, hit)[-HIT_WINDOW_STEPS:], self.num_steps + 1)
 
     @property
     def is_due(self) -> bool:
-        """Whether this is a step to look at the decision."""
+        """Whether the decision is reconsidered at this step."""
         return self.num_steps > 0 and self.num_steps % DECISION_STEPS == 0
 
     def exceeds(self, break_even: float) -> bool:
-        """Whether hits were more frequent than `break_even`, a share of all steps."""
+        """Return whether hits were more frequent than `break_even`, a share of all steps."""
         return sum(self.outcomes) > break_even * len(self.outcomes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossScale:
-    """The dynamic loss scale of float16 compute (Micikevicius et al. 2018): a value; each step makes the next.
+    """The dynamic loss scale of float16 compute (Micikevicius et al. 2018), as a value: each step makes the next one.
 
     The loss is multiplied by `scale` and the gradient divided by it. `good_steps` counts steps since the last change.
 
     Raises:
-        ConfigError: a field that cannot make a working scale.
+        ConfigError: a field is out of the range in which a scale works.
     """
 
     scale: float = 2.0**16
@@ -82,7 +82,7 @@ class LossScale:
             raise ConfigError(f"loss scale: expected 0 <= good_steps < growth_interval_steps, found {self}")
 
     def after(self, step_ok: bool) -> "LossScale":
-        """Return the scale for the next step: smaller at once if gradients overflowed, larger after a row of good steps."""
+        """Return the scale for the next step: smaller at once if gradients overflowed, larger after a series of good steps."""
         if not step_ok:
             return replace(self, scale=max(self.scale * self.backoff, _SMALLEST_SCALE), good_steps=0)
         if self.good_steps + 1 < self.growth_interval_steps:
@@ -98,7 +98,7 @@ class LossScale:
         """Return the value that `to_json` wrote.
 
         Raises:
-            ConfigError: unknown or missing fields, or values that cannot be.
+            ConfigError: unknown or missing fields, or values out of their range.
         """
         if set(fields) != set(cls.__dataclass_fields__):
             expected = ", ".join(sorted(cls.__dataclass_fields__))

@@ -1,7 +1,7 @@
-"""What of a run's choices combines with what: which pairs are refused, asked without a model, and docs/combinations.md.
+"""Which of a run's choices can be combined: the pairs that are refused, found without a model, and docs/combinations.md.
 
-Values come from where they are declared (rules, ways for gradients, adapters), so that what is added there is in the table.
-Invariant: what is not refused here works with all else that is not; `tests/equivalence/test_combinations.py` walks the table.
+Values come from where they are declared (rules, ways for gradients, adapters), so that a new one is in the table. Invariant:
+choices that are not refused here work together; `tests/equivalence/test_combinations.py` walks the table.
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,21 +18,21 @@ from headrace.update.rules.table import RULES, optimizer_of, rule_of
 from headrace.update.wire import SubspaceWire
 from headrace.update.wires import WIRES, wire_of
 
-# By option: what a node does not do, and why.
+# Options that a node does not take, and why.
 _NOT_AT_A_NODE = {
     "gradient": "workers send whole gradients",
     "train": "it updates all of each unit",
     "adapter": "workers hold nothing that is trained",
 }
-# What says where a run is; not an option of it.
+# This is where a run runs, and not one of its options.
 _AT_NODE = "at a node"
 
 
 def refuse_combination(options: Options, *, at_node: bool = False) -> None:
-    """Refuse choices that exclude one another. Quick: no model is looked at.
+    """Refuse choices that exclude one another. It is quick: no model is read.
 
     Raises:
-        ConfigError: they do, or one of them is none that there is; names what to choose instead.
+        ConfigError: two choices exclude one another, or one does not exist; the message names what to choose instead.
     """
     wire, optimizer = wire_of(options), optimizer_of(options)
     if isinstance(wire, SubspaceWire):
@@ -44,7 +44,7 @@ def refuse_combination(options: Options, *, at_node: bool = False) -> None:
 
 
 def choices() -> dict[str, dict[str, dict[str, Any]]]:
-    """Return by axis what can be chosen, in words, and the options that say so."""
+    """Return the choices of each axis, in words, with the options that express them."""
     rules = {text: {"optimizer": text} for text in _rules()}
     return {
         "gradient": {kind.name: {"gradient": kind.name} for kind in WIRES},
@@ -71,7 +71,7 @@ def refusal(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
 
 
 def refused() -> Iterator[tuple[str, str, str]]:
-    """Yield each two choices of different axes that are refused together, and why."""
+    """Yield every two choices of different axes that are refused together, and why."""
     axes = list(choices().values())
     for index, axis in enumerate(axes):
         for later in axes[index + 1 :]:
@@ -82,7 +82,7 @@ def refused() -> Iterator[tuple[str, str, str]]:
 
 
 def combinations_page() -> str:
-    """Return docs/combinations.md: what there is, and what of it is refused together."""
+    """Return docs/combinations.md: all choices, and the pairs that are refused."""
     lines = [
         "# What combines with what",
         "",

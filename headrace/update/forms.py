@@ -1,4 +1,4 @@
-"""The forms of a model's units under what a run is made of: its wire, its codec, where far units live, and its rule."""
+"""The forms of a model's units. They follow from a run's wire, its codec, where far units live, and its rule."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -29,14 +29,15 @@ def forms_under(
     *,
     on_host: bool = True,
 ) -> tuple[Form, ...]:
-    """Return the forms of units laid out by `layouts` under a wire and a rule, which says how parameters are aligned and cut.
+    """Return the forms of units laid out by `layouts` under a wire and a rule; the rule says how parameters are aligned and
+    cut.
 
-    `optimizer` says which parameters stay as they are (None: the wire's choice alone): a unit of such alone is frozen.
-    `codec` codes the blocks that are not trained in place, but for those that are coded as they come: `stored` says where their
-    parts lie, `codecs` has what decodes them. `on_host`: that computes, and decodes.
+    `optimizer` says which parameters stay as they are (None: only the wire decides): a unit that has only such parameters is
+    frozen. `codec` codes the blocks that are not trained in place, except those that are coded already: `stored` says where
+    their parts lie, and `codecs` decode them. `on_host`: the host computes, and decodes.
 
     Raises:
-        ConfigError: nothing is trained; or what is coded would be, in place.
+        ConfigError: nothing is trained, or a coded unit would be trained in place.
     """
     forms = []
     for unit, layout in enumerate(layouts):
@@ -85,7 +86,7 @@ def _left(layout: UnitLayout, optimizer: Optimizer | None, *, is_block: bool) ->
 
 
 def _without(trained: UnitLayout | None, layout: UnitLayout, left: frozenset[str]) -> UnitLayout | None:
-    """Return the layout of what is trained of a unit, without what is `left`: in place that keeps its room beside the rest."""
+    """Return the layout of what is trained of a unit, without `left` parameters: in place these keep their room in it."""
     if trained is None or not left:
         return trained
     if trained is layout:
@@ -96,7 +97,7 @@ def _without(trained: UnitLayout | None, layout: UnitLayout, left: frozenset[str
 
 
 def notes_on(forms: Sequence[Form]) -> tuple[str, ...]:
-    """Return what a person should know of what is trained: of subspaces, and of what stays as it is; nothing where all is."""
+    """Return what a person should know about what is trained: subspaces, and parameters that stay; () where all is trained."""
     whole = sum(form.layout.num_parameters for form in forms)
     left = sum(spec.num_elements for form in forms for spec in form.layout.parameters if spec.name in form.left)
     notes = (f"train: {plain_figure(100 * left / whole)} % of the parameters stay as they are",) if left else ()
@@ -124,5 +125,5 @@ def _subspace_notes(forms: Sequence[Form], whole: int, left: int) -> tuple[str, 
 
 
 def _shrunk(shape: Sequence[int], own: Sequence[int]) -> Iterator[int]:
-    """Yield the sides of a subspace that are shorter than its matrix's."""
+    """Yield those sides of a subspace that are shorter than its matrix's."""
     return (there for here, there in zip(shape, own, strict=True) if there < here)

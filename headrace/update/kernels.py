@@ -1,16 +1,16 @@
 """Numbers of the planes, element by element (split master, casts), and the compiled loops that need no rule: square sums.
 
-For whom: `norm`, which checks what it is given, and `loops`, which puts these numbers together with a rule's arithmetic.
-Nothing is checked here, and an index out of range would corrupt memory. Not here: threads. A loop runs on one core without the
-GIL; `sites/host.py` runs several at once.
+Its users are `norm`, which checks its arguments, and `loops`, which combines these functions with a rule's arithmetic. Nothing
+is checked here, and an index out of range would corrupt memory. Threads are not here: a loop runs on one core without the GIL;
+`sites/host.py` runs several at once.
 
 Invariant: every operation is one of IEEE's on fp32, rounded once, in the order written. So no `fastmath` and no contraction to
 fused multiply-add: the bits are those of `tensors`, however a range is cut and whatever the width of the registers.
 
-The loops below and what they call stand in this one file, because numba's cache on disk notices a change only of the file that
-a loop stands in. Loops put together of several files have a digest of them in their key: see `loops`.
+The loops below and what they call stand in this one file, because numba's cache on disk notices a change only in the file that
+a loop stands in. Loops composed from several files have a digest of them in their key: see `loops`.
 
-Legend: a gradient is uint16 (bfloat16 bits), int16 (float16 bits: the type alone tells the two apart) or float32.
+Legend: a gradient is uint16 (bfloat16 bits), int16 (float16 bits: the type alone distinguishes them) or float32.
 """
 
 from typing import Any
@@ -24,10 +24,10 @@ from headrace.machine.jit import compiled, full_width
 from headrace.terms.layout import UNIT_ALIGNMENT
 from headrace.terms.split_master import QUIET_NAN_BITS
 
-# A block of the square sum: the largest length that divides every chunk a unit can be cut into.
+# Elements of a block of the square sum: the largest length that divides every chunk into which a unit can be cut.
 BLOCK_ELEMENTS = UNIT_ALIGNMENT
-# Independent fp64 accumulators of a block. Fixed, not the register width, so that the sum is the same on every machine;
-# 64 hide the latency of an addition whose operand travels through the first-level cache.
+# Independent fp64 accumulators of a block. It is fixed, and not the register width, so that the sum is the same on every
+# machine. 64 of them hide the latency of an addition whose operand travels through the first-level cache.
 LANES = 64
 
 
@@ -39,7 +39,7 @@ def as_float(context: Any, bits: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def joined(context: Any, hi: Any, lo: Any) -> Any:
-    """Return the float32 that `hi` and `lo` are the halves of."""
+    """Return the float32 whose halves are `hi` and `lo`."""
 
     # Written in LLVM's language because numba widens every integer operation to 64 bits, which halves the vector width.
     def lower(ctx: Any, builder: Any, sig: Any, args: Any) -> Any:
@@ -133,7 +133,7 @@ def widened(context: Any, element: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def not_nan(context: Any, value: Any) -> Any:
-    """Return `value`, or the quiet NaN for any NaN: a larger payload would round to minus zero in bfloat16."""
+    """Return `value`, or the quiet NaN in place of any NaN: a larger payload would round to minus zero in bfloat16."""
 
     def lower(ctx: Any, builder: Any, sig: Any, args: Any) -> Any:
         quiet = builder.bitcast(ir.Constant(ir.IntType(32), QUIET_NAN_BITS), ir.FloatType())
@@ -144,7 +144,7 @@ def not_nan(context: Any, value: Any) -> Any:
 
 @compiled
 def block_square_sums(gradient: Any, sums: Any) -> None:
-    """Write the sum of squares of each block of `gradient` to `sums`: in fp64, where a square of an fp32 number is exact.
+    """Write the sum of squares of each block of `gradient` to `sums`, in fp64, where a square of an fp32 number is exact.
 
     Element `j` of a block is added to lane `j % LANES`; then the lanes are added in order.
     """
@@ -154,7 +154,7 @@ def block_square_sums(gradient: Any, sums: Any) -> None:
         block = gradient[index * BLOCK_ELEMENTS : (index + 1) * BLOCK_ELEMENTS]
         lanes[:] = 0.0
         for row in range((block.size + LANES - 1) // LANES):
-            # A slice starts at index 0, so numba sees that no index is negative; sums of indices would not vectorise.
+            # A slice starts at index 0, which tells numba that no index is negative; sums of indices would not vectorise.
             part = block[row * LANES : (row + 1) * LANES]
             for lane in range(part.size):
                 value = np.float64(widened(part[lane]))

@@ -1,18 +1,18 @@
 """The compiled loops of every rule: one generator over the master, the rule's arithmetic, its states' code, and checksums.
 
-A rule says how one element changes (`arithmetic`, a function of fp32 numbers); where the master lies and in which type is told
-from the arrays at the first call, so a run compiles what it runs and nothing else. What a loop does around the arithmetic is
-here once: prefetching, splitting and joining the master, decoding and encoding states tile by tile, checksums on the way.
+A rule says how one element changes (`arithmetic`, a function of fp32 numbers). The types of the arrays at the first call tell
+where the master lies and in which type, so a run compiles only what it runs. What surrounds the arithmetic is here once:
+prefetching, splitting and joining the master, decoding and encoding states tile by tile, checksums.
 
-Invariant: an element's new value depends on that element and the scalars alone, in the order that the arithmetic is written;
-where states have fewer than 32 bits, also on what their code says (`StateCode`).
+Invariant: an element's new value depends on that element and the scalars alone, with operations in the order of the arithmetic;
+where states have fewer than 32 bits, it also depends on their code (`StateCode`).
 
-Numba keeps machine code on disk and notices a change only of the file that a loop stands in. What is inlined here stands in
-several, so a digest of all of them is part of each loop's key (`digest_of`): a closure's variables are.
+Numba keeps machine code on disk and notices a change only in the file that a loop stands in. The functions inlined here stand
+in several files, so each loop closes over a digest of all of them (`digest_of`): a closure's variables are part of its key.
 
-Legend: `gradient` is uint16 (bfloat16 bits), int16 (float16 bits: the type alone tells the two apart) or float32; `scalars` are
-float32, `k` their array; `planes` the weights, the rest of the master, and the rule's states: `hi, lo` and states for bfloat16
-compute, `w` and states for float32, `w16, w` and states for float16.
+Legend: `gradient` is uint16 (bfloat16 bits), int16 (float16 bits: the type alone distinguishes them) or float32; `scalars` are
+float32, `k` is their array; `planes` are the weights, the rest of the master, and the rule's states: `hi, lo` and states for
+bfloat16 compute, `w` and states for float32, `w16, w` and states for float16.
 """
 
 import hashlib
@@ -39,16 +39,16 @@ from headrace.update import kernels
 from headrace.update.kernels import joined, lower_half, narrowed_float16, not_nan, upper_half, widened
 from headrace.update.tensors import Noise
 
-# Elements that are updated and then summed up for their checksums: 448 KiB with two float32 states and the gradient, for a
-# second-level cache.
+# Elements that are updated, and then summed for their checksums: 448 KiB with two float32 states and the gradient, which fits
+# into a second-level cache.
 SUMMED_ELEMENTS = 32768
 
-# Loops run over strips, a cache line of the narrowest plane, and ask for what they will need so far ahead: a processor's own
-# prefetching ends with each page of each array. Measured of two states (docs/log/update-kernel): 1.1 times as fast; 128 to
-# 512 ahead are alike, 1024 is worse. Unsigned, for an index that may be negative would be tested for each element.
+# Loops run over strips, a cache line of the narrowest plane, and prefetch so many elements ahead: a processor's own prefetching
+# ends with each page of each array. Measured with two states (docs/log/update-kernel): 1.1 times as fast; 128 to 512 ahead make
+# no difference, 1024 is worse. They are unsigned, because each use of an index that may be negative would be tested.
 LINE_BYTES = 64
 STRIP_ELEMENTS, AHEAD_ELEMENTS = np.uint64(32), np.uint64(256)
-# So many elements have their states decoded at once; as many may share one number of a state plane.
+# So many elements have their states decoded at once, which is also the most that may share one number of a state plane.
 TILE_ELEMENTS = 256
 
 Loop = Callable[..., None]
@@ -57,18 +57,18 @@ _Inlined = TypeVar("_Inlined", bound=Callable[..., Any])
 
 
 def inlined(function: _Inlined) -> _Inlined:
-    """Mark `function` as one that loops inline: a rule's arithmetic, a part of a code. For Python it stays what it is."""
+    """Mark `function` as one that loops inline: a rule's arithmetic, a part of a code. In Python it is called as before."""
     marked: _Inlined = register_jitable(**JIT_OPTIONS)(function)
     return marked
 
 
 @dataclass(frozen=True, slots=True)
 class StateCode:
-    """How a rule's states are kept in fewer than 32 bits: three functions that loops inline, and the same on tensors.
+    """How a rule's states are kept in fewer than 32 bits: three functions that loops inline, and the same two on tensors.
 
     `scratch()` returns an fp32 array of `TILE_ELEMENTS` for each state; `decode(planes, start, stop, tiles)` writes elements
-    `[start, stop)` of the planes to them; `encode(tiles, planes, start, stop, first, key)` writes them back: `first` is the
-    number of element `start` in its unit, and with `key` (uint32) says which random numbers round it.
+    `[start, stop)` of the planes to them; `encode(tiles, planes, start, stop, first, key)` writes them back. There `first` is
+    the number of element `start` in its unit; together with `key` (uint32) it decides the random numbers for rounding.
     `decode_tensors(planes)` returns fp32 states, `encode_tensors(states, noise)` planes of the same bits.
     """
 
@@ -81,9 +81,9 @@ class StateCode:
 
 @cache
 def plain_loop(arithmetic: Callable[..., Any], num_scalars: int) -> Loop:
-    """Return `loop(gradient, k, *planes)`, which updates planes in place, states being fp32.
+    """Return `loop(gradient, k, *planes)`, which updates planes with fp32 states in place.
 
-    `arithmetic(p, g, states, scalars)` returns `(p, states)` of one element, all fp32 numbers.
+    `arithmetic(p, g, states, scalars)` returns `(p, states)` of one element; all numbers are fp32.
     """
     digest = digest_of(arithmetic)
 
@@ -98,10 +98,10 @@ def plain_loop(arithmetic: Callable[..., Any], num_scalars: int) -> Loop:
 
 @cache
 def summed_loop(arithmetic: Callable[..., Any], num_scalars: int) -> Loop:
-    """Return `loop(gradient, k, first_words, totals, *planes)`, which also adds up checksums of what it leaves, tile by tile.
+    """Return `loop(gradient, k, first_words, totals, *planes)`, which also adds up checksums of the new planes, tile by tile.
 
-    A pass of its own would read from memory again what the caches hold now, at a quarter of the speed. `first_words` has the
-    index of each plane's first word in what is written; `totals` (uint64) are added to: of the weights, and of all states.
+    A pass of its own would read again from memory what the caches hold now, at a quarter of the speed. `first_words` has the
+    index of each plane's first 64-bit word in what is written; the sums are added to `totals` (uint64: weights, all states).
     """
     digest = digest_of(arithmetic, add_words)
 
@@ -120,10 +120,10 @@ def summed_loop(arithmetic: Callable[..., Any], num_scalars: int) -> Loop:
 
 @cache
 def coded_loop(arithmetic: Callable[..., Any], num_scalars: int, code: StateCode) -> Loop:
-    """Return `loop(gradient, k, first, key, *planes)`, for states that are kept as `code` says.
+    """Return `loop(gradient, k, first, key, *planes)` for states that are kept as `code` says.
 
-    A tile at a time is decoded into numbers that stay in the first-level cache, updated there, and encoded again: so the update
-    itself is exact, and only what is kept until the next one is rounded.
+    One tile at a time is decoded into numbers that stay in the first-level cache, updated there, and encoded again: so the
+    update itself is exact, and only what is kept until the next one is rounded.
     """
     scratch, decode, encode = code.scratch, code.decode, code.encode
     digest = digest_of(arithmetic, scratch, decode, encode)
@@ -145,8 +145,8 @@ def coded_loop(arithmetic: Callable[..., Any], num_scalars: int, code: StateCode
 
 
 def digest_of(*functions: Callable[..., Any]) -> str:
-    """Return what changes with any source that a loop of `functions` inlines: this module's, and those that the functions
-    stand in. What a rule's arithmetic calls must stand in its own file, or in `kernels`.
+    """Return a digest that changes with any source that a loop of `functions` inlines: this module, and the files of the
+    functions. What a rule's arithmetic calls must stand in its own file, or in `kernels`.
     """
     files = {Path(str(module.__file__)) for module in (jit, layout, split_master, kernels)} | {Path(__file__)}
     hasher = hashlib.blake2b(digest_size=16)
@@ -154,7 +154,7 @@ def digest_of(*functions: Callable[..., Any]) -> str:
         file = Path(function.__code__.co_filename)
         if file.is_file():
             files.add(file)
-        else:  # written at a prompt
+        else:  # the function was written at a prompt
             hasher.update(marshal.dumps(function.__code__))
     for file in sorted(files):
         hasher.update(file.read_bytes())
@@ -163,7 +163,7 @@ def digest_of(*functions: Callable[..., Any]) -> str:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def _request(context: Any, arrays: Any, first: Any) -> Any:
-    """Ask for elements `first` to `first + STRIP_ELEMENTS` of each array to be brought into the caches; there need be none."""
+    """Ask for elements `first` to `first + STRIP_ELEMENTS` of each array to be brought into the caches; they need not exist."""
 
     def lower(ctx: Any, builder: Any, sig: Any, args: Any) -> Any:
         word, address = ir.IntType(32), ir.IntType(8).as_pointer()
@@ -173,7 +173,7 @@ def _request(context: Any, arrays: Any, first: Any) -> Any:
             data = make_array(array)(ctx, builder, builder.extract_value(args[0], place)).data
             for element in range(0, int(STRIP_ELEMENTS), LINE_BYTES // (array.dtype.bitwidth // 8)):
                 line = builder.gep(data, [builder.add(args[1], ir.Constant(args[1].type, element))])
-                # To be read; into all levels of the caches; data.
+                # Arguments: for reading, into all levels of the caches, data.
                 builder.call(prefetch, [builder.bitcast(line, address), word(0), word(3), word(1)])
         return ctx.get_dummy_value()
 
@@ -194,7 +194,7 @@ def _run(gradient: Any, scalars: Any, planes: Any, arithmetic: Any) -> None:
 
 
 def _update(i: Any, planes: Any, gradient: Any, scalars: Any, arithmetic: Any) -> None:
-    """Update element `i` of `planes`, as their types ask for."""
+    """Update element `i` of `planes` in the way that their types require."""
 
 
 @overload(_update, jit_options=JIT_OPTIONS)  # type: ignore[untyped-decorator]
@@ -225,8 +225,8 @@ def _update_typed(i: Any, planes: Any, gradient: Any, scalars: Any, arithmetic: 
     return bfloat16 if planes[1].dtype == types.int16 else float16
 
 
-# Functions of tuples whose items have types of their own: each takes the first one and leaves the others to itself. Numba wants
-# the parameters of what is compiled written exactly as those of what chooses it.
+# Functions of tuples whose items differ in type: each handles the first item and calls itself for the others. Numba requires
+# that the parameters of a compiled function are written exactly as those of the function that chooses it.
 
 
 def _take(arrays: Any, i: Any) -> Any:
@@ -291,7 +291,7 @@ def _cut_typed(planes: Any) -> Any:
 
 
 def _sum(planes: Any, place: Any, start: Any, stop: Any, first_words: Any, totals: Any) -> None:
-    """Add to the checksums what elements `[start, stop)` of `planes` are; `place` is the number of the first of them."""
+    """Add elements `[start, stop)` of `planes` to the checksums; `place` is the number of the first of these planes."""
 
 
 @overload(_sum, jit_options=JIT_OPTIONS)  # type: ignore[untyped-decorator]

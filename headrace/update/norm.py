@@ -1,6 +1,6 @@
 """The sum of squares of a gradient, the same bits for any chunks and any threads.
 
-Not here: the norm of all units (add their sums in the order of the units, then take the root) and what follows (`clip`).
+The norm of all units is not here (add their sums in the order of the units, then take the root), nor what follows (`clip`).
 
 Invariant: each block of `BLOCK_ELEMENTS` elements is summed alone, in fp64; block sums are added in the order of the elements.
 """
@@ -19,8 +19,8 @@ __all__ = ["BLOCK_ELEMENTS", "add_block_sums", "block_square_sums", "square_sum"
 def square_sum(gradient: NDArray[np.generic], carry: float = 0.0) -> float:
     """Return `carry` plus the sum of squares of `gradient`; infinite or NaN if and only if an element is not finite.
 
-    A unit that comes in chunks: pass each chunk's result on as the `carry` of the next. The bits are those of one call on the
-    whole, provided each chunk but the last is a multiple of `BLOCK_ELEMENTS` long.
+    If a unit comes in chunks, pass each chunk's result as the `carry` of the next. The bits are those of one call on the whole,
+    provided each chunk but the last is a multiple of `BLOCK_ELEMENTS` long.
 
     Shapes: `(n,)`, contiguous; uint16 (bfloat16 bits), float32 or float16. Cost: one pass, no GIL.
 
@@ -31,7 +31,7 @@ def square_sum(gradient: NDArray[np.generic], carry: float = 0.0) -> float:
 
 
 def block_square_sums(gradient: NDArray[np.generic]) -> NDArray[np.float64]:
-    """Return the sum of squares of each block, `(ceil(n / BLOCK_ELEMENTS),)`: what threads can compute for parts of a unit.
+    """Return the sum of squares of each block, `(ceil(n / BLOCK_ELEMENTS),)`: threads can compute it for parts of a unit.
 
     Raises:
         ConfigError: an array of another type or shape.

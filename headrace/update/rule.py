@@ -1,6 +1,7 @@
-"""What an update rule is: the contract that every rule keeps, and what rules have in common whose elements are updated alone.
+"""What an update rule is: the contract that every rule keeps, and what rules share that update each element alone.
 
-Not here: the rules (`rules/`), the compiled loops (`loops`), the planes on tensors (`tensors`), threads and devices (`sites/`).
+The rules are not here (`rules/`), nor the compiled loops (`loops`), the planes on tensors (`tensors`), threads and devices
+(`sites/`).
 
 Invariant: all forms of a rule take the same scalars, computed in double precision and rounded to fp32 once, so they cannot
 differ in them.
@@ -24,9 +25,9 @@ from headrace.terms.rule_figures import RuleFigures
 from headrace.update.loops import StateCode, coded_loop, plain_loop, summed_loop
 from headrace.update.tensors import Noise, States, update_tensors
 
-# NumPy types of a gradient; uint16 stands for bfloat16 bits.
+# NumPy types of a gradient; uint16 stands for the bits of bfloat16.
 GRADIENT_DTYPES = ("uint16", "float32", "float16")
-_WORD_BYTES = 8  # of a checksum
+_WORD_BYTES = 8  # a checksum adds words of so many bytes
 _WEIGHT_DTYPES = {
     "bfloat16": (torch.bfloat16, torch.int16, torch.uint16),
     "float32": (torch.float32,),
@@ -47,7 +48,7 @@ class StepScalars:
     """What one update of a unit is given besides the gradient, whatever the rule.
 
     `update` counts the updates applied to the unit from 1: the first is 1, a skipped step does not count. `gradient_scale`
-    multiplies the gradient before all else: the clip factor divided by the loss scale.
+    multiplies the gradient first: it is the clip factor divided by the loss scale.
 
     Raises:
         ConfigError: `update` below 1, or a scalar that is not finite.
@@ -66,10 +67,11 @@ class StepScalars:
 
 @dataclass(frozen=True, slots=True)
 class Summing:
-    """Checksums (`store.checksum`) taken along with an update, of what will be written: the weights, and all states as one.
+    """Checksums (`store.checksum`) of what will be written, taken along with an update: of the weights, and of all states as
+    one.
 
     `first_words` has, for the weights and each state plane in order, the index of the array's first 64-bit word in what is
-    written, `(1 + number of state planes,)` int64; `totals` (uint64: weights, states) are added to.
+    written, `(1 + number of state planes,)` int64. The sums are added to `totals` (uint64: weights, states).
     """
 
     first_words: NDArray[np.int64]
@@ -77,25 +79,25 @@ class Summing:
 
 
 class Checksums(NamedTuple):
-    """Of a chunk's weights and of its states, as they are after the update."""
+    """The checksums of a chunk's weights and of its states, as they are after the update."""
 
     weights: int
     states: int
 
 
 def noise_key(update: int, unit: int) -> int:
-    """Return the 32 bits that place the random roundings of one unit in one of its updates: a function of these numbers alone.
+    """Return the 32 bits that decide the random roundings of a unit in one of its updates: they depend on these numbers alone.
 
-    So a resumed run, and any placement of the states, rounds every state as an unbroken one does.
+    So a resumed run, and any placement of the states, rounds every state as an unbroken run does.
     """
     return int.from_bytes(hashlib.blake2b(f"{update}/{unit}".encode(), digest_size=4).digest(), "little")
 
 
 def group_pieces(groups: Sequence[GroupRange], start: int, stop: int) -> list[GroupRange]:
-    """Return the parts of `groups` inside elements `[start, stop)` of a unit, in order.
+    """Return the parts of `groups` that lie inside elements `[start, stop)` of a unit, in order.
 
     Raises:
-        ConfigError: the groups leave a gap in the range or overlap: some element would be updated never, or twice.
+        ConfigError: the groups leave a gap in the range or overlap: some element would not be updated, or updated twice.
     """
     pieces: list[GroupRange] = []
     reached = start
@@ -126,15 +128,15 @@ def refuse_cut_blocks(planes: PlaneSet, starts: Iterable[int]) -> None:
 
 
 class UpdateRule(Protocol):
-    """Changes weights and states by one gradient, block by block of `planes.block_elements`: no block depends on another.
+    """Changes weights and states by one gradient, in blocks of `planes.block_elements`: no block depends on another.
 
-    So any cut of a unit between blocks, in any order and in any threads, gives the same bits; and the host's form gives those
-    of the device's. `headrace.testing.rule_contract` checks that, and the rest of this contract.
+    So any cut of a unit between blocks, in any order and any threads, gives the same bits, and host and device give the same.
+    `headrace.testing.rule_contract` checks that, and the rest of this contract.
     """
 
     @property
     def figures(self) -> RuleFigures:
-        """What those know of the rule who plan it: planes, grain, costs."""
+        """What a planner knows of the rule: planes, grain, costs."""
         ...
 
     @property
@@ -159,11 +161,12 @@ class UpdateRule(Protocol):
         first_element: int = 0,
         summing: Summing | None = None,
     ) -> None:
-        """Update `weight` and `states` in place; with `summing`, add to checksums of what they become. One thread, no GIL.
+        """Update `weight` and `states` in place; with `summing`, add checksums of the result. Runs in one thread, without the
+        GIL.
 
         Shapes: `(n,)`, of a state plane `(planes.states[i].num_values(n),)`; contiguous, not overlapping. `weight` has the type
         of `planes.weight`, `states` those of `planes.states` in order; `gradient` is uint16 (bfloat16 bits), float32 or
-        float16. The arrays begin at element `first_element` of `unit`: a rule that rounds at random needs to know.
+        float16. The arrays begin at element `first_element` of `unit`, which a rule that rounds at random needs.
 
         Raises:
             ConfigError: an array of another type or length, or a range that cuts a block; nothing has been changed then.
@@ -181,7 +184,7 @@ class UpdateRule(Protocol):
         unit: int = 0,
         first_element: int = 0,
     ) -> None:
-        """Update tensors in place, on the device and the stream that they are on: `apply` on tensors, with the same bits.
+        """Update tensors in place, on their device and its current stream: the same as `apply`, with the same bits.
 
         `weight` may also be the bits of bfloat16 numbers; the gradient is bfloat16, float32 or float16.
 
@@ -192,17 +195,17 @@ class UpdateRule(Protocol):
 
 
 class ElementRule(ABC):
-    """A rule by which an element of the master and of the states becomes what it, its gradient and some scalars say.
+    """A rule under which the new value of an element follows from its master, its states, its gradient and some scalars.
 
     A subclass gives its scalars, one element's arithmetic, and the same arithmetic on tensors; planes of all compute types,
-    checksums, codes of states, threads and devices follow. `planes.states` begin with the rest of the master, if there is one,
-    then come the rule's own.
+    checksums, codes of states, threads and devices follow from these. `planes.states` begin with the rest of the master, if
+    there is one; then come the rule's own.
     """
 
     element: ClassVar[Callable[..., Any]]
     """`element(p, gradient, states, scalars)` returns `(p, states)` of one element: fp32 numbers, marked `loops.inlined`.
 
-    A static method, whose file has all that it calls (or `kernels`): the key of its machine code is a digest of these.
+    A static method. What it calls stands in its own file (or in `kernels`): the key of its machine code is a digest of these.
     """
 
     def __init__(self, figures: RuleFigures, code: StateCode | None = None) -> None:
@@ -210,20 +213,20 @@ class ElementRule(ABC):
 
     @abstractmethod
     def scalars(self, step: StepScalars, weight_decay: float, learning_rate_scale: float) -> tuple[float, ...]:
-        """Return what `element` is given, always as many, in double precision."""
+        """Return the scalars for `element`, always the same number of them, in double precision."""
 
     @abstractmethod
     def on_tensors(
         self, p: Tensor, gradient: Tensor, states: Sequence[Tensor], scalars: tuple[float, ...]
     ) -> tuple[Tensor, States]:
-        """Return the new fp32 `p` and `states`: `element` in torch operations that round as it does, whole tensors at once.
+        """Return the new fp32 `p` and `states`: `element` as torch operations on whole tensors, rounding in the same way.
 
         `scalars` are exactly representable in fp32; `gradient` is fp32, bfloat16 or float16.
         """
 
     @property
     def figures(self) -> RuleFigures:
-        """What those know of the rule who plan it."""
+        """What a planner knows of the rule."""
         return self._figures
 
     @property
@@ -233,7 +236,7 @@ class ElementRule(ABC):
 
     @property
     def sums(self) -> bool:
-        """Whether `apply` can take checksums on the way: with states that are kept as they are."""
+        """Whether `apply` can take checksums on the way: it can where states are kept unchanged, without a code."""
         return self._code is None
 
     def apply(
@@ -291,7 +294,7 @@ class ElementRule(ABC):
             state.copy_(new_state.view(state.dtype))
 
     def _check(self, weight: NDArray[Any], states: tuple[NDArray[Any], ...], gradient: NDArray[Any]) -> None:
-        """Raise ConfigError unless the arrays are ones that a compiled loop can run over without leaving them."""
+        """Raise ConfigError unless a compiled loop can run over the arrays without leaving them."""
         self._check_count(states)
         for plane, array in zip((self._planes.weight, *self._planes.states), (weight, *states), strict=True):
             _check_array(plane.name, array, (plane.dtype,), plane.num_values(weight.size))
@@ -337,10 +340,10 @@ def _check_tensor(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], nu
 
 
 def _integers(weight: NDArray[Any]) -> NDArray[Any]:
-    """Return float16 weights as their bits, which is how the loops write them."""
+    """Return float16 weights as their bits, which the loops write."""
     return weight.view("uint16") if weight.dtype.name == "float16" else weight
 
 
 def _tagged(gradient: NDArray[Any]) -> NDArray[Any]:
-    """Return a float16 gradient as int16: the type by which the loops tell it from bfloat16 bits."""
+    """Return a float16 gradient as int16, the type by which the loops distinguish it from bfloat16 bits."""
     return gradient.view("int16") if gradient.dtype.name == "float16" else gradient

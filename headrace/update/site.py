@@ -1,8 +1,8 @@
 """What a far site is: a place, outside this process's stores, where weights and states live and the rule runs.
 
-A unit that lives there is pulled before compute uses it, and its gradient is pushed when it is summed. What becomes of the
-gradients is concluded once a step, when the norm of all of them is known; then the site updates what it has, and a pull gives
-the new weights. So local units (`sites.host`, `sites.device`) and far ones may be mixed: the norm is that of all.
+A unit that lives there is pulled before compute uses it, and its gradient is pushed once it is summed. Once a step, when the
+norm of all gradients is known, it is concluded what becomes of them; then the site updates what it has, and a pull gives the
+new weights. So local units (`sites.host`, `sites.device`) and far ones may be mixed: the norm is that of all.
 
 Invariant: after `commit` of step n the site can go back to it until `commit` of step n + 1 has returned.
 """
@@ -17,29 +17,29 @@ from headrace.update.rule import StepScalars
 
 
 class Site(Protocol):
-    """Where far units live. `pull` and `push` are called from lanes of their own; the others while neither runs."""
+    """Where far units live. `pull` and `push` are called from lanes of their own, the other methods while neither runs."""
 
     @property
     def name(self) -> str:
-        """What a run's record says: a run goes on with the site that it began with."""
+        """The site's name in a run's record: a run goes on with the site that it began with."""
 
     def holds(self, unit: int) -> bool:
-        """Return whether a unit lives there."""
+        """Return whether a unit lives at this site."""
 
     def begin(self, unit: int, weights: Bytes) -> None:
         """Take the imported weights of a unit, as bytes of the compute dtype."""
 
     def pull(self, unit: int, into: Bytes) -> None:
-        """Fill `into` with a unit's newest weights, as bytes of the compute dtype: after all that was concluded."""
+        """Fill `into` with a unit's newest weights, after all concluded updates, as bytes of the compute dtype."""
 
     def push(self, unit: int, gradient: NDArray[Any]) -> None:
-        """Take a unit's gradient of this step, as NumPy sees it (bfloat16: the bits); the array is used again afterwards."""
+        """Take a unit's gradient of this step in NumPy's types (bfloat16 as bits); the caller reuses the array afterwards."""
 
     def conclude(self, scalars: Mapping[int, StepScalars] | None) -> None:
-        """Update each unit whose gradient was pushed with its scalars; None: the step is thrown away, and its gradients."""
+        """Update each unit whose gradient was pushed, by its scalars; None: the step and its gradients are thrown away."""
 
     def commit(self, num_steps: int) -> None:
-        """Make what was concluded durable, as of after `num_steps` steps."""
+        """Make everything that was concluded durable, as the state after `num_steps` steps."""
 
     def go_back(self, num_steps: int) -> None:
-        """Return to what was committed as of after `num_steps` steps: a run is resumed there."""
+        """Return to the state that was committed after `num_steps` steps: a run is resumed there."""

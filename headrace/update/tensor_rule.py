@@ -1,11 +1,11 @@
 """Rules that need whole rows or whole matrices: what they have in common.
 
-A subclass says what becomes of a stack of items, in torch operations, on the host and on a device alike. Items are rows or
-matrices (`terms.cuts`); of a chunk the rule is given one parameter's at a time. What is none (biases, norms, embeddings that
-`RuleFigures.elementwise` names, padding) another rule updates, over the same planes.
+A subclass says what becomes of a stack of items, in torch operations that serve host and device. Items are rows or matrices
+(`terms.cuts`); the rule is given the items of one parameter at a time. What is no item (biases, norms, embeddings that
+`RuleFigures.elementwise` names, padding) is updated by another rule over the same planes.
 
 Invariant: an item's new value depends on the item, its gradient and the scalars alone: not on the chunk, the piece or the
-thread that has it. Bits are the same on every device if each operation rounds once (`tensors`): sums by `tree_sum`.
+thread. Bits are the same on every device if each operation rounds once (`tensors`); sums are taken by `tree_sum`.
 """
 
 from abc import ABC, abstractmethod
@@ -25,14 +25,14 @@ from headrace.update.tensors import States, update_tensors
 
 
 class TensorRule(ABC):
-    """A rule by which whole rows or matrices become what they, their gradients and some scalars say.
+    """A rule under which the new values of a whole row or matrix follow from it, its states, its gradient and some scalars.
 
-    `planes.states` begin with the rest of the master, if there is one, then come the rule's own. `alone` updates whatever is no
-    row or matrix, and has the same planes; it is None where vectors are items, too (`RuleFigures.takes_vectors`), so that there
-    is none.
+    `planes.states` begin with the rest of the master, if there is one; then come the rule's own. `alone` updates all elements
+    outside of rows and matrices, and has the same planes; it is None where vectors are items, too
+    (`RuleFigures.takes_vectors`), because then there are no such elements.
 
     Raises:
-        ConfigError: the planes differ, or have blocks of elements that share a number; or the grain is the element.
+        ConfigError: the planes differ, or have blocks of elements that share a number, or the grain is the element.
     """
 
     def __init__(self, figures: RuleFigures, alone: ElementRule | None) -> None:
@@ -44,7 +44,7 @@ class TensorRule(ABC):
                 f"alone, with a number for each element; found grain {figures.grain}, and {name}"
             )
         self._figures = figures
-        # What is of no row or matrix another rule updates: see `UpdateRule.apply`.
+        # Another rule updates elements outside of rows and matrices: see `UpdateRule.apply`.
         self.apply = alone.apply if alone else self._none_is_alone
         self.apply_to_tensors = alone.apply_to_tensors if alone else self._none_is_alone
 
@@ -53,20 +53,20 @@ class TensorRule(ABC):
 
     @abstractmethod
     def scalars(self, step: StepScalars, weight_decay: float, learning_rate_scale: float) -> tuple[float, ...]:
-        """Return what `on_items` is given, in double precision."""
+        """Return the scalars for `on_items`, in double precision."""
 
     @abstractmethod
     def on_items(
         self, p: Tensor, gradient: Tensor, states: Sequence[Tensor], scalars: tuple[float, ...]
     ) -> tuple[Tensor, States]:
-        """Return the new fp32 `p` and `states`. Shapes of all: (items, rows, columns), with one row where rows are items.
+        """Return the new fp32 `p` and `states`. All have the shape (items, rows, columns), with one row where rows are items.
 
         `scalars` are exactly representable in fp32; `gradient` is fp32. It may allocate `temporary_bytes` per element.
         """
 
     @property
     def figures(self) -> RuleFigures:
-        """What those know of the rule who plan it."""
+        """What a planner knows of the rule."""
         return self._figures
 
     @property
@@ -76,17 +76,17 @@ class TensorRule(ABC):
 
     @property
     def sums(self) -> bool:
-        """Whether checksums are taken on the way: they are not, the store takes them."""
+        """Whether checksums are taken on the way: they are not, so the store takes them."""
         return False
 
     @torch.no_grad()
     def apply_to_items(
         self, weight: Tensor, states: tuple[Tensor, ...], gradient: Tensor, step: StepScalars, items: ItemRange
     ) -> None:
-        """Update the items of `items` in place, on the device that they are on. Shapes: `(n,)`; types as `UpdateRule` has them.
+        """Update the items of `items` in place, on their device. Shapes: `(n,)`; types as in `UpdateRule.apply_to_tensors`.
 
         Raises:
-            ConfigError: a part of an item; nothing is changed then.
+            ConfigError: only a part of an item is given; nothing is changed then.
         """
         if weight.numel() % items.item_elements:
             raise ConfigError(
@@ -98,7 +98,7 @@ class TensorRule(ABC):
         def update(p: Tensor, own: Sequence[Tensor]) -> tuple[Tensor, States]:
             return self.on_items(p, gradient.view(shape).to(torch.float32), own, scalars)
 
-        own = [state.view(shape) for state in states if state.numel()]  # of planes of elements alone there is nothing here
+        own = [state.view(shape) for state in states if state.numel()]  # planes of elements alone have nothing here
         new_weight, new_states = update_tensors(weight.view(shape), own, update)
         weight.view(shape).copy_(new_weight)
         for state, new in zip(own, new_states, strict=True):
@@ -117,16 +117,16 @@ def items_rule(rule: UpdateRule) -> TensorRule:
 
 
 def item_shares(items: ItemRange, most_elements: int) -> Iterator[ItemRange]:
-    """Yield `items` in parts of as many as have `most_elements`, at least one."""
+    """Yield `items` in parts of at most `most_elements` elements, but at least one item."""
     step = max(1, most_elements // items.item_elements) * items.item_elements
     for begin in range(items.start, items.stop, step):
         yield replace(items, start=begin, stop=min(begin + step, items.stop))
 
 
 def tree_sum(values: Tensor) -> Tensor:
-    """Return the sums of items `(n, rows, columns)` as `(n, 1, 1)`, added in one order whatever the device and the threads.
+    """Return the sums of items `(n, rows, columns)` as `(n, 1, 1)`, added in one order on any device and with any threads.
 
-    Halves are added to one another until one number is left: element by element, so that each addition is rounded once.
+    Halves are added element by element until one number is left, so that each addition is rounded once.
     """
     flat = values.flatten(1)
     while (count := flat.shape[1]) > 1:

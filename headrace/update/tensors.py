@@ -1,10 +1,10 @@
 """The planes on tensors: the split master in plain torch operations, and an update of it by any rule that has a tensor form.
 
-Each operation is one torch kernel with one rounding. No `addcmul`, `lerp` or `alpha=`: some backends contract those to a fused
-multiply-add; and no division by a scalar, which a GPU computes as a product with the inverse. This is what the compiled loops
-are tested against, and what runs on a device.
+Each operation is one torch kernel with one rounding. There is no `addcmul`, `lerp` or `alpha=`, which some backends contract to
+a fused multiply-add, and no division by a scalar, which a GPU computes as a product with the inverse. The compiled loops are
+tested against this, and it runs on a device.
 
-Invariant: the bits of the compiled loops for every input; only NaNs outside `hi` and `lo` may differ in payload.
+Invariant: the bits of the compiled loops for every input; only the payloads of NaNs outside `hi` and `lo` may differ.
 
 Legend: `hi` may be bfloat16, int16 or uint16, the same bits; `lo` is int16. Tensors may have any shape and live on any device.
 """
@@ -26,14 +26,14 @@ States = tuple[Tensor, ...]
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """Where random roundings come from: the `key` of the update and unit, and the number of the first element."""
+    """What decides random roundings: the `key` of the update and unit, and the number of the first element."""
 
     key: int
     first_element: int
 
 
 def as_tensor(array: NDArray[Any], *, bfloat16: bool = False) -> Tensor:
-    """Return an array as a tensor over the same memory; uint16 are bits: of `bfloat16` numbers, or left as they are."""
+    """Return an array as a tensor over the same memory; uint16 becomes `bfloat16`, or stays bits."""
     if array.dtype.name != "uint16":
         return torch.from_numpy(array)
     tensor = torch.from_numpy(array.view(np.int16))
@@ -43,20 +43,20 @@ def as_tensor(array: NDArray[Any], *, bfloat16: bool = False) -> Tensor:
 def root_of(v: Tensor) -> Tensor:
     """Return the correctly rounded square root of fp32 `v`.
 
-    By way of fp64, because torch's own fp32 root on a CPU is MKL's and misses the last bit of one number in five. In fp64 it
-    is never so near to the middle of two fp32 numbers that rounding it once more could go astray.
+    It goes by way of fp64, because torch's own fp32 root on a CPU is MKL's, which misses the last bit of one number in five. In
+    fp64 a root is never so near to the middle of two fp32 numbers that the second rounding could go wrong.
     """
     return v.to(torch.float64).sqrt_().to(torch.float32)
 
 
 def join(hi: Tensor, lo: Tensor) -> Tensor:
-    """Return the fp32 master of which these are the halves."""
+    """Return the fp32 master whose halves are `hi` and `lo`."""
     bits: Tensor = joined(hi.view(torch.int16).to(torch.int32), lo.to(torch.int32))
     return bits.view(torch.float32)
 
 
 def rounded_bits(values: Tensor) -> Tensor:
-    """Return the bits of fp32 `values` (int32) that are rounded to bfloat16: any NaN is made the quiet NaN."""
+    """Return the bits (int32) of fp32 `values` before they are rounded to bfloat16: every NaN becomes the quiet NaN."""
     return values.view(torch.int32).masked_fill(values != values, QUIET_NAN_BITS)
 
 
@@ -70,12 +70,13 @@ def split(master: Tensor) -> tuple[Tensor, Tensor]:
 def update_tensors(
     weight: Tensor, states: Sequence[Tensor], update: Callable[[Tensor, Sequence[Tensor]], tuple[Tensor, States]]
 ) -> tuple[Tensor, States]:
-    """Return the new `(weight, states)`, in the types of the old: what `update` makes of the fp32 master and the rule's states.
+    """Return the new `(weight, states)`, in the types of the old ones, by applying `update` to the fp32 master and the rule's
+    states.
 
-    The plane set is told from the type of `weight`; `states` begin with the rest of its master where there is one.
+    The type of `weight` tells the plane set; `states` begin with the rest of its master, if there is one.
 
     Raises:
-        ConfigError: `weight` has a type that no plane set has.
+        ConfigError: no plane set has weights of that type.
     """
     if weight.dtype in (torch.bfloat16, torch.int16, torch.uint16):
         p, new = update(join(weight, states[0]), states[1:])

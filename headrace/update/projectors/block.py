@@ -1,4 +1,4 @@
-"""Projectors of blocks, in closed form: rows in groups, in each group the leading singular vectors of what is sampled.
+"""Projectors of blocks, in closed form: rows are grouped, and each group gets the leading singular vectors of a sample.
 
 The rows of a side are cut into d/r groups of neighbours, as equal as can be. Each group has r columns of its own: the r
 directions in which its rows of the gradient vary most, by the eigenvectors of a small Gram matrix; P and Q take turns, each on
@@ -13,13 +13,13 @@ from torch import Tensor
 
 from headrace.update.projectors.projector import Projector, Sides, both, smaller
 
-# After P has been chosen for the whole gradient: Q for what P leaves, then P for what Q leaves; more gains nothing.
+# After P has been chosen for the whole gradient: Q for what P leaves, then P for what Q leaves; more turns gain nothing.
 _TURNS = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """A projector of groups of rows. `values` (stack, rows, r): of each row, in its group's columns."""
+    """A projector of groups of rows. `values` (stack, rows, r) are each row's numbers in the columns of its group."""
 
     values: Tensor
     dimension: int
@@ -40,13 +40,13 @@ class Groups:
 
 
 class BlockKind:
-    """Groups of neighbouring rows, each with the directions that matter most to it."""
+    """Groups of neighbouring rows, each with the directions in which it varies most."""
 
     name = "block"
     keeps_positions = False
 
     def dimension(self, side: int, dimension: int) -> int | None:
-        """Return that of a side: none of a side that is no larger."""
+        """Return the dimension for a side; None for one that is no larger."""
         return smaller(side, dimension)
 
     def projector(self, values: Tensor, positions: Tensor | None, dimension: int) -> Projector:
@@ -75,13 +75,13 @@ def _groups(side: tuple[Tensor, int | None]) -> Projector:
 
 
 def _leading(matrices: Tensor, dimension: int, nonzeros: int) -> Tensor:
-    """Return values (stack, rows, r): for each group of rows the r directions with the largest part of `matrices`."""
+    """Return values (stack, rows, r): the r directions with the largest share of `matrices`, for each group of rows."""
     stack, rows, _ = matrices.shape
     groups = dimension // nonzeros
     cut = in_groups(matrices, groups)
     gram = (cut @ cut.transpose(1, 2)).to("cpu", torch.float64)
     real = in_groups(torch.ones(stack, rows, 1), groups)[:, :, 0].double()
-    # Rows that fill up come last, also behind directions in which nothing varies.
+    # Padding rows come last, also behind directions in which nothing varies.
     mean = gram.diagonal(dim1=1, dim2=2).mean(dim=1, keepdim=True)
     gram.diagonal(dim1=1, dim2=2).sub_((1 - real) * (mean + 1))
     vectors = torch.linalg.eigh(gram).eigenvectors[:, :, -nonzeros:].to(matrices.device, torch.float32)
@@ -89,7 +89,7 @@ def _leading(matrices: Tensor, dimension: int, nonzeros: int) -> Tensor:
 
 
 def in_groups(matrices: Tensor, groups: int) -> Tensor:
-    """Return (stack, rows, k) as (stack * groups, rows of a group, k): the shorter groups are filled up with rows of zero."""
+    """Return (stack, rows, k) as (stack * groups, rows of a group, k); the shorter groups are padded with rows of zeros."""
     stack, rows, columns = matrices.shape
     most = -(-rows // groups)
     if rows == most * groups:
@@ -100,14 +100,14 @@ def in_groups(matrices: Tensor, groups: int) -> Tensor:
 
 
 def _out_of_groups(cut: Tensor, stack: int, groups: int, rows: int) -> Tensor:
-    """Return (stack * groups, rows of a group, k) as (stack, rows, k), without what fills up."""
+    """Return (stack * groups, rows of a group, k) as (stack, rows, k), without padding."""
     most, columns = cut.shape[1:]
     whole = cut.reshape(stack, groups * most, columns)
     return whole if rows == groups * most else whole[:, _places(rows, groups).to(cut.device)]
 
 
 def _places(rows: int, groups: int) -> Tensor:
-    """Return where each row lies among those of groups that were filled up. Group g begins at row `g * rows // groups`."""
+    """Return the index of each row among those of padded groups. Group g begins at row `g * rows // groups`."""
     most = -(-rows // groups)
     borders = [group * rows // groups for group in range(groups + 1)]
     return torch.cat([torch.arange(stop - start) + group * most for group, (start, stop) in enumerate(pairwise(borders))])

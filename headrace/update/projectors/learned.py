@@ -1,7 +1,7 @@
 """Learned projectors, as LSP-Offload has them (Chen et al., AAAI 2025, section 4.2): random positions, values by Adam.
 
-What is made small is the relative estimation error `||P P^T G Q Q^T - G|| / ||G||` on a sampled gradient. Slopes of the values
-are written out, so that no dense projector is made.
+The descent minimises the relative estimation error `||P P^T G Q Q^T - G|| / ||G||` on a sampled gradient. The gradients of the
+values are written out by hand, so that no dense projector is made.
 """
 
 import torch
@@ -28,7 +28,7 @@ class LearnedKind(ScatteredKind):
     def fit(
         self, gradient: Tensor, dimensions: Sides[int], nonzeros: int, generator: torch.Generator
     ) -> Sides[tuple[Tensor, Tensor | None]]:
-        """Choose both sides for `gradient`: the best that a descent of a hundred steps comes by."""
+        """Choose both sides for `gradient`: the best that a descent of a hundred steps meets."""
         stack, rows, columns = gradient.shape
 
         def drawn(rows: int, dimension: int | None) -> Scattered | None:
@@ -45,7 +45,7 @@ class LearnedKind(ScatteredKind):
 
 
 def _best_scale(sides: Sides[Scattered], gradient: Tensor) -> Sides[Scattered]:
-    """Return the projectors times the number that makes the estimate of `gradient` best."""
+    """Return the projectors times that number with which the estimate of `gradient` is best."""
     pair = _pair(sides)
     estimate = pair.decompress(pair.compress(gradient))
     size = estimate.square().sum()
@@ -55,7 +55,7 @@ def _best_scale(sides: Sides[Scattered], gradient: Tensor) -> Sides[Scattered]:
 
 
 def _descent(sides: Sides[Scattered], gradient: Tensor) -> Sides[Scattered]:
-    """Return the best of the projectors that Adam comes by, its rate falling as a cosine."""
+    """Return the best of the projectors that Adam meets, with a rate that falls as a cosine."""
     values = [side.values.clone() for side in sides if side is not None]
     first, second = ([torch.zeros_like(each) for each in values] for _ in range(2))
     best, least = sides, torch.full((), torch.inf, device=gradient.device)
@@ -75,7 +75,7 @@ def _descent(sides: Sides[Scattered], gradient: Tensor) -> Sides[Scattered]:
 
 
 def _slopes(sides: Sides[Scattered], gradient: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """Return the relative error, and how its square rises with each value of both sides."""
+    """Return the relative error, and the derivative of its square by each value of both sides."""
     pair = _pair(sides)
     core = pair.compress(gradient)
     off = pair.decompress(core).sub_(gradient)

@@ -1,10 +1,10 @@
-"""What a projector is: a tall matrix with a few non-zeros in each row, that brings one side of a matrix to fewer dimensions.
+"""What a projector is: a tall matrix with a few non-zeros in each row, which maps one side of a matrix to fewer dimensions.
 
-A gradient G (m, n) is compressed to `P^T G Q` (d, d), and what is learned of it, S, is decompressed to `P S Q^T`: the
-(d, r)-sparse projectors of LSP-Offload (Chen et al., AAAI 2025, section 4), r non-zeros in each row of P (m, d) and Q (n, d).
-All tensors here are stacks of matrices, float32: packed experts are one matrix each, a plain matrix is a stack of one.
+A gradient G (m, n) is compressed to `P^T G Q` (d, d), and what is learned there, S, is decompressed to `P S Q^T`: these are the
+(d, r)-sparse projectors of LSP-Offload (Chen et al., AAAI 2025, section 4), with r non-zeros in each row of P (m, d) and Q (n,
+d). All tensors here are stacks of matrices, float32: each packed expert is one matrix, and a plain matrix is a stack of one.
 
-Invariant: what is computed depends on the arguments alone, the order of sums included: the same bits whenever it is done again.
+Invariant: results depend on the arguments alone, the order of sums included, so that a repetition gives the same bits.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ _T = TypeVar("_T")
 
 
 class Projector(Protocol):
-    """One side's projectors, of a stack of matrices."""
+    """One side's projectors, for a stack of matrices."""
 
     def reduce(self, matrices: Tensor) -> Tensor:
         """Return `P^T` times `matrices`: (stack, rows, k) -> (stack, d, k)."""
@@ -28,7 +28,7 @@ class Projector(Protocol):
 
 
 class _Identity:
-    """The projector of a side that is no larger than the subspace."""
+    """The projector of a side that is not larger than the subspace."""
 
     def reduce(self, matrices: Tensor) -> Tensor:
         return matrices
@@ -52,7 +52,7 @@ class Pair(NamedTuple):
         return self.right.reduce(left.transpose(1, 2)).transpose(1, 2)
 
     def compress_factors(self, outputs: Tensor, inputs: Tensor) -> Tensor:
-        """Return `P^T G Q` of `G = dY^T X`, which is never made: `outputs` are dY^T (stack, m, tokens), `inputs` X^T."""
+        """Return `P^T G Q` of `G = dY^T X`, without making G: `outputs` are dY^T (stack, m, tokens), `inputs` X^T."""
         return self.left.reduce(outputs) @ self.right.reduce(inputs).transpose(1, 2)
 
     def decompress(self, subspace: Tensor) -> Tensor:
@@ -61,8 +61,8 @@ class Pair(NamedTuple):
         return self.left.expand(right.transpose(1, 2))
 
     def move(self, other: "Pair", moment: Tensor, *, square: bool) -> Tensor:
-        """Return what `moment`, of gradients compressed by this pair, is of those compressed by `other`: `A M B` with
-        `A = P_new^T P_old` and `B = Q_old^T Q_new`; of a second moment by the squares of A and B, so that it stays >= 0.
+        """Return what `moment`, made of gradients compressed by this pair, becomes for those compressed by `other`: `A M B`
+        with `A = P_new^T P_old` and `B = Q_old^T Q_new`. A second moment takes the squares of A and B, so that it stays >= 0.
         """
         rows, columns = _change(self.left, other.left, moment, 1), _change(self.right, other.right, moment, 2)
         if rows is not None:
@@ -73,7 +73,7 @@ class Pair(NamedTuple):
 
 
 def _change(old: Projector, new: Projector, moment: Tensor, side: int) -> Tensor | None:
-    """Return `new^T old`, None where neither projects."""
+    """Return `new^T old`; None where neither projects."""
     if old is IDENTITY and new is IDENTITY:
         return None
     stack, size = moment.shape[0], moment.shape[side]
@@ -82,21 +82,21 @@ def _change(old: Projector, new: Projector, moment: Tensor, side: int) -> Tensor
 
 
 def relative_error(pair: Pair, gradient: Tensor) -> Tensor:
-    """Return `||P P^T G Q Q^T - G|| / ||G||` of a whole stack, in Frobenius norms; 0 of a gradient of zero."""
+    """Return `||P P^T G Q Q^T - G|| / ||G||` of a whole stack, in Frobenius norms; 0 for a gradient of zero."""
     norm = gradient.square().sum().sqrt()
     off = pair.decompress(pair.compress(gradient)).sub_(gradient).square_().sum().sqrt()
     return torch.where(norm > 0, off / norm, torch.zeros_like(norm))
 
 
 class Sides(NamedTuple, Generic[_T]):
-    """Something of both sides, None for a side that keeps the identity."""
+    """Something for each of both sides; None for a side that keeps the identity."""
 
     left: _T | None
     right: _T | None
 
 
 class Kind(Protocol):
-    """A way to choose projectors. Numbers of one side are `nonzeros` for each row of each matrix of the stack."""
+    """A way to choose projectors. One side has `nonzeros` numbers for each row of each matrix of the stack."""
 
     @property
     def name(self) -> str:
@@ -104,10 +104,10 @@ class Kind(Protocol):
 
     @property
     def keeps_positions(self) -> bool:
-        """Whether the places of non-zeros are kept beside their values, or follow from the shape."""
+        """Whether the places of non-zeros are kept beside their values; if not, they follow from the shape."""
 
     def dimension(self, side: int, dimension: int) -> int | None:
-        """Return to how many dimensions a side is brought where `dimension` was asked for, None if it is left as it is."""
+        """Return the dimension to which a side is reduced where `dimension` was asked for; None if it is left as it is."""
 
     def projector(self, values: Tensor, positions: Tensor | None, dimension: int) -> Projector:
         """Return the projector with these `values` (stack, rows, nonzeros), at columns `positions` (int64) of each row."""
@@ -118,11 +118,12 @@ class Kind(Protocol):
         """Return values and positions of both sides, None for a side whose dimension is None: it keeps the identity.
 
         `gradient` (stack, m, n) is a sample; random numbers are `generator`'s alone, which is on the CPU.
+        `gradient` (stack, m, n) is a sample; all random numbers come from `generator`, which is on the CPU.
         """
 
 
 def smaller(side: int, dimension: int) -> int | None:
-    """Return `dimension` for a side that is larger, else None."""
+    """Return `dimension` for a side that is larger than it, else None."""
     return dimension if 0 < dimension < side else None
 
 
@@ -147,7 +148,7 @@ class Scattered:
         return _weighted_rows(values, rows, matrices)
 
     def _transposed(self) -> tuple[Tensor, Tensor]:
-        """Return, for each column of P, its values and the rows that they are in, filled up with zeros at row 0."""
+        """Return for each column of P its values and the rows that they are in, padded with zeros at row 0."""
         stack, rows, nonzeros = self.values.shape
         device = self.values.device
         first = torch.arange(stack, device=device)[:, None, None] * self.dimension
@@ -163,12 +164,12 @@ class Scattered:
 
 
 class ScatteredKind:
-    """What kinds of projectors with `r` non-zeros anywhere in a row have in common."""
+    """What all kinds of projectors with `r` non-zeros anywhere in a row have in common."""
 
     keeps_positions = True
 
     def dimension(self, side: int, dimension: int) -> int | None:
-        """Return that of a side: none of a side that is no larger."""
+        """Return the dimension for a side; None for one that is no larger."""
         return smaller(side, dimension)
 
     def projector(self, values: Tensor, positions: Tensor | None, dimension: int) -> Projector:
@@ -178,7 +179,7 @@ class ScatteredKind:
 
 
 def _weighted_rows(weights: Tensor, rows: Tensor, matrices: Tensor) -> Tensor:
-    """Return, for each row of `rows` (stack, out, r), the sum of those rows of `matrices`, weighted by `weights`."""
+    """Return for each row of `rows` (stack, out, r) the sum of those rows of `matrices`, weighted by `weights`."""
     stack, out, nonzeros = rows.shape
     result = matrices.new_zeros(stack, out, matrices.shape[2])
     for number in range(stack):  # a stack's matrices are large: one gather for all would take much memory
@@ -188,7 +189,7 @@ def _weighted_rows(weights: Tensor, rows: Tensor, matrices: Tensor) -> Tensor:
 
 
 def both(sides: Sides[_T], make: Callable[[_T], Projector]) -> Pair:
-    """Return the pair that `make` makes of each side, the identity where there is none."""
+    """Return a pair: `make` makes a projector of each side, the identity stands for a side that is None."""
     left, right = (IDENTITY if side is None else make(side) for side in sides)
     return Pair(left, right)
 
@@ -200,6 +201,6 @@ def distinct_positions(stack: int, rows: int, dimension: int, nonzeros: int, gen
 
 
 def random_signs(shape: Sequence[int], generator: torch.Generator) -> Tensor:
-    """Return values of `1/sqrt(r)` with random signs, of r for each row: each row has length 1."""
+    """Return values of `1/sqrt(r)` with random signs, r for each row: so each row has length 1."""
     signs = torch.randint(0, 2, tuple(shape), generator=generator) * 2 - 1
     return signs.to(torch.float32) / float(shape[-1] ** 0.5)

@@ -1,4 +1,4 @@
-"""Random projectors, which are never changed: a control. On average over draws the estimate is right, and it is very noisy."""
+"""Random projectors, never changed: a control. Averaged over draws the estimate is right, but it is very noisy."""
 
 import torch
 from torch import Tensor
@@ -7,14 +7,14 @@ from headrace.update.projectors.projector import ScatteredKind, Sides, distinct_
 
 
 class RandomKind(ScatteredKind):
-    """Positions drawn without replacement, values `+-1/sqrt(r)`: these have a smaller error than Gaussian ones."""
+    """Positions drawn without replacement, values `+-1/sqrt(r)`, which have a smaller error than Gaussian values."""
 
     name = "random"
 
     def fit(
         self, gradient: Tensor, dimensions: Sides[int], nonzeros: int, generator: torch.Generator
     ) -> Sides[tuple[Tensor, Tensor | None]]:
-        """Draw both sides; the gradient counts for nothing."""
+        """Draw both sides; only the shape of the gradient matters."""
         stack = gradient.shape[0]
 
         def side(rows: int, dimension: int | None) -> tuple[Tensor, Tensor | None] | None:

@@ -1,4 +1,4 @@
-"""Which ways to choose projectors there are: one row for each."""
+"""The ways to choose projectors: one row for each."""
 
 from collections.abc import Mapping
 

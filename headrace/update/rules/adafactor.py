@@ -1,8 +1,8 @@
 """Adafactor (Shazeer & Stern 2018, algorithm 5 with decoupled decay), as `torch.optim.Adafactor` defines it, in fp32.
 
-Factored second moments, no momentum; a step's root-mean-square is bounded, and its rate, `min(lr, 1/sqrt(t))`, is multiplied by
-that of the weights. Two things differ from torch: of a stack of matrices each is one by itself, its scales included, and
-`eps1` has one value, that of fp32, whatever compute's type.
+It has factored second moments and no momentum; the root-mean-square of a step is bounded, and its rate, `min(lr, 1/sqrt(t))`,
+is multiplied by that of the weights. Two things differ from torch: each matrix of a stack is treated by itself, its scales
+included, and `eps1` has one value, fp32's epsilon, whatever the compute type.
 """
 
 import math
@@ -17,7 +17,7 @@ from headrace.update.rules.factored import FactoredRule, Factoring, weight_of_ne
 
 @dataclass(frozen=True, kw_only=True)
 class Adafactor(Optimizer):
-    """Adafactor: 4 bytes per parameter with bfloat16 compute, and four for each row and column of a matrix."""
+    """Adafactor: 4 bytes per parameter with bfloat16 compute, and 4 bytes for each row and column of a matrix."""
 
     name: ClassVar[str] = "adafactor"
     gives_up: ClassVar[str] = "no momentum, second moments for rows and columns alone; rates are relative to weights (try 1e-2)"
@@ -46,5 +46,5 @@ class AdafactorRule(FactoredRule):
         self._optimizer = optimizer
 
     def newest_and_rate(self, update: int, rate: float) -> tuple[float, float]:
-        """Return what the newest squares count for, and the rate, bounded."""
+        """Return the weight of the newest squares, and the bounded rate."""
         return weight_of_newest(update, self._optimizer.beta2_decay), min(rate, 1.0 / math.sqrt(update))

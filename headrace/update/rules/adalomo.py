@@ -1,10 +1,10 @@
 """AdaLomo (Lv et al. 2023, "AdaLomo: Low-memory Optimization with Adaptive Learning Rate"): Adafactor without momentum, fused
-with backward, and with a step that is normalised for each matrix by itself, so that no global norm is needed.
+with backward. Each matrix's step is normalised by itself, so that no global norm is needed.
 
 The constants are those of the authors' code: `beta2 = 1 - t^-0.8` (0 at the first update), 1e-30 added to squares, a step's
-root-mean-square bounded by 1, rates and decays multiplied by that of the weights, at least 1e-3. What it has wrong is not
-copied: states are kept with the run and resumed, more than two dimensions are stacks of matrices, and small updates are not
-rounded away.
+root-mean-square bounded by 1, rates and decays multiplied by that of the weights, at least 1e-3. Its mistakes are not copied:
+here states are kept with the run and resumed, parameters of more than two dimensions are stacks of matrices, and small updates
+are not rounded away.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ _ADDED, _WEIGHT_FLOOR = 1e-30, 1e-3
 
 @dataclass(frozen=True, kw_only=True)
 class AdaLomo(Optimizer):
-    """AdaLomo: 4 bytes per parameter with bfloat16 compute, and four for each row and column of a matrix."""
+    """AdaLomo: 4 bytes per parameter with bfloat16 compute, and 4 bytes for each row and column of a matrix."""
 
     name: ClassVar[str] = "adalomo"
     is_offered: ClassVar[bool] = True
@@ -43,5 +43,5 @@ class AdaLomoRule(FactoredRule):
         self._optimizer = optimizer
 
     def newest_and_rate(self, update: int, rate: float) -> tuple[float, float]:
-        """Return what the newest squares count for, and the rate."""
+        """Return the weight of the newest squares, and the rate."""
         return weight_of_newest(update, -self._optimizer.decay_rate), rate

@@ -1,6 +1,6 @@
 """AdamW (Loshchilov & Hutter 2019, algorithm 2), as `torch.optim.AdamW` defines it, in fp32.
 
-The three forms of the rule stand below one another: its scalars, an element in a compiled loop, tensors. Every operation is
+The three forms of the rule stand one below the other: its scalars, an element in a compiled loop, tensors. Every operation is
 rounded once, so the last two give the same bits.
 """
 
@@ -23,8 +23,8 @@ from headrace.update.rule import ElementRule, StepScalars
 from headrace.update.rules.moments import MOMENT_CODES, MOMENT_PLANES, MOMENTS, OTHER_NAMES
 from headrace.update.tensors import States, root_of
 
-# By moments: the most that is alive at once on a device beside the planes; and the rate of a core, in parts of that with
-# float32 ones: smaller ones are encoded by arithmetic, while fewer bytes move.
+# By kind of moments: the most bytes per element alive at once on a device beside the planes, and the rate of a core relative to
+# that with float32 moments: smaller moments move fewer bytes, but encoding them takes arithmetic.
 _TEMPORARY_BYTES = {"float32": 36, "bfloat16": 48, "int8": 76}
 _CORE_RATES = {"float32": 1.0, "bfloat16": 0.32, "int8": 0.14}
 _DEVICE_TRAFFIC_BYTES = {"bfloat16": 316, "float32": 218, "float16": 230}
@@ -33,7 +33,7 @@ _FLOPS_PER_ELEMENT = 15
 
 @dataclass(frozen=True, kw_only=True)
 class AdamW(Optimizer):
-    """AdamW with decoupled weight decay, the rule of `torch.optim.AdamW`; with float32 moments alone it is exact."""
+    """AdamW with decoupled weight decay, the rule of `torch.optim.AdamW`; it is exact with float32 moments only."""
 
     name: ClassVar[str] = "adamw"
 
@@ -66,7 +66,7 @@ def adamw_planes(compute_dtype: str, moments: str = "float32") -> PlaneSet:
 
 @inlined
 def _element(p: Any, gradient: Any, states: Any, scalars: Any) -> Any:
-    """Return weight and moments of an element after an update by `gradient`."""
+    """Return weight and moments of one element after an update by `gradient`."""
     m, v = states
     scale, decay, toward, moment, keep, gain, rate, correction, eps = scalars
     g = gradient * scale
@@ -81,7 +81,8 @@ class AdamWRule(ElementRule):
     Moments of fewer than 32 bits take part in the update unrounded, and are then rounded at random, without bias.
 
     Cost: one pass; bfloat16 and float32 planes move 26 bytes per element with a 2-byte gradient, float16 planes 28. Checksums
-    make it a quarter (AMD) to more than half (Cascade Lake) longer, a pass of their own twice that (bench/kernel.py).
+    make the pass longer by a quarter (AMD) to more than half (Cascade Lake); a pass of their own would take twice that
+    (bench/kernel.py).
 
     Raises:
         ConfigError: there is no such compute dtype.
@@ -97,18 +98,18 @@ class AdamWRule(ElementRule):
             flops_per_element=_FLOPS_PER_ELEMENT,
             core_rate=_CORE_RATES[moments],
             temporary_bytes=_TEMPORARY_BYTES[moments],
-            # A chunk goes to the device plane by plane, and smaller moments may come in blocks.
+            # A chunk goes to the device plane by plane, and smaller moments may share numbers within blocks.
             device_traffic_bytes=_DEVICE_TRAFFIC_BYTES[compute_dtype] if moments == "float32" else None,
         )
         super().__init__(figures, MOMENT_CODES[moments])
         self._optimizer = optimizer
 
     def scalars(self, step: StepScalars, weight_decay: float, learning_rate_scale: float) -> tuple[float, ...]:
-        """Return scale, decay and so on, as `_element` names them.
+        """Return scale, decay and so on, by the names in `_element`.
 
         The first moment is interpolated from its nearer end, as `torch.lerp` does: with `beta1 = 0` it is the gradient itself.
-        Where torch divides by `sqrt(1 - beta2^step)`, the loop multiplies by its inverse: one division less, and torch on a GPU
-        divides by a scalar in the same way.
+        Where torch divides by `sqrt(1 - beta2^step)`, the loop multiplies by its inverse: that saves a division, and torch on a
+        GPU divides by a scalar in the same way.
         """
         beta1, beta2 = self._optimizer.beta1, self._optimizer.beta2
         learning_rate = step.learning_rate * learning_rate_scale

@@ -1,14 +1,14 @@
 """Second moments of a matrix as one number for each row and each column (Shazeer & Stern 2018, "Adafactor"): what AdaLomo and
 Adafactor have in common.
 
-The moment of element (i, j) is estimated as `R_i C_j / mean(R)`, of running means R of the squared gradients of rows and C of
-those of columns: (rows + columns) numbers instead of rows x columns. It is exact where the squares are of rank one. A vector
-has a moment of its own for each number. A step is scaled down where its root-mean-square is above a threshold, and up with that
-of the weights: both are of the whole matrix, so each is read three times: for the moments, for the scales, for the update. Of a
-stack of matrices (experts) each is one by itself.
+The moment of element (i, j) is estimated as `R_i C_j / mean(R)`, where R and C are running means of the squared gradients of
+rows and columns: (rows + columns) numbers instead of rows x columns. It is exact where the squares have rank one. A vector has
+a moment for each number. A step is scaled down where its root-mean-square exceeds a threshold, and multiplied by that of the
+weights. Both are taken over the whole matrix, so it is read three times: for the moments, for the scales, for the update. Each
+matrix of a stack (experts) is treated by itself.
 
-Compiled loops on the host alone, an item a thread: sums are taken in fp64 in one order, all else in fp64 from fp32 numbers, and
-what is kept is rounded once. Temporaries are some numbers for each row and column.
+There are compiled loops on the host alone, one thread per item: sums are taken in fp64 in one order, all else in fp64 from fp32
+numbers, and what is kept is rounded once. Temporaries are a few numbers for each row and column.
 """
 
 import math
@@ -35,18 +35,18 @@ from headrace.update.tensor_rule import TensorRule
 from headrace.update.tensors import States
 
 SIDES = Plane("sides", "float32", 4, of="sides")
-_FLOPS_PER_ELEMENT = 40  # the three passes together, roots and divisions as one each
-# Of a core, in parts of the default rule's loop: three passes, and a root and a division in double precision in two of them.
+_FLOPS_PER_ELEMENT = 40  # of the three passes together; a root or a division counts as one
+# A core's rate relative to the default rule's loop: three passes, two of them with a root and a division in double precision.
 _CORE_RATE = 0.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Factoring:
-    """What the two rules differ in, and their users choose.
+    """What distinguishes the two rules, and what their users choose.
 
-    `added` is added to each squared gradient; `row_floor` is the least mean of R that is divided by, `moment_floor` the least
-    moment that a root is taken of; `threshold` bounds the root-mean-square of a step; `weight_floor` is the least
-    root-mean-square of weights that a rate is multiplied by. With `decay_follows`, so is the rate of the decay.
+    `added` is added to each squared gradient; `row_floor` is the least mean of R in a division, `moment_floor` the least moment
+    under a root; `threshold` bounds the root-mean-square of a step; `weight_floor` is the least root-mean-square of weights by
+    which a rate is multiplied. With `decay_follows`, the rate of the decay is multiplied by it, too.
     """
 
     added: float = 0.0
@@ -73,7 +73,7 @@ class FactoredRule(TensorRule):
                 takes_vectors=True,
                 flops_per_element=_FLOPS_PER_ELEMENT,
                 core_rate=_CORE_RATE,
-                temporary_bytes=0,  # but 8 bytes for each column
+                temporary_bytes=0,  # apart from 8 bytes for each column
                 clips_by_rerun=True,
             ),
             None,
@@ -82,10 +82,10 @@ class FactoredRule(TensorRule):
 
     @abstractmethod
     def newest_and_rate(self, update: int, rate: float) -> tuple[float, float]:
-        """Return what the newest squares count for in the running means, and what of a parameter's `rate` is scaled."""
+        """Return the weight of the newest squares in the running means, and the part of a parameter's `rate` to be scaled."""
 
     def scalars(self, step: StepScalars, weight_decay: float, learning_rate_scale: float) -> tuple[float, ...]:
-        """Return what the loops are given, in the order of `Factoring`, between gradient and rates."""
+        """Return the loops' scalars: the gradient's scale, the fields of `Factoring` in order, and rates."""
         how, whole = self.factoring, step.learning_rate * learning_rate_scale
         newest, rate = self.newest_and_rate(step.update, whole)
         return (
@@ -133,7 +133,7 @@ class FactoredRule(TensorRule):
 
 
 def _bits(tensor: Tensor) -> NDArray[Any]:
-    """Return a tensor as the loops want it: bfloat16 as uint16, float16 as int16 (gradients) where types alone tell."""
+    """Return a tensor as the loops need it: bfloat16 as uint16, float16 as int16 (gradients), so that types distinguish them."""
     if tensor.dtype == torch.bfloat16:
         return tensor.view(torch.int16).numpy().view(np.uint16)
     array: NDArray[Any] = tensor.numpy()
@@ -182,7 +182,7 @@ _MASTERS = {
 
 @inlined
 def _moments_of_vector(columns: Any, k: Any, gradient: Any, sides: Any, moments: Any) -> None:
-    """Move the moment of each number of a vector towards its square."""
+    """Move the moment of each number of a vector towards its squared gradient."""
     keep = 1.0 - k[1]
     for j in range(columns):
         g = np.float64(widened(gradient[j])) * k[0]
@@ -192,7 +192,7 @@ def _moments_of_vector(columns: Any, k: Any, gradient: Any, sides: Any, moments:
 
 @inlined
 def _moments_of_matrix(rows: Any, columns: Any, k: Any, gradient: Any, sides: Any, moments: Any) -> Any:
-    """Move R and C towards the means of squares of rows and columns; return what R is divided by in the estimate."""
+    """Move R and C towards the means of squares of rows and columns; return the divisor of R in the estimate."""
     moments[:] = 0.0
     keep, mean = 1.0 - k[1], 0.0
     for i in range(rows):
@@ -249,5 +249,5 @@ def item_loop(compute_dtype: str) -> Callable[..., None]:
 
 
 def weight_of_newest(update: int, exponent: float) -> float:
-    """Return `update ** exponent` for a negative exponent: 1 at the first update, then ever less."""
+    """Return `update ** exponent` for a negative exponent: 1 at the first update, then falling."""
     return math.pow(update, exponent)

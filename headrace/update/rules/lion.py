@@ -1,7 +1,7 @@
 """Lion (Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms", program 1), in fp32.
 
-A step has the sign of an interpolation of momentum and gradient, so every element moves by the rate: rates are 3 to 10 times
-smaller than AdamW's, decays as many times larger. The momentum is interpolated after the step, with a decay of its own.
+A step is the sign of an interpolation of momentum and gradient, so every element moves by the rate. Rates have to be 3 to 10
+times smaller than AdamW's, and decays larger by as much. The momentum is interpolated after the step, with a decay of its own.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from headrace.update.rule import ElementRule, StepScalars
 from headrace.update.tensors import States
 
 _MOMENTUM = Plane("momentum", "float32", 4)
-# Per element: what torch's kernels read and write on a device, and the most that they allocate at once. Tests count both.
+# Bytes per element that torch's kernels read and write on a device, and the most that they allocate at once. Tests count both.
 _DEVICE_TRAFFIC_BYTES = {"bfloat16": 252, "float32": 154, "float16": 166}
 _TEMPORARY_BYTES = 32
 
@@ -46,7 +46,7 @@ class Lion(Optimizer):
 
 @inlined
 def _element(p: Any, gradient: Any, states: Any, scalars: Any) -> Any:
-    """Return weight and momentum of an element after an update by `gradient`."""
+    """Return weight and momentum of one element after an update by `gradient`."""
     (m,) = states
     scale, decay, near, toward, keep, gain, rate = scalars
     g = gradient * scale
@@ -57,7 +57,7 @@ def _element(p: Any, gradient: Any, states: Any, scalars: Any) -> Any:
 
 
 class LionRule(ElementRule):
-    """Lion over the planes of one compute dtype: 18 bytes per element with a 2-byte gradient, 16-bit compute.
+    """Lion over the planes of one compute dtype: a pass moves 18 bytes per element with a 2-byte gradient, in 16-bit compute.
 
     Raises:
         ConfigError: there is no such compute dtype.
@@ -78,7 +78,7 @@ class LionRule(ElementRule):
         self._optimizer = optimizer
 
     def scalars(self, step: StepScalars, weight_decay: float, learning_rate_scale: float) -> tuple[float, ...]:
-        """Return scale, decay and so on, as `_element` names them."""
+        """Return scale, decay and so on, by the names in `_element`."""
         beta1, beta2 = self._optimizer.beta1, self._optimizer.beta2
         rate = step.learning_rate * learning_rate_scale
         return step.gradient_scale, 1.0 - rate * weight_decay, beta1, 1.0 - beta1, beta2, 1.0 - beta2, rate
@@ -90,8 +90,8 @@ class LionRule(ElementRule):
         (m,) = states
         scale, decay, near, toward, keep, gain, rate = scalars
         g = gradient.to(torch.float32) * scale
-        # A product with -1, 0 or 1 is exact, and NaN has no sign: as in `_element`. What is needed no more goes before what
-        # comes next is made.
+        # A product with -1, 0 or 1 is exact, and NaN has no sign, as in `_element`. A temporary that is no longer needed is
+        # freed before the next one is made.
         ahead = m * near + g * toward
         sign = (ahead > 0).to(torch.float32) - (ahead < 0).to(torch.float32)
         del ahead

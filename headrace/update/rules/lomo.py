@@ -1,12 +1,12 @@
 """LOMO (Lv et al. 2023, "Full Parameter Fine-tuning for Large Language Models with Limited Resources"), in fp32.
 
 Gradient descent that keeps nothing: no momentum, no moments, and no gradient beyond its unit's update. Decay is decoupled, as
-in the authors' code: `p <- p (1 - lr wd) - lr g`. There are two differences from that code. The weights are the upper half of a
-fp32 master, whose other half is all that is read and written besides: theirs rounds to 16 bits at each step, where most of
-small updates vanish. And one update follows all micro-batches of a step, not each of them.
+in the authors' code: `p <- p (1 - lr wd) - lr g`. There are two differences from that code. The weights here are the upper half
+of an fp32 master, and the other half is all that is read and written besides; theirs round to 16 bits at each step, where most
+small updates vanish. And one update follows all micro-batches of a step, not one each.
 
-Where gradients are clipped to a global norm, theirs takes two backward passes; here a step is run again with the factor that
-its norm asked for, if it asked for one (`RuleFigures.clips_by_rerun`).
+Where gradients are clipped to a global norm, their code takes two backward passes; here a step is run again with the clip
+factor, if its norm turned out to need one (`RuleFigures.clips_by_rerun`).
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ from headrace.update.loops import inlined
 from headrace.update.rule import ElementRule, StepScalars
 from headrace.update.tensors import States
 
-# Per element: what torch's kernels read and write on a device, and the most that they allocate at once. Tests count both.
+# Bytes per element that torch's kernels read and write on a device, and the most that they allocate at once. Tests count both.
 _DEVICE_TRAFFIC_BYTES = {"bfloat16": 152, "float32": 54, "float16": 66}
 _TEMPORARY_BYTES = 26
 
@@ -39,13 +39,13 @@ class Lomo(Optimizer):
 
 @inlined
 def _element(p: Any, gradient: Any, states: Any, scalars: Any) -> Any:
-    """Return the weight of an element after an update by `gradient`."""
+    """Return the weight of one element after an update by `gradient`."""
     scale, decay, rate = scalars
     return p * decay - (gradient * scale) * rate, states
 
 
 class LomoRule(ElementRule):
-    """LOMO over the planes of one compute dtype: 10 bytes per element with a 2-byte gradient, 16-bit compute.
+    """LOMO over the planes of one compute dtype: a pass moves 10 bytes per element with a 2-byte gradient, in 16-bit compute.
 
     Raises:
         ConfigError: there is no such compute dtype.
@@ -66,7 +66,7 @@ class LomoRule(ElementRule):
         )
 
     def scalars(self, step: StepScalars, weight_decay: float, learning_rate_scale: float) -> tuple[float, ...]:
-        """Return scale, decay and rate, as `_element` names them."""
+        """Return scale, decay and rate, by the names in `_element`."""
         rate = step.learning_rate * learning_rate_scale
         return step.gradient_scale, 1.0 - rate * weight_decay, rate
 

@@ -1,15 +1,15 @@
-"""Moments of 16 and 8 bits: how the two states of Adam and its kin are kept in fewer bits, in compiled loops and on tensors.
+"""Moments of 16 and 8 bits: how the two states of Adam-like rules are kept in fewer bits, in compiled loops and on tensors.
 
 The update is exact; only what is kept until the next step is rounded, at random and without bias in `m` and `v`. Rounding to
-nearest would lose every change below half a place: with `beta2 = 0.999` a second moment falls by a thousandth per step at most,
-a bfloat16 place is four to eight thousandths, so it would never fall.
+nearest would lose every change below half a place: with `beta2 = 0.999` a second moment falls by at most a thousandth per step,
+and a bfloat16 place is four to eight thousandths, so it would never fall.
 
-Codes of 8 bits are roots: a first moment is `code * |code|` units, the root of a second one `code^2` units, so places are
-densest near zero: a moment a hundredth of its block's largest keeps an error of some percent, where evenly spaced codes would
-call it zero or one. Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization", have the blocks, and a table of codes
-to the same end; roots need no table.
+Codes of 8 bits are roots: a first moment is `code * |code|` units, the root of a second moment is `code^2` units. So places are
+densest near zero: a moment of a hundredth of its block's largest keeps an error of some percent, where evenly spaced codes
+would round it to zero or one. Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization", have the blocks, and use a
+table of codes to the same end; roots need no table.
 
-Invariant: what is rounded depends on the element's place in the model, the update and (8 bits) its block alone: `_noise`. Both
+Invariant: a rounding depends on the element's place in the model, the update and (with 8 bits) its block alone: `_noise`. Both
 forms give the same bits.
 """
 
@@ -31,7 +31,7 @@ from headrace.update.tensors import Noise, root_of, rounded_bits
 
 # Parameters that share one scale where moments have 8 bits (Dettmers et al. 2022, section 2: small blocks contain outliers).
 MOMENT_BLOCK_ELEMENTS = TILE_ELEMENTS
-# The planes. int8: codes, and the unit that a block's codes count.
+# The planes by kind of moments. int8 has codes, and for each block the unit in which its codes count.
 MOMENT_PLANES = {
     "float32": (Plane("m", "float32", 4), Plane("v", "float32", 4)),
     "bfloat16": (Plane("m", "uint16", 2), Plane("v", "uint16", 2)),
@@ -42,24 +42,25 @@ MOMENT_PLANES = {
         Plane("v_unit", "float32", 4, MOMENT_BLOCK_ELEMENTS),
     ),
 }
-# How moments may be kept; the first is the default, and the only one that is exact. What else people call them.
+# How moments may be kept; the first is the default, and the only one that is exact. `OTHER_NAMES` are what people call them
+# besides.
 MOMENTS = tuple(MOMENT_PLANES)
 OTHER_NAMES = {"bf16": "bfloat16", "fp32": "float32", "8bit": "int8", "uint8": "int8"}
-# The largest codes of 8-bit moments: a first moment is a sign and 7 bits, the root of a second one 8 bits.
+# The largest codes of 8-bit moments: a first moment has a sign and 7 bits, the root of a second moment has 8 bits.
 LARGEST_M, LARGEST_V = 127, 255
-# Shift and factor of each round of the hash behind random rounding, and the shift after the last: see `_noise`.
+# Shift and factor of each round of the hash for random rounding, and the shift after the last round: see `_noise`.
 NOISE_ROUNDS = ((16, 0x7FEB352D), (15, 0x846CA68B))
 NOISE_LAST_SHIFT = 16
 # A block whose first moments are all smaller than this is kept as zero: its unit would have no inverse in fp32. AdamW's steps
-# for such moments are nothing beside any epsilon in use.
+# for such moments vanish beside any epsilon in use.
 SMALLEST_M = 2.0**-100
 
 
 @intrinsic  # type: ignore[untyped-decorator]
 def _noise(context: Any, element: Any, key: Any) -> Any:
-    """Return 32 random bits (uint32) for an element: a hash of its number, of which the lower 32 bits count, and of `key`.
+    """Return 32 random bits (uint32) for an element: a hash of the lower 32 bits of its number, and of `key`.
 
-    A counter instead of a generator's state, so that the bits do not depend on who computes them, in which order
+    It is a counter instead of a generator's state, so that the bits do not depend on who computes them, in which order
     (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"). The mixing function is `lowbias32` of C. Wellons's
     hash prospector (2018, public domain): two rounds of multiply and xor-shift, of low bias in every output bit.
     """
@@ -76,7 +77,7 @@ def _noise(context: Any, element: Any, key: Any) -> Any:
 
 
 def _half(upper: bool) -> Any:
-    """Return the intrinsic that reads 16 of 32 random bits as a number inside (0, 1): `(bits + 0.5) / 65536`, exactly."""
+    """Return the intrinsic that reads 16 of 32 random bits as a number inside (0, 1): `(bits + 0.5) / 65536`, exact."""
 
     def lower(ctx: Any, builder: Any, sig: Any, args: Any) -> Any:
         word, real = ir.IntType(32), ir.FloatType()
@@ -96,7 +97,7 @@ _upper_half, _lower_half = _half(True), _half(False)
 
 @intrinsic  # type: ignore[untyped-decorator]
 def _magnitude(context: Any, value: Any) -> Any:
-    """Return the bits of a float32 without its sign: as integers they are ordered like the magnitudes, NaN above all."""
+    """Return the bits of a float32 without its sign: as integers they have the order of the magnitudes, NaN above all."""
 
     def lower(ctx: Any, builder: Any, sig: Any, args: Any) -> Any:
         word = ir.IntType(32)
@@ -126,7 +127,7 @@ def _whole(context: Any, value: Any) -> Any:
 
 
 def _code(result: Any) -> Any:
-    """Return the intrinsic that makes an 8-bit integer of a whole float32 in its range."""
+    """Return the intrinsic that converts a whole float32 in its range to an 8-bit integer."""
 
     def lower(ctx: Any, builder: Any, sig: Any, args: Any) -> Any:
         return builder.trunc(builder.fptosi(args[0], ir.IntType(32)), ir.IntType(8))
@@ -142,9 +143,10 @@ _signed_code, _unsigned_code = _code(types.int8), _code(types.uint8)
 
 
 def _stochastic_bfloat16(upper: bool) -> Any:
-    """Return the intrinsic that rounds a float32 to bfloat16 bits at random, up as often as it is nearer to the upper one.
+    """Return the intrinsic that rounds a float32 to bfloat16 bits at random, so that the mean is the value.
 
-    Random bits are added below the last place that is kept, and cut off with the rest: exactly unbiased. Not for NaN.
+    Random bits are added below the last place that is kept, and cut off with the rest: exactly unbiased. The value must be no
+    NaN.
     """
 
     def lower(ctx: Any, builder: Any, sig: Any, args: Any) -> Any:
@@ -205,10 +207,10 @@ def _decode_int8(planes: Any, start: Any, stop: Any, tiles: Any) -> None:
 
 @inlined
 def _encode_int8(tiles: Any, planes: Any, start: Any, stop: Any, first: Any, key: Any) -> None:
-    """Encode a block. Overwrites the second tile.
+    """Encode a block. The second tile is overwritten.
 
-    A second moment above zero never becomes zero, or its first moment would be divided by epsilon alone. A block with a number
-    that is not finite decodes to NaN throughout.
+    A second moment above zero never becomes zero, because its first moment would then be divided by epsilon alone. A block that
+    has a number that is not finite decodes to NaN throughout.
     """
     full_width()
     m, v = planes[0][start:stop], planes[1][start:stop]
@@ -237,7 +239,7 @@ def _encode_int8(tiles: Any, planes: Any, start: Any, stop: Any, first: Any, key
     root_inverse = np.float32(1) / root_unit if root_unit > 0 else np.float32(0)
     for i in range(m.size):
         bits = _noise(first + i, key)
-        # Between the codes below and above, up as often as the value is nearer to the upper one's.
+        # Rounded at random to the code below or above, so that the mean is the value.
         value = np.abs(m_tile[i]) * inverse
         code = _whole(np.sqrt(value))
         code = code if code < np.float32(LARGEST_M - 1) else np.float32(LARGEST_M - 1)
@@ -250,7 +252,7 @@ def _encode_int8(tiles: Any, planes: Any, start: Any, stop: Any, first: Any, key
         code = code if code < np.float32(LARGEST_V - 1) else np.float32(LARGEST_V - 1)
         below = code * code
         above = (code + np.float32(1)) * (code + np.float32(1))
-        gap = (above - below) * (above + below)  # in the second moment itself: the rounding is unbiased there
+        gap = (above - below) * (above + below)  # of the second moment itself, in which the rounding is unbiased
         code = code + np.float32(1) if _lower_half(bits) * gap < (root - below) * (root + below) else code
         v[i] = _unsigned_code(np.float32(1) if code == 0 and root > 0 else code)
 
@@ -282,7 +284,7 @@ def _encode_tensors_int8(states: Sequence[Tensor], noise: Noise) -> tuple[Tensor
     v_unit = largest_root * _fp32(1 / LARGEST_V**2)
     broken = ~(largest_m.isfinite() & largest_root.isfinite())
     m_inverse, v_inverse = (
-        # A tensor of ones: torch makes a division of a number by a tensor a product with the inverse.
+        # A tensor of ones, because torch turns the division of a number by a tensor into a product with the inverse.
         _by_block((torch.ones_like(unit) / unit).masked_fill((unit == 0) | broken, 0.0), n)
         for unit in (m_unit, v_unit)
     )
@@ -302,13 +304,13 @@ def _encode_tensors_int8(states: Sequence[Tensor], noise: Noise) -> tuple[Tensor
 
 
 def _largest_of_blocks(values: Tensor) -> Tensor:
-    """Return the largest magnitude of each block, NaN where there is one."""
+    """Return the largest magnitude of each block, NaN where the block has one."""
     padded = torch.nn.functional.pad(values.abs(), (0, -values.numel() % MOMENT_BLOCK_ELEMENTS))
     return padded.view(-1, MOMENT_BLOCK_ELEMENTS).amax(dim=1)
 
 
 def _by_block(units: Tensor, num_elements: int) -> Tensor:
-    """Return each block's number for each of its elements."""
+    """Return for each element its block's number."""
     return units.repeat_interleave(MOMENT_BLOCK_ELEMENTS)[:num_elements]
 
 
@@ -318,7 +320,7 @@ def _fp32(value: float) -> float:
 
 
 def _random_bits(noise: Noise, like: Tensor) -> Tensor:
-    """Return 32 random bits for each element as int32: `_noise`. Products wrap around, as they do there."""
+    """Return 32 random bits for each element as int32, as `_noise` does: products wrap around in both."""
     value = torch.arange(like.numel(), dtype=torch.int32, device=like.device) + _signed(noise.first_element)
     value ^= _signed(noise.key)
     for shift, factor in NOISE_ROUNDS:
@@ -333,7 +335,7 @@ def _signed(word: int) -> int:
 
 
 def _shifted(bits: Tensor, places: int) -> Tensor:
-    """Return int32 `bits` shifted to the right, zeros coming in."""
+    """Return int32 `bits` shifted to the right, filled up with zeros."""
     return (bits >> places) & ((1 << (32 - places)) - 1)
 
 
@@ -354,7 +356,7 @@ def _to_bfloat16(values: Tensor, half: Tensor) -> Tensor:
     return ((rounded_bits(values) + half) >> 16).to(torch.int16)
 
 
-# By the names of `MOMENTS`: None for those that are kept as they are.
+# By the names of `MOMENTS`; None for moments that are kept without a code.
 MOMENT_CODES: dict[str, StateCode | None] = {
     "float32": None,
     "bfloat16": StateCode(_scratch, _decode_bfloat16, _encode_bfloat16, _decode_tensors_bfloat16, _encode_tensors_bfloat16),

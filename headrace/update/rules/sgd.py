@@ -1,7 +1,7 @@
 """Stochastic gradient descent with momentum (Sutskever et al. 2013), as `torch.optim.SGD` defines it, in fp32.
 
-Decay is added to the gradient; the buffer is the sum of gradients, each step of the past weighted by the momentum once more;
-with `nesterov` the step looks one momentum ahead. Buffers start at zero, so the first one is the gradient, as in torch.
+Decay is added to the gradient. The buffer is the sum of gradients, in which each step multiplies the past by the momentum; with
+`nesterov` the step looks one momentum ahead. Buffers start at zero, so the first one is the gradient, as in torch.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from headrace.update.rule import ElementRule, StepScalars
 from headrace.update.tensors import States
 
 _BUFFER = Plane("momentum", "float32", 4)
-# Per element: what torch's kernels read and write on a device, and the most that they allocate at once. Tests count both.
+# Bytes per element that torch's kernels read and write on a device, and the most that they allocate at once. Tests count both.
 _DEVICE_TRAFFIC_BYTES = {"bfloat16": 196, "float32": 98, "float16": 110}
 _NESTEROV_TRAFFIC_BYTES = 20
 _PLAIN_TRAFFIC_BYTES = {"bfloat16": 164, "float32": 66, "float16": 78}
@@ -33,8 +33,8 @@ _TEMPORARY_BYTES = 26
 class SGD(Optimizer):
     """Stochastic gradient descent with momentum, the rule of `torch.optim.SGD`: decay is added to the gradient.
 
-    One fp32 state, the momentum buffer: 8 bytes per parameter with bfloat16 compute. Without momentum there is none: 4 bytes
-    are the master alone.
+    It has one fp32 state, the momentum buffer: 8 bytes per parameter with bfloat16 compute. Without momentum there is none, and
+    the 4 bytes of the master are all.
     """
 
     name: ClassVar[str] = "sgd"
@@ -55,7 +55,7 @@ class SGD(Optimizer):
 
 @inlined
 def _element(p: Any, gradient: Any, states: Any, scalars: Any) -> Any:
-    """Return weight and momentum buffer of an element after an update by `gradient`."""
+    """Return weight and momentum buffer of one element after an update by `gradient`."""
     (buffer,) = states
     scale, decay, momentum, ahead, rate = scalars
     g = gradient * scale + p * decay
@@ -66,13 +66,13 @@ def _element(p: Any, gradient: Any, states: Any, scalars: Any) -> Any:
 
 @inlined
 def _element_without_momentum(p: Any, gradient: Any, states: Any, scalars: Any) -> Any:
-    """Return the weight of an element after an update by `gradient`."""
+    """Return the weight of one element after an update by `gradient`."""
     scale, decay, rate = scalars
     return p - (gradient * scale + p * decay) * rate, states
 
 
 def sgd_rule(optimizer: SGD, compute_dtype: str) -> ElementRule:
-    """Return SGD as `optimizer` says: with a momentum buffer, or without any state.
+    """Return SGD as `optimizer` describes it: with a momentum buffer, or without any state.
 
     Raises:
         ConfigError: there is no such compute dtype.
@@ -81,7 +81,7 @@ def sgd_rule(optimizer: SGD, compute_dtype: str) -> ElementRule:
 
 
 class PlainSGDRule(ElementRule):
-    """SGD without momentum: it keeps nothing but the master of the weights."""
+    """SGD without momentum, which keeps nothing but the master of the weights."""
 
     element = staticmethod(_element_without_momentum)
 
@@ -97,7 +97,7 @@ class PlainSGDRule(ElementRule):
         )
 
     def scalars(self, step: StepScalars, weight_decay: float, learning_rate_scale: float) -> tuple[float, ...]:
-        """Return scale, decay and rate, as `_element_without_momentum` names them."""
+        """Return scale, decay and rate, by the names in `_element_without_momentum`."""
         return step.gradient_scale, weight_decay, step.learning_rate * learning_rate_scale
 
     def on_tensors(
@@ -109,7 +109,8 @@ class PlainSGDRule(ElementRule):
 
 
 class SGDRule(ElementRule):
-    """SGD with momentum over the planes of one compute dtype: 18 bytes per element with a 2-byte gradient, 16-bit compute.
+    """SGD with momentum over the planes of one compute dtype: a pass moves 18 bytes per element with a 2-byte gradient, 16-bit
+    compute.
 
     Raises:
         ConfigError: there is no such compute dtype.
@@ -132,7 +133,7 @@ class SGDRule(ElementRule):
         self._optimizer = optimizer
 
     def scalars(self, step: StepScalars, weight_decay: float, learning_rate_scale: float) -> tuple[float, ...]:
-        """Return scale, decay and so on, as `_element` names them."""
+        """Return scale, decay and so on, by the names in `_element`."""
         ahead = 1.0 if self._optimizer.nesterov else 0.0
         rate = step.learning_rate * learning_rate_scale
         return step.gradient_scale, weight_decay, self._optimizer.momentum, ahead, rate

@@ -1,4 +1,4 @@
-"""Which rules there are, and which one a run's options mean: one row for each."""
+"""The rules, one row for each, and which of them a run's options mean."""
 
 from collections.abc import Callable
 from typing import Any
@@ -28,7 +28,7 @@ def optimizer_of(options: Options) -> Optimizer:
     """Return the rule that `options` name, with its settings.
 
     Raises:
-        ConfigError: no such rule, or a setting or a value that it has not; the message names those that it has.
+        ConfigError: there is no such rule, or it has no such setting or value; the message names those that it has.
     """
     name, settings = parse_optimizer(options.optimizer)
     kinds = {kind.name: kind for kind in RULES}
@@ -53,7 +53,7 @@ def optimizer_of(options: Options) -> Optimizer:
 
 
 def rule_of(optimizer: Optimizer, compute_dtype: str) -> UpdateRule:
-    """Return the rule that `optimizer` means, for the planes of `compute_dtype`.
+    """Return the rule that `optimizer` describes, for the planes of `compute_dtype`.
 
     Raises:
         ConfigError: no rule has these options.

@@ -1,8 +1,8 @@
-"""The update rule on tensors that live on a device, in place, a piece at a time.
+"""The update rule on tensors that live on a device: in place, a piece at a time.
 
-Not here: streams; the operations run on the current stream of the tensors' device. Not here: the formula (`rules/`).
+Streams are not here: the operations run on the current stream of the tensors' device. Nor are formulas (`rules/`).
 
-Invariant: the bits of the compiled loops on the CPU, and temporaries of at most `temporary_bytes`, however large the unit is.
+Invariant: the bits are those of the compiled loops on the CPU, and temporaries take at most `temporary_bytes`, however large
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,8 +21,8 @@ from headrace.update.tensor_rule import item_shares, items_rule
 class DeviceUpdater:
     """Applies `rule` to planes that live on a device.
 
-    Large pieces keep the device busy, small ones keep the temporaries small: 36 MiB for 2^20 elements of the
-    default rule. They are rounded up to whole blocks of the states.
+    Large pieces keep the device busy, small ones keep the temporaries small: 36 MiB for 2^20 elements of the default rule. A
+    piece is rounded up to whole blocks of the states.
 
     Raises:
         ConfigError: `piece_elements` is not positive.
@@ -36,7 +36,7 @@ class DeviceUpdater:
 
     @property
     def temporary_bytes(self) -> int:
-        """The most device memory that `update_range` allocates at once, for items no larger; allocator rounding aside."""
+        """The most device memory that `update_range` allocates at once, if no item is larger; without the allocator's rounding."""
         return self.piece_elements * self.rule.figures.temporary_bytes
 
     def update_range(
@@ -50,9 +50,9 @@ class DeviceUpdater:
         stop: int,
         unit: int = 0,
     ) -> None:
-        """Update elements `[start, stop)` of `unit` in place: as `Updater.update_range`, on tensors.
+        """Update elements `[start, stop)` of `unit` in place: the same as `Updater.update_range`, on tensors.
 
-        Shapes: as there; index 0 is for the unit's element `start`. Types: see `UpdateRule.apply_to_tensors`.
+        Shapes: as there; index 0 is the unit's element `start`. Types: see `UpdateRule.apply_to_tensors`.
 
         Raises:
             ConfigError: tensors of another type or length, groups that do not cover the range, or a cut block of the planes;

@@ -1,8 +1,8 @@
 """Apply an update rule to a range of a unit, with several threads.
 
-Not here: which range, when and where its bytes come from; that is the program's business.
+Which range, when, and where its bytes come from is not here; the program decides that.
 
-Invariant: every element of the range is updated exactly once, with the coefficients of its own group, and when `update_range`
+Invariant: every element of the range is updated exactly once, with the coefficients of its own group, and once `update_range`
 returns or raises no thread touches the arrays any more.
 """
 
@@ -26,15 +26,15 @@ from headrace.update.tensors import as_tensor
 
 # Shares per thread: a thread that the system interrupts leaves its remaining shares to the others.
 _SHARES_PER_THREAD = 4
-# Smallest share worth handing out: about 60 microseconds of work, against some microseconds for the hand-over.
+# The smallest share worth handing out: about 60 microseconds of work, against a few microseconds for the hand-over.
 _SMALLEST_SHARE_ELEMENTS = 64 * UNIT_ALIGNMENT
-_WORD_BYTES = 8  # of a checksum
+_WORD_BYTES = 8  # a checksum adds words of so many bytes
 
 
 class Updater:
     """Applies `rule` with `threads` threads: the caller and `threads - 1` of its own. A context manager.
 
-    Several threads may call `update_range` at once on different ranges; each works itself, and they share the others.
+    Several threads may call `update_range` at once on different ranges; each works itself, and all share the updater's own.
 
     Raises:
         ConfigError: `threads` below 1.
@@ -83,10 +83,11 @@ class Updater:
     ) -> Checksums | None:
         """Update elements `[start, stop)` of `unit` in place; the same bits for any `threads` and any cut of the unit.
 
-        With `take_checksums`, return those of the new weights and of the new states, laid out as `PlaneSet.split_states` has
-        them; None where the rule takes none.
+        With `take_checksums`, return the checksums of the new weights and of the new states, laid out as in
+        `PlaneSet.split_states`; None if the rule takes none.
 
-        Shapes: all arrays `(stop - start,)`, of a state plane its numbers for so many; index 0 is for the unit's element
+        Shapes: all arrays are `(stop - start,)`, a state plane has its numbers for so many elements; index 0 is the unit's
+            element
         `start`. Types: see `UpdateRule.apply`.
 
         Raises:
@@ -128,7 +129,7 @@ class Updater:
         try:
             work()
         finally:
-            wait(futures)  # all of them, before an error leaves: the caller may reuse the buffers
+            wait(futures)  # waits for all of them before an error leaves: the caller may reuse the buffers
         for future in futures:
             future.result()
         return sums.checksums() if sums is not None else None
@@ -145,7 +146,7 @@ class Updater:
         items_rule(self.rule).apply_to_items(as_tensor(weight), tensors, as_tensor(gradient, bfloat16=True), step, items)
 
     def _shares(self, pieces: Sequence[GroupRange], num_elements: int) -> list[GroupRange]:
-        """Cut `pieces` at multiples of `UNIT_ALIGNMENT` of the unit, so that no two threads write to one page; rows and
+        """Cut `pieces` at multiples of `UNIT_ALIGNMENT` of the unit, so that no two threads write to one page; cut rows and
         matrices into shares whose temporaries are small.
         """
         num_shares = 1 if self.threads == 1 else self.threads * _SHARES_PER_THREAD
@@ -167,7 +168,7 @@ class Updater:
 
 
 class _Sums:
-    """What the shares of a range add to its checksums. Whole planes follow one another, so each begins at a known word."""
+    """What the shares of a range add to its checksums. Whole planes lie one after another, so each begins at a known word."""
 
     def __init__(self, planes: PlaneSet, num_elements: int) -> None:
         self._widths = [plane.bytes_per_element for plane in (planes.weight, *planes.states)]
@@ -175,7 +176,7 @@ class _Sums:
         self._totals: list[NDArray[np.uint64]] = []
 
     def of_share(self, start: int) -> Summing:
-        """Return where a share from element `start` of the range on adds: totals of its own, so that no two threads meet."""
+        """Return where a share from element `start` of the range on adds: each has totals of its own, so threads do not meet."""
         places = zip(self._begins, self._widths, strict=True)
         first_words = np.array([(begin + start * width) // _WORD_BYTES for begin, width in places], np.int64)
         self._totals.append(np.zeros(2, np.uint64))

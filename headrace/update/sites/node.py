@@ -1,6 +1,6 @@
-"""The far site of a worker: everything lives at a node, which is there in this generation.
+"""The far site of a worker: everything lives at a node, in the present generation.
 
-The node decides for itself what becomes of gradients, and commits: it has the norm of all of them.
+The node has the norm of all gradients; so it decides by itself what becomes of them, and commits.
 """
 
 from collections.abc import Mapping
@@ -18,8 +18,8 @@ from headrace.update.tensors import as_tensor
 
 
 class NodeSite:
-    """Pulls and pushes over the lanes of `generation`. Sums of gradients have `gradient_dtype`; where there are other workers,
-    what is pushed is float32, and added in `order`, which each step has its own of.
+    """Pulls and pushes over the lanes of `generation`. Sums of gradients have `gradient_dtype`. Where there are other workers,
+    float32 is pushed, and added in `order`, which may differ from step to step.
     """
 
     name = "node"
@@ -29,7 +29,7 @@ class NodeSite:
         self.order: Order = 1
 
     def holds(self, unit: int) -> bool:
-        """Return True: a worker has nothing."""
+        """Return True: a worker holds nothing itself."""
         return True
 
     def begin(self, unit: int, weights: Bytes) -> None:
@@ -45,10 +45,10 @@ class NodeSite:
         add_up(self._generation.up, as_tensor(gradient, bfloat16=True), self._dtype, self.order)
 
     def conclude(self, scalars: Mapping[int, StepScalars] | None) -> None:
-        """Nothing: the node has the norm of all workers' gradients, and this worker only that of its own."""
+        """Do nothing: the node has the norm of all workers' gradients, and this worker only that of its own."""
 
     def commit(self, num_steps: int) -> None:
-        """Nothing: the node commits."""
+        """Do nothing: the node commits."""
 
     def go_back(self, num_steps: int) -> None:
-        """Nothing: the node says which step is next."""
+        """Do nothing: the node says which step is next."""

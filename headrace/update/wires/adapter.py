@@ -1,4 +1,4 @@
-"""Adapters: of blocks only small matrices beside the frozen ones are trained (`model/adapters.py` says what they compute)."""
+"""Adapters: only small matrices beside the frozen ones of blocks are trained (`model/adapters.py` says what they compute)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from headrace.update.wires.dense import DenseWire
 
 @dataclass(frozen=True)
 class AdapterWire(DenseWire):
-    """Trains the adapters that `settings` ask for. `of` a chain knows what there is to adapt; before, it has a name alone."""
+    """Trains the adapters that `settings` ask for. Before `of` a chain is known, it has no more than a name."""
 
     settings: Lora
     seed: int = 0
@@ -37,7 +37,7 @@ class AdapterWire(DenseWire):
 
     @property
     def known(self) -> Adapters:
-        """What there is to adapt."""
+        """The adapters, once the chain is known."""
         assert self.adapters is not None, "the adapters of a chain are known"
         return self.adapters
 
@@ -50,7 +50,7 @@ class AdapterWire(DenseWire):
         self.known.bind(unit, trained, weights, sink)
 
     def release(self, unit: int) -> None:
-        """Let nothing of the adapters' memory be referred to."""
+        """Drop all references to the adapters' memory."""
         self.known.release(unit)
 
     def first_weights(self, unit: int, layout: UnitLayout, trained: UnitLayout, weights: Tensor) -> Tensor:
@@ -60,11 +60,11 @@ class AdapterWire(DenseWire):
         return first
 
     def complete(self, unit: int, layout: UnitLayout, slot: Tensor, trained: UnitLayout, weights: Tensor) -> None:
-        """Merge a block's matrices with what its adapters learned: for export, never for a step."""
+        """Merge a block's matrices with what its adapters learned, for export only."""
         self.known.merge(unit, _views(trained, weights), _views(layout, slot))
 
     def making_bytes(self, layout: UnitLayout) -> int:
-        """Return what a block's adapters take where compute reads them, if that is elsewhere; or what merging takes."""
+        """Return the bytes of a block's adapters where compute reads them, if that is elsewhere; or those that merging takes."""
         found = {own.name: unit for unit, own in self.known.layouts.items()}
         unit = found[layout.name]
         return max(4 * self.known.layouts[unit].num_elements, merging_bytes(self.known.products[unit]))

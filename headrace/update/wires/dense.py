@@ -1,4 +1,4 @@
-"""The plain wire: a unit's whole gradient, which is of the unit's own elements. Full fine-tuning."""
+"""The plain wire: a unit's whole gradient, which has the unit's own elements. Full fine-tuning."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ from headrace.update.wire import Caught, Gradients
 
 
 class Dense(GradientWay):
-    """Whole gradients: it has no settings."""
+    """Whole gradients. It has no settings."""
 
     name: ClassVar[str] = "dense"
 
@@ -36,13 +36,13 @@ class DenseWire:
         yield Caught(sink, lambda spec: True)
 
     def first_weights(self, unit: int, layout: UnitLayout, trained: UnitLayout, weights: Tensor) -> Tensor:
-        """There is no trained family of its own."""
+        """Refuse: there is no trained family of its own."""
         raise AssertionError("what is trained in place has no weights of its own")
 
     def complete(self, unit: int, layout: UnitLayout, slot: Tensor, trained: UnitLayout, weights: Tensor) -> None:
-        """There is no trained family of its own."""
+        """Refuse: there is no trained family of its own."""
         raise AssertionError("what is trained in place has no weights of its own")
 
     def making_bytes(self, layout: UnitLayout) -> int:
-        """Nothing is made."""
+        """Return 0: no slot is made."""
         return 0

@@ -1,8 +1,8 @@
-"""The gradient of a product's matrix by its factors, `dY^T X`, where a wire has use for them and none for the whole.
+"""The gradient of a product's matrix by its factors, `dY^T X`, for a wire that needs the factors and not the whole.
 
-Inside the context each call of `linear` with a known matrix (it is known by where it lies) gives its factors away instead of a
-gradient, and so does `addmm` with one (transformers' Conv1D, whose matrices lie transposed: `X^T dY`); whatever else is done
-with the matrix gives a gradient as ever.
+Inside the context each call of `linear` with a known matrix (identified by where it lies) gives its factors away instead of a
+gradient, and so does `addmm` with one (transformers' Conv1D, whose matrices are transposed: `X^T dY`). Whatever else is done
+with the matrix gives a gradient as usual.
 """
 
 from collections.abc import Callable, Collection
@@ -19,8 +19,8 @@ Take = Callable[[str, Tensor, Tensor], None]
 
 
 class Factors(TorchFunctionMode):
-    """Gives the factors of the matrices called `names` to `take`: name, dY (tokens, rows), X (tokens, columns); of a matrix
-    that lies transposed X is of its rows, and comes first.
+    """Gives the factors of the matrices called `names` to `take`: name, dY (tokens, rows), X (tokens, columns). For a
+    transposed matrix X belongs to its rows, and comes first.
     """
 
     def __init__(self, layout: UnitLayout, weights: Tensor, take: Take, names: Collection[str]) -> None:
@@ -43,7 +43,7 @@ class Factors(TorchFunctionMode):
 
 
 class _Product(torch.autograd.Function):
-    """`linear` that gives the factors of its matrix's gradient away."""
+    """`linear` that gives the factors of its matrix's gradient to `take`."""
 
     @staticmethod
     def forward(context: Any, inputs: Tensor, matrix: Tensor, bias: Tensor | None, name: str, take: Take) -> Tensor:
@@ -62,7 +62,7 @@ class _Product(torch.autograd.Function):
 
 
 class _Transposed(torch.autograd.Function):
-    """`addmm` of a vector, inputs and a matrix that gives the factors of the matrix's gradient away."""
+    """`addmm` of a vector, inputs and a matrix, which gives the factors of the matrix's gradient to `take`."""
 
     @staticmethod
     def forward(context: Any, bias: Tensor, inputs: Tensor, matrix: Tensor, name: str, take: Take) -> Tensor:

@@ -1,12 +1,12 @@
-"""LSP-Offload (Chen et al., AAAI 2025): what is trained of a block's matrices are subspaces that sparse projectors give.
+"""LSP-Offload (Chen et al., AAAI 2025): only subspaces of a block's matrices are trained, which sparse projectors define.
 
-A matrix is `c W0 + P S Q^T`: W0 as it lies, S (d, d) trained by the run's rule on compressed gradients `P^T G Q`. `c` begins
-at 1, has no gradient, and decays as S does: so weight decay is that of the whole matrix, and W0 need not be rewritten for it.
-What is no matrix, or is no larger than the subspace, is trained as it is, beside them.
+A matrix is `c W0 + P S Q^T`: W0 is stored, S (d, d) is trained by the run's rule on compressed gradients `P^T G Q`. `c` begins
+at 1, has no gradient, and decays as S does: so weight decay applies to the whole matrix, and W0 need not be rewritten for it.
+Parameters that are no matrices, or are no larger than the subspace, are trained as they are, beside them.
 
-The first step fits projectors to its own gradient. Later each unit has its turn, once in `check` steps: the last micro-batch
-is held out, projectors are tried on the rest of the step's gradient, and proposed for a matrix whose old ones are too far off
-on what was held out, if the new ones are better there. What follows is `flow.settle`'s.
+The first step fits projectors to its own gradient. Later each unit has its turn, once in `check` steps: the last micro-batch is
+held out, projectors are fitted to the rest of the step's gradient, and proposed for a matrix whose old ones are too far off on
+the held-out micro-batch, if the new ones are better there. The rest is done by `flow.settle`.
 """
 
 import hashlib
@@ -28,9 +28,10 @@ from headrace.update.wire import Caught, Gradients, Moment, Proposal
 from headrace.update.wires.factors import Factors
 from headrace.update.wires.subspace import Subspace, half_and_quarter, subspaces
 
-# By how much new projectors must be better, on a micro-batch that they have not seen, for all that a change of them costs.
+# New projectors must have at most this share of the old ones' error on a held-out micro-batch, because a change is costly.
 _WORTH_A_CHANGE = 0.95
-# States by their planes' names: which power of the gradient they are sums of, and so how they move to another basis.
+# By the names of states' planes: the power of the gradient of which they are sums, which decides how they move to another
+# basis.
 _POWERS = {"m": 1, "momentum": 1, "v": 2}
 
 
@@ -63,13 +64,13 @@ class Lsp(GradientWay):
     )
 
     def begun(self, way: GradientWay) -> GradientWay:
-        """Return `way` where it is this one with the dimension that a plan chose."""
+        """Return `way` if it differs from this one only in the dimension, which a plan chose."""
         return way if isinstance(way, Lsp) and self.dimension is None and replace(way, dimension=None) == self else self
 
 
 class LspWire:
-    """Gradients of blocks are compressed to subspaces. `kind` chooses projectors in place of the setting's;
-    `by_factors` may be False to compress whole gradients alone: other sums, for comparison with plain training.
+    """Compresses gradients of blocks to subspaces. `kind` chooses projectors in place of the setting's. `by_factors` may be
+    False to compress whole gradients only: it gives other sums, for comparison with plain training.
     """
 
     def __init__(self, settings: Lsp, *, kind: Kind | None = None, by_factors: bool = True) -> None:
@@ -84,7 +85,7 @@ class LspWire:
         return self.settings.text if self._kind.name == self.settings.projector else f"{self.settings.text} {self._kind.name}"
 
     def choices(self, layouts: Sequence[UnitLayout]) -> tuple["LspWire", ...]:
-        """Return itself, or where no dimension is given wires of half and of a quarter of the blocks' commonest side."""
+        """Return itself; where no dimension is given, wires with half and with a quarter of the blocks' commonest side."""
         if self.settings.dimension is not None:
             return (self,)
         found = (replace(self.settings, dimension=each) for each in half_and_quarter(layouts))
@@ -96,7 +97,7 @@ class LspWire:
         return self.settings.rewrite == "step"
 
     def trained(self, unit: int, layout: UnitLayout, *, is_block: bool) -> UnitLayout | None:
-        """Return S of each matrix and its `c`, and all else as it is."""
+        """Return S and `c` of each matrix, and all other parameters as they are."""
         if not is_block:
             return layout
         found = {each.name: each for each in self._of(unit, layout)}
@@ -112,14 +113,14 @@ class LspWire:
         return lay_out(layout.name, parameters)
 
     def basis(self, unit: int, layout: UnitLayout, trained: UnitLayout) -> UnitLayout:
-        """Return where projectors lie: of each matrix those of both sides, values, then positions where they are kept."""
+        """Return where projectors lie: for each matrix those of both sides, values first, then positions where they are kept."""
         numbers: list[tuple[str, tuple[int, ...], tuple[float, float]]] = [
             (name, (count,), (1.0, 0.0)) for each in self._of(unit, layout) for name, count in each.numbers(self._kind).items()
         ]
         return lay_out(layout.name, numbers)
 
     def refuse(self, states: Sequence[Plane]) -> None:
-        """Refuse states in fewer than 32 bits, and such as nobody said how to move."""
+        """Refuse states in fewer than 32 bits, and states of which it is not known how they are moved."""
         for plane in states:
             if plane.name not in _POWERS or plane.dtype != "float32":
                 raise ConfigError(
@@ -129,7 +130,7 @@ class LspWire:
 
     @contextmanager
     def catch(self, unit: int, layout: UnitLayout, weights: Tensor, gradients: Gradients) -> Iterator[Caught]:
-        """Compress gradients: by their factors where a product's are at hand; at a check, the whole sum at the end."""
+        """Compress gradients: by their factors where a product has them; at a check, the whole sum at the end."""
         moment, basis = gradients.moment, gradients.basis
         assert moment is not None, "a trained family with a basis is caught at a moment"
         assert basis is not None, "and with its basis"
@@ -144,7 +145,7 @@ class LspWire:
             yield Caught(catching.sink, lambda spec: True)
 
     def first_weights(self, unit: int, layout: UnitLayout, trained: UnitLayout, weights: Tensor) -> Tensor:
-        """Return S = 0, c = 1, and all else as it is."""
+        """Return S = 0, c = 1, and all other parameters as they are."""
         first = torch.zeros(trained.num_elements)
         self._begin(unit, layout, trained, first)
         subspace = {each.name for each in self._of(unit, layout)}
@@ -155,7 +156,7 @@ class LspWire:
         return first
 
     def complete(self, unit: int, layout: UnitLayout, slot: Tensor, trained: UnitLayout, weights: Tensor) -> None:
-        """Make `c W + P S Q^T` of each matrix W, in float32; put all else in."""
+        """Make `c W + P S Q^T` of each matrix W, in float32; copy all other parameters in."""
         own, basis = {spec.name: spec for spec in trained.parameters}, weights[trained.num_elements :]
         found = {each.name: each for each in self._of(unit, layout)}
         for spec in layout.parameters:
@@ -169,7 +170,7 @@ class LspWire:
             matrices.copy_(matrices.float().mul_(part(weights, own[each.factor_name])).add_(learned))
 
     def making_bytes(self, layout: UnitLayout) -> int:
-        """Return the most that is made at once: at a check, the sum of a unit's gradient, and what one matrix is judged by."""
+        """Return the most bytes allocated at once: at a check, the sum of a unit's gradient, and what judging one matrix takes."""
         matrices = [spec.num_elements for spec in layout.parameters if len(spec.shape) > 1]
         return 4 * sum(matrices) + 20 * max(matrices, default=0)
 
@@ -215,7 +216,7 @@ class LspWire:
 
 
 class _Catching:
-    """Gradients of one unit in one micro-batch. `is_fitted`: there are projectors; `names`: of what may come by factors."""
+    """Gradients of one unit in one micro-batch. `is_fitted`: it has projectors; `names`: matrices that may come by factors."""
 
     def __init__(self, found: Sequence[Subspace], kind: Kind, gradients: Gradients, moment: Moment, basis: Tensor) -> None:
         self.subspaces, self.kind, self.gradients = {each.name: each for each in found}, kind, gradients
@@ -243,7 +244,7 @@ class _Catching:
             self.gradients.add(name, total)
 
 
-# Tokens whose factors are compressed at once: float32 copies of them take memory.
+# Tokens whose factors are compressed at once: their float32 copies take memory.
 _FACTOR_TOKENS = 512
 
 
@@ -252,10 +253,10 @@ def _columns(tokens: Tensor) -> Tensor:
 
 
 class _Check:
-    """A step in which a unit's gradient is summed whole, to see how far its projectors are off, and to try others.
+    """A step in which a unit's gradient is summed whole, to see how far off its projectors are, and to try others.
 
-    The sum of all micro-batches but the last is the sample; the last is what projectors are judged by. With a single one there
-    is nothing to judge by, and projectors that there are stay.
+    The sum of all micro-batches but the last is the sample; projectors are judged on the last one. With a single micro-batch
+    there is nothing to judge by, and existing projectors stay.
     """
 
     def __init__(self, catching: _Catching, settings: Lsp) -> None:
@@ -281,17 +282,17 @@ class _Check:
                 kept[spec.name].add_(whole)
             else:
                 kept[spec.name] = whole.to(torch.float32, copy=True)
-        elif spec.name in self._done:  # more of the last micro-batch: its rows are run by samples
+        elif spec.name in self._done:  # more of the last micro-batch, because its rows are run by samples
             self._deliver(found, whole.float())
         else:
             self._conclude(found, whole.float())
 
     def finish(self) -> None:
-        """After the last micro-batch, propose what was found."""
+        """After the last micro-batch, propose the projectors that were found."""
         if not self._is_last:
             return
         for name, found in self._catching.subspaces.items():
-            if name not in self._done:  # nothing reached it in the last micro-batch
+            if name not in self._done:  # no gradient reached it in the last micro-batch
                 self._conclude(found, None)
         self._catching.moment.kept.clear()
         replaces = self._catching.is_fitted
@@ -300,7 +301,7 @@ class _Check:
             self._catching.moment.propose(Proposal(basis, replaces, self._errors))
 
     def _conclude(self, found: Subspace, last: Tensor | None) -> None:
-        """Choose projectors for a matrix, and compress its sum: by those that hold in this step."""
+        """Choose projectors for a matrix, and compress its sum by those that are valid in this step."""
         catching, kept = self._catching, self._catching.moment.kept.pop(found.name, None)
         self._done.add(found.name)
         if not catching.is_fitted:
@@ -319,7 +320,7 @@ class _Check:
         catching = self._catching
         error = float(relative_error(found.pair(catching.kind, catching.basis), held_out))
         self._errors[found.name] = error, None
-        # Not of what is not finite: the step will be skipped.
+        # A sample that is not finite is not judged: the step will be skipped.
         if sample is None or not error > self._settings.alpha or not bool(sample.isfinite().all()):
             return
         self._fit(found, sample)
@@ -339,10 +340,10 @@ class _Check:
         self._changed = self._changed or not self._catching.is_fitted
 
     def _deliver(self, found: Subspace, whole: Tensor) -> None:
-        """Compress by the projectors that hold in this step: the first ones at once, others from the next step on."""
+        """Compress by the projectors that are valid in this step: first ones at once, later ones from the next step on."""
         catching = self._catching
         pair = found.pair(catching.kind, catching.basis if catching.is_fitted else self._other)
-        # A gradient that is not finite is one in any basis, also in none.
+        # A gradient that is not finite has to stay so in any basis, and where there is none.
         core = pair.compress(whole) if bool(whole.isfinite().all()) else torch.full(found.core, torch.nan, device=whole.device)
         catching.gradients.add(found.name, core)
 

@@ -14,7 +14,7 @@ from headrace.terms.sizes import round_up
 from headrace.update.projectors import Kind, Pair, Projector
 from headrace.update.projectors.projector import Sides, both
 
-# Half of a side, rounded to this: where a dimension is not given.
+# Where no dimension is given, it is half of a side, rounded to a multiple of this.
 _ROUNDED_TO = 64
 
 
@@ -23,9 +23,9 @@ class Subspace:
     """The subspace of one parameter: a stack of matrices (packed experts), or one.
 
     Attributes:
-        stack, rows, columns: of the parameter; of more than two dimensions the last two are a matrix.
-        dimensions: of the subspace, None for a side that is left as it is.
-        offset: where its numbers begin in the unit's basis.
+        stack, rows, columns: the parameter's shape; of more than two dimensions the last two are a matrix.
+        dimensions: the subspace's; None for a side that is left as it is.
+        offset: the first of its numbers in the unit's basis.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Subspace:
 
     @property
     def factor_name(self) -> str:
-        """What the trained family calls the factor of the matrix as it lies."""
+        """The name in the trained family of the factor by which the stored matrix is multiplied."""
         return f"{self.name}:factor"
 
     @property
@@ -58,11 +58,11 @@ class Subspace:
         return (*self.lead, *self.core[1:])
 
     def numbers(self, kind: Kind) -> dict[str, int]:
-        """Return how many numbers each side has in the basis."""
+        """Return how many numbers of the basis each side has."""
         return {f"{self.name}:{side}": self._count(kind, rows) for side, rows, _ in self._sides()}
 
     def pair(self, kind: Kind, basis: Tensor) -> Pair:
-        """Return the projectors that `basis` has."""
+        """Return the projectors whose numbers `basis` has."""
 
         def made(side: tuple[Tensor, Tensor | None, int]) -> Projector:
             return kind.projector(*side)
@@ -82,12 +82,12 @@ class Subspace:
                 positions.copy_(side[1])
 
     def copy(self, kind: Kind, basis: Tensor, into: Tensor) -> None:
-        """Copy the numbers of `basis` to another one."""
+        """Copy the numbers of this parameter from `basis` into another one."""
         place = self._place(kind)
         into[place].copy_(basis[place])
 
     def is_alike(self, kind: Kind, basis: Tensor, other: Tensor) -> bool:
-        """Return whether two bases have the same projectors of this parameter, bit for bit."""
+        """Return whether two bases have the same projectors for this parameter, bit for bit."""
         place = self._place(kind)
         return torch.equal(basis[place].view(torch.int32), other[place].view(torch.int32))
 
@@ -113,13 +113,13 @@ class Subspace:
 
 
 def basis_elements(subspace: Subspace, kind: Kind) -> int:
-    """Return the numbers that a parameter has in its unit's basis, each side aligned as `lay_out` does it."""
+    """Return how many numbers of its unit's basis a parameter has, each side aligned as in `lay_out`."""
     return sum(round_up(count, PARAMETER_ALIGNMENT) for count in subspace.numbers(kind).values())
 
 
 def half_and_quarter(layouts: Sequence[UnitLayout]) -> tuple[int, ...]:
     """Return the dimensions from which a plan chooses: half and a quarter of the commonest side of the blocks' matrices,
-    rounded to 64; one where both are the same, none where there are no matrices.
+    rounded to multiples of 64; one dimension where both are the same, none where there are no matrices.
     """
     sides = Counter(side for layout in layouts for spec in layout.parameters if len(spec.shape) > 1 for side in spec.shape[-2:])
     if not sides:
@@ -133,15 +133,15 @@ def _rounded(side: float) -> int:
 
 
 def subspaces(layout: UnitLayout, dimension: int | None, nonzeros: int, kind: Kind) -> tuple[Subspace, ...]:
-    """Return the subspaces of a unit's matrices: of those with a side of more than `dimension`.
+    """Return the subspaces of those matrices of a unit that have a side of more than `dimension`.
 
-    Without one it is half of the commonest side of the unit's matrices, rounded to 64.
+    If it is None, it is half of the commonest side of the unit's matrices, rounded to a multiple of 64.
     """
     if dimension is None:
         dimension = next(iter(half_and_quarter([layout])), 0)
     if not dimension:
         return ()
-    dimension -= dimension % nonzeros  # blocks have as many columns as numbers in a row
+    dimension -= dimension % nonzeros  # in blocks, each group of rows has `nonzeros` columns
     found: list[Subspace] = []
     offset = 0
     for spec in layout.parameters:

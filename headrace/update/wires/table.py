@@ -1,4 +1,4 @@
-"""Which ways for gradients there are, and which wire a run's options mean: one row for each."""
+"""The ways for gradients, one row for each, and which wire a run's options mean."""
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -22,7 +22,7 @@ def gradient_of(options: Options) -> GradientWay:
     """Return the way that `options` name, with its settings.
 
     Raises:
-        ConfigError: no such way, or a setting or a value that it has not; the message names those that it has.
+        ConfigError: there is no such way, or it has no such setting or value; the message names those that it has.
     """
     return way_of(options.gradient)
 
@@ -49,10 +49,10 @@ def way_of(text: str) -> GradientWay:
 
 
 def wire_of(options: Options, begun: str | None = None) -> Wire:
-    """Return the wire that `options` mean, for a run that was `begun` with the wire of that name, if it was.
+    """Return the wire that `options` mean, for a run that was `begun` with the wire of that name (None: for a new one).
 
     Raises:
-        ConfigError: as `gradient_of`, and as `adapter_of`; or both are given.
+        ConfigError: as `gradient_of`, and as `adapter_of`; or both a gradient and an adapter are given.
     """
     way = gradient_of(options)
     if options.adapter is not None:
@@ -61,13 +61,13 @@ def wire_of(options: Options, begun: str | None = None) -> Wire:
                 f"adapter and gradient: {way.name} trains subspaces, {options.adapter} adapters; give one of them"
             )
         return AdapterWire(adapter_of(options.adapter), options.seed)
-    with suppress(ConfigError):  # a wire of a program's own: whoever checks the run says so
+    with suppress(ConfigError):  # the wire belongs to a program of its own; whoever checks the run says so
         way = way.begun(way_of(begun)) if begun else way
     return WIRES[type(way)](way)
 
 
 def wire_on(wire: Wire, chain: Chain) -> Wire:
-    """Return `wire` for the units of `chain`: one of adapters has to know what there is to adapt.
+    """Return `wire` for the units of `chain`: a wire of adapters has to know their modules.
 
     Raises:
         ConfigError: as `AdapterWire.of`.
