@@ -133,7 +133,7 @@ class FactoredRule(TensorRule):
 
 
 def _bits(tensor: Tensor) -> NDArray[Any]:
-    """Return a tensor as the loops need it: bfloat16 as uint16, float16 as int16 (gradients), so that types distinguish them."""
+    """Return a tensor as the loops need it: bfloat16 as uint16, float16 as int16 (gradients), so that types differ."""
     if tensor.dtype == torch.bfloat16:
         return tensor.view(torch.int16).numpy().view(np.uint16)
     array: NDArray[Any] = tensor.numpy()

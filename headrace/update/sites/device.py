@@ -36,7 +36,7 @@ class DeviceUpdater:
 
     @property
     def temporary_bytes(self) -> int:
-        """The most device memory that `update_range` allocates at once, if no item is larger; without the allocator's rounding."""
+        """The most device memory that `update_range` allocates at once, if no item is larger (allocator rounding aside)."""
         return self.piece_elements * self.rule.figures.temporary_bytes
 
     def update_range(

@@ -176,7 +176,7 @@ class _Sums:
         self._totals: list[NDArray[np.uint64]] = []
 
     def of_share(self, start: int) -> Summing:
-        """Return where a share from element `start` of the range on adds: each has totals of its own, so threads do not meet."""
+        """Return where a share from element `start` of the range on adds. It has totals of its own, so threads do not meet."""
         places = zip(self._begins, self._widths, strict=True)
         first_words = np.array([(begin + start * width) // _WORD_BYTES for begin, width in places], np.int64)
         self._totals.append(np.zeros(2, np.uint64))

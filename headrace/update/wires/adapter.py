@@ -64,7 +64,7 @@ class AdapterWire(DenseWire):
         self.known.merge(unit, _views(trained, weights), _views(layout, slot))
 
     def making_bytes(self, layout: UnitLayout) -> int:
-        """Return the bytes of a block's adapters where compute reads them, if that is elsewhere; or those that merging takes."""
+        """Return the bytes of a block's adapters where compute reads them, if that is elsewhere; or the bytes for merging."""
         found = {own.name: unit for unit, own in self.known.layouts.items()}
         unit = found[layout.name]
         return max(4 * self.known.layouts[unit].num_elements, merging_bytes(self.known.products[unit]))

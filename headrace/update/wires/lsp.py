@@ -113,7 +113,7 @@ class LspWire:
         return lay_out(layout.name, parameters)
 
     def basis(self, unit: int, layout: UnitLayout, trained: UnitLayout) -> UnitLayout:
-        """Return where projectors lie: for each matrix those of both sides, values first, then positions where they are kept."""
+        """Return where projectors lie: for each matrix and side its values, then its positions where they are kept."""
         numbers: list[tuple[str, tuple[int, ...], tuple[float, float]]] = [
             (name, (count,), (1.0, 0.0)) for each in self._of(unit, layout) for name, count in each.numbers(self._kind).items()
         ]
@@ -170,7 +170,7 @@ class LspWire:
             matrices.copy_(matrices.float().mul_(part(weights, own[each.factor_name])).add_(learned))
 
     def making_bytes(self, layout: UnitLayout) -> int:
-        """Return the most bytes allocated at once: at a check, the sum of a unit's gradient, and what judging one matrix takes."""
+        """Return the most bytes allocated at once: at a check, a unit's summed gradient, and those for judging one matrix."""
         matrices = [spec.num_elements for spec in layout.parameters if len(spec.shape) > 1]
         return 4 * sum(matrices) + 20 * max(matrices, default=0)
 
