@@ -1,10 +1,10 @@
 """The least time in which lanes can do their work, however well they overlap.
 
-Lanes that run at once slow one another, so which of them run together is a choice: `t[S]` seconds for each set `S` of lanes, of
-which each lane needs its work done. The least sum of all `t[S]` is a linear program (George Dantzig's simplex method finds it);
-what is solved is its dual, whose answer are prices of the lanes' work at which no set earns more than a second in a second.
+Lanes that run at once slow one another, so it is a choice which of them run together: `t[S]` seconds for each set `S` of lanes,
+so that each lane gets its work done. The least sum of all `t[S]` is a linear program (George Dantzig's simplex method solves
+it). What is solved here is its dual: the answer are prices of the lanes' work at which no set earns more than one per second.
 
-Invariant: a function of its arguments alone; no schedule of these lanes at these speeds takes less.
+Invariant: the result follows from the arguments alone; no schedule of these lanes at these speeds takes less.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,9 +13,9 @@ from headrace.terms.program import Lane
 
 Speeds = Callable[[tuple[Lane, ...]], Mapping[Lane, float]]
 
-# Coefficients are about 1: what is smaller than this is a rounding error.
+# Coefficients are about 1: anything smaller than this is a rounding error.
 _NOTHING = 1e-11
-# A dozen rounds are usual. Rounding errors could make it go round in circles; what it has found is a lower bound at any time.
+# A dozen rounds are usual. Rounding errors could make it circle forever; what it has found is a lower bound at any time.
 _MOST_PIVOTS = 1000
 
 
@@ -38,8 +38,8 @@ def least_seconds(alone: Mapping[Lane, float], speeds: Speeds) -> float:
 def _greatest(rows: list[list[float]], gains: list[float]) -> float:
     """Return the greatest sum of `gains[j] * y[j]` over `y >= 0` with `sum of rows[i][j] * y[j] <= 1` for each row.
 
-    The simplex method on a dictionary: each row gives a variable that is not zero (at first its slack) by those that are.
-    Variables are taken in the order of their numbers (Bland's rule), so that it ends although many rows tie.
+    It is the simplex method on a dictionary: each row expresses a variable that is not zero (at first its slack) by those that
+    are. Variables are chosen in the order of their numbers (Bland's rule), so that it ends although many rows tie.
     """
     width = len(gains)
     table = [[*row, 1.0] for row in rows]
@@ -67,7 +67,7 @@ def _greatest(rows: list[list[float]], gains: list[float]) -> float:
 
 
 def _without(row: list[float], column: int, pivot: list[float]) -> list[float]:
-    """Return `row` with the variable of `column` put as the pivot row says."""
+    """Return `row` after the variable of `column` is replaced by what the pivot row says it is."""
     factor = row[column]
     changed = [value - factor * other for value, other in zip(row, pivot, strict=True)]
     changed[column] = -factor * pivot[column]

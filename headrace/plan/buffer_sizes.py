@@ -11,11 +11,10 @@ from headrace.terms.sizes import round_up
 from headrace.terms.summing import partial_sums
 
 PAGE_BYTES = 4096
-# What an update on the device takes besides its planes (tests count both): temporaries, per element of
-# the piece that it works on at once, and what torch's kernels read and write of device memory, per element.
+# Elements that an update on the device works on at once (tests count): its temporaries grow with them.
 DEVICE_UPDATE_PIECE_ELEMENTS = 1 << 20
 TENSOR_ALIGNMENT_BYTES = 64
-# Buffers on the device for what weights are made of: while one slot is made, what the next is made of comes.
+# Buffers on the device for what weights are made of: while one slot is made, the sources of the next one arrive.
 SOURCE_SLOTS = 2
 
 
@@ -30,7 +29,7 @@ class BufferGroup:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes that the arena gives out for the group: each buffer starts on a page."""
+        """Bytes that the arena gives to the group: each buffer starts on a page."""
         return self.count * round_up(self.num_bytes, PAGE_BYTES)
 
 
@@ -90,7 +89,7 @@ def buffer_groups(plan: Plan) -> dict[str, BufferGroup]:
 
 
 def _serving_groups(plan: Plan) -> dict[str, BufferGroup]:
-    """Return the groups of a plan that computes nothing: units on their way, of which the largest may be any."""
+    """Return the groups of a plan that computes nothing: buffers for units on their way, each as large as the largest unit."""
     units, held = range(len(plan.units)), plan.held_in_memory
     weights, gradients = max(map(plan.stored_bytes, units)), max(map(plan.gradient_bytes, units))
     groups = {
@@ -115,9 +114,9 @@ def device_update_temporary_bytes(plan: Plan) -> int:
 
 
 def host_update_temporary_bytes(plan: Plan) -> int:
-    """Return the host memory that updates of whole rows or matrices take for a moment: of one piece on each thread.
+    """Return the bytes of host memory that updates of whole rows or matrices take for a moment: one piece on each thread.
 
-    Where elements are updated alone, they are so in registers.
+    Elements that are updated alone are updated in registers.
     """
     if plan.rule.grain is Grain.ELEMENT:
         return 0
@@ -131,7 +130,7 @@ def arena_bytes(plan: Plan, tier: str) -> int:
 
 
 def scratch_bytes(plan: Plan) -> int:
-    """Return the bytes on the SSD for block inputs and held gradients: not durable, no second slot."""
+    """Return the bytes on the SSD for block inputs and held gradients: they are not durable and have no second slot."""
     return stash_scratch_bytes(plan) + held_scratch_bytes(plan)
 
 
@@ -165,12 +164,12 @@ def held_gradient_offset(plan: Plan, unit: int) -> int:
 
 
 def held_gradient_bytes(plan: Plan, unit: int) -> int:
-    """Return the bytes that the gradient of a unit that is held there takes on the SSD, in whole pages."""
+    """Return the bytes that the held gradient of a unit takes on the SSD, in whole pages."""
     return round_up(plan.gradient_bytes(unit), PAGE_BYTES)
 
 
 class ChunkBytes(NamedTuple):
-    """Bytes of a chunk: its states, its weights, what its update moves, and what goes to the device and comes back."""
+    """Bytes of a chunk: its states, its weights, the memory traffic of its update, and what crosses to the device and back."""
 
     states: int
     weights: int

@@ -1,7 +1,7 @@
-"""Where a generation's keys and values live, by block: where compute is, in host memory, or on the drives.
+"""Where a generation's keys and values live, block by block: where compute is, in host memory, or on the drives.
 
-Of a block that is elsewhere, each seat's keys and values are read ahead before the seat enters it, and only those of new tokens
-go back. On the drives lie full pages; what fills none yet waits in host memory.
+Keys and values of a block that live elsewhere are read ahead for each seat before it enters the block, and only those of new
+tokens go back. Full pages lie on the drives; a page that is not full yet waits in host memory.
 """
 
 from collections.abc import Iterator
@@ -11,17 +11,17 @@ from headrace.terms.costs import GenerationCosts
 from headrace.terms.sizes import MIB, PAGE_BYTES, round_up
 
 COMPUTE, HOST, SSD = "compute", "host", "ssd"
-# How the names of its groups of buffers begin.
+# The names of their groups of buffers begin with this.
 CACHE_GROUPS = "cache_"
-# Of seats' caches of a block that are on their way at once: one is used, others come and go.
+# How many of one seat's caches of one block are on their way at once: one is used, the others come and go.
 SLOT_CHOICES = (4, 2)
-# So many ways to divide blocks among homes are tried.
+# The number of ways to divide blocks among homes that are tried: between two homes, and among three.
 _MOST_STEPS, _MOST_STEPS_OF_TWO = 8, 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CachePlan:
-    """`homes` are by block; none given: all are where compute is. `slots` of a seat's cache of a block are on their way."""
+    """`homes` are by block; (): all are where compute is. `slots` of one seat's cache of one block are on their way at once."""
 
     homes: tuple[str, ...] = ()
     slots: int = 0
@@ -32,34 +32,34 @@ class CachePlan:
         return self.homes[block - 1] if self.homes else COMPUTE
 
     def blocks(self, home: str) -> tuple[int, ...]:
-        """Return the blocks (from 1) with that home, of those that are not all where compute is."""
+        """Return the blocks (from 1) with that home; none where all are where compute is."""
         return tuple(number for number, each in enumerate(self.homes, start=1) if each == home)
 
     @property
     def moves(self) -> bool:
-        """Whether any is elsewhere than where compute is."""
+        """Whether any cache lives elsewhere than where compute is."""
         return any(home != COMPUTE for home in self.homes)
 
 
 def whole_bytes(costs: GenerationCosts, new_tokens: int, block: int) -> int:
-    """Return what a seat's cache of block `block` (from 1) takes at the end."""
+    """Return the bytes of a seat's cache of block `block` (from 1) at the end."""
     return costs.cache_bytes[block - 1] + new_tokens * costs.cache_token_bytes[block - 1]
 
 
 def drive_bytes(caches: CachePlan, costs: GenerationCosts, new_tokens: int, block: int) -> int:
-    """Return what of it can lie on the drives: full pages."""
+    """Return how many of these bytes can lie on the drives: full pages."""
     return whole_bytes(costs, new_tokens, block) // caches.page_bytes * caches.page_bytes
 
 
 def tail_bytes(caches: CachePlan, costs: GenerationCosts, new_tokens: int, block: int) -> int:
-    """Return what of it waits in host memory for a page to be full."""
+    """Return how many of these bytes at most wait in host memory for a page to be full."""
     return min(caches.page_bytes, round_up(whole_bytes(costs, new_tokens, block), PAGE_BYTES))
 
 
 def cache_buffers(
     caches: CachePlan, costs: GenerationCosts, new_tokens: int, seats: int, *, separate_device: bool
 ) -> dict[str, tuple[str, int, int]]:
-    """Return by name the tier, number and bytes of each group of buffers for what is not where compute is."""
+    """Return by name the tier, number and bytes of each group of buffers for caches elsewhere or on their way."""
     moving = [*caches.blocks(HOST), *caches.blocks(SSD)]
     if not moving:
         return {}
@@ -76,7 +76,7 @@ def cache_buffers(
 
 
 def cache_choices(tiered: tuple[bool, ...], *, separate_device: bool, has_drives: bool, num_blocks: int) -> Iterator[CachePlan]:
-    """Yield the ways to place caches that are tried, those that keep most where compute is first."""
+    """Yield the placements of caches to try; those that keep most of them where compute is come first."""
     yield CachePlan()
     movable = [block for block, may in enumerate(tiered) if may]
     if not movable or not (separate_device or has_drives):
@@ -89,7 +89,7 @@ def cache_choices(tiered: tuple[bool, ...], *, separate_device: bool, has_drives
             if on_drives > away:
                 continue
             homes = [COMPUTE] * num_blocks
-            # Spread evenly, so that what is read comes evenly, too.
+            # Spread evenly, so that reads come evenly, too.
             spread = _spread(movable, away)
             for block in spread:
                 homes[block] = HOST

@@ -1,7 +1,7 @@
 """The virtual clock: lanes that work through operations in order, at speeds that change whenever another starts or stops.
 
-What lanes there are, how long an operation takes alone and how fast lanes are beside one another its subclasses say: those of
-one machine (`simulate`), or of several that meet (`joint`). As in the engine, a program starts only when the last but one is
+Subclasses say which lanes there are, how long an operation takes alone and how fast lanes are beside one another: those of one
+machine (`simulate`), or of several that meet (`joint`). As in the engine, a program starts only when the last but one is
 complete. No files, no torch.
 """
 
@@ -11,20 +11,20 @@ from typing import TypeVar
 from headrace.terms.errors import StepFailed
 from headrace.terms.program import Op, Program
 
-# What the first operation of a lane waits for, and what a lane waits for that has come to the end of its queue.
+# What the first operation of a lane waits for (nothing), and what a lane waits for at the end of its queue (more operations).
 NOTHING, _MORE = (bytearray(b"\1"), 0), (bytearray(b"\0"), 0)
 # Two steps count as equally long below this relative difference: far above rounding, far below what anybody plans by.
 _SETTLED = 1e-4
-# So many steps in a row must be alike: two may be by chance while a backlog of the cold start drains.
+# So many steps in a row must be equally long: two may be so by chance while a backlog of the cold start drains.
 _ALIKE = 3
-# Rounds after which a step time that still swings between several values is averaged instead.
+# After so many rounds a step time that still swings between several values is averaged instead.
 _MOST_ROUNDS = 12
 
 _Value = TypeVar("_Value")
 
 
 class _Known(dict[int, _Value]):
-    """What was found for a set of lanes; an event asks for a few, so no call is made where it is known."""
+    """What was found for a set of lanes, by bit mask. An event asks for a few sets, and a known one costs no call."""
 
     def __init__(self, find: Callable[[int], _Value]) -> None:
         super().__init__()
@@ -36,9 +36,9 @@ class _Known(dict[int, _Value]):
 
 
 class Clock:
-    """The event loop. At most one operation per lane is under way, so a scan over the few lanes beats a heap.
+    """The event loop. At most one operation per lane is under way, so scanning the few lanes is faster than a heap.
 
-    A set of lanes is a bit mask of their places among those that the programs use; only sets that occur are looked into.
+    A set of lanes is a bit mask of their places among the lanes that the programs use; only sets that occur are examined.
     """
 
     def __init__(self, count: int) -> None:
@@ -55,18 +55,18 @@ class Clock:
         self.work: list[list[float]] = []  # by program and operation: the seconds that it takes alone
         self.queue: list[list[tuple[int, Op]]] = [[] for _ in range(count)]
         self.head = [0] * count
-        self.waiting = [0] * count  # dependencies of the head that are known to be done
-        self.blocked = [_MORE] * count  # what the head was seen to wait for
+        self.waiting = [0] * count  # how many dependencies of the head are known to be done
+        self.blocked = [_MORE] * count  # what the head was last seen to wait for
         self.busy = 0
         self.speed = [1.0] * count
         self.due = [0.0] * count  # when the lane's operation stops if no speed changes
 
     def place_of(self, op: Op) -> int:
-        """Return where the lane of `op` stands among those that are in use."""
+        """Return the place of the lane of `op` among those that are in use."""
         raise NotImplementedError
 
     def alone_seconds(self, op: Op) -> float:
-        """Return what `op` takes if nothing else runs."""
+        """Return the seconds that `op` takes if nothing else runs."""
         raise NotImplementedError
 
     def speeds_among(self, places: tuple[int, ...]) -> tuple[tuple[int, float], ...]:
@@ -90,7 +90,7 @@ class Clock:
         self.blocked = [NOTHING if blocked is _MORE else blocked for blocked in self.blocked]
 
     def settled(self, since: int) -> bool:
-        """Whether steps have repeated in time from program `since` on, for long enough not to be chance."""
+        """Whether steps have been equally long from program `since` on, often enough not to be chance."""
         if len(self.finish) <= since + _ALIKE:
             return False
         return _agree([self.period(len(self.finish) - 1 - back) for back in range(_ALIKE)])
@@ -107,7 +107,7 @@ class Clock:
         while self.left[number]:
             self._start_ready()
             self._advance()
-        # Not before its predecessors: a short program may overtake the one before it.
+        # Not before its predecessors, because a short program may overtake the one before it.
         self.finish.append(max([*self.stop[number], *self.finish[-1:]], default=0.0))
         return True
 
@@ -117,7 +117,7 @@ class Clock:
             if flags[index] and self._ready(place):
                 self._begin(place)
         for place, speed in self.speeds_of[self.busy]:
-            # Left alone where nothing changes, so that undisturbed operations take exactly their own seconds.
+            # It is left alone where nothing changes, so that undisturbed operations take exactly their own seconds.
             if speed != self.speed[place]:
                 self.due[place] = self.now + (self.due[place] - self.now) * self.speed[place] / speed
                 self.speed[place] = speed
@@ -131,7 +131,7 @@ class Clock:
         self.busy |= 1 << place
 
     def _ready(self, place: int) -> bool:
-        """Whether the head of a lane may start. What was seen done is not looked at again: one look per dependency."""
+        """Whether the head of a lane may start. Each dependency that was seen done is not looked at again."""
         if self.head[place] == len(self.queue[place]):
             self.blocked[place] = _MORE
             return False
@@ -153,7 +153,7 @@ class Clock:
         return True
 
     def _advance(self) -> None:
-        """Move to the next end of an operation and complete all that end then."""
+        """Move to the next end of an operation, and complete all operations that end then."""
         under_way, due = self.places_of[self.busy], self.due
         self.now = now = max(self.now, min([due[place] for place in under_way]))
         for place in under_way:
@@ -168,7 +168,7 @@ class Clock:
 
 
 def admit_until_settled(clock: Clock, programs: Sequence[Program]) -> bool:
-    """Give the clock all programs that there will be, and return whether the last one repeats."""
+    """Give the clock all programs that there will be, and return whether the last one is repeated."""
     if len(programs) < 3:
         raise ValueError(f"simulate: {len(programs)} programs given, at least 3 are needed to find the steady state")
     given, repeats = len(programs), programs[-1] == programs[-2]
@@ -178,7 +178,7 @@ def admit_until_settled(clock: Clock, programs: Sequence[Program]) -> bool:
         admitted = len(clock.programs)
         if admitted < given:
             clock.admit(programs[admitted])
-        # Not asked again later: the last steps have no successor, and run differently.
+        # This is not asked later, because the last steps have no successor, and run differently.
         elif repeats and admitted < given + _MOST_ROUNDS and not clock.settled(since=given - 2):
             clock.admit(programs[-1])
         else:
@@ -187,7 +187,7 @@ def admit_until_settled(clock: Clock, programs: Sequence[Program]) -> bool:
 
 
 def settled_period(clock: Clock, measured: int, *, repeats: bool, given: int) -> tuple[bool, float]:
-    """Return whether steps repeat in time, and the time from one to the next; their mean where they do not."""
+    """Return whether steps are equally long, and the seconds from one to the next; their mean where they are not."""
     settled = not repeats or (measured > _ALIKE and _agree([clock.period(measured - back) for back in range(_ALIKE)]))
     if settled:
         return True, clock.period(measured)
@@ -200,7 +200,7 @@ def _agree(values: list[float]) -> bool:
 
 
 def _check(program: Program, number: int, previous: int | None) -> None:
-    """Refuse a program that could not run: with dependencies that point backwards some lane can always go on."""
+    """Refuse a program that could not run. If all dependencies point backwards, some lane can always go on."""
     for index, op in enumerate(program.ops):
         if op.index != index:
             raise StepFailed(f"program {number}: the operation in place {index} ({op.label}) calls itself number {op.index}")

@@ -1,10 +1,10 @@
 """What workers and a node will do together: seconds of a step, bytes over each link, what limits, and what to buy next.
 
-The programs simulated are those that both sides run (`schedules.train` with units that are far, `schedules.serve`), at the
-rates of their profiles, with links by one rule (`links`). K nodes each hold 1/K of every unit: to a step they are one node with
-K times the drives, cores and memory, whose links each carry 1/K.
+The simulated programs are those that both sides run (`schedules.train` with far units, `schedules.serve`), at the rates of
+their profiles, with links by one rule (`links`). Each of K nodes holds 1/K of every unit: to a step they are one node with K
+times the drives, cores and memory, whose links each carry 1/K.
 
-Invariant: a function of plans and cluster alone. No clock, no files, no torch.
+Invariant: results follow from plans and cluster alone. No clock, no files, no torch.
 """
 
 from collections.abc import Iterator
@@ -29,11 +29,11 @@ from headrace.terms.sizes import round_up
 _Span = tuple[float, float, float]  # start, stop, bytes per second
 
 WORKER, NODE = 0, 1  # ranks: one worker stands for all
-# Operations of a step, of worker and node together, above which work is cut more coarsely.
+# Operations of a step, of worker and node together, above which its work is cut more coarsely.
 _MOST_OPERATIONS = 5000
-# A chunk's operations at the node; of fewer pieces than this reading, updating and writing a unit would no longer overlap.
+# Operations of a chunk at the node. With fewer chunks than these, reading, updating and writing a unit would no longer overlap.
 _PER_CHUNK, _LEAST_CHUNKS, _MOST_CHUNKS = 4, 4, 12
-# Programs are built until both repeat.
+# At most so many programs are built until both repeat.
 _MOST_PROGRAMS = 12
 _TRANSFERS = (Lane.NIC_DOWN, Lane.NIC_UP)
 
@@ -50,7 +50,7 @@ class Thing(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """Workers alike, nodes alike, and the links between them. Ceilings are those of one worker and of one node."""
+    """Equal workers, equal nodes, and the links between them. Ceilings are those of one worker and of one node."""
 
     worker: Ceilings
     node: Ceilings
@@ -67,7 +67,7 @@ class Cluster:
         nodes: int = 1,
         pattern: Pattern = Pattern.EXCHANGE,
     ) -> "Cluster":
-        """Return a cluster whose links are all alike, with so many bytes per second each way."""
+        """Return a cluster whose links are all equal, with so many bytes per second each way."""
         link = Link.duplex(link_bytes_per_second)
         network = Network(workers=workers, worker_link=link, node_link=link, nodes=nodes, pattern=pattern)
         worker = replace(worker, network_bytes_per_second=link_bytes_per_second)
@@ -115,14 +115,14 @@ def _times(node: Ceilings, factor: int) -> Ceilings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phase:
-    """A part of a step: seconds, and for each thing the share of them for which it is busy."""
+    """A part of a step: its seconds, and for each thing the share of them for which it is busy."""
 
     seconds: float
     shares: dict[Thing, float]
 
     @property
     def limit(self) -> Thing:
-        """What is busy for the largest share."""
+        """The thing that is busy for the largest share."""
         return max(self.shares, key=self.shares.__getitem__)
 
 
@@ -136,10 +136,10 @@ class Copies:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterForecast:
-    """A step in the steady state, of all workers and the node.
+    """A step of all workers and the node in the steady state.
 
-    `forward` runs from the first weights that are sent to the last loss, `backward` from there to the next step: a node's last
-    update included. `work` are the seconds that each lane of worker and node takes alone, by rank.
+    `forward` runs from the first weights that are sent to the last loss, `backward` from there to the next step, including the
+    node's last update. `work` are by rank the seconds that each lane of worker and node takes alone.
     """
 
     step_seconds: float
@@ -158,12 +158,12 @@ class ClusterForecast:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all workers."""
+        """Tokens per second of all workers together."""
         return self.tokens_per_step / self.step_seconds
 
     @property
     def tokens_per_second_per_worker(self) -> float:
-        """Of one worker."""
+        """Tokens per second of one worker."""
         return self.tokens_per_second / self.workers
 
     @property
@@ -190,7 +190,7 @@ def forecast_cluster(
 ) -> ClusterForecast:
     """Simulate consecutive steps of workers under the plan `worker`, all of whose units are far, and of a node under `node`.
 
-    `tokens_per_step` are those of all workers.
+    `tokens_per_step` counts the tokens of all workers.
 
     Raises:
         ConfigError: the worker's profile has no matrix rate for the plan's compute dtype.
@@ -230,12 +230,12 @@ def forecast_cluster(
 
 
 def _any_dtype(node: Ceilings) -> str:
-    """Return a dtype that the node has a figure for: it multiplies nothing."""
+    """Return any dtype for which the node has a figure: the node multiplies nothing."""
     return next(iter(node.flops_per_second))
 
 
 def coarse_node(node: Plan, worker: Plan, most_operations: int = 2 * SEARCH_OPERATIONS) -> Plan:
-    """Return the node's plan for the units of `worker`, which may have been cut more coarsely, with few chunks for each."""
+    """Return the node's plan with few chunks for each unit of `worker`, whose plan may have been cut more coarsely."""
     units = tuple(replace(unit, home=SSD, is_far=False, cuts=()) for unit in worker.units)
     share = len(units) / len(node.units)
     per_unit = most_operations // 2 // len(units) // _PER_CHUNK
@@ -251,7 +251,7 @@ def coarse_node(node: Plan, worker: Plan, most_operations: int = 2 * SEARCH_OPER
         gradient_dtype=worker.gradient_dtype,
         host_slots=max(2, min(len(units), round(node.host_slots * share))),
         chunk_elements=chunk_elements,
-        # Of the larger buffers no more than are needed to read, update and write at once.
+        # No more of the larger buffers than are needed to read, update and write at once.
         state_slots=node.state_slots if chunk_elements == node.chunk_elements else min(node.state_slots, 3),
         late_units=tuple(range(len(units))) if node.late_units else (),
         resident_states=residents,
@@ -299,7 +299,7 @@ def _phase(network: Network, spans: dict[tuple[int, Lane], list[_Span]], start: 
     for thing, seats in _SEATS.items():
         parts = [(max(first, start), min(last, stop)) for seat in seats for first, last, _ in spans.get(seat, [])]
         shares[thing] = _union(parts) / seconds if seconds > 0 else 0.0
-    # A link that is slowed by another is not full all the time that something crosses it: its bytes are counted.
+    # A link that another one slows is not full all the time that something crosses it, so its bytes are counted.
     moved = {
         lane: sum(rate * max(0.0, min(last, stop) - max(first, start)) for first, last, rate in spans.get((WORKER, lane), []))
         for lane in _TRANSFERS
@@ -317,7 +317,7 @@ _SEATS = {
 
 
 def _folded(start: float, stop: float, begin: float, end: float) -> Iterator[tuple[float, float]]:
-    """Yield what a span is within a step of the steady state: what runs beyond its end ran into its beginning, too."""
+    """Yield the parts of a span within one step of the steady state: what runs beyond its end also ran into its beginning."""
     period = end - begin
     shift = (start - begin) // period * period
     start, stop = start - shift, stop - shift

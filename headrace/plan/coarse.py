@@ -1,9 +1,9 @@
-"""A plan with the same work in fewer operations, for the simulator: where there is very much of it, it is cut more coarsely.
+"""A plan with the same work in fewer operations, for the simulator: a very large step is cut more coarsely.
 
-A unit's update into fewer, larger chunks, a block's micro-batches into fewer, larger ones, several blocks into one, with the
-same floating-point operations, bytes and launches in all. Without this a 175B step has a hundred thousand operations. Buffers
-that hold a chunk or an input grow with it, so reads run ahead further than the engine's own buffers let them.
-Invariant: bytes, operations and launches of a step stay the same.
+A unit's update is cut into fewer, larger chunks, a block's micro-batches become fewer and larger, several blocks become one,
+with the same floating-point operations, bytes and launches in all. Without this a step of 175B has a hundred thousand
+operations. Buffers that hold a chunk or an input grow with it, so reads run further ahead than the engine's own buffers let
+them. Invariant: bytes, operations and launches of a step stay the same.
 """
 
 from dataclasses import replace
@@ -15,11 +15,11 @@ from headrace.terms.forms import merged
 from headrace.terms.layout import UNIT_ALIGNMENT
 from headrace.terms.sizes import round_up
 
-# How coarsely at most: with fewer pieces per unit than these, reading, updating and writing one unit would no longer overlap.
+# The coarsest cut: with fewer pieces per unit, reading, updating and writing one unit would no longer overlap.
 _LEAST_CHUNKS = 4
 _LEAST_MICRO_BATCHES = 4
 _LEAST_BLOCKS = 12
-# Operations for a chunk (read, update, two writes), and for a micro-batch of a block (forward, stash, recall, backward).
+# Operations of a chunk (read, update, two writes), and of a micro-batch of a block (forward, stash, recall, backward).
 _PER_CHUNK, _PER_MICRO_BATCH = 4, 4
 
 
@@ -41,7 +41,7 @@ def coarsened(plan: Plan, ceilings: Ceilings, most_operations: int) -> Plan:
 
 
 def _merged(plan: Plan, ceilings: Ceilings, most_blocks: int) -> Plan:
-    """Return a plan in which neighbouring blocks of one kind, whose inputs wait in one place, are one, so that few are left."""
+    """Return a plan with few blocks: neighbouring blocks of one kind, whose inputs wait in one place, become one."""
     size = -(-plan.num_blocks // max(_LEAST_BLOCKS, most_blocks))
     if size == 1:
         return plan
@@ -51,7 +51,7 @@ def _merged(plan: Plan, ceilings: Ceilings, most_blocks: int) -> Plan:
     launches = ceilings.launch_seconds * ceilings.matrix_flops_per_second(plan.compute_dtype)
     share = len(groups) / plan.num_blocks
     units = [merged([plan.units[block + 1] for block in group]) for group in groups]
-    # The same share of the updated blocks as before has resident states (the first ones), and is late (evenly spread).
+    # Of the updated blocks, the same share as before has resident states (the first ones), and is late (evenly spread).
     updated = [index for index, unit in enumerate(units, start=1) if unit.update_elements]
     of_updated = len(updated) / max(1, sum(unit.update_elements > 0 for unit in plan.units[1 : plan.num_blocks + 1]))
     residents, late = (
@@ -97,7 +97,7 @@ def _merged(plan: Plan, ceilings: Ceilings, most_blocks: int) -> Plan:
 
 
 def _around(plan: Plan, units: tuple[int, ...], num_blocks: int) -> tuple[int, ...]:
-    """Return those of `units` that are no blocks, as they are numbered with `num_blocks` blocks."""
+    """Return those of `units` that are no blocks, with the numbers that they have among `num_blocks` blocks."""
     return tuple(
         unit if unit == 0 else unit - plan.num_blocks + num_blocks for unit in units if not 1 <= unit <= plan.num_blocks
     )
@@ -105,9 +105,9 @@ def _around(plan: Plan, units: tuple[int, ...], num_blocks: int) -> tuple[int, .
 
 def _joined(plan: Plan, count: int, ceilings: Ceilings) -> Plan:
     """Return a plan with `count` larger micro-batches."""
-    # Exactly the whole step's work, also where the count is not a multiple.
+    # Exactly the work of the whole step, also where the number is not divisible by `count`.
     factor = plan.num_micro_batches / count
-    # Joining saves launches. Their time is added again, as the FLOPs that compute could have done meanwhile.
+    # Joining saves launches. Their time is added again, as the FLOPs that compute could have done in it.
     launches = (factor - 1) * ceilings.launch_seconds * ceilings.matrix_flops_per_second(plan.compute_dtype)
     return replace(
         plan,

@@ -1,6 +1,6 @@
-"""Which prompts share a micro-batch: rows of about one length together, so that little of a seat is padding.
+"""Which prompts share a micro-batch: rows of about one length go together, so that little of a seat is padding.
 
-Invariant: each prompt is in one micro-batch, and the composition is a function of lengths and kinds alone.
+Invariant: each prompt is in one micro-batch, and the composition follows from lengths and kinds alone.
 """
 
 import itertools
@@ -8,9 +8,9 @@ from collections.abc import Hashable, Sequence
 
 
 def composed(lengths: Sequence[int], kinds: Sequence[Hashable], rows: int) -> tuple[tuple[int, ...], ...]:
-    """Return micro-batches of at most `rows` prompts of one kind, as indices: the longest first, which take longest.
+    """Return micro-batches of at most `rows` prompts of one kind, as indices. The longest, which take longest, come first.
 
-    Where a kind has fewer prompts than several micro-batches hold, these are of sizes that differ by one at most.
+    Where the prompts of a kind do not fill several micro-batches, these differ in size by at most one.
     """
     by_kind: dict[Hashable, list[int]] = {}
     for index, kind in enumerate(kinds):

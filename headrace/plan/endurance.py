@@ -1,9 +1,9 @@
 """How much of its drives' rated life a run uses.
 
-Drives wear by bytes written; makers warrant a number of them (TBW). Data are striped over the drives in proportion to their
-bandwidth, so the drive that wears out first is the one with the least rating for its share, and it is the one reported.
-Only what the program writes is counted: what the drive writes on top of it (write amplification) is within the rating's test
-method, and large sequential writes such as these stay below that.
+Drives wear by the bytes written to them, and makers warrant a number of bytes (TBW). Data are striped over the drives in
+proportion to their bandwidth, so the drive that wears out first is the one with the least rating for its share; that one is
+reported. Only bytes that the program writes are counted. What the drive itself adds (write amplification) is part of the
+rating's test method, and large sequential writes such as these stay below that.
 """
 
 import math
@@ -14,7 +14,7 @@ from headrace.terms.ceilings import Drive, striped_shares
 from headrace.terms.plain_figures import plain_figure
 from headrace.terms.sizes import format_seconds
 
-# TLC drives for desktops are warranted for 600 TB per TB of capacity, nearly all of them; data-centre drives for thrice that.
+# Nearly all TLC drives for desktops are warranted for 600 TB per TB of capacity; data-centre drives for three times as much.
 TYPICAL_WRITES_OF_CAPACITY = 600.0
 
 
@@ -22,7 +22,7 @@ TYPICAL_WRITES_OF_CAPACITY = 600.0
 class Endurance:
     """What a run writes. Shares and lives are those of the drive that wears out first.
 
-    `rating_is_typical` says that its rating was not given and the typical one was taken.
+    `rating_is_typical` says that the drive's rating is not known, and the typical one was taken.
     """
 
     written_bytes_per_step: float
@@ -40,7 +40,7 @@ class Endurance:
 
     @property
     def written_terabytes(self) -> float:
-        """The same in TB (10^12 bytes), the unit of ratings."""
+        """Terabytes (10^12 bytes, the unit of ratings) that the run writes, over all drives."""
         return self.written_bytes / 1e12
 
     @property
@@ -55,7 +55,7 @@ class Endurance:
 
     @property
     def share_of_rating(self) -> float:
-        """Part of the drive's rated life that the run uses: 0.1 is a tenth, above 1 is more than is warranted."""
+        """Share of the drive's rated life that the run uses: 0.1 is a tenth, above 1 is more than is warranted."""
         return self.drive_written_bytes / self.drive_rated_bytes
 
     @property

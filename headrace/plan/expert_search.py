@@ -1,9 +1,9 @@
-"""How experts may come in a generation's plan: which ways are tried, and what they take as a closed form.
+"""How experts may come in a generation's plan: which ways are tried, and what they take by a closed formula.
 
-Reading ahead reads all E experts of a block while others compute; waiting for routers reads the share s that is wanted, while
-nothing is read until all seats have been to their routers. With t the time of reading one expert and c that of computing what
-lies before the routers, a block takes max(E t, all its computing) in the first way and at least c + s E t in the second: so
-reading ahead pays from s = 1 - c / (E t) on, and always where computing limits.
+Reading ahead reads all E experts of a block while others compute. Waiting for routers reads only the wanted share s, but reads
+nothing until all seats have been to their routers. Let t be the seconds of reading one expert and c those of computing what
+lies before the routers: a block then takes max(E t, all its computing) in the first way and at least c + s E t in the second.
+So reading ahead pays from s = 1 - c / (E t) on, and always where computing limits.
 """
 
 from collections.abc import Iterator
@@ -14,12 +14,12 @@ from headrace.plan.generation import GenerationPlan
 from headrace.plan.rates import Rates
 from headrace.terms.program import Lane
 
-# Beyond this share nearly all experts are wanted, whatever a closed form says of what is won by leaving the rest out.
+# Above this share nearly all experts are wanted, whatever the formula says leaving out the rest would save.
 _MOST_SHARE = 0.9
 
 
 def ways_of_experts(plan: GenerationPlan, figures: ExpertFigures | None, rates: Rates) -> Iterator[GenerationPlan]:
-    """Yield `plan`, whose blocks come whole, and the same with experts that come by themselves."""
+    """Yield `plan`, whose blocks come whole, and the same plan with experts that come by themselves."""
     yield plan
     if figures is not None and plan.costs.choices:
         experts = ExpertPlan(figures=figures, choices=plan.costs.choices, in_round=experts_in_round(max(figures.num_experts)))
@@ -28,7 +28,7 @@ def ways_of_experts(plan: GenerationPlan, figures: ExpertFigures | None, rates: 
 
 
 def _break_even(plan: GenerationPlan, experts: ExpertPlan, rates: Rates) -> float:
-    """Return the share of wanted experts from which on reading ahead is no slower."""
+    """Return the share of wanted experts from which on reading ahead is not slower."""
     unit = max(range(len(plan.units)), key=lambda each: experts.figures.num_experts[each])
     read = experts.figures.num_experts[unit] * _seconds_of_one(plan, experts, rates)
     before, whole = _compute_seconds(plan, experts, unit, rates)
@@ -36,7 +36,7 @@ def _break_even(plan: GenerationPlan, experts: ExpertPlan, rates: Rates) -> floa
 
 
 def _seconds_of_one(plan: GenerationPlan, experts: ExpertPlan, rates: Rates) -> float:
-    """Return the time in which one expert comes, by the slowest lane."""
+    """Return the seconds in which one expert comes, by the slowest lane."""
     figures, lanes = experts.figures, rates.bytes_per_second
     seconds = [figures.stored_bytes * (1 - experts.cached_share) / lanes[Lane.SSD_READ]]
     if plan.separate_device:
@@ -47,7 +47,7 @@ def _seconds_of_one(plan: GenerationPlan, experts: ExpertPlan, rates: Rates) -> 
 
 
 def _compute_seconds(plan: GenerationPlan, experts: ExpertPlan, unit: int, rates: Rates) -> tuple[float, float]:
-    """Return the seconds of computing one token of all rows, before a block's routers and in all of it."""
+    """Return the seconds of computing one token of all rows in a block: before its routers, and in all of it."""
     rows, elements = plan.rows, plan.planes.weight.num_bytes(experts.figures.elements)
     flops = plan.costs.next.flops[unit - 1]
     of_experts = min(flops, 2.0 * experts.figures.num_parameters * experts.choices * rows)
@@ -58,7 +58,7 @@ def _compute_seconds(plan: GenerationPlan, experts: ExpertPlan, unit: int, rates
 
 
 def rough_expert_seconds(plan: GenerationPlan, rates: Rates) -> float:
-    """Return the time of a pass as experts make it, where they come by themselves: at least what lanes do by themselves."""
+    """Return the least seconds of a pass whose experts come by themselves: those of the slowest lane alone."""
     experts, total = plan.experts, 0.0
     if experts is None:
         return 0.0
@@ -73,7 +73,7 @@ def rough_expert_seconds(plan: GenerationPlan, rates: Rates) -> float:
 
 
 def with_cached_experts(plan: GenerationPlan, allowed_bytes: int) -> GenerationPlan:
-    """Return the plan with as many experts in host memory as fit into what is left of `allowed_bytes`."""
+    """Return the plan with as many experts in host memory as fit into the rest of `allowed_bytes`."""
     experts = plan.experts
     if experts is None:
         return plan

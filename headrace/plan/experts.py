@@ -1,10 +1,10 @@
 """Experts that come by themselves, as a plan sees them: how large, how many, and how many of them are wanted.
 
-Of a mixture's block every token reads the same part: attention, norms, router, experts that all share. That part is the unit
-that streams; its other experts come a few at a time, a *round*. Either those that tokens were sent to, once that is known
-(*routed*), or all of them, ahead of compute, where most are wanted anyway: no block is in memory as a whole.
+Every token reads the same part of a mixture's block: attention, norms, router, shared experts. That part is the unit that
+streams; the block's other experts come a few at a time, in *rounds*. They are either those that tokens were sent to, once that
+is known (*routed*), or all of them, ahead of compute, where most are wanted anyway. No block is in memory as a whole.
 
-Where T tokens choose k of E experts each, E (1 - (1 - k/E)^T) experts are wanted if all are as likely.
+Where T tokens choose k of E experts each, E (1 - (1 - k/E)^T) experts are wanted if all are equally likely.
 """
 
 from dataclasses import dataclass
@@ -14,22 +14,22 @@ from headrace.terms.forms import UnitFigures
 from headrace.terms.layout import Plane
 from headrace.terms.sizes import PAGE_BYTES, round_up
 
-# Rounds whose experts are in memory: one computes, two come.
+# Rounds whose experts are in memory: one is computed, two arrive.
 ROUNDS_IN_MEMORY = 3
-# A block has no more rounds than this: experts come several at a time where they are many.
+# The most rounds of a block: where it has more experts than this, several come at a time.
 MOST_ROUNDS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertFigures:
-    """Blocks without their experts, and these. `units` are those of `UnitFigures` of a plan.
+    """The units of a plan without their experts, as `units`, and figures of the experts.
 
     Attributes:
-        num_experts: by unit, 0 where a unit has none.
-        elements: of the slot that an expert is computed from; of the largest.
-        stored_bytes: that are read for the largest.
+        num_experts: of each unit; 0 where it has none.
+        elements: elements of the slot from which an expert is computed, for the largest expert.
+        stored_bytes: bytes that are read for the largest expert.
         is_made: whether a slot is made of what is read, and not just read; `making_bytes` as in `UnitFigures`.
-        num_parameters: of one expert.
+        num_parameters: parameters of one expert.
     """
 
     units: tuple[UnitFigures, ...]
@@ -43,10 +43,10 @@ class ExpertFigures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertPlan:
-    """How experts come. `choices` is how many experts a token is sent to, `in_round` how many come together.
+    """How experts come. `choices` is how many experts a token is sent to, `in_round` how many experts come together.
 
-    `cached` experts stay in host memory. A pass reads all experts ahead where tokens are expected to want more than the share
-    `ahead_share` of them, and otherwise waits for the routers.
+    `cached` experts stay in host memory. A pass reads all experts ahead if its tokens are expected to want a share of more than
+    `ahead_share` of them; otherwise it waits for the routers.
     """
 
     figures: ExpertFigures
@@ -66,28 +66,28 @@ class ExpertPlan:
         return sum(self.touched(unit, tokens) for unit in range(len(counts))) > self.ahead_share * whole
 
     def rounds(self, unit: int, experts: float) -> int:
-        """Return the rounds that so many of a unit's experts come in."""
+        """Return in how many rounds so many of a unit's experts come."""
         count = min(self.figures.num_experts[unit], int(-(-experts // 1)))
         return -(-count // self.in_round)
 
     def most_rounds(self, unit: int, tokens: int) -> int:
-        """Return the rounds that so many tokens can want at most."""
+        """Return the most rounds that so many tokens can want."""
         return self.rounds(unit, float(tokens * self.choices))
 
     def waiting_bytes(self, tokens: int, hidden_bytes: int) -> int:
-        """Return what a seat of so many tokens takes while it waits within a block: hidden states (what came in, was normed, is
-        being summed, and comes of experts that all share), routers' scores, and the loop's mask of places in 64-bit numbers.
+        """Return the bytes of a seat of so many tokens while it waits within a block: hidden states (as they came in, normed,
+        the sum so far, and the shared experts' result), routers' scores, and the loop's mask of places in 64-bit numbers.
         """
         most = max(self.figures.num_experts)
         return 5 * hidden_bytes + tokens * (most * 8 + self.choices * (most + 3) * 8)
 
     @property
     def all_rounds(self) -> int:
-        """Rounds of a pass that wants all experts."""
+        """Number of rounds of a pass that wants all experts."""
         return sum(self.rounds(unit, float(count)) for unit, count in enumerate(self.figures.num_experts))
 
     def describe(self, tokens: int) -> str:
-        """Return in words how experts come to a pass over so many tokens."""
+        """Return words about how experts come to a pass over so many tokens."""
         counts = self.figures.num_experts
         most = max(counts)
         wanted = touched(most, self.choices, tokens)

@@ -1,7 +1,7 @@
 """What a plan takes of each tier at its peak: buffers (exact, from `buffer_sizes`), tensors that compute makes, and the
 interpreter.
 
-The promise of the planner rests here: measured peak <= planned peak, tested in real processes.
+The planner's promise rests on this module: measured peak <= planned peak, which is tested in real processes.
 """
 
 from dataclasses import dataclass
@@ -14,41 +14,41 @@ from headrace.terms.costs import ATTENTION, ModelCosts
 from headrace.terms.layout import rest_of_master
 from headrace.terms.sizes import KEPT_FREE_BYTES, MAPPED_BYTES, MIB, round_up
 
-# Measured (docs/log/unplanned-memory): oneDNN keeps 0.7 to 1 MiB of code for each shape of a bfloat16 product; lanes and
-# programs leave 3 MiB, freed tensors too small to go back to the kernel up to 11 MiB.
+# Measured (docs/log/unplanned-memory): oneDNN keeps 0.7 to 1 MiB of code for each shape of a bfloat16 product. Lanes and
+# programs leave 3 MiB, and freed tensors that are too small to go back to the kernel up to 11 MiB.
 _KERNEL_BYTES = 3 * MIB // 4
 _SMALL_BYTES = 16 * MIB
-# Measured on S, M and L with huge pages for tensors (docs/log/freed-memory), over the ten steps and more until it settles: what
-# stays in pieces between blocks, where freed blocks are kept for reuse. Without huge pages up to 1.7 workspaces stay, of which
-# `machine.HeapGuard` gives back what is too much.
+# Measured on S, M and L with huge pages for tensors (docs/log/freed-memory), over the ten and more steps until it settles: the
+# fragments that stay between blocks, where freed blocks are kept for reuse. Without huge pages up to 1.7 workspaces stay, of
+# which `machine.HeapGuard` gives back the excess.
 _PIECES_OF_ACTIVATIONS, _PIECES_OF_WORKSPACE = 0.66, 1.2
-# Read, update, and two writes; forward, backward, and the ways of an input to a drive and back. Measured: up to 350 bytes for
-# an operation of a program and 140 for its completion, of which there are those of two steps.
+# Operations of a chunk: read, update, two writes. Of a block and micro-batch: forward, backward, and the ways of an input to a
+# drive and back. Measured: up to 350 bytes for an operation of a program and 140 for its completion, kept for two steps.
 _OPERATIONS_OF_A_CHUNK, _OPERATIONS_OF_A_BLOCK, _OPERATION_BYTES, _COMPLETION_BYTES = 4, 6, 350, 140
-# Programs that are kept: the steady state repeats one, and odd batch shapes need not pile up.
+# Programs that are kept: the steady state repeats one, and rare batch shapes must not pile up.
 MOST_PROGRAMS = 3
-# oneDNN keeps 1024 of them at most.
+# oneDNN keeps at most 1024 pieces of code, three for each product.
 _MOST_PRODUCTS = 340
-# The most by which the interpreter's memory differs between alike processes; measured 1.8 MB (docs/log/process-memory).
+# The most by which the interpreter's memory differs between equal processes; 1.8 MB were measured (docs/log/process-memory).
 _RUNTIME_SPREAD = 4 * MIB
-# Rows of the host tier that are no buffers of a step.
+# Names of rows of the host tier that are no buffers of a step.
 _RUNTIME, _IMPORT = "runtime", "import and export"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allowance:
-    """What a run may use. `runtime_bytes` of host memory are taken by the interpreter and its libraries already.
+    """What a run may use. The interpreter and its libraries already take `runtime_bytes` of host memory.
 
-    `ssd_bytes` may be written to the SSDs, None where the space is not known: then whoever makes the files checks it.
-    `import_workspace_bytes` is what reading the model's tensors into a unit's planes takes besides these, and writing them at
-    the end; None where neither is done.
+    `ssd_bytes` may be written to the SSDs; None where the space is not known, so that whoever makes the files checks it.
+    `import_workspace_bytes` are taken, besides a unit's planes, while the model's tensors are read into them and while they are
+    written at the end; None where neither is done.
     """
 
     host_bytes: int
     device_bytes: int | None
     runtime_bytes: int
     cores: int
-    chunk_elements: int | None = None  # fixed by a store that exists already
+    chunk_elements: int | None = None  # None, unless an existing store fixes it
     device_overhead_bytes: int = 0  # taken on the device by libraries and the allocator, besides tensors
     import_workspace_bytes: int | None = None
     ssd_bytes: int | None = None
@@ -78,7 +78,7 @@ def with_footprint(plan: Plan, costs: ModelCosts, allowance: Allowance) -> Plan:
     if plan.separate_device and allowance.device_overhead_bytes:
         rows["device"]["libraries"] = _library_bytes(plan, compute, allowance.device_overhead_bytes)
     if allowance.import_workspace_bytes is not None:
-        # Before the first step and after the last, in memory that a step's buffers take: only what is beyond them counts.
+        # Before the first step and after the last, memory serves that a step's buffers take: only the excess counts.
         imported = allowance.runtime_bytes + _SMALL_BYTES + import_bytes(plan) + allowance.import_workspace_bytes
         rows["host"][_IMPORT] = max(0, imported - sum(rows["host"].values()))
     durable = sum(drive_bytes(plan, unit) for unit in range(len(plan.units)))
@@ -92,13 +92,13 @@ def with_footprint(plan: Plan, costs: ModelCosts, allowance: Allowance) -> Plan:
 
 
 def drive_bytes(plan: Plan, unit: int) -> int:
-    """Return the bytes of a unit on the drives: what is ever written again in two slots, frozen weights in one."""
+    """Return the bytes of a unit on the drives: two slots for what is written again, one for frozen weights."""
     weights, figures = plan.stored_bytes(unit), plan.units[unit]
     if figures.is_far:
         return 0
     if figures.in_place:
         return 2 * (weights + plan.state_bytes(unit))
-    if basis_bytes := plan.basis_bytes(unit):  # and the next one; the weights are merged with what is trained
+    if basis_bytes := plan.basis_bytes(unit):  # the present basis and the next one; weights are merged
         rest = rest_of_master(plan.planes.states)
         weights = 2 * (weights + (rest.num_bytes(figures.num_elements) if rest else 0) + 2 * basis_bytes)
     return weights + 2 * (plan.trained_bytes(unit) + plan.state_bytes(unit))
@@ -123,8 +123,8 @@ def with_serving_footprint(plan: Plan, allowance: Allowance) -> Plan:
 
 
 def import_bytes(plan: Plan) -> int:
-    """Return the buffers of `flow.load.import_model`: the largest unit's weights and master, and a chunk of its states. Its
-    `UnitReader`, which gives them back at the end, takes no more.
+    """Return the bytes of the buffers of `flow.load.import_model`: the largest unit's weights and master, and a chunk of its
+    states. Its `UnitReader`, which reads them at the end, takes no more.
     """
     planes = plan.planes
     rest = rest_of_master(planes.states)
@@ -137,8 +137,8 @@ def import_bytes(plan: Plan) -> int:
 
 
 def _settling_bytes(plan: Plan, unit: int) -> int:
-    """Return what merging a unit with what is trained takes, and moving its states to another basis (`flow.settle`), besides
-    weights, what completes their master, and what they are made of.
+    """Return the bytes for merging a unit with what is trained, and for moving its states to another basis (`flow.settle`),
+    besides the weights, what completes their master, and what they are made of.
     """
     figures = plan.units[unit]
     if not figures.basis_elements:
@@ -147,42 +147,42 @@ def _settling_bytes(plan: Plan, unit: int) -> int:
 
 
 def planned_runtime_bytes(measured: int) -> int:
-    """Return what to plan for the interpreter and its libraries, of which this process has `measured` bytes. Rounded, because
-    another process for the same command differs by one or two mebibytes, and should have the same plan where it can.
+    """Return the bytes to plan for the interpreter and its libraries, of which this process has `measured`. They are rounded,
+    because another process for the same command differs by one or two mebibytes, and should get the same plan where it can.
     """
     return round_up(measured + _RUNTIME_SPREAD, _RUNTIME_SPREAD)
 
 
 def with_runtime(plan: Plan, runtime_bytes: int) -> Plan:
-    """Return the plan of a run that goes on in another process: the interpreter takes `runtime_bytes` there. Everything else
-    stays as it was, because another placement would be another order of sums, and the model is still to be exported.
+    """Return the plan of a run that goes on in another process, whose interpreter takes `runtime_bytes`. Everything else stays,
+    because another placement would be another order of sums, and the model is still to be exported.
     """
     host = plan.results.peak_bytes["host"] | {_RUNTIME: runtime_row(plan, runtime_bytes)}
     return plan.with_results(peak_bytes=plan.results.peak_bytes | {"host": host})
 
 
 def runtime_row(plan: Plan, runtime_bytes: int) -> int:
-    """Return the row of an earlier process's plan where rounding alone sets this one apart, else what is planned for this one.
+    """Return the earlier plan's row if this process differs from it by rounding alone, else what is planned for this process.
 
-    It suffices: `planned_runtime_bytes` adds a whole spread, so this process stays below a row that is less by one.
+    It suffices: `planned_runtime_bytes` adds a whole spread, so this process stays below a row that is smaller by one spread.
     """
     row = plan.results.peak_bytes["host"].get(_RUNTIME, 0)
     return row if abs(runtime_bytes - row) <= _RUNTIME_SPREAD else runtime_bytes
 
 
 def program_bytes(plan: Plan) -> int:
-    """Return what the operations of steps take: the programs that are kept, and what marks those of two steps as done."""
+    """Return the bytes for operations of steps: the programs that are kept, and the marks of completion for two steps."""
     chunks = sum(plan.num_chunks(unit) for unit in range(len(plan.units)))
     operations = _OPERATIONS_OF_A_CHUNK * chunks + _OPERATIONS_OF_A_BLOCK * plan.num_blocks * plan.num_micro_batches
     return operations * (MOST_PROGRAMS * _OPERATION_BYTES + 2 * _COMPLETION_BYTES)
 
 
 def _kept_free_bytes(plan: Plan, compute: dict[str, int]) -> int:
-    """Return what the C library keeps of freed tensors (machine/host_memory.py): where they are given back, of those that
-    are too small to be mapped one by one.
+    """Return the bytes of freed tensors that the C library keeps (machine/host_memory.py). Where freed memory is given back, it
+    keeps those that are too small to be mapped one by one.
 
-    Measured then (docs/log/unplanned-memory): up to 12 MiB above 31 MiB of workspace. Where hidden states are mapped,
-    hardly anything. What scans of state-space layers leave besides is given back near the limit (`machine.HeapGuard`).
+    Measured in that case (docs/log/unplanned-memory): up to 12 MiB above 31 MiB of workspace; hardly anything where hidden
+    states are mapped. What scans of state-space layers leave besides is given back near the limit (`machine.HeapGuard`).
     """
     if plan.freed_memory == "kept":
         pieces = _PIECES_OF_ACTIVATIONS * compute["activations"] + _PIECES_OF_WORKSPACE * compute["workspace"]
@@ -193,7 +193,9 @@ def _kept_free_bytes(plan: Plan, compute: dict[str, int]) -> int:
 
 
 def _kernel_bytes(costs: ModelCosts) -> int:
-    """Return what the CPU's matrix library keeps after the first step: code for each shape, forward and two gradients."""
+    """Return the bytes that the CPU's matrix library keeps after the first step: code for each shape, forward and two
+    gradients.
+    """
     if costs.compute_dtype != "bfloat16" or costs.wide_products:
         return 0
     products = {
@@ -202,24 +204,25 @@ def _kernel_bytes(costs: ModelCosts) -> int:
         for operator in block.operators
         if operator.name != ATTENTION
     }
-    return 3 * (min(len(products), _MOST_PRODUCTS) + 1) * _KERNEL_BYTES  # one more: the head
+    return 3 * (min(len(products), _MOST_PRODUCTS) + 1) * _KERNEL_BYTES  # one more for the head
 
 
 def _activation_bytes(plan: Plan, costs: ModelCosts, *, pools: bool) -> int:
-    """Return what lies on the device between operations: hidden states or their gradients, and what waits for backward.
+    """Return the bytes that lie on the device between operations: hidden states or their gradients, and what waits for
+    backward.
 
-    `pools`: freed memory serves the stream that it was made on only, as in torch's allocator for GPUs, so that what comes back
-    for backward and what compute makes never follow one another in the same place.
+    `pools`: freed memory only serves the stream on which it was made, as in torch's allocator for GPUs. So what comes back for
+    backward and what compute makes never use the same place one after the other.
     """
     count, hidden = plan.num_micro_batches, plan.hidden_bytes
     staying = sum(plan.stash_bytes(block) for block in plan.blocks_stashed_on("device"))
     kept_away = [
         plan.kept_bytes[block - 1] for block in range(1, plan.num_blocks + 1) if plan.stash_tiers[block - 1] != "device"
     ]
-    # Forward at block l, micro-batch j: outputs of l up to j, inputs of l, and those of l - 1 after j that are not stashed yet
-    # (compute is at most one block ahead of the stash); kept outputs of the last two.
+    # Forward at block l, micro-batch j: outputs of l up to j, inputs of l, and inputs of l - 1 after j that are not stashed yet
+    # (compute is at most one block ahead of the stash); kept outputs of the last two blocks.
     forward = (2 * count + 1) * hidden + (count + 1) * max(kept_away, default=0)
-    # Backward: one gradient each, besides the one that is made, and what was recalled for this use and the next ones.
+    # Backward: one gradient each, one more that is being made, and what was recalled for this use and the next ones.
     backward = (count + 1) * hidden
     recalled = (RECALLED_AHEAD + 2) * (hidden + max(kept_away, default=0))
     most = max(forward, backward) + recalled if pools else max(forward, backward + recalled)
@@ -227,9 +230,9 @@ def _activation_bytes(plan: Plan, costs: ModelCosts, *, pools: bool) -> int:
 
 
 def _library_bytes(plan: Plan, device: dict[str, int], overhead_bytes: int) -> int:
-    """Return what a GPU takes beyond live tensors: what attention makes inside its backward (fp32 sums of three inputs'
-    gradients), what the copy lanes have in flight, and a quarter of what comes and goes, for the allocator: it rounds to 2 MiB,
-    and takes segments of 20 MiB for tensors below 10, in which those of 7 and more leave up to half unused.
+    """Return the bytes that a GPU takes beyond live tensors: what attention makes inside its backward (fp32 sums of three
+    inputs' gradients), what the copy lanes have in flight, and for the allocator a quarter of what comes and goes: it rounds to
+    2 MiB, and takes segments of 20 MiB for tensors below 10 MiB, of which tensors of 7 MiB and more leave up to half unused.
     """
     in_flight = 2 * max(plan.stash_bytes(block) for block in range(1, plan.num_blocks + 1))
     return overhead_bytes + 6 * plan.hidden_bytes + in_flight + (device["activations"] + device["workspace"]) // 4
@@ -242,7 +245,7 @@ def _workspace_bytes(plan: Plan, costs: ModelCosts) -> int:
 
 
 def epilogue_workspace_bytes(costs: ModelCosts, tokens: int) -> int:
-    """Return the epilogue's peak for a chunk of `tokens`; the straight line between samples is above a convex curve."""
+    """Return the epilogue's peak bytes for a chunk of `tokens`; a straight line between samples lies above a convex curve."""
     samples = costs.epilogue_workspace_bytes
     if tokens <= samples[0][0]:
         return samples[0][1]

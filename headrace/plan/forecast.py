@@ -1,11 +1,11 @@
 """What a plan will do on a machine: seconds per step, SSD traffic, and what limits it, from the simulated interpreter.
 
-The programs simulated are those that the engine will run, except that work is cut more coarsely where there is very much of
-it (`coarse`), which makes a forecast too fast: by up to 6 % at the default and 15 % at a quarter of it where updates are
-immediate, 2.5 % and 4 % where they are deferred (48 blocks, two machines, 4 to 64 micro-batches), and by a fifth where chunks
-are as small as in the tightest plans.
+The simulated programs are those that the engine will run, except that very large steps are cut more coarsely (`coarse`), which
+makes a forecast too fast: by up to 6 % at the default number of operations and 15 % at a quarter of it where updates are
+immediate, by 2.5 % and 4 % where they are deferred (48 blocks, two machines, 4 to 64 micro-batches), and by a fifth where
+chunks are as small as in the tightest plans.
 
-Invariant: a function of plan and ceilings alone; `lower_bound_seconds <= step_seconds`. No clock, no files, no torch.
+Invariant: results follow from plan and ceilings alone; `lower_bound_seconds <= step_seconds`. No clock, no files, no torch.
 """
 
 from collections.abc import Mapping
@@ -26,9 +26,9 @@ from headrace.terms.costs import ATTENTION
 from headrace.terms.program import Lane, Program
 from headrace.terms.rule_figures import RuleFigures
 
-# For a search that compares many plans: coarse, and alike for all of them.
+# Operations for a search that compares many plans: coarse, and equally so for all of them.
 SEARCH_OPERATIONS = 800
-# Programs are built until one repeats; some placements take a few steps to settle, a few never do.
+# At most so many programs are built until one repeats; some placements take a few steps to settle, a few never do.
 _MOST_PROGRAMS = 12
 # Operations of one program above which work is cut more coarsely.
 _MOST_OPERATIONS = 6000
@@ -36,12 +36,12 @@ _MOST_OPERATIONS = 6000
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """A step in the steady state. Bytes are per step, over all SSD directories; operations are those of matrix products,
-    where `timeline` counts what else takes time as so many more.
+    """A step in the steady state. Bytes are per step, over all SSD directories. Operations are those of matrix products;
+    `timeline` also counts everything else that takes compute's time, as operations that would take as long.
 
     `bottleneck` is the lane that limits the step, `explanation` the same in words. `utilisation` is the share of the step
-    for which each lane is busy; `work` has the seconds that each lane's work takes alone, without what fresh pages take of
-    compute: a run with more room for itself does without.
+    for which each lane is busy. `work` has the seconds that each lane's work takes alone, without the time that fresh pages
+    cost compute: a run with more memory for itself does not have it.
     """
 
     step_seconds: float
@@ -57,8 +57,8 @@ class Forecast:
 
     @cached_property
     def lower_bound_seconds(self) -> float:
-        """Seconds below which no machine with these ceilings can do the step's work, however well it overlaps: what lies
-        between the two is waiting. A few milliseconds to find, and a search needs it of none of its plans.
+        """Seconds below which no machine with these ceilings can do the step's work, however well it overlaps; the rest of
+        `step_seconds` is waiting. It takes a few milliseconds to find, and a search does not need it.
         """
         return least_seconds(self.work, self.timeline.rates.speeds)
 
@@ -67,7 +67,7 @@ def forecast(plan: Plan, ceilings: Ceilings, *, most_operations: int = _MOST_OPE
     """Simulate consecutive steps of `plan` on a machine with `ceilings`.
 
     A step of more than about `most_operations` is cut more coarsely. The default takes 0.4 s; a search that compares many
-    plans may ask for fewer: 1500 take 0.1 s, however large the model.
+    plans may ask for fewer: 1500 take 0.1 s, however large the model is.
 
     Raises:
         ConfigError: the profile has no matrix rate for the plan's compute dtype.
@@ -93,10 +93,10 @@ def _forecast_of(plan: Plan, ceilings: Ceilings, simulated: "_Simulated") -> For
 
 
 class StepSeconds:
-    """Seconds of a step for many plans on one machine, exactly as `forecast` has them.
+    """Seconds of a step for many plans on one machine, exactly as `forecast` gives them.
 
-    Plans that come to the same operations are simulated once. In a search these are about half: cut coarsely, many kinds of
-    buffers are alike, and a plan that was tried comes back as the one to improve. Only seconds are remembered, no timelines.
+    Plans that lead to the same operations are simulated once. In a search these are about half: cut coarsely, many kinds of
+    buffers are equal, and a plan that was tried comes back as the one to improve. Only seconds are remembered, no timelines.
     """
 
     def __init__(self, machine: Ceilings) -> None:
@@ -113,7 +113,7 @@ class StepSeconds:
         return self._known[key]
 
     def forecast(self, plan: Plan) -> Forecast:
-        """Return what `forecast` says of `plan`; the newest is kept: whoever chose a plan by it tells of it afterwards."""
+        """Return the forecast of `plan`. The newest one is kept, because whoever chose a plan by it reports it afterwards."""
         asked = _asked(plan, self.machine, _MOST_OPERATIONS)
         key = _digest(asked)
         if self._newest is None or self._newest[0] != key:
@@ -127,17 +127,17 @@ _Simulated = tuple[float, Timeline, int]
 
 
 def _asked(plan: Plan, ceilings: Ceilings, most_operations: int) -> _Asked:
-    """Return all that goes into the simulation of `plan`."""
+    """Return everything that goes into the simulation of `plan`."""
     return simulated_plan(plan, ceilings, most_operations), under(plan, ceilings)
 
 
 def _digest(asked: _Asked) -> bytes:
-    """Return what is the same for what is simulated alike: representations of numbers are exact. Short, for there are many."""
+    """Return a short digest that is equal for equal simulations: representations of numbers are exact."""
     return sha256(repr(asked).encode()).digest()
 
 
 def redo_seconds(plan: Plan, ceilings: Ceilings) -> float:
-    """Return what it takes to do all updates of a step again from the held gradients, with nothing else under way."""
+    """Return the seconds of doing all updates of a step again from the held gradients, with nothing else under way."""
     ceilings = under(plan, ceilings)
     coarse = coarsened(plan, ceilings, 2 * SEARCH_OPERATIONS)
     tail, _ = build_tail(coarse, redo(coarse))
@@ -146,12 +146,12 @@ def redo_seconds(plan: Plan, ceilings: Ceilings) -> float:
 
 
 def core_update_bytes_per_second(ceilings: Ceilings, rule: RuleFigures) -> float:
-    """Return the rate at which a core updates by `rule`."""
+    """Return the bytes per second with which a core updates by `rule`."""
     return ceilings.update_bytes_per_second_per_core * rule.core_rate
 
 
 def under(plan: Plan, ceilings: Ceilings) -> Ceilings:
-    """Return what the machine does under `plan`: its cores as they are shared out, its rule, its memory."""
+    """Return the ceilings of the machine under `plan`: its cores as they are shared out, its rule, its memory."""
     kept_share = _kept_share(plan, ceilings)
     return replace(
         ceilings,
@@ -162,12 +162,12 @@ def under(plan: Plan, ceilings: Ceilings) -> Ceilings:
 
 
 def _has_partition(plan: Plan, ceilings: Ceilings) -> bool:
-    """Whether compute and updates have cores of their own on a machine where the CPU computes."""
+    """Return whether compute and updates have cores of their own on a machine where the CPU computes."""
     return not ceilings.has_device and plan.compute_threads + plan.update_threads <= ceilings.cores
 
 
 def _apart(slowdowns: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
-    """Return slowdowns without those of compute and updates by one another: they were measured on shared cores."""
+    """Return slowdowns without those of compute and updates by one another, which were measured on shared cores."""
     shared = (Lane.COMPUTE, Lane.UPDATE)
     return {
         lane: {other: kept for other, kept in others.items() if not (lane in shared and other in shared)}
@@ -176,16 +176,16 @@ def _apart(slowdowns: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, 
 
 
 def _kept_share(plan: Plan, ceilings: Ceilings) -> float:
-    """Return the share of its rate that compute keeps: on a CPU, freed memory that is returned comes back as fresh pages.
+    """Return the share of its rate that compute keeps: on a CPU, freed memory that is given back returns as fresh pages.
 
-    It may turn out that a step leaves room to keep it (`machine.HeapGuard`): then the step is faster than this.
+    If a step turns out to leave room to keep freed memory (`machine.HeapGuard`), it is faster than this.
     """
     return 1.0 if ceilings.has_device or plan.freed_memory == "kept" else ceilings.fresh_pages_share
 
 
 def _flops_per_step(plan: Plan) -> float:
-    """Return the operations of a step: forward, recompute as far as nothing is kept, and backward, which beside frozen weights
-    makes gradients of inputs alone.
+    """Return the operations of a step: forward, recompute as far as nothing is kept, and backward; beside frozen weights
+    backward makes only gradients of inputs.
     """
     each = zip(plan.units, plan.results.forward_flops, strict=False)
     blocks = sum((3 if unit.is_beside else 4) * flops for unit, flops in each) - sum(plan.results.spared_flops)
@@ -193,7 +193,7 @@ def _flops_per_step(plan: Plan) -> float:
 
 
 def _with_rows(plan: Plan) -> Plan:
-    """Return a plan whose micro-batches have the operations of the step's rows: the last one has fewer, and nothing pads it."""
+    """Return a plan whose micro-batches have the operations of the step's rows: the last one has fewer, without padding."""
     rows = plan.micro_batch_sequences * plan.num_micro_batches
     share = plan.tokens_per_step / (plan.sequence_length * rows)
     if share == 1:
@@ -206,10 +206,10 @@ def _with_rows(plan: Plan) -> Plan:
 
 
 def _with_elementwise(plan: Plan, ceilings: Ceilings) -> Plan:
-    """Return a plan in which what a model takes besides its matrix products stands as the operations of so many seconds.
+    """Return a plan in which a model's work besides matrix products is counted as operations that take as many seconds.
 
-    A block's part is by the size of its hidden states, and by what attention is slower. The head's is by logits and, for each
-    chunk of the loss, by parameters: `epilogue_flops` are two for each parameter and token.
+    A block's share depends on the size of its hidden states, and on how much slower attention is. The head's depends on logits
+    and, for each chunk of the loss, on parameters: `epilogue_flops` are two for each parameter and token.
     """
     if not plan.results.forward_flops:
         return plan
@@ -239,7 +239,7 @@ def _with_elementwise(plan: Plan, ceilings: Ceilings) -> Plan:
 
 
 def _spared_attention(plan: Plan, index: int) -> float:
-    """Return the share of a block's attention that recompute is spared, because its output is kept or not needed."""
+    """Return the share of a block's attention that recompute need not do, because its output is kept or not needed."""
     names = plan.operators[index] if index < len(plan.operators) else ()
     count = names.count(ATTENTION)
     spared = (*plan.skipped[index], *plan.kept[index]) if count else ()
@@ -247,7 +247,7 @@ def _spared_attention(plan: Plan, index: int) -> float:
 
 
 def simulated_plan(plan: Plan, ceilings: Ceilings, most_operations: int) -> Plan:
-    """Return the plan that is simulated in place of `plan`: coarse, and without what no operation depends on."""
+    """Return the plan that is simulated in place of `plan`: coarse, and without anything on which no operation depends."""
     coarse = coarsened(_with_rows(_with_elementwise(plan, ceilings)), under(plan, ceilings), most_operations)
     flops = coarse.results
     return replace(
@@ -264,8 +264,8 @@ def simulated_plan(plan: Plan, ceilings: Ceilings, most_operations: int) -> Plan
 
 
 def _simulated(plan: Plan, ceilings: Ceilings) -> _Simulated:
-    """Return the seconds of a step, the timeline of a usual one, and the bytes that a step writes: both means over checkpoints
-    and what lies between them.
+    """Return the seconds of a step, the timeline of a usual one, and the bytes that a step writes. Seconds and bytes are means
+    over checkpoints and the steps between them.
     """
     usual = _timeline_of(plan, ceilings, durable=plan.checkpoint_every == 1)
     seconds, written_bytes = usual.step_seconds, usual.lanes[Lane.SSD_WRITE].bytes
@@ -277,7 +277,7 @@ def _simulated(plan: Plan, ceilings: Ceilings) -> _Simulated:
 
 
 def _simulated_seconds(plan: Plan, ceilings: Ceilings) -> float:
-    """Return the seconds alone, the same ones in less time."""
+    """Return the seconds alone; they are the same, and found in less time."""
     rates = Rates(ceilings, plan.compute_dtype, plan.compute_threads, plan.update_threads)
     seconds = step_seconds_of(programs_of(plan, durable=plan.checkpoint_every == 1), rates)
     if plan.checkpoint_every > 1 and plan.is_lazy:
@@ -297,13 +297,13 @@ def _timeline_of(plan: Plan, ceilings: Ceilings, *, durable: bool) -> Timeline:
 
 
 def programs_of(plan: Plan, *, durable: bool) -> list[Program]:
-    """Return consecutive programs from a cold start until they repeat; where they do, thrice the one that does."""
+    """Return consecutive programs from a cold start until they repeat; the one that repeats comes three times."""
     programs: list[Program] = []
     before = Snapshot()
     while len(programs) < _MOST_PROGRAMS:
         program, after = build_program(plan, plan.num_micro_batches, before, durable=durable)
         if after == before:
-            # What is built from equal knowledge is equal, and how it began does not matter to the steady state.
+            # Programs built from equal snapshots are equal, and the beginning does not matter to the steady state.
             return [program] * 3
         programs.append(program)
         before = after

@@ -1,6 +1,6 @@
 """The plan of a generation: what lives where, how many rows go through the model together, and what a pass takes.
 
-Invariant: memory is the buffers below and what compute makes, and their sum is within the budgets.
+Invariant: memory is the sum of the buffers below and of what compute makes, and stays within the budgets.
 """
 
 from collections.abc import Sequence
@@ -15,15 +15,15 @@ from headrace.terms.forms import DEVICE, UnitFigures
 from headrace.terms.layout import PlaneSet, planes_with
 from headrace.terms.sizes import PAGE_BYTES, format_bytes, format_seconds, round_up
 
-# A core without products of bfloat16 takes 9 GB/s of weights for few rows, and widens 2.5 GB/s for more, beside 30 GB/s read.
+# A core without bfloat16 products reads 9 GB/s of weights for few rows, and widens 2.5 GB/s for more; plain reading is 30 GB/s.
 _FEW_ROWS_TIMES, _WIDENED_TIMES = 3.3, 12.0
-# Buffers on the device for what weights are made of: while one slot is made, what the next is made of comes.
+# Buffers on the device for what weights are made of: while one slot is made, the sources of the next one arrive.
 SOURCE_SLOTS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassForecast:
-    """What a pass, and a whole batch, will take. `limiting` is the lane that a pass waits for, in words."""
+    """What a pass, and a whole batch, will take. `limiting` names the lane for which a pass waits, in words."""
 
     pass_seconds: float
     first_pass_seconds: float
@@ -31,7 +31,7 @@ class PassForecast:
     limiting: str
     read_bytes: int  # of a pass, from the drives
     written_bytes: int = 0  # for all prompts, to the drives
-    wear: str = ""  # what that is of their endurance
+    wear: str = ""  # that as a share of their endurance, in words
     machine: str
 
 
@@ -40,9 +40,9 @@ class GenerationPlan:
     """Every choice of a generation. Units as in `Plan`; prologue and epilogue stay where compute reads them.
 
     A *seat* is a micro-batch of `rows` rows; `seats` of them go through the blocks together. `host_slots` blocks are in host
-    memory: as many as there are slots, less one, need not be read again in the next pass, whichever blocks these are, because
-    the order of use is known. `costs` are those of one seat. With `experts` these come by themselves, and `units` are what is
-    left without them. With `kept_copies` caches stay where compute is, of each row so many: beams, or drafts that may be taken
+    memory. One block less than there are slots need not be read again in the next pass, whichever blocks these are, because the
+    order of use is known. `costs` are those of one seat. With `experts` these come by themselves, and `units` are without them.
+    With `kept_copies` caches stay where compute is, with so many copies of each row: for beams, or drafts that may be taken
     back.
     """
 
@@ -83,7 +83,7 @@ class GenerationPlan:
 
     @property
     def far_units(self) -> tuple[int, ...]:
-        """None: nothing is trained elsewhere meanwhile."""
+        """(): nothing lives at another site."""
         return ()
 
     @property
@@ -96,7 +96,7 @@ class GenerationPlan:
         return self.planes.weight.num_bytes(self.units[unit].num_elements)
 
     def multiplied_bytes(self, unit: int, rows: int) -> int:
-        """Return what it is like to read a unit's weights for products of `rows` rows, in bytes of memory that are read."""
+        """Return the bytes of memory whose reading takes as long as multiplying a unit's weights by `rows` rows."""
         if not self.costs.widens:
             return self.slot_bytes(unit)
         times = _FEW_ROWS_TIMES if rows <= FEW_ROWS else _WIDENED_TIMES
@@ -107,23 +107,23 @@ class GenerationPlan:
         return self.units[unit].stored_bytes or self.slot_bytes(unit)
 
     def completing_bytes(self, unit: int) -> int:
-        """Return the bytes of what completes a unit's frozen weights: what was trained, and the basis that this is of."""
+        """Return the bytes of what completes a unit's frozen weights: what was trained, and its basis."""
         figures = self.units[unit]
         return 4 * (figures.update_elements + figures.basis_elements) if figures.is_completed else 0
 
     @property
     def adapter_bytes(self) -> int:
-        """Bytes of what compute reads beside weights, where it is: all of it stays there."""
+        """Bytes of trained families that compute reads beside weights: all of them stay where compute is."""
         return sum(4 * unit.update_elements for unit in self.units if unit.is_beside)
 
     def source_bytes(self, unit: int) -> int:
-        """Return the bytes that a slot on a separate device is made of."""
+        """Return the bytes from which a slot on a separate device is made."""
         figures = self.units[unit]
         completing = self.completing_bytes(unit) if figures.is_completed else 0
         return (figures.stored_bytes or 0) + completing if figures.is_made else 0
 
     def largest(self, of: Any) -> int:
-        """Return the most that `of(unit)` is of any block."""
+        """Return the most that `of(unit)` is for any block."""
         return max(int(of(unit)) for unit in range(1, self.num_blocks + 1))
 
     def peak(self, tier: str) -> int:
@@ -135,7 +135,7 @@ class GenerationPlan:
         return replace(self, results=replace(self.results, notes=tuple(dict.fromkeys((*self.results.notes, *notes)))))
 
     def holds(self, prompts: int, prompt_length: int, new_tokens: int, kept_copies: int = 0) -> bool:
-        """Return whether its buffers suffice for another batch, of no more tokens in a row."""
+        """Return whether its buffers suffice for another batch, whose rows have no more tokens."""
         return (
             prompt_length <= self.prompt_length
             and prompt_length + new_tokens <= self.prompt_length + self.new_tokens
@@ -168,7 +168,7 @@ class GenerationPlan:
         return "\n".join(lines)
 
     def explain_memory(self) -> list[str]:
-        """Return what takes which memory, in words, one line for each tier."""
+        """Return the memory by purpose, in words, one line for each tier."""
         cached = min(self.host_slots, self.num_blocks)
         lines = [
             f"weights  {self.compute_dtype}, {self.num_blocks} blocks, {cached} of them in host memory"
@@ -205,7 +205,7 @@ def generation_buffers(plan: GenerationPlan) -> dict[str, tuple[str, int, int]]:
     trained = sum(round_up(plan.completing_bytes(unit), PAGE_BYTES) for unit in range(len(plan.units)))
     if trained:
         groups["trained"] = ("host", 1, trained)
-    # What is resident comes by way of host memory, once: where blocks come later, if that is large enough.
+    # Resident units come through host memory, once: through the blocks' slots, if these are large enough.
     coming = max(plan.stored_bytes(unit) for unit in plan.resident_units)
     staged = plan.separate_device or any(plan.units[unit].is_made for unit in plan.resident_units)
     groups["staging"] = ("host", 1, max(0, coming - plan.host_slots * groups["host_weights"][2]) if staged else 0)

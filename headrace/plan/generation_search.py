@@ -1,6 +1,6 @@
 """The search for a generation's plan: rows of a seat, seats, and how much memory is left for weights.
 
-Invariants: the plan that is chosen fits; with more memory it is no slower, for all that fitted before is still there.
+Invariants: the chosen plan fits; with more memory it is no slower, because everything that fitted before is still tried.
 """
 
 import itertools
@@ -26,15 +26,15 @@ from headrace.terms.forms import UnitFigures
 from headrace.terms.program import Lane, Program
 from headrace.terms.sizes import KEPT_FREE_BYTES, MIB, format_bytes
 
-# Each seat is a thread, with as many threads of the library that multiplies as compute has.
+# Each seat is a thread with its own threads of the library that multiplies, as many as compute has.
 MOST_SEATS = 64
 MOST_ROWS = 4096
 _SEAT_BYTES = MIB // 2
 _SMALL_BYTES = 16 * MIB
 _OPERATION_BYTES = 1200
-# Placements whose passes are simulated.
+# The number of placements whose passes are simulated.
 _MOST_SIMULATED = 24
-# Where passes have many operations, fewer: so many blocks of seats.
+# It is smaller where passes have many operations: so many pairs of a block and a seat.
 _MOST_OPERATIONS = 20_000
 
 
@@ -42,9 +42,9 @@ _MOST_OPERATIONS = 20_000
 class GenerationQuestion:
     """What is asked: `prompts` prompts of up to `prompt_length` tokens, and up to `new_tokens` of each.
 
-    `rows` and `seats` are fixed where they are given, `most_rows` bounds them. `ceilings` is the machine, None for a nominal
-    one. `experts`: those of mixtures that may come by themselves. With `has_drives` keys and values may lie on the drives.
-    `kept_copies` as in the plan; `costs_of` counts them.
+    `rows` and `seats` are fixed where they are given, `most_rows` bounds rows. `ceilings` is the machine, None for a nominal
+    one. `experts` are those of mixtures that may come by themselves. With `has_drives` keys and values may lie on the drives.
+    `kept_copies` is as in the plan, and counted in `costs_of`.
     """
 
     units: tuple[UnitFigures, ...]
@@ -77,7 +77,7 @@ def make_generation_plan(question: GenerationQuestion) -> GenerationPlan:
     """Return the fastest plan that fits.
 
     Raises:
-        PlanInfeasible: nothing fits; the message says which tier, and what would do.
+        PlanInfeasible: nothing fits; the message says which tier is short, and what would help.
     """
     fitting = [plan for plan in _placements(question) if _fits(plan)]
     if not fitting:
@@ -94,7 +94,7 @@ def make_generation_plan(question: GenerationQuestion) -> GenerationPlan:
 
 
 def with_forecast(plan: GenerationPlan, ceilings: Ceilings) -> GenerationPlan:
-    """Return `plan` with what a pass will take on a machine."""
+    """Return `plan` with the forecast of a pass on a machine."""
     timeline = simulate(_passes(plan), ceilings, compute_dtype=plan.compute_dtype, compute_threads=plan.compute_threads)
     rates = Rates(ceilings, plan.compute_dtype, plan.compute_threads, None)
     first = step_seconds_of(_passes(plan, first=True), rates)
@@ -117,7 +117,7 @@ def with_forecast(plan: GenerationPlan, ceilings: Ceilings) -> GenerationPlan:
 
 
 def _placements(question: GenerationQuestion) -> Iterator[GenerationPlan]:
-    """Yield plans with as many blocks in memory as fit beside each number of rows and seats; ones that do not fit, too."""
+    """Yield plans with as many blocks in memory as fit, for each number of rows and seats; some do not fit."""
     rates = Rates(question.machine, question.compute_dtype, question.allowance.cores, None)
     for rows in _choices(question.prompts, question.rows, question.most_rows or MOST_ROWS):
         costs = question.costs_of(rows)
@@ -152,7 +152,7 @@ def _placements(question: GenerationQuestion) -> Iterator[GenerationPlan]:
 
 
 def _choices(most: int, given: int | None, limit: int) -> Sequence[int]:
-    """Return the numbers to try: powers of two up to what there is, and that."""
+    """Return the numbers to try: powers of two up to what there is, and that number itself."""
     if given is not None:
         return (max(1, min(given, most)),)
     top = min(most, limit)
@@ -160,7 +160,7 @@ def _choices(most: int, given: int | None, limit: int) -> Sequence[int]:
 
 
 def _filled(plan: GenerationPlan, allowance: Allowance) -> Iterator[GenerationPlan]:
-    """Yield `plan` with as many more slots as the budgets hold: for blocks as compute reads them first, or as stored."""
+    """Yield `plan` with more slots, as many as the budgets hold: first for blocks as compute reads them, or first as stored."""
     plan = with_peaks(plan, allowance)
     if not _fits(plan):
         yield plan
@@ -172,7 +172,7 @@ def _filled(plan: GenerationPlan, allowance: Allowance) -> Iterator[GenerationPl
         filled = plan
         for name in order:
             if filled.experts is not None and name == "host_slots" and filled.device_slots == plan.num_blocks:
-                continue  # what every token reads is where compute is: host memory is for experts
+                continue  # what every token reads is where compute is, so host memory is for experts
             on_device = name == "device_slots"
             tier = "device" if on_device and plan.separate_device else "host"
             if (allowed := plan.results.allowed_bytes.get(tier)) is None:
@@ -200,7 +200,7 @@ def with_peaks(plan: GenerationPlan, allowance: Allowance) -> GenerationPlan:
     compute["cache"] = compute.get("cache", 0) + plan.seats * kept
     passing = max(costs.first.call_bytes + 2 * costs.first.hidden_bytes, costs.next.call_bytes + 2 * costs.next.hidden_bytes)
     compute["activations"] = plan.seats * passing
-    # A block's cache is written anew when it grows: for a moment both are there. Of one that is lent there is one copy.
+    # A block's cache is copied when it grows, and both exist for a moment. A cache that is lent memory exists once.
     last = (
         whole_bytes(costs, plan.new_tokens, block) * (2 if plan.caches.home(block) == COMPUTE else 1)
         for block in range(1, plan.num_blocks + 1)
@@ -243,7 +243,7 @@ def _fits(plan: GenerationPlan) -> bool:
 
 
 def _passes(plan: GenerationPlan, *, first: bool = False) -> list[Program]:
-    """Return a cold pass and enough after it for the steady state to be seen."""
+    """Return a cold pass and enough passes after it to see the steady state."""
     programs, before = [], Snapshot()
     for number in range(3):
         program, before = build_pass(plan, plan.seats, before, first=first and number == 2)
@@ -256,13 +256,13 @@ def _rounds(plan: GenerationPlan) -> int:
 
 
 def seconds_of_all_tokens(plan: GenerationPlan, rates: Rates) -> float:
-    """Return how long the passes of all tokens of all prompts take, batch after batch, for each of these tokens."""
+    """Return the seconds that the passes of all tokens of all prompts take, batch after batch, per token."""
     first, following = step_seconds_of(_passes(plan, first=True), rates), step_seconds_of(_passes(plan), rates)
     return _rounds(plan) * (first + (plan.new_tokens - 1) * following) / plan.new_tokens
 
 
 def _written_bytes(plan: GenerationPlan) -> int:
-    """Return what of caches is written to the drives for all prompts."""
+    """Return the bytes of caches that are written to the drives for all prompts."""
     blocks = plan.caches.blocks(SSD)
     return _rounds(plan) * plan.seats * sum(drive_bytes(plan.caches, plan.costs, plan.new_tokens, block) for block in blocks)
 
@@ -275,7 +275,7 @@ def _wear(written_bytes: int, ceilings: Ceilings) -> str:
 
 
 def _rough_seconds(plan: GenerationPlan, rates: Rates) -> float:
-    """Return the time of all tokens' passes as the longest of what lanes do by themselves."""
+    """Return the seconds per token of all passes, by the lane that alone takes longest."""
     blocks = range(1, plan.num_blocks + 1)
     held = max(plan.host_slots, plan.device_slots if plan.makes_slots or plan.separate_device else 0)
     missing = (plan.num_blocks - held + 1) / plan.num_blocks if held < plan.num_blocks else 0.0
@@ -290,7 +290,7 @@ def _rough_seconds(plan: GenerationPlan, rates: Rates) -> float:
         sent = max(sent, left * made / rates.bytes_per_second[Lane.MAKE])
     caches = {block: plan.seats * whole_bytes(plan.costs, plan.new_tokens // 2, block) for block in blocks}
     read += sum(caches[block] for block in plan.caches.blocks(SSD)) / rates.bytes_per_second[Lane.SSD_READ]
-    # What is new goes to the drives, and to the host, spread over all tokens.
+    # Keys and values of new tokens go to the drives, and to the host, spread over all tokens.
     new = {block: plan.seats * whole_bytes(plan.costs, plan.new_tokens, block) / plan.new_tokens for block in blocks}
     read += sum(new[block] for block in plan.caches.blocks(SSD)) / rates.bytes_per_second[Lane.SSD_WRITE]
     if plan.separate_device:

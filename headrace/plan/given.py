@@ -1,8 +1,8 @@
-"""A plan that was made before: of another run, or by `headrace plan --json`.
+"""A plan that was made before: another run's, or the output of `headrace plan --json`.
 
-Two runs of one command may get different plans: one that fits in today's free memory need not fit tomorrow, and what libraries
-take differs by a mebibyte or two from process to process. Rows per micro-batch, tokens per chunk of the loss and threads of
-compute decide in which order sums are taken; so runs agree bit for bit only under the same plan.
+Two runs of one command may get different plans: a plan that fits into today's free memory need not fit tomorrow, and what
+libraries take differs by a mebibyte or two from process to process. Rows per micro-batch, tokens per chunk of the loss and
+threads of compute decide the order of sums; so runs agree bit for bit only under the same plan.
 """
 
 import json
@@ -50,10 +50,10 @@ def load_plan(path: Path) -> Plan:
 
 
 def adopted(plan: Plan, problem: Problem) -> Plan:
-    """Return `plan` for this run of `problem`: its choices as they are, with the footprint that they have in this process.
+    """Return `plan` for this run of `problem`: its choices unchanged, with the footprint that they have in this process.
 
     Raises:
-        ConfigError: it is another model's or another step's, or was made for other hardware; names every difference.
+        ConfigError: it was made for another model, another step or other hardware; the message names every difference.
         PlanInfeasible: it takes more than the budgets allow.
     """
     if differences := list(_differences(plan, problem)):
@@ -82,9 +82,9 @@ def adopted(plan: Plan, problem: Problem) -> Plan:
 
 
 def _differences(plan: Plan, problem: Problem) -> Iterator[str]:
-    """Yield what the plan was made for and this run is not."""
+    """Yield the ways in which this run differs from what the plan was made for."""
     workload, cores = problem.workload, problem.allowance.cores
-    asked = workload.checkpoint_every or plan.checkpoint_every  # at most so many steps: more often is as good
+    asked = workload.checkpoint_every or plan.checkpoint_every  # at most so many steps: more frequent checkpoints are as good
     threads = max(plan.compute_threads, plan.update_threads)
     made_for_and_found = {
         "parameters": (plan.num_parameters, sum(unit.num_parameters for unit in problem.units)),
@@ -109,7 +109,7 @@ def _differences(plan: Plan, problem: Problem) -> Iterator[str]:
 
 
 def _damaged(plan: Plan, problem: Problem) -> Iterator[str]:
-    """Yield what no plan has: the file was edited."""
+    """Yield properties that no plan has: the file was edited."""
     least = {
         "micro_batch_sequences": 1,
         "loss_chunk_tokens": 1,

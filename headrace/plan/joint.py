@@ -1,13 +1,13 @@
-"""Programs of several machines on one virtual clock: what one sends the other receives, both at once and equally fast.
+"""Programs of several machines on one virtual clock: what one sends another receives, at the same time and rate.
 
-Each machine's program is its own schedule's (`schedules.train` at a worker, `schedules.serve` at a node), with lanes of its
-own. A *meeting* is an operation that all of them have: a worker's pull of a unit and the node's sending of it, its push and the
-node's receiving. It starts when everyone has come to it, and ends for everyone at once; how fast it goes, links say
-(`links.Network`). As in both programs meetings are in one order, nobody can wait for another in a circle. Within a machine
-everything is as in `simulate`.
+Each machine's program comes from its own schedule (`schedules.train` at a worker, `schedules.serve` at a node), with lanes of
+its own. A *meeting* is an operation that all of them have: a worker's pull of a unit and the node's sending of it, its push and
+the node's receiving. It starts when everyone has reached it, and ends for everyone at once; the links (`links.Network`) say how
+fast it goes. Meetings have the same order in all programs, so machines cannot wait for one another in a circle. Within a
+machine everything is as in `simulate`.
 
-Workers that are alike meet at every transfer and so do everything at the same time: one of them stands for all, and links know
-how many there are. Invariant: that is exact (tests simulate each).
+Equal workers meet at every transfer and so do everything at the same time: one of them stands for all, and the links know how
+many there are. Invariant: that is exact (tests simulate each).
 """
 
 from collections.abc import Sequence
@@ -21,16 +21,16 @@ from headrace.plan.simulate import Timed
 from headrace.terms.errors import StepFailed
 from headrace.terms.program import Lane, Op, Program, Verb
 
-# What workers do and what the node does at the other end: one meeting.
+# What workers do, and what the node does at the other end, in one meeting.
 _PULLS, _PUSHES = (Verb.PULL, Verb.SEND), (Verb.PUSH, Verb.RECEIVE)
-# What one waits for who has come to a meeting.
+# What whoever has reached a meeting waits for: the others.
 _COMING = (bytearray(b"\0"), 0)
 _TRANSFERS = (Lane.NIC_DOWN, Lane.NIC_UP)
 
 
 @dataclass(slots=True)
 class RankedOp(Op):
-    """An operation of machine number `rank`; `meeting` is the number of what it meets others in, -1 for none."""
+    """An operation of machine number `rank`; `meeting` is the number of its meeting, -1 for none."""
 
     rank: int = 0
     meeting: int = -1
@@ -66,12 +66,12 @@ class JointTimeline:
 def simulate_joint(
     steps: Sequence[Sequence[Program]], rates: Sequence[Rates], network: Network, *, transfer_seconds: float = 0.0
 ) -> JointTimeline:
-    """Run consecutive steps of several machines, each a program for each of them, and return when everything happened.
+    """Run consecutive steps of several machines, each step with a program for each machine; return when everything happened.
 
-    `rates` are those of the machines; each transfer takes `transfer_seconds` besides.
+    `rates` are those of the machines; each transfer takes `transfer_seconds` in addition.
 
     Raises:
-        StepFailed: programs do not meet: another order, or one has what another has not.
+        StepFailed: programs do not meet: their orders differ, or one has a transfer that another lacks.
         ValueError: fewer than three steps.
     """
     joined: dict[tuple[tuple[int, ...], tuple[int, ...]], Program] = {}
@@ -91,9 +91,9 @@ def simulate_joint(
 
 
 def join(programs: Sequence[Program], before: Sequence[int] = ()) -> Program:
-    """Return one program of those of several machines, whose operations know their machine and what they meet in.
+    """Return the programs of several machines as one, whose operations know their machine and their meeting.
 
-    `before` says where each machine's operations begin in the program before this one; (): nothing refers to it.
+    `before` says where each machine's operations begin in the program before this one; (): nothing refers to that.
 
     Raises:
         StepFailed: they do not meet in the same order.
@@ -138,7 +138,7 @@ class _JointClock(Clock):
         self.place = {seat: place for place, seat in enumerate(self.seats)}
         self.all_rates, self.network, self.transfer_seconds = rates, network, transfer_seconds
         self.members = len(rates)
-        self.come: dict[tuple[int, int], list[int]] = {}  # to each meeting that has not begun: the places of those who wait
+        self.come: dict[tuple[int, int], list[int]] = {}  # by meeting not begun: places of lanes that wait
         super().__init__(len(self.seats))
 
     def place_of(self, op: Op) -> int:
@@ -150,7 +150,7 @@ class _JointClock(Clock):
         return self.all_rates[_rank(op)].alone_seconds(op)
 
     def speeds_among(self, places: tuple[int, ...]) -> tuple[tuple[int, float], ...]:
-        """What meets is as fast as links let it be, and as the slowest machine of those that meet."""
+        """Return speeds: what meets goes as fast as links allow, and as the slowest machine of the meeting."""
         speeds: dict[int, float] = {}
         for rank in range(self.members):
             here = [place for place in places if self.seats[place][0] == rank]
@@ -198,6 +198,6 @@ def _timeline(clock: _JointClock, measured: int, *, repeats: bool, given: int) -
         seat: RankUse(busy_seconds=busy, alone_seconds=alone, bytes=round(moved), flops=flops)
         for seat, (busy, alone, moved, flops) in sums.items()
     }
-    # While a backlog of the cold start drains, steps end faster than their work takes; no later step can.
+    # While a backlog of the cold start drains, steps end faster than their work takes; no later step can do that.
     seconds = max(period, *(use.busy_seconds for use in uses.values()), *(use.alone_seconds for use in uses.values()))
     return JointTimeline(step_seconds=seconds, settled=settled, ops=timed, uses=uses)

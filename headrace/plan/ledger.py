@@ -1,13 +1,14 @@
 """The ledger: it takes operations with the buffers that they read and write, and derives what each must wait for.
 
-A buffer is an integer (`terms.program.buffer`). A reader waits for those that wrote it; a writer for these and for all readers
-since. Pieces of a buffer, such as the chunks of a block's weights, are written and read each by itself: writers of different
-pieces do not wait for one another, a reader of the whole waits for all of them. What is *renewed* is written to another place
-than where it is read, as on an SSD the slot that is not committed, so nobody has to be waited for. Where no buffer explains a
-dependency (a throttle: so that not too much is under way), it is given as `after`, with the reason beside it.
+A buffer is an integer (`terms.program.buffer`). A reader waits for those that wrote the buffer; a writer waits for these and
+for all readers since. Pieces of a buffer, such as the chunks of a block's weights, are written and read separately: writers of
+different pieces do not wait for one another, a reader of the whole waits for all of them. A buffer that is *renewed* is written
+to another place than where it is read, as the slot on an SSD that is not committed, so nobody has to be waited for. A
+dependency that no buffer explains (a throttle, so that not too much is under way) is given as `after`, with the reason beside
+it.
 
 What one program hands to the next is a `Snapshot`: what each buffer holds, who wrote it, who reads it. Invariants: a snapshot
-is canonical, so what is built from equal ones is equal; it has no reference older than one program, because whoever runs
+is canonical, so programs built from equal ones are equal; it has no reference older than one program, because whoever runs
 programs starts one only when the last but one is complete; nothing here knows what a step is.
 
 A reference to an operation is its index, or `~index` (negative) for one of the previous program.
@@ -23,7 +24,7 @@ from headrace.terms.program import PASSING, PIECE_SHIFT, WHOLE_MASK, Lane, Op, P
 Refs = tuple[int, ...]
 
 _FIRST_PASSING = buffer(PASSING)
-# Tuples of more references than this are kept once: chunks of a unit often wait for all of it.
+# Tuples with more references than this are stored once and shared: chunks of a unit often wait for all of it.
 _LONG = 2
 
 
@@ -38,17 +39,18 @@ class Known(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What a program leaves to the next one, by buffer; one without an entry is empty and idle. The default: a cold start."""
+    """What a program leaves to the next one, by buffer. A buffer without an entry is empty and idle; by default all are."""
 
     known: tuple[Known, ...] = ()
 
 
 class _Uses:
-    """The uses of one buffer, as far as somebody must still wait for them.
+    """The uses of one buffer, as far as an operation may still have to wait for them.
 
-    While it is written in pieces, `before` is what the writer of each piece waits for, `pieces` has who wrote each, and `read`
-    which were read; a use of the whole ends that. Of operations in a row on a lane that ends them in order, only the last is
-    kept. Few objects: what a search makes of them sets how often Python's collector looks at everything there is.
+    While it is written in pieces, `before` is what the writer of each piece waits for, `pieces` has the writer of each, and
+    `read` the pieces that were read; a use of the whole ends that. Of consecutive operations on a lane that ends them in order,
+    only the last is kept. There are few objects, because their number in a search decides how often Python's collector looks at
+    all objects.
     """
 
     __slots__ = ("before", "pieces", "read", "reader_lane", "readers", "writer_lane", "writers")
@@ -62,7 +64,7 @@ class _Uses:
         self.read: set[int] | None = None
 
     def add_reader(self, index: int, lane: Lane, *, in_order: bool) -> None:
-        """Enter one that reads the buffer or a piece of it."""
+        """Enter an operation that reads the buffer or a piece of it."""
         if not isinstance(self.readers, list):
             self.readers = [*self.readers, index]
         elif in_order and self.reader_lane is lane:
@@ -72,7 +74,7 @@ class _Uses:
         self.reader_lane = lane
 
     def read_in_pieces(self, piece: int) -> Sequence[int]:
-        """Return what a reader waits for while there are pieces; a reader of the whole ends that."""
+        """Return what a reader waits for while the buffer is written in pieces; a reader of the whole ends that."""
         assert self.pieces is not None
         assert self.read is not None
         if not piece:
@@ -85,7 +87,7 @@ class _Uses:
         return (made,)
 
     def begin_pieces(self, before: Refs) -> None:
-        """From here on pieces are written, each after `before`."""
+        """Begin to write the buffer in pieces, each after `before`."""
         self.before, self.pieces, self.read, self.writers, self.readers = before, {}, set(), (), ()
         self.writer_lane = self.reader_lane = None
 
@@ -94,7 +96,8 @@ class _Uses:
         assert self.pieces is not None
         assert self.read is not None
         made = self.pieces.get(piece)
-        # Of a piece that is written once more its readers are not told from those of the others: it waits for all of them.
+        # Readers are not kept by piece: who writes a piece again waits for the readers of all pieces, if the piece was read at
+        # all.
         waits = self.before or () if made is None else (made, *self.readers) if piece in self.read else (made,)
         self.pieces[piece] = index
         if not isinstance(self.writers, list):
@@ -118,7 +121,7 @@ class _AllUses(dict[int, _Uses]):
 
 
 class Ledger:
-    """Builds one program upon a snapshot. `contents` says what buffers hold, and is the schedule's to change."""
+    """Builds one program upon a snapshot. `contents` says what buffers hold; the schedule changes it."""
 
     def __init__(self, before: Snapshot) -> None:
         self.contents = {known.buffer: known.content for known in before.known if known.content >= 0}
@@ -146,7 +149,7 @@ class Ledger:
         flops: float = 0.0,
         late: bool = False,
     ) -> int:
-        """Append an operation and return its index. What is in `after` it waits for besides; say why where it is given."""
+        """Append an operation and return its index. It also waits for `after`; say why, where that is given."""
         index, all_uses, in_order = len(self._ops), self._uses, lane in self._in_order
         waits, touched = list(after), []
         for each in reads:

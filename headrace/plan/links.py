@@ -1,9 +1,10 @@
-"""What links between machines carry: one rule for who uses which, and how fast a copy of the weights or gradients goes.
+"""What links between machines carry: one rule says who uses which, and how fast a copy of the weights or gradients goes.
 
 A *copy* is what all workers get of a unit (its weights, DOWN) or give of it (its gradient, UP). On its way it crosses links of
-the node and of workers, some of them with more or fewer bytes than it has: that is all that a pattern of exchange says
-(`_crossings`). Copies under way at once share links by progressive filling: all of them get faster alike until a link is full;
-those that cross it stay as they are, the others go on (max-min fairness: Bertsekas and Gallager, Data Networks, 6.5.2).
+the node and of workers, some of them with more or fewer bytes than it has: these ratios are all that a pattern of exchange
+decides (`_crossings`). Copies that are under way at once share links by progressive filling: all of them get faster equally
+until a link is full; those that cross it stay as they are, the others go on (max-min fairness: Bertsekas and Gallager, Data
+Networks, 6.5.2).
 
 Patterns, for W workers and K nodes that hold 1/K of each unit:
 
@@ -13,7 +14,8 @@ Patterns, for W workers and K nodes that hold 1/K of each unit:
 * *switch* (LuWu): a switch repeats what the node sends, and sums what workers send.
 * *star*: the node sends to each worker and receives from each.
 
-Invariant: a function of its values alone; a faster link makes no copy slower that is alone, nor fewer bytes of all move.
+Invariant: results follow from the values alone; a faster link makes no copy slower that is alone, and never fewer bytes move in
+all.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,7 +37,7 @@ class Pattern(StrEnum):
 class Link:
     """A link: bytes per second to a machine, from it, and both together, where that is less than their sum (half duplex).
 
-    `machines` share it: several behind one uplink.
+    `machines` is the number of machines that share it, such as several behind one uplink.
     """
 
     in_bytes_per_second: float
@@ -45,7 +47,7 @@ class Link:
 
     @classmethod
     def duplex(cls, bytes_per_second: float) -> "Link":
-        """Return a link with as much each way."""
+        """Return a link with the same rate each way."""
         return cls(in_bytes_per_second=bytes_per_second, out_bytes_per_second=bytes_per_second)
 
     def times(self, factor: float) -> "Link":
@@ -61,7 +63,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Crossing:
-    """Copies that cross the link of a worker and of a node, into it and out of it, for each copy that travels."""
+    """How many bytes cross the link of a worker and of a node, into it and out of it, per byte of a copy."""
 
     worker_in: float
     worker_out: float
@@ -71,7 +73,7 @@ class Crossing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Network:
-    """The links of `workers` alike and of `nodes` alike, and the pattern in which copies cross them."""
+    """The links of equal `workers` and of equal `nodes`, and the pattern in which copies cross them."""
 
     workers: int
     worker_link: Link
@@ -89,11 +91,11 @@ class Network:
         return Crossing(worker_in=others, worker_out=1.0, node_in=at_node, node_out=0.0)
 
     def alone_bytes_per_second(self, lane: Lane) -> float:
-        """Return how fast a copy goes with nothing else under way."""
+        """Return the bytes per second of a copy with nothing else under way."""
         return self.bytes_per_second((lane,))[lane]
 
     def bytes_per_second(self, lanes: Sequence[Lane]) -> Mapping[Lane, float]:
-        """Return how fast copies go in each of `lanes` (`NIC_DOWN`, `NIC_UP`) while all of these are under way."""
+        """Return the bytes per second of copies in each of `lanes` (`NIC_DOWN`, `NIC_UP`) while all of these are under way."""
         crossings = {lane: self.crossing(lane) for lane in lanes}
         limits = [*_limits(self.worker_link, crossings, "worker"), *_limits(self.node_link, crossings, "node")]
         rates = dict.fromkeys(lanes, 0.0)
@@ -119,7 +121,7 @@ class Network:
 
 
 def _limits(link: Link, crossings: Mapping[Lane, Crossing], end: str) -> list[tuple[float, dict[Lane, float]]]:
-    """Return each limit of a link: its bytes per second, and how many copies' bytes each lane's copy is there."""
+    """Return the limits of a link: bytes per second, and how much of them a copy of each lane uses per byte."""
     inward = {lane: link.machines * getattr(crossing, f"{end}_in") for lane, crossing in crossings.items()}
     outward = {lane: link.machines * getattr(crossing, f"{end}_out") for lane, crossing in crossings.items()}
     limits = [(link.in_bytes_per_second, inward), (link.out_bytes_per_second, outward)]

@@ -16,7 +16,7 @@ from typing import Any
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.errors import ConfigError
 
-# The variants that are listed; any number up to the limit is understood.
+# The numbers of SSDs that are listed; any number up to the limit is understood.
 DRIVE_COUNTS = (1, 4, 12)
 _MOST_DRIVES = 24
 _NAME = re.compile(r"^(?P<base>.+)-(?P<drives>[0-9]{1,3})ssd$")
@@ -33,7 +33,7 @@ def load_profile(name_or_path: str | Path) -> Ceilings:
     A `Path`, a text that ends in `.json`, or one with a `/` is a file; anything else is a name.
 
     Raises:
-        ConfigError: no such name (the message lists all) or file, not JSON, or a figure is missing or absurd.
+        ConfigError: there is no such name (the message lists all) or file, it is not JSON, or a figure is missing or absurd.
     """
     if isinstance(name_or_path, Path) or name_or_path.endswith(".json") or "/" in name_or_path:
         return _load_file(Path(name_or_path))
@@ -48,8 +48,8 @@ def load_profile(name_or_path: str | Path) -> Ceilings:
 
 
 def load_bare_profile(name_or_path: str) -> Ceilings:
-    """Return what `load_profile` does, or where the name says nothing of SSDs, the machine of that name, whose SSDs are counted
-    elsewhere or not at all: with one of them.
+    """Return the profile as `load_profile` does. A name that says nothing of SSDs stands for that machine with one: for
+    machines whose SSDs are counted elsewhere or not at all.
 
     Raises:
         ConfigError: as `load_profile`.

@@ -1,6 +1,6 @@
 """The space that is searched: what a step is, one choice of placement, and the plan that follows from it.
 
-Pure: no clock, no files, no torch. Which choice is best is `search`'s business, when updates run is `policy`'s.
+Pure: no clock, no files, no torch. `search` decides which choice is best, `policy` when updates run.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,12 +21,12 @@ from headrace.terms.rule_figures import RuleFigures
 from headrace.terms.sizes import MIB, round_up
 from headrace.terms.summing import SEQUENTIAL
 
-# Logits and their gradients of one chunk of positions stay below this; the head's speed no longer depends on it.
+# Logits and their gradients of one chunk of positions stay below this; beyond it the head gets no faster.
 _LOSS_CHUNK_BYTES = 96 * MIB
-# Beyond this many tokens a matrix product is as fast per token as it gets.
+# With more tokens than this a matrix product gets no faster per token.
 _SATURATED_TOKENS = 2048
-# Elements of a chunk of an update, and chunks whose states are in memory at a time, by thrift: small chunks take less memory
-# and more operations; the more of them there are, the further ahead states are read.
+# Elements of a chunk of an update, and the chunks whose states are in memory at a time, by thrift. Small chunks take less
+# memory and more operations; the more of them are in memory, the further ahead states are read.
 _STATE_BUFFERS = ((8 << 20, 4), (4 << 20, 8), (4 << 20, 5), (4 << 20, 3), (1 << 20, 3), (1 << 16, 3))
 _LEAST_STATE_SLOTS = 3
 THRIFTS = tuple(range(len(_STATE_BUFFERS)))
@@ -34,9 +34,9 @@ THRIFTS = tuple(range(len(_STATE_BUFFERS)))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """What a step is: tokens, in rows of `sequence_length`; whether the global norm must be known before updates.
+    """What a step is: tokens, in rows of `sequence_length`; `clip`: whether the global norm must be known before updates.
 
-    `grouping`: in which groups sums are to be taken, where that is not the planner's to choose.
+    `grouping`: the groups in which sums are taken, where the planner may not choose them.
     """
 
     tokens_per_step: int
@@ -68,7 +68,7 @@ class Workload:
 class Problem:
     """A model whose units have these `forms`, with `costs_of(sequences)` per micro-batch, to be trained within `allowance`.
 
-    `own_rule` is the rule as trained families of their own have it, where a unit has one.
+    `own_rule` is the rule for trained families of their own, None where no unit has one.
     """
 
     forms: tuple[Form, ...]
@@ -79,7 +79,7 @@ class Problem:
     own_rule: RuleFigures | None = None
     compute_dtype: str = "bfloat16"
     gradient_dtype: str | None = None
-    attention_share: float = 1.0  # of the matrix rate, that attention's products reach (`Ceilings`)
+    attention_share: float = 1.0  # the share of the matrix rate that attention's products reach (`Ceilings`)
 
     @cached_property
     def units(self) -> tuple[UnitFigures, ...]:
@@ -88,12 +88,12 @@ class Problem:
 
     @cached_property
     def replay_order(self) -> Callable[[int], list[tuple[int, int]]]:
-        """`replay_order` by the rows of a micro-batch: each is found once, and asked for by every choice."""
+        """`replay_order` by the rows of a micro-batch. Each is computed once, because every choice asks for it."""
         return cache(lambda rows: replay_order(self.costs_of(rows), self.attention_share))
 
     @cached_property
     def operators(self) -> Callable[[int], tuple[tuple[str, ...], ...]]:
-        """`operators_of` likewise."""
+        """`operators_of` by the rows of a micro-batch, each computed once."""
         return cache(lambda rows: operators_of(self.costs_of(rows)))
 
     @property
@@ -103,15 +103,15 @@ class Problem:
 
     @property
     def clips(self) -> bool:
-        """Whether the global norm must be known before updates count: also to see whether a float16 step overflowed."""
+        """Whether the global norm must be known before updates count; for float16 also to see whether the step overflowed."""
         return self.workload.clip or self.compute_dtype == "float16"
 
     @property
     def policies(self) -> tuple[str, ...]:
-        """When updates may run, the usual first: without clipping they need not wait for the norm, but may (`Plan`)."""
+        """When updates may run, the usual policy first: without clipping they need not wait for the norm, but may (`Plan`)."""
         if not self.clips:
             return ("immediate", "deferred")
-        # What lives at another site is not taken back by running a step again.
+        # What lives at another site cannot be taken back by running a step again.
         return ("rerun",) if self.rule.clips_by_rerun and not any(unit.is_far for unit in self.units) else ("deferred",)
 
     @property
@@ -128,7 +128,7 @@ class Choice:
     rows: int
     input_home: str
     kept_home: str = "device"
-    amount: int = 0  # of `replay_order`: how many operator outputs are kept
+    amount: int = 0  # how many operator outputs of `replay_order` are kept
     held: str = "host"
     lean: bool = False
     freed_memory: str = "returned"
@@ -137,15 +137,15 @@ class Choice:
 
     @property
     def buffers(self) -> tuple[bool, int, int]:
-        """What kind of buffers there are: those of one kind are alike in how far forecasts are off."""
+        """The kind of its buffers: forecasts of choices of one kind have the same error."""
         return self.lean, self.chunk_elements, self.state_slots
 
 
 def placements_of(problem: Problem, policy: str, thrift: int) -> Iterator[Choice]:
-    """Yield the placements without replay under an update policy, of a thrift: 0 has generous buffers, others lean ones, of
-    ever smaller chunks.
+    """Yield the placements without replay under an update policy and a thrift: thrift 0 has generous buffers, others have lean
+    ones, with ever smaller chunks.
 
-    Whether freed memory is kept only matters where the CPU computes, and the leanest does without.
+    Keeping freed memory only matters where the CPU computes, and the leanest thrift never keeps it.
     """
     chunk_elements, state_slots = state_buffers(problem, thrift)
     for home in problem.homes:
@@ -167,9 +167,9 @@ def placements_of(problem: Problem, policy: str, thrift: int) -> Iterator[Choice
 def replay_order(costs: ModelCosts, attention_share: float = 1.0) -> list[tuple[int, int]]:
     """Return all (block, ordinal) whose output may be kept, best benefit per byte first (Fuyou: OB = FLOP / A).
 
-    An operation of attention counts for as many of a matrix product as take its time: `1 / attention_share`. Of equal benefit,
-    deep blocks first: theirs wait shortest. Outputs that recompute skips anyway are not among them, nor those of operators that
-    must run again.
+    An operation of attention counts as so many of a matrix product as take its time: `1 / attention_share`. With equal benefit,
+    deep blocks come first, because theirs wait shortest. Outputs that recompute skips anyway are left out, and so are those of
+    operators that must run again.
     """
     pairs = [
         (block, ordinal)
@@ -182,7 +182,7 @@ def replay_order(costs: ModelCosts, attention_share: float = 1.0) -> list[tuple[
         weight = 1 / attention_share if operator.name == ATTENTION else 1.0
         return weight * operator.flops / max(1, operator.output_bytes)
 
-    # Once for blocks that are alike: they share their costs.
+    # Computed once for equal blocks: they share their costs.
     benefits = {id(block): [benefit(operator) for operator in block.operators] for block in costs.blocks}
     return sorted(pairs, key=lambda pair: (-benefits[id(costs.blocks[pair[0]])][pair[1]], -pair[0], pair[1]))
 
@@ -193,7 +193,7 @@ def operators_of(costs: ModelCosts) -> tuple[tuple[str, ...], ...]:
 
 
 def plan_of(problem: Problem, choice: Choice) -> Plan:
-    """Return the plan of a choice, with its footprint; nothing of what is left of the budgets is used yet."""
+    """Return the plan of a choice, with its footprint. It uses only what it needs of the budgets, not yet the rest."""
     costs, workload = problem.costs_of(choice.rows), problem.workload
     num_blocks, num_micro = len(costs.blocks), -(-workload.sequences // choice.rows)
     policy, units = choice.policy, problem.units
@@ -220,7 +220,7 @@ def plan_of(problem: Problem, choice: Choice) -> Plan:
         update_policy=policy,
         held_gradients=choice.held,
         late_units=trained if policy == "deferred" else (),
-        # A step that is taken back goes back to the last commit: that must be the step before.
+        # A step that is taken back returns to the last commit, which must be that of the step before.
         checkpoint_every=workload.checkpoint_every or 1 if policy == "deferred" else 1,
         host_slots=min(num_blocks, max(2, prefetch + 1 + (policy in AT_ONCE and not choice.lean))),
         device_slots=prefetch + 1 if problem.separate_device or any(unit.is_made for unit in units) else 0,
@@ -260,10 +260,10 @@ def _bytes_of(costs: ModelCosts, block: int, ordinals: list[int]) -> int:
 
 
 def filled(problem: Problem, plan: Plan) -> Plan:
-    """Return `plan` with what is left of host memory used: first for weights (read twice a step), then for states (once).
+    """Return `plan` with the rest of host memory used: first for weights (read twice a step), then for states (once).
 
     Before both, gradients of updates behind backward get a second buffer: with one, backward waits for each unit's update. A
-    worker, all of whose units are far, keeps nothing more: what it holds of the model does not grow with the number of blocks.
+    worker, all of whose units are far, keeps nothing more: its share of the model does not grow with the number of blocks.
     """
     if plan.is_at_once and plan.gradient_slots == 1:
         two = with_footprint(replace(plan, gradient_slots=2), problem.costs_of(plan.micro_batch_sequences), problem.allowance)
@@ -275,14 +275,16 @@ def filled(problem: Problem, plan: Plan) -> Plan:
     slot_bytes = group.total_bytes // group.count
     more = max(0, min(plan.num_blocks - plan.host_slots, spare // slot_bytes))
     plan = replace(plan, host_slots=plan.host_slots + more)
-    # Immediate updates must be able to take a step back without a copy; states that live only in memory could not.
+    # Immediate updates must be able to take a step back without a copy, and states that live only in memory have none.
     if plan.update_policy == "deferred" and plan.host_slots >= plan.num_blocks:
         plan = with_resident_states(plan, spare - more * slot_bytes)
     return with_footprint(plan, problem.costs_of(plan.micro_batch_sequences), problem.allowance)
 
 
 def with_resident_states(plan: Plan, spare_bytes: int) -> Plan:
-    """Keep the states of as many units as fit in memory, shallow ones first: they are needed first in the next forward."""
+    """Return `plan` with the states of as many units as fit kept in memory: shallow ones, which forward needs first, come
+    first.
+    """
     chosen: list[int] = []
     for unit in range(len(plan.units)):
         needed = plan.state_bytes(unit)
@@ -293,14 +295,15 @@ def with_resident_states(plan: Plan, spare_bytes: int) -> Plan:
 
 
 def fits(plan: Plan) -> bool:
-    """Say whether the plan's peaks are within what each tier allows."""
+    """Return whether the plan's peaks are within what each tier allows."""
     return excess_bytes(plan) == (0, 0)
 
 
 def excess_bytes(plan: Plan) -> tuple[int, int]:
-    """Return by how much the plan's peaks exceed what memory allows, on host and device together, and what the SSDs allow.
+    """Return the bytes by which the plan's peaks exceed what memory allows, on host and device together, and what the SSDs
+    allow.
 
-    Two numbers, for they are not alike: space makes up for memory where something waits on SSD instead, but has an end to that.
+    These are two numbers because they are not alike: space makes up for memory where something can wait on an SSD instead.
     """
     excess = {tier: max(0, plan.peak(tier) - allowed) for tier, allowed in plan.results.allowed_bytes.items()}
     ssd = excess.pop("ssd", 0)
@@ -308,8 +311,8 @@ def excess_bytes(plan: Plan) -> tuple[int, int]:
 
 
 def state_buffers(problem: Problem, thrift: int) -> tuple[int, int]:
-    """Return elements of a chunk and slots for states. Where units, or a store that is there, set the chunk, lean buffers are
-    still no more than the generous ones.
+    """Return elements of a chunk and slots for states. Where units, or an existing store, fix the chunk, lean buffers still
+    take no more than the generous ones.
     """
     most = max(UNIT_ALIGNMENT, round_up(max(unit.update_elements for unit in problem.units), UNIT_ALIGNMENT))
     least = max(least_chunk_elements(unit.cuts) for unit in problem.units)
@@ -320,9 +323,9 @@ def state_buffers(problem: Problem, thrift: int) -> tuple[int, int]:
 
 
 def _micro_batches(workload: Workload) -> list[int]:
-    """Return micro-batch sizes in rows: from what saturates compute down to one, each such that the rows divide evenly.
+    """Return micro-batch sizes in rows: from one that saturates compute down to one row. For each the rows divide evenly.
 
-    Nine rows in eights would be eight and one; five and four take less memory, and both are of use to a matrix product.
+    Nine rows in eights would be eight and one; five and four take less memory, and serve a matrix product better.
     """
     if workload.grouping is not None:
         return [workload.grouping.rows]
@@ -333,7 +336,7 @@ def _micro_batches(workload: Workload) -> list[int]:
 
 
 def _loss_chunk_tokens(costs: ModelCosts, workload: Workload, lean: bool) -> int:
-    """Return the largest tried chunk of positions whose logits take little beside what the head's gradient takes anyway."""
+    """Return the largest tried chunk of positions whose logits take little beside the head's own gradient."""
     if workload.grouping is not None:
         return workload.grouping.loss_chunk_tokens
     samples = costs.epilogue_workspace_bytes

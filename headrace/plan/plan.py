@@ -24,9 +24,9 @@ from headrace.terms.layout import PlaneSet
 from headrace.terms.rule_figures import RuleFigures
 from headrace.terms.summing import SEQUENTIAL
 
-# 2: results are a value of their own. Plans of format 1 did not say so.
+# In format 2 results are a value of their own. Plans of format 1 did not name their format.
 PLAN_FORMAT = 2
-# Staging buffers on the device for chunks that are updated there: while one is worked on, another comes or goes.
+# Staging buffers on the device for chunks that are updated there: while one is updated, another comes or goes.
 DEVICE_STATE_SLOTS = 2
 # Update policies under which no gradient is held until the norm is known.
 AT_ONCE = ("immediate", "rerun")
@@ -38,25 +38,27 @@ class Plan:
 
     `update_policy` says when a unit may be updated:
       *immediate*    when its gradient has been drained, behind backward: without clipping;
-      *deferred*     when the global norm is known, behind the next forward: exact clipping, every gradient held until then;
-      *speculative*  as immediate, as if nothing were clipped; every gradient is held, and where the norm says otherwise the
-                     step is taken back to the committed slots and its updates are done again: as exact, and faster while
-                     guesses are right;
-      *rerun*        as immediate, as if nothing were clipped, and no gradient is held: where the norm says otherwise the step
-                     is taken back and run again from its batch with the factor that is known then; as exact, in twice the time.
-    Under the first and the third, `late_units` are still updated behind the next forward, so that drives and update cores have
-    the same work in both halves of the step. Gradients that are held wait in tier `held_gradients`.
-    `host_slots` buffers hold blocks' weights in host memory; as many blocks as there are slots need not be read again at
-    the turn from forward to backward and from step to step, so this number is also the weight cache.
-    `freed_memory` says what happens to tensors of the CPU's compute that are freed: *returned* to the kernel, so that memory
-    holds what is alive, or *kept* by the C library for the next ones, which spares fresh pages and takes more. Where a step
-    takes less than planned, it is kept all the same, and given back near the limit (`machine.HeapGuard`).
-    A plan that `serves` computes nothing: rows of a micro-batch, loss chunk and threads are what workers agreed upon, else 0.
+      *deferred*     when the global norm is known, behind the next forward: exact clipping, every gradient is held until then;
+      *speculative*  as immediate, as if nothing were clipped, but every gradient is held. Where the norm says otherwise, the
+      step
+                     is taken back to the committed slots and its updates are done again: as exact, and faster while guesses
+                     are right;
+      *rerun*        as immediate, as if nothing were clipped, and no gradient is held. Where the norm says otherwise, the step
+                     is taken back and run again from its batch with the factor that is known then: as exact, in twice the time.
+    Under *immediate* and *speculative*, `late_units` are still updated behind the next forward, so that drives and update cores
+    have the same work in both halves of the step. Gradients that are held wait in tier `held_gradients`.
+    `host_slots` buffers hold blocks' weights in host memory. As many blocks as there are slots need not be read again at the
+    turn from forward to backward and from step to step, so this number is also the size of the weight cache. `freed_memory`
+    says what happens to freed tensors of the CPU's compute: they are *returned* to the kernel, so that memory holds only what
+    is alive, or *kept* by the C library for the next ones, which avoids fresh pages and takes more. Where a step
+    takes less than planned, freed memory is kept all the same, and given back near the limit (`machine.HeapGuard`).
+    A plan that `serves` computes nothing: rows of a micro-batch, loss chunk and threads are those on which workers agreed, else
+    0.
     Chunks have at most `chunk_elements`. With a separate device each `device_update_every`-th of them, counted through all
     units, is updated on it (1: all, 0: none).
 
     Raises:
-        ConfigError: what no cut divides, such as a matrix, is longer than `chunk_elements`.
+        ConfigError: an item that no cut divides, such as a matrix, is longer than `chunk_elements`.
     """
 
     rule: RuleFigures
@@ -91,18 +93,18 @@ class Plan:
     stash_tiers: tuple[str, ...]  # per block: where its input and kept outputs wait for backward
     stash_slots: int
     kept: tuple[tuple[int, ...], ...]  # per block: ordinals of the operator outputs that are kept and replayed
-    kept_bytes: tuple[int, ...]  # per block: of those outputs, one micro-batch
-    skipped: tuple[tuple[int, ...], ...]  # per block: ordinals that recompute leaves out, for nothing needs them
+    kept_bytes: tuple[int, ...]  # per block: the bytes of those outputs, for one micro-batch
+    skipped: tuple[tuple[int, ...], ...]  # per block: ordinals that recompute leaves out, because nothing needs them
     operators: tuple[tuple[str, ...], ...]  # per block: the operators that the ordinals count
     compute_threads: int
     update_threads: int
     device_update_every: int = 0
     results: Results = field(default_factory=Results)
     freed_memory: str = "returned"
-    own_rule: RuleFigures | None = None  # of trained families of their own, where a unit has one
-    accumulators: int = 1  # of a block's gradient, where it is summed apart: with two the next is summed while one is drained
-    gradient_sum: str = SEQUENTIAL  # of micro-batches
-    serves: bool = False  # a node's: workers compute, all units are streamed to them and updated here
+    own_rule: RuleFigures | None = None  # for trained families of their own; None where no unit has one
+    accumulators: int = 1  # buffers that sum a block's gradient: with two, the next is summed while one is drained
+    gradient_sum: str = SEQUENTIAL  # how the gradients of micro-batches are added
+    serves: bool = False  # for a node: workers compute, all units are streamed to them and updated here
 
     def __post_init__(self) -> None:
         least = max((least_chunk_elements(unit.cuts) for unit in self.units if unit.cuts), default=self.chunk_elements)
@@ -122,7 +124,7 @@ class Plan:
         return self.own_rule.planes
 
     def largest_state_bytes(self, num_elements: int) -> int:
-        """Return the bytes of the states of a chunk of so many elements, of whichever planes take most."""
+        """Return the bytes of the states of a chunk of so many elements, of those planes that take most."""
         return max((self._most_state_bytes(unit, num_elements) for unit in self.updated_units), default=0)
 
     def _most_state_bytes(self, unit: int, num_elements: int) -> int:
@@ -152,17 +154,17 @@ class Plan:
 
     @property
     def resident_units(self) -> tuple[int, ...]:
-        """The units whose weights stay where compute reads them: prologue, epilogue, and blocks that have their home there."""
+        """The units whose weights stay where compute reads them: prologue, epilogue, and blocks whose home is the device."""
         return tuple(index for index, unit in enumerate(self.units) if unit.home == DEVICE)
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """The units around the blocks: prologue and epilogue, which a tied head uses both."""
+        """The units around the blocks, prologue and epilogue; a tied head uses both."""
         return (0, self.num_blocks + 1) if self.has_epilogue else (0,)
 
     @property
     def streamed_blocks(self) -> tuple[int, ...]:
-        """The blocks (1..num_blocks) whose weights are fetched for each pass; at a node all units."""
+        """The blocks (1..num_blocks) whose weights are fetched for each pass; at a node, all units."""
         if self.serves:
             return tuple(range(len(self.units)))
         return tuple(unit for unit in range(1, self.num_blocks + 1) if self.units[unit].home != DEVICE)
@@ -179,12 +181,12 @@ class Plan:
 
     @property
     def is_lazy(self) -> bool:
-        """Whether anything that is updated late stays in memory: between checkpoints it need not be written."""
+        """Whether the states or weights of a unit that is updated late stay in memory, and are only written at checkpoints."""
         return any(unit in self.late_units for unit in {*self.resident_states, *self.staying_weights})
 
     @property
     def trained_units(self) -> tuple[int, ...]:
-        """The units of which anything is updated."""
+        """The units of which anything is updated, here or elsewhere."""
         return tuple(index for index, unit in enumerate(self.units) if unit.is_trained)
 
     @property
@@ -219,11 +221,11 @@ class Plan:
 
     @property
     def largest_item_elements(self) -> int:
-        """Elements of the largest row or matrix that the rule needs as a whole: 1 where it updates each element alone."""
+        """Elements of the largest row or matrix that the rule needs as a whole; 1 where it updates each element alone."""
         return max(largest_item_elements(unit.cuts) for unit in self.units)
 
     def stored_bytes(self, unit: int) -> int:
-        """Bytes of a unit's weights on the drive, and so in host memory: what is fetched."""
+        """Bytes of a unit's weights on the drive, and so in host memory: these are fetched."""
         figures = self.units[unit]
         return figures.stored_bytes or self.planes.weight.num_bytes(figures.num_elements)
 
@@ -237,7 +239,7 @@ class Plan:
         return self.planes_of(unit).weight.num_bytes(figures.update_elements) if figures.has_own_family else 0
 
     def completing_bytes(self, unit: int) -> int:
-        """Bytes that frozen weights are completed with: those of a trained family of its own, and of its basis."""
+        """Bytes with which frozen weights are completed: those of a trained family of its own, and of its basis."""
         return self.trained_bytes(unit) + self.basis_bytes(unit)
 
     def basis_bytes(self, unit: int) -> int:
@@ -245,7 +247,7 @@ class Plan:
         return 4 * self.units[unit].basis_elements
 
     def source_bytes(self, unit: int) -> int:
-        """Bytes that a slot is made of beside weights that are read into it as they lie: coded ones, and trained ones."""
+        """Bytes from which a slot is made, besides plain weights that are read into it: coded weights, and trained ones."""
         figures = self.units[unit]
         return (figures.stored_bytes or 0) + (self.completing_bytes(unit) if figures.is_completed else 0)
 
@@ -256,12 +258,12 @@ class Plan:
 
     @property
     def gradient_in_place(self) -> bool:
-        """Whether backward makes a block's gradient where it is drained to: one micro-batch, and no separate device."""
+        """Whether backward makes a block's gradient where it is drained to: one micro-batch, no separate device."""
         return not self.accumulate and not self.separate_device
 
     @property
     def is_at_once(self) -> bool:
-        """Whether units are updated behind backward, and no gradient is held for what the norm may say."""
+        """Whether units are updated behind backward, and no gradient is held until the norm is known."""
         return self.update_policy in AT_ONCE
 
     @property
@@ -272,19 +274,19 @@ class Plan:
 
     @property
     def held_in_memory(self) -> tuple[int, ...]:
-        """Those of them that wait in host memory: each has a buffer of its own."""
+        """The held units whose gradients wait in host memory: each has a buffer of its own."""
         return self.held_units if self.held_gradients == "host" else ()
 
     @property
     def held_on_ssd(self) -> tuple[int, ...]:
-        """Those of them that wait on the SSD."""
+        """The held units whose gradients wait on the SSD."""
         return self.held_units if self.held_gradients == "ssd" else ()
 
     @property
     def gradient_slot_of(self) -> dict[int, int]:
         """The drained-gradient buffer of each unit that always has the same one; the others take turns in `gradient_slots`.
 
-        Resident units share one buffer, unless their gradient has its own.
+        Resident units share one buffer, unless their gradient is held in one of its own.
         """
         shared = dict.fromkeys(self.resident_units, self.gradient_slots)
         return shared | {unit: self.gradient_slots + 1 + unit for unit in self.held_in_memory}

@@ -13,18 +13,18 @@ from headrace.terms.summing import TREE
 
 # Shares of the blocks whose updates may be held for the next forward: 0, 1/8, ... 7/8.
 _LATE_PARTS = 8
-# Strides at which chunks may be updated on the device; of strides that are alike the largest, which moves the least.
+# Strides at which chunks may be updated on the device; of equally fast strides the largest is taken, which moves the least.
 _DEVICE_UPDATE_STRIDES = (4, 3, 2, 1)
-# Plans closer than this are alike, and the simpler one is taken.
+# Plans whose times differ by less than this factor count as equal, and the simpler one is taken.
 ALIKE = 1.005
 
 
 def balanced(problem: Problem, bare: Plan, best: Plan, seconds_of: StepSeconds, homes: tuple[str, ...]) -> Plan:
-    """Return `best`, or a plan with late units and more states read ahead if it is faster: `bare` has nothing filled in yet.
+    """Return `best`, or a faster plan with late units and more states read ahead; nothing has been filled into `bare` yet.
 
-    Updates behind backward leave drives idle in forward. Some units' updates are held for it, as many as make both halves
-    equally long; which ones matters little as long as they are spread evenly over the depth. Their gradients wait in one
-    of `homes`.
+    Updates behind backward leave drives idle in forward. The updates of some units are held for forward, as many as make both
+    halves equally long; it matters little which ones, as long as they are spread evenly over the depth. Their gradients wait in
+    one of `homes`.
     """
     best_seconds, costs = seconds_of(best), problem.costs_of(bare.micro_batch_sequences)
     unit_chunks = max(bare.num_chunks(block) for block in range(1, bare.num_blocks + 1))
@@ -48,15 +48,16 @@ def balanced(problem: Problem, bare: Plan, best: Plan, seconds_of: StepSeconds, 
 def with_device_updates(problem: Problem, plan: Plan, seconds_of: StepSeconds) -> Plan:
     """Return `plan` with a stride of its chunks updated on the device, if that fits there and makes the step shorter.
 
-    What it takes are two chunks and temporaries on the device, and 26 bytes per parameter over the link (bfloat16) instead of
-    as many over the host's memory bus. It pays where the CPU's updates limit the step and the link has time to spare.
-    Where the rule has no figure for it, all stays on the CPU.
+    It takes two chunks and temporaries on the device, and 26 bytes per parameter over the link (bfloat16) instead of as many
+    over the host's memory bus. It pays where the CPU's updates limit the step and the link has time to spare. Where the rule
+    has no figure for it, all stays on the CPU.
     """
     if not (problem.separate_device and seconds_of.machine.has_device and problem.rule.device_traffic_bytes is not None):
         return plan
 
     machine, most_operations = seconds_of.machine, 2 * SEARCH_OPERATIONS
-    # No stride gains more than if updates took the CPU no time. Mostly that would gain nothing, and the search ends here.
+    # No stride gains more than updates that take the CPU no time. Mostly even they would gain nothing, and the search ends
+    # here.
     free = replace(
         machine, update_bytes_per_second=1e15, update_bytes_per_second_per_core=1e15, host_memory_bytes_per_second=1e17
     )
@@ -71,14 +72,14 @@ def with_device_updates(problem: Problem, plan: Plan, seconds_of: StepSeconds) -
     best_seconds, best = min(tried, key=lambda entry: entry[0], default=(as_is, plan))
     if best_seconds * ALIKE >= as_is:
         return plan
-    # Coarse forecasts say which stride; whether it pays is worth a finer look.
+    # Coarse forecasts choose the stride; a finer one tells whether it pays.
     return best if seconds_of(best) * ALIKE < seconds_of(plan) else plan
 
 
 def with_two_accumulators(problem: Problem, plan: Plan, seconds_of: StepSeconds) -> Plan:
     """Return a worker's plan with two buffers on the device in which gradients are summed, if that fits and is faster: the next
-    block's gradient is summed while one is drained. Where it does not fit otherwise, weights are brought ahead less far.
-    A tree's sum has buffers of its own for partial sums, and no second of each.
+    block's gradient is summed while one is drained. If it fits only then, weights are brought less far ahead. A tree's sum has
+    its own buffers for partial sums, and gets no second set.
     """
     if not plan.separate_device or len(plan.far_units) < len(plan.units) or plan.gradient_sum == TREE:
         return plan
@@ -91,17 +92,17 @@ def with_two_accumulators(problem: Problem, plan: Plan, seconds_of: StepSeconds)
 
 
 def late_choices(plan: Plan) -> list[tuple[int, ...]]:
-    """Return the sets of units that are tried as late ones: so many parts of the blocks, evenly spread."""
+    """Return the sets of units that are tried as late ones: several shares of the blocks, evenly spread."""
     counts = dict.fromkeys(round(plan.num_blocks * part / _LATE_PARTS) for part in range(_LATE_PARTS))
     return [spread(count, plan.num_blocks) for count in counts]
 
 
 def with_threads(plan: Plan, seconds_of: StepSeconds) -> Plan:
-    """Return `plan` with the fastest split of the cores between compute and updates; of alike ones the usual one.
+    """Return `plan` with the fastest split of the cores between compute and updates; among equally fast ones the usual split.
 
-    Where a GPU computes, updates may have as many cores as the memory's bandwidth asks for. Where the CPU does, they share
-    cores as it was measured, half of them with all; or each has its own, and compute has fewer. Threads of the I/O engine wait
-    most of the time (0.01 to 0.02 s of a core per GB) and have no cores of their own.
+    Where a GPU computes, updates may have as many cores as the memory's bandwidth can use. Where the CPU computes, either they
+    share cores as it was measured (all for compute, half of them also for updates), or each has its own, and compute has fewer.
+    Threads of the I/O engine wait most of the time (0.01 to 0.02 s of a core per GB) and have no cores of their own.
     """
     machine, cores = seconds_of.machine, plan.compute_threads
     enough = max(1, math.ceil(machine.update_bytes_per_second / core_update_bytes_per_second(machine, plan.rule)))
@@ -118,12 +119,12 @@ def with_threads(plan: Plan, seconds_of: StepSeconds) -> Plan:
 
 
 def speculative_candidate(problem: Problem, placements: list[Choice], best: Choice, seconds_of: StepSeconds) -> Iterator[Plan]:
-    """Yield the deferred plan whose buffers serve speculation best: of `placements` with and without what `best` keeps."""
+    """Yield the deferred plan whose buffers serve speculation best: of `placements`, with and without what `best` keeps."""
     costs = problem.costs_of(best.rows)
     found: dict[tuple[str, str], tuple[float, int, Plan]] = {}
     for choice in placements:
         if choice.rows != best.rows or (choice.input_home, choice.held) in found:
-            continue  # generous buffers come first; lean ones are for where those do not fit
+            continue  # generous buffers come first; lean ones are only for where those do not fit
         for kept in dict.fromkeys((replace(choice, kept_home=best.kept_home, amount=best.amount), choice)):
             bare = with_footprint(replace(plan_of(problem, kept), gradient_slots=2), costs, problem.allowance)
             if bare.checkpoint_every == 1 and fits(bare):
@@ -136,13 +137,13 @@ def speculative_candidate(problem: Problem, placements: list[Choice], best: Choi
 
 
 def with_speculation(plan: Plan, seconds_of: StepSeconds) -> Plan:
-    """Return a deferred plan with the costs of speculating beside it: the same buffers, another order."""
+    """Return a deferred plan together with the costs of speculating: the same buffers, another order."""
     if not _may_speculate(plan):
         return plan
     variant = _fastest([_speculating(plan, late) for late in late_choices(plan)], seconds_of)
     speculation = Speculation(
         late_units=variant.late_units,
-        deferred_seconds=seconds_of.forecast(plan).step_seconds,  # as `forecast`, which keeps it: mostly it is asked for again
+        deferred_seconds=seconds_of.forecast(plan).step_seconds,  # `forecast` keeps it: it is mostly asked for again
         hit_seconds=seconds_of(variant),
         redo_seconds=redo_seconds(variant, seconds_of.machine),
     )
@@ -150,10 +151,10 @@ def with_speculation(plan: Plan, seconds_of: StepSeconds) -> Plan:
 
 
 def expected_seconds(plan: Plan, seconds_of: StepSeconds, *, clips: bool = True) -> float:
-    """Return the seconds of a step where half of all runs clip hardly ever, so that speculation pays, and half do often. Where
-    nothing `clips` a deferred plan has nothing to guess.
+    """Return the seconds of a step if half of all runs clip hardly ever, so that speculation pays, and half clip often. Where
+    nothing `clips`, a deferred plan has nothing to guess.
 
-    Coarse: for choosing among deferred plans.
+    They are coarse, for choosing among deferred plans.
     """
     deferred = _coarse_seconds(plan, seconds_of)
     if not (clips and _may_speculate(plan)):
@@ -164,7 +165,7 @@ def expected_seconds(plan: Plan, seconds_of: StepSeconds, *, clips: bool = True)
 
 
 def _may_speculate(plan: Plan) -> bool:
-    """Whether a step can be taken back: not what lives only in memory, nor what is seldom committed."""
+    """Return whether a step can be taken back: no states live only in memory, and each step is committed."""
     return not plan.resident_states and plan.checkpoint_every == 1
 
 
@@ -173,9 +174,10 @@ def _speculating(plan: Plan, late_units: tuple[int, ...]) -> Plan:
 
 
 def _fastest(plans: list[Plan], seconds_of: StepSeconds) -> Plan:
-    """Return the fastest of plans with ever more late units, of equals the one with the fewest.
+    """Return the fastest of plans with ever more late units; of equally fast ones the one with the fewest.
 
-    The step is the longer of two halves; one grows, one shrinks: every other plan is tried, then the neighbours of the best.
+    The step is the longer of two halves, of which one grows and one shrinks: every other plan is tried, then the neighbours of
+    the best.
     """
     seconds = {index: _coarse_seconds(plans[index], seconds_of) for index in range(0, len(plans), 2)}
     best = min(seconds, key=seconds.__getitem__)

@@ -1,6 +1,6 @@
-"""What operations take on a machine: their seconds alone, and what lanes leave of one another's speed.
+"""What operations take on a machine: their seconds alone, and how lanes slow one another.
 
-All that is known of a lane is its row in the table of lanes (`terms.program.Lane`). No clock, no files, no torch.
+All that is known about a lane is its row in the table of lanes (`terms.program.Lane`). No clock, no files, no torch.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -33,16 +33,17 @@ class Rates:
         self.speeds: Callable[[tuple[Lane, ...]], Mapping[Lane, float]] = cache(self._speeds)
 
     def alone_seconds(self, op: Op) -> float:
-        """Return what `op` takes if nothing else runs."""
+        """Return the seconds that `op` takes if nothing else runs."""
         lane = op.lane
         if lane is Lane.COMPUTE:
-            # What reads more than it computes, as a product with few rows does of its weights, takes as long as that.
+            # An operation that reads more than it computes, as a product with few rows reads its weights, takes as long as
+            # reading.
             return self._overhead_seconds[lane] + max(op.flops / self.flops_per_second, op.bytes / self.memory_bytes_per_second)
         rate = self.bytes_per_second.get(lane)
         return self._overhead_seconds[lane] + (op.bytes / rate if rate else 0.0)
 
     def shared_factor(self, lanes: Sequence[Lane]) -> float:
-        """Return the part of its own rate that each of `lanes`, which share one thing, keeps while all of them are busy."""
+        """Return the share of its own rate that each of `lanes`, which share one thing, keeps while all of them are busy."""
         share = lanes[0].row.shares
         if share is None or share.rate is None or len(lanes) < 2:
             return 1.0
@@ -60,18 +61,19 @@ class Rates:
         for lane in active:
             slowdowns = {**self._in_turn(lane), **self.ceilings.slowdowns.get(lane, {})}
             for other in active:
-                # The figure was measured while the other had its full rate. At half of its rate it slows this one half as much.
+                # The figure was measured while the other lane had its full rate. At half of its rate it slows this one half as
+                # much.
                 speed[lane] *= 1 - (1 - slowdowns.get(other, 1.0)) * shared[other]
         # Every byte that a transfer or the update moves crosses the host's memory bus once.
         moving = [lane for lane in active if lane.row.on_bus]
         traffic = sum(speed[lane] * self.bytes_per_second[lane] for lane in moving)
-        # The rate of a lane alone was measured over the bus, so only several lanes together can exceed it.
+        # Each lane's own rate was measured over the bus, so only several lanes together can exceed it.
         if len(moving) > 1 and traffic > self.ceilings.host_memory_bytes_per_second:
             for lane in moving:
                 speed[lane] *= self.ceilings.host_memory_bytes_per_second / traffic
         return speed
 
     def _in_turn(self, lane: Lane) -> Mapping[str, float]:
-        """Return what a lane keeps beside those with which it shares a thing that no figure is known of."""
+        """Return the share that a lane keeps beside those with which it shares a thing that has no figure."""
         share = lane.row.shares
         return {} if share is None or share.rate else {other: 0.5 for other in self.shares[share] if other is not lane}

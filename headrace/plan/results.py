@@ -1,4 +1,4 @@
-"""What was found of a plan's choices: peaks, operations, notes."""
+"""What was found about a plan's choices: peaks, operations, notes."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,11 +9,12 @@ from headrace.terms.sizes import format_bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Results:
-    """What was found of a plan's choices: they follow from it, the model and the budgets, and choose nothing themselves.
+    """What was found about a plan's choices: it follows from them, the model and the budgets, and chooses nothing itself.
 
     `peak_bytes` is by tier and purpose, `allowed_bytes` by tier. Operations are those of one micro-batch: `forward_flops` by
-    unit, `attention_flops` by block (those of the forward's that are attention's products), `epilogue_flops` of its forward,
-    `spared_flops` by block (of a recompute, by replaying and skipping). `speculation` is set where clipping allows a choice.
+    unit, `attention_flops` by block (the part of its forward that attention's products take), `epilogue_flops` of the
+    epilogue's forward, `spared_flops` by block (what replaying and skipping spare a recompute). `speculation` is set where
+    clipping allows a choice.
     """
 
     peak_bytes: dict[str, dict[str, int]] = field(default_factory=dict)
@@ -37,7 +38,7 @@ class Results:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "Results":
-        """Inverse of `dataclasses.asdict`, of which JSON has made lists."""
+        """Return the results that `dataclasses.asdict` made `values` of; JSON has made lists of its tuples."""
         known = dict(values)
         for name in ("forward_flops", "attention_flops", "spared_flops", "notes"):
             known[name] = tuple(known[name])

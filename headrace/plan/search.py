@@ -1,11 +1,11 @@
-"""Choose a plan: of the placements that fit into the budgets, the one that the simulator finds fastest.
+"""Choose a plan: among the placements that fit into the budgets, the one that is fastest in the simulator.
 
-Pure: model costs, budgets, a workload and a machine's ceilings in, a frozen `Plan` out. No clock, no files, no torch.
+Pure: model costs, budgets, a workload and a machine's ceilings go in, a frozen `Plan` comes out. No clock, no files, no torch.
 
-What is decided (Fuyou's automatic activation management, extended to the whole placement): rows per micro-batch; where block
+These are decided (Fuyou's automatic activation management, extended to the whole placement): rows per micro-batch; where block
 inputs wait for backward; how many operator outputs are kept and replayed instead of computed again, in falling order of
-floating-point operations saved per byte (Fuyou's benefit OB = FLOP / A), and where they wait; buffer depths; and what is left
-of host memory goes to weights, then states. Step time is convex in the amount kept (each lane's work is linear in it, the step
+floating-point operations saved per byte (Fuyou's benefit OB = FLOP / A), and where they wait; depths of buffers. The rest of
+host memory goes to weights, then states. Step time is convex in the amount kept (each lane's work is linear in it, and the step
 is about their maximum), so few amounts need to be tried.
 """
 
@@ -33,29 +33,29 @@ from headrace.terms.errors import PlanInfeasible
 from headrace.terms.program import Lane
 from headrace.terms.sizes import MIB, format_bytes, round_up
 
-# Amounts of kept outputs that are tried, in parts of all; around the best one, half steps are tried besides.
+# Amounts of kept outputs that are tried, as shares of all; half steps are tried around the best one.
 _AMOUNT_PARTS = 4
-# So many kinds of placements go into the search for the amount: whose forecast without replay, or with all that fits, is best.
+# So many kinds of placements, with the best forecasts without replay or with all that fits, enter the search for the amount.
 _FINALISTS = 3
-# Amounts are tried upwards until one is slower than the best by this: the step time is convex in the amount, but for noise.
+# Amounts are tried upwards until one is slower than the best by this factor: the time is convex in the amount, but for noise.
 _WORSE = 1.02
-# So many choices, the best of their kind, are then forecast in full.
+# So many choices, each the best of its kind, are then forecast in full.
 _EXACT = 8
 _Found = TypeVar("_Found")
 
-# So many choices that are this close to the best get their updates balanced, each with other buffers: which one gains most by
-# it shows only then.
+# So many choices that are within this factor of the best get their updates balanced, each with other buffers: only then does it
+# show which of them gains most.
 _BALANCED, _CLOSE = 3, 1.1
 
 
 def make_plan(problem: Problem, ceilings: Ceilings | None = None, seconds_of: StepSeconds | None = None) -> Plan:
-    """Return the fastest plan that fits, by the simulator on a machine with `ceilings` (None: a nominal machine). `seconds_of`
-    remembers the forecasts that are made here, if they are for that machine.
+    """Return the plan that fits and is fastest in the simulator on a machine with `ceilings` (None: a nominal machine).
+    `seconds_of` remembers the forecasts that are made here, if they are for that machine.
 
-    Every policy that the question allows is searched, so that a question that asks for less is answered no worse.
+    Every policy that the question allows is searched, so that a question that asks for less gets no worse answer.
 
     Raises:
-        PlanInfeasible: nothing fits; names the tier, what the leanest plan needs there, and what takes most of it.
+        PlanInfeasible: nothing fits; the message names the tier, what the leanest plan needs there, and what takes most of it.
     """
     machine = ceilings or nominal_ceilings(problem)
     problem = replace(problem, attention_share=machine.attention_share)
@@ -72,7 +72,7 @@ def make_plan(problem: Problem, ceilings: Ceilings | None = None, seconds_of: St
             refusals.append(refusal)
             continue
         if plans:
-            # The one advantage over the usual policy is that states may stay in memory.
+            # The only advantage over the usual policy is that states may stay in memory.
             placements = [choice for choice in placements if filled(problem, plan_of(problem, choice)).resident_states]
         if placements:
             plans.append(_plan_under(problem, policy, placements, seconds_of, measured=ceilings is not None))
@@ -82,7 +82,7 @@ def make_plan(problem: Problem, ceilings: Ceilings | None = None, seconds_of: St
 
 
 def holds_states(problem: Problem) -> bool:
-    """Return whether host memory holds the states of all that is trained beside frozen weights, in the leanest of plans."""
+    """Return whether host memory holds the states of all that is trained beside frozen weights, in the leanest plan."""
     own = tuple(index for index, unit in enumerate(problem.units) if unit.has_own_family)
     for thrift in THRIFTS:
         for choice in placements_of(problem, "deferred", thrift):
@@ -98,17 +98,17 @@ def _is_as_fast_as_compute(plan: Plan, seconds_of: StepSeconds) -> bool:
 
 
 def _plan_under(problem: Problem, policy: str, placements: list[Choice], seconds_of: StepSeconds, *, measured: bool) -> Plan:
-    """Return the fastest plan under an update policy, of `placements` and with what is kept of outputs. Where nobody
-    `measured`, the choice goes by what is sure anywhere.
+    """Return the fastest plan under an update policy, with one of `placements` and an amount of kept outputs. Where the machine
+    was not `measured`, the choice relies on what holds on any machine.
     """
     homes = problem.homes
     if not measured:
-        # Unmeasured drives are used only where memory does not suffice, not to gain speed.
+        # Drives that were not measured are used only where memory does not suffice, not to gain speed.
         homes = homes[:-1]
         placements = [choice for choice in placements if choice.input_home != "ssd"] or placements
         placements = [choice for choice in placements if choice.held != "ssd"] or placements
 
-    # Where nobody measured how lanes share cores, or threads are not to be chosen, all of them are compute's.
+    # Where it was not measured how lanes share cores, or threads may not be chosen, compute has all threads.
     may_split = measured and problem.workload.grouping is None
 
     def split(plan: Plan) -> Plan:
@@ -120,7 +120,7 @@ def _plan_under(problem: Problem, policy: str, placements: list[Choice], seconds
     finalists: dict[tuple[object, ...], Choice] = {}
     for _, index in sorted(promise):
         choice = placements[index]
-        # Thriftier buffers do the same in a little more time: only the best of a kind goes on.
+        # Thriftier buffers do the same in a little more time, so only the best of a kind goes on.
         finalists.setdefault((choice.rows, choice.input_home, choice.held, choice.freed_memory), choice)
     for choice in list(finalists.values())[:_FINALISTS]:
         found += [_best_amount(problem, replace(choice, kept_home=home), seconds) for home in homes]
@@ -136,7 +136,7 @@ def _plan_under(problem: Problem, policy: str, placements: list[Choice], seconds
     if problem.clips:
         candidates += speculative_candidate(problem, placements, best, seconds_of)
     if plan.resident_states:
-        # States in memory are not read; each checkpoint writes them.
+        # States in memory are not read, but each checkpoint writes them.
         costs = problem.costs_of(plan.micro_batch_sequences)
         candidates.insert(0, with_footprint(replace(plan, resident_states=()), costs, problem.allowance))
     plan = min(candidates, key=lambda candidate: expected_seconds(candidate, seconds_of, clips=problem.clips))
@@ -145,7 +145,7 @@ def _plan_under(problem: Problem, policy: str, placements: list[Choice], seconds
 
 
 def _first_of_alike(found: Sequence[tuple[float, _Found]]) -> _Found:
-    """Return what takes least; of what is alike the first, which is the simpler."""
+    """Return the one that takes least time; among equally fast ones the first, which is the simplest."""
     least = min(seconds for seconds, _ in found)
     return next(each for seconds, each in found if seconds <= ALIKE * least)
 
@@ -167,10 +167,10 @@ def _balanced(
 
 
 class _Seconds:
-    """Seconds of a step for every choice, by coarse forecasts that are set right for each kind of buffers.
+    """Seconds of a step for every choice, by coarse forecasts that are corrected for each kind of buffers.
 
-    A coarse forecast is too fast, and the more so the smaller buffers are (`forecast`): of each kind the first that is asked
-    for is forecast as it is, too, and what lies between the two holds for the others of its kind.
+    A coarse forecast is too fast, and more so with smaller buffers (`forecast`). For each kind, the first choice is also
+    forecast exactly, and the ratio of the two serves for the others of its kind.
     """
 
     def __init__(self, problem: Problem, seconds_of: StepSeconds) -> None:
@@ -190,7 +190,9 @@ class _Seconds:
         return self._known[choice]
 
     def exactly(self, found: list[tuple[float, Choice]]) -> list[tuple[float, Choice]]:
-        """Return what is best of each kind among those found, the best kinds only, with seconds as `forecast` has them."""
+        """Return the best choice of each kind among those found, for the best kinds only, with seconds as `forecast` gives
+        them.
+        """
         kinds: dict[tuple[object, ...], tuple[float, int]] = {}
         for index, (seconds, choice) in enumerate(found):
             kind = *choice.buffers, choice.rows, choice.freed_memory, choice.held, choice.kept_home if choice.amount else ""
@@ -213,16 +215,16 @@ def _extremes(problem: Problem, placement: Choice) -> list[Choice]:
 
 
 def _fitting(problem: Problem, policy: str) -> list[Choice]:
-    """Return the placements without replay that fit under a policy; those of the thriftiest kind only where memory is short."""
+    """Return the placements without replay that fit under a policy; the thriftiest ones only where memory is short."""
     generous = list(placements_of(problem, policy, 0))
     found = [choice for choice in generous if fits(plan_of(problem, choice))]
-    # Thrift may pay as long as something does not fit without: so more memory never leads to a slower plan.
+    # Thrift may pay as long as something does not fit without it; so more memory never leads to a slower plan.
     for kind in THRIFTS[1:-1] if len(found) == len(generous) else THRIFTS[1:]:
         found += [choice for choice in placements_of(problem, policy, kind) if fits(plan_of(problem, choice))]
     if found:
         return list(dict.fromkeys(found))  # where units are small, kinds of buffers coincide
     # The thriftiest take the least memory, but not always the least space: states are written in more and smaller chunks.
-    # Those within memory come first: the space that is named is what they need, and with more memory less may do.
+    # Those that fit into memory come first: the message then names the space that they need, and with more memory less may do.
     choices = (choice for thrift in reversed(THRIFTS) for choice in placements_of(problem, policy, thrift))
     raise infeasible(min((plan_of(problem, choice) for choice in choices), key=excess_bytes))
 
@@ -259,7 +261,7 @@ def nominal_ceilings(problem: Problem) -> Ceilings:
 
 
 def nominal_machine_of(plan: Plan) -> Ceilings:
-    """Return the nominal machine for the times of a plan that is made already."""
+    """Return the nominal machine for the times of an existing plan."""
     allowed = plan.results.allowed_bytes
     return nominal_machine(plan.compute_threads, host_bytes=allowed["host"], device_bytes=allowed.get("device"))
 
@@ -304,11 +306,11 @@ def nominal_machine(cores: int, *, host_bytes: int, device_bytes: int | None) ->
 
 
 def infeasible(plan: Plan) -> PlanInfeasible:
-    """Return the refusal of a plan that exceeds what tiers allow: which, by how much, and what would do."""
+    """Return the refusal of a plan that exceeds tiers: which tier, by how much, and what would help."""
     short = {
         tier: plan.peak(tier) - allowed for tier, allowed in plan.results.allowed_bytes.items() if plan.peak(tier) > allowed
     }
-    # Memory first: where that is short, no amount of space makes up for it.
+    # Memory comes first: where it is short, no amount of space makes up for it.
     tier = max([name for name in short if name != "ssd"] or short, key=lambda name: short[name])
     needed, allowed = plan.peak(tier), plan.results.allowed_bytes[tier]
     if tier == "ssd":

@@ -1,6 +1,6 @@
-"""The plan of a node: what it holds in memory of units on their way between its drives, its workers and its update cores.
+"""The plan of a node: its memory for units on their way between its drives, its workers and its update cores.
 
-It searches little: chunks as large as fit, gradients in memory where clipping lets them wait and there is room, what is left
+The search is small: chunks as large as fit, gradients in memory where clipping makes them wait and there is room; the rest is
 for weights (read twice a step), then states (once). Pure: no clock, no files, no torch.
 """
 
@@ -21,10 +21,10 @@ _HOST_SLOTS = (6, 4, 3, 2)
 
 
 def serving_plan(problem: Problem, ceilings: Ceilings | None = None) -> Plan:
-    """Return the plan of a node that serves `problem`, within its allowance. `ceilings` are not needed: nothing is a trade-off.
+    """Return the plan of a node that serves `problem`, within its allowance. `ceilings` are not used: nothing is a trade-off.
 
     Raises:
-        PlanInfeasible: the leanest buffers do not fit; names tier, needed and allowed bytes.
+        PlanInfeasible: the leanest buffers do not fit; the message names tier, needed and allowed bytes.
     """
     plan: Plan | None = None
     for plan in _candidates(problem):
@@ -35,7 +35,7 @@ def serving_plan(problem: Problem, ceilings: Ceilings | None = None) -> Plan:
 
 
 def with_grouping(plan: Plan, grouping: Grouping) -> Plan:
-    """Return the plan of a node whose workers have agreed upon what decides their numbers."""
+    """Return the plan of a node after its workers have agreed upon what decides their numbers."""
     rows = plan.tokens_per_step // plan.sequence_length
     return replace(
         plan,
@@ -118,7 +118,7 @@ def _plan_of(problem: Problem, slots: int, thrift: int, held: str) -> Plan:
 
 
 def _filled(problem: Problem, plan: Plan) -> Plan:
-    """Return `plan` with what is left of host memory used."""
+    """Return `plan` with the rest of host memory used."""
     spare = plan.results.allowed_bytes["host"] - plan.peak("host")
     slot_bytes = buffer_groups(plan)["host_weights"].total_bytes // plan.host_slots
     more = max(0, min(len(plan.units) - plan.host_slots, spare // slot_bytes))

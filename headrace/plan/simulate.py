@@ -1,16 +1,16 @@
 """The simulated interpreter: programs on a virtual clock, at the rates that a machine profile declares.
 
 This is the planner's time model (docs/decisions/0006). It runs the very operations that the engine will run: each lane works
-through its own in program order, and an operation starts when its lane is free and all that it comes after is complete. As in
-the engine, a program starts only when the last but one is complete.
+through its own in program order, and an operation starts when its lane is free and everything that it waits for is complete. As
+in the engine, a program starts only when the last but one is complete.
 
 Operations that run at once may slow one another: reads and writes of one drive, both directions of a link, lanes that share
 cores or memory bandwidth. So an operation has an amount of work, in seconds that it takes alone, and a speed of at most 1 that
-changes whenever another lane starts or stops; its duration is found by running events, not fixed beforehand.
+changes whenever another lane starts or stops. Its duration is found by running events, not fixed beforehand.
 
-Invariant: the result is a function of programs and ceilings alone. Where nothing slows anything, faster lanes never make
-any operation later (start times are maxima of sums). Where lanes do share, work that is done earlier can get in the way of
-work that matters more, in the model as on a real machine; the tests state how little that is.
+Invariant: the result follows from programs and ceilings alone. Where nothing slows anything, faster lanes never make any
+operation later (start times are maxima of sums). Where lanes do share, work that is done earlier can delay work that matters
+more, in the model as on a real machine; the tests state how little that is.
 
 No clock, no files, no torch.
 """
@@ -52,9 +52,9 @@ class LaneUse:
 class Timeline:
     """What a simulation found.
 
-    `step_seconds` is the time per step in the steady state; `lanes` and `explain` speak of program number `measured`.
-    `finish_seconds` has, per program, when its last operation stopped. `settled` is false if steps do not (yet) repeat in time.
-    `rates` say how fast each lane was, alone and beside others.
+    `step_seconds` is the time per step in the steady state; `lanes` and `explanation` are about program number `measured`.
+    `finish_seconds` has for each program when its last operation stopped. `settled` is false if steps are not (yet) equally
+    long. `rates` say how fast each lane is, alone and beside others.
     """
 
     step_seconds: float
@@ -91,9 +91,9 @@ def simulate(
 ) -> Timeline:
     """Run consecutive steps on the virtual clock and return when everything happened.
 
-    At least three programs are needed: the first starts cold. If the last two are equal the last is repeated until three
-    take equally long (a dozen rounds at most), and the step measured is one that has a successor beside it; otherwise
-    it is the last. `compute_threads` counts on machines without a device only. Cost: some 100 000 operations per second.
+    At least three programs are needed, because the first starts cold. If the last two are equal, the last is repeated until
+    three take equally long (a dozen rounds at most), and the measured step is one that has a successor beside it; otherwise it
+    is the last. `compute_threads` counts on machines without a device only. Cost: some 100 000 operations per second.
 
     Raises:
         ConfigError: the profile has no matrix rate for `compute_dtype`.
@@ -108,7 +108,7 @@ def simulate(
 
 
 def step_seconds_of(programs: Sequence[Program], rates: Rates) -> float:
-    """Return the seconds per step that `simulate` finds at these `rates`, without what comes after the measured step."""
+    """Return the seconds per step that `simulate` finds at these `rates`, without running on after the measured step."""
     clock = _LaneClock(rates, programs)
     repeats = admit_until_settled(clock, programs)
     measured = _measured(clock, repeats)
@@ -144,7 +144,7 @@ class _LaneClock(Clock):
 
 
 def _measured(clock: Clock, repeats: bool) -> int:
-    """Return the number of the program to measure: the very last has no successor that competes with it, if it repeats."""
+    """Return the number of the program to measure: if it repeats, the last but one, because the last has no successor."""
     return len(clock.programs) - (2 if repeats else 1)
 
 
@@ -161,7 +161,7 @@ def _timeline(clock: _LaneClock, measured: int, *, repeats: bool, given: int) ->
         alone[lane] += work
         flops[lane] += op.flops
         num_bytes[lane] += op.bytes
-    # While a backlog of the cold start drains, steps end faster than their work takes; no later step can.
+    # While a backlog of the cold start drains, steps end faster than their work takes; no later step can do that.
     step_seconds = max(period, *alone.values(), *busy.values())
     lanes = {
         lane: LaneUse(
@@ -195,7 +195,8 @@ def _explain(
     bottleneck = max(Lane, key=lambda lane: lanes[lane].utilisation)
     share, words = lanes[bottleneck].utilisation, bottleneck.row.words
     for shared, sharing in rates.shares.items():
-        # Two directions that take turns keep busy what they share, though neither is busy itself. Only their union shows it.
+        # Two directions that take turns keep busy what they share, though neither is always busy itself. Only their union shows
+        # it.
         together = sorted(span for lane in sharing for span in spans[lane])
         both = _union_seconds(together) / step_seconds if step_seconds else 0.0
         if rates.shared_factor(sharing) < 1 and both > share + 1e-9:

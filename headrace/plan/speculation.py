@@ -7,8 +7,9 @@ from dataclasses import dataclass
 class Speculation:
     """What a plan with deferred updates would gain by speculating, in the simulator's seconds; the buffers are the same.
 
-    A step takes `deferred_seconds` as planned; `hit_seconds` where updates start at once and no gradient has to be clipped;
-    `redo_seconds` more where one has, and the updates are done again. `late_units` are those of the speculative plan.
+    A step takes `deferred_seconds` as planned, and `hit_seconds` where updates start at once and no gradient has to be clipped.
+    Where one has to be clipped, it takes `redo_seconds` more, because the updates are done again. `late_units` are those of the
+    speculative plan.
     """
 
     late_units: tuple[int, ...]
@@ -18,11 +19,11 @@ class Speculation:
 
     @property
     def break_even(self) -> float:
-        """Share of steps that must be hits for speculation to be as fast as waiting: above 1 if it never is."""
+        """The share of steps that must be hits for speculation to be as fast as waiting: above 1 if it never is."""
         return 1 - (self.deferred_seconds - self.hit_seconds) / self.redo_seconds
 
     def explain(self) -> str:
-        """Say what clipping costs under each policy, and when the engine takes which."""
+        """Return what clipping costs under each policy, and when the engine uses which, in words."""
         costs = (
             f"{self.deferred_seconds:.3g} s a step if updates wait for the norm; if they do not, "
             f"{self.hit_seconds:.3g} s, and {self.redo_seconds:.3g} s more where a gradient is clipped"

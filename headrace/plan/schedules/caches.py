@@ -1,4 +1,4 @@
-"""How seats' keys and values come to a block and go back, where they do not stay: read ahead, in the order of their use."""
+"""How seats' keys and values come to a block and go back, where they live elsewhere: read ahead, in the order of their use."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ _HOME, _ON_HOST, _ON_DEVICE = buffer(Pool.CACHE), buffer(Pool.CACHE_HOST), buffe
 
 
 class Caches:
-    """Emits the operations for one pass of `num_seats` seats; `first`: their prompts come in, and nothing is there yet."""
+    """Emits the operations for one pass of `num_seats` seats; `first`: their prompts come in, and there is no cache yet."""
 
     def __init__(self, plan: GenerationPlan, ledger: Ledger, num_seats: int, *, first: bool) -> None:
         self._plan, self._ledger, self._first = plan, ledger, first
@@ -22,7 +22,7 @@ class Caches:
         self._next = self._used = 0
 
     def bring(self, block: int, seat: int) -> tuple[int, ...]:
-        """Read ahead; return the buffers that compute reads and appends to when `seat` enters `block`, none where all stays."""
+        """Read ahead; return the buffers that compute reads and appends to when `seat` enters `block`, () where all stays."""
         if self._plan.caches.home(block) == COMPUTE:
             return ()
         self._used += 1
@@ -32,7 +32,7 @@ class Caches:
         return self._brought[block, seat][-1:]
 
     def keep(self, block: int, seat: int) -> None:
-        """Bring back what is new, once the seat has passed the block."""
+        """Take the new tokens' keys and values back, once the seat has passed the block."""
         if self._plan.caches.home(block) == COMPUTE:
             return
         op, slots = self._ledger.op, self._brought.pop((block, seat))
@@ -45,7 +45,7 @@ class Caches:
             op(Verb.CACHE_WRITE, Lane.SSD_WRITE, slots[:1], (home,), **size)
 
     def held_bytes(self, block: int) -> int:
-        """Return what a seat's cache of a block takes in the middle of its answers, or before its first token."""
+        """Return the bytes of a seat's cache of a block halfway through its answers; 0 in the first pass."""
         costs, new = self._plan.costs, self._plan.new_tokens // 2
         return 0 if self._first else whole_bytes(costs, new, block)
 

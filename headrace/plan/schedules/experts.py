@@ -1,8 +1,8 @@
-"""A block of a generation whose experts come by themselves: all seats to their routers, then the experts, round by round.
+"""A block of a generation whose experts come by themselves: all seats go to their routers, then experts come in rounds.
 
 In a round a few experts come, and all seats that have tokens for them go on until they want others: so an expert is read once
-for all seats. Where experts are routed, reading waits for the routers of all seats (lane `router`); where they are read ahead,
-it waits for memory alone, and goes on into the next block.
+for all seats. Routed experts are read once the routers of all seats have run (lane `router`); experts that are read ahead wait
+for memory alone, and reading goes on into the next block.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from headrace.plan.schedules.caches import Caches
 from headrace.terms.layout import Plane
 from headrace.terms.program import Lane, Pool, Verb, buffer
 
-# In a forecast a block's experts come in no more rounds than this: as many bytes, in larger pieces.
+# The most rounds of a block in a forecast: as many bytes, in larger pieces.
 _FORECAST_ROUNDS = 6
 
 CHOICES, ROUTED = buffer(Pool.CHOICES), buffer(Pool.ROUTED)
@@ -24,7 +24,7 @@ EXPERTS, COMPUTED, SOURCES = buffer(Pool.EXPERTS), buffer(Pool.DEVICE_EXPERTS), 
 class ExpertRounds:
     """Emits the operations of blocks with experts into `ledger`.
 
-    `tokens` are those of a pass. `expected`: rounds are those that are likely, for a forecast, and not all that may be.
+    `tokens` are those of a pass. `expected`: the rounds are those that are likely, for a forecast, and not all that may be.
     """
 
     def __init__(self, plan: ExpertPlan, ledger: Ledger, weight: Plane, *, separate: bool, tokens: int, expected: bool) -> None:
@@ -39,7 +39,7 @@ class ExpertRounds:
         return self._plan.figures.num_experts[unit] > 0
 
     def block(self, unit: int, weights: Sequence[int], *, seats: int, flops: float, num_bytes: int, caches: Caches) -> None:
-        """Emit a block whose other weights lie in `weights`; `flops` and `num_bytes` are those of a seat in all of it."""
+        """Emit a block whose other weights lie in `weights`; `flops` and `num_bytes` are those of one seat in the block."""
         plan, op = self._plan, self._ledger.op
         experts = plan.figures.num_experts[unit]
         per_token = 2.0 * plan.figures.num_parameters * min(plan.choices, experts)
@@ -53,7 +53,7 @@ class ExpertRounds:
             op(Verb.ROUTE, Lane.ROUTER, (CHOICES,), (ROUTED,), unit=unit)
         wanted = plan.touched(unit, self._tokens)
         rounds = self._rounds(unit, wanted)
-        multiplied = seats * plan.touched(unit, max(1, self._tokens // seats))  # each seat reads those it has tokens for
+        multiplied = seats * plan.touched(unit, max(1, self._tokens // seats))  # each seat reads experts it has tokens for
         for number in range(rounds):
             ready = self._bring(unit, number, experts if self._ahead else wanted, rounds)
             op(

@@ -1,6 +1,6 @@
-"""A pass forward: from a plan to a program that scores rows, and changes nothing: no gradient, no update, no commit.
+"""A forward pass: from a plan to a program that scores rows, and changes nothing: no gradient, no update, no commit.
 
-Weights come as for a training step, and what slots hold is left for the next program of either kind.
+Weights come as for a training step, and the next program, of either kind, finds what slots hold.
 """
 
 from headrace.plan.ledger import Snapshot
@@ -12,7 +12,7 @@ from headrace.terms.program import Lane, Program, Verb
 def build_forward(plan: Plan, num_micro_batches: int, before: Snapshot) -> tuple[Program, Snapshot]:
     """Return the program of one pass over `num_micro_batches` micro-batches, and what it leaves behind.
 
-    No update may be left pending in `before`: a pass reads what is newest.
+    `before` may have no pending update, because a pass reads the newest weights.
     """
     schedule = _Forward(plan, before)
     schedule.run(num_micro_batches)
@@ -45,5 +45,5 @@ class _Forward(Weights):
             op(Verb.SCORE, Lane.COMPUTE, reads, unit=unit, micro=micro, flops=self.results.epilogue_flops)
 
     def uses_until(self, block: int) -> int:
-        # The next use is in this pass, or in the next one, as if passes followed one another.
+        # The next use is in this pass, or in the next one, if passes follow one another.
         return next(use - self.position for use in (block - 1, self.blocks + block - 1) if use > self.position)

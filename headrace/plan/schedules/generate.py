@@ -1,8 +1,8 @@
-"""One pass of a generation: a program that takes all seats through all blocks once, and then lets each take its turn.
+"""One pass of a generation: a program that takes all seats through all blocks once, and then gives each its turn.
 
 All seats pass through a block before the next block's weights are needed (FlexGen's zig-zag, Sheng et al. 2023, section 4.2, is
-the same order), whether a seat decodes one token or comes in with its whole prompt. Between two passes stands each seat's own
-code; meanwhile the first blocks of the next pass are fetched.
+the same order), whether a seat decodes one token or comes in with its whole prompt. Between two passes each seat's own code
+runs; meanwhile the first blocks of the next pass are fetched.
 """
 
 from headrace.plan.generation import GenerationPlan
@@ -16,10 +16,10 @@ from headrace.terms.program import Lane, Program, Verb
 def build_pass(
     plan: GenerationPlan, num_seats: int, before: Snapshot, *, first: bool = False, tokens: int | None = None
 ) -> tuple[Program, Snapshot]:
-    """Return the program of one pass of `num_seats` seats, and what it leaves behind. `first`: it is a prompt's, not a token's.
+    """Return the program of one pass of `num_seats` seats, and what it leaves behind. `first`: a pass over prompts, not tokens.
 
-    A seat is the `micro` of its operations. `tokens` are those of the pass; without them it is a forecast's, of as many
-    experts as are likely.
+    A seat is the `micro` of its operations. `tokens` are those of the pass; None: it is a forecast, with as many experts as are
+    likely.
     """
     schedule = _Pass(plan, before, plan.costs.first.flops if first else plan.costs.next.flops)
     schedule.rows = plan.rows * (plan.prompt_length if first else 1)
@@ -52,7 +52,7 @@ class _Pass(Weights):
             self.position = block - 1
             for ahead in range(block, block + plan.prefetch + 1):
                 self.acquire((ahead - 1) % self.blocks + 1)
-            # Attention is given a copy of keys and values, which it reads: they cross compute's memory three times.
+            # Attention copies keys and values, and reads the copy: they cross compute's memory three times.
             weights = (self.acquired.pop(block)[1],)
             num_bytes = plan.multiplied_bytes(block, self.rows) + 3 * caches.held_bytes(block)
             flops = self.block_flops[block - 1]
@@ -77,5 +77,5 @@ class _Pass(Weights):
             op(Verb.TURN, Lane.COMPUTE, reads, unit=last, micro=seat, num_bytes=num_bytes, flops=flops)
 
     def uses_until(self, block: int) -> int:
-        # In this pass, or else in the next.
+        # The next use is in this pass, or else in the next one.
         return next(use - self.position for use in (block - 1, self.blocks + block - 1) if use > self.position)

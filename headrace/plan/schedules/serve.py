@@ -1,9 +1,9 @@
 """A step at a site that computes nothing: weights go to workers, gradients come from them, units are updated (LuWu's node).
 
-Workers say in which order they pull and push, which their own programs fix; here the same order is followed, so that neither
-side can wait for the other in a circle: each operation of one only needs what comes before it in that order. Threads belong
-to lanes and units rotate through these: read weights, send, receive, read states, update, write (LuWu, section on step-centric
-pipelining). What is sent goes ahead of demand as far as there are host slots.
+Workers say in which order they pull and push, which their own programs fix. The same order is followed here, so that neither
+side can wait for the other in a circle: each operation only needs what comes before it in that order. Threads belong to lanes,
+and units rotate through these: read weights, send, receive, read states, update, write (LuWu, section on step-centric
+pipelining). Sending goes ahead of demand as far as there are host slots.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from headrace.plan.schedules.updates import NORM, PIECE, Updates
 from headrace.plan.schedules.weights import VERDICT
 from headrace.terms.program import Lane, Program, Verb
 
-# Units whose weights are read before it is their turn to be sent: reading states for updates must not hold them back.
+# So many units' weights are read before it is their turn to be sent: reading states for updates must not delay them.
 READ_AHEAD = 4
 
 
@@ -28,7 +28,7 @@ class Turn(NamedTuple):
 
 
 def turns_of(program: Program) -> tuple[Turn, ...]:
-    """Return what a worker's program pulls and pushes, in its order."""
+    """Return the pulls and pushes of a worker's program, in its order."""
     return tuple(Turn(op.unit, op.verb is Verb.PUSH) for op in program.ops if op.verb in (Verb.PULL, Verb.PUSH))
 
 
@@ -63,7 +63,7 @@ class _Serving(Updates):
         op, due = self.ledger.op, set(self.pending)
         op(Verb.ANNOUNCE, Lane.NIC_DOWN)
         for position, (unit, is_push) in enumerate(self.turns):
-            self.position = position - 1  # what is read ahead must leave the unit whose turn it is
+            self.position = position - 1  # a unit that is read ahead must not take the place of the unit whose turn it is
             self.read_ahead(position)
             self.position = position
             if is_push:
@@ -74,7 +74,7 @@ class _Serving(Updates):
                 due.discard(unit)
             host, num_bytes = self.fetch(unit), self.stored_bytes[unit]
             op(Verb.SEND, Lane.NIC_DOWN, (host,), (), unit=unit, num_bytes=num_bytes)
-            if self.pending and not due:  # every update of the step before is emitted
+            if self.pending and not due:  # every update of the step before has been emitted
                 self.commit()
                 self.pending = frozenset()
         assert not due, "workers pull every unit before they push any"
@@ -84,7 +84,7 @@ class _Serving(Updates):
             self.commit()
 
     def read_ahead(self, position: int) -> None:
-        """Read what will be sent next before what updates need meanwhile, as far as there are slots for it."""
+        """Read what will be sent next, before what updates need meanwhile, as far as there are slots for it."""
         ahead = min(READ_AHEAD, self.plan.host_slots - 2)
         pulls = (turn.unit for turn in self.turns[position : position + 3 * READ_AHEAD] if not turn.is_push)
         for unit in islice(pulls, max(0, ahead)):

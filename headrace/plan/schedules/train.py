@@ -1,9 +1,9 @@
 """A training step: from a plan to the program of one step.
 
-The order of the operations is one in which a single thread may run them, so each dependency points backwards and lanes that
-work in this order can never wait for one another in a circle. Each operation names the buffers that it reads and writes; the
-ledger finds what it must wait for. What a step leaves behind (filled slots, updates still to be done, the commit) is the
-ledger's snapshot, from which the next step's program is built; in the steady state it repeats itself.
+Operations stand in an order in which a single thread may run them, so each dependency points backwards, and lanes that work in
+this order can never wait for one another in a circle. Each operation names the buffers that it reads and writes; the ledger
+finds what it must wait for. What a step leaves behind (filled slots, updates still to be done, the commit) is the ledger's
+snapshot, from which the next step's program is built; in the steady state it repeats itself.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ _LEFT, _RECALLED = buffer(Pool.LEFT), buffer(Pool.RECALLED)
 def build_program(plan: Plan, num_micro_batches: int, before: Snapshot, *, durable: bool = True) -> tuple[Program, Snapshot]:
     """Return the program of one step over `num_micro_batches` micro-batches, and what it leaves behind.
 
-    `durable`: the step before, whose updates are pending, is a checkpoint. If not, what stays in memory is not written.
+    `durable`: the step before, whose updates are pending, is a checkpoint. Otherwise what stays in memory is not written.
     """
     schedule = _Training(plan, num_micro_batches, before, durable=durable)
     schedule.step()
@@ -45,7 +45,7 @@ def build_tail(plan: Plan, before: Snapshot) -> tuple[Program, Snapshot]:
 
 
 def redo(plan: Plan) -> Snapshot:
-    """Return what is left after a step was taken back whose gradients are held still: every update is to be done again."""
+    """Return what is left after a step was taken back, whose gradients are still held: every update is to be done again."""
     held = sorted((where, unit) for unit, where in held_at(plan).items())
     return Snapshot(tuple(Known(where, unit, (), ()) for where, unit in held))
 
@@ -59,9 +59,9 @@ class _Training(Updates):
         self.ends, self.trained = frozenset(plan.ends), frozenset(plan.trained_units)
         self.gradient_in_place = plan.gradient_in_place
         self.stash_turn = self.accumulator_turn = 0
-        self.stashed: dict[tuple[int, int], int] = {}  # what brought a block's input to where it waits
-        self.recalled: dict[tuple[int, int], int] = {}  # where backward reads it, -1 where compute left it
-        self.newest_use: Sequence[int] = ()  # the block that was run last, forward or backward
+        self.stashed: dict[tuple[int, int], int] = {}  # the operation that brought a block's input to where it waits
+        self.recalled: dict[tuple[int, int], int] = {}  # the buffer from which backward reads it, -1 where compute left it
+        self.newest_use: Sequence[int] = ()  # the last use of a block, forward or backward
 
     # -- the step -------------------------------------------------------------------------------------------------------
 
@@ -86,12 +86,12 @@ class _Training(Updates):
         for block in range(last_block, 0, -1):
             self.position = 2 * last_block - block
             for ahead in range(block, max(block - plan.prefetch, 1) - 1, -1):
-                # Updates behind backward work on the host's copy, so they want it there although compute may not need it.
+                # Updates behind backward work on the host's copy, so they need it there although compute may not.
                 self.acquire(ahead, on_host=ahead in self.in_place and ahead not in self.late)
             self.backward(block)
         if 0 in self.trained:
             self.prologue_backward()
-        # What is concluded at another site must not overtake the commit of the step before.
+        # A site's updates must not overtake the commit of the step before.
         far = tuple(FAR + unit for unit in sorted(self.far))
         op(Verb.DECIDE, Lane.COMPUTE, (NORM, *far, FREE_SLOTS) if far else (NORM,), renews=(VERDICT,))
         if not self.late:
@@ -112,7 +112,7 @@ class _Training(Updates):
                 Lane.COMPUTE,
                 weights,
                 (_LEFT + self.place(block, micro),) if waits else (),
-                # What waits for its way out is bounded: compute may be one block ahead of the stash.
+                # The inputs that wait to go out are bounded: compute may be one block ahead of the stash.
                 after=(self.stashed[block - 1, micro],) if (block - 1, micro) in self.stashed else (),
                 unit=block,
                 micro=micro,
@@ -161,7 +161,7 @@ class _Training(Updates):
             self.drain(block, gradient, host)
 
     def read_beside(self, block: int) -> tuple[int, ...]:
-        """Return what compute reads of a block beside its weights."""
+        """Return the buffers that compute reads beside a block's weights."""
         return (TRAINED + block,) if block in self.beside else ()
 
     # -- weights --------------------------------------------------------------------------------------------------------
@@ -199,7 +199,7 @@ class _Training(Updates):
         return {"unit": block, "micro": micro, "num_bytes": self.plan.stash_bytes(block)}
 
     def recall_ahead(self, block: int, micro: int) -> None:
-        """Start bringing back the inputs of this use and of the next ones, as many as there are buffers for."""
+        """Begin to bring back the inputs of this use and of the next ones, as many as there are buffers for."""
         ahead = max(1, min(self.plan.stash_slots - 1, RECALLED_AHEAD))
         for _ in range(ahead + 1):
             if block < 1:
@@ -220,7 +220,7 @@ class _Training(Updates):
         if not self.separate:
             return stash
         back = _RECALLED + place
-        # No slot limits what is recalled to the device, so it waits until compute has reached the use before.
+        # No slot limits what is recalled to the device, so a recall waits until compute has reached the use before.
         self.ledger.op(Verb.RECALL, Lane.HOST_TO_DEVICE, (stash,), (back,), after=self.newest_use, **common)
         return back
 
@@ -244,8 +244,8 @@ class _Training(Updates):
         self.settle(unit, gradient, host)
 
     def backward_flops(self, block: int) -> float:
-        """Gradients cost twice the forward, and the recompute what is neither kept nor skipped. Beside frozen weights only
-        those of inputs are made, which cost it once.
+        """Return the operations of a backward: gradients cost twice the forward, and the recompute costs what is neither kept
+        nor skipped. Beside frozen weights only gradients of inputs are made, which cost the forward once.
         """
         spared = self.results.spared_flops[block - 1] if self.results.spared_flops else 0.0
         return (2 if block in self.beside else 3) * self.flops(block) - spared

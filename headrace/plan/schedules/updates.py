@@ -1,7 +1,7 @@
 """How a unit is updated, in any schedule that takes gradients: at once, chunk by chunk, or behind the next program's weights.
 
-A gradient that waits lies in a buffer of its own, or on the drives: with a unit in such a buffer's contents, its update is
-still to be done.
+A gradient that waits lies in a buffer of its own, or on the drives. While the contents of that buffer are the unit, its update
+is still to be done.
 """
 
 from itertools import accumulate
@@ -21,7 +21,9 @@ _SSD_STATES, _SSD_TRAINED = buffer(Pool.SSD_STATES), buffer(Pool.SSD_TRAINED)
 
 
 def held_at(plan: Plan) -> dict[int, int]:
-    """Return by unit where its gradient waits for a late update: with the unit in `contents`, that is still to be done."""
+    """Return by unit where its gradient waits for a late update: while the unit is in `contents` there, that is still to be
+    done.
+    """
     on_ssd, slot_of = {unit: HELD + unit for unit in plan.held_on_ssd}, plan.gradient_slot_of
     return on_ssd | {unit: GRADIENT + slot_of[unit] for unit in plan.held_in_memory}
 
@@ -34,15 +36,15 @@ class Updates(Weights):
         self.plan = plan
         self.durable = durable
         units = range(len(plan.units))
-        # As sets and mappings: looked into for each unit.
+        # Sets and mappings, because they are looked into for each unit.
         self.held_at, self.held_on_ssd, self.late = held_at(plan), frozenset(plan.held_on_ssd), frozenset(plan.late_units)
         self.gradient_slot_of = plan.gradient_slot_of
         self.resident_states, self.staying = frozenset(plan.resident_states), frozenset(plan.staying_weights)
         self.pending = frozenset(unit for unit, where in self.held_at.items() if self.contents.get(where) == unit)
         self.state_turn = self.gradient_turn = self.device_state_turn = 0
         self.every = plan.device_update_every if plan.device_state_slots else 0
-        # Where all blocks have a place on the device, what was updated goes there behind backward, not when forward asks for
-        # it; but nothing that compute waits for may come over the same link after it.
+        # Where the device has a place for all blocks, updated weights go there behind backward, not when forward asks for them;
+        # but nothing that compute waits for may come over the same link after them.
         apart = plan.separate_device and plan.device_slots >= plan.num_blocks and not self.every
         self.brings_at_once = apart and all(tier == "device" for tier in plan.stash_tiers)
         self.is_uneven = is_uneven(plan.planes.states)
@@ -86,7 +88,9 @@ class Updates(Weights):
         self.update(unit, gradient, host, late=True)
 
     def update(self, unit: int, gradient: int, host: int, *, late: bool) -> None:
-        """Emit a unit's update, chunk by chunk, in place on its weights in host memory. A late one is the previous step's."""
+        """Emit a unit's update, chunk by chunk, in place on its weights in host memory. A late one belongs to the previous
+        step.
+        """
         plan, op = self.plan, self.ledger.op
         staged, in_place = self.separate and unit in self.residents, unit in self.in_place
         if staged:
@@ -112,7 +116,7 @@ class Updates(Weights):
                 self.update_on_device(sizes, given, changed, common)
             else:
                 op(Verb.UPDATE, Lane.UPDATE, given, changed, num_bytes=sizes.traffic, **common)
-            # What stays in memory has to be on the drives only where a checkpoint names it.
+            # States that stay in memory have to be on the drives only where a checkpoint names them.
             if states and (self.durable or not (late and resident)):
                 stored, written = (_SSD_STATES + unit + piece,), (*states, FREE_SLOTS)
                 op(Verb.WRITE_STATES, Lane.SSD_WRITE, written, (), stored, num_bytes=sizes.states, **common)
@@ -133,14 +137,14 @@ class Updates(Weights):
         """Emit a chunk's way to the device, its update there and its way back."""
         op, slot = self.ledger.op, (_DEVICE_STATES + self.device_state_turn,)
         self.device_state_turn = (self.device_state_turn + 1) % self.plan.device_state_slots
-        # What goes to the device is being changed from here on, until it is back.
+        # What goes to the device changes from here on, until it is back.
         there = (*slot, *changed)
         op(Verb.STATES_TO_DEVICE, Lane.HOST_TO_DEVICE, given, there, num_bytes=sizes.there, **common)
         op(Verb.UPDATE, Lane.DEVICE_UPDATE, (), slot, num_bytes=sizes.device_traffic, **common)
         op(Verb.STATES_TO_HOST, Lane.DEVICE_TO_HOST, slot, changed, num_bytes=sizes.back, **common)
 
     def commit(self) -> None:
-        """Emit the commit: of the step before, if that has updates pending."""
+        """Emit the commit; it is that of the step before, if that has updates pending."""
         self.ledger.op(Verb.COMMIT, Lane.COMMIT, (VERDICT,), (FREE_SLOTS,), late=bool(self.pending))
 
     # -- sizes ----------------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
-"""How the weights of blocks come to compute, in any schedule: fetched ahead, brought to the device, made where they are made.
+"""How the weights of blocks come to compute, in any schedule: fetched ahead, brought to the device, made where compute reads
+them.
 
-What a schedule does with a block it says by `acquire` and `release`; when it will want the block again, by `uses_until`.
+A schedule says what it does with a block by `acquire` and `release`, and when it will want the block again by `uses_until`.
 """
 
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ NONE = -1
 
 
 class WeightsPlan(Protocol):
-    """What of a plan, of whatever kind, says how weights come."""
+    """The part of a plan, of whatever kind, that says how weights come."""
 
     @property
     def separate_device(self) -> bool:
@@ -41,7 +42,7 @@ class WeightsPlan(Protocol):
 
     @property
     def device_slots(self) -> int:
-        """Blocks where compute reads them, if that is elsewhere, or if they are made."""
+        """Blocks where compute reads them, if that is not host memory, or if they are made."""
 
     @property
     def resident_units(self) -> tuple[int, ...]:
@@ -57,13 +58,13 @@ class WeightsPlan(Protocol):
 
     @property
     def results(self) -> Results:
-        """What was found of the plan's choices."""
+        """What was found about the plan's choices."""
 
     def stored_bytes(self, unit: int) -> int:
         """Return the bytes of a unit that are fetched."""
 
     def completing_bytes(self, unit: int) -> int:
-        """Return the bytes of what completes a unit's weights, or is computed with beside them."""
+        """Return the bytes of what completes a unit's weights, or is computed beside them."""
 
 
 class Weights:
@@ -79,25 +80,25 @@ class Weights:
         self.beside = frozenset(index for index, unit in enumerate(plan.units) if unit.is_beside)
         self.in_place = frozenset(index for index, unit in enumerate(plan.units) if unit.in_place and not unit.is_far)
         self.far = frozenset(plan.far_units)
-        # Where weights lie as the drive has them, and where compute reads those that are brought or made.
+        # Where weights lie as on the drive, and where compute reads those that are brought or made.
         self.host_slots = range(HOST, HOST + plan.host_slots)
         self.computed_slots = range(COMPUTED, COMPUTED + plan.device_slots)
         self.stored_bytes = [plan.stored_bytes(unit) for unit in range(len(plan.units))]
-        self.position = 0  # of compute, in the order of block uses
+        self.position = 0  # of compute, counted in uses of blocks
         self.source_turn = 0
         self.acquired: dict[int, tuple[int, int]] = {}  # block -> its buffer in host memory, and the one that compute reads
 
     def uses_until(self, block: int) -> int:
-        """Return in how many uses of blocks from now on it will be `block`'s turn."""
+        """Return after how many further uses of blocks it will be `block`'s turn."""
         raise NotImplementedError
 
     def bring_up_to_date(self, block: int, host: int) -> None:
         """Emit what has to be done to `block`'s weights before they are used."""
 
     def acquire(self, block: int, *, pending: bool = False, on_host: bool = False) -> None:
-        """Make `block`'s weights ready for compute at its coming use; `pending`, after bringing them up to date.
+        """Make `block`'s weights ready for compute at its coming use; if `pending`, after bringing them up to date.
 
-        `on_host`: they are wanted in host memory as well, as they lie on the drive.
+        `on_host`: they are also needed in host memory, as they lie on the drive.
         """
         if block in self.acquired:
             return
@@ -108,7 +109,7 @@ class Weights:
                 self.bring_up_to_date(block, NONE)
             return
         apart = self.separate or block in self.made
-        if pending and block in self.beside:  # its weights stay as they are
+        if pending and block in self.beside:  # the weights of such a block stay as they are
             self.bring_up_to_date(block, NONE)
             pending = False
         computed = self.find(self.computed_slots, block) if apart and not pending else NONE
@@ -116,7 +117,7 @@ class Weights:
             self.acquired[block] = (NONE, computed)
             return
         host = self.fetch(block)
-        # Hold the slots while the rest is arranged: nothing may choose them as its victims.
+        # Hold the slots while the rest is arranged, so that nothing chooses them as its victims.
         self.acquired[block] = (host, computed)
         if pending:
             self.bring_up_to_date(block, host)
@@ -126,7 +127,7 @@ class Weights:
             self.acquired[block] = (host, self.bring(block, host))
 
     def fetch(self, block: int) -> int:
-        """Return the buffer in host memory that has `block`'s weights, read if they are not there."""
+        """Return the buffer in host memory that has `block`'s weights; read them if they are not there."""
         found = self.find(self.host_slots, block)
         if found >= 0:
             return found
@@ -136,7 +137,7 @@ class Weights:
         return slot
 
     def read(self, unit: int, into: int) -> None:
-        """Bring a unit's newest weights from where they live: a drive, or another site, once that has concluded its update."""
+        """Bring a unit's newest weights from where they live: a drive, or another site, once its update there is concluded."""
         common: dict[str, Any] = {"unit": unit, "num_bytes": self.stored_bytes[unit]}
         if unit in self.far:
             self.ledger.op(Verb.PULL, Lane.NIC_DOWN, (FAR + unit, VERDICT), (into,), **common)
@@ -155,7 +156,7 @@ class Weights:
 
     def bring(self, block: int, host: int) -> int:
         """Return the buffer that compute reads, into which `block`'s weights are copied, or in which they are made."""
-        slot = self.find(self.computed_slots, block)  # an older version of the block is replaced where it is
+        slot = self.find(self.computed_slots, block)  # an older version of the block is replaced in its place
         slot = slot if slot >= 0 else self.victim(self.computed_slots)
         self.contents[slot] = block
         if block in self.made:
@@ -166,7 +167,7 @@ class Weights:
         return slot
 
     def make(self, block: int, host: int, slot: int) -> None:
-        """Make a slot of what is stored and what is trained besides; on a separate device, of what is sent there for it."""
+        """Make a slot of what is stored and what is trained; on a separate device, of what is sent there for it."""
         plan, op, figures = self._weights_plan, self.ledger.op, self._weights_plan.units[block]
         sources: tuple[int, ...] = (host, TRAINED + block) if figures.is_completed else (host,)
         made_bytes = plan.planes.weight.num_bytes(figures.num_elements)
@@ -181,7 +182,7 @@ class Weights:
         op(Verb.MAKE, Lane.MAKE, sources, (slot,), unit=block, num_bytes=made_bytes + read_bytes)
 
     def forget(self, block: int) -> None:
-        """Note that the weights that compute has of `block` are no longer its newest."""
+        """Note that compute's copy of `block`'s weights is no longer the newest."""
         if (stale := self.find(self.computed_slots, block)) >= 0:
             del self.contents[stale]
 
@@ -198,7 +199,7 @@ class Weights:
         return next((slot for slot in slots if contents.get(slot) == block), NONE)
 
     def victim(self, slots: range) -> int:
-        """Return the buffer whose block is used again last (Belady 1966: the order of use is known)."""
+        """Return the buffer whose block is next used last (Belady 1966: the order of use is known)."""
         for slot in slots:
             if slot not in self.contents:
                 return slot
