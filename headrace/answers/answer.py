@@ -1,6 +1,6 @@
-"""Does it fit, how fast, what limits it, and what else would fit: every answer from shapes and a machine profile.
+"""Whether a model fits, how fast it trains, what limits it, and what else would fit, from shapes and a machine profile.
 
-Invariant: the placement is `make_plan`'s and the times are the simulator's, as for a run; nothing is estimated beside them.
+Invariant: the placement is `make_plan`'s and the times are the simulator's, as for a run; nothing else is estimated.
 """
 
 import time
@@ -45,21 +45,21 @@ from headrace.update.forms import forms_under, notes_on
 from headrace.update.wire import SubspaceWire, Wire
 from headrace.update.wires import AdapterWire, wire_on
 
-# Of a weight in a configuration that names no dtype.
+# Bytes of a weight where the configuration names no dtype.
 _WEIGHT_BYTES = 2
-# Steps that wear is stated for when the length of the run is not known.
+# The number of steps for which wear is stated when the length of the run is not known.
 DEFAULT_STEPS = 1000
-# Forecasts that are only compared with one another may be coarser.
+# Forecasts that are only compared with one another may be coarse.
 _COARSE_OPERATIONS = 1000
-# Finer, for times that stand beside the plan's own.
+# They are finer for times that stand beside the plan's own.
 _MOST_OPERATIONS = 2000
-# On another machine the interpreter and libraries are taken to need what was measured here, not what this process has now.
+# For another machine the interpreter and libraries are taken to need what was measured here, not what this process has now.
 RUNTIME_ELSEWHERE_BYTES = 300 * MIB
-# A variant of a plan that fits is worth a line below this share of its time.
+# A variant of a plan that fits is worth a line if it takes less than this share of the plan's time.
 _WORTH_IT = 0.99
-# Steps between two commits of the variant that commits seldom.
+# Steps between two commits in the variant with few commits.
 _SELDOM = 10
-# Placements of a variant that are compared.
+# How many placements of a variant are compared.
 _MOST_PLACEMENTS = 4
 
 
@@ -68,16 +68,16 @@ def plan_model(
 ) -> PlanReport:
     """Plan the training of `model` (a directory, a config.json, or OWNER/NAME on the Hub) under `options`.
 
-    `options.machine` is the machine, by name or as measured ceilings; without it times are those of a nominal one, and the
-    report says so. Where SSD directories are named, their drives alone count. `here` says that it is this machine, so that
-    budgets that are not given follow from what is free now; where it is not, nothing is asked of this one but for directories
-    of its own. `options.max_steps` is the length of the run, for hours and wear.
+    `options.machine` is the machine, by name or as measured ceilings; without it, times are those of a nominal machine, and the
+    report says so. If SSD directories are named, only their drives count. `here` says that it is this machine, so that budgets
+    that are not given follow from what is free now; otherwise nothing is asked of this machine except directories of its own.
+    `options.max_steps` is the length of the run, for hours and wear.
     Where the model does not fit, the search for variants that do ends after about `variants_seconds`; where it fits and the
-    SSDs limit the step, the alternatives are what would spare them.
+    SSDs limit the step, the alternatives are variants that use them less.
 
     Raises:
-        ModelError: there is no configuration, or its architecture is one that training refuses: tried on a tiny instance.
-        InputError: lengths or budgets that cannot be.
+        ModelError: there is no configuration, or training refuses its architecture, which is tried on a tiny instance.
+        InputError: lengths or budgets are impossible.
         StorageError: an SSD directory of the budget cannot be used.
     """
     options = options or Options()
@@ -133,9 +133,9 @@ def plan_model(
 
 
 def report_of(plan: Plan, ceilings: Ceilings | None, *, model: str, num_steps: int) -> PlanReport:
-    """Return the report of a plan that a run has already: the same figures as `plan_model` has for it.
+    """Return the report of a plan that a run already has: the same figures as `plan_model` gives for it.
 
-    `ceilings` is the machine that the plan was made for, None for a nominal one; `model` a name for people.
+    `ceilings` is the machine for which the plan was made, None for a nominal one; `model` is a name for people.
     """
     machine = ceilings or nominal_machine_of(plan)
     report = PlanReport(
@@ -165,7 +165,7 @@ def _with_times(report: PlanReport, plan: Plan, ceilings: Ceilings, found: Forec
 
 
 def lengths_of(config: Any, options: Options) -> tuple[int, int]:
-    """Return tokens per step and sequence length: as long as the model and the step allow, up to the default."""
+    """Return tokens per step and sequence length, in tokens: as long as the model and the step allow, up to the default."""
     tokens, length = options.tokens_per_step, options.sequence_length
     if length is None:
         limits = (position_limit(config), tokens)
@@ -177,7 +177,7 @@ def lengths_of(config: Any, options: Options) -> tuple[int, int]:
 
 
 def _finished(model: str | Path, options: Options, chain: Chain) -> Beside:
-    """Return what a run will write at its end: where there are no weights yet, as many bytes as the parameters have."""
+    """Return what a run will write at its end; where there are no weights yet, as many bytes as the parameters have."""
     try:
         num_bytes = export_bytes(Checkpoint.open(model, decode=True))
     except ModelError:
@@ -203,29 +203,29 @@ def place_of(ceilings: Ceilings | None, *, here: bool) -> Place:
 
 
 def multiplies(compute_dtype: str, ceilings: Ceilings | None, *, here: bool) -> bool:
-    """Return whether the CPU that computes has instructions for products of `compute_dtype`: this one, or the profile's."""
+    """Return whether the CPU that computes has instructions for products of `compute_dtype`: this one's, or the profile's."""
     if here or ceilings is None:
         return CpuMachine().multiplies(compute_dtype)
     return compute_dtype not in ceilings.widened_dtypes
 
 
 class _ModelPlans:
-    """Plans for one model: its costs by micro-batch are profiled once each."""
+    """Plans for one model, whose costs are profiled once for each micro-batch."""
 
     def __init__(self, chain: Chain, question: Question, ceilings: Ceilings | None, *, here: bool) -> None:
         self._chain = chain
         for_gpu = question.allowance.device_overhead_bytes > 0
-        # Elsewhere, too, tensors are allocated as the command tells the library to, whatever this process was told.
+        # Elsewhere, too, tensors will be allocated as the command tells the library, whatever this process was told.
         huge_pages = None if here or ceilings is None else True
         self._new_profiles = partial(Profiles, chain, for_gpu=for_gpu, huge_pages=huge_pages)
         self._profiles: dict[str, Profiles] = {}  # by the adapters that blocks compute with
         self._measured = ceilings
-        # For times alone: the choice depends on whether anybody measured, as it does in a run.
+        # They only serve times: the choice depends on whether anybody measured, as it does in a run.
         self.ceilings = ceilings or nominal_ceilings(self._problem(question))
         self._seconds_of = StepSeconds(self.ceilings)
 
     def chosen(self, question: Question) -> Question:
-        """Return the question with the wire that is taken of those that its own leaves open."""
+        """Return the question with one of the wires that its own leaves open."""
         wire = question.wire
         choices = wire.choices(self._chain.layouts[1 : self._chain.num_blocks + 1]) if isinstance(wire, SubspaceWire) else ()
         questions = [replace(question, wire=choice) for choice in choices]
@@ -242,11 +242,11 @@ class _ModelPlans:
         return make_plan(self._problem(question), self._measured, self._seconds_of)
 
     def forecast(self, plan: Plan) -> Forecast:
-        """Return the forecast of a plan on the machine that it was made for."""
+        """Return the forecast of a plan on the machine for which it was made."""
         return self._seconds_of.forecast(plan)
 
     def quick_plan(self, question: Question) -> Plan:
-        """Return a plan for `question` without the search for what to replay: one that fits, not the fastest.
+        """Return a plan for `question` without searching for what to replay: one that fits, not the fastest.
 
         Raises:
             PlanInfeasible: memory or SSD space is too small.
@@ -257,7 +257,7 @@ class _ModelPlans:
         fitting = (plan for plan in (plan_of(problem, choice) for choice in choices) if fits(plan))
         chosen = [filled(problem, plan) for plan in islice(fitting, _MOST_PLACEMENTS)]
         if not chosen:
-            return self.plan(question)  # says why nothing fits
+            return self.plan(question)  # this says why nothing fits
         return min(chosen, key=self._seconds) if len(chosen) > 1 else chosen[0]
 
     def forms(self, question: Question) -> tuple[Form, ...]:
@@ -267,7 +267,7 @@ class _ModelPlans:
         return forms_under(layouts, self._chain.num_blocks, wire_on(question.wire, self._chain), rule, question.optimizer)
 
     def _costs(self, wire: Wire, sequences: int, length: int) -> ModelCosts:
-        """Return what micro-batches cost where blocks compute with the adapters of `wire`, if it is one of adapters."""
+        """Return what micro-batches cost; if `wire` is one of adapters, blocks compute with them."""
         own = wire_on(wire, self._chain)
         adapters = own.adapters if isinstance(own, AdapterWire) else None
         profiles = self._profiles.setdefault(wire.name if adapters else "", self._new_profiles())
@@ -286,8 +286,8 @@ class _ModelPlans:
         return self._seconds_of(plan, _COARSE_OPERATIONS)
 
     def with_fewer_checkpoints(self, question: Question, plan: Plan, found: Forecast | None) -> tuple[Alternative, ...]:
-        """Return the variant of a plan that commits seldom, if it is faster: states that live in memory are written by commits
-        only, and a step whose updates wait may have some there.
+        """Return the variant of a plan with few commits, if it is faster: states that live in memory are only written by
+        commits, and a step whose updates wait may have some there.
         """
         if found is None or plan.checkpoint_every > 1:
             return ()
@@ -312,9 +312,9 @@ class _ModelPlans:
         return () if best is None or best.step_seconds >= _WORTH_IT * found.step_seconds else (best,)
 
     def sparing_the_ssd(self, question: Question, plan: Plan, found: Forecast | None) -> tuple[Alternative, ...]:
-        """Return the variants of a plan whose step the SSDs limit that move fewer bytes over them, if they are faster.
+        """Return those variants of a plan that move fewer bytes over the SSDs, which limit its step, if they are faster.
 
-        The plan stays as it is but for one change: weights that stay in host memory, or smaller states. Where subspaces are
+        The plan stays as it is but for one change: weights that stay in host memory, or smaller states. If subspaces are
         trained in place of whole matrices, or by another rule, it is another plan.
         """
         if found is None or found.bottleneck not in (Lane.SSD_READ, Lane.SSD_WRITE):
@@ -348,7 +348,7 @@ class _ModelPlans:
     def alternative(
         self, change: str, options: dict[str, Any], plan: Plan, *, most_operations: int = _COARSE_OPERATIONS
     ) -> Alternative:
-        """Return a variant with its times."""
+        """Return a variant of a plan with its times."""
         step_seconds = self._seconds_of(plan, most_operations)
         written = self._seconds_of.forecast(plan).ssd_bytes_written_per_step
         return Alternative(
@@ -362,7 +362,7 @@ class _ModelPlans:
 
 
 def _doubled(plan: Plan, ceilings: Ceilings, found: Forecast) -> dict[str, float]:
-    """Return the seconds per step with twice of each part of the machine that the step keeps busy, the busiest first."""
+    """Return the seconds per step with twice of each part of the machine that the step keeps busy, the busiest part first."""
     coarse = forecast(plan, ceilings, most_operations=_COARSE_OPERATIONS).step_seconds
     shares: dict[Part, float] = {}
     for lane in Lane:
@@ -370,8 +370,8 @@ def _doubled(plan: Plan, ceilings: Ceilings, found: Forecast) -> dict[str, float
             shares[part] = max(shares.get(part, 0.0), found.utilisation[lane])
     times = {}
     for part, share in sorted(shares.items(), key=lambda pair: -pair[1]):
-        if share > 0.2:  # else it hides behind others entirely
+        if share > 0.2:  # below this, other parts hide it entirely
             faster = forecast(plan, ceilings.with_twice(part), most_operations=_COARSE_OPERATIONS).step_seconds
-            # Only the ratio is taken from the coarse ones.
+            # Coarse forecasts only give the ratio.
             times[part.name] = found.step_seconds * min(1.0, faster / coarse)
     return times

@@ -1,7 +1,7 @@
 """Workers and a node: does it fit on both sides, how fast, what limits it, and what to buy next.
 
-Invariant: the worker's placement is `make_plan`'s, the node's `serving_plan`'s, as in a run, and times are the simulator's of
-both programs on one virtual clock; nothing is estimated beside them.
+Invariant: the worker's placement is `make_plan`'s, the node's is `serving_plan`'s, as in a run, and times are the simulator's
+for both programs on one virtual clock; nothing else is estimated.
 """
 
 from collections.abc import Iterator
@@ -31,21 +31,21 @@ from headrace.terms.layout import realigned
 from headrace.terms.options import PlanOptions
 from headrace.update import optimizer_of, rule_of
 
-# Of a network that nobody named: 10 Gbit/s.
+# Bytes per second of a network that nobody named: 10 Gbit/s.
 _LINK_BYTES_PER_SECOND = 1.25e9
-# Forecasts that are only compared with one another may be coarser.
+# Forecasts that are only compared with one another may be coarse.
 _COARSE_OPERATIONS = 1600
 
 
 def plan_cluster(model: str | Path, options: PlanOptions, *, here: bool = False) -> ClusterReport:
     """Plan the training of `model` by `options.workers` workers and a node that holds weights and states.
 
-    `options.machine` is a worker; host and device memory and `ssd` (for block inputs) are each worker's own. `here` says that
-    a worker is this machine. `tokens_per_step` are those of all workers.
+    `options.machine` is a worker; host and device memory and `ssd` (for block inputs) belong to each worker. `here` says that a
+    worker is this machine. `tokens_per_step` counts the tokens of all workers.
 
     Raises:
         ModelError: there is no configuration, or its architecture is one that training refuses.
-        InputError: lengths, budgets or numbers that cannot be.
+        InputError: lengths, budgets or numbers are impossible.
     """
     workers, machine = options.workers, options.machine
     if workers is None or machine is None:
@@ -104,14 +104,14 @@ def plan_cluster(model: str | Path, options: PlanOptions, *, here: bool = False)
 
 
 def _node(options: PlanOptions) -> Ceilings:
-    """Return one node: the profile's first drive, as often as it is asked for."""
+    """Return one node: it has the profile's first drive, as many times as asked for."""
     named = options.node_machine
     profile = load_bare_profile(named) if isinstance(named, str) else named
     return replace(profile, drives=profile.drives[:1] * options.node_ssds)
 
 
 def _rate(options: PlanOptions) -> float | None:
-    """Return the link's bytes per second as the option was read."""
+    """Return the link's bytes per second; None where the option is not given."""
     return None if options.link is None else float(options.link)
 
 
@@ -138,7 +138,7 @@ class _Plans:
         self._forms = in_place_forms(layouts, chain.num_blocks, self._rule)
 
     def worker(self) -> Plan:
-        """Return a worker's plan: everything is far, and nothing is held for the norm, which the node knows.
+        """Return a worker's plan: all units are far, and no gradient is held until the norm is known, which the node does.
 
         Raises:
             PlanInfeasible: its memory is too small.
@@ -174,7 +174,7 @@ class _Plans:
         place = place_of(worker, here=self._here)
         allowance = place.allowance(
             options.budget,
-            # Without an SSD of its own a worker's block inputs stay in memory.
+            # Without an SSD of its own, a worker's block inputs stay in memory.
             ssd_bytes=0 if named and not ssd else default_ssd_bytes(drives, ssd),
             import_workspace_bytes=None,
         )
@@ -184,7 +184,7 @@ class _Plans:
         return question.problem(forms, self._costs, self._rule)
 
     def purchases(self, worker: Plan, node: Plan) -> Iterator[Purchase]:
-        """Yield what there is to buy, each with what it gains: tokens per second over those of now."""
+        """Yield what one could buy, with the gain of each: its tokens per second relative to those of now."""
         cluster, tokens = self._cluster, self._tokens
         now = forecast_cluster(worker, node, cluster, tokens_per_step=tokens, most_operations=_COARSE_OPERATIONS)
         bigger = {
@@ -206,7 +206,7 @@ class _Plans:
         return Purchase(name=name, change=words, gain=found.tokens_per_second / now.tokens_per_second)
 
     def _with_twice_the_tokens(self, worker: Plan) -> Plan | None:
-        """Return the worker's plan for twice the tokens, placed as it is; None where that does not fit."""
+        """Return the worker's plan for twice the tokens with the same placement; None where that does not fit."""
         tokens = 2 * self._worker_tokens
         problem = self._worker_problem(tokens)
         plan = replace(worker, tokens_per_step=tokens, num_micro_batches=2 * worker.num_micro_batches, accumulate=True)

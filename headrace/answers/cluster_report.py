@@ -1,6 +1,6 @@
 """What `headrace plan --workers` answers, as a value and as text.
 
-Invariant: it fits if and only if there is a plan of a worker and of the node; every number printed is one of the report's.
+Invariant: it fits if and only if there is a plan of a worker and of the node; every printed number is one of the report's.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from headrace.terms.sizes import format_bytes, format_seconds
 
 _LABEL = 10
 _ROW, _COLUMN = 20, 14
-# A purchase that gains less than this is not worth a line of its own.
+# A purchase is only worth a line if it gives at least so many times the tokens per second.
 _WORTH_IT = 1.02
 _GIVEN = (
     *("model", "parameters", "compute_dtype", "rule", "tokens_per_step", "sequence_length", "workers", "nodes", "node_ssds"),
@@ -25,7 +25,7 @@ _GIVEN = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Purchase:
-    """Something to buy: `drives`, `nodes`, `links`, `cores`, or `tokens` for nothing; how often as many tokens a second."""
+    """Something to buy: `drives`, `nodes`, `links`, `cores`, or `tokens`, which are free; `gain` is the factor in tokens/s."""
 
     name: str
     change: str
@@ -40,7 +40,7 @@ class Purchase:
 class ClusterReport:
     """Whether workers and a node can train a model, how fast, what limits them, and what would be better.
 
-    `reason` says why it does not fit. `purchases` are sorted, what gains most first.
+    `reason` says why it does not fit. `purchases` are sorted, those that gain most come first.
     """
 
     model: str
@@ -69,12 +69,12 @@ class ClusterReport:
 
     @property
     def buy_next(self) -> str:
-        """The name of the purchase that gains most; none where compute leaves hardly anything to gain."""
+        """The name of the purchase that gains most; "none" where compute leaves hardly anything to gain."""
         worthy = [each for each in self.purchases if each.gain >= _WORTH_IT]
         return worthy[0].name if worthy else "none"
 
     def to_json(self) -> dict[str, Any]:
-        """Return one object of plain JSON values; figures that are not known are null."""
+        """Return one object of plain JSON values; unknown figures are null."""
         found, worker, node, wear = self.forecast, self.worker_plan, self.node_plan, self.endurance
         values: dict[str, Any] = {name: getattr(self, name) for name in _GIVEN}
         values |= {
@@ -117,7 +117,7 @@ def _phase_json(phase: Phase) -> dict[str, Any]:
 
 
 def limit_words(found: ClusterForecast) -> str:
-    """Return what limits a step, by phase."""
+    """Return words about what limits a step, by phase."""
     phases = (("forward", found.forward), ("backward", found.backward))
     return "; ".join(
         f"{name} {format_seconds(phase.seconds)}, limited by {phase.limit} (busy {phase.shares[phase.limit]:.0%} of it)"

@@ -1,9 +1,9 @@
 """`headrace plan MODEL --compress`: what a compressed model will take, and how long making it, before a byte of it is read.
 
 Every term is a count (bytes, operations, launches) over a rate of the machine's profile, and stands by itself in the answer. No
-two are taken to overlap: their sum is what a machine needs that does one thing at a time. Sizes of ternary weights follow from
-the share of zeros, which nobody knows before: that of QMoE's largest model is assumed, and what four zeros in five would take
-stands beside it (modern mixtures have 0.76 to 0.84).
+two of them are taken to overlap: their sum is the time of a machine that does one thing at a time. The size of ternary weights
+follows from the share of zeros, which nobody knows before: that of QMoE's largest model is assumed, and beside it stands the
+size with four zeros in five (modern mixtures have 0.76 to 0.84).
 """
 
 import math
@@ -21,17 +21,17 @@ from headrace.terms.errors import ConfigError
 from headrace.terms.sizes import format_bytes, format_seconds
 from headrace.update.rules.adamw import AdamW
 
-# Bits a weight in words of the dictionary for its share of zeros, without what each row takes (tests/codec has them).
+# Bits per weight in words of the dictionary for that share of zeros, without the bytes of each row (tests/codec has them).
 _BITS_OF_ZEROS = {0.76: 1.107, 0.80: 1.010, 0.84: 0.891, 0.885: 0.736, 0.93: 0.619}
 ASSUMED_ZEROS, MODERN_ZEROS = 0.885, 0.80
 _ROW_BITS = 64
 _INT4_GROUP, _SCALE_BITS = 128, 16
-# A Cholesky factor, its inverse and that one's factor, in operations over the cube of the inputs.
+# Operations of a Cholesky factor, the inverse, and the inverse's factor, relative to the cube of the inputs.
 _CHOLESKY = 4 / 3
-# Of the float32 rate of large products, what GPTQ's own operations reach (assumed: a fifth; QMoE's batches of 16 experts).
+# GPTQ's own operations reach this share of the float32 rate of large products (an assumption; QMoE's batches of 16 experts).
 _GPTQ_SHARE = 0.2
 _EXPERTS_AT_ONCE, _KERNELS_OF_A_COLUMN, _KERNEL_SECONDS = 16, 6, 1e-5
-# Weights a second and core that words are made of (docs/log/ternary).
+# So many weights per second and core become words (docs/log/ternary).
 _ENCODED_PER_SECOND = 1e8
 _BYTES = 2
 
@@ -63,7 +63,7 @@ class CompressionReport:
 
     @property
     def total_seconds(self) -> float:
-        """Seconds of all terms."""
+        """Seconds of all terms, one after the other."""
         return sum(self.seconds.values())
 
     def to_json(self) -> dict[str, Any]:
@@ -112,11 +112,11 @@ class _Matrix:
 def plan_compression(model: str | Path, code: str, machine: str | Ceilings, *, tokens: int | None = None) -> CompressionReport:
     """Return what compressing `model` (a directory, a config.json, or a name on the Hub) to `code` takes on a machine.
 
-    `code` is "int4" (all matrices of blocks) or "ternary" (those of experts alone, where there are any). Without `tokens`, as
-    many as let each matrix see as many tokens as it has inputs.
+    `code` is "int4" (all matrices of blocks) or "ternary" (only those of experts, where there are any). `tokens` is the number
+    of calibration tokens; by default each matrix sees as many tokens as it has inputs.
 
     Raises:
-        ConfigError: no such code or machine.
+        ConfigError: there is no such code or machine.
         ModelError: there is no configuration, or its architecture cannot be run block by block.
     """
     if code not in ("int4", "ternary"):
@@ -152,7 +152,7 @@ def plan_compression(model: str | Path, code: str, machine: str | Ceilings, *, t
 
 
 def _matrices(parameters: Any, config: Any, code: str) -> list[_Matrix]:
-    """Return the matrices of a block that are coded: stacks of experts alone, for ternary, where there are stacks."""
+    """Return the matrices of a block that are coded; for ternary only stacks of experts, if there are any."""
     text = config.get_text_config()
     chosen = float(getattr(text, "num_experts_per_tok", 0) or getattr(text, "top_k", 0) or 1)
     stacks = [spec for spec in parameters if len(spec.shape) == 3]

@@ -1,6 +1,6 @@
-"""The report as the table that people read: before a run (`plan`, `train`), and beside what was measured after it.
+"""The report as the table that people read: before a run (`plan`, `train`), and afterwards beside what was measured.
 
-Invariant: every number printed is one of the report's or the outcome's; nothing is computed here but sums and units.
+Invariant: every printed number is one of the report's or the outcome's; nothing is computed here but sums and units.
 """
 
 from collections.abc import Iterator
@@ -42,7 +42,7 @@ def _lines(report: PlanReport) -> Iterator[str]:
 
 
 def _choices(plan: Plan) -> Iterator[str]:
-    """Yield the plan's own words, without those that the table has already."""
+    """Yield the plan's own words, without those that the table already has."""
     told = {"model", "step", *plan.results.peak_bytes}
     for line in plan.explain().splitlines():
         label, _, text = line.partition(" ")
@@ -51,7 +51,7 @@ def _choices(plan: Plan) -> Iterator[str]:
 
 
 def _tiers(plan: Plan, allowed: dict[str, int]) -> Iterator[str]:
-    """Yield one column per tier: what it holds, stacked, and what is left."""
+    """Yield one column per tier: its contents, stacked, and what is left."""
     tiers = list(plan.results.peak_bytes)
     purposes = list(dict.fromkeys(purpose for rows in plan.results.peak_bytes.values() for purpose in rows))
     yield "".ljust(_ROW) + "".join(tier.rjust(_COLUMN) for tier in tiers)
@@ -85,7 +85,7 @@ def _times(report: PlanReport) -> Iterator[str]:
 
 
 def explain_outcome(outcome: Outcome) -> str:
-    """Return planned against measured as lines of text."""
+    """Return planned and measured figures as lines of text."""
     lines = ["".ljust(_ROW) + "".join(word.rjust(_COLUMN) for word in ("planned", "measured", "ratio"))]
     for row in outcome.rows:
         planned = "-" if row.planned is None else _quantity(row.planned, row.unit)

@@ -1,4 +1,4 @@
-"""What is asked when a generation is planned, here or on another machine: one builder of questions, as `question.py` for steps.
+"""The question of a generation's plan, here or on another machine: one builder for all, as `question.py` is for steps.
 
 Invariant: what `headrace plan --generate` answers is what `headrace generate` runs.
 """
@@ -38,9 +38,9 @@ from headrace.terms.optimizer import Optimizer
 class GenerationPlanner:
     """Plans generations of `chain`, which is ready for them, with units of these `figures`, within `budget`, on `machine`.
 
-    `machine` may be the place of one that is not here. `costs` are those of a seat, of so many rows and tokens; `most_rows`
-    are tried where `rows` are not given. `experts` may come by themselves. With `has_drives` caches may lie on the machine's
-    drives, though no directory is named.
+    `machine` may be a `Place` for one that is not here. `costs` gives those of a seat, by rows and tokens; up to `most_rows`
+    are tried if `rows` is None. `experts` may come by themselves. With `has_drives` caches may lie on the machine's drives,
+    though no directory is named.
     """
 
     def __init__(
@@ -72,9 +72,9 @@ class GenerationPlanner:
         return self._budget.ssd
 
     def plan(self, prompts: int, prompt_length: int, new_tokens: int, kept_copies: int = 0) -> GenerationPlan:
-        """Return the plan for so many prompts of up to `prompt_length` tokens, and up to `new_tokens` of each.
+        """Return the plan for so many prompts of up to `prompt_length` tokens, with up to `new_tokens` for each.
 
-        `kept_copies`: of each row so many caches stay where compute is; 0: one, that may lie elsewhere.
+        With `kept_copies` each row has so many caches, which stay where compute is; with 0 it has one, which may lie elsewhere.
 
         Raises:
             PlanInfeasible: a budget is too small.
@@ -190,7 +190,7 @@ def _frozen(layouts: Sequence[UnitLayout], num_blocks: int) -> tuple[UnitFigures
 
 
 def _experts_of(chain: Chain) -> ExpertFigures | None:
-    """Return the figures of a model's experts as files have them that hold each as it is computed; None where it has none."""
+    """Return the figures of a model's experts, if each lies in the files as it is computed; None where it has no experts."""
     blocks = find_experts(chain.model, chain.runner.blocks)
     if not any(blocks) or why_no_banks(chain.config):
         return None

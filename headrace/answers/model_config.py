@@ -1,7 +1,7 @@
-"""A model's configuration, and nothing else of it: from a directory, a config.json, or the Hub.
+"""A model's configuration without its weights: from a directory, a config.json, or the Hub.
 
-Invariant: what comes out names every size that decides memory and time. Where a file leaves one out, transformers would fill
-in another model's and a plan would be printed for that one.
+Invariant: the result names every size that decides memory and time. For a size that a file leaves out, transformers would fill
+in another model's, and a plan would be printed for that model.
 """
 
 import json
@@ -18,18 +18,19 @@ from headrace.terms.errors import ConfigError, ModelError
 
 _HUB_SECONDS = 2.0
 _HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+$")
-# Names as transformers' own; each architecture's `attribute_map` says what its files call them.
+# Names as in transformers; each architecture's `attribute_map` says what its files call them.
 _NEEDED = ("hidden_size", "num_hidden_layers", "vocab_size")
 _NEEDED_WHERE_KNOWN = ("num_attention_heads", "intermediate_size")
 
 
 def read_parts(model: str | Path) -> tuple[Any, Any | None]:
-    """Return the configuration of what is trained of `model`, and the skeleton of the whole model if that is a part of it.
+    """Return the configuration of the model that is trained, and the skeleton of the whole model if that is only a part of it.
 
     `model` is a directory with a config.json, such a file, or the name of a model on the Hub.
 
     Raises:
-        ModelError: no such file or model, not JSON, an architecture that transformers does not know, or sizes that are missing.
+        ModelError: there is no such file or model, it is not JSON, transformers does not know the architecture, or sizes are
+            missing.
     """
     path = _config_file(model)
     values = _read_json(path)
@@ -44,7 +45,7 @@ def read_parts(model: str | Path) -> tuple[Any, Any | None]:
 
 
 def check_positions(config: Any, sequence_length: int) -> None:
-    """Refuse sequences that the model has no positions for.
+    """Refuse sequences for which the model has no positions.
 
     Raises:
         ConfigError: `sequence_length` is above the configuration's.
@@ -58,7 +59,7 @@ def check_positions(config: Any, sequence_length: int) -> None:
 
 
 def position_limit(config: Any) -> int | None:
-    """Return the number of positions that the model has, None where it has no limit."""
+    """Return the number of positions that the model has; None where it has no limit."""
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     return positions if isinstance(positions, int) and positions > 0 else None
 
@@ -77,7 +78,7 @@ def _config_file(model: str | Path) -> Path:
 
 
 def _from_hub(name: str) -> Path:
-    from huggingface_hub import hf_hub_download, try_to_load_from_cache  # late: most plans are for what lies here
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache  # late: most plans are for local models
 
     kept = try_to_load_from_cache(name, "config.json")
     if isinstance(kept, str):
@@ -89,7 +90,7 @@ def _from_hub(name: str) -> Path:
         )
     try:
         return Path(hf_hub_download(name, "config.json"))
-    except Exception as error:  # no network, no such model, no access: the Hub's library has a kind for each
+    except Exception as error:  # no network, no such model, no access: the Hub's library has an error for each
         reason = str(error).strip().splitlines()
         raise ModelError(
             f"model: {name} is no directory here, and its config.json could not be fetched from the Hub "
@@ -99,7 +100,7 @@ def _from_hub(name: str) -> Path:
 
 
 def _answers(name: str) -> bool:
-    """Return whether the Hub says anything at all of a model, soon: its own library tries for a minute where nothing does."""
+    """Return whether the Hub soon says anything about a model: its own library tries for a minute if nothing answers."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
@@ -111,12 +112,12 @@ def _answers(name: str) -> bool:
             answered.append(True)
         except OfflineModeIsEnabled:
             answered.append(False)
-        except HfHubHTTPError as error:  # no such model, no access: an answer, which the download will put into words
+        except HfHubHTTPError as error:  # no such model, no access: that is an answer, which the download will put into words
             answered.append(error.response is not None)
-        except Exception:  # whatever the libraries below raise for a network that is not there
+        except Exception:  # whatever the libraries below raise without a network
             answered.append(False)
 
-    asking = threading.Thread(target=ask, daemon=True)  # names are looked up without a limit of time
+    asking = threading.Thread(target=ask, daemon=True)  # names are looked up without a time limit
     asking.start()
     asking.join(_HUB_SECONDS)
     return bool(answered and answered[0])
@@ -135,9 +136,9 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _check_sizes(values: dict[str, Any], config: Any, path: Path) -> None:
-    """Refuse a file that does not give the sizes itself, or gives one that cannot be."""
+    """Refuse a file that lacks one of these sizes, or has an impossible one."""
     text = text_config(config)
-    # A model of several kinds of input keeps those of its language model apart.
+    # A model of several kinds of input has its language model's sizes in a part of its own.
     given = {**values, **next((part for part in values.values() if _describes(part, text)), {})}
     names = dict(getattr(text, "attribute_map", {}))
     wanted = [*_NEEDED, *(name for name in _NEEDED_WHERE_KNOWN if isinstance(getattr(text, name, None), int))]

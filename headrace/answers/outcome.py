@@ -1,6 +1,6 @@
-"""After a run: what was planned against what was measured, row by row.
+"""After a run: planned figures beside measured ones, row by row.
 
-Invariant: every tier of the plan has its row; what was not measured is null, and never taken from the plan.
+Invariant: every tier of the plan has its row; a figure that was not measured is null, and never taken from the plan.
 """
 
 import statistics
@@ -14,7 +14,7 @@ from headrace.report.metrics import Record, steady_ssd_bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutcomeRow:
-    """One quantity. `key` names it for scripts, `name` for people; `unit` is `bytes`, `seconds` or `tokens/s`."""
+    """One quantity. `key` is its name for scripts, `name` for people; `unit` is `bytes`, `seconds` or `tokens/s`."""
 
     key: str
     name: str
@@ -34,7 +34,7 @@ class OutcomeRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """The rows of a run of `steps` steps. `on_measured_machine` is false where times were planned for a nominal machine."""
+    """The rows of a run of `steps` steps. `on_measured_machine` is false if times were planned for a nominal machine."""
 
     rows: tuple[OutcomeRow, ...]
     steps: int
@@ -54,11 +54,13 @@ class Outcome:
 
 
 def outcome_of(report: PlanReport, records: Sequence[Record], *, host_peak_bytes: int = 0) -> Outcome:
-    """Return what `records`, the lines of `metrics.jsonl`, say of the plan in `report`. `host_peak_bytes` is the peak of this
-    process's whole life: data are tokenised before its steps, and the model is written after them.
+    """Return what `records`, the lines of `metrics.jsonl`, say about the plan in `report`.
 
-    Times are the median of the steps after the first (kernels compile there and caches fill), bytes their mean, because a
-    commit may come with every few steps only; peaks are the greatest of all steps and of the process.
+    `host_peak_bytes` is the peak of this process's whole life: data are tokenised before the steps, and the model is written
+    after them.
+
+    Times are the median of the steps after the first (there kernels compile and caches fill), bytes are the mean of these
+    steps, because a commit may come with every few steps only; peaks are the greatest of all steps and of the process.
     """
     plan, forecast = report.plan, report.forecast
     steady = records[1:] or records
@@ -67,7 +69,7 @@ def outcome_of(report: PlanReport, records: Sequence[Record], *, host_peak_bytes
         for tier in (plan.results.peak_bytes if plan else ())
     }
     if host_peak_bytes and "host" in peaks:
-        # A device tier inside host memory is not the host's; where no record has one, nothing was measured of it.
+        # A device tier inside host memory does not count as the host's; if no record has one, its peak was not measured.
         apart = plan.peak("device") if plan and plan.separate_device and not peaks["device"] else 0
         peaks["host"].append(host_peak_bytes - apart)
     rows = [

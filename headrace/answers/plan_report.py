@@ -13,9 +13,9 @@ from headrace.plan.plan import Plan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alternative:
-    """A variant that fits: what to change in words and as options, and what it gives, before any search for what to replay.
+    """A variant that fits: what to change, in words and as options, and what it gives before any search for what to replay.
 
-    Beside a plan that fits: what would be faster where the SSDs limit the step, the plan being the same otherwise.
+    If the plan fits, its alternatives are variants that would be faster where the SSDs limit the step, otherwise unchanged.
     """
 
     change: str
@@ -34,9 +34,9 @@ class Alternative:
 class PlanReport:
     """Whether a model can be trained on a machine, how, how fast, and what would be better.
 
-    `reason` says why it does not fit. `needed_bytes` and `allowed_bytes` are per tier; the first is the plan's peak, or where
-    there is no plan what the leanest one would need in the tier that lacks most. `doubled` maps a resource, in words, to the
-    seconds per step with twice of it. `measured` is false where the machine is a nominal one, for lack of a profile.
+    `reason` says why it does not fit. `needed_bytes` and `allowed_bytes` are per tier; `needed_bytes` are the plan's peaks, or,
+    if there is no plan, what the leanest one would need in the tier that lacks most. `doubled` maps a resource, in words, to
+    the seconds per step with twice of it. `measured` is false where the machine is a nominal one, because there is no profile.
     """
 
     model: str
@@ -62,7 +62,7 @@ class PlanReport:
         return self.plan is not None
 
     def to_json(self) -> dict[str, Any]:
-        """Return one object of plain JSON values; figures that are not known are null."""
+        """Return one object of plain JSON values; unknown figures are null."""
         forecast, endurance, plan = self.forecast, self.endurance, self.plan
         values: dict[str, Any] = {
             "model": self.model,

@@ -1,6 +1,6 @@
-"""The engine's plans: what the model takes in this process, what may be taken here, and the search between the two.
+"""The engine's plans: what the model takes in this process, what may be used here, and the search that follows.
 
-Invariant: no state is made or touched, and no buffer of a step: a plan that is refused leaves everything as it was.
+Invariant: neither states nor a step's buffers are made or touched: a plan that is refused leaves everything as it was.
 """
 
 import contextlib
@@ -34,12 +34,12 @@ from headrace.update.forms import notes_on
 
 
 class RunPlanner:
-    """Plans the steps of `chain` on `machine`, as `options` ask for it.
+    """Plans the steps of `chain` on `machine`, as `options` ask.
 
-    `forms` are those of the chain's units; the import reads `weights`, the checkpoint's (None: nothing is imported here).
-    `warm_up` loads and compiles what a run will have loaded, so that this process can be measured. `given` is a plan to take
-    instead of searching, `search` makes one otherwise (None: the planner's); `adjust` may change each plan that is made. Where
-    sums are to be grouped in a certain way, set `grouping`.
+    `forms` are those of the chain's units; `weights` are the checkpoint's, which the import reads (None: nothing is imported).
+    `warm_up` loads and compiles what a run will have loaded, so that this process can be measured. `given` is a plan to use
+    instead of searching; `search` makes one otherwise (None: the planner's); `adjust` may change each plan that is made. Set
+    `grouping` to have sums taken in certain groups.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class RunPlanner:
         self._forms, self._own_rule = tuple(forms), own_rule
         self._rule, self._cores, self._warm_up, self._adjust = rule, cores, warm_up, adjust
         self._search = search
-        # A caller with a search of its own makes plans of another kind: of a given plan it takes only how sums are grouped.
+        # A caller with its own search makes plans of another kind: it only takes the groups of sums from a given plan.
         self._given = given if search is None else None
         self.grouping: Grouping | None = grouping_of(given) if given and search else None
         self._ceilings = options.machine if isinstance(options.machine, Ceilings) else None
@@ -82,8 +82,8 @@ class RunPlanner:
         state: Sequence[Path],
         beside: Beside | None = None,
     ) -> bool:
-        """Plan for units of these forms from now on; return whether host memory holds the states of what is trained beside
-        frozen weights, or, where a plan is given, whether it is for such units. Other arguments as for `plan`.
+        """Plan for units of these forms from now on. Return whether host memory holds the states of what is trained beside
+        frozen weights, or, if a plan is given, whether it is for such units. The other arguments are as for `plan`.
 
         Raises:
             ConfigError: the lengths do not divide.
@@ -95,17 +95,17 @@ class RunPlanner:
     def plan(
         self, tokens_per_step: int, sequence_length: int, *, state: Manifest | Sequence[Path], beside: Beside | None = None
     ) -> Plan:
-        """Return the plan for a step of so many tokens. `state` is the run's state, or the directories that it will be made in;
-        `beside` is what will be written there besides.
+        """Return the plan for a step of so many tokens. `state` is the run's state, or the directories in which it will be
+        made; `beside` is what else will be written there.
 
         Raises:
             PlanInfeasible: a budget is too small.
-            ConfigError: the lengths do not divide; or the plan that was given is for another run.
+            ConfigError: the lengths do not divide, or the given plan is for another run.
         """
         problem = self._problem(tokens_per_step, sequence_length, state, beside)
         plan = adopted(self._given, problem) if self._given else (self._search or make_plan)(problem, self._ceilings)
         gc.collect()
-        return_pieces()  # what simulating many plans took: it is in no plan
+        return_pieces()  # gives back the memory of the search, which is in no plan
         notes = (*plan.results.notes, *self._chain.notes, *notes_on(self._forms))
         plan = plan.with_results(notes=tuple(dict.fromkeys(notes)))
         return self._adjust(plan) if self._adjust else plan
@@ -124,8 +124,8 @@ class RunPlanner:
         return question.problem(self._forms, costs_of, self._rule, self._own_rule)
 
     def plan_here(self, plan: Plan, tell: Callable[[str], None]) -> Plan:
-        """Return an earlier process's plan with what libraries take in this one. Too much is told, not refused: the run can
-        have no other budget, and loses nothing if it is ended from outside.
+        """Return an earlier process's plan with the memory that libraries take in this one. An excess is reported, not refused:
+        the run can have no other budget, and loses nothing if it is ended from outside.
         """
         plan = with_runtime(plan, self._runtime(lambda: self._profiles.of(1, plan.sequence_length)))
         if plan.peak("host") > plan.results.allowed_bytes["host"]:
@@ -156,21 +156,23 @@ class RunPlanner:
         )
 
     def _ssd_bytes(self, state: Manifest | Sequence[Path], beside: Beside | None) -> int | None:
-        """Return what may be written; None where a directory cannot be used: whoever makes the files says what is wrong."""
+        """Return how many bytes may be written; None if a directory cannot be used, which whoever makes the files reports."""
         if isinstance(state, Manifest):
             directories, held = state.directories, sum(path.stat().st_size for path in state.data_paths())
         else:
             directories, held = tuple(state), 0
         if not directories:
             return 0
-        # A directory that is still to be made lies in one that is there.
+        # A directory that does not exist yet will lie in one that does.
         there = [next((path for path in (each, *each.parents) if path.exists()), each) for each in directories]
         with contextlib.suppress(StorageError, ConfigError):
             return default_ssd_bytes(self._ceilings, there, held_bytes=held, beside=beside)
         return None
 
     def _runtime(self, profile_model: Callable[[], object]) -> int:
-        """Return what to plan for the interpreter and its libraries, measured once: after all that compiles or loads did so."""
+        """Return the bytes to plan for the interpreter and its libraries. They are measured once, after everything has been
+        loaded.
+        """
         if self._runtime_bytes is None:
             profile_model()
             self._warm_up()

@@ -1,6 +1,6 @@
-"""What is asked of the planner: the one builder of questions, for `headrace plan`, `headrace train` and the engine.
+"""The planner's question: one builder of questions, for `headrace plan`, `headrace train` and the engine.
 
-Invariant: what libraries take is one figure for all of them, whatever a process has done before.
+Invariant: all of them count the same bytes for libraries, whatever a process has done before.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,16 +24,16 @@ from headrace.update import optimizer_of
 from headrace.update.wire import Wire
 from headrace.update.wires import DenseWire, wire_of
 
-# What the interpreter and libraries take of host memory in a run that has tokenised its data and compiled its kernels itself:
-# 339 MiB measured, and 303 where both were cached (docs/log/process-memory); a build of torch for CUDA takes 140 MiB more.
+# Bytes of host memory for the interpreter and libraries in a run that tokenises its data and compiles its kernels itself: 339
+# MiB were measured, 303 where both were cached (docs/log/process-memory); a build of torch for CUDA takes 140 MiB more.
 _RUNTIME_BYTES, _CUDA_BUILD_BYTES = 352 * MIB, 140 * MIB
-# Of a machine's memory, what is offered in a variant at most: the rest is the system's, and a card is never empty.
+# Variants are offered at most this share of a machine's memory: the rest is the system's, and a card is never empty.
 _OFFERED_PERCENT = 90
 
 
 def runtime_bytes(measured: int) -> int:
-    """Return what to plan for the interpreter and its libraries: a figure that covers every run, or where a program has loaded
-    more than that already, what it has: `measured`.
+    """Return the bytes to plan for the interpreter and its libraries: a figure that covers every run, or, where a program has
+    already loaded more than that, what it has: `measured`.
     """
     stated = _RUNTIME_BYTES + (_CUDA_BUILD_BYTES if torch.version.cuda else 0)
     return max(stated, planned_runtime_bytes(measured))
@@ -54,10 +54,10 @@ class Place:
     def allowance(
         self, budget: Budget, *, ssd_bytes: int | None, import_workspace_bytes: int | None, chunk_elements: int | None = None
     ) -> Allowance:
-        """Return what a run may use here.
+        """Return what a run may use on this machine.
 
         Raises:
-            ConfigError: a budget is more than there is.
+            ConfigError: a budget is larger than the tier.
         """
         for tier, given in (("host", budget.host_bytes), ("device", budget.device_bytes)):
             most = self.most_bytes.get(tier)
@@ -79,13 +79,13 @@ class Place:
 
     @property
     def offered_bytes(self) -> dict[str, int]:
-        """What a variant may ask for at most, by tier."""
+        """The most bytes that a variant may ask for, by tier."""
         return {tier: most * _OFFERED_PERCENT // 100 for tier, most in self.most_bytes.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """What is asked of the planner. `offered_bytes`: what variants of it may ask for at most, by tier, if that is known."""
+    """What is asked of the planner. `offered_bytes`: the most that its variants may ask for, by tier; None: unknown."""
 
     workload: Workload
     allowance: Allowance
@@ -106,9 +106,7 @@ class Question:
         grouping: Grouping | None = None,
         **more: Any,
     ) -> "Question":
-        """Return the question for a step of so many tokens under `options`, whose sums are grouped as said if they are to
-        be.
-        """
+        """Return the question for a step of so many tokens under `options`, whose sums are taken as `grouping` says."""
         workload = Workload(
             tokens_per_step=tokens_per_step,
             sequence_length=sequence_length,
@@ -134,8 +132,8 @@ class Question:
         rule: RuleFigures,
         own_rule: RuleFigures | None = None,
     ) -> Problem:
-        """Return the question about a model of units of these forms, with costs by rows of a micro-batch, under a rule of
-        updates; `own_rule` is that rule as trained families of their own have it.
+        """Return the question about a model whose units have these forms, whose costs are by rows of a micro-batch, under a
+        rule of updates; `own_rule` is that rule for trained families of their own.
         """
         return Problem(
             forms=tuple(forms),
@@ -150,13 +148,13 @@ class Question:
 
     @property
     def allowed_bytes(self) -> dict[str, int]:
-        """What may be used per tier, where that is known."""
+        """The bytes that may be used, by tier, where they are known."""
         allowance = self.allowance
         allowed = {"device": allowance.device_bytes, "host": allowance.host_bytes, "ssd": allowance.ssd_bytes}
         return {tier: size for tier, size in allowed.items() if size is not None}
 
     def may_ask_for(self, tier: str, num_bytes: int) -> bool:
-        """Return whether a variant may ask for so much of a tier: no more than this machine can give."""
+        """Return whether a variant may ask for so many bytes of a tier: no more than this machine can give."""
         most = (self.offered_bytes or {}).get(tier)
         return most is None or num_bytes <= most
 

@@ -1,6 +1,6 @@
-"""The nearest variants that fit, for a question whose answer is no.
+"""The nearest variants that fit, for a question that has no plan.
 
-Each changes one thing where one is enough: fewer tokens per step, shorter sequences, no clipping, smaller states, another rule,
+Each changes one thing if one is enough: fewer tokens per step, shorter sequences, no clipping, smaller states, another rule,
 more memory or space.
 Invariant: every variant returned has been planned, and fits.
 """
@@ -27,7 +27,7 @@ Candidate = tuple[str, dict[str, Any], "Question"]
 Variant = tuple[str, dict[str, Any], Plan]
 
 _SHORTEST_SEQUENCE = 128
-# Granting memory in one tier may move the shortage to another; that settles within a few rounds or never.
+# More memory in one tier may move the shortage to another; that settles within a few rounds or never.
 _MOST_ROUNDS = 8
 _OPTIONS = {"host": "host_memory", "device": "device_memory", "ssd": "ssd_space"}
 _WORDS = {"host": "host memory", "device": "device memory", "ssd": "SSD space"}
@@ -36,12 +36,12 @@ _WORDS = {"host": "host memory", "device": "device memory", "ssd": "SSD space"}
 def nearest_variants(
     question: Question, refusal: PlanInfeasible, plan: PlanOf, out_of_time: Callable[[], bool]
 ) -> tuple[Variant, ...]:
-    """Return variants of `question`, which `plan` answered with `refusal`, that fit: the change, its options, the plan.
+    """Return variants that fit of `question`, which `plan` answered with `refusal`: the change, its options, and the plan.
 
-    More of what is short is tried as far as machines have it; smaller steps until `out_of_time`.
+    More of the tier that is short is tried as far as machines have it; other variants are tried until `out_of_time`.
     """
     found = list(_more_bytes(question, refusal, plan))
-    if refusal.tier != "device":  # states are never there
+    if refusal.tier != "device":  # states are never on the device
         found += _first_that_fits(smaller_states(question), plan, out_of_time)
         found += _first_that_fits(subspaces(question), plan, out_of_time)
         found += _first_that_fits(adapters(question), plan, out_of_time)
@@ -49,10 +49,10 @@ def nearest_variants(
             found += _first_that_fits([other], plan, out_of_time)
     smallest = list(_one_short_sequence(question))[-1:]
     if not list(_first_that_fits(smallest, plan, out_of_time)):
-        return tuple(found)  # the weights alone are too much
+        return tuple(found)  # the weights alone are too large
     changes = [_fewer_tokens(question), _no_clipping(question), _shorter_sequences(question)]
     smaller = [variant for change in changes for variant in _first_that_fits(change, plan, out_of_time)]
-    # Two changes at once only where one is not enough.
+    # Two changes at once are tried only where one is not enough.
     return (*found, *(smaller or _first_that_fits(_one_short_sequence(question), plan, out_of_time)))
 
 
@@ -81,7 +81,7 @@ def _fewer_tokens(question: Question) -> Iterator[Candidate]:
 
 
 def _shorter_sequences(question: Question) -> Iterator[Candidate]:
-    """Yield the same number of tokens in shorter rows."""
+    """Yield the question with the same number of tokens in shorter rows."""
     workload = question.workload
     length = workload.sequence_length // 2
     while length >= _SHORTEST_SEQUENCE:
@@ -106,8 +106,8 @@ def _one_short_sequence(question: Question) -> Iterator[Candidate]:
 
 
 def smaller_states(question: Question) -> Iterator[Candidate]:
-    """Yield the question with the same rule, keeping smaller states, if there is such a form of it; not for subspaces, whose
-    states are moved from one to the next.
+    """Yield the question with smaller states of the same rule, if the rule has such a form; not for subspaces, whose states are
+    moved from one to the next.
     """
     if isinstance(question.wire, SubspaceWire):
         return
@@ -117,7 +117,7 @@ def smaller_states(question: Question) -> Iterator[Candidate]:
 
 
 def other_rules(question: Question) -> Iterator[Candidate]:
-    """Yield the question under rules that keep less, each with what is given up, where all is trained in place."""
+    """Yield the question under rules that keep less, if all is trained in place; words say what is given up."""
     if question.wire.name != DenseWire.name:
         return
     now, own = question.optimizer, _bytes_per_element(question.optimizer, question.compute_dtype)
@@ -137,9 +137,9 @@ def _bytes_per_element(optimizer: Optimizer, compute_dtype: str) -> int:
 
 
 def subspaces(question: Question) -> Iterator[Candidate]:
-    """Yield the question with subspaces trained in place of the matrices of blocks, where these are trained whole."""
+    """Yield the question with subspaces of blocks' matrices trained, if these are trained whole."""
     wire = LspWire(Lsp())
-    with suppress(ConfigError):  # not every rule's states can be moved from one subspace to the next
+    with suppress(ConfigError):  # the states of some rules cannot be moved from one subspace to the next
         wire.refuse(rule_of(question.optimizer, "float32").planes.states)
         if question.wire.name == DenseWire.name:
             words = "subspaces of the blocks' matrices, of half their side (LSP-Offload: not full fine-tuning)"
@@ -147,7 +147,7 @@ def subspaces(question: Question) -> Iterator[Candidate]:
 
 
 def adapters(question: Question) -> Iterator[Candidate]:
-    """Yield the question with adapters trained beside frozen weights, where all of these are trained."""
+    """Yield the question with adapters trained beside frozen weights, if all weights are trained."""
     if question.wire.name == DenseWire.name and question.optimizer.train == ALL:
         wire, dtype = AdapterWire(Lora()), question.gradient_dtype or "float32"
         words = f"adapters of rank {wire.settings.rank} beside frozen weights (LoRA: not full fine-tuning)"
@@ -161,16 +161,16 @@ def _no_clipping(question: Question) -> Iterator[Candidate]:
 
 
 def _more_bytes(question: Question, refusal: PlanInfeasible, plan: PlanOf) -> Iterator[Variant]:
-    """Yield the question with each tier that is short grown to what is needed, if that ends below what machines have."""
+    """Yield the question with as much of each short tier as is needed, if that ends below what machines have."""
     grown: dict[str, int] = {}
     for _ in range(_MOST_ROUNDS):
         tier = refusal.tier
-        # In sizes that people buy and type.
+        # Rounded to sizes that people buy and type.
         grown[tier] = round_up(
             max(refusal.needed_bytes, grown.get(tier, 0) + 1), GIB if refusal.needed_bytes > 4 * GIB else MIB
         )
         if grown[tier] > MOST_BYTES or not question.may_ask_for(tier, grown[tier]):
-            return  # no machine has that, or not this one
+            return  # no machine has that much, or not this one
         question = question.with_bytes(tier, grown[tier])
         try:
             found = plan(question)

@@ -1,4 +1,4 @@
-"""The buffers of a plan, taken from one arena per tier, as the handlers want them: NumPy on the host, torch for compute."""
+"""The buffers of a plan, taken from one arena per tier, in handlers' types: NumPy on the host, torch for compute."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from headrace.plan.plan import Plan
 from headrace.terms.sizes import round_up
 
 TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-# How NumPy sees a gradient. It has no bfloat16, so it is given the bits.
+# How NumPy sees a gradient. It has no bfloat16, so it gets the bits.
 GRADIENT_VIEWS: dict[str, np.dtype[Any]] = {
     "bfloat16": np.dtype(np.uint16),
     "float16": np.dtype(np.float16),
@@ -23,7 +23,7 @@ GRADIENT_VIEWS: dict[str, np.dtype[Any]] = {
 
 
 class DeviceArena:
-    """The same as `Arena` for memory that only torch can name."""
+    """An `Arena` for memory that only torch can address."""
 
     def __init__(self, machine: Machine, num_bytes: int) -> None:
         self._memory = machine.device_buffer(max(num_bytes, PAGE_BYTES))
@@ -40,12 +40,11 @@ class DeviceArena:
 
 
 class Buffers:
-    """All buffers of a run. Index them with the slots of an operation.
+    """All buffers of a run. Index them by an operation's slots.
 
-    `host_weights[slot]`, `states[slot]`, `gradients[slot]`, `stash[slot]`, `trained[unit]` (behind it its basis) are
-    uint8 arrays.
-    On the device `device_states[slot]`, each for all planes and the gradient of one chunk, and `sources[slot]`, of which
-    weights are made, are uint8 tensors.
+    `host_weights[slot]`, `states[slot]`, `gradients[slot]`, `stash[slot]` and `trained[unit]` (followed by its basis) are uint8
+    arrays. On the device, `device_states[slot]`, each for all planes and the gradient of one chunk, and `sources[slot]`, from
+    which weights are made, are uint8 tensors.
     """
 
     def __init__(self, plan: Plan, machine: Machine) -> None:
@@ -74,23 +73,24 @@ class Buffers:
         self._resident_accumulator = [each.view(torch.float32) for each in self._take_compute("resident_accumulator")]
 
     def stored(self, unit: int, slot: int) -> Bytes:
-        """Return a unit's weights in host memory, as they lie on the drive: those in `slot`, -1 for those that stay."""
+        """Return a unit's weights in host memory, as they lie on the drive: those in `slot`; -1: those that always stay."""
         if slot < 0:
             return self.resident_host_weights(unit)
         return self.host_weights[slot][: self.plan.stored_bytes(unit)]
 
     def computed(self, unit: int, host_slot: int, device_slot: int) -> torch.Tensor:
-        """Return the weights of a unit that compute reads: in a slot of their own, or as they lie in host memory."""
+        """Return the weights of a unit that compute reads: in a slot of their own, or in their host buffer."""
         if device_slot >= 0:
             return self._device_weights[device_slot][: self.plan.units[unit].num_elements]
         return _as_tensor(self.stored(unit, host_slot), self.dtype)
 
     def accumulator(self, unit: int, slot: int, partial: int = 0) -> torch.Tensor | None:
-        """Return where backward sums a unit's gradient before it is drained, a block's in `slot`; None where it is made
-        in its host buffer at once.
+        """Return where backward sums a unit's gradient before it is drained, for a block in `slot`; None where it is made
+        directly in its host buffer.
 
-        A block's has the gradient's dtype where a step has one micro-batch, else fp32; those of prologue and epilogue have
-        fp32, and the same memory unless weights are tied. `partial`: one of a tree's partial sums; 0 has all in the end.
+        A block's accumulator has the gradient's dtype if a step has one micro-batch, else fp32; those of prologue and epilogue
+        are fp32, and share their memory unless weights are tied. `partial`: one of a tree's partial sums; 0 has the total in
+        the end.
         """
         plan = self.plan
         if unit not in plan.ends and plan.gradient_in_place:
@@ -100,13 +100,13 @@ class Buffers:
         return whole[start : start + plan.units[unit].gradient_elements]
 
     def resident_host_weights(self, unit: int) -> Bytes:
-        """Return where the host updates a resident unit's weights: in place, or in the staging buffer."""
+        """Return where the host updates a resident unit's weights: in their place, or in the staging buffer."""
         if self.staging is not None:
             return self.staging[: self.plan.stored_bytes(unit)]
         return self.resident_weights[unit].view(torch.uint8).numpy()
 
     def gradient(self, unit: int, slot: int) -> NDArray[Any]:
-        """Return a drained gradient as NumPy sees it (bfloat16: the bits)."""
+        """Return a drained gradient in NumPy's types (bfloat16 as bits)."""
         dtype = GRADIENT_VIEWS[self.plan.gradient_dtype]
         return self.gradient_bytes(unit, slot).view(dtype)
 

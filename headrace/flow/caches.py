@@ -1,7 +1,7 @@
 """Keys and values of a generation's seats on their way: between drives, host memory and where compute reads them.
 
-A seat that comes in takes a *place*: so many bytes for each block at that block's home, which the next seat there writes anew.
-On the drives that is a scratch file without a name, whose space is free again when its process ends, however that ends.
+A seat that comes in takes a *place*: bytes for each block at that block's home, which the next seat with that place overwrites.
+On the drives that is a scratch file without a name, whose space is free again when its process ends, however that happens.
 """
 
 from collections.abc import Sequence
@@ -24,20 +24,20 @@ from headrace.terms.sizes import MIB, PAGE_BYTES, round_up
 
 
 class CacheBuffers:
-    """The buffers of `plan.caches.cache_buffers`, as they were taken: in host memory arrays, on a device tensors."""
+    """The buffers of `plan.caches.cache_buffers`: arrays in host memory, tensors on a device."""
 
     def __init__(self, plan: GenerationPlan, host: dict[str, list[Bytes]], on_device: Sequence[torch.Tensor]) -> None:
         costs, new = plan.costs, plan.new_tokens
         self.on_its_way, self.on_device = host.get("cache_on_its_way", []), tuple(on_device)
         tails = {block: tail_bytes(plan.caches, costs, new, block) for block in plan.caches.blocks(SSD)}
         kept = {block: round_up(whole_bytes(costs, new, block), PAGE_BYTES) for block in plan.caches.blocks(HOST)}
-        # By place and block: what waits for its page, and what lives in host memory.
+        # By place and block: bytes that wait for a full page, and caches that live in host memory.
         self.tails = [_cut(flat, tails) for flat in host.get("cache_tails", [])]
         self.kept = [_cut(flat, kept) for flat in host.get("cache_kept", [])]
 
 
 class CacheFile:
-    """The drives' part: for each place and block as many pages as will be full. `make` one; close it."""
+    """The caches on the drives: for each place and block as many pages as will be full. Use `make`, and close it."""
 
     def __init__(self, plan: GenerationPlan, volume: Volume, engine: ThreadEngine) -> None:
         self._volume, self._engine = volume, engine
@@ -45,10 +45,10 @@ class CacheFile:
 
     @classmethod
     def make(cls, plan: GenerationPlan, directories: Sequence[Path], sink: Sink) -> "CacheFile | None":
-        """Reserve the space in `directories`; None where the plan has nothing for the drives.
+        """Reserve the space in `directories`; return None where the plan puts nothing on the drives.
 
         Raises:
-            DiskFull: there is less.
+            DiskFull: there is less space.
             StorageError: a file cannot be made.
             ConfigError: no directory is named.
         """
@@ -75,7 +75,7 @@ class CacheFile:
         return self._engine.bytes_read
 
     def read(self, place: int, block: int, into: Bytes) -> None:
-        """Fill `into`, whole pages, with the beginning of what lies there."""
+        """Fill `into`, whole pages, from the beginning of that block's pages."""
         self._volume.read(place * self._place_bytes + self._starts[block], into).wait()
 
     def write(self, place: int, block: int, start: int, pages: Bytes) -> None:
@@ -89,7 +89,7 @@ class CacheFile:
 
 
 class SeatCache:
-    """What of one seat's cache is not where compute is, by block (from 1)."""
+    """The parts of one seat's cache that are not where compute is, by block (from 1)."""
 
     def __init__(self, seat: Seat, place: int, plan: GenerationPlan, buffers: CacheBuffers, file: CacheFile | None) -> None:
         self.place, self._plan, self._buffers, self._file = place, plan, buffers, file
@@ -107,7 +107,7 @@ class SeatCache:
         return layer.lent(memory)
 
     def read(self, op: Op) -> None:
-        """Bring what there is from the drives, and what waits for its page, to one place in host memory."""
+        """Bring what lies on the drives, and what waits for a full page, to one place in host memory."""
         if (layer := self._layers.get(op.unit)) is None or not layer.length:
             return
         pages, into = self._on_drive[op.unit], self._host(op)
@@ -118,20 +118,20 @@ class SeatCache:
         into[pages : layer.num_bytes] = waiting[: layer.num_bytes - pages]
 
     def bring_in(self, op: Op, machine: Machine) -> None:
-        """Copy what there is to the device."""
+        """Copy what was read to the device."""
         if (layer := self._layers.get(op.unit)) is not None and layer.length:
             into, size = self._buffers.on_device[op.slot(Pool.CACHE_DEVICE)], layer.num_bytes
             machine.copy(into[:size], torch.from_numpy(self._host(op)[:size]))
 
     def bring_out(self, op: Op, machine: Machine) -> None:
-        """Copy what is new to the host."""
+        """Copy new tokens' keys and values to the host."""
         if (layer := self._layers.get(op.unit)) is not None:
             new = slice(layer.bytes_before, layer.num_bytes)
             source = self._buffers.on_device[op.slot(Pool.CACHE_DEVICE)][new]
             machine.copy(torch.from_numpy(self._host(op)[new]), source)
 
     def write(self, op: Op) -> None:
-        """Write the pages that have become full, and keep the rest waiting."""
+        """Write the pages that have become full, and let the rest wait."""
         if (layer := self._layers.get(op.unit)) is None:
             return
         found, size, before = self._host(op), layer.num_bytes, self._on_drive[op.unit]
@@ -144,7 +144,7 @@ class SeatCache:
         waiting[: size - pages] = found[pages:size]
 
     def _host(self, op: Op) -> Bytes:
-        """Return where an operation has the block's bytes in host memory: on their way, or where they live."""
+        """Return an operation's bytes of the block in host memory: on their way, or where they live."""
         slot = op.slot(Pool.CACHE_HOST)
         return self._buffers.on_its_way[slot] if slot >= 0 else self._buffers.kept[self.place][op.unit]
 

@@ -8,10 +8,10 @@ from headrace.terms.program import Op
 
 
 def commit(state: StepState, op: Op) -> None:
-    """Write the record; nothing if the step is no checkpoint.
+    """Write the record; do nothing if the step is no checkpoint.
 
     A skipped step changes no state, but its record does move on: data position, loss scale. Where updates run behind backward
-    the verdict comes after the first writes, so a step without effect leaves those to be abandoned and commits nothing.
+    the verdict comes after the first writes; such a step leaves its writes to be abandoned, and commits nothing.
     """
     verdict, parts = state.verdict_of(op), state.parts
     if not verdict.durable or (verdict.void and state.plan.update_policy != "deferred"):

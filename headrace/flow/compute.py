@@ -18,12 +18,12 @@ from headrace.terms.summing import SEQUENTIAL, merges_after, place_of
 from headrace.update.wire import BesideWire, Gradients, Moment, Proposal, Wire
 from headrace.update.wires import DenseWire
 
-# Whatever the wire: what is trained in place has gradients of its own elements.
+# Units that are trained in place have gradients of their own elements, whatever the run's wire is.
 _DENSE: Wire = DenseWire()
 
 
 def prologue(state: StepState, op: Op) -> None:
-    """Micro-batch -> input of the first block, and what each block is called with besides."""
+    """Micro-batch -> input of the first block, and what else each block is called with."""
     _seed(state, 0, op.micro)
     with torch.no_grad(), _Bound(state, op, 0, gradients=False):
         result = state.parts.chain.prologue(state.batch.micro_batches[op.micro])
@@ -43,7 +43,7 @@ def forward(state: StepState, op: Op) -> None:
     if not state.learns:
         return
     package = Package(hidden, {})
-    # Ordinals were chosen for a sequence of operators; a device that runs another one gets a plain recompute.
+    # The ordinals were chosen for one sequence of operators; a device that runs another one gets a plain recompute.
     if record is not None and tuple(record.names) == plan.operators[block]:
         package = Package(hidden, record.kept, frozenset(plan.skipped[block]))
     elif record is not None:
@@ -65,7 +65,7 @@ def epilogue(state: StepState, op: Op) -> None:
         for start in range(0, hidden.shape[1], positions):
             span = slice(start, start + positions)
             if not any(state.batch.trained_columns[op.micro][span]):
-                continue  # nothing is trained here: no loss, no gradient
+                continue  # no loss and no gradient, because nothing is trained here
             part = hidden[:, span].detach().requires_grad_()
             loss = parts.chain.loss_sum(batch.input_ids[:, span], part, targets[:, span])
             (loss * state.loss_multiplier).backward()  # type: ignore[no-untyped-call]
@@ -79,7 +79,7 @@ def epilogue(state: StepState, op: Op) -> None:
 
 
 def score(state: StepState, op: Op) -> None:
-    """Final hidden states -> the loss of what has labels, or without any the logits of each row's last position."""
+    """Final hidden states -> the loss of what has labels; without labels, the logits of each row's last position."""
     plan, chain = state.plan, state.parts.chain
     hidden, batch = state.inputs.pop((plan.num_blocks + 1, op.micro)), state.batch.micro_batches[op.micro]
     positions = max(1, plan.loss_chunk_tokens // hidden.shape[0])
@@ -95,10 +95,10 @@ def score(state: StepState, op: Op) -> None:
 
 
 def backward(state: StepState, op: Op) -> None:
-    """Recompute a block from its input, then its gradients: of the input for the block before, of the weights to the sink.
+    """Recompute a block from its input, then make gradients: of the input for the block before, of the weights for the sink.
 
-    Kept outputs are handed back instead of computed; outputs that no gradient depends on are not computed at all. Rows whose
-    samples are run by themselves have their gradients so, too: nothing of them is kept.
+    Kept outputs are handed back instead of computed; outputs that no gradient depends on are not computed at all. For rows
+    whose samples are run by themselves, gradients are made sample by sample, too, and nothing is kept.
     """
     package = state.recalled.pop((op.unit, op.micro))
     gradients = [state.hidden_gradients.pop(op.micro), *state.aside_gradients.pop((op.unit, op.micro), ())]
@@ -129,7 +129,7 @@ def _recomputed(state: StepState, op: Op, package: Package) -> tuple[torch.Tenso
         try:
             with Replay(package.kept, package.skipped, names=state.plan.operators[op.unit - 1]):
                 return run()
-        except ReplayMismatch:  # planned for other operators than this device runs: as if nothing had been kept
+        except ReplayMismatch:  # the plan expected other operators than this device runs: proceed as if nothing had been kept
             state.not_kept.add(op.unit)
     return run()
 
@@ -146,7 +146,7 @@ def prologue_backward(state: StepState, op: Op) -> None:
 
 
 class _Bound:
-    """A unit's parameters as views of the slot that compute reads, while in the context; with `gradients`, the wire catches
+    """While in the context, a unit's parameters are views of the slot that compute reads; with `gradients`, the wire catches
     those into the accumulator, if anything of the unit is trained.
 
     Where gradients are made in place, the accumulator is the drained gradient's own buffer.
@@ -157,7 +157,7 @@ class _Bound:
         self._exists = unit < len(state.plan.units)
         self._gradients = gradients and self._exists and state.plan.units[unit].is_trained
         self._catching = ExitStack()
-        self._leaf: set[str] | None = None  # of a tree's: the parameters whose gradients it has
+        self._leaf: set[str] | None = None  # for a tree's sum: the parameters that have a gradient in this leaf
 
     def __enter__(self) -> None:
         parts, unit = self._state.parts, self._unit
@@ -186,7 +186,7 @@ class _Bound:
                 self._add_leaf(self._leaf)
 
     def _bind_beside(self, form: Form, device: torch.device) -> None:
-        """Let the unit compute with what is trained beside its weights, which have no gradient."""
+        """Let the unit compute with what is trained beside its weights; the weights themselves have no gradient."""
         wire, unit = self._state.parts.wire, self._unit
         assert isinstance(wire, BesideWire), "what is trained beside weights has a wire for it"
         assert form.trained is not None, "and a layout"
@@ -209,7 +209,7 @@ class _Bound:
         return buffers.computed(self._unit, self._op.slot(Pool.HOST_WEIGHTS), self._op.slot(Pool.DEVICE_WEIGHTS))
 
     def _basis(self, device: torch.device) -> torch.Tensor | None:
-        """Return the basis of the unit's trained family, where compute is."""
+        """Return the basis of the unit's trained family, on the device that computes."""
         state, unit = self._state, self._unit
         if not state.plan.basis_bytes(unit):
             return None
@@ -235,7 +235,7 @@ class _Bound:
         )
 
     def _delivered(self) -> set[str]:
-        """Return where it is noted which gradients there are: a leaf of a tree begins with none."""
+        """Return the set that notes which gradients there are; a leaf of a tree begins with none."""
         state = self._state
         if state.plan.gradient_sum == SEQUENTIAL or not state.plan.accumulate:
             return state.delivered[self._unit]
@@ -243,7 +243,7 @@ class _Bound:
         return self._leaf
 
     def _add_leaf(self, leaf: set[str]) -> None:
-        """Add a micro-batch's gradient to those of its branch of the tree, once that is whole."""
+        """Add a micro-batch's gradient to those of its branch of the tree, once the branch is whole."""
         state, unit, micro = self._state, self._unit, self._op.micro
         state.delivered[unit] |= leaf
         top = place_of(micro)
@@ -268,7 +268,7 @@ class _Bound:
 
 
 def _aside_gradients(state: StepState) -> None:
-    """The auxiliary loss over the whole step, so that any split into micro-batches gives the same loss."""
+    """Compute the auxiliary loss over the whole step, so that any split into micro-batches gives the same loss."""
     micros = range(len(state.batch.micro_batches))
     blocks = sorted({block for block, _ in state.asides})
     leaves = {key: tuple(aside.detach().requires_grad_() for aside in asides) for key, asides in state.asides.items()}
@@ -290,6 +290,6 @@ def _aside_gradients(state: StepState) -> None:
 
 
 def _seed(state: StepState, unit: int, micro: int) -> None:
-    """Dropout draws the same numbers in forward and recompute, whatever ran between: the seed is a function of the place."""
+    """Seed by the place, so that dropout draws the same numbers in forward and recompute, whatever ran in between."""
     if state.parts.chain.has_dropout:
         torch.manual_seed(block_seed(state.parts.seed, state.verdict.step, unit, state.first_micro + micro))

@@ -11,14 +11,14 @@ from headrace.plan.buffer_sizes import held_gradient_bytes, held_gradient_offset
 from headrace.terms.program import Op, Pool
 from headrace.update import clip_factor, square_sum
 
-# Conversion goes in pieces so small that torch keeps to this thread; compute owns the others.
+# Pieces are so small that torch converts on this thread alone; compute owns the other threads.
 _CONVERT_ELEMENTS = 32768
-# On a GPU pieces are large enough to keep it busy, and small enough that what waits there to be copied takes little memory.
+# On a GPU pieces are large enough to keep it busy, and small enough that those waiting to be copied take little memory.
 _DEVICE_CONVERT_ELEMENTS = 4 << 20
 
 
 def drain(state: StepState, op: Op) -> None:
-    """Bring a unit's gradient into its host buffer in the drained dtype, zero what got none, and take its square sum."""
+    """Bring a unit's gradient into its host buffer in the drained dtype, set the rest to zero, and take its square sum."""
     parts, plan = state.parts, state.plan
     accumulator = parts.buffers.accumulator(op.unit, op.slot(Pool.ACCUMULATOR))
     slot = op.slot(Pool.GRADIENT)
@@ -57,7 +57,7 @@ def push(state: StepState, op: Op) -> None:
 
 
 def decide(state: StepState, op: Op) -> None:
-    """Global norm over all units -> clip factor, or skip. The order of the sum is fixed, so the bits are."""
+    """Global norm over all units -> clip factor, or skip. The sum has a fixed order, and so the same bits."""
     _decide(state)
     if state.plan.far_units:
         verdict, far = state.verdict, state.plan.far_units
@@ -77,13 +77,13 @@ def _decide(state: StepState) -> None:
         verdict.skipped = f"gradient norm is {verdict.grad_norm}" + (f" at loss scale {scale:g}" if verdict.loss_scale else "")
     elif factor != 1.0:
         verdict.clipped = True
-        # Updates that were begun assumed a factor of 1. From here on none does anything, and the engine takes them back.
+        # Updates that have begun assumed a factor of 1. From here on none has an effect, and the engine takes them back.
         verdict.missed = state.plan.update_policy in ("speculative", "rerun")
         verdict.gradient_scale *= factor
 
 
 def _zero_the_rest(state: StepState, unit: int, gradient: NDArray[Any]) -> None:
-    """Padding between parameters, and parameters that nothing reached, have no gradient: the buffer may hold an older one."""
+    """Set padding, and parameters that no gradient reached, to zero: the buffer may hold an older gradient."""
     stop = 0
     delivered = state.delivered[unit]
     for parameter in state.trained_layout(unit).parameters:

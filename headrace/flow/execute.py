@@ -1,7 +1,7 @@
-"""Two interpreters of a program: overlapped (a thread, or several, per lane) and plain (in order, one thread).
+"""Two interpreters of a program: overlapped (one or several threads per lane) and plain (in order, one thread).
 
 Both perform the same operations on the same buffers, so both give the same bits; a test holds them to it. Nothing here can wait
-for ever: each dependency points to an earlier operation, and the first failure anywhere wakes everyone.
+forever: each dependency points to an earlier operation, and the first failure anywhere wakes everyone.
 """
 
 import threading
@@ -18,15 +18,15 @@ from headrace.terms.program import Lane, Op, Program
 
 Perform = Callable[[Op], None]
 
-# Operations that a lane's thread may have issued to a device and not finished. Two keep the device busy; without a bound the
-# host would run ahead of it through a whole step, and take memory for all of it.
+# How many operations a lane's thread may have issued to a device that are not finished. Two keep the device busy; without a
+# bound the host would run ahead of it through a whole step, and take memory for all of it.
 _IN_FLIGHT = 2
 
 
 class _Completion:
-    """Set when an operation is issued; carries the device's mark where issuing is not finishing.
+    """Set when an operation is issued; carries the device's event where the operation may finish later.
 
-    A bare lock that is held until then: an event takes ten times the memory, and there is one for each operation of two steps.
+    It is a bare lock, held until then: an event object takes ten times the memory, and each operation of two steps has one.
     """
 
     __slots__ = ("_is_set", "_unissued", "device_event")
@@ -38,9 +38,9 @@ class _Completion:
         self.device_event: DeviceEvent | None = None
 
     def set(self, device_event: DeviceEvent | None = None) -> None:
-        """Let all who wait go on; setting twice is harmless, but not from two threads at once."""
+        """Let all who wait go on. Setting twice is harmless, unless two threads do it at once."""
         self.device_event = device_event
-        if not self._is_set:  # `locked` would not tell: whoever waits holds it for a moment
+        if not self._is_set:  # `locked` would not tell, because whoever waits holds the lock for a moment
             self._is_set = True
             self._unissued.release()
 
@@ -69,7 +69,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class _Issued:
-    """An operation in the queue of a lane of the device, between two marks."""
+    """An operation in the queue of a lane of the device, between two events."""
 
     run: Run
     op: Op
@@ -83,26 +83,26 @@ class Interpreter:
     def __init__(self, machine: Machine, sink: Sink | None = None) -> None:
         self._machine, self._sink = machine, sink
         self._last: Run | None = None
-        self._issued: dict[Lane, deque[_Issued]] = {lane: deque() for lane in Lane}  # each is its lane's thread's alone
+        self._issued: dict[Lane, deque[_Issued]] = {lane: deque() for lane in Lane}  # each is used by its lane's thread alone
         self.failure: BaseException | None = None
 
     def run(self, program: Program, perform: Perform, step: int) -> Run:
-        """Start `program` after the last one; returns when this thread's part (compute) is issued and successful."""
+        """Start `program` after the last one; return when this thread's part (compute) is issued and successful."""
         raise NotImplementedError
 
     def wait(self) -> None:
-        """Block until everything started is finished; raise if anything failed."""
+        """Block until everything that was started is finished; raise if anything failed."""
         if self._last is not None:
             self._last.wait()
         self.check()
 
     def check(self) -> None:
-        """Raise `StepFailed` with the first failure as its cause."""
+        """Raise `StepFailed`, with the first failure as its cause, if there is one."""
         if self.failure is not None:
             raise StepFailed(f"the step failed: {self.failure}; the last committed step is untouched") from self.failure
 
     def fail(self, failure: BaseException) -> None:
-        """Run nothing more: what is queued ends undone, and whoever waits or comes later is told of the first failure."""
+        """Run nothing more: queued operations end undone, and whoever waits or comes later is told the first failure."""
         self.failure = self.failure or failure
 
     def close(self) -> None:
@@ -144,7 +144,7 @@ class Interpreter:
             done.set(done.device_event)
 
     def _finish(self, lane: Lane, remaining: int = 0) -> None:
-        """Wait until at most `remaining` operations of `lane` are under way on the device; account for those that ended."""
+        """Wait until at most `remaining` operations of `lane` are under way on the device; report those that ended."""
         issued = self._issued[lane]
         while len(issued) > remaining:
             ended = issued.popleft()
@@ -176,7 +176,7 @@ class Interpreter:
 
 
 class PlainInterpreter(Interpreter):
-    """Every operation in program order on the calling thread."""
+    """Runs every operation in program order on the calling thread."""
 
     def run(self, program: Program, perform: Perform, step: int) -> Run:
         """Perform all operations; nothing is under way afterwards."""
@@ -189,10 +189,10 @@ class PlainInterpreter(Interpreter):
 
 
 class OverlappedInterpreter(Interpreter):
-    """One queue per lane; the calling thread is the compute lane, the others have the threads of their rows in the table.
+    """One queue per lane; the calling thread is the compute lane, other lanes have as many threads as the table of lanes says.
 
-    A lane with several threads still *starts* its operations in order; it only does not wait for one to finish before the
-    next. The program states every dependency, so this is safe.
+    A lane with several threads still *starts* its operations in order; it only does not wait for one to finish before it starts
+    the next. The program states every dependency, so this is safe.
     """
 
     def __init__(self, machine: Machine, sink: Sink | None = None) -> None:
@@ -209,7 +209,7 @@ class OverlappedInterpreter(Interpreter):
                 self._threads.append(thread)
 
     def run(self, program: Program, perform: Perform, step: int) -> Run:
-        """Queue the other lanes' operations and perform compute's here; the rest may go on after the return."""
+        """Queue the other lanes' operations and perform compute's here; the others may go on after the return."""
         run = self._begin(program, perform, step)
         num_queued = 0
         try:
@@ -222,7 +222,7 @@ class OverlappedInterpreter(Interpreter):
                 self.check()
             self._finish(Lane.COMPUTE)
         except BaseException as failure:
-            # Stopped in the middle: other lanes must not wait for operations that nobody will do.
+            # It stopped in the middle: other lanes must not wait for operations that nobody will do.
             self.fail(failure)
             for op in program.ops:
                 if op.lane is Lane.COMPUTE or op.index >= num_queued:
@@ -231,7 +231,7 @@ class OverlappedInterpreter(Interpreter):
         return run
 
     def close(self) -> None:
-        """End all lanes after what they have queued."""
+        """End all lanes after they have done what is queued."""
         for thread_lane, queue in self._queues.items():
             for thread in self._threads:
                 if thread.name.startswith(f"headrace {thread_lane} "):
@@ -251,7 +251,7 @@ class OverlappedInterpreter(Interpreter):
         self._settle(lane)
 
     def _settle(self, lane: Lane) -> None:
-        """Account for what a lane that has nothing more to do left on the device."""
+        """Report what an idle lane left on the device."""
         try:
             self._finish(lane)
         except BaseException as failure:  # the device failed after the operation was issued

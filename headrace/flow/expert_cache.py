@@ -1,10 +1,10 @@
-"""Experts that stay in host memory: the hottest, as many as there are places, and not those that were used last.
+"""Experts that stay in host memory: those to which most tokens were sent, not those that were used last.
 
-What is kept is chosen by how many tokens were sent to each expert, and chosen anew after 1, 2, 4, 8, ... passes: so it follows
-what is generated at first, and then stays. An expert that is to be kept and is not there yet stays when it next comes anyway.
+They are chosen by how many tokens were sent to each expert, and chosen again after 1, 2, 4, 8, ... passes: so at first the
+choice follows what is generated, and then it stays. An expert that is chosen and not there yet stays when it next comes anyway.
 Nothing is read for the cache alone.
 
-Invariant: between two choices an expert that is there is neither moved nor overwritten.
+Invariant: between two choices an expert in the cache is neither moved nor overwritten.
 """
 
 import threading
@@ -23,7 +23,7 @@ class ExpertCache:
         self._places = tuple(places)
         self._free = list(range(len(places)))
         self._held: dict[Expert, int] = {}
-        self._kept: frozenset[Expert] | None = None  # None: whatever comes first
+        self._kept: frozenset[Expert] | None = None  # None: before the first choice, whatever comes first is kept
         self._lock = threading.Lock()
         self._passes, self._next = 0, 1
         self.tokens: Counter[Expert] = Counter()
@@ -34,13 +34,13 @@ class ExpertCache:
         return frozenset(self._held)
 
     def find(self, expert: Expert) -> Bytes | None:
-        """Return the place of an expert that is there."""
+        """Return the place of an expert, None if it is not there."""
         with self._lock:
             index = self._held.get(expert)
         return None if index is None else self._places[index]
 
     def admit(self, expert: Expert) -> Bytes | None:
-        """Return a place for an expert that is being read, if it is to be kept and there is room."""
+        """Return a place for an expert that is being read, if it is to be kept and there is room; else None."""
         with self._lock:
             if not self._free or (self._kept is not None and expert not in self._kept):
                 return None
@@ -48,12 +48,12 @@ class ExpertCache:
         return self._places[index]
 
     def after_pass(self) -> None:
-        """Count a pass, and choose anew after some. Nothing may be reading or computing."""
+        """Count a pass, and choose again after some. Nothing may be reading or computing."""
         self._passes += 1
         if self._passes < self._next or len(self._places) == 0:
             return
         self._next *= 2
-        # Of experts as hot as one another those that are there stay.
+        # Of experts with equally many tokens, those that are there stay.
         order = sorted(self.tokens, key=lambda each: (-self.tokens[each], each not in self._held, each))
         self._kept = frozenset(order[: len(self._places)])
         for expert in [each for each in self._held if each not in self._kept]:

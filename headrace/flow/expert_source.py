@@ -1,4 +1,4 @@
-"""The weights of a model's own files where experts come one at a time: a source of the rest of each block, and of experts."""
+"""The weights of a model's own files where experts come one at a time: a source of blocks without experts, and of experts."""
 
 from collections.abc import Mapping
 
@@ -17,9 +17,10 @@ from headrace.terms.layout import Plane
 
 
 class ExpertSource:
-    """A `WeightSource` of units without experts; experts by unit and number. `blocks` say whose attributes they are.
+    """A `WeightSource` of units without experts, and of experts by unit and number. `blocks` say which attributes experts are.
 
-    `figures` are those of the units here, `expert_figures` those of experts besides. It reads by the reader of another source,
+    `figures` are those of the units without experts, `expert_figures` those of the experts. It uses the reader of another
+    source, which closes it.
     which closes it.
     """
 
@@ -42,7 +43,7 @@ class ExpertSource:
 
     @property
     def bytes_read(self) -> int:
-        """Bytes read of extents so far."""
+        """Bytes of extents read so far."""
         return self._reader.bytes_read
 
     def read(self, unit: int, into: Bytes) -> None:
@@ -54,7 +55,7 @@ class ExpertSource:
             import_unit(self._weights, stored.layout, into.view(self._plane.dtype), None)
 
     def read_trained(self, memory: Mapping[int, Bytes]) -> None:
-        """See `WeightSource.read_trained`: there is nothing of that kind."""
+        """See `WeightSource.read_trained`: a file has no trained families, so nothing is done."""
 
     def make(self, unit: int, stored: torch.Tensor | None, trained: torch.Tensor | None, into: torch.Tensor) -> None:
         """See `WeightSource.make`."""
@@ -71,7 +72,7 @@ class ExpertSource:
         return self._reader.read(stored.extents, into[: stored.num_bytes])
 
     def make_expert(self, unit: int, number: int, read: torch.Tensor, into: torch.Tensor) -> None:
-        """Fill the flat slot `into` of an expert from what was read of it."""
+        """Fill an expert's flat slot `into` from what was read of it."""
         stored = self.expert(unit, number)
         if stored.is_made:
             stored.put(read, into)
@@ -79,13 +80,13 @@ class ExpertSource:
             into.copy_(read.view(into.dtype))
 
     def close(self) -> None:
-        """Nothing is its own."""
+        """Do nothing: the reader belongs to another source."""
 
 
 def expert_figures(
     stored: StoredExperts, figures: tuple[UnitFigures, ...], dtype: torch.dtype, *, on_cpu: bool
 ) -> ExpertFigures:
-    """Return the figures of experts, beside those of the units that they are taken out of."""
+    """Return the figures of experts, and those of the units without them."""
     every = [expert for experts in stored.experts for expert in experts]
     return ExpertFigures(
         units=figures,

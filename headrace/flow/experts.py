@@ -1,9 +1,9 @@
-"""Experts that come by themselves in a pass: what its operations with a `part` do, and seats that wait within a block.
+"""Experts that come by themselves in a pass: what its operations with a `part` do, and how seats wait within a block.
 
-A seat runs a block in its own thread. Where the block's experts are called it says which it will want, and waits; then, round
-by round, experts come, and each seat that waits for one goes on until it wants one that is not there (`model/banks.py`).
+A seat runs a block in its own thread. Where the block's experts are called it says which ones it will want, and waits. Then
+experts come round by round, and each seat that waits for one goes on until it wants one that is not there (`model/banks.py`).
 
-Invariant: an expert is read once for all seats of a pass, and only where somebody wants it, unless all are read ahead.
+Invariant: an expert is read once for all seats of a pass, and only if some seat wants it, unless all are read ahead.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 
 
 class _Visit:
-    """A seat within a block. `wants` is the expert that it waits for."""
+    """A seat within a block. `wants` is the expert for which it waits."""
 
     def __init__(self, flow: "ExpertFlow", unit: int, seat: Seat) -> None:
         self.seat, self.needs, self.wants = seat, tuple[int, ...](), -1
         self._flow, self._unit = flow, unit
 
     def announce(self, experts: Mapping[int, int]) -> None:
-        """See `Visitor`. Here the seat has been to its router."""
+        """See `Visitor`. At this point the seat has been to its router."""
         self.needs = tuple(experts)
         for expert, tokens in experts.items():
             self._flow.cache.tokens[self._unit, expert] += tokens
@@ -48,7 +48,7 @@ class _Visit:
 
 
 class ExpertFlow:
-    """Experts of all blocks, from when a plan's buffers are there until `close`."""
+    """The experts of all blocks, in use from the time a plan's buffers exist until `close`."""
 
     def __init__(
         self, plan: ExpertPlan, chain: Chain, source: ExpertSource, buffers: "GenerationBuffers", machine: "Machine"
@@ -59,7 +59,7 @@ class ExpertFlow:
         self._ahead = False
         self._waiting: list[_Visit] = []
         self._routed: dict[int, tuple[int, ...]] = {}
-        self._read: dict[int, list[tuple[int, Bytes]]] = {}  # by slot of a round: experts and where they were read
+        self._read: dict[int, list[tuple[int, Bytes]]] = {}  # by slot of a round: experts, and where each was read
         self._sent: dict[int, list[tuple[int, torch.Tensor]]] = {}
         self._ready: dict[int, list[tuple[int, torch.Tensor]]] = {}
         self._banks.install()
@@ -69,17 +69,17 @@ class ExpertFlow:
         self._banks.remove()
 
     def begin_pass(self, tokens: int) -> None:
-        """Prepare for a pass over so many tokens. What came before is complete."""
+        """Prepare for a pass over so many tokens. Everything before it is complete."""
         self._ahead = self.plan.is_ahead(tokens)
         self._waiting.clear()
         self._routed.clear()
 
     def end_pass(self) -> None:
-        """Choose what stays in host memory. Nothing is under way."""
+        """Choose the experts that stay in host memory. Nothing may be under way."""
         self.cache.after_pass()
 
     def pass_key(self, tokens: int) -> tuple[bool, int]:
-        """Return what passes have in common whose programs are alike."""
+        """Return a key that is equal for passes with equal programs."""
         most = max(self.plan.figures.num_experts)
         return self.plan.is_ahead(tokens), min(tokens * self.plan.choices, most)
 
@@ -88,7 +88,7 @@ class ExpertFlow:
         return self.plan.figures.num_experts[unit] > 0
 
     def enter(self, unit: int, seat: Seat) -> None:
-        """Run a seat into a block, as far as its router. The rest of the block is bound."""
+        """Run a seat into a block, as far as its router. The block's other weights are bound."""
         visit = _Visit(self, unit, seat)
 
         def run() -> None:
@@ -103,11 +103,11 @@ class ExpertFlow:
             self._waiting.append(visit)
 
     def route(self, op: Op) -> None:
-        """Note which experts of a block seats want, ascending."""
+        """Note which experts of a block the seats want, in ascending order."""
         self._routed[op.unit] = tuple(sorted({expert for visit in self._waiting for expert in visit.needs}))
 
     def fetch(self, op: Op) -> None:
-        """Read the experts of a round, of those that are not in host memory."""
+        """Read those experts of a round that are not in host memory."""
         slot, first = op.slot(Pool.EXPERTS), op.part * self.plan.in_round
         wanted = range(self.plan.figures.num_experts[op.unit]) if self._ahead else self._routed[op.unit]
         found, tickets = [], []
@@ -124,7 +124,7 @@ class ExpertFlow:
         self._read[slot] = found
 
     def upload(self, op: Op) -> None:
-        """Copy the experts of a round to the device; of those that are made, what they are made of."""
+        """Copy the experts of a round to the device; for experts that are made, copy their sources."""
         slot, sent = op.slot(Pool.EXPERTS), op.slot(Pool.EXPERT_SOURCES)
         computed, found = op.slot(Pool.DEVICE_EXPERTS), []
         for place, (expert, read) in enumerate(self._read[slot]):
@@ -140,7 +140,7 @@ class ExpertFlow:
             self._ready[computed] = [(expert, there.view(self._buffers.dtype)) for expert, there in found]
 
     def make(self, op: Op) -> None:
-        """Make the slots of a round's experts of what was read."""
+        """Make the slots of a round's experts from what was read."""
         sent, computed = op.slot(Pool.EXPERT_SOURCES), op.slot(Pool.DEVICE_EXPERTS)
         read = (
             self._sent[sent]
@@ -178,10 +178,10 @@ class ExpertFlow:
             present.clear()
 
     def leave(self, op: Op) -> None:
-        """End a block: all seats are through it.
+        """End a block: all seats have passed it.
 
         Raises:
-            StepFailed: one is not: it wants an expert that has passed.
+            StepFailed: a seat has not: it wants an expert that has been and gone.
         """
         if self._waiting:
             wanted = sorted({visit.wants for visit in self._waiting})
@@ -191,5 +191,5 @@ class ExpertFlow:
         self._chain.release(op.unit)
 
     def _served(self, visit: _Visit) -> bool:
-        """Let a seat go on while what it wants is there; return whether it is through the block."""
+        """Let a seat go on while the expert that it wants is there; return whether it has passed the block."""
         return visit.wants in self._banks.present and visit.seat.go_on()

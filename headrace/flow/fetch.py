@@ -1,4 +1,4 @@
-"""Weights come: SSD -> host slot -> device slot; or what lies there is made into what compute reads."""
+"""Weights come: SSD -> host slot -> device slot; or what lies there is made into the weights that compute reads."""
 
 import torch
 
@@ -8,17 +8,17 @@ from headrace.terms.program import Op, Pool
 
 
 def fetch(state: StepState, op: Op) -> None:
-    """Read a unit's newest weights into its host slot (a resident unit: into the staging buffer)."""
+    """Read a unit's newest weights into its host slot (of a resident unit: into the staging buffer)."""
     state.parts.store.read(op.unit, WEIGHTS, state.parts.buffers.stored(op.unit, op.slot(Pool.HOST_WEIGHTS))).wait()
 
 
 def pull(state: StepState, op: Op) -> None:
-    """Bring a far unit's newest weights into its host slot (a resident unit: into the staging buffer)."""
+    """Bring a far unit's newest weights into its host slot (of a resident unit: into the staging buffer)."""
     state.parts.far_site.pull(op.unit, state.parts.buffers.stored(op.unit, op.slot(Pool.HOST_WEIGHTS)))
 
 
 def upload(state: StepState, op: Op) -> None:
-    """Copy a unit's weights from the host to the device; of those that are made, what they are made of."""
+    """Copy a unit's weights from the host to the device; if they are made there, copy their sources."""
     parts, unit, slot = state.parts, op.unit, op.slot(Pool.DEVICE_WEIGHTS)
     buffers, sent = parts.buffers, op.slot(Pool.SOURCES)
     stored = buffers.stored(unit, op.slot(Pool.HOST_WEIGHTS))
@@ -36,7 +36,7 @@ def upload(state: StepState, op: Op) -> None:
 
 
 def make(state: StepState, op: Op) -> None:
-    """Make the weights that compute reads, of what is in host memory or was sent to the device."""
+    """Make the weights that compute reads from what is in host memory or was sent to the device."""
     parts, plan, unit = state.parts, state.plan, op.unit
     buffers, sent = parts.buffers, op.slot(Pool.SOURCES)
     into, figures = buffers.computed(unit, -1, op.slot(Pool.DEVICE_WEIGHTS)), plan.units[unit]

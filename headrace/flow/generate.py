@@ -1,7 +1,6 @@
-"""One pass of a generation. The program (plan/schedules/generate.py) lists operations; here is what each of its verbs does.
+"""One pass of a generation. Its program (plan/schedules/generate.py) lists operations; here is what each of its verbs does.
 
-The same interpreters perform it as perform a step, so reading ahead, copies and compute go on at once, and in either the same
-bits are computed.
+The interpreters are those of a step, so reading ahead, copies and compute overlap, and both interpreters give the same bits.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +27,7 @@ from headrace.terms.sizes import PAGE_BYTES, round_up
 
 
 class GenerationBuffers:
-    """The buffers of a generation's plan, taken from one arena per tier. Index them with the slots of an operation."""
+    """The buffers of a generation's plan, taken from one arena per tier. Index them by an operation's slots."""
 
     def __init__(self, plan: GenerationPlan, machine: Machine) -> None:
         self.plan, self.dtype = plan, TORCH_DTYPES[plan.compute_dtype]
@@ -67,7 +66,7 @@ class GenerationBuffers:
         return self.host_weights[slot][: self.plan.stored_bytes(unit)]
 
     def computed(self, unit: int, op: Op) -> torch.Tensor:
-        """Return the weights of a unit that compute reads, as an operation names their slot."""
+        """Return the weights of a unit that compute reads, in the slot that the operation names."""
         slot = op.slot(Pool.DEVICE_WEIGHTS)
         if slot >= 0:
             return self.device_weights[slot][: self.plan.units[unit].num_elements]
@@ -86,9 +85,9 @@ class GenerationBuffers:
 @dataclass(frozen=True)
 class Pass:
     """What the operations of passes share. `seats` are those of this pass, by the number that operations give them; `caches`
-    have what of theirs is not where compute is, None of one whose cache stays there.
+    have the parts of theirs that are not where compute is, None for a seat whose cache stays there.
 
-    `experts` brings those that come by themselves; operations with a `part` are of these.
+    `experts` brings experts that come by themselves; operations with a `part` belong to these.
     """
 
     plan: GenerationPlan
@@ -140,7 +139,7 @@ def _fetch(state: Pass, op: Op) -> None:
 
 
 def _upload(state: Pass, op: Op) -> None:
-    """Copy a block's weights to the device; of those that are made, what they are made of."""
+    """Copy a block's weights to the device; if they are made there, copy their sources."""
     buffers, unit, sent = state.buffers, op.unit, op.slot(Pool.SOURCES)
     stored = buffers.stored(unit, op.slot(Pool.HOST_WEIGHTS))
     if sent >= 0:
@@ -156,7 +155,7 @@ def _upload(state: Pass, op: Op) -> None:
 
 
 def _make(state: Pass, op: Op) -> None:
-    """Make the weights that compute reads, of what is in host memory or was sent to the device."""
+    """Make the weights that compute reads from what is in host memory or was sent to the device."""
     buffers, unit, sent = state.buffers, op.unit, op.slot(Pool.SOURCES)
     into, figures = buffers.computed(unit, op), state.plan.units[unit]
     stored: torch.Tensor | None
@@ -222,7 +221,7 @@ def _route(state: Pass, op: Op) -> None:
 
 
 def _go_on(experts: ExpertFlow, op: Op) -> None:
-    """Compute a round of experts; one without a slot ends the block."""
+    """Compute a round of experts; a round without a slot ends the block."""
     if op.slot(Pool.EXPERTS) < 0 and op.slot(Pool.DEVICE_EXPERTS) < 0:
         experts.leave(op)
     else:

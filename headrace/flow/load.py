@@ -1,4 +1,4 @@
-"""A model into the store and out again, unit by unit: at no time does it exist whole in memory."""
+"""A model goes into the store and out again, unit by unit: it never exists whole in memory."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -22,12 +22,12 @@ from headrace.update.tensors import States, join, update_tensors
 def import_model(weights: WeightMap, store: StateStore, maker: Maker, record: Mapping[str, Any], site: Site | None) -> None:
     """Read each unit's tensors from the checkpoint into the store and commit `record`.
 
-    The first state plane (the remainder of the split master, or the fp32 master) is written where it is not all zero; the
-    rule's own states are zero, and the store knows zero without writing it. Frozen weights are written as their form has them,
-    and beside them the trained family's first ones.
+    The first state plane (the remainder of the split master, or the fp32 master) is written only if it is not all zero; the
+    rule's own states are zero, which the store knows without writing. Frozen weights are written as their form has them, and
+    beside them the first weights of the trained family.
     """
     units, plane = store.manifest.units, maker.weight
-    # One buffer for each plane, as large as the largest unit, for all units: freed memory goes back to the system late.
+    # One buffer for each plane, as large as the largest unit, serves all units: freed memory goes back to the system late.
     weight_memory = huge_page_buffer(max(plane.num_bytes(form.layout.num_elements) for form in maker.forms))
     master_memory = huge_page_buffer(max(map(_master_bytes, units), default=0))
     for index, (unit, form) in enumerate(zip(units, maker.forms, strict=True)):
@@ -70,7 +70,7 @@ def write_family(store: StateStore, unit: int, name: str, content: Bytes) -> Non
 
 
 def _master_plane(unit: Unit) -> Plane | None:
-    """Return the plane that completes the weights to their master. Beside a trained family of its own there is one where the
+    """Return the plane that completes the weights to their master. Beside a trained family of its own, a unit has one if its
     weights are merged with what is trained.
     """
     if (rest := unit.family(REST)) is not None:
@@ -85,7 +85,7 @@ def _master_bytes(unit: Unit) -> int:
 
 
 def _float32_of(dense: torch.Tensor, rest: NDArray[Any] | None) -> torch.Tensor:
-    """Return the weights in float32: their master, as far as it is known."""
+    """Return the weights in float32: their master, where `rest` completes it."""
     if dense.dtype == torch.float32:
         return dense
     if rest is None:
@@ -94,15 +94,15 @@ def _float32_of(dense: torch.Tensor, rest: NDArray[Any] | None) -> torch.Tensor:
 
 
 def _states_with_master(states: Family, chunk: int, master: NDArray[Any]) -> Bytes:
-    """Return a chunk's states: the master's plane, then zeros."""
+    """Return a chunk's states: the plane of the master, then zeros."""
     whole = huge_page_buffer(states.chunk_bytes(chunk))
     whole[: master.nbytes] = master.view(np.uint8)
     return whole
 
 
 class UnitReader:
-    """Gives a unit's newest weights to the exporter: as compute reads them, and with the plane that completes their master
-    where they have one. What it gave is overwritten by the next unit: it takes as much memory as `import_model`.
+    """Gives a unit's newest weights to the exporter: as compute reads them, with the plane that completes their master if there
+    is one. The next unit overwrites the arrays. It takes as much memory as `import_model`.
     """
 
     def __init__(self, store: StateStore, maker: Maker, site: Site | None) -> None:
@@ -118,8 +118,8 @@ class UnitReader:
         return zip(self._store.manifest.units, self._maker.forms, strict=True)
 
     def __call__(self, unit: int) -> tuple[NDArray[Any], NDArray[Any] | None] | None:
-        """Return `(weights, lo or fp32 master, or None where the weights are the master)`; None for a unit that stays exactly
-        as it came.
+        """Return `(weights, rest)`, where `rest` is `lo`, the fp32 master, or None where the weights are the master; return
+        None for a unit that stays exactly as it came.
         """
         described, form, plane = self._store.manifest.units[unit], self._maker.forms[unit], self._maker.weight
         if form.trained is None and form.code is None:
@@ -150,7 +150,7 @@ class UnitReader:
         return bits, master
 
     def _make(self, unit: int, described: Unit, form: Form, weights: Bytes) -> None:
-        """Fill `weights` with those that compute would read."""
+        """Fill `weights` with the weights that compute would read."""
         into = torch.from_numpy(weights).view(self._maker.dtype)
         stored = self._stored[: described.weights.num_bytes] if form.code else weights
         self._store.read(unit, WEIGHTS, stored).wait()
@@ -159,7 +159,7 @@ class UnitReader:
 
 
 class AdapterReader:
-    """Gives the newest tensors of a unit's adapters, flat in the layout that `adapters` has; they lie as `trained` says."""
+    """Gives the newest tensors of a unit's adapters, flat in the layout of `adapters`; the store has them as `trained` says."""
 
     def __init__(self, store: StateStore, trained: Mapping[int, UnitLayout], adapters: Adapters) -> None:
         self._store, self._trained, self._adapters = store, trained, adapters
@@ -167,7 +167,7 @@ class AdapterReader:
         self._memory = huge_page_buffer(max(map(completing_bytes, units)))
 
     def __call__(self, unit: int) -> torch.Tensor:
-        """Return those of a unit, float32."""
+        """Return the tensors of a unit, float32."""
         layout = self._adapters.layouts[unit]
         own = {spec.name: spec for spec in self._trained[unit].parameters}
         found, flat = read_completing(self._store, unit, self._memory), torch.zeros(layout.num_elements)
@@ -177,12 +177,12 @@ class AdapterReader:
 
 
 def completing_bytes(unit: Unit) -> int:
-    """Return the bytes of what a unit's frozen weights are completed with: what is trained, and its basis."""
+    """Return the bytes that complete a unit's frozen weights: what is trained, and its basis."""
     return sum(family.num_bytes for name in (TRAINED, BASIS) if (family := unit.family(name)) is not None)
 
 
 def read_completing(store: StateStore, unit: int, memory: Bytes) -> torch.Tensor:
-    """Read what a unit's frozen weights are completed with into `memory`; return it, float32."""
+    """Read what completes a unit's frozen weights into `memory`; return it as float32."""
     start = 0
     for name in (TRAINED, BASIS):
         if (family := store.manifest.units[unit].family(name)) is not None:
@@ -192,7 +192,7 @@ def read_completing(store: StateStore, unit: int, memory: Bytes) -> torch.Tensor
 
 
 def merge(maker: Maker, unit: int, weights: torch.Tensor, rest: torch.Tensor | None, trained: torch.Tensor) -> None:
-    """Merge `weights`, in the compute dtype, and what completes their fp32 master with what is `trained`, in place."""
+    """Merge `weights` (compute dtype), and the `rest` of their fp32 master, with what is `trained`, in place."""
 
     def merged(master: torch.Tensor, states: Sequence[torch.Tensor]) -> tuple[torch.Tensor, States]:
         maker.complete(unit, master, trained)
@@ -206,7 +206,7 @@ def merge(maker: Maker, unit: int, weights: torch.Tensor, rest: torch.Tensor | N
 
 
 def _largest_chunk_bytes(unit: Unit) -> int:
-    """Return the bytes of a chunk of the states that the unit's master is read from; 0 where it has none."""
+    """Return the bytes of the largest chunk of states from which the unit's master is read; 0 where it has none."""
     states = unit.family(STATES)
     if states is None or _master_plane(unit) is None or unit.family(TRAINED) is not None:
         return 0

@@ -1,5 +1,5 @@
-"""The weights that compute reads are made of what lies on the drive and what is trained besides: for a step, for an evaluation
-and for an export by the same code, so that all three see the same bits.
+"""The weights that compute reads are made from what lies on the drive and what is trained: for a step, an evaluation and an
+export by the same code, so that all three see the same bits.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,8 +15,8 @@ from headrace.update.wire import Wire
 
 
 class Maker:
-    """Makes the weights of units of these `forms`; `codecs`, by name, decode what is coded. `readers` give the parts of what is
-    coded as it comes, by unit and by the offset of the matrix.
+    """Makes the weights of units with these `forms`; `codecs`, by name, decode coded weights. `readers` give the parts of
+    weights that the model's files already hold coded, by unit and by the offset of the matrix.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Maker:
                 places[name].copy_(part)
 
     def _parts(self, unit: int, matrix: CodedMatrix, dense: torch.Tensor) -> Parts:
-        """Return the parts of a matrix: those that it came in, or what its code makes of it."""
+        """Return the parts of a matrix: those that its file has, or what its code makes of it."""
         assert matrix.codec is not None, "it is coded"
         reader = self._readers.get((unit, matrix.offset))
         return self._codecs[matrix.codec].encode(dense) if reader is None else reader()
@@ -58,8 +58,8 @@ class Maker:
     def make(self, unit: int, stored: torch.Tensor | None, trained: torch.Tensor | None, into: torch.Tensor) -> None:
         """Fill `into`, a flat tensor of the compute dtype, with the weights of `unit`.
 
-        `stored` are its bytes as they lie on the drive (None: `into` has them already), `trained` its trained family's weights,
-        float32; all of them on one device.
+        `stored` are its bytes as they lie on the drive (None: `into` already has them), `trained` its trained family's weights,
+        float32; all of them are on one device.
         """
         form = self.forms[unit]
         if form.code is not None:
@@ -73,7 +73,7 @@ class Maker:
 
     @torch.no_grad()
     def complete(self, unit: int, into: torch.Tensor, trained: torch.Tensor) -> None:
-        """Complete the frozen weights in `into`, of the compute dtype or their fp32 master, with what is trained besides."""
+        """Complete the frozen weights in `into` (compute dtype, or their fp32 master) with what is `trained`."""
         form = self.forms[unit]
         assert form.trained is not None, "a trained family has a layout"
         self._wire.complete(unit, form.layout, into, form.trained, trained)
@@ -96,5 +96,5 @@ def parts_of(matrix: CodedMatrix, stored: torch.Tensor) -> Parts:
 
 
 def _dense(matrix: CodedMatrix, slot: torch.Tensor) -> torch.Tensor:
-    """Return the matrix in a unit's dense slot."""
+    """Return a matrix as a view of its unit's dense slot."""
     return slot[matrix.offset : matrix.offset + matrix.rows * matrix.columns].view(matrix.rows, matrix.columns)

@@ -1,4 +1,4 @@
-"""A node's side of a step: rows and weights go to workers, gradients and what they have to say come back."""
+"""A node's side of a step: rows and weights go to workers, gradients and reports come back."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,8 +16,8 @@ from headrace.update import square_sum
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """What workers are told of a step: its number, what the loss is multiplied by beside the mean, and its micro-batches. The
-    learning rate is only for them to show.
+    """What workers are told about a step: its number, the loss scale, and its micro-batches. The learning rate is only for them
+    to show.
     """
 
     step: int
@@ -28,14 +28,16 @@ class Task:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What workers have to say of a step: the sum of token losses, and the auxiliary loss where there is one."""
+    """What workers report of a step: the sum of token losses, and the auxiliary loss where there is one."""
 
     loss_sum: float | None
     aside_loss: float | None
 
 
 class Workers(Protocol):
-    """Those who compute for a node. `send` and `receive` are called from lanes of their own, in the workers' order of turns."""
+    """The workers that compute for a node. `send` and `receive` are called from lanes of their own, in the workers' order of
+    turns.
+    """
 
     def announce(self, task: Task) -> None:
         """Tell each worker its share of a step."""
@@ -44,14 +46,14 @@ class Workers(Protocol):
         """Send a unit's newest weights, as bytes of the compute dtype, to all workers."""
 
     def receive(self, unit: int, into: NDArray[Any]) -> None:
-        """Fill `into` with the sum of the workers' gradients of a unit, as NumPy sees it (bfloat16: the bits)."""
+        """Fill `into` with the sum of the workers' gradients of a unit, in NumPy's types (bfloat16 as bits)."""
 
     def report(self) -> Report:
-        """Return what workers have to say, after the last gradient."""
+        """Return the workers' report, after the last gradient."""
 
 
 def announce(state: StepState, op: Op) -> None:
-    """Tell workers of the step."""
+    """Tell workers about the step."""
     scale = state.verdict.loss_scale.scale if state.verdict.loss_scale else 1.0
     verdict = state.verdict
     task = Task(step=verdict.step, loss_scale=scale, learning_rate=verdict.learning_rate, batch=state.batch)
@@ -64,7 +66,7 @@ def send(state: StepState, op: Op) -> None:
 
 
 def receive(state: StepState, op: Op) -> None:
-    """Take a unit's gradient into its buffer, and its square sum."""
+    """Receive a unit's gradient into its buffer, and take its square sum."""
     gradient = state.parts.buffers.gradient(op.unit, op.slot(Pool.GRADIENT))
     _workers(state).receive(op.unit, gradient)
     state.square_sums[op.unit] = square_sum(gradient)
@@ -84,7 +86,7 @@ def _workers(state: StepState) -> Workers:
 
 
 def task_message(task: Task, micros: range, rows: int) -> tuple[Mapping[str, Any], torch.Tensor]:
-    """Return what a worker is told of its share of a step, as a JSON value, and the rows, int64 (keys, sequences, length).
+    """Return what a worker is told about its share of a step, as a JSON value, and the rows, int64 (keys, sequences, length).
 
     `micros` are the share's micro-batches, of up to `rows` sequences.
     """

@@ -1,9 +1,10 @@
-"""Between two steps: weights are merged with what is trained of a subspace, and what is of its old basis is moved to another.
+"""Between two steps: weights are merged with what is trained of a subspace, and what belongs to the old basis is moved to a new
+one.
 
-A step leaves the new basis of a unit beside the old one, in its own commit. What is done here is a function of what that commit
-has, and ends with a commit of its own: wherever it is cut short, it is done again from the same bytes.
+A step leaves a unit's new basis beside the old one, in its own commit. The work here follows from that commit alone, and ends
+with a commit of its own: if it is cut short, it is done again from the same bytes.
 
-Invariant: before and after it a model has the same weights, but for the rounding of one sum.
+Invariant: a model has the same weights before and after it, apart from the rounding of one sum.
 """
 
 from collections.abc import Iterable, Mapping
@@ -19,24 +20,24 @@ from headrace.store import StateStore
 from headrace.terms.families import BASIS, NEXT_BASIS, REST, STATES, TRAINED, WEIGHTS, Family
 from headrace.update.wire import Proposal, SubspaceWire
 
-# The key of a commit's record that names the units whose basis is to be replaced.
+# The key in a commit's record with the units whose basis is to be replaced.
 PROPOSED = "proposed"
 
 
 def changed(proposal: Proposal) -> bool:
-    """Return whether a proposal has another basis, and not only how good the one is that there is."""
+    """Return whether a proposal has a new basis, and not only figures of the present one."""
     return proposal.basis.numel() > 0
 
 
 def proposed_in(verdict: Verdict) -> dict[str, Any]:
-    """Return what a step's commit says of the bases that it leaves: nothing where no unit has one."""
+    """Return what a step's commit says about the bases that it leaves; {} where no unit has one."""
     units = [unit for unit, each in sorted(verdict.proposals.items()) if each.replaces and changed(each)]
     return {PROPOSED: units} if verdict.proposals else {}
 
 
 @torch.no_grad()
 def settle(store: StateStore, maker: Maker, wire: SubspaceWire, record: Mapping[str, Any]) -> None:
-    """Merge and move what the newest commit asks for, and commit `record` anew, without that. No step may be under way."""
+    """Merge and move as the newest commit asks, and commit `record` without that key. No step may be under way."""
     proposed = frozenset(record.get(PROPOSED, ()))
     merged = [unit for unit, form in enumerate(maker.forms) if form.basis is not None and wire.merges_each_step]
     for unit in sorted({*merged, *proposed}):
@@ -74,7 +75,9 @@ _REST_DTYPES = {torch.bfloat16: torch.int16, torch.float16: torch.float32}
 def _move_states(
     store: StateStore, wire: SubspaceWire, unit: int, layouts: tuple[Any, Any], bases: tuple[torch.Tensor, torch.Tensor]
 ) -> None:
-    """Move a unit's states from one basis to another. In a chunk planes lie back to back, so each is put together first."""
+    """Move a unit's states from one basis to another. Chunks have their planes back to back, so each plane is put together
+    first.
+    """
     family = store.manifest.units[unit].family(STATES)
     assert family is not None, "there are states"
     content = _of(_read(store, unit, STATES))
@@ -88,7 +91,7 @@ def _move_states(
 
 
 def _plane_parts(family: Family, content: Bytes) -> Iterable[tuple[str, torch.Tensor, tuple[int, int]]]:
-    """Yield each plane of each chunk as a view of `content`, and the elements that it is of."""
+    """Yield each plane of each chunk as a view of `content`, and the elements to which it belongs."""
     begin = 0
     for chunk, (start, stop) in enumerate(family.chunks):
         at = begin

@@ -1,4 +1,4 @@
-"""Where the weights of a generation come from: a model's own files, or a store. One contract, and what of it reads what.
+"""Where the weights of a generation come from: a model's own files, or a store. Both keep one contract.
 
 The seam is `make`: there a unit's bytes as they were read become the slot that compute reads.
 """
@@ -29,12 +29,12 @@ from headrace.terms.sizes import format_bytes
 
 
 class WeightSource(Protocol):
-    """Weights by unit. Nothing of what is read changes while it is open."""
+    """Weights by unit. While it is open, nothing that it reads may change."""
 
     layouts: tuple[UnitLayout, ...]
     figures: tuple[UnitFigures, ...]
-    trained: dict[int, Bytes]  # by unit, what a run has trained beside frozen weights, in host memory
-    by_experts: ExpertSource | None  # the same weights, where experts can come one at a time
+    trained: dict[int, Bytes]  # by unit: what a run has trained beside frozen weights, in host memory
+    by_experts: ExpertSource | None  # the same weights with experts that come one at a time; None where they cannot
 
     @property
     def bytes_read(self) -> int:
@@ -44,17 +44,19 @@ class WeightSource(Protocol):
         """Fill `into` with a unit's bytes as they are stored."""
 
     def read_trained(self, memory: Mapping[int, Bytes]) -> None:
-        """Have `trained` in `memory`, which has room for each unit's."""
+        """Read trained families into `memory`, which has room for each unit's, and have them as `trained`."""
 
     def make(self, unit: int, stored: torch.Tensor | None, trained: torch.Tensor | None, into: torch.Tensor) -> None:
-        """Fill the flat slot `into` of a unit that is made. See `Maker.make`."""
+        """Make a unit's flat slot `into`. See `Maker.make`."""
 
     def close(self) -> None:
-        """Let go of the files."""
+        """Close the files."""
 
 
 class ShardSource:
-    """The weights in a model's own safetensors files, and adapters beside them, to which `chain` is bound from here on."""
+    """The weights in a model's own safetensors files, and adapters beside them. `chain` is laid out like the files from here
+    on.
+    """
 
     def __init__(
         self, chain: Chain, weights: WeightMap, sink: Sink, *, on_cpu: bool, adapters: StoredAdapters | None = None
@@ -78,7 +80,7 @@ class ShardSource:
                 self.by_experts, self.why_whole = None, "blocks have adapters"
 
     def _by_experts(self, chain: Chain, *, on_cpu: bool) -> tuple[ExpertSource | None, str]:
-        """Return the same weights by experts, or why they come with their blocks."""
+        """Return the same weights with single experts, or why experts come with their blocks."""
         blocks = find_experts(chain.model, chain.runner.blocks)
         if not any(blocks):
             return None, ""
@@ -94,12 +96,12 @@ class ShardSource:
 
     @property
     def bytes_read(self) -> int:
-        """Bytes read of extents so far."""
+        """Bytes of extents read so far."""
         return self._reader.bytes_read
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a person should know of how weights are read."""
+        """What a person should know about how weights are read."""
         whole = sum(not unit.extents for unit in self._units)
         coded = [number for number, unit in enumerate(self._units) if unit.decodings]
         notes = [f"experts come with their whole block: {self.why_whole}"] if self.why_whole else []
@@ -125,7 +127,7 @@ class ShardSource:
             import_unit(self._weights, stored.layout, into.view(self._plane.dtype), None)
 
     def read_trained(self, memory: Mapping[int, Bytes]) -> None:
-        """See `WeightSource.read_trained`: there is nothing of that kind."""
+        """See `WeightSource.read_trained`: a file has no trained families, so nothing is done."""
 
     def make(self, unit: int, stored: torch.Tensor | None, trained: torch.Tensor | None, into: torch.Tensor) -> None:
         """See `WeightSource.make`."""
@@ -138,7 +140,7 @@ class ShardSource:
 
 
 class StoreSource:
-    """The weights that a run's store holds: those of its last commit. What is made of several families `maker` makes."""
+    """The weights of the last commit in a run's store. `maker` makes slots from several families."""
 
     def __init__(self, store: StateStore, maker: Maker) -> None:
         self._store, self._maker = store, maker
@@ -149,7 +151,7 @@ class StoreSource:
 
     @property
     def bytes_read(self) -> int:
-        """Bytes that the store has read."""
+        """Bytes that the store has read so far."""
         return self._store.bytes_read
 
     def read(self, unit: int, into: Bytes) -> None:
@@ -172,7 +174,7 @@ class StoreSource:
 
 
 def _read_only(figures: UnitFigures) -> UnitFigures:
-    """Return the figures of a unit that nothing updates: what was trained in place is what is read."""
+    """Return the figures of a unit that nothing updates: weights that were trained in place are only read."""
     return replace(figures, trained_elements=0, cuts=()) if figures.in_place else figures
 
 

@@ -1,7 +1,7 @@
-"""What backward needs of forward waits: a block's input and its kept operator outputs, on the device, in host memory, on SSD.
+"""What forward leaves for backward waits: a block's input and its kept operator outputs, on the device, in host memory, on SSD.
 
-On its way through host memory all of it lies in one buffer, so that it is one transfer. Invariant: what comes back has the
-bits, shapes and strides of what went.
+In host memory all of it lies in one buffer, so that it is one transfer. Invariant: what comes back has the bits, shapes and
+strides that it had.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from headrace.terms.sizes import round_up
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a tensor lies in a stash buffer, and how to see it as it was."""
+    """Where a tensor lies in a stash buffer, and how to restore its shape."""
 
     start: int
     num_bytes: int
@@ -33,18 +33,18 @@ class _Place:
 
 def stash(state: StepState, op: Op) -> None:
     """Copy what a block leaves for backward from the device to its host buffer."""
-    # Where blocks of several sizes share the buffer, only the part that this block needs.
+    # Blocks of several sizes may share the buffer: only the part that this block needs is used.
     package, buffer = state.packages.pop((op.unit, op.micro)), torch.from_numpy(_pages(state, op))
     tensors = _tensors(package)
     places = _places(tensors)
     if places[-1].stop > buffer.numel():
-        # The device's attention keeps more than what was planned for: recomputing is exact too.
+        # The device's attention keeps more than was planned: then recomputing, which is exact too, takes its place.
         state.not_kept.add(op.unit)
         package = Package(package.hidden, {}, package.skipped)
         tensors = _tensors(package)
         places = _places(tensors)
     for tensor, place in zip(tensors, places, strict=True):
-        state.parts.machine.lend(tensor, op.lane)  # it was made by compute, and is dropped when this is issued
+        state.parts.machine.lend(tensor, op.lane)  # compute made it, and it is dropped once the copy is issued
         state.parts.machine.copy(buffer[place.start : place.stop].view(place.dtype), _in_memory_order(tensor))
     state.layouts[op.unit, op.micro] = (package.like(lambda tensor: HOLE), places)
 
@@ -55,7 +55,7 @@ def spill(state: StepState, op: Op) -> None:
 
 
 def unspill(state: StepState, op: Op) -> None:
-    """Read a stash buffer back from the SSD; compute reads it where it lies unless the device is separate."""
+    """Read a stash buffer back from the SSD; unless the device is separate, compute reads it there."""
     state.parts.store.scratch_read(stash_offset(state.plan, op.unit, op.micro), _pages(state, op)).wait()
     if not state.plan.separate_device:
         _deliver(state, op, torch.from_numpy(_buffer(state, op)))
@@ -73,7 +73,7 @@ def recall(state: StepState, op: Op) -> None:
 def _deliver(state: StepState, op: Op, memory: torch.Tensor) -> None:
     """Put a package back together over `memory`."""
     skeleton, places = state.layouts.pop((op.unit, op.micro))
-    # `.data`: each tensor gets a version counter of its own, though they share the buffer.
+    # `.data` gives each tensor a version counter of its own, though they share the buffer.
     tensors = iter(
         [memory[place.start : place.stop].view(place.dtype).as_strided(place.size, place.stride).data for place in places]
     )
@@ -103,7 +103,7 @@ def _places(tensors: list[torch.Tensor]) -> list[_Place]:
 
 
 def _in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the elements as a 1-D tensor in the order in which they lie in memory, without a copy where they are dense."""
+    """Return the elements as a 1-D tensor in the order of their memory, without a copy if they are dense."""
     return tensor.permute(_memory_order(tensor)).reshape(-1)
 
 
@@ -114,7 +114,7 @@ def _memory_order(tensor: torch.Tensor) -> list[int]:
 
 
 def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Return the strides by which the dense copy of `tensor` is seen in its own shape."""
+    """Return the strides with which the dense copy of `tensor` has its shape."""
     strides, step = [0] * tensor.dim(), 1
     for axis in reversed(_memory_order(tensor)):
         strides[axis] = step

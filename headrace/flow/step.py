@@ -2,7 +2,7 @@
 
 A step's program (plan/schedules/train.py) lists operations; each names a verb, and each verb is one function of this package:
 
-    fetch.py     weights come            ssd -> host -> device, made of what is stored and trained where they are
+    fetch.py     weights come            ssd -> host -> device, or made there from what is stored and trained
     compute.py   the model runs          prologue, blocks and epilogue; backward recomputes each block from its input
     stash.py     block inputs wait       device -> host -> ssd, and back for backward
     drain.py     gradients go            device -> host; the global norm decides: clip, or skip
@@ -10,7 +10,8 @@ A step's program (plan/schedules/train.py) lists operations; each names a verb, 
     commit.py    the step is durable     one record
     serve.py     workers compute         rows and weights to them, gradients from them: a node's step
 
-An interpreter (execute.py) performs them: overlapped, a thread or more per lane, or plain, one after the other. Same bits.
+An interpreter (execute.py) performs them: overlapped, with one or more threads per lane, or plain, one after the other. Same
+bits.
 """
 
 from collections.abc import Callable

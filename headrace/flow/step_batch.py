@@ -15,7 +15,7 @@ _BATCH_KEYS = ("input_ids", "labels", "attention_mask", "position_ids", "token_m
 class StepBatch:
     """The micro-batches of a step, on the device that computes, with the targets (b, T) of each.
 
-    `trained_columns` says, on the host, in which columns of a micro-batch anything is trained: asking the device would stop it.
+    `trained_columns` says, on the host, which columns of a micro-batch have labels: asking the device would make it wait.
     """
 
     micro_batches: tuple[MicroBatch, ...] = ()
@@ -25,13 +25,13 @@ class StepBatch:
 
 
 def checked_batch(batch: Mapping[str, torch.Tensor], vocabulary: int, *, labelled: bool = True) -> dict[str, torch.Tensor]:
-    """Return the batch as 64-bit integers in host memory; complain before anything runs. A GPU would only say "assert".
+    """Return the batch as 64-bit integers in host memory; complain before anything runs. A GPU would only report an assertion.
 
-    One that is not `labelled` gets labels that train nothing.
+    A batch that is not `labelled` gets labels that train nothing.
 
     Raises:
-        DataError: unknown or missing keys, shapes that do not agree, tokens that the model has no embedding for, or none
-            that is trained.
+        DataError: keys are unknown or missing, shapes do not agree, the model has no embedding for a token, or no token is
+            trained.
     """
     if unknown := set(batch) - set(_BATCH_KEYS):
         raise DataError(f"batch: unknown keys {sorted(unknown)}; known are {sorted(_BATCH_KEYS)}")
@@ -61,7 +61,7 @@ def checked_batch(batch: Mapping[str, torch.Tensor], vocabulary: int, *, labelle
 
 
 def check_apart(batch: Mapping[str, torch.Tensor], chain: Chain) -> None:
-    """Refuse rows of several samples, told by positions that begin again, where the model would let them see one another.
+    """Refuse rows of several samples (their positions begin again) if the model would let samples see one another.
 
     Raises:
         DataError: there is such a row; the message says why the model does not keep its samples apart.
@@ -90,9 +90,10 @@ def step_batch(batch: Mapping[str, torch.Tensor], rows: int, device: torch.devic
 
 
 def filled_up(batch: dict[str, torch.Tensor], length: int, *, needs_mask: bool) -> dict[str, torch.Tensor]:
-    """Return the checked batch with every row filled up to `length` on the right: not trained, and not seen by what is.
+    """Return the checked batch with every row padded to `length` on the right. Padding is not trained, and trained tokens do
+    not see it, because models are causal.
 
-    Models are causal, so what comes later changes nothing before it. `needs_mask`: a loss counts every token, and must be told.
+    `needs_mask`: the batch gets a mask, for losses that count every token.
     """
     rows, found = batch["input_ids"].shape
     if found >= length:
@@ -102,5 +103,5 @@ def filled_up(batch: dict[str, torch.Tensor], length: int, *, needs_mask: bool) 
     more = length - found
     fillings = {name: torch.zeros(rows, more, dtype=torch.int64) for name in batch}
     fillings["labels"] += IGNORED
-    fillings["position_ids"] = torch.arange(more).expand(rows, more)  # a sample of its own
+    fillings["position_ids"] = torch.arange(more).expand(rows, more)  # padding counts as a sample of its own
     return {name: torch.cat([tensor, fillings[name]], dim=1) for name, tensor in batch.items()}

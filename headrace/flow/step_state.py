@@ -39,19 +39,19 @@ class Parts:
     maker: Maker
     seed: int
     sink: Sink
-    pieces: Sequence[Sequence[GroupRange]]  # of what is trained of each unit, as the rule is given them
+    pieces: Sequence[Sequence[GroupRange]]  # of the trained elements of each unit, as the rule gets them
     own_updater: Updater | None = None  # for trained families of their own
     device_updater: DeviceUpdater | None = None  # where the plan updates chunks on the device
-    workers: Any = None  # a node's (`flow.serve.Workers`)
+    workers: Any = None  # at a node (`flow.serve.Workers`)
 
     @property
     def far_site(self) -> Site:
-        """Where far units live, of a run that has some."""
+        """The site where far units live, for a run that has some."""
         assert self.site is not None, "a plan with far units comes with their site"
         return self.site
 
     def commit(self, verdict: "Verdict") -> None:
-        """Make the step of `verdict` durable: first at the site, which can go back by one."""
+        """Make the step of `verdict` durable: first at the site, which can go back by one step."""
         if self.site is not None:
             self.site.commit(verdict.step + 1)
         self.store.commit(verdict.record(verdict))
@@ -59,13 +59,13 @@ class Parts:
 
 @dataclass
 class Verdict:
-    """What becomes of a step's gradients. Filled in by `decide`; read by the update and the commit.
+    """What becomes of a step's gradients. `decide` fills it in; the update and the commit read it.
 
-    `gradient_scale` is 1/loss scale times the clip factor; `record` makes the commit's payload, once that is known.
+    `gradient_scale` is the clip factor over the loss scale; `record` makes the commit's payload, once that is known.
     """
 
     step: int
-    updates: tuple[int, ...]  # applied before this step, of each unit
+    updates: tuple[int, ...]  # by unit: how many were applied before this step
     learning_rate: float
     gradient_scale: float
     loss_scale: LossScale | None
@@ -77,16 +77,16 @@ class Verdict:
     clipped: bool = False
     missed: bool = False  # speculative: updates were begun with a factor that turned out wrong
     redone: bool = False  # and were done again
-    proposals: dict[int, Proposal] = field(default_factory=dict)  # by unit: another basis for what is trained of it
+    proposals: dict[int, Proposal] = field(default_factory=dict)  # by unit: a new basis for what is trained
 
     @property
     def estimation_errors(self) -> dict[str, tuple[float, float | None]]:
-        """How far off the projectors are that the step looked at: those that there were, and others that were tried."""
+        """The errors of those projectors that the step looked at, and of new ones where they were tried."""
         return {name: errors for each in self.proposals.values() for name, errors in each.errors.items()}
 
     @property
     def void(self) -> bool:
-        """Whether what updates do is thrown away."""
+        """Whether the effects of updates are thrown away."""
         return self.missed or self.skipped is not None
 
     @property
@@ -96,16 +96,16 @@ class Verdict:
 
     @property
     def updates_after(self) -> tuple[int, ...]:
-        """Updates applied after this step, of each unit."""
+        """By unit: how many updates are applied after this step."""
         return tuple(count + (self.skipped is None) for count in self.updates)
 
     def scalars_of(self, unit: int) -> StepScalars:
-        """Return what the update of a unit is given besides its gradient. Units count their own updates."""
+        """Return what a unit's update gets besides its gradient. Units count their own updates."""
         return StepScalars(learning_rate=self.learning_rate, update=self.updates[unit] + 1, gradient_scale=self.gradient_scale)
 
 
 class _Hole:
-    """Where a tensor was taken out of a package; not `None`, which some operators return among their outputs."""
+    """Marks where a tensor was taken out of a package. It is not `None`, which some operators return among their outputs."""
 
 
 HOLE = _Hole()
@@ -122,9 +122,9 @@ class Package:
     skipped: frozenset[int] = frozenset()
 
     def like(self, change: Callable[[Any], Any]) -> "Package":
-        """Return a package of the same form with `change` applied to each tensor (or hole of one), in a fixed order.
+        """Return a package of the same structure with `change` applied to each tensor (or hole), in a fixed order.
 
-        Tensors that are not where the block's input is stay as they are: attention may give its random state on the CPU.
+        Tensors on another device than the block's input stay as they are: attention may keep its random state on the CPU.
         """
         here = self.hidden.device if isinstance(self.hidden, torch.Tensor) else None
         hidden = change(self.hidden)
@@ -133,7 +133,8 @@ class Package:
 
 
 def _changed(value: Any, change: Callable[[Any], Any], here: torch.device | None) -> Any:
-    # No function inside `like`: one that calls itself is a reference cycle, and keeps the tensors until it is collected.
+    # It is no function inside `like`: one that calls itself is a reference cycle, which keeps the tensors until it is
+    # collected.
     if value is HOLE or (isinstance(value, torch.Tensor) and value.device == here):
         return change(value)
     return tuple(_changed(item, change, here) for item in value) if isinstance(value, tuple) else value
@@ -149,21 +150,21 @@ class StepState:
     parts: Parts
     batch: StepBatch
     verdict: Verdict
-    pending: Verdict | None  # the step before, if this step's program carries out updates of it
-    first_micro: int = 0  # of all micro-batches of the step, the first that is computed here
+    pending: Verdict | None  # the verdict of the step before, if this step's program does updates of it
+    first_micro: int = 0  # the first of the step's micro-batches that is computed here
     learns: bool = True  # whether a backward follows, which needs what forward leaves
     inputs: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)  # hidden states by (coming unit, micro-batch)
     calls: dict[int, Any] = field(default_factory=dict)  # micro-batch -> what each block is called with
     packages: dict[tuple[int, int], Package] = field(default_factory=dict)  # made by forward, on their way to the stash
     layouts: dict[tuple[int, int], tuple[Package, list[Any]]] = field(default_factory=dict)  # of stash buffers
     recalled: dict[tuple[int, int], Package] = field(default_factory=dict)  # ready for backward
-    not_kept: set[int] = field(default_factory=set)  # blocks that left nothing but their input, though the plan keeps more
+    not_kept: set[int] = field(default_factory=set)  # blocks that left only their input, though the plan keeps more
     hidden_gradients: dict[int, torch.Tensor] = field(default_factory=dict)
     asides: dict[tuple[int, int], tuple[torch.Tensor, ...]] = field(default_factory=dict)
     aside_gradients: dict[tuple[int, int], tuple[torch.Tensor, ...]] = field(default_factory=dict)
-    caught: dict[int, dict[str, torch.Tensor]] = field(default_factory=lambda: defaultdict(dict))  # a wire's own, by unit
+    caught: dict[int, dict[str, torch.Tensor]] = field(default_factory=lambda: defaultdict(dict))  # by unit: what a wire keeps
     delivered: dict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
-    logits: dict[int, torch.Tensor] = field(default_factory=dict)  # by micro-batch, of rows that were scored without labels
+    logits: dict[int, torch.Tensor] = field(default_factory=dict)  # by micro-batch: of rows that were scored without labels
     loss_sum: torch.Tensor | None = None
     aside_loss: torch.Tensor | None = None
     square_sums: dict[int, float] = field(default_factory=dict)
@@ -177,24 +178,24 @@ class StepState:
 
     @property
     def loss_multiplier(self) -> float:
-        """What the sum of token losses is multiplied by before backward: token mean, times the loss scale."""
+        """The factor on the sum of token losses before backward: one over the trained tokens, times the loss scale."""
         scale = self.verdict.loss_scale.scale if self.verdict.loss_scale else 1.0
         return scale / self.batch.trained_tokens
 
     def updater_of(self, unit: int) -> Updater:
-        """Return what updates a unit on the host."""
+        """Return the updater of a unit on the host."""
         updater = self.parts.updater if self.plan.units[unit].in_place else self.parts.own_updater
         assert updater is not None, "a plan with trained families of their own comes with a rule for them"
         return updater
 
     def trained_layout(self, unit: int) -> UnitLayout:
-        """Return where a unit's gradients and states lie."""
+        """Return the layout of a unit's gradients and states."""
         trained = self.parts.forms[unit].trained
         assert trained is not None, "a frozen unit has no gradient"
         return trained
 
     def verdict_of(self, op: Op) -> Verdict:
-        """Return the verdict by which an update operation goes: a late one belongs to the step before."""
+        """Return the verdict that counts for an update operation: a late one belongs to the step before."""
         if not op.late:
             return self.verdict
         assert self.pending is not None, "there are late updates only after a step"

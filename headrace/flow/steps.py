@@ -1,6 +1,6 @@
 """From step to step: the program of each, what it leaves to the next one, and how a step is taken back.
 
-`step.py` is one step; this is the row of them. Not here: batches, schedules, what is recorded (the engine's).
+`step.py` is one step; this is the sequence of them. Batches, schedules and records are not here (the engine has them).
 """
 
 from collections.abc import Callable, Iterator
@@ -31,21 +31,21 @@ class _Build(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """How the program of a step is built, and of what finishes one that left something pending."""
+    """How the program of a step is built, and the program that finishes what a step left pending."""
 
     program: _Build = build_program
     tail: Callable[[Plan, Snapshot], tuple[Program, Snapshot]] = build_tail
 
 
 _TRAINING = Schedule()
-# Share of the last steps that needed no clipping, below which a step that may be run again is not begun on that guess.
+# If fewer of the last steps than this share needed no clipping, a step that can be run again is not begun on that guess.
 _GUESSING_PAYS = 0.25
 
 
 class Steps:
-    """Runs steps one after the other on one set of buffers. Close it before the buffers go.
+    """Runs steps one after the other on one set of buffers. Close it before the buffers are freed.
 
-    `schedule` says what a step has to do. `hits` says how often updates could have started before the norm was known; it
+    `schedule` says what a step has to do. `hits` counts how often updates could have started before the norm was known; it
     decides the policy where the plan has two.
     """
 
@@ -60,11 +60,11 @@ class Steps:
 
     @property
     def failed(self) -> bool:
-        """Whether a lane failed: nothing can be finished any more."""
+        """Whether a lane failed, so that nothing can be finished any more."""
         return self._interpreter.failure is not None
 
     def run(self, num_micro_batches: int, verdict: Verdict, state_of: Callable[[Verdict | None], StepState]) -> StepState:
-        """Run one step. `state_of` is given the verdict of the step before if updates of it are still to be done.
+        """Run one step. `state_of` gets the verdict of the step before, if updates of that step are still to be done.
 
         Raises:
             StepFailed: a lane failed; the last committed step is untouched.
@@ -77,7 +77,7 @@ class Steps:
         state = state_of(self._pending)
         program = self._next_program(num_micro_batches, durable=self._pending is None or self._pending.durable)
         may_rerun = self.parts.plan.update_policy == "rerun"
-        # Where hardly any step needs no clipping, a first run takes the norm alone: nothing is updated or written in vain.
+        # If hardly any step needs no clipping, a first run only finds the norm: nothing is updated or written in vain.
         verdict.missed = may_rerun and bool(self.hits.outcomes) and not self.hits.exceeds(_GUESSING_PAYS)
         run_step(program, state, self._interpreter)
         self._tell(state.not_kept)
@@ -95,14 +95,14 @@ class Steps:
         key = (num_micro_batches, self._left, durable)
         if key not in self._programs:
             if len(self._programs) == MOST_PROGRAMS:
-                # The oldest: the steady state needs one, or three where some steps are no checkpoints.
+                # The oldest goes: the steady state needs one program, or three where some steps are no checkpoints.
                 del self._programs[next(iter(self._programs))]
             self._programs[key] = self._schedule.program(self.parts.plan, num_micro_batches, self._left, durable=durable)
         program, self._left = self._programs[key]
         return program
 
     def score(self, batch: StepBatch, verdict: Verdict) -> StepState:
-        """Run rows of a batch forward through the newest weights, which nothing changes.
+        """Run rows of a batch forward through the newest weights, without changing anything.
 
         Raises:
             StepFailed: a lane failed; the last committed step is untouched.
@@ -117,7 +117,7 @@ class Steps:
             return state
 
     def follow_hit_rate(self) -> Plan:
-        """Change between waiting for the norm and guessing it, where the plan has both: they share all buffers."""
+        """Change between waiting for the norm and guessing, if the plan has both policies: they share all buffers."""
         plan, hits = self.parts.plan, self.hits
         if plan.results.speculation is None or not hits.is_due:
             return plan
@@ -149,13 +149,13 @@ class Steps:
             self.parts.commit(self._last)
 
     def close(self) -> None:
-        """End the interpreter's threads. Does not flush."""
+        """End the interpreter's threads, without flushing."""
         self._interpreter.close()
 
     @contextmanager
     def _whole_or_failed(self) -> Iterator[None]:
-        """Let nothing follow what stopped in the middle, an interrupt from the keyboard included: what these steps know of the
-        buffers would be wrong, and a commit would make it durable. The last committed step is untouched.
+        """Let nothing follow work that stopped in the middle, also by an interrupt from the keyboard: what these steps know
+        about the buffers would be wrong, and a commit would make it durable. The last committed step is untouched.
         """
         try:
             yield
@@ -164,7 +164,7 @@ class Steps:
             raise
 
     def _take_back(self, verdict: Verdict) -> None:
-        """Go back to the committed slots; then record a skipped step, or repeat the updates from the held gradients."""
+        """Return to the committed slots; then record a skipped step, or repeat the updates from the held gradients."""
         self._go_back()
         if verdict.skipped is not None:
             self.parts.commit(verdict)
@@ -176,7 +176,7 @@ class Steps:
     def _run_again(
         self, num_micro_batches: int, verdict: Verdict, state_of: Callable[[Verdict | None], StepState]
     ) -> StepState:
-        """Go back to the committed slots and run the step again, from its batch, with the factor that is known now."""
+        """Return to the committed slots and run the step again from its batch, with the factor that is now known."""
         self._go_back()
         verdict.missed, verdict.redone = False, True
         state = state_of(None)
@@ -189,7 +189,7 @@ class Steps:
         self._left, self._pending = self._load_residents(), None
 
     def _tell(self, not_kept: set[int]) -> None:
-        """Say, once, that blocks are recomputed whole although the plan keeps outputs of theirs: exact, but slower."""
+        """Say once that blocks are recomputed whole although the plan keeps outputs of theirs: exact, but slower."""
         if not_kept and not self._told:
             self._told = True
             blocks = f"{len(not_kept)} of {self.parts.plan.num_blocks} blocks"

@@ -1,11 +1,11 @@
-"""What moves between a store and its drives, counted from one question to the next, so that nothing falls between."""
+"""What moves between a store and its drives, counted from one question to the next, so that nothing is missed."""
 
 from headrace.store import StateStore
 from headrace.terms.events import Flushed
 
 
 class Traffic:
-    """Bytes and CPU seconds of `store` since it was last asked; from now on, for the first time."""
+    """Bytes and CPU seconds of `store` since the last question, or, before the first one, since this object was made."""
 
     def __init__(self, store: StateStore) -> None:
         self._store = store

@@ -1,7 +1,7 @@
 """States come, the rule makes one pass, states and weights go: chunk by chunk, out of core, exactly.
 
-The pass is made on the host, or on the device where the plan says so: then the chunk goes there and comes back between reading
-and writing. Invariant: the same bits either way.
+The pass runs on the host, or, where the plan says so, on the device: then the chunk goes there and comes back between reading
+and writing. Invariant: the bits are the same either way.
 """
 
 from typing import Any
@@ -23,7 +23,7 @@ from headrace.update import DeviceUpdater, UpdateRule
 
 
 def device_updater(plan: Plan, machine: Machine, rule: UpdateRule) -> DeviceUpdater | None:
-    """Return what applies `rule` on the device, or None if the plan updates nothing there."""
+    """Return the updater that applies `rule` on the device; None if the plan updates nothing there."""
     if not plan.device_state_slots:
         return None
     piece = HOST_ITEM_ELEMENTS if machine.device.type == "cpu" else DEVICE_UPDATE_PIECE_ELEMENTS
@@ -51,7 +51,7 @@ def states_to_host(state: StepState, op: Op) -> None:
 
 
 def update(state: StepState, op: Op) -> None:
-    """Apply the rule to a chunk in place: weights in their host slot and states in staging, or all of it on the device."""
+    """Apply the rule to a chunk in place: weights in their host slot and states in staging, or everything on the device."""
     verdict = state.verdict_of(op)
     if verdict.void:
         return
@@ -91,21 +91,21 @@ def write_weights(state: StepState, op: Op) -> None:
         state.parts.store.write(op.unit, family, op.chunk, _weights(state, op), known.weights if known else None).wait()
         proposal = state.verdict_of(op).proposals.get(op.unit)
         if proposal is not None and proposal.basis.numel() and op.chunk == 0:
-            # It lies there from this step's commit on, and is put into use after it (`settle`).
+            # The basis lies there from this step's commit on, and is put into use afterwards (`settle`).
             content = huge_page_buffer(proposal.basis.nbytes)
             content[:] = proposal.basis.view(torch.uint8).numpy()
             write_family(state.parts.store, op.unit, NEXT_BASIS if proposal.replaces else BASIS, content)
 
 
 def _is_written(state: StepState, op: Op, *, stays: bool) -> bool:
-    """Whether an update's write has anything to write. A step without effect has not; but what stays in memory may still have
-    the effects of steps that were no checkpoints.
+    """Return whether an update's write has anything to write. A step without effect has nothing, but what stays in memory may
+    still have the effects of steps that were no checkpoints.
     """
     return not state.verdict_of(op).void or (stays and op.late)
 
 
 def _weights(state: StepState, op: Op) -> Bytes:
-    """Return the chunk's part of the trained weights of the unit in host memory."""
+    """Return the chunk's part of the unit's trained weights in host memory."""
     plan, buffers = state.plan, state.parts.buffers
     start, stop = plan.chunk(op.unit, op.chunk)
     whole = buffers.trained[op.unit] if op.unit in buffers.trained else buffers.stored(op.unit, op.slot(Pool.HOST_WEIGHTS))
@@ -117,13 +117,15 @@ def _states(state: StepState, op: Op) -> Bytes:
     """Return the chunk's states, all planes back to back: in staging, or where they always are."""
     plan, buffers = state.plan, state.parts.buffers
     slot, planes = op.slot(Pool.STATES), plan.planes_of(op.unit)
-    if slot >= 0 or not planes.states:  # a rule without states: no bytes of any buffer
+    if slot >= 0 or not planes.states:  # a rule without states has no bytes in any buffer
         return buffers.states[max(slot, 0)][: plan.chunk_state_bytes(op.unit, op.chunk)]
     return buffers.resident_states[op.unit][plan.states_of_chunk(op.unit, op.chunk)]
 
 
 def _places(state: StepState, op: Op) -> list[tuple[torch.Tensor, Bytes]]:
-    """Return where a chunk's states, weights and, on its way there, its gradient lie, as bytes: on the device, on the host."""
+    """Return for a chunk's states, weights and, on its way there, gradient where they lie, as bytes: on the device, on the
+    host.
+    """
     plan = state.plan
     here, slot = [_states(state, op), _weights(state, op)], op.slot(Pool.GRADIENT)
     if slot >= 0:
@@ -133,7 +135,7 @@ def _places(state: StepState, op: Op) -> list[tuple[torch.Tensor, Bytes]]:
 
 
 def _on_device(state: StepState, op: Op) -> list[torch.Tensor]:
-    """Return a chunk's states, weights and gradient on the device, as bytes: they lie back to back."""
+    """Return a chunk's states, weights and gradient on the device as bytes; they lie back to back."""
     plan = state.plan
     first, last = plan.chunk(op.unit, op.chunk)
     count, planes = last - first, plan.planes

@@ -1,4 +1,4 @@
-"""Peers: who is there, in which generation, and the lanes between them. The only package that imports torch.distributed."""
+"""Peers: who is there, in which generation, and the lanes between them. Only this package imports torch.distributed."""
 
 from headrace.net.address import Address
 from headrace.net.generation import Generation

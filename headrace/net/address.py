@@ -1,4 +1,4 @@
-"""Where a node listens: HOST:PORT, and what may be done there without a secret."""
+"""Where a node listens: HOST:PORT, and whether that needs a secret."""
 
 import ipaddress
 import socket
@@ -9,7 +9,7 @@ from headrace.terms.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """A host (a name, or a number of IPv4) and a port; port 0 when listening: any that is free."""
+    """A host (a name or an IPv4 number) and a port; for listening, port 0 means any free one."""
 
     host: str
     port: int
@@ -19,7 +19,7 @@ class Address:
         """Return the address that `HOST:PORT` names; `key` is named in errors.
 
         Raises:
-            ConfigError: it is none.
+            ConfigError: the text is no such address.
         """
         host, colon, port = text.rpartition(":")
         if not colon or not host or not port.isdecimal() or not 0 <= int(port) < 1 << 16:
@@ -27,10 +27,10 @@ class Address:
         return cls(host, int(port))
 
     def number(self, *, key: str = "listen") -> str:
-        """Return the number of the host.
+        """Return the host's IPv4 number.
 
         Raises:
-            ConfigError: nobody knows the name.
+            ConfigError: the name is unknown.
         """
         try:
             return socket.gethostbyname(self.host)

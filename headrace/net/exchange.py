@@ -1,9 +1,9 @@
-"""One copy in and one out at the node, however many workers there are: workers pass on what all of them need.
+"""The node moves one copy in and one out, however many workers there are: workers pass on what all of them need.
 
 Down: the node sends piece j of each round to worker j, which sends it on to the others. Up: workers send piece j of their
-gradients to worker j, which adds them in fp32, in an order that is given, rounds once, and sends the sum to the node. So the
-sum is the same bits in every run, and the node moves S bytes each way per unit; a worker moves up to (2 - 1/W) S. Never a star,
-and never a collective of gloo's: its broadcast sends log2 W copies from the root, its reduce adds in an order of its own.
+gradients to worker j, which adds them in fp32 in a given order, rounds once, and sends the sum to the node. So the sum has the
+same bits in every run, and the node moves S bytes each way per unit; a worker moves up to (2 - 1/W) S. It is never a star, and
+never one of gloo's collectives: gloo's broadcast sends log2 W copies from the root, and its reduce adds in an order of its own.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,7 +15,7 @@ from headrace.net.lane import Lane
 from headrace.terms.summing import Order
 
 NODE = 0
-# Elements of a piece: small enough for pieces of a round to follow one another, large enough for the link.
+# Elements of a piece: small enough that the pieces of a round overlap, large enough for the link.
 PIECE_ELEMENTS = 1 << 20
 
 
@@ -23,7 +23,7 @@ def spread_out(lane: Lane, data: Bytes) -> None:
     """Send `data` from the node to every worker.
 
     Raises:
-        PeerLost: somebody is gone.
+        PeerLost: a worker is gone.
     """
     if lane.size == 2:
         lane.send(data, 1)
@@ -36,10 +36,10 @@ def spread_out(lane: Lane, data: Bytes) -> None:
 
 
 def take_in(lane: Lane, into: Bytes) -> None:
-    """Fill `into` with what the node spreads out, and pass on this worker's pieces.
+    """Fill `into` with what the node sends (`spread_out`), and pass on this worker's pieces.
 
     Raises:
-        PeerLost: somebody is gone.
+        PeerLost: the node or a worker is gone.
     """
     if lane.size == 2:
         lane.receive(into, NODE)
@@ -56,13 +56,13 @@ def take_in(lane: Lane, into: Bytes) -> None:
 
 
 def add_up(lane: Lane, gradient: torch.Tensor, dtype: torch.dtype, order: Order) -> None:
-    """Add this worker's `gradient`, flat, to the others' in an `order`, and send the sum of its pieces to the node, rounded to
-    `dtype`.
+    """Add this worker's `gradient`, flat, to the others' in the given `order`, and send the sum of its own pieces to the node,
+    rounded to `dtype`.
 
-    With other workers the gradient is fp32; alone it has `dtype`.
+    With other workers the gradient is fp32; without, it has `dtype`.
 
     Raises:
-        PeerLost: somebody is gone.
+        PeerLost: the node or a worker is gone.
     """
     if lane.size == 2:
         lane.send(gradient.view(torch.uint8).numpy(), NODE)
@@ -83,7 +83,7 @@ def add_up(lane: Lane, gradient: torch.Tensor, dtype: torch.dtype, order: Order)
 
 
 def _sum(order: Order, parts: Mapping[int, torch.Tensor]) -> torch.Tensor:
-    """Return the sum of what the ranks have, added in an order."""
+    """Return the sum of the ranks' parts, added in the given order."""
     if isinstance(order, int):
         return parts[order]
     left, right = order
@@ -94,7 +94,7 @@ def take_sum(lane: Lane, into: torch.Tensor) -> None:
     """Fill `into`, flat, with the sum of the workers' gradients.
 
     Raises:
-        PeerLost: somebody is gone.
+        PeerLost: a worker is gone.
     """
     if lane.size == 2:
         lane.receive(into.view(torch.uint8).numpy(), 1)
@@ -106,7 +106,7 @@ def take_sum(lane: Lane, into: torch.Tensor) -> None:
 
 
 def _rounds(num_elements: int, num_workers: int) -> Iterator[dict[int, slice]]:
-    """Yield the pieces of each round by rank: as even as may be, so that no link waits for another."""
+    """Yield the pieces of each round by rank. They are as even as possible, so that no link waits for another."""
     whole = PIECE_ELEMENTS * num_workers
     for start in range(0, num_elements, whole):
         stop = min(start + whole, num_elements)

@@ -1,5 +1,5 @@
-"""A generation: peers that work together until one of them is lost. What follows is another generation, with groups of its own,
-so that nothing that is late can reach it.
+"""A generation: peers that work together until one of them is lost. The next generation has groups of its own, so that no late
+message can reach it.
 """
 
 import gc
@@ -11,9 +11,9 @@ from headrace.net.lane import Lane
 
 
 class Generation:
-    """The lanes of generation `number`: `down` for what the node sends, `up` for what it is sent. Rank 0 is the node.
+    """The lanes of generation `number`: `down` for what the node sends, `up` for what it receives. Rank 0 is the node.
 
-    `names` are the peers' by rank. A watchman calls `end` with what it knows; whoever waits on a lane is then told that.
+    `names` are the peers' names by rank. A watchman calls `end` with what it knows; whoever waits on a lane is then told that.
     """
 
     def __init__(
@@ -30,21 +30,21 @@ class Generation:
 
     @property
     def down(self) -> Lane:
-        """From the node to workers."""
+        """The lane from the node to workers."""
         return self._lanes[0]
 
     @property
     def up(self) -> Lane:
-        """From workers to the node."""
+        """The lane from workers to the node."""
         return self._lanes[1]
 
     @property
     def num_workers(self) -> int:
-        """Workers of it."""
+        """Number of workers in the generation."""
         return len(self.names) - 1
 
     def end(self, reason: str) -> None:
-        """Break all lanes, because of `reason`; the first one counts."""
+        """Break all lanes, because of `reason`; the first reason counts."""
         with self._lock:
             self._reason = self._reason or reason
         for lane in self._lanes:
@@ -54,4 +54,4 @@ class Generation:
         """Let all connections go, so that peers see it."""
         for lane in self._lanes:
             lane.close()
-        gc.collect()  # an exception that was caught may hold a transfer, and that its connection
+        gc.collect()  # a caught exception may hold a transfer, and that holds its connection

@@ -1,8 +1,8 @@
 """A lane between the peers of one generation: bytes from one rank to another, in order, in pieces that are timed.
 
-The first piece of a transfer is waited for as long as its sender needs to have it; heartbeats say meanwhile whether the sender
-lives. Each further piece must come within `piece_seconds`. Whatever goes wrong ends in `PeerLost`, also for whoever waits in
-another thread, and the lane is of no use any more.
+The first piece of a transfer is waited for as long as its sender needs to make it; heartbeats say meanwhile whether the sender
+lives. Each further piece must come within `piece_seconds`. Any failure becomes `PeerLost`, also for whoever waits in another
+thread, and the lane cannot be used any more.
 """
 
 import contextlib
@@ -22,18 +22,18 @@ from headrace.terms.errors import PeerLost
 from headrace.terms.sizes import MIB
 
 PIECE_BYTES = 16 * MIB
-# A connection breaks before a watchman knows why: so long he is waited for.
+# A connection breaks before a watchman knows why: he is waited for so long.
 _WHY_SECONDS = 0.3
 _FOR_EVER = timedelta(days=365)
 _LENGTH_BYTES = 8
-# Of what is told in words: configurations and plans. More than that is a mistake of somebody.
+# The most bytes of a message (configurations and plans); a larger one is somebody's mistake.
 _MOST_MESSAGE_BYTES = 256 * MIB
-# Nobody sends under this tag: to wait for it a moment breaks all connections, which wakes those who wait on them.
+# Nobody sends with this tag: waiting for it briefly breaks all connections, which wakes those who wait on them.
 _NOBODY = 1 << 20
 
 
 class Lane:
-    """Moves bytes of one direction. `names` are the peers' by rank; `why` says what a watchman knows of a loss, if anything."""
+    """Moves bytes in one direction. `names` are the peers' names by rank; `why` returns what a watchman knows about a loss."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class Lane:
         self._piece = timedelta(seconds=piece_seconds)
         self._lock = threading.Lock()
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        # The interface that was named, not what the host's name resolves to.
+        # The interface that was named, and not the one to which the host's name resolves.
         options._devices = [ProcessGroupGloo.create_device(hostname=host)]
         options._timeout = self._piece
         options._threads = 1
@@ -73,10 +73,10 @@ class Lane:
         return self._start("recv", into, source, tag)
 
     def finish(self, work: Work, peer: int, *, first: bool) -> None:
-        """Wait until a piece is there; the `first` of a transfer as long as it takes.
+        """Wait until a piece is there: for the `first` piece of a transfer as long as that takes.
 
         Raises:
-            PeerLost: the peer is gone, or is silent for too long.
+            PeerLost: the peer is gone, or has been silent for too long.
         """
         try:
             work.wait(_FOR_EVER if first else self._piece)
@@ -84,7 +84,7 @@ class Lane:
             raise self._lost(peer, error) from None  # its traceback would hold the connection
 
     def send(self, data: Bytes, to: int) -> None:
-        """Send bytes to a rank; returns when they are gone.
+        """Send bytes to a rank; return when they are gone.
 
         Raises:
             PeerLost: see `finish`.
@@ -94,7 +94,7 @@ class Lane:
             self.finish(self.start_send(flat[start : start + PIECE_BYTES], to), to, first=start == 0)
 
     def receive(self, into: Bytes, source: int) -> None:
-        """Fill `into` with as many bytes from a rank.
+        """Fill `into` with that many bytes from a rank.
 
         Raises:
             PeerLost: see `finish`.
@@ -113,7 +113,7 @@ class Lane:
         """Return the JSON value that a rank sent.
 
         Raises:
-            PeerLost: see `finish`; or what came is no message.
+            PeerLost: as in `finish`; or what came is no message.
         """
         length = np.empty(_LENGTH_BYTES, np.uint8)
         self.receive(length, source)
@@ -127,12 +127,12 @@ class Lane:
         return json.loads(text.tobytes())
 
     def end(self) -> None:
-        """Break all connections. Who waits on one, here or there, is told at once."""
+        """Break all connections. Whoever waits on one, on either side, is told at once."""
         group = self._group
         if group is None:
             return
         nothing, peer = [torch.empty(1, dtype=torch.uint8)], 1 - min(self.rank, 1)
-        with contextlib.suppress(RuntimeError):  # that is how it breaks
+        with contextlib.suppress(RuntimeError):  # breaking the connections raises this
             group.recv(nothing, peer, _NOBODY).wait(timedelta(milliseconds=1))  # type: ignore[attr-defined]
 
     def close(self) -> None:
@@ -163,6 +163,6 @@ class Lane:
 
 
 def _first_line(error: BaseException) -> str:
-    """Return what the library says, without the place in its own sources."""
+    """Return the library's message without the place in its own sources."""
     text = str(error).strip().partition("\n")[0]
     return text.rpartition("] ")[2][:160] if text.startswith("[") else text[:160]

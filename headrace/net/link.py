@@ -1,7 +1,7 @@
-"""What a link to a node carries each way, measured between two ends that do nothing else with it.
+"""How fast a link to a node is each way, measured between two ends that do nothing else with it.
 
-The visitor says how much it is about to send; the node takes it, says so, and sends as much back. Sizes double until one takes
-long enough to be measured: nothing heavy, also on a link of 100 Mbit/s.
+The visitor says how much it is about to send; the node receives it, says so, and sends as much back. Sizes double until one
+takes long enough to be measured, so that nothing is heavy, also on a link of 100 Mbit/s.
 """
 
 import time
@@ -29,17 +29,17 @@ class Link:
 
 
 def visitors_lane(store: Store, ticket: int, *, host: str, rank: int, piece_seconds: float) -> Lane:
-    """Return the lane between the node and the visitor who has that ticket.
+    """Return the lane between the node and the visitor with that ticket.
 
     Raises:
-        PeerLost: the other one did not come.
+        PeerLost: the other end did not come.
     """
     names = ("the node", f"visitor {ticket}")
     return Lane(store, f"visit/{ticket}", host=host, rank=rank, names=names, why=lambda: None, piece_seconds=piece_seconds)
 
 
 def measure_link(lane: Lane) -> Link:
-    """Measure the link, as the visitor of `lane`, whose other end answers (`answer_link`).
+    """Measure the link as the visitor of `lane`; the other end answers (`answer_link`).
 
     Raises:
         PeerLost: the node is gone.
@@ -70,7 +70,7 @@ def measure_link(lane: Lane) -> Link:
 
 
 def answer_link(lane: Lane) -> None:
-    """Be the other end of `measure_link`, until that is done.
+    """Be the other end of `measure_link`, until it is done.
 
     Raises:
         PeerLost: the visitor is gone.

@@ -1,7 +1,7 @@
 """The node's side of membership: it listens, checks who comes, watches who lives, and forms generations.
 
 All of it goes through one TCPStore, whose server is this process. Workers take a ticket and prove that they know the secret;
-each writes a heartbeat, and reads the node's. Whoever is invited accepts at once, so that nobody waits for the dead.
+each writes a heartbeat, and reads the node's. Whoever is invited has to accept at once, so that nobody waits for the dead.
 """
 
 import contextlib
@@ -23,17 +23,17 @@ from headrace.net.link import NODE, answer_link, visitors_lane
 from headrace.net.proof import is_proof, nonce, proof
 from headrace.terms.errors import ConfigError, PeerLost
 
-# Heartbeats in the time after which a peer counts as lost; the pace at which membership is looked at; and how long one who is
-# alive takes to accept an invitation.
+# The number of heartbeats in the time after which a peer counts as lost; the seconds between two looks at membership; and the
+# seconds in which a living peer accepts an invitation.
 BEATS, LOOK_SECONDS, ACCEPT_SECONDS = 6, 0.05, 5.0
-# How the last heartbeat of one who leaves begins; why follows.
+# The last heartbeat of a peer that leaves begins with this; the reason follows.
 GONE = "gone: "
 _STORE_TIMEOUT = timedelta(seconds=10)
 
 
 @dataclass
 class _Ticket:
-    """Somebody who came: what they said of themselves, and when their heartbeat last changed (monotonic seconds)."""
+    """Somebody who came: what they said about themselves, and when their heartbeat last changed (monotonic seconds)."""
 
     number: int
     info: Mapping[str, Any]
@@ -46,11 +46,11 @@ class _Ticket:
 
 
 class Listener:
-    """Listens at `address` until closed. `version` is what workers must be of; a peer that is silent for `silence_seconds` is
+    """Listens at `address` until closed. Workers must have the same `version`; a peer that is silent for `silence_seconds` is
     lost.
 
     Raises:
-        ConfigError: it cannot be listened at; or everybody could reach it, and there is no secret.
+        ConfigError: the address cannot be used; or other machines can reach it, and there is no secret.
     """
 
     def __init__(self, address: Address, *, version: str, secret: bytes | None = None, silence_seconds: float = 30.0) -> None:
@@ -83,9 +83,9 @@ class Listener:
         self._thread.start()
 
     def gather(self, num_workers: int, tell: Callable[[str], None], check: Callable[[], None] = lambda: None) -> Generation:
-        """Wait until `num_workers` live workers are there, and return the generation with them. The last one has ended.
+        """Wait until `num_workers` live workers are there, and return a generation with them. The previous one has then ended.
 
-        `tell` is told while it waits; `check` may raise what ends the waiting.
+        `tell` gets messages while it waits; `check` may raise an error, which ends the waiting.
         """
         self.part("a new generation begins")
         told = -1
@@ -104,7 +104,7 @@ class Listener:
             time.sleep(LOOK_SECONDS)
 
     def part(self, reason: str) -> None:
-        """End the generation that there is."""
+        """End the present generation."""
         with self._lock:
             generation, self._generation, self._members = self._generation, None, ()
         if generation is not None:
@@ -112,20 +112,20 @@ class Listener:
             generation.close()
 
     def close(self) -> None:
-        """End the generation, and listen no more."""
+        """End the generation, and stop listening."""
         self.part("the node has ended")
         self.stop_watching()
         with contextlib.suppress(AttributeError):
-            del self._store  # it listens as long as it is there
+            del self._store  # the store listens until it is deleted
         gc.collect()
 
     def stop_watching(self) -> None:
-        """Look at nobody any more, and show no sign of life."""
+        """Stop looking at peers, and stop the node's own heartbeat."""
         self._closing.set()
         self._thread.join()
 
     def _form(self, numbers: list[int]) -> Generation | None:
-        """Invite tickets, and return the generation with them; None if not all accepted, who are then forgotten."""
+        """Invite tickets, and return a generation with them; None if not all accepted: those who did not are forgotten."""
         self._number += 1
         with self._lock:
             tickets = tuple(self._waiting.pop(number) for number in numbers)
@@ -162,7 +162,7 @@ class Listener:
                     self._store.set("beat/node", str(beat))
                 self._admit()
                 self._look()
-            except (RuntimeError, DistStoreError):  # being closed
+            except (RuntimeError, DistStoreError):  # the store is being closed
                 if self._closing.is_set():
                     return
 
@@ -186,7 +186,7 @@ class Listener:
                 self._put(f"answer/{number}", {"refused": words})
 
     def _receive_visitor(self, number: int) -> None:
-        """Let somebody measure the link; who breaks off is no loss."""
+        """Let a visitor measure the link; if it breaks off, that is no loss."""
         with contextlib.suppress(PeerLost, RuntimeError):
             lane = visitors_lane(self._store, number, host=self._host, rank=NODE, piece_seconds=self.silence_seconds)
             try:
@@ -202,7 +202,7 @@ class Listener:
         return None
 
     def _look(self) -> None:
-        """Note whose heartbeats go on; end the generation of one who is silent, and forget one who waits and is."""
+        """Note whose heartbeats go on. End the generation if a member is silent, and forget a waiting peer that is silent."""
         now = time.monotonic()
         with self._lock:
             tickets = (*self._members, *self._waiting.values())
@@ -227,7 +227,7 @@ class Listener:
 
 
 def _listening(host: str, address: Address) -> socket.socket:
-    """Return a socket that listens at that interface alone: left to itself, a store would listen at all of them."""
+    """Return a socket that listens only at that interface: by itself, a store would listen at all of them."""
     listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

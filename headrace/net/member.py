@@ -23,12 +23,12 @@ _ANSWER_SECONDS = 30.0
 
 
 class Member:
-    """Somebody who has come to the node at `address` and been let in. Use it once: for one generation. Close it. Who only
-    `visits` measures the link, and is never invited to work.
+    """Somebody who has come to the node at `address` and been let in. Use it for one generation only, and close it. A member
+    that only `visits` measures the link, and is never invited to work.
 
     Raises:
-        PeerLost: nobody listens there, or the node ended.
-        ConfigError: the node refuses, or is not whom it should be.
+        PeerLost: nobody listens there, or the node has ended.
+        ConfigError: the node refuses this worker, or does not know the secret itself.
     """
 
     def __init__(self, address: Address, *, name: str, version: str, secret: bytes | None = None, visits: bool = False) -> None:
@@ -55,10 +55,10 @@ class Member:
         self._thread.start()
 
     def enter(self, check: Callable[[], None] = lambda: None) -> Generation:
-        """Wait to be invited, and return the generation. `check` may raise what ends the waiting.
+        """Wait to be invited, and return the generation. `check` may raise an error, which ends the waiting.
 
         Raises:
-            PeerLost: the node is gone; or not all who were invited came, and this one should come again.
+            PeerLost: the node is gone; or not all who were invited came, and this worker should come again.
         """
         invitation = self._wait_for(f"invite/{self._ticket}", check)
         with self._plainly():
@@ -74,7 +74,7 @@ class Member:
         return generation
 
     def measure(self) -> Link:
-        """Measure the link, as a visitor: a second or two; a run of the node goes on meanwhile, with what the link has left.
+        """Measure the link as a visitor, for a second or two; meanwhile a run of the node goes on with the rest of the link.
 
         Raises:
             PeerLost: the node is gone.
@@ -89,9 +89,10 @@ class Member:
             lane.close()
 
     def close(self, reason: str = "has left") -> None:
-        """Leave: the node is told why, where it can be.
+        """Leave, and tell the node why if it can be reached.
 
-        It is told apart from the lanes: on these it may be about to send what nobody takes any more.
+        The node is told by another way than the lanes: on these it may be about to send something that nobody receives any
+        more.
         """
         self._closing.set()
         self._thread.join()
@@ -113,7 +114,7 @@ class Member:
             time.sleep(LOOK_SECONDS)
 
     def _beat(self) -> None:
-        """Show that this worker lives, and look whether the node does."""
+        """Show that this worker lives, and check whether the node does."""
         beat, seen, seen_seconds = 0, b"", time.monotonic()
         while not self._closing.wait(self._silence_seconds / BEATS):
             beat += 1
@@ -135,14 +136,14 @@ class Member:
             self._generation.end(words)
 
     def _own_host(self) -> str:
-        """Return the number of this machine's interface that leads to the node."""
+        """Return the IPv4 number of this machine's interface that leads to the node."""
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((self._address.number(key="node"), self._address.port or 1))
             return str(probe.getsockname()[0])
 
     def _connect(self) -> TCPStore:
         host = self._address.number(key="node")
-        # The library tries again and again, with warnings: better to ask first.
+        # The library would try again and again, with warnings, so a plain connection is tried first.
         try:
             socket.create_connection((host, self._address.port), timeout=_CONNECT_SECONDS).close()
             return TCPStore(host, self._address.port, is_master=False, timeout=timedelta(seconds=_ANSWER_SECONDS))
