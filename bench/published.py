@@ -3,7 +3,7 @@
     python bench/published.py                               # print
     python bench/published.py --output docs/published.md    # write
 
-Of one GPU (`fuyou.py`), and of workers with a node (`luwu.py`).
+Of one GPU (`fuyou.py`), of workers with a node (`luwu.py`), and of generation (`offloaded.py`).
 
 Needs no GPU and takes half a minute. Exit code 1 if a point that the constants saw is off by more than 10 %.
 """
@@ -14,6 +14,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 
 import luwu
+import offloaded
 from fuyou import (
     COMPUTE_FLOPS_PER_SECOND,
     READ_BYTES_PER_SECOND,
@@ -103,7 +104,7 @@ def main() -> int:
     page = HEADER.format(
         compute=COMPUTE_FLOPS_PER_SECOND / 1e12, read=READ_BYTES_PER_SECOND / 1e9, write=WRITE_BYTES_PER_SECOND / 1e9
     ) + table(rows)
-    page += luwu.PAGE.format(rows=luwu.table())
+    page += luwu.PAGE.format(rows=luwu.table()) + offloaded.page()
     if arguments.output is None:
         print(page, end="")
     else:

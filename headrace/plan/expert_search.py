@@ -51,9 +51,8 @@ def _compute_seconds(plan: GenerationPlan, experts: ExpertPlan, unit: int, rates
     rows, elements = plan.rows, plan.planes.weight.num_bytes(experts.figures.elements)
     flops = plan.costs.next.flops[unit - 1]
     of_experts = min(flops, 2.0 * experts.figures.num_parameters * experts.choices * rows)
-    memory = rates.memory_bytes_per_second
-    before = max((flops - of_experts) / rates.flops_per_second, plan.slot_bytes(unit) / memory)
-    after = max(of_experts / rates.flops_per_second, experts.touched(unit, rows) * elements / memory)
+    before = rates.compute_seconds(flops - of_experts, plan.slot_bytes(unit))
+    after = rates.compute_seconds(of_experts, experts.touched(unit, rows) * elements)
     return plan.seats * before, plan.seats * (before + after)
 
 

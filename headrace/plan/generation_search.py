@@ -301,9 +301,8 @@ def _rough_seconds(plan: GenerationPlan, rates: Rates) -> float:
     touched = (
         sum(plan.multiplied_bytes(unit, plan.rows) for unit in (*blocks, plan.ends[-1])) + 3 * sum(caches.values()) / plan.seats
     )
-    memory = touched / rates.memory_bytes_per_second
-    flops = (sum(plan.costs.next.flops) + plan.costs.head_flops) / rates.flops_per_second
-    return _rounds(plan) * (max(read, sent, plan.seats * max(memory, flops)) + rough_expert_seconds(plan, rates))
+    computing = plan.seats * rates.compute_seconds(sum(plan.costs.next.flops) + plan.costs.head_flops, touched)
+    return _rounds(plan) * (max(read, sent, computing) + rough_expert_seconds(plan, rates))
 
 
 def _infeasible(question: GenerationQuestion) -> PlanInfeasible:

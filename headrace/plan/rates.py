@@ -6,6 +6,7 @@ All that is known about a lane is its row in the table of lanes (`terms.program.
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 
+from headrace.plan.roofline import roofline_seconds
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.program import Lane, Op, sharing_lanes
 
@@ -36,11 +37,13 @@ class Rates:
         """Return the seconds that `op` takes if nothing else runs."""
         lane = op.lane
         if lane is Lane.COMPUTE:
-            # An operation that reads more than it computes, as a product with few rows reads its weights, takes as long as
-            # reading.
-            return self._overhead_seconds[lane] + max(op.flops / self.flops_per_second, op.bytes / self.memory_bytes_per_second)
+            return self._overhead_seconds[lane] + self.compute_seconds(op.flops, op.bytes)
         rate = self.bytes_per_second.get(lane)
         return self._overhead_seconds[lane] + (op.bytes / rate if rate else 0.0)
+
+    def compute_seconds(self, flops: float, num_bytes: float) -> float:
+        """Return what computing takes that reads so many bytes of its memory: a product with few rows takes as long as that."""
+        return roofline_seconds(flops, self.flops_per_second, (num_bytes, self.memory_bytes_per_second))
 
     def shared_factor(self, lanes: Sequence[Lane]) -> float:
         """Return the share of its own rate that each of `lanes`, which share one thing, keeps while all of them are busy."""
