@@ -1,4 +1,4 @@
-"""Data sets to tokens to packed, masked batches; the position is part of a run's state."""
+"""Data sets become tokens, then packed and masked batches; the position in them is part of a run's state."""
 
 from headrace.data.packing import EpochRows, packed_rows, single_rows
 from headrace.data.show import LengthBin, Segment, Summary, length_histogram, render_samples, summarize

@@ -1,4 +1,4 @@
-"""Arrays in files whose blocks have checksums: what is written is counted block by block, what is read is compared once.
+"""Arrays in files whose blocks have checksums: each block gets one when it is written, and is checked when it is first read.
 
 Invariant: no element leaves a `BlockArray` before the block that holds it was found to be as it was written.
 """
@@ -26,7 +26,7 @@ class BlockChecksums:
         self._in_block_bytes = BLOCK_BYTES
 
     def add(self, data: bytes) -> None:
-        """Take note of the next bytes of the file."""
+        """Add the next bytes of the file."""
         rest = memoryview(data)
         while rest:
             if self._in_block_bytes == BLOCK_BYTES:
@@ -44,14 +44,14 @@ class BlockChecksums:
 
 
 class BlockArray(Generic[_T]):
-    """The array of `count` elements in the file `path`, mapped; each block is compared with its checksum when first read."""
+    """The array of `count` elements in the file `path`, mapped; each block is checked against its checksum when first read."""
 
     def __init__(self, path: Path, dtype: np.dtype[_T], count: int, checksums: Sequence[int] | NDArray[np.uint32]) -> None:
         """Map the file.
 
         Raises:
-            OSError: it cannot be read.
-            ValueError: it has another length, or not one checksum for each block.
+            OSError: the file cannot be read.
+            ValueError: the file has another length, or there is not one checksum for each block.
         """
         num_bytes = count * dtype.itemsize
         if (found := path.stat().st_size) != num_bytes:

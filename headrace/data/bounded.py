@@ -1,8 +1,8 @@
-"""Texts to tokens, as many as are kept: of a long text only the beginning is tokenised, in memory that goes by what is kept.
+"""Texts to tokens, only as many as are kept: of a long text only the beginning is tokenised, so memory depends on what is kept.
 
-How a text is cut into tokens is decided nearby: by the words around a place, not by what follows pages later. But no tokenizer
-says how near. So a beginning is tokenised, and a longer one; where both begin with the same tokens, as many as are asked for,
-these are the whole text's. Invariant: tokens that still change with what follows are not taken for the text's.
+Where a text is cut into tokens depends on the words nearby, not on what follows pages later. But no tokenizer says how near. So
+two beginnings are tokenised, one longer than the other; where both begin with the same tokens, as many as are asked for, these
+are the whole text's. Invariant: tokens that still change with what follows are never taken as the text's.
 """
 
 from bisect import bisect_left, bisect_right
@@ -12,19 +12,19 @@ from typing import Any
 
 from headrace.data.values import Tokenizer
 
-# Tokens have three to five characters in most texts; one and a half beginnings are then enough.
+# Most texts have three to five characters per token: then a first beginning and one that is half as long again are enough.
 _CHARACTERS_PER_TOKEN = 6
 _LEAST_CHARACTERS = 512
 _GROWTH = 1.5
-# What is handed to a tokenizer at once: it keeps some hundred bytes for each token until the last text is done.
+# So many characters are handed to a tokenizer at once: it keeps some hundred bytes for each token until the last text is done.
 _CHARACTERS_AT_ONCE = 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """The first tokens of a text. `beyond` estimates how many more it has: 0 where these are all.
+    """The first tokens of a text. `beyond` estimates how many more it has: 0 if these are all.
 
-    `begins` and `ends` say which characters each token stands for; they are empty where the tokenizer cannot tell.
+    `begins` and `ends` say which characters each token stands for; they are empty if the tokenizer cannot tell.
     """
 
     ids: list[int]
@@ -34,8 +34,8 @@ class Tokens:
 
 
 def tokenize(texts: Sequence[str], tokenizer: Tokenizer, most_tokens: int, **options: Any) -> list[Tokens]:
-    """Return the tokens of each text: all, or the first `most_tokens` where it has more and is long. Fast tokenizers get many
-    texts at once and use all cores. `options` go to the tokenizer.
+    """Return the tokens of each text: all of them, or the first `most_tokens` of a text that has more and is long. Fast
+    tokenizers get many texts at once and use all cores. `options` go to the tokenizer.
     """
     made: list[Tokens | None] = [None] * len(texts)
     short: list[int] = []
@@ -56,7 +56,7 @@ def tokenize(texts: Sequence[str], tokenizer: Tokenizer, most_tokens: int, **opt
 def _fill(
     made: list[Tokens | None], indices: list[int], texts: Sequence[str], tokenizer: Tokenizer, options: dict[str, Any]
 ) -> None:
-    """Tokenise the texts of `indices`, which are emptied, into their places in `made`."""
+    """Tokenise the texts of `indices` into their places in `made`, and empty `indices`."""
     if indices:
         for index, tokens in zip(indices, _all_of([texts[index] for index in indices], tokenizer, options), strict=True):
             made[index] = tokens
@@ -72,7 +72,7 @@ def _beginning(text: str, tokenizer: Tokenizer, most_tokens: int, options: dict[
     before: list[int] = []
     while length < len(text):
         (made,) = _all_of([text[:length]], tokenizer, options)
-        # One more than is kept: a tokenizer may put a mark at the end of what it takes for the whole.
+        # One token more than is kept, because a tokenizer may add a mark at the end of what it takes as the whole text.
         if len(before) > most_tokens and before[:most_tokens] == made.ids[:most_tokens]:
             more = len(made.ids) * len(text) // length - most_tokens
             return Tokens(made.ids[:most_tokens], max(1, more), made.begins[:most_tokens], made.ends[:most_tokens])
@@ -82,17 +82,17 @@ def _beginning(text: str, tokenizer: Tokenizer, most_tokens: int, options: dict[
 
 
 def _all_of(texts: list[str], tokenizer: Tokenizer, options: dict[str, Any]) -> list[Tokens]:
-    # verbose=False: longer than the model's maximum is no news here, samples are cut to sequence_length later.
+    # verbose=False: the warning about texts beyond the model's maximum is noise here, because samples are cut later.
     made = tokenizer(texts, return_attention_mask=False, verbose=False, **options)
     offsets = made["offset_mapping"] if options.get("return_offsets_mapping") else [[] for _ in texts]
     return [Tokens(list(ids), 0, *_stretches(found)) for ids, found in zip(made["input_ids"], offsets, strict=True)]
 
 
 def _stretches(offsets: Sequence[tuple[int, int]]) -> tuple[list[int], list[int]]:
-    """Return the begin and end of each token, none of them empty.
+    """Return the begin and the end of each token in characters; no stretch is empty.
 
-    Some tokenizers leave blanks out of what a token stands for, so that one of blanks alone stands for nothing: it stands for
-    what lies between its neighbours. Where nothing lies there it was put in (a mark for the beginning of a word), and goes with
+    Some tokenizers leave blanks out of the characters of a token, so that a token of blanks alone has none: it gets the
+    characters between its neighbours. If there are none, the token was inserted (a mark for the beginning of a word), and gets
     the character that follows.
     """
     begins, ends, done = [], [], 0
@@ -104,5 +104,5 @@ def _stretches(offsets: Sequence[tuple[int, int]]) -> tuple[list[int], list[int]
 
 
 def tokens_between(tokens: Tokens, begin: int, end: int) -> tuple[int, int]:
-    """Return the first and past the last of the tokens that stand for a character of the stretch from `begin` to `end`."""
+    """Return the first and the one past the last of the tokens that stand for characters from `begin` to `end`."""
     return bisect_right(tokens.ends, begin), bisect_left(tokens.begins, end)

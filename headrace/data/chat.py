@@ -1,12 +1,12 @@
-"""Conversations to tokens, with the mask of what the assistant says.
+"""Conversations to tokens, with a mask of what the assistant says.
 
-Where the template marks the assistant's words by `{% generation %}`, the template decides. Elsewhere each assistant turn is
-found by rendering the conversation up to it, with and without it. Both give stretches of the rendered text, and a token is the
-assistant's if it stands for at least one character of such a stretch: tokens may reach over their borders (a line break of the
-template and one of the assistant are one token in most vocabularies).
+If the template marks the assistant's words by `{% generation %}`, the template decides. Otherwise each assistant turn is found
+by rendering the conversation up to it, with and without it. Both ways give stretches of the rendered text, and a token is the
+assistant's if it stands for at least one character of such a stretch: tokens may extend beyond it (a line break of the template
+and one of the assistant are one token in most vocabularies).
 
-The invariant: a turn is trained only where these renderings agree with the whole conversation character by character; a sample
-for which they do not is left out, never guessed at.
+The invariant: a turn is trained only if these renderings agree with the whole conversation character by character; otherwise
+the sample is left out, and nothing is guessed.
 """
 
 import re
@@ -29,12 +29,12 @@ _GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
 class _Unmarkable(Exception):
-    """Nobody can tell which tokens are the assistant's; why not."""
+    """It cannot be told which tokens are the assistant's; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """The chat template of `tokenizer`. Renderings are functions of a row, which may bring `tools` along."""
+    """The chat template of `tokenizer`. A row may bring `tools` along, which its rendering uses."""
 
     tokenizer: Tokenizer
     has_tags: bool
@@ -44,7 +44,7 @@ class Template:
         """Return the template of `tokenizer`.
 
         Raises:
-            ModelError: it has none.
+            ModelError: there is none.
         """
         template = tokenizer.chat_template
         if not template:
@@ -52,7 +52,8 @@ class Template:
                 "the samples are conversations, but the tokenizer has no chat template; use the tokenizer of an instruct "
                 "model, add a chat_template.jinja to its directory, or give the data as text or prompt + completion strings"
             )
-        # Of several named templates the tokenizer chooses by whether there are tools: tags count if all have them.
+        # The tokenizer chooses among several named templates by whether there are tools: tags only count if all of them have
+        # tags.
         texts = template.values() if isinstance(template, dict) else [template]
         return cls(tokenizer, all(_GENERATION_TAG.search(text) for text in texts))
 
@@ -64,7 +65,8 @@ class Template:
 
     def render_tagged(self, row: Row, messages: Messages) -> tuple[str, list[Stretch]]:
         """Return the text of `messages` and the stretches that the template's tags mark."""
-        # The tokenizer would give a mask, but tokenises all of the text for it, and loses turns whose first blank no token has.
+        # The tokenizer would give a mask, but it tokenises the whole text for it, and loses turns whose first blank is in no
+        # token.
         from transformers.utils.chat_template_utils import render_jinja_template
 
         with _refusals(row, messages):
@@ -83,7 +85,7 @@ class Template:
 def _refusals(row: Row, messages: Messages) -> Iterator[None]:
     try:
         yield
-    # Templates are programs of the model's author: they raise whatever Jinja, or their own `raise_exception`, raises.
+    # Templates are programs of the model's author: they raise what Jinja, or their own `raise_exception`, raises.
     except Exception as error:
         roles = ", ".join(str(message["role"]) for message in messages)
         raise DataError(
@@ -123,10 +125,10 @@ def encode_chat_completion(row: Row, template: Template, most_tokens: int) -> En
 
 
 def encode_contents(row: Row, messages: Messages, template: Template, most_tokens: int) -> Encoded | Unmarked:
-    """Return the ids of a conversation, marked ("trained") where somebody speaks and nowhere in what the template adds.
+    """Return the ids of a conversation, marked ("trained") where anybody speaks, and not in what the template adds.
 
-    What it adds is seen by rendering the conversation with a name in the place of each text: the pieces between names, with the
-    texts between them, must be the rendering of the conversation itself.
+    What the template adds is found by rendering the conversation with a name in the place of each text: the pieces between
+    names, together with the texts, must be the rendering of the conversation itself.
     """
     places = [index for index, message in enumerate(messages) if isinstance(message.get("content"), str)]
     named = [
@@ -165,7 +167,7 @@ def checked_messages(row: Row, column: str) -> Messages:
         )
     messages: Messages = []
     for index, message in enumerate(found):
-        # Tables fill in null for a field that other rows have; templates test whether a field is there.
+        # Tables fill in null for a field that other rows have, while templates test whether a field exists.
         fields = {name: value for name, value in message.items() if value is not None} if isinstance(message, dict) else {}
         spoken = isinstance(fields.get("content"), str | list) or fields.get("tool_calls")
         if not isinstance(fields.get("role"), str) or not spoken:
@@ -184,12 +186,12 @@ def _encode(row: Row, text: str, stretches: Iterator[Stretch], tokenizer: Tokeni
     done = 0
     try:
         for begin, end in stretches:
-            # A turn that ends where it starts, or begins before the last has ended, is not understood: say so.
+            # A turn that ends where it starts, or begins before the last one has ended, is not understood, and is refused.
             if not done <= begin < end:
                 raise _Unmarkable("by the chat template, a turn of the assistant is empty, or begins within another")
             first, stop = _tokens_of(tokens, text, begin, end, tokenizer)
             if first >= len(trained):
-                break  # this turn and all that follow are beyond what is kept
+                break  # this turn and all later ones are beyond what is kept
             trained[first:stop] = [True] * (stop - first)
             done = end
     except _Unmarkable as error:
@@ -198,10 +200,10 @@ def _encode(row: Row, text: str, stretches: Iterator[Stretch], tokenizer: Tokeni
 
 
 def _tokens_of(tokens: Tokens, text: str, begin: int, end: int, tokenizer: Tokenizer) -> Stretch:
-    """Return the first and past the last token of a stretch of `text`."""
+    """Return the first and the one past the last token of a stretch of `text`."""
     if tokens.ends:
         return tokens_between(tokens, begin, end)
-    # The tokenizer cannot tell which characters a token stands for; but which tokens the text up to a character has.
+    # The tokenizer cannot tell which characters a token stands for, but it can tokenise the text up to a character.
     return _num_tokens(tokens, text[:begin], tokenizer), _num_tokens(tokens, text[:end], tokenizer)
 
 
@@ -232,8 +234,8 @@ def _length_of_start(text: str, start: str, index: int) -> int:
 def _end_of_turn(text: str, begin: int, closed: str, index: int, template: Template) -> int:
     """Return where the turn that begins at `begin` ends in `text`.
 
-    Some templates render the last turn unlike earlier ones (Qwen3 adds an empty thought to it), so `closed`, the conversation
-    that ends with this turn, does not begin the whole. Its last special token is the mark that ends a turn in both.
+    Some templates render the last turn differently from earlier ones (Qwen3 adds an empty thought to it), so the whole does not
+    begin with `closed`, the conversation that ends with this turn. Its last special token is the mark that ends a turn in both.
     """
     marks = ((closed.rfind(mark, begin), mark) for mark in template.tokenizer.all_special_tokens if mark)
     place, mark = max(marks, default=(-1, ""))

@@ -1,8 +1,8 @@
-"""Rows of each kind to token ids and a mask of what is trained.
+"""Rows of each kind to token ids, and a mask of what is trained.
 
-text: every token, with the end-of-sequence token appended. prompt + completion: the completion and that token.
-messages: see `chat.py`. input_ids: where `labels` is not -100, without what `attention_mask` calls padding.
-The invariant: only what the kind promises is trained; what is in memory at once is bounded, however many or long the rows are.
+text: every token, and an end-of-sequence token after them. prompt + completion: the completion and that token.
+messages: see `chat.py`. input_ids: where `labels` is not -100, without what `attention_mask` says is padding.
+The invariant: only what the kind promises is trained, and memory is bounded, however many or long the rows are.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -31,12 +31,12 @@ _LARGEST_ID = 2**31 - 1
 def encode_rows(
     kind: Kind, rows: Iterable[Row], tokenizer: Tokenizer, most_tokens: int, *, contents: bool = False
 ) -> Iterator[Encoded | Unmarked]:
-    """Yield ids and mask of each row, in order: all, or at least the first `most_tokens`.
+    """Yield ids and mask of each row, in order: all of them, or at least the first `most_tokens`.
 
     `contents`: see `DataSpec.contents`.
 
     Raises:
-        DataError: a sample that is not what its columns promise, with its place.
+        DataError: a sample is not what its columns promise; the message has its place.
         ModelError: the tokenizer lacks an end-of-sequence token or a chat template that the samples need.
     """
     encode = _encoder(kind, tokenizer, most_tokens, contents=contents)
@@ -46,7 +46,7 @@ def encode_rows(
 
 
 def _with_unread(row: Row, sample: Encoded, most_tokens: int) -> Encoded:
-    """Return `sample` with what was not read of its row counted as beyond it."""
+    """Return `sample`, counting what was not read of its row as beyond it."""
     if not sample.beyond and len(sample.ids) <= most_tokens:
         raise DataError(
             f"{row.place}: of a string that is very long only the beginning is read, which has fewer tokens than "
@@ -70,7 +70,7 @@ def _chunks(rows: Iterable[Row]) -> Iterator[list[Row]]:
 
 
 def _size(value: Any) -> int:
-    """Return about how many characters a value has; numbers count as eight, as they do in memory."""
+    """Return roughly how many characters a value has; a number counts as eight, which is its size in memory."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, list) and value and isinstance(value[0], int):
@@ -98,7 +98,7 @@ def _encoder(
 
 
 def _spoken(kind: Kind, row: Row) -> Messages:
-    """Return a row as a conversation: a text is what the user says, and a completion the answer to its prompt."""
+    """Return a row as a conversation: a text is what the user says, a completion is the answer to its prompt."""
     if kind is Kind.CHAT:
         return checked_messages(row, "messages")
     if kind is Kind.TEXT:
@@ -145,15 +145,15 @@ def _encode_string_pairs(rows: list[Row], tokenizer: Tokenizer, most_tokens: int
 
 def _encode_pair(prompt: Tokens, whole: Tokens, completion: Tokens, *, eos: int) -> Encoded:
     start = prompt.ids if prompt.beyond else _without_last(prompt.ids, eos)
-    # Tokenised together, the completion has the pieces it would have in running text. Where a token straddles the border, the
-    # prompt keeps the pieces it has when it stands alone, as it will when the model is asked.
+    # Tokenised together, the completion gets the tokens that it has in running text. If a token crosses the border, the prompt
+    # keeps the tokens that it has alone, as it will when the model is asked.
     if whole.ids[: len(start)] == start:
         return _trained_from(len(start), whole.ids, whole.beyond, eos)
     return _trained_from(len(start), start + completion.ids, prompt.beyond + completion.beyond, eos)
 
 
 def _trained_from(start: int, ids: list[int], beyond: int, eos: int) -> Encoded:
-    """Return `ids`, trained from `start` on, with the mark of the end if it is the end."""
+    """Return `ids`, trained from `start` on, followed by the end-of-sequence token if the text ends there."""
     ended = ids if beyond else [*_without_last(ids, eos), eos]
     return Encoded(ended, [False] * start + [True] * (len(ended) - start), beyond)
 
@@ -180,7 +180,7 @@ def _check_is_one_sample(row: Row) -> None:
 
 
 def _attended(row: Row, num_ids: int) -> list[int]:
-    """Return 1 for each token that is no padding. Padding is left out: rows are filled up when batches are made."""
+    """Return 1 for each token that is no padding. Padding is dropped, because rows are padded when batches are made."""
     if row.values.get("attention_mask") is None:
         return [1] * num_ids
     mask = _integers(row, "attention_mask")

@@ -1,6 +1,6 @@
-"""Other names for conversations: rows as ShareGPT and Alpaca have them, renamed to `messages`.
+"""Other forms of conversations: rows of ShareGPT and Alpaca become rows with `messages`.
 
-Invariant: what is renamed is not changed: every text of the row is in its messages, in its order, or the row is refused.
+Invariant: texts do not change: every text of the row is in its messages, in its order, or the row is refused.
 """
 
 from collections.abc import Callable, Mapping
@@ -26,7 +26,7 @@ _ROLES = {
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """The `columns` that every row of this form has, what it is called, and what makes a row with `messages` of it."""
+    """The `columns` that every row of this form has, its name, and the function that turns a row into one with `messages`."""
 
     name: str
     columns: tuple[str, ...]

@@ -1,7 +1,7 @@
-"""A JSON array of samples, one element after the other: what is in memory of it goes by one sample, not by the file.
+"""A JSON array of samples, one element after the other: memory depends on one sample, not on the file.
 
-Invariant: the elements are what stands between the array's own commas, wherever the pieces begin and end. Whether each is JSON
-is left to whoever parses it.
+Invariant: the elements are what stands between the array's own commas, wherever pieces begin and end. Whoever parses an element
+finds out whether it is JSON.
 """
 
 import re
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from headrace.data.long_lines import INSIDE, MOST_STRINGS, shortened
 from headrace.terms.errors import DataError
 
-# Whole strings, and characters that are no marks. Inside an element a comma is no mark: token ids have many.
+# Whole strings, and characters that are no marks. Inside an element a comma is no mark, because token ids have many.
 _STRING = b'"' + INSIDE.pattern + b'"'
 _TO_COMMA = re.compile(rb'(?:[^"\[\]{},]++|' + _STRING + rb")*+", re.DOTALL)
 _TO_BRACKET = re.compile(rb'(?:[^"\[\]{}]++|' + _STRING + rb")*+", re.DOTALL)
@@ -19,7 +19,7 @@ _TO_BRACKET = re.compile(rb'(?:[^"\[\]{}]++|' + _STRING + rb")*+", re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class Element:
-    """The text of one element, in which long strings end early by `left_out` bytes. It begins in `line`, counted from 1."""
+    """The text of one element; `left_out` bytes of its long strings are missing. It begins in `line`, counted from 1."""
 
     text: bytes
     left_out: int
@@ -27,10 +27,10 @@ class Element:
 
 
 def elements(name: str, pieces: Iterable[bytes], most_bytes: int) -> Iterator[Element]:
-    """Yield the elements of the array that `pieces` are, with at most `most_bytes` of each string. `name` is for messages.
+    """Yield the elements of the array in `pieces`, with at most `most_bytes` of each string. `name` is for messages.
 
     Raises:
-        DataError: the array has no end, or something follows it; or an element is longer than four such strings.
+        DataError: the array has no end, something follows it, or an element is longer than four such strings.
     """
     index, depth, line = 0, 0, 1
     text, left_out = bytearray(), 0
@@ -39,16 +39,16 @@ def elements(name: str, pieces: Iterable[bytes], most_bytes: int) -> Iterator[El
         begin = at = 0
         while not is_over and (at := _next_mark(made, at, depth)) < len(made):
             mark, at = made[at : at + 1], at + 1
-            if mark == b'"':  # of a string without an end
+            if mark == b'"':  # a string has no end
                 break
             if mark in b"[{":
                 depth += 1
-                if depth == 1:  # what stood before is blank
+                if depth == 1:  # only blanks stand before it
                     line += (text + made[:at]).count(b"\n")
                     begin, text = at, bytearray()
             elif depth > 1:
                 depth -= 1
-            elif mark in b",]":  # another bracket is no JSON, which whoever parses the element will say
+            elif mark in b",]":  # another bracket is no JSON, which whoever parses the element will report
                 text += made[begin : at - 1]
                 begin, is_over = at, mark == b"]"
                 if index or not is_over or text.strip():

@@ -1,27 +1,27 @@
 """Lines of JSON that are too long to be read whole: only the beginning of a long string is kept.
 
-Invariant: what comes out is the same JSON, but that strings of more than so many bytes end early, at the end of a character.
+Invariant: the result is the same JSON, except that strings of more than so many bytes end early, at the end of a character.
 """
 
 import json
 import re
 from collections.abc import Iterable, Iterator
 
-# The inside of a string as far as it is there, without a backslash whose character is not.
+# The inside of a string as far as it has been read, without a backslash whose character is missing.
 INSIDE = re.compile(rb'[^"\\]*+(?:\\.[^"\\]*+)*+', re.DOTALL)
 _NO_STRING = re.compile(rb'[^"]*+')
 _STRINGS = re.compile(rb'(?:[^"]++|"' + INSIDE.pattern + rb'")*+', re.DOTALL)
-# The longest end of a string that may be part of one character: two escapes that are one, the second not whole.
+# The longest end of a string that may be a part of one character: two escapes for one, of which the second is incomplete.
 _LONGEST_CHARACTER_BYTES = 12
-# The most bytes beside the long strings, and of the strings together.
+# A line may keep at most so many times the bytes that one string may keep.
 MOST_STRINGS = 4
 
 
 def cut_strings(pieces: Iterable[bytes], most_bytes: int) -> tuple[bytes, int]:
-    """Return the line that `pieces` are, with at most `most_bytes` of each string, and how many bytes were left out.
+    """Return the line in `pieces`, with at most `most_bytes` of each string, and the number of bytes that were left out.
 
     Raises:
-        ValueError: it is longer than four such strings all the same.
+        ValueError: it is still longer than four such strings.
     """
     line, left_out = bytearray(), 0
     for made, less in shortened(pieces, most_bytes):
@@ -33,8 +33,10 @@ def cut_strings(pieces: Iterable[bytes], most_bytes: int) -> tuple[bytes, int]:
 
 
 def shortened(pieces: Iterable[bytes], most_bytes: int) -> Iterator[tuple[bytes, int]]:
-    """Yield the JSON that `pieces` are, with at most `most_bytes` of each string, and how many bytes were left out of the last
-    string. Each part holds whole strings; only the last may be one without an end.
+    """Yield the JSON in `pieces`, with at most `most_bytes` of each string, and how many bytes of the last string were left
+    out.
+
+    Each part holds whole strings; only the last may hold one without an end.
     """
     made, string, string_bytes = bytearray(), bytearray(), 0
     is_inside, rest = False, b""
@@ -42,7 +44,7 @@ def shortened(pieces: Iterable[bytes], most_bytes: int) -> Iterator[tuple[bytes,
         piece, at, rest = rest + piece, 0, b""
         while at < len(piece):
             if not is_inside:
-                # No string that is whole in a piece of so few bytes is too long: these are passed over at once.
+                # In a piece of so few bytes no whole string is too long, so these are passed over at once.
                 found = (_STRINGS if len(piece) <= most_bytes else _NO_STRING).match(piece, at)
                 stop = found.end() if found else at
                 made += piece[at:stop]
@@ -70,7 +72,7 @@ def shortened(pieces: Iterable[bytes], most_bytes: int) -> Iterator[tuple[bytes,
 
 
 def _whole_characters(string: bytes) -> bytes:
-    """Return the inside of a string without a character that was cut."""
+    """Return the inside of a string without a character that was cut in two."""
     for less in range(_LONGEST_CHARACTER_BYTES):
         kept = string[: len(string) - less]
         try:
@@ -79,4 +81,4 @@ def _whole_characters(string: bytes) -> bytes:
             continue
         if not ("\ud800" <= value[-1:] <= "\udbff"):
             return kept
-    return string  # it is no JSON, which whoever reads the line will say
+    return string  # it is no JSON, which whoever reads the line will report

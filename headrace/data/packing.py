@@ -1,8 +1,8 @@
 """Which samples share a row in an epoch.
 
-Best-fit-decreasing within a bounded window (Ding et al. 2024, "Fewer Truncations Improve Language Modeling", without a bound):
-rows that still have room stay open across windows. The invariant: every sample is in exactly one row of an epoch, and whole;
-the result depends on lengths, sequence length, seed, epoch and nothing else.
+This is best-fit-decreasing within a bounded window (Ding et al. 2024, "Fewer Truncations Improve Language Modeling", has no
+bound); rows that still have room stay open across windows. The invariant: every sample is whole, and in exactly one row of an
+epoch; the result depends on lengths, sequence length, seed and epoch only.
 """
 
 import zlib
@@ -13,8 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 # A window's samples are taken longest first. Measured on 200,000 lengths (log-normal, exponential, uniform, bimodal): 0.996 to
-# 0.999 of the positions filled where the lengths allow it, within 0.002 of windows eight times as wide. There must be more
-# open rows than a window has samples: with fewer, rows of long samples are closed before the short ones come (down to 0.77).
+# 0.999 of the positions are filled where the lengths allow it, within 0.002 of windows that are eight times as wide. There must
+# be more open rows than a window has samples: with fewer, rows of long samples are closed before the short ones come (down to
+# 0.77).
 _WINDOW_SAMPLES = 512
 _OPEN_ROWS = 1024
 # A sample has at least two tokens, one to predict from and one to predict.
@@ -39,12 +40,12 @@ class EpochRows:
 
     @property
     def checksum(self) -> int:
-        """A checksum of which samples are where."""
+        """A checksum over the order and the rows of samples."""
         return zlib.crc32(self.samples.tobytes(), zlib.crc32(self.offsets.tobytes()))
 
 
 def packed_rows(lengths: Indices, sequence_length: int, *, seed: int | None, epoch: int) -> EpochRows:
-    """Return rows of at most `sequence_length` tokens; `seed=None` keeps the order of the samples as far as packing lets it.
+    """Return rows of at most `sequence_length` tokens; `seed=None` keeps the order of the samples as far as packing allows.
 
     Cost: about a microsecond for each sample.
     """
@@ -54,7 +55,7 @@ def packed_rows(lengths: Indices, sequence_length: int, *, seed: int | None, epo
     visited = _longest_first(order, lengths)
     row_of = _best_fit(lengths[visited].tolist(), sequence_length)
     num_rows = int(row_of.max()) + 1 if len(row_of) else 0
-    # Within a window the first rows hold the longest samples: put the rows into an order that does not follow length.
+    # Within a window the first rows hold the longest samples, so the rows are put into an order that does not depend on length.
     place_of = _by_first_sample(visited, row_of, num_rows) if random is None else random.permutation(num_rows)
     return _grouped(visited, place_of[row_of], num_rows)
 
@@ -74,7 +75,7 @@ def _best_fit(lengths: list[int], sequence_length: int) -> Indices:
     """Return the row of each sample: the open row that it fills best, else a new one."""
     row_of = np.empty(len(lengths), dtype=np.int64)
     free: list[int] = []  # tokens free in the open rows, ascending
-    rows: list[int] = []  # their numbers, in the same order
+    rows: list[int] = []  # the numbers of these rows, in the same order
     num_rows = 0
     for index, length in enumerate(lengths):
         best = bisect_left(free, length)
@@ -89,7 +90,7 @@ def _best_fit(lengths: list[int], sequence_length: int) -> Indices:
             free.insert(at, left)
             rows.insert(at, row)
             if len(free) > _OPEN_ROWS:
-                # The fullest is the least likely to take another.
+                # The fullest row is the least likely to take another sample.
                 del free[0], rows[0]
     return row_of
 
@@ -105,5 +106,5 @@ def _by_first_sample(visited: Indices, row_of: Indices, num_rows: int) -> Indice
 def _grouped(visited: Indices, row_of: Indices, num_rows: int) -> EpochRows:
     offsets = np.zeros(num_rows + 1, dtype=np.int64)
     np.cumsum(np.bincount(row_of, minlength=num_rows), out=offsets[1:])
-    # By sample within a row, so that samples stay in their order where nothing is shuffled.
+    # By sample within a row, so that samples keep their order where nothing is shuffled.
     return EpochRows(visited[np.lexsort((visited, row_of))], offsets)

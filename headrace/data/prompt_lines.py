@@ -1,6 +1,6 @@
-"""Files of prompts: lines of `prompt` or `messages`, or of OpenAI's Batch files, and the answers in the same form.
+"""Files of prompts: lines with `prompt` or `messages`, or lines of OpenAI's Batch files; the answers have the same form.
 
-Invariant: each line of the input has one line in the output, in order; what is wrong with a line is said there, not raised.
+Invariant: each line of the input has one line in the output, in order; an error in a line is reported there, not raised.
 """
 
 import json
@@ -12,28 +12,28 @@ from headrace.data.prompts import Prompts
 from headrace.terms.errors import HeadraceError
 from headrace.terms.generate_options import GenerateOptions
 
-# What a line may say of its own generation, by the option's name.
+# Settings that a line may give for its own generation, by the option's name.
 _SETTINGS = ("max_new_tokens", "temperature", "top_p", "top_k", "stop", "seed")
 _BATCH_URL = "/v1/chat/completions"
-# Of a Batch body: what is an option here by another name, what changes nothing, and what is refused by name.
+# Keys of a Batch body: those that are options here by another name, and those that have no effect; others are refused.
 _RENAMED = {"max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens"}
 _WITHOUT_EFFECT = frozenset({"model", "messages", "user", "metadata", "store", "service_tier"})
 
 
 def _is_off(key: str, value: Any) -> bool:
-    """Return whether what a line asks for is what it gets anyway."""
+    """Return whether a key has a value that changes nothing."""
     return not value or (key == "n" and value == 1 and value is not True)
 
 
 class _Wrong(Exception):
-    """What is wrong with a line."""
+    """An error in a line."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptLine:
-    """A line: its token ids, or why it has none (`error`), and the settings that it gives itself.
+    """A line: its token ids, or why it has none (`error`), and its own settings.
 
-    `values` is the line as it came, a mapping where it could be read.
+    `values` is the line as it came, if it could be read as a mapping.
     """
 
     number: int
@@ -44,7 +44,7 @@ class PromptLine:
 
     @property
     def is_batch(self) -> bool:
-        """Whether it is one of a Batch file."""
+        """Whether it is a line of a Batch file."""
         return "custom_id" in self.values and "body" in self.values
 
     def answered(self, found: Mapping[str, Any]) -> dict[str, Any]:
@@ -65,7 +65,7 @@ class PromptLine:
         return {**whole, "response": {"status_code": 200, "body": body}, "error": None}
 
     def refused(self, error: str) -> dict[str, Any]:
-        """Return the line of the output that says what is wrong."""
+        """Return the output line that reports an error."""
         if not self.is_batch:
             return {**self.values, "error": error}
         whole = {"id": f"line_{self.number}", "custom_id": self.values["custom_id"]}

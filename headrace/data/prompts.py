@@ -1,6 +1,6 @@
-"""Prompts to tokens, and tokens to answers: text, conversations by the tokenizer's chat template, and where an answer ends.
+"""Prompts to tokens, and tokens to answers: texts, conversations by the tokenizer's chat template, and where an answer ends.
 
-Invariant: a prompt is tokenised as transformers' own examples do it: the template brings its own marks, so none is added twice.
+Invariant: a prompt is tokenised as in transformers' own examples: the template brings its own marks, so none is added twice.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,18 +15,18 @@ STOP, LENGTH = "stop", "length"
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """Makes token ids of prompts with a tokenizer. `raw`: text stays as it is; `system` begins conversations without one."""
+    """Makes token ids of prompts with a tokenizer. `raw`: text is taken as it is; `system` opens conversations without one."""
 
     tokenizer: Any
     raw: bool = False
     system: str | None = None
 
     def of_text(self, text: str) -> list[int]:
-        """Return the ids of a text: of what a user says, where the tokenizer has a chat template, unless `raw`.
+        """Return the ids of a text. If the tokenizer has a chat template, it is what a user says, unless `raw`.
 
         Raises:
-            DataError: there is no token in it, or the template refuses it.
-            ModelError: there is a system message, and no template that would say where it goes.
+            DataError: the text has no tokens, or the template refuses it.
+            ModelError: there is a system message, but no template that says where it goes.
         """
         if not self.raw and self.tokenizer.chat_template:
             return self.of_messages([{"role": "user", "content": text}])
@@ -59,7 +59,7 @@ class Prompts:
 
 
 def answer_of(tokenizer: Any, tokens: Sequence[int], ends: frozenset[int], stops: Sequence[str]) -> tuple[str, str]:
-    """Return the text of an answer and why it ends: `stop` at a mark or a text that ends it, `length` where it was cut."""
+    """Return the text of an answer and why it ends: `stop` at a token or a text that ends it, `length` if it was cut."""
     text = str(tokenizer.decode(list(tokens), skip_special_tokens=True))
     cuts = [place for stop in stops if (place := text.find(stop)) >= 0]
     if cuts:

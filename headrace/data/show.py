@@ -1,4 +1,4 @@
-"""What will be trained on, for people: samples with their trained parts told apart, lengths, and totals. No colour, no output.
+"""What will be trained on, for people: samples with their trained parts marked, lengths, and totals. No colours, no printing.
 
 The invariant: what is shown comes from the same token sets and rows that training takes, never from the files.
 """
@@ -20,8 +20,8 @@ Segment = tuple[str, bool]
 class Summary:
     """Totals of a data set. `efficiency` is the share of the positions of an epoch's `rows` that hold a token.
 
-    `kinds` counts samples read by their columns, `dropped_samples` had nothing to train, `cut_tokens` were beyond the length.
-    In `unmarked_samples` the assistant's turns cannot be found.
+    `kinds` counts the samples that were read, by their columns. `dropped_samples` had nothing to train on, `cut_tokens` were
+    beyond the sequence length. In `unmarked_samples` the assistant's turns cannot be found.
     """
 
     samples: int
@@ -57,7 +57,7 @@ def summarize(tokens: TokenSet, spec: DataSpec) -> Summary:
     info = tokens.info
     lengths = tokens.lengths
     rows = len(tokens)
-    # Unpacked rows are padded to the longest of their batch, but what a budget has to provide for is a full row.
+    # Rows that are not packed are padded to the longest of their batch, but a budget has to provide for full rows.
     if spec.packing:
         rows = len(packed_rows(lengths, spec.sequence_length, seed=spec.seed if spec.shuffle else None, epoch=0))
     return Summary(
@@ -92,7 +92,7 @@ def _segments(tokens: TokenSet, tokenizer: Tokenizer, index: int) -> list[Segmen
     shown = stop = 0
     for trained, run in groupby(sample.trained.tolist()):
         stop += len(list(run))
-        # Decoded from the start each time: pieces decoded alone lose the blank before a word.
+        # Decoded from the start each time, because a piece that is decoded alone loses the blank before a word.
         text = str(tokenizer.decode(ids[:stop], skip_special_tokens=False, clean_up_tokenization_spaces=False))
         segments.append((text[shown:], trained))
         shown = len(text)

@@ -1,6 +1,6 @@
 """Paths to rows: which files are meant, what is in them, and whether every sample can be trained on.
 
-JSON is read here line by line, or an array element by element, and never by `datasets`: each message names the place, nothing
+JSON is read here, line by line or array element by element, and never by `datasets`: so each message names the place, nothing
 is copied to disk first, strings that look like dates stay strings, and absent keys stay absent (Arrow would fill them in, and
 chat templates would see them). Tables are read by `tables.py`. The invariant: a row that leaves `read_rows` has the columns of
 its kind, and none is null.
@@ -28,7 +28,7 @@ from headrace.terms.errors import DataError
 ACCEPTED = (
     "text | messages | prompt + completion | input_ids (+ labels) | conversations (ShareGPT) | instruction + output (Alpaca)"
 )
-# A token of more bytes than this, on the average of a whole text, is in no vocabulary.
+# No vocabulary has tokens that are longer than so many bytes on the average of a whole text.
 _LEAST_STRING_BYTES, _BYTES_PER_TOKEN = 4 << 20, 64
 _PIECE_BYTES = 1 << 20
 _HUB_NAME = re.compile(r"^[\w-][\w.-]*/[\w.-]+$")
@@ -47,10 +47,10 @@ def find_sources(paths: Sequence[str], cache_dir: Path, most_tokens: int = 0) ->
     """Return the sources that `paths` name, directories searched recursively in sorted order.
 
     A path that does not exist and looks like `owner/name` is taken as a Hub data set (split `train`), kept below `cache_dir`.
-    Of strings in lines of JSON that are far longer than `most_tokens` tokens only the beginning is read.
+    In lines of JSON, only the beginning of a string is read if it is far longer than `most_tokens` tokens.
 
     Raises:
-        DataError: a path that is nothing of that kind, or a directory without a readable file.
+        DataError: a path is none of these, or a directory has no readable file.
     """
     string_bytes = max(_LEAST_STRING_BYTES, _BYTES_PER_TOKEN * most_tokens)
     return [source for path in paths for source in _sources_of(path, cache_dir, string_bytes)]
@@ -58,10 +58,10 @@ def find_sources(paths: Sequence[str], cache_dir: Path, most_tokens: int = 0) ->
 
 def read_rows(source: Source) -> tuple[Kind, Iterator[Row]]:
     """Return the kind of `source`, decided by its first row, and all its rows, each checked to have that kind's columns. Rows
-    of other forms (`forms.py`) have been renamed.
+    of other forms (`forms.py`) are renamed.
 
     Raises:
-        DataError: no rows, malformed JSON, unknown or missing columns. The checks run while the rows are read.
+        DataError: there are no rows, JSON is malformed, columns are unknown or missing. Rows are checked while they are read.
     """
     rows = source.read()
     first = next(rows, None)
@@ -152,7 +152,7 @@ def _file_source(path: Path, string_bytes: int) -> Source:
 
 
 def _stamp(path: Path) -> str:
-    # Size and time instead of content: reading a large file twice to save tokenising it would cost about as much as it saves.
+    # Size and time instead of content: reading a large file once more would cost about as much as not tokenising it saves.
     status = path.stat()
     return f"{path.resolve()}\0{status.st_size}\0{status.st_mtime_ns}\n"
 
@@ -204,7 +204,7 @@ def _read_json(path: Path, string_bytes: int) -> Iterator[Row]:
 
 
 def _parse(text: bytes, place: str, expected: str, remarks: list[str], lines_before: int = 0) -> Any:
-    """Return the value that `text` is. Keys that an object has twice go to `remarks`. Of the file `lines_before` precede it."""
+    """Return the value in `text`. Keys that an object has twice go to `remarks`. `lines_before` lines precede it."""
 
     def object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         made = dict(pairs)
@@ -226,7 +226,7 @@ def _parse(text: bytes, place: str, expected: str, remarks: list[str], lines_bef
         raise DataError(f"{place}: not UTF-8 at byte {error.start} ({error.reason}); convert the file to UTF-8") from error
     except RecursionError as error:
         raise DataError(f"{place}: JSON nested too deeply to be read; expected {expected}") from error
-    except ValueError as error:  # what Python itself will not read: a number of thousands of digits
+    except ValueError as error:  # Python itself refuses it: a number of thousands of digits
         raise DataError(f"{place}: JSON that cannot be read ({str(error).split(';')[0]}); expected {expected}") from error
 
 

@@ -1,4 +1,4 @@
-"""Token sets to batches, endlessly; where the stream stands is a small value that a run commits with its weights.
+"""Token sets to batches, endlessly; the stream's position is a small value that a run commits with its weights.
 
 The invariant: after `restore(state)` come the batches that followed when `state()` was taken, bit for bit, or `restore` raises.
 """
@@ -21,6 +21,8 @@ class BatchStream:
     """Batches of `spec.rows_per_step` rows each, epoch after epoch; a step that an epoch cannot fill goes on in the next.
 
     Cost: an epoch's rows are laid out when its first batch is asked for, about a second for a million samples when packed.
+    Cost: an epoch's rows are laid out when its first batch is asked for; packed, that takes about a second for a million
+    samples.
     """
 
     def __init__(self, tokens: TokenSet, spec: DataSpec) -> None:
@@ -47,19 +49,19 @@ class BatchStream:
 
     @property
     def notices(self) -> tuple[str, ...]:
-        """What whoever trains on the data should know of it."""
+        """What whoever trains on the data should know about it."""
         share = 0.0 if self._spec.packing else self._padding_share()
         wasted = (f"not packed: {share:.0%} of the tokens computed are padding",) if share >= 0.01 else ()
         return (*self._tokens.notices, *wasted)
 
     @property
     def steps_per_epoch(self) -> float:
-        """Steps of the first epoch. Later ones are packed otherwise and may differ by a few rows."""
+        """Steps of the first epoch. Later epochs are packed differently, and may differ by a few rows."""
         return self._rows_of_first_epoch / self._spec.rows_per_step
 
     @property
     def epoch(self) -> float:
-        """Epochs given out: 1.25 is a quarter into the second."""
+        """Epochs given out: 1.25 is a quarter into the second epoch."""
         return self._epoch + self._row_index / len(self._rows)
 
     def next_batch(self) -> Batch:
@@ -80,7 +82,7 @@ class BatchStream:
         return batch
 
     def state(self) -> dict[str, Any]:
-        """Return where the stream stands, as a value that JSON can hold."""
+        """Return the stream's position, as a value that JSON can hold."""
         return {
             **self._identity(),
             "epoch": self._epoch,
@@ -90,13 +92,13 @@ class BatchStream:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go to where `state` was taken. Cost: the layout of one epoch; no batch is made again.
+        """Go to the position where `state` was taken. Cost: the layout of one epoch; no batch is made again.
 
-        `tokens_per_step` may differ from then: the next rows are the same.
+        `tokens_per_step` may differ from that time: the next rows are the same.
 
         Raises:
-            DataError: other samples, another sequence length, seed or order than then, or no state of a stream. The stream then
-                stays where it was.
+            DataError: samples, sequence length, seed or order differ from that time, or `state` is no position of a stream. The
+                stream then stays where it was.
         """
         for name, value in self._identity().items():
             if name not in state or state[name] != value:
@@ -134,7 +136,7 @@ class BatchStream:
         return single_rows(len(self._tokens), seed=seed, epoch=epoch)
 
     def _padding_share(self) -> float:
-        """Return which part of what the first epoch's steps compute only fills rows of one sample up to the step's longest."""
+        """Return the share of the first epoch's positions that only pad rows of one sample to the longest row of their step."""
         lengths = self._tokens.lengths[self._lay_out(0).samples]
         starts = np.arange(0, len(lengths), self._spec.rows_per_step)
         rows = np.diff(np.append(starts, len(lengths)))
@@ -153,7 +155,7 @@ class BatchStream:
 def packed_batch(tokens: TokenSet, rows: list[NDArray[np.int64]], sequence_length: int) -> Batch:
     """Return rows of `sequence_length` with the samples of each of `rows` one after the other, positions restarting at each.
 
-    What is left of a row is padding that counts its positions as a sample of its own, so that nothing attends to it.
+    The rest of a row is padding that has positions of its own, like another sample, so that nothing attends to it.
     """
     shape = (len(rows), sequence_length)
     input_ids = np.full(shape, tokens.info.pad_id, dtype=np.int64)

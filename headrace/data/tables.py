@@ -1,8 +1,8 @@
 """Parquet files and Arrow files, read by `pyarrow`; saved data sets and Hub data sets, read by `datasets`.
 
-The only module that imports either, and only when a table is read: `datasets` takes a second that JSON need not pay. Local
-tables are read about a megabyte at a time, so that neither memory nor a copy on a drive goes by their size. `datasets` is left
-as loud as it was found.
+Only this module imports either, and only when a table is read: importing `datasets` takes a second, which JSON need not pay.
+Local tables are read about a megabyte at a time, so that neither memory nor a copy on a drive depends on their size. `datasets`
+keeps the log level that it had.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,10 +19,10 @@ _BATCH_ROWS = 512
 
 
 def read_parquet(path: Path) -> Iterator[Row]:
-    """Yield the rows of a Parquet file. A row group may hold the whole file: pages of it are in memory, not more.
+    """Yield the rows of a Parquet file. A row group may be the whole file, but only pages of it are in memory.
 
     Raises:
-        DataError: the file is empty or is not what its name says.
+        DataError: the file is empty, or is not what its name says.
     """
     parquet_file = _library("pyarrow.parquet", str(path)).ParquetFile
 
@@ -36,10 +36,10 @@ def read_parquet(path: Path) -> Iterator[Row]:
 
 
 def read_arrow(path: Path) -> Iterator[Row]:
-    """Yield the rows of an Arrow file, which is mapped: what is in memory of it is the kernel's to drop.
+    """Yield the rows of an Arrow file. It is mapped, so that the kernel may drop what is in memory of it.
 
     Raises:
-        DataError: the file is empty or is not what its name says.
+        DataError: the file is empty, or is not what its name says.
     """
     pyarrow = _library("pyarrow", str(path))
 
@@ -48,7 +48,7 @@ def read_arrow(path: Path) -> Iterator[Row]:
             try:
                 reader = pyarrow.ipc.open_file(source)
                 whole = (reader.get_batch(index) for index in range(reader.num_record_batches))
-            except pyarrow.ArrowInvalid:  # the other of its two forms
+            except pyarrow.ArrowInvalid:  # the file has the other of the two forms
                 source.seek(0)
                 whole = iter(pyarrow.ipc.open_stream(source))
             for batch in whole:
@@ -81,7 +81,7 @@ def _rows(path: Path, form: str, batches: Callable[[], Iterator[Any]]) -> Iterat
 
 
 def _decoder(schema: Any) -> Callable[[Any], Any]:
-    """Return what makes a row of its columns. `datasets` keeps objects of several shapes as text, and says so in the schema."""
+    """Return the decoder of rows. `datasets` keeps objects of several shapes as text, and says so in the schema."""
     if b"Json" not in (schema.metadata or {}).get(b"huggingface", b""):
         return lambda row: row
     datasets = _library("datasets", "objects kept as text")
@@ -91,7 +91,7 @@ def _decoder(schema: Any) -> Callable[[Any], Any]:
 
 
 def is_saved_dataset(path: Path) -> bool:
-    """Return whether the directory was written by `save_to_disk`, of a data set or of a dictionary of them."""
+    """Return whether the directory was written by `save_to_disk`, for a data set or a dictionary of data sets."""
     return (path / "dataset_dict.json").is_file() or all(
         (path / name).is_file() for name in ("state.json", "dataset_info.json")
     )
@@ -117,10 +117,11 @@ def read_saved(path: Path) -> Iterator[Row]:
 
 
 def open_hub(name: str, cache_dir: Path) -> tuple[str, Callable[[], Iterator[Row]]]:
-    """Return fingerprint and reader of split `train` of the Hub data set `name`, downloaded into `cache_dir` if not there.
+    """Return fingerprint and reader of split `train` of the Hub data set `name`, downloaded into `cache_dir` if it is not
+    there.
 
     Raises:
-        DataError: no local path and no data set that can be had.
+        DataError: it is no local path, and no data set that can be downloaded.
     """
     datasets = _library("datasets", name)
 
@@ -138,7 +139,7 @@ def open_hub(name: str, cache_dir: Path) -> tuple[str, Callable[[], Iterator[Row
 
 
 def _rows_of_data_set(name: str, load: Callable[[], Any], failure: str) -> Iterator[Row]:
-    # Quiet around each step and not around the loop: between two rows the caller's code runs, under its own settings.
+    # Quiet around each step and not around the loop, because between two rows the caller's code runs under its own settings.
     try:
         with _quiet():
             rows = iter(load())
@@ -173,7 +174,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _library(name: str, wanted_for: str) -> Any:
-    """Return a library that reads tables. Headrace asks for both when it is installed, but not everybody lets it.
+    """Return a library that reads tables. Both are dependencies of Headrace, but not everybody installs dependencies.
 
     Raises:
         DataError: it is not installed, or cannot be loaded.

@@ -1,7 +1,7 @@
 """Tokenise once, find it again: the cache of token sets.
 
-The invariant: a cached set is used only if the sources (path, size, time of change), all files of the tokenizer with its chat
-template, the sequence length and the format version are those it was made from; any other combination has another name.
+The invariant: a cached set is used only if it was made from the same sources (path, size, time of change), the same tokenizer
+files with its chat template, the same sequence length and format version; any other combination has another name.
 """
 
 import errno
@@ -23,25 +23,26 @@ from headrace.data.values import DataSpec, Encoded, Row, Tokenizer, Unmarked
 from headrace.terms.errors import ConfigError, DataError, DiskFull, HeadraceError
 from headrace.terms.sizes import format_bytes
 
-# Of conversations whose turns cannot be found so many are left out; more are a sign that the chat template is at fault.
+# At most this share of conversations may be left out because their turns cannot be found; more are a fault of the chat
+# template.
 _MOST_UNMARKED_SHARE = 0.1
 _TRIED_SAMPLES = 512
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
-# How the `tokenizers` library writes the system's number into the text of a plain Exception.
+# How the `tokenizers` library writes the system's error number into the text of a plain Exception.
 _SYSTEM_NUMBER = re.compile(r"\(os error ([0-9]+)\)")
 
 
 def load_tokens(spec: DataSpec, tokenizer: Tokenizer, cache_dir: Path) -> TokenSet:
     """Return the samples of `spec.paths` as tokens, from below `cache_dir` if they are there, else made and kept there.
 
-    Over-long samples are cut at `sequence_length`, samples without a trained token are left out, and so are the few
-    conversations whose turns cannot be found; `TokenSet.info` counts all, and `notices` are to be shown. A second process that
-    asks for the same set waits for the first. Beside a set that is there nothing is written.
+    Over-long samples are cut at `sequence_length`; samples without a trained token are left out, and so are a few conversations
+    whose turns cannot be found. `TokenSet.info` counts all of these, and `notices` are to be shown. A second process that asks
+    for the same set waits for the first. If the set exists, nothing is written.
 
     Raises:
         ConfigError: `cache_dir` cannot be made or written to.
         DataError: unreadable or unusable data, conversations whose turns cannot be found, or no trained token in all of it.
-        ModelError: the tokenizer lacks what the data needs.
+        ModelError: the tokenizer lacks something that the data needs.
         DiskFull: no space left in `cache_dir`.
     """
     with _usable(cache_dir):
@@ -56,7 +57,7 @@ def _load(spec: DataSpec, tokenizer: Tokenizer, cache_dir: Path) -> TokenSet:
         return made
     with _locked(directory.with_suffix(".lock")):
         if isinstance(made := _whole(directory), TokenSet):
-            return made  # by the process that held the lock
+            return made  # the process that held the lock made it
         pad_id = next((token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id) if token is not None), 0)
         samples = _Samples(sources, tokenizer, spec)
         try:
@@ -71,8 +72,8 @@ def _load(spec: DataSpec, tokenizer: Tokenizer, cache_dir: Path) -> TokenSet:
 
 
 def _whole(directory: Path) -> TokenSet | DataError | None:
-    """Return the set in `directory`; None where there is none; why not, where it was damaged from outside, since ours appear
-    whole: it is a cache, so that one is made again.
+    """Return the set in `directory`, None if there is none, or why it cannot be used. Sets appear whole, so a broken one was
+    damaged from outside; as it is in a cache, it is made again.
     """
     try:
         return TokenSet.open(directory) if directory.exists() else None
@@ -81,8 +82,8 @@ def _whole(directory: Path) -> TokenSet | DataError | None:
 
 
 def tokenizer_fingerprint(tokenizer: Tokenizer, otherwise: Path | None = None) -> str:
-    """Return a hash of all files of the tokenizer, chat template included. They are written for that, into a folder that is
-    removed: where temporary files go, and where that cannot be, in `otherwise`.
+    """Return a hash of all files of the tokenizer, chat template included. They are written for that into a folder that is
+    removed again: where temporary files go, or, if that is impossible, in `otherwise`.
 
     Raises:
         OSError: the system refuses both; its `filename` is the last of them.
@@ -93,7 +94,7 @@ def tokenizer_fingerprint(tokenizer: Tokenizer, otherwise: Path | None = None) -
     except OSError:
         if otherwise is None:
             raise
-    # One name under a lock, so that the next process removes what a killed one left.
+    # There is one name, under a lock, so that the next process removes what a killed one left.
     beside = otherwise / "tokenizer.partial"
     with _locked(otherwise / "tokenizer.lock"):
         shutil.rmtree(beside, ignore_errors=True)
@@ -121,7 +122,7 @@ def _hash_of_files(tokenizer: Tokenizer, folder: Path) -> str:
 
 
 def _system_number(error: Exception) -> int | None:
-    """Return why the system refused, as an errno; None where it was not the system."""
+    """Return why the system refused, as an errno; None if it was not the system."""
     if isinstance(error, OSError):
         return error.errno
     found = _SYSTEM_NUMBER.search(str(error))
@@ -138,14 +139,14 @@ def _key(sources: Iterable[Source], tokenizer: Tokenizer, spec: DataSpec, cache_
 
 
 class _Samples:
-    """The samples of `sources`, tokenised as they are asked for, and then what there is to say of them."""
+    """The samples of `sources`, tokenised as they are asked for; afterwards, remarks about them."""
 
     def __init__(self, sources: Iterable[Source], tokenizer: Tokenizer, spec: DataSpec) -> None:
         self._sources, self._tokenizer = sources, tokenizer
         self._most_tokens, self._contents = spec.sequence_length, spec.contents
         self._count = self._num_unmarked = 0
         self._first_unmarked: Unmarked | None = None
-        self._seen: dict[str, tuple[str, int]] = {}  # where each remark was first made, and how often
+        self._seen: dict[str, tuple[str, int]] = {}  # by remark: where it was first made, and how often
 
     def __iter__(self) -> Iterator[tuple[Encoded | Unmarked, str]]:
         for source in self._sources:
@@ -156,7 +157,8 @@ class _Samples:
                 if isinstance(sample, Unmarked):
                     self._num_unmarked += 1
                     self._first_unmarked = self._first_unmarked or sample
-                # A template that suits none of the first samples suits none: that is said before hours of tokenising.
+                # A template that suits none of the first samples suits none at all: that is reported before hours of
+                # tokenising.
                 if self._num_unmarked == self._count >= _TRIED_SAMPLES:
                     raise DataError(self._too_many())
                 yield sample, " + ".join(kind.columns)
@@ -164,7 +166,7 @@ class _Samples:
             raise DataError(self._too_many())
 
     def remarks(self) -> list[str]:
-        """Return a sentence for each thing that is no error."""
+        """Return a sentence for each remark about the samples."""
         noted = [
             f"{first}{f' and {count - 1} more' if count > 1 else ''}: {words}" for words, (first, count) in self._seen.items()
         ]
@@ -194,8 +196,8 @@ class _Samples:
 
 @contextmanager
 def _usable(cache_dir: Path) -> Iterator[None]:
-    """Turn the system's refusal of a path at, above or below `cache_dir` into words; data that cannot be read is not meant.
-    Where there is no space it is the cache's, for nothing else is written.
+    """Turn the system's refusal of a path at, above or below `cache_dir` into words; refusals of data files pass. A lack of
+    space is always the cache's, because nothing else is written.
     """
     try:
         yield
@@ -225,7 +227,8 @@ def _no_space(cache_dir: Path) -> str:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    # The kernel lets go of the lock when the process ends, however it ends. The file stays: removing it would let two in.
+    # The kernel releases the lock when the process ends, however it ends. The file stays: removing it would let two processes
+    # in.
     with path.open("w", encoding="utf-8") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -4,12 +4,12 @@
     trained  one bit for each token, eight to a byte, first token in the highest bit
     offsets  int64, samples + 1 of them: sample i is tokens[offsets[i]:offsets[i + 1]]
 
-`checksums` has one for each block of each of them (`block_array.py`), `info.json` the rest and a checksum of itself and of
-those.
+`checksums` has one checksum for each block of each of these files (`block_array.py`); `info.json` has everything else, and a
+checksum of itself and of `checksums`.
 
-The invariant: a directory under its final name is complete; it is written beside it, made durable, and renamed. What is read
-from it is what was written, or an error. The first token of a sample is never trained, so the number of set bits is the number
-of targets.
+The invariant: a directory under its final name is complete; it is written under another name beside it, made durable, and
+renamed. What is read from it is what was written, or an error. The first token of a sample is never trained, so the number of
+set bits is the number of targets.
 """
 
 import errno
@@ -35,7 +35,7 @@ from headrace.files.durable import sync
 from headrace.terms.errors import DataError, DiskFull
 from headrace.terms.sizes import format_bytes
 
-FORMAT_VERSION = 3  # 2: padding of ready tokens is left out; 3: checksums
+FORMAT_VERSION = 3  # 2: padding of given token ids is left out; 3: checksums
 _FLUSH_TOKENS = 1 << 20
 _FILES = ("tokens", "trained", "offsets")
 _CHECKSUMS = "checksums"
@@ -47,12 +47,12 @@ class NothingTrained(DataError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenInfo:
-    """What tokenising made and what it left out.
+    """What tokenising made, and what it left out.
 
-    `cut_tokens` were beyond `sequence_length`, in `cut_samples` samples (estimated for texts so long that only their beginnings
-    were tokenised); `dropped_samples` had no trained token (left); of `unmarked_samples` nobody could tell which tokens are the
-    assistant's; `kinds` counts the samples read by their columns. `remarks` are sentences for people. `digest` is of the
-    arrays: equal digests, equal samples in equal order. `largest_id` is the largest of all tokens.
+    `cut_tokens` were beyond `sequence_length`, in `cut_samples` samples (an estimate for texts so long that only their
+    beginnings were tokenised). `dropped_samples` had no trained token (left). In `unmarked_samples` it cannot be told which
+    tokens are the assistant's. `kinds` counts the samples that were read, by their columns. `remarks` are sentences for people.
+    `digest` is of the arrays: equal digests mean equal samples in equal order. `largest_id` is the largest token id.
     """
 
     sequence_length: int
@@ -73,7 +73,7 @@ class TokenInfo:
 
 @dataclass(frozen=True, slots=True)
 class TokenSet:
-    """All samples of a data set. `trained_bits` is uint8, `offsets` int64; see the module. `notices` are for people."""
+    """All samples of a data set. `trained_bits` is uint8, `offsets` int64: see the module. `notices` are for people."""
 
     tokens: BlockArray[np.int32]
     trained_bits: BlockArray[np.uint8]
@@ -101,7 +101,7 @@ class TokenSet:
 
     @classmethod
     def open(cls, directory: Path) -> "TokenSet":
-        """Map the arrays of `directory`. Cost: offsets are read and compared now, all else when it is used.
+        """Map the arrays of `directory`. Cost: offsets are read and checked now, all else when it is used.
 
         Raises:
             DataError: a file is missing, damaged, of the wrong length, or of another version.
@@ -139,7 +139,7 @@ def _checksum(info: dict[str, Any], checksums: bytes) -> int:
 
 
 class TokenWriter:
-    """Writes a token directory, a bounded number of tokens at a time. A context manager; `finish` completes it."""
+    """Writes a token directory, with a bounded number of tokens in memory. A context manager; `finish` completes it."""
 
     def __init__(self, directory: Path, *, sequence_length: int, pad_id: int) -> None:
         directory.mkdir(parents=True)
@@ -170,7 +170,7 @@ class TokenWriter:
             return
         ids, trained = sample.ids, sample.trained
         cut = max(0, len(ids) - self._sequence_length) + sample.beyond
-        # The first token has nothing before it to be predicted from.
+        # Nothing precedes the first token, so nothing predicts it.
         targets = [False, *trained[1 : self._sequence_length]]
         num_targets = sum(targets)
         if cut > 0:
@@ -191,7 +191,7 @@ class TokenWriter:
             self._flush(len(self._tokens) // 8 * 8)
 
     def finish(self, remarks: list[str]) -> TokenInfo:
-        """Write the rest and the record, and make all of it durable."""
+        """Write the rest and the record, and make everything durable."""
         self._flush(len(self._tokens))
         info = TokenInfo(
             sequence_length=self._sequence_length,
@@ -212,7 +212,7 @@ class TokenWriter:
         return info
 
     def _flush(self, count: int) -> None:
-        # Whole bytes of mask only, save at the end: the next sample's bits go on where these stop.
+        # Only whole bytes of the mask are written before the end: the next sample's bits continue where these stop.
         self._write("tokens", np.array(self._tokens[:count], dtype=np.int32))
         self._write("trained", np.packbits(np.array(self._trained[:count], dtype=np.bool_)))
         self._write("offsets", np.array(self._offsets, dtype=np.int64))
@@ -247,9 +247,9 @@ def write_tokens(
     remarks: Callable[[], list[str]] = list,
 ) -> TokenInfo:
     """Write `samples`, each with its kind, as the token directory `directory`, which appears complete or not at all. `remarks`
-    is called when all were seen.
+    is called after all of them.
 
-    Effects: makes `directory` and, while writing, a neighbour that ends in `.partial`, which a failure may have left.
+    Effects: makes `directory` and, while writing, a neighbour that ends in `.partial`; a failure may leave that behind.
 
     Raises:
         DataError: no sample has a trained token.
@@ -292,7 +292,7 @@ def _disk_full(directory: Path) -> str:
 
 
 def _remove(directory: Path) -> None:
-    # Only files of ours, one level deep: a wrong path must not cost a user more than that.
+    # Only our own files are removed, one level deep: a wrong path must not cost a user more than that.
     if directory.is_dir():
         for name in (*_FILES, _CHECKSUMS, "info.json"):
             (directory / name).unlink(missing_ok=True)

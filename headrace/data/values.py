@@ -1,7 +1,7 @@
-"""The values of this package: what is asked (`DataSpec`), what a file holds (`Row`, `Kind`), what the model gets (`Batch`).
+"""The values of this package: the question (`DataSpec`), the contents of a file (`Row`, `Kind`), the model's input (`Batch`).
 
-The invariant all of them serve: a label is either `IGNORED` or equal to the input id at the same place. The shift by one
-position is the model's own, so the first token of a sample is never a target: no sample is predicted from another.
+The invariant that all of them serve: a label is either `IGNORED` or equal to the input id at the same place. The model itself
+shifts by one position, so the first token of a sample is never a target: no sample is predicted from another.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,11 +31,11 @@ class Tokenizer(Protocol):
 
     @property
     def all_special_tokens(self) -> list[str]:
-        """Return the texts that stand for marks and not for themselves."""
+        """Return the texts that stand for special marks."""
 
     @property
     def special_tokens_map(self) -> Mapping[str, Any]:
-        """Return the marks by their roles, as chat templates ask for them."""
+        """Return the special marks by their roles, as chat templates ask for them."""
 
     def __call__(self, text: list[str], **options: Any) -> Any:
         """Return a mapping whose `input_ids` is one list of ids for each text."""
@@ -44,7 +44,7 @@ class Tokenizer(Protocol):
         """Return a rendered conversation."""
 
     def get_chat_template(self, chat_template: str | None, tools: Any) -> str:
-        """Return the template that conversations with or without `tools` are rendered by."""
+        """Return the template for conversations with or without `tools`."""
 
     def decode(self, token_ids: list[int], **options: Any) -> Any:
         """Return the text of `token_ids`."""
@@ -54,7 +54,7 @@ class Tokenizer(Protocol):
 
 
 class Kind(Enum):
-    """The accepted sets of columns, the first that a source has wins. The value is the columns that every sample needs."""
+    """The accepted sets of columns; the first that a source has wins. The value is the columns that every sample needs."""
 
     TOKENS = ("input_ids",)
     CHAT = ("messages",)
@@ -70,8 +70,8 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One sample as it stands in a file. `place` names file and line (or row) for messages; `remarks` are no errors.
-    Where its strings are too long for all of them to be kept, `unread` bytes were left out for each that was read.
+    """One sample as it stands in a file. `place` names file and line (or row) for messages; `remarks` are no errors. If its
+    strings are too long to be kept whole, `unread` is how many bytes were left out for each byte that was read.
     """
 
     place: str
@@ -82,7 +82,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """The token ids of a row, and for each whether it is a target. `beyond` estimates how many more it has that nobody made."""
+    """The token ids of a row, and for each whether it is a target. `beyond` estimates how many more were not made."""
 
     ids: list[int]
     trained: list[bool]
@@ -91,7 +91,7 @@ class Encoded:
 
 @dataclass(frozen=True, slots=True)
 class Unmarked:
-    """A row of which nobody can tell which tokens are the assistant's, and why not."""
+    """A row for which it cannot be told which tokens are the assistant's, and the reason."""
 
     place: str
     reason: str
@@ -110,9 +110,9 @@ class DataSpec:
     """What the user chooses about the data.
 
     `paths` are files, directories or one Hub data set (`owner/name`). A step takes `tokens_per_step // sequence_length` rows.
-    `packing` puts several samples into a row, which a model can take only if it honours `position_ids`. With `contents` all
-    goes through the chat template, texts as what the user says, and what counts as trained is what anybody says: for
-    calibration.
+    `packing` puts several samples into a row, which works only if the model honours `position_ids`. With `contents`, for
+    calibration, everything goes through the chat template: texts are what the user says, and tokens count as trained wherever
+    anybody speaks.
     """
 
     paths: tuple[str, ...]
@@ -149,10 +149,10 @@ class DataSpec:
 class Batch:
     """The rows of one optimizer step, all arrays of shape `(sequences, length)`.
 
-    Packed rows have `position_ids` that restart at each sample and a `token_mask` (1 for tokens, 0 for what fills the row, on
-    the right), but no `attention_mask`, which would hide from models that samples are apart; padded rows (one sample each) have
-    an `attention_mask` (1 for tokens, 0 for padding, on the right) and no `position_ids`. `num_tokens` leaves padding out,
-    `num_trained_tokens` counts the labels that are not `IGNORED`, the divisor of a token-weighted loss.
+    Packed rows have `position_ids` that restart at each sample and a `token_mask` (1 for tokens, 0 for padding, on the right),
+    but no `attention_mask`, which would hide from models that samples are separate. Padded rows (one sample each) have an
+    `attention_mask` (1 for tokens, 0 for padding, on the right) and no `position_ids`. `num_tokens` leaves padding out;
+    `num_trained_tokens` counts the labels that are not `IGNORED`, and is the divisor of a token-weighted loss.
     """
 
     input_ids: Ids

@@ -1,8 +1,9 @@
-"""The weights of a block that is being compressed: as they came, and rounded, beside one another.
+"""The weights of a block that is being compressed, in two forms: as they came, and rounded.
 
-Either both in memory as a whole; or, of a mixture's block that is too large for that, what every token reads in memory, and one
-expert at a time: read from the model's files as it came, and from a file beside the hidden states once it is rounded.
-Invariant: rows get the same bits in both ways.
+Either both forms of the whole block are in memory. Or, of a mixture's block that is too large for that, both forms of what
+every token reads, and one expert at a time: as it came, it is read from the model's files; rounded, from a file beside the
+hidden states.
+Invariant: rows get the same bits either way.
 """
 
 import contextlib
@@ -28,13 +29,13 @@ Context = Callable[[int], AbstractContextManager[Any]]
 
 
 class BlockWeights(Protocol):
-    """A block's weights. `rounded` is where goes what they are rounded to, by parameter; `places` has its matrices by place."""
+    """A block's weights. `rounded` takes the rounded values, by parameter; `places` has the block's matrices by place."""
 
     rounded: Mapping[str, Rounding]
     places: Mapping[Place, Matrix]
 
     def use(self, *, rounded: bool) -> None:
-        """Bind the weights as they came, or as they are rounded."""
+        """Bind the weights as they came, or rounded."""
 
     def run(
         self,
@@ -44,17 +45,17 @@ class BlockWeights(Protocol):
         take: Callable[[int, torch.Tensor], None],
         wanted: frozenset[int] | None = None,
     ) -> None:
-        """Run the block on `items`, each within its `context`, and give `take` what comes of each.
+        """Run the block on `items`, each within its `context`, and give `take` each item's result.
 
-        Where only some experts are `wanted`, what comes is of no use.
+        If only some experts are `wanted`, the results are meaningless.
         """
 
     def close(self) -> None:
-        """Let go of them."""
+        """Release the weights."""
 
 
 class WholeBlock:
-    """All of a block, twice in memory."""
+    """A whole block, twice in memory."""
 
     def __init__(self, chain: Chain, unit: int, load: Load) -> None:
         self._chain, self._unit, layout = chain, unit, chain.layouts[unit]
@@ -89,7 +90,7 @@ class WholeBlock:
 
 
 class BlockByExperts:
-    """What every token reads of a block, twice in memory; and one of its `experts`, those that are rounded in `file`."""
+    """What every token reads of a block, twice in memory, and one of its `experts`; rounded experts lie in `file`."""
 
     def __init__(self, chain: Chain, weights: WeightMap, unit: int, experts: BlockExperts, load: Load, file: Path) -> None:
         self._chain, self._weights, self._experts, self._file = chain, weights, experts, file
@@ -130,7 +131,7 @@ class BlockByExperts:
         take: Callable[[int, torch.Tensor], None],
         wanted: frozenset[int] | None = None,
     ) -> None:
-        """See `BlockWeights`. Experts that are not wanted are not read: nothing stands for them."""
+        """See `BlockWeights`. Experts that are not wanted are not read: any numbers stand for them."""
 
         @contextlib.contextmanager
         def own(item: int) -> Iterator[None]:
@@ -177,7 +178,7 @@ class _Kept:
         return torch.from_numpy(self._map[expert]).view(self._like.dtype).view(self._like.shape)
 
     def put(self, expert: int | None, values: torch.Tensor) -> None:
-        """Keep what an expert is rounded to."""
+        """Keep the rounded weights of an expert."""
         assert expert is not None, "one of a stack"
         self[expert].copy_(values)
         self.written.add(expert)
@@ -194,7 +195,7 @@ class _View:
         self.device, self._place = place.device, place
 
     def put(self, expert: int | None, values: torch.Tensor) -> None:
-        """Put what a matrix is rounded to in its place."""
+        """Put the rounded values of a matrix in its place."""
         (self._place if expert is None else self._place[expert]).copy_(values)
 
 

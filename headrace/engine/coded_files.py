@@ -1,6 +1,6 @@
-"""A compressed model as files: one for each block, one for all that is not in blocks; and what its configuration says.
+"""A compressed model as files: one for each block, one for everything outside of blocks; and what its configuration says.
 
-Invariant: a file that has its name is whole. What is not coded has the bytes that it came with.
+Invariant: a file that has its final name is whole. Tensors that are not coded have the bytes that they came with.
 """
 
 import hashlib
@@ -61,7 +61,7 @@ class CodedFiles:
             if key in parts:
                 stem = key.removesuffix("weight")
                 names = {name: f"{name}.{unit}" if is_table(name) else stem + name for name in parts[key]}
-                known = {stored.key for stored, _ in order}  # a table stands once, however many matrices need it
+                known = {stored.key for stored, _ in order}  # a table is written once, however many matrices need it
                 order += [
                     (_described(names[name], part), part) for name, part in parts[key].items() if names[name] not in known
                 ]
@@ -81,7 +81,7 @@ class CodedFiles:
         return digest_of(place)
 
     def finish(self, config: Mapping[str, Any], notes: Mapping[str, str]) -> None:
-        """Write the index, the configuration (`config` is what it has besides), what the model came with, and `notes`."""
+        """Write the index, the configuration (with `config` added), the files that the model came with, and `notes`."""
         mapping: dict[str, str] = {}
         total = 0
         for unit in range(self._blocks + 1):
@@ -108,7 +108,7 @@ def digest_of(path: Path) -> str:
 
 
 def quantisation_config(weights: WeightMap, target: Target, groups: Mapping[str, int]) -> dict[str, Any]:
-    """Return what `config.json` says of a model whose parameters `groups` (columns of a group by parameter) are coded."""
+    """Return what `config.json` says about coded parameters; `groups` has the columns of a group by parameter."""
     model, stored = weights.model, weights.stored_model
     names = {name: name for name in model.state_dict()} if stored is model else names_in_whole(model, stored)
     coded = {
@@ -117,7 +117,7 @@ def quantisation_config(weights: WeightMap, target: Target, groups: Mapping[str,
     experts = {groups[own] for own in groups if not own.endswith(".weight")}
     linear = [name for name, module in stored.named_modules() if isinstance(module, nn.Linear)]
     left = {name for name in linear if name not in coded} | set(_left_in_files(weights, groups))
-    if experts:  # all of one size
+    if experts:  # all of them have one size
         coded["re:.*experts.*"] = min(experts)
     return target.describe(coded, sorted(left))
 

@@ -1,6 +1,6 @@
-"""The workers of a node, as its engine sees them: gathered, agreed with, told of steps, and let go at the end.
+"""The workers of a node, as its engine sees them: gathered, agreed with, told about steps, and dismissed at the end.
 
-Invariant: what decides the bits of the run is the same for all workers and in all generations (`terms.grouping`), and all
+Invariant: what decides the bits of the run is equal for all workers and in all generations (`terms.grouping`), and all workers
 take the same turns.
 """
 
@@ -28,7 +28,7 @@ from headrace.update.tensors import as_tensor
 class Setup:
     """What a worker must know to compute: the model's configuration and buffers, the run's options, and the size of a step.
 
-    `grouping` is None where the run has taken no step yet: then the first worker's plan decides it.
+    `grouping` is None if the run has taken no step yet: the first worker's plan then decides it.
     """
 
     config: Mapping[str, Any]
@@ -71,12 +71,12 @@ class Setup:
 
 
 def digest_of(layouts: Sequence[UnitLayout]) -> str:
-    """Return what tells two models' layouts apart."""
+    """Return a digest of a model's layouts."""
     return hashlib.blake2b(repr(tuple(layouts)).encode(), digest_size=16).hexdigest()
 
 
 class Crowd:
-    """`num_workers` workers of `listener`."""
+    """The `num_workers` workers of `listener`."""
 
     def __init__(self, listener: Listener, num_workers: int) -> None:
         self.listener, self.num_workers = listener, num_workers
@@ -87,7 +87,7 @@ class Crowd:
         self._way = SEQUENTIAL
 
     def gather(self, setup: Setup, tell: Callable[[str], None]) -> tuple[Grouping, tuple[Turn, ...]]:
-        """Wait for workers, agree with them, and return the run's grouping and their turns; at once where they are there."""
+        """Wait for workers, agree with them, and return the run's grouping and their turns; do not wait if they are there."""
         self._way = str(setup.options["gradient_sum"])
         while self._generation is None:
             generation = self.listener.gather(self.num_workers, tell, self._check)
@@ -102,16 +102,16 @@ class Crowd:
         return self._grouping, self._turns
 
     def heed(self, check: Callable[[], None]) -> None:
-        """Call `check` while waiting for workers: it may raise what ends that, such as a stop signal."""
+        """Call `check` while waiting for workers: it may raise an error that ends the waiting, such as a stop signal."""
         self._check = check
 
     def part(self, reason: str) -> None:
-        """End the generation: workers come again."""
+        """End the generation; workers will come again."""
         self._generation = None
         self.listener.part(reason)
 
     def dismiss(self) -> None:
-        """Tell workers that all is done."""
+        """Tell workers that the run is done."""
         if self._generation is not None:
             for rank in range(1, self._generation.num_workers + 1):
                 self._generation.down.send_message({"end": True}, rank)
@@ -119,7 +119,7 @@ class Crowd:
 
     @property
     def generation(self) -> Generation:
-        """The generation that works."""
+        """The generation that is working."""
         if self._generation is None:
             raise PeerLost("there are no workers")
         return self._generation
@@ -144,11 +144,11 @@ class Crowd:
         spread_out(self.generation.down, weights)
 
     def receive(self, unit: int, into: NDArray[Any]) -> None:
-        """Take the sum of the workers' gradients of a unit."""
+        """Receive the sum of the workers' gradients of a unit."""
         take_sum(self.generation.up, as_tensor(into, bfloat16=True))
 
     def report(self) -> Report:
-        """Take what workers have to say of a step."""
+        """Receive the workers' report of a step."""
         generation = self.generation
         found = [generation.up.receive_message(rank) for rank in range(1, generation.num_workers + 1)]
         sums = [each["loss_sum"] for each in found if each["loss_sum"] is not None]
@@ -157,7 +157,7 @@ class Crowd:
 
 
 def _agreed(setup: Setup, generation: Generation) -> tuple[Grouping, tuple[Turn, ...]]:
-    """Return what all workers of a generation do alike."""
+    """Return what all workers of a generation do in the same way."""
     ranks = range(1, generation.num_workers + 1)
     for rank in ranks:
         setup.send(generation, rank)

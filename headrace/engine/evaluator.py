@@ -1,4 +1,4 @@
-"""Measures the loss of rows with a model of any size: passes of a generation's engine, over seats that score and do not answer.
+"""Measures the loss of rows with a model of any size, in passes of a generation's engine whose seats score and do not answer.
 
 Invariant: what is scored, and how it is cut, follows from the rows and the plan; weights are only read.
 """
@@ -20,7 +20,7 @@ from headrace.terms.budget import Budget
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.events import Sink
 
-# Of a micro-batch: more make products no faster, and only take memory.
+# The most tokens of a micro-batch: more make products no faster, and only take memory.
 _MOST_TOKENS = 4096
 
 
@@ -37,7 +37,7 @@ class LabelledRows:
 
     @property
     def scored_tokens(self) -> int:
-        """Tokens that have a label, and something before them."""
+        """Tokens that have a label and at least one token before them."""
         return int((shift_labels(self.batch["labels"]) != IGNORED).sum())
 
 
@@ -56,7 +56,7 @@ class Evaluator:
         interpreter: str = "overlapped",
         sink: Sink | None = None,
     ) -> None:
-        """Score rows of up to `length` tokens with `model`, which is closed with it. `rows` and `seats` as of a generator."""
+        """Score rows of up to `length` tokens with `model`, which is closed with it. `rows`, `seats`: as for a `Generator`."""
         self.model, self.length = model, length
         self._planner = GenerationPlanner(
             model.chain,
@@ -74,7 +74,7 @@ class Evaluator:
         self._generator = Generator(model, self._planner, interpreter, sink)
 
     def prepare(self, rows: int) -> GenerationPlan:
-        """Return the plan for so many rows, with its buffers made.
+        """Return the plan for so many rows, after making its buffers.
 
         Raises:
             PlanInfeasible: a budget is too small; nothing has been allocated.
@@ -84,10 +84,10 @@ class Evaluator:
         return plan
 
     def losses(self, batches: Iterable[Mapping[str, torch.Tensor]]) -> Iterator[tuple[LabelledRows, float]]:
-        """Yield the rows of batches that are scored, and the sum of their tokens' losses in nats; of no more rows than planned.
+        """Yield the rows of batches that are scored, with the sum of their tokens' losses in nats; at most as many as planned.
 
         Raises:
-            DataError: a batch as `Engine.step` would not take it.
+            DataError: `Engine.step` would not accept a batch.
             StepFailed: a lane failed.
         """
 

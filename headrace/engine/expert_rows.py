@@ -1,9 +1,8 @@
-"""Rows through a block of a mixture whose experts come one at a time, in a pass without gradients: a few rows at once.
+"""Rows through a mixture's block whose experts come one at a time, in a pass without gradients: a few rows at once.
 
-Of the block, what every token reads is bound, and one expert is in memory, whatever the number of experts. Each micro-batch
-runs the block's own code in a thread, one thread at a time; all wait at their experts (`model/banks.py`), which come in
-ascending order, each once for all. Invariant: each expert sees the micro-batches in their order, as if they ran one after the
-other.
+What every token reads of the block is bound, and one expert is in memory, whatever the number of experts. Each micro-batch runs
+the block's own code in a thread, one thread at a time. All wait at their experts (`model/banks.py`), which come in ascending
+order, each once for all. Invariant: each expert sees the micro-batches in their order, as if they ran one after the other.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +15,7 @@ from headrace.model.banks import Banks, BlockExperts
 from headrace.model.parking import ParkedThread
 from headrace.terms.errors import ModelError
 
-# Micro-batches that wait within a block together: an expert comes once for so many.
+# So many micro-batches wait within a block together, and an expert comes once for all of them.
 _TOGETHER = 8
 
 
@@ -33,7 +32,7 @@ class _Walk:
         self._thread = ParkedThread(self._walk, "headrace rows")
 
     def go_on(self) -> None:
-        """Let it run until it wants an expert, or is through. Raises whatever its code raises."""
+        """Let it run until it wants an expert or ends. Raises whatever its code raises."""
         self._thread.go_on()
 
     def close(self) -> None:
@@ -67,14 +66,14 @@ def through_experts(
     load: Callable[[int], Mapping[str, torch.Tensor]],
     take: Callable[[Any, torch.Tensor], None],
 ) -> None:
-    """Run a block on each of `items`, a few at once, and give `take` what comes of each, in order.
+    """Run a block on each of `items`, a few at once, and give `take` each item's result, in order.
 
     `run` runs the block on an item, in the item's thread and within its `context`. `load` returns the weights of an expert by
-    the attribute of its module; what it returned before is not looked at any more.
+    the attribute of its module; weights that it returned before are no longer used.
 
     Raises:
         ModelError: the block asks for an expert after a larger one.
-        whatever `run` raises.
+        Whatever `run` raises.
     """
     for start in range(0, len(items), _TOGETHER):
         some = items[start : start + _TOGETHER]

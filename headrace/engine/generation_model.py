@@ -1,4 +1,4 @@
-"""What a generation is about: a model, where its weights come from, and how it is asked to generate."""
+"""What a generation needs: a model, where its weights come from, and the settings of its `generate`."""
 
 import contextlib
 import copy
@@ -33,14 +33,14 @@ from headrace.terms.options import Options
 from headrace.update import optimizer_of, rule_of
 from headrace.update.wires import AdapterWire
 
-# Where neither the model nor anybody says how many.
+# New tokens of an answer where neither the model nor the user says how many.
 _NEW_TOKENS = 512
 _DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 
 @dataclass
 class GenerationModel:
-    """A model that is ready to generate. `source` has its weights; `directory` its configuration and tokenizer.
+    """A model that is ready to generate. `source` has its weights; `directory` has its configuration and tokenizer.
 
     `generation_config` is what the model's directory says, or transformers' own.
     """
@@ -64,11 +64,11 @@ class GenerationModel:
         *,
         adapters: Callable[[Chain, WeightMap], StoredAdapters] | None = None,
     ) -> "GenerationModel":
-        """Open a model directory, whose weights stay where they are. `check` tries its architecture, `adapters` gives what is
-        computed beside its blocks. A directory of adapters is opened as they and the model that it names.
+        """Open a model directory, whose weights stay where they are. `check` tries its architecture; `adapters` gives what is
+        computed beside its blocks. If it is a directory of adapters, open these and the model that it names.
 
         Raises:
-            ModelError: it cannot be read, or its architecture cannot generate block by block; adapters are of another model.
+            ModelError: it cannot be read, its architecture cannot generate block by block, or adapters belong to another model.
         """
         if adapters is None and is_adapter_directory(directory):
             own = directory
@@ -93,12 +93,12 @@ class GenerationModel:
         sink: Sink | None,
         check: Callable[[Any], None] = check_generation,
     ) -> "GenerationModel":
-        """Open the last commit of a run, whose store is only read. `check` tries its architecture.
+        """Open the last commit of a run; its store is only read. `check` tries the architecture.
 
         Raises:
             RunDirectoryError: the run is in progress, has no commit, or was begun with seams that no option names.
-            ModelError: the model that it began with is gone.
-            ConfigError: another compute dtype is asked for than the run has.
+            ModelError: the model with which it began is gone.
+            ConfigError: the run computes in another dtype than is asked for.
         """
         store = StateStore.open(run_directory, sink=sink or _silent)
         try:
@@ -137,7 +137,7 @@ class GenerationModel:
         sink: Sink | None,
         check: Callable[[Any], None],
     ) -> "GenerationModel":
-        """Open the model directory of a run of adapters, with those of its last commit."""
+        """Open the model directory of a run of adapters, with the adapters of its last commit."""
 
         def newest(chain: Chain, weights: WeightMap) -> StoredAdapters:
             trained = {
@@ -157,22 +157,23 @@ class GenerationModel:
     def of(
         cls, directory: Path, chain: Chain, source: WeightSource, machine: Machine, notes: tuple[str, ...]
     ) -> "GenerationModel":
-        """Return the model of a chain, laid out as `source` has it."""
+        """Return the model of a chain, laid out like `source`."""
         chain.lay_out(source.layouts)
         config = read_generation_config(directory, chain.model)
         chain.model.generation_config = config
         return cls(directory, chain, source, machine, config, notes)
 
     def settings(self, longest: int, config: Any, changes: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments of `generate` for prompts of up to `longest` tokens: a configuration of its own, and the rest.
+        """Return the arguments of `generate` for prompts of up to `longest` tokens: a configuration, and the others.
 
         Raises:
-            ConfigError: transformers refuses a setting; a token that ends texts is none of the model's; too few positions.
+            ConfigError: transformers refuses a setting, a token that ends texts is not the model's, or it has too few
+                positions.
         """
         own = copy.deepcopy(config if config is not None else self.generation_config)
         try:
             rest = own.update(**{"use_cache": True, **changes})
-        except Exception as error:  # whatever transformers raises for values that cannot be
+        except Exception as error:  # whatever transformers raises for impossible values
             raise ConfigError(f"generation: {in_one_line(error)}") from error
         vocabulary = self.chain.vocabulary
         for token in sorted(end_tokens(own)):
@@ -191,10 +192,10 @@ class GenerationModel:
         return {"generation_config": own, **rest}
 
     def check_positions(self, prompt_length: int, new_tokens: int) -> None:
-        """Refuse more tokens than the model has positions for.
+        """Refuse more tokens than the model has positions.
 
         Raises:
-            ConfigError: there are fewer.
+            ConfigError: there are fewer positions.
         """
         limit = position_limit(self.chain.config)
         if limit and prompt_length + max(1, new_tokens) > limit:
@@ -234,7 +235,7 @@ def open_chain(
 
 
 def _seams_of(store: StateStore, options: Options, run_directory: Path) -> Seams:
-    """Return the seams that a run was begun with, if they are those that its options mean."""
+    """Return the seams with which a run was begun, if its options mean the same."""
     identity = store.manifest.identity
     seams = seams_of(options, identity.get("wire"))
     for name in ("wire", "codec", "site"):
@@ -247,7 +248,7 @@ def _seams_of(store: StateStore, options: Options, run_directory: Path) -> Seams
 
 
 def _maker(chain: Chain, options: Options, seams: Seams, weights: WeightMap) -> Maker:
-    """Return what makes the weights of a run's units, as for a step, an evaluation and an export."""
+    """Return the maker of the weights of a run's units, as for a step, an evaluation and an export."""
     optimizer = optimizer_of(options)
     rule = rule_of(optimizer, chain.compute_dtype).figures
     stored = stored_codes(chain, weights, rule.planes)
@@ -256,7 +257,7 @@ def _maker(chain: Chain, options: Options, seams: Seams, weights: WeightMap) -> 
 
 
 def stored_dtype(checkpoint: Checkpoint) -> str:
-    """Return the dtype of most of a checkpoint's weights."""
+    """Return the dtype that most of a checkpoint's weights have."""
     found: Counter[str] = Counter()
     for tensor in checkpoint.tensors.values():
         if tensor.dtype in _DTYPES:
@@ -267,10 +268,10 @@ def stored_dtype(checkpoint: Checkpoint) -> str:
 
 
 def read_generation_config(directory: Path, model: Any) -> Any:
-    """Return the generation configuration in a model directory, or what transformers makes of the model's own.
+    """Return the generation configuration in a model directory, or the one that transformers derives from the model's own.
 
     Raises:
-        ModelError: the file is there, and cannot be read.
+        ModelError: the file exists, and cannot be read.
     """
     if not (directory / "generation_config.json").exists():
         return copy.deepcopy(model.generation_config)
@@ -291,4 +292,4 @@ def end_tokens(config: Any) -> frozenset[int]:
 
 
 def _silent(event: Event) -> None:
-    """Sink of a generator that was given none."""
+    """The sink of a model that was given none."""

@@ -1,4 +1,4 @@
-"""The engine of generations: a model of any size, its prompts in seats, pass by pass until all are answered.
+"""The engine of generations: a model of any size takes prompts in seats, pass by pass, until all are answered.
 
 What a seat runs is transformers' own `generate` (model/seats.py); a pass takes all seats through all blocks (flow/generate.py).
 A seat whose answers are complete makes way for the next micro-batch, which comes in with its prompt while others decode.
@@ -35,7 +35,7 @@ from headrace.terms.program import Lane, Program
 
 
 class Together(Protocol):
-    """What goes through the model together: some rows."""
+    """Rows that go through the model together."""
 
     @property
     def rows(self) -> Sized:
@@ -45,15 +45,15 @@ class Together(Protocol):
 _Item = TypeVar("_Item", bound=Together)
 _Seated = TypeVar("_Seated", bound=Seated)
 
-# Programs that are kept: the steady state repeats a few.
+# At most so many programs are kept: the steady state repeats a few.
 _MOST_PROGRAMS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Rows of token ids that are generated together, and with what: `settings` are arguments of transformers' `generate`.
+    """Rows of token ids that are generated together; `settings` are arguments of transformers' `generate`.
 
-    `number` is the caller's. Random numbers begin at `seed`, as after `torch.manual_seed(seed)`.
+    `number` belongs to the caller. Random numbers begin at `seed`, as after `torch.manual_seed(seed)`.
     """
 
     number: int
@@ -69,7 +69,7 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class Generated:
-    """What became of a micro-batch: per row the new tokens, without what only fills it; `raw` is what `generate` returned."""
+    """The result of a micro-batch: per row the new tokens, without padding; `raw` is what `generate` returned."""
 
     batch: MicroBatch
     tokens: tuple[tuple[int, ...], ...]
@@ -106,10 +106,10 @@ class Generator:
         sink: Sink | None = None,
         opened: Callable[[Path, Budget, str | None, Sink | None], GenerationModel] | None = None,
     ) -> "Generator":
-        """Return the generator of a model directory, whose weights are read where they lie; nothing of them is read yet.
+        """Return the generator of a model directory, whose weights are read in place; none of them is read yet.
 
-        `compute_dtype`: that of most weights. `machine` is what plans are made for; `rows` of a seat and `seats` are planned
-        where they are not given. `opened` opens the model otherwise than as a directory.
+        `compute_dtype`: by default that of most weights. `machine` is what plans are made for; `rows` of a seat and `seats` are
+        planned where they are not given. `opened` opens the model in another way than as a directory.
 
         Raises:
             InputError: the model cannot be read, or its architecture cannot generate block by block.
@@ -131,7 +131,7 @@ class Generator:
         return cls(found, planner, interpreter, sink)
 
     def prepare(self, prompts: int, prompt_length: int, new_tokens: int, kept_copies: int = 0) -> GenerationPlan:
-        """Return the plan for so many prompts, with its buffers made; an earlier one that holds them is kept.
+        """Return the plan for so many prompts, after making its buffers; an earlier plan whose buffers suffice is kept.
 
         `kept_copies`: see the function of that name.
 
@@ -142,21 +142,21 @@ class Generator:
         self.model.check_positions(prompt_length, new_tokens)
         if self.plan is None or self._pass is None or not self.plan.holds(prompts, prompt_length, new_tokens, kept_copies):
             if self.plan is not None and self.plan.experts is not None:
-                self._drop()  # planning looks at whole blocks
+                self._drop()  # planning needs memory for whole blocks
             plan = self._planner.plan(prompts, prompt_length, new_tokens, kept_copies)
             self.use(plan)
         assert self.plan is not None, "made above"
         return self.plan
 
     def plan_only(self, prompts: int, prompt_length: int, new_tokens: int, kept_copies: int = 0) -> GenerationPlan:
-        """Return the plan for so many prompts, and make nothing. Raises as `prepare`."""
+        """Return the plan for so many prompts, without making anything. Raises as `prepare` does."""
         self.model.check_positions(prompt_length, new_tokens)
         return self._planner.plan(prompts, prompt_length, new_tokens, kept_copies)
 
     def prepare_at_least(
         self, prompts: int, prompt_length: int, new_tokens: int, tokens: int, kept_copies: int = 0
     ) -> GenerationPlan:
-        """Prepare likewise, for rows of at least `tokens` tokens where the model has positions for them and they fit."""
+        """Do as `prepare`, for rows of at least `tokens` tokens, if the model has positions for them and they fit."""
         more = tokens - prompt_length - new_tokens
         if more > 0:
             with contextlib.suppress(ConfigError, PlanInfeasible):
@@ -164,7 +164,7 @@ class Generator:
         return self.prepare(prompts, prompt_length, new_tokens, kept_copies)
 
     def use(self, plan: GenerationPlan) -> None:
-        """Make the buffers of `plan`, and read what stays."""
+        """Make the buffers of `plan`, and read the weights that stay."""
         self._drop()
         model = self.model
         self._cache_file = CacheFile.make(plan, self._planner.directories, self._sink or _silent)
@@ -191,7 +191,7 @@ class Generator:
         seed: int = 0,
         **settings: Any,
     ) -> Iterator[tuple[int, tuple[int, ...]]]:
-        """Yield `(index, new tokens)` of prompts of token ids, as they are complete.
+        """Yield `(index, new tokens)` for prompts of token ids, as they are completed.
 
         `generation_config` and `settings` are those of transformers' `generate`; without a configuration the model's counts.
         Micro-batch k draws as after `torch.manual_seed(seed + k)`.
@@ -208,20 +208,21 @@ class Generator:
             yield from zip(batches[done.batch.number], done.tokens, strict=True)
 
     def run(self, batches: Iterable[MicroBatch]) -> Iterator[Generated]:
-        """Yield micro-batches as they are complete; they enter in order, as many together as are planned.
+        """Yield micro-batches as they are completed; they enter in order, as many together as planned.
 
         Raises:
             StepFailed: a lane failed.
-            whatever a seat's code raises.
+            Whatever a seat's code raises.
         """
         with seat_taps(self.model.chain.runner, self._seat_context) as taps:
             for batch, seat in self.through(batches, lambda batch: Seat(taps, self._call(batch), batch.seed)):
                 yield self._generated(batch, seat.result)
 
     def through(self, items: Iterable[_Item], sit: Callable[[_Item], _Seated]) -> Iterator[tuple[_Item, _Seated]]:
-        """Yield items whose seats are done, with these; `sit` seats one. They enter in order, as many together as are planned.
+        """Yield items with their seats, once these are done; `sit` seats an item. They enter in order, as many together as
+        planned.
 
-        Raises: as `run`.
+        Raises: as `run` does.
         """
         assert self._pass is not None, "prepared"
         assert self.plan is not None, "with a plan"
@@ -257,7 +258,7 @@ class Generator:
     # -- passes -----------------------------------------------------------------------------------------------------
 
     def _cache_of(self, seat: Seated, item: Together, taken: Iterable[SeatCache]) -> SeatCache | None:
-        """Return what of a seat's cache is not where compute is; None where all of it stays."""
+        """Return the parts of a seat's cache that are not where compute is; None where all of it stays."""
         assert self._pass is not None, "prepared"
         plan = self._pass.plan
         if not (plan.caches.moves and isinstance(item, MicroBatch) and isinstance(seat, Seat)):
@@ -343,7 +344,7 @@ class Generator:
 
 
 def kept_copies(settings: Mapping[str, Any]) -> int:
-    """Return how many caches each row has that stay where compute is: rows are exchanged, or tokens taken back; else 0."""
+    """Return how many caches per row stay where compute is, because rows are exchanged or tokens taken back; else 0."""
     config = settings["generation_config"]
     copies = max(config.num_beams or 1, config.num_return_sequences or 1)
     taken_back = settings.get("assistant_model") is not None or bool(config.prompt_lookup_num_tokens)
@@ -351,11 +352,11 @@ def kept_copies(settings: Mapping[str, Any]) -> int:
 
 
 def _silent(event: Event) -> None:
-    """Sink of a generator that was given none."""
+    """The sink of a generator that was given none."""
 
 
 def _padded(rows: Sequence[Sequence[int]], pad: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ids and mask (rows, longest): shorter rows are filled up on their left."""
+    """Return ids and mask (rows, longest); shorter rows are padded on the left."""
     length = max(map(len, rows))
     ids = torch.full((len(rows), length), pad, dtype=torch.int64)
     mask = torch.zeros((len(rows), length), dtype=torch.int64)
@@ -366,7 +367,7 @@ def _padded(rows: Sequence[Sequence[int]], pad: int) -> tuple[torch.Tensor, torc
 
 
 def _until(tokens: Sequence[int], config: Any) -> tuple[int, ...]:
-    """Return the tokens up to the first that ends a row, and that; without the padding behind a row that a text ended."""
+    """Return the tokens up to and including the first that ends a row; padding behind it is left out."""
     ends = end_tokens(config)
     stop = next((place + 1 for place, token in enumerate(tokens) if token in ends), len(tokens))
     while config.stop_strings and stop and tokens[stop - 1] == config.pad_token_id and config.pad_token_id not in ends:

@@ -1,6 +1,6 @@
-"""Hidden states of micro-batches between two blocks, in a file: memory holds one micro-batch of them, whatever their number.
+"""Hidden states of micro-batches between two blocks, in a file: memory holds one micro-batch's, whatever their number.
 
-Invariant: what `read` returns is what was written last; after `sync` it is on the drive.
+Invariant: `read` returns what was written last; after `sync` that is on the drive.
 """
 
 import os
@@ -53,7 +53,7 @@ class HiddenRows:
             left, offset = left[count:], offset + count
 
     def sync(self) -> None:
-        """Make all that was written survive a power cut."""
+        """Make everything that was written survive a power cut."""
         os.fsync(self._descriptor)
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
-"""Adapters merged with the model that they are of: an ordinary directory, made from the model's own files.
+"""Adapters merged with their model: an ordinary directory, made from the model's own files.
 
-Invariant: memory is one block in float32 and the adapters; each weight is rounded once, to the dtype that it came in.
+Invariant: memory holds one block in float32 and the adapters; each weight is rounded once, to the dtype that it came in.
 """
 
 from collections.abc import Mapping
@@ -19,12 +19,12 @@ from headrace.terms.optimizer import Optimizer
 
 
 def merge_adapters(model: Path, directory: Path, out: Path, notes: Mapping[str, str]) -> Path:
-    """Write the model directory `model`, merged with the adapters in `directory`, to `out`, with `notes` beside; return it.
+    """Write the model directory `model`, merged with the adapters in `directory`, to `out`, with `notes` as files; return it.
 
-    Of a coded model the decoded weights are merged.
+    If the model is coded, its decoded weights are merged.
 
     Raises:
-        ModelError: the adapters are of another model, or one of the directories cannot be read.
+        ModelError: the adapters belong to another model, or one of the directories cannot be read.
         RunDirectoryError, ExportFailed: as `Exporter.write`.
     """
     checkpoint = Checkpoint.open(model, decode=True)
@@ -35,7 +35,7 @@ def merge_adapters(model: Path, directory: Path, out: Path, notes: Mapping[str, 
 
 
 class _Merged:
-    """Gives the exporter the merged weights of a unit, float32; None for one that has no adapters."""
+    """Gives the exporter the merged weights of a unit, float32; None for a unit without adapters."""
 
     def __init__(self, chain: Chain, weights: WeightMap, stored: StoredAdapters) -> None:
         self._chain, self._weights, self._stored = chain, weights, stored

@@ -1,7 +1,7 @@
-"""A node's engine: LuWu's central optimizer node. It has the state and updates it; workers compute.
+"""A node's engine, LuWu's central optimizer node: it has the state and updates it; workers compute.
 
 It is the trainer with three parts exchanged: the plan (`plan.serving`), the schedule (`plan.schedules.serve`), and a crowd of
-workers where the model would run. Import, store, updates, commits, resume and export are the trainer's own.
+workers in the place of the model's computing. Import, store, updates, commits, resume and export are the trainer's own.
 """
 
 from functools import partial
@@ -24,7 +24,7 @@ from headrace.update.combinations import refuse_combination
 
 
 class NodeEngine(Engine):
-    """An engine whose `seams` have workers. A step waits for them; where one is lost it fails, and `resume` goes on."""
+    """An engine whose `seams` have workers. A step waits for them; if one is lost, the step fails, and `resume` goes on."""
 
     _search = staticmethod(serving_plan)
 
@@ -77,5 +77,5 @@ class NodeEngine(Engine):
 def _serving(
     turns: tuple[Turn, ...], plan: Plan, num_micro_batches: int, before: Snapshot, *, durable: bool
 ) -> tuple[Program, Snapshot]:
-    """Return the program of a step; how many micro-batches workers make of it is theirs to know."""
+    """Return the program of a step; only workers know into how many micro-batches they cut it."""
     return build_serving(plan, turns, before, durable=durable)

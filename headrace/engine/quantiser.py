@@ -1,10 +1,10 @@
-"""Compresses a model block by block: a forward pass in which each block's weights are rounded before its outputs go on.
+"""Compresses a model block by block, in a forward pass: each block's weights are rounded before its outputs go on.
 
-Of the model, one block is in memory, and what is around the blocks; hidden states of all rows wait in files between blocks.
-What is rounded is what a block multiplies, for the inputs that it gets from blocks already rounded (GPTQ; QMoE's driver,
-section 3.2). Held-out rows pass twice, through the weights as they came and as coded: the rise of their loss is what it costs.
-Invariant: after `advance` of a block has returned, the next block needs nothing else; so a run that was killed goes on from
-there, with the same bits.
+One block of the model is in memory, and what lies around the blocks; the hidden states of all rows wait in files between
+blocks. The matrices that a block multiplies are rounded for the inputs that it gets from blocks already rounded (GPTQ; QMoE's
+driver, section 3.2). Held-out rows pass twice, through the weights as they came and as coded: the rise of their loss is the
+cost. Invariant: after `advance` of a block has returned, the next block needs nothing else; so a run that was killed goes on
+from there, with the same bits.
 """
 
 import contextlib
@@ -31,16 +31,16 @@ from headrace.terms.layout import UnitLayout, planes_with
 from headrace.terms.optimizer import Optimizer
 from headrace.terms.sizes import MIB
 
-# Hot experts get no more tokens than so many times the mean (QMoE, section 3.2).
+# Experts with many tokens are given at most so many times the mean (QMoE, section 3.2).
 _MOST_OF_MEAN = 4
 _LOGIT_BYTES = 64 * MIB
-# Of the memory that is left beside weights, for sums of inputs; the rest is for rounding and what blocks compute.
+# Sums of inputs get this fraction (1 / n) of the memory beside weights; the rest is for rounding and what blocks compute.
 _SHARE_OF_SUMS = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Some rows of the data, and which of their tokens count as a matrix's input, (b, T) bool. `held_out`: none do."""
+    """Some rows of the data; `counts` (b, T) bool says which tokens count as inputs of a matrix. If `held_out`, none do."""
 
     batch: MicroBatch
     counts: torch.Tensor
@@ -58,7 +58,7 @@ class _Pass:
 class Quantiser:
     """Opens the model in `directory` and rounds it for `target`. Hidden states lie in `folder`, which exists. Close it.
 
-    `by_experts`: whether experts of mixtures are in memory one at a time; None: where a block would take too much of it.
+    `by_experts`: whether experts of mixtures are in memory one at a time; None: where a block would take too much memory.
 
     Attributes:
         checkpoint, chain, weights: the model as it is stored, as units, and where each of their parameters is stored.
@@ -108,7 +108,7 @@ class Quantiser:
         self._allowed_bytes = max(64 * MIB, host_bytes - (ends + 2 * largest) * each) // _SHARE_OF_SUMS
 
     def _elements_by_experts(self, block: int) -> int:
-        """Return the elements of a block that are in memory where experts come one at a time: one, and nothing of its shape."""
+        """Return the elements of a block in memory while experts come one at a time: its common part, and one expert."""
         layout, experts = self.chain.layouts[block + 1], self._experts[block]
         if experts is None:
             return layout.num_elements
@@ -124,11 +124,11 @@ class Quantiser:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of the model."""
+        """Number of blocks of the model."""
         return self.chain.num_blocks
 
     def prepare(self, *, blocks_done: int) -> None:
-        """Load what is around the blocks, and, at the beginning, fill the first file of hidden states."""
+        """Load what lies around the blocks; at the beginning, also fill the first file of hidden states."""
         with torch.no_grad(), self._running():
             for unit in (0, self.num_blocks + 1) if self.chain.has_epilogue_unit else (0,):
                 self._resident.append(self._load(self.chain.layouts[unit]))
@@ -151,7 +151,8 @@ class Quantiser:
 
     @torch.no_grad()
     def advance(self, block: int) -> tuple[BlockCode, dict[str, str]]:
-        """Round block `block` and run all rows through it; return its code, and why other matrices of it are left as they are.
+        """Round block `block` and run all rows through it; return its code, and by name why other matrices are left as they
+        are.
 
         Raises:
             ModelError: an input of a matrix is not finite.
@@ -176,7 +177,7 @@ class Quantiser:
         return coded, left
 
     def _open(self, block: int) -> BlockWeights:
-        """Return the weights of a block: by experts where both forms of it would take more than half of memory."""
+        """Return the weights of a block; by experts, if both of its forms would take more than half of memory."""
         unit, experts = block + 1, self._experts[block]
         if experts is None or not self._by_experts:
             return WholeBlock(self.chain, unit, self._load)
@@ -184,7 +185,9 @@ class Quantiser:
 
     @torch.no_grad()
     def losses(self) -> tuple[float, float, int]:
-        """Return the mean loss of held-out rows with weights as they came, and as they are coded, and the number of tokens."""
+        """Return the mean loss of held-out rows with weights as they came, the one with coded weights, and the number of
+        tokens.
+        """
         file, sums = self._files[self.num_blocks % 2], {False: 0.0, True: 0.0}
         tokens = 0
         with self._running():
@@ -205,7 +208,7 @@ class Quantiser:
             yield
 
     def _load(self, layout: UnitLayout) -> torch.Tensor:
-        """Return the weights of what is laid out as compute reads them, flat."""
+        """Return the weights of a layout as compute reads them, flat."""
         plane = np.empty(layout.num_elements, self._plane.dtype)
         import_unit(self.weights, layout, plane, None)
         flat = torch.from_numpy(plane.view(np.uint8)).view(self.chain.dtype)
@@ -223,7 +226,7 @@ class Quantiser:
         return MicroBatch(*(None if value is None else value.to(device) for value in values))  # type: ignore[arg-type]
 
     def _round(self, block: int, read: HiddenRows, weights: BlockWeights) -> tuple[BlockCode, dict[str, str]]:
-        """Round the matrices of a block that is bound as it came."""
+        """Round the matrices of a block whose weights are bound as they came."""
         specs = self.chain.layouts[block + 1].parameters
         calibrating = [index for index, each in enumerate(self._passes) if not each.rows.held_out]
         seen = self._caught(block, calibrating[:1], read, weights, CatchInputs(weights.places, ())).seen
@@ -254,7 +257,7 @@ class Quantiser:
         return mode
 
     def _most_tokens(self, coded: Sequence[Coded], seen: Mapping[Matrix, int], calibrating: Sequence[int]) -> dict[str, int]:
-        """Return of how many tokens an expert's inputs are added up, by parameter."""
+        """Return by parameter for how many tokens an expert's inputs are added up."""
         tokens = sum(int(self._passes[index].rows.counts.sum()) for index in calibrating)
         first = self._passes[calibrating[0]].rows.counts.numel()
         most = {}

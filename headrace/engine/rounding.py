@@ -1,7 +1,7 @@
-"""Which matrices of a block are coded, and how they are rounded: the part of compressing that knows one block at a time.
+"""Which matrices of a block are coded, and how they are rounded: this part of compressing knows one block at a time.
 
-No architecture is named here. A matrix is coded if it was seen to multiply, if it is stored as a matrix of its own, and if the
-code can hold its width. What chooses among experts is left alone: a matrix that has one row for each expert, or a few rows.
+No architecture is named here. A matrix is coded if it was seen to multiply, is stored as a matrix of its own, and has a width
+that the code can hold. Routers are left alone: matrices with one row for each expert, or with few rows.
 """
 
 import math
@@ -24,7 +24,7 @@ from headrace.terms.layout import ParameterSpec
 
 _LEAST_ROWS = 8
 _STORED = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
-# Floats beside each other while matrices are rounded: weights, rounded, errors; and H, its damped copy, factors.
+# Float copies of a matrix while it is rounded (weights, rounded values, errors) and of H (with its damped copy and factors).
 _COPIES = 5
 
 
@@ -39,7 +39,7 @@ class Coded:
 
     @property
     def experts(self) -> int:
-        """Matrices in it."""
+        """Number of its matrices."""
         return self.spec.shape[0] if len(self.spec.shape) == 3 else 1
 
     @property
@@ -55,10 +55,10 @@ class Coded:
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterReport:
-    """What became of a parameter: relative errors of its products, ||(Q - W) X||^2 / ||W X||^2, meant over its matrices.
+    """What became of a parameter: relative errors of its products, ||(Q - W) X||^2 / ||W X||^2, averaged over its matrices.
 
-    `plain` are matrices without tokens, `failed` those without a factor: both rounded plainly. `zeros` is the share of weights
-    that became zero. `unsorted`: tokens that should not count could not be told apart.
+    `plain` are matrices without tokens, `failed` those without a factor: both are rounded plainly. `zeros` is the share of
+    weights that became zero. `unsorted`: it was unknown which tokens count, so all did.
     """
 
     name: str
@@ -75,7 +75,8 @@ class ParameterReport:
 @dataclass
 class BlockCode:
     """The coded tensors of a block by stored name, and the report of each parameter. `groups` are the columns of a group, by
-    parameter (0: whole rows)."""
+    parameter (0: whole rows).
+    """
 
     parts: dict[str, Mapping[str, torch.Tensor]] = field(default_factory=dict)
     groups: dict[str, int] = field(default_factory=dict)
@@ -85,10 +86,10 @@ class BlockCode:
 def choose(
     weights: WeightMap, specs: Sequence[ParameterSpec], seen: Mapping[Matrix, int], target: Target, *, experts_only: bool
 ) -> tuple[list[Coded], dict[str, str]]:
-    """Return the parameters of a block to code, and why others that are matrices are left, by their names."""
+    """Return the parameters of a block to code, and by name why other matrices are left."""
     multiplied = {matrix.name for matrix in seen}
     counts = {spec.shape[0] for spec in specs if len(spec.shape) == 3}
-    # All matrices of experts have one size of groups: that is what readers of the formats suppose.
+    # All matrices of experts have one size of groups, which readers of the formats expect.
     common = math.gcd(*(spec.shape[-1] for spec in specs if len(spec.shape) == 3))
     coded, left = [], {}
     for spec in specs:
@@ -120,7 +121,7 @@ def _is_matrix(stored: StoredTensor) -> bool:
 
 
 def catch_groups(coded: Sequence[Coded], allowed_bytes: int) -> list[list[Matrix]]:
-    """Return the matrices in groups whose sums of inputs fit into `allowed_bytes` together; one alone may be larger."""
+    """Return the matrices in groups whose sums of inputs together fit into `allowed_bytes`; a single one may be larger."""
     groups: list[list[Matrix]] = []
     room = -1
     for parameter in coded:
@@ -140,14 +141,13 @@ class Rounding(Protocol):
     device: torch.device
 
     def put(self, expert: int | None, values: torch.Tensor) -> None:
-        """Take a matrix, or one of a stack."""
+        """Take a rounded matrix, or one of a stack."""
 
 
 class BlockRounder:
-    """Rounds the matrices of one block, a group at a time, and puts what the codes stand for in the place of its weights.
+    """Rounds the matrices of one block, a group at a time, and puts the values of the codes in the place of its weights.
 
-    `parameters` are where it puts what codes stand for, by name. `target` is what they are coded as; `allowed_bytes` may be
-    taken for a moment.
+    `parameters` take these values, by name. `target` is the code; up to `allowed_bytes` may be allocated for a moment.
     """
 
     def __init__(
@@ -173,7 +173,7 @@ class BlockRounder:
             self._round_some(parameter, matrices[start : start + step], caught)
 
     def finish(self, parameter: Coded) -> None:
-        """Report on `parameter`, all of whose matrices have been rounded."""
+        """Report on `parameter`, whose matrices have all been rounded."""
         found = sorted(self._found.pop(parameter.spec.name))
         several = len(parameter.spec.shape) == 3
         self.code.groups[parameter.spec.name] = parameter.grid.group or 0
@@ -227,7 +227,7 @@ class BlockRounder:
 
 
 def stored_matrix(weights: WeightMap, pieces: Sequence[Piece], shape: tuple[int, int], expert: int | None) -> torch.Tensor:
-    """Return a matrix exactly as it is stored in its `pieces`, float32 (rows, columns); `expert`: of a stack of them."""
+    """Return a matrix exactly as its `pieces` store it, float32 (rows, columns); `expert`: its number in a stack."""
     out = np.empty(shape, np.float32)
     for piece in pieces:
         if expert is None or piece.index[0] == expert:
@@ -239,6 +239,6 @@ def stored_matrix(weights: WeightMap, pieces: Sequence[Piece], shape: tuple[int,
 
 
 def _within(piece: Piece) -> slice:
-    """Return which rows of its matrix a piece is."""
+    """Return the rows of its matrix that a piece has."""
     last = piece.index[-1] if piece.index else slice(None)
     return last if isinstance(last, slice) else slice(None)

@@ -1,4 +1,4 @@
-"""What a run is made of that can be exchanged: its wire, its codec, its far site; and the forms of its units under these."""
+"""The exchangeable parts of a run: its wire, its codec, its far site; and the forms of its units under these."""
 
 from dataclasses import dataclass, field
 
@@ -22,7 +22,7 @@ from headrace.update.wires import DenseWire, wire_of
 class Seams:
     """How gradients travel, how frozen weights lie on the drives (None: as compute reads them), and where far units live.
 
-    `workers` are a node's, which computes nothing itself.
+    `workers` belong to a node, which computes nothing itself.
     """
 
     wire: Wire = field(default_factory=DenseWire)
@@ -32,22 +32,22 @@ class Seams:
 
     @property
     def names(self) -> dict[str, str | None]:
-        """What a run's state says of them."""
+        """Their names in a run's state."""
         codec, site = self.codec.name if self.codec else None, self.site.name if self.site else None
-        if self.codec and self.codec.digest:  # the same code with other tables is another one
+        if self.codec and self.codec.digest:  # the same code with other tables counts as another one
             codec = f"{codec} {self.codec.digest[:16]}"
         return {"wire": self.wire.name, "codec": codec, "site": site, "workers": "node" if self.workers else None}
 
     @property
     def codecs(self) -> dict[str, Codec]:
-        """The codec by its name."""
+        """The codec by its name; {} where there is none."""
         return {self.codec.name: self.codec} if self.codec else {}
 
     def check(self, store: StateStore) -> None:
-        """Refuse to go on with a run otherwise than it began.
+        """Refuse to go on with a run in another way than it began.
 
         Raises:
-            RunDirectoryError: it was begun with another wire, codec or site; or by a node, or not.
+            RunDirectoryError: it was begun with another wire, codec or site; or one was begun by a node and the other is not.
         """
         for name, asked in self.names.items():
             if (found := store.manifest.identity.get(name)) != asked:
@@ -66,13 +66,13 @@ def forms_of(
     *,
     on_host: bool = True,
 ) -> tuple[Form, ...]:
-    """Return the forms of the units of `chain` under a run's seams and a rule, whose `optimizer` says what is trained at all;
-    `stored` says which are coded as they come.
+    """Return the forms of the units of `chain` under a run's seams and a rule; the `optimizer` says what is trained at all, and
+    `stored` says which blocks the model's files already hold coded.
 
-    `on_host`: that computes, and decodes.
+    `on_host`: the host computes, and decodes.
 
     Raises:
-        ConfigError: nothing is trained; or what is coded would be, in place.
+        ConfigError: nothing is trained, or a coded unit would be trained in place.
     """
     site = seams.site
     holds = site.holds if site is not None else lambda unit: False
@@ -82,9 +82,9 @@ def forms_of(
 
 
 def seams_of(options: Options, begun: str | None = None) -> Seams:
-    """Return the seams that a run's options mean: the wire that they name; of a run that was `begun`, the one of that name.
+    """Return the seams that a run's options mean: the wire that they name; for a run that was `begun`, the wire of that name.
 
     Raises:
-        ConfigError: there is none of that name, or it has no such setting.
+        ConfigError: there is no wire of that name, or it has no such setting.
     """
     return Seams(wire_of(options, begun))

@@ -1,6 +1,6 @@
-"""The blocks of a model whose weights are coded as they come: they lie on the drives in the same parts, and are never encoded.
+"""Blocks whose weights the model's files already hold coded: they lie on the drives in the same parts, and are never encoded.
 
-Invariant: what a block's slot is decoded from are the bytes of the model's files.
+Invariant: a block's slot is decoded from the bytes of the model's files.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -17,7 +17,7 @@ from headrace.terms.layout import ParameterSpec, PlaneSet
 
 @dataclass(frozen=True)
 class StoredCodes:
-    """Where the parts of coded blocks lie, by unit; what decodes them, by name; what reads them, by unit and matrix offset."""
+    """Where the parts of coded blocks lie, by unit; their codecs, by name; and their readers, by unit and matrix offset."""
 
     units: Mapping[int, CodedUnit] = field(default_factory=dict)
     codecs: Mapping[str, Codec] = field(default_factory=dict)
@@ -25,7 +25,7 @@ class StoredCodes:
 
 
 def stored_codes(chain: Chain, weights: WeightMap, planes: PlaneSet) -> StoredCodes:
-    """Return how the blocks of a model are coded in its files; parameters that are made of others lie as compute reads them."""
+    """Return how the model's files code its blocks; parameters that are made from others lie as compute reads them."""
     units: dict[int, CodedUnit] = {}
     codecs: dict[str, Codec] = {}
     readers: dict[tuple[int, int], Callable[[], Parts]] = {}
@@ -51,7 +51,7 @@ def stored_codes(chain: Chain, weights: WeightMap, planes: PlaneSet) -> StoredCo
 
 
 def _sources(weights: WeightMap, spec: ParameterSpec) -> list[tuple[Piece, CodedSource]] | None:
-    """Return the pieces of a parameter and what makes them, if all of them are coded and lie one after the other in it."""
+    """Return the pieces of a parameter and their sources, if all are coded and lie one after another in it; else None."""
     found = []
     for piece in weights.pieces.get(spec.name, ()):
         source = weights.checkpoint.tensors[piece.key].coded
@@ -62,7 +62,7 @@ def _sources(weights: WeightMap, spec: ParameterSpec) -> list[tuple[Piece, Coded
 
 
 def _first_row(spec: ParameterSpec, piece: Piece) -> int:
-    """Return which row of the parameter, seen as one matrix, a piece begins with: experts' rows follow one another."""
+    """Return the row of the parameter, seen as one matrix, with which a piece begins: experts' rows follow one another."""
     if not piece.index:
         return 0
     expert, rows = piece.index[0], piece.index[-1]

@@ -1,6 +1,6 @@
-"""What a run is about: a model in its units' forms, the machine that computes it, and what updates it.
+"""The subject of a run: a model in its units' forms, the machine that computes it, and what updates it.
 
-It has no plan and no state of the run: it makes the store for them, fills it, and writes the finished model.
+It has neither a plan nor a state: it makes the store for them, fills it, and writes the finished model.
 """
 
 from collections.abc import Callable, Mapping
@@ -47,7 +47,7 @@ def prepare_chain(chain: Chain, machine: Machine, options: Options) -> None:
     """Let `chain` run on `machine`, in the way that `options` ask for.
 
     Raises:
-        ConfigError: it cannot be run so here.
+        ConfigError: it cannot run that way here.
     """
     chain.move_buffers(machine.device)
     if options.compile_blocks:
@@ -63,13 +63,13 @@ class Subject:
 
     Attributes:
         checkpoint, chain, weights: the model as it is stored, as units, and where each of their parameters is stored.
-        stored: which of its blocks are coded as they come.
+        stored: which of its blocks the files already hold coded.
         machine: what computes it.
         optimizer, rule, own_rule: the rule's settings, its figures, and those for trained families of their own, which
             are float32 whatever compute reads (None where no unit has one).
         forms, maker: how each unit exists, and what makes its weights.
-        updater, own_updater: what updates in place, and trained families of their own, on the host.
-        cores: threads that torch had before.
+        updater, own_updater: what updates on the host: in place, and in trained families of their own.
+        cores: the number of threads that torch had before.
 
     Raises:
         InputError: the model, an option or a seam cannot be used.
@@ -110,12 +110,12 @@ class Subject:
             seams.wire.refuse(own_rule.planes.states)
         self.own_rule = own_rule.figures if own_rule else None
         self.cores = torch.get_num_threads()
-        # With the plan's threads as soon as there is one.
+        # They get the plan's threads as soon as there is a plan.
         self.updater = Updater(rule, 1)
         self.own_updater = Updater(own_rule, 1) if own_rule else None
 
     def use_wire(self, wire: Wire) -> None:
-        """Let gradients travel by `wire`: before there is a plan, and a store."""
+        """Let gradients travel by `wire`. To be called before there is a plan or a store."""
         self.seams = seams = replace(self.seams, wire=wire)
         on_host = self.machine.device.type == "cpu"
         self.forms = forms_of(self.chain, seams, self.rule, self.optimizer, self.stored, on_host=on_host)
@@ -123,7 +123,7 @@ class Subject:
         self.maker = Maker(self.forms, wire, self.chain.compute_dtype, codecs, self.stored.readers)
 
     def choose_wire(self, suits: Callable[[tuple[Form, ...]], bool]) -> None:
-        """Take the first of the wires that this one leaves open whose forms are found to suit, or the last."""
+        """Use the first wire, among those that this one leaves open, whose forms suit; if none does, the last."""
         wire = self.seams.wire
         blocks = self.chain.layouts[1 : self.chain.num_blocks + 1]
         choices = wire.choices(blocks) if isinstance(wire, SubspaceWire) else ()
@@ -141,7 +141,7 @@ class Subject:
             self.own_updater.warm_up(dtype)
 
     def use_threads(self, plan: Plan) -> None:
-        """Compute and update with the threads of `plan`. A run that goes on with fewer cores takes what there is."""
+        """Compute and update with the threads of `plan`; with fewer cores than that, a resumed run uses all there are."""
         torch.set_num_threads(min(plan.compute_threads, self.cores))
         threads = min(plan.update_threads, self.cores)
         self._close_updaters()
@@ -152,7 +152,7 @@ class Subject:
     def create_store(
         self, directory: Path, ssd: tuple[Path, ...], beside: Beside | None, plan: Plan | None, sink: Sink
     ) -> StateStore:
-        """Return a new store for the units' state, with scratch as `plan` wants it, and space left for `beside`.
+        """Return a new store for the units' state, with the scratch space of `plan`, leaving space for `beside`.
 
         Raises:
             DiskFull: there is no space for both; nothing has been written.
@@ -179,13 +179,13 @@ class Subject:
 
     @property
     def finished_bytes(self) -> int:
-        """Bytes of what `export` writes."""
+        """Bytes that `export` writes."""
         wire = self.seams.wire
         return adapter_file_bytes(wire.known) if isinstance(wire, AdapterWire) else export_bytes(self.checkpoint)
 
     def export(self, store: StateStore, directory: Path, notes: Mapping[str, str]) -> None:
-        """Write the newest weights of `store` as an ordinary Hugging Face directory, with `notes` beside them; of
-        adapters, their files alone.
+        """Write the newest weights of `store` as an ordinary Hugging Face directory, with `notes` as files; if adapters are
+        trained, write only their files.
         """
         wire = self.seams.wire
         if isinstance(wire, AdapterWire):
@@ -197,22 +197,22 @@ class Subject:
         Exporter(self.checkpoint, self.chain, directory, reader, notes=notes).write()
 
     def settles(self, verdict: Verdict) -> bool:
-        """Return whether a step leaves something that `settle` must put into use: another basis, or weights to be merged."""
+        """Return whether a step leaves something that `settle` must put into use: a new basis, or weights to be merged."""
         wire = self.seams.wire
         changes = isinstance(wire, SubspaceWire) and (wire.merges_each_step or any(map(changed, verdict.proposals.values())))
         return changes and verdict.skipped is None
 
     def settle(self, store: StateStore) -> None:
-        """Merge weights with what is trained of subspaces where the newest commit asks for it, or every step does.
+        """Merge weights with what is trained of subspaces, if the newest commit asks for it or every step does.
 
-        No step may be under way, and none have buffers.
+        No step may be under way, and no buffers may exist.
         """
         wire, record = self.seams.wire, store.record
         if isinstance(wire, SubspaceWire) and (record.get(PROPOSED) or (record.get("num_steps") and wire.merges_each_step)):
             settle(store, self.maker, wire, record)
 
     def check_layouts(self, store: StateStore) -> None:
-        """Refuse to read one model's state as another's.
+        """Refuse to read one model's state as that of another.
 
         Raises:
             RunDirectoryError: the store was laid out for other parameters.
@@ -225,7 +225,7 @@ class Subject:
             )
 
     def close(self) -> None:
-        """End the updaters' threads, and give torch its threads back."""
+        """End the updaters' threads, and give torch the threads back that it had before."""
         self._close_updaters()
         self._closers.close()
         torch.set_num_threads(self.cores)
@@ -237,7 +237,7 @@ class Subject:
 
 
 def tune(store: StateStore, options: Options) -> None:
-    """Let `store` move its bytes in the way that was measured to be best for the drives; as it does where nobody measured."""
+    """Let `store` move its bytes as it was measured to be best for the drives, if somebody measured."""
     if isinstance(options.machine, Ceilings):
         drives = set(file_systems(store.manifest.directories))
         store.keep_in_flight(options.machine.in_flight(len(drives)))

@@ -97,7 +97,7 @@ class Engine:
             self._closers.callback(self._meter.close)
             self._steps: Steps | None = None
             self._hits = HitRate()
-            self._traffic = Traffic(self.store)  # from here on: an import, or a state that was verified, is no step's
+            self._traffic = Traffic(self.store)  # what an import or a verification moved before this belongs to no step
             self._closed = False
         except BaseException:
             self._closers.close()
@@ -120,19 +120,19 @@ class Engine:
     ) -> "Engine":
         """Import a Hugging Face model directory into a new store and return the engine that trains it.
 
-        `options` say all else (`headrace.Options`); events go to `sink`. The run directory `output` holds the run's records
-        (default: a temporary folder, removed by `close`); the `ssd` directories hold the state (default: the run directory).
-        Without `tokens_per_step` the plan is made for the first batch. Of the machine's drives those of the SSD directories
-        count. `plan` is taken instead of the one that `options` name. `adjust_plan` may change the plan before anything is
-        built: for experiments with placements that the planner would not choose. `final` is where the model will be written
-        at the end, beside the state: without space for both there is no beginning. `measure` is asked for the figures of the
-        machine where the options have none, with the plan that is made without; of what it returns another is made. `seams`
-        are what else can be exchanged: how gradients travel, how frozen weights lie on the drives, where far units live.
+        `options` say everything else (`headrace.Options`); events go to `sink`. The run directory `output` holds the run's
+        records (default: a temporary folder, removed by `close`); the `ssd` directories hold the state (default: the run
+        directory). Without `tokens_per_step` the plan is made for the first batch. Of the machine's drives only those of the
+        SSD directories count. `plan` replaces the one that `options` name. `adjust_plan` may change the plan before anything is
+        built, for experiments with placements that the planner would not choose. `final` is where the model will be written at
+        the end, beside the state: without space for both, no run begins. `measure` is asked for the machine's figures if the
+        options have none; it gets the plan that is made without them, and another one is made with what it returns. `seams` are
+        the other exchangeable parts: how gradients travel, how frozen weights lie on the drives, where far units live.
 
         Raises:
             InputError: the model, a directory, an option or `plan` cannot be used; nothing has been allocated or written.
             DiskFull: there is no space for the state, or for `final`; nothing has been written.
-            PlanInfeasible: the budget is too small; the message says what would do.
+            PlanInfeasible: the budget is too small; the message says what would help.
         """
         options = options or Options()
         ssd = options.budget.ssd
@@ -141,7 +141,7 @@ class Engine:
         machine = load_profile(options.machine) if isinstance(options.machine, str) else options.machine
         if machine is not None:
             options = replace(options, machine=machine.of_directories(file_systems(ssd) or (0,)))
-        _ = options.schedule  # refuses one without an end
+        _ = options.schedule  # refuses a schedule without an end
         temporary = tempfile.TemporaryDirectory(prefix="headrace-") if options.output is None else None
         directory = Path(temporary.name if options.output is None and temporary else options.output or "")
         try:
@@ -175,11 +175,11 @@ class Engine:
     ) -> "Engine":
         """Return the engine of an existing run, at its last committed step. `verify` reads and checks the whole state first.
 
-        `check` is called before that, with what the run was opened with, and may refuse it. `seams` are those that
-        it was opened with.
+        `check` is called before that with the options of the run, and may refuse it. `seams` must be those with which it was
+        opened.
 
         Raises:
-            RunDirectoryError: no run, another format version, in use by another process, or begun with other seams.
+            RunDirectoryError: there is no run, it has another format version, another process uses it, or it has other seams.
             CorruptData: a state record does not have the checksum it was written with (unit, file, offset, both checksums).
         """
         store = StateStore.open(Path(run_directory), sink=sink or _silent)
@@ -206,7 +206,7 @@ class Engine:
         final: Path | None,
         measure: Callable[[Plan, Machine], Ceilings | None] | None,
     ) -> StateStore:
-        """Return a new store with the model in it, planned for before it is made. What fails leaves nothing behind."""
+        """Return a new store with the model in it, after planning for it. If it fails, nothing is left behind."""
         directories, options = ssd or (directory,), self.options
         beside = Beside("the finished model", final, self._subject.finished_bytes) if final else None
         if options.tokens_per_step is not None:
@@ -262,9 +262,9 @@ class Engine:
         return self._steps
 
     def _rows(self, plan: Plan, sequences: int, length: int) -> int:
-        """Return how many rows a micro-batch of this shape has: of more rows that are shorter than planned, more at once."""
+        """Return the rows of a micro-batch of this shape: more rows at once, if they are more and shorter than planned."""
         rows = plan.micro_batch_sequences
-        if sequences <= rows * plan.num_micro_batches or self.options.compile_blocks:  # compiled ones are filled up
+        if sequences <= rows * plan.num_micro_batches or self.options.compile_blocks:  # rows are padded for compiled blocks
             return rows
         return rows * plan.sequence_length // length
 
@@ -365,7 +365,7 @@ class Engine:
         return result
 
     def _peak_bytes(self, plan: Plan) -> dict[str, int]:
-        """Return the measured peaks. Of a device tier inside host memory the planned bytes are taken off the host's."""
+        """Return the measured peaks. For a device tier inside host memory, its planned bytes are subtracted from the host's."""
         host = self._meter.peak_bytes()
         if self.machine.device.type == "cuda":
             return {"device": self.machine.device_peak_bytes(), "host": host}
@@ -389,7 +389,7 @@ class Engine:
         )
 
     def _record(self, verdict: Verdict | None, position: Any = None) -> dict[str, Any]:
-        """Return the payload of a commit: where the run stands after the step of `verdict` (None: after the import)."""
+        """Return the payload of a commit: the position of the run after the step of `verdict` (None: after the import)."""
         scale = self._after(verdict) if verdict else None
         return {
             "options": self.options.to_record(),
@@ -413,7 +413,7 @@ class Engine:
     def _settle(self, verdict: Verdict) -> None:
         if self._subject.settles(verdict):
             self.flush()
-            self._drop_buffers()  # they have what was before
+            self._drop_buffers()  # their contents are out of date
             self._subject.settle(self.store)
 
     def flush(self) -> None:
@@ -425,9 +425,9 @@ class Engine:
                 self._emit(moved)
 
     def evaluate(self, batch: Mapping[str, torch.Tensor]) -> Evaluation:
-        """Return the mean loss of a batch as `step` takes it, under the newest weights; nothing is changed.
+        """Return the mean loss of a batch, given as to `step`, under the newest weights; nothing is changed.
 
-        The step that is newest is made durable before. Auxiliary losses are left out.
+        The newest step is made durable first. Auxiliary losses are left out.
 
         Raises:
             DataError: as `step`.
@@ -438,9 +438,9 @@ class Engine:
         return Evaluation(loss=float(state.loss_sum) / data.trained_tokens, tokens=data.trained_tokens)
 
     def next_logits(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return the logits (sequences, vocabulary) of what follows each row, float32 on the host, under the newest weights.
+        """Return the logits (sequences, vocabulary) of the token after each row, float32 on the host, under the newest weights.
 
-        `batch` as `step` takes it, without `labels`; rows that are shorter than others are filled up on the left, and masked.
+        `batch` is as for `step`, without `labels`; shorter rows are padded on the left, and masked.
 
         Raises:
             DataError: as `step`.
@@ -454,7 +454,7 @@ class Engine:
         steps = self._ready(*(shape := batch["input_ids"].shape))
         data = step_batch(batch, self._rows(steps.parts.plan, *shape), self.machine.device)
         state = steps.score(data, self._verdict(self.position))
-        self._traffic.moved()  # no step's
+        self._traffic.moved()  # belongs to no step
         return data, state
 
     # -- results ----------------------------------------------------------------------------------------------------
@@ -466,32 +466,32 @@ class Engine:
 
     @property
     def provenance(self) -> dict[str, Any]:
-        """What the newest weights are: of which run, after how many steps."""
+        """Which weights the newest ones are: the run, and the number of its steps."""
         return {"run_id": self.store.manifest.run_id, "steps": self.num_steps}
 
     def save_pretrained(self, out_dir: str | Path) -> None:
-        """Write the newest weights as an ordinary Hugging Face directory, in constant memory; of a run of adapters,
-        their files as peft has them (`engine.merging` merges them).
+        """Write the newest weights as an ordinary Hugging Face directory, in constant memory; a run of adapters writes them in
+        peft's files (`engine.merging` merges them).
 
         Tensors have the names, layout and dtype of the checkpoint that was opened; tokenizer files come along. `headrace.json`
-        has the `provenance`. The buffers of steps are given back before; a step that follows makes them, and reads what lives
-        in them, anew.
+        has the `provenance`. The buffers of steps are freed before; the next step makes them again, and reads what lives in
+        them.
         """
         self.flush()
-        self._drop_buffers()  # the plan has no room for them and an export's at once
+        self._drop_buffers()  # the plan has no room for these and an export's buffers at once
         self._subject.export(self.store, Path(out_dir), {PROVENANCE_NAME: json.dumps(self.provenance) + "\n"})
-        self._traffic.moved()  # what an export reads is no step's
+        self._traffic.moved()  # what an export reads belongs to no step
 
     # -- ends -------------------------------------------------------------------------------------------------------
 
     def remove_state(self) -> None:
-        """Close the engine and delete its files on the SSDs. What was exported stays."""
+        """Close the engine and delete its files on the SSDs. Exported models stay."""
         self._shut_down()
         self.store.remove()
         self._closers.close()
 
     def close(self) -> None:
-        """Make the newest step durable and end all threads; after a failed step, end them without."""
+        """Make the newest step durable and end all threads; after a failed step, only end them."""
         if self._closed:
             return
         try:
@@ -517,4 +517,4 @@ class Engine:
 
 
 def _silent(event: Event) -> None:
-    """The sink of those who do not listen."""
+    """The sink of whoever does not listen."""

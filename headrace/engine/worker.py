@@ -1,7 +1,7 @@
-"""A worker's engine: the model runs here, weights come from a node and gradients go there; nothing durable is here.
+"""A worker's engine: the model runs here, weights come from a node, gradients go there; nothing here is durable.
 
-It is a trainer all of whose units are far (`update/sites/node.py`). The node says what decides the bits of a step; the plan
-here only says where things lie. The store has no state: only scratch for block inputs, where there are SSD directories.
+It is a trainer whose units are all far (`update/sites/node.py`). The node says what decides the bits of a step; the plan here
+only says where things lie. The store has no state, only scratch space for block inputs, if there are SSD directories.
 """
 
 import contextlib
@@ -47,10 +47,10 @@ from headrace.update.sites.node import NodeSite
 
 
 def refuse_other_options(asked: Mapping[str, Any], found: Mapping[str, Any]) -> None:
-    """See that the node's options are those that a worker's own file asks for.
+    """Check that the node's options are those that a worker's own file asks for.
 
     Raises:
-        ConfigError: some are not; names all.
+        ConfigError: some differ; the message names all of them.
     """
     others = [f"{key} {value!r} here, {found[key]!r} at the node" for key, value in asked.items() if value != found[key]]
     if others:
@@ -58,11 +58,11 @@ def refuse_other_options(asked: Mapping[str, Any], found: Mapping[str, Any]) -> 
 
 
 class Worker:
-    """Computes for the node of `generation`. `own` has the options that are this process's (budgets, machine); scratch files
-    lie in `folder`, or in the SSD directories of `own`. What is `asked` must be the node's. Use as a context manager.
+    """Computes for the node of `generation`. `own` has the options that belong to this process (budgets, machine). Scratch
+    files lie in `folder`, or in the SSD directories of `own`. Options in `asked` must be the node's. Use as a context manager.
 
     Raises:
-        ConfigError: the node's run has other options than are asked for.
+        ConfigError: the node's run has other options than `asked`.
         PeerLost: the node is gone.
         InputError, PlanInfeasible: the model cannot be run here, or the budgets are too small.
     """
@@ -94,7 +94,7 @@ class Worker:
         rule = rule_of(optimizer, options.compute_dtype)
         dtype = TORCH_DTYPES[options.gradient_dtype or options.compute_dtype]
         site = NodeSite(self._generation, dtype)
-        if self._generation.num_workers > 1:  # what is added is not rounded before
+        if self._generation.num_workers > 1:  # gradients are rounded after they are added, not before
             self._options = options = replace(options, gradient_dtype="float32")
         config = config_from(setup.config)
         self.chain = Chain.from_config(config, options.compute_dtype, optimizer, rule.figures.parameter_alignment)
@@ -131,7 +131,7 @@ class Worker:
         square_sum(torch.zeros(64, dtype=torch.float32).numpy())
 
     def _agree(self, setup: Setup) -> Plan:
-        """Return the plan, after the node has said how sums are grouped: as this worker's plan would, if it is the first."""
+        """Return the plan, after the node has said how sums are grouped: as in this worker's own plan, if it is the first."""
         rank, workers, up = self._generation.rank, self._generation.num_workers, self._generation.up
         if setup.grouping is None and rank == 1:
             rows = -(-setup.sequences // workers)
@@ -142,16 +142,16 @@ class Worker:
         grouping = Grouping.from_json(self._generation.down.receive_message(NODE))
         self._planner.grouping = grouping
         shares = shares_of(-(-setup.sequences // grouping.rows), workers, self._options.gradient_sum)
-        most = max(map(len, shares))  # all plan for the same, so that all take the same turns
+        most = max(map(len, shares))  # all workers plan for equally many, so that all take the same turns
         plan = self._planner.plan(most * grouping.rows * setup.length, setup.length, state=self._options.budget.ssd)
-        # Nothing is updated here, and so nothing taken back: what is to be skipped, the node skips.
+        # Nothing is updated here, and so nothing is taken back: the node skips steps that must be skipped.
         plan = replace(plan, update_policy="deferred", late_units=())
         program, _ = build_program(plan, plan.num_micro_batches, Snapshot())
         up.send_message({"turns": turns_of(program)}, NODE)
         return plan
 
     def _scratch(self, folder: Path, own: Options) -> StateStore:
-        """Return a store without states, for scratch."""
+        """Return a store without states, for scratch space."""
         directories = own.budget.ssd or (folder,)
         rule = self._updater.rule
         store = StateStore.create(
@@ -191,10 +191,10 @@ class Worker:
         return steps
 
     def work(self) -> None:
-        """Take steps until the node says that all is done.
+        """Take steps until the node says that the run is done.
 
         Raises:
-            PeerLost, StepFailed: the node is gone, or a step failed; nothing that was promised is lost.
+            PeerLost, StepFailed: the node is gone, or a step failed; nothing that is committed is lost.
         """
         while "end" not in (words := self._generation.down.receive_message(NODE)):
             self._step(words)
@@ -250,11 +250,11 @@ class Worker:
         )
 
     def listen(self, sink: Sink) -> None:
-        """Tell `sink` of steps from now on."""
+        """Tell `sink` about steps from now on."""
         self._sink = sink
 
     def close(self) -> None:
-        """Give everything back."""
+        """Free everything."""
         self._closers.close()
 
     def __enter__(self) -> "Worker":
