@@ -1,4 +1,4 @@
-"""The commands of `headrace`. Each says what it takes and hands over; the work is elsewhere.
+"""The commands of `headrace`. Each declares its arguments and hands over; the work is elsewhere.
 
 Invariant: nothing heavy is imported before a command runs, so that `headrace --help` answers at once.
 """
@@ -40,9 +40,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     set_process_defaults()
     words = sys.argv[1:] if arguments is None else list(arguments)
     with plain_usage_errors(), guarded_streams():
-        # Not standalone, because that mode spreads a usage error over several lines of its own form.
+        # Not standalone, because that mode prints a usage error on several lines in a form of its own.
         code = app(words or ["--help"], prog_name="headrace", standalone_mode=False)
-    if code == INTERRUPTED:  # Typer takes the exception for itself, where no command does
+    if code == INTERRUPTED:  # without a command, Typer swallows the exception
         leave("interrupted", INTERRUPTED)
     raise SystemExit(code or 0)
 
@@ -251,7 +251,7 @@ def plan(
     **given: Any,
 ) -> None:
     """Say whether a model fits, how fast it will be, and what limits it. Needs config.json only, no weights."""
-    # A search makes millions of small objects and no cycles: looking for those takes a seventh of the time.
+    # A search makes millions of small objects and no cycles: looking for cycles would take a seventh of the time.
     gc.set_threshold(100_000, 50, 100)
     from headrace.cli.planning import make_report, report_text
     from headrace.cli.screen import show

@@ -1,7 +1,7 @@
 """`headrace clean`: state that dead runs left on SSDs.
 
-Invariant: nothing is removed that a living process holds; nothing that could be resumed, or whose run is not where
-it was, unless asked for.
+Invariant: nothing is removed that a living process holds. What could be resumed, or whose run is not where it was, is only
+removed on request.
 """
 
 from collections import Counter
@@ -17,11 +17,11 @@ from headrace.terms.sizes import format_bytes
 def clean_up(directories: Sequence[Path], *, unfinished: bool, dry_run: bool) -> Iterator[str]:
     """Remove leftovers in `directories` (SSD or run directories) and yield one line for each, then the total.
 
-    What cannot be removed keeps nothing else from it.
+    One folder that cannot be removed does not keep others from being removed.
 
     Raises:
         RunDirectoryError: a run directory's manifest is damaged.
-        StorageError: some could not be removed; raised after the last line.
+        StorageError: some could not be removed; it is raised after the last line.
     """
     refused: list[str] = []
     kinds: Counter[str] = Counter()
@@ -40,7 +40,7 @@ def clean_up(directories: Sequence[Path], *, unfinished: bool, dry_run: bool) ->
                 refused.append(str(error))
                 yield f"kept     {leftover.folder} ({size}): cannot be removed"
                 continue
-            except ConfigError as error:  # taken up since it was listed
+            except ConfigError as error:  # a process took it up after it was listed
                 yield f"kept     {error}"
                 continue
         removed += 1
@@ -56,7 +56,7 @@ def clean_up(directories: Sequence[Path], *, unfinished: bool, dry_run: bool) ->
 
 
 def _why_kept(leftover: Leftover) -> tuple[str, str]:
-    """Return what is kept, as it is counted, and why."""
+    """Return what is kept, in the words of the total, and why."""
     where = leftover.run_directory
     if not leftover.resumable:
         reason = f"its run is not in {where}; it may have been moved, or its drive is not mounted"
@@ -70,13 +70,13 @@ def _has_lost_commits(run_directory: Path) -> bool:
     try:
         return lost_commits(run_directory)
     except (RunDirectoryError, OSError):
-        return False  # `resume` says what is wrong with it
+        return False  # `resume` reports what is wrong with it
 
 
 def _leftovers(directories: Sequence[Path]) -> list[Leftover]:
     """Return what lies in SSD directories, and what belongs to run directories wherever it lies; each folder once."""
     found: dict[object, Leftover] = {}
-    # What a run directory that was named knows of its folders is newer than what they know of it.
+    # A named run directory knows its folders better than they know it.
     for leftover in find_leftovers(directories):
         found[_identity(leftover.folder)] = leftover
     for directory in directories:
@@ -86,7 +86,7 @@ def _leftovers(directories: Sequence[Path]) -> list[Leftover]:
 
 
 def _identity(folder: Path) -> object:
-    """Return what is the same for a folder by whichever path it is reached."""
+    """Return a value that is equal for a folder by whichever path it is reached."""
     try:
         status = folder.stat()
     except OSError:

@@ -1,6 +1,6 @@
-"""`compress` and `decompress`: from words to options, and what is said of the work.
+"""`compress` and `decompress`: from words to options, and what is printed about the work.
 
-Invariant: a stop is said with how to go on.
+Invariant: a message about a stop says how to go on.
 """
 
 from collections.abc import Mapping

@@ -1,6 +1,6 @@
-"""The command's first step: what it does before anything of it is imported.
+"""The command's first step: what it does before any other module of the package is imported.
 
-Invariant: nothing is imported here that takes time, so that Ctrl-C is told in one line from the start.
+Invariant: nothing that takes time is imported here, so that Ctrl-C is reported in one line from the start.
 """
 
 import sys
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line `arguments` (default: this process's) and exit."""
     try:
-        from headrace.cli.app import main as run  # late: Ctrl-C while it is imported is told as at any other time
+        from headrace.cli.app import main as run  # late: Ctrl-C during this import is reported as at any other time
 
         run(arguments)
     except KeyboardInterrupt:

@@ -1,6 +1,6 @@
-"""The only place that reads or sets the process environment, and the interpreter's own settings.
+"""The only place that reads or sets the process environment and the interpreter's own settings.
 
-Invariant: what a user has set is never overruled. Must run before torch is imported, because OpenMP reads its settings once.
+Invariant: a user's own setting is never overruled. Call it before torch is imported, because OpenMP reads its settings once.
 """
 
 import os
@@ -9,33 +9,33 @@ from pathlib import Path
 
 from headrace.machine.control_groups import quota_cores
 
-# Idle OpenMP threads otherwise spin for milliseconds on the cores that the update and the SSD threads could use. Without any
+# By default idle OpenMP threads spin for milliseconds on cores that the update and the SSD threads could use. Without any
 # spinning, each of a block's many small operations waits for a thread to be woken (docs/decisions/0003).
 SPIN_COUNT = "10000"
 _DEFAULTS = {
-    # Large tensors on huge pages: freed ones go back to the kernel at once
-    # (machine/host_memory.py), and fresh pages cost less so.
+    # Large tensors lie on huge pages: freed ones go back to the kernel at once (machine/host_memory.py), and so fresh pages
+    # cost less.
     "THP_MEM_ALLOC_ENABLE": "1",
     "TOKENIZERS_PARALLELISM": "true",
     "TRANSFORMERS_VERBOSITY": "error",
-    # A peer that is lost is told in one line, not by the stack of the library.
+    # A lost peer is reported in one line, not by the library's stack.
     "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
-# A thread that comes back from the kernel waits so long for a thread that runs Python to make way. Python's own 5 ms are as
-# long as a drive takes for several pieces: beside such a thread, 1 ms gave 1.6 times the bytes per second.
+# A thread that comes back from the kernel waits so many seconds for a thread that runs Python to make way. Python's own 5 ms
+# are as long as a drive takes for several pieces: beside such a thread, 1 ms gave 1.6 times the bytes per second.
 _SWITCH_SECONDS = 0.001
 
 
 def set_process_defaults() -> None:
-    """Set what makes the libraries and the interpreter behave, where the user has not. To be called before torch is imported:
-    it and OpenMP read their settings once.
+    """Set those defaults of the libraries and the interpreter that the user has not set. Call it before torch is imported,
+    because torch and OpenMP read their settings once.
     """
-    if "OMP_WAIT_POLICY" not in os.environ:  # a spin count would overrule it
+    if "OMP_WAIT_POLICY" not in os.environ:  # otherwise a spin count would overrule it
         os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
         os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
     quota = quota_cores()
     if quota is not None and quota < len(os.sched_getaffinity(0)):
-        # No more threads than may run all the time: where threads wait for one another, one that is stopped holds up all.
+        # No more threads than may run all the time: where threads wait for one another, a stopped one holds up all.
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, int(quota))))
     for name, value in _DEFAULTS.items():
         os.environ.setdefault(name, value)
@@ -43,12 +43,12 @@ def set_process_defaults() -> None:
 
 
 def cache_directory() -> Path:
-    """Return where tokenised data is kept between runs: `$XDG_CACHE_HOME/headrace`, else `~/.cache/headrace`."""
+    """Return the directory for tokenised data between runs: `$XDG_CACHE_HOME/headrace`, else `~/.cache/headrace`."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "headrace"
 
 
 def machine_profile_path() -> Path:
-    """Return where `headrace bench machine` keeps its figures: `$XDG_CONFIG_HOME/headrace`, else `~/.config/headrace`."""
+    """Return the file for what `headrace bench machine` measures: in `$XDG_CONFIG_HOME/headrace`, else `~/.config/headrace`."""
     base = os.environ.get("XDG_CONFIG_HOME")
     return (Path(base) if base else Path.home() / ".config") / "headrace" / "machine.json"

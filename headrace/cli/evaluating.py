@@ -1,4 +1,4 @@
-"""`headrace eval`: the figures on stdout and nothing else there; plan, progress and errors on stderr."""
+"""`headrace eval`: stdout gets the figures and nothing else; stderr gets plan, progress and errors."""
 
 import json
 import sys
@@ -17,7 +17,7 @@ def evaluate_model(model: str, given: Mapping[str, Any], *, as_json: bool) -> No
     """Print the loss of held-out data under `model`.
 
     Raises:
-        InputError, PlanInfeasible, StorageError: see what is called.
+        InputError, PlanInfeasible, StorageError: see the functions that it calls.
     """
     options = EvalOptions.of({"cache": cache_directory(), **given})
     from headrace.runs.evaluating import Scoring, evaluate  # late: it brings torch

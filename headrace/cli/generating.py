@@ -1,6 +1,6 @@
-"""`headrace generate`: text on stdout and nothing else there; plans, progress and errors on stderr.
+"""`headrace generate`: stdout gets the text and nothing else; stderr gets plans, progress and errors.
 
-Invariant: what was printed stays.
+Invariant: printed text stays.
 """
 
 import sys
@@ -20,10 +20,10 @@ _BYE = ("/bye", "/exit", "/quit")
 
 
 def generate(model: str, options: GenerateOptions) -> None:
-    """Answer a prompt or hold a conversation, as `options` say.
+    """Answer a prompt or hold a conversation, according to `options`.
 
     Raises:
-        InputError, PlanInfeasible, StorageError: see what is called.
+        InputError, PlanInfeasible, StorageError: see the functions that it calls.
     """
     if options.input is not None:
         _answer_file(model, options)
@@ -48,7 +48,7 @@ def generate(model: str, options: GenerateOptions) -> None:
 
 
 def _answer_file(model: str, options: GenerateOptions) -> None:
-    """Answer a file; exit code 1 where a line could not be answered."""
+    """Answer a file; the exit code is 1 if a line could not be answered."""
     from headrace.runs.generation_source import open_generator  # late: it brings torch
     from headrace.runs.jobs import JobProgress, run_job
 
@@ -68,7 +68,7 @@ def _answer_file(model: str, options: GenerateOptions) -> None:
 
 
 def ceilings_of(machine: str | Ceilings | None) -> Ceilings | None:
-    """Return the machine that is planned for: the one that is named, or what was measured of this one."""
+    """Return the machine to plan for: the one that is named, or what was measured of this one."""
     if machine is not None:
         return load_profile(machine) if isinstance(machine, str) else machine
     path = machine_profile_path()
@@ -76,7 +76,7 @@ def ceilings_of(machine: str | Ceilings | None) -> Ceilings | None:
 
 
 def say(event: Event) -> None:
-    """Print what a person should know."""
+    """Print a notice to stderr; other events are ignored."""
     if isinstance(event, Notice):
         _line(sys.stderr, event.text)
 

@@ -21,9 +21,9 @@ _FLAGS = ("avx2", "fma", "f16c", "avx512f", "avx512_bf16", "avx512_fp16", "amx_b
 
 
 def machine_sheet(ssd: tuple[Path, ...], *, measure: bool, link: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Return all facts as JSON values. Sizes in bytes, speeds in bytes per second. Measuring takes seconds per directory.
+    """Return all facts as JSON values. Sizes are in bytes, speeds in bytes per second. Measuring takes seconds per directory.
 
-    `link` is what was measured of the way to a node, None where none was named.
+    `link` is what was measured about the link to a node; None if none was named.
     """
     return {
         "versions": _versions(),
@@ -41,11 +41,11 @@ def machine_sheet(ssd: tuple[Path, ...], *, measure: bool, link: dict[str, Any] 
 
 
 def link_to(node: str, secret: Path | None) -> dict[str, Any]:
-    """Return what the link to the node at `node`, HOST:PORT, carries.
+    """Return the measured figures of the link to the node at `node`, HOST:PORT.
 
     Raises:
-        ConfigError: it is no address, or the node refuses.
-        PeerLost: it went away.
+        ConfigError: the text is no address, or the node refuses.
+        PeerLost: the node went away.
     """
     from headrace.net import Address, Member
     from headrace.runs.node import read_secret
@@ -154,7 +154,7 @@ def _memory() -> dict[str, Any]:
 
 
 def _limits() -> dict[str, int | None]:
-    """Return what keeps this process from taking all of it; nulls where torch, which `machine` is built on, is missing."""
+    """Return what limits this process; nulls if torch, which `machine` needs, is missing."""
     try:
         from headrace.machine.limits import available_memory_bytes, control_group_limit_bytes, pinnable_memory_bytes
     except ImportError:
@@ -214,7 +214,7 @@ def _directory(path: Path, measure: bool) -> dict[str, Any]:
 
 
 def _fields(path: Path) -> dict[str, str]:
-    """Return the first value of each `name: value` line."""
+    """Return by name the first value of each `name: value` line."""
     fields: dict[str, str] = {}
     for line in (_text(path) or "").splitlines():
         name, colon, value = line.partition(":")

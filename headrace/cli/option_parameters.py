@@ -1,6 +1,6 @@
-"""The options of commands, from their declarations: a command that is given `**given` takes them all.
+"""The options of commands, from their declarations: a command with `**given` takes them all.
 
-Invariant: nothing is said here of any option; names, types and help come from `terms/options.py`.
+Invariant: this module knows no option itself; names, types and help come from `terms/options.py`.
 """
 
 import functools
@@ -17,7 +17,7 @@ _R = TypeVar("_R")
 
 
 def with_options(declarations: Iterable[Declaration]) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """Return a decorator that puts options in the place of a command's `**given`, which has those that were given."""
+    """Return a decorator that puts options in the place of a command's `**given`; that then has the options that were given."""
     options = [_parameter(each) for each in declarations if each.flag is not None]
     names = {option.name for option in options}
 
@@ -45,6 +45,6 @@ def _parameter(declaration: Declaration) -> inspect.Parameter:
     return inspect.Parameter(
         declaration.key,
         inspect.Parameter.KEYWORD_ONLY,
-        default=None,  # what was not given is not passed on: the declaration has the default
+        default=None,  # what was not given is not passed on, because the declaration has the default
         annotation=Annotated[declaration.kind.cli | None, typer.Option(help=declaration.command_help)],
     )

@@ -1,7 +1,7 @@
-"""Errors to one plain line and an exit code.
+"""Errors become one plain line and an exit code.
 
-Invariant: what a user or a disk can cause never shows a traceback, what is our own mistake always does. Exit codes: 2 for
-anything refused, 130 and 143 for an interrupted run, as shells have them.
+Invariant: what a user or a disk can cause never shows a traceback, and a mistake of our own always does. Exit codes: 2 for
+anything refused, 130 and 143 for an interrupted run, as in shells.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from headrace.terms.errors import HeadraceError, InputError, PeerLost, PlanInfea
 REFUSED = 2
 INTERRUPTED = 130
 
-# What to do about a place that was named and that the system refuses.
+# Advice for a named place that the system refuses.
 _PERMISSIONS = "change its permissions, or those of a directory above it, or name another place"
 _SPACE = "free some space, or name another place"
 _ADVICE = {
@@ -30,7 +30,7 @@ _ADVICE = {
     errno.ENOSPC: _SPACE,
     errno.EDQUOT: _SPACE,
 }
-# Between the places in a text such as `ssd=[/nvme0, /nvme1]`; names may have spaces in them.
+# What separates the places in a text such as `ssd=[/nvme0, /nvme1]`; names may have spaces in them.
 _NO_PLACE = re.compile(r"[=,\[\]\"'\n]+")
 
 _P = ParamSpec("_P")
@@ -38,7 +38,7 @@ _R = TypeVar("_R")
 
 
 def plainly(command: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Return `command` with its expected errors said in one line on stderr. What the system refuses: see `places_plainly`."""
+    """Return `command` so that its expected errors are printed in one line on stderr. See also `places_plainly`."""
 
     @functools.wraps(command)
     def run(*arguments: _P.args, **options: _P.kwargs) -> _R:
@@ -57,7 +57,7 @@ def plainly(command: Callable[_P, _R]) -> Callable[_P, _R]:
 
 @contextlib.contextmanager
 def places_plainly(words: Callable[[], Iterable[object]]) -> Iterator[None]:
-    """Say in one line what the system refuses of a place that `words()` name, or of one above or below such a place."""
+    """Report in one line that the system refuses a place that `words()` name, or one above or below such a place."""
     try:
         yield
     except OSError as error:
@@ -73,7 +73,7 @@ def _named_place(error: OSError, words: Iterable[object]) -> str | None:
     named = {form for word in words for place in _places(word) for form in _forms(place)}
     for found in (error.filename, error.filename2):
         if not isinstance(found, str | bytes | os.PathLike):
-            continue  # none, or the number of an open file
+            continue  # it is None, or the number of an open file
         path = os.fsdecode(found)
         if any(one.is_relative_to(other) or other.is_relative_to(one) for one in _forms(path) for other in named):
             return path
@@ -81,7 +81,7 @@ def _named_place(error: OSError, words: Iterable[object]) -> str | None:
 
 
 def _places(word: object) -> Iterator[str]:
-    """Give every text in the value of an option or an argument that may name a place."""
+    """Yield every text in the value of an option or an argument that may name a place."""
     if isinstance(word, Path):
         yield str(word)
     elif isinstance(word, str):
@@ -92,12 +92,12 @@ def _places(word: object) -> Iterator[str]:
 
 
 def _forms(place: str) -> set[Path]:
-    """Return the place from the root: as it is written, and with links followed."""
+    """Return the absolute place in two forms: as it is written, and with links followed."""
     return {Path(os.path.abspath(place)), Path(os.path.realpath(place))}
 
 
 def leave_failed_step(error: StepFailed, run_directory: object) -> NoReturn:
-    """Say what a disk did to a step, and how to go on; what is our own mistake is raised again."""
+    """Report what a disk did to a step, and how to go on; a mistake of our own is raised again."""
     cause = error.__cause__
     while cause is not None and not isinstance(cause, StorageError):
         cause = cause.__cause__
@@ -109,15 +109,16 @@ def leave_failed_step(error: StepFailed, run_directory: object) -> NoReturn:
 
 @contextlib.contextmanager
 def plain_usage_errors() -> Iterator[None]:
-    """Say what is wrong with the words of a command line in one line too, with the place of the help. What --help cannot be
-    written to is said in the same way.
+    """Report also what is wrong with the words of a command line in one line, with a pointer to the help; and likewise if the
+    output of --help cannot be written.
     """
     try:
         yield
     except StorageError as error:
         leave(str(error), REFUSED)
     except Exception as error:
-        # Known by what it offers: Typer brings its own copy of Click in some versions and imports it in others.
+        # It is recognised by what it offers, because Typer brings its own copy of Click in some versions and imports it in
+        # others.
         if type(error).__name__ == "Abort":
             leave("interrupted", INTERRUPTED)
         message = getattr(error, "format_message", None)
@@ -128,10 +129,10 @@ def plain_usage_errors() -> Iterator[None]:
 
 
 def leave(message: str, exit_code: int) -> NoReturn:
-    """Say `message` as one line on stderr and end the process with `exit_code`."""
+    """Print `message` as one line on stderr and end the process with `exit_code`."""
     try:
         sys.stderr.write(f"error: {' '.join(message.split())}\n")
         sys.stderr.flush()
-    except OSError:  # then the exit code says it
+    except OSError:  # the exit code says it
         give_up(sys.stderr)
     raise SystemExit(exit_code)

@@ -1,6 +1,6 @@
 """`headrace plan` and `headrace bench machine`: what would happen, and what this machine can do.
 
-Invariant: where a profile is kept is decided here and nowhere below; a plan without `--machine` is for this machine.
+Invariant: only this module decides where a profile is kept; a plan without `--machine` is for this machine.
 """
 
 import json
@@ -27,7 +27,7 @@ from headrace.terms.options import Options, PlanOptions, RunOptions
 from headrace.terms.plain_figures import plain_figure
 from headrace.terms.sizes import format_bytes, format_seconds
 
-# For another process that measures: the longest that most take.
+# The longest wait for another process that measures: most take less.
 _WAIT_SECONDS = 100.0
 
 
@@ -50,12 +50,12 @@ def make_report(model: str, options: PlanOptions, data: Sequence[Path]) -> PlanR
 def generation_report(
     model: str, given: Mapping[str, Any], prompts: int, prompt_length: int, new_tokens: int, *, as_json: bool
 ) -> str:
-    """Return the plan of a generation as text or JSON. Of the options of training those count that generation has, too.
+    """Return the plan of a generation as text or JSON. Those options of training that generation also has count, too.
 
     Raises:
         InputError, PlanInfeasible: see `plan_generation`.
     """
-    from headrace.answers.generation import plan_generation  # late: plans of training do without
+    from headrace.answers.generation import plan_generation  # late: plans of training do without it
 
     known = frozenset(GenerateOptions.keys())
     options = GenerateOptions.of({key: value for key, value in given.items() if key in known})
@@ -70,12 +70,12 @@ def generation_report(
 
 
 def compression_report(model: str, code: str, given: Mapping[str, Any], *, as_json: bool) -> str:
-    """Return the plan of a compression to `code` as text or JSON, for `machine`, or this one where it was measured.
+    """Return the plan of a compression to `code` as text or JSON, for `machine`, or for this one if it was measured.
 
     Raises:
         InputError: model, code or machine cannot be used.
     """
-    from headrace.answers.compression import plan_compression  # late: plans of training do without
+    from headrace.answers.compression import plan_compression  # late: plans of training do without it
 
     options = PlanOptions.of(given)
     machine = options.machine or _measured_machine(replace(options, ssd=options.ssd or (Path.cwd(),)))
@@ -156,7 +156,7 @@ def ceilings_text(ceilings: Ceilings) -> str:
 
 
 def _drive_lines(index: int, drive: Drive) -> Iterator[str]:
-    """Give what is known of a drive besides its rates: CPU time, and how the engine keeps it busy."""
+    """Yield what is known about a drive besides its rates: CPU time, and how the engine keeps it busy."""
     if drive.io_cpu_seconds_per_gigabyte is not None:
         yield f"{f'ssd {index} CPU':<18} {drive.io_cpu_seconds_per_gigabyte:8.3g} s/GB"
     if drive.is_tuned:
@@ -165,7 +165,7 @@ def _drive_lines(index: int, drive: Drive) -> Iterator[str]:
 
 
 def _measured_machine(options: Options) -> Ceilings | None:
-    """Return the profile of this machine, or what a run measured of it; None where nobody did."""
+    """Return the profile of this machine, or what a run measured of it; None if nobody measured."""
     profile = machine_profile_path()
     if profile.exists():
         return load_profile(profile)
@@ -173,7 +173,7 @@ def _measured_machine(options: Options) -> Ceilings | None:
 
 
 def _of_one_epoch(model: Path, data: Sequence[Path], options: PlanOptions) -> PlanOptions:
-    """Return the options with tokens per step, sequence length and steps of one pass over the data, as training has them."""
+    """Return the options with tokens per step, sequence length and the steps of one pass over the data, as in training."""
     from headrace.runs.open_data import with_lengths  # late: it brings the data libraries
     from headrace.runs.prepare import open_stream
 

@@ -1,6 +1,6 @@
 """`headrace report`: the page of a run, its figures as JSON, its operations as a trace.
 
-Invariant: a run directory is only read; the one file that is written by default is `report.html` in it.
+Invariant: a run directory is only read; the only file that is written by default is its `report.html`.
 """
 
 import os
@@ -23,7 +23,7 @@ def report(
     """Write one HTML page about a run: a step's lanes, rates, memory, loss, what limits it, SSD wear. Opens without network."""
     from headrace.report.pages import read_run, summary, write_report, write_trace
 
-    # Then stdout is for the figures, the page or the trace alone.
+    # If so, stdout is only for the figures, the page or the trace.
     taken = as_json or _is_stdout(out) or _is_stdout(trace)
     if out is not None or not as_json:
         page = write_report(run_directory, out)
@@ -37,8 +37,8 @@ def report(
 
 
 def _is_stdout(path: Path | None) -> bool:
-    """Return whether `path` is where stdout goes, by whatever name."""
+    """Return whether `path` is where stdout goes, whatever its name."""
     try:
         return path is not None and os.path.samestat(os.stat(path), os.fstat(sys.stdout.fileno()))
-    except (OSError, ValueError):  # nothing there yet, or stdout is no file of the system's
+    except (OSError, ValueError):  # the path does not exist yet, or stdout is no file of the system's
         return False

@@ -1,6 +1,6 @@
-"""`train`, `resume` and `export`: from words to a `RunOptions`, and the run shown on this terminal.
+"""`train`, `resume` and `export`: from words to a `RunOptions`, and a run shown on this terminal.
 
-Invariant: options win over key=value words, these over the YAML file.
+Invariant: options win over key=value words, and these win over the YAML file.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ _CHANGE = re.compile(r"^[A-Za-z_-]+=")
 
 
 class Terminal:
-    """Shows a run on stdout: a live line where that is a terminal, plain lines elsewhere."""
+    """Shows a run on stdout: a live line on a terminal, plain lines elsewhere."""
 
     def say(self, text: str) -> None:
         """Print `text`."""
@@ -46,7 +46,8 @@ class Terminal:
     def progress(self, total_steps: int) -> Reporter:
         """Return the progress of a run."""
         console = Console()
-        # Not `is_terminal`: colour may be forced where there is none, and some cannot write over a line.
+        # Not `is_terminal`, because colour may be forced where there is no terminal, and some terminals cannot overwrite a
+        # line.
         live = sys.stdout.isatty() and not console.is_dumb_terminal
         return LiveProgress(console, total_steps) if live else LineProgress(sys.stdout, total_steps)
 
@@ -57,7 +58,7 @@ def run_config(words: Sequence[str], options: Mapping[str, Any]) -> RunOptions:
 
 
 def config_of(words: Sequence[str], options: Mapping[str, Any], kind: type[_Config]) -> _Config:
-    """Return the configuration of `RUN.YAML | MODEL DATA...`, `key=value` words and options: of that `kind`.
+    """Return the configuration, of class `kind`, of `RUN.YAML | MODEL DATA...`, `key=value` words and options.
 
     Raises:
         ConfigError: the words are neither, or see `RunOptions.of`.
@@ -94,11 +95,11 @@ def serve_run(config: NodeOptions) -> None:
 
 
 def work_for(node: str, words: Sequence[str], options: Mapping[str, Any], *, wait_seconds: float, secret: Path | None) -> None:
-    """Compute for the run of the node at `node`. Of the options only this process's own may be given; a RUN.YAML may be, too,
-    of which this process's own are used, and those that decide numbers must be the node's.
+    """Compute for the run of the node at `node`. Only the options that belong to this process may be given. A RUN.YAML may be
+    given, too: of its options, those that belong to this process are used, and those that decide numbers must be the node's.
 
     Raises:
-        ConfigError: others are given, or differ.
+        ConfigError: other options are given, or one differs.
     """
     from headrace.net import Address
     from headrace.runs.node import WORKERS_OWN, asked_of, read_secret, work
@@ -134,12 +135,12 @@ def go_on(run_directory: Path) -> None:
 
 @contextlib.contextmanager
 def _stops(run: RunDirectory) -> Iterator[None]:
-    """End the process as shells expect it, with a word about how to go on where there is something to go on with."""
+    """End the process as shells expect it, with a word about how to go on if anything can go on."""
     try:
         yield
     except Interrupted as stop:
         leave(str(stop), stop.exit_code)
-    except StdoutLost as error:  # where nothing was begun, or all is done, there is nothing to go on with
+    except StdoutLost as error:  # if nothing was begun, or all is done, nothing can go on
         raise run.unwritable(error) if run.config.exists() and not run.final.exists() else error from error
     except StepFailed as error:
         leave_failed_step(error, run.path)
@@ -149,8 +150,8 @@ def _stops(run: RunDirectory) -> Iterator[None]:
 
 
 def export_run(run_directory: Path, out: Path, *, merge: bool = False) -> None:
-    """Write the newest committed weights of a run to `out`; of a finished run, its final model. Where adapters are trained, it
-    is these, or with `merge` the whole model that is the same as they and the model beside which they were trained.
+    """Write the newest committed weights of a run to `out`; if it is finished, its final model. A run of adapters writes these,
+    or with `merge` the model that results from merging them with the model beside which they were trained.
 
     Raises:
         ConfigError: there is nothing to merge.
@@ -160,7 +161,7 @@ def export_run(run_directory: Path, out: Path, *, merge: bool = False) -> None:
     if out.exists():
         raise RunDirectoryError(f"{out} exists; name a directory that does not, nothing was written")
     run = RunDirectory(run_directory.absolute())
-    config = run.read_config()  # says so if this is no run at all
+    config = run.read_config()  # reports if this is no run at all
     if merge and config.adapter is None:
         raise ConfigError(f"merge: {run.path} trains no adapters; leave --merge out, its export is the whole model")
     if os.path.realpath(out) == os.path.realpath(run.final):
@@ -197,7 +198,7 @@ def _merge_newest(engine: RunningEngine, run: RunDirectory, model: Path, out: Pa
 
 
 def _merge(model: Path, adapter: Path, out: Path) -> None:
-    """Write a model merged with an adapter, which says of which run it is."""
+    """Write a model merged with an adapter; it says of which run it is."""
     from headrace.engine.merging import merge_adapters
 
     merge_adapters(model, adapter, out, {PROVENANCE_NAME: (adapter / PROVENANCE_NAME).read_text(encoding="utf-8")})
@@ -205,7 +206,7 @@ def _merge(model: Path, adapter: Path, out: Path) -> None:
 
 @contextlib.contextmanager
 def _repeatable(run: RunDirectory) -> Iterator[None]:
-    """Add to a failed export that it cost nothing."""
+    """Add to the message of a failed export that the run is intact."""
     try:
         yield
     except ExportFailed as error:
@@ -229,7 +230,7 @@ def _copy_final(final: Path, out: Path) -> None:
 
 
 def _cause(error: OSError) -> str:
-    """Return what the system said; `copytree` raises a list of (source, target, what it met), of which the first will do."""
+    """Return what the system said; `copytree` raises a list of (source, target, error), of which the first is used."""
     if isinstance(error, shutil.Error) and error.args and isinstance(error.args[0], list) and error.args[0]:
         return str(error.args[0][0][-1])
     return error.strerror or str(error)

@@ -1,6 +1,6 @@
-"""`headrace data`: samples as the model will see them, with what is trained told apart.
+"""`headrace data`: samples as the model will see them, with the trained parts marked.
 
-Invariant: what is shown comes from the token set that training would use.
+Invariant: the samples come from the token set that training would use.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from headrace.runs.open_data import open_tokenizer, with_lengths
 from headrace.terms.errors import ConfigError
 
 _BAR_WIDTH = 40
-# Where there is no colour, brackets that hardly occur in text.
+# Without colour, these brackets mark trained parts: they hardly occur in text.
 _OPEN, _CLOSE = "\u27e6", "\u27e7"
 
 
@@ -26,7 +26,7 @@ def show_samples(source: str, *, model: Path | None, count: int, sequence_length
     """Print `count` samples, the lengths and the totals of a run's data or of a file.
 
     Raises:
-        ConfigError: a file without a model, whose tokenizer is needed.
+        ConfigError: a file is given without a model, whose tokenizer is needed.
         InputError: the run, model or data cannot be used.
     """
     config = with_lengths(_config(source, model, sequence_length))
@@ -45,7 +45,7 @@ def show_samples(source: str, *, model: Path | None, count: int, sequence_length
 
 
 def marked(segments: list[Segment], *, colour: bool) -> Text:
-    """Return the text of a sample with its trained parts green, or in brackets where there is no colour."""
+    """Return the text of a sample with its trained parts green, or in brackets if there is no colour."""
     text = Text()
     for piece, trained in segments:
         if trained and not colour:

@@ -1,6 +1,6 @@
-"""Text on stdout: as it is in pipes and files, with numbers and places in colour on a terminal.
+"""Text on stdout: plain in pipes and files, with numbers and places in colour on a terminal.
 
-Invariant: the characters are the same in both; colour is all that a terminal adds.
+Invariant: the characters are the same in both cases; a terminal only adds colour.
 """
 
 import sys
@@ -9,7 +9,7 @@ from rich.console import Console
 
 
 def show(text: str) -> None:
-    """Print `text`, whose columns are aligned already."""
+    """Print `text`, whose columns are already aligned."""
     console = Console(file=sys.stdout, soft_wrap=True)
     if console.is_terminal:
         console.print(text, markup=False, emoji=False)

@@ -1,6 +1,6 @@
-"""Stdout and stderr as they are: full, closed, or a pipe that nobody reads any more.
+"""Stdout and stderr as they really are: full, closed, or a pipe that nobody reads any more.
 
-Invariant: what cannot be written to stdout is an error of its own, never taken for one of a run's files.
+Invariant: a failure to write to stdout is an error of its own, never taken for one of a run's files.
 """
 
 import contextlib
@@ -24,12 +24,12 @@ class StdoutLost(StorageError):
 
 @contextlib.contextmanager
 def guarded_streams() -> Iterator[None]:
-    """Make stdout raise `StdoutLost`; where there is no stdout or stderr, put one that takes everything.
+    """Make stdout raise `StdoutLost`; if there is no stdout or stderr, put one in place that discards everything.
 
     Raises:
-        StdoutLost: what was left to be written at the end cannot be.
+        StdoutLost: what is left to be written at the end cannot be written.
     """
-    # A file that is opened gets the lowest free number. It must not get a stream's, or what a library prints would go into it.
+    # An opened file gets the lowest free number. It must not get a stream's number, or a library's output would go into it.
     if sys.stdout is None:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - as long as the process
     if sys.stderr is None:
@@ -44,8 +44,8 @@ def guarded_streams() -> Iterator[None]:
 
 
 class _Guarded:
-    """A text stream that turns what its file refuses into `StdoutLost`, then and at every later call: a library may pass over
-    the first.
+    """A text stream that raises `StdoutLost` when its file refuses something, and at every later call: a library may ignore the
+    first error.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -62,7 +62,7 @@ class _Guarded:
             return self._stream.write(text)
 
     def flush(self) -> None:
-        """Hand on what is kept back.
+        """Pass on what is buffered.
 
         Raises:
             StdoutLost: it cannot be written.
@@ -86,7 +86,7 @@ class _Guarded:
 
 
 def give_up(stream: TextIO) -> None:
-    """Lead a stream to nowhere: at its end Python tries again to write what is left, and fails with code 120."""
+    """Lead a stream to nowhere: otherwise Python tries at its end to write what is left, and fails with code 120."""
     with contextlib.suppress(OSError, ValueError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())

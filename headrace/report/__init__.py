@@ -1,4 +1,4 @@
-"""Events of a run to progress, JSON lines, trainer state, TensorBoard and timelines. Each reporter is a sink: a callable."""
+"""Events become progress, JSON lines, trainer state, TensorBoard and timelines. Each reporter is a sink: a callable."""
 
 from headrace.report.card import CardFacts, model_card
 from headrace.report.lanes import LanesFile, read_recording

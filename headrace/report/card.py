@@ -27,7 +27,7 @@ class CardFacts:
 def model_card(facts: CardFacts) -> str:
     """Return the card as Markdown with the metadata block that the Hugging Face Hub reads."""
     metadata = ["---", "library_name: transformers", "pipeline_tag: text-generation"]
-    # The Hub accepts only `owner/name` here; a folder of somebody's machine means nothing to it.
+    # The Hub accepts only `owner/name` here; a folder on somebody's machine means nothing to it.
     if facts.base_model.count("/") == 1:
         metadata.append(f"base_model: {facts.base_model}")
     metadata += ["tags:", "- headrace", "---", ""]

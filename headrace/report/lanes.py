@@ -1,10 +1,10 @@
 """What each lane did in each step: busy and idle seconds, bytes, and the operations of the last two steps.
 
-`lanes.jsonl` has a line for each step, `timeline.json` the operations of the two newest. A step is the window from compute's
-first operation to the first of the next step, so that every moment of a run belongs to one step; work that runs on behind the
-next forward is counted where it happens. Invariants: busy and idle seconds of a lane add up to the window; the bytes of an
-operation count once, in the window in which it ended (what ends after the last step's window is in the timeline only); no more
-than four steps are held in memory.
+`lanes.jsonl` has a line for each step, `timeline.json` has the operations of the two newest. A step is the window from
+compute's first operation to the first one of the next step, so that every moment of a run belongs to one step; work that runs
+on during the next forward is counted where it happens. Invariants: busy and idle seconds of a lane add up to the window; the
+bytes of an operation count once, in the window in which it ended (operations that end after the last step's window are only in
+the timeline); at most four steps are held in memory.
 """
 
 import json
@@ -28,7 +28,7 @@ _VERSION = 1
 _COLUMNS = ("lane", "verb", "unit", "micro", "chunk", "start_microseconds", "microseconds", "bytes")
 _KEPT_STEPS = 2
 _MOST_SAMPLES = 4000
-# Writing the timeline may take this share of the time at most, however many operations a step has.
+# Writing the timeline may take at most this share of the time, however many operations a step has.
 _WRITING_SHARE = 1 / 400
 
 Sampler = Callable[[], Mapping[str, int]]
@@ -59,7 +59,7 @@ class _Step:
     window: tuple[float, float] = (0.0, 0.0)
 
     def span(self) -> tuple[float, float]:
-        """From compute's first operation to its last; of all lanes, where nothing computes."""
+        """From compute's first operation to its last; if nothing computes, of all lanes."""
         ops = [op for op in self.ops if op.lane == Lane.COMPUTE] or self.ops
         return min(op.start_seconds for op in ops), max(op.stop_seconds for op in ops)
 
@@ -68,8 +68,8 @@ class LanesFile:
     """Takes the operations of a run and writes `lanes.jsonl` and `timeline.json` into `directory`.
 
     Lines of steps after `committed_steps` are removed first, because these steps are done again; the first line then written
-    says `"resumed": true`. `memory` returns the bytes in use per tier, and is asked every `memory_every_seconds` at most.
-    May be called from several threads. Cost: a few microseconds for each operation.
+    says `"resumed": true`. `memory` returns the bytes in use per tier; it is called at most every `memory_every_seconds`. May
+    be called from several threads. Cost: a few microseconds for each operation.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class LanesFile:
         self._resumed = bool(kept)
 
     def __call__(self, event: Event) -> None:
-        """Take an operation that has ended; other events do not matter here."""
+        """Take an operation that has ended; other events are ignored."""
         if not isinstance(event, OpDone):
             return
         with self._lock:
@@ -114,13 +114,13 @@ class LanesFile:
         with self._lock:
             if self._file.closed:
                 return
-            with self._file:  # closed even where there is no space for the last lines
+            with self._file:  # closed even if there is no space for the last lines
                 for number in sorted(self._open):
                     self._finish(number)
                 self._write_timeline()
 
     def _begin(self, number: int) -> _Step:
-        # An interpreter begins a program when the last but one is complete: no operation of that one can still come.
+        # An interpreter begins a program only when the last but one is complete, so no operation of that one can still come.
         for finished in sorted(step for step in self._open if step <= number - 2):
             self._finish(finished)
         step = _Step(number)
@@ -133,10 +133,10 @@ class LanesFile:
         begin, end = step.span()
         following = self._open.get(number + 1)
         if not self._kept or self._kept[-1].step != number - 1:
-            begin = min(op.start_seconds for op in step.ops)  # nothing came before: what was fetched ahead belongs here
+            begin = min(op.start_seconds for op in step.ops)  # the first step: what was fetched ahead belongs to it
         step.window = (begin, max(end, following.span()[0]) if following is not None else end)
         before = self._kept[-1].ops if self._kept else []
-        # Also what was done for the next step before its first computation: all of it has been reported by now.
+        # This includes what was done for the next step before its first computation: all of it has been reported by now.
         ahead = following.ops if following is not None else []
         line: Record = {"step": number, "seconds": round(step.window[1] - begin, 6)}
         if self._resumed:
@@ -164,7 +164,7 @@ class LanesFile:
 def summarise(ops: Sequence[OpDone], begin_seconds: float, end_seconds: float) -> Record:
     """Return what lanes did in the window: `lanes` (busy and idle seconds, bytes) and `verbs` (seconds, bytes, operations).
 
-    A lane is busy while one operation or several run; the seconds of a verb add up, so several at once count several times.
+    A lane is busy while at least one operation runs; the seconds of a verb add up, so simultaneous ones count several times.
     """
     lanes: dict[str, list[tuple[float, float]]] = defaultdict(list)
     lane_bytes: dict[str, int] = defaultdict(int)
@@ -198,7 +198,7 @@ def summarise(ops: Sequence[OpDone], begin_seconds: float, end_seconds: float) -
 
 
 def union_seconds(spans: Iterable[tuple[float, float]]) -> float:
-    """Return how long at least one of the spans (start, stop) lasts."""
+    """Return the seconds that at least one of the spans (start, stop) covers."""
     total, reached = 0.0, float("-inf")
     for start, stop in sorted(spans):
         if stop > reached:
@@ -211,7 +211,7 @@ def read_recording(path: Path) -> Recording:
     """Return what `timeline.json` holds.
 
     Raises:
-        RunDirectoryError: the file is missing or is not such a file.
+        RunDirectoryError: the file is missing, or is no timeline.
     """
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
@@ -233,7 +233,7 @@ def read_recording(path: Path) -> Recording:
 
 
 def _encode(steps: Sequence[RecordedStep], samples: Iterable[tuple[float, Mapping[str, int]]]) -> dict[str, Any]:
-    """Return the file's content: columns instead of objects, because a step has thousands of operations."""
+    """Return the file's content, in columns instead of objects, because a step has thousands of operations."""
     origin = min(min(op.start_seconds for op in step.ops) for step in steps)
     lanes, verbs = _Numbers(), _Numbers()
     encoded = [

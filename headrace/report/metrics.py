@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: one JSON object for each step, the record of the run that everything else is drawn from.
+"""`metrics.jsonl`: one JSON object for each step, the record of the run from which everything else is drawn.
 
 Invariant: each step occurs once, in order, also after crashes. A resumed run drops the lines of steps that were not committed
 (and a half-written last line) before it writes its first own.
@@ -21,7 +21,7 @@ Record = dict[str, Any]
 
 
 def metrics_record(result: StepResult, *, epoch: float | None = None) -> Record:
-    """Return the line of one step. Values that are no numbers (a loss of NaN) become null, so that the file is strict JSON."""
+    """Return the line of one step. NaN and infinity (such as a loss of NaN) become null, so that the file is strict JSON."""
     record: Record = {
         "step": result.step,
         "epoch": None if epoch is None else round(epoch, 6),
@@ -55,7 +55,7 @@ def read_metrics(path: Path) -> list[Record]:
     What follows the last good line is left out: a process killed while writing leaves half a line, a power cut may leave zeros.
 
     Raises:
-        RunDirectoryError: a line before the last good one is not JSON, or one is no record of a step after the one before.
+        RunDirectoryError: a line before the last good one is not JSON, or is no record of a later step than the line before.
     """
     if not path.exists():
         return []
@@ -67,7 +67,7 @@ def read_metrics(path: Path) -> list[Record]:
             continue
         try:
             record = json.loads(line)
-        except (ValueError, RecursionError) as error:  # Python reads no numbers of thousands of digits, nor lists so deep
+        except (ValueError, RecursionError) as error:  # Python reads no numbers of thousands of digits, nor very deep lists
             bad = bad or (number, error.msg if isinstance(error, json.JSONDecodeError) else str(error))
             continue
         if bad is not None:
@@ -88,15 +88,15 @@ class MetricsFile:
     """Appends one line for each `StepResult`.
 
     `committed_steps` is the number of steps whose effect is durable: lines of later steps are removed, because these steps will
-    be done again. `steps_per_epoch` gives each line its epoch. The first line of a process that goes on after earlier lines is
-    marked as `resumed`.
+    be done again. `steps_per_epoch` gives each line its epoch. The first line that a resumed process writes is marked as
+    `resumed`.
     """
 
     def __init__(self, path: Path, *, committed_steps: int = 0, steps_per_epoch: float | None = None) -> None:
         self._path, self._steps_per_epoch = path, steps_per_epoch
-        self._changed = False  # what a flush moved belongs to the last step, whose line is written already
+        self._changed = False  # what a flush moved belongs to the last step, whose line is already written
         self.records = [record for record in read_metrics(path) if record["step"] <= committed_steps]
-        self._resumed = bool(self.records)  # and no line was written since
+        self._resumed = bool(self.records)  # and no line has been written since
         write_whole(path, "".join(json.dumps(record) + "\n" for record in self.records))
         self._file: TextIO = path.open("a", encoding="utf-8")
 
@@ -113,12 +113,12 @@ class MetricsFile:
             _add(self.records[-1], event)
             self._changed = True
         elif isinstance(event, Committed):
-            os.fsync(self._file.fileno())  # the record of a durable step should survive a power cut as the step does
+            os.fsync(self._file.fileno())  # the record of a durable step should survive a power cut, as the step does
 
     def close(self) -> None:
         """Make the file durable and close it."""
         if not self._file.closed:
-            with self._file:  # closed whatever happens: a line that had no space must not be tried again
+            with self._file:  # closed in any case: a line that had no space must not be tried again
                 self._file.flush()
                 os.fsync(self._file.fileno())
             if self._changed:
@@ -126,16 +126,16 @@ class MetricsFile:
 
 
 def ssd_bytes(record: Record, name: str) -> int:
-    """Return the bytes of `name` (`bytes_read` or `bytes_written`) that moved in a step and, where one followed, in a flush."""
+    """Return the bytes of `name` (`bytes_read` or `bytes_written`) that moved in a step and in the flush after it, if any."""
     return sum(int(amounts.get(name, {}).get("ssd", 0)) for amounts in (record, record.get("flushed", {})))
 
 
 def steady_ssd_bytes(records: Sequence[Record], name: str) -> float | None:
-    """Return the mean bytes of `name` of one step in the middle of a run; None where none were counted.
+    """Return the mean bytes of `name` for one step in the middle of a run; None if none were counted.
 
-    What a step leaves to do runs on into the next one, or into a flush: so the flush counts with the step after it. The first
-    record is left out, and so is one that a process began with after another was killed: what was left is in neither. Of
-    records that are all of these kinds, each counts as it is.
+    What a step leaves to be done runs on into the next one, or into a flush: so the flush counts with the step after it. The
+    first record is left out, and so is the first one after a kill, because neither record has what the killed process left. If
+    all records are of these kinds, each counts as it is.
     """
     whole = [(before, record) for before, record in pairwise(records) if "flushed" in before or not record.get("resumed")]
     num_steps = sum("ssd" in record.get(name, {}) for _, record in whole)
@@ -148,7 +148,7 @@ def steady_ssd_bytes(records: Sequence[Record], name: str) -> float | None:
 
 
 def _add(record: Record, moved: Flushed) -> None:
-    """Keep what a flush moved apart: the step's own figures are those of a step that others follow."""
+    """Keep what a flush moved separate: the step's own figures are those of a step that is followed by others."""
     known = record.setdefault("flushed", {"bytes_read": {}, "bytes_written": {}, "io_cpu_seconds": 0.0})
     for name in ("bytes_read", "bytes_written"):
         for tier, size in getattr(moved, name).items():

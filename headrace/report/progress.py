@@ -1,6 +1,6 @@
-"""Progress that a person reads: one live line in a terminal, one plain line for each step elsewhere.
+"""Progress for people: one live line in a terminal, one plain line for each step elsewhere.
 
-Invariant: nothing is swallowed. Skipped steps and notices are always stated, on lines of their own.
+Invariant: nothing is swallowed. Skipped steps and notices are always shown, on lines of their own.
 """
 
 import statistics
@@ -21,7 +21,7 @@ _WIDE = 100
 
 
 class StepClock:
-    """Remaining time from the median of the last steps: the first step (kernels compile, caches fill) counts only until there
+    """Remaining time from the median of the last steps. The first step (kernels compile, caches fill) counts only until there
     is another.
 
     Only steps of this process count, so the estimate is right after a resume too.
@@ -48,7 +48,7 @@ def step_words(result: StepResult, *, total_steps: int, remaining_seconds: float
 
 
 def live_words(result: StepResult, *, total_steps: int, remaining_seconds: float, width: int) -> str:
-    """Return of the words of a step those that fit into `width` characters, what matters most first; none is cut."""
+    """Return those words of a step that fit into `width` characters, the most important first; none is cut."""
     words = _words(result, total_steps, remaining_seconds)
     kept: list[str] = []
     for name in _MATTERS:
@@ -57,12 +57,12 @@ def live_words(result: StepResult, *, total_steps: int, remaining_seconds: float
     return "  ".join(kept)
 
 
-# The words of a step for a line that may be too narrow for all. A skipped step has a line of its own.
+# The words of a step in the order of importance, for a line that may be too narrow. A skipped step has a line of its own.
 _MATTERS = ("step", "left", "loss", "ssd", "rate", "seconds", "grad norm", "lr", "loss scale")
 
 
 def _words(result: StepResult, total_steps: int, remaining_seconds: float) -> dict[str, str]:
-    """Return what is told of a step, by name, in the order of the lines of a log."""
+    """Return the words of a step, by name, in the order of the lines of a log."""
     words = {"step": f"step {result.step:>{len(str(total_steps))}}/{total_steps}", "loss": f"loss {result.loss:.4f}"}
     if result.grad_norm is not None:
         words["grad norm"] = f"grad norm {result.grad_norm:.3g}"
@@ -86,7 +86,7 @@ def rate_words(tokens_per_second: float) -> str:
 
 
 def traffic_words(read_bytes: float, written_bytes: float) -> str:
-    """Return what went over the SSDs, in powers of ten as drives are sold and rated."""
+    """Return the bytes that went over the SSDs, in powers of ten, as drives are sold and rated."""
     return f"ssd {_decimal(read_bytes)} read {_decimal(written_bytes)} written"
 
 
@@ -113,12 +113,12 @@ class LineProgress:
             self._write(f"{event.level}: {event.text}")
 
     def close(self) -> None:
-        """Flush; the stream is the caller's."""
+        """Flush; the stream belongs to the caller."""
         self._stream.flush()
 
     def _write(self, line: str) -> None:
         self._stream.write(line + "\n")
-        self._stream.flush()  # a log that lags behind is no progress
+        self._stream.flush()  # a log that lags behind shows no progress
 
 
 class LiveProgress:
@@ -126,10 +126,10 @@ class LiveProgress:
 
     def __init__(self, console: Console, total_steps: int, *, done_steps: int = 0) -> None:
         self._total_steps, self._clock = total_steps, StepClock(total_steps)
-        # A narrow line is for words alone: the first of them says the same as the bar.
+        # A narrow line has only words: the first of them says the same as the bar.
         bar = [BarColumn(bar_width=_BAR_WIDTH)] if console.width >= _WIDE else []
         self._words_width = console.width - (_BAR_WIDTH + 1 if bar else 0)
-        # A column of our own words instead of rich's: its speed and time estimates count from the start of the process.
+        # A column with our own words instead of rich's, whose speed and time estimates count from the start of the process.
         self._progress = Progress(*bar, TextColumn("{task.description}", markup=False), console=console)
         self._task = self._progress.add_task("first step ...", total=total_steps, completed=done_steps)
         self._started = False
@@ -152,5 +152,5 @@ class LiveProgress:
             self._progress.update(self._task, completed=event.step, description=shown)
 
     def close(self) -> None:
-        """Leave the last line standing and give the terminal back."""
+        """Leave the last line on the screen and release the terminal."""
         self._progress.stop()

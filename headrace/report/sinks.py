@@ -1,8 +1,9 @@
 """What a reporter is, and how several of them share one stream of events.
 
-Lanes report from their own threads, so the invariants are: no reporter is ever entered by two threads at once, all see events
-in the order in which they came, and no lane that reports an operation waits for what a reporter does for another. A full disk
-breaks no step: a reporter that cannot write is dropped, `Reporters.failure` says why, and the loop ends the run in order.
+Lanes report from their own threads, so the invariants are: two threads never enter a reporter at once, all reporters see events
+in the order in which they came, and a lane that reports an operation does not wait for a reporter's work for another lane. A
+full disk breaks no step: a reporter that cannot write is dropped, `Reporters.failure` says why, and the loop ends the run in
+order.
 """
 
 import contextlib
@@ -20,17 +21,17 @@ class Reporter(Protocol):
         """Take one event. Called by one thread at a time."""
 
     def close(self) -> None:
-        """Finish and give back what is held. A second call does nothing."""
+        """Finish and release what is held. A second call does nothing."""
 
 
 _AnyReporter = TypeVar("_AnyReporter", bound=Reporter)
 
 
 class Reporters:
-    """A sink that passes each event to all reporters added so far, one event after the other whatever thread it comes from.
+    """A sink that passes each event to all reporters added so far, one event after the other, whatever thread it comes from.
 
-    Whoever finds the reporters busy with an event leaves an operation to the thread that is at it. For any other event it
-    waits: on return of a step's result its line is written.
+    If the reporters are busy with an event, whoever brings an operation leaves it to the thread that is at work. With any other
+    event the caller waits: when a step's result returns, its line is written.
     """
 
     def __init__(self) -> None:
@@ -46,7 +47,7 @@ class Reporters:
         return reporter
 
     def __call__(self, event: Event) -> None:
-        """Pass `event` on, and what other threads left meanwhile."""
+        """Pass `event` on, and what other threads have left meanwhile."""
         self._events.append(event)
         mine = self._lock.acquire(blocking=not isinstance(event, OpDone))
         while mine:
@@ -54,11 +55,11 @@ class Reporters:
                 self._pass_on()
             finally:
                 self._lock.release()
-            # An event that came after the last look was left to this thread: look again.
+            # An event that came after the last look was left to this thread, so it looks again.
             mine = bool(self._events) and self._lock.acquire(blocking=False)
 
     def close(self) -> None:
-        """Close all reporters, the last added first; what one of them could not write any more is in `failure`."""
+        """Close all reporters, the last added first; if one of them can no longer write, `failure` says so."""
         with self._lock:
             self._pass_on()
             for reporter in reversed(self._reporters):

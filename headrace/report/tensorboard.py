@@ -1,6 +1,6 @@
 """TensorBoard events, on request. The package `tensorboard` is an optional dependency.
 
-Written here and now, not by the package's own writer: that has a thread of its own, which a full disk ends with a traceback.
+Events are written at once, and not by the package's own writer, which has a thread that a full disk ends with a traceback.
 Invariant: after a resume, points of steps that were not committed are purged, so no step is drawn twice.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 from headrace.terms.errors import ConfigError
 from headrace.terms.events import Event, StepResult
 
-_FILE_VERSION = "brain.Event:2"  # what readers ask for in the first record
+_FILE_VERSION = "brain.Event:2"  # readers expect this in the first record
 
 
 class TensorBoard:
@@ -71,7 +71,7 @@ class TensorBoard:
 
 
 def _new_file(directory: Path) -> Any:
-    """Open a file by the name that readers look for; those of earlier processes stay, and are read before it."""
+    """Open a file with a name that readers look for; those of earlier processes stay, and are read before it."""
     stem = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
     path = next(path for number in itertools.count() if not (path := directory / f"{stem}.{number}").exists())
     return path.open("xb")

@@ -2,8 +2,8 @@
 
 Lanes are threads, operations are complete events ("ph": "X"), times are microseconds on the events' own clock (viewers begin at
 the earliest). A lane that does several things at once has several threads (`ssd-read`, `ssd-read 2`), because viewers drop or
-cut slices that overlap on one. Invariants: no two slices of a thread overlap; the file is a valid trace at any moment, also
-when the process is killed, because the format allows the closing bracket to be missing.
+cut slices that overlap on one thread. Invariants: no two slices of a thread overlap; the file is a valid trace at any moment,
+also when the process is killed, because the format allows the closing bracket to be missing.
 """
 
 import json
@@ -18,7 +18,7 @@ _MOST_THREADS_OF_A_LANE = 100  # only for the order of thread numbers
 
 
 class TraceFile:
-    """Writes the operations of the first `max_steps` steps it sees; a trace of thousands of steps opens nowhere."""
+    """Writes the operations of the first `max_steps` steps that it sees; no viewer opens a trace of thousands of steps."""
 
     def __init__(self, path: Path, *, max_steps: int = 50) -> None:
         self._file: TextIO = path.open("w", encoding="utf-8")
@@ -40,7 +40,7 @@ class TraceFile:
     def close(self) -> None:
         """Close the list, so that strict JSON readers take the file too."""
         if not self._file.closed:
-            with self._file:  # closed even where there is no space for the bracket
+            with self._file:  # closed even if there is no space for the bracket
                 self._file.write("\n]\n")
 
     def _operation(self, event: OpDone) -> None:
@@ -69,7 +69,7 @@ class TraceFile:
         )
 
     def _thread(self, event: OpDone) -> int:
-        """Return the first thread of the lane whose last slice had ended when this one began; a new one if there is none."""
+        """Return the first thread of the lane whose last slice had ended when this one began, or a new one."""
         until_seconds = self._until_seconds.setdefault(event.lane, [])
         rank = next((rank for rank, until in enumerate(until_seconds) if until <= event.start_seconds), len(until_seconds))
         thread = self._lane(event.lane) * _MOST_THREADS_OF_A_LANE + rank
@@ -82,7 +82,7 @@ class TraceFile:
         return thread
 
     def _lane(self, lane: str) -> int:
-        # Known lanes keep the order of the design, whichever reports first.
+        # Known lanes keep the order of the table, whichever reports first.
         known, found = list(Lane), lane_named(lane)
         return self._lanes.setdefault(lane, known.index(found) if found else len(known) + len(self._lanes))
 

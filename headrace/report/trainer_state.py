@@ -1,6 +1,6 @@
 """`trainer_state.json` in the form of Hugging Face's Trainer, so that tools which plot its `log_history` work on our runs.
 
-Invariant: the file is derived from the records of `metrics.jsonl` alone and replaced as a whole, so it never disagrees with
+Invariant: the file is derived from the records of `metrics.jsonl` alone and replaced as a whole, so that it never contradicts
 them and is never half written.
 """
 
@@ -48,9 +48,9 @@ def _log_entry(record: Record) -> dict[str, Any]:
 
 
 class TrainerStateFile:
-    """Rewrites the file from `records` when a step ends and `every_seconds` have passed, and on close.
+    """Rewrites the file from `records` on close, and when a step ends after `every_seconds` have passed.
 
-    The whole history is written each time, hence not after every step: for a long run that would be quadratic.
+    The whole history is written each time; doing so after every step would take quadratic time in a long run.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""What a run says of its plan: the table before the first step, and planned against measured after the last.
+"""What a run says about its plan: the table before the first step, and planned beside measured figures after the last.
 
 Invariant: the tables are those of `headrace plan`; `summary.json` has the figures of the second one. A run that could go on is
-never refused for want of a figure in them.
+never refused because a figure in them is missing.
 """
 
 import contextlib
@@ -26,13 +26,13 @@ from headrace.terms.errors import ConfigError, ModelError
 from headrace.terms.options import RunOptions
 from headrace.terms.sizes import format_bytes, format_seconds
 
-# A line is worth writing where steps take so many times the forecast, or so small a part of it, unless so little time is left.
+# The forecast is corrected if steps are longer or shorter by more than this factor, and at least so many seconds are left.
 _OFF, _WORTH_SAYING_SECONDS = 1.25, 60.0
 _REFINED_AFTER_STEPS = 3
 
 
 class Account:
-    """The report of a run's plan, and when it is told."""
+    """The report of a run's plan, and when it is shown."""
 
     def __init__(self, plan: Plan, config: RunOptions, directory: RunDirectory, *, total_steps: int) -> None:
         spaces = config.budget.ssd or (directory.path,)
@@ -51,20 +51,20 @@ class Account:
         display.say(explain(self._report))
 
     def in_short(self, *, steps_left: int) -> str:
-        """Return the plan in half a line, for a run that goes on: whoever began it was shown all of it."""
+        """Return the plan in half a line, for a resumed run: whoever began it was shown all of it."""
         words = f"the plan is unchanged, {format_bytes(self._plan.peak('host'))} of host memory"
         if not self._report.measured or self._report.forecast is None:
             return words
         return f"{words}, {format_seconds(steps_left * self._report.forecast.step_seconds)} left"
 
     def refined(self, step_seconds: Sequence[float], *, steps_left: int) -> str:
-        """Return what to say of the forecast once this process has taken its third step, each in `step_seconds`; "" at other
-        times, where it was about right, or where hardly any time is left.
+        """Return a correction of the forecast after this process's third step; `step_seconds` are those of its steps so far. It
+        is "" at other times, if the forecast was about right, or if hardly any time is left.
         """
         if len(step_seconds) != _REFINED_AFTER_STEPS:
             return ""
         planned = self._report.forecast.step_seconds if self._report.forecast else 0.0
-        taken = statistics.median(step_seconds[1:])  # kernels compile in the first
+        taken = statistics.median(step_seconds[1:])  # kernels compile in the first step
         if not planned or steps_left * taken < _WORTH_SAYING_SECONDS or 1 / _OFF < taken / planned < _OFF:
             return ""
         return (
@@ -73,14 +73,14 @@ class Account:
         )
 
     def keep_plan(self) -> None:
-        """Leave the plan in the run directory, for `headrace report`. To be called once there is a run to go on with."""
+        """Write the plan into the run directory, for `headrace report`. Call it once there is a run that can be resumed."""
         self._directory.write_plan(self._plan.to_json())
         if self._ceilings is not None:
             self._directory.write_machine(self._ceilings.to_json())
 
     def tell_after(self, display: Display, records: Sequence[Record], *, host_peak_bytes: int) -> None:
-        """Show planned against measured, and write `summary.json`. Nothing to tell without a step. `host_peak_bytes` is the
-        peak of the process's whole life.
+        """Show planned beside measured figures, and write `summary.json`; without a step there is nothing to show.
+        `host_peak_bytes` is the peak of the process's whole life.
         """
         if not records:
             return
@@ -92,12 +92,12 @@ class Account:
 def _ceilings(config: RunOptions, directory: RunDirectory, systems: Sequence[int]) -> Ceilings | None:
     """Return the machine with the drives of the run's directories, whose file systems are `systems`; None if nobody measured.
 
-    A run that goes on has them in its directory, whatever became of the profile since; they must not be divided again, because
-    drive i is then no more that of directory i.
+    A resumed run has them in its directory, whatever became of the profile; they must not be divided again, because drive i no
+    longer belongs to directory i.
     """
     with contextlib.suppress(ConfigError):
         return load_profile(directory.path / "machine.json")
-    with contextlib.suppress(ConfigError):  # a run that begins has read it before
+    with contextlib.suppress(ConfigError):  # a new run has read it before
         machine = load_profile(config.machine) if isinstance(config.machine, str) else config.machine
         if machine is not None:
             return machine.of_directories(systems)
@@ -105,7 +105,7 @@ def _ceilings(config: RunOptions, directory: RunDirectory, systems: Sequence[int
 
 
 def _architecture(model: Path) -> str:
-    """Return the class of the model, by which `headrace plan` calls it too; the directory's name where it names none."""
+    """Return the class of the model, which is also its name in `headrace plan`; the directory's name if it names none."""
     try:
         names: Any = read_model_config(model).get("architectures")
     except ModelError:

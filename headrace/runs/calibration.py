@@ -1,7 +1,7 @@
-"""Calibration data: rows that matrices' inputs are taken from, and rows that only measure the loss.
+"""Calibration data: rows from which matrices' inputs are taken, and rows that only measure the loss.
 
-Invariant: no held-out row is among those that calibrate; of the latter, tokens that fill or mark do not count, nor what a chat
-template adds to what is said.
+Invariant: no held-out row is among those that calibrate. In calibrating rows, padding and special tokens do not count, nor does
+what a chat template adds to what is said.
 """
 
 from collections.abc import Callable
@@ -19,13 +19,13 @@ from headrace.terms.errors import DataError
 from headrace.terms.options import RunOptions
 
 _MICRO_BATCH_TOKENS = 4096
-# A sum of inputs has no more rank than it has tokens.
+# At most one row in so many is held out.
 _HELD_OUT_SHARE = 4
 
 
 @dataclass(frozen=True, slots=True)
 class CalibrationData:
-    """Micro-batches, those that calibrate first; `digest` is of the samples that they are from."""
+    """Micro-batches, calibrating ones first; `digest` is that of the samples in them."""
 
     rows: tuple[Rows, ...]
     digest: str
@@ -36,7 +36,7 @@ def open_calibration(options: CompressOptions, chain: Chain, say: Callable[[str]
     """Read, tokenise and divide the data of `options` for the model of `chain`.
 
     Raises:
-        DataError: too few rows, or fewer tokens than the widest matrix has inputs; or see `open_tokens`.
+        DataError: there are too few rows, or fewer tokens than the widest matrix has inputs; or see `open_tokens`.
     """
     config = RunOptions(
         model=options.model,
@@ -80,7 +80,7 @@ def _row(stream: BatchStream, marks: torch.Tensor, templated: bool) -> tuple[dic
     tensors = tensors_of(stream.next_batch())
     ids = tensors["input_ids"]
     counts = ~torch.isin(ids, marks)
-    if templated:  # labels are of what is said
+    if templated:  # labels mark what is said
         counts &= tensors["labels"] != IGNORED
     for mask in ("attention_mask", "token_mask"):
         if mask in tensors:
@@ -89,7 +89,7 @@ def _row(stream: BatchStream, marks: torch.Tensor, templated: bool) -> tuple[dic
 
 
 def _joined(found: list[tuple[dict[str, Any], torch.Tensor]], length: int, *, held_out: bool) -> list[Rows]:
-    """Return rows of one length several at a time."""
+    """Return rows of one length, joined several at a time."""
     most, rows = max(1, _MICRO_BATCH_TOKENS // length), []
     while found:
         size = found[0][1].shape[1]

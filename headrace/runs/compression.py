@@ -1,4 +1,4 @@
-"""Compressing a model, as a user sees it: options and data in, a model directory out, and what to do when it is killed halfway.
+"""Compressing a model, as a user sees it: options and data go in, a model directory comes out, and a killed run goes on.
 
 Work lies in `OUT.unfinished` until all of it is done. A block is done when the record says so; the same command goes on after
 the last one. Invariant: OUT appears whole or not at all, and a run that was killed ends with the bytes of one that was not.
@@ -34,13 +34,13 @@ from headrace.terms.sizes import format_bytes, format_seconds
 
 _RECORD = "record.json"
 _UNFINISHED = ".unfinished"
-# What may be another when the same command goes on.
+# Options that may change when the same command goes on.
 _FREE = {"output", "cache", "most_loss", "host_memory"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Compressed:
-    """A compression that is done. Losses are means over the `tokens` of held-out rows, in nats; bytes are of all weights."""
+    """A finished compression. Losses are means over the `tokens` of held-out rows, in nats; bytes are of all weights."""
 
     output: Path
     reports: tuple[ParameterReport, ...]
@@ -53,7 +53,7 @@ class Compressed:
 
 
 def compress(options: CompressOptions, *, say: Callable[[str], None] = lambda text: None) -> Compressed:
-    """Compress `options.model` into `options.output`, or go on where it was left off. `say` is given lines for people.
+    """Compress `options.model` into `options.output`, or go on where it stopped. `say` gets lines for people.
 
     Raises:
         InputError: model, data or an option cannot be used, or held-out loss rises by more than `most_loss`; nothing is left.
@@ -80,7 +80,7 @@ def compress(options: CompressOptions, *, say: Callable[[str], None] = lambda te
         result = run.finish(output)
         done = True
     except (ConfigError, ModelError):
-        done = True  # the model or the data will not do, and would not do again
+        done = True  # the model or the data cannot be used, now or later
         raise
     finally:
         lock.release()
@@ -90,17 +90,17 @@ def compress(options: CompressOptions, *, say: Callable[[str], None] = lambda te
 
 
 def refuse_coded(model: Path) -> None:
-    """Refuse a model that is coded already.
+    """Refuse a model that is already coded.
 
     Raises:
-        ModelError: it is, or the directory has no readable configuration.
+        ModelError: it is coded, or the directory has no readable configuration.
     """
     if reason := why_no_model(model):
         raise ModelError(f"model {str(model)!r}: {reason}")
     try:
         config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     except ValueError:
-        return  # said by whoever reads it next
+        return  # whoever reads it next reports the error
     found = config.get("quantization_config") if isinstance(config, dict) else None
     if found is not None:
         method = found.get("quant_method") if isinstance(found, dict) else found
@@ -114,13 +114,13 @@ def target_of(options: CompressOptions) -> Target:
     """Return the code that `options` ask for.
 
     Raises:
-        ConfigError: options that do not go together.
+        ConfigError: options contradict one another.
     """
     return TernaryTarget() if options.to == "ternary" else Int4Target(options.group_size)
 
 
 class _Run:
-    """One process's part of a compression: opens what there is of it, and does the rest."""
+    """One process's part of a compression: it opens what exists, and does the rest."""
 
     def __init__(
         self,
@@ -146,7 +146,7 @@ class _Run:
         self.files = CodedFiles(work / "model", self.quantiser.weights, self.quantiser.chain)
 
     def finish(self, output: Path) -> Compressed:
-        """Do the blocks that are left, and everything after."""
+        """Do the remaining blocks, and everything after them."""
         try:
             self._blocks()
             result = self._result(output)
@@ -155,7 +155,7 @@ class _Run:
         finally:
             self.quantiser.close()
         if output.exists():
-            output.rmdir()  # an empty one
+            output.rmdir()  # it is empty
         (self.work / "model").replace(output)
         return result
 
@@ -257,14 +257,14 @@ def _fixed(options: CompressOptions) -> dict[str, Any]:
 
 
 def _digest_of_model(checkpoint: Checkpoint) -> str:
-    """Return a digest of the names, places and times of the weights: they were not changed between two commands."""
+    """Return a digest of the names, places and times of the weights, which changes if they change between two commands."""
     paths = {tensor.path for tensor in checkpoint.tensors.values()}
     times = sorted((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in paths)
     return hashlib.blake2b(repr(times).encode(), digest_size=16).hexdigest()
 
 
 def _check_space(work: Path, checkpoint: Checkpoint, data: CalibrationData, chain: Chain) -> None:
-    """Refuse to begin where neither the result nor hidden states would have space: counted as if nothing became smaller."""
+    """Refuse to begin without space for the result and the hidden states, as if nothing became smaller."""
     tokens = sum(each.counts.numel() * (2 if each.held_out else 1) for each in data.rows)
     needed = export_bytes(checkpoint) + 2 * tokens * chain.hidden_size * 4
     there = next(path for path in work.parents if path.exists())
@@ -282,7 +282,7 @@ def _report_of(values: Mapping[str, Any]) -> ParameterReport:
 
 
 def _block_line(block: int, total: int, reports: Sequence[ParameterReport], seconds: float, rest_seconds: float) -> str:
-    """Return what is said of a block: for each parameter the error of its products, and that of plain rounding."""
+    """Return the line about a block: for each parameter the error of its products, and that of plain rounding."""
     words = [f"{_short(report.name)} {report.error:.2g} ({report.rounding_error:.2g})" for report in reports]
     plain = sum(len(report.plain) + len(report.failed) for report in reports)
     words += [f"{plain} rounded plainly"] if plain else []
@@ -295,7 +295,7 @@ def _short(name: str) -> str:
 
 
 def result_table(result: Compressed) -> str:
-    """Return what is said at the end: sizes, ratio, losses, errors by kind of matrix, and what was left or rounded plainly."""
+    """Return the table at the end: sizes, ratio, losses, errors by kind of matrix, and what was left or rounded plainly."""
     rise = result.loss_after - result.loss_before
     lines = [
         f"wrote {result.output}",

@@ -1,6 +1,6 @@
-"""A coded model made ordinary again: every weight is what its code stands for, in 16 bits.
+"""A coded model made ordinary again: every weight becomes the value of its code, in 16 bits.
 
-Invariant: the directory appears whole or not at all, and only of files that are as they were written.
+Invariant: the directory appears whole or not at all, and is only made from files that are as they were written.
 """
 
 import json
@@ -18,7 +18,7 @@ def decompress(model: Path, out: Path) -> Path:
     """Write the weights of `model`, decoded, to `out`, and return it.
 
     Raises:
-        ModelError: the model is not coded, by nothing that is read, or its files are damaged.
+        ModelError: the model is not coded, or in a code that is not read, or its files are damaged.
         RunDirectoryError: `out` exists and is not empty.
         ExportFailed: there is no space, or `out` cannot be written; nothing is left there.
     """
@@ -33,7 +33,7 @@ def decompress(model: Path, out: Path) -> Path:
 
 
 def check_digests(model: Path) -> None:
-    """Compare the files of a model that `headrace compress` wrote with the digests that it noted; of others nothing is known.
+    """Check the files of a model that `headrace compress` wrote against the digests in its note; other models have none.
 
     Raises:
         ModelError: a file is not what was written, or the note is damaged.

@@ -1,6 +1,6 @@
-"""The real engine for the loop. Imported late: this is what pulls in the model library and the kernels' compiler.
+"""The real engine for the loop. It is imported late, because it imports the model library and the kernels' compiler.
 
-Invariant: only here does the loop's side know the names of the engine's own files.
+Invariant: only this module, on the loop's side, knows the names of the engine's own files.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,7 +32,7 @@ def headrace_engines() -> Engines:
 
 
 def node_engines(crowd: Crowd, *, verify: bool = True) -> Engines:
-    """Return the engines of a node with this crowd of workers. `verify`: a run that goes on is read and checked before."""
+    """Return the engines of a node with this crowd of workers. `verify`: a resumed run's state is read and checked first."""
     seams = Seams(workers=crowd)
     return Engines(
         partial(begin, kind=NodeEngine, seams=seams),
@@ -53,7 +53,7 @@ def begin(
     kind: type[Engine] = Engine,
     seams: Seams | None = None,
 ) -> Engine:
-    """Return `Engine.open`, for a run whose model will lie in its directory: space for that is looked for, too."""
+    """Return `Engine.open` for a run whose model will lie in its directory, so that space for that is checked, too."""
     final = RunDirectory(Path(str(options.output))).final
     return kind.open(model, options, sink, final=final, measure=measure, seams=seams)
 
@@ -67,14 +67,14 @@ def resume(
     seams: Seams | None = None,
     verify: bool = True,
 ) -> Engine:
-    """Return `Engine.resume`, after a look at whether the model directory is still the one that the run began with.
+    """Return `Engine.resume`, after checking that the model directory is still the one with which the run began.
 
-    The weights come from the state; but the model directory gives the architecture, and its tensors' names for the export.
-    Nor, if it is opened `to_train`, may `config.yaml` say anything else than what the run began with: it would be passed over
-    without a word.
+    The weights come from the state, but the model directory gives the architecture, and the tensors' names for the export. If
+    the run is opened `to_train`, `config.yaml` may not differ either from what the run began with, because changes would be
+    ignored silently.
 
     Raises:
-        RunDirectoryError, CorruptData: see `Engine.resume`; or the model or an option is another one.
+        RunDirectoryError, CorruptData: see `Engine.resume`; or the model or an option has changed.
         ModelError: the model directory is gone or damaged.
     """
     manifest, config = read_manifest(run_directory), RunDirectory(run_directory).read_config()
@@ -124,20 +124,20 @@ def state_of(run_directory: Path) -> StateKind:
     """Return what the run directory holds for `Engine.resume`."""
     if not (run_directory / MANIFEST_NAME).exists():
         return StateKind.NONE
-    # Record files have their size from the beginning, and nothing in them before the first commit.
+    # Record files have their full size from the beginning, but are empty before the first commit.
     records = [run_directory / name for name in RECORD_NAMES]
     committed = any(record.exists() and any(record.read_bytes()) for record in records)
     return StateKind.COMMITTED if committed else StateKind.BEGUN
 
 
 def discard(run_directory: Path) -> None:
-    """Remove the engine's files of a run that was never committed, from its SSD directories and from `run_directory`; and what
-    a creation or a removal that was cut short left there. What another process has committed meanwhile stays: whoever begins a
+    """Remove the engine's files of a run that was never committed, from its SSD directories and from `run_directory`, and what
+    a creation or removal that was cut short left there. What another process has committed meanwhile stays: whoever begins a
     run there is told.
 
     Raises:
-        RunDirectoryError: a living process holds the run: it may be in the middle of its import. Or nobody can tell whether
-            the run was moved or copied: then its state may be trained by now.
+        RunDirectoryError: a living process holds the run, perhaps in the middle of its import. Or it is unknown whether the run
+            was moved or copied, in which case its state may have been trained since.
         ConfigError: a process has taken up the run just now.
         StorageError: something cannot be removed.
     """

@@ -1,6 +1,6 @@
-"""The loss of held-out data, as a user sees it: a model, a run or a coded directory, and a file.
+"""The loss of held-out data, as a user sees it: for a model, a run or a coded directory, and a file.
 
-Invariant: every sample of the data is scored once, whatever the plan, with the marks, the cuts and the rows of training.
+Invariant: every sample of the data is scored once, whatever the plan, with the marks, cuts and rows of training.
 """
 
 import math
@@ -30,7 +30,7 @@ from headrace.terms.sizes import format_bytes, format_seconds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scored:
-    """What was measured: the mean `loss` of `tokens` tokens in nats, and `rows` rows with all their `tokens_in_rows`."""
+    """What was measured: the mean `loss` of `tokens` tokens in nats; `tokens_in_rows` counts all tokens of the `rows` rows."""
 
     model: str
     data: tuple[str, ...]
@@ -48,7 +48,7 @@ class Scored:
         return math.exp(self.loss) if self.loss < 700 else math.inf
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as plain JSON values; None for what is no number."""
+        """Return it as plain JSON values; None for infinity and NaN."""
         figures = {"loss": self.loss, "perplexity": self.perplexity}
         counts = {"tokens": self.tokens, "samples": self.samples, "rows": self.rows, "tokens_in_rows": self.tokens_in_rows}
         finite = {name: value if math.isfinite(value) else None for name, value in figures.items()}
@@ -77,7 +77,7 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """How far a measurement is: `done` of `rows` rows, and the mean loss of these."""
+    """The progress of a measurement: `done` of `rows` rows, and their mean loss."""
 
     done: int
     rows: int
@@ -95,7 +95,7 @@ def evaluate(
 ) -> Scored:
     """Return the loss of `options.data` under the model at `place`: a directory, coded or not, or a run, finished or not.
 
-    `say` is given what a person should know, the plan among it, before anything is computed.
+    `say` gets what a person should know, the plan included, before anything is computed.
 
     Raises:
         InputError: model, data or an option cannot be used.
@@ -167,7 +167,7 @@ class _Rows:
         self.longest = length if packing else int(tokens.lengths.max())
 
     def micro_batches(self, rows: int) -> Iterator[Mapping[str, torch.Tensor]]:
-        """Yield all rows once, `rows` together."""
+        """Yield all rows once, `rows` of them together."""
         left = self.count
         while left:
             number = min(rows, left)

@@ -1,6 +1,6 @@
-"""The end of a run: the model as an ordinary Hugging Face directory, and its card.
+"""The end of a run: the model becomes an ordinary Hugging Face directory, with a card.
 
-Invariant: the state is removed only after the model lies complete in `final/`; interrupted anywhere, `resume` ends it again.
+Invariant: the state is removed only after the model lies complete in `final/`; if that is interrupted, `resume` does it again.
 """
 
 import json
@@ -15,7 +15,7 @@ from headrace.terms.errors import ExportFailed
 from headrace.terms.options import RunOptions
 from headrace.terms.provenance import PROVENANCE_NAME
 
-# Places on somebody's machine: of no use to a reader of the card, and private.
+# Options that are places on somebody's machine: useless to a reader of the card, and private.
 _NOT_ON_CARD = {"model", "data", "output", "ssd", "cache", "keep_state", "report_to", "interpreter"}
 
 
@@ -24,10 +24,10 @@ def write_final(engine: RunningEngine, run: RunDirectory, config: RunOptions, re
 
     Raises:
         ExportFailed: there is no space for the model, or it cannot be written; the state is as it was.
-        StorageError: the same of the card.
+        StorageError: the same holds for the card.
     """
     try:
-        # The export appears complete or not at all, and says what it is: one that is there is done.
+        # The export appears complete or not at all, and says what it is: if it is there, it is done.
         if _provenance(run.final) != engine.provenance:
             _refuse_another(run.final)
             engine.save_pretrained(run.final)
@@ -49,7 +49,7 @@ def write_final(engine: RunningEngine, run: RunDirectory, config: RunOptions, re
 
 
 def _provenance(model: Path) -> object:
-    """Return what the export in `model` says that it is; None where there is none, or it says nothing."""
+    """Return what the export in `model` says it is; None if there is none, or it says nothing."""
     try:
         return json.loads((model / PROVENANCE_NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -57,7 +57,7 @@ def _provenance(model: Path) -> object:
 
 
 def _refuse_another(final: Path) -> None:
-    """Refuse to take what somebody else put there for this run's model: its state would be removed then."""
+    """Refuse to take what somebody else put there for this run's model, because the run's state would then be removed."""
     if final.exists() and (not final.is_dir() or any(final.iterdir())):
         raise ExportFailed(f"export to {final}: something else is there, which is kept; move it away")
 

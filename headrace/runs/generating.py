@@ -1,4 +1,4 @@
-"""Generation as a user sees it: one prompt, printed as it comes; a conversation."""
+"""Generation as a user sees it: one prompt whose answer is printed as it comes, or a conversation."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ _LEAST_CONVERSATION = 1024
 
 
 class Printer(TextStreamer):  # type: ignore[misc]
-    """Gives the text of one answer, piece by piece, to `write`: without marks, and without the text that stops it."""
+    """Gives the text of one answer, piece by piece, to `write`, without special tokens and without the text that stops it."""
 
     def __init__(self, tokenizer: Any, stops: Sequence[str], write: Callable[[str], None]) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
@@ -36,7 +36,7 @@ class Printer(TextStreamer):  # type: ignore[misc]
         places = [place for stop in self._stops if (place := self._held.find(stop)) >= 0]
         if places:
             self._held, self._stopped = self._held[: min(places)], True
-        # What may be the beginning of a text that stops is held back.
+        # Text that may be the beginning of a stopping text is held back.
         keep = 0 if stream_end or self._stopped else self._longest
         ready = self._held[: len(self._held) - keep] if keep else self._held
         self._held = self._held[len(ready) :]
@@ -46,7 +46,7 @@ class Printer(TextStreamer):  # type: ignore[misc]
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """An answer: its text, why it ends (`stop` or `length`), and tokens."""
+    """An answer: its text, why it ends (`stop` or `length`), and the numbers of tokens."""
 
     text: str
     finish_reason: str
@@ -67,10 +67,10 @@ class Talk:
     def answer(self, prompt: str | Messages, write: Callable[[str], None], plan: Callable[[Any], None] | None = None) -> Answer:
         """Answer a text or a conversation; the text of the answer goes to `write` as it comes.
 
-        `plan` is given the plan before anything is computed.
+        `plan` gets the plan before anything is computed.
 
         Raises:
-            InputError: the prompt cannot be taken.
+            InputError: the prompt cannot be used.
             PlanInfeasible: it does not fit.
         """
         ids = self._prompts.of_text(prompt) if isinstance(prompt, str) else self._prompts.of_messages(prompt)
@@ -121,7 +121,7 @@ def answers_of(tokenizer: Any, done: Generated) -> Iterator[Answer]:
 
 
 def open_assistant(directory: str | Path) -> Any:
-    """Return a small model, all of it in memory, that drafts tokens.
+    """Return a small model that drafts tokens, all of it in memory.
 
     Raises:
         ModelError: it cannot be loaded.

@@ -1,4 +1,4 @@
-"""Which weights a generation is of: a model directory's, a finished run's, or those that an unfinished run has committed."""
+"""Whose weights a generation uses: a model directory's, a finished run's, or those that an unfinished run has committed."""
 
 from collections.abc import Callable
 from functools import partial
@@ -27,11 +27,11 @@ def open_model(
     *,
     adapter: Path | None = None,
 ) -> GenerationModel:
-    """Return the model in a model directory, or of a run: its finished model, or else its last commit; with an `adapter`, the
-    directory's model and that beside it.
+    """Return the model of a directory, or of a run: its finished model, or else its last commit; with an `adapter`, the
+    directory's model and the adapter beside it.
 
     Raises:
-        InputError: it is neither, or cannot be used; or the run is in progress, or has committed nothing.
+        InputError: the place is neither, or cannot be used; or the run is in progress, or has committed nothing.
     """
     run = RunDirectory(place)
     if adapter is not None:
@@ -51,7 +51,7 @@ def open_model(
 
 
 def open_generator(place: Path, options: GenerateOptions, ceilings: Ceilings | None, sink: Sink | None) -> Generator:
-    """Return the generator of what is at `place`. See `open_model`."""
+    """Return the generator of the model at `place`. See `open_model`."""
     return Generator.open(
         place,
         options.budget,

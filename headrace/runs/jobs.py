@@ -1,10 +1,10 @@
-"""A file of prompts as a job that can be killed at any time: each micro-batch that is done is kept, and none is done twice.
+"""A file of prompts as a job that can be killed at any time: each finished micro-batch is kept, and none is done twice.
 
     answers.jsonl.job/job.json      what fixes the bits: the input's digest, options, micro-batches, seeds, threads
     answers.jsonl.job/done.jsonl    one line for each micro-batch that is done, durable before the next one is counted
     answers.jsonl                   the answers, in the order of the input, when all are there; then the folder is removed
 
-Invariant: what is in the end written is a function of `job.json` alone: an interrupted job gives the same bytes.
+Invariant: the output follows from `job.json` alone: an interrupted job gives the same bytes.
 """
 
 import errno
@@ -35,19 +35,19 @@ from headrace.terms.events import Notice, Sink
 from headrace.terms.generate_options import GenerateOptions
 from headrace.terms.sizes import format_seconds
 
-# Options that decide which bits come out; another of these is another job.
+# Options that decide the bits: a job with another value for one of these is another job.
 _FIXED = ("max_new_tokens", "temperature", "top_p", "top_k", "seed", "stop", "system", "raw", "compute_dtype", "rows")
 
 
 @dataclass(frozen=True, slots=True)
 class JobProgress:
-    """How far a job is."""
+    """The progress of a job."""
 
     done: int
     of: int
     tokens: int
     seconds: float
-    padding: float  # share of the prompts' places that only fill rows
+    padding: float  # share of the prompts' positions that are padding
 
 
 def run_job(
@@ -61,7 +61,7 @@ def run_job(
     """Answer the lines of `options.input` into `options.output`; return how many of them could not be answered.
 
     Raises:
-        InputError: the input cannot be read or is empty; the output exists; or a job of other options is under way there.
+        InputError: the input cannot be read or is empty; the output exists; or a job with other options is under way there.
         StorageError: something cannot be written; what is done is kept.
     """
     source, output = Path(str(options.input)), Path(str(options.output))
@@ -104,7 +104,7 @@ def _read(source: Path, prompts: Prompts) -> tuple[list[PromptLine], str]:
 
 
 def _fitting(line: PromptLine, generator: Generator, options: GenerateOptions) -> PromptLine:
-    """Return the line, or with an error where the model has too few positions for it, or transformers refuses its settings."""
+    """Return the line, with an error if the model has too few positions for it, or transformers refuses its settings."""
     if line.error:
         return line
     try:
@@ -187,7 +187,7 @@ def _job(
 
 
 def _done(folder: Path) -> dict[int, list[dict[str, Any]]]:
-    """Return the answers of micro-batches that are done; what a kill left of a line is cut off."""
+    """Return the answers of finished micro-batches; an incomplete last line, left by a kill, is cut off."""
     path = folder / "done.jsonl"
     if not path.exists():
         return {}
@@ -209,7 +209,7 @@ def _run(
     folder: Path,
     progress: Callable[[JobProgress], None],
 ) -> None:
-    """Generate what is not done yet."""
+    """Generate what has not been generated yet."""
     left = {number: batch for number, batch in job.items() if batch[0][0] not in answers}
     start, tokens = time.monotonic(), 0
     places = sum(len(batch) * max(len(lines[line].ids) for line in batch) for batch, _ in job.values())
@@ -251,7 +251,7 @@ def _found(tokenizer: Any, done: Generated, number: int) -> Iterator[dict[str, A
 
 @contextmanager
 def _writing(place: Path) -> Iterator[None]:
-    """Say in one line that something cannot be written, and that what is done is kept."""
+    """Report in one line that something cannot be written, and that what is done is kept."""
     try:
         yield
     except StorageError:

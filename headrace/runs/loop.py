@@ -1,4 +1,4 @@
-"""The run from first to last step: `train` begins one, `resume` goes on with one. This is the page to read first.
+"""The run from first to last step: `train` begins one, `resume` continues one. This is the page to read first.
 
 Invariant: the position in the data is committed with the step that consumed it, so a resumed run sees the next sample and no
 sample twice; `metrics.jsonl` has each step once.
@@ -47,7 +47,7 @@ class Finished:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Run:
-    """What one process works with. `total_steps` is `config.max_steps`, decided; `meter` runs since the process's beginning."""
+    """What one process works with. `total_steps` is the decided `config.max_steps`; `meter` runs since the process began."""
 
     config: RunOptions
     directory: RunDirectory
@@ -77,12 +77,12 @@ def train(config: RunOptions, *, display: Display | None = None, engines: Engine
 
 
 def resume(run_directory: str | Path, *, display: Display | None = None, engines: Engines | None = None) -> Finished:
-    """Go on with a run after its last committed step, whatever ended it, and return where the model is.
+    """Continue a run after its last committed step, whatever ended it, and return where the model is.
 
     Raises:
-        RunDirectoryError: no run, a finished one, or one that another process works on.
+        RunDirectoryError: there is no run, it is finished, or another process works on it.
         CorruptData: the state does not have the checksums it was written with.
-        DataError: the data is not what the run began with.
+        DataError: the data is not that with which the run began.
         Interrupted: as for `train`.
     """
     with MemoryMeter() as meter:
@@ -102,7 +102,7 @@ def _resume(directory: RunDirectory, display: Display | None, engines: Engines, 
         )
     run = _run(config, directory, open_stream(config), display, engines, meter)
     if kind is not StateKind.COMMITTED:
-        engines.discard(directory.path)  # killed while the model was imported: there is nothing to go on from
+        engines.discard(directory.path)  # killed while the model was imported: there is nothing to resume
         return _begin(run)
     with ExitStack() as stack:
         reporters = _reporters(run, stack)
@@ -116,7 +116,7 @@ def _resume(directory: RunDirectory, display: Display | None, engines: Engines, 
 
 
 def _begin(run: _Run, on_failure: Callable[[], None] | None = None) -> Finished:
-    """Open a new engine and drive it. `on_failure` undoes what was made before, if the engine cannot be opened."""
+    """Open a new engine and drive it. If it cannot be opened, `on_failure` undoes what was made before."""
     config = run.config
     told: list[Account] = []
 
@@ -143,8 +143,8 @@ def _begin(run: _Run, on_failure: Callable[[], None] | None = None) -> Finished:
 
 
 def _drive(run: _Run, engine: RunningEngine, reporters: Reporters, account: "Account | None") -> Finished:
-    """Take the steps that are left, then finish. The engine and the reporters are closed by the caller, in this order.
-    `account` is of the plan, which has been told.
+    """Take the steps that are left, then finish. The caller closes the engine and the reporters, in this order. `account`
+    reports on the plan, which has already been shown.
     """
     if account is not None:
         account.keep_plan()
@@ -184,7 +184,7 @@ def _drive(run: _Run, engine: RunningEngine, reporters: Reporters, account: "Acc
         with suppress(StorageError):  # why the model could not be written comes first
             tell_after()
         raise
-    tell_after()  # now, because writing the model takes memory too
+    tell_after()  # now, because writing the model also takes memory
     if not run.config.keep_state:
         engine.remove_state()
     run.display.say(f"done: {steps} steps, {format_seconds(time.monotonic() - started)}; model in {run.directory.final}")
@@ -192,7 +192,7 @@ def _drive(run: _Run, engine: RunningEngine, reporters: Reporters, account: "Acc
 
 
 def _account(run: _Run, plan: Plan, measured: Ceilings | None = None) -> "Account":
-    """Return what tells of the engine's plan. `measured` are figures of the machine that the configuration does not name."""
+    """Return the account of the engine's plan. `measured` are figures of the machine that the configuration does not name."""
     from headrace.runs.account import Account  # late, for the same reason as the engine
 
     config = run.config if measured is None else replace(run.config, machine=measured)
@@ -224,7 +224,7 @@ def _run(
 
 
 def _reporters(run: _Run, stack: ExitStack) -> Reporters:
-    """Return the reporters, so far those for the eye: what the engine has to say while it opens is shown too."""
+    """Return the reporters for the screen only; they also show what the engine says while it opens."""
     reporters = Reporters()
     stack.callback(reporters.close)
     reporters.add(run.display.progress(run.total_steps))

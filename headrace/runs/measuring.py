@@ -1,7 +1,7 @@
-"""By which figures of the machine a run is planned: a profile, what was kept of an earlier measurement, or of one made now.
+"""The figures of the machine by which a run is planned: a profile, or those of an earlier measurement or of one made now.
 
-Invariant: a run that goes on is not measured again, for its record has the figures and the plan that it began with; and where
-something is kept, that is used, so that rates which differ from one measurement to the next never change a plan.
+Invariant: a resumed run is not measured again, because its record has the figures and the plan with which it began. Where
+figures were kept, they are used, so that rates which differ from one measurement to the next never change a plan.
 """
 
 import time
@@ -24,19 +24,19 @@ from headrace.terms.sizes import format_seconds
 if TYPE_CHECKING:
     from headrace.measure.brief import Room
 
-# A run that takes no longer is not worth the time. What the usual figures say below it may be too little: of a run that they
-# put at so much, products are looked at first.
+# A run that takes no longer than the first figure is not worth measuring. The usual figures may estimate too little: for a run
+# that takes more than the second figure by them, products are looked at first.
 _LONG_SECONDS, _DOUBTFUL_SECONDS = 120.0, 15.0
-# Another process that measures is done in a third of this.
+# Another process that measures is done in a third of this time.
 _WAIT_SECONDS = 30.0
-# Part of what a plan has left that is taken: what it counts in whole pages, pieces and threads comes on top.
+# The share of what a plan has left that is used: rounding to whole pages, pieces and threads comes on top.
 _ROOM_SHARE = 0.75
 
 
 class MachineOfRun:
-    """The figures of the machine for one run of `config`, whose directory is `run_directory`; `sink` is told what is done.
+    """The figures of the machine for one run of `config` in `run_directory`; `sink` is told what is done.
 
-    `ceilings` are what is known without measuring; called with the plan that is made without any, it measures if the run is
+    `ceilings` are what is known without measuring. Called with the plan that is made without any, it measures if the run is
     long, and returns what it found.
     """
 
@@ -49,7 +49,7 @@ class MachineOfRun:
             self.ceilings = find_kept(self._cache, self._wanted)
 
     def __call__(self, plan: Plan, machine: Machine) -> Ceilings | None:
-        """Return the figures of this machine if the run under `plan` takes long enough to be worth measuring; else None."""
+        """Return the figures of this machine, if the run under `plan` takes long enough to be worth measuring; else None."""
         if not self.may_measure or self.ceilings is not None:
             return self.ceilings
         seconds = self._run_seconds(plan, machine)
@@ -58,7 +58,7 @@ class MachineOfRun:
         return self.ceilings
 
     def _run_seconds(self, plan: Plan, machine: Machine) -> float:
-        """Return what the run takes by usual figures; by a look at products where that says little."""
+        """Return the seconds of the run by usual figures; where these say little, by a short look at products."""
         usual = nominal_machine_of(plan)
         seconds = self._steps * forecast(plan, usual).step_seconds
         if not _DOUBTFUL_SECONDS < seconds <= _LONG_SECONDS:
@@ -77,7 +77,7 @@ class MachineOfRun:
         )
         begin = time.perf_counter()
         with alone(_WAIT_SECONDS) as first:
-            # Another process may have measured while this one waited; that serves this run, too.
+            # Another process may have measured while this one waited; its figures serve this run, too.
             if kept := find_kept(self._cache, self._wanted):
                 self._say("another process has measured it")
                 return kept
@@ -99,7 +99,7 @@ class MachineOfRun:
 
 
 def _room(plan: Plan) -> "Room":
-    """Return what measuring may take under the budgets: what the plan has for what is not there yet."""
+    """Return what measuring may take under the budgets: the memory for those parts of the plan that do not exist yet."""
     from headrace.measure.brief import Room
 
     left = plan.peak("host") - anonymous_bytes()

@@ -1,7 +1,7 @@
-"""A run of several machines: a node that has it, and workers that compute for it.
+"""A run of several machines: a node that owns it, and workers that compute for it.
 
-The node's run is that of `loop`, with other engines. Where a worker is lost, the run goes on from its last commit as `resume`
-does, in this process, once another worker is there. Invariant: a worker holds nothing that is not the node's.
+The node's run is that of `loop`, with other engines. If a worker is lost, the run goes on from its last commit, as `resume`
+does but in this process, once another worker is there. Invariant: a worker holds nothing that the node does not have.
 """
 
 import tempfile
@@ -23,10 +23,10 @@ from headrace.terms.options import NodeOptions, Options
 if TYPE_CHECKING:
     from headrace.engine.crowd import Crowd
 
-# How long a worker waits for a node that is not there, or not there any more.
+# Seconds that a worker waits for a node that is not there, or not there any more.
 WAIT_SECONDS = 600.0
 _RETRY_SECONDS = 0.2
-# Options that are each process's own: where things lie on this machine, and how much of it may be used.
+# Options that belong to each process: where things lie on its machine, and how much of it may be used.
 WORKERS_OWN = frozenset({"ssd", "host_memory", "device_memory", "machine"})
 
 
@@ -37,16 +37,16 @@ def serve(
     silence_seconds: float = 30.0,
     listening: Callable[[Address], None] = lambda address: None,
 ) -> Finished:
-    """Run `config` on a node, or go on with its run in `output`, until the model is whole; then let the workers go.
+    """Run `config` on a node, or continue its run in `output`, until the model is whole; then dismiss the workers.
 
-    `listening` is told where workers come to, before anything else is done. A peer that is silent for `silence_seconds` is
+    `listening` is told the address for workers, before anything else is done. A peer that is silent for `silence_seconds` is
     lost.
 
     Raises:
-        As `train` and `resume`, but for lost workers, for whom others are waited for.
+        As `train` and `resume`, except for lost workers: others are waited for.
     """
     display = display or NoDisplay()
-    config = replace(config, measure=False)  # what takes the time is the workers', and the links
+    config = replace(config, measure=False)  # most of the time is spent by workers and links
     secret = read_secret(config.secret)
     listener = Listener(Address.of(config.listen), version=headrace.__version__, secret=secret, silence_seconds=silence_seconds)
     try:
@@ -80,7 +80,7 @@ def _run(config: NodeOptions, crowd: "Crowd", display: Display) -> Finished:
             if lost is None:
                 raise
             words = str(lost)
-        # Outside the handler: what was caught holds transfers, and these their connections.
+        # Outside of the handler, because the caught error holds transfers, and these hold their connections.
         display.say(f"{words}; going on from the last committed step")
         crowd.part(words)
         engines, first = node_engines(crowd, verify=False), False
@@ -90,7 +90,7 @@ def _refuse_another(directory: RunDirectory, config: NodeOptions) -> None:
     """Refuse to take another run for this one.
 
     Raises:
-        RunDirectoryError: `output` holds a run of another model, other data, or no node's.
+        RunDirectoryError: `output` holds a run of another model or other data, or one without a node.
     """
     found = directory.read_config()
     if not isinstance(found, NodeOptions):
@@ -109,14 +109,14 @@ def work(
     wait_seconds: float = WAIT_SECONDS,
     asked: Mapping[str, Any] | None = None,
 ) -> int:
-    """Compute for the node at `address` until its run is done, and return the number of steps that were taken here.
+    """Compute for the node at `address` until its run is done, and return the number of steps computed here.
 
-    `own` has this process's budgets. A node that is not there is waited for, for `wait_seconds`. `asked` are options that
+    `own` has this process's budgets. If the node is not there, it is waited for, up to `wait_seconds`. `asked` are options that
     must be the node's (`asked_of`).
 
     Raises:
-        PeerLost: there is no node for so long.
-        ConfigError: the node refuses this worker, or its run has other options than are asked for.
+        PeerLost: there has been no node for that long.
+        ConfigError: the node refuses this worker, or its run has other options than `asked`.
     """
     display = display or NoDisplay()
     steps, seen, told = 0, time.monotonic(), ""
@@ -146,7 +146,7 @@ class _Parted(Exception):
 
 
 def asked_of(values: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """Return what a run's file says of what decides numbers, as the record of a run has it; `source` is named in errors.
+    """Return those options in a run's file that decide numbers, in the form of a run's record; `source` is named in errors.
 
     Raises:
         ConfigError: as for `NodeOptions.of`.
@@ -195,7 +195,7 @@ def _work_once(
 
 
 def lost_peer(error: BaseException) -> PeerLost | None:
-    """Return the loss of a peer that led to `error`, None where it was something else."""
+    """Return the loss of a peer that led to `error`; None if it was something else."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, PeerLost):
         cause = cause.__cause__
@@ -203,7 +203,7 @@ def lost_peer(error: BaseException) -> PeerLost | None:
 
 
 def read_secret(path: Path | None) -> bytes | None:
-    """Return what is in the file of the secret.
+    """Return the content of the file with the secret.
 
     Raises:
         ConfigError: it cannot be read, or is empty.

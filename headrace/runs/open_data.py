@@ -57,10 +57,10 @@ def open_tokenizer(model: Path) -> Any:
 
 
 def with_lengths(config: RunOptions) -> RunOptions:
-    """Return `config` with `sequence_length` and `tokens_per_step` decided: those of the plan that is given, if one is.
+    """Return `config` with `sequence_length` and `tokens_per_step` decided; if a plan is given, they are the plan's.
 
     Raises:
-        ConfigError: `sequence_length` is more than the model has positions for, or `plan` names no plan.
+        ConfigError: `sequence_length` is more than the model has positions, or `plan` names no plan.
     """
     model_config = read_model_config(config.model)
     positions = model_config.get("max_position_embeddings") or model_config.get("n_positions")
@@ -78,13 +78,13 @@ def with_lengths(config: RunOptions) -> RunOptions:
 
 
 def open_tokens(config: RunOptions, tokenizer: Any, *, contents: bool = False) -> tuple[TokenSet, DataSpec]:
-    """Return the tokenised samples and what was asked for. `config` has its lengths decided; `packing=None` counts as true.
+    """Return the tokenised samples and the data's specification. `config` has its lengths decided; `packing=None` means true.
 
     `contents`: see `DataSpec`.
 
     Raises:
         DataError: see `headrace.data.load_tokens`.
-        ModelError: the tokenizer makes ids that the model has no embedding for.
+        ModelError: the tokenizer makes ids for which the model has no embedding.
     """
     if config.sequence_length is None or config.tokens_per_step is None:
         raise ConfigError("sequence_length and tokens_per_step are undecided; call with_lengths(config) first")
@@ -105,14 +105,14 @@ def open_tokens(config: RunOptions, tokenizer: Any, *, contents: bool = False) -
             "tokenizer (or input_ids) and model do not belong together"
         )
     if isinstance(vocabulary, int) and tokens.info.pad_id >= vocabulary:
-        # A token that was added for padding and that the model was never made larger for. What fills a row is not trained, nor
-        # seen by what is: any token will do.
+        # A token that was added for padding, for which the model was never made larger. Padding is not trained, and trained
+        # tokens do not see it, so any token will do.
         tokens = replace(tokens, info=replace(tokens.info, pad_id=0))
     return tokens, spec
 
 
 def total_steps(config: RunOptions, stream: BatchStream) -> int:
-    """Return the steps of the whole run: `max_steps` where given, else `epochs` (default 1) rounded up to whole steps."""
+    """Return the steps of the whole run: `max_steps` if given, else `epochs` (default 1) rounded up to whole steps."""
     return config.max_steps or max(1, math.ceil((config.epochs or 1.0) * stream.steps_per_epoch))
 
 

@@ -1,4 +1,4 @@
-"""From the options as given to the options as decided, with the token stream that belongs to them.
+"""From the options as given to the options as decided, and the token stream that belongs to them.
 
 Invariant: after `prepare` every choice is explicit and every path absolute, so `config.yaml` alone repeats the run.
 """
@@ -18,11 +18,12 @@ from headrace.terms.events import Event
 from headrace.terms.options import NodeOptions, RunOptions
 from headrace.update.combinations import refuse_combination
 
-_NAME_BYTES = 143  # as long as a name may be in an encrypted home directory; elsewhere it is 255
+_NAME_BYTES = 143  # the longest name in an encrypted home directory; elsewhere 255 bytes are allowed
 
 
 def check(config: RunOptions) -> tuple[RunOptions, RunDirectory]:
-    """Return the options with lengths decided and the (still untouched) run directory. Quick: reads `config.json` only.
+    """Return the options with lengths decided, and the (still untouched) run directory. It is quick: it only reads
+    `config.json`.
 
     Raises:
         InputError: the run directory is taken, there is no model, an option does not suit it, or an SSD directory is unfit.
@@ -32,7 +33,8 @@ def check(config: RunOptions) -> tuple[RunOptions, RunDirectory]:
     refuse_combination(config, at_node=isinstance(config, NodeOptions))
     config = with_lengths(config)
     if ssd := config.budget.ssd:
-        # The engine asks again, with the space it needs; but nobody should tokenise for an hour to hear of a misspelt path.
+        # The engine checks again, with the space that it needs; but nobody should tokenise for an hour to hear about a misspelt
+        # path.
         check_directories(ssd, [0] * len(ssd), allow_in_memory=False, sink=_said_later)
     return config, directory
 
@@ -43,7 +45,7 @@ def prepare(config: RunOptions, directory: RunDirectory, engines: Engines) -> tu
     Raises:
         InputError: the model, the tokenizer, the data or an option cannot be used.
     """
-    # Asked in any case: it looks at the architecture and the weight files, which is quicker than tokenising.
+    # Always asked: it looks at the architecture and the weight files, which is quicker than tokenising.
     reason = engines.why_not_packed(config.model, config.sequence_length or 0)
     if config.packing and reason:
         raise ConfigError(
@@ -63,7 +65,7 @@ def open_stream(config: RunOptions) -> BatchStream:
 
 
 def default_output(config: RunOptions) -> Path:
-    """Return `runs/<model>-<data>`, cut to a name that every file system takes."""
+    """Return `runs/<model>-<data>`, cut to a name that every file system accepts."""
     name = os.fsencode(f"{config.model.absolute().name}-{Path(config.data[0]).stem}")
     return Path("runs") / (os.fsdecode(name) if len(name) <= _NAME_BYTES else name[:_NAME_BYTES].decode(errors="ignore"))
 
@@ -71,7 +73,7 @@ def default_output(config: RunOptions) -> Path:
 def _absolute_paths(config: RunOptions) -> dict[str, Any]:
     return {
         "model": config.model.absolute(),
-        # What is no path here may be a data set of the Hub.
+        # A name that is no path here may be a data set of the Hub.
         "data": tuple(str(Path(name).absolute()) if Path(name).exists() else name for name in config.data),
         "ssd": tuple(path.absolute() for path in config.budget.ssd),
         "cache": config.cache.absolute(),
@@ -80,4 +82,4 @@ def _absolute_paths(config: RunOptions) -> dict[str, Any]:
 
 
 def _said_later(event: Event) -> None:
-    """The engine's own check says the same when it makes the state."""
+    """Drop the event: the engine's own check says the same when it makes the state."""

@@ -1,4 +1,4 @@
-"""What the training loop needs from the engine and from the screen: two protocols.
+"""What the training loop needs of the engine and of the screen: two protocols.
 
 Invariant: the loop uses nothing else of either, so that both can be replaced, in tests and in programs that embed Headrace.
 """
@@ -34,13 +34,13 @@ class RunningEngine(Protocol):
 
     @property
     def provenance(self) -> dict[str, Any]:
-        """What the newest weights are, as JSON values: of which run, after how many steps. An export has it in a file."""
+        """Which weights the newest ones are, as JSON values: the run, and its number of steps. Exports have it in a file."""
 
     def step(self, batch: Mapping[str, torch.Tensor], *, position: Any = None) -> StepResult:
         """Take one optimizer step."""
 
     def flush(self) -> None:
-        """Finish and commit what is under way."""
+        """Finish and commit everything under way."""
 
     def save_pretrained(self, out_dir: Path) -> None:
         """Write an ordinary Hugging Face directory."""
@@ -49,7 +49,7 @@ class RunningEngine(Protocol):
         """Delete the run's state from the SSD tier."""
 
     def close(self) -> None:
-        """Give everything back."""
+        """Free everything."""
 
     def __enter__(self) -> Self:
         """Return the engine."""
@@ -62,12 +62,12 @@ class RunningEngine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Engines:
-    """How a run gets its engine: `open` and `resume` as of `headrace.Engine`, and what must be known before.
+    """How a run gets its engine: `open` and `resume` of `headrace.Engine`, and what must be known before.
 
     `open` also takes `measure`, which is asked for the figures of the machine with the first plan. `why_not_packed` says why a
-    model directory's architecture does not keep samples in rows of so many tokens apart ("": it does); `state_of` what a run
-    directory holds for `resume`; `discard` removes a state that was never completed, or not wholly removed. `heed` is given
-    what to call while an engine waits for others: it raises where the run is to stop.
+    model directory's architecture does not keep samples in rows of so many tokens apart ("": it does). `state_of` says what a
+    run directory holds for `resume`. `discard` removes a state that was never completed, or not wholly removed. `heed` gets a
+    function to call while an engine waits for others; the function raises if the run is to stop.
     """
 
     open: Callable[..., RunningEngine]
@@ -100,7 +100,7 @@ class NoDisplay:
     """Shows nothing: for programs that read `metrics.jsonl` or give their own display."""
 
     def say(self, text: str) -> None:
-        """Take the text and show nothing."""
+        """Ignore the text."""
 
     def progress(self, total_steps: int) -> Reporter:
         """Return a reporter that does nothing."""
@@ -109,7 +109,7 @@ class NoDisplay:
 
 class _Silent:
     def __call__(self, event: object) -> None:
-        """Take an event and show nothing."""
+        """Ignore the event."""
 
     def close(self) -> None:
-        """Hold nothing, give nothing back."""
+        """Do nothing: nothing is held."""

@@ -4,14 +4,14 @@
     metrics.jsonl        one line for each step
     trainer_state.json   the same in Hugging Face's form
     plan.json            the plan that the engine ran inside
-    summary.json         planned against measured, after the last step
+    summary.json         planned beside measured figures, after the last step
     lanes.jsonl          what each lane did, one line for each step
     timeline.json        the operations of the last two steps
     report.html          on request: `headrace report`
     tensorboard/, trace.json    on request
     final/               the finished model, an ordinary Hugging Face directory
 
-The engine keeps its records beside these. Invariant: a directory that has anything in it is never taken for a new run.
+The engine keeps its records beside these. Invariant: a directory that contains anything is never taken for a new run.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ from headrace.terms.options import RunOptions
 
 @dataclass(frozen=True, slots=True)
 class RunDirectory:
-    """The places in the run directory `path`."""
+    """The paths in the run directory `path`."""
 
     path: Path
 
@@ -84,13 +84,13 @@ class RunDirectory:
         try:
             return f" of {self.read_config().model}"
         except InputError:
-            return ""  # written by another version, or damaged: still a run
+            return ""  # written by another version, or damaged, but still a run
 
     def read_config(self) -> RunOptions:
         """Return the options of the run.
 
         Raises:
-            RunDirectoryError: the directory is missing or is no run.
+            RunDirectoryError: the directory is missing, or no run.
         """
         if not self.path.is_dir():
             raise RunDirectoryError(f"{self.path}: no such directory; give the directory that `headrace train` wrote")
@@ -104,7 +104,7 @@ class RunDirectory:
         """Make the directory, write the options, and return the directories that had to be made, the innermost first.
 
         Raises:
-            RunDirectoryError: the directory cannot be made, or not written to; or another run has taken it since `check_new`.
+            RunDirectoryError: the directory cannot be made or written to, or another run has taken it since `check_new`.
         """
         self.check_new()
         made = tuple(path for path in (self.path, *self.path.parents) if not path.exists())
@@ -127,12 +127,12 @@ class RunDirectory:
             write_whole(self.plan, json.dumps(values) + "\n")
 
     def write_machine(self, values: Mapping[str, Any]) -> None:
-        """Write the ceilings that the plan was made for, for `headrace report`."""
+        """Write the ceilings for which the plan was made, for `headrace report`."""
         with self.writing():
             write_whole(self.path / "machine.json", json.dumps(values) + "\n")
 
     def write_summary(self, values: Mapping[str, Any]) -> None:
-        """Write planned against measured, for scripts and for `headrace report --json`."""
+        """Write planned beside measured figures, for scripts and for `headrace report --json`."""
         with self.writing():
             write_whole(self.path / "summary.json", json.dumps(values, indent=2) + "\n")
 
@@ -145,7 +145,7 @@ class RunDirectory:
             raise error if isinstance(error, HeadraceError) else self.unwritable(error) from error
 
     def unwritable(self, error: OSError) -> StorageError:
-        """Return what to tell of a run whose own files (not its state) could not be written."""
+        """Return the error for a run whose own files (not its state) could not be written."""
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         return (DiskFull if full else StorageError)(
             f"{error.filename or self.path}: cannot be written ({error.strerror or error}); the last committed step is safe: "
@@ -153,8 +153,8 @@ class RunDirectory:
         )
 
     def forget(self, made: Sequence[Path]) -> None:
-        """Undo `write_config`, which returned `made`, after the run could not be started. Nothing else is touched: where there
-        is more than the options, another process has begun the run by them.
+        """Undo `write_config`, which returned `made`, after the run could not be started. Nothing else is touched: if there is
+        more than the options, another process has begun the run with them.
         """
         with contextlib.suppress(OSError):
             if {path.name for path in self.path.iterdir()} == {self.config.name}:

@@ -1,7 +1,7 @@
 """SIGINT and SIGTERM: the first asks for an orderly stop after the running step, the second kills at once.
 
-Invariant: handlers are put back as they were found. Killing at once is safe because
-every step is a checkpoint (docs/decisions/0004).
+Invariant: handlers are restored as they were found. Killing at once is safe because every step is a checkpoint
+(docs/decisions/0004).
 """
 
 import signal
@@ -29,7 +29,7 @@ class Interrupted(HeadraceError):
 
 
 class StopRequest:
-    """While open, notes the first stop signal in `received`. Outside the main thread it does nothing, as Python wants."""
+    """While open, notes the first stop signal in `received`. Outside of the main thread it does nothing, as Python requires."""
 
     def __init__(self) -> None:
         self.received: int | None = None
@@ -48,4 +48,4 @@ class StopRequest:
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.received = number
         for each in STOP_SIGNALS:
-            signal.signal(each, signal.SIG_DFL)  # the next one ends the process without asking us
+            signal.signal(each, signal.SIG_DFL)  # the next signal ends the process at once

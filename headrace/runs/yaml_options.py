@@ -1,6 +1,6 @@
-"""`RunOptions` as YAML: a file there and back, and `key=value` words.
+"""`RunOptions` as YAML: to a file and back, and `key=value` words.
 
-Invariant: what is not YAML, or says a key twice, is refused in one line with the place.
+Invariant: text that is not YAML, or has a key twice, is refused in one line that names the place.
 """
 
 import sys
@@ -16,11 +16,10 @@ from headrace.terms.options import NodeOptions, RunOptions
 
 
 def from_yaml(path: Path, changes: Mapping[str, Any] | None = None) -> RunOptions:
-    """Return the options in the YAML file `path`, a node's where it says where to listen; keys of `changes` win over the
-    file's.
+    """Return the options in the YAML file `path`; if it says where to listen, a node's. Keys of `changes` win over the file's.
 
     Raises:
-        ConfigError: no such file, not a YAML mapping, or see `RunOptions.of`.
+        ConfigError: there is no such file, it is no YAML mapping, or see `RunOptions.of`.
     """
     values = read_yaml(path) | dict(changes or {})
     return (NodeOptions if "listen" in values else RunOptions).of(values, source=str(path))
@@ -35,7 +34,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     """Return the mapping in the YAML file `path`; an empty file is an empty mapping.
 
     Raises:
-        ConfigError: no such file, not a YAML mapping, or a key stands twice in one mapping.
+        ConfigError: there is no such file, it is no YAML mapping, or a key stands twice in one mapping.
     """
     try:
         values = _loaded(path.read_text(encoding="utf-8"))
@@ -54,7 +53,7 @@ def parse_changes(words: Sequence[str]) -> dict[str, Any]:
     """Return `key=value` words as a mapping; values are read as YAML, so `ssd=[/a,/b]` is a list.
 
     Raises:
-        ConfigError: a word without `=`, or a value that is not YAML, or has a key twice.
+        ConfigError: a word has no `=`, or a value is not YAML or has a key twice.
     """
     changes: dict[str, Any] = {}
     for word in words:
@@ -69,10 +68,10 @@ def parse_changes(words: Sequence[str]) -> dict[str, Any]:
 
 
 class _OnceLoader(yaml.SafeLoader):
-    """YAML's own loader would take the last of several values of one key, without a word."""
+    """YAML's own loader would silently take the last of several values of one key."""
 
     def compose_mapping_node(self, anchor: Any) -> Any:
-        """Return the mapping's node. Here it is as it was written; later, what `<<` merges into it looks like keys of its own.
+        """Return the mapping's node. Here it is as written; later, what `<<` merges into it looks like keys of its own.
 
         Raises:
             ConfigError: a key stands twice.
@@ -91,18 +90,18 @@ class _OnceLoader(yaml.SafeLoader):
 
 
 def _loaded(text: str) -> Any:
-    """Return what `text` says as YAML; ValueError says in one line why it says nothing."""
+    """Return the value of `text` as YAML; ValueError says in one line why it has none."""
     try:
-        return yaml.load(text, Loader=_OnceLoader)  # a safe loader, but stricter
+        return yaml.load(text, Loader=_OnceLoader)  # a safe loader, only stricter
     except ConfigError:
         raise
     except yaml.YAMLError as error:
         raise ValueError(f"not YAML ({' '.join(str(error).split())})") from error
-    except ValueError as error:  # not from YAML's reader, but from what it makes numbers and dates with
+    except ValueError as error:  # raised not by YAML's reader, but by what makes numbers and dates of its values
         if "int_max_str_digits" in str(error):
             raise ValueError(f"not YAML (a number of more than {sys.get_int_max_str_digits()} digits)") from error
         raise ValueError(f"not YAML ({error})") from error
-    except (LookupError, AttributeError) as error:  # a tag such as !!bool before what is none
+    except (LookupError, AttributeError) as error:  # a tag such as !!bool stands before another type
         raise ValueError("not YAML (a value that is not of the type that its tag names)") from error
     except RecursionError as error:
         raise ValueError("not YAML (lists or mappings too deep in one another)") from error

@@ -1,4 +1,4 @@
-"""Doubles of files that lie in memory, fail and slow down, for our tests and for those of who extends Headrace."""
+"""Doubles and contracts for tests, ours and those of whoever extends Headrace: files in memory, that fail or are slow."""
 
 from headrace.testing.far_site import FarSite
 from headrace.testing.faulty_file import Fault, FaultKind, FaultyFile

@@ -27,8 +27,8 @@ _FILL = 7.0
 
 
 class CodecContract:
-    """What every code keeps. `shapes` are tried, those that the codec takes; `error` bounds what rounding a weight takes from
-    it, as a share of the largest of its row.
+    """What every code must satisfy. Those of the `shapes` are tried that the codec takes; `error` bounds the rounding of a
+    weight, as a share of the largest weight in its row.
     """
 
     codec: ClassVar[Codec]
@@ -36,16 +36,16 @@ class CodecContract:
     error: ClassVar[float] = 1.0
 
     def weights(self, rows: int, columns: int, seed: int = 0) -> Tensor:
-        """Return a matrix as models have it, bfloat16."""
+        """Return a matrix like those of models, bfloat16."""
         generator = torch.Generator().manual_seed(seed)
         return (torch.randn(rows, columns, generator=generator) * 0.02).to(torch.bfloat16)
 
     def reference(self, parts: Parts, rows: int, columns: int) -> NDArray[np.float64]:
-        """Return what `parts` stand for, by other means than the codec's."""
+        """Return the values of `parts`, decoded by other means than the codec's."""
         raise NotImplementedError
 
     def damaged(self, parts: Parts) -> Iterator[Parts]:
-        """Yield parts that must be refused: by default none are known."""
+        """Yield parts that must be refused; by default there are none."""
         yield from ()
 
     def _cases(self) -> Iterator[tuple[int, int, Tensor, Parts]]:

@@ -1,4 +1,4 @@
-"""A far site for tests: float32 masters in memory and plain gradient descent; what is committed lies in a folder."""
+"""A far site for tests: float32 masters in memory and plain gradient descent; commits lie in a folder."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,7 +16,7 @@ from headrace.update.tensors import as_tensor
 class FarSite:
     """Holds `units` (None: all) and updates them by SGD without momentum or decay; `compute_dtype` is that of the run.
 
-    `folder` has what was committed, of the last two steps.
+    `folder` has the commits of the last two steps.
     """
 
     name = "far"
@@ -29,7 +29,7 @@ class FarSite:
         folder.mkdir(exist_ok=True)
 
     def holds(self, unit: int) -> bool:
-        """Return whether `unit` is one of those."""
+        """Return whether `unit` is one of them."""
         return self._units is None or unit in self._units
 
     def begin(self, unit: int, weights: Bytes) -> None:
@@ -45,13 +45,13 @@ class FarSite:
         self._pushed[unit] = as_tensor(gradient, bfloat16=True).to(torch.float32, copy=True)
 
     def conclude(self, scalars: Mapping[int, StepScalars] | None) -> None:
-        """Step against the gradients."""
+        """Take a step against the gradients."""
         for unit, step in (scalars or {}).items():
             self._masters[unit] -= step.learning_rate * (self._pushed[unit] * step.gradient_scale)
         self._pushed.clear()
 
     def commit(self, num_steps: int) -> None:
-        """Write the masters, and forget those of the last step but one."""
+        """Write the masters, and remove those of the last commit but one."""
         partial = self._folder / "partial"
         torch.save(self._masters, partial)
         partial.replace(self._folder / f"{num_steps}.pt")

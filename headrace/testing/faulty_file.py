@@ -1,4 +1,4 @@
-"""A file that fails by script: what drives do to us, on demand.
+"""A file that fails by script, as drives do, but on demand.
 
 Invariant: a fault strikes exactly the call that the script names; every other call passes through unchanged.
 """
@@ -40,7 +40,7 @@ class Fault:
 
 
 class FaultyFile:
-    """A `BlockFile` around `inner` to which the faults of `script` happen."""
+    """A `BlockFile` around `inner` that has the faults of `script`."""
 
     def __init__(self, inner: BlockFile, script: Sequence[Fault]) -> None:
         self.inner = inner
@@ -55,7 +55,7 @@ class FaultyFile:
 
     @property
     def direct(self) -> bool:
-        """As the file inside."""
+        """As in the file inside."""
         return self.inner.direct
 
     @property
@@ -89,7 +89,7 @@ class FaultyFile:
         self.inner.write_from(offset, data)
 
     def extend(self, size_bytes: int) -> None:
-        """Pass on."""
+        """Pass it on."""
         self.inner.extend(size_bytes)
 
     def sync(self) -> None:
@@ -98,7 +98,7 @@ class FaultyFile:
         self.inner.sync()
 
     def close(self) -> None:
-        """Pass on."""
+        """Pass it on."""
         self.inner.close()
 
     def _next(self, verb: str, offset: int, num_bytes: int) -> Fault | None:

@@ -1,4 +1,4 @@
-"""A code for tests: eight bits a weight, and one scale for each group of weights. It is lossy, and what it gives is exact."""
+"""A code for tests: eight bits a weight, and one scale for each group of weights. Encoding is lossy, decoding is exact."""
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ class GroupedCodec:
     idempotent = False
 
     def takes(self, rows: int, columns: int) -> bool:
-        """Every row of whole groups."""
+        """Return whether rows consist of whole groups."""
         return columns % _GROUP == 0
 
     def places(self, rows: int, columns: int) -> tuple[Part, ...]:

@@ -1,7 +1,7 @@
-"""Two rules that need more than an element at a time: one whole rows, one whole matrices. For tests, and as examples.
+"""Two rules that need more than one element at a time: one needs whole rows, one whole matrices. For tests, and as examples.
 
-Both are SGD with momentum over a gradient that was brought to a scale first: each row of it to a root-mean-square of 1, or each
-matrix to a norm of 1. Biases and norms, and padding, get SGD with momentum itself. `register` makes them known by name.
+Both are SGD with momentum over a gradient that is scaled first: each row of it to a root-mean-square of 1, or each matrix to a
+norm of 1. Biases, norms and padding get plain SGD with momentum. `register` makes both rules known by name.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from headrace.update.tensor_rule import TensorRule, tree_sum
 from headrace.update.tensors import States, root_of
 
 _MOMENTUM = 0.9
-# Per element: what torch's kernels read and write on a device (tests count it, and the temporaries).
+# Bytes per element that torch's kernels read and write on a device (tests count them, and the temporaries).
 _DEVICE_TRAFFIC_BYTES = {"bfloat16": 220, "float32": 122, "float16": 134}
 
 
@@ -42,7 +42,7 @@ class MatrixScaled(RowScaled):
 
 
 class ScaledRule(TensorRule):
-    """The rule of both. 18 bytes per element with a 2-byte gradient; on a device as on the host."""
+    """The rule of both: 18 bytes per element with a 2-byte gradient; it is the same on a device and on the host."""
 
     def __init__(self, optimizer: RowScaled, compute_dtype: str) -> None:
         alone = sgd_rule(SGD(momentum=_MOMENTUM), compute_dtype)

@@ -1,6 +1,6 @@
 """A file that lies in memory, for tests.
 
-Invariant: the same answers as a file on a drive, alignment and range errors included.
+Invariant: it answers like a file on a drive, also with alignment and range errors.
 """
 
 from pathlib import Path
@@ -11,7 +11,7 @@ from headrace.files.block_file import Bytes, check_aligned
 
 
 class MemoryFile:
-    """A `BlockFile` of zeros, `size_bytes` long, that calls itself `name`."""
+    """A `BlockFile` of zeros, `size_bytes` long, whose path is `name`."""
 
     def __init__(self, size_bytes: int, name: str = "memory") -> None:
         self.path = Path(name)
@@ -39,7 +39,7 @@ class MemoryFile:
         self._content = np.concatenate([self._content, np.zeros(added_bytes, dtype=np.uint8)])
 
     def sync(self) -> None:
-        """Nothing survives a power cut; there is nothing to wait for."""
+        """Do nothing: nothing would survive a power cut anyway."""
 
     def close(self) -> None:
-        """The content stays, so that a test can open it again."""
+        """Keep the content, so that a test can open it again."""

@@ -1,6 +1,6 @@
-"""A wire for tests: each row of a block's matrices has one trained number, which is added to all of the row.
+"""A wire for tests: each row of a block's matrices has one trained number, which is added to the whole row.
 
-It is the smallest wire with a trained family of its own: what a subspace of gradients does, with a projector of ones.
+It is the smallest wire with a trained family of its own, like a subspace of gradients whose projector consists of ones.
 """
 
 from collections.abc import Iterator
@@ -15,11 +15,11 @@ from headrace.update.wires.factors import Factors
 
 
 class RowWire:
-    """Trains a number for each row of the matrices of blocks, and vectors of blocks as they are.
+    """Trains a number for each row of the matrices of blocks, and the vectors of blocks as they are.
 
-    `ends`: prologue and epilogue are trained in place, else frozen. `frozen`: blocks (1 and up) of which nothing is trained.
+    `ends`: prologue and epilogue are trained in place, else frozen. `frozen`: blocks (from 1) of which nothing is trained.
     `by_factors`: the gradient of a matrix that is used in a product is never made: the sum of dY^T X over the columns of X is
-    taken of its factors, dY^T (X 1).
+    computed from its factors as dY^T (X 1).
     """
 
     name = "rows"
@@ -28,7 +28,7 @@ class RowWire:
         self._ends, self._frozen, self._by_factors = ends, frozen, by_factors
 
     def trained(self, unit: int, layout: UnitLayout, *, is_block: bool) -> UnitLayout | None:
-        """Return a number for each row of a block's matrices, all of its vectors."""
+        """Return a layout with a number for each row of a block's matrices, and all of its vectors."""
         if not is_block:
             return layout if self._ends else None
         if unit in self._frozen:
@@ -62,7 +62,7 @@ class RowWire:
         return first
 
     def complete(self, unit: int, layout: UnitLayout, slot: Tensor, trained: UnitLayout, weights: Tensor) -> None:
-        """Add to each row its number, in float32; put vectors in."""
+        """Add its number to each row, in float32; copy vectors in."""
         for spec, own in zip(layout.parameters, trained.parameters, strict=True):
             numbers, place = _part(weights, own), _part(slot, spec)
             if len(spec.shape) == 1:

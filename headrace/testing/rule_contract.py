@@ -36,7 +36,8 @@ from headrace.update.tensors import as_tensor, join, split
 
 LEARNING_RATE, WEIGHT_DECAY = 1e-3, 0.1
 STEP = StepScalars(learning_rate=LEARNING_RATE, update=3, gradient_scale=0.5)
-# Several shares for threads and a remainder; groups meet where no loop is cut, though blocks of elements are whole.
+# Several shares for each thread, and a remainder. Groups meet inside of a loop's pieces, but never inside of a block of
+# elements.
 NUM_ELEMENTS = 133 * UNIT_ALIGNMENT
 GROUPS = (GroupRange(0, 768, 1.0, 0.0), GroupRange(768, 100_096, 1.0, 0.1), GroupRange(100_096, NUM_ELEMENTS, 0.5, 0.01))
 _UPDATES = 60
@@ -45,12 +46,13 @@ Planes = tuple[NDArray[Any], tuple[NDArray[Any], ...]]
 
 
 class RuleContract:
-    """What every rule keeps, by compute type and type of gradient."""
+    """What every rule must satisfy, by compute type and type of gradient."""
 
     optimizer: ClassVar[Optimizer]
     # A loop is compiled for each compute type and type of gradient, which takes most of the time.
     compute_dtypes: ClassVar[tuple[str, ...]] = COMPUTE_DTYPES
-    # Of the weights after `_UPDATES` updates, beside the reference: a step rounds a weight near 4 by 2^-23 at most.
+    # Allowed difference of the weights from the reference after `_UPDATES` updates: a step rounds a weight near 4 by at most
+    # 2^-23.
     tolerance: ClassVar[float] = 3e-6
 
     def reference(self, parameter: torch.nn.Parameter) -> torch.optim.Optimizer:
@@ -58,7 +60,7 @@ class RuleContract:
         raise NotImplementedError
 
     def state(self, plane: Plane, num_elements: int, seed: int) -> NDArray[Any]:
-        """Return numbers that `plane` may hold in the middle of a run: by default not negative."""
+        """Return numbers that `plane` may hold in the middle of a run; by default they are not negative."""
         rng, count = np.random.default_rng(seed), plane.num_values(num_elements)
         drawn: NDArray[Any] = (
             (rng.standard_normal(count) * 1e-3) ** 2 if plane.dtype == "float32" else rng.integers(0, 100, count)
@@ -210,7 +212,7 @@ class RuleContract:
 
 
 class StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of the storages that operations create, for as long as each lives."""
+    """Counts the bytes of the storages that operations create, as long as each lives."""
 
     def __init__(self, known: list[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -248,7 +250,7 @@ class TrafficMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def gradient_dtypes(rule: UpdateRule) -> tuple[str, ...]:
-    """Return the NumPy types that a run's gradients may have: the compute type's, or unrounded."""
+    """Return the NumPy types that a run's gradients may have: the compute type's, or float32."""
     own = {"bfloat16": "uint16"}.get(rule.planes.compute_dtype, rule.planes.compute_dtype)
     return tuple(dict.fromkeys((own, "float32")))
 
@@ -276,7 +278,7 @@ def on_tensors(planes: Planes) -> tuple[Tensor, tuple[Tensor, ...]]:
 
 
 def check_same(left: Planes, right: Planes, what: str) -> None:
-    """Raise AssertionError unless all planes are the same, bit for bit; of NaNs outside split masters the payload is free."""
+    """Raise AssertionError unless all planes have the same bits; only payloads of NaNs outside of split masters may differ."""
     for one, other in zip((left[0], *left[1]), (right[0], *right[1]), strict=True):
         pair = [np.where(np.isnan(a), np.nan, a).astype(a.dtype) if a.dtype.kind == "f" else a for a in (one, other)]
         assert np.array_equal(pair[0].view(np.uint8), pair[1].view(np.uint8)), what

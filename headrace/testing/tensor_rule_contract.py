@@ -3,8 +3,8 @@
     class TestMatrixScaled(TensorRuleContract):
         optimizer = MatrixScaled()
 
-Invariant: a rule that passes trains the same bits wherever its planes lie, however a unit is cut, in any number of threads; and
-takes no more memory than it declares. What it computes is for its own tests to say.
+Invariant: a rule that passes trains the same bits wherever its planes lie, however a unit is cut, in any number of threads, and
+takes no more memory than it declares. Its own tests check what it computes.
 """
 
 from collections.abc import Iterator, Sequence
@@ -35,7 +35,7 @@ from headrace.update.tensor_rule import TensorRule, items_rule
 from headrace.update.tensors import as_tensor
 
 STEP = StepScalars(learning_rate=1e-2, update=3, gradient_scale=0.5)
-# A matrix that is longer than what the host works on at once, one of an odd shape, a stack, a vector, and an embedding.
+# A matrix that is longer than what the host updates at once, one with an odd shape, a stack, a vector, and an embedding.
 PARAMETERS: list[tuple[str, tuple[int, ...], tuple[float, float]]] = [
     ("long", (300, 200), (1.0, 0.1)),
     ("odd", (37, 101), (0.5, 0.1)),
@@ -46,18 +46,18 @@ PARAMETERS: list[tuple[str, tuple[int, ...], tuple[float, float]]] = [
 
 
 class TensorRuleContract:
-    """What every rule of rows or matrices keeps, by compute type."""
+    """What every rule of rows or matrices must satisfy, by compute type."""
 
     optimizer: ClassVar[Optimizer]
     compute_dtypes: ClassVar[tuple[str, ...]] = COMPUTE_DTYPES
 
     def state(self, plane: Plane, num_elements: int, seed: int) -> NDArray[Any]:
-        """Return numbers that `plane` may hold in the middle of a run: by default of both signs."""
+        """Return numbers that `plane` may hold in the middle of a run; by default they have both signs."""
         drawn = np.random.default_rng(seed).standard_normal(num_elements, np.float32)
         return (drawn * (1 if plane.dtype == "float32" else 100)).astype(plane.dtype)
 
     def planes(self, rule: TensorRule, layout: UnitLayout) -> Planes:
-        """Return weights and states of `rule` in the middle of a run, zero where padding is."""
+        """Return weights and states of `rule` in the middle of a run; padding is zero."""
         weight, cuts = np.zeros(layout.num_elements, rule.planes.weight.dtype), cuts_of(layout, rule.figures)
         sizes = [num_values(plane, 0, layout.num_elements, cuts) for plane in rule.planes.states]
         states = tuple(np.zeros(size, plane.dtype) for size, plane in zip(sizes, rule.planes.states, strict=True))
@@ -72,7 +72,7 @@ class TensorRuleContract:
         return weight, states
 
     def rules(self) -> Iterator[tuple[TensorRule, UnitLayout, str]]:
-        """Yield the rule for each compute type, a layout as it asks for it, and what to call it."""
+        """Yield the rule for each compute type, a layout that suits it, and a name for messages."""
         for compute_dtype in self.compute_dtypes:
             rule = items_rule(rule_of(self.optimizer, compute_dtype))
             layout = lay_out("block.1", PARAMETERS, rule.figures.parameter_alignment)
@@ -153,13 +153,13 @@ class TensorRuleContract:
                 arrays = copied(planes)
                 with Updater(rule, 1) as updater, StorageMeter([]) as storage:
                     updater.update_range(*arrays, gradient, STEP, pieces, 0, layout.num_elements)
-                # Tensors over the arrays are seen, too: they are no temporaries.
+                # Tensors over the arrays are counted, too, but they are no temporaries.
                 over = sum(array.nbytes for array in (arrays[0], *arrays[1], gradient))
                 assert storage.peak_bytes - over <= max(HOST_ITEM_ELEMENTS, largest) * figures.temporary_bytes, name
 
 
 def state_part(plane: Plane, cuts: Sequence[Cuts], part: slice) -> slice:
-    """Return where the numbers of elements `part` of a unit lie in a plane."""
+    """Return the place in a plane of the numbers of elements `part` of a unit."""
     return slice(num_values(plane, 0, part.start, cuts), num_values(plane, 0, part.stop, cuts))
 
 

@@ -1,4 +1,4 @@
-"""A file that is as slow as declared: other people's drives, for tests and trials.
+"""A file that is as slow as declared, to stand for other people's drives, in tests and trials.
 
 Invariant: bytes of one direction never move faster than declared over any stretch of calls; the directions are independent.
 """
@@ -25,7 +25,7 @@ class ThrottledFile:
 
     @property
     def direct(self) -> bool:
-        """As the file inside."""
+        """As in the file inside."""
         return self.inner.direct
 
     @property
@@ -46,20 +46,20 @@ class ThrottledFile:
         _sleep_until(ready_seconds)
 
     def extend(self, size_bytes: int) -> None:
-        """Pass on."""
+        """Pass it on."""
         self.inner.extend(size_bytes)
 
     def sync(self) -> None:
-        """Pass on."""
+        """Pass it on."""
         self.inner.sync()
 
     def close(self) -> None:
-        """Pass on."""
+        """Pass it on."""
         self.inner.close()
 
 
 class _Pace:
-    """One direction of a drive: transfers follow one another."""
+    """One direction of a drive: one transfer follows the other."""
 
     def __init__(self, bytes_per_second: float) -> None:
         self._bytes_per_second = bytes_per_second
@@ -67,7 +67,7 @@ class _Pace:
         self._lock = threading.Lock()
 
     def book(self, num_bytes: int) -> float:
-        """Return when a transfer of `num_bytes` that is asked for now is over."""
+        """Return when a transfer of `num_bytes` that is requested now will be over."""
         with self._lock:
             self._free_seconds = max(self._free_seconds, time.monotonic()) + num_bytes / self._bytes_per_second
             return self._free_seconds

@@ -1,4 +1,4 @@
-"""The report page of a run: one HTML file drawn from what the run directory holds."""
+"""The report page of a run: one HTML file drawn from the files of the run directory."""
 
 from headrace.report.pages.page import write_report
 from headrace.report.pages.recorded_trace import write_trace

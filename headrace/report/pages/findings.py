@@ -1,7 +1,7 @@
-"""What the records of a run say: which lane limits it, who waits for whom, rates against ceilings, SSD wear.
+"""What the records of a run say: which lane limits it, who waits for whom, rates beside ceilings, SSD wear.
 
-Invariant: a figure is derived from records of steps or from the simulation of the plan, and says which; what cannot be
-derived is None. The first recorded step is left out where there are others: kernels compile and caches fill in it.
+Invariant: a figure is derived from records of steps or from the simulation of the plan, and says which; what cannot be derived
+is None. The first recorded step is left out if there are others, because kernels compile and caches fill in it.
 """
 
 import statistics
@@ -26,7 +26,7 @@ _RECENT_STEPS = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaneShare:
-    """A lane over the recent steps, per step (means). `share` is the part of the step for which it is busy."""
+    """A lane over the recent steps: means per step. `share` is the share of the step for which it is busy."""
 
     lane: str
     busy_seconds: float
@@ -37,7 +37,7 @@ class LaneShare:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rate:
-    """A rate in `unit` per second: while busy, over the whole step, and what the machine profile says is possible."""
+    """A rate in `unit` per second: while busy, over the whole step, and the machine profile's figure."""
 
     name: str
     unit: str
@@ -48,7 +48,7 @@ class Rate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wait:
-    """For how long in a step a lane stood still until an operation of another lane ended."""
+    """How long in a step a lane stood still until an operation of another lane ended."""
 
     lane: str
     verb: str
@@ -57,7 +57,7 @@ class Wait:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """Bytes over the SSDs so far and for the whole run; `wear` where the drives are known."""
+    """Bytes written to the SSDs so far and in the whole run; `wear` if the drives are known."""
 
     so_far_bytes: int
     steps: int
@@ -82,8 +82,8 @@ class IoCpu:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
-    """All that the page states. `step_seconds` is the median of recent steps, `planned` the simulation of the plan: by usual
-    figures where nobody measured the machine, and `forecast` is None then.
+    """All that the page states. `step_seconds` is the median of recent steps. `planned` is the simulation of the plan; if
+    nobody measured the machine it uses usual figures, and `forecast` is None.
 
     `waits` has, for compute and for the busiest lane, what it waited for in the measured step.
     """
@@ -106,7 +106,7 @@ class Findings:
 
 
 def find(run: RunFiles) -> Findings:
-    """Return the findings of a run. Cost: a few simulations of the plan where plan and machine profile are there."""
+    """Return the findings of a run. Cost: a few simulations of the plan, if plan and machine profile exist."""
     ahead = _forecast(run.plan, run.ceilings)
     shown = ahead if run.plan is None or run.ceilings is not None else _forecast(run.plan, nominal_machine_of(run.plan))
     lanes = _recent(run.lanes)
@@ -130,15 +130,15 @@ def find(run: RunFiles) -> Findings:
 
 
 def waits(view: StepView, lane: str) -> tuple[Wait, ...]:
-    """Return what `lane` waited for in the step, longest first.
+    """Return what `lane` waited for in the step, longest waits first.
 
-    A gap is charged to the operation of another lane that ended last before the gap did: the one whose end let it go on.
+    A gap is charged to the operation of another lane that ended last before the gap did, because its end let the lane go on.
     """
     own = view.lane(lane)
     others = sorted((bar for bar in view.bars if bar.lane != lane), key=lambda bar: bar.stop_seconds)
     totals: dict[tuple[str, str], float] = defaultdict(float)
     reached, index = 0.0, 0
-    slack = 1e-4  # threads wake a little after what they waited for
+    slack = 1e-4  # threads wake a little after the end of what they waited for
     last = None
     for bar in own:
         while index < len(others) and others[index].stop_seconds <= bar.start_seconds + slack / 100:
@@ -152,7 +152,7 @@ def waits(view: StepView, lane: str) -> tuple[Wait, ...]:
 
 
 def together_share(view: StepView, lanes: Collection[str]) -> float:
-    """Return the part of the step for which at least one of `lanes` is busy."""
+    """Return the share of the step for which at least one of `lanes` is busy."""
     spans = [(bar.start_seconds, bar.stop_seconds) for bar in view.bars if bar.lane in lanes]
     return union_seconds(spans) / view.seconds if view.seconds > 0 else 0.0
 
@@ -208,11 +208,11 @@ def _forecast(plan: Plan | None, ceilings: Ceilings | None) -> Forecast | None:
     try:
         return forecast(plan, ceilings)
     except HeadraceError:
-        return None  # the profile has no figure for this dtype: the page says that the plan could not be simulated
+        return None  # the profile has no figure for this dtype, so the page says that the plan could not be simulated
 
 
 def _doubled(run: RunFiles, lane: str) -> tuple[tuple[str, float], ...]:
-    """Return what a step would take, by the plan's simulation, with twice of that which limits it."""
+    """Return the seconds of a step, in the plan's simulation, with twice of the part that limits it."""
     assert run.plan is not None
     assert run.ceilings is not None
     known = lane_named(lane)
@@ -222,7 +222,7 @@ def _doubled(run: RunFiles, lane: str) -> tuple[tuple[str, float], ...]:
 
 
 def _io_cpu(records: tuple[Record, ...]) -> IoCpu | None:
-    """Return the CPU cost of the traffic; None where it was not counted or nothing moved."""
+    """Return the CPU cost of the traffic; None if it was not counted or nothing moved."""
     counted = [record for record in records if record.keys() >= {"io_cpu_seconds", "bytes_read", "bytes_written"}]
     moved = sum(ssd_bytes(record, name) for record in counted for name in ("bytes_read", "bytes_written"))
     if not moved:

@@ -1,6 +1,6 @@
-"""Memory per tier as stacked bars, planned above measured; and rates as gauges against their ceilings.
+"""Memory per tier as stacked bars, planned above measured; and rates as gauges with their ceilings.
 
-Invariant: bars of one tier share one scale, so a measured peak that is longer than the planned one is over the plan.
+Invariant: bars of one tier share one scale, so that a measured bar longer than the planned one shows an excess.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,7 +35,7 @@ def measured_peaks(records: Sequence[Record]) -> dict[str, int]:
 def memory_bars(plan: Plan | None, measured: Mapping[str, int]) -> str:
     """Return a card for each tier that is planned or measured.
 
-    Without a GPU the device tier is a part of the process's memory, so it is a part of the host's plan here.
+    Without a GPU the device tier is a part of the process's memory, so it counts in the host's plan here.
     """
     planned = plan.results.peak_bytes if plan is not None else {}
     allowed = plan.results.allowed_bytes if plan is not None else {}

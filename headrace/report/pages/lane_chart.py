@@ -1,4 +1,4 @@
-"""The timeline of a step: a row for each lane, the plan above what was measured, on one time axis.
+"""The timeline of a step: a row for each lane, the plan above the measurement, on one time axis.
 
 Bars are SVG rectangles in milliseconds, stretched to the width of the page; names and the axis are ordinary text, so they stay
 legible at any width. The page's script zooms by changing each drawing's view box.
@@ -11,7 +11,7 @@ from headrace.report.pages.views import Bar, StepView, in_rows, joined, lane_hea
 from headrace.terms.program import Lane
 from headrace.terms.sizes import format_bytes
 
-# Families of verbs, each with a colour of its own in the style sheet.
+# Families of verbs; each has a colour of its own in the style sheet.
 FAMILIES = {
     "forward": ("prologue", "forward", "score", "turn"),
     "backward": ("epilogue", "backward", "prologue-backward"),
@@ -32,12 +32,13 @@ FAMILY_WORDS = {
     "control": "decide, commit",
 }
 _TRACK_HEIGHT = 16
-# Below this part of the axis neighbours of one kind are drawn as one: finer than a pixel, even zoomed a few times.
+# Neighbours of one kind that are shorter than this share of the axis are drawn as one: finer than a pixel, even zoomed a few
+# times.
 _RESOLUTION = 1 / 6000
 
 
 def lane_chart(measured: StepView | None, planned: StepView | None) -> str:
-    """Return the chart of the views that are there; at least one must be."""
+    """Return the chart of those views that exist; at least one must."""
     views = [(name, view) for name, view in (("planned", planned), ("measured", measured)) if view is not None]
     span = max(view.seconds for _, view in views)
     used = {bar.lane for _, view in views for bar in view.bars}
@@ -120,7 +121,7 @@ def _busy_share(bars: tuple[Bar, ...], seconds: float) -> float:
 
 
 def _memory_row(view: StepView | None, span: float) -> str:
-    """Return the memory in use over the step as an area, nothing where none was sampled."""
+    """Return the memory in use over the step as an area; nothing if none was sampled."""
     if view is None or len(view.memory) < 2:
         return ""
     tiers = sorted({tier for _, sizes in view.memory for tier in sizes})

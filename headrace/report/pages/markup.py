@@ -17,7 +17,7 @@ def escape(text: object) -> str:
 
 
 def element(name: str, *children: str, **attributes: object) -> str:
-    """Return an element. Children are markup; an attribute `class_` is written `class`, `data_at` as `data-at`."""
+    """Return an element. Children are markup; an attribute `class_` is written as `class`, `data_at` as `data-at`."""
     words = "".join(
         f' {key.rstrip("_").replace("_", "-")}="{escape(_number(value))}"'
         for key, value in attributes.items()
@@ -57,7 +57,7 @@ def figure(value: float, digits: int = 3) -> str:
 def rate(value: float, unit: str) -> str:
     """Return a rate in decimal units, as drives and links are sold: `6.8 GB/s`, `71 TFLOP/s`."""
     for factor, letter in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= 0.9995 * factor:  # of which three digits are 1000 of the unit below
+        if abs(value) >= 0.9995 * factor:  # below this, three digits would show 1000 of the smaller unit
             return f"{plain_figure(value / factor)} {letter}{unit}/s"
     return f"{plain_figure(value)} {unit}/s"
 

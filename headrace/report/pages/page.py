@@ -1,6 +1,6 @@
-"""The page: one HTML file with style, script and drawings inside, which asks the network for nothing.
+"""The page: one HTML file with style, script and drawings inside, which loads nothing from the network.
 
-Invariant: each section is there in every report; what a section cannot show it names, with what would provide it.
+Invariant: every report has each section; where a section cannot show something, it says what would provide it.
 """
 
 from importlib.resources import files
@@ -21,7 +21,7 @@ from headrace.terms.errors import RunDirectoryError
 from headrace.terms.sizes import format_seconds
 
 REPORT_NAME = "report.html"
-# Whatever a browser is told by what is inside: nothing may be loaded from anywhere.
+# Tells the browser, whatever the page contains, to load nothing from anywhere.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 
 
@@ -29,7 +29,7 @@ def write_report(run_directory: str | Path, out: str | Path | None = None) -> Pa
     """Write the report of a run and return its path (default: `report.html` in the run directory).
 
     Raises:
-        RunDirectoryError: no such run directory, nothing of a run in it, or the file cannot be written.
+        RunDirectoryError: there is no such run directory, nothing of a run is in it, or the file cannot be written.
     """
     run = read_run(run_directory)
     path = Path(out) if out is not None else run.directory / REPORT_NAME

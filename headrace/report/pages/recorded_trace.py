@@ -1,6 +1,6 @@
-"""The recorded steps as a Chrome trace, after the run: what `report_to: trace` writes while it goes on.
+"""The recorded steps as a Chrome trace, made after the run; `report_to: trace` writes one during the run.
 
-Invariant: the trace has the operations of `timeline.json`, each once, on the lanes on which they ran.
+Invariant: the trace has each operation of `timeline.json` once, on the lane on which it ran.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ def write_trace(run_directory: str | Path, out: str | Path) -> Path:
     ops = sorted((op for step in recording.steps for op in step.ops), key=lambda op: op.stop_seconds)
     try:
         with contextlib.closing(TraceFile(path)) as trace:
-            for op in ops:  # by end, as the lanes report them
+            for op in ops:  # ordered by their ends, as the lanes report them
                 trace(op)
     except OSError as error:
         raise RunDirectoryError(

@@ -1,7 +1,7 @@
-"""What a run directory holds that a report can use. Nothing is computed here.
+"""The files of a run directory that a report can use. Nothing is computed here.
 
-Invariant: only the absence of the directory is an error. A file that is missing or unreadable becomes a sentence in `missing`,
-which the page shows in the place of what it would have drawn.
+Invariant: only a missing directory is an error. A file that is missing or unreadable becomes a sentence in `missing`, which the
+page shows in the place of what it would have drawn.
 """
 
 import json
@@ -32,7 +32,7 @@ _DAMAGE = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFiles:
-    """The files of a run. `missing` says, by file name, why one is not there and what makes it."""
+    """The files of a run. `missing` says by file name why one is not there and what makes it."""
 
     directory: Path
     metrics: tuple[Record, ...] = ()
@@ -46,7 +46,7 @@ class RunFiles:
 
     @property
     def total_steps(self) -> int | None:
-        """Steps of the whole run, None where the options are not known."""
+        """Steps of the whole run; None if the options are not known."""
         steps = (self.options or {}).get("max_steps")
         return steps if isinstance(steps, int) else None
 
@@ -60,7 +60,7 @@ def read_run(directory: str | Path) -> RunFiles:
     """Return what `directory` holds.
 
     Raises:
-        RunDirectoryError: no such directory, or nothing in it that a run writes.
+        RunDirectoryError: there is no such directory, or it holds nothing that a run writes.
     """
     path = Path(directory)
     if not path.is_dir():
@@ -101,7 +101,7 @@ def read_run(directory: str | Path) -> RunFiles:
 
 
 def _outcome(path: Path) -> dict[str, Any] | None:
-    """Return planned against measured, which a run writes when it stops: nothing is missed while it goes on."""
+    """Return planned beside measured figures, which a run writes when it stops: before that, nothing is missing."""
     try:
         values = json.loads(path.read_text("utf-8"))
     except (OSError, *_DAMAGE):
@@ -118,7 +118,7 @@ def _lane_lines(path: Path) -> list[Record]:
 
 
 def _with_fields(records: list[Record], fields: Mapping[str, Callable[[Any], bool]], needed: set[str]) -> list[Record]:
-    """Return `records` after a look at each of their fields: what is drawn later trusts them."""
+    """Return `records` after checking each of their fields: what is drawn later relies on them."""
     for number, record in enumerate(records, start=1):
         if not isinstance(record, dict):
             raise ValueError(f"line {number} is {str(record)[:60]}")
@@ -131,7 +131,7 @@ def _with_fields(records: list[Record], fields: Mapping[str, Callable[[Any], boo
 
 
 def _is_number(value: Any) -> bool:
-    # Not what is infinite or none, nor whole numbers that are no floats.
+    # Neither infinity nor NaN, nor whole numbers that are too large for a float.
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
 
 

@@ -1,6 +1,6 @@
-"""The findings as sentences: what limits the run, who waits for whom, what more of it would give, how far the SSDs are worn.
+"""The findings as sentences: what limits the run, who waits for whom, what more hardware would give, how worn the SSDs are.
 
-Invariant: a sentence is made only where its figures are known, and says whether they were measured or planned.
+Invariant: a sentence is made only if its figures are known, and says whether they were measured or planned.
 """
 
 from headrace.report.pages.findings import Findings, together_share
@@ -11,13 +11,13 @@ from headrace.terms.plain_figures import plain_figure
 from headrace.terms.program import Lane, Share, lane_named, sharing_lanes, sharing_words
 from headrace.terms.sizes import format_seconds
 
-# As the planner has it: a lane that is busy for less does not limit the step by itself.
+# As in the planner: a lane that is busy for less does not limit the step by itself.
 _SATURATED = 0.85
 _WORTH_A_WORD = 0.01
 
 
 def lane_words(lane: str) -> str:
-    """Return what a lane is called within a sentence."""
+    """Return a lane's name within a sentence."""
     known = lane_named(lane)
     return known.row.words if known else lane
 
@@ -61,7 +61,7 @@ def endurance_words(found: Findings) -> list[str]:
 
 
 def io_cpu_words(found: Findings) -> list[str]:
-    """Return in a sentence what CPU time the SSDs' traffic costs."""
+    """Return a sentence about the CPU time that the SSDs' traffic costs."""
     cost = found.io_cpu
     if cost is None:
         return []
@@ -87,7 +87,7 @@ def _limit(found: Findings, run: RunFiles) -> str:
 
 
 def _slow_one_another(shared: Share, lanes: tuple[Lane, ...], ceilings: Ceilings | None) -> bool:
-    """Return whether lanes move less together than each alone would."""
+    """Return whether the lanes move less together than each would alone."""
     if ceilings is None or shared.rate is None:
         return False
     alone = sum(getattr(ceilings, lane.row.rate) for lane in lanes if lane.row.rate)
@@ -95,7 +95,7 @@ def _slow_one_another(shared: Share, lanes: tuple[Lane, ...], ceilings: Ceilings
 
 
 def _waiting(found: Findings) -> list[str]:
-    """Return a sentence for each lane whose waits were looked at."""
+    """Return a sentence for each lane whose waits are known."""
     measured = found.measured
     if measured is None:
         return []
@@ -131,7 +131,7 @@ def _planned(found: Findings) -> list[str]:
 
 
 def _bound(found: Findings) -> list[str]:
-    """Without a machine profile: what the busy times alone say about twice the speed of the busiest lane."""
+    """Return, without a machine profile, what the busy times alone say about twice the speed of the busiest lane."""
     assert found.busiest is not None
     others = [share.share for share in found.shares if share.lane != found.busiest.lane]
     gain = min(found.busiest.share / 2, found.busiest.share - max(others, default=0.0))

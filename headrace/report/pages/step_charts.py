@@ -1,4 +1,4 @@
-"""Loss, gradient norm, learning rate and speed over steps, with skipped steps and resumes marked.
+"""Loss, gradient norm, learning rate and speed over steps, with marks for skipped steps and resumes.
 
 Invariant: every value drawn was recorded. A long run is thinned by keeping the least and the greatest value of each stretch of
 steps, so that no spike is lost.
@@ -24,7 +24,7 @@ Points = list[tuple[int, float]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Marks:
-    """Steps that were skipped, with the reason, and the first steps after a resume."""
+    """Skipped steps with their reasons, and the first steps after a resume."""
 
     skipped: dict[int, str]
     resumed: tuple[int, ...]
@@ -47,7 +47,7 @@ def step_charts(records: Sequence[Record], marks: Marks) -> str:
 
 
 def thin(points: Points, most: int) -> Points:
-    """Return at most `most` points: of each stretch of steps the least and the greatest, in order."""
+    """Return at most `most` points: the least and the greatest of each stretch of steps, in order."""
     if len(points) <= most:
         return points
     size = -(-len(points) // (most // 2))
@@ -94,7 +94,7 @@ def _card(
 def _line(points: Points, steps: tuple[int, int], values: tuple[float, float]) -> list[str]:
     places = [(_WIDTH * _part(step, steps), _HEIGHT * (1 - _part(value, values))) for step, value in points]
     if len(places) == 1:
-        places = [(0.0, places[0][1]), (_WIDTH, places[0][1])]  # one step has no line of its own
+        places = [(0.0, places[0][1]), (_WIDTH, places[0][1])]  # one step makes no line of its own
     path = " ".join(f"{x:.5g},{y:.5g}" for x, y in places)
     return [element("polyline", points=path, class_="curve")]
 

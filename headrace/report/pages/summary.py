@@ -1,6 +1,6 @@
 """The report's findings as plain values, for scripts.
 
-Invariant: the same figures as on the page; what is not known is null.
+Invariant: the figures are those of the page; unknown ones are null.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ from headrace.report.pages.sentences import bottleneck_words, endurance_words, i
 
 
 def summary(run: RunFiles) -> dict[str, Any]:
-    """Return the findings of a run as JSON values. Times in seconds, sizes in bytes, rates per second."""
+    """Return the findings of a run as JSON values. Times are in seconds, sizes in bytes, rates per second."""
     found = find(run)
     plan, ahead, written = run.plan, found.forecast, found.written
     last = run.metrics[-1] if run.metrics else {}

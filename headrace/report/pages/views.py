@@ -1,4 +1,4 @@
-"""One step as bars on lanes, the same for what was measured and what was planned.
+"""One step as bars on lanes, in the same form for measured and planned steps.
 
 Invariant: all times are seconds from the beginning of the step, which is where compute's first operation begins. Operations
 that belong to the step before and run on into this one are part of the view; what lies outside of the window is cut off.
@@ -14,7 +14,7 @@ from headrace.terms.program import Lane, lane_named
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bar:
-    """An operation, or `count` short ones drawn as one. `row` tells apart those that run at once on one lane."""
+    """An operation, or `count` short ones drawn as one. Operations that run at once on one lane have different `row`s."""
 
     lane: str
     verb: str
@@ -82,17 +82,17 @@ def planned_view(timeline: Timeline) -> StepView:
 
 
 def lane_heading(lane: str) -> str:
-    """Return what a lane is called above its row."""
+    """Return a lane's name above its row."""
     known = lane_named(lane)
     return known.row.heading if known else lane
 
 
 def in_rows(bars: Iterable[Bar]) -> tuple[Bar, ...]:
-    """Return the bars of one lane, those that run at once on rows of their own: the first row that is free."""
+    """Return the bars of one lane; each gets the first row that is free, so that simultaneous bars have rows of their own."""
     free: list[float] = []
     placed = []
     for bar in sorted(bars, key=lambda bar: (bar.start_seconds, bar.stop_seconds)):
-        # Clocks are read to the microsecond; the next operation may seem to begin within the last one.
+        # Clocks are read to the microsecond, so the next operation may seem to begin within the last one.
         row = next((row for row, until in enumerate(free) if until <= bar.start_seconds + 2e-6), len(free))
         free[row : row + 1] = [bar.stop_seconds]
         placed.append(replace(bar, row=row))
@@ -100,7 +100,7 @@ def in_rows(bars: Iterable[Bar]) -> tuple[Bar, ...]:
 
 
 def joined(bars: Iterable[Bar], resolution_seconds: float) -> tuple[Bar, ...]:
-    """Return the bars with neighbours of one verb and row joined, where each bar and gap is below the resolution."""
+    """Return the bars after joining neighbours of one verb and row, if each bar and gap is below the resolution."""
     rows: dict[int, list[Bar]] = {}
     for bar in bars:
         row = rows.setdefault(bar.row, [])
