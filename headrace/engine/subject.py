@@ -34,7 +34,6 @@ from headrace.terms.events import Sink
 from headrace.terms.forms import Form
 from headrace.terms.options import Options
 from headrace.terms.rule_figures import RuleFigures
-from headrace.terms.summing import TREE
 from headrace.update import Updater, optimizer_of, rule_of
 from headrace.update.wire import SubspaceWire, Wire
 from headrace.update.wires import AdapterWire, wire_on
@@ -86,11 +85,6 @@ class Subject:
         rule = rule_of(self.optimizer, options.compute_dtype)
         self.rule: RuleFigures = rule.figures
         self.chain = Chain.from_config(config, options.compute_dtype, self.optimizer, self.rule.parameter_alignment)
-        if self.chain.tied and options.gradient_sum == TREE:
-            raise ConfigError(
-                f"gradient_sum: tree is not possible with tied weights, which {type(self.chain.model).__name__} has here: the "
-                "gradient of both uses would have to wait for each micro-batch; use sequential"
-            )
         self.weights = self.chain.attach(self.checkpoint, leave_out_blocks=options.leave_out_blocks)
         self.machine: Machine
         if seams.workers is not None:

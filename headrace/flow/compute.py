@@ -14,7 +14,7 @@ from headrace.model import BlockResult, Record, Replay, ReplayMismatch, block_se
 from headrace.terms.forms import Form
 from headrace.terms.layout import ParameterSpec
 from headrace.terms.program import Op, Pool
-from headrace.terms.summing import SEQUENTIAL, merges_after, place_of
+from headrace.terms.summing import SEQUENTIAL, branches_before, merges_after, place_of
 from headrace.update.wire import BesideWire, Gradients, Moment, Proposal, Wire
 from headrace.update.wires import DenseWire
 
@@ -235,19 +235,30 @@ class _Bound:
         )
 
     def _delivered(self) -> set[str]:
-        """Return the set that notes which gradients there are; a leaf of a tree begins with none."""
+        """Return the set that notes which gradients there are; a leaf of a tree begins with none, or with those of the other
+        use of a tied matrix.
+        """
         state = self._state
         if state.plan.gradient_sum == SEQUENTIAL or not state.plan.accumulate:
             return state.delivered[self._unit]
-        self._leaf = set()
+        self._leaf = state.waiting_leaves.pop(self._op.micro, set()) if self._waits else set()
         return self._leaf
+
+    @property
+    def _waits(self) -> bool:
+        """Whether the leaves of the unit wait for the second use of a tied matrix, each in a place of its own."""
+        return self._state.plan.tied and self._unit == 0
 
     def _add_leaf(self, leaf: set[str]) -> None:
         """Add a micro-batch's gradient to those of its branch of the tree, once the branch is whole."""
         state, unit, micro = self._state, self._unit, self._op.micro
+        if unit != self._op.unit:
+            state.waiting_leaves[micro] = leaf
+            return
         state.delivered[unit] |= leaf
         top = place_of(micro)
-        sums = [self._partial(partial) for partial in range(top + 1)]
+        places = (*branches_before(micro), micro) if self._waits else range(top + 1)
+        sums = [self._partial(place) for place in places]
         for spec in state.trained_layout(unit).parameters:
             if spec.name not in leaf:
                 sums[top][spec.offset : spec.offset + spec.num_elements] = 0
@@ -262,7 +273,10 @@ class _Bound:
 
     def _accumulator(self) -> torch.Tensor:
         buffers = self._state.parts.buffers
-        partial = 0 if self._leaf is None else place_of(self._op.micro)
+        if self._leaf is None:
+            partial = 0
+        else:
+            partial = self._op.micro if self._waits else place_of(self._op.micro)
         accumulator = buffers.accumulator(self._unit, self._op.slot(Pool.ACCUMULATOR), partial)
         return buffers.gradient_tensor(self._unit, self._op.slot(Pool.GRADIENT)) if accumulator is None else accumulator
 

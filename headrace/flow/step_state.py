@@ -164,6 +164,8 @@ class StepState:
     aside_gradients: dict[tuple[int, int], tuple[torch.Tensor, ...]] = field(default_factory=dict)
     caught: dict[int, dict[str, torch.Tensor]] = field(default_factory=lambda: defaultdict(dict))  # by unit: what a wire keeps
     delivered: dict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
+    # Micro-batch -> the parameters of the prologue whose gradients the head has given to its leaf.
+    waiting_leaves: dict[int, set[str]] = field(default_factory=dict)
     logits: dict[int, torch.Tensor] = field(default_factory=dict)  # by micro-batch: of rows that were scored without labels
     loss_sum: torch.Tensor | None = None
     aside_loss: torch.Tensor | None = None

@@ -8,7 +8,7 @@ from headrace.terms.cuts import HOST_ITEM_ELEMENTS
 from headrace.terms.layout import PlaneSet
 from headrace.terms.rule_figures import Grain
 from headrace.terms.sizes import round_up
-from headrace.terms.summing import partial_sums
+from headrace.terms.summing import TREE, partial_sums
 
 PAGE_BYTES = 4096
 # Elements that an update on the device works on at once (tests count): its temporaries grow with them.
@@ -51,7 +51,9 @@ def buffer_groups(plan: Plan) -> dict[str, BufferGroup]:
     sums = partial_sums(plan.num_micro_batches, plan.gradient_sum)
     if any(ends):
         accumulator = sum(ends) if plan.tied else max(ends)
-        groups["resident_accumulator"] = BufferGroup(compute_tier, "gradients", sums, accumulator * 4)
+        # A leaf of a tree is all that a micro-batch adds: that of the head waits for that of the embedding.
+        leaves = plan.num_micro_batches if plan.tied and plan.gradient_sum == TREE else sums
+        groups["resident_accumulator"] = BufferGroup(compute_tier, "gradients", leaves, accumulator * 4)
     if plan.device_slots:
         groups["device_weights"] = BufferGroup(compute_tier, "weights", plan.device_slots, block * weight)
     if plan.separate_device:

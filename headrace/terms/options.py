@@ -164,7 +164,7 @@ class Options(Declared):
         OneOf((SEQUENTIAL, TREE)),
         "sequential or tree.",
         row="how gradients of micro-batches are added: `tree` gives the same bits with any number of a node's workers, takes "
-        "more memory, and no tied weights",
+        "more memory, and for tied weights an fp32 gradient of the embedding for each micro-batch",
     )
     seed: int = option(0, Whole(0, _MOST_SEED), "Order of the data and dropout.")
     checkpoint_every: int | None = option(

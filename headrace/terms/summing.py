@@ -24,6 +24,16 @@ def place_of(leaf: int) -> int:
     return leaf.bit_count()
 
 
+def branches_before(leaf: int) -> tuple[int, ...]:
+    """Return the first leaf of each whole branch before a leaf: 0 and 4 before leaf 6."""
+    kept, before = 0, list[int]()
+    for bit in reversed(range(leaf.bit_length())):
+        if leaf >> bit & 1:
+            before.append(kept)
+            kept += 1 << bit
+    return tuple(before)
+
+
 def merges_after(leaf: int, num_leaves: int) -> int:
     """Return how many times the two topmost partial sums are then added: once for each branch that it ends; after the last
     leaf, until one is left.

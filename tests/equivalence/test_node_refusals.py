@@ -21,7 +21,6 @@ from headrace.terms.events import Event, Notice
         ("mixtral-aux", 2, {}, "has router losses, of a whole step and not gathered from workers yet"),
         ("llama", 1, {"gradient": "lsp"}, "gradient: lsp.* is not possible at a node"),
         ("llama", ROWS + 1, {}, f"workers: {ROWS + 1} of them, and a step has {ROWS} rows"),
-        ("llama-tied", 1, {"gradient_sum": "tree"}, "gradient_sum: tree is not possible with tied weights"),
     ],
 )
 def test_what_is_not_possible_is_said(

@@ -1,11 +1,22 @@
 """The tree of micro-batches: whoever adds branches of it adds the same pairs in the same order."""
 
+from itertools import pairwise
 from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.terms.summing import SEQUENTIAL, TREE, Order, merges_after, order_of, partial_sums, place_of, shares_of
+from headrace.terms.summing import (
+    SEQUENTIAL,
+    TREE,
+    Order,
+    branches_before,
+    merges_after,
+    order_of,
+    partial_sums,
+    place_of,
+    shares_of,
+)
 
 
 def tree(leaves: list[Any]) -> Any:
@@ -50,6 +61,16 @@ def test_few_partial_sums_wait(num_micro: int) -> None:
     found, partials = stacked(list(range(num_micro)))
     assert found == tree(list(range(num_micro)))
     assert partials <= num_micro.bit_length() + 1
+
+
+@given(st.integers(0, 300))
+def test_branches_before_a_leaf_are_whole_and_as_many_as_its_place(leaf: int) -> None:
+    starts = (*branches_before(leaf), leaf)
+    assert len(starts) == place_of(leaf) + 1
+    assert starts[0] == 0
+    sizes = [after - start for start, after in pairwise(starts)]
+    assert all(size.bit_count() == 1 for size in sizes)
+    assert sizes == sorted(set(sizes), reverse=True)
 
 
 @given(st.integers(1, 70), st.integers(1, 9))
