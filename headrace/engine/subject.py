@@ -29,7 +29,7 @@ from headrace.plan.plan import Plan
 from headrace.store import StateStore
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.cuts import least_chunk_elements
-from headrace.terms.errors import ConfigError, RunDirectoryError
+from headrace.terms.errors import RunDirectoryError
 from headrace.terms.events import Sink
 from headrace.terms.forms import Form
 from headrace.terms.options import Options
