@@ -1,6 +1,11 @@
-"""Which prompts share a micro-batch: rows of about one length go together, so that little of a seat is padding.
+"""Which prompts share a micro-batch: rows of about one length together, so that little of a seat is padding.
 
-Invariant: each prompt is in one micro-batch, and the composition follows from lengths and kinds alone.
+A seat computes, and keeps, as many tokens as its longest row has, times its rows. MoE-Lightning (Cao et al. 2025, Algorithm 2)
+puts each prompt, the longest first, to the micro-batch that has the smallest sum of tokens; that is for code that fills no rows
+up. Here prompts are cut, in the order of their lengths, where the largest of those products is the smallest that it can be, and
+the others come near to their mean (docs/log/composition.md).
+
+Invariant: each prompt is in one micro-batch, and the composition is a function of lengths and kinds alone.
 """
 
 import itertools
@@ -8,9 +13,9 @@ from collections.abc import Hashable, Sequence
 
 
 def composed(lengths: Sequence[int], kinds: Sequence[Hashable], rows: int) -> tuple[tuple[int, ...], ...]:
-    """Return micro-batches of at most `rows` prompts of one kind, as indices. The longest, which take longest, come first.
+    """Return micro-batches of at most `rows` prompts of one kind, as indices: the longest first, which take longest.
 
-    Where the prompts of a kind do not fill several micro-batches, these differ in size by at most one.
+    A kind's prompts are in as few micro-batches as hold them.
     """
     by_kind: dict[Hashable, list[int]] = {}
     for index, kind in enumerate(kinds):
@@ -18,7 +23,34 @@ def composed(lengths: Sequence[int], kinds: Sequence[Hashable], rows: int) -> tu
     batches = []
     for members in by_kind.values():
         ordered = sorted(members, key=lambda index: (-lengths[index], index))
-        count = -(-len(ordered) // rows)
-        borders = [round(number * len(ordered) / count) for number in range(count + 1)]
+        borders = _borders([lengths[index] for index in ordered], rows)
         batches += [tuple(ordered[start:stop]) for start, stop in itertools.pairwise(borders)]
     return tuple(batches)
+
+
+def _borders(lengths: Sequence[int], rows: int) -> list[int]:
+    """Cut falling `lengths` into as few parts as hold `rows` each: return where they begin, and the end."""
+    count = -(-len(lengths) // rows)
+    least, most = 0, rows * lengths[0]  # no part can be had at the one, all at the other
+    while most - least > 1:
+        middle = (least + most) // 2
+        least, most = (least, middle) if _earliest_starts(lengths, rows, middle, count)[0] == 0 else (middle, most)
+    starts = _earliest_starts(lengths, rows, most, count)
+    borders, left = [0], sum(lengths)
+    for part in range(1, count):
+        start, longest = borders[-1], lengths[borders[-1]]
+        wanted = start + round(left / (count - part + 1) / longest)
+        borders.append(min(max(wanted, starts[part], start + 1), start + min(rows, most // longest)))
+        left -= sum(lengths[start : borders[-1]])
+    return [*borders, len(lengths)]
+
+
+def _earliest_starts(lengths: Sequence[int], rows: int, most: int, count: int) -> list[int]:
+    """Return for each part, the first to the last, how early it may begin for parts of at most `most` tokens to reach the end."""
+    starts = [len(lengths)]
+    for _ in range(count):
+        start = stop = starts[-1]
+        while start and stop - start < rows and (stop - start + 1) * lengths[start - 1] <= most:
+            start -= 1
+        starts.append(start)
+    return starts[:0:-1]
