@@ -12,7 +12,7 @@ from pathlib import Path
 from headrace.answers.answer import multiplies, place_of
 from headrace.answers.model_config import read_parts
 from headrace.answers.question import Place, runtime_bytes
-from headrace.files import default_ssd_bytes
+from headrace.files import default_ssd_bytes, on_drives_of
 from headrace.machine.host_memory import anonymous_bytes
 from headrace.machine.limits import default_host_bytes, machine_memory_bytes
 from headrace.machine.protocol import Machine
@@ -33,6 +33,7 @@ from headrace.terms.forms import UnitFigures, home_of
 from headrace.terms.generate_options import GenerateOptions
 from headrace.terms.layout import UnitLayout
 from headrace.terms.optimizer import Optimizer
+from headrace.terms.sizes import format_bytes, format_seconds
 
 
 class GenerationPlanner:
@@ -172,7 +173,32 @@ def plan_generation(
         experts=_experts_of(chain),
         has_drives=not here and ceilings is not None and bool(ceilings.drives),
     )
-    return planner.plan(prompts, prompt_length, new_tokens)
+    plan = planner.plan(prompts, prompt_length, new_tokens)
+    return plan.with_notes(_of_copying(plan, options, ceilings, Path(model), here=here))
+
+
+def _of_copying(
+    plan: GenerationPlan, options: GenerateOptions, ceilings: Ceilings | None, model: Path, *, here: bool
+) -> tuple[str, ...]:
+    """Return what there is to say of a copy of the weights on the drives, where passes read weights."""
+    drives = () if here or ceilings is None else ceilings.drives
+    directories = options.budget.ssd
+    if plan.forecast is None or not plan.forecast.read_bytes or not (directories or len(drives) > 1):
+        return ()
+    files = sorted(model.glob("*.safetensors")) if model.is_dir() else []
+    if here and files and options.copy_weights is None and on_drives_of(files, directories):
+        return ("weights are read where they lie: the drives that were named have them already",)
+    num_bytes = sum(map(plan.stored_bytes, range(len(plan.units))))
+    where = _drives(len(directories) or len(drives)) + (", if these read faster," if here and not options.copy_weights else "")
+    found = f"weights are copied to {where} once: {format_bytes(num_bytes)}"
+    if ceilings is None:
+        return (found,)
+    seconds = num_bytes / ceilings.ssd_write_bytes_per_second + num_bytes / ceilings.ssd_read_bytes_per_second
+    return (f"{found}, about {format_seconds(seconds)}",)
+
+
+def _drives(count: int) -> str:
+    return f"{count} drives, striped" if count > 1 else "a drive"
 
 
 def _frozen(layouts: Sequence[UnitLayout], num_blocks: int) -> tuple[UnitFigures, ...]:

@@ -10,6 +10,7 @@ from types import TracebackType
 import torch
 
 from headrace.answers.generation import GenerationPlanner
+from headrace.engine.copying import Copying
 from headrace.engine.generation_model import GenerationModel
 from headrace.engine.generator import Generator
 from headrace.flow.step_batch import check_apart, checked_batch
@@ -55,8 +56,11 @@ class Evaluator:
         seats: int | None = None,
         interpreter: str = "overlapped",
         sink: Sink | None = None,
+        copying: Copying | None = None,
     ) -> None:
-        """Score rows of up to `length` tokens with `model`, which is closed with it. `rows`, `seats`: as for a `Generator`."""
+        """Score rows of up to `length` tokens with `model`, which is closed with it. `rows`, `seats`: as for a `Generator`;
+        `copying` says whether its weights are copied first.
+        """
         self.model, self.length = model, length
         self._planner = GenerationPlanner(
             model.chain,
@@ -71,7 +75,7 @@ class Evaluator:
             costs=scoring_costs,
             most_rows=max(1, _MOST_TOKENS // length),
         )
-        self._generator = Generator(model, self._planner, interpreter, sink)
+        self._generator = Generator(model, self._planner, interpreter, sink, copying)
 
     def prepare(self, rows: int) -> GenerationPlan:
         """Return the plan for so many rows, after making its buffers.

@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from headrace.answers.generation import GenerationPlanner
+from headrace.engine.copying import Copying
 from headrace.engine.generation_model import GenerationModel, end_tokens
 from headrace.flow.caches import CacheFile, SeatCache
 from headrace.flow.execute import Interpreter, OverlappedInterpreter, PlainInterpreter
@@ -79,8 +80,15 @@ class Generated:
 class Generator:
     """Generates with one model out of core. Use as a context manager, or `close` it."""
 
-    def __init__(self, model: GenerationModel, planner: GenerationPlanner, interpreter: str, sink: Sink | None) -> None:
-        self.model, self._planner = model, planner
+    def __init__(
+        self,
+        model: GenerationModel,
+        planner: GenerationPlanner,
+        interpreter: str,
+        sink: Sink | None,
+        copying: Copying | None = None,
+    ) -> None:
+        self.model, self._planner, self._copying = model, planner, copying
         self._sink, self._interpreter_name = sink, interpreter
         self.plan: GenerationPlan | None = None
         self._closers = contextlib.ExitStack()
@@ -105,11 +113,13 @@ class Generator:
         interpreter: str = "overlapped",
         sink: Sink | None = None,
         opened: Callable[[Path, Budget, str | None, Sink | None], GenerationModel] | None = None,
+        copy_weights: bool | None = None,
     ) -> "Generator":
-        """Return the generator of a model directory, whose weights are read in place; none of them is read yet.
+        """Return the generator of a model directory; none of its weights is read yet.
 
         `compute_dtype`: by default that of most weights. `machine` is what plans are made for; `rows` of a seat and `seats` are
-        planned where they are not given. `opened` opens the model in another way than as a directory.
+        planned where they are not given. `opened` opens the model in another way than as a directory. `copy_weights`: whether
+        weights are copied to the budget's SSD directories, striped, and kept there; None: where that pays.
 
         Raises:
             InputError: the model cannot be read, or its architecture cannot generate block by block.
@@ -128,7 +138,7 @@ class Generator:
             notes=found.notes,
             experts=found.source.by_experts.expert_figures if found.source.by_experts else None,
         )
-        return cls(found, planner, interpreter, sink)
+        return cls(found, planner, interpreter, sink, Copying(budget.ssd, copy_weights, sink or _silent))
 
     def prepare(self, prompts: int, prompt_length: int, new_tokens: int, kept_copies: int = 0) -> GenerationPlan:
         """Return the plan for so many prompts, after making its buffers; an earlier plan whose buffers suffice is kept.
@@ -164,9 +174,11 @@ class Generator:
         return self.prepare(prompts, prompt_length, new_tokens, kept_copies)
 
     def use(self, plan: GenerationPlan) -> None:
-        """Make the buffers of `plan`, and read the weights that stay."""
+        """Make the buffers of `plan`, and read the weights that stay; before that, copy the weights where that was decided."""
         self._drop()
         model = self.model
+        if self._copying is not None:
+            self._copying.settle(model.source, plan)
         self._cache_file = CacheFile.make(plan, self._planner.directories, self._sink or _silent)
         self.plan = plan
         buffers = GenerationBuffers(plan, model.machine)

@@ -9,9 +9,12 @@ from headrace.files.directory_facts import (
     drive_name,
     file_systems,
     measure_directory,
+    measured_reading,
+    measured_stripes,
     measured_weights,
+    on_drives_of,
 )
-from headrace.files.extents import Extent, ExtentReader
+from headrace.files.extents import Extent, ExtentReader, Reader
 from headrace.files.space import Beside, default_ssd_bytes
 from headrace.files.threads import PieceTicket, ThreadEngine
 from headrace.files.volume import Volume, striping_weights
@@ -28,6 +31,7 @@ __all__ = [
     "Extent",
     "ExtentReader",
     "PieceTicket",
+    "Reader",
     "ThreadEngine",
     "Ticket",
     "Volume",
@@ -36,6 +40,9 @@ __all__ = [
     "drive_name",
     "file_systems",
     "measure_directory",
+    "measured_reading",
+    "measured_stripes",
     "measured_weights",
+    "on_drives_of",
     "striping_weights",
 ]

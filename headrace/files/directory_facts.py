@@ -8,7 +8,7 @@ import errno
 import os
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -17,6 +17,7 @@ import numpy as np
 
 from headrace.files.block_file import BLOCK_BYTES, Bytes
 from headrace.files.direct import DirectFile
+from headrace.files.extents import Extent, ExtentReader
 from headrace.files.threads import ThreadEngine
 from headrace.files.volume import striping_weights
 from headrace.machine.host_memory import huge_page_buffer
@@ -116,6 +117,11 @@ def file_systems(directories: Sequence[Path]) -> tuple[int, ...]:
     return tuple(found)
 
 
+def on_drives_of(paths: Sequence[Path], directories: Sequence[Path]) -> bool:
+    """Return whether all of `directories` are on file systems that hold some of the files."""
+    return {directory.stat().st_dev for directory in directories} <= {path.stat().st_dev for path in paths}
+
+
 def _reason(error: StorageError) -> str:
     cause = error.__cause__
     if not isinstance(cause, OSError):
@@ -152,9 +158,56 @@ def measured_weights(directories: Sequence[Path]) -> tuple[int, ...] | None:
     """
     if len(directories) < 2 or not all(directory.is_dir() for directory in directories):
         return None
+    return measured_stripes(directories).weights
+
+
+class Stripes(NamedTuple):
+    """How a volume is striped over directories, and its speeds: all of them at work, until the last has had its share."""
+
+    weights: tuple[int, ...]
+    read_bytes_per_second: float
+    write_bytes_per_second: float
+
+
+def measured_stripes(directories: Sequence[Path], size_bytes: int = _SHORT_BYTES) -> Stripes:
+    """Measure directories that will do, with files of `size_bytes`. See `measured_weights`; raises as `measure_directory`."""
     systems = file_systems(directories)
-    measured = [measure_directory(each, _SHORT_BYTES).mixed_bytes_per_second for each in directories]
-    return striping_weights([rate / systems.count(system) for rate, system in zip(measured, systems, strict=True)])
+    measured = [measure_directory(each, size_bytes) for each in directories]
+    sharing = [systems.count(system) for system in systems]
+    weights = striping_weights([each.mixed_bytes_per_second / share for each, share in zip(measured, sharing, strict=True)])
+
+    def speed(rates: Iterable[float]) -> float:
+        return min(rate / share / weight for rate, share, weight in zip(rates, sharing, weights, strict=True)) * sum(weights)
+
+    return Stripes(
+        weights,
+        speed(each.read_bytes_per_second for each in measured),
+        speed(each.write_bytes_per_second for each in measured),
+    )
+
+
+def measured_reading(paths: Sequence[Path], size_bytes: int = _SHORT_BYTES) -> float:
+    """Return the bytes per second at which files are read where they lie, each file system's beside the others': measured on
+    the largest file of each.
+
+    Raises:
+        StorageError: a file cannot be read.
+    """
+    sizes: dict[int, list[tuple[int, Path]]] = {}
+    for path in paths:
+        status = path.stat()
+        sizes.setdefault(status.st_dev, []).append((status.st_size, path))
+    longest_seconds = 0.0
+    for found in sizes.values():
+        size, largest = max(found)
+        part = huge_page_buffer(min(size_bytes, round_up(size, BLOCK_BYTES)))
+        part[::BLOCK_BYTES] = 0
+        with ExtentReader([largest], sink=lambda event: None) as reader:
+            start_seconds = time.perf_counter()
+            reader.read([Extent(largest, 0, part.size, 0)], part).wait()
+            seconds = max(time.perf_counter() - start_seconds, 1e-9)
+        longest_seconds = max(longest_seconds, sum(each for each, _ in found) * seconds / part.size)
+    return sum(size for found in sizes.values() for size, _ in found) / longest_seconds
 
 
 def _seconds_of(

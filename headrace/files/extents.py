@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Protocol, Self
 
 from headrace.files.block_file import BLOCK_BYTES, Bytes, Ticket, check_aligned
 from headrace.files.direct import takes_direct_reads
@@ -27,6 +27,20 @@ class Extent:
     offset: int
     num_bytes: int
     at: int
+
+
+class Reader(Protocol):
+    """What reads extents of a model's files: where they lie, or from a copy."""
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes read so far."""
+
+    def read(self, extents: Sequence[Extent], into: Bytes) -> Ticket:
+        """Start reading `extents` to their places in `into`."""
+
+    def close(self) -> None:
+        """Let go of the files."""
 
 
 class SourceFile:

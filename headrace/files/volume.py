@@ -93,7 +93,11 @@ class Volume:
         Raises:
             StorageError: not aligned to 4096, or beyond the end of a file.
         """
-        return self._engine.read(list(self._transfers(offset, into)))
+        return self.read_parts([(offset, into)])
+
+    def read_parts(self, parts: Sequence[tuple[int, Bytes]]) -> Ticket:
+        """Start filling the second of each pair from the offset on that is its first; one ticket for all. Raises as `read`."""
+        return self._engine.read([transfer for offset, into in parts for transfer in self._transfers(offset, into)])
 
     def write(self, offset: int, data: Bytes) -> Ticket:
         """Start writing `data` at `offset`; `data` must not change before the ticket is done.

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import torch
 
-from headrace.files import ExtentReader
+from headrace.files import Reader
 from headrace.files.block_file import Ticket
 from headrace.machine.host_memory import Bytes
 from headrace.model import WeightMap, import_unit
@@ -29,12 +29,12 @@ class ExpertSource:
         stored: StoredExperts,
         figures: tuple[UnitFigures, ...],
         blocks: tuple[BlockExperts | None, ...],
-        reader: ExtentReader,
+        reader: Reader,
         weights: WeightMap,
         plane: Plane,
         figures_of_experts: ExpertFigures,
     ) -> None:
-        self._stored, self._reader, self._weights, self._plane, self.blocks = stored, reader, weights, plane, blocks
+        self._stored, self.reader, self._weights, self._plane, self.blocks = stored, reader, weights, plane, blocks
         self.layouts = tuple(unit.layout for unit in stored.commons)
         self.figures = figures
         self.trained: dict[int, Bytes] = {}
@@ -44,13 +44,13 @@ class ExpertSource:
     @property
     def bytes_read(self) -> int:
         """Bytes of extents read so far."""
-        return self._reader.bytes_read
+        return self.reader.bytes_read
 
     def read(self, unit: int, into: Bytes) -> None:
         """See `WeightSource.read`."""
         stored = self._stored.commons[unit]
         if stored.extents:
-            self._reader.read(stored.extents, into).wait()
+            self.reader.read(stored.extents, into).wait()
         else:
             import_unit(self._weights, stored.layout, into.view(self._plane.dtype), None)
 
@@ -69,7 +69,7 @@ class ExpertSource:
     def read_expert(self, unit: int, number: int, into: Bytes) -> Ticket:
         """Start reading an expert into the first bytes of `into`."""
         stored = self.expert(unit, number)
-        return self._reader.read(stored.extents, into[: stored.num_bytes])
+        return self.reader.read(stored.extents, into[: stored.num_bytes])
 
     def make_expert(self, unit: int, number: int, read: torch.Tensor, into: torch.Tensor) -> None:
         """Fill an expert's flat slot `into` from what was read of it."""

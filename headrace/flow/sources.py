@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-from headrace.files import ExtentReader
+from headrace.files import ExtentReader, Reader
 from headrace.flow.expert_source import ExpertSource, expert_figures
 from headrace.flow.load import read_completing
 from headrace.flow.make import Maker
@@ -56,6 +56,8 @@ class WeightSource(Protocol):
 class ShardSource:
     """The weights in a model's own safetensors files, and adapters beside them. `chain` is laid out like the files from here
     on.
+
+    `paths` are the files that are read, except for what is made whole.
     """
 
     def __init__(
@@ -64,7 +66,8 @@ class ShardSource:
         self._weights = weights
         self._units = stored_units(chain.layouts, weights, chain.dtype, on_cpu=on_cpu)
         self._plane = planes_with(chain.compute_dtype, ()).weight
-        self._reader = ExtentReader(paths_of(self._units), sink=sink)
+        self.paths = paths_of(self._units)
+        self._reader: Reader = ExtentReader(self.paths, sink=sink)
         self.layouts = tuple(unit.layout for unit in self._units)
         self.figures = tuple(_figures_of(index, unit, chain, on_cpu) for index, unit in enumerate(self._units))
         self.trained: dict[int, Bytes] = {}
@@ -94,9 +97,16 @@ class ShardSource:
         of_experts = expert_figures(stored, figures, chain.dtype, on_cpu=on_cpu)
         return ExpertSource(stored, figures, blocks, self._reader, self._weights, self._plane, of_experts), ""
 
+    def read_by(self, reader: Reader) -> None:
+        """Read by another reader of the same files from now on; it is closed with the source."""
+        self._reader.close()
+        self._reader = reader
+        if self.by_experts is not None:
+            self.by_experts.reader = reader
+
     @property
     def bytes_read(self) -> int:
-        """Bytes of extents read so far."""
+        """Bytes of extents read so far, by the present reader."""
         return self._reader.bytes_read
 
     @property

@@ -46,7 +46,7 @@ def _borders(lengths: Sequence[int], rows: int) -> list[int]:
 
 
 def _earliest_starts(lengths: Sequence[int], rows: int, most: int, count: int) -> list[int]:
-    """Return for each part, the first to the last, how early it may begin for parts of at most `most` tokens to reach the end."""
+    """Return for each part, the first to the last, how early it may begin for parts of `most` tokens to reach the end."""
     starts = [len(lengths)]
     for _ in range(count):
         start = stop = starts[-1]

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from headrace.data import BatchStream
+from headrace.engine.copying import Copying
 from headrace.engine.evaluator import Evaluator
 from headrace.engine.generation_model import GenerationModel
 from headrace.flow.step_batch import filled_up
@@ -105,8 +106,16 @@ def evaluate(
     try:
         data = _Rows(model, options)
         length = data.longest
+        copying = Copying(options.ssd, options.copy_weights, sink or (lambda event: None))
         evaluator = Evaluator(
-            model, options.budget, length, machine=ceilings, rows=options.rows, seats=options.seats, sink=sink
+            model,
+            options.budget,
+            length,
+            machine=ceilings,
+            rows=options.rows,
+            seats=options.seats,
+            sink=sink,
+            copying=copying,
         )
     except BaseException:
         model.close()

@@ -60,5 +60,6 @@ def open_generator(place: Path, options: GenerateOptions, ceilings: Ceilings | N
         rows=options.rows,
         seats=options.seats,
         sink=sink,
+        copy_weights=options.copy_weights,
         opened=partial(open_model, adapter=None if options.adapter is None else Path(options.adapter)),
     )

@@ -39,9 +39,10 @@ def check_directories(
     allow_in_memory: bool,
     sink: Sink,
     beside: Beside | None = None,
+    what: str = "the state",
 ) -> None:
-    """Refuse directories that are missing, no directories, read-only, named twice, in memory, or too full: also for what will
-    lie `beside` the state.
+    """Refuse directories that are missing, no directories, read-only, named twice, in memory, or too full for `what` takes
+    `needed_bytes` of each: also for what will lie `beside` it.
 
     Raises:
         ConfigError: a directory cannot be used.
@@ -58,7 +59,7 @@ def check_directories(
         if twin is not fact.path:
             raise ConfigError(f"{fact.path} and {twin} are the same directory; name each SSD directory once")
         needed_of_device[status.st_dev] = needed_of_device.get(status.st_dev, 0) + num_bytes
-    _check_space(facts, needed_bytes, needed_of_device)
+    _check_space(what, facts, needed_bytes, needed_of_device)
     if beside is not None:
         _check_beside(beside, needed_of_device)
     if len(needed_of_device) < len(facts):
@@ -87,7 +88,9 @@ def _check_one(directory: Path, allow_in_memory: bool) -> DirectoryFacts:
     return fact
 
 
-def _check_space(facts: Sequence[DirectoryFacts], needed_bytes: Sequence[int], needed_of_device: dict[int, int]) -> None:
+def _check_space(
+    what: str, facts: Sequence[DirectoryFacts], needed_bytes: Sequence[int], needed_of_device: dict[int, int]
+) -> None:
     short = False
     rows = []
     for fact, num_bytes in zip(facts, needed_bytes, strict=True):
@@ -96,7 +99,7 @@ def _check_space(facts: Sequence[DirectoryFacts], needed_bytes: Sequence[int], n
     if short:
         total = format_bytes(sum(needed_bytes))
         raise DiskFull(
-            f"the state needs {total} on SSD, where a tenth of the free space stays free; "
+            f"{what} needs {total} on SSD, where a tenth of the free space stays free; "
             + "; ".join(rows)
             + "; free some space or add a directory"
         )

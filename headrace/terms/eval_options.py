@@ -6,7 +6,8 @@ from pathlib import Path
 from headrace.terms.budget import Budget
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.declared import Declared, option, option_as
-from headrace.terms.generate_options import GenerateOptions
+from headrace.terms.errors import ConfigError
+from headrace.terms.generate_options import NO_PLACE, GenerateOptions
 from headrace.terms.option_kinds import Listed, Text
 from headrace.terms.options import RunOptions
 
@@ -24,11 +25,23 @@ class EvalOptions(Declared):
     packing: bool | None = option_as(RunOptions, "packing")
     host_memory: str | int | None = option_as(GenerateOptions, "host_memory")
     device_memory: str | int | None = option_as(GenerateOptions, "device_memory")
+    ssd: tuple[Path, ...] = option_as(
+        GenerateOptions,
+        "ssd",
+        help="Directory on an SSD for a copy of the weights; give several to stripe.",
+        row="directories on SSDs where a copy of the weights may lie, striped",
+    )
+    copy_weights: bool | None = option_as(GenerateOptions, "copy_weights")
     compute_dtype: str | None = option_as(GenerateOptions, "compute_dtype")
     rows: int | None = option_as(GenerateOptions, "rows")
     seats: int | None = option_as(GenerateOptions, "seats")
     machine: str | Ceilings | None = option_as(RunOptions, "machine")
     cache: Path = option_as(RunOptions, "cache", row="")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.copy_weights and not self.ssd:
+            raise ConfigError(NO_PLACE)
 
     @property
     def budget(self) -> Budget:

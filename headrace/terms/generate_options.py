@@ -86,11 +86,18 @@ class GenerateOptions(Declared):
     ssd: str | Path | Sequence[str | Path] = option(
         (),
         Listed(Place()),
-        "Directory on an SSD where keys and values may wait; give several to stripe.",
+        "Directory on an SSD, for keys and values and a copy of the weights; give several to stripe.",
         row="directories on SSDs where caches of keys and values may wait between two passes, striped, in files that are gone "
-        "at the end, however that comes; without one they stay in memory",
+        "at the end, however that comes; without one they stay in memory. A copy of the weights may lie there, too",
         words="-",
         plan=True,
+    )
+    copy_weights: bool | None = option(
+        None,
+        Flag(),
+        "Copy the weights to the SSD directories, striped, and keep the copy.",
+        row="copy the weights to the directories of `ssd` once, striped, and keep the copy for the next call",
+        words="where passes get faster by it",
     )
     compute_dtype: str | None = option_as(
         Options, "compute_dtype", default=None, row="", words="that of most weights", optional=True, plan=True
@@ -116,6 +123,8 @@ class GenerateOptions(Declared):
             raise ConfigError("input and output: the answers of a file go into a file; give both, or neither")
         if self.assistant is not None and self.prompt_lookup is not None:
             raise ConfigError("assistant and prompt_lookup: both draft tokens; give one of them")
+        if self.copy_weights and not self.ssd:
+            raise ConfigError(NO_PLACE)
         if any(not text for text in self.stop):
             raise ConfigError("stop: expected a text that ends an answer, found an empty one; leave it out")
 
@@ -142,5 +151,6 @@ class GenerateOptions(Declared):
         return found
 
 
+NO_PLACE = "copy_weights: no drive is named to copy them to; give --ssd DIR, once for each"
 # Greedy, with sampling's settings as if nobody had set them: transformers warns of those that have no effect.
 GREEDY = {"do_sample": False, "temperature": 1.0, "top_p": 1.0, "top_k": 50}

@@ -73,8 +73,11 @@ def test_a_finished_run(model: Path, data: Path, tmp_path: Path) -> None:
 
 
 def test_a_killed_run(model: Path, data: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    words = command("train", model, data, "--output", run, *OPTIONS, *STEPS[2:], "--max-steps", "10000")
+    """Of a model in float32: an export has its files' dtype, and in bfloat16 would lose most of the few steps."""
+    wide, run = tmp_path / "model", tmp_path / "run"
+    AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).save_pretrained(wide)
+    AutoTokenizer.from_pretrained(model).save_pretrained(wide)
+    words = command("train", wide, data, "--output", run, *OPTIONS, *STEPS[2:], "--max-steps", "10000")
     with subprocess.Popen(words, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         wait_for(lambda: (run / "metrics.jsonl").exists() and (run / "metrics.jsonl").read_text().count("\n") > 1, process)
         process.send_signal(signal.SIGKILL)
