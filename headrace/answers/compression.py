@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from headrace.answers.answer import place_of
 from headrace.answers.model_config import read_parts
 from headrace.model import Chain
 from headrace.plan.machine_profiles import load_profile
+from headrace.plan.search import nominal_machine
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.coding import as_matrix
 from headrace.terms.errors import ConfigError
@@ -109,8 +111,9 @@ class _Matrix:
         return self.count * self.outputs * self.inputs
 
 
-def plan_compression(model: str | Path, code: str, machine: str | Ceilings, *, tokens: int | None = None) -> CompressionReport:
-    """Return what compressing `model` (a directory, a config.json, or a name on the Hub) to `code` takes on a machine.
+def plan_compression(model: str | Path, code: str, machine: str | Ceilings | None, *, tokens: int | None = None) -> CompressionReport:
+    """Return what compressing `model` (a directory, a config.json, or a name on the Hub) to `code` takes on a machine,
+    None for a nominal one of this size.
 
     `code` is "int4" (all matrices of blocks) or "ternary" (only those of experts, where there are any). `tokens` is the number
     of calibration tokens; by default each matrix sees as many tokens as it has inputs.
@@ -122,6 +125,9 @@ def plan_compression(model: str | Path, code: str, machine: str | Ceilings, *, t
     if code not in ("int4", "ternary"):
         raise ConfigError(f"compress: {code!r} is not one of int4, ternary")
     ceilings = load_profile(machine) if isinstance(machine, str) else machine
+    if ceilings is None:
+        here = place_of(None, here=True)
+        ceilings = nominal_machine(here.cores, host_bytes=here.host_bytes, device_bytes=None)
     config, _ = read_parts(model)
     chain = Chain.from_config(config, "bfloat16", AdamW())
     blocks = [_matrices(layout.parameters, config, code) for layout in chain.layouts[1 : chain.num_blocks + 1]]
@@ -136,7 +142,7 @@ def plan_compression(model: str | Path, code: str, machine: str | Ceilings, *, t
     return CompressionReport(
         model=type(chain.model).__name__,
         code=code,
-        machine=ceilings.name,
+        machine=ceilings.called,
         parameters=chain.num_parameters,
         coded_parameters=num_coded,
         tokens=tokens,

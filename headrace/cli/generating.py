@@ -14,6 +14,7 @@ from headrace.terms.ceilings import Ceilings
 from headrace.terms.errors import ConfigError
 from headrace.terms.events import Event, Notice
 from headrace.terms.generate_options import GenerateOptions
+from headrace.terms.plain_figures import plain_figure
 from headrace.terms.sizes import format_seconds
 
 _BYE = ("/bye", "/exit", "/quit")
@@ -55,7 +56,7 @@ def _answer_file(model: str, options: GenerateOptions) -> None:
     def progress(found: JobProgress) -> None:
         speed = found.tokens / found.seconds if found.seconds else 0.0
         left = (found.of - found.done) * found.seconds / max(1, found.done)
-        words = f"{found.done} of {found.of} answers, {speed:.3g} tokens/s, {format_seconds(left)} left"
+        words = f"{found.done} of {found.of} answers, {plain_figure(speed)} tokens/s, {format_seconds(left)} left"
         _line(sys.stderr, f"{words}, {found.padding:.0%} of the prompts' rows padding")
 
     try:

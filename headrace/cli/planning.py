@@ -70,7 +70,8 @@ def generation_report(
 
 
 def compression_report(model: str, code: str, given: Mapping[str, Any], *, as_json: bool) -> str:
-    """Return the plan of a compression to `code` as text or JSON, for `machine`, or for this one if it was measured.
+    """Return the plan of a compression to `code` as text or JSON, for `machine`, else for this one, a nominal one of its
+    size if it was not measured.
 
     Raises:
         InputError: model, code or machine cannot be used.
@@ -79,8 +80,6 @@ def compression_report(model: str, code: str, given: Mapping[str, Any], *, as_js
 
     options = PlanOptions.of(given)
     machine = options.machine or _measured_machine(replace(options, ssd=options.ssd or (Path.cwd(),)))
-    if machine is None:
-        raise ConfigError("machine: this one was not measured; run `headrace bench machine`, or name a profile with --machine")
     report = plan_compression(model, code, machine)
     return json.dumps(report.to_json(), indent=2) if as_json else report.explain()
 

@@ -13,6 +13,7 @@ from headrace.plan.results import Results
 from headrace.terms.costs import FEW_ROWS, GenerationCosts
 from headrace.terms.forms import DEVICE, UnitFigures
 from headrace.terms.layout import PlaneSet, planes_with
+from headrace.terms.plain_figures import plain_figure
 from headrace.terms.sizes import PAGE_BYTES, format_bytes, format_seconds, round_up
 
 # A core without bfloat16 products reads 9 GB/s of weights for few rows, and widens 2.5 GB/s for more; plain reading is 30 GB/s.
@@ -158,7 +159,7 @@ class GenerationPlan:
         if self.forecast is not None:
             found = self.forecast
             lines.append(
-                f"speed    {found.tokens_per_second:.3g} tokens/s on {found.machine}: {format_seconds(found.pass_seconds)} a "
+                f"speed    {plain_figure(found.tokens_per_second)} tokens/s on {found.machine}: {format_seconds(found.pass_seconds)} a "
                 f"token of each row, {format_seconds(found.first_pass_seconds)} before the first; limited by {found.limiting}; "
                 f"{format_bytes(found.read_bytes)} read for each pass"
             )

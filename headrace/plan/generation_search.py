@@ -109,9 +109,7 @@ def with_forecast(plan: GenerationPlan, ceilings: Ceilings) -> GenerationPlan:
         read_bytes=read,
         written_bytes=(written := _written_bytes(plan)),
         wear=_wear(written, ceilings),
-        machine=ceilings.name
-        if ceilings.name != "nominal"
-        else "a nominal machine (`headrace bench machine` measures this one)",
+        machine=ceilings.called,
     )
     return replace(plan, forecast=found)
 

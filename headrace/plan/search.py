@@ -28,7 +28,7 @@ from headrace.plan.policy import (
     with_threads,
     with_two_accumulators,
 )
-from headrace.terms.ceilings import Ceilings
+from headrace.terms.ceilings import NOMINAL, Ceilings
 from headrace.terms.errors import PlanInfeasible
 from headrace.terms.program import Lane
 from headrace.terms.sizes import MIB, format_bytes, round_up
@@ -275,7 +275,7 @@ def nominal_machine(cores: int, *, host_bytes: int, device_bytes: int | None) ->
     rate = 60e12 if gpu else 0.3e12 * cores
     return Ceilings.from_json(
         {
-            "name": "nominal",
+            "name": NOMINAL,
             "has_device": gpu,
             "device_memory_bytes": device_bytes or 0,
             "host_memory_bytes": host_bytes,

@@ -82,7 +82,7 @@ def _words(result: StepResult, total_steps: int, remaining_seconds: float) -> di
 
 def rate_words(tokens_per_second: float) -> str:
     """Return a speed with three significant digits or whole tokens, never as a power of ten."""
-    return f"{tokens_per_second:.0f} tokens/s" if tokens_per_second >= 100 else f"{tokens_per_second:.3g} tokens/s"
+    return f"{plain_figure(tokens_per_second)} tokens/s"
 
 
 def traffic_words(read_bytes: float, written_bytes: float) -> str:

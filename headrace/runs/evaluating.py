@@ -26,6 +26,7 @@ from headrace.terms.errors import ConfigError
 from headrace.terms.eval_options import EvalOptions
 from headrace.terms.events import Sink
 from headrace.terms.options import RunOptions
+from headrace.terms.plain_figures import plain_figure
 from headrace.terms.sizes import format_bytes, format_seconds
 
 
@@ -69,9 +70,9 @@ class Scored:
         return "\n".join(
             (
                 f"loss        {self.loss:.4f} nats per token",
-                f"perplexity  {self.perplexity:.4g}",
+                f"perplexity  {plain_figure(self.perplexity, 4)}",
                 f"tokens      {self.tokens} scored, of {self.tokens_in_rows} in {self.rows} rows; {self.samples} samples",
-                f"time        {format_seconds(self.seconds)}, {speed:.3g} tokens/s, {read} of weights read",
+                f"time        {format_seconds(self.seconds)}, {plain_figure(speed)} tokens/s, {read} of weights read",
             )
         )
 

@@ -16,6 +16,8 @@ from headrace.terms.layout import COMPUTE_DTYPES
 from headrace.terms.program import Lane, Part
 from headrace.terms.sizes import MIB
 
+# The name of a machine that nobody measured.
+NOMINAL = "nominal"
 # The largest believable figures: a rack of the fastest hardware of 2026 stays below each; a figure in a wrong unit is above it.
 _MOST_FLOPS_PER_SECOND = 1e17
 _MOST_BYTES_PER_SECOND = 2e13
@@ -162,6 +164,11 @@ class Ceilings:
     widened_dtypes: tuple[str, ...] = ()
     slowdowns: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     sources: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def called(self) -> str:
+        """What the machine is called in a sentence."""
+        return self.name if self.name != NOMINAL else "a nominal machine (`headrace bench machine` measures this one)"
 
     @property
     def ssd_read_bytes_per_second(self) -> float:

@@ -51,8 +51,8 @@ def forms_under(
             basis = wire.basis(unit, layout, trained) if isinstance(wire, SubspaceWire) else None
         if unit in stored and trained is layout:
             raise ConfigError(
-                f"{layout.name}: its weights are coded ({', '.join(sorted(codecs))}), and cannot be trained in place; train "
-                "the model that `headrace decompress` makes of it"
+                f"{layout.name}: its weights are coded ({', '.join(sorted(codecs))}), and cannot be trained in place; "
+                "give --adapter lora, or train the model that `headrace decompress` makes of it"
             )
         code = stored.get(unit) or (coded_unit(layout, coded, rule.planes) if coded else None)
         known = {**codecs, **({coded.name: coded} if coded else {})}

@@ -80,3 +80,9 @@ def test_the_command_says_it_term_by_term(c2048: Path) -> None:
     assert sum(as_json["seconds"].values()) == pytest.approx(as_json["total_seconds"])
     with pytest.raises(ConfigError, match="'int3' is not one of int4, ternary"):
         plan_compression(c2048, "int3", "a6000-1ssd")
+
+
+def test_a_machine_that_nobody_measured_is_a_nominal_one(c2048: Path) -> None:
+    found = plan_compression(c2048, "ternary", None)
+    assert "a nominal machine (`headrace bench machine` measures this one)" in found.explain()
+    assert found.total_bytes == plan_compression(c2048, "ternary", "a6000-1ssd").total_bytes
