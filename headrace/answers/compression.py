@@ -111,7 +111,9 @@ class _Matrix:
         return self.count * self.outputs * self.inputs
 
 
-def plan_compression(model: str | Path, code: str, machine: str | Ceilings | None, *, tokens: int | None = None) -> CompressionReport:
+def plan_compression(
+    model: str | Path, code: str, machine: str | Ceilings | None, *, tokens: int | None = None
+) -> CompressionReport:
     """Return what compressing `model` (a directory, a config.json, or a name on the Hub) to `code` takes on a machine,
     None for a nominal one of this size.
 
