@@ -160,8 +160,8 @@ class GenerationPlan:
             found = self.forecast
             lines.append(
                 f"speed    {plain_figure(found.tokens_per_second)} tokens/s on {found.machine}: "
-                f"{format_seconds(found.pass_seconds)} a token of each row, {format_seconds(found.first_pass_seconds)} before the "
-                f"first; limited by {found.limiting}; {format_bytes(found.read_bytes)} read for each pass"
+                f"{format_seconds(found.pass_seconds)} a token of each row, {format_seconds(found.first_pass_seconds)} before "
+                f"the first; limited by {found.limiting}; {format_bytes(found.read_bytes)} read for each pass"
             )
             if found.written_bytes:
                 lines.append(f"drives   {format_bytes(found.written_bytes)} written for all prompts{found.wear}")
