@@ -7,7 +7,7 @@ size with four zeros in five (modern mixtures have 0.76 to 0.84).
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,8 @@ from headrace.model import Chain
 from headrace.plan.machine_profiles import load_profile
 from headrace.plan.search import nominal_machine
 from headrace.terms.ceilings import Ceilings
-from headrace.terms.coding import as_matrix
 from headrace.terms.errors import ConfigError
+from headrace.terms.layout import ParameterSpec
 from headrace.terms.sizes import format_bytes, format_seconds
 from headrace.update.rules.adamw import AdamW
 
@@ -36,6 +36,7 @@ _EXPERTS_AT_ONCE, _KERNELS_OF_A_COLUMN, _KERNEL_SECONDS = 16, 6, 1e-5
 # So many weights per second and core become words (docs/log/ternary).
 _ENCODED_PER_SECOND = 1e8
 _BYTES = 2
+_LEAST_ROWS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +98,16 @@ class CompressionReport:
         yield f"{'':<10}{'one after the other':<34}{format_seconds(self.total_seconds):>12}"
 
 
+def check_code(code: str) -> None:
+    """Refuse a code that nothing is compressed to.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    if code not in ("int4", "ternary"):
+        raise ConfigError(f"compress: {code!r} is not one of int4, ternary")
+
+
 @dataclass(frozen=True, slots=True)
 class _Matrix:
     """`count` matrices of (outputs, inputs), each used by a `share` of all tokens."""
@@ -124,8 +135,7 @@ def plan_compression(
         ConfigError: there is no such code or machine.
         ModelError: there is no configuration, or its architecture cannot be run block by block.
     """
-    if code not in ("int4", "ternary"):
-        raise ConfigError(f"compress: {code!r} is not one of int4, ternary")
+    check_code(code)
     ceilings = load_profile(machine) if isinstance(machine, str) else machine
     if ceilings is None:
         here = place_of(None, here=True)
@@ -137,7 +147,10 @@ def plan_compression(
     num_coded = sum(matrix.weights for matrix in coded)
     rest = chain.num_parameters - num_coded
     tokens = tokens or math.ceil(max(matrix.inputs / matrix.share for matrix in coded))
-    sizes = [_bits(code, coded, zeros) / 8 for zeros in (ASSUMED_ZEROS, MODERN_ZEROS)]
+    sizes = [
+        sum(coded_bytes(code, each.count * each.outputs, each.inputs, zeros) for each in coded)
+        for zeros in (ASSUMED_ZEROS, MODERN_ZEROS)
+    ]
     hidden = _BYTES * tokens * config.get_text_config().hidden_size
     largest = max(_BYTES * layout.num_elements for layout in chain.layouts[1 : chain.num_blocks + 1])
     result = {f"{code} matrices": round(sizes[0]), "what stays in 16 bits": _BYTES * rest}
@@ -159,20 +172,36 @@ def plan_compression(
     )
 
 
+def coded_shapes(parameters: Sequence[ParameterSpec], code: str) -> list[ParameterSpec]:
+    """Return the parameters of a block that are coded: stacks of experts alone, for ternary, where there are stacks.
+
+    Matrices of few rows, and those that choose among experts, stay.
+    """
+    stacks = [spec for spec in parameters if len(spec.shape) == 3]
+    counts = {spec.shape[0] for spec in stacks}
+    plain = [
+        spec for spec in parameters if len(spec.shape) == 2 and spec.shape[0] not in counts and spec.shape[0] >= _LEAST_ROWS
+    ]
+    return stacks if code == "ternary" and stacks else stacks + plain
+
+
+def coded_bytes(code: str, rows: int, columns: int, zeros: float = ASSUMED_ZEROS) -> float:
+    """Return the bytes of a matrix under a code."""
+    bits = 4 + _SCALE_BITS / _INT4_GROUP if code == "int4" else _BITS_OF_ZEROS[zeros] + _ROW_BITS / columns
+    return rows * columns * bits / 8
+
+
 def _matrices(parameters: Any, config: Any, code: str) -> list[_Matrix]:
     """Return the matrices of a block that are coded; for ternary only stacks of experts, if there are any."""
     text = config.get_text_config()
     chosen = float(getattr(text, "num_experts_per_tok", 0) or getattr(text, "top_k", 0) or 1)
-    stacks = [spec for spec in parameters if len(spec.shape) == 3]
-    plain = [] if code == "ternary" and stacks else [spec for spec in parameters if len(spec.shape) == 2]
-    found = [_Matrix(spec.shape[0], spec.shape[1], spec.shape[2], min(1.0, chosen / spec.shape[0])) for spec in stacks]
-    return found + [_Matrix(1, *as_matrix(spec.shape), 1.0) for spec in plain]
-
-
-def _bits(code: str, coded: list[_Matrix], zeros: float) -> float:
-    if code == "int4":
-        return sum(matrix.weights * (4 + _SCALE_BITS / _INT4_GROUP) for matrix in coded)
-    return sum(matrix.weights * (_BITS_OF_ZEROS[zeros] + _ROW_BITS / matrix.inputs) for matrix in coded)
+    found = coded_shapes(parameters, code)
+    stacks = [spec.shape for spec in found if len(spec.shape) == 3]
+    plain = [spec.shape for spec in found if len(spec.shape) == 2]
+    return [
+        *(_Matrix(count, rows, columns, min(1.0, chosen / count)) for count, rows, columns in stacks),
+        *(_Matrix(1, rows, columns, 1.0) for rows, columns in plain),
+    ]
 
 
 def _seconds(
@@ -195,6 +224,7 @@ def _seconds(
         "passes, before and after": 2 * 2.0 * tokens * passed / products,
         "sums of inputs": sums / single,
         "GPTQ's factors and corrections": rounding / (single * _GPTQ_SHARE),
+        "errors of products, for the report": sum(3.0 * each.weights * each.inputs for each in coded) / single,
         "GPTQ's launches, column by column": columns * _KERNELS_OF_A_COLUMN * _KERNEL_SECONDS if ceilings.has_device else 0.0,
         "encoding on the host's cores": sum(each.weights for each in coded) / (_ENCODED_PER_SECOND * ceilings.cores),
         "result written": written / write,

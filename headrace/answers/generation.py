@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 
 from headrace.answers.answer import multiplies, place_of
+from headrace.answers.coded_generation import Units, open_coded, units_if_compressed, units_of_files
 from headrace.answers.model_config import read_parts
 from headrace.answers.question import Place, runtime_bytes
 from headrace.files import default_ssd_bytes, on_drives_of
@@ -29,6 +30,7 @@ from headrace.plan.generation_search import GenerationQuestion, make_generation_
 from headrace.terms.budget import Budget, default_bytes
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.costs import GenerationCosts
+from headrace.terms.errors import PlanInfeasible
 from headrace.terms.forms import UnitFigures, home_of
 from headrace.terms.generate_options import GenerateOptions
 from headrace.terms.layout import UnitLayout
@@ -143,8 +145,12 @@ def plan_generation(
     prompts: int,
     prompt_length: int,
     new_tokens: int,
+    compress: str | None = None,
 ) -> GenerationPlan:
     """Return the plan for generating with `model` (a directory, a config.json, or OWNER/NAME on the Hub): no weight is needed.
+
+    Of a directory whose weights are coded the headers of its files are read; with `compress` the plan is for what compressing
+    the model to that code would make. Either says what a plan for the weights in the compute dtype would take, too.
 
     `ceilings` is the machine, None for a nominal one of this size; `here` says that it is this machine.
 
@@ -153,27 +159,49 @@ def plan_generation(
         PlanInfeasible: a budget is too small.
     """
     config, _ = read_parts(model)
+    checkpoint = None
+    if getattr(config, "quantization_config", None) is not None:
+        checkpoint = open_coded(model, compress)
+        config = checkpoint.config
     check_generation(config)
-    dtype = options.compute_dtype or str(getattr(config, "dtype", None) or "bfloat16").removeprefix("torch.")
+    dtype = options.compute_dtype or (
+        checkpoint.main_dtype if checkpoint else str(getattr(config, "dtype", None) or "bfloat16")
+    ).removeprefix("torch.")
     chain = Chain.from_config(config, dtype, Optimizer())
     ready_to_generate(chain.model)
     place = place_of(ceilings, here=here)
     has_device = place.device_bytes is not None or options.device_memory is not None
     if not has_device and not multiplies(dtype, ceilings, here=here):
         chain.multiply_wide()
-    planner = GenerationPlanner(
-        chain,
-        _frozen(chain.layouts, chain.num_blocks),
-        place,
-        options.budget,
-        cores=place.cores,
-        ceilings=ceilings,
-        rows=options.rows,
-        seats=options.seats,
-        experts=_experts_of(chain),
-        has_drives=not here and ceilings is not None and bool(ceilings.drives),
-    )
-    plan = planner.plan(prompts, prompt_length, new_tokens)
+    plain: Units = _frozen(chain.layouts, chain.num_blocks), _experts_of(chain), ()
+
+    def planned(units: Units) -> GenerationPlan:
+        planner = GenerationPlanner(
+            chain,
+            units[0],
+            place,
+            options.budget,
+            cores=place.cores,
+            ceilings=ceilings,
+            rows=options.rows,
+            seats=options.seats,
+            notes=units[2],
+            experts=units[1],
+            has_drives=not here and ceilings is not None and bool(ceilings.drives),
+        )
+        return planner.plan(prompts, prompt_length, new_tokens)
+
+    coded: Units | None = None
+    if compress is not None:
+        coded = units_if_compressed(chain, compress, *plain[:2], on_cpu=not has_device)
+    elif checkpoint is not None:
+        coded = units_of_files(chain, checkpoint, on_cpu=not has_device)
+    plan = planned(coded or plain)
+    if coded is not None:
+        try:
+            plan = replace(plan, uncoded=planned(plain).forecast)
+        except PlanInfeasible:
+            plan = plan.with_notes((f"in plain {dtype} it would not fit",))
     return plan.with_notes(_of_copying(plan, options, ceilings, Path(model), here=here))
 
 

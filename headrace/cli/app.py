@@ -245,7 +245,9 @@ def plan(
     prompt_length: Annotated[int, typer.Option(min=1, help="Tokens of a prompt, with --generate.")] = 512,
     new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer, with --generate.")] = 128,
     batch: Annotated[int, typer.Option(min=1, help="Prompts, with --generate.")] = 1,
-    compress: Annotated[str | None, typer.Option(help="Plan compressing it, and not training: int4 or ternary.")] = None,
+    compress: Annotated[
+        str | None, typer.Option(help="Plan compressing it to int4 or ternary; with --generate, what would come of it.")
+    ] = None,
     *,
     as_json: Json = False,
     **given: Any,
@@ -259,7 +261,7 @@ def plan(
     if generates:
         from headrace.cli.planning import generation_report
 
-        show(generation_report(model, given, batch, prompt_length, new_tokens, as_json=as_json))
+        show(generation_report(model, given, batch, prompt_length, new_tokens, compress, as_json=as_json))
         return
     if compress is not None:
         from headrace.cli.planning import compression_report

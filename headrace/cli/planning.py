@@ -48,9 +48,18 @@ def make_report(model: str, options: PlanOptions, data: Sequence[Path]) -> PlanR
 
 
 def generation_report(
-    model: str, given: Mapping[str, Any], prompts: int, prompt_length: int, new_tokens: int, *, as_json: bool
+    model: str,
+    given: Mapping[str, Any],
+    prompts: int,
+    prompt_length: int,
+    new_tokens: int,
+    compress: str | None,
+    *,
+    as_json: bool,
 ) -> str:
-    """Return the plan of a generation as text or JSON. Those options of training that generation also has count, too.
+    """Return the plan of a generation as text or JSON, with `compress` of what the model would be compressed to.
+
+    Those options of training that generation also has count, too.
 
     Raises:
         InputError, PlanInfeasible: see `plan_generation`.
@@ -63,9 +72,8 @@ def generation_report(
     if here:
         machine = _measured_machine(PlanOptions.of(given))
     ceilings = load_profile(machine) if isinstance(machine, str) else machine
-    plan = plan_generation(
-        model, options, ceilings, here=here, prompts=prompts, prompt_length=prompt_length, new_tokens=new_tokens
-    )
+    asked: dict[str, Any] = {"prompts": prompts, "prompt_length": prompt_length, "new_tokens": new_tokens}
+    plan = plan_generation(model, options, ceilings, here=here, compress=compress, **asked)
     return json.dumps(plan.to_json(), indent=2) if as_json else plan.explain()
 
 

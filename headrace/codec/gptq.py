@@ -14,6 +14,7 @@ from torch import Tensor
 from headrace.codec.grids import Grid
 
 _BLOCK_COLUMNS = 128
+_SQUARES_COLUMNS = 512
 _LEAST_DAMPING = 1e-6
 
 
@@ -101,9 +102,19 @@ def _put_identity(factors: Tensor, where: Tensor) -> None:
         factors[where] = torch.eye(factors.shape[-1], dtype=factors.dtype, device=factors.device)
 
 
-def product_errors(weights: Tensor, rounded: Tensor, hessians: Tensor) -> Tensor:
-    """Return ||(Q - W) X||^2 / ||W X||^2 of each matrix, (n,) float64; 0 where the products are zero."""
-    difference = rounded - weights
-    error = ((difference @ hessians) * difference).sum(dim=(-2, -1), dtype=torch.float64)
-    whole = ((weights @ hessians) * weights).sum(dim=(-2, -1), dtype=torch.float64)
-    return torch.where(whole > 0, error.clamp(min=0) / whole, 0.0)
+def product_errors(weights: Tensor, hessians: Tensor, *rounded: Tensor) -> tuple[Tensor, ...]:
+    """Return ||(Q - W) X||^2 / ||W X||^2 of each matrix, (n,) float64, for each Q in `rounded`; 0 for products of zero."""
+    whole = _squares(weights, hessians)
+    errors = (_squares(each - weights, hessians).clamp(min=0) for each in rounded)
+    return tuple(torch.where(whole > 0, error / whole, 0.0) for error in errors)
+
+
+def _squares(matrices: Tensor, hessians: Tensor) -> Tensor:
+    """Return ||M X||^2 = trace M H M^T of each matrix, (n,) float64; of the symmetric H what lies above the diagonal, twice."""
+    total = torch.zeros(len(matrices), dtype=torch.float64, device=matrices.device)
+    for start in range(0, matrices.shape[2], _SQUARES_COLUMNS):
+        stop = start + _SQUARES_COLUMNS
+        products = matrices[:, :, start:stop] @ hessians[:, start:stop, start:]
+        products[:, :, _SQUARES_COLUMNS:] *= 2
+        total += products.mul_(matrices[:, :, start:]).sum(dim=(-2, -1), dtype=torch.float64)
+    return total

@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -35,7 +34,6 @@ from headrace.update.wires import AdapterWire
 
 # New tokens of an answer where neither the model nor the user says how many.
 _NEW_TOKENS = 512
-_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 
 @dataclass
@@ -225,7 +223,7 @@ def open_chain(
     checkpoint = Checkpoint.open(directory, decode=True)
     check(checkpoint.config)
     check_whole(checkpoint.config, checkpoint.whole)
-    chain = Chain.from_config(checkpoint.config, compute_dtype or stored_dtype(checkpoint), Optimizer())
+    chain = Chain.from_config(checkpoint.config, compute_dtype or checkpoint.main_dtype, Optimizer())
     ready_to_generate(chain.model)
     machine = this_machine(budget.device_bytes)
     chain.move_buffers(machine.device)
@@ -254,17 +252,6 @@ def _maker(chain: Chain, options: Options, seams: Seams, weights: WeightMap) -> 
     stored = stored_codes(chain, weights, rule.planes)
     forms = forms_of(chain, seams, rule, optimizer, stored)
     return Maker(forms, seams.wire, chain.compute_dtype, {**seams.codecs, **stored.codecs}, stored.readers)
-
-
-def stored_dtype(checkpoint: Checkpoint) -> str:
-    """Return the dtype that most of a checkpoint's weights have."""
-    found: Counter[str] = Counter()
-    for tensor in checkpoint.tensors.values():
-        if tensor.dtype in _DTYPES:
-            found[tensor.dtype] += tensor.num_bytes
-    if not found:
-        raise ModelError(f"{checkpoint.directory}: no tensor is {', '.join(_DTYPES)}; weights of other dtypes are not read")
-    return _DTYPES[found.most_common(1)[0][0]]
 
 
 def read_generation_config(directory: Path, model: Any) -> Any:

@@ -202,10 +202,9 @@ class BlockRounder:
             [stored_matrix(self._weights, parameter.pieces, parameter.shape, matrix.expert) for matrix in matrices]
         ).to(device)
         plainly = nearest(before, grid)
-        rounding = product_errors(before, plainly.values, hessians)
         rounded = gptq(before, hessians, grid) if self._compensate else plainly
         values = rounded.values
-        errors = product_errors(before, values, hessians)
+        rounding, errors = product_errors(before, hessians, plainly.values, values)
         for index, matrix in enumerate(matrices):
             own = inputs[index]
             expert = matrix.expert or 0

@@ -96,4 +96,5 @@ def expert_figures(
         is_made=any(expert.is_made for expert in every),
         making_bytes=max(expert.making_bytes(dtype, on_host=on_cpu) for expert in every),
         num_parameters=max(expert.layout.num_parameters for expert in every),
+        decodes=every[0].decodes,
     )

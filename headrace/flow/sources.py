@@ -197,4 +197,5 @@ def _figures_of(index: int, unit: StoredUnit, chain: Chain, on_cpu: bool) -> Uni
         trained_elements=0,
         stored_bytes=unit.num_bytes if unit.is_made else None,
         making_bytes=unit.making_bytes(chain.dtype, on_host=on_cpu),
+        decodes=unit.decodes,
     )

@@ -50,6 +50,20 @@ class Checkpoint:
         """Whether weights are decoded as they are read."""
         return any(tensor.coded is not None for tensor in self.tensors.values())
 
+    @property
+    def main_dtype(self) -> str:
+        """The dtype of most of the weights.
+
+        Raises:
+            ModelError: none are of a dtype that is computed in.
+        """
+        found = {name: sum(t.num_bytes for t in self.tensors.values() if t.dtype == own) for name, own in _STORED_NAMES.items()}
+        if not any(found.values()):
+            raise ModelError(
+                f"{self.directory}: no tensor is {', '.join(_STORED_NAMES.values())}; weights of other dtypes are not read"
+            )
+        return max(found, key=lambda name: found[name])
+
     @classmethod
     def open(cls, directory: str | Path, *, decode: bool = False) -> "Checkpoint":
         """Read the configuration and the headers of the weight files in `directory`.

@@ -20,11 +20,13 @@ from headrace.model.coded import CodedSource
 from headrace.model.decoding import Decoding
 from headrace.model.matching import Piece, WeightMap
 from headrace.model.safetensors_file import StoredTensor
+from headrace.terms.coding import Decodes, decodes_of
 from headrace.terms.layout import ParameterSpec, UnitLayout
 from headrace.terms.sizes import round_up
 
-# Tensors of one file that lie nearer to one another than this are read together, with what is between them.
-_GAP_BYTES = 64 << 10
+# Tensors of one file that lie nearer to one another are read together, with what is between them; but only where that is at
+# most an eighth of what was before. Files order tensors by dtype: other blocks lie between a small block's scales and codes.
+_GAP_BYTES, _GAP_SHARE = 64 << 10, 1 / 8
 # Where tensors in a slot begin. With operands between such borders MKL's float32 products round differently, and libraries of
 # GPUs have slower kernels. Files align tensors to 8 bytes only.
 TENSOR_ALIGNMENT_BYTES = 64
@@ -58,6 +60,11 @@ class StoredUnit:
     def is_made(self) -> bool:
         """Whether the slot is made of what is read, by `put`."""
         return bool(self.placements or self.decodings)
+
+    @property
+    def decodes(self) -> Decodes:
+        """The weights that `put` decodes, by kind of code."""
+        return decodes_of((each.codec.name, each.rows * each.columns) for each in self.decodings)
 
     def put(self, read: torch.Tensor, into: torch.Tensor) -> None:
         """Fill the flat slot `into` from the bytes `read` (uint8), on one device."""
@@ -141,7 +148,8 @@ def _extents(tensors: Sequence[StoredTensor]) -> tuple[tuple[Extent, ...], dict[
         start = tensor.offset // BLOCK_BYTES * BLOCK_BYTES
         stop = round_up(tensor.offset + tensor.num_bytes, BLOCK_BYTES)
         last = extents[-1] if extents else None
-        if last is not None and last.path == tensor.path and start - (last.offset + last.num_bytes) < _GAP_BYTES:
+        gap = start - (last.offset + last.num_bytes) if last is not None and last.path == tensor.path else _GAP_BYTES
+        if last is not None and gap < min(_GAP_BYTES, 1 + _GAP_SHARE * last.num_bytes):
             extents[-1] = last = replace(last, num_bytes=max(last.num_bytes, stop - last.offset))
         else:
             at = last.at + last.num_bytes if last is not None else 0

@@ -42,7 +42,7 @@ def _seconds_of_one(plan: GenerationPlan, experts: ExpertPlan, rates: Rates) -> 
     if plan.separate_device:
         seconds.append(figures.stored_bytes / lanes[Lane.HOST_TO_DEVICE])
     if figures.is_made:
-        seconds.append((figures.stored_bytes + plan.planes.weight.num_bytes(figures.elements)) / lanes[Lane.MAKE])
+        seconds.append(figures.moved_bytes(plan.planes.weight.num_bytes(figures.elements)) / lanes[Lane.MAKE])
     return max(seconds)
 
 

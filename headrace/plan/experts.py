@@ -10,6 +10,7 @@ Where T tokens choose k of E experts each, E (1 - (1 - k/E)^T) experts are wante
 from dataclasses import dataclass
 
 from headrace.plan.buffer_sizes import SOURCE_SLOTS
+from headrace.terms.coding import Decodes
 from headrace.terms.forms import UnitFigures
 from headrace.terms.layout import Plane
 from headrace.terms.sizes import PAGE_BYTES, round_up
@@ -30,6 +31,7 @@ class ExpertFigures:
         stored_bytes: bytes that are read for the largest expert.
         is_made: whether a slot is made of what is read, and not just read; `making_bytes` as in `UnitFigures`.
         num_parameters: parameters of one expert.
+        decodes, making_like: as in `UnitFigures`, of one expert.
     """
 
     units: tuple[UnitFigures, ...]
@@ -39,6 +41,12 @@ class ExpertFigures:
     is_made: bool
     making_bytes: int
     num_parameters: int
+    decodes: Decodes = ()
+    making_like: int = 0
+
+    def moved_bytes(self, slot_bytes: int) -> int:
+        """Return the bytes that making an expert's slot, of `slot_bytes`, takes as long as to move."""
+        return max(self.stored_bytes + slot_bytes, self.making_like)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -45,6 +45,7 @@ class GenerationPlan:
     order of use is known. `costs` are those of one seat. With `experts` these come by themselves, and `units` are without them.
     With `kept_copies` caches stay where compute is, with so many copies of each row: for beams, or drafts that may be taken
     back.
+    `uncoded` is what coded weights would take in the compute dtype, by a plan of their own, where anybody asked.
     """
 
     compute_dtype: str
@@ -66,6 +67,7 @@ class GenerationPlan:
     caches: CachePlan = field(default_factory=CachePlan)
     results: Results = field(default_factory=Results)
     forecast: PassForecast | None = None
+    uncoded: PassForecast | None = None
 
     @property
     def planes(self) -> PlaneSet:
@@ -163,10 +165,31 @@ class GenerationPlan:
                 f"{format_seconds(found.pass_seconds)} a token of each row, {format_seconds(found.first_pass_seconds)} before "
                 f"the first; limited by {found.limiting}; {format_bytes(found.read_bytes)} read for each pass"
             )
+            if self.uncoded is not None:
+                plain = self.uncoded.tokens_per_second
+                times = found.tokens_per_second / plain
+                how = f"{times:.2f} times as fast as" if times >= 1 else "slower than"
+                lines.append(f"code     {how} plain {self.compute_dtype}, which would give {plain:.3g} tokens/s")
             if found.written_bytes:
                 lines.append(f"drives   {format_bytes(found.written_bytes)} written for all prompts{found.wear}")
         lines += [f"note     {note}" for note in self.results.notes]
         return "\n".join(lines)
+
+    def _explain_codes(self) -> str:
+        """Return what is read of coded weights, what for, and where it is decoded; nothing where none are coded."""
+        blocks, figures = range(1, self.num_blocks + 1), self.experts.figures if self.experts is not None else None
+        every = [*(unit.decodes for unit in self.units), figures.decodes if figures is not None else ()]
+        kinds = {kind for decodes in every for kind, _ in decodes}
+        if not kinds:
+            return ""
+        read, dense = sum(map(self.stored_bytes, blocks)), sum(map(self.slot_bytes, blocks))
+        if figures is not None:
+            count = sum(figures.num_experts)
+            read += count * figures.stored_bytes
+            dense += count * self.planes.weight.num_bytes(figures.elements)
+        where = "on the device, after they have crossed the link" if self.separate_device else "on a core of the host"
+        sizes = f"{format_bytes(read)} for {format_bytes(dense)} in {self.compute_dtype}"
+        return f"{', '.join(sorted(kinds))}: {sizes}, decoded {where}"
 
     def explain_memory(self) -> list[str]:
         """Return the memory by purpose, in words, one line for each tier."""
@@ -177,6 +200,8 @@ class GenerationPlan:
         ]
         if self.experts is not None:
             lines.append(f"experts  {self.experts.describe(self.seats * self.rows)}")
+        if codes := self._explain_codes():
+            lines.append(f"codes    {codes}")
         if self.caches.moves:
             elsewhere = ((HOST, "in host memory"), (SSD, "on the drives"))
             places = [f"{len(self.caches.blocks(home))} {words}" for home, words in elsewhere if self.caches.blocks(home)]

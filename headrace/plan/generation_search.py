@@ -79,6 +79,7 @@ def make_generation_plan(question: GenerationQuestion) -> GenerationPlan:
     Raises:
         PlanInfeasible: nothing fits; the message says which tier is short, and what would help.
     """
+    question = _decoding_on(question, question.machine)
     fitting = [plan for plan in _placements(question) if _fits(plan)]
     if not fitting:
         raise _infeasible(question)
@@ -91,6 +92,19 @@ def make_generation_plan(question: GenerationQuestion) -> GenerationPlan:
         if operations > _MOST_OPERATIONS:
             break
     return with_forecast(min(timed)[2], question.machine)
+
+
+def _decoding_on(question: GenerationQuestion, machine: Ceilings) -> GenerationQuestion:
+    """Return the question with what decoding takes on a machine."""
+
+    def figured(units: Sequence[UnitFigures]) -> tuple[UnitFigures, ...]:
+        return tuple(replace(unit, making_like=machine.making_like(unit.decodes)) for unit in units)
+
+    experts = question.experts
+    if experts is not None:
+        like = machine.making_like(experts.decodes)
+        experts = replace(experts, units=figured(experts.units), making_like=like)
+    return replace(question, units=figured(question.units), experts=experts)
 
 
 def with_forecast(plan: GenerationPlan, ceilings: Ceilings) -> GenerationPlan:
@@ -284,7 +298,7 @@ def _rough_seconds(plan: GenerationPlan, rates: Rates) -> float:
         sent = part * sum(plan.stored_bytes(unit) for unit in blocks) / rates.bytes_per_second[Lane.HOST_TO_DEVICE]
     if plan.makes_slots:
         left = (plan.num_blocks - plan.device_slots + 1) / plan.num_blocks if plan.device_slots < plan.num_blocks else 0.0
-        made = sum(plan.slot_bytes(unit) + plan.stored_bytes(unit) for unit in blocks)
+        made = sum(max(plan.slot_bytes(unit) + plan.stored_bytes(unit), plan.units[unit].making_like) for unit in blocks)
         sent = max(sent, left * made / rates.bytes_per_second[Lane.MAKE])
     caches = {block: plan.seats * whole_bytes(plan.costs, plan.new_tokens // 2, block) for block in blocks}
     read += sum(caches[block] for block in plan.caches.blocks(SSD)) / rates.bytes_per_second[Lane.SSD_READ]

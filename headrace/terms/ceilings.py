@@ -6,10 +6,11 @@ only figures that can be true. A missing, unknown or absurd one is refused by th
 zero or a NaN would still print a plan.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from headrace.terms.coding import DECODED_PER_SECOND, Decodes, moved_meanwhile
 from headrace.terms.errors import ConfigError
 from headrace.terms.figures import figure, mapping_of, number, optional_whole, refuse_unknown, whole
 from headrace.terms.layout import COMPUTE_DTYPES
@@ -134,6 +135,7 @@ class Ceilings:
     `fresh_pages_share` is the share of its matrix rate that a CPU keeps where freed memory goes back to the kernel at once.
     `device_memory_bytes_per_second` is the bandwidth of the device's own memory; None where nobody measured it.
     `widened_dtypes` are those whose products a CPU computes in float32, because it has no instructions for them.
+    `decoded_per_second` has weights that one core decodes in a second, by kind of code; `terms.coding` has those of another.
     `has_device` is false where the CPU computes; the link's figures are then those of copies inside host memory.
     `sources` says of each figure where it comes from.
     """
@@ -162,6 +164,7 @@ class Ceilings:
     transfer_seconds: float = 0.0  # added to each copy, read and write
     commit_seconds: float = 0.0
     widened_dtypes: tuple[str, ...] = ()
+    decoded_per_second: Mapping[str, float] = field(default_factory=dict)
     slowdowns: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     sources: Mapping[str, str] = field(default_factory=dict)
 
@@ -225,6 +228,11 @@ class Ceilings:
         """Rate at which weights are made of what is stored and trained: the memory bandwidth of the device that computes."""
         return self.device_update_bytes_per_second if self.has_device else self.host_memory_bytes_per_second
 
+    def making_like(self, decodes: Decodes) -> int:
+        """Return the bytes that are moved, at the rate of making weights, while a device, or a core, decodes them."""
+        rates = None if self.has_device else {**DECODED_PER_SECOND, **self.decoded_per_second}
+        return moved_meanwhile(decodes, rates, self.make_bytes_per_second)
+
     def with_twice(self, part: Part) -> "Ceilings":
         """Return the machine with `part` doubled; a figure that nobody measured becomes twice what is assumed for it."""
         known = replace(self, device_memory_bytes_per_second=self.device_update_bytes_per_second)
@@ -276,6 +284,7 @@ class Ceilings:
             flops_per_second=_flops(figures, where=name),
             drives=_drives(figures, where=name),
             widened_dtypes=_widened(figures, where=name),
+            decoded_per_second=_rates_of(figures, "decoded_per_second", DECODED_PER_SECOND, where=name),
             slowdowns=_slowdowns(figures, where=name),
             sources=_sources(figures, where=name),
             **rates,
@@ -288,6 +297,7 @@ class Ceilings:
         values["flops_per_second"] = dict(self.flops_per_second)
         values["drives"] = [drive.to_json() for drive in self.drives]
         values["widened_dtypes"] = list(self.widened_dtypes)
+        values["decoded_per_second"] = dict(self.decoded_per_second)
         values["slowdowns"] = {lane: dict(factors) for lane, factors in self.slowdowns.items()}
         values["sources"] = dict(self.sources)
         return values
@@ -358,11 +368,18 @@ def _network(figures: Mapping[str, Any], *, where: str) -> float:
 
 
 def _flops(figures: Mapping[str, Any], *, where: str) -> dict[str, float]:
-    rates = mapping_of(figures.get("flops_per_second"), where=f"{where}: flops_per_second")
-    refuse_unknown(rates, set(COMPUTE_DTYPES), where=f"{where}: flops_per_second")
+    rates = _rates_of({"flops_per_second": None, **figures}, "flops_per_second", COMPUTE_DTYPES, where=where)
     if not rates:
         raise ConfigError(f"{where}: flops_per_second is empty; give a figure for one of {', '.join(COMPUTE_DTYPES)} at least")
-    return {name: figure(rates, name, where=f"{where}: flops_per_second", most=_MOST_FLOPS_PER_SECOND) for name in rates}
+    return rates
+
+
+def _rates_of(figures: Mapping[str, Any], name: str, known: Iterable[str], *, where: str) -> dict[str, float]:
+    """Return the rates of things that are `known`."""
+    where = f"{where}: {name}"
+    rates = mapping_of(figures.get(name, {}), where=where)
+    refuse_unknown(rates, set(known), where=where)
+    return {each: figure(rates, each, where=where, most=_MOST_FLOPS_PER_SECOND) for each in rates}
 
 
 def _widened(figures: Mapping[str, Any], *, where: str) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from headrace.terms.coding import CodedUnit
+from headrace.terms.coding import CodedUnit, Decodes, decodes_of
 from headrace.terms.cuts import Cuts, cuts_of
 from headrace.terms.errors import ConfigError
 from headrace.terms.families import (
@@ -45,9 +45,18 @@ class UnitFigures:
     Attributes:
         num_elements: elements of the slot that compute reads.
         home: `SSD` or `DEVICE`: where the weights live between uses.
+<<<<<<< HEAD
         trained_elements: elements of what is updated: 0 for a frozen unit, None where all of the unit is updated in place.
         stored_bytes: bytes of coded weights on the drive; None where they are not coded.
         making_bytes: the most bytes that making a slot allocates for a moment, on the device that computes.
+=======
+        trained_elements: of what is updated, where that is not all of the unit in place (None): 0 for a frozen unit.
+        stored_bytes: of the weights on the drive, where they are coded.
+        making_bytes: the most that making a slot allocates for a moment, on the device that computes.
+        decodes: the weights that are decoded for it, by kind of code.
+        making_like: bytes that a machine moves while it decodes them, at the rate of its lane that makes weights
+            (`Ceilings.making_like`).
+>>>>>>> e70b660 (headrace plan CODED --generate, and --compress int4|ternary --generate: coded bytes, decoding's own time, whether plain weights would be faster; small blocks are read without what lies between their scales and codes; adapters upon FP8 and ternary bases are held to those upon decoded weights; errors of products take three eighths of the operations)
         cuts: where what is updated may be cut into chunks; (): anywhere.
         is_far: whether its weights and states live at another site, which updates it.
         basis_elements: float32 numbers of the basis of the trained family's subspace; 0 where there is none.
@@ -61,6 +70,8 @@ class UnitFigures:
     trained_elements: int | None = None
     stored_bytes: int | None = None
     making_bytes: int = 0
+    decodes: Decodes = ()
+    making_like: int = 0
     cuts: tuple[Cuts, ...] = ()
     is_far: bool = False
     basis_elements: int = 0
@@ -68,8 +79,14 @@ class UnitFigures:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "UnitFigures":
+<<<<<<< HEAD
         """Return the figures that `dataclasses.asdict` made `values` of; JSON has made lists of its tuples."""
         return cls(**{**values, "cuts": tuple(Cuts(*each) for each in values.get("cuts", ()))})
+=======
+        """Inverse of `dataclasses.asdict`, of which JSON has made lists."""
+        cuts, decodes = values.get("cuts", ()), values.get("decodes", ())
+        return cls(**{**values, "cuts": tuple(Cuts(*each) for each in cuts), "decodes": tuple(map(tuple, decodes))})
+>>>>>>> e70b660 (headrace plan CODED --generate, and --compress int4|ternary --generate: coded bytes, decoding's own time, whether plain weights would be faster; small blocks are read without what lies between their scales and codes; adapters upon FP8 and ternary bases are held to those upon decoded weights; errors of products take three eighths of the operations)
 
     @property
     def in_place(self) -> bool:
@@ -122,6 +139,7 @@ def merged(units: Sequence[UnitFigures]) -> UnitFigures:
         trained_elements=None if first.in_place else sum(unit.gradient_elements for unit in units),
         stored_bytes=None if first.stored_bytes is None else sum(unit.stored_bytes or 0 for unit in units),
         making_bytes=max(unit.making_bytes for unit in units),
+        making_like=sum(unit.making_like for unit in units),
         basis_elements=sum(unit.basis_elements for unit in units),
         cuts=(),
     )
@@ -200,6 +218,7 @@ class Form:
             trained_elements=trained,
             stored_bytes=self.code.num_bytes if self.code else None,
             making_bytes=self.making_bytes,
+            decodes=decodes_of((each.codec, each.rows * each.columns) for each in self.code.matrices) if self.code else (),
             cuts=self.cuts,
             is_far=self.is_far,
             basis_elements=self.basis.num_elements if self.basis else 0,

@@ -69,9 +69,20 @@ def test_neither_blocks_nor_the_batch_nor_the_scale_of_h_change_anything(grid: G
 )
 def test_products_are_better_than_with_rounding(grid: Grid, least_gain: float) -> None:
     weights, hessians = correlated(2, 64, 96)
-    ours = product_errors(weights, gptq(weights, hessians, grid).values, hessians)
-    rounding = product_errors(weights, nearest(weights, grid).values, hessians)
+    values = gptq(weights, hessians, grid).values, nearest(weights, grid).values
+    ours, rounding = product_errors(weights, hessians, *values)
     assert bool((ours * least_gain < rounding).all()), f"{ours} against {rounding}"
+
+
+def test_errors_are_those_of_the_products() -> None:
+    """Of more columns than are multiplied at once; and zero where there are no products."""
+    torch.manual_seed(2)
+    inputs, weights, other = (torch.randn(2, rows, 1100, dtype=torch.float64) for rows in (40, 3, 3))
+    inputs[1] = 0
+    products, differences = weights @ inputs.mT, (other - weights) @ inputs.mT
+    expected = [float(differences[0].square().sum() / products[0].square().sum()), 0.0]
+    (found,) = product_errors(weights, inputs.mT @ inputs, other)
+    assert found.tolist() == pytest.approx(expected, rel=1e-12)
 
 
 def test_no_choice_of_codes_for_a_small_matrix_is_much_better() -> None:

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from coded_models import KINDS, write_coded
+from compressing import run_to_words
+from safetensors.torch import load_file
 from test_compression import decoded
 from tiers import sampled
 from transformers import AutoModelForCausalLM
@@ -81,16 +83,18 @@ def test_coded_weights_are_not_trained_in_place(dense_int4: Any, tmp_path: Path)
 
 
 def adapted(model: Path, run: Path) -> tuple[list[float], bytes]:
-    """Return losses of two steps of LoRA in bfloat16, and the bytes of what came of it."""
+    """Return losses of two steps of LoRA in bfloat16, and the bytes of what came of it: less the gradients."""
     given = {"sequence_length": 24, "tokens_per_step": 96, "compute_dtype": "bfloat16", "host_memory": "1GiB"}
-    options = headrace.Options(output=run, adapter="lora:rank=4", learning_rate=1e-2, **given)
+    options = headrace.Options(output=run, adapter="lora:rank=4", optimizer="sgd:momentum=0", learning_rate=1.0, **given)
     with Engine.open(model, options) as engine:
         losses = [engine.step(batch_of(seed)).loss for seed in range(2)]
         engine.save_pretrained(run / "adapter")
-    return losses, (run / "adapter" / "adapter_model.safetensors").read_bytes()
+    file = run / "adapter" / "adapter_model.safetensors"
+    assert all(tensor.any() for tensor in load_file(file).values()), "all have had a gradient"
+    return losses, file.read_bytes()
 
 
-@pytest.mark.parametrize("kind", ["nf4", *(pytest.param(kind, marks=pytest.mark.deep) for kind in ("mxfp4", "zero points"))])
+@pytest.mark.parametrize("kind", sampled(tuple(KINDS), ("nf4", "fp8")))
 def test_adapters_upon_published_codes_are_those_upon_decoded_weights(kind: str, tmp_path: Path) -> None:
     """Forward, recompute and gradients of inputs see the decoded bits, so adapters end with the same ones."""
     coded, _ = write_coded(tmp_path, kind)
@@ -102,3 +106,10 @@ def test_adapters_upon_what_was_compressed_are_those_upon_decoded_weights(dense_
     plain = decompress(dense_int4[0] / "out", tmp_path / "plain")
     assert why_not_packed(dense_int4[0] / "out", 24) == "", "asked first by the command"
     assert adapted(dense_int4[0] / "out", tmp_path / "run") == adapted(plain, tmp_path / "other")
+
+
+@pytest.mark.deep
+def test_adapters_upon_ternary_experts_are_those_upon_decoded_weights(mixture: Path, tmp_path: Path) -> None:
+    run_to_words(mixture, tmp_path)
+    coded = tmp_path / "out"
+    assert adapted(coded, tmp_path / "run") == adapted(decompress(coded, tmp_path / "plain"), tmp_path / "other")

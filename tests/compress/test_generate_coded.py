@@ -3,6 +3,7 @@
 Run: pytest tests/compress/test_generate_coded.py
 """
 
+import json
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -13,11 +14,14 @@ import pytest
 import torch
 from banked_plans import with_banks, with_whole_blocks
 from coded_models import KINDS, write_coded
-from compressing import run
+from compressing import run, write_data
 from tiers import sampled
 from transformers import AutoModelForCausalLM
 
+from headrace.answers.generation import plan_generation
+from headrace.cli import main
 from headrace.engine.generator import Generated, Generator, MicroBatch
+from headrace.engine.merging import merge_adapters
 from headrace.model.products import WideProducts
 from headrace.plan.generation import GenerationPlan, generation_buffers
 from headrace.runs.decompression import decompress
@@ -25,6 +29,7 @@ from headrace.runs.evaluating import evaluate
 from headrace.runs.generation_source import open_generator
 from headrace.runs.jobs import JobProgress, run_job
 from headrace.terms.budget import Budget
+from headrace.terms.errors import ConfigError
 from headrace.terms.eval_options import EvalOptions
 from headrace.terms.generate_options import GenerateOptions
 
@@ -133,6 +138,73 @@ def test_a_job_goes_on(dense_int4: Any, tmp_path: Path) -> None:
         answered(coded, tmp_path / "job", 2)
     assert not (tmp_path / "job" / "out.jsonl").exists()
     assert answered(coded, tmp_path / "job") == answered(coded, tmp_path / "whole")
+
+
+@pytest.mark.parametrize("model", sampled(("dense_int4", "mixture_int4"), ("mixture_int4",)))
+def test_a_plan_is_that_of_the_run(model: str, request: pytest.FixtureRequest, capfd: Any) -> None:
+    """Of the files' headers alone; and beside it what plain weights would take."""
+    coded = request.getfixturevalue(model)[0] / "out"
+    options, how = GenerateOptions.of({"host_memory": "1GiB"}), {"prompts": 3, "prompt_length": 9, "new_tokens": 4}
+    plan = plan_generation(str(coded), options, None, here=True, **how)
+    with open_generator(coded, options, None, None) as generator:
+        own = generator.plan_only(3, 9, 4)
+    # Before it is compressed as much is known of it, but for a group's width, which follows from a matrix's.
+    asked = {**how, "here": True, "compress": "int4"}
+    before = plan_generation(str(request.getfixturevalue(model.removesuffix("_int4"))), options, None, **asked)
+    assert [unit.decodes for unit in before.units] == [unit.decodes for unit in plan.units]
+    assert before.stored_bytes(1) == pytest.approx(plan.stored_bytes(1), rel=0.2)
+    for name in ("units", "experts", "host_slots", "device_slots", "rows", "seats", "forecast"):
+        assert getattr(plan, name) == getattr(own, name), name
+    assert plan.results.notes == own.results.notes
+    assert plan.uncoded is not None
+    assert own.uncoded is None, "nobody asked"
+    called("plan", coded, "--generate", "--prompt-length", 9, "--new-tokens", 4, "--batch", 3, "--machine", "a6000-1ssd")
+    said = capfd.readouterr().out
+    assert "codes    pack: " in said
+    assert "decoded on the device, after they have crossed the link" in said
+    assert "plain bfloat16, which would give" in said
+    called("plan", coded, "--generate", "--prompt-length", 9, "--new-tokens", 4, "--json")
+    assert json.loads(capfd.readouterr().out)["uncoded"]["tokens_per_second"] > 0
+
+
+def test_what_is_coded_is_not_planned_to_be_compressed(dense_int4: Any, tmp_path: Path) -> None:
+    coded, how = dense_int4[0] / "out", {"prompts": 1, "prompt_length": 9, "new_tokens": 4}
+    (tmp_path / "config.json").write_bytes((coded / "config.json").read_bytes())
+    for model, said, more in (
+        (coded, "is coded already", {"compress": "int4"}),
+        (tmp_path / "config.json", "give the dir", {}),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            plan_generation(str(model), GenerateOptions(), None, here=True, **how, **more)
+
+
+def called(*words: object) -> None:
+    with pytest.raises(SystemExit) as left:
+        main([str(word) for word in words])
+    assert not left.value.code
+
+
+@pytest.mark.deep
+def test_an_adapter_trained_upon_codes_answers_beside_them(dense_int4: Any, tmp_path: Path, capfd: Any) -> None:
+    """QLoRA by the command, from its data to its answers and its held-out loss: as merged into the decoded weights."""
+    coded, data, run = dense_int4[0] / "out", write_data(tmp_path / "a.jsonl"), tmp_path / "run"
+    small = ("--host-memory", "4GiB", "--compute-dtype", "float32")
+    sizes = ("--sequence-length", 32, "--tokens-per-step", 64, "--max-steps", 4, "--no-measure")
+    called("train", coded, data, "--output", run, "--adapter", "lora:rank=4", "--learning-rate", "3e-2", *sizes, *small)
+    merge_adapters(decompress(coded, tmp_path / "plain"), run / "final", tmp_path / "merged", {})
+    capfd.readouterr()
+    answer = ("--prompt", "9 is what 3", "--max-new-tokens", 8, "--temperature", 0, "--raw", *small)
+    texts = []
+    for words in ((coded, "--adapter", run / "final"), (run,), (tmp_path / "merged",), (coded,)):
+        called("generate", *words, *answer)
+        texts.append(capfd.readouterr().out)
+    assert texts[0] == texts[1] == texts[2] != texts[3]
+    losses = []
+    for place in (run, tmp_path / "merged", coded):
+        called("eval", place, "--data", data, "--sequence-length", 32, "--json", *small)
+        losses.append(json.loads(capfd.readouterr().out)["loss"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+    assert losses[0] < losses[2] - 0.01
 
 
 def test_held_out_loss_is_that_of_the_decoded_directory(dense_int4: Any, tmp_path: Path) -> None:

@@ -189,6 +189,40 @@ def test_where_all_experts_are_wanted_they_are_read_ahead() -> None:
     assert seconds(passes[False], asked) < seconds(passes[True], asked), "of one row few are wanted"
 
 
+def coded(kind: str, ratio: float, by_experts: bool, device_bytes: int | None = None) -> GenerationQuestion:
+    """A question of one row whose blocks, or experts, are coded, little of which fits into memory."""
+    asked = mixture(170 * MIB, 1, device_bytes) if by_experts else question(156 * MIB, 1, device_bytes)
+    block = asked.units[1]
+    own = replace(block, stored_bytes=int(2 * ELEMENTS / ratio), decodes=((kind, ELEMENTS),))
+    asked = replace(asked, units=(asked.units[0], *[own] * BLOCKS, asked.units[-1]))
+    if (experts := asked.experts) is not None:
+        size = int(experts.stored_bytes / ratio)
+        how = {"stored_bytes": size, "is_made": True, "decodes": ((kind, experts.elements),)}
+        asked = replace(asked, experts=replace(experts, **how))
+    return asked
+
+
+@pytest.mark.parametrize("by_experts", [False, True])
+@pytest.mark.parametrize("device", [None, 80 * MIB])
+def test_decoding_is_in_the_forecast(by_experts: bool, device: int | None) -> None:
+    """A core decodes 4e7 weights of NF4 a second: that is the pass; and a profile that knows better is believed."""
+    slow, fast = (coded(kind, 3.8, by_experts, device) for kind in ("nf4", "pack"))
+    found = {kind: make_generation_plan(asked) for kind, asked in (("nf4", slow), ("pack", fast))}
+    made = sum(unit.num_elements for unit in found["nf4"].units[1:-1]) / BLOCKS
+    rate = slow.machine.make_bytes_per_second / 144 if device else 4e7
+    assert found["nf4"].forecast is not None
+    assert found["pack"].forecast is not None
+    assert found["nf4"].forecast.pass_seconds > made / rate
+    assert found["pack"].forecast.pass_seconds < 0.8 * found["nf4"].forecast.pass_seconds
+    assert slow.ceilings is not None
+    better = replace(slow, ceilings=replace(slow.ceilings, decoded_per_second={"nf4": 3e9}))
+    again = make_generation_plan(better).forecast
+    if device is None:
+        assert again == make_generation_plan(replace(fast, ceilings=better.ceilings)).forecast, "as fast as another kind"
+    else:
+        assert again == found["nf4"].forecast, "the device's own figures count"
+
+
 @settings(max_examples=15)
 @given(st.integers(90, 300), st.integers(0, 120), st.sampled_from([1, 5, 40]))
 def test_of_mixtures_more_memory_is_never_slower(host_mib: int, more_mib: int, prompts: int) -> None:

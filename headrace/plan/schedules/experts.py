@@ -87,7 +87,7 @@ class ExpertRounds:
             source = SOURCES + self._turn % SOURCE_SLOTS if made else COMPUTED + slot
             op(Verb.UPLOAD, Lane.HOST_TO_DEVICE, (host,), (source,), unit=unit, part=number, num_bytes=stored)
         if made:
-            num_bytes = stored + int(experts / rounds * self._expert_bytes)
+            num_bytes = int(experts / rounds * plan.figures.moved_bytes(self._expert_bytes))
             op(Verb.MAKE, Lane.MAKE, (source,), (COMPUTED + slot,), unit=unit, part=number, num_bytes=num_bytes)
             source = COMPUTED + slot
         self._turn += 1

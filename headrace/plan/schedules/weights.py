@@ -179,7 +179,8 @@ class Weights:
             there = sent if figures.stored_bytes is not None else (slot, *sent)
             op(Verb.UPLOAD, Lane.HOST_TO_DEVICE, sources, there, unit=block, num_bytes=read_bytes)
             sources = sent
-        op(Verb.MAKE, Lane.MAKE, sources, (slot,), unit=block, num_bytes=made_bytes + read_bytes)
+        num_bytes = max(made_bytes + read_bytes, figures.making_like)
+        op(Verb.MAKE, Lane.MAKE, sources, (slot,), unit=block, num_bytes=num_bytes)
 
     def forget(self, block: int) -> None:
         """Note that compute's copy of `block`'s weights is no longer the newest."""

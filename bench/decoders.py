@@ -1,0 +1,46 @@
+"""How many coded weights one core decodes in a second, by code: what plans of coded models rest on.
+
+    python bench/decoders.py [--repeats 7]
+
+A matrix of 1024 x 4096; CPU seconds of this thread, the best of the repeats.
+"""
+
+import argparse
+import time
+
+import torch
+from ternary import ZEROS, ternary_weights
+
+from headrace.codec import Codec
+from headrace.codec.dictionary import Dictionary
+from headrace.codec.published import Fp8Blocks, Mxfp4, Nf4, PackQuantized
+from headrace.codec.ternary import TritsCodec, WordsCodec
+
+ROWS, COLUMNS = 1024, 4096
+
+
+def main() -> None:
+    """Print a line for each code."""
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--repeats", type=int, default=7)
+    given = arguments.parse_args()
+    torch.set_num_threads(1)
+    normal = torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(0)) * 0.02
+    ternary = ternary_weights(ROWS, COLUMNS, ZEROS)
+    codecs: list[tuple[Codec, torch.Tensor]] = [(WordsCodec(Dictionary.build()), ternary), (TritsCodec(), ternary)]
+    codecs += [(each, normal) for each in (PackQuantized(128), PackQuantized(128, symmetric=False), Fp8Blocks(), Nf4())]
+    codecs.append((Mxfp4(ROWS), normal))
+    for codec, weights in codecs:
+        parts, found = codec.encode(weights), []
+        for dtype in (torch.bfloat16, torch.float32):
+            into, best = torch.empty(ROWS, COLUMNS, dtype=dtype), float("inf")
+            for _ in range(given.repeats):
+                begin = time.thread_time()
+                codec.decode(parts, into, range(ROWS))
+                best = min(best, time.thread_time() - begin)
+            found.append(f"{str(dtype)[6:]} {ROWS * COLUMNS / best / 1e9:.2f}")
+        print(f"{codec.name:36} G weights/s to {', '.join(found)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
