@@ -6,13 +6,13 @@ only figures that can be true. A missing, unknown or absurd one is refused by th
 zero or a NaN would still print a plan.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from headrace.terms.coding import DECODED_PER_SECOND, Decodes, moved_meanwhile
 from headrace.terms.errors import ConfigError
-from headrace.terms.figures import figure, mapping_of, number, optional_whole, refuse_unknown, whole
+from headrace.terms.figures import figure, mapping_of, number, optional_whole, rates_of, refuse_unknown, texts_of, whole
 from headrace.terms.layout import COMPUTE_DTYPES
 from headrace.terms.program import Lane, Part
 from headrace.terms.sizes import MIB
@@ -284,9 +284,11 @@ class Ceilings:
             flops_per_second=_flops(figures, where=name),
             drives=_drives(figures, where=name),
             widened_dtypes=_widened(figures, where=name),
-            decoded_per_second=_rates_of(figures, "decoded_per_second", DECODED_PER_SECOND, where=name),
+            decoded_per_second=rates_of(
+                figures, "decoded_per_second", DECODED_PER_SECOND, where=name, most=_MOST_FLOPS_PER_SECOND
+            ),
             slowdowns=_slowdowns(figures, where=name),
-            sources=_sources(figures, where=name),
+            sources=texts_of(figures, "sources", where=name),
             **rates,
             **{overhead: _overhead(figures, overhead, where=name) for overhead in _OVERHEADS},
         )
@@ -368,18 +370,11 @@ def _network(figures: Mapping[str, Any], *, where: str) -> float:
 
 
 def _flops(figures: Mapping[str, Any], *, where: str) -> dict[str, float]:
-    rates = _rates_of({"flops_per_second": None, **figures}, "flops_per_second", COMPUTE_DTYPES, where=where)
+    given = {"flops_per_second": None, **figures}
+    rates = rates_of(given, "flops_per_second", COMPUTE_DTYPES, where=where, most=_MOST_FLOPS_PER_SECOND)
     if not rates:
         raise ConfigError(f"{where}: flops_per_second is empty; give a figure for one of {', '.join(COMPUTE_DTYPES)} at least")
     return rates
-
-
-def _rates_of(figures: Mapping[str, Any], name: str, known: Iterable[str], *, where: str) -> dict[str, float]:
-    """Return the rates of things that are `known`."""
-    where = f"{where}: {name}"
-    rates = mapping_of(figures.get(name, {}), where=where)
-    refuse_unknown(rates, set(known), where=where)
-    return {each: figure(rates, each, where=where, most=_MOST_FLOPS_PER_SECOND) for each in rates}
 
 
 def _widened(figures: Mapping[str, Any], *, where: str) -> tuple[str, ...]:
@@ -407,11 +402,3 @@ def _slowdowns(figures: Mapping[str, Any], *, where: str) -> dict[str, dict[str,
         refuse_unknown(others, lanes - {lane}, where=f"{where}[{lane}]")
         slowdowns[lane] = {other: figure(others, other, where=f"{where}[{lane}]", most=1.0) for other in others}
     return slowdowns
-
-
-def _sources(figures: Mapping[str, Any], *, where: str) -> dict[str, str]:
-    sources = mapping_of(figures.get("sources", {}), where=f"{where}: sources")
-    for name, source in sources.items():
-        if not isinstance(source, str):
-            raise ConfigError(f"{where}: sources[{name}] is {source!r}; write a text")
-    return dict(sources)

@@ -1,7 +1,7 @@
 """Figures that people and machines wrote down, checked: what is missing, unknown or absurd is refused by its name."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from headrace.terms.errors import ConfigError
@@ -56,3 +56,28 @@ def optional_whole(figures: Mapping[str, Any], name: str, *, where: str, most: f
     if value % multiple_of:
         raise ConfigError(f"{where}: {name} is {value!r}; it must be a multiple of {multiple_of}")
     return value
+
+
+def rates_of(figures: Mapping[str, Any], name: str, known: Iterable[str], *, where: str, most: float) -> dict[str, float]:
+    """Return the rates by name in `figures[name]`, none where it is absent.
+
+    Raises:
+        ConfigError: it is no object, a name is not `known`, or a rate absurd.
+    """
+    where = f"{where}: {name}"
+    rates = mapping_of(figures.get(name, {}), where=where)
+    refuse_unknown(rates, set(known), where=where)
+    return {each: figure(rates, each, where=where, most=most) for each in rates}
+
+
+def texts_of(figures: Mapping[str, Any], name: str, *, where: str) -> dict[str, str]:
+    """Return the texts by name in `figures[name]`, none where it is absent.
+
+    Raises:
+        ConfigError: it is no object, or one of them no text.
+    """
+    texts = mapping_of(figures.get(name, {}), where=f"{where}: {name}")
+    for key, text in texts.items():
+        if not isinstance(text, str):
+            raise ConfigError(f"{where}: {name}[{key}] is {text!r}; write a text")
+    return dict(texts)

@@ -45,18 +45,12 @@ class UnitFigures:
     Attributes:
         num_elements: elements of the slot that compute reads.
         home: `SSD` or `DEVICE`: where the weights live between uses.
-<<<<<<< HEAD
         trained_elements: elements of what is updated: 0 for a frozen unit, None where all of the unit is updated in place.
         stored_bytes: bytes of coded weights on the drive; None where they are not coded.
         making_bytes: the most bytes that making a slot allocates for a moment, on the device that computes.
-=======
-        trained_elements: of what is updated, where that is not all of the unit in place (None): 0 for a frozen unit.
-        stored_bytes: of the weights on the drive, where they are coded.
-        making_bytes: the most that making a slot allocates for a moment, on the device that computes.
         decodes: the weights that are decoded for it, by kind of code.
         making_like: bytes that a machine moves while it decodes them, at the rate of its lane that makes weights
             (`Ceilings.making_like`).
->>>>>>> e70b660 (headrace plan CODED --generate, and --compress int4|ternary --generate: coded bytes, decoding's own time, whether plain weights would be faster; small blocks are read without what lies between their scales and codes; adapters upon FP8 and ternary bases are held to those upon decoded weights; errors of products take three eighths of the operations)
         cuts: where what is updated may be cut into chunks; (): anywhere.
         is_far: whether its weights and states live at another site, which updates it.
         basis_elements: float32 numbers of the basis of the trained family's subspace; 0 where there is none.
@@ -79,14 +73,9 @@ class UnitFigures:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "UnitFigures":
-<<<<<<< HEAD
         """Return the figures that `dataclasses.asdict` made `values` of; JSON has made lists of its tuples."""
-        return cls(**{**values, "cuts": tuple(Cuts(*each) for each in values.get("cuts", ()))})
-=======
-        """Inverse of `dataclasses.asdict`, of which JSON has made lists."""
         cuts, decodes = values.get("cuts", ()), values.get("decodes", ())
         return cls(**{**values, "cuts": tuple(Cuts(*each) for each in cuts), "decodes": tuple(map(tuple, decodes))})
->>>>>>> e70b660 (headrace plan CODED --generate, and --compress int4|ternary --generate: coded bytes, decoding's own time, whether plain weights would be faster; small blocks are read without what lies between their scales and codes; adapters upon FP8 and ternary bases are held to those upon decoded weights; errors of products take three eighths of the operations)
 
     @property
     def in_place(self) -> bool:
