@@ -33,6 +33,7 @@ def test_every_figure_of_a_packaged_profile_has_its_source(name: str):
         "logit_seconds",
         "head_seconds",
         "widened_dtypes",
+        "decoded_per_second",
         "network_bytes_per_second",  # no part of these machines
         "device_memory_bytes_per_second" if not ceilings.has_device else "",
     }
