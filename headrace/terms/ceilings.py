@@ -12,7 +12,17 @@ from typing import Any
 
 from headrace.terms.coding import DECODED_PER_SECOND, Decodes, moved_meanwhile
 from headrace.terms.errors import ConfigError
-from headrace.terms.figures import figure, mapping_of, number, optional_whole, rates_of, refuse_unknown, texts_of, whole
+from headrace.terms.figures import (
+    figure,
+    mapping_of,
+    number,
+    optional_whole,
+    rates_of,
+    refuse_excess,
+    refuse_unknown,
+    texts_of,
+    whole,
+)
 from headrace.terms.layout import COMPUTE_DTYPES
 from headrace.terms.program import Lane, Part
 from headrace.terms.sizes import MIB
@@ -35,8 +45,6 @@ _PIECE_UNIT_BYTES = 4096
 _NETWORK_BYTES_PER_SECOND = 1.25e9  # 10 Gbit/s
 # Below the data sheets of all GPUs with 4 GiB or more that were made since 2020 (192 GB/s: RTX 3050 laptop; from memory).
 _LEAST_DEVICE_MEMORY_BYTES_PER_SECOND = 150e9
-# Two rates measured together may exceed the sum of the two measured alone by noise, not by more.
-_NOISE = 1.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +99,7 @@ class Drive:
         figures = mapping_of(values, where=where)
         refuse_unknown(figures, {each.name for each in fields(cls)}, where=where)
         rates = {name: figure(figures, name, where=where, most=_MOST_DRIVE_BYTES_PER_SECOND) for name in _DRIVE_RATES}
-        _refuse_excess(rates, _DRIVE_RATES[2], _DRIVE_RATES[:2], where=where)
+        refuse_excess(rates, _DRIVE_RATES[2], _DRIVE_RATES[:2], where=where)
         endurance = figures.get("rated_endurance_bytes")
         if endurance is not None:
             endurance = figure(figures, "rated_endurance_bytes", where=where, most=_MOST_ENDURANCE_BYTES)
@@ -269,9 +277,9 @@ class Ceilings:
         if not isinstance(has_device, bool):
             raise ConfigError(f"{name}: has_device is {has_device!r}; write true (a GPU) or false (the CPU computes)")
         rates = {rate: figure(figures, rate, where=name, most=_MOST_BYTES_PER_SECOND) for rate in _RATES}
-        _refuse_excess(rates, _LINK[2], _LINK[:2], where=name)
-        _refuse_excess(rates, "update_bytes_per_second_per_core", ("update_bytes_per_second",), where=name)
-        _refuse_excess(rates, "update_bytes_per_second", ("host_memory_bytes_per_second",), where=name)
+        refuse_excess(rates, _LINK[2], _LINK[:2], where=name)
+        refuse_excess(rates, "update_bytes_per_second_per_core", ("update_bytes_per_second",), where=name)
+        refuse_excess(rates, "update_bytes_per_second", ("host_memory_bytes_per_second",), where=name)
         return cls(
             name=name,
             has_device=has_device,
@@ -334,14 +342,6 @@ def _overhead(figures: Mapping[str, Any], name: str, *, where: str) -> float:
     if not 0 <= value <= _MOST_OVERHEAD_SECONDS:
         raise ConfigError(f"{where}: {name} is {value!r}; it must be between 0 and {_MOST_OVERHEAD_SECONDS:.3g} seconds")
     return float(value)
-
-
-def _refuse_excess(rates: Mapping[str, float], together: str, alone: tuple[str, ...], *, where: str) -> None:
-    limit = sum(rates[name] for name in alone)
-    if rates[together] > _NOISE * limit:
-        raise ConfigError(
-            f"{where}: {together} is {rates[together]:.4g}, more than {' + '.join(alone)} = {limit:.4g}; measure them again"
-        )
 
 
 def _device_memory(figures: Mapping[str, Any], *, has_device: bool, where: str) -> int:

@@ -6,6 +6,9 @@ from typing import Any
 
 from headrace.terms.errors import ConfigError
 
+# Two rates measured together may exceed the sum of the two measured alone by noise, not by more.
+_NOISE = 1.1
+
 
 def mapping_of(values: object, *, where: str) -> Mapping[str, Any]:
     """Return `values` if they are an object with named figures; `where` names the place in errors, here and below."""
@@ -81,3 +84,12 @@ def texts_of(figures: Mapping[str, Any], name: str, *, where: str) -> dict[str, 
         if not isinstance(text, str):
             raise ConfigError(f"{where}: {name}[{key}] is {text!r}; write a text")
     return dict(texts)
+
+
+def refuse_excess(rates: Mapping[str, float], together: str, alone: tuple[str, ...], *, where: str) -> None:
+    """Refuse a rate of several things at once that is more than the sum of theirs."""
+    limit = sum(rates[name] for name in alone)
+    if rates[together] > _NOISE * limit:
+        raise ConfigError(
+            f"{where}: {together} is {rates[together]:.4g}, more than {' + '.join(alone)} = {limit:.4g}; measure them again"
+        )
