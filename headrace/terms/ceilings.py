@@ -15,6 +15,7 @@ from headrace.terms.errors import ConfigError
 from headrace.terms.figures import (
     figure,
     mapping_of,
+    names_of,
     number,
     optional_whole,
     rates_of,
@@ -291,7 +292,7 @@ class Ceilings:
             cores=whole(figures, "cores", where=name, most=_MOST_CORES),
             flops_per_second=_flops(figures, where=name),
             drives=_drives(figures, where=name),
-            widened_dtypes=_widened(figures, where=name),
+            widened_dtypes=names_of(figures, "widened_dtypes", COMPUTE_DTYPES, where=name),
             decoded_per_second=rates_of(
                 figures, "decoded_per_second", DECODED_PER_SECOND, where=name, most=_MOST_FLOPS_PER_SECOND
             ),
@@ -375,13 +376,6 @@ def _flops(figures: Mapping[str, Any], *, where: str) -> dict[str, float]:
     if not rates:
         raise ConfigError(f"{where}: flops_per_second is empty; give a figure for one of {', '.join(COMPUTE_DTYPES)} at least")
     return rates
-
-
-def _widened(figures: Mapping[str, Any], *, where: str) -> tuple[str, ...]:
-    names = figures.get("widened_dtypes", [])
-    if not isinstance(names, list | tuple) or not set(map(str, names)) <= set(COMPUTE_DTYPES):
-        raise ConfigError(f"{where}: widened_dtypes is {names!r}; write a list of some of {', '.join(COMPUTE_DTYPES)}")
-    return tuple(names)
 
 
 def _drives(figures: Mapping[str, Any], *, where: str) -> tuple[Drive, ...]:

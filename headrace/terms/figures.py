@@ -1,7 +1,7 @@
 """Figures that people and machines wrote down, checked: what is missing, unknown or absurd is refused by its name."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from headrace.terms.errors import ConfigError
@@ -93,3 +93,11 @@ def refuse_excess(rates: Mapping[str, float], together: str, alone: tuple[str, .
         raise ConfigError(
             f"{where}: {together} is {rates[together]:.4g}, more than {' + '.join(alone)} = {limit:.4g}; measure them again"
         )
+
+
+def names_of(figures: Mapping[str, Any], name: str, known: Sequence[str], *, where: str) -> tuple[str, ...]:
+    """Return the names listed in `figures[name]`, none where it is absent; each must be `known`."""
+    names = figures.get(name, [])
+    if not isinstance(names, list | tuple) or not set(map(str, names)) <= set(known):
+        raise ConfigError(f"{where}: {name} is {names!r}; write a list of some of {', '.join(known)}")
+    return tuple(names)
