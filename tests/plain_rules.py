@@ -63,3 +63,23 @@ class PlainAdaLomo(torch.optim.Optimizer):
                 update = update / update.square().mean(axes, keepdim=True).sqrt().clamp(min=1.0)
                 rate = group["lr"] * whole.square().mean(axes, keepdim=True).sqrt().clamp(min=1e-3)
                 p.copy_(whole * (1 - rate * group["weight_decay"]) - rate * update)
+
+
+class PlainMuon:
+    """`torch.optim.Muon` for matrices but the first of them, an embedding, and `torch.optim.AdamW` for it and all else."""
+
+    def __init__(self, groups: Any, lr: float) -> None:
+        (embedding, *hidden), rest, decay = groups[0]["params"], groups[1]["params"], groups[0]["weight_decay"]
+        others = [{"params": [embedding], "weight_decay": decay}, {"params": rest, "weight_decay": 0.0}]
+        self.parts = [
+            torch.optim.Muon(hidden, lr=lr, weight_decay=decay, momentum=0.95, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.AdamW(others, lr=lr, betas=(0.9, 0.95), eps=1e-8),
+        ]
+
+    def zero_grad(self) -> None:
+        for each in self.parts:
+            each.zero_grad()
+
+    def step(self) -> None:
+        for each in self.parts:
+            each.step()

@@ -1,7 +1,8 @@
 """States come, the rule makes one pass, states and weights go: chunk by chunk, out of core, exactly.
 
 The pass runs on the host, or, where the plan says so, on the device: then the chunk goes there and comes back between reading
-and writing. Invariant: the bits are the same either way.
+and writing. Invariant: the bits are the same either way, but for products of matrices (Muon),
+which each device adds up in an order of its own.
 """
 
 from typing import Any
@@ -138,10 +139,9 @@ def _on_device(state: StepState, op: Op) -> list[torch.Tensor]:
     """Return a chunk's states, weights and gradient on the device as bytes; they lie back to back."""
     plan = state.plan
     first, last = plan.chunk(op.unit, op.chunk)
-    count, planes = last - first, plan.planes
+    count, weights = last - first, plan.chunk_state_bytes(op.unit, op.chunk)
     slot = state.parts.buffers.device_states[op.slot(Pool.DEVICE_STATES)]
-    weights = planes.state_bytes(count)
-    gradient = weights + planes.weight.num_bytes(count)
+    gradient = weights + plan.planes.weight.num_bytes(count)
     return [slot[:weights], slot[weights:gradient], slot[gradient : gradient + count * plan.gradient_bytes_per_element]]
 
 
@@ -151,14 +151,11 @@ def _update_on_device(state: StepState, op: Op) -> None:
     assert plan.rule.device_traffic_bytes is not None, "the rule has a figure for it"
     start, stop = plan.chunk(op.unit, op.chunk)
     states, weights, gradient = _on_device(state, op)
-    planes, begin = [], 0
-    for plane in plan.planes.states:
-        end = begin + (stop - start) * plane.bytes_per_element
-        planes.append(states[begin:end].view(getattr(torch, plane.dtype)))
-        begin = end
+    places = zip(plan.planes.states, plan.state_places(op.unit, op.chunk), strict=True)
+    planes = tuple(states[place].view(getattr(torch, plane.dtype)) for plane, place in places)
     parts.device_updater.update_range(
         weights.view(parts.buffers.dtype),
-        tuple(planes),
+        planes,
         gradient.view(parts.buffers.gradient_dtype),
         state.verdict_of(op).scalars_of(op.unit),
         parts.pieces[op.unit],

@@ -58,7 +58,7 @@ def buffer_groups(plan: Plan) -> dict[str, BufferGroup]:
         groups["device_weights"] = BufferGroup(compute_tier, "weights", plan.device_slots, block * weight)
     if plan.separate_device:
         if plan.device_state_slots:
-            chunk_bytes = plan.chunk_elements * (weight + gradient) + plan.planes.state_bytes(plan.chunk_elements)
+            chunk_bytes = plan.chunk_elements * (weight + gradient) + plan.largest_state_bytes(plan.chunk_elements)
             groups["device_states"] = BufferGroup("device", "states", plan.device_state_slots, chunk_bytes)
         groups["resident_staging"] = BufferGroup("host", "weights", 1, max(resident_bytes))
         if sources := max(plan.source_bytes(unit) for unit in range(len(plan.units))):
@@ -171,7 +171,9 @@ def held_gradient_bytes(plan: Plan, unit: int) -> int:
 
 
 class ChunkBytes(NamedTuple):
-    """Bytes of a chunk: its states, its weights, the memory traffic of its update, and what crosses to the device and back."""
+    """Bytes of a chunk: its states, its weights, the memory traffic of its update, and what crosses to the device and back;
+    and the operations of its products of matrices.
+    """
 
     states: int
     weights: int
@@ -179,6 +181,7 @@ class ChunkBytes(NamedTuple):
     there: int
     back: int
     device_traffic: int
+    flops: float = 0.0
 
 
 def chunk_bytes(plan: Plan, num_elements: int, planes: PlaneSet, states: int) -> ChunkBytes:

@@ -15,6 +15,7 @@ from headrace.terms.cuts import (
     is_uneven,
     largest_item_elements,
     least_chunk_elements,
+    product_flops,
     state_bytes,
     state_places,
 )
@@ -136,6 +137,10 @@ class Plan:
     def chunk_state_bytes(self, unit: int, chunk: int) -> int:
         """Bytes of the states of a chunk."""
         return state_bytes(self.planes_of(unit).states, *self.chunk(unit, chunk), self.units[unit].cuts)
+
+    def chunk_flops(self, unit: int, chunk: int) -> float:
+        """Operations of the products of matrices in the update of a chunk."""
+        return product_flops(self.rule, *self.chunk(unit, chunk), self.units[unit].cuts)
 
     def state_places(self, unit: int, chunk: int) -> list[slice]:
         """Return where the bytes of each state plane lie in a chunk's states."""

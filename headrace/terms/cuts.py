@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise, starmap
-from math import lcm
+from math import isqrt, lcm
 from typing import NamedTuple
 
 from headrace.terms.layout import (
@@ -48,19 +48,21 @@ class Cuts(NamedTuple):
     sides: int = 0
 
 
-def item_shape(parameter: ParameterSpec, rule: RuleFigures) -> tuple[int, int] | None:
-    """Return rows and columns of the items of a parameter under `rule`, None if its elements are updated alone.
+def item_shape(parameter: ParameterSpec, rule: RuleFigures, unit: str = "block") -> tuple[int, int] | None:
+    """Return rows and columns of the items of a parameter of `unit` under `rule`, None if its elements are updated alone.
 
-    Those are parameters with fewer than two dimensions, unless `rule.takes_vectors`, and those that `rule.elementwise` matches.
-    Of more than two dimensions the last two are a matrix.
+    Those are parameters with fewer than two dimensions, and matrices of one row or column, unless `rule.takes_vectors`; and
+    those that `rule.elementwise` matches. Of more than two dimensions the last two are a matrix.
     """
     if rule.grain is Grain.ELEMENT:
         return None
     if len(parameter.shape) < 2:
         return (1, parameter.num_elements) if rule.takes_vectors else None
-    if rule.elementwise and re.search(rule.elementwise, parameter.name):
+    if rule.elementwise and re.search(rule.elementwise, f"{unit}/{parameter.name}"):
         return None
     rows, columns = parameter.shape[-2:]
+    if rule.grain is Grain.MATRIX and min(rows, columns) == 1 and not rule.takes_vectors:
+        return None
     return (1 if rule.grain is Grain.ROWS else rows), columns
 
 
@@ -71,7 +73,7 @@ def cuts_of(layout: UnitLayout, rule: RuleFigures) -> tuple[Cuts, ...]:
     found: list[Cuts] = []
     uneven = is_uneven(rule.planes.states)
     for parameter, stop in _with_ends(layout):
-        shape = item_shape(parameter, rule)
+        shape = item_shape(parameter, rule, layout.name)
         item = shape[0] * shape[1] if shape else 1
         items, sides = (parameter.num_elements // item, num_sides(*shape)) if uneven and shape else (0, 0)
         grain = min(lcm(item, UNIT_ALIGNMENT), stop - parameter.offset)
@@ -123,6 +125,21 @@ def piece_values(plane: Plane, piece: GroupRange) -> int:
     return items * num_sides(piece.rows, piece.columns) if plane.of == "sides" else 0
 
 
+def product_flops(rule: RuleFigures, start: int, stop: int, cuts: Sequence[Cuts]) -> float:
+    """Return the operations of the products of matrices in the update of `[start, stop)`, which begins and ends at cuts.
+
+    Rows and columns of a matrix are told from its size and its sides, which are counted under a rule with uneven planes.
+    """
+    total = 0.0
+    for each in cuts if rule.gram_products else ():
+        first, last = max(start, each.start), min(stop, each.stop)
+        if first < last and each.items:
+            begin, end = (min((place - each.start) // each.item_elements, each.items) for place in (first, last))
+            short = (each.sides - isqrt(each.sides**2 - 4 * each.item_elements)) // 2
+            total += (end - begin) * rule.item_flops(short, each.sides - short)
+    return total
+
+
 def parts_of(planes: Sequence[Plane], pieces: Sequence[GroupRange], start: int) -> list[tuple[slice, ...]]:
     """Return for each of `pieces`, in order, where its numbers lie in each plane; the planes begin with element `start`."""
     if not is_uneven(planes):
@@ -171,7 +188,7 @@ def pieces_of(layout: UnitLayout, rule: RuleFigures) -> tuple[GroupRange, ...]:
             found.append(GroupRange(start, stop, *scalars))
 
     for parameter, stop in _with_ends(layout):
-        group, shape, end = layout.groups[parameter.group], item_shape(parameter, rule), parameter.offset
+        group, shape, end = layout.groups[parameter.group], item_shape(parameter, rule, layout.name), parameter.offset
         if shape:
             end += parameter.num_elements
             found.append(ItemRange(parameter.offset, end, group.learning_rate_scale, group.weight_decay, *shape))

@@ -12,6 +12,7 @@ A unit may be *far*: weights and states live at another site, from which weights
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 from headrace.terms.coding import CodedUnit, Decodes, decodes_of
@@ -120,7 +121,12 @@ class UnitFigures:
 
 def merged(units: Sequence[UnitFigures]) -> UnitFigures:
     """Return the figures of one unit that is as much work as `units`, all of one `kind`: for a coarser plan."""
-    first = units[0]
+    first, starts = units[0], accumulate((unit.gradient_elements for unit in units), initial=0)
+    cuts = [
+        each._replace(start=each.start + start, stop=each.stop + start)
+        for unit, start in zip(units, starts, strict=False)
+        for each in unit.cuts
+    ]
     return replace(
         first,
         num_elements=sum(unit.num_elements for unit in units),
@@ -130,7 +136,7 @@ def merged(units: Sequence[UnitFigures]) -> UnitFigures:
         making_bytes=max(unit.making_bytes for unit in units),
         making_like=sum(unit.making_like for unit in units),
         basis_elements=sum(unit.basis_elements for unit in units),
-        cuts=(),
+        cuts=tuple(cuts),
     )
 
 

@@ -24,10 +24,12 @@ class RuleFigures:
         name: for people, and to tell rules apart whose planes differ.
         planes: the weights that compute uses, the rest of their master, and the states that the rule keeps.
         grain: where a unit may be cut.
-        elementwise: a pattern (searched) of names of parameters, such as embeddings, that are updated element by element
-            whatever the grain. Parameters with fewer than two dimensions are, too, unless `takes_vectors`.
+        elementwise: a pattern of parameters, such as embeddings, that are updated element by element whatever the grain. It is
+            searched in UNIT/NAME: `block.3/model.layers.3.mlp.up.weight`. Parameters with fewer than two dimensions are, too,
+            unless `takes_vectors`.
         takes_vectors: whether parameters with fewer than two dimensions are items of one row each; then no element is alone.
-        flops_per_element: floating-point operations of one element's update.
+        flops_per_element: floating-point operations of one element's update, but for products of matrices.
+        gram_products: how often an update multiplies a matrix by its Gram matrix, and that by itself (`item_flops`).
         core_rate: bytes per second of a core, relative to what a profile has measured with the default rule's loop.
             Below 1 where arithmetic, not memory, takes the time (bench/kernel.py).
         temporary_bytes: the most that an update on a device allocates at once, per element of the piece it works on; an update
@@ -44,6 +46,7 @@ class RuleFigures:
     elementwise: str = ""
     takes_vectors: bool = False
     flops_per_element: float
+    gram_products: int = 0
     core_rate: float = 1.0
     temporary_bytes: int
     device_traffic_bytes: int | None = None
@@ -59,6 +62,11 @@ class RuleFigures:
         once.
         """
         return 2 * self.planes.num_bytes(num_elements) + num_elements * gradient_bytes_per_element
+
+    def item_flops(self, rows: int, columns: int) -> float:
+        """Return the operations of the products of one matrix's update: for sides s <= l each takes 4 s^2 l + 2 s^3."""
+        short, long = sorted((rows, columns))
+        return self.gram_products * (4.0 * short**2 * long + 2.0 * short**3)
 
     def flops(self, num_elements: int) -> float:
         """Return the floating-point operations of an update of so many elements."""

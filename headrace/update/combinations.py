@@ -10,7 +10,7 @@ from typing import Any
 from headrace.terms.adapter import ADAPTERS
 from headrace.terms.declared import Declaration
 from headrace.terms.errors import ConfigError
-from headrace.terms.layout import COMPUTE_DTYPES
+from headrace.terms.layout import COMPUTE_DTYPES, rest_of_master
 from headrace.terms.optimizer import ALL, MATRICES
 from headrace.terms.option_kinds import OneOf
 from headrace.terms.options import Options
@@ -37,6 +37,11 @@ def refuse_combination(options: Options, *, at_node: bool = False) -> None:
     wire, optimizer = wire_of(options), optimizer_of(options)
     if isinstance(wire, SubspaceWire):
         wire.refuse(rule_of(optimizer, "float32").planes.states)
+        if rest_of_master(rule_of(optimizer, "bfloat16").planes.states) is None:
+            raise ConfigError(
+                "gradient: lsp merges what is trained into a master, and this rule keeps none: use lomo, or leave lsp out"
+            )
+    rule_of(optimizer, options.compute_dtype)
     for name, why in _NOT_AT_A_NODE.items() if at_node else ():
         declared = next(each for each in Options.declarations() if each.key == name)
         if (value := getattr(options, name)) != declared.default:

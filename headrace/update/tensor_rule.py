@@ -88,10 +88,7 @@ class TensorRule(ABC):
         Raises:
             ConfigError: only a part of an item is given; nothing is changed then.
         """
-        if weight.numel() % items.item_elements:
-            raise ConfigError(
-                f"{self._figures.name}: {weight.numel()} elements are no whole items of {items.rows} x {items.columns}"
-            )
+        self.refuse_parts(weight, items)
         shape = (-1, items.rows, items.columns)
         scalars = np.array(self.scalars(step, items.weight_decay, items.learning_rate_scale), np.float32).tolist()
 
@@ -103,6 +100,13 @@ class TensorRule(ABC):
         weight.view(shape).copy_(new_weight)
         for state, new in zip(own, new_states, strict=True):
             state.copy_(new.view(state.dtype))
+
+    def refuse_parts(self, weight: Tensor, items: ItemRange) -> None:
+        """Raise ConfigError unless `weight` has whole items."""
+        if weight.numel() % items.item_elements:
+            raise ConfigError(
+                f"{self._figures.name}: {weight.numel()} elements are no whole items of {items.rows} x {items.columns}"
+            )
 
 
 def items_rule(rule: UpdateRule) -> TensorRule:

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from short_run import short_run
 
 from headrace.engine.trainer import Engine
+from headrace.plan.plan import Plan
 from headrace.terms.errors import ConfigError
 from headrace.terms.options import Options
 from headrace.update.combinations import choices, combinations_page, refusal, refuse_combination, refused
@@ -43,10 +44,15 @@ def test_each_refusal_comes_at_once_and_names_what_to_choose_instead() -> None:
 
 # What is no option: where states live, how many micro-batches are summed, whether rows hold several samples.
 MORE: dict[str, dict[str, dict[str, Any]]] = {
-    "states": {"SSD": {"resident_states": ()}, "memory": {"resident_states": lambda plan: plan.trained_units}},
+    "states": {"SSD": {"resident_states": ()}, "memory": {"resident_states": lambda plan: stateful_units(plan)}},
     "micro-batches": {"one": {}, "several": SPLIT},
     "rows": {"one sample": {}, "packed": {}},
 }
+
+
+def stateful_units(plan: Plan) -> tuple[int, ...]:
+    """Return the units that have states: under some rules none has."""
+    return tuple(unit for unit in plan.trained_units if plan.state_bytes(unit))
 
 
 def rows_of_pairs() -> Iterator[dict[str, str]]:

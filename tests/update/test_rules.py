@@ -1,17 +1,20 @@
 """Each rule keeps the contract of rules."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from plain_rules import PlainLion, PlainLomo
 
 from headrace.terms.errors import ConfigError
 from headrace.terms.optimizer import Optimizer
-from headrace.testing.rule_contract import LEARNING_RATE, WEIGHT_DECAY, RuleContract
-from headrace.update import StepScalars, rule_of
+from headrace.testing.rule_contract import LEARNING_RATE, WEIGHT_DECAY, Planes, RuleContract
+from headrace.update import StepScalars, UpdateRule, rule_of
 from headrace.update.rules.adamw import AdamW
 from headrace.update.rules.lion import Lion
 from headrace.update.rules.lomo import Lomo
@@ -79,6 +82,39 @@ class TestLomoInOtherTypes(TestLomo):
     compute_dtypes = ("float32", "float16")
 
 
+class TestLomoWithoutMaster(RuleContract):
+    optimizer = Lomo(master="none")
+    compute_dtypes = ("bfloat16",)
+    tolerance = 1e-5
+
+    def reference(self, parameter: torch.nn.Parameter) -> torch.optim.Optimizer:
+        return PlainLomo([parameter], lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
+
+    def planes(self, rule: UpdateRule, num_elements: int) -> Planes:
+        return super().planes(rule_of(Lomo(), "bfloat16"), num_elements)[0], ()
+
+    # There is none; the next test has what holds instead.
+    test_every_master_goes_through_the_same_numbers = None  # type: ignore[assignment]
+
+
+@given(st.floats(2.0**-10, 2.0), st.floats(-1.0, 1.0), st.integers(1, 1000), st.integers(0, 100))
+@settings(max_examples=20, deadline=None)
+def test_weights_without_a_master_are_rounded_without_bias(weight: float, gradient: float, update: int, unit: int) -> None:
+    """Each becomes one of the two numbers that the exact update lies between, in the mean that update; another time others."""
+    rule, count, step = rule_of(Lomo(master="none"), "bfloat16"), 1 << 16, StepScalars(learning_rate=1e-3, update=update)
+    hi = torch.full((count,), weight).bfloat16()
+    exact = hi[0].double() * (1 - 1e-3 * 0.1) - 1e-3 * gradient
+    found = hi.clone()
+    rule.apply_to_tensors(found, (), torch.full((count,), gradient), step, 0.1, 1.0, unit)
+    place = 2.0 ** (torch.log2(exact.abs()).floor().item() - 7)
+    assert (found.double() - exact).abs().max() < place * 1.001
+    # Rounding up or down at most doubles the place where the result is a power of two: four deviations of the mean.
+    assert abs(found.double().mean() - exact) < 4 * place / count**0.5
+    other = hi.clone()
+    rule.apply_to_tensors(other, (), torch.full((count,), gradient), replace(step, update=update + 1), 0.1, 1.0, unit)
+    assert len(found.unique()) == 1 or not torch.equal(other, found)
+
+
 def test_lomo_without_decay_is_sgd() -> None:
     """`torch.optim.SGD` in fp32, bit for bit."""
     rule, rng = rule_of(Lomo(), "float32"), np.random.default_rng(0)
@@ -126,7 +162,7 @@ def test_a_momentum_that_cannot_be_is_refused(momentum: float) -> None:
 
 
 def test_an_optimizer_that_is_no_rule_is_refused() -> None:
-    with pytest.raises(ConfigError, match="is none of the rules AdamW, SGD, Lion, Lomo, AdaLomo, Adafactor"):
+    with pytest.raises(ConfigError, match="is none of the rules AdamW, SGD, Lion, Lomo, AdaLomo, Adafactor, Muon"):
         rule_of(Optimizer(), "bfloat16")
     with pytest.raises(ConfigError, match="'int4' is not one of bfloat16"):
         rule_of(SGD(), "int4")

@@ -115,7 +115,7 @@ class Updates(Weights):
             if in_place and self.every and (first + chunk) % self.every == 0:
                 self.update_on_device(sizes, given, changed, common)
             else:
-                op(Verb.UPDATE, Lane.UPDATE, given, changed, num_bytes=sizes.traffic, **common)
+                op(Verb.UPDATE, Lane.UPDATE, given, changed, num_bytes=sizes.traffic, flops=sizes.flops, **common)
             # States that stay in memory have to be on the drives only where a checkpoint names them.
             if states and (self.durable or not (late and resident)):
                 stored, written = (_SSD_STATES + unit + piece,), (*states, FREE_SLOTS)
@@ -140,7 +140,7 @@ class Updates(Weights):
         # What goes to the device changes from here on, until it is back.
         there = (*slot, *changed)
         op(Verb.STATES_TO_DEVICE, Lane.HOST_TO_DEVICE, given, there, num_bytes=sizes.there, **common)
-        op(Verb.UPDATE, Lane.DEVICE_UPDATE, (), slot, num_bytes=sizes.device_traffic, **common)
+        op(Verb.UPDATE, Lane.DEVICE_UPDATE, (), slot, num_bytes=sizes.device_traffic, flops=sizes.flops, **common)
         op(Verb.STATES_TO_HOST, Lane.DEVICE_TO_HOST, slot, changed, num_bytes=sizes.back, **common)
 
     def commit(self) -> None:
@@ -157,5 +157,6 @@ class Updates(Weights):
         found = self.known_sizes.get(kind)
         if found is None:
             states = self.plan.chunk_state_bytes(unit, chunk)
-            found = self.known_sizes[kind] = chunk_bytes(self.plan, stop - start, planes, states)
+            found = chunk_bytes(self.plan, stop - start, planes, states)
+            found = self.known_sizes[kind] = found._replace(flops=self.plan.chunk_flops(unit, chunk))
         return found

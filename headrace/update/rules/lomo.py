@@ -5,27 +5,41 @@ in the authors' code: `p <- p (1 - lr wd) - lr g`. There are two differences fro
 of an fp32 master, and the other half is all that is read and written besides; theirs round to 16 bits at each step, where most
 small updates vanish. And one update follows all micro-batches of a step, not one each.
 
+With `master=none` there is no other half here either, but weights are rounded at random, without bias (`moments`), by the
+unit's number, the update and the element's place: the same bits in a run that is resumed, or run again.
+
 Where gradients are clipped to a global norm, their code takes two backward passes; here a step is run again with the clip
 factor, if its norm turned out to need one (`RuleFigures.clips_by_rerun`).
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from headrace.machine.jit import compiled, full_width
+from headrace.terms.declared import option
+from headrace.terms.errors import ConfigError
 from headrace.terms.layout import planes_with
 from headrace.terms.optimizer import Optimizer
+from headrace.terms.option_kinds import OneOf
 from headrace.terms.rule_figures import RuleFigures
-from headrace.update.loops import inlined
-from headrace.update.rule import ElementRule, StepScalars
-from headrace.update.tensors import States
+from headrace.update.kernels import widened
+from headrace.update.loops import digest_of, inlined
+from headrace.update.rule import ElementRule, StepScalars, Summing, noise_key
+from headrace.update.rules.moments import rounded_at_random, tensor_rounded_at_random
+from headrace.update.tensors import Noise, States
 
 # Bytes per element that torch's kernels read and write on a device, and the most that they allocate at once. Tests count both.
 _DEVICE_TRAFFIC_BYTES = {"bfloat16": 152, "float32": 54, "float16": 66}
 _TEMPORARY_BYTES = 26
+_ROUNDED_TRAFFIC_BYTES, _ROUNDED_TEMPORARY_BYTES = 226, 26
+_ROUNDED_CORE_RATE = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,12 +50,31 @@ class Lomo(Optimizer):
     is_offered: ClassVar[bool] = True
     gives_up: ClassVar[str] = "gradient descent: no momentum, no rate of its own for each number; a clipped step takes two"
 
+    master: str = option(
+        "float32",
+        OneOf(("float32", "none")),
+        row="`none`: bfloat16 weights have no master, 2 bytes per parameter instead of 4; they are rounded at random",
+    )
+
 
 @inlined
 def _element(p: Any, gradient: Any, states: Any, scalars: Any) -> Any:
     """Return the weight of one element after an update by `gradient`."""
     scale, decay, rate = scalars
     return p * decay - (gradient * scale) * rate, states
+
+
+def lomo_rule(optimizer: Lomo, compute_dtype: str) -> ElementRule:
+    """Return LOMO as `optimizer` says: with the whole master, or without what bfloat16 weights leave of it.
+
+    Raises:
+        ConfigError: there is no such compute dtype, or no such weights can be rounded at random.
+    """
+    if optimizer.master == "none" and compute_dtype == "float16":
+        raise ConfigError("optimizer: lomo: master=none rounds bfloat16 weights at random, not float16: use bfloat16, or lomo")
+    return (RoundedLomoRule if optimizer.master == "none" and compute_dtype == "bfloat16" else LomoRule)(
+        optimizer, compute_dtype
+    )
 
 
 class LomoRule(ElementRule):
@@ -76,3 +109,80 @@ class LomoRule(ElementRule):
         """Return the new fp32 weights: `_element` on tensors."""
         scale, decay, rate = scalars
         return p * decay - (gradient.to(torch.float32) * scale) * rate, ()
+
+
+class RoundedLomoRule(LomoRule):
+    """LOMO over bfloat16 weights alone, which each update rounds at random: 6 bytes per element with a 2-byte gradient."""
+
+    def __init__(self, optimizer: Lomo, compute_dtype: str) -> None:
+        super().__init__(optimizer, compute_dtype)
+        figures = replace(
+            self.figures,
+            name="LOMO without a master",
+            planes=replace(self.planes, states=()),
+            core_rate=_ROUNDED_CORE_RATE,
+            temporary_bytes=_ROUNDED_TEMPORARY_BYTES,
+            device_traffic_bytes=_ROUNDED_TRAFFIC_BYTES,
+        )
+        ElementRule.__init__(self, figures)
+
+    @property
+    def sums(self) -> bool:
+        """Whether checksums are taken on the way: they are not, the store takes them."""
+        return False
+
+    def apply(
+        self,
+        weight: NDArray[Any],
+        states: tuple[NDArray[Any], ...],
+        gradient: NDArray[Any],
+        step: StepScalars,
+        weight_decay: float,
+        learning_rate_scale: float,
+        unit: int = 0,
+        first_element: int = 0,
+        summing: Summing | None = None,
+    ) -> None:
+        """Update `weight` in place: see `UpdateRule.apply`."""
+        self._check(weight, states, gradient)
+        if summing is not None:
+            self._check_sums((weight,))
+        scalars = np.array(self.scalars(step, weight_decay, learning_rate_scale), np.float32)
+        of_gradient = gradient.view("int16") if gradient.dtype.name == "float16" else gradient
+        _rounding_loop()(of_gradient, scalars, first_element, np.uint32(noise_key(step.update, unit)), weight)
+
+    @torch.no_grad()
+    def apply_to_tensors(
+        self,
+        weight: Tensor,
+        states: tuple[Tensor, ...],
+        gradient: Tensor,
+        step: StepScalars,
+        weight_decay: float,
+        learning_rate_scale: float,
+        unit: int = 0,
+        first_element: int = 0,
+    ) -> None:
+        """Update `weight` in place: see `UpdateRule.apply_to_tensors`."""
+        self._check_tensors(weight, states, gradient)
+        scalars = np.array(self.scalars(step, weight_decay, learning_rate_scale), np.float32).tolist()
+        p, _ = self.on_tensors(weight.view(torch.bfloat16).to(torch.float32), gradient, (), scalars)
+        noise = Noise(noise_key(step.update, unit), first_element)
+        weight.copy_(tensor_rounded_at_random(p, noise).view(weight.dtype))
+
+
+@cache
+def _rounding_loop() -> Callable[..., None]:
+    """Return `loop(gradient, k, first, key, hi)`, which updates bfloat16 bits in place; `first` numbers the first element."""
+    digest = digest_of(_element, rounded_at_random)
+
+    @compiled
+    def loop(gradient: Any, k: Any, first: Any, key: Any, hi: Any) -> None:
+        full_width()
+        _ = digest
+        scalars = (k[0], k[1], k[2])
+        for i in range(hi.size):
+            p, _none = _element(widened(hi[i]), widened(gradient[i]), (), scalars)
+            hi[i] = rounded_at_random(p, first + i, key)
+
+    return loop

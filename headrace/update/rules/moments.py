@@ -166,6 +166,12 @@ _narrow_upper, _narrow_lower = _stochastic_bfloat16(True), _stochastic_bfloat16(
 
 
 @inlined
+def rounded_at_random(value: Any, element: Any, key: Any) -> Any:
+    """Return a float32 as the bits of one of the two bfloat16 numbers that it lies between, unbiased, by `_noise`."""
+    return _narrow_lower(not_nan(value), _noise(element, key))
+
+
+@inlined
 def _scratch() -> Any:
     return np.empty(TILE_ELEMENTS, np.float32), np.empty(TILE_ELEMENTS, np.float32)
 
@@ -265,6 +271,11 @@ def _encode_tensors_bfloat16(states: Sequence[Tensor], noise: Noise) -> tuple[Te
     """Return bfloat16 bits (int16): 16 random bits are added below the last place, then cut off. NaN becomes the quiet NaN."""
     bits = _random_bits(noise, states[0])
     return tuple(_to_bfloat16(state, half) for state, half in zip(states, (_upper(bits), _lower(bits)), strict=True))
+
+
+def tensor_rounded_at_random(values: Tensor, noise: Noise) -> Tensor:
+    """Return bfloat16 bits (int16) of fp32 values: `rounded_at_random` of each."""
+    return _to_bfloat16(values, _lower(_random_bits(noise, values)))
 
 
 def _decode_tensors_int8(planes: Sequence[Tensor]) -> tuple[Tensor, ...]:

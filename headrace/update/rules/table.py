@@ -11,16 +11,18 @@ from headrace.update.rules.adafactor import Adafactor, AdafactorRule
 from headrace.update.rules.adalomo import AdaLomo, AdaLomoRule
 from headrace.update.rules.adamw import AdamW, AdamWRule
 from headrace.update.rules.lion import Lion, LionRule
-from headrace.update.rules.lomo import Lomo, LomoRule
+from headrace.update.rules.lomo import Lomo, lomo_rule
+from headrace.update.rules.muon import Muon, MuonRule
 from headrace.update.rules.sgd import SGD, sgd_rule
 
 RULES: dict[type[Optimizer], Callable[[Any, str], UpdateRule]] = {
     AdamW: AdamWRule,
     SGD: sgd_rule,
     Lion: LionRule,
-    Lomo: LomoRule,
+    Lomo: lomo_rule,
     AdaLomo: AdaLomoRule,
     Adafactor: AdafactorRule,
+    Muon: MuonRule,
 }
 
 

@@ -122,7 +122,7 @@ class LspWire:
     def refuse(self, states: Sequence[Plane]) -> None:
         """Refuse states in fewer than 32 bits, and states of which it is not known how they are moved."""
         for plane in states:
-            if plane.name not in _POWERS or plane.dtype != "float32":
+            if plane.name not in _POWERS or plane.dtype != "float32" or plane.of != "element":
                 raise ConfigError(
                     f"gradient: lsp moves a rule's states to other projectors; of {plane.name!r} ({plane.dtype}) it does not "
                     "know how: use adamw with float32 moments, sgd, lion or lomo"
