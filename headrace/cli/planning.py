@@ -130,6 +130,8 @@ def ceilings_text(ceilings: Ceilings) -> str:
         ("update", ceilings.update_bytes_per_second),
         ("update, one core", ceilings.update_bytes_per_second_per_core),
     ]
+    if ceilings.row_product_bytes_per_second is not None:
+        rates.append(("weights for a row", ceilings.row_product_bytes_per_second))
     if ceilings.device_memory_bytes_per_second is not None:
         rates.append(("device memory", ceilings.device_memory_bytes_per_second))
     for index, drive in enumerate(ceilings.drives):
@@ -138,6 +140,8 @@ def ceilings_text(ceilings: Ceilings) -> str:
         rates.append((f"ssd {index} both", drive.mixed_bytes_per_second))
     overheads = (
         ("an operation", ceilings.launch_seconds),
+        ("an operator", ceilings.operator_seconds),
+        ("a turn", ceilings.turn_seconds),
         ("a transfer", ceilings.transfer_seconds),
         ("a commit", ceilings.commit_seconds),
     )

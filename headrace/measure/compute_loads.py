@@ -22,7 +22,7 @@ from headrace.model import Chain, GradientSink, MicroBatch, WideProducts
 from headrace.terms.layout import ParameterSpec
 from headrace.terms.optimizer import Optimizer
 
-_BLOCKS = 2
+BLOCKS = 2
 _VOCABULARY = 512
 _HEAD_VOCABULARY = 16384
 _HEAD_WIDTH = 64
@@ -33,7 +33,7 @@ class BlockLoad:
 
     def __init__(self, machine: Machine, compute_dtype: str, *, hidden_size: int, tokens: int) -> None:
         self._machine = machine
-        self._chain = _chain(machine, compute_dtype, hidden_size, tokens)
+        self._chain = chain_of(machine, compute_dtype, hidden_size, tokens)
         # As `model.cost_profile` counts, which takes half a second: four projections, three of the MLP, two of attention.
         inner = int(self._chain.config.intermediate_size)
         self.product_flops = 4 * 2.0 * tokens * hidden_size * (4 * hidden_size + 3 * inner)
@@ -42,7 +42,7 @@ class BlockLoad:
         device, dtype = machine.device, self._chain.dtype
         self._chain.move_buffers(device)
         ids = torch.zeros((1, tokens), dtype=torch.int64, device=device)
-        resident = (0, _BLOCKS + 1) if self._chain.has_epilogue_unit else (0,)
+        resident = (0, BLOCKS + 1) if self._chain.has_epilogue_unit else (0,)
         for unit in resident:
             self._chain.bind(unit, torch.zeros(self._chain.layouts[unit].num_elements, dtype=dtype, device=device), None)
         with torch.no_grad():
@@ -107,7 +107,7 @@ class HeadLoad:
 
     def __init__(self, machine: Machine, *, hidden_size: int, tokens: int) -> None:
         self._machine = machine
-        self._chain = _chain(machine, "bfloat16", hidden_size, tokens, _HEAD_VOCABULARY)
+        self._chain = chain_of(machine, "bfloat16", hidden_size, tokens, _HEAD_VOCABULARY)
         device, layouts = machine.device, self._chain.layouts
         self.logits, self.parameters = tokens * _HEAD_VOCABULARY, hidden_size * _HEAD_VOCABULARY
         self.flops = 6.0 * tokens * self.parameters
@@ -182,12 +182,13 @@ def _finish(machine: Machine) -> None:
         torch.cuda.synchronize(machine.device)
 
 
-def _chain(machine: Machine, compute_dtype: str, hidden_size: int, tokens: int, vocabulary: int = _VOCABULARY) -> Chain:
+def chain_of(machine: Machine, compute_dtype: str, hidden_size: int, tokens: int, vocabulary: int = _VOCABULARY) -> Chain:
+    """Return a Llama of `BLOCKS` blocks, for `tokens` positions."""
     heads = max(1, hidden_size // _HEAD_WIDTH)
     config = LlamaConfig(
         hidden_size=hidden_size,
         intermediate_size=hidden_size * 43 // 16,  # 5504 of 2048, the proportion of Llama
-        num_hidden_layers=_BLOCKS,
+        num_hidden_layers=BLOCKS,
         num_attention_heads=heads,
         num_key_value_heads=heads,
         vocab_size=vocabulary,

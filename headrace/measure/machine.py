@@ -19,6 +19,7 @@ from headrace.machine.here import this_machine
 from headrace.machine.host_memory import keep_freed_memory
 from headrace.machine.limits import available_memory_bytes
 from headrace.measure.compute_loads import AttentionLoad, BlockLoad, HeadLoad, fitted_rates, fresh_pages_share
+from headrace.measure.decoding import decoding_seconds, row_product_rate
 from headrace.measure.drives import Drive, DriveLoad
 from headrace.measure.loads import Figures, Load, in_order, interleaved, rates_together, seconds_of
 from headrace.measure.memory_loads import CopyLoad, DrainLoad, StreamLoad, UpdateBuffers, UpdateLoad
@@ -113,6 +114,7 @@ class _Bench:
         overheads = {
             "fresh_pages_share": self._fresh_pages_share(shape),
             "launch_seconds": launch_seconds,
+            **dict(zip(("operator_seconds", "turn_seconds"), decoding_seconds(self._machine), strict=True)),
             "transfer_seconds": max(drive.transfer_seconds() for drive in self._drives),
             "commit_seconds": max(drive.commit_seconds() for drive in self._drives),
         }
@@ -262,6 +264,7 @@ class _Bench:
             "drives": [drive_figures(found, index, drive) for index, drive in enumerate(self._drives)],
             "slowdowns": slowdowns(found, self._pairs()),
             "sources": self._sources(),
+            "row_product_bytes_per_second": row_product_rate(self._machine),
             "widened_dtypes": [dtype for dtype in COMPUTE_DTYPES if not self._machine.multiplies(dtype)],
             **overheads,
         }

@@ -20,7 +20,7 @@ from headrace.model.cost_meter import CostMeter
 from headrace.model.runner import left_as_found
 from headrace.model.taps import BlockCall, Taps
 from headrace.model.tiered_cache import can_be_tiered
-from headrace.terms.costs import GenerationCosts, PassCosts
+from headrace.terms.costs import CALLS_OF_EXPERT, GenerationCosts, PassCosts, touched
 from headrace.terms.errors import HeadraceError, ModelError, in_one_line
 
 # How many float32 copies of a step's logits processors, sorting and sampling make (counted in transformers 5.23).
@@ -42,13 +42,27 @@ def generation_costs(chain: Chain, rows: int, prompt_length: int) -> GenerationC
             torch.no_grad(),
             ends_bound(chain),
         ):
-            return replace(_costs(chain, rows, prompt_length), choices=max(choices, default=0), widens=chain.wide_products)
+            found = _costs(chain, rows, prompt_length)
+            found = replace(found, choices=max(choices, default=0), widens=chain.wide_products)
+            return replace(
+                found, first=_looped(found.first, chain, found, prompt_length), next=_looped(found.next, chain, found, 1)
+            )
     except HeadraceError:
         raise
     except Exception as error:  # the architecture's own code on tensors without values
         raise ModelError(
             f"{type(chain.model).__name__}: a generation cannot be planned: it fails on shapes alone: {in_one_line(error)}"
         ) from error
+
+
+def _looped(costs: PassCosts, chain: Chain, found: GenerationCosts, tokens: int) -> PassCosts:
+    """Return the costs of a pass over so many tokens of a row with the calls of the loop over experts that they want."""
+    blocks = find_experts(chain.model, chain.runner.blocks)
+    wanted = [
+        touched(block.num_experts, found.choices, found.rows * tokens) if block and found.choices else 0 for block in blocks
+    ]
+    calls = zip(costs.calls, wanted, strict=True)
+    return replace(costs, calls=tuple(called + round(CALLS_OF_EXPERT * experts) for called, experts in calls))
 
 
 @contextmanager
@@ -142,21 +156,27 @@ def _pass(chain: Chain, cache: Any, rows: int, tokens: int, seen: int) -> PassCo
 
 def block_costs(chain: Chain, cache: Any, hidden: torch.Tensor, calls: Sequence[BlockCall]) -> tuple[PassCosts, torch.Tensor]:
     """Return the costs of running all blocks on `hidden`, called as `calls` say, and the final hidden states (zeros)."""
-    flops, workspace, known = [], 0, dict[object, tuple[float, int, torch.Tensor]]()
+    flops, called, workspace, known = [], [], 0, dict[object, tuple[CostMeter, torch.Tensor]]()
     for index, call in enumerate(calls):
         kind = _kind(chain, cache, index, call)
         if kind not in known:
             known[kind] = _block(chain, index, hidden, call)
         else:
             _fill_alike(cache, index, next(i for i in range(index) if _kind(chain, cache, i, calls[i]) == kind))
-        block_flops, block_bytes, hidden = known[kind]
-        flops.append(block_flops)
-        workspace = max(workspace, block_bytes)
-    called = call_bytes(tuple(calls), 1)
-    return PassCosts(flops=tuple(flops), workspace_bytes=workspace, call_bytes=called, hidden_bytes=hidden.nbytes), hidden
+        meter, hidden = known[kind]
+        flops.append(meter.flops)
+        called.append(meter.calls)
+        workspace = max(workspace, meter.peak_bytes)
+    return PassCosts(
+        flops=tuple(flops),
+        workspace_bytes=workspace,
+        call_bytes=call_bytes(tuple(calls), 1),
+        hidden_bytes=hidden.nbytes,
+        calls=tuple(called),
+    ), hidden
 
 
-def _block(chain: Chain, index: int, hidden: torch.Tensor, call: BlockCall) -> tuple[float, int, torch.Tensor]:
+def _block(chain: Chain, index: int, hidden: torch.Tensor, call: BlockCall) -> tuple[CostMeter, torch.Tensor]:
     flat = torch.zeros(chain.layouts[index + 1].num_elements, dtype=chain.dtype, device=chain.device)
     chain.bind(index + 1, flat, None, as_loaded=True)
     try:
@@ -165,7 +185,7 @@ def _block(chain: Chain, index: int, hidden: torch.Tensor, call: BlockCall) -> t
             out = chain.block(index, hidden, call).hidden
     finally:
         chain.release(index + 1)
-    return meter.flops, meter.peak_bytes, torch.zeros_like(out)
+    return meter, torch.zeros_like(out)
 
 
 def _kind(chain: Chain, cache: Any, index: int, call: BlockCall) -> object:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from headrace.plan.buffer_sizes import SOURCE_SLOTS
 from headrace.terms.coding import Decodes
+from headrace.terms.costs import touched
 from headrace.terms.forms import UnitFigures
 from headrace.terms.layout import Plane
 from headrace.terms.sizes import PAGE_BYTES, round_up
@@ -130,13 +131,6 @@ def expert_buffers(plan: ExpertPlan, weight: Plane, *, separate: bool) -> dict[s
     if separate and figures.is_made:
         groups["expert_sources"] = ("device", SOURCE_SLOTS * count, plan.slot_bytes)
     return groups
-
-
-def touched(experts: int, choices: int, tokens: int) -> float:
-    """Return how many of `experts` are expected to be wanted where each of `tokens` tokens chooses `choices` of them."""
-    if experts <= choices:
-        return float(experts)
-    return experts * (1 - (1 - choices / experts) ** tokens)
 
 
 def experts_in_round(num_experts: int) -> int:

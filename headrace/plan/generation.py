@@ -98,12 +98,17 @@ class GenerationPlan:
         """Return the bytes of a unit as compute reads it."""
         return self.planes.weight.num_bytes(self.units[unit].num_elements)
 
-    def multiplied_bytes(self, unit: int, rows: int) -> int:
-        """Return the bytes of memory whose reading takes as long as multiplying a unit's weights by `rows` rows."""
+    def multiplied_bytes(self, num_bytes: int, rows: int) -> int:
+        """Return the bytes of memory whose reading takes as long as multiplying weights of `num_bytes` by `rows` rows."""
         if not self.costs.widens:
-            return self.slot_bytes(unit)
+            return num_bytes
         times = _FEW_ROWS_TIMES if rows <= FEW_ROWS else _WIDENED_TIMES
-        return round(self.slot_bytes(unit) * max(1.0, times / self.compute_threads))
+        return round(num_bytes * max(1.0, times / self.compute_threads))
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of the head's weights, which may be those of the embedding."""
+        return self.planes.weight.num_bytes(round(self.costs.head_flops / 2 / self.costs.rows))
 
     def stored_bytes(self, unit: int) -> int:
         """Return the bytes of a unit that are read."""

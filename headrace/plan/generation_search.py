@@ -311,9 +311,11 @@ def _rough_seconds(plan: GenerationPlan, rates: Rates) -> float:
             / (rates.bytes_per_second[Lane.HOST_TO_DEVICE])
         )
     touched = (
-        sum(plan.multiplied_bytes(unit, plan.rows) for unit in (*blocks, plan.ends[-1])) + 3 * sum(caches.values()) / plan.seats
+        plan.multiplied_bytes(sum(map(plan.slot_bytes, blocks)) + plan.head_bytes, plan.rows)
+        + 3 * sum(caches.values()) / plan.seats
     )
-    computing = plan.seats * rates.compute_seconds(sum(plan.costs.next.flops) + plan.costs.head_flops, touched)
+    flops = sum(plan.costs.next.flops) + plan.costs.head_flops
+    computing = plan.seats * rates.compute_seconds(flops, touched, sum(plan.costs.next.calls))
     return _rounds(plan) * (max(read, sent, computing) + rough_expert_seconds(plan, rates))
 
 

@@ -148,6 +148,7 @@ class Ledger:
         num_bytes: int = 0,
         flops: float = 0.0,
         late: bool = False,
+        calls: int = 0,
     ) -> int:
         """Append an operation and return its index. It also waits for `after`; say why, where that is given."""
         index, all_uses, in_order = len(self._ops), self._uses, lane in self._in_order
@@ -183,7 +184,7 @@ class Ledger:
         here, there = self._split(waits)
         buffers = tuple(touched)
         buffers = self._shared.setdefault(buffers, buffers)
-        self._ops.append(Op(index, verb, lane, unit, part, micro, chunk, num_bytes, flops, late, buffers, here, there))
+        self._ops.append(Op(index, verb, lane, unit, part, micro, chunk, num_bytes, flops, late, buffers, here, there, calls))
         return index
 
     def _split(self, waits: list[int]) -> tuple[Refs, Refs]:

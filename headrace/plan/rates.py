@@ -8,7 +8,7 @@ from functools import cache
 
 from headrace.plan.roofline import roofline_seconds
 from headrace.terms.ceilings import Ceilings
-from headrace.terms.program import Lane, Op, sharing_lanes
+from headrace.terms.program import Lane, Op, Verb, sharing_lanes
 
 # Float32 products of a core beside a GPU, which no profile has: half of what eight lanes at 3 GHz do. Where an update
 # multiplies matrices, it says that this is the GPU's work.
@@ -23,8 +23,8 @@ class Rates:
         self.flops_per_second = ceilings.matrix_flops_per_second(compute_dtype)
         if compute_threads is not None and not ceilings.has_device:
             self.flops_per_second *= min(1.0, compute_threads / ceilings.cores)
-        device = ceilings.device_memory_bytes_per_second if ceilings.has_device else None
-        self.memory_bytes_per_second = device or ceilings.host_memory_bytes_per_second
+        measured = ceilings.device_memory_bytes_per_second if ceilings.has_device else ceilings.row_product_bytes_per_second
+        self.memory_bytes_per_second = measured or ceilings.host_memory_bytes_per_second
         self.bytes_per_second: dict[Lane, float] = {
             lane: getattr(ceilings, lane.row.rate) for lane in Lane if lane.row.rate is not None
         }
@@ -47,15 +47,24 @@ class Rates:
         """Return the seconds that `op` takes if nothing else runs."""
         lane = op.lane
         if lane is Lane.COMPUTE:
-            return self._overhead_seconds[lane] + self.compute_seconds(op.flops, op.bytes)
+            seconds = self.compute_seconds(op.flops, op.bytes, op.calls)
+            if op.verb is Verb.TURN:
+                seconds += self.ceilings.turn_seconds
+            return seconds if op.calls and self.ceilings.operator_seconds else self._overhead_seconds[lane] + seconds
         rate = self.bytes_per_second.get(lane)
         seconds = self._overhead_seconds[lane] + (op.bytes / rate if rate else 0.0)
         # An update that multiplies matrices does so beside what it moves.
         return seconds + op.flops / self._product_rates[lane] if op.flops else seconds
 
-    def compute_seconds(self, flops: float, num_bytes: float) -> float:
-        """Return what computing takes that reads so many bytes of its memory: a product with few rows takes as long as that."""
-        return roofline_seconds(flops, self.flops_per_second, (num_bytes, self.memory_bytes_per_second))
+    def compute_seconds(self, flops: float, num_bytes: float, calls: int = 0) -> float:
+        """Return what computing takes that reads so many bytes of its memory, by so many calls of operators.
+
+        A product with few rows takes as long as reading its weights. Python begins one operator after the other: a device works
+        on those that were begun meanwhile, a processor does not.
+        """
+        seconds = roofline_seconds(flops, self.flops_per_second, (num_bytes, self.memory_bytes_per_second))
+        begun = calls * self.ceilings.operator_seconds
+        return max(seconds, begun) if self.ceilings.has_device else seconds + begun
 
     def shared_factor(self, lanes: Sequence[Lane]) -> float:
         """Return the share of its own rate that each of `lanes`, which share one thing, keeps while all of them are busy."""

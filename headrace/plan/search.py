@@ -297,6 +297,8 @@ def nominal_machine(cores: int, *, host_bytes: int, device_bytes: int | None) ->
             ],
             "fresh_pages_share": 1.0 if gpu else 0.8,
             "launch_seconds": 1e-4,
+            "operator_seconds": 1e-5,
+            "turn_seconds": 2e-3,
             "transfer_seconds": 1e-4,
             "commit_seconds": 5e-3,
             "slowdowns": {},

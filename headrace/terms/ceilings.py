@@ -13,10 +13,11 @@ from typing import Any
 from headrace.terms.coding import DECODED_PER_SECOND, Decodes, moved_meanwhile
 from headrace.terms.errors import ConfigError
 from headrace.terms.figures import (
+    amount,
     figure,
     mapping_of,
     names_of,
-    number,
+    optional_figure,
     optional_whole,
     rates_of,
     refuse_excess,
@@ -143,6 +144,7 @@ class Ceilings:
     all cores. `slowdowns[a][b]` is the share of its own rate that lane `a` keeps while lane `b` is busy (1 where absent).
     `fresh_pages_share` is the share of its matrix rate that a CPU keeps where freed memory goes back to the kernel at once.
     `device_memory_bytes_per_second` is the bandwidth of the device's own memory; None where nobody measured it.
+    `row_product_bytes_per_second` is how fast a CPU's product of one bfloat16 row goes through weights; None: as memory does.
     `widened_dtypes` are those whose products a CPU computes in float32, because it has no instructions for them.
     `decoded_per_second` has weights that one core decodes in a second, by kind of code; `terms.coding` has those of another.
     `has_device` is false where the CPU computes; the link's figures are then those of copies inside host memory.
@@ -163,13 +165,16 @@ class Ceilings:
     update_bytes_per_second_per_core: float
     drives: tuple[Drive, ...]
     device_memory_bytes_per_second: float | None = None
+    row_product_bytes_per_second: float | None = None
     network_bytes_per_second: float = _NETWORK_BYTES_PER_SECOND  # each way
     fresh_pages_share: float = 1.0
     attention_share: float = 1.0
     hidden_seconds: float = 0.0
     logit_seconds: float = 0.0
     head_seconds: float = 0.0
-    launch_seconds: float = 0.0  # added to each operation of the compute lane
+    launch_seconds: float = 0.0  # added to each operation of the compute lane, but where calls of operators are counted
+    operator_seconds: float = 0.0  # what Python and libraries take to begin one operator of a model's code
+    turn_seconds: float = 0.0  # what transformers' loop takes between two passes, besides the head's product
     transfer_seconds: float = 0.0  # added to each copy, read and write
     commit_seconds: float = 0.0
     widened_dtypes: tuple[str, ...] = ()
@@ -281,11 +286,12 @@ class Ceilings:
         refuse_excess(rates, _LINK[2], _LINK[:2], where=name)
         refuse_excess(rates, "update_bytes_per_second_per_core", ("update_bytes_per_second",), where=name)
         refuse_excess(rates, "update_bytes_per_second", ("host_memory_bytes_per_second",), where=name)
+        maybe: Any = {each: optional_figure(figures, each, where=name, most=_MOST_BYTES_PER_SECOND) for each in _MAYBE_RATES}
         return cls(
             name=name,
             has_device=has_device,
             device_memory_bytes=_device_memory(figures, has_device=has_device, where=name),
-            device_memory_bytes_per_second=_device_memory_rate(figures, where=name),
+            **maybe,
             network_bytes_per_second=_network(figures, where=name),
             **{share: figure({share: 1.0, **figures}, share, where=name, most=1.0) for share in _SHARES},
             host_memory_bytes=whole(figures, "host_memory_bytes", where=name, most=MOST_BYTES),
@@ -299,7 +305,10 @@ class Ceilings:
             slowdowns=_slowdowns(figures, where=name),
             sources=texts_of(figures, "sources", where=name),
             **rates,
-            **{overhead: _overhead(figures, overhead, where=name) for overhead in _OVERHEADS},
+            **{
+                overhead: amount(figures, overhead, where=name, most=_MOST_OVERHEAD_SECONDS, unit=" seconds")
+                for overhead in _OVERHEADS
+            },
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -323,26 +332,23 @@ _RATES = (
     "update_bytes_per_second_per_core",
 )
 _SHARES = ("attention_share", "fresh_pages_share")
-_OVERHEADS = ("hidden_seconds", "logit_seconds", "head_seconds", "launch_seconds", "transfer_seconds", "commit_seconds")
+_MAYBE_RATES = ("device_memory_bytes_per_second", "row_product_bytes_per_second")
+_OVERHEADS = (
+    "hidden_seconds",
+    "logit_seconds",
+    "head_seconds",
+    "launch_seconds",
+    "operator_seconds",
+    "turn_seconds",
+    "transfer_seconds",
+    "commit_seconds",
+)
 
 
 def _cpu_cost(figures: Mapping[str, Any], *, where: str) -> float | None:
     """Return the CPU seconds per 10^9 bytes. They may be 0, because a coarse clock may have counted none."""
     name = "io_cpu_seconds_per_gigabyte"
-    if figures.get(name) is None:
-        return None
-    value = number(figures, name, where=where)
-    if not 0 <= value <= _MOST_CPU_SECONDS_PER_GIGABYTE:
-        raise ConfigError(f"{where}: {name} is {value!r}; it must be between 0 and {_MOST_CPU_SECONDS_PER_GIGABYTE:.3g}")
-    return float(value)
-
-
-def _overhead(figures: Mapping[str, Any], name: str, *, where: str) -> float:
-    """Return an overhead in seconds: unlike a rate it may be zero, and it is zero when absent."""
-    value = number(figures, name, where=where) if name in figures else 0.0
-    if not 0 <= value <= _MOST_OVERHEAD_SECONDS:
-        raise ConfigError(f"{where}: {name} is {value!r}; it must be between 0 and {_MOST_OVERHEAD_SECONDS:.3g} seconds")
-    return float(value)
+    return None if figures.get(name) is None else amount(figures, name, where=where, most=_MOST_CPU_SECONDS_PER_GIGABYTE)
 
 
 def _device_memory(figures: Mapping[str, Any], *, has_device: bool, where: str) -> int:
@@ -352,11 +358,6 @@ def _device_memory(figures: Mapping[str, Any], *, has_device: bool, where: str) 
     if isinstance(value, bool) or value != 0:
         raise ConfigError(f"{where}: device_memory_bytes is {value!r} but has_device is false; write 0, or has_device true")
     return 0
-
-
-def _device_memory_rate(figures: Mapping[str, Any], *, where: str) -> float | None:
-    name = "device_memory_bytes_per_second"
-    return None if figures.get(name) is None else figure(figures, name, where=where, most=_MOST_BYTES_PER_SECOND)
 
 
 def _twice(figure: Any) -> Any:

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 # Up to so many rows, torch's own products of bfloat16 are at least as fast as products by way of float32 (docs/log/decoding).
 FEW_ROWS = 3
+# Operators that the eager loop over experts calls for each (counted in transformers 5.23, Mixtral and Qwen3).
+CALLS_OF_EXPERT = 23
 # The name of fused attention among a block's operators, whichever kernel does it.
 ATTENTION = "attention"
 
@@ -65,12 +67,15 @@ class ModelCosts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassCosts:
-    """One pass of a seat through the model. `flops` are by block; `workspace_bytes` is the peak of live tensors of a block."""
+    """One pass of a seat through the model. `flops`, and `calls` of operators, are by block; `workspace_bytes` is the peak of
+    live tensors of a block.
+    """
 
     flops: tuple[float, ...]
     workspace_bytes: int
     call_bytes: int  # masks, positions and rotary tables, kept through the pass
     hidden_bytes: int  # of the hidden states between two blocks
+    calls: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,3 +103,10 @@ class GenerationCosts:
     def all_cache_bytes(self, new_tokens: int) -> int:
         """Return the bytes of a seat's cache after `new_tokens` tokens."""
         return sum(self.cache_bytes) + new_tokens * sum(self.cache_token_bytes)
+
+
+def touched(experts: int, choices: int, tokens: int) -> float:
+    """Return how many of `experts` are expected to be wanted where each of `tokens` tokens chooses `choices` of them."""
+    if experts <= choices:
+        return float(experts)
+    return experts * (1 - (1 - choices / experts) ** tokens)

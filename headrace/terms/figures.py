@@ -43,6 +43,11 @@ def figure(figures: Mapping[str, Any], name: str, *, where: str, most: float) ->
     return float(value)
 
 
+def optional_figure(figures: Mapping[str, Any], name: str, *, where: str, most: float) -> float | None:
+    """Return a figure as `figure` does, or None where there is none. Raises likewise."""
+    return None if figures.get(name) is None else figure(figures, name, where=where, most=most)
+
+
 def whole(figures: Mapping[str, Any], name: str, *, where: str, most: float) -> int:
     """Return figure `name` if it is a whole number in `(0, most]`."""
     value = figure(figures, name, where=where, most=most)
@@ -101,3 +106,15 @@ def names_of(figures: Mapping[str, Any], name: str, known: Sequence[str], *, whe
     if not isinstance(names, list | tuple) or not set(map(str, names)) <= set(known):
         raise ConfigError(f"{where}: {name} is {names!r}; write a list of some of {', '.join(known)}")
     return tuple(names)
+
+
+def amount(figures: Mapping[str, Any], name: str, *, where: str, most: float, unit: str = "") -> float:
+    """Return a figure that, unlike a rate, may be zero, and is zero when absent.
+
+    Raises:
+        ConfigError: it is no number, below zero or above `most`.
+    """
+    value = number(figures, name, where=where) if name in figures else 0.0
+    if not 0 <= value <= most:
+        raise ConfigError(f"{where}: {name} is {value!r}; it must be between 0 and {most:.3g}{unit}")
+    return float(value)

@@ -32,6 +32,9 @@ def test_every_figure_of_a_packaged_profile_has_its_source(name: str):
         "hidden_seconds",
         "logit_seconds",
         "head_seconds",
+        "operator_seconds",
+        "turn_seconds",
+        "row_product_bytes_per_second",
         "widened_dtypes",
         "decoded_per_second",
         "network_bytes_per_second",  # no part of these machines

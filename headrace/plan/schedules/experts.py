@@ -11,6 +11,7 @@ from headrace.plan.buffer_sizes import SOURCE_SLOTS
 from headrace.plan.experts import ROUNDS_IN_MEMORY, ExpertPlan
 from headrace.plan.ledger import Ledger
 from headrace.plan.schedules.caches import Caches
+from headrace.terms.costs import CALLS_OF_EXPERT
 from headrace.terms.layout import Plane
 from headrace.terms.program import Lane, Pool, Verb, buffer
 
@@ -38,14 +39,20 @@ class ExpertRounds:
         """Return whether a unit has experts."""
         return self._plan.figures.num_experts[unit] > 0
 
-    def block(self, unit: int, weights: Sequence[int], *, seats: int, flops: float, num_bytes: int, caches: Caches) -> None:
-        """Emit a block whose other weights lie in `weights`; `flops` and `num_bytes` are those of one seat in the block."""
+    def block(
+        self, unit: int, weights: Sequence[int], *, seats: int, flops: float, num_bytes: int, calls: int, caches: Caches
+    ) -> None:
+        """Emit a block whose other weights lie in `weights`; `flops`, `num_bytes` and `calls` are those of
+        one seat in the block.
+        """
         plan, op = self._plan, self._ledger.op
         experts = plan.figures.num_experts[unit]
         per_token = 2.0 * plan.figures.num_parameters * min(plan.choices, experts)
         of_experts = min(flops, per_token * self._tokens / seats)
+        each = plan.touched(unit, max(1, self._tokens // seats))  # experts that a seat has tokens for
+        looped = round(CALLS_OF_EXPERT * each)
         for seat in range(seats):
-            common = {"flops": flops - of_experts, "num_bytes": num_bytes}
+            common = {"flops": flops - of_experts, "num_bytes": num_bytes, "calls": max(0, calls - looped)}
             writes = (CHOICES, *caches.bring(unit, seat))
             op(Verb.FORWARD, Lane.COMPUTE, weights, writes, unit=unit, micro=seat, **common)  # type: ignore[arg-type]
             caches.keep(unit, seat)
@@ -53,7 +60,7 @@ class ExpertRounds:
             op(Verb.ROUTE, Lane.ROUTER, (CHOICES,), (ROUTED,), unit=unit)
         wanted = plan.touched(unit, self._tokens)
         rounds = self._rounds(unit, wanted)
-        multiplied = seats * plan.touched(unit, max(1, self._tokens // seats))  # each seat reads experts it has tokens for
+        multiplied = seats * each
         for number in range(rounds):
             ready = self._bring(unit, number, experts if self._ahead else wanted, rounds)
             op(
@@ -64,6 +71,7 @@ class ExpertRounds:
                 part=number,
                 num_bytes=int(multiplied / rounds * self._expert_bytes),
                 flops=of_experts * seats / rounds,
+                calls=round(seats * looped / rounds),
             )
         op(Verb.FORWARD, Lane.COMPUTE, weights, unit=unit, part=rounds)
 

@@ -10,6 +10,7 @@ from headrace.plan.ledger import Snapshot
 from headrace.plan.schedules.caches import Caches
 from headrace.plan.schedules.experts import ExpertRounds
 from headrace.plan.schedules.weights import RESIDENT, Weights
+from headrace.terms.costs import PassCosts
 from headrace.terms.program import Lane, Program, Verb
 
 
@@ -21,7 +22,7 @@ def build_pass(
     A seat is the `micro` of its operations. `tokens` are those of the pass; None: it is a forecast, with as many experts as are
     likely.
     """
-    schedule = _Pass(plan, before, plan.costs.first.flops if first else plan.costs.next.flops)
+    schedule = _Pass(plan, before, plan.costs.first if first else plan.costs.next)
     schedule.rows = plan.rows * (plan.prompt_length if first else 1)
     if plan.experts is not None:
         likely = plan.rows * num_seats * (plan.prompt_length if first else 1)
@@ -40,9 +41,10 @@ def build_pass(
 class _Pass(Weights):
     """Emits operations in order."""
 
-    def __init__(self, plan: GenerationPlan, before: Snapshot, block_flops: tuple[float, ...]) -> None:
+    def __init__(self, plan: GenerationPlan, before: Snapshot, costs: PassCosts) -> None:
         super().__init__(plan, before)
-        self.plan, self.block_flops = plan, block_flops
+        self.plan, self.block_flops = plan, costs.flops
+        self.calls = costs.calls or (0,) * plan.num_blocks
         self.experts: ExpertRounds | None = None
         self.rows = plan.rows  # of a seat's products
 
@@ -54,10 +56,12 @@ class _Pass(Weights):
                 self.acquire((ahead - 1) % self.blocks + 1)
             # Attention copies keys and values, and reads the copy: they cross compute's memory three times.
             weights = (self.acquired.pop(block)[1],)
-            num_bytes = plan.multiplied_bytes(block, self.rows) + 3 * caches.held_bytes(block)
-            flops = self.block_flops[block - 1]
+            num_bytes = plan.multiplied_bytes(plan.slot_bytes(block), self.rows) + 3 * caches.held_bytes(block)
+            flops, calls = self.block_flops[block - 1], self.calls[block - 1]
             if self.experts is not None and self.experts.has(block):
-                self.experts.block(block, weights, seats=num_seats, flops=flops, num_bytes=num_bytes, caches=caches)
+                self.experts.block(
+                    block, weights, seats=num_seats, flops=flops, num_bytes=num_bytes, calls=calls, caches=caches
+                )
                 continue
             for seat in range(num_seats):
                 op(
@@ -69,11 +73,12 @@ class _Pass(Weights):
                     micro=seat,
                     num_bytes=num_bytes,
                     flops=flops,
+                    calls=calls,
                 )
                 caches.keep(block, seat)
         reads, last = tuple(RESIDENT + end for end in plan.ends), plan.ends[-1]
         for seat in range(num_seats):
-            flops, num_bytes = plan.costs.head_flops, plan.multiplied_bytes(last, plan.rows)
+            flops, num_bytes = plan.costs.head_flops, plan.multiplied_bytes(plan.head_bytes, plan.rows)
             op(Verb.TURN, Lane.COMPUTE, reads, unit=last, micro=seat, num_bytes=num_bytes, flops=flops)
 
     def uses_until(self, block: int) -> int:

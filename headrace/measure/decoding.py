@@ -1,0 +1,91 @@
+"""What Python takes of a generation: to begin an operator of a block, and between two passes.
+
+It is measured on a model so small that nothing else takes time, which goes the way of a generation: a seat, block by block.
+"""
+
+import time
+from collections.abc import Mapping
+from statistics import median
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from headrace.machine.protocol import Machine
+from headrace.measure.compute_loads import BLOCKS, chain_of
+from headrace.model.generation_check import ready_to_generate, seat_taps
+from headrace.model.seats import Seat
+
+_HIDDEN, _PROMPT, _PASSES = 64, 8, 14
+# Weights that no cache holds, and how often they are multiplied.
+_OUTPUTS, _INPUTS, _PRODUCTS = 8192, 4096, 9
+
+
+class _Counted(TorchDispatchMode):
+    """Counts operators as `CostMeter` does."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        self.calls += 1
+        return func(*args, **(kwargs or {}))
+
+
+def decoding_seconds(machine: Machine) -> tuple[float, float]:
+    """Return the seconds of one operator of a block's code, and those of a turn: the medians of a dozen passes of one row."""
+    chain = chain_of(machine, "bfloat16", _HIDDEN, _PROMPT + _PASSES)
+    ready_to_generate(chain.model)
+    chain.move_buffers(machine.device)
+    flats = [torch.zeros(layout.num_elements, dtype=chain.dtype, device=machine.device) for layout in chain.layouts]
+    for unit in [unit for unit in range(len(flats)) if not 0 < unit <= BLOCKS]:
+        chain.bind(unit, flats[unit], None)
+    ids = torch.zeros((1, _PROMPT), dtype=torch.int64, device=machine.device)
+    asked = {"max_new_tokens": _PASSES + 1, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    counted, blocks, turns = _Counted(), list[float](), list[float]()
+
+    def pass_blocks(seat: Seat) -> None:
+        for index in range(BLOCKS):
+            assert seat.hidden is not None, "it is parked"
+            chain.bind(index + 1, flats[index + 1], None, as_loaded=True)
+            with chain.arithmetic():
+                seat.hidden = chain.block(index, seat.hidden, seat.calls[index]).hidden
+            chain.release(index + 1)
+
+    with torch.no_grad(), seat_taps(chain.runner, chain.arithmetic) as taps:
+        seat = Seat(taps, lambda: chain.model.generate(ids, attention_mask=torch.ones_like(ids), **asked), 0)
+        try:
+            seat.turn()
+            pass_blocks(seat)
+            seat.turn()
+            with counted:
+                pass_blocks(seat)
+            seat.turn()
+            while not seat.done:
+                start = time.perf_counter()
+                pass_blocks(seat)
+                between = time.perf_counter()
+                seat.turn()
+                blocks.append(between - start)
+                turns.append(time.perf_counter() - between)
+        finally:
+            seat.close()
+    return median(blocks) / counted.calls, median(turns)
+
+
+def row_product_rate(machine: Machine) -> float | None:
+    """Return the bytes of bfloat16 weights per second that a CPU multiplies with one row; None where it widens them, or for a
+    GPU, whose products go as fast as its memory.
+    """
+    if machine.device.type != "cpu" or not machine.multiplies("bfloat16"):
+        return None
+    weights = torch.full((_OUTPUTS, _INPUTS), 0.01, dtype=torch.bfloat16)
+    row, seconds = torch.ones((1, _INPUTS), dtype=torch.bfloat16), list[float]()
+    for _ in range(_PRODUCTS):
+        start = time.perf_counter()
+        torch.nn.functional.linear(row, weights)
+        seconds.append(time.perf_counter() - start)
+    return weights.nbytes / median(seconds)
