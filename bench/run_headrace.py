@@ -33,6 +33,7 @@ from headrace.terms.program import Lane, Verb
 
 def main() -> None:
     arguments = parser(__doc__)
+    arguments.add_argument("--optimizer", default="adamw:beta1=0.9,beta2=0.95,eps=1e-8", help="the rule and its settings")
     arguments.add_argument("--host-memory", default="4GiB", help="the host budget")
     arguments.add_argument("--device-memory", default=None, help="the device budget; none: the CPU computes in host memory")
     arguments.add_argument("--max-grad-norm", type=float, default=0.0, help="clip to this global norm; 0: not at all")
@@ -66,7 +67,7 @@ def main() -> None:
             host_memory=options.host_memory,
             ssd=[ssd],
             learning_rate=options.learning_rate,
-            optimizer="adamw:beta1=0.9,beta2=0.95,eps=1e-8",
+            optimizer=options.optimizer,
             weight_decay=0.0,
             output=options.scratch / "run",
             tokens_per_step=options.tokens_per_step,

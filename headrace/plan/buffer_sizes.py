@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from headrace.plan.plan import Plan
-from headrace.terms.cuts import HOST_ITEM_ELEMENTS
+from headrace.terms.cuts import HOST_ITEM_ELEMENTS, largest_item_elements
 from headrace.terms.layout import PlaneSet
 from headrace.terms.rule_figures import Grain
 from headrace.terms.sizes import round_up
@@ -120,9 +120,11 @@ def host_update_temporary_bytes(plan: Plan) -> int:
 
     Elements that are updated alone are updated in registers.
     """
-    if plan.rule.grain is Grain.ELEMENT:
+    all_there = plan.device_state_slots and plan.device_update_every == 1
+    here = [unit for unit in map(plan.units.__getitem__, plan.updated_units) if not (all_there and unit.in_place)]
+    if plan.rule.grain is Grain.ELEMENT or not here:
         return 0
-    piece = max(HOST_ITEM_ELEMENTS, plan.largest_item_elements)
+    piece = max(HOST_ITEM_ELEMENTS, *(largest_item_elements(unit.cuts) for unit in here))
     return plan.update_threads * min(piece, plan.chunk_elements) * plan.rule.temporary_bytes
 
 

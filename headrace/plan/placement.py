@@ -249,6 +249,10 @@ def plan_of(problem: Problem, choice: Choice) -> Plan:
         ),
         rule=problem.rule,
         own_rule=problem.own_rule,
+        # What multiplies matrices is the device's work, unless nothing is updated here.
+        device_update_every=int(
+            problem.separate_device and problem.rule.gram_products > 0 and any(unit.update_elements for unit in units)
+        ),
         gradient_sum=workload.gradient_sum,
         freed_memory=choice.freed_memory,
     )

@@ -52,7 +52,8 @@ def with_device_updates(problem: Problem, plan: Plan, seconds_of: StepSeconds) -
     over the host's memory bus. It pays where the CPU's updates limit the step and the link has time to spare. Where the rule
     has no figure for it, all stays on the CPU.
     """
-    if not (problem.separate_device and seconds_of.machine.has_device and problem.rule.device_traffic_bytes is not None):
+    possible = seconds_of.machine.has_device and problem.rule.device_traffic_bytes is not None
+    if not (problem.separate_device and possible) or plan.device_update_every:
         return plan
 
     machine, most_operations = seconds_of.machine, 2 * SEARCH_OPERATIONS
@@ -62,7 +63,7 @@ def with_device_updates(problem: Problem, plan: Plan, seconds_of: StepSeconds) -
         machine, update_bytes_per_second=1e15, update_bytes_per_second_per_core=1e15, host_memory_bytes_per_second=1e17
     )
     as_is = seconds_of(plan, most_operations)
-    if StepSeconds(free)(replace(plan, rule=replace(plan.rule, gram_products=0)), most_operations) * ALIKE >= as_is:
+    if StepSeconds(free)(plan, most_operations) * ALIKE >= as_is:
         return plan
     costs = problem.costs_of(plan.micro_batch_sequences)
     strides = [

@@ -14,7 +14,7 @@ from headrace.answers import answer
 from headrace.answers.answer import plan_model
 from headrace.answers.explain import explain
 from headrace.answers.plan_report import PlanReport
-from headrace.plan.forecast import StepSeconds
+from headrace.plan.forecast import StepSeconds, forecast
 from headrace.plan.machine_profiles import load_profile
 from headrace.plan.placement import Problem
 from headrace.plan.plan import Plan
@@ -56,6 +56,25 @@ def test_a_small_model_fits_and_every_figure_is_there(report: PlanReport) -> Non
     assert values["run_hours"] == pytest.approx(200 * values["step_seconds"] / 3600)
     assert isinstance(values["bottleneck"], str)
     assert Plan.from_json(values["plan"]) == report.plan
+
+
+def test_with_a_gpu_an_update_multiplies_its_matrices_there(small: Path, rig: Ceilings) -> None:
+    """All of Muon's updates: their products are counted, and take no memory on the host."""
+    asked = Options(machine=rig, optimizer="muon", tokens_per_step=4096, sequence_length=512)
+    plan = plan_model(small, asked, here=False).plan
+    assert plan is not None
+    assert plan.device_update_every == 1
+    assert "updates" not in plan.results.peak_bytes["host"]
+    lanes = forecast(plan, rig).timeline.lanes
+    square, oblong = (4 * 256**2 * side + 2 * 256**3 for side in (256, 688))
+    assert lanes[Lane.DEVICE_UPDATE].flops == 6 * 5 * (4 * square + 3 * oblong)
+    assert lanes[Lane.UPDATE].flops == 0
+    free = replace(rig, flops_per_second={dtype: 1e17 for dtype in rig.flops_per_second})
+    products = lanes[Lane.DEVICE_UPDATE].flops / rig.matrix_flops_per_second("bfloat16")
+    saved_seconds = (
+        lanes[Lane.DEVICE_UPDATE].alone_seconds - forecast(plan, free).timeline.lanes[Lane.DEVICE_UPDATE].alone_seconds
+    )
+    assert saved_seconds == pytest.approx(products, rel=0.01)
 
 
 def test_fewer_checkpoints_are_offered_where_states_fit_into_memory(small: Path, rig: Ceilings) -> None:

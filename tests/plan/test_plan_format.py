@@ -64,7 +64,9 @@ def test_what_no_cut_divides_has_room_in_the_chunk_buffers_on_host_and_device() 
     assert groups["states"].num_bytes == plan.planes.state_bytes(20480)
     assert groups["device_states"].num_bytes == plan.planes.num_bytes(20480) + 20480 * plan.gradient_bytes_per_element
     assert device_update_temporary_bytes(plan) == 20480 * plan.rule.temporary_bytes
-    assert host_update_temporary_bytes(plan) == 3 * 20480 * plan.rule.temporary_bytes
+    assert host_update_temporary_bytes(plan) == 0, "all of it is updated on the device"
+    half = replace(plan, device_update_every=2)
+    assert host_update_temporary_bytes(half) == 3 * 20480 * plan.rule.temporary_bytes
     # A matrix that is longer than what the device works on at once makes that longer.
     whole = 1 << 21
     units = tuple(replace(unit, num_elements=whole, cuts=(Cuts(0, whole, whole, whole),)) for unit in plan.units)

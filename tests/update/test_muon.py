@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from headrace.terms.cuts import cuts_of, num_values, pieces_of, product_flops
+from headrace.terms.forms import SSD, Form, merged
 from headrace.terms.layout import ItemRange, Plane, lay_out
 from headrace.testing.tensor_rule_contract import PARAMETERS, TensorRuleContract
 from headrace.update import StepScalars, Updater, rule_of
@@ -107,5 +108,8 @@ def test_what_it_keeps_and_multiplies() -> None:
     assert num_values(v, 0, layout.num_elements, cuts) == 3 * 2048
     expected = 5 * (4 * 200**2 * 300 + 2 * 200**3) + 3 * 5 * (4 * 40**2 * 48 + 2 * 40**3)
     assert product_flops(rule.figures, 0, layout.num_elements, cuts) == expected
+    # A coarse plan has several blocks as one unit.
+    unit = Form(layout=layout, trained=layout, home=SSD, cuts=cuts).figures
+    assert product_flops(rule.figures, 0, 2 * layout.num_elements, merged([unit, unit]).cuts) == 2 * expected
     around = lay_out("epilogue", [("lm_head.weight", (300, 200), (1.0, 0.1))], rule.figures.parameter_alignment)
     assert product_flops(rule.figures, 0, around.num_elements, cuts_of(around, rule.figures)) == 0
