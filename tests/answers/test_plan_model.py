@@ -69,7 +69,7 @@ def test_with_a_gpu_an_update_multiplies_its_matrices_there(small: Path, rig: Ce
     square, oblong = (4 * 256**2 * side + 2 * 256**3 for side in (256, 688))
     assert lanes[Lane.DEVICE_UPDATE].flops == 6 * 5 * (4 * square + 3 * oblong)
     assert lanes[Lane.UPDATE].flops == 0
-    free = replace(rig, flops_per_second=dict.fromkeys(rig.flops_per_second, 1e+17))
+    free = replace(rig, flops_per_second=dict.fromkeys(rig.flops_per_second, 1e17))
     products = lanes[Lane.DEVICE_UPDATE].flops / rig.matrix_flops_per_second("bfloat16")
     slow, fast = (forecast(plan, each).timeline.lanes[Lane.DEVICE_UPDATE].alone_seconds for each in (rig, free))
     assert slow - fast == pytest.approx(products, rel=0.01)
