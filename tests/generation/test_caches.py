@@ -1,40 +1,41 @@
 """Keys and values in tiers: the bits of `generate`, whether they wait where compute is, in host memory or on drives."""
 
 import json
+import multiprocessing
+import signal
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import job_with_caches
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from job_with_caches import in_tiers, job
 from some_prompts import prompts
 from test_banks import with_banks
 from test_generation_search import question
 from tiers import sampled
 
-from headrace.cli.generating import say
 from headrace.engine.generator import Generated, Generator, MicroBatch
 from headrace.files import DirectFile
 from headrace.machine.cpu import CpuMachine
 from headrace.model.products import WideProducts
 from headrace.plan.caches import HOST, SSD, CachePlan
-from headrace.plan.generation import GenerationPlan
-from headrace.plan.generation_search import GenerationQuestion, make_generation_plan
+from headrace.plan.generation_search import make_generation_plan
 from headrace.plan.ledger import Snapshot
 from headrace.plan.schedules.generate import build_pass
-from headrace.runs.generation_source import open_generator
-from headrace.runs.jobs import run_job
 from headrace.terms.budget import Budget
 from headrace.terms.errors import DiskFull
-from headrace.terms.generate_options import GenerateOptions
 from headrace.terms.program import Lane, Pool
 from headrace.terms.sizes import PAGE_BYTES
 from headrace.testing.faulty_file import Fault, FaultKind, FaultyFile
 
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(["job_with_caches", "transformers.models.llama.modeling_llama"])
 NEW = 12
 COMMON = {
     "max_new_tokens": NEW,
@@ -108,39 +109,37 @@ def test_experts_that_come_by_themselves_have_caches_in_tiers(
         assert torch.equal(each.raw.sequences, expected.sequences)
 
 
-def in_tiers(patch: pytest.MonkeyPatch) -> None:
-    """Have all plans put the caches of all blocks on the drives."""
-
-    def on_drives(question: GenerationQuestion) -> GenerationPlan:
-        plan = make_generation_plan(question)
-        return replace(plan, caches=CachePlan(homes=(SSD,) * plan.num_blocks, slots=2, page_bytes=PAGE_BYTES))
-
-    patch.setattr("headrace.answers.generation.make_generation_plan", on_drives)
+def write_prompts(*folders: Path) -> None:
+    for folder in folders:
+        folder.mkdir()
+        lines = "".join(json.dumps({"prompt": "water " * (1 + number % 3)}) + "\n" for number in range(9))
+        (folder / "in.jsonl").write_text(lines, encoding="utf-8")
 
 
-def job(model: Path, folder: Path, ssd: Path | None) -> int:
-    options = GenerateOptions.of(
-        {
-            "input": folder / "in.jsonl",
-            "output": folder / "out.jsonl",
-            "max_new_tokens": 20,
-            "rows": 3,
-            "seats": 2,
-            "temperature": 0.8,
-            "host_memory": "4GiB",
-            "ssd": () if ssd is None else (ssd,),
-        }
-    )
-    with open_generator(model, options, None, say) as generator:
-        return run_job(generator, options, sink=say, tell_plan=lambda plan: None, progress=lambda found: None)
+# In a pass each of 2 seats reads and writes 2 blocks: within the prompts, the last answers, and where new seats come in.
+KILLS = [("write", 2), ("write", 13), ("write", 22), ("read", 3), ("read", 35), ("read", 80)]
+
+
+@pytest.mark.timeout(280)
+@pytest.mark.parametrize(("kill", "number"), sampled(KILLS, [("write", 22)]))
+def test_a_job_whose_caches_lie_on_a_drive_goes_on_after_a_kill(kill: str, number: int, model: Path, tmp_path: Path) -> None:
+    write_prompts(tmp_path / "kept", tmp_path / "killed")
+    assert job(model, tmp_path / "kept", None) == 0
+    process = PROCESSES.Process(target=job_with_caches.main, args=(str(model), str(tmp_path / "killed"), kill, number))
+    process.start()
+    process.join(120)
+    assert process.exitcode == -signal.SIGKILL, "the moment never came"
+    assert {path.name for path in (tmp_path / "killed").iterdir()} <= {"in.jsonl", "out.jsonl.job"}  # the drive is free again
+    with pytest.MonkeyPatch.context() as patch:
+        in_tiers(patch)
+        assert job(model, tmp_path / "killed", tmp_path / "killed") == 0
+    kept, killed = ((tmp_path / name / "out.jsonl").read_bytes() for name in ("kept", "killed"))
+    assert kept == killed
 
 
 def test_a_drive_that_is_full_loses_nothing(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Space is reserved first; where a file system gives none all the same, what is done is kept, and the job goes on later."""
-    for name in ("kept", "full"):
-        (tmp_path / name).mkdir()
-        lines = "".join(json.dumps({"prompt": "water " * (1 + number % 3)}) + "\n" for number in range(9))
-        (tmp_path / name / "in.jsonl").write_text(lines, encoding="utf-8")
+    write_prompts(tmp_path / "kept", tmp_path / "full")
     assert job(model, tmp_path / "kept", None) == 0
 
     nameless = DirectFile.nameless

@@ -1,0 +1,65 @@
+"""A job whose keys and values lie on a drive, in a process of its own that may be killed. Run by `test_caches`."""
+
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.cli.generating import say
+from headrace.flow.caches import CacheFile
+from headrace.plan.caches import SSD, CachePlan
+from headrace.plan.generation import GenerationPlan
+from headrace.plan.generation_search import GenerationQuestion, make_generation_plan
+from headrace.runs.generation_source import open_generator
+from headrace.runs.jobs import run_job
+from headrace.terms.generate_options import GenerateOptions
+from headrace.terms.sizes import PAGE_BYTES
+
+
+def in_tiers(patch: pytest.MonkeyPatch) -> None:
+    """Have all plans put the caches of all blocks on the drives."""
+
+    def on_drives(question: GenerationQuestion) -> GenerationPlan:
+        plan = make_generation_plan(question)
+        return replace(plan, caches=CachePlan(homes=(SSD,) * plan.num_blocks, slots=2, page_bytes=PAGE_BYTES))
+
+    patch.setattr("headrace.answers.generation.make_generation_plan", on_drives)
+
+
+def job(model: Path, folder: Path, ssd: Path | None) -> int:
+    """Answer `folder`'s prompts, with caches that may lie in `ssd`."""
+    options = GenerateOptions.of(
+        {
+            "input": folder / "in.jsonl",
+            "output": folder / "out.jsonl",
+            "max_new_tokens": 20,
+            "rows": 3,
+            "seats": 2,
+            "temperature": 0.8,
+            "host_memory": "4GiB",
+            "ssd": () if ssd is None else (ssd,),
+        }
+    )
+    with open_generator(model, options, None, say) as generator:
+        return run_job(generator, options, sink=say, tell_plan=lambda plan: None, progress=lambda found: None)
+
+
+def main(model: str, folder: str, name: str, kill_at: int) -> None:
+    """Run the job; at the call number `kill_at` of `CacheFile`'s method `name` the process is killed."""
+    with pytest.MonkeyPatch.context() as patch:
+        in_tiers(patch)
+        own: Callable[..., Any] = getattr(CacheFile, name)
+        calls: list[int] = []
+
+        def counted(*args: Any) -> Any:
+            calls.append(1)
+            if len(calls) == kill_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return own(*args)
+
+        patch.setattr(CacheFile, name, counted)
+        job(Path(model), Path(folder), Path(folder))
