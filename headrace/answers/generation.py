@@ -6,7 +6,7 @@ Invariant: what `headrace plan --generate` answers is what `headrace generate` r
 import gc
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 from headrace.answers.answer import multiplies, place_of
@@ -20,7 +20,7 @@ from headrace.machine.protocol import Machine
 from headrace.model import Chain
 from headrace.model.bank_check import why_no_banks
 from headrace.model.banks import find_experts
-from headrace.model.generation_check import check_generation, ready_to_generate, why_not_tiered
+from headrace.model.generation_check import check_generation, ready_to_generate, why_not_chunked, why_not_tiered
 from headrace.model.generation_costs import generation_costs
 from headrace.model.stored_experts import expert_layout, without
 from headrace.plan.experts import ExpertFigures
@@ -36,6 +36,9 @@ from headrace.terms.generate_options import GenerateOptions
 from headrace.terms.layout import UnitLayout
 from headrace.terms.optimizer import Optimizer
 from headrace.terms.sizes import format_bytes, format_seconds
+
+# Tokens of a prompt that may go through the model together. Small chunks compute at lower rates, and read weights more often.
+PREFILL_CHUNKS = (512, 2048, 8192)
 
 
 class GenerationPlanner:
@@ -58,15 +61,16 @@ class GenerationPlanner:
         rows: int | None = None,
         seats: int | None = None,
         notes: tuple[str, ...] = (),
-        costs: Callable[[Chain, int, int], GenerationCosts] = generation_costs,
+        costs: Callable[..., GenerationCosts] = generation_costs,
         most_rows: int | None = None,
         experts: ExpertFigures | None = None,
         has_drives: bool = False,
+        chunks: Sequence[int] = PREFILL_CHUNKS,
     ) -> None:
-        self._experts = experts
+        self._experts, self._chunks = experts, tuple(chunks)
         self._chain, self._figures, self._machine, self._budget = chain, tuple(figures), machine, budget
         self._cores, self._ceilings, self._rows, self._seats, self._notes = cores, ceilings, rows, seats, notes
-        self._costs, self._most_rows = cache(lambda rows, length: costs(chain, rows, length)), most_rows
+        self._costs, self._most_rows = cache(partial(costs, chain)), most_rows
         self._has_drives = bool(budget.ssd) or has_drives
 
     @property
@@ -74,10 +78,20 @@ class GenerationPlanner:
         """The directories where caches may lie."""
         return self._budget.ssd
 
-    def plan(self, prompts: int, prompt_length: int, new_tokens: int, kept_copies: int = 0) -> GenerationPlan:
+    def plan(
+        self,
+        prompts: int,
+        prompt_length: int,
+        new_tokens: int,
+        kept_copies: int = 0,
+        *,
+        rows: int | None = None,
+        prefill_chunk: int | None = None,
+    ) -> GenerationPlan:
         """Return the plan for so many prompts of up to `prompt_length` tokens, with up to `new_tokens` for each.
 
         With `kept_copies` each row has so many caches, which stay where compute is; with 0 it has one, which may lie elsewhere.
+        `rows` and `prefill_chunk` are fixed where they are given.
 
         Raises:
             PlanInfeasible: a budget is too small.
@@ -86,13 +100,15 @@ class GenerationPlanner:
         """
         reason = ""
 
-        def costs_of(rows: int) -> GenerationCosts:
-            found: GenerationCosts = self._costs(rows * max(1, kept_copies), prompt_length)
+        def costs_of(rows: int, *chunk: int) -> GenerationCosts:
+            found: GenerationCosts = self._costs(rows * max(1, kept_copies), prompt_length, *chunk)
             return replace(found, tiered=()) if reason else found
 
         allowance = self._allowance(lambda: costs_of(1))
         if (self._has_drives or allowance.device_bytes is not None) and any(costs_of(1).tiered) and not kept_copies:
             reason = why_not_tiered(self._chain.config)
+        chunks = [] if kept_copies else [chunk for chunk in self._chunks if 2 * chunk <= prompt_length]
+        unchunked = why_not_chunked(self._chain.config) if chunks else ""
         question = GenerationQuestion(
             units=self._figures,
             num_blocks=self._chain.num_blocks,
@@ -104,15 +120,18 @@ class GenerationPlanner:
             new_tokens=new_tokens,
             allowance=allowance,
             ceilings=self._ceilings,
-            rows=self._rows,
+            rows=self._rows or rows,
             seats=self._seats,
             most_rows=self._most_rows,
             experts=self._experts,
             has_drives=self._has_drives,
             kept_copies=kept_copies,
+            prefill_chunks=(0, *([] if unchunked else chunks)) if prefill_chunk is None else (prefill_chunk,),
         )
         plan = make_generation_plan(question)
         notes = [f"caches of this architecture stay in memory: {reason}"] if reason else []
+        if unchunked:
+            notes.append(f"prompts of this architecture are not taken in chunks: {unchunked}")
         if kept_copies and self._has_drives:
             notes.append("beams and drafts exchange rows and take tokens back: caches stay in memory")
         return plan.with_notes((*self._notes, *self._chain.notes, *notes))

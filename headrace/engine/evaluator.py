@@ -74,6 +74,7 @@ class Evaluator:
             notes=model.notes,
             costs=scoring_costs,
             most_rows=max(1, _MOST_TOKENS // length),
+            chunks=(),
         )
         self._generator = Generator(model, self._planner, interpreter, sink, copying)
 

@@ -5,6 +5,7 @@ A seat whose answers are complete makes way for the next micro-batch, which come
 """
 
 import contextlib
+import copy
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, replace
@@ -16,7 +17,8 @@ import torch
 
 from headrace.answers.generation import GenerationPlanner
 from headrace.engine.copying import Copying
-from headrace.engine.generation_model import GenerationModel, end_tokens
+from headrace.engine.generation_model import GenerationModel
+from headrace.engine.padded_rows import padded, until_end
 from headrace.flow.caches import CacheFile, SeatCache
 from headrace.flow.execute import Interpreter, OverlappedInterpreter, PlainInterpreter
 from headrace.flow.experts import ExpertFlow
@@ -158,10 +160,19 @@ class Generator:
         assert self.plan is not None, "made above"
         return self.plan
 
-    def plan_only(self, prompts: int, prompt_length: int, new_tokens: int, kept_copies: int = 0) -> GenerationPlan:
+    def plan_only(
+        self,
+        prompts: int,
+        prompt_length: int,
+        new_tokens: int,
+        kept_copies: int = 0,
+        *,
+        rows: int | None = None,
+        prefill_chunk: int | None = None,
+    ) -> GenerationPlan:
         """Return the plan for so many prompts, without making anything. Raises as `prepare` does."""
         self.model.check_positions(prompt_length, new_tokens)
-        return self._planner.plan(prompts, prompt_length, new_tokens, kept_copies)
+        return self._planner.plan(prompts, prompt_length, new_tokens, kept_copies, rows=rows, prefill_chunk=prefill_chunk)
 
     def prepare_at_least(
         self, prompts: int, prompt_length: int, new_tokens: int, tokens: int, kept_copies: int = 0
@@ -326,15 +337,25 @@ class Generator:
         return stack
 
     def _call(self, batch: MicroBatch) -> Callable[[], Any]:
-        ids, mask = _padded(batch.rows, batch.settings["generation_config"].pad_token_id)
+        ids, mask = padded(batch.rows, batch.settings["generation_config"].pad_token_id)
         device = self.model.machine.device
         inputs = {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
-        return lambda: self.model.chain.model.generate(**inputs, **batch.settings)
+        settings = {**batch.settings, "generation_config": self._in_chunks(batch)}
+        return lambda: self.model.chain.model.generate(**inputs, **settings)
+
+    def _in_chunks(self, batch: MicroBatch) -> Any:
+        """Return the configuration of a micro-batch, with the plan's chunks of prompts unless it has some of its own."""
+        assert self.plan is not None, "prepared"
+        config, chunk = batch.settings["generation_config"], self.plan.costs.prefill_chunk
+        if chunk and batch.length > chunk and config.prefill_chunk_size is None and not kept_copies(batch.settings):
+            config = copy.copy(config)
+            config.prefill_chunk_size = chunk
+        return config
 
     def _generated(self, batch: MicroBatch, raw: Any) -> Generated:
         sequences = raw if isinstance(raw, torch.Tensor) else raw.sequences
         config = batch.settings["generation_config"]
-        tokens = tuple(_until(row, config) for row in sequences[:, batch.length :].tolist())
+        tokens = tuple(until_end(row, config) for row in sequences[:, batch.length :].tolist())
         return Generated(batch, tokens, raw)
 
     def _drop(self) -> None:
@@ -365,23 +386,3 @@ def kept_copies(settings: Mapping[str, Any]) -> int:
 
 def _silent(event: Event) -> None:
     """The sink of a generator that was given none."""
-
-
-def _padded(rows: Sequence[Sequence[int]], pad: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ids and mask (rows, longest); shorter rows are padded on the left."""
-    length = max(map(len, rows))
-    ids = torch.full((len(rows), length), pad, dtype=torch.int64)
-    mask = torch.zeros((len(rows), length), dtype=torch.int64)
-    for number, row in enumerate(rows):
-        ids[number, length - len(row) :] = torch.tensor(row)
-        mask[number, length - len(row) :] = 1
-    return ids, mask
-
-
-def _until(tokens: Sequence[int], config: Any) -> tuple[int, ...]:
-    """Return the tokens up to and including the first that ends a row; padding behind it is left out."""
-    ends = end_tokens(config)
-    stop = next((place + 1 for place, token in enumerate(tokens) if token in ends), len(tokens))
-    while config.stop_strings and stop and tokens[stop - 1] == config.pad_token_id and config.pad_token_id not in ends:
-        stop -= 1
-    return tuple(tokens[:stop])

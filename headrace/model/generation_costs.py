@@ -27,8 +27,10 @@ from headrace.terms.errors import HeadraceError, ModelError, in_one_line
 _COPIES_OF_LOGITS = 8
 
 
-def generation_costs(chain: Chain, rows: int, prompt_length: int) -> GenerationCosts:
-    """Return the costs of a seat of `rows` prompts of `prompt_length` tokens. The chain must be ready to generate.
+def generation_costs(chain: Chain, rows: int, prompt_length: int, chunk: int = 0) -> GenerationCosts:
+    """Return the costs of a seat of `rows` prompts of `prompt_length` tokens, taken in chunks of `chunk` (0: all at once).
+
+    The chain must be ready to generate.
 
     Raises:
         ModelError: the model's code asks for values, which fake tensors do not have.
@@ -42,10 +44,10 @@ def generation_costs(chain: Chain, rows: int, prompt_length: int) -> GenerationC
             torch.no_grad(),
             ends_bound(chain),
         ):
-            found = _costs(chain, rows, prompt_length)
+            found = _costs(chain, rows, prompt_length, chunk if chunk < prompt_length else 0)
             found = replace(found, choices=max(choices, default=0), widens=chain.wide_products)
             return replace(
-                found, first=_looped(found.first, chain, found, prompt_length), next=_looped(found.next, chain, found, 1)
+                found, first=_looped(found.first, chain, found, found.first_tokens), next=_looped(found.next, chain, found, 1)
             )
     except HeadraceError:
         raise
@@ -115,9 +117,11 @@ def ends_bound(chain: Chain) -> Iterator[None]:
             chain.release(unit)
 
 
-def _costs(chain: Chain, rows: int, prompt_length: int) -> GenerationCosts:
+def _costs(chain: Chain, rows: int, prompt_length: int, chunk: int) -> GenerationCosts:
     cache = DynamicCache(config=chain.model.config.get_text_config(decoder=True))
-    first = _pass(chain, cache, rows, prompt_length, prompt_length)
+    if chunk:  # the last chunk costs most: it sees all that came before
+        _pass(chain, cache, rows, prompt_length - chunk, prompt_length - chunk)
+    first = _pass(chain, cache, rows, chunk or prompt_length, prompt_length)
     after_first = _bytes_by_block(chain, cache)
     following = _pass(chain, cache, rows, 1, prompt_length + 1)
     after_next = _bytes_by_block(chain, cache)
@@ -125,6 +129,7 @@ def _costs(chain: Chain, rows: int, prompt_length: int) -> GenerationCosts:
     return GenerationCosts(
         rows=rows,
         prompt_length=prompt_length,
+        prefill_chunk=chunk,
         first=first,
         next=following,
         cache_bytes=tuple(after_first),

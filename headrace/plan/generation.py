@@ -161,6 +161,7 @@ class GenerationPlan:
         lines = [
             f"generate {self.prompts} prompt{'s' if self.prompts > 1 else ''} of up to {self.prompt_length} tokens, up to "
             f"{self.new_tokens} new ones each; {seats} together",
+            *self._explain_prompts(),
             *self.explain_memory(),
         ]
         if self.forecast is not None:
@@ -195,6 +196,12 @@ class GenerationPlan:
         where = "on the device, after they have crossed the link" if self.separate_device else "on a core of the host"
         sizes = f"{format_bytes(read)} for {format_bytes(dense)} in {self.compute_dtype}"
         return f"{', '.join(sorted(kinds))}: {sizes}, decoded {where}"
+
+    def _explain_prompts(self) -> list[str]:
+        costs = self.costs
+        if costs.first_passes == 1:
+            return []
+        return [f"prompts  in chunks of {costs.first_tokens} tokens, {costs.first_passes} passes before the first new token"]
 
     def explain_memory(self) -> list[str]:
         """Return the memory by purpose, in words, one line for each tier."""

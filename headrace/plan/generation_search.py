@@ -44,14 +44,15 @@ class GenerationQuestion:
 
     `rows` and `seats` are fixed where they are given, `most_rows` bounds rows. `ceilings` is the machine, None for a nominal
     one. `experts` are those of mixtures that may come by themselves. With `has_drives` keys and values may lie on the drives.
-    `kept_copies` is as in the plan, and counted in `costs_of`.
+    `kept_copies` is as in the plan, and counted in `costs_of`. `prefill_chunks` are tried, 0 for whole prompts: `costs_of` is
+    given rows, and a chunk that is not 0.
     """
 
     units: tuple[UnitFigures, ...]
     num_blocks: int
     compute_dtype: str
     separate_device: bool
-    costs_of: Callable[[int], GenerationCosts]
+    costs_of: Callable[..., GenerationCosts]
     prompts: int
     prompt_length: int
     new_tokens: int
@@ -63,6 +64,7 @@ class GenerationQuestion:
     experts: ExpertFigures | None = None
     has_drives: bool = False
     kept_copies: int = 0
+    prefill_chunks: tuple[int, ...] = (0,)
 
     @property
     def machine(self) -> Ceilings:
@@ -111,7 +113,7 @@ def with_forecast(plan: GenerationPlan, ceilings: Ceilings) -> GenerationPlan:
     """Return `plan` with the forecast of a pass on a machine."""
     timeline = simulate(_passes(plan), ceilings, compute_dtype=plan.compute_dtype, compute_threads=plan.compute_threads)
     rates = Rates(ceilings, plan.compute_dtype, plan.compute_threads, None)
-    first = step_seconds_of(_passes(plan, first=True), rates)
+    first = plan.costs.first_passes * step_seconds_of(_passes(plan, first=True), rates)
     rounds = -(-plan.prompts // (plan.rows * plan.seats))
     whole = rounds * (first + (plan.new_tokens - 1) * timeline.step_seconds)
     read = sum(timed.op.bytes for timed in timeline.step_ops() if timed.op.lane is Lane.SSD_READ)
@@ -131,8 +133,9 @@ def with_forecast(plan: GenerationPlan, ceilings: Ceilings) -> GenerationPlan:
 def _placements(question: GenerationQuestion) -> Iterator[GenerationPlan]:
     """Yield plans with as many blocks in memory as fit, for each number of rows and seats; some do not fit."""
     rates = Rates(question.machine, question.compute_dtype, question.allowance.cores, None)
-    for rows in _choices(question.prompts, question.rows, question.most_rows or MOST_ROWS):
-        costs = question.costs_of(rows)
+    all_rows = _choices(question.prompts, question.rows, question.most_rows or MOST_ROWS)
+    for rows, chunk in itertools.product(all_rows, question.prefill_chunks):
+        costs = question.costs_of(rows, chunk) if chunk else question.costs_of(rows)
         for seats in _choices(-(-question.prompts // rows), question.seats, MOST_SEATS):
             homes = cache_choices(
                 () if question.kept_copies else costs.tiered,
@@ -223,7 +226,7 @@ def with_peaks(plan: GenerationPlan, allowance: Allowance) -> GenerationPlan:
     if plan.experts is not None:
         making = max(making, plan.experts.figures.making_bytes)
         compute["waiting for experts"] = plan.seats * plan.experts.waiting_bytes(
-            plan.rows * plan.prompt_length, costs.first.hidden_bytes
+            plan.rows * costs.first_tokens, costs.first.hidden_bytes
         )
     if making:
         compute["decoding"] = making
@@ -270,7 +273,7 @@ def _rounds(plan: GenerationPlan) -> int:
 def seconds_of_all_tokens(plan: GenerationPlan, rates: Rates) -> float:
     """Return the seconds that the passes of all tokens of all prompts take, batch after batch, per token."""
     first, following = step_seconds_of(_passes(plan, first=True), rates), step_seconds_of(_passes(plan), rates)
-    return _rounds(plan) * (first + (plan.new_tokens - 1) * following) / plan.new_tokens
+    return _rounds(plan) * (plan.costs.first_passes * first + (plan.new_tokens - 1) * following) / plan.new_tokens
 
 
 def _written_bytes(plan: GenerationPlan) -> int:

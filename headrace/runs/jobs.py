@@ -74,7 +74,7 @@ def run_job(
     answered = [line for line in lines if not line.error]
     answers: dict[int, dict[str, Any]] = {line.number: line.refused(line.error) for line in lines if line.error}
     if answered:
-        plan = _plan(generator, answered, options)
+        plan = _plan(generator, answered, options, _begun(folder))
         job = _job(folder, digest, options, answered, plan, sink)
         tell_plan(plan)
         sink(Notice(text=_most_lost(plan), level="info"))
@@ -123,16 +123,23 @@ def _new_tokens(line: PromptLine, generator: Generator, options: GenerateOptions
     return int(_settings(line, generator, options, len(line.ids))["generation_config"].max_new_tokens)
 
 
-def _plan(generator: Generator, lines: Sequence[PromptLine], options: GenerateOptions) -> GenerationPlan:
-    """Return a plan whose micro-batches take no longer than may be lost, if there is one."""
+def _plan(
+    generator: Generator, lines: Sequence[PromptLine], options: GenerateOptions, begun: Mapping[str, Any] | None
+) -> GenerationPlan:
+    """Return a plan whose micro-batches take no longer than may be lost, if there is one. Of a job that was `begun` it has the
+    rows and the chunks of prompts.
+    """
     longest = max(len(line.ids) for line in lines)
     new = max(_new_tokens(line, generator, options) for line in lines)
     copies = max(kept_copies(_settings(line, generator, options, len(line.ids))) for line in lines)
-    prompts = len(lines)
-    plan = generator.plan_only(prompts, longest, new, copies)
-    while _micro_batch_seconds(plan) > options.most_lost and prompts > 1:
-        prompts = max(1, plan.rows * plan.seats // 2)
-        plan = generator.plan_only(prompts, longest, new, copies)
+    prompts, least, fixed = len(lines), 1, dict[str, int]()
+    if begun is not None:
+        least = max(map(len, begun["micro_batches"]))
+        fixed = {"rows": least, "prefill_chunk": begun.get("prefill_chunk", 0)}
+    plan = generator.plan_only(prompts, longest, new, copies, **fixed)
+    while _micro_batch_seconds(plan) > options.most_lost and prompts > least:
+        prompts = max(least, plan.rows * plan.seats // 2)
+        plan = generator.plan_only(prompts, longest, new, copies, **fixed)
     generator.use(plan)
     return plan
 
@@ -144,6 +151,12 @@ def _micro_batch_seconds(plan: GenerationPlan) -> float:
 
 def _most_lost(plan: GenerationPlan) -> str:
     return f"a kill costs at most the answers under way: about {format_seconds(_micro_batch_seconds(plan))} of work"
+
+
+def _begun(folder: Path) -> dict[str, Any] | None:
+    """Return what a job that was begun has written down."""
+    path = folder / "job.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
 Job = dict[int, tuple[tuple[int, ...], int]]  # micro-batch -> its lines, its seed
@@ -162,8 +175,7 @@ def _job(
     fixed = {"input": digest, "options": {key: values[key] for key in _FIXED}}
     here = {"threads": torch.get_num_threads(), "processor": processor_name()}
     path = folder / "job.json"
-    if path.exists():
-        found = json.loads(path.read_text(encoding="utf-8"))
+    if (found := _begun(folder)) is not None:
         if found["fixed"] != fixed:
             raise RunDirectoryError(
                 f"{folder} holds an unfinished job of another input or other options; finish it with those, or remove it"
@@ -179,6 +191,7 @@ def _job(
         own = {line.number: line.settings.get("seed") for line in lines}
         seeds = [options.seed + place if own[batch[0]] is None else own[batch[0]] for place, batch in enumerate(members)]
         found = {"fixed": fixed, "here": here, "micro_batches": members, "seeds": seeds}
+        found["prefill_chunk"] = plan.costs.prefill_chunk
         with _writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
             write_whole(path, json.dumps(found) + "\n")

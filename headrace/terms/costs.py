@@ -82,9 +82,10 @@ class PassCosts:
 class GenerationCosts:
     """A seat of `rows` rows: its first pass, over `prompt_length` tokens, and the one after, over one.
 
-    `cache_bytes` are the bytes of each block's cache after the first pass; `cache_token_bytes` are what one more token of all
-    rows adds to each. `tiered` says for each block whether its cache may lie elsewhere while the block is not run: it may where
-    the cache keeps tokens and nothing else. `head_flops` are for one position of all rows; `head_bytes` are what head and
+    With a `prefill_chunk` prompts are taken in chunks of so many tokens, a pass for each, and `first` is the last of these
+    passes. `cache_bytes` are the bytes of each block's cache after the prompt; `cache_token_bytes` are what one more token of
+    all rows adds to each. `tiered` says for each block whether its cache may lie elsewhere while the block is not run: it may
+    where the cache keeps tokens and nothing else. `head_flops` are for one position of all rows; `head_bytes` are what head and
     sampling allocate for a moment.
     """
 
@@ -99,6 +100,17 @@ class GenerationCosts:
     choices: int = 0  # experts that a token is sent to
     tiered: tuple[bool, ...] = ()
     widens: bool = False  # products of 16-bit numbers are computed in float32, except where they have few rows
+    prefill_chunk: int = 0
+
+    @property
+    def first_tokens(self) -> int:
+        """Tokens of a row that one pass over its prompt takes."""
+        return self.prefill_chunk or self.prompt_length
+
+    @property
+    def first_passes(self) -> int:
+        """Passes that a whole prompt takes."""
+        return -(-self.prompt_length // self.first_tokens)
 
     def all_cache_bytes(self, new_tokens: int) -> int:
         """Return the bytes of a seat's cache after `new_tokens` tokens."""

@@ -47,11 +47,13 @@ class Caches:
     def held_bytes(self, block: int) -> int:
         """Return the bytes of a seat's cache of a block halfway through its answers; 0 in the first pass."""
         costs, new = self._plan.costs, self._plan.new_tokens // 2
-        return 0 if self._first else whole_bytes(costs, new, block)
+        if self._first:  # of a prompt in chunks, what those before the middle one left
+            return costs.cache_bytes[block - 1] * (costs.first_passes - 1) // (2 * costs.first_passes)
+        return whole_bytes(costs, new, block)
 
     def _new_bytes(self, block: int) -> int:
         costs = self._plan.costs
-        return costs.cache_bytes[block - 1] if self._first else costs.cache_token_bytes[block - 1]
+        return costs.cache_bytes[block - 1] // costs.first_passes if self._first else costs.cache_token_bytes[block - 1]
 
     def _read(self, number: int) -> None:
         plan, op, (block, seat) = self._plan, self._ledger.op, self._uses[number]

@@ -23,9 +23,9 @@ def build_pass(
     likely.
     """
     schedule = _Pass(plan, before, plan.costs.first if first else plan.costs.next)
-    schedule.rows = plan.rows * (plan.prompt_length if first else 1)
+    schedule.rows = plan.rows * (plan.costs.first_tokens if first else 1)
     if plan.experts is not None:
-        likely = plan.rows * num_seats * (plan.prompt_length if first else 1)
+        likely = schedule.rows * num_seats
         schedule.experts = ExpertRounds(
             plan.experts,
             schedule.ledger,
