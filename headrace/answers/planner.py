@@ -62,9 +62,10 @@ class RunPlanner:
         self._forms, self._own_rule = tuple(forms), own_rule
         self._rule, self._cores, self._warm_up, self._adjust = rule, cores, warm_up, adjust
         self._search = search
-        # A caller with its own search makes plans of another kind: it only takes the groups of sums from a given plan.
-        self._given = given if search is None else None
-        self.grouping: Grouping | None = grouping_of(given) if given and search else None
+        # Of a given plan of another kind (a node's for a machine alone, or the reverse) only the groups of sums are taken.
+        other_kind = given is not None and (search is not None or given.serves)
+        self._given = None if other_kind else given
+        self.grouping: Grouping | None = grouping_of(given) if given and other_kind else None
         self._ceilings = options.machine if isinstance(options.machine, Ceilings) else None
         self._profiles = Profiles(chain)
         self._runtime_bytes: int | None = None

@@ -17,7 +17,7 @@ from headrace.plan.plan import Plan
 from headrace.plan.schedules.serve import Turn, build_serving, build_serving_tail
 from headrace.plan.serving import grouping_of, serving_plan, with_grouping
 from headrace.terms.errors import ConfigError, DataError
-from headrace.terms.events import Notice
+from headrace.terms.events import Notice, Planned
 from headrace.terms.options import Options
 from headrace.terms.program import Program
 from headrace.update.combinations import refuse_combination
@@ -51,6 +51,7 @@ class NodeEngine(Engine):
         if self._steps is None:
             grouping, turns = self._crowd.gather(self._setup(plan), lambda text: self._emit(Notice(text=text, level="info")))
             self.plan = plan = with_grouping(plan, grouping)
+            self._emit(Planned(plan=plan))
             self._schedule = Schedule(partial(_serving, turns), build_serving_tail)
             self._steps = self._build_steps(plan)
         return self._steps

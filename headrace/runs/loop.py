@@ -16,7 +16,7 @@ from headrace.data import BatchStream
 from headrace.machine.host_memory import anonymous_bytes
 from headrace.machine.meter import MemoryMeter
 from headrace.plan.plan import Plan
-from headrace.plan.serving import explain_serving
+from headrace.plan.serving import explain_serving, grouping_of
 from headrace.report import LanesFile, MetricsFile, Reporters, TensorBoard, TraceFile, TrainerStateFile
 from headrace.report.metrics import read_metrics
 from headrace.runs.finish import write_final
@@ -104,9 +104,14 @@ def _resume(directory: RunDirectory, display: Display | None, engines: Engines, 
     if kind is not StateKind.COMMITTED:
         engines.discard(directory.path)  # killed while the model was imported: there is nothing to resume
         return _begin(run)
+
+    def tell(plan: Plan) -> None:
+        if plan.serves:
+            _tell_serving(run, plan)
+
     with ExitStack() as stack:
         reporters = _reporters(run, stack)
-        engine = stack.enter_context(engines.resume(directory.path, sink=_for_people(reporters)))
+        engine = stack.enter_context(engines.resume(directory.path, sink=_for_people(reporters, tell)))
         if engine.position is not None:
             run.stream.restore(engine.position["data"])
         account = _account(run, engine.plan) if engine.plan is not None and not engine.plan.serves else None
@@ -126,7 +131,7 @@ def _begin(run: _Run, on_failure: Callable[[], None] | None = None) -> Finished:
 
         def tell(plan: Plan) -> None:
             if plan.serves:  # its workers forecast
-                run.display.say(explain_serving(plan))
+                _tell_serving(run, plan)
                 return
             told.append(_account(run, plan, machine.ceilings))
             told[0].tell_before(run.display)
@@ -189,6 +194,14 @@ def _drive(run: _Run, engine: RunningEngine, reporters: Reporters, account: "Acc
         engine.remove_state()
     run.display.say(f"done: {steps} steps, {format_seconds(time.monotonic() - started)}; model in {run.directory.final}")
     return Finished(run_directory=run.directory.path, final=run.directory.final, steps=steps)
+
+
+def _tell_serving(run: _Run, plan: Plan) -> None:
+    """Say what a node's plan is; once its workers have agreed upon what decides bits, keep it, for other runs to take."""
+    if grouping_of(plan) is None:
+        run.display.say(explain_serving(plan))
+    else:
+        run.directory.write_plan(plan.to_json())
 
 
 def _account(run: _Run, plan: Plan, measured: Ceilings | None = None) -> "Account":

@@ -582,7 +582,7 @@ def test_an_engine_plans_within_the_space_of_its_drives(
         return Engine.open(
             model_dir("llama"),
             headrace.Options(
-                host_memory="430MiB",
+                host_memory="500MiB",
                 ssd=tmp_path / "ssd",
                 output=tmp_path / name,
                 max_grad_norm=None,

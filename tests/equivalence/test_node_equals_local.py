@@ -14,8 +14,10 @@ from tiers import sampled
 
 from headrace.engine.node import NodeEngine
 from headrace.engine.seams import Seams
+from headrace.engine.trainer import Engine
 from headrace.plan.plan import Plan
 from headrace.terms.errors import PlanInfeasible
+from headrace.terms.events import Event, Planned
 from headrace.terms.sizes import MIB
 
 STEPS = 3
@@ -100,6 +102,25 @@ def test_under_a_tree_any_number_of_workers_gives_the_same_bits(
         assert all(torch.allclose(usual[name], weights[name], rtol=1e-3, atol=1e-4) for name in weights)
     with crew(workers) as made:
         _, found = node_run(path, tmp_path / "node", batches, made, plan=plans[0], **how)
+    assert all(torch.equal(found[name], weights[name]) for name in weights)
+
+
+def test_one_machine_takes_its_sums_in_the_groups_of_a_node_s_plan(model_dir: Callable[..., Path], tmp_path: Path) -> None:
+    """What two workers have agreed upon is in the node's plan; a machine alone would take all rows together."""
+    path, told = model_dir("llama-tied"), list[Event]()
+    batches = [batch_of(8, LENGTH, seed) for seed in range(2)]
+    how = {"max_grad_norm": 0.5, "compute_dtype": "float32", "gradient_sum": "tree"}
+    with crew(2) as made:
+        _, weights = node_run(path, tmp_path / "node", batches, made, sink=told.append, **how)
+    agreed = [event.plan for event in told if isinstance(event, Planned)][-1]
+    assert agreed.serves
+    with Engine.open(path, node_options(tmp_path / "alone", batches, **how), plan=Plan.from_json(agreed.to_json())) as engine:
+        for batch in batches:
+            engine.step(batch)
+        assert engine.plan is not None
+        assert engine.plan.num_micro_batches == agreed.num_micro_batches > 1
+        engine.save_pretrained(tmp_path / "out")
+    found = weights_of(tmp_path / "out")
     assert all(torch.equal(found[name], weights[name]) for name in weights)
 
 

@@ -86,9 +86,7 @@ def read_run(directory: str | Path) -> RunFiles:
         metrics=tuple(read(METRICS_NAME, _steps, "a run writes it when its first step is done") or ()),
         lanes=tuple(read(LANES_NAME, _lane_lines, "a run writes it when its lanes are recorded") or ()),
         recording=read(TIMELINE_NAME, read_recording, "a run writes it when its lanes are recorded"),
-        plan=read(
-            PLAN_NAME, lambda file: Plan.from_json(json.loads(file.read_text("utf-8"))), "a run writes it when it starts"
-        ),
+        plan=read(PLAN_NAME, _plan, "a run on one machine writes it when it starts"),
         ceilings=read(
             MACHINE_NAME,
             lambda file: Ceilings.from_json(json.loads(file.read_text("utf-8"))),
@@ -98,6 +96,13 @@ def read_run(directory: str | Path) -> RunFiles:
         outcome=_outcome(path / SUMMARY_NAME),
         missing=missing,
     )
+
+
+def _plan(file: Path) -> Plan:
+    plan = Plan.from_json(json.loads(file.read_text("utf-8")))
+    if plan.serves:
+        raise RunDirectoryError("it is a node's, and its workers forecast their own steps")
+    return plan
 
 
 def _outcome(path: Path) -> dict[str, Any] | None:
