@@ -3,7 +3,7 @@
 It has neither a plan nor a state: it makes the store for them, fills it, and writes the finished model.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from headrace.engine.lent_base import LentBase, check_lent
 from headrace.engine.seams import Seams, forms_of
 from headrace.engine.stored_codes import stored_codes
 from headrace.files import Beside, file_systems, measured_weights
@@ -34,6 +35,7 @@ from headrace.terms.events import Sink
 from headrace.terms.forms import Form
 from headrace.terms.options import Options
 from headrace.terms.rule_figures import RuleFigures
+from headrace.terms.sizes import format_bytes
 from headrace.update import Updater, optimizer_of, rule_of
 from headrace.update.wire import SubspaceWire, Wire
 from headrace.update.wires import AdapterWire, wire_on
@@ -61,6 +63,7 @@ class Subject:
     """Opens the model in `directory` for a run under `options` and `seams`. Close it after the last step.
 
     Attributes:
+        lent: the units whose frozen weights are read in the model's files; `lends` is asked whether they may be.
         checkpoint, chain, weights: the model as it is stored, as units, and where each of their parameters is stored.
         stored: which of its blocks the files already hold coded.
         machine: what computes it.
@@ -74,7 +77,13 @@ class Subject:
         InputError: the model, an option or a seam cannot be used.
     """
 
-    def __init__(self, directory: Path, options: Options, seams: Seams) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        options: Options,
+        seams: Seams,
+        lends: Callable[[Sequence[Path]], bool] = lambda files: False,
+    ) -> None:
         self.directory = directory
         self._gradient_dtype = options.gradient_dtype or options.compute_dtype
         self.checkpoint = Checkpoint.open(directory, decode=True)
@@ -94,8 +103,12 @@ class Subject:
             prepare_chain(self.chain, self.machine, options)
         self.seams = seams = replace(seams, wire=wire_on(seams.wire, self.chain))
         self._closers = ExitStack()
+        self.lent = LentBase({})
         if isinstance(seams.wire, AdapterWire):
             self._closers.enter_context(self.chain.adapted(seams.wire.adapters))
+            if seams.codec is None and lends([tensor.path for tensor in self.checkpoint.tensors.values()]):
+                self.lent = LentBase.of(self.chain, self.weights, on_cpu=not self.machine.separate_device)
+                self.lent.lay_out(self.chain)
         self.stored = stored_codes(self.chain, self.weights, self.rule.planes)
         self.use_wire(seams.wire)
         own = any(form.has_own_family for form in self.forms)
@@ -112,7 +125,8 @@ class Subject:
         """Let gradients travel by `wire`. To be called before there is a plan or a store."""
         self.seams = seams = replace(self.seams, wire=wire)
         on_host = self.machine.device.type == "cpu"
-        self.forms = forms_of(self.chain, seams, self.rule, self.optimizer, self.stored, on_host=on_host)
+        forms = forms_of(self.chain, seams, self.rule, self.optimizer, self.stored, on_host=on_host)
+        self.forms = tuple(replace(form, is_lent=unit in self.lent.units) for unit, form in enumerate(forms))
         codecs = {**seams.codecs, **self.stored.codecs}
         self.maker = Maker(self.forms, wire, self.chain.compute_dtype, codecs, self.stored.readers)
 
@@ -162,10 +176,19 @@ class Subject:
             [form.families(planes, own_planes, chunk_elements) for form in self.forms],
             scratch_bytes=scratch_bytes(plan) if plan else 0,
             weights=measured_weights(ssd),
-            identity={"model": str(self.directory), **self.seams.names},
+            identity={"model": str(self.directory), **self.seams.names, **self.lent.identity},
             sink=sink,
             beside=beside,
         )
+
+    @property
+    def importing(self) -> str:
+        """What a person is told before `import_into`."""
+        text = f"importing {format_bytes(self.checkpoint.num_bytes)} of weights"
+        if not self.lent.units:
+            return text
+        units = f"{len(self.lent.units)} of {len(self.forms)} units"
+        return f"{text}; those of {units} are read where they lie, in {self.directory}: leave its files as they are"
 
     def import_into(self, store: StateStore, record: Mapping[str, Any]) -> None:
         """Read the model's weights into a new store, and commit `record`."""
@@ -205,12 +228,18 @@ class Subject:
         if isinstance(wire, SubspaceWire) and (record.get(PROPOSED) or (record.get("num_steps") and wire.merges_each_step)):
             settle(store, self.maker, wire, record)
 
+    def use_lent(self, store: StateStore, sink: Sink) -> None:
+        """Have `store` read what lies in the model's files."""
+        if self.lent.units:
+            store.lend(self.lent.open(sink))
+
     def check_layouts(self, store: StateStore) -> None:
         """Refuse to read one model's state as that of another.
 
         Raises:
-            RunDirectoryError: the store was laid out for other parameters.
+            RunDirectoryError: the store was laid out for other parameters, or the files that it reads have changed.
         """
+        check_lent(store.manifest.identity)
         if tuple(store.manifest.layouts) != tuple(self.chain.layouts):
             raise RunDirectoryError(
                 f"{self.directory}: its parameters are not those that this run's state was laid out for "

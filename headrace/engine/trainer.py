@@ -5,7 +5,7 @@ import json
 import math
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from headrace.answers.planner import RunPlanner
+from headrace.engine.lent_base import IDENTITY, lie_together
 from headrace.engine.seams import Seams, seams_of
 from headrace.engine.subject import Subject, tune
 from headrace.files import Beside, file_systems
@@ -40,7 +41,6 @@ from headrace.terms.errors import RunDirectoryError
 from headrace.terms.events import Evaluation, Event, Notice, Planned, Sink, StepResult
 from headrace.terms.options import Options
 from headrace.terms.provenance import PROVENANCE_NAME
-from headrace.terms.sizes import format_bytes
 from headrace.update import HitRate, LossScale
 
 
@@ -63,6 +63,7 @@ class Engine:
         adjust_plan: Callable[[Plan], Plan] | None = None,
         given_plan: Plan | None = None,
         seams: Seams | None = None,
+        lends: Callable[[Sequence[Path]], bool] = lambda files: False,
     ) -> None:
         self.options = options
         self._user_sink = sink
@@ -70,7 +71,7 @@ class Engine:
         keep_freed_memory(False)
         try:
             self._heap: HeapGuard | None = None
-            self._subject = subject = Subject(model, options, seams or seams_of(options))
+            self._subject = subject = Subject(model, options, seams or seams_of(options), lends)
             self._closers.callback(subject.close)
             self.chain, self.machine = subject.chain, subject.machine
             self._planner = RunPlanner(
@@ -153,6 +154,7 @@ class Engine:
                 adjust_plan,
                 plan,
                 seams,
+                lambda files: lie_together(files, ssd or (directory,)),
             )
         except BaseException:
             if temporary is not None:
@@ -194,7 +196,15 @@ class Engine:
             tune(store, options)
             if verify:
                 store.verify()
-            return cls(Path(str(store.manifest.identity["model"])), options, lambda engine: store, sink, seams=seams)
+            identity = store.manifest.identity
+
+            def opened(engine: "Engine") -> StateStore:
+                engine._subject.use_lent(store, engine._emit)
+                return store
+
+            return cls(
+                Path(str(identity["model"])), options, opened, sink, seams=seams, lends=lambda files: IDENTITY in identity
+            )
         except BaseException:
             store.close()
             raise
@@ -226,7 +236,8 @@ class Engine:
                 self._emit(Planned(plan=self.plan))
             if warning := options.schedule.warning:
                 self._emit(Notice(text=warning))
-            self._emit(Notice(text=f"importing {format_bytes(self._subject.checkpoint.num_bytes)} of weights", level="info"))
+            self._subject.use_lent(store, self._emit)
+            self._emit(Notice(text=self._subject.importing, level="info"))
             self._subject.import_into(store, self._record(None))
             undo.pop_all()
         return store

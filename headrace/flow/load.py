@@ -23,8 +23,8 @@ def import_model(weights: WeightMap, store: StateStore, maker: Maker, record: Ma
     """Read each unit's tensors from the checkpoint into the store and commit `record`.
 
     The first state plane (the remainder of the split master, or the fp32 master) is written only if it is not all zero; the
-    rule's own states are zero, which the store knows without writing. Frozen weights are written as their form has them, and
-    beside them the first weights of the trained family.
+    rule's own states are zero, which the store knows without writing. Frozen weights are written as their form has them,
+    unless they are lent, and beside them the first weights of the trained family.
     """
     units, plane = store.manifest.units, maker.weight
     # One buffer for each plane, as large as the largest unit, serves all units: freed memory goes back to the system late.
@@ -42,7 +42,8 @@ def import_model(weights: WeightMap, store: StateStore, maker: Maker, record: Ma
         stored = huge_page_buffer(unit.weights.num_bytes) if form.code else weight
         if form.code:
             maker.encode(index, dense, stored)
-        write_family(store, index, WEIGHTS, stored)
+        if not form.is_lent:
+            write_family(store, index, WEIGHTS, stored)
         if (trained := unit.family(TRAINED)) is not None:
             first = huge_page_buffer(trained.num_bytes)
             maker.begin(index, _float32_of(dense, master), first)

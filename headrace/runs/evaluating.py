@@ -43,6 +43,7 @@ class Scored:
     tokens_in_rows: int
     seconds: float
     bytes_read: int
+    adapter: str | None = None
 
     @property
     def perplexity(self) -> float:
@@ -56,6 +57,7 @@ class Scored:
         finite = {name: value if math.isfinite(value) else None for name, value in figures.items()}
         return {
             "model": self.model,
+            "adapter": self.adapter,
             "data": list(self.data),
             **finite,
             **counts,
@@ -103,7 +105,8 @@ def evaluate(
         InputError: model, data or an option cannot be used.
         PlanInfeasible: it does not fit; nothing has been allocated.
     """
-    model = open_model(place, options.budget, options.compute_dtype, sink, self_check)
+    adapter = None if options.adapter is None else Path(options.adapter)
+    model = open_model(place, options.budget, options.compute_dtype, sink, self_check, adapter=adapter)
     try:
         data = _Rows(model, options)
         length = data.longest
@@ -139,6 +142,7 @@ def evaluate(
             tokens_in_rows=data.tokens,
             seconds=time.perf_counter() - started,
             bytes_read=evaluator.bytes_read,
+            adapter=None if adapter is None else str(adapter),
         )
 
 

@@ -35,6 +35,7 @@ class EvalOptions(Declared):
     compute_dtype: str | None = option_as(GenerateOptions, "compute_dtype")
     rows: int | None = option_as(GenerateOptions, "rows")
     seats: int | None = option_as(GenerateOptions, "seats")
+    adapter: str | Path | None = option_as(GenerateOptions, "adapter")
     machine: str | Ceilings | None = option_as(RunOptions, "machine")
     cache: Path = option_as(RunOptions, "cache", row="")
 

@@ -32,11 +32,12 @@ class Durability(StrEnum):
     ONCE = "once"  # one slot, written before the first commit and never again: frozen weights
     SCRATCH = "scratch"  # one slot that no commit names and no checksum covers: gone when the run is opened again
     MEMORY = "memory"  # no place on the drives
+    LENT = "lent"  # in files that others keep, which are only read: frozen weights in a model's own files
 
     @property
     def slots(self) -> int:
         """Slots on the drives."""
-        return {Durability.TWO_SLOTS: 2, Durability.ONCE: 1, Durability.SCRATCH: 1, Durability.MEMORY: 0}[self]
+        return {Durability.TWO_SLOTS: 2, Durability.ONCE: 1, Durability.SCRATCH: 1}.get(self, 0)
 
     @property
     def committed(self) -> bool:

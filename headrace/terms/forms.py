@@ -152,6 +152,7 @@ class Form:
         basis: the layout of the numbers that define a trained family's subspace; None where there is no subspace that changes.
         left: names of parameters that stay as they are beside those that are trained; no gradient of them is taken.
         is_beside: as in `UnitFigures`.
+        is_lent: its frozen weights are read in the model's own files, in which `layout` says where they lie.
 
     Raises:
         ConfigError: a slot would have to be made that lives on the device, is trained in place, or is far.
@@ -167,6 +168,7 @@ class Form:
     basis: UnitLayout | None = None
     left: frozenset[str] = frozenset()
     is_beside: bool = False
+    is_lent: bool = False
 
     def __post_init__(self) -> None:
         if self.is_far and (self.code or not self.in_place):
@@ -230,6 +232,7 @@ class Form:
         stored = self.code.plane(self.layout.num_elements) if self.code else planes.weight
         size = self.layout.num_elements if self.code else chunk_elements
         durability = Durability.ONCE if self.basis is None else Durability.TWO_SLOTS
+        durability = Durability.LENT if self.is_lent else durability
         families = [cut(WEIGHTS, self.layout, (stored,), size, durability)]
         if self.basis is not None:
             families += self._basis_families(self.basis, rest_of_master(planes.states), chunk_elements)

@@ -39,7 +39,10 @@ def split(plan: Plan) -> Plan:
 
 
 ADJUST = {"speculative": speculative, "rows": speculative, "lsp": split}
-LSP = {"gradient": "lsp:dimension=32,nonzeros=4,check=2,alpha=0.05", "train": "matrices"}
+WAYS = {
+    "lsp": {"gradient": "lsp:dimension=32,nonzeros=4,check=2,alpha=0.05", "train": "matrices"},
+    "adapters": {"adapter": "dora:rank=4"},
+}
 
 
 def kill_at(moment: str) -> None:
@@ -85,7 +88,7 @@ def main(model: str, run: str, out: str, steps: int, policy: str, optimizer: str
                 checkpoint_every=3 if policy == "seldom" else None,
                 tokens_per_step=96,
                 sequence_length=24,
-                **(LSP if policy == "lsp" else {}),
+                **WAYS.get(policy, {}),
             ),
             adjust_plan=ADJUST.get(policy),
             seams=seams,

@@ -1,7 +1,9 @@
 """Adapters beside a frozen base that is streamed: what plain PyTorch trains, wherever things live, in peft's own files."""
 
 import importlib.util
+import os
 import re
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -24,8 +26,8 @@ from headrace.engine.trainer import Engine
 from headrace.runs.generation_source import open_model
 from headrace.terms.adapter import adapter_of
 from headrace.terms.budget import Budget
-from headrace.terms.errors import ConfigError, ModelError, RunDirectoryError
-from headrace.terms.families import STATES, TRAINED, WEIGHTS
+from headrace.terms.errors import ConfigError, InputError, ModelError, RunDirectoryError
+from headrace.terms.families import STATES, TRAINED, WEIGHTS, Durability
 from headrace.testing import GroupedCodec
 from headrace.update.wires import AdapterWire, FrozenWire
 
@@ -129,6 +131,55 @@ def test_placement_changes_nothing(placement: str, model_dir: Callable[..., Path
     assert again == losses
     for name, want in tensors.items():
         assert torch.equal(others[name], want), f"{name} differs"
+
+
+def where_weights_lie(seen: list[list[Durability]]) -> Callable[[Engine], None]:
+    return lambda engine: seen.append([unit.weights.durability for unit in engine.store.manifest.units])
+
+
+@pytest.mark.parametrize("device", [None, "1GiB"])
+def test_a_base_that_is_read_in_the_models_files_gives_the_bits_of_a_copy(
+    device: str | None, model_dir: Callable[..., Path], tmp_path: Path
+) -> None:
+    """On the model's own drive nothing is copied; two directories for the state get a copy. A device wants borders of 64 bytes,
+    which a file may lack.
+    """
+    path, adapter = model_dir("llama", "bfloat16"), "dora:rank=4"
+    seen: list[list[Durability]] = []
+    more: dict[str, Any] = {"compute_dtype": "bfloat16", "device_memory": device, "adjust": SPLIT}
+    losses, tensors = trained(path, tmp_path / "lent", adapter, inspect=where_weights_lie(seen), **more)
+    two = tuple(tmp_path / name for name in ("one", "two"))
+    for each in two:
+        each.mkdir()
+    again, others = trained(path, tmp_path / "copied", adapter, ssd=two, inspect=where_weights_lie(seen), **more)
+    assert again == losses
+    for name, want in tensors.items():
+        assert torch.equal(others[name], want), f"{name} differs"
+    assert device is not None or set(seen[0]) == {Durability.LENT}
+    assert set(seen[1]) == {Durability.ONCE}
+
+
+def test_weights_of_another_dtype_are_copied(model_dir: Callable[..., Path], tmp_path: Path) -> None:
+    seen: list[list[Durability]] = []
+    trained(model_dir("llama", "bfloat16"), tmp_path / "run", "lora:rank=4", inspect=where_weights_lie(seen))
+    assert set(seen[0]) == {Durability.ONCE}
+
+
+def test_a_base_that_changed_since_the_run_began_is_refused(model_dir: Callable[..., Path], tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(model_dir("llama", "bfloat16"), model)
+    options = headrace.Options(output=tmp_path / "run", adapter="lora:rank=4", host_memory="4GiB")
+    with Engine.open(model, options) as engine:
+        engine.step(batch_of(ROWS, LENGTH, 0))
+    with Engine.resume(tmp_path / "run") as engine:
+        engine.step(batch_of(ROWS, LENGTH, 1))
+    weights = model / "model.safetensors"
+    os.utime(weights)
+    with pytest.raises(RunDirectoryError, match="model.safetensors: changed since the run began"):
+        Engine.resume(tmp_path / "run")
+    weights.unlink()
+    with pytest.raises(InputError, match="model"):
+        Engine.resume(tmp_path / "run")
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2-dropout"])

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import headrace
 from headrace.cli import main
+from headrace.engine.merging import merge_adapters
 from headrace.runs.evaluating import evaluate
 from headrace.terms.errors import ConfigError, DataError
 from headrace.terms.eval_options import EvalOptions
@@ -111,6 +112,29 @@ def test_a_run_is_measured_as_its_export_is(model: Path, tmp_path: Path) -> None
     data = texts(tmp_path / "a.jsonl")
     loss, _ = own_loss(tmp_path / "out", text_samples(model))
     assert evaluate(run, options(data, tmp_path)).loss == pytest.approx(loss, rel=1e-6)
+
+
+def test_adapters_are_measured_as_the_model_that_is_merged_with_them(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ids = torch.randint(3, 160, (2, 16), generator=torch.Generator().manual_seed(0))
+    wanted = headrace.Options(output=tmp_path / "run", compute_dtype="float32", learning_rate=0.05, adapter="dora:rank=4")
+    with headrace.Engine.open(model, wanted) as engine:
+        for _ in range(2):
+            engine.step({"input_ids": ids, "labels": ids})
+        engine.save_pretrained(tmp_path / "adapter")
+    merge_adapters(model, tmp_path / "adapter", tmp_path / "merged", {})
+    data = texts(tmp_path / "a.jsonl")
+    loss, _ = own_loss(tmp_path / "merged", text_samples(model))
+    base, _ = own_loss(model, text_samples(model))
+    found = evaluate(model, options(data, tmp_path, adapter=tmp_path / "adapter"))
+    assert found.loss == pytest.approx(loss, rel=1e-5)
+    assert abs(loss - base) > 1e-4
+    assert found.to_json()["adapter"] == str(tmp_path / "adapter")
+    # A directory of adapters names its model; given as a model, another adapter cannot lie beside it.
+    assert evaluate(tmp_path / "adapter", options(data, tmp_path)).loss == found.loss
+    with pytest.raises(ConfigError, match="is an adapter itself"):
+        evaluate(tmp_path / "adapter", options(data, tmp_path, adapter=tmp_path / "adapter"))
 
 
 def test_what_cannot_be_measured_is_said(model: Path, tmp_path: Path) -> None:
