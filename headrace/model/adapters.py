@@ -95,7 +95,8 @@ class Adapters:
             ConfigError: a target that no block has, or a rank above a side of its matrix.
         """
         known = {unit: tuple(products_of(model, layouts[unit])) for unit in range(1, num_blocks + 1)}
-        _check_targets(model, [each.name for found in known.values() for each in found], settings.targets)
+        packed = [spec.name for layout in layouts for spec in layout.parameters if len(spec.shape) == 3]
+        _check_targets(model, [each.name for found in known.values() for each in found], packed, settings.targets)
         products = {
             unit: chosen
             for unit, found in known.items()
@@ -231,14 +232,17 @@ def _lay_out(layout: UnitLayout, products: Sequence[Product], settings: Lora) ->
     return lay_out(layout.name, parameters)
 
 
-def _check_targets(model: nn.Module, names: Sequence[str], targets: Sequence[str]) -> None:
+def _check_targets(model: nn.Module, names: Sequence[str], packed: Sequence[str], targets: Sequence[str]) -> None:
+    """Refuse targets that are none of `names`; `packed` are parameters that stack the matrices of experts."""
     for target in targets:
         if any(is_target(name, (target,)) for name in names):
             continue
-        elsewhere = any(is_target(name, (target,)) for name, _ in model.named_modules())
-        why = (
-            "is no linear module of a block (packed experts, embeddings and heads get no adapters)" if elsewhere else "is none"
-        )
+        if any(is_target(name, (target,)) or is_target(name.rpartition(".")[0], (target,)) for name in packed):
+            why = "are packed experts, which get no adapters; --gradient lsp trains them"
+        elif any(is_target(name, (target,)) for name, _ in model.named_modules()):
+            why = "is no linear module of a block; embeddings and heads get no adapters: --gradient lsp trains them"
+        else:
+            why = "is none"
         known = sorted({name.rpartition(".")[2] for name in names})
         raise ConfigError(f"adapter: target_modules: {target!r} {why}; blocks have {', '.join(known) or 'no linear modules'}")
     if not names:

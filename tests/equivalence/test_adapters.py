@@ -175,7 +175,7 @@ def test_a_base_that_changed_since_the_run_began_is_refused(model_dir: Callable[
         engine.step(batch_of(ROWS, LENGTH, 1))
     weights = model / "model.safetensors"
     os.utime(weights)
-    with pytest.raises(RunDirectoryError, match="model.safetensors: changed since the run began"):
+    with pytest.raises(RunDirectoryError, match=r"model\.safetensors: changed since the run began"):
         Engine.resume(tmp_path / "run")
     weights.unlink()
     with pytest.raises(InputError, match="model"):
@@ -260,6 +260,8 @@ def test_upon_coded_weights_gradients_are_those_upon_decoded_ones(model_dir: Cal
 @pytest.mark.parametrize(
     ("adapter", "said"),
     [
+        ("lora:target_modules=gate_up_proj", "'gate_up_proj' are packed experts, which get no adapters; --gradient lsp trains"),
+        ("lora:target_modules=q_proj+experts", "'experts' are packed experts, which get no adapters"),
         ("lora:rank=65", "rank 65 is more than model.layers.0.self_attn.q_proj has: it is 64 x 64"),
         ("lora:target_modules=q_proj+w1", "'w1' is none; blocks have down_proj, gate_proj, k_proj"),
         ("lora:target_modules=lm_head", "'lm_head' is no linear module of a block"),
@@ -270,8 +272,9 @@ def test_upon_coded_weights_gradients_are_those_upon_decoded_ones(model_dir: Cal
 def test_what_cannot_be_adapted_is_said_before_anything_is_written(
     adapter: str, said: str, model_dir: Callable[..., Path], tmp_path: Path
 ) -> None:
+    model = model_dir("mixtral-aux" if "experts" in said else "llama")
     with pytest.raises(ConfigError, match=re.escape(said)):
-        Engine.open(model_dir("llama"), headrace.Options(output=tmp_path / "run", adapter=adapter))
+        Engine.open(model, headrace.Options(output=tmp_path / "run", adapter=adapter))
     assert not (tmp_path / "run").exists()
 
 
