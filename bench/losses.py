@@ -54,6 +54,7 @@ class Way:
     rates: tuple[float, ...]
     real_rate: float
     whole: bool = False
+    seeds: int = SEEDS
 
 
 LSP = f"lsp:nonzeros=8,check={CHECK}"
@@ -373,15 +374,20 @@ class Results:
 
 
 def tune_small(results: Results, steps: int) -> None:
-    """Try three rates of each way with one seed, then run the best with others: first what all have in common."""
-    own = {name: way for name, way in WAYS.items() if way.rates}
+    """Try three rates of each way with one seed, one more where the best is at an end, and run the best with other seeds."""
+    present = {name: way for name, way in WAYS.items() if name != GALORE or has_galore()}
+    own = {name: way.rates for name, way in present.items() if way.rates}
     for place in (1, 0, 2):
-        for name, way in own.items():
-            if name != GALORE or has_galore():
-                results.run(size=SMALL, way=name, rate=way.rates[place], seed=0, steps=steps)
+        for name, rates in own.items():
+            results.run(size=SMALL, way=name, rate=rates[place], seed=0, steps=steps)
+    for name, rates in own.items():
+        best = results.best_rate(SMALL, name, steps)
+        if best in (rates[0], rates[-1]):
+            beyond = best**2 / rates[1]
+            results.run(size=SMALL, way=name, rate=float(f"{beyond:.2g}"), seed=0, steps=steps)
     for seed in range(SEEDS):
-        for name in WAYS:
-            if name != GALORE or has_galore():
+        for name, way in present.items():
+            if seed < way.seeds:
                 rate = results.best_rate(SMALL, name if name in own else TUNED_AS, steps)
                 results.run(size=SMALL, way=name, rate=rate, seed=seed, steps=steps)
 
