@@ -1,6 +1,6 @@
 """What loss does each way to train reach after equal tokens, in what time, and with what state?
 
-    python bench/losses.py --scratch DIR --output docs/losses.svg [--model SMOLLM2] [--steps 150] [--peers FOLDER]
+    python bench/losses.py --scratch DIR --output OUT.svg [--model SMOLLM2] [--steps 150] [--peers FOLDER]
 
 A Llama of bytes with 3.3 million parameters is trained here on the docstrings of torch, then tuned on the Python library's
 source, 4 rows of 128 a step. Of each way three rates are tried with one seed, and two more seeds run with the best;

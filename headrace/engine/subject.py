@@ -170,7 +170,7 @@ class Subject:
         own_planes = self.own_rule.planes if self.own_rule else planes
         usual = max(min(_CHUNK_ELEMENTS, largest_unit), *(least_chunk_elements(form.cuts) for form in self.forms))
         chunk_elements = plan.chunk_elements if plan else usual
-        return StateStore.create(
+        store = StateStore.create(
             directory,
             ssd,
             [form.families(planes, own_planes, chunk_elements) for form in self.forms],
@@ -180,6 +180,7 @@ class Subject:
             sink=sink,
             beside=beside,
         )
+        return self.use_lent(store, sink)
 
     @property
     def importing(self) -> str:
@@ -228,10 +229,11 @@ class Subject:
         if isinstance(wire, SubspaceWire) and (record.get(PROPOSED) or (record.get("num_steps") and wire.merges_each_step)):
             settle(store, self.maker, wire, record)
 
-    def use_lent(self, store: StateStore, sink: Sink) -> None:
-        """Have `store` read what lies in the model's files."""
+    def use_lent(self, store: StateStore, sink: Sink) -> StateStore:
+        """Have `store` read what lies in the model's files, and return it."""
         if self.lent.units:
             store.lend(self.lent.open(sink))
+        return store
 
     def check_layouts(self, store: StateStore) -> None:
         """Refuse to read one model's state as that of another.

@@ -7,6 +7,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 
 from headrace.answers.planner import RunPlanner
-from headrace.engine.lent_base import IDENTITY, lie_together
+from headrace.engine.lent_base import as_begun, lie_together
 from headrace.engine.seams import Seams, seams_of
 from headrace.engine.subject import Subject, tune
 from headrace.files import Beside, file_systems
@@ -184,7 +185,7 @@ class Engine:
             RunDirectoryError: there is no run, it has another format version, another process uses it, or it has other seams.
             CorruptData: a state record does not have the checksum it was written with (unit, file, offset, both checksums).
         """
-        store = StateStore.open(Path(run_directory), sink=sink or _silent)
+        store = StateStore.open(Path(run_directory), sink=sink or (lambda event: None))
         try:
             recorded = store.record.get("options", store.record.get("settings"))  # its name in versions up to 0.1
             if not isinstance(recorded, dict):
@@ -196,15 +197,8 @@ class Engine:
             tune(store, options)
             if verify:
                 store.verify()
-            identity = store.manifest.identity
-
-            def opened(engine: "Engine") -> StateStore:
-                engine._subject.use_lent(store, engine._emit)
-                return store
-
-            return cls(
-                Path(str(identity["model"])), options, opened, sink, seams=seams, lends=lambda files: IDENTITY in identity
-            )
+            model, lends = Path(str(store.manifest.identity["model"])), partial(as_begun, store.manifest.identity)
+            return cls(model, options, lambda own: own._subject.use_lent(store, own._emit), sink, seams=seams, lends=lends)
         except BaseException:
             store.close()
             raise
@@ -236,7 +230,6 @@ class Engine:
                 self._emit(Planned(plan=self.plan))
             if warning := options.schedule.warning:
                 self._emit(Notice(text=warning))
-            self._subject.use_lent(store, self._emit)
             self._emit(Notice(text=self._subject.importing, level="info"))
             self._subject.import_into(store, self._record(None))
             undo.pop_all()
@@ -525,7 +518,3 @@ class Engine:
     def _emit(self, event: Event) -> None:
         if self._user_sink is not None:
             self._user_sink(event)
-
-
-def _silent(event: Event) -> None:
-    """The sink of whoever does not listen."""

@@ -55,6 +55,11 @@ class Places:
     families: Mapping[tuple[int, str], FamilyPlace]
     durable_bytes: int
 
+    def is_lent(self, unit: int, family: str) -> bool:
+        """Return whether a family lies in files that others keep."""
+        place = self.families.get((unit, family))
+        return place is not None and place.durability is Durability.LENT
+
     @property
     def committed(self) -> tuple[FamilyPlace, ...]:
         """Every family that commits name, in the order of the commit record: by family name as they first appear, then unit."""

@@ -9,11 +9,12 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from headrace.files import Beside, Bytes, DoneTicket, ThreadEngine, Ticket
 from headrace.store.assembly import StoreParts, StoreRequest, create_parts, open_parts
 from headrace.store.checksum import checksum
+from headrace.store.lent import LentFiles, NothingLent
 from headrace.store.manifest import Manifest
 from headrace.store.places import FamilyPlace
 from headrace.store.record import CommitRecord, pack_record
@@ -25,20 +26,6 @@ from headrace.terms.errors import StorageError
 from headrace.terms.events import Notice, Sink
 from headrace.terms.families import Durability, Unit
 from headrace.terms.sizes import MIB
-
-
-class LentFiles(Protocol):
-    """Files that others keep, in which families lie that are only read."""
-
-    @property
-    def bytes_read(self) -> int:
-        """Bytes read so far."""
-
-    def read(self, unit: int, into: Bytes) -> Ticket:
-        """Start reading a unit's bytes, each to its place in `into`."""
-
-    def close(self) -> None:
-        """Close the files, when nothing is under way. A second call does nothing."""
 
 
 class StateStore:
@@ -67,7 +54,7 @@ class StateStore:
         self._table = threading.Lock()
         self._record_in_doubt = False
         self._unsynced_error: StorageError | None = None
-        self._lent: LentFiles | None = None
+        self._lent: LentFiles = NothingLent()
         self._closed = False
 
     @classmethod
@@ -157,7 +144,7 @@ class StateStore:
     @property
     def bytes_read(self) -> int:
         """Bytes that the engine read, and those that were read of files that are lent."""
-        return self._parts.engine.bytes_read + (self._lent.bytes_read if self._lent else 0)
+        return self._parts.engine.bytes_read + self._lent.bytes_read
 
     @property
     def bytes_written(self) -> int:
@@ -183,7 +170,7 @@ class StateStore:
             StorageError: `into` has another size, a write of that version failed, the next version is half written over it, or
                 the unit has no such family on the drives.
         """
-        if self._lent is not None and self._is_lent(unit, family):
+        if self._parts.places.is_lent(unit, family):
             return self._lent.read(unit, into)
         place = self._place(unit, family)
         chunks = range(place.num_chunks) if chunk is None else range(place.num_chunks)[chunk : chunk + 1]
@@ -289,7 +276,7 @@ class StateStore:
         if not self._closed:
             self._closed = True
             self._settle_all()
-            self._close_lent()
+            self._lent.close()
             self._parts.close()
 
     def remove(self) -> None:
@@ -301,7 +288,7 @@ class StateStore:
         if not self._closed:
             self._closed = True
             self._settle_all()
-            self._close_lent()
+            self._lent.close()
             self._parts.remove()
 
     def __enter__(self) -> Self:
@@ -309,14 +296,6 @@ class StateStore:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-    def _close_lent(self) -> None:
-        if self._lent is not None:
-            self._lent.close()
-
-    def _is_lent(self, unit: int, family: str) -> bool:
-        place = self._parts.places.families.get((unit, family))
-        return place is not None and place.durability is Durability.LENT
 
     def _place(self, unit: int, family: str) -> FamilyPlace:
         place = self._parts.places.families.get((unit, family))

@@ -1,0 +1,36 @@
+"""Families that a store has no place for: they lie in files that others keep, such as a model's own, and are only read.
+
+Invariant: no commit names them, and nothing is written there.
+"""
+
+from typing import Protocol
+
+from headrace.files import Bytes, Ticket
+from headrace.terms.errors import StorageError
+
+
+class LentFiles(Protocol):
+    """Files that others keep, in which families lie that are only read."""
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes read so far."""
+
+    def read(self, unit: int, into: Bytes) -> Ticket:
+        """Start reading a unit's bytes, each to its place in `into`."""
+
+    def close(self) -> None:
+        """Close the files, when nothing is under way. A second call does nothing."""
+
+
+class NothingLent:
+    """No such files."""
+
+    bytes_read = 0
+
+    def read(self, unit: int, into: Bytes) -> Ticket:
+        """See `LentFiles.read`."""
+        raise StorageError(f"unit {unit}: its weights lie in the model's files, which this store was not given")
+
+    def close(self) -> None:
+        """See `LentFiles.close`."""
