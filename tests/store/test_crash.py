@@ -1,97 +1,17 @@
 """Power cuts at every write and every sync: the store opens at step t or t+1, byte for byte.
 
 Run: pytest tests/store/test_crash.py
-
-A cut may lose any of the writes since the last sync, and tear one of them at any block: each file keeps the old bytes of such
-writes, and the cut puts a random choice of them back.
 """
 
-import random
-import threading
 from pathlib import Path
 
 import pytest
 from store_world import holds_step, make_store, open_store, quick_engine, write_step
 from tiers import sampled
 
-from headrace.files import BlockFile, Bytes
-from headrace.machine.host_memory import huge_page_buffer
-from headrace.store import open_direct
-from headrace.terms.errors import RunDirectoryError, StorageError
-
-
-class PowerGone(StorageError):
-    """What every operation says after the cut."""
-
-
-class PowerSupply:
-    """Counts writes and syncs of all files; fails at number `cut_at` and ever after."""
-
-    def __init__(self, cut_at: int, seed: int) -> None:
-        self.cut_at = cut_at
-        self.random = random.Random(seed)
-        self.calls = 0
-        self.files: list[FragileFile] = []
-        self.lock = threading.Lock()
-
-    def draw(self) -> None:
-        """Let one operation happen, or fail as everything does after the cut. Called with the lock held."""
-        self.calls += 1
-        if self.calls > self.cut_at:
-            raise PowerGone("the power is gone")
-
-    def cut(self) -> None:
-        """Put back what the drives had not yet kept."""
-        for file in self.files:
-            file.lose_unsynced(self.random)
-
-    def open_file(self, path: Path, create_bytes: int | None) -> BlockFile:
-        self.files.append(FragileFile(open_direct(path, create_bytes), self))
-        return self.files[-1]
-
-
-class FragileFile:
-    """A file whose writes since the last sync can be lost."""
-
-    def __init__(self, inner: BlockFile, supply: PowerSupply) -> None:
-        self.inner, self.supply = inner, supply
-        self.path, self.direct = inner.path, inner.direct
-        self.unsynced: list[tuple[int, Bytes]] = []
-
-    @property
-    def size_bytes(self) -> int:
-        return self.inner.size_bytes
-
-    def read_into(self, offset: int, into: Bytes) -> None:
-        self.inner.read_into(offset, into)
-
-    def write_from(self, offset: int, data: Bytes) -> None:
-        with self.supply.lock:
-            before = huge_page_buffer(data.size)
-            self.inner.read_into(offset, before)
-            self.unsynced.append((offset, before))  # the very write that is cut may be on the drive in part
-            if self.supply.calls <= self.supply.cut_at:
-                self.inner.write_from(offset, data)
-            self.supply.draw()
-
-    def extend(self, size_bytes: int) -> None:
-        self.inner.extend(size_bytes)
-
-    def sync(self) -> None:
-        with self.supply.lock:
-            self.supply.draw()
-            self.inner.sync()
-            self.unsynced.clear()
-
-    def close(self) -> None:
-        """Stays open for `lose_unsynced`."""
-
-    def lose_unsynced(self, chance: random.Random) -> None:
-        for offset, before in reversed(self.unsynced):
-            for start in range(0, before.size, 4096):
-                if chance.random() < 0.5:
-                    self.inner.write_from(offset + start, before[start : start + 4096])
-        self.inner.close()
+from headrace.files import BlockFile
+from headrace.testing import PowerGone, PowerSupply
+from headrace.terms.errors import RunDirectoryError
 
 
 def run_until_cut(folder: Path, cut_at: int, seed: int) -> tuple[int, int, int]:
