@@ -10,7 +10,7 @@ STAMP := $(VENV)/installed
 # One thread for each test process: with WORKERS of them, more would only wait for one another.
 TEST_ENV := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false
 
-.PHONY: help venv demo demo-node test deep test-oldest test-gpu bench-gpu check format soak bench bench-promise clean
+.PHONY: help venv demo demo-node test deep test-oldest test-gpu test-net bench-gpu check format soak bench bench-promise clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ -/'
@@ -33,10 +33,10 @@ demo-node: $(STAMP)  ## a node and two workers on this machine, one of which is 
 	$(BIN)/python demo/node_demo.py
 
 test: $(STAMP)  ## all quick tests (minutes)
-	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) -m "not deep and not soak and not gpu" --time-ledger --durations=12 --durations-min=5
+	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) -m "not deep and not soak and not net and not gpu" --time-ledger --durations=12 --durations-min=5
 
 deep: $(STAMP)  ## what `test` has a sample of, whole: all architectures, full products (most of an hour)
-	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) -m "deep and not soak and not gpu" --timeout=1200 --durations=12 --durations-min=5
+	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) -m "deep and not soak and not net and not gpu" --timeout=1200 --durations=12 --durations-min=5
 
 test-oldest:  ## the same with the oldest versions that are allowed, in .venv-oldest (gigabytes: torch brings CUDA)
 	$(MAKE) test VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt
@@ -60,6 +60,9 @@ bench-gpu: $(GPU_ENV)  ## Headrace on a GPU capped to 8, 16 and 24 GiB, beside p
 	@mkdir -p bench-results
 	@$(GPU_RUN) bench/gpu.py --scratch $(or $(SCRATCH),bench-results) --output bench-results/gpu
 
+test-net: $(STAMP)  ## tests on a network of their own, with cables that are shaped and pulled: as root, skipped elsewhere
+	$(TEST_ENV) $(BIN)/python -m pytest -m net tests/namespaces -rs --timeout=600
+
 check: $(STAMP)  ## formatting, lint, types, layers (seconds)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -72,7 +75,7 @@ format: $(STAMP)  ## format the code
 
 soak: $(STAMP)  ## long stress runs, and all properties on fresh examples (an hour)
 	$(TEST_ENV) $(BIN)/python -m pytest -m soak --timeout=7200
-	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) -m "not soak and not gpu" --hypothesis-profile=fresh
+	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) -m "not soak and not net and not gpu" --hypothesis-profile=fresh
 
 # DEEPSPEED_PYTHON names an environment that has DeepSpeed (bench/README.md); without it only plain PyTorch is compared.
 bench: $(STAMP)  ## what this machine can do, and Headrace beside its peers; SCRATCH=directory on the disk to measure

@@ -31,6 +31,7 @@ MOST_PERCENT = {
     "measure": 5,
     "memory": 10,
     "model": 22,
+    "namespaces": 1,
     "net": 4,
     "plan": 18,
     "report": 7,

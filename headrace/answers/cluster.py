@@ -19,7 +19,7 @@ from headrace.plan.cluster import Cluster, ClusterForecast, forecast_cluster
 from headrace.plan.endurance import endurance
 from headrace.plan.footprint import Allowance, with_footprint
 from headrace.plan.machine_profiles import load_bare_profile
-from headrace.plan.placement import Problem, Workload, fits
+from headrace.plan.placement import Problem, fits
 from headrace.plan.plan import Plan
 from headrace.plan.search import make_plan
 from headrace.plan.serving import serving_plan
@@ -30,6 +30,7 @@ from headrace.terms.forms import in_place_forms
 from headrace.terms.layout import realigned
 from headrace.terms.options import PlanOptions
 from headrace.update import optimizer_of, rule_of
+from headrace.update.combinations import refuse_combination
 
 # Bytes per second of a network that nobody named: 10 Gbit/s.
 _LINK_BYTES_PER_SECOND = 1.25e9
@@ -59,6 +60,7 @@ def plan_cluster(model: str | Path, options: PlanOptions, *, here: bool = False)
             f"tokens_per_step: {tokens} are {tokens // length} rows of {length} for {workers} workers; each takes whole rows: "
             f"give {workers * length} at least"
         )
+    refuse_combination(options, at_node=True)
     self_check(config)
     check_whole(config, whole)
     optimizer = optimizer_of(options)
@@ -67,7 +69,12 @@ def plan_cluster(model: str | Path, options: PlanOptions, *, here: bool = False)
     if not multiplies(options.compute_dtype, worker, here=here) and not worker.has_device:
         chain.multiply_wide()
     cluster = Cluster.of(
-        worker, node, workers=workers, nodes=options.nodes, link_bytes_per_second=_rate(options) or _LINK_BYTES_PER_SECOND
+        worker,
+        node,
+        workers=workers,
+        nodes=options.nodes,
+        link_bytes_per_second=_rate(options) or _LINK_BYTES_PER_SECOND,
+        widening=1.0 if (options.gradient_dtype or options.compute_dtype) == "float32" else 2.0,
     )
     report = ClusterReport(
         model=type(chain.model if whole is None else whole).__name__,
@@ -179,7 +186,7 @@ class _Plans:
             import_workspace_bytes=None,
         )
         question = Question.of(options, allowance, tokens_per_step=tokens, sequence_length=self._length)
-        question = replace(question, workload=Workload(tokens_per_step=tokens, sequence_length=self._length, clip=False))
+        question = replace(question, workload=replace(question.workload, clip=False))
         forms = tuple(replace(form, is_far=True) for form in self._forms)
         return question.problem(forms, self._costs, self._rule)
 

@@ -5,6 +5,7 @@ take the same turns.
 """
 
 import hashlib
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,16 +13,21 @@ from typing import Any
 import torch
 from numpy.typing import NDArray
 
+from headrace.engine.lane_diary import ops_of
 from headrace.flow.serve import Report, Task, task_message
 from headrace.machine.host_memory import Bytes
 from headrace.net import Generation, Listener
 from headrace.net.exchange import NODE, spread_out, take_sum
 from headrace.plan.schedules.serve import Turn
 from headrace.terms.errors import ConfigError, DataError, PeerLost
+from headrace.terms.events import OpDone
 from headrace.terms.grouping import Grouping
 from headrace.terms.layout import UnitLayout
-from headrace.terms.summing import SEQUENTIAL, shares_of
+from headrace.terms.summing import SEQUENTIAL, TREE, Dealing, Order, order_of, shares_of
 from headrace.update.tensors import as_tensor
+
+# A dealing of micro-batches gives way to one that takes less than this share of its time.
+_WORTH = 0.9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,24 +88,28 @@ class Crowd:
         self.listener, self.num_workers = listener, num_workers
         self._check: Callable[[], None] = lambda: None
         self._generation: Generation | None = None
-        self._grouping: Grouping | None = None
-        self._turns: tuple[Turn, ...] = ()
+        self._terms: Terms | None = None
         self._way = SEQUENTIAL
+        self._seconds: dict[int, float] = {}  # that workers of this generation took for a micro-batch, by rank
+        self._order: tuple[int, Order] | None = None  # of so many micro-batches
+        self._told_seconds: dict[int, float] = {}  # when each was told of the step that is under way
+        self._step, self._shares = 0, dict[int, range]()
 
-    def gather(self, setup: Setup, tell: Callable[[str], None]) -> tuple[Grouping, tuple[Turn, ...]]:
-        """Wait for workers, agree with them, and return the run's grouping and their turns; do not wait if they are there."""
+    def gather(self, setup: Setup, tell: Callable[[str], None]) -> "Terms":
+        """Wait for workers, and return what was agreed upon with them; at once where they are there."""
         self._way = str(setup.options["gradient_sum"])
         while self._generation is None:
             generation = self.listener.gather(self.num_workers, tell, self._check)
             try:
-                self._grouping, self._turns = _agreed(setup, generation)
-                self._generation = generation
+                self._terms, self._generation = _agreed(setup, generation), generation
+                self._seconds.clear()
+                self._order = None
             except PeerLost as lost:
                 words = str(lost)
                 self.part(words)
                 tell(f"{words}; waiting for another worker")
-        assert self._grouping is not None, "a generation has agreed"
-        return self._grouping, self._turns
+        assert self._terms is not None, "a generation has agreed"
+        return self._terms
 
     def heed(self, check: Callable[[], None]) -> None:
         """Call `check` while waiting for workers: it may raise an error that ends the waiting, such as a stop signal."""
@@ -126,18 +136,38 @@ class Crowd:
 
     def announce(self, task: Task) -> None:
         """Tell each worker its share of a step."""
-        generation = self.generation
-        for rank in range(1, generation.num_workers + 1):
-            if len(task.batch.micro_batches) < generation.num_workers:
-                raise DataError(
-                    f"a step of {len(task.batch.micro_batches)} micro-batches is too small for {generation.num_workers} "
-                    "workers; give more tokens_per_step, or fewer workers"
-                )
-            micros = shares_of(len(task.batch.micro_batches), generation.num_workers, self._way)[rank - 1]
-            rows = len(task.batch.micro_batches[0].input_ids)
-            words, tensors = task_message(task, micros, rows)
-            generation.down.send_message(words, rank)
+        generation, num_micro = self.generation, len(task.batch.micro_batches)
+        if num_micro < generation.num_workers:
+            raise DataError(
+                f"a step of {num_micro} micro-batches is too small for {generation.num_workers} workers; give more "
+                "tokens_per_step, or fewer workers"
+            )
+        order = self._dealt(num_micro)
+        self._step, self._shares = task.step, shares_of(num_micro, order, self._way)
+        for rank, micros in sorted(self._shares.items()):
+            words, tensors = task_message(task, micros, len(task.batch.micro_batches[0].input_ids))
+            generation.down.send_message({**words, "order": order}, rank)
             generation.down.send(_bytes_of(tensors), rank)
+            self._told_seconds[rank] = time.perf_counter()
+
+    def _dealt(self, num_micro: int) -> Order:
+        """Return how the micro-batches of a step are dealt: a tree by what workers took for one in the steps before."""
+        workers = self.generation.num_workers
+        if self._order is None or self._order[0] != num_micro:
+            self._order = num_micro, order_of(num_micro, workers, self._way)
+        if self._way == TREE and len(self._seconds) == workers and self._terms is not None:
+            ranks = range(1, workers + 1)
+            dealing = Dealing(tuple(self._seconds[rank] for rank in ranks), self._terms.most)
+            better = dealing.order(num_micro)
+            # What is measured is never twice the same: a dealing is kept until another one is better by this much.
+            if dealing.step_seconds(num_micro, better) < _WORTH * dealing.step_seconds(num_micro, self._order[1]):
+                self._order = num_micro, better
+        return self._order[1]
+
+    @property
+    def shares(self) -> dict[int, range]:
+        """The micro-batches of the newest step, by rank."""
+        return self._shares
 
     def send(self, unit: int, weights: Bytes) -> None:
         """Send a unit's weights to all workers."""
@@ -153,11 +183,29 @@ class Crowd:
         found = [generation.up.receive_message(rank) for rank in range(1, generation.num_workers + 1)]
         sums = [each["loss_sum"] for each in found if each["loss_sum"] is not None]
         asides = [each["aside_loss"] for each in found if each["aside_loss"] is not None]
-        return Report(loss_sum=sum(sums) if sums else None, aside_loss=asides[0] if asides else None)
+        ops: list[OpDone] = []
+        for rank, each in enumerate(found, start=1):
+            begin = self._told_seconds[rank]
+            ops += ops_of(each["lanes"]["ops"], step=self._step, rank=rank, begin_seconds=begin)
+            if each["lanes"]["compute_seconds"] > 0:
+                self._seconds[rank] = each["lanes"]["compute_seconds"] / len(self._shares[rank])
+        return Report(loss_sum=sum(sums) if sums else None, aside_loss=asides[0] if asides else None, ops=ops)
 
 
-def _agreed(setup: Setup, generation: Generation) -> tuple[Grouping, tuple[Turn, ...]]:
-    """Return what all workers of a generation do in the same way."""
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What all workers of a generation do alike: how sums are grouped, the turns of a step and of a pass forward; and how many
+    micro-batches each has room for, by rank.
+    """
+
+    grouping: Grouping
+    turns: tuple[Turn, ...]
+    scoring_turns: tuple[Turn, ...]
+    most: tuple[int, ...]
+
+
+def _agreed(setup: Setup, generation: Generation) -> Terms:
+    """Agree with the workers of a generation."""
     ranks = range(1, generation.num_workers + 1)
     for rank in ranks:
         setup.send(generation, rank)
@@ -171,14 +219,15 @@ def _agreed(setup: Setup, generation: Generation) -> tuple[Grouping, tuple[Turn,
         )
     for rank in ranks:
         generation.down.send_message(grouping.to_json(), rank)
-    turns = [tuple(Turn(*each) for each in generation.up.receive_message(rank)["turns"]) for rank in ranks]
+    said = [generation.up.receive_message(rank) for rank in ranks]
     for rank in ranks:
-        if turns[rank - 1] != turns[0]:
+        if said[rank - 1]["turns"] != said[0]["turns"]:
             raise PeerLost(
                 f"{generation.names[rank]}: would fetch weights in another order than {generation.names[1]}; "
                 "give both the same --host-memory and --device-memory"
             )
-    return grouping, turns[0]
+    turns, scoring = (tuple(Turn(*each) for each in turns) for turns in said[0]["turns"])
+    return Terms(grouping, turns, scoring, tuple(int(each["most"]) for each in said))
 
 
 def _bytes_of(tensor: torch.Tensor) -> Bytes:

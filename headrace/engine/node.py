@@ -4,9 +4,12 @@ It is the trainer with three parts exchanged: the plan (`plan.serving`), the sch
 workers in the place of the model's computing. Import, store, updates, commits, resume and export are the trainer's own.
 """
 
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from headrace.engine.crowd import Crowd, Setup, digest_of
 from headrace.engine.trainer import Engine
@@ -14,7 +17,7 @@ from headrace.flow.steps import Schedule, Steps
 from headrace.model import persistent_buffers
 from headrace.plan.ledger import Snapshot
 from headrace.plan.plan import Plan
-from headrace.plan.schedules.serve import Turn, build_serving, build_serving_tail
+from headrace.plan.schedules.serve import Turn, build_scoring, build_serving, build_serving_tail
 from headrace.plan.serving import grouping_of, serving_plan, with_grouping
 from headrace.terms.errors import ConfigError, DataError
 from headrace.terms.events import Notice, Planned
@@ -49,12 +52,21 @@ class NodeEngine(Engine):
                 f"batch: {sequences} rows of {length} tokens; the node's run takes {rows} of {plan.sequence_length} at most"
             )
         if self._steps is None:
-            grouping, turns = self._crowd.gather(self._setup(plan), lambda text: self._emit(Notice(text=text, level="info")))
-            self.plan = plan = with_grouping(plan, grouping)
+            terms = self._crowd.gather(self._setup(plan), lambda text: self._emit(Notice(text=text, level="info")))
+            self.plan = plan = with_grouping(plan, terms.grouping)
             self._emit(Planned(plan=plan))
-            self._schedule = Schedule(partial(_serving, turns), build_serving_tail)
+            scoring = partial(_scoring, terms.scoring_turns)
+            self._schedule = Schedule(partial(_serving, terms.turns), build_serving_tail, scoring)
             self._steps = self._build_steps(plan)
         return self._steps
+
+    def next_logits(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Refused: workers send losses, not logits.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError("next_logits: a node's workers send losses, not logits; load what the run has exported")
 
     @property
     def _crowd(self) -> Crowd:
@@ -73,6 +85,11 @@ class NodeEngine(Engine):
             total_steps=self.options.max_steps or 0,
             buffers=persistent_buffers(self.chain.model),
         )
+
+
+def _scoring(turns: tuple[Turn, ...], plan: Plan, num_micro_batches: int, before: Snapshot) -> tuple[Program, Snapshot]:
+    """Return the program of a pass forward."""
+    return build_scoring(plan, turns, before)
 
 
 def _serving(

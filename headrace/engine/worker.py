@@ -15,6 +15,7 @@ import torch
 
 from headrace.answers.planner import RunPlanner
 from headrace.engine.crowd import Setup, digest_of
+from headrace.engine.lane_diary import LaneDiary
 from headrace.engine.seams import Seams, forms_of
 from headrace.engine.subject import prepare_chain
 from headrace.files import measured_weights
@@ -32,18 +33,22 @@ from headrace.net.exchange import NODE
 from headrace.plan.buffer_sizes import scratch_bytes
 from headrace.plan.ledger import Snapshot
 from headrace.plan.plan import Plan
+from headrace.plan.schedules.forward import build_forward
 from headrace.plan.schedules.serve import turns_of
 from headrace.plan.schedules.train import build_program
 from headrace.plan.serving import grouping_of
 from headrace.store import StateStore
 from headrace.terms.cuts import pieces_of
-from headrace.terms.errors import ConfigError, HeadraceError, ModelError
+from headrace.terms.errors import ConfigError, HeadraceError, ModelError, PlanInfeasible
 from headrace.terms.events import Planned, Sink, StepResult
 from headrace.terms.grouping import Grouping
 from headrace.terms.options import Options
-from headrace.terms.summing import order_of, shares_of
+from headrace.terms.summing import TREE, order_from, order_of, shares_of
 from headrace.update import HitRate, LossScale, Updater, optimizer_of, rule_of, square_sum
 from headrace.update.sites.node import NodeSite
+
+# Of a tree's micro-batches, a fast worker may get so many times its even share.
+_MOST_OF_EVEN = 2
 
 
 def refuse_other_options(asked: Mapping[str, Any], found: Mapping[str, Any]) -> None:
@@ -71,6 +76,7 @@ class Worker:
         self, generation: Generation, own: Options, folder: Path, sink: Sink, asked: Mapping[str, Any] | None = None
     ) -> None:
         self._generation, self._sink, self._closers = generation, sink, contextlib.ExitStack()
+        self._diary = LaneDiary(sink)
         self.steps_done = 0
         keep_freed_memory(False)
         setup = Setup.receive(generation)
@@ -141,13 +147,22 @@ class Worker:
             up.send_message({"grouping": found.to_json()}, NODE)
         grouping = Grouping.from_json(self._generation.down.receive_message(NODE))
         self._planner.grouping = grouping
-        shares = shares_of(-(-setup.sequences // grouping.rows), workers, self._options.gradient_sum)
-        most = max(map(len, shares))  # all workers plan for equally many, so that all take the same turns
-        plan = self._planner.plan(most * grouping.rows * setup.length, setup.length, state=self._options.budget.ssd)
-        # Nothing is updated here, and so nothing is taken back: the node skips steps that must be skipped.
+        num_micro, way = -(-setup.sequences // grouping.rows), self._options.gradient_sum
+        even = max(map(len, shares_of(num_micro, order_of(num_micro, workers, way), way).values()))
+        # All plan for the same, so that all take the same turns: of a tree, where those who are fast get more, for more.
+        generous = min(_MOST_OF_EVEN * even, num_micro - workers + 1) if way == TREE else even
+        for most in sorted({even, generous}, reverse=True):
+            try:
+                plan = self._planner.plan(most * grouping.rows * setup.length, setup.length, state=self._options.budget.ssd)
+                break
+            except PlanInfeasible:
+                if most == even:
+                    raise
+        # Nothing is updated here, and so nothing taken back: what is to be skipped, the node skips.
         plan = replace(plan, update_policy="deferred", late_units=())
         program, _ = build_program(plan, plan.num_micro_batches, Snapshot())
-        up.send_message({"turns": turns_of(program)}, NODE)
+        scoring, _ = build_forward(plan, plan.num_micro_batches, Snapshot())
+        up.send_message({"turns": [turns_of(program), turns_of(scoring)], "most": plan.num_micro_batches}, NODE)
         return plan
 
     def _scratch(self, folder: Path, own: Options) -> StateStore:
@@ -185,7 +200,7 @@ class Worker:
             sink=self._sink,
             pieces=[pieces_of(form.trained, plan.rule) if form.trained else () for form in self._forms],
         )
-        steps = Steps(parts, interpreter_of(self._options.interpreter, self.machine, self._sink), HitRate())
+        steps = Steps(parts, interpreter_of(self._options.interpreter, self.machine, self._diary), HitRate())
         self._closers.callback(self.machine.release_host_buffers)
         self._closers.callback(steps.close)
         return steps
@@ -202,24 +217,28 @@ class Worker:
 
     def _step(self, words: dict[str, Any]) -> None:
         started = time.perf_counter()
+        self._diary.begin()
         tensors = torch.empty(words["shape"], dtype=torch.int64)
         if tensors.numel():
             self._generation.down.receive(tensors.reshape(-1).view(torch.uint8).numpy(), NODE)
         batch = dict(zip(words["keys"], tensors, strict=True))
         data = step_batch(batch, int(words["rows"]), self.machine.device)
         own_tokens, data = data.trained_tokens, replace(data, trained_tokens=int(words["trained_tokens"]))
-        workers, way = self._generation.num_workers, self._options.gradient_sum
-        self._site.order = order_of(int(words["num_micro"]), workers, way)
+        self._site.order = order_from(words["order"])
         verdict = self._verdict(int(words["step"]), float(words["loss_scale"]), float(words["learning_rate"]))
 
         def state_of(pending: Verdict | None) -> StepState:
             return StepState(self._steps.parts, data, verdict, pending, first_micro=int(words["first_micro"]))
 
-        state = self._steps.run(len(data.micro_batches), verdict, state_of)
+        if words["learns"]:
+            state = self._steps.run(len(data.micro_batches), verdict, state_of)
+        else:
+            state = self._steps.score_afresh(data, verdict)
         loss = None if state.loss_sum is None else float(state.loss_sum)
         aside = None if state.aside_loss is None else float(state.aside_loss)
-        self._generation.up.send_message({"loss_sum": loss, "aside_loss": aside}, NODE)
-        self._tell(verdict, data, (loss or 0.0) / max(1, own_tokens), time.perf_counter() - started)
+        self._generation.up.send_message({"loss_sum": loss, "aside_loss": aside, "lanes": self._diary.told()}, NODE)
+        if words["learns"]:
+            self._tell(verdict, data, (loss or 0.0) / max(1, own_tokens), time.perf_counter() - started)
 
     def _tell(self, verdict: Verdict, data: StepBatch, loss: float, seconds: float) -> None:
         self.steps_done += 1

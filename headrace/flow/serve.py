@@ -1,6 +1,6 @@
 """A node's side of a step: rows and weights go to workers, gradients and reports come back."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -10,28 +10,33 @@ from numpy.typing import NDArray
 from headrace.flow.step_batch import StepBatch
 from headrace.flow.step_state import StepState
 from headrace.machine.host_memory import Bytes
+from headrace.terms.events import OpDone
 from headrace.terms.program import Op, Pool
 from headrace.update import square_sum
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """What workers are told about a step: its number, the loss scale, and its micro-batches. The learning rate is only for them
-    to show.
+    """What workers are told of a step: its number, what the loss is multiplied by beside the mean, and its micro-batches. The
+    learning rate is only for them to show. Where it `learns`, they push gradients; else they only score.
     """
 
     step: int
     loss_scale: float
     learning_rate: float
     batch: StepBatch
+    learns: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What workers report of a step: the sum of token losses, and the auxiliary loss where there is one."""
+    """What workers have to say of a step: the sum of token losses, the auxiliary loss where there is one, and what their lanes
+    did, on the node's clock.
+    """
 
     loss_sum: float | None
     aside_loss: float | None
+    ops: Sequence[OpDone] = ()
 
 
 class Workers(Protocol):
@@ -56,7 +61,8 @@ def announce(state: StepState, op: Op) -> None:
     """Tell workers about the step."""
     scale = state.verdict.loss_scale.scale if state.verdict.loss_scale else 1.0
     verdict = state.verdict
-    task = Task(step=verdict.step, loss_scale=scale, learning_rate=verdict.learning_rate, batch=state.batch)
+    step, rate = verdict.step, verdict.learning_rate
+    task = Task(step=step, loss_scale=scale, learning_rate=rate, batch=state.batch, learns=state.learns)
     _workers(state).announce(task)
 
 
@@ -73,8 +79,10 @@ def receive(state: StepState, op: Op) -> None:
 
 
 def report(state: StepState, op: Op) -> None:
-    """Take the step's losses."""
+    """Take the step's losses, and show what the workers' lanes did."""
     found = _workers(state).report()
+    for each in found.ops:
+        state.parts.sink(each)
     state.loss_sum = None if found.loss_sum is None else torch.tensor(found.loss_sum, dtype=torch.float64)
     state.aside_loss = None if found.aside_loss is None else torch.tensor(found.aside_loss, dtype=torch.float64)
 
@@ -94,11 +102,11 @@ def task_message(task: Task, micros: range, rows: int) -> tuple[Mapping[str, Any
     keys = [key for key in ("input_ids", "labels", "attention_mask", "position_ids", "token_mask") if _has(mine, key)]
     words = {
         "step": task.step,
+        "learns": task.learns,
         "loss_scale": task.loss_scale,
         "learning_rate": task.learning_rate,
         "trained_tokens": task.batch.trained_tokens,
         "first_micro": micros.start,
-        "num_micro": len(task.batch.micro_batches),
         "rows": rows,
         "keys": keys,
     }

@@ -35,6 +35,7 @@ class Schedule:
 
     program: _Build = build_program
     tail: Callable[[Plan, Snapshot], tuple[Program, Snapshot]] = build_tail
+    scoring: Callable[[Plan, int, Snapshot], tuple[Program, Snapshot]] = build_forward
 
 
 _TRAINING = Schedule()
@@ -109,12 +110,29 @@ class Steps:
         """
         with self._whole_or_failed():
             self._flush()
-            state = StepState(self.parts, batch, verdict, None, learns=False)
-            program, self._left = build_forward(self.parts.plan, len(batch.micro_batches), self._left)
-            with self.parts.chain.evaluating():
-                run_step(program, state, self._interpreter)
-                self._interpreter.wait()
+            return self._score(batch, verdict)
+
+    def score_afresh(self, batch: StepBatch, verdict: Verdict) -> StepState:
+        """As `score`, but nothing is flushed, and all weights are fetched, for this pass and for what follows: so whoever
+        sends them knows which.
+
+        Raises:
+            StepFailed: a lane failed.
+        """
+        with self._whole_or_failed():
+            self._interpreter.wait()
+            self._left = Snapshot()
+            state = self._score(batch, verdict)
+            self._left = Snapshot()
             return state
+
+    def _score(self, batch: StepBatch, verdict: Verdict) -> StepState:
+        state = StepState(self.parts, batch, verdict, None, learns=False)
+        program, self._left = self._schedule.scoring(self.parts.plan, len(batch.micro_batches), self._left)
+        with self.parts.chain.evaluating():
+            run_step(program, state, self._interpreter)
+            self._interpreter.wait()
+        return state
 
     def follow_hit_rate(self) -> Plan:
         """Change between waiting for the norm and guessing, if the plan has both policies: they share all buffers."""

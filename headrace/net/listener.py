@@ -218,8 +218,10 @@ class Listener:
             with self._lock:
                 self._waiting.pop(ticket.number, None)
                 generation = self._generation if ticket in self._members else None
+            words = beat.decode().removeprefix(GONE) if gone else f"shows no sign of life for {self.silence_seconds:g} s"
+            if silent and not gone:  # it may be back one day, and ask
+                self._put(f"dropped/{ticket.number}", f"it went on without this worker, which {words}")
             if generation is not None:
-                words = beat.decode().removeprefix(GONE) if gone else f"shows no sign of life for {self.silence_seconds:g} s"
                 generation.end(f"{ticket.name} {words}")
 
     def _put(self, key: str, value: Any) -> None:

@@ -73,6 +73,17 @@ class Member:
         self._generation = generation
         return generation
 
+    def why_dropped(self) -> str | None:
+        """Return why the node goes on without this worker, None if it does not, or cannot be asked.
+
+        Who was stopped, or cut off, and is back, belongs to an older generation: nothing of it is taken any more.
+        """
+        key = f"dropped/{self._ticket}"
+        with contextlib.suppress(PeerLost), self._plainly():
+            if self._store.check([key]):
+                return f"node {self._address}: {json.loads(self._store.get(key))}"
+        return None
+
     def measure(self) -> Link:
         """Measure the link as a visitor, for a second or two; meanwhile a run of the node goes on with the rest of the link.
 
@@ -108,6 +119,8 @@ class Member:
             check()
             if self._lost is not None:
                 raise PeerLost(self._lost)
+            if (words := self.why_dropped()) is not None:
+                raise PeerLost(words)
             with self._plainly():
                 if self._store.check([key]):
                     return json.loads(self._store.get(key))

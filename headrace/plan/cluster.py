@@ -66,10 +66,11 @@ class Cluster:
         link_bytes_per_second: float,
         nodes: int = 1,
         pattern: Pattern = Pattern.EXCHANGE,
+        widening: float = 1.0,
     ) -> "Cluster":
-        """Return a cluster whose links are all equal, with so many bytes per second each way."""
+        """Return a cluster whose links are all alike, with so many bytes per second each way; `widening` as links have it."""
         link = Link.duplex(link_bytes_per_second)
-        network = Network(workers=workers, worker_link=link, node_link=link, nodes=nodes, pattern=pattern)
+        network = Network(workers=workers, worker_link=link, node_link=link, nodes=nodes, pattern=pattern, widening=widening)
         worker = replace(worker, network_bytes_per_second=link_bytes_per_second)
         return cls(worker=worker, node=replace(node, network_bytes_per_second=link_bytes_per_second), network=network)
 

@@ -10,7 +10,8 @@ Patterns, for W workers and K nodes that hold 1/K of each unit:
 
 * *exchange* (Headrace): the node sends worker j its part of 1/W, which worker j sends to the others; worker j sums part j of
   all gradients and sends it to the node. A node sends and receives one copy, however many workers there are. Where weights and
-  gradients are under way at once, each worker sends and receives 2 - 1/W copies.
+  gradients are under way at once, each worker sends and receives 2 - 1/W copies; 3 - 2/W where gradients between workers are
+  float32 and those on their way to the node have half of that (`widening` 2).
 * *switch* (LuWu): a switch repeats what the node sends, and sums what workers send.
 * *star*: the node sends to each worker and receives from each.
 
@@ -80,6 +81,7 @@ class Network:
     node_link: Link
     nodes: int = 1
     pattern: Pattern = Pattern.EXCHANGE
+    widening: float = 1.0  # bytes of a gradient between workers, over those on its way to the node
 
     def crossing(self, lane: Lane) -> Crossing:
         """Return what one copy crosses on its way down (`NIC_DOWN`) or up (`NIC_UP`)."""
@@ -88,7 +90,8 @@ class Network:
         at_node = (workers if self.pattern is Pattern.STAR else 1) / nodes
         if lane is Lane.NIC_DOWN:
             return Crossing(worker_in=1.0, worker_out=others, node_in=0.0, node_out=at_node)
-        return Crossing(worker_in=others, worker_out=1.0, node_in=at_node, node_out=0.0)
+        exchanged = others * self.widening
+        return Crossing(worker_in=exchanged, worker_out=exchanged + 1.0 - others, node_in=at_node, node_out=0.0)
 
     def alone_bytes_per_second(self, lane: Lane) -> float:
         """Return the bytes per second of a copy with nothing else under way."""

@@ -19,7 +19,7 @@ from typing import Any, TextIO
 from headrace.report.metrics import Record, read_metrics
 from headrace.terms.errors import RunDirectoryError
 from headrace.terms.events import Event, OpDone
-from headrace.terms.program import Lane
+from headrace.terms.program import Lane, label_of
 
 LANES_NAME = "lanes.jsonl"
 TIMELINE_NAME = "timeline.json"
@@ -285,7 +285,7 @@ def _decode(values: Mapping[str, Any]) -> Recording:
             ops.append(
                 OpDone(
                     step=step["step"],
-                    label=_label(verbs[verb], unit, micro, chunk),
+                    label=label_of(verbs[verb], unit=unit, micro=micro, chunk=chunk),
                     verb=verbs[verb],
                     lane=lanes[lane],
                     unit=unit,
@@ -298,12 +298,6 @@ def _decode(values: Mapping[str, Any]) -> Recording:
             )
         steps.append(RecordedStep(step["step"], step["begin_seconds"], step["seconds"], tuple(ops)))
     return Recording(tuple(steps), tuple((seconds, tiers) for seconds, tiers in values["memory"]))
-
-
-def _label(verb: str, unit: int, micro: int, chunk: int) -> str:
-    """The words of `Op.label`."""
-    places = (("unit", unit), ("micro", micro), ("chunk", chunk))
-    return " ".join([verb, *(f"{word} {value}" for word, value in places if value >= 0)])
 
 
 def _replace(path: Path, text: str) -> None:

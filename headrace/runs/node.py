@@ -187,7 +187,7 @@ def _work_once(
         if lost_one is None:
             reason = f"cannot go on: {error}"
             raise
-        words = str(lost_one)
+        words = member.why_dropped() or str(lost_one)
     finally:
         with suppress(PeerLost):
             member.close(reason)

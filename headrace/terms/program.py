@@ -204,6 +204,21 @@ def sharing_words(share: Share, lanes: tuple[Lane, ...]) -> str:
     return f"{' and '.join(directions)}, which share the {share.name}"
 
 
+_WORKER = "worker "
+
+
+def lane_of_worker(rank: int, lane: str) -> str:
+    """Return what a node calls a lane of the worker of that rank."""
+    return f"{_WORKER}{rank}: {lane}"
+
+
+def split_lane(name: str) -> tuple[int, str]:
+    """Return the rank of the worker whose lane has that name, 0 for one of this process, and the lane's name there."""
+    who, colon, lane = name.partition(": ")
+    rank = who.removeprefix(_WORKER)
+    return (int(rank), lane) if colon and who.startswith(_WORKER) and rank.isdecimal() else (0, name)
+
+
 def lane_named(name: str) -> Lane | None:
     """Return the lane `name`, None if the table has none: what a program of another version wrote may name others."""
     return next((lane for lane in Lane if lane == name), None)
@@ -342,8 +357,12 @@ class Op:
     @property
     def label(self) -> str:
         """A short name for traces and errors, such as `update unit 3 chunk 0`."""
-        places = (("unit", self.unit), ("part", self.part), ("micro", self.micro), ("chunk", self.chunk))
-        return " ".join([str(self.verb), *(f"{word} {value}" for word, value in places if value >= 0)])
+        return label_of(self.verb, unit=self.unit, part=self.part, micro=self.micro, chunk=self.chunk)
+
+
+def label_of(verb: str, **places: int) -> str:
+    """Return the short name of an operation at these places, of which negative ones are none."""
+    return " ".join([str(verb), *(f"{word} {value}" for word, value in places.items() if value >= 0)])
 
 
 @dataclass(frozen=True, slots=True)

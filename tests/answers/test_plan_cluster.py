@@ -15,6 +15,7 @@ from headrace.answers.cluster_report import ClusterReport, explain_cluster
 from headrace.plan.machine_profiles import load_bare_profile
 from headrace.terms.errors import ConfigError
 from headrace.terms.options import PlanOptions
+from headrace.terms.summing import partial_sums
 
 STEP: dict[str, Any] = {"tokens_per_step": 16 * 512, "sequence_length": 512, "max_grad_norm": 0}
 
@@ -69,8 +70,9 @@ def test_bytes_are_those_of_the_exchange(found: ClusterReport):
     pulled = values["node_bytes_sent_per_step"]
     assert copy < pulled <= 2.01 * copy  # a few blocks are in slots at the turn
     assert values["node_bytes_received_per_step"] == pytest.approx(copy, rel=0.01)
-    assert values["worker_bytes_received_per_step"] == pytest.approx(pulled + 0.75 * copy, rel=0.01)
-    assert values["worker_bytes_sent_per_step"] == pytest.approx(0.75 * pulled + copy, rel=0.01)
+    exchanged = 2 * 0.75 * copy  # between workers gradients are float32
+    assert values["worker_bytes_received_per_step"] == pytest.approx(pulled + exchanged, rel=0.01)
+    assert values["worker_bytes_sent_per_step"] == pytest.approx(0.75 * pulled + exchanged + 0.25 * copy, rel=0.01)
 
 
 def test_a_worker_holds_no_more_of_a_deeper_model(tmp_path: Path):
@@ -107,6 +109,39 @@ def test_what_cannot_be_is_refused_by_name(model: Path):
     for wrong in ("fast", "0Gbit", "-1Gbit", "10 furlongs"):
         with pytest.raises(ConfigError, match=r"link: .*100Gbit"):
             PlanOptions(workers=2, link=wrong)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"gradient": "lsp"}, "gradient: lsp.* is not possible at a node: workers send whole gradients"),
+        ({"adapter": "lora"}, "adapter: lora.* is not possible at a node"),
+        ({"train": "matrices"}, "train: matrices is not possible at a node"),
+    ],
+)
+def test_what_a_node_refuses_a_plan_refuses_in_the_same_words(options: dict[str, Any], words: str, model: Path):
+    with pytest.raises(ConfigError, match=words):
+        report(model, **options)
+
+
+def test_a_tree_of_tied_weights_is_refused(tmp_path: Path):
+    LlamaConfig(hidden_size=64, intermediate_size=64, num_hidden_layers=2, tie_word_embeddings=True).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="gradient_sum: tree is not possible with tied weights"):
+        report(tmp_path, gradient_sum="tree")
+
+
+@pytest.mark.deep
+def test_a_plan_under_a_tree_has_memory_for_its_partial_sums(model: Path):
+    more = report(model, gradient_sum="tree", tokens_per_step=64 * 512, device_memory="1GiB")
+    less = report(model, tokens_per_step=64 * 512, device_memory="1GiB")
+    assert more.worker_plan is not None
+    assert less.worker_plan is not None
+    assert more.worker_plan.gradient_sum == "tree"
+    assert more.worker_plan.num_micro_batches > 1
+    sums = partial_sums(more.worker_plan.num_micro_batches, "tree")
+    largest = max(unit.num_elements for unit in more.worker_plan.units)
+    gradients = [plan.results.peak_bytes["device"]["gradients"] for plan in (more.worker_plan, less.worker_plan)]
+    assert gradients[0] - gradients[1] >= (sums - 1) * 4 * largest
 
 
 def test_rates_are_read_in_bits_and_bytes():

@@ -1,5 +1,5 @@
-"""A node's power is cut between any two writes of its store: it goes on from the last committed step or the next one, never from
-something between them, and ends with the weights of a run that nobody disturbed.
+"""A node's power is cut between any two writes of its store: it goes on from the last committed step or the next one, never
+from something between them, and ends with the weights of a run that nobody disturbed.
 """
 
 from collections.abc import Callable

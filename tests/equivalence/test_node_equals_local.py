@@ -31,6 +31,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "router losses": {"model": "mixtral-aux", "max_grad_norm": 1.0},
     "float16": {"model": "llama", "compute_dtype": "float16"},
     "float32, sgd": {"model": "llama", "compute_dtype": "float32", "optimizer": "sgd:momentum=0.9"},
+    "rows of factors": {"model": "llama", "optimizer": "adafactor"},
+    "matrices, as they come": {"model": "llama", "optimizer": "adalomo", "max_grad_norm": None},
+    "nothing kept": {"model": "llama", "optimizer": "lomo", "max_grad_norm": 0.5},
     "plain": {"model": "llama", "max_grad_norm": 0.5, "interpreter": "plain"},
 }
 

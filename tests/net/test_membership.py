@@ -1,6 +1,7 @@
 """Who is let in, who is lost and how soon that is known, and what of an older generation reaches a younger one: nothing."""
 
 import os
+import re
 import threading
 import time
 from pathlib import Path
@@ -99,6 +100,30 @@ def test_a_silent_peer_is_named_and_wakes_who_waits_for_it(silent: str) -> None:
             with pytest.raises(PeerLost, match=r"node .* shows no sign of life for 1 s"):
                 workers[0].down.receive(into, 0)
         assert time.monotonic() - begin < 10
+        members[0].close()
+
+
+def test_who_was_stopped_is_told_that_the_others_went_on_and_may_come_again() -> None:
+    """A worker, and a spare that waits to be invited."""
+    with listening(silence_seconds=1.0) as listener:
+        node, members, workers = joined(listener, 1)
+        spare = Member(listener.address, name="spare", version=VERSION)
+        assert spare.why_dropped() is None
+        for each in (members[0], spare):
+            each._closing.set()  # its heart stops
+        with pytest.raises(PeerLost, match="worker 0 shows no sign of life for 1 s"):
+            node.up.receive(np.empty(10, np.uint8), 1)
+        words = "node .*: it went on without this worker, which shows no sign of life for 1 s"
+        with pytest.raises(PeerLost, match=words):
+            spare.enter()
+        listener.part("another one comes")
+        with pytest.raises(PeerLost):  # what it has to say belongs to an older generation
+            workers[0].up.send(np.empty(10, np.uint8), 0)
+        assert re.match(words, members[0].why_dropped() or "")
+        for each in (members[0], spare):
+            each.close()
+        again, members, _ = joined(listener, 1)
+        assert again.number == node.number + 1
         members[0].close()
 
 

@@ -1,6 +1,6 @@
 """Links: closed forms of every pattern, and what it means that copies share them fairly."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 from hypothesis import given
@@ -25,6 +25,8 @@ def test_patterns_take_what_their_closed_forms_say(workers: int):
         assert exchange.alone_bytes_per_second(lane) == pytest.approx(RATE)
         assert switch.alone_bytes_per_second(lane) == pytest.approx(RATE)
         assert star.alone_bytes_per_second(lane) == pytest.approx(RATE / workers)
+        wide = replace(exchange, widening=2.0)  # gradients of 16 bits, of 32 between workers
+        assert wide.bytes_per_second((DOWN, UP))[lane] == pytest.approx(RATE / (3 - 2 / workers))
         # In backward, weights and gradients at once.
         assert exchange.bytes_per_second((DOWN, UP))[lane] == pytest.approx(RATE / (2 - 1 / workers))
         assert switch.bytes_per_second((DOWN, UP))[lane] == pytest.approx(RATE)

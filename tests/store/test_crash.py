@@ -10,8 +10,8 @@ from store_world import holds_step, make_store, open_store, quick_engine, write_
 from tiers import sampled
 
 from headrace.files import BlockFile
-from headrace.testing import PowerGone, PowerSupply
 from headrace.terms.errors import RunDirectoryError
+from headrace.testing import PowerGone, PowerSupply
 
 
 def run_until_cut(folder: Path, cut_at: int, seed: int) -> tuple[int, int, int]:

@@ -6,7 +6,7 @@ and units rotate through these: read weights, send, receive, read states, update
 pipelining). Sending goes ahead of demand as far as there are host slots.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple
 
@@ -39,6 +39,13 @@ def build_serving(plan: Plan, turns: Sequence[Turn], before: Snapshot, *, durabl
     return schedule.ledger.finish()
 
 
+def build_scoring(plan: Plan, turns: Sequence[Turn], before: Snapshot) -> tuple[Program, Snapshot]:
+    """Return the program of one pass forward that serves workers who take these `turns`, all of them pulls; nothing changes."""
+    schedule = _Serving(plan, turns, before, durable=True)
+    schedule.score()
+    return schedule.ledger.finish()
+
+
 def build_serving_tail(plan: Plan, before: Snapshot) -> tuple[Program, Snapshot]:
     """Return the program that finishes what a step left pending: late updates and their commit, as of a checkpoint."""
     schedule = _Serving(plan, (), before, durable=True)
@@ -62,19 +69,15 @@ class _Serving(Updates):
     def step(self) -> None:
         op, due = self.ledger.op, set(self.pending)
         op(Verb.ANNOUNCE, Lane.NIC_DOWN)
-        for position, (unit, is_push) in enumerate(self.turns):
-            self.position = position - 1  # a unit that is read ahead must not take the place of the unit whose turn it is
-            self.read_ahead(position)
-            self.position = position
+        for unit, is_push in self.in_turn():
             if is_push:
                 self.receive(unit)
                 continue
             if unit in due:
                 self.pending_update(unit)
                 due.discard(unit)
-            host, num_bytes = self.fetch(unit), self.stored_bytes[unit]
-            op(Verb.SEND, Lane.NIC_DOWN, (host,), (), unit=unit, num_bytes=num_bytes)
-            if self.pending and not due:  # every update of the step before has been emitted
+            self.send(unit)
+            if self.pending and not due:  # every update of the step before is emitted
                 self.commit()
                 self.pending = frozenset()
         assert not due, "workers pull every unit before they push any"
@@ -82,6 +85,25 @@ class _Serving(Updates):
         op(Verb.DECIDE, Lane.COMPUTE, (NORM,), renews=(VERDICT,))
         if not self.late:
             self.commit()
+
+    def score(self) -> None:
+        self.ledger.op(Verb.ANNOUNCE, Lane.NIC_DOWN)
+        for unit, is_push in self.in_turn():
+            assert not is_push, "a pass forward has no gradients"
+            self.send(unit)
+        self.ledger.op(Verb.REPORT, Lane.NIC_UP)
+
+    def in_turn(self) -> Iterator[Turn]:
+        """Yield the turns, each after what comes next was read ahead."""
+        for position, turn in enumerate(self.turns):
+            self.position = position - 1  # what is read ahead must leave the unit whose turn it is
+            self.read_ahead(position)
+            self.position = position
+            yield turn
+
+    def send(self, unit: int) -> None:
+        host, num_bytes = self.fetch(unit), self.stored_bytes[unit]
+        self.ledger.op(Verb.SEND, Lane.NIC_DOWN, (host,), (), unit=unit, num_bytes=num_bytes)
 
     def read_ahead(self, position: int) -> None:
         """Read what will be sent next, before what updates need meanwhile, as far as there are slots for it."""

@@ -7,8 +7,7 @@ legible at any width. The page's script zooms by changing each drawing's view bo
 from collections.abc import Iterable
 
 from headrace.report.pages.markup import element, escape, figure, ticks
-from headrace.report.pages.views import Bar, StepView, in_rows, joined, lane_heading
-from headrace.terms.program import Lane
+from headrace.report.pages.views import Bar, StepView, in_rows, joined, lane_heading, lane_place
 from headrace.terms.sizes import format_bytes
 
 # Families of verbs; each has a colour of its own in the style sheet.
@@ -42,8 +41,7 @@ def lane_chart(measured: StepView | None, planned: StepView | None) -> str:
     views = [(name, view) for name, view in (("planned", planned), ("measured", measured)) if view is not None]
     span = max(view.seconds for _, view in views)
     used = {bar.lane for _, view in views for bar in view.bars}
-    lanes = [lane for lane in Lane if lane in used] + sorted(used - set(Lane))
-    rows = [_lane_row(lane, views, span) for lane in lanes]
+    rows = [_lane_row(lane, views, span) for lane in sorted(used, key=lane_place)]
     ends = "".join(_end_mark(name, view.seconds, span) for name, view in views)
     body = element("div", _grid(span), ends, *rows, _memory_row(measured, span), class_="lanes-body")
     return element(

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from headrace.plan.simulate import Timeline
 from headrace.report.lanes import Recording
-from headrace.terms.program import Lane, lane_named
+from headrace.terms.program import Lane, lane_named, split_lane
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,9 +82,20 @@ def planned_view(timeline: Timeline) -> StepView:
 
 
 def lane_heading(lane: str) -> str:
-    """Return a lane's name above its row."""
-    known = lane_named(lane)
-    return known.row.heading if known else lane
+    """Return what a lane is called above its row."""
+    rank, name = split_lane(lane)
+    known = lane_named(name)
+    heading = known.row.heading if known else name
+    return f"Worker {rank}: {heading}" if rank else heading
+
+
+def lane_place(lane: str) -> tuple[int, int, str]:
+    """Return what lanes are sorted by: this process's come before those of workers, which come by rank; each in the order of
+    the table.
+    """
+    rank, name = split_lane(lane)
+    known = list(Lane)
+    return rank, next((place for place, each in enumerate(known) if each == name), len(known)), name
 
 
 def in_rows(bars: Iterable[Bar]) -> tuple[Bar, ...]:

@@ -28,6 +28,11 @@ class NodeSite:
         self._generation, self._dtype = generation, gradient_dtype
         self.order: Order = 1
 
+    @property
+    def rank(self) -> int:
+        """The worker's."""
+        return self._generation.rank
+
     def holds(self, unit: int) -> bool:
         """Return True: a worker holds nothing itself."""
         return True

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 
 from headrace.net import Address
 from headrace.runs.node import serve, work
+from headrace.runs.protocols import NoDisplay
 from headrace.terms.errors import HeadraceError
 from headrace.terms.options import NodeOptions, Options
 
@@ -60,7 +61,7 @@ def node(folder: str, output: str, port: int, workers: int, more: dict[str, Any]
         | more
     )
     there = Path(f"{output}.port")
-    serve(config, silence_seconds=SILENCE_SECONDS, listening=lambda address: _write(there, str(address.port)))
+    serve(config, display=Words(), silence_seconds=SILENCE_SECONDS, listening=lambda address: _write(there, str(address.port)))
 
 
 def another_node(folder: str, output: str, said: str, more: dict[str, Any]) -> None:
@@ -71,10 +72,20 @@ def another_node(folder: str, output: str, said: str, more: dict[str, Any]) -> N
         _write(Path(said), str(error))
 
 
-def worker(port: int, name: str) -> None:
-    """Be a worker."""
+def worker(port: int, name: str, host: str = "127.0.0.1", secret: str | None = None) -> None:
+    """Be a worker, and print what it has to say."""
     torch.set_num_threads(1)
-    work(Address("127.0.0.1", port), Options(host_memory="2GiB"), name=name, wait_seconds=60.0)
+    word = Path(secret).read_bytes() if secret else None
+    options, display = Options(host_memory="2GiB"), Words()
+    work(Address(host, port), options, name=name, wait_seconds=60.0, secret=word, display=display)
+
+
+class Words(NoDisplay):
+    """Prints the lines that a user would see."""
+
+    def say(self, text: str) -> None:
+        """Print a line."""
+        print(text, flush=True)
 
 
 def _write(path: Path, text: str) -> None:

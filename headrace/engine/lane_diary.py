@@ -1,0 +1,81 @@
+"""What a worker's lanes did in a step, told to the node in few words: for the report page, and to know how fast the worker is.
+
+Times travel as microseconds since the worker heard of the step. The node counts them from when it had told of it: both clocks
+differ by what that message took on its way.
+"""
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from headrace.terms.events import Event, OpDone, Sink
+from headrace.terms.program import Lane, label_of, lane_of_worker
+
+# What is told of a step at most, some 20 KB; of more operations, neighbours on a lane are told as one.
+MOST_ROWS = 400
+
+
+class LaneDiary:
+    """A sink that keeps the operations of a step, and passes all events on to `sink`. Lanes may call it at once."""
+
+    def __init__(self, sink: Sink) -> None:
+        self._sink, self._lock, self._begin = sink, threading.Lock(), 0.0
+        self._ops: list[OpDone] = []
+
+    def __call__(self, event: Event) -> None:
+        """Keep an operation."""
+        if isinstance(event, OpDone):
+            with self._lock:
+                self._ops.append(event)
+        self._sink(event)
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._begin = time.perf_counter()
+
+    def told(self) -> dict[str, Any]:
+        """Return a JSON value with what has ended since this was asked last."""
+        with self._lock:
+            ops, self._ops = self._ops, []
+        return {
+            "ops": [self._row(each) for each in _joined(ops)],
+            "compute_seconds": sum(op.stop_seconds - op.start_seconds for op in ops if op.lane == Lane.COMPUTE),
+        }
+
+    def _row(self, op: OpDone) -> list[Any]:
+        start, stop = (round((each - self._begin) * 1e6) for each in (op.start_seconds, op.stop_seconds))
+        return [op.lane, op.verb, op.unit, op.micro, op.chunk, start, stop - start, op.bytes]
+
+
+def ops_of(rows: Sequence[Sequence[Any]], *, step: int, rank: int, begin_seconds: float) -> Iterator[OpDone]:
+    """Yield the operations that the worker of `rank` told of, on lanes that have its name."""
+    for lane, verb, unit, micro, chunk, start, microseconds, num_bytes in rows:
+        yield OpDone(
+            step=step,
+            label=label_of(str(verb), unit=int(unit), micro=int(micro), chunk=int(chunk)),
+            verb=str(verb),
+            lane=lane_of_worker(rank, str(lane)),
+            unit=int(unit),
+            micro=int(micro),
+            chunk=int(chunk),
+            start_seconds=begin_seconds + start / 1e6,
+            stop_seconds=begin_seconds + (start + microseconds) / 1e6,
+            bytes=int(num_bytes),
+        )
+
+
+def _joined(ops: Sequence[OpDone]) -> list[OpDone]:
+    """Return at most about `MOST_ROWS` operations: where there are more, neighbours of one lane and verb become one."""
+    together = -(-len(ops) // MOST_ROWS)
+    kinds: dict[tuple[str, str], list[OpDone]] = {}
+    for op in sorted(ops, key=lambda op: op.start_seconds):
+        kinds.setdefault((op.lane, op.verb), []).append(op)
+    found = []
+    for each in kinds.values():
+        for start in range(0, len(each), max(1, together)):
+            some = each[start : start + together]
+            stop, moved = max(op.stop_seconds for op in some), sum(op.bytes for op in some)
+            found.append(replace(some[0], stop_seconds=stop, bytes=moved))
+    return found

@@ -1,0 +1,136 @@
+"""What a node knows of its workers: what their lanes did, how fast each is, and what they find the loss of rows to be."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from crew import crew, node_options, weights_of
+from plain import LENGTH, ROWS, SPLIT, batch_of
+from short_run import short_run
+from tiers import sampled
+
+from headrace.engine import lane_diary
+from headrace.engine.node import NodeEngine
+from headrace.engine.seams import Seams
+from headrace.engine.trainer import Engine
+from headrace.flow import compute
+from headrace.flow.step import HANDLERS
+from headrace.flow.step_state import StepState
+from headrace.plan.plan import Plan
+from headrace.report.pages.views import lane_heading, lane_place
+from headrace.terms.errors import ConfigError
+from headrace.terms.events import Event, OpDone
+from headrace.terms.program import Lane, Op, Verb, lane_of_worker, split_lane
+from headrace.update.sites.node import NodeSite
+
+CLIPPED: dict[str, Any] = {"max_grad_norm": 0.5, "compute_dtype": "float32"}
+
+
+# Dropout of workers that are threads of one process would draw from one generator.
+@pytest.mark.parametrize(("workers", "model"), sampled([(1, "gpt2-dropout"), (2, "llama")], [(1, "gpt2-dropout")]))
+def test_held_out_rows_are_scored_between_steps_and_change_nothing(
+    workers: int, model: str, model_dir: Callable[..., Path], tmp_path: Path
+) -> None:
+    path, plans, expected = model_dir(model), list[Plan](), list[float]()
+    batches, held_out = [batch_of(4, LENGTH, seed) for seed in range(2)], batch_of(4, LENGTH, 99)
+    split = {**SPLIT, "num_micro_batches": 2, "loss_chunk_tokens": 2 * LENGTH}
+
+    def adjusted(engine: Engine) -> None:
+        plans.append(engine.plan)
+        expected.append(engine.evaluate(held_out).loss)
+
+    _, weights = short_run(path, tmp_path / "local", batches, adjust=split, inspect=adjusted, **CLIPPED)
+    with crew(workers) as made:
+        options = node_options(tmp_path / "node", batches, **CLIPPED)
+        with NodeEngine.open(path, options, plan=plans[0], seams=Seams(workers=made.crowd)) as engine:
+            losses = [engine.evaluate(held_out).loss]
+            for batch in batches:
+                engine.step(batch)
+                losses.append(engine.evaluate(held_out).loss)
+                assert engine.evaluate(held_out).loss == losses[-1]
+            engine.save_pretrained(out := tmp_path / "out")
+            with pytest.raises(ConfigError, match="workers send losses, not logits"):
+                engine.next_logits(held_out)
+    assert losses[-1] == pytest.approx(expected[0], rel=1e-6)
+    assert len(set(losses)) == 3, "each step changed it"
+    found = weights_of(out)
+    assert all(torch.equal(found[name], weights[name]) for name in weights)
+
+
+def test_micro_batches_of_a_tree_are_dealt_by_speed(
+    model_dir: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two workers the first is slow: it gets one micro-batch of three from the second step on, and the bits stay."""
+    path, plans = model_dir("llama"), list[Plan]()
+    batches = [batch_of(ROWS, LENGTH, seed) for seed in range(3)]
+    how = {**CLIPPED, "gradient_sum": "tree"}
+    _, weights = short_run(
+        path, tmp_path / "local", batches, adjust=SPLIT, inspect=lambda engine: plans.append(engine.plan), **how
+    )
+
+    def slow_forward(state: StepState, op: Op) -> None:
+        compute.forward(state, op)
+        site = state.parts.site
+        if isinstance(site, NodeSite) and site.rank == 1:
+            time.sleep(0.2)
+
+    monkeypatch.setitem(HANDLERS, Verb.FORWARD, slow_forward)
+    with crew(2) as made:
+        options = node_options(tmp_path / "node", batches, **how)
+        with NodeEngine.open(path, options, plan=plans[0], seams=Seams(workers=made.crowd)) as engine:
+            shares = []
+            for batch in batches:
+                engine.step(batch)
+                shares.append({rank: len(share) for rank, share in made.crowd.shares.items()})
+            engine.save_pretrained(out := tmp_path / "out")
+    assert shares[0] == {1: 2, 2: 1}, "evenly, as far as branches go"
+    assert shares[-1] == {1: 1, 2: 2}
+    found = weights_of(out)
+    assert all(torch.equal(found[name], weights[name]) for name in weights)
+
+
+def test_each_worker_tells_what_its_lanes_did(model_dir: Callable[..., Path], tmp_path: Path) -> None:
+    told, batches = list[Event](), [batch_of(4, LENGTH, seed) for seed in range(2)]
+    with crew(2) as made:
+        options = node_options(tmp_path / "node", batches)
+        with NodeEngine.open(model_dir("llama"), options, seams=Seams(workers=made.crowd), sink=told.append) as engine:
+            for batch in batches:
+                begin = time.perf_counter()
+                engine.step(batch)
+    ops = [event for event in told if isinstance(event, OpDone)]
+    for rank in (1, 2):
+        mine = [op for op in ops if op.lane == lane_of_worker(rank, Lane.COMPUTE) and op.step == 1]
+        assert {op.verb for op in mine} >= {"prologue", "forward", "epilogue", "backward"}
+        assert all(begin <= op.start_seconds <= op.stop_seconds <= time.perf_counter() for op in mine), "on the node's clock"
+        assert [op.unit for op in sorted(mine, key=lambda op: op.start_seconds) if op.verb == "forward"] == [1, 2, 3, 4]
+    assert {split_lane(op.lane)[0] for op in ops} == {0, 1, 2}
+
+
+def test_what_is_told_of_a_step_is_bounded() -> None:
+    diary = lane_diary.LaneDiary(lambda event: None)
+    diary.begin()
+    for number in range(3000):
+        for lane, verb in ((Lane.COMPUTE, "forward"), (Lane.NIC_UP, "push")):
+            start = number * 1e-3
+            diary(
+                OpDone(
+                    step=0, label="", verb=verb, lane=lane, unit=1, micro=0, chunk=-1,
+                    start_seconds=start, stop_seconds=start + 5e-4, bytes=7,
+                )
+            )  # fmt: skip
+    told = diary.told()
+    assert len(told["ops"]) <= lane_diary.MOST_ROWS
+    ops = list(lane_diary.ops_of(told["ops"], step=0, rank=2, begin_seconds=0.0))
+    assert sum(op.bytes for op in ops) == 2 * 3000 * 7
+    assert told["compute_seconds"] == pytest.approx(1.5)
+    assert diary.told()["ops"] == []
+
+
+def test_lanes_of_workers_have_names_and_places_of_their_own() -> None:
+    lanes = [lane_of_worker(10, Lane.COMPUTE), lane_of_worker(2, Lane.NIC_UP), lane_of_worker(2, "new"), Lane.NIC_UP, "other"]
+    assert sorted(lanes, key=lane_place) == [Lane.NIC_UP, "other", *lanes[1:3], lanes[0]]
+    assert lane_heading(lanes[0]) == "Worker 10: Compute"
+    assert lane_heading("worker a: b") == "worker a: b"
