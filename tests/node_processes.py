@@ -1,6 +1,7 @@
 """The processes of a run of several machines, to be killed: a node, and workers. All over loopback."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -72,20 +73,24 @@ def another_node(folder: str, output: str, said: str, more: dict[str, Any]) -> N
         _write(Path(said), str(error))
 
 
-def worker(port: int, name: str, host: str = "127.0.0.1", secret: str | None = None) -> None:
-    """Be a worker, and print what it has to say."""
+def worker(port: int, name: str, host: str = "127.0.0.1", secret: str | None = None, said: str | None = None) -> None:
+    """Be a worker, and print what it has to say, or add it to the file `said`."""
     torch.set_num_threads(1)
     word = Path(secret).read_bytes() if secret else None
-    options, display = Options(host_memory="2GiB"), Words()
+    options, display = Options(host_memory="2GiB"), Words(said)
     work(Address(host, port), options, name=name, wait_seconds=60.0, secret=word, display=display)
 
 
 class Words(NoDisplay):
     """Prints the lines that a user would see."""
 
+    def __init__(self, said: str | None = None) -> None:
+        self._said = said
+
     def say(self, text: str) -> None:
         """Print a line."""
-        print(text, flush=True)
+        with open(self._said or os.devnull, "a") as file:
+            print(text, file=file if self._said else None, flush=True)
 
 
 def _write(path: Path, text: str) -> None:

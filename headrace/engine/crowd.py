@@ -121,11 +121,12 @@ class Crowd:
         self.listener.part(reason)
 
     def dismiss(self) -> None:
-        """Tell workers that the run is done."""
+        """Tell workers, and those who wait to be some, that all is done."""
         if self._generation is not None:
             for rank in range(1, self._generation.num_workers + 1):
                 self._generation.down.send_message({"end": True}, rank)
                 self._generation.up.receive_message(rank)
+        self.listener.dismiss()
 
     @property
     def generation(self) -> Generation:

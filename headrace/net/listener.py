@@ -28,6 +28,8 @@ from headrace.terms.errors import ConfigError, PeerLost
 BEATS, LOOK_SECONDS, ACCEPT_SECONDS = 6, 0.05, 5.0
 # The last heartbeat of a peer that leaves begins with this; the reason follows.
 GONE = "gone: "
+# The key that is there when all is done.
+OVER = "over"
 _STORE_TIMEOUT = timedelta(seconds=10)
 
 
@@ -110,6 +112,13 @@ class Listener:
         if generation is not None:
             generation.end(reason)
             generation.close()
+
+    def dismiss(self) -> None:
+        """Tell those who wait that all is done, and give them a moment to leave."""
+        self._put(OVER, True)
+        end = time.monotonic() + ACCEPT_SECONDS
+        while self._waiting and time.monotonic() < end:
+            time.sleep(LOOK_SECONDS)
 
     def close(self) -> None:
         """End the generation, and stop listening."""

@@ -14,7 +14,7 @@ from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 from headrace.net.address import Address
 from headrace.net.generation import Generation
 from headrace.net.link import VISITOR, Link, measure_link, visitors_lane
-from headrace.net.listener import BEATS, GONE, LOOK_SECONDS
+from headrace.net.listener import BEATS, GONE, LOOK_SECONDS, OVER
 from headrace.net.proof import is_proof, nonce, proof
 from headrace.terms.errors import ConfigError, PeerLost
 
@@ -54,17 +54,21 @@ class Member:
         self._thread = threading.Thread(target=self._beat, name="headrace heartbeat", daemon=True)
         self._thread.start()
 
-    def enter(self, check: Callable[[], None] = lambda: None) -> Generation:
-        """Wait to be invited, and return the generation. `check` may raise an error, which ends the waiting.
+    def enter(self, check: Callable[[], None] = lambda: None) -> Generation | None:
+        """Wait to be invited, and return the generation; None where the node's work is done without this worker. `check` may
+        raise what ends the waiting.
 
         Raises:
             PeerLost: the node is gone; or not all who were invited came, and this worker should come again.
         """
         invitation = self._wait_for(f"invite/{self._ticket}", check)
+        if invitation is None:
+            return None
         with self._plainly():
             self._store.set(f"accept/{self._ticket}", "1")
         number, names = int(invitation["generation"]), tuple(map(str, invitation["names"]))
-        if not self._wait_for(f"go/{number}", check)["go"]:
+        answer = self._wait_for(f"go/{number}", check)
+        if answer is None or not answer["go"]:
             raise PeerLost(f"node {self._address}: not every worker accepted; it will invite again")
         rank = int(invitation["rank"])
         generation = Generation(
@@ -115,6 +119,7 @@ class Member:
             self._generation.close()
 
     def _wait_for(self, key: str, check: Callable[[], None]) -> Any:
+        """Return what is under `key` once it is there, None where the node has said that all is done."""
         while True:
             check()
             if self._lost is not None:
@@ -124,6 +129,8 @@ class Member:
             with self._plainly():
                 if self._store.check([key]):
                     return json.loads(self._store.get(key))
+                if self._store.check([OVER]):
+                    return None
             time.sleep(LOOK_SECONDS)
 
     def _beat(self) -> None:

@@ -168,6 +168,8 @@ def _work_once(
     met = True
     try:
         generation = member.enter()
+        if generation is None:
+            return 0
         from headrace.engine.worker import Worker  # late, because it imports the model library
 
         with (

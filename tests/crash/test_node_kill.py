@@ -41,9 +41,14 @@ class Machines:
     def hire(self, count: int = 1) -> None:
         for _ in range(count):
             self.names += 1
-            process = PROCESSES.Process(target=node_processes.worker, args=(self.port, str(self.names)))
+            said = str(self.said_by(self.names))
+            process = PROCESSES.Process(target=node_processes.worker, args=(self.port, str(self.names)), kwargs={"said": said})
             process.start()
             self.workers.append(process)
+
+    def said_by(self, name: int) -> Path:
+        """Return the file that has the lines of a worker."""
+        return self.output.with_name(f"{self.output.name}-worker-{name}.log")
 
     def wait_for(self, path: Path) -> Path:
         return wait_until(lambda: path if path.exists() else None)
@@ -109,6 +114,8 @@ def test_workers_and_the_node_are_killed(policy: str, workers: int, place: Path,
     time.sleep(dice.random() * 0.1)
     kill(machines.workers[1])
     assert machines.finish() == undisturbed(policy, workers)
+    left = [process.exitcode for process in machines.workers if process.exitcode != -signal.SIGKILL]
+    assert left == [0] * workers, "spares end well, too"
 
 
 @pytest.mark.deep
@@ -119,10 +126,13 @@ def test_a_worker_that_is_stopped_is_replaced_and_may_come_back(place: Path, und
     machines.hire()
     os.kill(machines.workers[0].pid or 0, signal.SIGSTOP)
     begin = time.monotonic()
-    machines.wait_for_step(6)
+    machines.wait_for_step(4)
     assert time.monotonic() - begin < 10 * node_processes.SILENCE_SECONDS
     os.kill(machines.workers[0].pid or 0, signal.SIGCONT)
     assert machines.finish() == undisturbed("deferred", 1)
+    assert machines.workers[0].exitcode == 0
+    said = machines.said_by(1).read_text()
+    assert "it went on without this worker, which shows no sign of life for 3 s; waiting for it" in said
 
 
 @pytest.mark.deep
@@ -142,11 +152,14 @@ def test_a_second_node_on_one_directory_is_refused(place: Path) -> None:
     kill(machines.node)
 
 
-@pytest.mark.soak
-def test_a_hundred_kills(place: Path, undisturbed: Any) -> None:
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(
+    "runs", [pytest.param(10, marks=pytest.mark.deep), pytest.param(20, marks=pytest.mark.soak)], ids=["fifty", "a hundred"]
+)
+def test_kills_with_spares_already_started(runs: int, place: Path, undisturbed: Any) -> None:
     expected, dice = undisturbed("deferred", 1), random.Random(11)
-    for number in range(20):
-        machines = Machines(place, f"soak-{number}", 1, "deferred")
+    for number in range(runs):
+        machines = Machines(place, f"killed-{runs}-{number}", 1, "deferred")
         machines.hire(6)
         for kills in range(5):
             machines.wait_for_step(1 + kills)

@@ -23,7 +23,9 @@ def main(rank: int, workers: int, host: str, elements: int) -> None:
         generation = listener.gather(workers, lambda text: None)
     else:
         member = Member(address, name=str(rank), version=VERSION, secret=SECRET)
-        generation = member.enter()
+        entered = member.enter()
+        assert entered is not None
+        generation = entered
     dtype = torch.bfloat16 if workers == 1 else torch.float32
     gradient, weights = torch.ones(elements, dtype=dtype), np.full(2 * elements, 7, np.uint8)
     phase("down", rank)

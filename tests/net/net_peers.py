@@ -28,7 +28,7 @@ def joined(
     with ThreadPoolExecutor(num_workers) as pool:
         entered = [pool.submit(member.enter) for member in members]
         node = listener.gather(num_workers, lambda text: None)
-        generations = [each.result() for each in entered]
+        generations = [generation for each in entered if (generation := each.result()) is not None]
     ordered = sorted(zip(generations, members, strict=True), key=lambda pair: pair[0].rank)
     return node, [member for _, member in ordered], [generation for generation, _ in ordered]
 

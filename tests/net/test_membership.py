@@ -127,6 +127,19 @@ def test_who_was_stopped_is_told_that_the_others_went_on_and_may_come_again() ->
         members[0].close()
 
 
+def test_spares_are_told_when_all_is_done() -> None:
+    with listening() as listener:
+        _, members, _ = joined(listener, 1)
+        spare = Member(listener.address, name="spare", version=VERSION)
+
+        def wait() -> None:
+            assert spare.enter() is None
+            spare.close()
+
+        at_once(wait, listener.dismiss)
+        members[0].close()
+
+
 def test_who_leaves_is_missed_and_another_takes_the_place() -> None:
     with listening() as listener:
         node, members, workers = joined(listener, 1)
