@@ -182,13 +182,13 @@ class Listener:
             hello = json.loads(self._store.get(f"hello/{number}"))
             words = self._why_refused(number, hello)
             if words is None:
-                if hello.get("visits"):
-                    threading.Thread(target=self._receive_visitor, args=(number,), name="headrace visitor", daemon=True).start()
-                else:
+                if not hello.get("visits"):
                     with self._lock:
                         self._waiting[number] = _Ticket(number, hello)
                 answer = {"proof": proof(self._secret, "node", hello["nonce"]), "silence_seconds": self.silence_seconds}
                 self._put(f"answer/{number}", answer)
+                if hello.get("visits"):
+                    threading.Thread(target=self._receive_visitor, args=(number,), name="headrace visitor", daemon=True).start()
             else:
                 with self._lock:
                     self._refused.append(f"refused a worker: {words}")
@@ -197,7 +197,9 @@ class Listener:
     def _receive_visitor(self, number: int) -> None:
         """Let a visitor measure the link; if it breaks off, that is no loss."""
         with contextlib.suppress(PeerLost, RuntimeError):
-            lane = visitors_lane(self._store, number, host=self._host, rank=NODE, piece_seconds=self.silence_seconds)
+            # A connection of its own: who waits for a peer on one holds up all others there, and with them the heartbeat.
+            store = TCPStore(self._host, self.address.port, is_master=False, timeout=_STORE_TIMEOUT)
+            lane = visitors_lane(store, number, host=self._host, rank=NODE, piece_seconds=self.silence_seconds)
             try:
                 answer_link(lane)
             finally:
