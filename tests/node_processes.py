@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,8 @@ from headrace.terms.options import NodeOptions, Options
 STEPS, SILENCE_SECONDS = 10, 3.0
 
 
-def write_model(folder: Path) -> None:
-    """Write a tiny model with a tokenizer, and data."""
+def write_model(folder: Path, **more: Any) -> None:
+    """Write a tiny model with a tokenizer, and data; `more` is of the model's configuration."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -27,14 +28,8 @@ def write_model(folder: Path) -> None:
     tokenizer.train_from_iterator(["water flows to the turbine"], trainer)
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>")
     torch.manual_seed(3)
-    config = LlamaConfig(
-        vocab_size=384,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        tie_word_embeddings=False,
-    )
+    shape = {"vocab_size": 384, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4}
+    config = LlamaConfig(**shape | more, tie_word_embeddings=False)
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder / "model")
     fast.save_pretrained(folder / "model")
     samples = [{"text": f"the {number} th drop of water falls " * 4} for number in range(64)]
@@ -79,6 +74,7 @@ def worker(port: int, name: str, host: str = "127.0.0.1", secret: str | None = N
     word = Path(secret).read_bytes() if secret else None
     options, display = Options(host_memory="2GiB"), Words(said)
     work(Address(host, port), options, name=name, wait_seconds=60.0, secret=word, display=display)
+    display.say(f"peak {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss} KiB")
 
 
 class Words(NoDisplay):
