@@ -124,12 +124,6 @@ def test_what_a_node_refuses_a_plan_refuses_in_the_same_words(options: dict[str,
         report(model, **options)
 
 
-def test_a_tree_of_tied_weights_is_refused(tmp_path: Path):
-    LlamaConfig(hidden_size=64, intermediate_size=64, num_hidden_layers=2, tie_word_embeddings=True).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="gradient_sum: tree is not possible with tied weights"):
-        report(tmp_path, gradient_sum="tree")
-
-
 @pytest.mark.deep
 def test_a_plan_under_a_tree_has_memory_for_its_partial_sums(model: Path):
     more = report(model, gradient_sum="tree", tokens_per_step=64 * 512, device_memory="1GiB")
