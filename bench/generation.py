@@ -86,7 +86,9 @@ def work(options: argparse.Namespace) -> None:
     asked = Combination(**json.loads(options.work))
     size = sum(path.stat().st_size for path in options.model.glob("*.safetensors"))
     drives = (options.scratch,) if asked.on_drive else ()
-    with Generator.open(options.model, Budget(host=str(64 * MIB), ssd=drives)) as generator:
+    # Where caches may go to the drive all rows are asked for at once: the least memory would take a few after the others.
+    rows, seats = (asked.rows, 1) if asked.on_drive else (None, None)
+    with Generator.open(options.model, Budget(host=str(64 * MIB), ssd=drives), rows=rows, seats=seats) as generator:
         try:
             generator.plan_only(asked.rows, asked.prompt, NEW_TOKENS)
         except PlanInfeasible as refusal:
@@ -102,7 +104,8 @@ def work(options: argparse.Namespace) -> None:
 
     drawn = torch.randint(3, VOCABULARY, (asked.rows, asked.prompt), generator=torch.Generator().manual_seed(1))
     machine = load_profile(options.profile)
-    with Generator.open(options.model, Budget(host=str(budget), ssd=drives), machine=machine, sink=note) as generator:
+    budgeted = Budget(host=str(budget), ssd=drives)
+    with Generator.open(options.model, budgeted, machine=machine, rows=rows, seats=seats, sink=note) as generator:
         plan = generator.prepare(asked.rows, asked.prompt, NEW_TOKENS)
         settings = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
         start = time.monotonic()
