@@ -249,9 +249,11 @@ def plan_of(problem: Problem, choice: Choice) -> Plan:
         ),
         rule=problem.rule,
         own_rule=problem.own_rule,
-        # What multiplies matrices is the device's work, unless nothing is updated here.
+        # What multiplies whole matrices is the device's work, unless none is updated here, or only beside frozen weights.
         device_update_every=int(
-            problem.separate_device and problem.rule.gram_products > 0 and any(unit.update_elements for unit in units)
+            problem.separate_device
+            and problem.rule.gram_products > 0
+            and any(unit.update_elements and unit.in_place for unit in units)
         ),
         gradient_sum=workload.gradient_sum,
         freed_memory=choice.freed_memory,
