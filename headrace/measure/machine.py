@@ -18,6 +18,7 @@ import torch
 from headrace.machine.here import this_machine
 from headrace.machine.host_memory import keep_freed_memory
 from headrace.machine.limits import available_memory_bytes
+from headrace.measure.code_rates import decoded_per_second
 from headrace.measure.compute_loads import AttentionLoad, BlockLoad, HeadLoad, fitted_rates, fresh_pages_share
 from headrace.measure.decoding import decoding_seconds, row_product_rate
 from headrace.measure.drives import Drive, DriveLoad
@@ -99,6 +100,7 @@ class _Bench:
         self._loads: dict[str, Load] = {}
         self._drives: list[Drive] = []
         self._unit_seconds = 0.0  # of the block that is measured in each dtype
+        self._decoded: dict[str, float] = {}
 
     def measure(self) -> Ceilings:
         """Build, warm up, measure, and put together."""
@@ -118,6 +120,7 @@ class _Bench:
             "transfer_seconds": max(drive.transfer_seconds() for drive in self._drives),
             "commit_seconds": max(drive.commit_seconds() for drive in self._drives),
         }
+        self._decoded = {} if self._quick else decoded_per_second()
         for load in self._loads.values():
             load.unit()
         self._say(f"measuring {len(self._loads)} parts alone and {len(self._pairs())} pairs at once")
@@ -265,6 +268,7 @@ class _Bench:
             "slowdowns": slowdowns(found, self._pairs()),
             "sources": self._sources(),
             "row_product_bytes_per_second": row_product_rate(self._machine),
+            "decoded_per_second": self._decoded,
             "widened_dtypes": [dtype for dtype in COMPUTE_DTYPES if not self._machine.multiplies(dtype)],
             **overheads,
         }

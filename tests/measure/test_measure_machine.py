@@ -11,6 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from headrace.machine.cpu import CpuMachine
+from headrace.measure.code_rates import decoded_per_second
 from headrace.measure.compute_loads import AttentionLoad, BlockLoad, HeadLoad, fitted_rates
 from headrace.measure.drives import Drive, DriveLoad, best_setting, try_settings
 from headrace.measure.loads import in_order, interleaved, rate_of, rates_together, seconds_of
@@ -18,6 +19,7 @@ from headrace.measure.machine import measure_machine
 from headrace.measure.memory_loads import DrainLoad, StreamLoad, UpdateBuffers, UpdateLoad
 from headrace.model import profile
 from headrace.terms.ceilings import Ceilings, InFlight
+from headrace.terms.coding import DECODED_PER_SECOND
 from headrace.terms.errors import ConfigError, StorageError
 from headrace.terms.events import Event, Notice
 
@@ -268,6 +270,12 @@ def test_a_load_keeps_as_much_under_way_as_the_setting_asks_for(tmp_path: Path) 
         assert DriveLoad([drive], write=True).unit() == 128 << 20
         drive.setting = setting(1, 4)
         assert DriveLoad([drive], write=True).unit() == 64 << 20
+
+
+def test_each_kind_of_code_has_a_rate() -> None:
+    found = decoded_per_second()
+    assert found.keys() == DECODED_PER_SECOND.keys()
+    assert all(1e5 < rate < 1e12 for rate in found.values())
 
 
 def test_a_quick_look_gives_a_profile(tmp_path: Path) -> None:
