@@ -68,9 +68,9 @@ def write_models(folder: Path, blocks: int) -> None:
             modules = {
                 key.removesuffix(".weight"): 128 for key, weight in block.items() if "layers" in key and weight.dim() > 1
             }
-            described = json.loads((directory / "config.json").read_text())
+            described = json.loads((directory / "config.json").read_text(encoding="utf-8"))
             described["quantization_config"] = target.describe(modules, ["lm_head"])
-            (directory / "config.json").write_text(json.dumps(described))
+            (directory / "config.json").write_text(json.dumps(described), encoding="utf-8")
 
 
 def passes_of(directory: Path, tokens: int, rate: float) -> dict[str, Any]:
