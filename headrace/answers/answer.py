@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from headrace.answers.allowances import default_device_bytes, default_device_overhead_bytes, default_host_bytes
-from headrace.answers.model_config import check_positions, position_limit, read_parts
+from headrace.answers.model_config import check_positions, open_coded, position_limit, read_parts
 from headrace.answers.plan_report import Alternative, PlanReport
 from headrace.answers.question import Place, Question, runtime_bytes
 from headrace.answers.variants import Variant, adapters, nearest_variants, other_rules, smaller_states, subspaces
@@ -42,6 +42,7 @@ from headrace.terms.program import Lane, Part
 from headrace.terms.sizes import GIB, MIB, format_bytes, round_up
 from headrace.update import optimizer_of, rule_of
 from headrace.update.forms import forms_under, notes_on
+from headrace.update.stored_codes import StoredCodes, stored_codes
 from headrace.update.wire import SubspaceWire, Wire
 from headrace.update.wires import AdapterWire, wire_on
 
@@ -84,11 +85,16 @@ def plan_model(
     budget, machine, optimizer = options.budget, options.machine, optimizer_of(options)
     ceilings = load_profile(machine) if isinstance(machine, str) else machine
     config, whole = read_parts(model)
+    checkpoint = None
+    if getattr(config, "quantization_config", None) is not None:
+        checkpoint = open_coded(model)
+        config, whole = checkpoint.config, checkpoint.whole
     tokens, length = lengths_of(config, options)
     self_check(config)
     check_whole(config, whole)
     rule = rule_of(optimizer, options.compute_dtype).figures
     chain = Chain.from_config(config, options.compute_dtype, optimizer, rule.parameter_alignment)
+    stored = stored_codes(chain, chain.attach(checkpoint), rule.planes) if checkpoint else StoredCodes()
     if ceilings is not None and budget.ssd:
         ceilings = ceilings.of_directories(file_systems(budget.ssd))
     place = place_of(ceilings, here=here)
@@ -102,7 +108,7 @@ def plan_model(
     question = Question.of(
         options, allowance, tokens_per_step=tokens, sequence_length=length, offered_bytes=place.offered_bytes
     )
-    workload, planner = question.workload, _ModelPlans(chain, question, ceilings, here=here)
+    workload, planner = question.workload, _ModelPlans(chain, stored, question, ceilings, here=here)
     question = planner.chosen(question)
     report = PlanReport(
         model=type(chain.model if whole is None else whole).__name__,
@@ -212,8 +218,8 @@ def multiplies(compute_dtype: str, ceilings: Ceilings | None, *, here: bool) -> 
 class _ModelPlans:
     """Plans for one model, whose costs are profiled once for each micro-batch."""
 
-    def __init__(self, chain: Chain, question: Question, ceilings: Ceilings | None, *, here: bool) -> None:
-        self._chain = chain
+    def __init__(self, chain: Chain, stored: StoredCodes, question: Question, ceilings: Ceilings | None, *, here: bool) -> None:
+        self._chain, self._stored = chain, stored
         for_gpu = question.allowance.device_overhead_bytes > 0
         # Elsewhere, too, tensors will be allocated as the command tells the library, whatever this process was told.
         huge_pages = None if here or ceilings is None else True
@@ -264,7 +270,10 @@ class _ModelPlans:
         """Return the forms of the model's units."""
         rule = rule_of(question.optimizer, self._chain.compute_dtype).figures
         layouts = [realigned(layout, rule.parameter_alignment) for layout in self._chain.layouts]
-        return forms_under(layouts, self._chain.num_blocks, wire_on(question.wire, self._chain), rule, question.optimizer)
+        wire, stored = wire_on(question.wire, self._chain), self._stored
+        on_host = not question.allowance.device_overhead_bytes
+        args = layouts, self._chain.num_blocks, wire, rule, question.optimizer
+        return forms_under(*args, stored=stored.units, codecs=stored.codecs, on_host=on_host)
 
     def _costs(self, wire: Wire, sequences: int, length: int) -> ModelCosts:
         """Return what micro-batches cost; if `wire` is one of adapters, blocks compute with them."""

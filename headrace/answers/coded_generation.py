@@ -5,7 +5,6 @@ Invariant: of a directory they are what a run reads, by the same code (`flow.sou
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from headrace.answers.compression import check_code, coded_bytes, coded_shapes
 from headrace.codec.published import PackQuantized
@@ -14,7 +13,6 @@ from headrace.flow.sources import ShardSource
 from headrace.model import Chain, Checkpoint
 from headrace.plan.experts import ExpertFigures
 from headrace.terms.coding import as_matrix
-from headrace.terms.errors import ConfigError
 from headrace.terms.events import Event
 from headrace.terms.forms import UnitFigures
 from headrace.terms.layout import ParameterSpec, UnitLayout
@@ -22,22 +20,6 @@ from headrace.terms.sizes import PAGE_BYTES, round_up
 
 Units = tuple[tuple[UnitFigures, ...], ExpertFigures | None, tuple[str, ...]]
 _KINDS = {"int4": "pack", "ternary": "ternary"}
-
-
-def open_coded(model: str | Path, compress: str | None) -> Checkpoint:
-    """Return the checkpoint of a model whose weights are coded already.
-
-    Raises:
-        ConfigError: there is only a configuration; or it is to be compressed once more.
-        ModelError: it cannot be read.
-    """
-    if compress is not None:
-        raise ConfigError(f"compress: {model} is coded already; leave --compress out, and its own code is planned with")
-    if not Path(model).is_dir():
-        raise ConfigError(
-            f"model: the weights of {model} are coded, and how small they are only its files say; give the directory"
-        )
-    return Checkpoint.open(model, decode=True)
 
 
 def units_of_files(chain: Chain, checkpoint: Checkpoint, *, on_cpu: bool) -> Units:

@@ -10,8 +10,8 @@ from functools import cache, partial
 from pathlib import Path
 
 from headrace.answers.answer import multiplies, place_of
-from headrace.answers.coded_generation import Units, open_coded, units_if_compressed, units_of_files
-from headrace.answers.model_config import read_parts
+from headrace.answers.coded_generation import Units, units_if_compressed, units_of_files
+from headrace.answers.model_config import open_coded, read_parts
 from headrace.answers.question import Place, runtime_bytes
 from headrace.files import default_ssd_bytes, on_drives_of
 from headrace.machine.host_memory import anonymous_bytes

@@ -13,7 +13,7 @@ from typing import Any
 from transformers import AutoConfig
 
 from headrace.files.model_directory import why_no_model
-from headrace.model import text_config, text_part
+from headrace.model import Checkpoint, text_config, text_part
 from headrace.terms.errors import ConfigError, ModelError
 
 _HUB_SECONDS = 2.0
@@ -42,6 +42,22 @@ def read_parts(model: str | Path) -> tuple[Any, Any | None]:
         raise ModelError(f"{path}: transformers does not accept it: {error}") from error
     _check_sizes(values, config, path)
     return text_part(config)
+
+
+def open_coded(model: str | Path, compress: str | None = None) -> Checkpoint:
+    """Return the checkpoint of a model whose weights are coded already.
+
+    Raises:
+        ConfigError: there is only a configuration; or it is to be compressed once more.
+        ModelError: it cannot be read.
+    """
+    if compress is not None:
+        raise ConfigError(f"compress: {model} is coded already; leave --compress out, and its own code is planned with")
+    if not Path(model).is_dir():
+        raise ConfigError(
+            f"model: the weights of {model} are coded, and how small they are only its files say; give the directory"
+        )
+    return Checkpoint.open(model, decode=True)
 
 
 def check_positions(config: Any, sequence_length: int) -> None:

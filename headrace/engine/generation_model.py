@@ -13,7 +13,6 @@ from transformers import GenerationConfig
 
 from headrace.answers.model_config import position_limit
 from headrace.engine.seams import Seams, forms_of, seams_of
-from headrace.engine.stored_codes import stored_codes
 from headrace.flow.load import AdapterReader
 from headrace.flow.make import Maker
 from headrace.flow.sources import ShardSource, StoreSource, WeightSource
@@ -30,6 +29,7 @@ from headrace.terms.families import TRAINED
 from headrace.terms.optimizer import Optimizer
 from headrace.terms.options import Options
 from headrace.update import optimizer_of, rule_of
+from headrace.update.stored_codes import stored_codes
 from headrace.update.wires import AdapterWire
 
 # New tokens of an answer where neither the model nor the user says how many.

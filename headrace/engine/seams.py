@@ -4,7 +4,6 @@ from dataclasses import dataclass, field
 
 from headrace.codec import Codec
 from headrace.engine.crowd import Crowd
-from headrace.engine.stored_codes import StoredCodes
 from headrace.model import Chain
 from headrace.store import StateStore
 from headrace.terms.errors import RunDirectoryError
@@ -14,6 +13,7 @@ from headrace.terms.options import Options
 from headrace.terms.rule_figures import RuleFigures
 from headrace.update.forms import forms_under
 from headrace.update.site import Site
+from headrace.update.stored_codes import StoredCodes
 from headrace.update.wire import Wire
 from headrace.update.wires import DenseWire, wire_of
 

@@ -13,7 +13,6 @@ import torch
 
 from headrace.engine.lent_base import LentBase, check_lent
 from headrace.engine.seams import Seams, forms_of
-from headrace.engine.stored_codes import stored_codes
 from headrace.files import Beside, file_systems, measured_weights
 from headrace.flow.buffers import GRADIENT_VIEWS
 from headrace.flow.load import AdapterReader, UnitReader, import_model
@@ -37,6 +36,7 @@ from headrace.terms.options import Options
 from headrace.terms.rule_figures import RuleFigures
 from headrace.terms.sizes import format_bytes
 from headrace.update import Updater, optimizer_of, rule_of
+from headrace.update.stored_codes import stored_codes
 from headrace.update.wire import SubspaceWire, Wire
 from headrace.update.wires import AdapterWire, wire_on
 

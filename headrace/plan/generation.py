@@ -175,7 +175,7 @@ class GenerationPlan:
                 plain = self.uncoded.tokens_per_second
                 times = found.tokens_per_second / plain
                 how = f"{times:.2f} times as fast as" if times >= 1 else "slower than"
-                lines.append(f"code     {how} plain {self.compute_dtype}, which would give {plain:.3g} tokens/s")
+                lines.append(f"code     {how} plain {self.compute_dtype}, which would give {plain_figure(plain)} tokens/s")
             if found.written_bytes:
                 lines.append(f"drives   {format_bytes(found.written_bytes)} written for all prompts{found.wear}")
         lines += [f"note     {note}" for note in self.results.notes]

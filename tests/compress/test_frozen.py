@@ -17,6 +17,7 @@ from tiers import sampled
 from transformers import AutoModelForCausalLM
 
 import headrace
+from headrace.answers.answer import plan_model
 from headrace.engine import Engine, Seams
 from headrace.runs.decompression import decompress
 from headrace.runs.engines import why_not_packed
@@ -80,6 +81,20 @@ def test_coded_weights_are_not_trained_in_place(dense_int4: Any, tmp_path: Path)
     ):
         Engine.open(dense_int4[0] / "out", headrace.Options(output=tmp_path / "run", compute_dtype="float32"))
     assert not (tmp_path / "run").exists()
+
+
+def test_a_plan_knows_what_the_files_hold(dense_int4: Any, tmp_path: Path) -> None:
+    """Of coded weights the plan has their own bytes, as a run has; to train them in place is refused as a run does."""
+    options = headrace.Options(
+        output=tmp_path / "run", adapter="lora:rank=4", sequence_length=24, tokens_per_step=96, host_memory="1GiB"
+    )
+    found = plan_model(dense_int4[0] / "out", options)
+    with Engine.open(dense_int4[0] / "out", options) as engine:
+        assert found.plan is not None
+        assert engine.plan is not None
+        assert found.plan.units == engine.plan.units
+    with pytest.raises(ConfigError, match="and cannot be trained in place; give --adapter lora"):
+        plan_model(dense_int4[0] / "out", headrace.Options(sequence_length=24, tokens_per_step=96))
 
 
 def adapted(model: Path, run: Path) -> tuple[list[float], bytes]:
