@@ -410,7 +410,7 @@ def best_rows(results: Results, steps: int) -> dict[tuple[str, str], list[Run]]:
 def table_of(found: dict[tuple[str, str], list[Run]]) -> str:
     """Return the Markdown table: means over seeds, and half of what lies between the largest and the least."""
     lines = [
-        "| model | way | rate | held-out loss | seeds | trained numbers | written a step | peak, planned | peak | step |",
+        "| model | way | rate | held-out loss | seeds | trained | written a step | peak, planned | peak | CPU s a step |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for (size, way), rows in found.items():
@@ -418,10 +418,10 @@ def table_of(found: dict[tuple[str, str], list[Run]]) -> str:
         planned = f"{rows[0]['planned'] >> 20} MiB" if rows[0].get("planned") else ""
         written = f"{rows[0]['written'] / 1e6:.1f} MB" if rows[0]["written"] else ""
         peak = max(row["peak"] for row in rows) >> 20
-        seconds = statistics.median(row["seconds"] for row in rows)
+        seconds = statistics.median(row["cpu_seconds"] / row["steps"] for row in rows)
         lines.append(
             f"| {size} | {way} | {rows[0]['rate']:g} | {statistics.fmean(losses):.4f} ± {(max(losses) - min(losses)) / 2:.4f} "
-            f"| {len(rows)} | {rows[0]['trained'] / 1e6:.2f} M | {written} | {planned} | {peak} MiB | {seconds:.2f} s |"
+            f"| {len(rows)} | {rows[0]['trained'] / 1e6:.2f} M | {written} | {planned} | {peak} MiB | {seconds:.2f} |"
         )
     return "\n".join([*lines, ""])
 
@@ -437,14 +437,20 @@ def draw(found: dict[tuple[str, str], list[Run]], path: Path) -> None:
     figure, axes = pyplot.subplots(len(sizes), 2, figsize=(9, 3.8 * len(sizes)), layout="constrained", squeeze=False)
     for (size, way), rows in found.items():
         left, right = axes[sizes.index(size)]
-        curve = rows[0]["curve"]
-        (line,) = left.plot([point[1] for point in curve], [point[2] for point in curve], "o-", label=way)
+        first = rows[0]
+        curve = first["curve"]
+        (line,) = left.plot(
+            [first["cpu_seconds"] * point[0] / first["steps"] for point in curve],
+            [point[2] for point in curve],
+            "o-",
+            label=way,
+        )
         loss, state = statistics.fmean(row["loss"] for row in rows), state_bytes(way, rows[0]["trained"]) / 1e6
         spread = [[loss - min(row["loss"] for row in rows)], [max(row["loss"] for row in rows) - loss]]
         right.errorbar([state], [loss], spread, fmt="o", color=line.get_color(), capsize=3)
         right.annotate(way, (state, loss), xytext=(5, 4), textcoords="offset points", fontsize=8)
         left.set_title(size)
-        left.set_xlabel("seconds of steps")
+        left.set_xlabel("CPU seconds, looks at held-out loss included")
         left.set_ylabel("held-out loss")
         right.set_xlabel("masters and states, MB")
         for axis in (left, right):
