@@ -31,11 +31,13 @@ class Machines:
         self.node.start()
         return self.node
 
-    def hire(self, count: int = 1) -> None:
+    def hire(self, count: int = 1, **more: Any) -> None:
         for _ in range(count):
             self.names += 1
             said = str(self.said_by(self.names))
-            process = PROCESSES.Process(target=node_processes.worker, args=(self.port, str(self.names)), kwargs={"said": said})
+            process = PROCESSES.Process(
+                target=node_processes.worker, args=(self.port, str(self.names)), kwargs={"said": said} | more
+            )
             process.start()
             self.workers.append(process)
 

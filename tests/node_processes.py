@@ -68,11 +68,18 @@ def another_node(folder: str, output: str, said: str, more: dict[str, Any]) -> N
         _write(Path(said), str(error))
 
 
-def worker(port: int, name: str, host: str = "127.0.0.1", secret: str | None = None, said: str | None = None) -> None:
+def worker(
+    port: int,
+    name: str,
+    host: str = "127.0.0.1",
+    secret: str | None = None,
+    said: str | None = None,
+    host_memory: str = "2GiB",
+) -> None:
     """Be a worker, and print what it has to say, or add it to the file `said`."""
     torch.set_num_threads(1)
     word = Path(secret).read_bytes() if secret else None
-    options, display = Options(host_memory="2GiB"), Words(said)
+    options, display = Options(host_memory=host_memory), Words(said)
     work(Address(host, port), options, name=name, wait_seconds=60.0, secret=word, display=display)
     display.say(f"peak {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss} KiB")
 

@@ -23,10 +23,10 @@ def test_a_worker_takes_no_more_of_a_deeper_model_and_a_node_no_more_than_it_may
         folder.mkdir()
         node_processes.write_model(folder, num_hidden_layers=blocks, **SHAPE)
         machines = Machines(folder, "run", 1, "immediate", max_steps=3, host_memory="600MiB")
-        machines.hire()
+        machines.hire(host_memory="480MiB")  # too little to keep what was fetched
         machines.finish(seconds=400)
         peaks.append(1024 * int(re.findall(r"peak (\d+) KiB", machines.said_by(1).read_text())[-1]))
         taken = [record["peak_bytes"]["host"] for record in read_metrics(machines.output / "metrics.jsonl")]
         assert max(taken) <= 600 * MIB, "the node's, runtime included"
-    # Weights, gradients and states of 24 blocks more would be six times 85 MB; modules without weights are some.
-    assert peaks[1] - peaks[0] < 6 * BLOCK_BYTES < 24 * BLOCK_BYTES
+    # Weights of 24 blocks more would be 85 MB. What grows is block inputs (4 MB), modules, and what the heap keeps.
+    assert peaks[1] - peaks[0] < 12 * BLOCK_BYTES, peaks
