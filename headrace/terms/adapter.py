@@ -20,7 +20,7 @@ class Lora(GradientWay):
 
     rank: int = option(16, Whole(1, 1 << 16), row="rows of A, and columns of B")
     alpha: float | None = option(
-        None, Number(), row="what is learned is multiplied by alpha/rank", words="the rank", optional=True
+        None, Number(), row="the product of B and A is multiplied by alpha/rank", words="the rank", optional=True
     )
     dropout: float = option(0.0, Number(0, 0.99), row="share of a matrix's inputs that its adapter does not see in a step")
     target_modules: str | None = option(
@@ -51,7 +51,7 @@ class Dora(Lora):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.dropout:
-            raise ConfigError("dropout: is not there for dora; leave it out, or train lora")
+            raise ConfigError("dropout: dora has none; leave it out, or train lora")
 
 
 ADAPTERS: Mapping[str, type[Lora]] = {kind.name: kind for kind in (Lora, Dora)}

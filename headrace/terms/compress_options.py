@@ -51,8 +51,8 @@ class CompressOptions(Declared):
     host_memory: int | None = option_as(
         RunOptions,
         "host_memory",
-        row="bytes this process may use: where the inputs' sums of all experts do not fit, rows pass a block several times",
+        row="bytes this process may use; if the sums over inputs of all experts do not fit, rows pass a block several times",
     )
-    compute_dtype: str = option_as(RunOptions, "compute_dtype", row="of hidden states: or `float32`, `float16`")
+    compute_dtype: str = option_as(RunOptions, "compute_dtype", row="dtype of hidden states; or `float32`, `float16`")
     seed: int = option(0, Whole(0), "Which rows calibrate.")
     cache: Path = option_as(RunOptions, "cache", row="")

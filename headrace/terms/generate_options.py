@@ -40,7 +40,7 @@ class GenerateOptions(Declared):
     temperature: float | None = option(
         None,
         Number(),
-        "Of sampling; 0 is greedy.",
+        "Temperature of sampling; 0 is greedy.",
         row="of sampling; 0 takes the likeliest token each time",
         words="the model's",
     )
@@ -51,8 +51,8 @@ class GenerateOptions(Declared):
     seed: int = option(
         0,
         Whole(0, _MOST_SEED),
-        "Of sampling.",
-        row="of sampling: micro-batch k draws as after `torch.manual_seed(seed + k)`",
+        "Seed of sampling.",
+        row="seed of sampling: micro-batch k draws as after `torch.manual_seed(seed + k)`",
     )
     stop: tuple[str, ...] = option((), Listed(Text()), "End an answer before this text; repeatable.", words="none")
     system: str | None = option(None, Text(), "The system message of conversations.", words="the chat template's")
@@ -87,8 +87,8 @@ class GenerateOptions(Declared):
         (),
         Listed(Place()),
         "Directory on an SSD, for keys and values and a copy of the weights; give several to stripe.",
-        row="directories on SSDs where caches of keys and values may wait between two passes, striped, in files that are gone "
-        "at the end, however that comes; without one they stay in memory. A copy of the weights may lie there, too",
+        row="directories on SSDs where caches of keys and values may wait between two passes, striped, in files that vanish "
+        "at the end, whatever ends the process; without one they stay in memory. A copy of the weights may lie there, too",
         words="-",
         plan=True,
     )

@@ -112,7 +112,8 @@ class Options(Declared):
         None,
         Text(),
         "Train adapters beside frozen weights, lora:rank=16 or dora:rank=16.",
-        row="train small matrices beside frozen ones, with settings as in the table below; `final/` is then peft's. Fixed",
+        row="train small matrices beside frozen ones, with settings as in the table below; `final/` then has "
+        "peft's files; fixed for a run",
         words="none",
         plan=True,
     )
@@ -138,7 +139,7 @@ class Options(Declared):
         1.0,
         Number(),
         "Clip to this global norm; 0 for none.",
-        row="exact global-norm clipping; 0 for none. Where clipping is seldom, updates start before the norm is known, and a "
+        row="exact global-norm clipping; 0 for none. Where clipping is rare, updates start before the norm is known, and a "
         "wrong guess is taken back: same bits",
         words="1.0",
         optional=True,
@@ -154,53 +155,53 @@ class Options(Declared):
     gradient_dtype: str | None = option(
         None,
         OneOf(("bfloat16", "float32", "float16"), DTYPE_NAMES),
-        "Of drained gradients.",
-        row="of drained gradients: `float32` leaves them unrounded; micro-batches are summed in fp32 either way",
-        words="`compute_dtype`; `float32` of adapters",
+        "Dtype of drained gradients.",
+        row="dtype of drained gradients; `float32` leaves them unrounded; micro-batches are summed in fp32 either way",
+        words="`compute_dtype`; `float32` for adapters",
         cli=False,
     )
     gradient_sum: str = option(
         SEQUENTIAL,
         OneOf((SEQUENTIAL, TREE)),
         "sequential or tree.",
-        row="how gradients of micro-batches are added: `tree` gives the same bits with any number of a node's workers, takes "
-        "more memory, and for tied weights an fp32 gradient of the embedding for each micro-batch",
+        row="how gradients of micro-batches are added: `tree` gives the same bits with any number of a node's workers; it "
+        "takes more memory, and for tied weights one fp32 gradient of the embedding for each micro-batch",
     )
     seed: int = option(0, Whole(0, _MOST_SEED), "Order of the data and dropout.")
     checkpoint_every: int | None = option(
         None,
         Whole(),
         "Commit every so many steps.",
-        row="commit at most every so many steps; more than 1 pays only where states live in memory (`headrace plan` says how "
-        "much). Where updates do not wait for the norm every step is committed",
+        row="commit only every so many steps; more than 1 pays only where states live in memory (`headrace plan` says how "
+        "much). Where updates do not wait for the norm, every step is committed",
         words="1",
     )
     compile_blocks: bool = option(
         False,
         Flag(),
         "Run blocks under torch.compile.",
-        row="blocks under `torch.compile`: needs a C++ compiler (CPU) or Triton (GPU), no dropout; nothing is replayed. The "
-        "first step takes longer, and memory that is in no plan",
+        row="run blocks under `torch.compile`: needs a C++ compiler (CPU) or Triton (GPU), and a model without dropout; "
+        "nothing is replayed. The first step takes longer, and memory that no plan counts",
     )
     liger: bool = option(
         False,
         Flag(),
         "Liger's kernels in the blocks, on a GPU.",
-        row="Liger's norms, gated products and rotations in blocks, on a GPU with `liger-kernel`; nothing is replayed",
+        row="run Liger's norms, gated products and rotations in blocks, on a GPU with `liger-kernel`; nothing is replayed",
     )
     leave_out_blocks: bool = option(
         False,
         Flag(),
         "Train fewer blocks than have weights.",
-        row="train the blocks that `config.json` has, though the files hold weights of more, which go into `final/` as they "
-        "came; without it that is refused",
+        row="train only the blocks that `config.json` has, though the files hold weights of more blocks; those go into "
+        "`final/` as they came. Without this option such a model is refused",
     )
     plan: str | Path | None = option(
         None,
         Place(),
         "Follow this plan: a run directory, or a plan as JSON.",
-        row="the plan of another run (its directory), or what `headrace plan --json` printed into a file: same plan, data and "
-        "seed, same bits, also where free memory changed in between",
+        row="the plan of another run (its directory), or a file with the output of `headrace plan --json`: the same plan, "
+        "data and seed give the same bits, even if free memory has changed",
         words="the planner's",
         fixed=False,
     )
@@ -299,7 +300,7 @@ class PlanOptions(Options):
     link: str | float | None = option(
         None,
         Rate(),
-        "Of each worker and node, each way, such as 100Gbit.",
+        "Link of each worker and node, each way, such as 100Gbit.",
         row="what the link of each worker and of each node carries each way: `100Gbit`, `1.25GB`",
         words="10Gbit",
         plan=True,
@@ -342,7 +343,7 @@ class RunOptions(Options):
         None,
         Flag(),
         "Several samples in a row.",
-        row="several samples in one row, without seeing one another",
+        row="put several samples into one row; they do not see one another",
         words="where the model can",
     )
     shuffle: bool = option(True, Flag(), "Another order of the data in each pass.", cli=False)
@@ -356,8 +357,8 @@ class RunOptions(Options):
         True,
         Flag(),
         "Measure this machine before a long run, once.",
-        row="measure this machine before a run that is forecast above two minutes, where nobody has: ten seconds at most, "
-        "kept in `cache` for later runs",
+        row="measure this machine, if nobody has, before a run that is forecast to take over two minutes; it takes ten "
+        "seconds at most, and is kept in `cache` for later runs",
     )
     keep_state: bool = option(
         False, Flag(), "Keep the state on the SSDs after the end.", row="keep the state on the SSDs after the end"
@@ -365,7 +366,7 @@ class RunOptions(Options):
     cache: Path = option(
         kind=Place(),
         help="Tokenised data.",
-        row="tokenised data, and what was measured of this machine",
+        row="directory of tokenised data, and of what was measured about this machine",
         words="`~/.cache/headrace`",
         cli=False,
         factory=lambda: Path.home() / ".cache" / "headrace",
@@ -379,8 +380,8 @@ class NodeOptions(RunOptions):
     listen: str = option(
         "127.0.0.1:29500",
         Text(),
-        "HOST:PORT where workers come to.",
-        row="where workers come to, HOST:PORT; beyond 127.0.0.1 with a `secret`",
+        "HOST:PORT for workers to connect to.",
+        row="address for workers, HOST:PORT; any but 127.0.0.1 needs a `secret`",
         fixed=False,
     )
     workers: int = option(

@@ -265,7 +265,7 @@ def test_upon_coded_weights_gradients_are_those_upon_decoded_ones(model_dir: Cal
         ("lora:rank=65", "rank 65 is more than model.layers.0.self_attn.q_proj has: it is 64 x 64"),
         ("lora:target_modules=q_proj+w1", "'w1' is none; blocks have down_proj, gate_proj, k_proj"),
         ("lora:target_modules=lm_head", "'lm_head' is no linear module of a block"),
-        ("dora:dropout=0.1", "dora: dropout: is not there for dora"),
+        ("dora:dropout=0.1", "dora: dropout: dora has none"),
         ("ia3", "'ia3' is not one of lora, dora"),
     ],
 )

@@ -22,10 +22,10 @@ class Adafactor(Optimizer):
     name: ClassVar[str] = "adafactor"
     gives_up: ClassVar[str] = "no momentum, second moments for rows and columns alone; rates are relative to weights (try 1e-2)"
 
-    beta2_decay: float = option(-0.8, Number(-1, 0), "Means of squares: the newest counts for t to this power.")
+    beta2_decay: float = option(-0.8, Number(-1, 0), "Running means of squares: the newest has the weight t to this power.")
     eps1: float = option(2.0**-23, Number(above=True), "The least mean of a row's moments; squared, the least moment.")
-    eps2: float = option(1e-3, Number(above=True), "The least root-mean-square of weights that a rate is multiplied by.")
-    d: float = option(1.0, Number(above=True), "Root-mean-square that a matrix's step is scaled down to.")
+    eps2: float = option(1e-3, Number(above=True), "The least root-mean-square of weights by which a rate is multiplied.")
+    d: float = option(1.0, Number(above=True), "Most root-mean-square of a matrix's step; larger steps are scaled down to it.")
 
 
 class AdafactorRule(FactoredRule):

@@ -26,8 +26,10 @@ class AdaLomo(Optimizer):
     is_offered: ClassVar[bool] = True
     gives_up: ClassVar[str] = "no momentum, second moments for rows and columns alone; rates are relative to weights (try 5e-4)"
 
-    decay_rate: float = option(0.8, Number(0, 1), "How fast means of squares become long: beta2 is 1 - t^-rate.")
-    threshold: float = option(1.0, Number(above=True), "Root-mean-square that a matrix's step is scaled down to.")
+    decay_rate: float = option(0.8, Number(0, 1), "How fast running means of squares lengthen: beta2 is 1 - t^-rate.")
+    threshold: float = option(
+        1.0, Number(above=True), "Most root-mean-square of a matrix's step; larger steps are scaled down to it."
+    )
 
 
 class AdaLomoRule(FactoredRule):

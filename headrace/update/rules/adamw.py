@@ -39,7 +39,7 @@ class AdamW(Optimizer):
 
     beta1: float = option(0.9, Number(0, 1, below=True), "Decay of the first moment.")
     beta2: float = option(0.95, Number(0, 1, below=True), "Decay of the second moment.")
-    eps: float = option(1e-8, Number(above=True), "What is added to the root of the second moment.")
+    eps: float = option(1e-8, Number(above=True), "Number added to the root of the second moment.")
     moments: str = option(
         "float32",
         OneOf(MOMENTS, OTHER_NAMES),

@@ -36,11 +36,11 @@ class Lion(Optimizer):
         "every number moves by the rate, whatever its gradient's size; rates must be 3 to 10 times smaller"
     )
 
-    beta1: float = option(0.9, Number(0, 1, below=True), "What of the momentum the step's sign is taken of.")
+    beta1: float = option(0.9, Number(0, 1, below=True), "Weight of the momentum in the sum whose sign is the step.")
     beta2: float = option(
         0.99,
         Number(0, 1, below=True),
-        row="what of the momentum stays; 8 bytes per parameter. Wants 3 to 10 times smaller rates",
+        row="share of the momentum that stays in an update; 8 bytes per parameter. Rates must be 3 to 10 times smaller",
     )
 
 

@@ -45,7 +45,7 @@ _ELEMENTWISE = r"^(prologue|epilogue)/|(?i:norm)|bias$"
 _DEVICE_TRAFFIC_BYTES = {"bfloat16": 614, "float32": 516, "float16": 528}
 _TEMPORARY_BYTES = 36
 _FLOPS_PER_ELEMENT = 12
-# Of a core, in parts of the default rule's loop: the passes beside the products, operation by operation.
+# Rate of a core in the passes beside the products, which are one operation each, as a share of the default rule's.
 _CORE_RATE = 0.1
 
 
@@ -61,16 +61,18 @@ class Muon(Optimizer):
     )
 
     momentum: float = option(
-        0.95, Number(0, 1, below=True), row="what of the momentum of blocks' matrices stays; 8 bytes per parameter"
+        0.95,
+        Number(0, 1, below=True),
+        row="share of the momentum of blocks' matrices that stays in an update; 8 bytes per parameter",
     )
     nesterov: bool = option(True, Flag(), "Look one momentum ahead.")
     beta1: float = option(0.9, Number(0, 1, below=True), "Decay of the first moment of all else, which AdamW updates.")
     beta2: float = option(0.95, Number(0, 1, below=True), "Decay of the second moment of all else.")
-    eps: float = option(1e-8, Number(above=True), "What is added to the root of the second moment of all else.")
+    eps: float = option(1e-8, Number(above=True), "Number added to the root of the second moment of all else.")
 
 
 class _AdamWOfTheRest(AdamWRule):
-    """AdamW over Muon's planes: its first moments lie where others have their momentum, its second are of elements alone."""
+    """AdamW over Muon's planes: first moments lie where matrices have their momentum; no matrix has second moments."""
 
     def __init__(self, optimizer: Muon, compute_dtype: str) -> None:
         super().__init__(AdamW(beta1=optimizer.beta1, beta2=optimizer.beta2, eps=optimizer.eps), compute_dtype)
@@ -80,7 +82,7 @@ class _AdamWOfTheRest(AdamWRule):
 class MuonRule(TensorRule):
     """Muon over the planes of one compute dtype.
 
-    Cost beside one pass over the planes: for a matrix of sides s <= l five times 4 s^2 l + 2 s^3 operations.
+    Cost beside one pass over the planes: five times 4 s^2 l + 2 s^3 operations for a matrix of sides s <= l.
 
     Raises:
         ConfigError: there is no such compute dtype.
@@ -103,7 +105,7 @@ class MuonRule(TensorRule):
         self._optimizer = optimizer
 
     def scalars(self, step: StepScalars, weight_decay: float, learning_rate_scale: float) -> tuple[float, ...]:
-        """Return scale of the gradient, decay, what of a gradient becomes momentum, what of that is looked ahead, and rate."""
+        """Return scale of the gradient, decay, share of a gradient that enters the momentum, share looked ahead, and rate."""
         rate, momentum = step.learning_rate * learning_rate_scale, self._optimizer.momentum
         ahead = momentum if self._optimizer.nesterov else 1.0
         return step.gradient_scale, 1.0 - rate * weight_decay, 1.0 - momentum, ahead, rate
@@ -134,12 +136,12 @@ class MuonRule(TensorRule):
 
 
 def _step_by(moved: Tensor, decay: float) -> Callable[[Tensor, Sequence[Tensor]], tuple[Tensor, States]]:
-    """Return the update of a master that decays, and from which `moved` is taken."""
+    """Return the update `p decay - moved` of a master `p`, for `update_tensors`."""
     return lambda p, _: (p * decay - moved, ())
 
 
 def _looking_ahead(m: Tensor, g: Tensor, toward: float, ahead: float) -> Tensor:
-    """Move the momentum `m` towards the gradient `g`, in place; return what is made orthogonal."""
+    """Move the momentum `m` towards the gradient `g`, in place; return the matrix that is to be made orthogonal."""
     m += (g - m) * toward
     return g + (m - g) * ahead if ahead != 1.0 else m
 
@@ -147,7 +149,7 @@ def _looking_ahead(m: Tensor, g: Tensor, toward: float, ahead: float) -> Tensor:
 def orthogonal(u: Tensor) -> Tensor:
     """Return `u` (rows, columns), float32, with its singular values brought near 1: 0.7 to 1.2, unless they are tiny.
 
-    The result has bfloat16 numbers; on a CPU as float32.
+    The result's numbers are rounded to bfloat16; its dtype is bfloat16, on a CPU float32.
     """
     kind = torch.float32 if u.device.type == "cpu" else torch.bfloat16
 

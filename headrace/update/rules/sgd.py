@@ -43,7 +43,7 @@ class SGD(Optimizer):
     momentum: float = option(
         0.9,
         Number(0, 1, below=True),
-        row="what of the sum of gradients stays at each step; 8 bytes per parameter, or 4 with `momentum=0`",
+        row="share of the sum of gradients that stays at each step; 8 bytes per parameter, or 4 with `momentum=0`",
     )
     nesterov: bool = option(False, Flag(), "Look one momentum ahead.")
 

@@ -44,7 +44,7 @@ class Lsp(GradientWay):
     dimension: int | None = option(
         None,
         Whole(8, 1 << 20),
-        row="sides of a subspace; a side of a matrix that is no larger is left as it is. 12 bytes for each of its elements",
+        row="side of a subspace; a matrix's side that is no larger is left as it is. 12 bytes for each element of a subspace",
         words="half of the blocks' commonest side where host memory holds the states, else a quarter",
     )
     nonzeros: int = option(8, Whole(1, 64), row="numbers in each row of a projector")
