@@ -93,7 +93,7 @@ def node(
     ],
     **given: Any,
 ) -> None:
-    """Have a run whose model is computed by workers (`headrace train --node`); or go on with it, where it was begun."""
+    """Own a run whose model workers compute (`headrace train --node`), or go on with it where it was begun."""
     from headrace.cli.runs import config_of, serve_run
 
     serve_run(config_of(words, given, NodeOptions))

@@ -74,7 +74,7 @@ def test_the_table_of_a_node_is_the_declaration() -> None:
 
 
 def test_the_readme_names_the_keys_that_are_no_options() -> None:
-    said = re.search(r"Only (.*) are no options", OPTIONS)
+    said = re.search(r"only (.*) have no option", OPTIONS)
     assert said
     keys_only = {each.key for each in RunOptions.declarations() if each.flag is None and not each.required}
     assert set(re.findall(r"`(\w+)`", said[1])) == keys_only

@@ -33,7 +33,7 @@ class Lion(Optimizer):
     name: ClassVar[str] = "lion"
     is_offered: ClassVar[bool] = True
     gives_up: ClassVar[str] = (
-        "every number moves by the rate, whatever its gradient's size; rates must be 3 to 10 times smaller"
+        "every number moves by the same rate, whatever its gradient's size; rates must be 3 to 10 times smaller"
     )
 
     beta1: float = option(0.9, Number(0, 1, below=True), "Weight of the momentum in the sum whose sign is the step.")

@@ -48,7 +48,9 @@ class Lomo(Optimizer):
 
     name: ClassVar[str] = "lomo"
     is_offered: ClassVar[bool] = True
-    gives_up: ClassVar[str] = "gradient descent: no momentum, no rate of its own for each number; a clipped step takes two"
+    gives_up: ClassVar[str] = (
+        "gradient descent: no momentum, no rate of its own for each number; a clipped step takes the time of two"
+    )
 
     master: str = option(
         "float32",
