@@ -115,6 +115,11 @@ class Crowd:
         """Call `check` while waiting for workers: it may raise an error that ends the waiting, such as a stop signal."""
         self._check = check
 
+    def break_off(self, reason: str) -> None:
+        """Wake all who wait on lanes of the generation; what they are told is `reason`."""
+        if (generation := self._generation) is not None:
+            generation.end(reason)
+
     def part(self, reason: str) -> None:
         """End the generation; workers will come again."""
         self._generation = None

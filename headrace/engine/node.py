@@ -58,6 +58,8 @@ class NodeEngine(Engine):
             scoring = partial(_scoring, terms.scoring_turns)
             self._schedule = Schedule(partial(_serving, terms.turns), build_serving_tail, scoring)
             self._steps = self._build_steps(plan)
+            # A lane that failed sends no more, so workers push no more: who waits for them must be told.
+            self._steps.heed(lambda failure: self._crowd.break_off(f"the node's step failed: {failure}"))
         return self._steps
 
     def next_logits(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:

@@ -85,6 +85,7 @@ class Interpreter:
         self._last: Run | None = None
         self._issued: dict[Lane, deque[_Issued]] = {lane: deque() for lane in Lane}  # each is used by its lane's thread alone
         self.failure: BaseException | None = None
+        self.on_failure: Callable[[BaseException], None] = lambda failure: None  # called by the thread that failed
 
     def run(self, program: Program, perform: Perform, step: int) -> Run:
         """Start `program` after the last one; return when this thread's part (compute) is issued and successful."""
@@ -104,6 +105,7 @@ class Interpreter:
     def fail(self, failure: BaseException) -> None:
         """Run nothing more: queued operations end undone, and whoever waits or comes later is told the first failure."""
         self.failure = self.failure or failure
+        self.on_failure(failure)
 
     def close(self) -> None:
         """End the interpreter's threads."""

@@ -59,6 +59,10 @@ class Steps:
         self._told = False
         self._left = self._load_residents()
 
+    def heed(self, on_failure: Callable[[BaseException], None]) -> None:
+        """Call `on_failure` when a lane fails, in its thread: it may wake those whom the interpreter cannot."""
+        self._interpreter.on_failure = on_failure
+
     @property
     def failed(self) -> bool:
         """Whether a lane failed, so that nothing can be finished any more."""
