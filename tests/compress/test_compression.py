@@ -169,6 +169,15 @@ def test_tokens_of_experts_are_those_that_were_sent_to_them(mixture: Path, mixtu
     assert not report.unsorted
 
 
+def firsts(rows: Any) -> torch.Tensor:
+    """Return which tokens are the first of a sample."""
+    if rows.batch.position_ids is not None:
+        return (rows.batch.position_ids == 0) & (rows.batch.counted != 0)  # what fills a row has positions, too
+    first = torch.zeros_like(rows.counts)
+    first[:, 0] = True
+    return first
+
+
 def test_held_out_rows_are_no_calibration_rows(dense: Path, tmp_path: Path) -> None:
     data = data_of(dense, tmp_path)
     rows = {
@@ -178,10 +187,12 @@ def test_held_out_rows_are_no_calibration_rows(dense: Path, tmp_path: Path) -> N
     assert rows[True]
     assert not set(rows[False]) & set(rows[True])
     for each in data.rows:
-        assert not bool((each.counts & (each.batch.input_ids == 0)).any()), "the mark of the end counts"
+        mark, first = each.batch.input_ids == 0, firsts(each)
+        assert bool(each.counts[first].all()), "heads attend to the first token where they have nothing to say"
+        assert not bool((each.counts & mark & ~first).any()), "the mark of the end counts"
 
 
-def test_texts_go_through_the_chat_template_of_which_nothing_counts(dense: Path, tmp_path: Path) -> None:
+def test_texts_go_through_the_chat_template_of_which_only_first_tokens_count(dense: Path, tmp_path: Path) -> None:
     """Neither as an input of a matrix nor in the loss; and special tokens do not, whoever says them."""
     shutil.copytree(dense, tmp_path / "model")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
@@ -189,7 +200,8 @@ def test_texts_go_through_the_chat_template_of_which_nothing_counts(dense: Path,
     tokenizer.save_pretrained(tmp_path / "model")
     data = data_of(tmp_path / "model", tmp_path)
     for each in data.rows:
-        for ids, counts, labels in zip(each.batch.input_ids, each.counts, each.batch.labels, strict=True):
+        counted = each.counts & ~firsts(each)
+        for ids, counts, labels in zip(each.batch.input_ids, counted, each.batch.labels, strict=True):
             pieces = ("".join(tokenizer.convert_ids_to_tokens(some)) for some in (ids, ids[counts], ids[~counts]))
             text, said, rest = pieces
             assert "[user]:" in text
