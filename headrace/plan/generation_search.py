@@ -114,12 +114,14 @@ def with_forecast(plan: GenerationPlan, ceilings: Ceilings) -> GenerationPlan:
     timeline = simulate(_passes(plan), ceilings, compute_dtype=plan.compute_dtype, compute_threads=plan.compute_threads)
     rates = Rates(ceilings, plan.compute_dtype, plan.compute_threads, None)
     first = plan.costs.first_passes * step_seconds_of(_passes(plan, first=True), rates)
-    rounds = -(-plan.prompts // (plan.rows * plan.seats))
-    whole = rounds * (first + (plan.new_tokens - 1) * timeline.step_seconds)
+    # What stays in memory is read once, in the first pass of all.
+    cold_program, _ = build_pass(plan, plan.seats, Snapshot(), first=True)
+    cold = max(first, step_seconds_of([cold_program] * 3, rates) + (plan.costs.first_passes - 1) * first / plan.costs.first_passes)
+    whole = _rounds(plan) * (first + (plan.new_tokens - 1) * timeline.step_seconds) + cold - first
     read = sum(timed.op.bytes for timed in timeline.step_ops() if timed.op.lane is Lane.SSD_READ)
     found = PassForecast(
         pass_seconds=timeline.step_seconds,
-        first_pass_seconds=first,
+        first_pass_seconds=cold,
         tokens_per_second=plan.prompts * plan.new_tokens / whole,
         limiting=timeline.bottleneck.row.words,
         read_bytes=read,

@@ -22,6 +22,7 @@ from headrace.answers.generation import plan_generation
 from headrace.cli import main
 from headrace.engine.generator import Generated, Generator, MicroBatch
 from headrace.engine.merging import merge_adapters
+from headrace.machine.cpu import CpuMachine
 from headrace.model.products import WideProducts
 from headrace.plan.generation import GenerationPlan, generation_buffers
 from headrace.runs.decompression import decompress
@@ -66,7 +67,7 @@ def check_against_stock(
     for parameter in model.parameters():  # loaded, they lie as in the file: at borders that change float32 sums
         parameter.data = parameter.data.clone()
     ids = torch.tensor(ROWS)
-    with WideProducts() if dtype == "bfloat16" else nullcontext():  # products as here, where the processor has no such
+    with nullcontext() if CpuMachine().multiplies(dtype) else WideProducts():  # products as here
         expected = model.generate(ids, attention_mask=torch.ones_like(ids), **SETTINGS)
     done, plan = generated(coded, dtype, device)
     found = [done, *(generated(coded, dtype, device, each)[0] for each in apart)]
