@@ -116,7 +116,9 @@ def with_forecast(plan: GenerationPlan, ceilings: Ceilings) -> GenerationPlan:
     first = plan.costs.first_passes * step_seconds_of(_passes(plan, first=True), rates)
     # What stays in memory is read once, in the first pass of all.
     cold_program, _ = build_pass(plan, plan.seats, Snapshot(), first=True)
-    cold = max(first, step_seconds_of([cold_program] * 3, rates) + (plan.costs.first_passes - 1) * first / plan.costs.first_passes)
+    cold = max(
+        first, step_seconds_of([cold_program] * 3, rates) + (plan.costs.first_passes - 1) * first / plan.costs.first_passes
+    )
     whole = _rounds(plan) * (first + (plan.new_tokens - 1) * timeline.step_seconds) + cold - first
     read = sum(timed.op.bytes for timed in timeline.step_ops() if timed.op.lane is Lane.SSD_READ)
     found = PassForecast(
