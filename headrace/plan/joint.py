@@ -11,8 +11,9 @@ many there are. Invariant: that is exact (tests simulate each).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import accumulate
+from operator import attrgetter
 
 from headrace.plan.clock import NOTHING, Clock, admit_until_settled, settled_period
 from headrace.plan.links import Network
@@ -34,6 +35,10 @@ class RankedOp(Op):
 
     rank: int = 0
     meeting: int = -1
+
+
+_FIELDS = tuple(field.name for field in fields(Op))
+_values_of = attrgetter(*_FIELDS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,9 +119,11 @@ def join(programs: Sequence[Program], before: Sequence[int] = ()) -> Program:
             meeting = -1
             if _meets(op):
                 meeting, met = met, met + 1
-            after, previous = tuple([ref + first for ref in op.after]), tuple([ref + earlier for ref in op.after_previous])
-            same = op.lane, op.unit, op.part, op.micro, op.chunk, op.bytes, op.flops, op.late, op.buffers
-            ops.append(RankedOp(op.index + first, op.verb, *same, after, previous, rank, meeting))
+            values = dict(zip(_FIELDS, _values_of(op), strict=True))
+            values["index"] = op.index + first
+            values["after"] = tuple([ref + first for ref in op.after])
+            values["after_previous"] = tuple([ref + earlier for ref in op.after_previous])
+            ops.append(RankedOp(**values, rank=rank, meeting=meeting))
     return Program(tuple(ops))
 
 

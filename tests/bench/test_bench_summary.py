@@ -117,7 +117,7 @@ def memory_record(peak, counted):
 
 
 def test_memory_judges_peak_traffic_and_counters():
-    options = argparse.Namespace(size="T", host_memory="1GiB")
+    options = argparse.Namespace(size="T", host_memory="1GiB", optimizer="adamw")
     assert judge(memory_record(2**30, 14), options) == []
     assert judge(memory_record(2**30 + 2**20, 14), options) == ["the peak is 1 MiB above the budget"]
     (counters,) = judge(memory_record(2**30, 10), options)
