@@ -46,7 +46,7 @@ class GenerationPlanner:
 
     `machine` may be a `Place` for one that is not here. `costs` gives those of a seat, by rows and tokens; up to `most_rows`
     are tried if `rows` is None. `experts` may come by themselves. With `has_drives` caches may lie on the machine's drives,
-    though no directory is named.
+    though no directory is named. `packed`: see `GenerationQuestion`.
     """
 
     def __init__(
@@ -66,8 +66,9 @@ class GenerationPlanner:
         experts: ExpertFigures | None = None,
         has_drives: bool = False,
         chunks: Sequence[int] = PREFILL_CHUNKS,
+        packed: bool | None = False,
     ) -> None:
-        self._experts, self._chunks = experts, tuple(chunks)
+        self._experts, self._chunks, self._packed = experts, tuple(chunks), packed
         self._chain, self._figures, self._machine, self._budget = chain, tuple(figures), machine, budget
         self._cores, self._ceilings, self._rows, self._seats, self._notes = cores, ceilings, rows, seats, notes
         self._costs, self._most_rows = cache(partial(costs, chain)), most_rows
@@ -87,11 +88,12 @@ class GenerationPlanner:
         *,
         rows: int | None = None,
         prefill_chunk: int | None = None,
+        packed: bool | None = None,
     ) -> GenerationPlan:
         """Return the plan for so many prompts of up to `prompt_length` tokens, with up to `new_tokens` for each.
 
         With `kept_copies` each row has so many caches, which stay where compute is; with 0 it has one, which may lie elsewhere.
-        `rows` and `prefill_chunk` are fixed where they are given.
+        `rows`, `prefill_chunk` and `packed` are fixed where they are given.
 
         Raises:
             PlanInfeasible: a budget is too small.
@@ -127,6 +129,7 @@ class GenerationPlanner:
             has_drives=self._has_drives,
             kept_copies=kept_copies,
             prefill_chunks=(0, *([] if unchunked else chunks)) if prefill_chunk is None else (prefill_chunk,),
+            packed=self._packed if packed is None else packed,
         )
         plan = make_generation_plan(question)
         notes = [f"caches of this architecture stay in memory: {reason}"] if reason else []
@@ -207,6 +210,7 @@ def plan_generation(
             notes=units[2],
             experts=units[1],
             has_drives=not here and ceilings is not None and bool(ceilings.drives),
+            packed=options.packed_products if here else False,  # another machine's instructions are not known
         )
         return planner.plan(prompts, prompt_length, new_tokens)
 

@@ -25,6 +25,7 @@ from headrace.flow.experts import ExpertFlow
 from headrace.flow.generate import GenerationBuffers, Pass, load_residents, run_pass
 from headrace.machine.host_memory import keep_freed_memory
 from headrace.model.generation_check import seat_taps
+from headrace.model.packed import PackedBlocks
 from headrace.model.seats import Seat, Seated
 from headrace.plan.compose import composed
 from headrace.plan.generation import GenerationPlan
@@ -116,12 +117,14 @@ class Generator:
         sink: Sink | None = None,
         opened: Callable[[Path, Budget, str | None, Sink | None], GenerationModel] | None = None,
         copy_weights: bool | None = None,
+        packed_products: bool | None = None,
     ) -> "Generator":
         """Return the generator of a model directory; none of its weights is read yet.
 
         `compute_dtype`: by default that of most weights. `machine` is what plans are made for; `rows` of a seat and `seats` are
         planned where they are not given. `opened` opens the model in another way than as a directory. `copy_weights`: whether
         weights are copied to the budget's SSD directories, striped, and kept there; None: where that pays.
+        `packed_products`: whether few rows are multiplied with packed four-bit weights; None: where that is faster.
 
         Raises:
             InputError: the model cannot be read, or its architecture cannot generate block by block.
@@ -139,6 +142,7 @@ class Generator:
             seats=seats,
             notes=found.notes,
             experts=found.source.by_experts.expert_figures if found.source.by_experts else None,
+            packed=packed_products,
         )
         return cls(found, planner, interpreter, sink, Copying(budget.ssd, copy_weights, sink or _silent))
 
@@ -169,10 +173,13 @@ class Generator:
         *,
         rows: int | None = None,
         prefill_chunk: int | None = None,
+        packed: bool | None = None,
     ) -> GenerationPlan:
         """Return the plan for so many prompts, without making anything. Raises as `prepare` does."""
         self.model.check_positions(prompt_length, new_tokens)
-        return self._planner.plan(prompts, prompt_length, new_tokens, kept_copies, rows=rows, prefill_chunk=prefill_chunk)
+        return self._planner.plan(
+            prompts, prompt_length, new_tokens, kept_copies, rows=rows, prefill_chunk=prefill_chunk, packed=packed
+        )
 
     def prepare_at_least(
         self, prompts: int, prompt_length: int, new_tokens: int, tokens: int, kept_copies: int = 0
@@ -194,7 +201,8 @@ class Generator:
         self.plan = plan
         buffers = GenerationBuffers(plan, model.machine)
         if plan.experts is None:
-            self._pass = Pass(plan, model.chain, model.machine, model.source, buffers)
+            packed = PackedBlocks(plan.packed_rows) if plan.packed_rows else None
+            self._pass = Pass(plan, model.chain, model.machine, model.source, buffers, packed=packed)
         else:
             source = model.source.by_experts
             assert source is not None, "it was planned for"

@@ -19,6 +19,7 @@ from headrace.machine.arena import Arena
 from headrace.machine.host_memory import Bytes, huge_page_buffer
 from headrace.machine.protocol import Machine
 from headrace.model import Chain
+from headrace.model.packed import PackedBlocks, PackedProducts
 from headrace.model.seats import Seat, Seated
 from headrace.plan.caches import CACHE_GROUPS
 from headrace.plan.generation import GenerationPlan, generation_buffers
@@ -87,7 +88,7 @@ class Pass:
     """What the operations of passes share. `seats` are those of this pass, by the number that operations give them; `caches`
     have the parts of theirs that are not where compute is, None for a seat whose cache stays there.
 
-    `experts` brings experts that come by themselves; operations with a `part` belong to these.
+    `packed` has the weights that are multiplied packed, None where the plan has none. `experts` brings experts that come by themselves; operations with a `part` belong to these.
     """
 
     plan: GenerationPlan
@@ -97,6 +98,7 @@ class Pass:
     buffers: GenerationBuffers
     seats: Sequence[Seated] = ()
     experts: ExpertFlow | None = None
+    packed: PackedBlocks | None = None
     caches: Sequence[SeatCache | None] = ()
 
 
@@ -169,6 +171,8 @@ def _make(state: Pass, op: Op) -> None:
         stored = whole[:coded] if coded else None
         trained = whole[coded : coded + state.plan.completing_bytes(unit)] if figures.is_completed else None
     state.source.make(unit, stored, None if trained is None else trained.view(torch.float32), into)
+    if state.packed is not None and stored is not None and figures.packed_bytes:
+        state.source.pack(unit, stored, into, state.packed)
 
 
 def _forward(state: Pass, op: Op) -> None:
@@ -181,7 +185,8 @@ def _forward(state: Pass, op: Op) -> None:
             state.experts.enter(op.unit, seat)
         return
     try:
-        with cache.lent(op) if cache is not None else nullcontext():
+        packed = PackedProducts(state.packed) if state.packed is not None else nullcontext()
+        with packed, cache.lent(op) if cache is not None else nullcontext():
             seat.hidden = chain.block(op.unit - 1, seat.hidden, seat.calls[op.unit - 1]).hidden
     finally:
         chain.release(op.unit)

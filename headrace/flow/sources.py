@@ -19,6 +19,7 @@ from headrace.model.adapter_files import StoredAdapters
 from headrace.model.bank_check import why_no_banks
 from headrace.model.banks import find_experts
 from headrace.model.in_place import StoredUnit, paths_of, stored_units
+from headrace.model.packed import PackedBlocks, packed_bytes
 from headrace.model.stored_experts import NotStoredSingly, stored_experts
 from headrace.store import StateStore
 from headrace.terms.events import Sink
@@ -48,6 +49,9 @@ class WeightSource(Protocol):
 
     def make(self, unit: int, stored: torch.Tensor | None, trained: torch.Tensor | None, into: torch.Tensor) -> None:
         """Make a unit's flat slot `into`. See `Maker.make`."""
+
+    def pack(self, unit: int, stored: torch.Tensor, into: torch.Tensor, blocks: PackedBlocks) -> None:
+        """Add to `blocks` the packed matrices of a unit whose slot `into` was made of `stored`, and stays."""
 
     def close(self) -> None:
         """Close the files."""
@@ -144,6 +148,10 @@ class ShardSource:
         assert stored is not None, "a unit of a file is made of what was read"
         self._units[unit].put(stored, into)
 
+    def pack(self, unit: int, stored: torch.Tensor, into: torch.Tensor, blocks: PackedBlocks) -> None:
+        """See `WeightSource.pack`."""
+        blocks.add(self._units[unit], stored, into)
+
     def close(self) -> None:
         """Close the files."""
         self._reader.close()
@@ -178,6 +186,9 @@ class StoreSource:
         """See `WeightSource.make`."""
         self._maker.make(unit, stored, trained, into)
 
+    def pack(self, unit: int, stored: torch.Tensor, into: torch.Tensor, blocks: PackedBlocks) -> None:
+        """See `WeightSource.pack`: units of a run have no packed bytes in their figures, so nothing is done."""
+
     def close(self) -> None:
         """Close the store."""
         self._store.close()
@@ -189,6 +200,7 @@ def _read_only(figures: UnitFigures) -> UnitFigures:
 
 
 def _figures_of(index: int, unit: StoredUnit, chain: Chain, on_cpu: bool) -> UnitFigures:
+    packed, packing = packed_bytes(unit, chain.dtype) if on_cpu else (0, 0)
     return UnitFigures(
         name=unit.layout.name,
         num_elements=unit.layout.num_elements,
@@ -198,4 +210,6 @@ def _figures_of(index: int, unit: StoredUnit, chain: Chain, on_cpu: bool) -> Uni
         stored_bytes=unit.num_bytes if unit.is_made else None,
         making_bytes=unit.making_bytes(chain.dtype, on_host=on_cpu),
         decodes=unit.decodes,
+        packed_bytes=packed,
+        packing_bytes=packing,
     )

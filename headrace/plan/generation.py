@@ -18,6 +18,12 @@ from headrace.terms.sizes import PAGE_BYTES, format_bytes, format_seconds, round
 
 # A core without bfloat16 products reads 9 GB/s of weights for few rows, and widens 2.5 GB/s for more; plain reading is 30 GB/s.
 _FEW_ROWS_TIMES, _WIDENED_TIMES = 3.3, 12.0
+# A core multiplies with packed weights while it could read three times their bytes (docs/log/coded-products.md).
+_PACKED_TIMES = 3.0
+# Up to so many rows products with packed weights are faster than with decoded ones; more where these are widened.
+PACKED_ROWS, PACKED_ROWS_IF_WIDENED = 8, 32
+# Packing takes as long as is saved in so many passes of one row.
+LEAST_PACKED_PASSES = 13
 # Buffers on the device for what weights are made of: while one slot is made, the sources of the next one arrive.
 SOURCE_SLOTS = 2
 
@@ -45,6 +51,7 @@ class GenerationPlan:
     order of use is known. `costs` are those of one seat. With `experts` these come by themselves, and `units` are without them.
     With `kept_copies` caches stay where compute is, with so many copies of each row: for beams, or drafts that may be taken
     back.
+    Products of blocks with up to `packed_rows` rows are computed with packed weights, which stay in memory beside decoded ones.
     `uncoded` is what coded weights would take in the compute dtype, by a plan of their own, where anybody asked.
     """
 
@@ -64,6 +71,7 @@ class GenerationPlan:
     compute_threads: int
     costs: GenerationCosts
     experts: ExpertPlan | None = None
+    packed_rows: int = 0
     caches: CachePlan = field(default_factory=CachePlan)
     results: Results = field(default_factory=Results)
     forecast: PassForecast | None = None
@@ -104,6 +112,22 @@ class GenerationPlan:
             return num_bytes
         times = _FEW_ROWS_TIMES if rows <= FEW_ROWS else _WIDENED_TIMES
         return round(num_bytes * max(1.0, times / self.compute_threads))
+
+    def block_bytes(self, block: int, rows: int) -> int:
+        """Return the bytes of memory whose reading takes as long as multiplying a block's weights by `rows` rows."""
+        figures, dense = self.units[block], self.slot_bytes(block)
+        if rows > self.packed_rows or not figures.packed_bytes:
+            return self.multiplied_bytes(dense, rows)
+        rest = max(0, dense - self.planes.weight.num_bytes(sum(weights for _, weights in figures.decodes)))
+        return self.multiplied_bytes(rest, rows) + round(figures.packed_bytes * max(1.0, _PACKED_TIMES / self.compute_threads))
+
+    def with_packed(self) -> "GenerationPlan | None":
+        """Return the plan with packed weights; None unless each block stays in the slot where it is decoded, on the host."""
+        blocks = self.units[1 : self.num_blocks + 1]
+        stays = self.device_slots >= self.num_blocks and not self.separate_device and self.experts is None
+        if not stays or not any(unit.packed_bytes for unit in blocks):
+            return None
+        return replace(self, packed_rows=PACKED_ROWS_IF_WIDENED if self.costs.widens else PACKED_ROWS)
 
     @property
     def head_bytes(self) -> int:
@@ -214,6 +238,8 @@ class GenerationPlan:
             lines.append(f"experts  {self.experts.describe(self.seats * self.rows)}")
         if codes := self._explain_codes():
             lines.append(f"codes    {codes}")
+        if self.packed_rows:
+            lines.append(f"products of up to {self.packed_rows} rows with four-bit weights, packed once beside decoded ones")
         if self.caches.moves:
             elsewhere = ((HOST, "in host memory"), (SSD, "on the drives"))
             places = [f"{len(self.caches.blocks(home))} {words}" for home, words in elsewhere if self.caches.blocks(home)]

@@ -12,7 +12,7 @@ from headrace.plan.endurance import endurance
 from headrace.plan.expert_search import rough_expert_seconds, ways_of_experts, with_cached_experts
 from headrace.plan.experts import ExpertFigures
 from headrace.plan.footprint import Allowance
-from headrace.plan.generation import GenerationPlan, PassForecast, generation_buffers
+from headrace.plan.generation import LEAST_PACKED_PASSES, GenerationPlan, PassForecast, generation_buffers
 from headrace.plan.ledger import Snapshot
 from headrace.plan.rates import Rates
 from headrace.plan.results import Results
@@ -32,6 +32,10 @@ MOST_ROWS = 4096
 _SEAT_BYTES = MIB // 2
 _SMALL_BYTES = 16 * MIB
 _OPERATION_BYTES = 1200
+_NO_PACKED = (
+    "packed_products: asked for, but no plan with them fits: each block would have to stay in host memory, decoded and packed, with "
+    "symmetric four-bit weights computed in bfloat16 on a processor with AVX2; give more --host-memory, or leave it out"
+)
 # The number of placements whose passes are simulated.
 _MOST_SIMULATED = 24
 # It is smaller where passes have many operations: so many pairs of a block and a seat.
@@ -45,7 +49,8 @@ class GenerationQuestion:
     `rows` and `seats` are fixed where they are given, `most_rows` bounds rows. `ceilings` is the machine, None for a nominal
     one. `experts` are those of mixtures that may come by themselves. With `has_drives` keys and values may lie on the drives.
     `kept_copies` is as in the plan, and counted in `costs_of`. `prefill_chunks` are tried, 0 for whole prompts: `costs_of` is
-    given rows, and a chunk that is not 0.
+    given rows, and a chunk that is not 0. `packed`: whether few rows are multiplied with packed weights; None: where that is
+    faster.
     """
 
     units: tuple[UnitFigures, ...]
@@ -65,6 +70,7 @@ class GenerationQuestion:
     has_drives: bool = False
     kept_copies: int = 0
     prefill_chunks: tuple[int, ...] = (0,)
+    packed: bool | None = False
 
     @property
     def machine(self) -> Ceilings:
@@ -83,6 +89,8 @@ def make_generation_plan(question: GenerationQuestion) -> GenerationPlan:
     """
     question = _decoding_on(question, question.machine)
     fitting = [plan for plan in _placements(question) if _fits(plan)]
+    if not fitting and question.packed:
+        raise PlanInfeasible(_NO_PACKED)
     if not fitting:
         raise _infeasible(question)
     rates = Rates(question.machine, question.compute_dtype, question.allowance.cores, None)
@@ -167,7 +175,18 @@ def _placements(question: GenerationQuestion) -> Iterator[GenerationPlan]:
                     caches=caches,
                 )
                 for way in ways_of_experts(least, question.experts, rates):
-                    yield from _filled(way, question.allowance)
+                    for plan in _filled(way, question.allowance):
+                        if not question.packed:
+                            yield plan
+                        yield from _packed(plan, question)
+
+
+def _packed(plan: GenerationPlan, question: GenerationQuestion) -> Iterator[GenerationPlan]:
+    """Yield `plan` with packed weights, if it can have them, and they are asked for or have passes enough to pay."""
+    pays = _rounds(plan) * (plan.new_tokens - 1) >= LEAST_PACKED_PASSES
+    packed = plan.with_packed() if question.packed or (question.packed is None and pays) else None
+    if packed is not None and (question.packed or plan.rows <= packed.packed_rows):
+        yield with_peaks(packed, question.allowance)
 
 
 def _choices(most: int, given: int | None, limit: int) -> Sequence[int]:
@@ -234,6 +253,9 @@ def with_peaks(plan: GenerationPlan, allowance: Allowance) -> GenerationPlan:
         )
     if making:
         compute["decoding"] = making
+    if plan.packed_rows:
+        blocks = plan.units[1 : plan.num_blocks + 1]
+        compute["packed"] = sum(unit.packed_bytes for unit in blocks) + max(unit.packing_bytes for unit in blocks)
     if plan.adapter_bytes:
         compute["adapters"] = plan.adapter_bytes
     on_cpu = not allowance.device_overhead_bytes
@@ -318,7 +340,8 @@ def _rough_seconds(plan: GenerationPlan, rates: Rates) -> float:
             / (rates.bytes_per_second[Lane.HOST_TO_DEVICE])
         )
     touched = (
-        plan.multiplied_bytes(sum(map(plan.slot_bytes, blocks)) + plan.head_bytes, plan.rows)
+        sum(plan.block_bytes(block, plan.rows) for block in blocks)
+        + plan.multiplied_bytes(plan.head_bytes, plan.rows)
         + 3 * sum(caches.values()) / plan.seats
     )
     flops = sum(plan.costs.next.flops) + plan.costs.head_flops

@@ -61,5 +61,6 @@ def open_generator(place: Path, options: GenerateOptions, ceilings: Ceilings | N
         seats=options.seats,
         sink=sink,
         copy_weights=options.copy_weights,
+        packed_products=options.packed_products,
         opened=partial(open_model, adapter=None if options.adapter is None else Path(options.adapter)),
     )

@@ -127,15 +127,16 @@ def _plan(
     generator: Generator, lines: Sequence[PromptLine], options: GenerateOptions, begun: Mapping[str, Any] | None
 ) -> GenerationPlan:
     """Return a plan whose micro-batches take no longer than may be lost, if there is one. Of a job that was `begun` it has the
-    rows and the chunks of prompts.
+    rows, the chunks of prompts, and packed weights or none.
     """
     longest = max(len(line.ids) for line in lines)
     new = max(_new_tokens(line, generator, options) for line in lines)
     copies = max(kept_copies(_settings(line, generator, options, len(line.ids))) for line in lines)
-    prompts, least, fixed = len(lines), 1, dict[str, int]()
+    prompts, least, fixed = len(lines), 1, dict[str, Any]()
     if begun is not None:
         least = max(map(len, begun["micro_batches"]))
         fixed = {"rows": least, "prefill_chunk": begun.get("prefill_chunk", 0)}
+        fixed["packed"] = begun.get("packed_rows", 0) > 0
     plan = generator.plan_only(prompts, longest, new, copies, **fixed)
     while _micro_batch_seconds(plan) > options.most_lost and prompts > least:
         prompts = max(least, plan.rows * plan.seats // 2)
@@ -191,7 +192,7 @@ def _job(
         own = {line.number: line.settings.get("seed") for line in lines}
         seeds = [options.seed + place if own[batch[0]] is None else own[batch[0]] for place, batch in enumerate(members)]
         found = {"fixed": fixed, "here": here, "micro_batches": members, "seeds": seeds}
-        found["prefill_chunk"] = plan.costs.prefill_chunk
+        found["prefill_chunk"], found["packed_rows"] = plan.costs.prefill_chunk, plan.packed_rows
         with _writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
             write_whole(path, json.dumps(found) + "\n")

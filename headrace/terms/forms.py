@@ -52,6 +52,8 @@ class UnitFigures:
         decodes: the weights that are decoded for it, by kind of code.
         making_like: bytes that a machine moves while it decodes them, at the rate of its lane that makes weights
             (`Ceilings.making_like`).
+        packed_bytes: bytes of its matrices packed for a kernel that multiplies with coded weights; 0 where there is none.
+        packing_bytes: the most bytes that packing one of them takes besides, for a moment.
         cuts: where what is updated may be cut into chunks; (): anywhere.
         is_far: whether its weights and states live at another site, which updates it.
         basis_elements: float32 numbers of the basis of the trained family's subspace; 0 where there is none.
@@ -71,6 +73,8 @@ class UnitFigures:
     is_far: bool = False
     basis_elements: int = 0
     is_beside: bool = False
+    packed_bytes: int = 0
+    packing_bytes: int = 0
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "UnitFigures":

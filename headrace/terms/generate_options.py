@@ -99,6 +99,14 @@ class GenerateOptions(Declared):
         row="copy the weights to the directories of `ssd` once, striped, and keep the copy for the next call",
         words="where passes get faster by it",
     )
+    packed_products: bool | None = option(
+        None,
+        Flag(),
+        "Multiply few rows with four-bit weights that stay packed.",
+        row="multiply few rows (8; 32 where products are widened) with four-bit weights that stay packed in memory beside "
+        "decoded ones; bits are others than those of decoded weights",
+        words="where tokens come faster by it",
+    )
     compute_dtype: str | None = option_as(
         Options, "compute_dtype", default=None, row="", words="that of most weights", optional=True, plan=True
     )

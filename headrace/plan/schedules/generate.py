@@ -56,7 +56,7 @@ class _Pass(Weights):
                 self.acquire((ahead - 1) % self.blocks + 1)
             # Attention copies keys and values, and reads the copy: they cross compute's memory three times.
             weights = (self.acquired.pop(block)[1],)
-            num_bytes = plan.multiplied_bytes(plan.slot_bytes(block), self.rows) + 3 * caches.held_bytes(block)
+            num_bytes = plan.block_bytes(block, self.rows) + 3 * caches.held_bytes(block)
             flops, calls = self.block_flops[block - 1], self.calls[block - 1]
             if self.experts is not None and self.experts.has(block):
                 self.experts.block(

@@ -1,0 +1,146 @@
+"""Products of few rows with four-bit weights that stay packed: torch's kernel reads a quarter of the bytes of bfloat16.
+
+Packing a matrix takes as long as decoding it some seventeen times, so it is done once, for weights that stay in memory. The
+layout of packed weights depends on the processor's instructions: it is made here, and never stored.
+
+Invariant: the way of a product follows from the plan and from its shape alone. It has other bits than the product with decoded
+weights, for the kernel adds up in another order.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from headrace.codec import Parts
+from headrace.codec.int4 import unpack
+from headrace.codec.published import PackQuantized
+from headrace.model.decoding import Decoding
+from headrace.model.in_place import StoredUnit
+
+_aten = torch.ops.aten
+_GROUPS = (32, 64, 128, 256)
+_ROWS_MULTIPLE = 16  # the kernel takes outputs in such multiples
+# The kernel packs so many outputs, or a divisor of that, by themselves; so pieces of that many give the bytes of the whole.
+_BLOCK_ROWS = 64
+_PIECE_ELEMENTS = 1 << 18
+_PACKING_BYTES_OF_AN_ELEMENT = 10  # a code as int32, as uint8 twice while it is unpacked, and packed twice
+_INNER_TILES = 2  # the kernel for CPUs takes this argument of the one for GPUs, and ignores it
+
+
+class PackedMatrix:
+    """A matrix (outputs, inputs), packed for the kernel from its `parts` (`codec/published/pack_quantized.py`)."""
+
+    def __init__(self, parts: Parts, group: int) -> None:
+        words, scales = parts["weight_packed"], parts["weight_scale"]
+        self.outputs, self.inputs, self.group = outputs, inputs, _ = len(words), scales.shape[1] * group, group
+        self._packed = torch.empty((outputs, inputs // 2), dtype=torch.uint8)
+        step = _rows_of_a_piece(inputs)
+        for start in range(0, outputs, step):
+            codes = unpack(words[start : start + step], inputs).to(torch.int32)
+            self._packed[start : start + step] = _aten._convert_weight_to_int4pack_for_cpu(codes, _INNER_TILES)
+        # A code stands for (code - 8) * scale + zero.
+        self._sides = torch.stack([scales.T, torch.zeros_like(scales.T)], dim=-1).contiguous()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that stay in memory."""
+        return self._packed.nbytes + self._sides.nbytes
+
+    def multiply(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Return `inputs` (rows, inputs) bfloat16 times the transposed matrix: (rows, outputs)."""
+        found: torch.Tensor = _aten._weight_int4pack_mm_for_cpu(inputs.contiguous(), self._packed, self.group, self._sides)
+        return found
+
+
+class PackedBlocks:
+    """The packed matrices of blocks whose slots stay where they are, by the address of the decoded matrix in its slot.
+
+    Products of up to `rows` rows go to the kernel, others to the decoded matrix.
+    """
+
+    def __init__(self, rows: int) -> None:
+        self._rows = rows
+        self._matrices: dict[int, PackedMatrix] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all packed matrices."""
+        return sum(matrix.num_bytes for matrix in self._matrices.values())
+
+    def add(self, unit: StoredUnit, read: torch.Tensor, slot: torch.Tensor) -> None:
+        """Pack what can be packed of the bytes `read` (uint8), from which `slot` was decoded."""
+        for decoding in packable(unit):
+            parts = {name: place.of(read) for name, place in decoding.parts.items()}
+            matrix = PackedMatrix(parts, _group(decoding))
+            self._matrices[slot.data_ptr() + decoding.start * slot.itemsize] = matrix
+
+    def find(self, inputs: torch.Tensor, weights: torch.Tensor) -> PackedMatrix | None:
+        """Return the packed matrix for `inputs @ weights`; None if these have too many rows, or are not packed."""
+        if len(inputs) > self._rows or inputs.dtype != torch.bfloat16 or weights.stride(0) != 1:
+            return None
+        matrix = self._matrices.get(weights.data_ptr())
+        same = matrix is not None and tuple(weights.shape) == (matrix.inputs, matrix.outputs)
+        return matrix if same else None
+
+
+class PackedProducts(TorchDispatchMode):
+    """While entered, products with the weights of `blocks` are computed with packed ones. Enter it after `WideProducts`."""
+
+    def __init__(self, blocks: PackedBlocks) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._blocks = blocks
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is _aten.mm.default and (matrix := self._blocks.find(*args)) is not None:
+            return matrix.multiply(args[0])
+        if func is _aten.addmm.default and not kwargs and (matrix := self._blocks.find(*args[1:])) is not None:
+            return matrix.multiply(args[1]).add_(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+def packable(unit: StoredUnit) -> Sequence[Decoding]:
+    """Return the matrices of a unit that the kernel takes: whole parameters, symmetric, with scales and values in bfloat16."""
+    whole = {spec.offset: spec.shape for spec in unit.layout.parameters}
+    return [
+        each
+        for each in unit.decodings
+        if isinstance(each.codec, PackQuantized)
+        and each.codec.symmetric
+        and each.codec.scales == "bfloat16"
+        and each.dtype == torch.bfloat16
+        and _group(each) in _GROUPS
+        and each.rows % _ROWS_MULTIPLE == 0
+        and whole.get(each.start) == (each.rows, each.columns)
+    ]
+
+
+def packed_bytes(unit: StoredUnit, dtype: torch.dtype) -> tuple[int, int]:
+    """Return the bytes of a unit's packed matrices, and the most that packing one takes besides, for a moment.
+
+    They are 0 where nothing is packed: no kernel here, or compute in another dtype than bfloat16.
+    """
+    found = packable(unit) if dtype == torch.bfloat16 and has_kernel() else ()
+    kept = sum(each.rows * each.columns // 2 + 4 * each.rows * (each.columns // _group(each)) for each in found)
+    making = max((min(each.rows, _rows_of_a_piece(each.columns)) * each.columns for each in found), default=0)
+    return kept, _PACKING_BYTES_OF_AN_ELEMENT * making
+
+
+@cache
+def has_kernel() -> bool:
+    """Return whether torch has a fast kernel for this processor: without AVX2 its own is a loop over single numbers."""
+    names = ("_convert_weight_to_int4pack_for_cpu", "_weight_int4pack_mm_for_cpu")
+    return torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512") and all(hasattr(_aten, name) for name in names)
+
+
+def _group(decoding: Decoding) -> int:
+    assert isinstance(decoding.codec, PackQuantized), "asked of these alone"
+    return decoding.codec.group or decoding.columns
+
+
+def _rows_of_a_piece(columns: int) -> int:
+    return max(1, _PIECE_ELEMENTS // (_BLOCK_ROWS * columns)) * _BLOCK_ROWS
