@@ -10,6 +10,7 @@ from headrace.machine.host_memory import Bytes
 from headrace.model import WeightMap, import_unit
 from headrace.model.banks import BlockExperts
 from headrace.model.in_place import StoredUnit
+from headrace.model.packed import PackedBlocks
 from headrace.model.stored_experts import StoredExperts
 from headrace.plan.experts import ExpertFigures
 from headrace.terms.forms import UnitFigures
@@ -61,6 +62,9 @@ class ExpertSource:
         """See `WeightSource.make`."""
         assert stored is not None, "a unit of a file is made of what was read"
         self._stored.commons[unit].put(stored, into)
+
+    def pack(self, unit: int, stored: torch.Tensor, into: torch.Tensor, blocks: PackedBlocks) -> None:
+        """See `WeightSource.pack`: no plan with experts by themselves has packed weights, so nothing is done."""
 
     def expert(self, unit: int, number: int) -> StoredUnit:
         """Return how an expert lies in the files."""

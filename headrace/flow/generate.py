@@ -88,7 +88,8 @@ class Pass:
     """What the operations of passes share. `seats` are those of this pass, by the number that operations give them; `caches`
     have the parts of theirs that are not where compute is, None for a seat whose cache stays there.
 
-    `packed` has the weights that are multiplied packed, None where the plan has none. `experts` brings experts that come by themselves; operations with a `part` belong to these.
+    `packed` has the weights that are multiplied packed, None where the plan has none. `experts` brings experts that come by
+    themselves; operations with a `part` belong to these.
     """
 
     plan: GenerationPlan

@@ -12,7 +12,8 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.nn.functional import linear
+from torch.overrides import TorchFunctionMode
 
 from headrace.codec import Parts
 from headrace.codec.int4 import unpack
@@ -78,28 +79,34 @@ class PackedBlocks:
             self._matrices[slot.data_ptr() + decoding.start * slot.itemsize] = matrix
 
     def find(self, inputs: torch.Tensor, weights: torch.Tensor) -> PackedMatrix | None:
-        """Return the packed matrix for `inputs @ weights`; None if these have too many rows, or are not packed."""
-        if len(inputs) > self._rows or inputs.dtype != torch.bfloat16 or weights.stride(0) != 1:
-            return None
+        """Return the packed matrix for `inputs` (..., inputs) times the transpose of `weights` (outputs, inputs).
+
+        It is None if there are too many rows, or `weights` are not packed.
+        """
         matrix = self._matrices.get(weights.data_ptr())
-        same = matrix is not None and tuple(weights.shape) == (matrix.inputs, matrix.outputs)
-        return matrix if same else None
+        if matrix is None or inputs.dtype != torch.bfloat16 or tuple(weights.shape) != (matrix.outputs, matrix.inputs):
+            return None
+        return matrix if inputs.numel() <= self._rows * matrix.inputs else None
 
 
-class PackedProducts(TorchDispatchMode):
-    """While entered, products with the weights of `blocks` are computed with packed ones. Enter it after `WideProducts`."""
+class PackedProducts(TorchFunctionMode):
+    """While entered, `linear` with the weights of `blocks` is computed with packed ones.
+
+    It is a mode of functions, not of operators like `WideProducts`: where matrices are small, passing each operator through
+    Python would cost as much as packed weights save.
+    """
 
     def __init__(self, blocks: PackedBlocks) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._blocks = blocks
 
-    def __torch_dispatch__(
+    def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func is _aten.mm.default and (matrix := self._blocks.find(*args)) is not None:
-            return matrix.multiply(args[0])
-        if func is _aten.addmm.default and not kwargs and (matrix := self._blocks.find(*args[1:])) is not None:
-            return matrix.multiply(args[1]).add_(args[0])
+        if func is linear and not kwargs and (matrix := self._blocks.find(*args[:2])) is not None:
+            inputs, bias = args[0], args[2] if len(args) == 3 else None
+            found = matrix.multiply(inputs.reshape(-1, matrix.inputs)).view(*inputs.shape[:-1], matrix.outputs)
+            return found if bias is None else found.add_(bias)
         return func(*args, **(kwargs or {}))
 
 

@@ -21,7 +21,7 @@ from headrace.plan.search import nominal_machine
 from headrace.plan.simulate import simulate, step_seconds_of
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.costs import GenerationCosts
-from headrace.terms.errors import PlanInfeasible
+from headrace.terms.errors import ConfigError, PlanInfeasible
 from headrace.terms.forms import UnitFigures
 from headrace.terms.program import Lane, Program
 from headrace.terms.sizes import KEPT_FREE_BYTES, MIB, format_bytes
@@ -33,8 +33,8 @@ _SEAT_BYTES = MIB // 2
 _SMALL_BYTES = 16 * MIB
 _OPERATION_BYTES = 1200
 _NO_PACKED = (
-    "packed_products: asked for, but no plan with them fits: each block would have to stay in host memory, decoded and packed, with "
-    "symmetric four-bit weights computed in bfloat16 on a processor with AVX2; give more --host-memory, or leave it out"
+    "packed_products: asked for, but no plan with them fits: each block would have to stay in host memory, decoded and packed, "
+    "with symmetric four-bit weights computed in bfloat16 on a processor with AVX2; give more --host-memory, or leave it out"
 )
 # The number of placements whose passes are simulated.
 _MOST_SIMULATED = 24
@@ -86,11 +86,12 @@ def make_generation_plan(question: GenerationQuestion) -> GenerationPlan:
 
     Raises:
         PlanInfeasible: nothing fits; the message says which tier is short, and what would help.
+        ConfigError: packed products are asked for, and there is no plan with them.
     """
     question = _decoding_on(question, question.machine)
     fitting = [plan for plan in _placements(question) if _fits(plan)]
     if not fitting and question.packed:
-        raise PlanInfeasible(_NO_PACKED)
+        raise ConfigError(_NO_PACKED)
     if not fitting:
         raise _infeasible(question)
     rates = Rates(question.machine, question.compute_dtype, question.allowance.cores, None)

@@ -1,0 +1,157 @@
+"""Four-bit weights that stay packed: products near those of decoded weights, counted bytes, and the same bits in each way.
+
+Run: pytest tests/compress/test_packed_products.py
+"""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from headrace.answers.answer import multiplies
+from headrace.codec.published import PackQuantized
+from headrace.engine.generator import Generator, MicroBatch
+from headrace.model import packed
+from headrace.model.packed import PackedMatrix
+from headrace.plan.generation import GenerationPlan
+from headrace.runs.generation_source import open_generator
+from headrace.runs.jobs import JobProgress, run_job
+from headrace.terms.budget import Budget
+from headrace.terms.errors import ConfigError
+from headrace.terms.generate_options import GenerateOptions
+
+needs_kernel = pytest.mark.skipif(not packed.has_kernel(), reason="torch has no product with four bits for this processor")
+ROWS = (tuple(range(7, 10)), tuple(range(40, 43)))
+SETTINGS = {"max_new_tokens": 20, "min_new_tokens": 20, "do_sample": False, "pad_token_id": 0, "eos_token_id": 2}
+LOGITS = {"return_dict_in_generate": True, "output_logits": True}
+
+
+def plan_of(generator: Generator, **more: Any) -> GenerationPlan:
+    return generator.plan_only(2, 3, 20, **more)
+
+
+def logits_of(directory: Path, packed_products: bool | None, interpreter: str = "overlapped", **changes: Any) -> torch.Tensor:
+    """Return the logits (tokens, rows, vocabulary) of two rows, computed by a plan with these `changes`."""
+    budget = Budget(host="4GiB")
+    with Generator.open(
+        directory, budget, compute_dtype="bfloat16", rows=2, interpreter=interpreter, packed_products=packed_products
+    ) as generator:
+        generator.use(replace(plan_of(generator), **changes))
+        (done,) = generator.run([MicroBatch(0, ROWS, 1, generator.model.settings(3, None, {**SETTINGS, **LOGITS}))])
+        return torch.stack(done.raw.logits)
+
+
+@needs_kernel
+@pytest.mark.parametrize(("outputs", "inputs", "group"), [(16, 32, 32), (208, 1536, 128), (576, 512, 256), (4160, 64, 64)])
+def test_a_product_is_that_of_decoded_weights_within_roundings(outputs: int, inputs: int, group: int) -> None:
+    torch.manual_seed(1)
+    codec = PackQuantized(group)
+    parts = codec.encode(torch.randn(outputs, inputs).bfloat16())
+    decoded = torch.empty(outputs, inputs, dtype=torch.bfloat16)
+    codec.decode(parts, decoded, range(outputs))
+    matrix = PackedMatrix(parts, group)
+    for rows in (1, 3, 17, 32):
+        values = torch.randn(rows, inputs).bfloat16()
+        exact = values.double() @ decoded.double().T
+        # A weight may be rounded to bfloat16 or not (2^-8 of it), the sum is in float32, and the result is rounded (2^-8).
+        terms = values.double().abs() @ decoded.double().abs().T
+        bound = (2**-8 + inputs * 2**-24) * terms + 2**-8 * exact.abs()
+        assert bool(((matrix.multiply(values).double() - exact).abs() <= bound * (1 + 2**-8)).all())
+    assert matrix.num_bytes == outputs * inputs // 2 + 4 * outputs * (inputs // group)
+
+
+@needs_kernel
+def test_pieces_are_packed_as_the_whole() -> None:
+    parts = PackQuantized(64).encode(torch.randn(4160, 128).bfloat16())  # more than a piece, and an end of 32 rows
+    codes = packed.unpack(parts["weight_packed"], 128).int()
+    whole = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 2)
+    assert torch.equal(PackedMatrix(parts, 64)._packed, whole)
+
+
+@needs_kernel
+def test_generation_uses_them_and_stays_near(dense_int4: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    coded, rows_seen = dense_int4[0] / "out", []
+    multiply = PackedMatrix.multiply
+
+    def counted(matrix: PackedMatrix, inputs: torch.Tensor) -> torch.Tensor:
+        rows_seen.append(len(inputs))
+        return multiply(matrix, inputs)
+
+    decoded = logits_of(coded, False)
+    monkeypatch.setattr(PackedMatrix, "multiply", counted)
+    few = logits_of(coded, True)
+    assert len(rows_seen) % 19 == 0 or len(rows_seen) % 20 == 0, "each pass of few rows multiplies each matrix once"
+    assert set(rows_seen) <= {2, 6}, "two rows, and the prompt's six"
+    # Before texts part, the logits differ as much as bfloat16 products in another order do, and not in every bit.
+    first = (few[0].double() - decoded[0].double()).norm() / decoded[0].double().norm()
+    assert 0 < float(first) < 2**-5
+
+
+@needs_kernel
+def test_ways_to_run_a_plan_give_the_same_bits(dense_int4: Any) -> None:
+    coded = dense_int4[0] / "out"
+    one = logits_of(coded, True)
+    assert torch.equal(one, logits_of(coded, True, "plain"))
+    assert torch.equal(one, logits_of(coded, True, host_slots=1, prefetch=0))
+
+
+@needs_kernel
+def test_plans_count_their_bytes_and_choose(dense_int4: Any) -> None:
+    with Generator.open(dense_int4[0] / "out", Budget(host="4GiB"), compute_dtype="bfloat16") as generator:
+        decoded, asked = plan_of(generator, packed=False), plan_of(generator, packed=True)
+        assert decoded.packed_rows == 0
+        assert asked.packed_rows == (8 if multiplies("bfloat16", None, here=True) else 32)
+        assert "packed once" in asked.explain()
+        assert generator.plan_only(2, 3, 2).packed_rows == 0, "too few passes to pay for packing"
+        generator.use(asked)
+        (_,) = generator.run([MicroBatch(0, ROWS, 1, generator.model.settings(3, None, SETTINGS))])
+        assert generator._pass is not None
+        assert generator._pass.packed is not None
+        kept = generator._pass.packed.num_bytes
+        making = max(unit.packing_bytes for unit in asked.units)
+        assert asked.results.peak_bytes["host"]["packed"] == kept + making > making > 0
+
+
+def test_where_there_is_no_kernel_none_is_used(dense_int4: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed, "has_kernel", lambda: False)
+    with Generator.open(dense_int4[0] / "out", Budget(host="4GiB"), compute_dtype="bfloat16") as generator:
+        assert generator.plan_only(2, 3, 64).packed_rows == 0
+        with pytest.raises(ConfigError, match="packed_products: asked for"):
+            plan_of(generator, packed=True)
+
+
+@needs_kernel
+def test_a_job_goes_on_as_it_was_begun(dense_int4: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    coded = dense_int4[0] / "out"
+    whole = answered(coded, tmp_path / "whole", packed_products=True)
+    with pytest.raises(KeyboardInterrupt):
+        answered(coded, tmp_path / "killed", most=1, packed_products=True)
+    assert answered(coded, tmp_path / "killed", packed_products=None) == whole
+    with pytest.raises(KeyboardInterrupt):
+        answered(coded, tmp_path / "other", most=1, packed_products=False)
+    monkeypatch.setattr(PackedMatrix, "multiply", None)  # the plan alone would choose it
+    answered(coded, tmp_path / "other", packed_products=None)
+    with pytest.raises(TypeError):
+        answered(coded, tmp_path / "new", packed_products=None)
+
+
+def answered(model: Path, folder: Path, most: int | None = None, **more: Any) -> bytes:
+    """Run a job of three prompts, which is given up after `most` micro-batches; return its answers."""
+    folder.mkdir(exist_ok=True)
+    (folder / "in.jsonl").write_text("".join(f'{{"prompt": "water {number}"}}\n' for number in range(3)))
+    files = {"input": folder / "in.jsonl", "output": folder / "out.jsonl", "compute_dtype": "bfloat16"}
+    options = GenerateOptions.of(
+        {**files, "max_new_tokens": 16, "rows": 1, "seats": 1, "raw": True, "host_memory": "4GiB", **more}
+    )
+    seen: list[JobProgress] = []
+
+    def progress(found: JobProgress) -> None:
+        seen.append(found)
+        if len(seen) == most:
+            raise KeyboardInterrupt
+
+    with open_generator(model, options, None, None) as generator:
+        run_job(generator, options, sink=lambda event: None, tell_plan=lambda plan: None, progress=progress)
+    return (folder / "out.jsonl").read_bytes()
