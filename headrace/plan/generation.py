@@ -18,7 +18,7 @@ from headrace.terms.sizes import PAGE_BYTES, format_bytes, format_seconds, round
 
 # A core without bfloat16 products reads 9 GB/s of weights for few rows, and widens 2.5 GB/s for more; plain reading is 30 GB/s.
 _FEW_ROWS_TIMES, _WIDENED_TIMES = 3.3, 12.0
-# A core multiplies with packed weights while it could read three times their bytes (docs/log/coded-products.md).
+# A core multiplies with packed weights while it could read three times their bytes (docs/log/packed-generation.md).
 _PACKED_TIMES = 3.0
 # Up to so many rows products with packed weights are faster than with decoded ones; more where these are widened.
 PACKED_ROWS, PACKED_ROWS_IF_WIDENED = 8, 32
