@@ -197,7 +197,9 @@ def main() -> None:
     for name, value in found.items():
         print(f"{name:>15} {value:,.3f}")
     if given.out:
-        given.out.write_text(json.dumps({"device": "double: computes, then sleeps", **found}, indent=2) + "\n", encoding="utf-8")
+        given.out.write_text(
+            json.dumps({"device": "double: computes, then sleeps", **found}, indent=2) + "\n", encoding="utf-8"
+        )
 
 
 if __name__ == "__main__":
