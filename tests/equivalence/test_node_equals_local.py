@@ -34,6 +34,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "rows of factors": {"model": "llama", "optimizer": "adafactor"},
     "matrices, as they come": {"model": "llama", "optimizer": "adalomo", "max_grad_norm": None},
     "nothing kept": {"model": "llama", "optimizer": "lomo", "max_grad_norm": 0.5},
+    "products of matrices": {"model": "llama", "optimizer": "muon", "max_grad_norm": 0.5},
     "plain": {"model": "llama", "max_grad_norm": 0.5, "interpreter": "plain"},
 }
 
