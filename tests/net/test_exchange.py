@@ -78,34 +78,3 @@ def test_rounds_cover_every_element_once() -> None:
             pieces = [piece for each in exchange._rounds(size, workers) for piece in each.values()]
             assert [index for piece in pieces for index in (piece.start, piece.stop)][1:-1:2] == [p.start for p in pieces[1:]]
             assert (pieces[0].start, pieces[-1].stop) == (0, size)
-
-
-def test_the_node_sends_a_round_while_workers_pass_on_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exchange, "PIECE_ELEMENTS", 10)
-    waiting: dict[tuple[str, int], int] = {}
-
-    class Recorded:
-        """A lane that notes what is under way at once, by direction and peer."""
-
-        def __init__(self, rank: int) -> None:
-            self.rank, self.size, self.most = rank, 3, 0
-
-        def start_send(self, data: torch.Tensor, peer: int) -> tuple[str, int]:
-            return self._start("send", peer)
-
-        def start_receive(self, data: torch.Tensor, peer: int) -> tuple[str, int]:
-            return self._start("receive", peer)
-
-        def finish(self, work: tuple[str, int], peer: int, *, first: bool) -> None:
-            waiting[work] -= 1
-
-        def _start(self, way: str, peer: int) -> tuple[str, int]:
-            waiting[way, peer] = waiting.get((way, peer), 0) + 1
-            self.most = max(self.most, waiting[way, peer])
-            return way, peer
-
-    for rank, transfer in ((0, exchange.spread_out), (1, exchange.take_in)):
-        lane: Any = Recorded(rank)
-        transfer(lane, np.zeros(60, np.uint8))  # three rounds
-        assert lane.most == 2
-        assert not any(waiting.values())
