@@ -164,8 +164,8 @@ class Options(Declared):
         SEQUENTIAL,
         OneOf((SEQUENTIAL, TREE)),
         "sequential or tree.",
-        row="how gradients of micro-batches are added: `tree` gives the same bits with any number of a node's workers; it "
-        "takes more memory, and for tied weights one fp32 gradient of the embedding for each micro-batch",
+        row="how gradients of micro-batches are added: `tree` gives the same bits with any number of a node's workers under "
+        "one `plan`; it takes more memory, and for tied weights one fp32 gradient of the embedding for each micro-batch",
     )
     seed: int = option(0, Whole(0, _MOST_SEED), "Order of the data and dropout.")
     checkpoint_every: int | None = option(
