@@ -5,19 +5,17 @@ in another model's, and a plan would be printed for that model.
 """
 
 import json
-import re
 import threading
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig
 
-from headrace.files.model_directory import why_no_model
+from headrace.files.model_directory import refuse_no_configuration
 from headrace.model import Checkpoint, text_config, text_part
 from headrace.terms.errors import ConfigError, ModelError
 
 _HUB_SECONDS = 2.0
-_HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+$")
 # Names as in transformers; each architecture's `attribute_map` says what its files call them.
 _NEEDED = ("hidden_size", "num_hidden_layers", "vocab_size")
 _NEEDED_WHERE_KNOWN = ("num_attention_heads", "intermediate_size")
@@ -82,15 +80,10 @@ def position_limit(config: Any) -> int | None:
 
 def _config_file(model: str | Path) -> Path:
     path = Path(model)
+    refuse_no_configuration(str(model))
     if path.is_dir() or path.is_symlink():
-        if reason := why_no_model(path):
-            raise ModelError(f"model: {path}: {reason}")
         return path / "config.json"
-    if path.is_file():
-        return path
-    if not isinstance(model, str) or not _HUB_ID.match(model) or path.suffix == ".json":
-        raise ModelError(f"model: {model} is no directory and no file; give a model directory, a config.json, or OWNER/NAME")
-    return _from_hub(model)
+    return path if path.is_file() else _from_hub(str(model))
 
 
 def _from_hub(name: str) -> Path:

@@ -13,6 +13,7 @@ import typer
 
 import headrace
 from headrace.cli.environment import set_process_defaults
+from headrace.cli.first_look import look_at_configuration, look_at_data, look_at_model, look_at_place, look_at_words
 from headrace.cli.option_parameters import with_options
 from headrace.cli.plain_errors import INTERRUPTED, REFUSED, leave, plain_usage_errors, plainly
 from headrace.cli.reporting import report
@@ -74,6 +75,7 @@ def train(
     **given: Any,
 ) -> None:
     """Fine-tune a model. Every option can also stand in the YAML file, or be given as key=value (with _ for -)."""
+    look_at_words(() if node is not None else words or ())
     from headrace.cli.runs import run_config, start, work_for
 
     if node is not None:
@@ -94,6 +96,7 @@ def node(
     **given: Any,
 ) -> None:
     """Own a run whose model workers compute (`headrace train --node`), or go on with it where it was begun."""
+    look_at_words(words)
     from headrace.cli.runs import config_of, serve_run
 
     serve_run(config_of(words, given, NodeOptions))
@@ -116,6 +119,7 @@ def generate(
     **given: Any,
 ) -> None:
     """Generate text with a model of any size: answer a prompt or a file of prompts, or hold a conversation."""
+    look_at_place(model)
     from headrace.cli.generating import generate as run
 
     run(model, GenerateOptions.of(given))
@@ -131,6 +135,8 @@ def evaluate(
     **given: Any,
 ) -> None:
     """Measure the loss of held-out data under a model of any size, coded or not: nothing is trained or changed."""
+    look_at_place(model)
+    look_at_data(given.get("data") or ())
     from headrace.cli.evaluating import evaluate_model
 
     evaluate_model(model, given, as_json=as_json)
@@ -159,6 +165,7 @@ def compress(
     **given: Any,
 ) -> None:
     """Write a model with smaller weights, block by block. The same command goes on where it was stopped or killed."""
+    look_at_model(model)
     from headrace.cli.compressing import compress_model
 
     compress_model(model, out, given)
@@ -171,6 +178,7 @@ def decompress(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to write; must not exist.")],
 ) -> None:
     """Write a model with coded weights as an ordinary directory, in 16 bits."""
+    look_at_model(model)
     from headrace.cli.compressing import decompress_model
 
     decompress_model(model, out)
@@ -255,6 +263,7 @@ def plan(
     """Say whether a model fits, how fast it will be, and what limits it. Needs config.json only, no weights."""
     # A search makes millions of small objects and no cycles: looking for cycles would take a seventh of the time.
     gc.set_threshold(100_000, 50, 100)
+    look_at_configuration(model)
     from headrace.cli.planning import make_report, report_text
     from headrace.cli.screen import show
 

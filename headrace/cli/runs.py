@@ -6,7 +6,6 @@ Invariant: options win over key=value words, and these win over the YAML file.
 import contextlib
 import errno
 import os
-import re
 import shutil
 import socket
 import sys
@@ -18,6 +17,7 @@ from typing import Any, TypeVar
 from rich.console import Console
 
 from headrace.cli.environment import cache_directory, machine_profile_path
+from headrace.cli.first_look import split_words
 from headrace.cli.plain_errors import INTERRUPTED, leave, leave_failed_step, places_plainly
 from headrace.cli.screen import show
 from headrace.cli.streams import StdoutLost
@@ -33,7 +33,6 @@ from headrace.terms.provenance import PROVENANCE_NAME
 from headrace.terms.sizes import format_bytes
 
 _Config = TypeVar("_Config", bound=RunOptions)
-_CHANGE = re.compile(r"^[A-Za-z_-]+=")
 
 
 class Terminal:
@@ -63,8 +62,8 @@ def config_of(words: Sequence[str], options: Mapping[str, Any], kind: type[_Conf
     Raises:
         ConfigError: the words are neither, or see `RunOptions.of`.
     """
-    changes = parse_changes([word for word in words if _CHANGE.match(word)])
-    places = [word for word in words if not _CHANGE.match(word)]
+    places, changed = split_words(words)
+    changes = parse_changes(changed)
     values: dict[str, Any] = {"cache": cache_directory()}
     if machine_profile_path().exists():
         values["machine"] = str(machine_profile_path())

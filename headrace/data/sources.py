@@ -56,6 +56,21 @@ def find_sources(paths: Sequence[str], cache_dir: Path, most_tokens: int = 0) ->
     return [source for path in paths for source in _sources_of(path, cache_dir, string_bytes)]
 
 
+def refuse_unread(name: str) -> None:
+    """Refuse a path that no source comes from, without reading it or asking the Hub.
+
+    Raises:
+        DataError: there is no such path, or it is a file of a kind that is not read.
+    """
+    path = Path(name)
+    if path.is_file():
+        _reader_of(path)
+    elif not path.is_dir() and not _names_hub(name):
+        raise DataError(
+            f"{name}: no such file or directory; give {_suffixes()} files, directories of them, or owner/name of a Hub data set"
+        )
+
+
 def read_rows(source: Source) -> tuple[Kind, Iterator[Row]]:
     """Return the kind of `source`, decided by its first row, and all its rows, each checked to have that kind's columns. Rows
     of other forms (`forms.py`) are renamed.
@@ -112,17 +127,18 @@ def _names(values: Mapping[str, Any]) -> str:
 
 
 def _sources_of(name: str, cache_dir: Path, string_bytes: int) -> list[Source]:
+    refuse_unread(name)
     path = Path(name)
     if path.is_file():
         return [_file_source(path, string_bytes)]
     if path.is_dir():
         return _directory_sources(path, string_bytes)
-    if _HUB_NAME.match(name) and path.suffix not in _READERS:
-        fingerprint, read = open_hub(name, cache_dir / "hub")
-        return [Source(name, fingerprint, read)]
-    raise DataError(
-        f"{name}: no such file or directory; give {_suffixes()} files, directories of them, or owner/name of a Hub data set"
-    )
+    fingerprint, read = open_hub(name, cache_dir / "hub")
+    return [Source(name, fingerprint, read)]
+
+
+def _names_hub(name: str) -> bool:
+    return bool(_HUB_NAME.match(name)) and Path(name).suffix not in _READERS
 
 
 def _directory_sources(path: Path, string_bytes: int) -> list[Source]:
@@ -143,12 +159,17 @@ def _hidden(path: Path) -> bool:
 
 
 def _file_source(path: Path, string_bytes: int) -> Source:
+    read = _reader_of(path)
+    return Source(str(path), _stamp(path), lambda: read(path, string_bytes))
+
+
+def _reader_of(path: Path) -> Callable[[Path, int], Iterator[Row]]:
     read = _READERS.get(path.suffix)
     if read is None:
         raise DataError(f"{path}: files ending in {path.suffix or 'nothing'!r} are not read; expected {_suffixes()}")
     if not os.access(path, os.R_OK):
         raise DataError(f"{path}: this user may not read the file; change its permissions (chmod) or copy it")
-    return Source(str(path), _stamp(path), lambda: read(path, string_bytes))
+    return read
 
 
 def _stamp(path: Path) -> str:

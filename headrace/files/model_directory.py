@@ -6,9 +6,36 @@ Invariant: nothing is refused here that could be read: these are reasons for wha
 import errno
 import json
 import os
+import re
 from pathlib import Path
 
+from headrace.terms.errors import ModelError
+
 _LFS = b"version https://git-lfs"
+_HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+$")
+
+
+def refuse_no_model(directory: Path) -> None:
+    """Refuse what is no model directory.
+
+    Raises:
+        ModelError: it is not there, or has no configuration.
+    """
+    if reason := why_no_model(directory):
+        raise ModelError(f"model: {directory}: {reason}")
+
+
+def refuse_no_configuration(model: str) -> None:
+    """Refuse what names no configuration: neither a model directory, nor a file, nor OWNER/NAME of the Hub.
+
+    Raises:
+        ModelError: it is none of these.
+    """
+    path = Path(model)
+    if path.is_dir() or path.is_symlink():
+        refuse_no_model(path)
+    elif not path.is_file() and (not _HUB_ID.match(model) or path.suffix == ".json"):
+        raise ModelError(f"model: {model} is no directory and no file; give a model directory, a config.json, or OWNER/NAME")
 
 
 def why_no_model(directory: Path) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import transformers
 from transformers import CONFIG_MAPPING, AutoConfig
 
-from headrace.files.model_directory import why_no_model, why_unreachable
+from headrace.files.model_directory import refuse_no_model, why_unreachable
 from headrace.model.coded import decoded_tensors
 from headrace.model.find_blocks import quantisation_of
 from headrace.model.safetensors_file import WEIGHT_DTYPES, StoredTensor, read_header
@@ -77,8 +77,7 @@ class Checkpoint:
                 are quantised, and none is.
         """
         directory = Path(directory)
-        if reason := why_no_model(directory):
-            raise ModelError(f"model {str(directory)!r}: {reason}")
+        refuse_no_model(directory)
         config = _read_config(directory)
         tensors: dict[str, StoredTensor] = {}
         index = _read_index(directory)

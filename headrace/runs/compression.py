@@ -20,7 +20,7 @@ from headrace.engine.coded_files import CodedFiles, quantisation_config
 from headrace.engine.quantiser import Quantiser
 from headrace.engine.rounding import ParameterReport
 from headrace.files.durable import write_whole
-from headrace.files.model_directory import why_no_model
+from headrace.files.model_directory import refuse_no_model
 from headrace.machine.limits import default_host_bytes
 from headrace.model import Chain, Checkpoint
 from headrace.model.export import export_bytes
@@ -95,8 +95,7 @@ def refuse_coded(model: Path) -> None:
     Raises:
         ModelError: it is coded, or the directory has no readable configuration.
     """
-    if reason := why_no_model(model):
-        raise ModelError(f"model {str(model)!r}: {reason}")
+    refuse_no_model(model)
     try:
         config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     except ValueError:

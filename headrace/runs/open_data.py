@@ -13,7 +13,7 @@ import torch
 from transformers import AutoTokenizer
 
 from headrace.data import Batch, BatchStream, DataSpec, TokenSet, load_tokens
-from headrace.files.model_directory import why_no_model
+from headrace.files.model_directory import refuse_no_model
 from headrace.plan.given import load_plan
 from headrace.terms.errors import ConfigError, ModelError
 from headrace.terms.options import DEFAULT_ROWS_PER_STEP, DEFAULT_SEQUENCE_LENGTH, RunOptions
@@ -26,8 +26,7 @@ def read_model_config(model: Path) -> dict[str, Any]:
         ModelError: the directory or the file is missing, or the file is not a JSON object.
     """
     path = model / "config.json"
-    if reason := why_no_model(model):
-        raise ModelError(f"model: {model}: {reason}")
+    refuse_no_model(model)
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -1,0 +1,76 @@
+"""Places that do not exist are refused before torch and transformers are imported, which takes seconds.
+
+Invariant: nothing is refused here that would be accepted later, and the words are the same: all is looked at again.
+"""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from headrace.terms.errors import ModelError
+
+_CHANGE = re.compile(r"^[A-Za-z_-]+=")
+
+
+def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the places among the words of a command, and its key=value words."""
+    changes = [word for word in words if _CHANGE.match(word)]
+    return [word for word in words if not _CHANGE.match(word)], changes
+
+
+def look_at_words(words: Sequence[str]) -> None:
+    """Look at MODEL DATA...; a YAML file's places are looked at once it is read.
+
+    Raises:
+        ModelError, DataError: a place does not exist, or is of another kind.
+    """
+    places, _ = split_words(words)
+    if len(places) > 1:
+        look_at_model(places[0])
+        look_at_data(places[1:])
+
+
+def look_at_model(model: str | Path) -> None:
+    """Look at a model directory.
+
+    Raises:
+        ModelError: it is none.
+    """
+    from headrace.files.model_directory import refuse_no_model
+
+    refuse_no_model(Path(model))
+
+
+def look_at_configuration(model: str) -> None:
+    """Look at a model's directory or its configuration alone; names of the Hub are not asked for.
+
+    Raises:
+        ModelError: it is none.
+    """
+    from headrace.files.model_directory import refuse_no_configuration
+
+    refuse_no_configuration(model)
+
+
+def look_at_place(place: str | Path) -> None:
+    """Look at the directory of a model or run.
+
+    Raises:
+        ModelError: it cannot be reached.
+    """
+    from headrace.files.model_directory import why_unreachable
+
+    if reason := why_unreachable(Path(place)):
+        raise ModelError(f"model: {place}: {reason}")
+
+
+def look_at_data(paths: Sequence[str | Path]) -> None:
+    """Look at data files.
+
+    Raises:
+        DataError: one does not exist, or its kind is not read.
+    """
+    from headrace.data.sources import refuse_unread
+
+    for path in paths:
+        refuse_unread(str(path))
