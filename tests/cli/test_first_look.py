@@ -1,4 +1,4 @@
-"""What names no model and no data is refused before torch is imported, which takes seconds; and it is refused afterwards, too."""
+"""What names no model or data is refused before torch is imported, in the words that would come later."""
 
 import subprocess
 import sys
