@@ -7,7 +7,7 @@ from typing import ClassVar
 from headrace.terms.declared import option
 from headrace.terms.errors import ConfigError
 from headrace.terms.gradient import GradientWay
-from headrace.terms.optimizer import parse_optimizer
+from headrace.terms.named import read_named
 from headrace.terms.option_kinds import Number, Text, Whole
 
 
@@ -63,14 +63,4 @@ def adapter_of(text: str) -> Lora:
     Raises:
         ConfigError: there is no such kind, or it has no such setting or value; the message names those that it has.
     """
-    name, settings = parse_optimizer(text, "adapter")
-    if name not in ADAPTERS:
-        raise ConfigError(f"adapter: {name!r} is not one of {', '.join(ADAPTERS)}")
-    known = [each.key for each in ADAPTERS[name].settings()]
-    for key in settings:
-        if key not in known:
-            raise ConfigError(f"adapter: {key!r} is no setting of {name}, which has the settings {', '.join(known)}")
-    try:
-        return ADAPTERS[name](**settings)  # type: ignore[arg-type]
-    except ConfigError as error:
-        raise ConfigError(f"adapter: {name}: {error}") from error
+    return read_named("adapter", text, ADAPTERS.values())

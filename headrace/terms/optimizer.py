@@ -5,12 +5,12 @@ Not here: the rules and their own settings; each is a file in `update/rules/`.
 
 import math
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import ClassVar
 
-from headrace.terms.declared import Declaration, Declared, option
+from headrace.terms.declared import Declaration, option
 from headrace.terms.errors import ConfigError
+from headrace.terms.named import Named
 from headrace.terms.option_kinds import Listed, Number, OneOf, Record
 
 # What `--train` may ask for: every parameter, or the matrices of blocks alone.
@@ -36,7 +36,7 @@ class ParameterGroup:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Optimizer(Declared):
+class Optimizer(Named):
     """What every rule of updates is told. A rule's own settings are further fields of a subclass, declared as options are.
 
     Norms and biases (parameters with fewer than two dimensions, and those named `*norm*` or `*bias`) are not decayed.
@@ -44,8 +44,6 @@ class Optimizer(Declared):
     `train` leaves as it is gets updated.
     """
 
-    name: ClassVar[str] = ""
-    """What `--optimizer` calls the rule."""
     gives_up: ClassVar[str] = ""
     """What is given up in comparison with AdamW, in words: for whoever is offered the rule in its place."""
     is_offered: ClassVar[bool] = False
@@ -61,12 +59,6 @@ class Optimizer(Declared):
         """Return the declarations of the rule's own settings."""
         common = {each.name for each in fields(Optimizer)}
         return tuple(each for each in cls.declarations() if each.key not in common)
-
-    @property
-    def text(self) -> str:
-        """The rule and those of its settings that have another value than their default, as `--optimizer` takes them."""
-        found = {each.key: getattr(self, each.key) for each in self.settings() if getattr(self, each.key) != each.default}
-        return optimizer_text(self.name, {key: str(value) for key, value in found.items()})
 
     def group_of(self, name: str, num_dimensions: int) -> tuple[float, float]:
         """Return `(learning_rate_scale, weight_decay)` of the parameter called `name`."""
@@ -94,46 +86,6 @@ LEFT = (0.0, 0.0)
 def is_matrix(name: str, num_dimensions: int) -> bool:
     """Return whether a parameter is a matrix, or a stack of them: no vector, norm or bias."""
     return num_dimensions >= 2 and not name.endswith("bias") and "norm" not in name.lower()
-
-
-# Names that others have for a rule with certain settings; whoever uses such a name cannot give these settings otherwise.
-OTHER_RULE_NAMES: Mapping[str, tuple[str, Mapping[str, str]]] = {"adamw8bit": ("adamw", {"moments": "int8"})}
-
-
-def parse_optimizer(text: str, option: str = "optimizer") -> tuple[str, dict[str, str]]:
-    """Return the name of a rule and its settings, still as words, that `text` says: `sgd`, or `sgd:KEY=VALUE,KEY=VALUE`.
-
-    This module does not know which rules and settings there are (`update.rules.table` does), except `OTHER_RULE_NAMES`. Equal
-    numbers become equal words. `option` is its name in errors: ways for gradients to travel are named in the same form.
-
-    Raises:
-        ConfigError: a setting without a value, or one that is given twice.
-    """
-    name, colon, rest = text.partition(":")
-    name, implied = OTHER_RULE_NAMES.get(name.strip(), (name.strip(), {}))
-    settings = dict(implied)
-    for word in rest.split(",") if colon else ():
-        key, equals, value = (each.strip() for each in word.partition("="))
-        if not (key and equals and value) or key in settings:
-            wrong = "stands twice" if key in settings else "has no value"
-            raise ConfigError(f"{option}: in {text!r} the setting {key!r} {wrong}; expected NAME or NAME:KEY=VALUE,KEY=VALUE")
-        settings[key] = _plain_number(value)
-    return name, settings
-
-
-def optimizer_text(name: str, settings: Mapping[str, str]) -> str:
-    """Return what `parse_optimizer` reads back to the same name and settings."""
-    words = ",".join(f"{key}={value}" for key, value in settings.items())
-    return f"{name}:{words}" if words else name
-
-
-def _plain_number(text: str) -> str:
-    """Return a number as Python writes it, so that equal settings are equal words; other text stays as it is."""
-    try:
-        number = float(text)
-    except ValueError:
-        return text
-    return str(int(number)) if number.is_integer() else repr(number)
 
 
 @dataclass(frozen=True, slots=True)

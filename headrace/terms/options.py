@@ -15,8 +15,9 @@ from headrace.terms.ceilings import Ceilings
 from headrace.terms.contradictions import refuse_contradictions
 from headrace.terms.declared import Declared, option
 from headrace.terms.errors import ConfigError
+from headrace.terms.named import named_text, parse_named
 from headrace.terms.older_names import read_older_names
-from headrace.terms.optimizer import ALL, MATRICES, ParameterGroup, Schedule, optimizer_text, parse_optimizer
+from headrace.terms.optimizer import ALL, MATRICES, ParameterGroup, Schedule
 from headrace.terms.option_kinds import Either, Flag, Listed, Number, OneOf, Place, Rate, Record, Size, Text, Whole
 from headrace.terms.summing import SEQUENTIAL, TREE
 
@@ -241,7 +242,7 @@ class Options(Declared):
             object.__setattr__(self, "gradient_dtype", self.gradient_dtype or "float32")  # gradients of adapters are small
         refuse_contradictions(self)
         read_older_names(self)
-        object.__setattr__(self, "gradient", optimizer_text(*parse_optimizer(self.gradient, "gradient")))
+        object.__setattr__(self, "gradient", named_text(*parse_named("gradient", self.gradient)))
 
     @property
     def budget(self) -> Budget:

@@ -4,7 +4,8 @@ from collections.abc import Callable
 from typing import Any
 
 from headrace.terms.errors import ConfigError
-from headrace.terms.optimizer import Optimizer, parse_optimizer
+from headrace.terms.named import read_named
+from headrace.terms.optimizer import Optimizer
 from headrace.terms.options import Options
 from headrace.update.rule import UpdateRule
 from headrace.update.rules.adafactor import Adafactor, AdafactorRule
@@ -32,26 +33,15 @@ def optimizer_of(options: Options) -> Optimizer:
     Raises:
         ConfigError: there is no such rule, or it has no such setting or value; the message names those that it has.
     """
-    name, settings = parse_optimizer(options.optimizer)
-    kinds = {kind.name: kind for kind in RULES}
-    if name not in kinds:
-        raise ConfigError(f"optimizer: {name!r} is not one of {', '.join(kinds)}")
-    known = [each.key for each in kinds[name].settings()]
-    for key in settings:
-        if key not in known:
-            has = f"has the settings {', '.join(known)}" if known else "has none"
-            raise ConfigError(f"optimizer: {key!r} is no setting of {name}, which {has}")
-    values: dict[str, Any] = {
-        "lr": options.learning_rate,
-        "weight_decay": options.weight_decay,
-        "groups": options.parameter_groups,
-        "train": options.train,
-        **settings,
-    }
-    try:
-        return kinds[name](**values)
-    except ConfigError as error:
-        raise ConfigError(f"optimizer: {name}: {error}") from error
+    return read_named(
+        "optimizer",
+        options.optimizer,
+        RULES,
+        lr=options.learning_rate,
+        weight_decay=options.weight_decay,
+        groups=options.parameter_groups,
+        train=options.train,
+    )
 
 
 def rule_of(optimizer: Optimizer, compute_dtype: str) -> UpdateRule:

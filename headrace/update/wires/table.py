@@ -8,7 +8,7 @@ from headrace.model import Chain
 from headrace.terms.adapter import adapter_of
 from headrace.terms.errors import ConfigError
 from headrace.terms.gradient import GradientWay
-from headrace.terms.optimizer import parse_optimizer
+from headrace.terms.named import read_named
 from headrace.terms.options import Options
 from headrace.update.wire import Wire
 from headrace.update.wires.adapter import AdapterWire
@@ -33,19 +33,7 @@ def way_of(text: str) -> GradientWay:
     Raises:
         ConfigError: as `gradient_of`.
     """
-    name, settings = parse_optimizer(text, "gradient")
-    kinds = {kind.name: kind for kind in WIRES}
-    if name not in kinds:
-        raise ConfigError(f"gradient: {name!r} is not one of {', '.join(kinds)}")
-    known = [each.key for each in kinds[name].settings()]
-    for key in settings:
-        if key not in known:
-            has = f"has the settings {', '.join(known)}" if known else "has none"
-            raise ConfigError(f"gradient: {key!r} is no setting of {name}, which {has}")
-    try:
-        return kinds[name](**settings)
-    except ConfigError as error:
-        raise ConfigError(f"gradient: {name}: {error}") from error
+    return read_named("gradient", text, WIRES)
 
 
 def wire_of(options: Options, begun: str | None = None) -> Wire:
