@@ -7,6 +7,7 @@ take the same turns.
 import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -126,11 +127,15 @@ class Crowd:
         self.listener.part(reason)
 
     def dismiss(self) -> None:
-        """Tell workers, and those who wait to be some, that all is done."""
+        """Tell workers, and those who wait to be some, that all is done. Who is lost now is no loss: if it lives, it comes
+        again, and is told then.
+        """
+        self.listener.tell_over()
         if self._generation is not None:
             for rank in range(1, self._generation.num_workers + 1):
-                self._generation.down.send_message({"end": True}, rank)
-                self._generation.up.receive_message(rank)
+                with suppress(PeerLost):
+                    self._generation.down.send_message({"end": True}, rank)
+                    self._generation.up.receive_message(rank)
         self.listener.dismiss()
 
     @property

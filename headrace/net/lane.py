@@ -127,13 +127,17 @@ class Lane:
         return json.loads(text.tobytes())
 
     def end(self) -> None:
-        """Break all connections. Whoever waits on one, on either side, is told at once."""
+        """Break all connections. Whoever waits on one, on either side, is told at once.
+
+        Whom it waits for is left open: waiting for one peer would break nothing if the connection to that one is broken
+        already, and those who wait for the other peers would wait for ever.
+        """
         group = self._group
         if group is None:
             return
-        nothing, peer = [torch.empty(1, dtype=torch.uint8)], 1 - min(self.rank, 1)
         with contextlib.suppress(RuntimeError):  # breaking the connections raises this
-            group.recv(nothing, peer, _NOBODY).wait(timedelta(milliseconds=1))  # type: ignore[attr-defined]
+            work = group.recv_anysource([torch.empty(1, dtype=torch.uint8)], _NOBODY)  # type: ignore[attr-defined]
+            work.wait(timedelta(milliseconds=1))
 
     def close(self) -> None:
         """Break all connections and let the group go."""

@@ -26,8 +26,8 @@ from headrace.terms.errors import ConfigError, PeerLost
 # The number of heartbeats in the time after which a peer counts as lost; the seconds between two looks at membership; and the
 # seconds in which a living peer accepts an invitation.
 BEATS, LOOK_SECONDS, ACCEPT_SECONDS = 6, 0.05, 5.0
-# The last heartbeat of a peer that leaves begins with this; the reason follows.
-GONE = "gone: "
+# The last heartbeat of a peer that leaves begins with one of these, the reason follows: for good, or to come again.
+GONE, AWAY = "gone: ", "away: "
 # The key that is there when all is done.
 OVER = "over"
 _STORE_TIMEOUT = timedelta(seconds=10)
@@ -41,6 +41,11 @@ class _Ticket:
     info: Mapping[str, Any]
     beat: bytes = b""
     beat_seconds: float = field(default_factory=time.monotonic)
+
+    @property
+    def peer(self) -> str:
+        """Who it is: a peer that comes again has another ticket."""
+        return str(self.info.get("peer", self.number))
 
     @property
     def name(self) -> str:
@@ -77,9 +82,11 @@ class Listener:
         self._store.set("challenge", self._challenge)
         self._waiting: dict[int, _Ticket] = {}
         self._members: tuple[_Ticket, ...] = ()
+        self._peers: dict[str, _Ticket] = {}  # the newest ticket of each that has not left for good
         self._generation: Generation | None = None
         self._seen, self._number, self._closing = 0, 0, threading.Event()
         self._refused: list[str] = []
+        self._is_over = False
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._watch, name="headrace membership", daemon=True)
         self._thread.start()
@@ -113,12 +120,25 @@ class Listener:
             generation.end(reason)
             generation.close()
 
-    def dismiss(self) -> None:
-        """Tell those who wait that all is done, and give them a moment to leave."""
+    def tell_over(self) -> None:
+        """Tell those who wait, and those who will come again, that all is done."""
+        self._is_over = True  # who leaves now is no loss
         self._put(OVER, True)
-        end = time.monotonic() + ACCEPT_SECONDS
-        while self._waiting and time.monotonic() < end:
+
+    def dismiss(self) -> None:
+        """Tell that all is done, and wait until all who live have left: also those who are about to come again, because they
+        lost their generation, or were stopped and have just woken up. They would wait in vain for a node that is gone.
+        """
+        self.tell_over()
+        end = time.monotonic() + self.silence_seconds
+        self._look()
+        while self._is_anybody_left() and time.monotonic() < end:
             time.sleep(LOOK_SECONDS)
+            self._look()
+
+    def _is_anybody_left(self) -> bool:
+        with self._lock:
+            return any(time.monotonic() - each.beat_seconds <= self.silence_seconds for each in self._peers.values())
 
     def close(self) -> None:
         """End the generation, and stop listening."""
@@ -150,7 +170,7 @@ class Listener:
             return None
         try:
             generation = Generation(
-                self._store, self._number, host=self._host, rank=0, names=names, piece_seconds=self.silence_seconds
+                self._another_store(), self._number, host=self._host, rank=0, names=names, piece_seconds=self.silence_seconds
             )
         except PeerLost:
             return None
@@ -184,7 +204,8 @@ class Listener:
             if words is None:
                 if not hello.get("visits"):
                     with self._lock:
-                        self._waiting[number] = _Ticket(number, hello)
+                        self._waiting[number] = ticket = _Ticket(number, hello)
+                        self._peers[ticket.peer] = ticket
                 answer = {"proof": proof(self._secret, "node", hello["nonce"]), "silence_seconds": self.silence_seconds}
                 self._put(f"answer/{number}", answer)
                 if hello.get("visits"):
@@ -197,13 +218,17 @@ class Listener:
     def _receive_visitor(self, number: int) -> None:
         """Let a visitor measure the link; if it breaks off, that is no loss."""
         with contextlib.suppress(PeerLost, RuntimeError):
-            # A connection of its own: who waits for a peer on one holds up all others there, and with them the heartbeat.
-            store = TCPStore(self._host, self.address.port, is_master=False, timeout=_STORE_TIMEOUT)
-            lane = visitors_lane(store, number, host=self._host, rank=NODE, piece_seconds=self.silence_seconds)
+            lane = visitors_lane(
+                self._another_store(), number, host=self._host, rank=NODE, piece_seconds=self.silence_seconds
+            )
             try:
                 answer_link(lane)
             finally:
                 lane.close()
+
+    def _another_store(self) -> TCPStore:
+        """Return a connection for whoever may wait for a peer: on one, that holds up all others, and with them the heartbeat."""
+        return TCPStore(self._host, self.address.port, is_master=False, timeout=_STORE_TIMEOUT)
 
     def _why_refused(self, number: int, hello: Mapping[str, Any]) -> str | None:
         if not is_proof(str(hello.get("proof")), self._secret, "worker", self._challenge, str(number), str(hello.get("nonce"))):
@@ -216,23 +241,28 @@ class Listener:
         """Note whose heartbeats go on. End the generation if a member is silent, and forget a waiting peer that is silent."""
         now = time.monotonic()
         with self._lock:
-            tickets = (*self._members, *self._waiting.values())
-        for ticket in tickets:
+            others = self._peers.values() if self._is_over else ()
+            tickets = {each.number: each for each in (*self._members, *self._waiting.values(), *others)}
+        for ticket in tickets.values():
             key = f"beat/{ticket.number}"
             beat = self._store.get(key) if self._store.check([key]) else b""
             if beat != ticket.beat:
                 ticket.beat, ticket.beat_seconds = beat, now
             silent = now - ticket.beat_seconds > self.silence_seconds
-            gone = beat.decode().startswith(GONE)
-            if not gone and not silent:
+            gone, away = (beat.decode().startswith(each) for each in (GONE, AWAY))
+            if not gone and not away and not silent:
                 continue
             with self._lock:
                 self._waiting.pop(ticket.number, None)
                 generation = self._generation if ticket in self._members else None
-            words = beat.decode().removeprefix(GONE) if gone else f"shows no sign of life for {self.silence_seconds:g} s"
-            if silent and not gone:  # it may be back one day, and ask
+                if gone and self._peers.get(ticket.peer) is ticket:
+                    del self._peers[ticket.peer]
+            words = f"shows no sign of life for {self.silence_seconds:g} s"
+            if gone or away:
+                words = beat.decode().partition(": ")[2]
+            else:  # it may be back one day, and ask
                 self._put(f"dropped/{ticket.number}", f"it went on without this worker, which {words}")
-            if generation is not None:
+            if generation is not None and not (gone and self._is_over):
                 generation.end(f"{ticket.name} {words}")
 
     def _put(self, key: str, value: Any) -> None:

@@ -14,7 +14,7 @@ from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 from headrace.net.address import Address
 from headrace.net.generation import Generation
 from headrace.net.link import VISITOR, Link, measure_link, visitors_lane
-from headrace.net.listener import BEATS, GONE, LOOK_SECONDS, OVER
+from headrace.net.listener import AWAY, BEATS, GONE, LOOK_SECONDS, OVER
 from headrace.net.proof import is_proof, nonce, proof
 from headrace.terms.errors import ConfigError, PeerLost
 
@@ -23,15 +23,24 @@ _ANSWER_SECONDS = 30.0
 
 
 class Member:
-    """Somebody who has come to the node at `address` and been let in. Use it for one generation only, and close it. A member
-    that only `visits` measures the link, and is never invited to work.
+    """Somebody who has come to the node at `address` and been let in. Use it for one generation only, and close it. Who comes
+    again is the same `peer`. A member that only `visits` measures the link, and is never invited to work.
 
     Raises:
         PeerLost: nobody listens there, or the node has ended.
         ConfigError: the node refuses this worker, or does not know the secret itself.
     """
 
-    def __init__(self, address: Address, *, name: str, version: str, secret: bytes | None = None, visits: bool = False) -> None:
+    def __init__(
+        self,
+        address: Address,
+        *,
+        name: str,
+        version: str,
+        secret: bytes | None = None,
+        visits: bool = False,
+        peer: str | None = None,
+    ) -> None:
         self._address, self._secret = address, secret or b""
         self._store = self._connect()
         self._generation: Generation | None = None
@@ -41,7 +50,7 @@ class Member:
             self._ticket = self._store.add("tickets", 1)
             challenge, own = self._store.get("challenge").decode(), nonce()
             said = proof(self._secret, "worker", challenge, str(self._ticket), own)
-            hello = {"name": name, "version": version, "nonce": own, "proof": said, "visits": visits}
+            hello = {"name": name, "version": version, "nonce": own, "proof": said, "visits": visits, "peer": peer or own}
             self._beats = self._connect()
             self._beats.set(f"beat/{self._ticket}", "0")
             self._store.set(f"hello/{self._ticket}", json.dumps(hello))
@@ -75,6 +84,8 @@ class Member:
             self._store, number, host=self._own_host(), rank=rank, names=names, piece_seconds=self._silence_seconds
         )
         self._generation = generation
+        if self._lost is not None:  # meanwhile: nobody would say so again
+            generation.end(self._lost)
         return generation
 
     def why_dropped(self) -> str | None:
@@ -103,8 +114,8 @@ class Member:
         finally:
             lane.close()
 
-    def close(self, reason: str = "has left") -> None:
-        """Leave, and tell the node why if it can be reached.
+    def close(self, reason: str = "has left", *, again: bool = False) -> None:
+        """Leave, and tell the node why if it can be reached, and whether this peer will come `again`.
 
         The node is told by another way than the lanes: on these it may be about to send something that nobody receives any
         more.
@@ -113,7 +124,7 @@ class Member:
         self._thread.join()
         with contextlib.suppress(DistError, RuntimeError):
             if self._lost is None:
-                self._beats.set(f"beat/{self._ticket}", f"{GONE}{reason}")
+                self._beats.set(f"beat/{self._ticket}", f"{AWAY if again else GONE}{reason}")
         if self._generation is not None:
             self._generation.end("this worker has left")
             self._generation.close()

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import headrace
 from headrace.net import Address, Listener, Member
+from headrace.net.proof import nonce
 from headrace.runs.loop import Finished, resume, train
 from headrace.runs.protocols import Display, NoDisplay
 from headrace.runs.run_directory import RunDirectory
@@ -119,10 +120,10 @@ def work(
         ConfigError: the node refuses this worker, or its run has other options than `asked`.
     """
     display = display or NoDisplay()
-    steps, seen, told = 0, time.monotonic(), ""
+    steps, seen, told, peer = 0, time.monotonic(), "", nonce()
     while True:
         try:
-            steps += _work_once(address, own, name, display, secret, asked or {})
+            steps += _work_once(address, own, name, display, secret, asked or {}, peer)
             display.say(f"done: {steps} steps were taken here")
             return steps
         except _Parted as parted:
@@ -158,11 +159,11 @@ def asked_of(values: Mapping[str, Any], source: str) -> dict[str, Any]:
 
 
 def _work_once(
-    address: Address, own: Options, name: str, display: Display, secret: bytes | None, asked: Mapping[str, Any]
+    address: Address, own: Options, name: str, display: Display, secret: bytes | None, asked: Mapping[str, Any], peer: str
 ) -> int:
-    steps, met, words, reason = 0, False, "", "has left"
+    steps, met, words, reason, again = 0, False, "", "has left", False
     try:
-        member = Member(address, name=name, version=headrace.__version__, secret=secret)
+        member = Member(address, name=name, version=headrace.__version__, secret=secret, peer=peer)
     except PeerLost as lost:
         raise _Parted(str(lost), steps=0, met=False) from None
     met = True
@@ -189,10 +190,10 @@ def _work_once(
         if lost_one is None:
             reason = f"cannot go on: {error}"
             raise
-        words = member.why_dropped() or str(lost_one)
+        words, again = member.why_dropped() or str(lost_one), True
     finally:
         with suppress(PeerLost):
-            member.close(reason)
+            member.close(reason, again=again)
     raise _Parted(words, steps=steps, met=met)
 
 

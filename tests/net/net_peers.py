@@ -21,10 +21,12 @@ def listening(silence_seconds: float = 20.0, **more: Any) -> Iterator[Listener]:
 
 
 def joined(
-    listener: Listener, num_workers: int, secret: bytes | None = None
+    listener: Listener, num_workers: int, secret: bytes | None = None, **more: Any
 ) -> tuple[Generation, list[Member], list[Generation]]:
     """Return the node's generation, and the members with theirs, in the order of ranks."""
-    members = [Member(listener.address, name=str(number), version=VERSION, secret=secret) for number in range(num_workers)]
+    members = [
+        Member(listener.address, name=str(number), version=VERSION, secret=secret, **more) for number in range(num_workers)
+    ]
     with ThreadPoolExecutor(num_workers) as pool:
         entered = [pool.submit(member.enter) for member in members]
         node = listener.gather(num_workers, lambda text: None)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from net_peers import VERSION, at_once, joined, listening
 
-from headrace.net import Address, Listener, Member
+from headrace.net import Address, Lane, Listener, Member
 from headrace.net.proof import is_proof, proof
 from headrace.terms.errors import ConfigError, PeerLost
 
@@ -135,8 +135,45 @@ def test_spares_are_told_when_all_is_done() -> None:
         def wait() -> None:
             assert spare.enter() is None
             spare.close()
+            members[0].close()
 
         at_once(wait, listener.dismiss)
+
+
+@pytest.mark.parametrize("way", ["parted", "stopped"])
+def test_who_may_come_again_is_waited_for_when_all_is_done(way: str) -> None:
+    """Whether it has just left its generation, or was stopped and wakes up now."""
+    with listening(silence_seconds=1.0) as listener:
+        node, members, _ = joined(listener, 1, peer="one")
+        if way == "stopped":
+            members[0]._closing.set()  # its heart stops
+            with pytest.raises(PeerLost, match="shows no sign of life"):
+                node.up.receive(np.empty(10, np.uint8), 1)
+            listener.part("it went on")
+            members[0]._beats.set(f"beat/{members[0]._ticket}", "awake")
+        else:
+            members[0].close(again=True)
+
+        def come_again() -> None:
+            time.sleep(0.3)
+            if way == "stopped":
+                members[0].close(again=True)
+            assert not dismissed.is_set(), "the node waits for it"
+            again = Member(listener.address, name="0", version=VERSION, peer="one")
+            assert again.enter() is None
+            again.close()
+
+        dismissed = threading.Event()
+        at_once(come_again, lambda: (listener.dismiss(), dismissed.set()))
+
+
+def test_who_is_dead_is_not_waited_for_long_when_all_is_done() -> None:
+    with listening(silence_seconds=0.5) as listener:
+        _, members, _ = joined(listener, 1)
+        members[0]._closing.set()  # its heart stops
+        begin = time.monotonic()
+        listener.dismiss()
+        assert time.monotonic() - begin < 10
         members[0].close()
 
 
@@ -150,6 +187,25 @@ def test_who_leaves_is_missed_and_another_takes_the_place() -> None:
         at_once(lambda: again.down.send_message({"step": 1}, 1), lambda: workers[0].down.receive_message(0))
         assert again.number == node.number + 1
         members[0].close()
+
+
+def test_an_end_wakes_all_also_when_one_peer_has_gone_before() -> None:
+    """The node waits for the second worker, which waits for the node, while the first one breaks off."""
+    with listening() as listener:
+        node, members, workers = joined(listener, 2)
+
+        def waits(lane: Lane, peer: int) -> None:
+            with pytest.raises(PeerLost):
+                lane.receive(np.empty(10, np.uint8), peer)
+
+        def ends() -> None:
+            workers[0].close()
+            waits(node.up, 1)
+            node.end("the step failed")
+
+        at_once(lambda: waits(node.up, 2), lambda: waits(workers[1].up, 0), ends)
+        for member in members:
+            member.close()
 
 
 def test_nothing_of_an_older_generation_reaches_the_next() -> None:
