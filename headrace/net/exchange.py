@@ -4,14 +4,16 @@ Down: the node sends piece j of each round to worker j, which sends it on to the
 gradients to worker j, which adds them in fp32 in a given order, rounds once, and sends the sum to the node. So the sum has the
 same bits in every run, and the node moves S bytes each way per unit; a worker moves up to (2 - 1/W) S. It is never a star, and
 never one of gloo's collectives: gloo's broadcast sends log2 W copies from the root, and its reduce adds in an order of its own.
+
+Down, two rounds are under way at once: while workers pass on what they have, the node sends what they will pass on next.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 
 from headrace.machine.host_memory import Bytes
-from headrace.net.lane import Lane
+from headrace.net.lane import Lane, Waiting
 from headrace.terms.summing import Order
 
 NODE = 0
@@ -28,11 +30,12 @@ def spread_out(lane: Lane, data: Bytes) -> None:
     if lane.size == 2:
         lane.send(data, 1)
         return
-    flat = torch.from_numpy(data)
+    flat, before = torch.from_numpy(data), list[Waiting]()
     for number, pieces in enumerate(_rounds(flat.numel(), lane.size - 1)):
-        works = [(lane.start_send(flat[piece], rank), rank) for rank, piece in pieces.items()]
-        for work, rank in works:
-            lane.finish(work, rank, first=number == 0)
+        works = [(lane.start_send(flat[piece], rank), rank, number == 0) for rank, piece in pieces.items()]
+        _finish(lane, before)
+        before = works
+    _finish(lane, before)
 
 
 def take_in(lane: Lane, into: Bytes) -> None:
@@ -44,15 +47,24 @@ def take_in(lane: Lane, into: Bytes) -> None:
     if lane.size == 2:
         lane.receive(into, NODE)
         return
-    flat, me = torch.from_numpy(into), lane.rank
+    flat, me, before = torch.from_numpy(into), lane.rank, list[Waiting]()
     others = [rank for rank in range(1, lane.size) if rank != me]
     for number, pieces in enumerate(_rounds(flat.numel(), lane.size - 1)):
-        works = [(lane.start_receive(flat[pieces[rank]], rank), rank) for rank in others if rank in pieces]
-        if me in pieces:
-            lane.finish(lane.start_receive(flat[pieces[me]], NODE), NODE, first=number == 0)
-            works += [(lane.start_send(flat[pieces[me]], rank), rank) for rank in others]
-        for work, rank in works:
-            lane.finish(work, rank, first=number == 0)
+        first = number == 0
+        own = lane.start_receive(flat[pieces[me]], NODE) if me in pieces else None
+        works = [(lane.start_receive(flat[pieces[rank]], rank), rank, first) for rank in others if rank in pieces]
+        # The node's piece of this round comes while those of the round before go from worker to worker.
+        if own is not None:
+            lane.finish(own, NODE, first=first)
+            works += [(lane.start_send(flat[pieces[me]], rank), rank, first) for rank in others]
+        _finish(lane, before)
+        before = works
+    _finish(lane, before)
+
+
+def _finish(lane: Lane, works: Iterable[Waiting]) -> None:
+    for work, rank, first in works:
+        lane.finish(work, rank, first=first)
 
 
 def add_up(lane: Lane, gradient: torch.Tensor, dtype: torch.dtype, order: Order) -> None:

@@ -22,6 +22,8 @@ from headrace.terms.errors import PeerLost
 from headrace.terms.sizes import MIB
 
 PIECE_BYTES = 16 * MIB
+# A piece under way, its peer, and whether it is the first of a transfer (`Lane.finish`).
+Waiting = tuple[Work, int, bool]
 # A connection breaks before a watchman knows why: he is waited for so long.
 _WHY_SECONDS = 0.3
 _FOR_EVER = timedelta(days=365)

@@ -3,6 +3,7 @@ and the node moves one copy each way, however many workers there are.
 """
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,9 @@ import pytest
 import torch
 from net_peers import at_once, joined, listening
 
-from headrace.net import exchange
+from headrace.net import Generation, exchange
 from headrace.net.lane import Lane
+from headrace.terms.errors import PeerLost
 from headrace.terms.summing import SEQUENTIAL, order_of
 
 
@@ -78,3 +80,83 @@ def test_rounds_cover_every_element_once() -> None:
             pieces = [piece for each in exchange._rounds(size, workers) for piece in each.values()]
             assert [index for piece in pieces for index in (piece.start, piece.stop)][1:-1:2] == [p.start for p in pieces[1:]]
             assert (pieces[0].start, pieces[-1].stop) == (0, size)
+
+
+def test_the_node_sends_a_round_while_workers_pass_on_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange, "PIECE_ELEMENTS", 10)
+    waiting: dict[tuple[str, int], int] = {}
+
+    class Recorded:
+        """A lane that notes what is under way at once, by direction and peer."""
+
+        def __init__(self, rank: int) -> None:
+            self.rank, self.size, self.most = rank, 3, 0
+
+        def start_send(self, data: torch.Tensor, peer: int) -> tuple[str, int]:
+            return self._start("send", peer)
+
+        def start_receive(self, data: torch.Tensor, peer: int) -> tuple[str, int]:
+            return self._start("receive", peer)
+
+        def finish(self, work: tuple[str, int], peer: int, *, first: bool) -> None:
+            waiting[work] -= 1
+
+        def _start(self, way: str, peer: int) -> tuple[str, int]:
+            waiting[way, peer] = waiting.get((way, peer), 0) + 1
+            self.most = max(self.most, waiting[way, peer])
+            return way, peer
+
+    for rank, transfer in ((0, exchange.spread_out), (1, exchange.take_in)):
+        lane: Any = Recorded(rank)
+        transfer(lane, np.zeros(60, np.uint8))  # three rounds
+        assert lane.most == 2
+        assert not any(waiting.values())
+
+
+@pytest.mark.parametrize("way", ["down", "up"])
+@pytest.mark.parametrize("moment", range(6))
+def test_all_are_told_of_a_loss_in_the_middle_of_rounds(way: str, moment: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first worker is killed before its `moment`th transfer of many: nobody who waits for somebody else waits for ever,
+    whoever of the others breaks off first.
+    """
+    monkeypatch.setattr(exchange, "PIECE_ELEMENTS", 1 << 16)
+    size, order = 1 << 20, order_of(2, 2, SEQUENTIAL)
+    with listening() as listener:
+        node, members, others = joined(listener, 2)
+        lane = getattr(others[0], way)
+        lane._start = killed_at(moment, lane._start, others[0])
+        gradients = [torch.zeros(size) for _ in members]
+        calls = {
+            "down": (
+                lambda: exchange.spread_out(node.down, np.zeros(size, np.uint8)),
+                *(lambda each=each: exchange.take_in(each.down, np.empty(size, np.uint8)) for each in others),
+            ),
+            "up": (
+                lambda: exchange.take_sum(node.up, torch.empty(size, dtype=torch.bfloat16)),
+                *(
+                    lambda each=each, mine=mine: exchange.add_up(each.up, mine, torch.bfloat16, order)
+                    for each, mine in zip(others, gradients, strict=True)
+                ),
+            ),
+        }
+
+        def broken_off(generation: Generation, call: Callable[[], None]) -> None:
+            with pytest.raises(PeerLost):
+                call()
+            generation.end("the step failed")  # as engines do when a lane has failed
+
+        at_once(*(lambda pair=pair: broken_off(*pair) for pair in zip((node, *others), calls[way], strict=True)))
+        for member in members:
+            member.close()
+
+
+def killed_at(moment: int, real: Callable[..., Any], generation: Generation) -> Callable[..., Any]:
+    """Return a lane's `_start` that breaks all connections before the given call of it, as a kill does."""
+    calls = iter(range(1 << 30))
+
+    def start(*arguments: Any) -> Any:
+        if next(calls) == moment:
+            generation.close()
+        return real(*arguments)
+
+    return start
