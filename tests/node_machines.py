@@ -22,6 +22,8 @@ class Machines:
     def __init__(self, folder: Path, output: str, workers: int, policy: str, **more: Any) -> None:
         self.folder, self.output, self.num_workers, self.more = folder, folder / output, workers, POLICIES[policy] | more
         self.port, self.workers, self.names = 0, list[BaseProcess](), 0
+        self.scratch = folder / f"{output}-scratch"
+        self.scratch.mkdir()
         self.node = self.start_node()
         self.port = int(self.wait_for(self.output.with_name(f"{output}.port")).read_text())
 
@@ -36,7 +38,7 @@ class Machines:
             self.names += 1
             said = str(self.said_by(self.names))
             process = PROCESSES.Process(
-                target=node_processes.worker, args=(self.port, str(self.names)), kwargs={"said": said} | more
+                target=node_processes.worker, args=(self.port, str(self.names)), kwargs={"said": said, "scratch": str(self.scratch)} | more
             )
             process.start()
             self.workers.append(process)

@@ -3,6 +3,7 @@
 import json
 import os
 import resource
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -75,9 +76,11 @@ def worker(
     secret: str | None = None,
     said: str | None = None,
     host_memory: str = "2GiB",
+    scratch: str | None = None,
 ) -> None:
-    """Be a worker, and print what it has to say, or add it to the file `said`."""
+    """Be a worker, and print what it has to say, or add it to the file `said`; its files lie in `scratch`."""
     torch.set_num_threads(1)
+    tempfile.tempdir = scratch
     word = Path(secret).read_bytes() if secret else None
     options, display = Options(host_memory=host_memory), Words(said)
     work(Address(host, port), options, name=name, wait_seconds=60.0, secret=word, display=display)

@@ -6,13 +6,13 @@ one that writes there.
 """
 
 import contextlib
-import fcntl
 import os
 import shutil
 import stat
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+
+from headrace.files.scratch import claim, remove_dead
 
 
 def sync(path: Path) -> None:
@@ -110,8 +110,8 @@ def appearing(out: Path) -> Iterator[Path]:
     """
     target = Path(os.path.realpath(out))
     target.parent.mkdir(parents=True, exist_ok=True)
-    _remove_dead(target)
-    partial, descriptor = _claim(target)
+    remove_dead(target.parent, _prefix(target))
+    partial, descriptor = claim(target.parent, _prefix(target))
     try:
         yield partial
         partial.chmod(0o755)  # mkdtemp makes it private
@@ -139,47 +139,6 @@ def is_mount_point(path: Path) -> bool:
 
 def _prefix(target: Path) -> str:
     return f".{target.name}.partial-"
-
-
-def _claim(target: Path) -> tuple[Path, int]:
-    """Make a directory beside `target` and lock it; the lock goes with the process, however that ends."""
-    while True:
-        partial = Path(tempfile.mkdtemp(prefix=_prefix(target), dir=target.parent))
-        try:
-            descriptor = os.open(partial, os.O_RDONLY | os.O_DIRECTORY)
-        except FileNotFoundError:
-            continue  # somebody took it for dead before it had its lock
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            lost = not partial.exists()
-        except BlockingIOError:
-            lost = True  # somebody is about to remove it
-        except OSError:
-            lost = False  # a file system without such locks: there nothing is taken for dead
-        if not lost:
-            return partial, descriptor
-        os.close(descriptor)
-
-
-def _remove_dead(target: Path) -> None:
-    try:
-        beside = list(target.parent.iterdir())
-    except PermissionError:
-        return  # we may write there and not look
-    for path in beside:
-        if not path.name.startswith(_prefix(target)) or path.is_symlink() or not path.is_dir():
-            continue
-        try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        except OSError:
-            continue  # gone meanwhile, or somebody else's
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(path, ignore_errors=True)
-        except OSError:
-            pass  # it lives, or nobody can tell
-        finally:
-            os.close(descriptor)
 
 
 def _sync_tree(directory: Path) -> None:

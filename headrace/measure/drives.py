@@ -5,12 +5,9 @@ directory's free space is used meanwhile.
 """
 
 import contextlib
-import fcntl
 import math
 import os
-import shutil
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,6 +17,7 @@ from typing import Self
 import numpy as np
 
 from headrace.files import BLOCK_BYTES, DirectFile, DirectoryFacts, ThreadEngine, describe_directory
+from headrace.files.scratch import remove_dead, scratch
 from headrace.machine.host_memory import huge_page_buffer
 from headrace.measure.loads import rates_together, seconds_of
 from headrace.terms.ceilings import InFlight
@@ -135,7 +133,7 @@ class Drive:
         data = huge_page_buffer(BLOCK_BYTES)
         data[:] = 1
         # Files with names, as a store's are: for those without, some file systems (btrfs) take a shorter way.
-        with _own_folder(self._directory) as folder:
+        with scratch(self._directory, _FOLDER_PREFIX) as folder:
             record = folder / "record"
             file = DirectFile.create(folder / "data", BLOCK_BYTES)
 
@@ -215,29 +213,9 @@ def best_setting(rates: Mapping[InFlight, float]) -> InFlight:
     )
 
 
-@contextlib.contextmanager
-def _own_folder(directory: Path) -> Iterator[Path]:
-    """Yield a folder that is removed afterwards; if this process is killed, the next that measures there removes it."""
-    with tempfile.TemporaryDirectory(prefix=_FOLDER_PREFIX, dir=directory) as name:
-        descriptor = os.open(name, os.O_RDONLY)
-        try:
-            with contextlib.suppress(OSError):  # on a file system without locks nobody takes it for a leftover, either
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            yield Path(name)
-        finally:
-            os.close(descriptor)
-
-
 def remove_leftovers(directory: Path) -> None:
     """Remove what measurements that were killed left in `directory`: the folders that no living process holds locked."""
-    for folder in directory.glob(f"{_FOLDER_PREFIX}*"):
-        with contextlib.suppress(OSError):
-            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(folder)
-            finally:
-                os.close(descriptor)
+    remove_dead(directory, _FOLDER_PREFIX)
 
 
 def _checked(directory: Path) -> DirectoryFacts:

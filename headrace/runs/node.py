@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import headrace
+from headrace.files.scratch import remove_tree, scratch
 from headrace.net import Address, Listener, Member
 from headrace.net.proof import nonce
 from headrace.runs.loop import Finished, resume, train
 from headrace.runs.protocols import Display, NoDisplay
 from headrace.runs.run_directory import RunDirectory
-from headrace.terms.errors import ConfigError, HeadraceError, PeerLost, RunDirectoryError, StepFailed
+from headrace.store import leftovers_of, remove_leftover
+from headrace.terms.errors import ConfigError, HeadraceError, PeerLost, RunDirectoryError, StepFailed, StorageError
 from headrace.terms.options import NodeOptions, Options
 
 if TYPE_CHECKING:
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 # Seconds that a worker waits for a node that is not there, or not there any more.
 WAIT_SECONDS = 600.0
 _RETRY_SECONDS = 0.2
+_SCRATCH = "headrace-worker-"
 # Options that belong to each process: where things lie on its machine, and how much of it may be used.
 WORKERS_OWN = frozenset({"ssd", "host_memory", "device_memory", "machine"})
 
@@ -174,8 +177,8 @@ def _work_once(
         from headrace.engine.worker import Worker  # late, because it imports the model library
 
         with (
-            tempfile.TemporaryDirectory(prefix="headrace-worker-", dir=own.budget.ssd[0] if own.budget.ssd else None) as folder,
-            Worker(generation, own, Path(folder), lambda event: None, asked) as worker,
+            scratch(own.budget.ssd[0] if own.budget.ssd else Path(tempfile.gettempdir()), _SCRATCH, _discard) as folder,
+            Worker(generation, own, folder, lambda event: None, asked) as worker,
         ):
             reporter = display.progress(worker.total_steps)
             worker.listen(reporter)
@@ -195,6 +198,14 @@ def _work_once(
         with suppress(PeerLost):
             member.close(reason, again=again)
     raise _Parted(words, steps=steps, met=met)
+
+
+def _discard(folder: Path) -> None:
+    """Remove what a killed worker left: its store's files on its drives, and then the directory that knows of them."""
+    with suppress(RunDirectoryError, StorageError, ConfigError):
+        for leftover in leftovers_of(folder):
+            remove_leftover(leftover)
+    remove_tree(folder)
 
 
 def lost_peer(error: BaseException) -> PeerLost | None:

@@ -60,6 +60,7 @@ def test_workers_and_the_node_are_killed(policy: str, workers: int, place: Path,
     assert machines.finish() == undisturbed(policy, workers)
     left = [process.exitcode for process in machines.workers if process.exitcode != -signal.SIGKILL]
     assert left == [0] * workers, "spares end well, too"
+    assert not list(machines.scratch.iterdir()), "what the killed left went with the next worker"
 
 
 @pytest.mark.deep
