@@ -38,7 +38,9 @@ class Machines:
             self.names += 1
             said = str(self.said_by(self.names))
             process = PROCESSES.Process(
-                target=node_processes.worker, args=(self.port, str(self.names)), kwargs={"said": said, "scratch": str(self.scratch)} | more
+                target=node_processes.worker,
+                args=(self.port, str(self.names)),
+                kwargs={"said": said, "scratch": str(self.scratch)} | more,
             )
             process.start()
             self.workers.append(process)

@@ -203,9 +203,9 @@ class Listener:
             words = self._why_refused(number, hello)
             if words is None:
                 if not hello.get("visits"):
+                    ticket = _Ticket(number, hello)
                     with self._lock:
-                        self._waiting[number] = ticket = _Ticket(number, hello)
-                        self._peers[ticket.peer] = ticket
+                        self._waiting[number] = self._peers[ticket.peer] = ticket
                 answer = {"proof": proof(self._secret, "node", hello["nonce"]), "silence_seconds": self.silence_seconds}
                 self._put(f"answer/{number}", answer)
                 if hello.get("visits"):
@@ -218,16 +218,14 @@ class Listener:
     def _receive_visitor(self, number: int) -> None:
         """Let a visitor measure the link; if it breaks off, that is no loss."""
         with contextlib.suppress(PeerLost, RuntimeError):
-            lane = visitors_lane(
-                self._another_store(), number, host=self._host, rank=NODE, piece_seconds=self.silence_seconds
-            )
+            lane = visitors_lane(self._another_store(), number, host=self._host, rank=NODE, piece_seconds=self.silence_seconds)
             try:
                 answer_link(lane)
             finally:
                 lane.close()
 
     def _another_store(self) -> TCPStore:
-        """Return a connection for whoever may wait for a peer: on one, that holds up all others, and with them the heartbeat."""
+        """Return a connection for whoever may wait for a peer: on one, that holds up all others, the heartbeat too."""
         return TCPStore(self._host, self.address.port, is_master=False, timeout=_STORE_TIMEOUT)
 
     def _why_refused(self, number: int, hello: Mapping[str, Any]) -> str | None:
@@ -255,7 +253,8 @@ class Listener:
             with self._lock:
                 self._waiting.pop(ticket.number, None)
                 generation = self._generation if ticket in self._members else None
-                if gone and self._peers.get(ticket.peer) is ticket:
+                newest = self._peers.get(ticket.peer)
+                if gone and newest is not None and newest.number == ticket.number:
                     del self._peers[ticket.peer]
             words = f"shows no sign of life for {self.silence_seconds:g} s"
             if gone or away:
