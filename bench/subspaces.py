@@ -1,16 +1,18 @@
 """How many bytes do subspaces (`--gradient lsp`) write at each step, beside whole gradients, and is that what is planned?
 
     python bench/subspaces.py --scratch DISK [--hidden 512] [--layers 6] [--period 12] [--out subspaces.json]
+    python bench/subspaces.py --scratch DISK --model MODEL --host-memory 2.5GiB --period 4 [--ways refit,step]
 
 A random Llama of such a shape, whose embedding and head are a tenth of it, is trained with AdamW: whole gradients, then a
 quarter of the side with `rewrite=refit` and with `rewrite=step`. Each run commits every step. Bytes are `write_bytes` of
 /proc/self/io over `--period` steps, in which each block has its turn to be looked at, after two steps that begin the run (the
-first fits projectors); merges are among them. Seconds and the peak stand beside them. Planned are, by numbers of elements, 12
+first fits projectors); merges are among them. With `--model` it is that model, and its own shape. Seconds and the peak stand beside them. Planned are, by numbers of elements, 12
 bytes a parameter; 12 of the subspaces and of what is trained whole; and 4 of the matrices besides, with 8 of the subspaces.
 """
 
 import argparse
 import json
+import shutil
 import tempfile
 import time
 from dataclasses import replace
@@ -67,13 +69,13 @@ def planned_bytes(way: str, layouts: list[tuple[UnitLayout, UnitLayout]]) -> int
     return {"dense": 12 * (matrices + plain), "refit": 12 * (core + plain)}.get(way, 4 * matrices + 8 * core + 12 * plain)
 
 
-def measured(model: Path, scratch: Path, way: str, dimension: int, period: int) -> dict[str, Any]:
+def measured(model: Path, scratch: Path, way: str, dimension: int, period: int, host_memory: str) -> dict[str, Any]:
     """Return what one way writes and takes a step."""
     lsp = f"lsp:dimension={dimension},check={period},alpha=0,rewrite={way}"
     options = headrace.Options(
         output=scratch / way,
         gradient="dense" if way == "dense" else lsp,
-        host_memory="4GiB",
+        host_memory=host_memory,
         tokens_per_step=ROWS * LENGTH,
         sequence_length=LENGTH,
         learning_rate=1e-4,
@@ -118,18 +120,25 @@ def main() -> None:
     arguments.add_argument("--hidden", type=int, default=512)
     arguments.add_argument("--layers", type=int, default=6)
     arguments.add_argument("--period", type=int, default=12)
+    arguments.add_argument("--model", type=Path, help="a model to train in place of a random one of that shape")
+    arguments.add_argument("--host-memory", default="4GiB")
+    arguments.add_argument("--ways", default=",".join(WAYS), help="which of them, in order")
     arguments.add_argument("--out", type=Path)
     options = arguments.parse_args()
     found = []
     with tempfile.TemporaryDirectory(dir=options.scratch) as folder:
         scratch = Path(folder)
-        made_model(scratch / "model", options.hidden, options.layers)
-        for way in WAYS:
-            found.append(measured(scratch / "model", scratch, way, options.hidden // 4, options.period))
+        model = options.model or scratch / "model"
+        if options.model is None:
+            made_model(model, options.hidden, options.layers)
+        hidden = json.loads((model / "config.json").read_text(encoding="utf-8"))["hidden_size"]
+        for way in options.ways.split(","):
+            found.append(measured(model, scratch, way, hidden // 4, options.period, options.host_memory))
+            shutil.rmtree(scratch / way)
             row = found[-1]
             share = row["written_bytes"] / found[0]["written_bytes"]
             print(
-                f"{way:6} {row['written_bytes'] / 1e6:8.2f} MB a step, {share:.3f} of dense, "
+                f"{way:6} {row['written_bytes'] / 1e6:8.2f} MB a step, {share:.3f} of {found[0]['way']}, "
                 f"{row['written_bytes'] / row['planned_bytes']:.3f} of planned; {row['seconds']:.2f} s, "
                 f"peak {row['peak_bytes'] / 2**30:.2f} GiB; {row['tried']} new projectors tried",
                 flush=True,

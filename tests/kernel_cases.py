@@ -18,6 +18,7 @@ from headrace.codec.dictionary import Dictionary
 from headrace.codec.published import PackQuantized
 from headrace.codec.ternary import WordsCodec
 from headrace.terms.errors import ModelError
+from headrace.update.projectors import sparse
 
 ARCHITECTURES = (80, 89, 90)
 # Rows, columns, and the share of zeros: odd widths, one column, rows that are longer than a chunk of words.
@@ -114,6 +115,28 @@ def damage_is_refused(kernels: Any, device: torch.device) -> None:
                 action()
 
 
+def sparse_products_are_within_their_bound(kernels: Any, device: torch.device) -> None:
+    """Rows without a non-zero, one column, more columns than a program has, repeated positions; a repetition has the same bits."""
+    del kernels  # those of codes
+    own = importlib.import_module("headrace.update.projectors.triton_kernels")
+    for seed, (rows, columns, width, most) in enumerate(((1, 1, 1, 1), (7, 5, 300, 4), (33, 64, 257, 9), (4, 9, 0, 2))):
+        drawn = torch.Generator().manual_seed(seed)
+        begins = torch.nn.functional.pad(torch.randint(0, most + 1, (rows,), generator=drawn).cumsum(0), (1, 0))
+        places = torch.randint(0, columns, (int(begins[-1]),), generator=drawn)
+        values, dense = torch.randn(len(places), generator=drawn), torch.randn(columns, width, generator=drawn)
+        there = sparse.Csr(values.to(device), places.to(device), begins.to(device))
+        found = sparse.by_kernel(own, there, dense.to(device))
+        assert found.equal(sparse.by_kernel(own, there, dense.to(device)))
+        whole, sizes = (
+            torch.zeros(rows, columns, dtype=torch.float64).index_put(
+                (torch.repeat_interleave(torch.arange(rows), begins.diff()), places), numbers.double(), accumulate=True
+            )
+            for numbers in (values, values.abs())
+        )
+        bound = (most + 2) * 2.0**-24 * (sizes @ dense.double().abs())
+        assert bool(((found.cpu().double() - whole @ dense.double()).abs() <= bound).all()), (rows, columns, width)
+
+
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.cpu().contiguous().view(torch.int16 if tensor.element_size() == 2 else torch.int32)
 
@@ -123,6 +146,7 @@ CASES = (
     products_are_within_their_bound,
     four_bits_have_the_bits_of_the_host,
     damage_is_refused,
+    sparse_products_are_within_their_bound,
 )
 
 
@@ -132,6 +156,7 @@ def compile_for(architecture: int) -> dict[str, int]:
     from triton.compiler import ASTSource, compile
 
     kernels = importlib.import_module("headrace.codec.triton_kernels")
+    products_of = importlib.import_module("headrace.update.projectors.triton_kernels")
     words = {"codes": "*i16", "row_offsets": "*i32", "table": "*i32", "levels": "*bf16"}
     whole = {"damaged": "*i32", "num_words": "i32"}
     int4 = {"words": "*i32", "scales": "*bf16", "zeros": "*i32", "out": "*i16"}
@@ -143,6 +168,8 @@ def compile_for(architecture: int) -> dict[str, int]:
     ]
     products = words | {"inputs": "*bf16", "out": "*fp32"} | whole | {"rows": "i32", "columns": "i32"}
     versions += [(kernels.words_times_vectors, products, {"tokens": tokens, "chunk": 32}) for tokens in (1, 2, 4)]
+    csr = {"values": "*fp32", "columns": "*i64", "begins": "*i64", "dense": "*fp32", "out": "*fp32", "width": "i32"}
+    versions.append((products_of.csr_times_dense, csr, {"block": 256}))
     found = {}
     for kernel, signature, constants in versions:
         source = ASTSource(kernel, signature | dict.fromkeys(constants, "constexpr"), constants)

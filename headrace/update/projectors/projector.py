@@ -14,6 +14,8 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from headrace.update.projectors.sparse import Csr, csr_times_dense
+
 _T = TypeVar("_T")
 
 
@@ -117,7 +119,6 @@ class Kind(Protocol):
     ) -> Sides[tuple[Tensor, Tensor | None]]:
         """Return values and positions of both sides, None for a side whose dimension is None: it keeps the identity.
 
-        `gradient` (stack, m, n) is a sample; random numbers are `generator`'s alone, which is on the CPU.
         `gradient` (stack, m, n) is a sample; all random numbers come from `generator`, which is on the CPU.
         """
 
@@ -131,7 +132,7 @@ def smaller(side: int, dimension: int) -> int | None:
 class Scattered:
     """A projector with non-zeros anywhere: `values` (stack, rows, r) at the columns `positions`, which differ in each row.
 
-    Products gather rows and add them in a fixed order: no dense projector, and no sums by atomic additions.
+    Its products are sparse: no dense projector is made, and sums have a fixed order.
     """
 
     values: Tensor
@@ -140,27 +141,24 @@ class Scattered:
 
     def expand(self, matrices: Tensor) -> Tensor:
         """Return `P` times `matrices`."""
-        return _weighted_rows(self.values, self.positions, matrices)
+        stack, rows, nonzeros = self.values.shape
+        begins = torch.arange(0, self.values.numel() + 1, nonzeros, device=self.values.device)
+        product = csr_times_dense(Csr(self.values.reshape(-1), self._columns(), begins), matrices.flatten(0, 1))
+        return product.view(stack, rows, matrices.shape[2])
 
     def reduce(self, matrices: Tensor) -> Tensor:
         """Return `P^T` times `matrices`."""
-        values, rows = self._transposed()
-        return _weighted_rows(values, rows, matrices)
-
-    def _transposed(self) -> tuple[Tensor, Tensor]:
-        """Return for each column of P its values and the rows that they are in, padded with zeros at row 0."""
-        stack, rows, nonzeros = self.values.shape
-        device = self.values.device
-        first = torch.arange(stack, device=device)[:, None, None] * self.dimension
-        columns, order = torch.sort((self.positions + first).reshape(-1), stable=True)
+        stack, _, nonzeros = self.values.shape
+        columns, order = torch.sort(self._columns(), stable=True)
         counts = torch.bincount(columns, minlength=stack * self.dimension)
-        place = torch.arange(columns.numel(), device=device) - (counts.cumsum(0) - counts)[columns]
-        most = max(1, int(counts.max()))
-        values = self.values.new_zeros(stack * self.dimension, most)
-        values[columns, place] = self.values.reshape(-1)[order]
-        found = torch.zeros_like(values, dtype=torch.int64)
-        found[columns, place] = order // nonzeros % rows
-        return values.view(stack, self.dimension, most), found.view(stack, self.dimension, most)
+        begins = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+        transposed = Csr(self.values.reshape(-1)[order], order // nonzeros, begins)
+        return csr_times_dense(transposed, matrices.flatten(0, 1)).view(stack, self.dimension, matrices.shape[2])
+
+    def _columns(self) -> Tensor:
+        """Return where the numbers are in the matrix that has those of the stack along its diagonal."""
+        first = torch.arange(len(self.values), device=self.values.device)[:, None, None] * self.dimension
+        return (self.positions + first).reshape(-1)
 
 
 class ScatteredKind:
@@ -176,16 +174,6 @@ class ScatteredKind:
         """Return the projector of these values."""
         assert positions is not None, "they are kept"
         return Scattered(values, positions, dimension)
-
-
-def _weighted_rows(weights: Tensor, rows: Tensor, matrices: Tensor) -> Tensor:
-    """Return for each row of `rows` (stack, out, r) the sum of those rows of `matrices`, weighted by `weights`."""
-    stack, out, nonzeros = rows.shape
-    result = matrices.new_zeros(stack, out, matrices.shape[2])
-    for number in range(stack):  # a stack's matrices are large: one gather for all would take much memory
-        for each in range(nonzeros):
-            result[number].addcmul_(matrices[number].index_select(0, rows[number, :, each]), weights[number, :, each, None])
-    return result
 
 
 def both(sides: Sides[_T], make: Callable[[_T], Projector]) -> Pair:
