@@ -3,11 +3,12 @@
     python bench/subspaces.py --scratch DISK [--hidden 512] [--layers 6] [--period 12] [--out subspaces.json]
     python bench/subspaces.py --scratch DISK --model MODEL --host-memory 2.5GiB --period 4 [--ways refit,step]
 
-A random Llama of such a shape, whose embedding and head are a tenth of it, is trained with AdamW: whole gradients, then a
-quarter of the side with `rewrite=refit` and with `rewrite=step`. Each run commits every step. Bytes are `write_bytes` of
-/proc/self/io over `--period` steps, in which each block has its turn to be looked at, after two steps that begin the run (the
-first fits projectors); merges are among them. With `--model` it is that model, and its own shape. Seconds and the peak stand beside them. Planned are, by numbers of elements, 12
-bytes a parameter; 12 of the subspaces and of what is trained whole; and 4 of the matrices besides, with 8 of the subspaces.
+A random Llama of such a shape, whose embedding and head are a tenth of it (or a model that is given), is trained with AdamW:
+whole gradients, then a quarter of the side with `rewrite=refit` and with `rewrite=step`. Each run commits every step. Bytes are
+`write_bytes` of /proc/self/io over `--period` steps, in which each block has its turn to be looked at, after two steps that
+begin the run (the first fits projectors); merges are among them. Seconds and the peak stand beside them. Planned are, by
+numbers of elements, 12 bytes a parameter; 12 of the subspaces and of what is trained whole; and 4 of the matrices besides, with
+8 of the subspaces.
 """
 
 import argparse

@@ -116,7 +116,7 @@ def damage_is_refused(kernels: Any, device: torch.device) -> None:
 
 
 def sparse_products_are_within_their_bound(kernels: Any, device: torch.device) -> None:
-    """Rows without a non-zero, one column, more columns than a program has, repeated positions; a repetition has the same bits."""
+    """Rows without a non-zero, one column, more columns than a program has, repeated positions; the same bits when repeated."""
     del kernels  # those of codes
     own = importlib.import_module("headrace.update.projectors.triton_kernels")
     for seed, (rows, columns, width, most) in enumerate(((1, 1, 1, 1), (7, 5, 300, 4), (33, 64, 257, 9), (4, 9, 0, 2))):

@@ -61,6 +61,7 @@ def epilogue(state: StepState, op: Op) -> None:
     batch, targets = state.batch.micro_batches[op.micro], state.batch.targets[op.micro]
     gradient = torch.zeros_like(hidden)
     positions = max(1, plan.loss_chunk_tokens // hidden.shape[0])
+    _seed(state, plan.num_blocks + 1, op.micro)  # a head's adapter may have dropout
     with torch.enable_grad(), _Bound(state, op, 0, gradients=plan.tied), _Bound(state, op, plan.num_blocks + 1, gradients=True):
         for start in range(0, hidden.shape[1], positions):
             span = slice(start, start + positions)

@@ -139,7 +139,7 @@ def _of_shapes(
         what = f"{unknown[0]!r} belongs to nothing in" if unknown else "it has no tensors for"
         raise ModelError(
             f"{directory}: {what} the blocks of {type(chain.model).__name__}: the adapter is of another model, or adapts "
-            "more than linear modules of blocks; give the model that it was trained on"
+            "more than linear modules of blocks and heads; give the model that it was trained on"
         )
     modules = {names[key].removesuffix(f".{DOWN}") for key in shapes if key.endswith(DOWN)}
     given = type(settings)(rank=settings.rank, alpha=settings.alpha, target_modules="+".join(sorted(modules)))

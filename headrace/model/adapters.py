@@ -1,4 +1,4 @@
-"""Adapters beside the frozen matrices of blocks: LoRA (Hu et al. 2022) and DoRA (Liu et al. 2024).
+"""Adapters beside the frozen matrices of blocks, and of a head that is named: LoRA (Hu et al. 2022) and DoRA (Liu et al. 2024).
 
 Each adapted module keeps its own code; a hook adds to what it returns. Matrices of adapters are float32 and compute in float32,
 which is peft's default for a base in 16 bits. They are bound unit by unit, as weights are (`binding`).
@@ -72,7 +72,7 @@ def is_target(name: str, targets: Sequence[str]) -> bool:
 
 @dataclass(frozen=True)
 class Adapters:
-    """The adapters of a model's blocks.
+    """The adapters of a model's blocks, and of its head where that is one of the settings' targets.
 
     Attributes:
         settings: their kind and its settings.
@@ -92,9 +92,11 @@ class Adapters:
         """Return the adapters that `settings` ask for, of a model whose units are laid out so.
 
         Raises:
-            ConfigError: a target that no block has, or a rank above a side of its matrix.
+            ConfigError: a target that is no linear module of a block or a head, or a rank above a side of its matrix.
         """
-        known = {unit: tuple(products_of(model, layouts[unit])) for unit in range(1, num_blocks + 1)}
+        # Without targets a head has none, as with peft's `all-linear`.
+        units = range(1, len(layouts) if settings.targets else num_blocks + 1)
+        known = {unit: tuple(products_of(model, layouts[unit])) for unit in units}
         packed = [spec.name for layout in layouts for spec in layout.parameters if len(spec.shape) == 3]
         _check_targets(model, [each.name for found in known.values() for each in found], packed, settings.targets)
         products = {
@@ -239,8 +241,10 @@ def _check_targets(model: nn.Module, names: Sequence[str], packed: Sequence[str]
             continue
         if any(is_target(name, (target,)) or is_target(name.rpartition(".")[0], (target,)) for name in packed):
             why = "are packed experts, which get no adapters; --gradient lsp trains them"
+        elif any(is_target(name, (target,)) and is_linear(module) for name, module in model.named_modules()):
+            why = "shares its matrix with the embedding; heads that are tied get no adapters, --gradient lsp trains them"
         elif any(is_target(name, (target,)) for name, _ in model.named_modules()):
-            why = "is no linear module of a block; embeddings and heads get no adapters: --gradient lsp trains them"
+            why = "is no linear module of a block or a head; --gradient lsp trains it"
         else:
             why = "is none"
         known = sorted({name.rpartition(".")[2] for name in names})

@@ -47,7 +47,7 @@ class Chain:
         notes: what a person should know about how blocks are run, where that is not by the model's own code as it stands.
         wide_products: whether products of 16-bit numbers are computed in float32 in the context of `arithmetic`.
         runner: what runs the parts of the model.
-        adapters: what is computed beside the matrices of blocks, None where nothing is; they are bound with their units.
+        adapters: what is computed beside matrices, None where nothing is; they are bound with their units.
         packing_reason: why blocks do not keep several samples in one row apart; `packs` and `runs_by_samples` say where.
     """
 

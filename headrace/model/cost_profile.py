@@ -378,10 +378,17 @@ def _profile_loss(
     some = ids.new_zeros((1, tokens))
     flats = []
     for unit in _residents(chain):
-        flats.append(torch.zeros(chain.layouts[unit].num_elements, dtype=chain.dtype, device=chain.device))
+        flat = torch.zeros(chain.layouts[unit].num_elements, dtype=chain.dtype, device=chain.device)
+        flats.append(flat)
         chain.release(unit)
-        chain.bind(unit, flats[-1], None if chain.adapters else lambda parameter, gradient: None)
+        chain.bind(unit, flat, None if chain.adapters else lambda parameter, gradient: None)
+        flats += _bind_adapters(chain, unit, learns=True)
     used = meter(*flats)
-    with used:
-        chain.loss_sum(some, part, some).backward()  # type: ignore[no-untyped-call]
+    try:
+        with used:
+            chain.loss_sum(some, part, some).backward()  # type: ignore[no-untyped-call]
+    finally:
+        if chain.adapters is not None:
+            for unit in _residents(chain):
+                chain.adapters.release(unit)
     return used

@@ -26,8 +26,8 @@ class Lora(GradientWay):
     target_modules: str | None = option(
         None,
         Text(),
-        row="modules of blocks that get adapters, by the ends of their names as in peft: `q_proj+v_proj`",
-        words="all linear ones",
+        row="modules of blocks, or an untied head, that get adapters, by the ends of their names as in peft: `q_proj+v_proj`",
+        words="all linear ones of blocks",
     )
 
     @property

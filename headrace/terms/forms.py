@@ -159,7 +159,8 @@ class Form:
         is_lent: its frozen weights are read in the model's own files, in which `layout` says where they lie.
 
     Raises:
-        ConfigError: a slot would have to be made that lives on the device, is trained in place, or is far.
+        ConfigError: a slot would have to be made that lives on the device, is trained in place, or is far. None is
+            made where what is trained is computed beside the weights.
     """
 
     layout: UnitLayout
@@ -180,7 +181,7 @@ class Form:
                 f"unit {self.layout.name}: lives at another site, which updates all of it; it can be neither frozen, "
                 "nor coded, nor completed by a trained family of its own"
             )
-        if (self.code or self.has_own_family) and (self.home == DEVICE or self.in_place):
+        if (self.code or (self.has_own_family and not self.is_beside)) and (self.home == DEVICE or self.in_place):
             raise ConfigError(
                 f"unit {self.layout.name}: {'is trained in place' if self.in_place else 'lives on the device'}, so its weights "
                 "can be neither coded nor completed by a trained family of its own; leave it as it is, or freeze it"

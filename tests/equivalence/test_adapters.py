@@ -93,15 +93,18 @@ def trained(path: Path, run: Path, adapter: str, **options: Any) -> tuple[list[f
     return train(path, run, steps=STEPS, adapter=adapter, **more)
 
 
-@pytest.mark.parametrize("kind", ["lora", "dora"])
+@pytest.mark.parametrize("kind", ["lora", "dora", "lora+head"])
 def test_adapters_are_what_plain_pytorch_trains(kind: str, model_dir: Callable[..., Path], tmp_path: Path) -> None:
-    path, adapter = model_dir("llama"), f"{kind}:rank=4,alpha=8"
+    kind, head = kind.removesuffix("+head"), kind.endswith("+head")
+    path = model_dir("llama")
+    adapter = f"{kind}:rank=4,alpha=8" + (",target_modules=up_proj+lm_head" if head else "")
     start = first_numbers(path, tmp_path / "start", adapter)
     expected, wanted = plain_run(path, start, dora=kind == "dora")
     losses, found = trained(path, tmp_path / "run", adapter, adjust=SPLIT)
     assert losses == pytest.approx(expected, rel=2e-6)
     assert found.keys() == wanted.keys()
     assert any("up_proj" in name for name in found)
+    assert any("lm_head" in name for name in found) == head
     for name, want in wanted.items():
         torch.testing.assert_close(found[name], want, rtol=1e-3, atol=2e-5, msg=lambda text, name=name: f"{name}: {text}")
 
@@ -123,10 +126,10 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
 def test_placement_changes_nothing(placement: str, model_dir: Callable[..., Path], tmp_path: Path) -> None:
     """Dropout, some modules, 16 bits: adapters end with the same bits wherever weights, states and gradients live."""
     path, options = model_dir("llama", "bfloat16"), dict(PLACEMENTS[placement])
-    adapter = "lora:rank=4,dropout=0.1,target_modules=q_proj+down_proj"
+    adapter = "lora:rank=4,dropout=0.1,target_modules=q_proj+down_proj+lm_head"
     more: dict[str, Any] = {"compute_dtype": "bfloat16", "max_grad_norm": 0.5}
     losses, tensors = trained(path, tmp_path / "base", adapter, adjust=SPLIT, **more)
-    assert {name.split(".")[-3] for name in tensors} == {"q_proj", "down_proj"}
+    assert {name.split(".")[-3] for name in tensors} == {"q_proj", "down_proj", "lm_head"}
     again, others = trained(path, tmp_path / "other", adapter, **more | options | {"adjust": SPLIT | options["adjust"]})
     assert again == losses
     for name, want in tensors.items():
@@ -185,13 +188,14 @@ def test_a_base_that_changed_since_the_run_began_is_refused(model_dir: Callable[
 @pytest.mark.parametrize("name", ["llama", "gpt2-dropout"])
 def test_a_merged_model_gives_the_logits_of_the_adapted_one(name: str, model_dir: Callable[..., Path], tmp_path: Path) -> None:
     """Conv1D, whose matrices lie the other way, too; and stock peft, where it is installed, over the same files."""
-    path, kind = model_dir(name), "dora" if name == "llama" else "lora"
+    path = model_dir(name)
+    adapter = "dora:rank=4,alpha=8,target_modules=q_proj+up_proj+lm_head" if name == "llama" else "lora:rank=4,alpha=8"
     seen: list[torch.Tensor] = []
     ids = batch_of(2, LENGTH, 99)["input_ids"]
     trained(
         path,
         tmp_path / "run",
-        f"{kind}:rank=4,alpha=8",
+        adapter,
         export=tmp_path / "adapter",
         inspect=lambda engine: seen.append(engine.next_logits({"input_ids": ids})),
     )
@@ -222,14 +226,14 @@ def test_a_merged_model_gives_the_logits_of_the_adapted_one(name: str, model_dir
 
 
 def test_a_run_goes_on_with_its_adapters(model_dir: Callable[..., Path], tmp_path: Path) -> None:
-    path, adapter = model_dir("llama"), "dora:rank=4"
+    path, adapter = model_dir("llama"), "dora:rank=4,target_modules=q_proj+lm_head"
     more: dict[str, Any] = {"tokens_per_step": ROWS * LENGTH, "sequence_length": LENGTH, "host_memory": "4GiB"}
     options = headrace.Options(output=tmp_path / "run", adapter=adapter, learning_rate=LR, max_grad_norm=0.5, **more)
     with Engine.open(path, options) as engine:
         engine.step(batch_of(ROWS, LENGTH, 0))
         families = [[family.name for family in unit.families] for unit in engine.store.manifest.units]
-        assert families == [[WEIGHTS], *[[WEIGHTS, TRAINED, STATES]] * 4, [WEIGHTS]]
-    with pytest.raises(RunDirectoryError, match="wire: the run was begun with dora:rank=4"):
+        assert families == [[WEIGHTS], *[[WEIGHTS, TRAINED, STATES]] * 5]
+    with pytest.raises(RunDirectoryError, match="wire: the run was begun with dora:rank=4,target_modules"):
         Engine.resume(tmp_path / "run", seams=Seams())
     with Engine.resume(tmp_path / "run") as engine:
         engine.step(batch_of(ROWS, LENGTH, 1))
@@ -264,7 +268,11 @@ def test_upon_coded_weights_gradients_are_those_upon_decoded_ones(model_dir: Cal
         ("lora:target_modules=q_proj+experts", "'experts' are packed experts, which get no adapters"),
         ("lora:rank=65", "rank 65 is more than model.layers.0.self_attn.q_proj has: it is 64 x 64"),
         ("lora:target_modules=q_proj+w1", "'w1' is none; blocks have down_proj, gate_proj, k_proj"),
-        ("lora:target_modules=lm_head", "'lm_head' is no linear module of a block"),
+        ("lora:target_modules=lm_head", "'lm_head' shares its matrix with the embedding; heads that are tied get no adapters"),
+        (
+            "lora:target_modules=embed_tokens",
+            "'embed_tokens' is no linear module of a block or a head; --gradient lsp trains it",
+        ),
         ("dora:dropout=0.1", "dora: dropout: dora has none"),
         ("ia3", "'ia3' is not one of lora, dora"),
     ],
@@ -272,7 +280,7 @@ def test_upon_coded_weights_gradients_are_those_upon_decoded_ones(model_dir: Cal
 def test_what_cannot_be_adapted_is_said_before_anything_is_written(
     adapter: str, said: str, model_dir: Callable[..., Path], tmp_path: Path
 ) -> None:
-    model = model_dir("mixtral-aux" if "experts" in said else "llama")
+    model = model_dir("mixtral-aux" if "experts" in said else "gpt2-dropout" if "shares" in said else "llama")
     with pytest.raises(ConfigError, match=re.escape(said)):
         Engine.open(model, headrace.Options(output=tmp_path / "run", adapter=adapter))
     assert not (tmp_path / "run").exists()

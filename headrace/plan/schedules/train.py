@@ -124,7 +124,7 @@ class _Training(Updates):
 
     def epilogue(self) -> None:
         unit = self.blocks + 1 if self.plan.has_epilogue else 0
-        weights = (RESIDENT, RESIDENT + unit) if unit else (RESIDENT,)
+        weights = (RESIDENT, RESIDENT + unit, *self.read_beside(unit)) if unit else (RESIDENT,)
         made = (_RESIDENT_ACCUMULATOR,) if self.trained & {0, unit} else ()
         for micro in range(self.num_micro):
             self.ledger.op(
@@ -160,9 +160,9 @@ class _Training(Updates):
         if is_trained:
             self.drain(block, gradient, host)
 
-    def read_beside(self, block: int) -> tuple[int, ...]:
-        """Return the buffers that compute reads beside a block's weights."""
-        return (TRAINED + block,) if block in self.beside else ()
+    def read_beside(self, unit: int) -> tuple[int, ...]:
+        """Return the buffers that compute reads beside a unit's weights."""
+        return (TRAINED + unit,) if unit in self.beside else ()
 
     # -- weights --------------------------------------------------------------------------------------------------------
 

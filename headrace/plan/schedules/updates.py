@@ -92,11 +92,13 @@ class Updates(Weights):
         step.
         """
         plan, op = self.plan, self.ledger.op
-        staged, in_place = self.separate and unit in self.residents, unit in self.in_place
+        in_place = unit in self.in_place
+        staged = in_place and self.separate and unit in self.residents
         if staged:
             reads, num_bytes = (SSD_WEIGHTS + unit,), self.stored_bytes[unit]
             op(Verb.FETCH, Lane.SSD_READ, reads, (STAGING,), unit=unit, num_bytes=num_bytes)
-        weights = STAGING if staged else RESIDENT + unit if unit in self.residents else host if in_place else TRAINED + unit
+        weights = STAGING if staged else RESIDENT + unit if unit in self.residents else host
+        weights = weights if in_place else TRAINED + unit
         newest = (SSD_WEIGHTS if in_place else _SSD_TRAINED) + unit
         given = (gradient, VERDICT) if late else (gradient,)
         resident, first = unit in self.resident_states, self.first_chunk[unit] + 1

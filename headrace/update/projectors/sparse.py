@@ -4,8 +4,8 @@ elsewhere.
 torch's sum over bags is such a product: a bag is a row, its weights are the non-zeros. On the host it is faster than torch's
 own CSR product and than gathering rows one after the other, whose bits it has (docs/log/sparse-projectors).
 
-Invariant: a row of the result is the sum of the row's non-zeros times rows of the dense matrix, in their order; no dense copy of
-the sparse matrix is made, and nothing is added atomically.
+Invariant: a row of the result is the sum of the row's non-zeros times rows of the dense matrix, in their order; no dense copy
+of the sparse matrix is made, and nothing is added atomically.
 """
 
 import functools
@@ -36,9 +36,7 @@ def csr_times_dense(sparse: Csr, dense: Tensor) -> Tensor:
     if kernels is not None:
         return by_kernel(kernels, sparse, dense)
     values, columns, begins = sparse
-    return F.embedding_bag(
-        columns, dense.contiguous(), begins, mode="sum", per_sample_weights=values, include_last_offset=True
-    )
+    return F.embedding_bag(columns, dense.contiguous(), begins, mode="sum", per_sample_weights=values, include_last_offset=True)
 
 
 def by_kernel(kernels: Any, sparse: Csr, dense: Tensor) -> Tensor:

@@ -8,8 +8,8 @@ import triton.language as tl
 def csr_times_dense(values, columns, begins, dense, out, width, block: tl.constexpr):
     """Fill `block` columns of row `program` of `out` (rows, width), float32.
 
-    `begins` int64 (rows + 1,) say where the non-zeros of each row begin in `values` float32 and `columns` int64. One program adds
-    one row's in their order, and writes it once: no sums by atomic additions, so a repetition gives the same bits.
+    `begins` int64 (rows + 1,) say where the non-zeros of each row begin in `values` float32 and `columns` int64. One program
+    adds one row's in their order, and writes it once: no sums by atomic additions, so a repetition gives the same bits.
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * block + tl.arange(0, block)

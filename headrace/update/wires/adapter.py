@@ -1,4 +1,4 @@
-"""Adapters: only small matrices beside the frozen ones of blocks are trained (`model/adapters.py` says what they compute)."""
+"""Adapters: only small matrices beside frozen ones are trained (`model/adapters.py` says what they compute)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -42,7 +42,7 @@ class AdapterWire(DenseWire):
         return self.adapters
 
     def trained(self, unit: int, layout: UnitLayout, *, is_block: bool) -> UnitLayout | None:
-        """Return where the adapters of a block lie; nothing else is trained."""
+        """Return where the adapters of a unit lie; nothing else is trained."""
         return self.known.layouts.get(unit)
 
     def bind(self, unit: int, trained: UnitLayout, weights: Tensor, sink: GradientSink | None) -> None:
