@@ -248,6 +248,6 @@ def _check_targets(model: nn.Module, names: Sequence[str], packed: Sequence[str]
         else:
             why = "is none"
         known = sorted({name.rpartition(".")[2] for name in names})
-        raise ConfigError(f"adapter: target_modules: {target!r} {why}; blocks have {', '.join(known) or 'no linear modules'}")
+        raise ConfigError(f"adapter: target_modules: {target!r} {why}; linear modules are {', '.join(known) or 'not there'}")
     if not names:
         raise ConfigError(f"adapter: {type(model).__name__} has no linear modules in its blocks that could be adapted")

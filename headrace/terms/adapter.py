@@ -30,6 +30,13 @@ class Lora(GradientWay):
         words="all linear ones of blocks",
     )
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.target_modules is not None and not self.targets:
+            raise ConfigError(
+                f"target_modules: {self.target_modules!r} names no module; join names with +, as in q_proj+v_proj, or leave it out"
+            )
+
     @property
     def scale(self) -> float:
         """What the product of B and A is multiplied by."""

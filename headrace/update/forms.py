@@ -71,6 +71,11 @@ def forms_under(
                 is_beside=own and isinstance(wire, BesideWire),
             )
         )
+    if isinstance(wire, SubspaceWire) and not any(form.basis for form in forms):
+        raise ConfigError(
+            f"gradient: {wire.name}: no matrix of a block has a side that is longer than a subspace's, so nothing would be "
+            "compressed; give a smaller dimension, or leave lsp out"
+        )
     if not any(form.trained for form in forms) and not isinstance(wire, FrozenWire):
         what = f" with train: {optimizer.train}" if optimizer and optimizer.train != ALL else ""
         raise ConfigError(f"wire: {wire.name}{what} trains nothing of this model; give one that does")

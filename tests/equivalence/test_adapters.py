@@ -267,7 +267,8 @@ def test_upon_coded_weights_gradients_are_those_upon_decoded_ones(model_dir: Cal
         ("lora:target_modules=gate_up_proj", "'gate_up_proj' are packed experts, which get no adapters; --gradient lsp trains"),
         ("lora:target_modules=q_proj+experts", "'experts' are packed experts, which get no adapters"),
         ("lora:rank=65", "rank 65 is more than model.layers.0.self_attn.q_proj has: it is 64 x 64"),
-        ("lora:target_modules=q_proj+w1", "'w1' is none; blocks have down_proj, gate_proj, k_proj"),
+        ("lora:target_modules=q_proj+w1", "'w1' is none; linear modules are down_proj, gate_proj, k_proj"),
+        ("lora:target_modules=+", "'+' names no module; join names with +"),
         ("lora:target_modules=lm_head", "'lm_head' shares its matrix with the embedding; heads that are tied get no adapters"),
         (
             "lora:target_modules=embed_tokens",

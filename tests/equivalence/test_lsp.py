@@ -358,6 +358,21 @@ def test_a_rule_whose_states_cannot_be_moved_is_refused(model_dir: Callable[...,
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("gradient", "said"),
+    [
+        ("lsp:dimension=16,nonzeros=17", "nonzeros: 17 in each row of a projector, which has 16 columns"),
+        ("lsp:dimension=4096", "no matrix of a block has a side that is longer than a subspace's"),
+    ],
+)
+def test_subspaces_that_cannot_be_are_refused(
+    gradient: str, said: str, model_dir: Callable[..., Path], tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        opened(model_dir("llama"), tmp_path / "run", gradient=gradient)
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_run_goes_on_with_the_dimension_that_its_plan_chose(
     model_dir: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

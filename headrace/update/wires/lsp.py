@@ -63,6 +63,14 @@ class Lsp(GradientWay):
         row="`block`: groups of rows, in closed form; `learned`: the paper's, by descent; `random`: never fitted, a control",
     )
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.dimension is not None and self.nonzeros > self.dimension:
+            raise ConfigError(
+                f"nonzeros: {self.nonzeros} in each row of a projector, which has {self.dimension} columns (dimension); "
+                f"give at most {self.dimension}, or a larger dimension"
+            )
+
     def begun(self, way: GradientWay) -> GradientWay:
         """Return `way` if it differs from this one only in the dimension, which a plan chose."""
         return way if isinstance(way, Lsp) and self.dimension is None and replace(way, dimension=None) == self else self
