@@ -34,7 +34,7 @@ class Lora(GradientWay):
         super().__post_init__()
         if self.target_modules is not None and not self.targets:
             raise ConfigError(
-                f"target_modules: {self.target_modules!r} names no module; join names with +, as in q_proj+v_proj, or leave it out"
+                f"target_modules: {self.target_modules!r} names no module; join names with + (q_proj+v_proj), or leave it out"
             )
 
     @property

@@ -365,9 +365,7 @@ def test_a_rule_whose_states_cannot_be_moved_is_refused(model_dir: Callable[...,
         ("lsp:dimension=4096", "no matrix of a block has a side that is longer than a subspace's"),
     ],
 )
-def test_subspaces_that_cannot_be_are_refused(
-    gradient: str, said: str, model_dir: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_subspaces_that_cannot_be_are_refused(gradient: str, said: str, model_dir: Callable[..., Path], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=said):
         opened(model_dir("llama"), tmp_path / "run", gradient=gradient)
     assert not (tmp_path / "run").exists()

@@ -16,6 +16,31 @@ from headrace.update.wires.lsp import part
 ROWS, COLUMNS = 24, 32
 
 
+def test_plain_descent_in_a_subspace_moves_a_matrix_by_its_projected_gradient() -> None:
+    """`W1 = W0 - lr P P^T G Q Q^T`, in float64, for descent without momentum and decay."""
+    wire = LspWire(Lsp(dimension=16, nonzeros=4, projector="random"))
+    layout = lay_out("block", [("w", (ROWS, COLUMNS), (1.0, 0.0))])
+    trained = wire.trained(1, layout, is_block=True)
+    assert trained is not None
+    generator, (found,) = torch.Generator().manual_seed(3), wire._of(1, layout)
+    basis = torch.zeros(wire.basis(1, layout, trained).num_elements)
+    gradient = torch.randn(found.matrices, generator=generator)
+    found.fit(wire._kind, gradient, basis, generator)
+    pair, first = found.pair(wire._kind, basis), torch.randn(layout.num_elements, generator=generator)
+    weights = torch.cat([wire.first_weights(1, layout, trained, first), basis])
+    own = next(spec for spec in trained.parameters if spec.name == "w")
+    part(weights, own).sub_(0.1 * pair.compress(gradient).reshape(-1))
+    after = first.clone()
+    wire.complete(1, layout, after, trained, weights)
+    left, right = (
+        side.reduce(torch.eye(size)[None])[0].T.double()
+        for side, size in ((pair.left, ROWS), (pair.right, COLUMNS))
+    )
+    before, found_after = (each[: ROWS * COLUMNS].double().view(ROWS, COLUMNS) for each in (first, after))
+    expected = before - 0.1 * left @ left.T @ gradient[0].double() @ right @ right.T
+    torch.testing.assert_close(found_after, expected, rtol=1e-5, atol=1e-5)
+
+
 @given(
     steps=st.integers(1, 24),
     seed=st.integers(0, 99),

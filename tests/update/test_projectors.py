@@ -78,6 +78,36 @@ def test_products_are_those_of_whole_matrices_and_factors_give_what_the_gradient
     assert float((core * some).sum()) == pytest.approx(float((gradient * pair.decompress(some)).sum()), rel=1e-2, abs=1e-2)
 
 
+@given(SHAPES, st.sampled_from([7, 64]), st.integers(1, 5), st.integers(0, 9))
+@settings(max_examples=12)
+def test_sparse_products_are_those_of_a_dense_projector_in_float64(
+    shape: tuple[int, int, int], dimension: int, nonzeros: int, seed: int
+) -> None:
+    """Of each matrix of a stack, in the same bits when repeated; a column without a number gives zeros."""
+    stack, rows, width = shape
+    positions = distinct_positions(stack, rows, dimension, nonzeros, generator(seed))
+    values, above, below = drawn((stack, rows, nonzeros), seed), drawn(shape, seed + 1), drawn((stack, dimension, width), seed + 2)
+    projector = Scattered(values, positions, dimension)
+    whole = torch.zeros(stack, rows, dimension, dtype=torch.float64).scatter(2, positions, values.double())
+    reduced, expanded = projector.reduce(above), projector.expand(below)
+    torch.testing.assert_close(reduced.double(), whole.transpose(1, 2) @ above.double(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(expanded.double(), whole @ below.double(), rtol=1e-5, atol=1e-5)
+    assert (reduced[(whole == 0).all(dim=1)] == 0).all()
+    assert reduced.equal(projector.reduce(above))
+    turned = projector.reduce(above.transpose(1, 2).contiguous().transpose(1, 2))
+    assert turned.equal(reduced), "strides make no difference"
+
+
+def test_signed_permutations_give_a_gradient_back_bit_for_bit() -> None:
+    gradient, source = drawn((2, 12, 9), 1), generator(2)
+    sides = []
+    for size in gradient.shape[1:]:
+        places = torch.stack([torch.randperm(size, generator=source) for _ in range(2)])[:, :, None]
+        sides.append(Scattered(random_signs(places.shape, source), places, size))
+    pair = Pair(*sides)
+    assert pair.decompress(pair.compress(gradient)).equal(gradient)
+
+
 @given(SHAPES, st.sampled_from(KINDS), st.floats(-2, 2), st.floats(-2, 2))
 @settings(max_examples=12)
 def test_compression_is_linear(shape: tuple[int, int, int], kind: str, a: float, b: float) -> None:

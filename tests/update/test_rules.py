@@ -115,6 +115,17 @@ def test_weights_without_a_master_are_rounded_without_bias(weight: float, gradie
     assert len(found.unique()) == 1 or not torch.equal(other, found)
 
 
+def test_a_weight_that_bfloat16_has_stays_and_rounding_to_the_nearest_would_lose_small_steps() -> None:
+    rule, weights = rule_of(Lomo(master="none"), "bfloat16"), torch.linspace(-3, 3, 4097).bfloat16()
+    found, gradient, step = weights.clone(), torch.ones(4097), StepScalars(learning_rate=0.0, update=3)
+    rule.apply_to_tensors(found, (), gradient, step, 0.1, 1.0, 2)
+    assert torch.equal(found.view(torch.int16), weights.view(torch.int16))
+    ones = torch.ones(1 << 14).bfloat16()
+    assert torch.equal((ones.float() + 1e-4).bfloat16(), ones)
+    rule.apply_to_tensors(ones, (), -torch.ones(1 << 14), replace(step, learning_rate=1e-4), 0.0, 1.0, 2)
+    assert 1.0 < float(ones.double().mean()) < 1.0002
+
+
 def test_lomo_without_decay_is_sgd() -> None:
     """`torch.optim.SGD` in fp32, bit for bit."""
     rule, rng = rule_of(Lomo(), "float32"), np.random.default_rng(0)
