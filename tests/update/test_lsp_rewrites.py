@@ -33,8 +33,7 @@ def test_plain_descent_in_a_subspace_moves_a_matrix_by_its_projected_gradient() 
     after = first.clone()
     wire.complete(1, layout, after, trained, weights)
     left, right = (
-        side.reduce(torch.eye(size)[None])[0].T.double()
-        for side, size in ((pair.left, ROWS), (pair.right, COLUMNS))
+        side.reduce(torch.eye(size)[None])[0].T.double() for side, size in ((pair.left, ROWS), (pair.right, COLUMNS))
     )
     before, found_after = (each[: ROWS * COLUMNS].double().view(ROWS, COLUMNS) for each in (first, after))
     expected = before - 0.1 * left @ left.T @ gradient[0].double() @ right @ right.T

@@ -86,7 +86,11 @@ def test_sparse_products_are_those_of_a_dense_projector_in_float64(
     """Of each matrix of a stack, in the same bits when repeated; a column without a number gives zeros."""
     stack, rows, width = shape
     positions = distinct_positions(stack, rows, dimension, nonzeros, generator(seed))
-    values, above, below = drawn((stack, rows, nonzeros), seed), drawn(shape, seed + 1), drawn((stack, dimension, width), seed + 2)
+    values, above, below = (
+        drawn((stack, rows, nonzeros), seed),
+        drawn(shape, seed + 1),
+        drawn((stack, dimension, width), seed + 2),
+    )
     projector = Scattered(values, positions, dimension)
     whole = torch.zeros(stack, rows, dimension, dtype=torch.float64).scatter(2, positions, values.double())
     reduced, expanded = projector.reduce(above), projector.expand(below)
