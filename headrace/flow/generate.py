@@ -142,19 +142,27 @@ def _fetch(state: Pass, op: Op) -> None:
 
 
 def _upload(state: Pass, op: Op) -> None:
-    """Copy a block's weights to the device; if they are made there, copy their sources."""
+    """Copy a block's weights to the device, or a page of them; if they are made there, copy their sources."""
     buffers, unit, sent = state.buffers, op.unit, op.slot(Pool.SOURCES)
     stored = buffers.stored(unit, op.slot(Pool.HOST_WEIGHTS))
+    parts: list[tuple[torch.Tensor, Bytes]] = []
+    if sent < 0 or op.slot(Pool.DEVICE_WEIGHTS) >= 0:
+        parts.append((buffers.computed(unit, op).view(torch.uint8), stored))
     if sent >= 0:
         sources = [trained] if (trained := state.source.trained.get(unit)) is not None else []
         if state.plan.units[unit].stored_bytes is not None:
             sources.insert(0, stored)
         start = 0
         for each in sources:
-            state.machine.copy(buffers.sources[sent][start : start + each.size], torch.from_numpy(each))
+            parts.append((buffers.sources[sent][start : start + each.size], each))
             start += each.size
-    if sent < 0 or op.slot(Pool.DEVICE_WEIGHTS) >= 0:
-        state.machine.copy(buffers.computed(unit, op), torch.from_numpy(stored).view(buffers.dtype))
+    page = state.plan.page_bytes(unit)
+    left, right = (op.chunk * page, (op.chunk + 1) * page) if op.chunk >= 0 else (0, state.plan.sent_bytes(unit))
+    for into, source in parts:
+        begin, end = max(0, left), min(source.size, right)
+        if begin < end:
+            state.machine.copy(into[begin:end], torch.from_numpy(source[begin:end]))
+        left, right = left - source.size, right - source.size
 
 
 def _make(state: Pass, op: Op) -> None:

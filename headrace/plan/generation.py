@@ -14,7 +14,7 @@ from headrace.terms.costs import FEW_ROWS, GenerationCosts
 from headrace.terms.forms import DEVICE, UnitFigures
 from headrace.terms.layout import PlaneSet, planes_with
 from headrace.terms.plain_figures import plain_figure
-from headrace.terms.sizes import PAGE_BYTES, format_bytes, format_seconds, round_up
+from headrace.terms.sizes import MIB, PAGE_BYTES, format_bytes, format_seconds, round_up
 
 # A core without bfloat16 products reads 9 GB/s of weights for few rows, and widens 2.5 GB/s for more; plain reading is 30 GB/s.
 _FEW_ROWS_TIMES, _WIDENED_TIMES = 3.3, 12.0
@@ -24,6 +24,8 @@ _PACKED_TIMES = 3.0
 PACKED_ROWS, PACKED_ROWS_IF_WIDENED = 8, 32
 # Packing takes as long as is saved in so many passes of one row.
 LEAST_PACKED_PASSES = 13
+# A smaller copy takes nearly as long: a link of 25 GB/s is busy for 40 microseconds, and each copy takes a dozen besides.
+LEAST_PAGE_BYTES = MIB
 # Buffers on the device for what weights are made of: while one slot is made, the sources of the next one arrive.
 SOURCE_SLOTS = 2
 
@@ -153,6 +155,14 @@ class GenerationPlan:
         figures = self.units[unit]
         completing = self.completing_bytes(unit) if figures.is_completed else 0
         return (figures.stored_bytes or 0) + completing if figures.is_made else 0
+
+    def sent_bytes(self, unit: int) -> int:
+        """Return the bytes that cross the link for a unit's weights: these, or what they are made of."""
+        return self.stored_bytes(unit) + (self.completing_bytes(unit) if self.units[unit].is_completed else 0)
+
+    def page_bytes(self, unit: int) -> int:
+        """Return the bytes of a page in which a block's weights cross the link: there are as many as seats, unless small."""
+        return max(LEAST_PAGE_BYTES, round_up(-(-self.sent_bytes(unit) // self.seats), PAGE_BYTES))
 
     def largest(self, of: Any) -> int:
         """Return the most that `of(unit)` is for any block."""

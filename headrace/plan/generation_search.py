@@ -263,7 +263,7 @@ def with_peaks(plan: GenerationPlan, allowance: Allowance) -> GenerationPlan:
     rows["host"]["seats"] = threads * _SEAT_BYTES
     rows["host"]["libraries"] = _SMALL_BYTES
     rounds = plan.experts.all_rounds if plan.experts is not None else 0
-    rows["host"]["program"] = 4 * (plan.num_blocks * (plan.seats + 3) + 4 * rounds) * _OPERATION_BYTES
+    rows["host"]["program"] = 4 * (plan.num_blocks * (2 * plan.seats + 3) + 4 * rounds) * _OPERATION_BYTES
     if on_cpu:
         rows["host"]["freed blocks"] = _SMALL_BYTES + min(compute["workspace"] // 2, KEPT_FREE_BYTES)
     else:

@@ -25,10 +25,8 @@ class Caches:
         """Read ahead; return the buffers that compute reads and appends to when `seat` enters `block`, () where all stays."""
         if self._plan.caches.home(block) == COMPUTE:
             return ()
+        self._read_until(self._used + self._plan.caches.slots)
         self._used += 1
-        while self._next < min(self._used + self._plan.caches.slots - 1, len(self._uses)):
-            self._read(self._next)
-            self._next += 1
         return self._brought[block, seat][-1:]
 
     def keep(self, block: int, seat: int) -> None:
@@ -43,6 +41,8 @@ class Caches:
             op(Verb.CACHE_OUT, Lane.DEVICE_TO_HOST, slots[-1:], into, **size)
         if on_drive:
             op(Verb.CACHE_WRITE, Lane.SSD_WRITE, slots[:1], (home,), **size)
+        # At once, so that nothing large comes before it in its lane's queue.
+        self._read_until(self._used + self._plan.caches.slots)
 
     def held_bytes(self, block: int) -> int:
         """Return the bytes of a seat's cache of a block halfway through its answers; 0 in the first pass."""
@@ -54,6 +54,11 @@ class Caches:
     def _new_bytes(self, block: int) -> int:
         costs = self._plan.costs
         return costs.cache_bytes[block - 1] // costs.first_passes if self._first else costs.cache_token_bytes[block - 1]
+
+    def _read_until(self, end: int) -> None:
+        while self._next < min(end, len(self._uses)):
+            self._read(self._next)
+            self._next += 1
 
     def _read(self, number: int) -> None:
         plan, op, (block, seat) = self._plan, self._ledger.op, self._uses[number]

@@ -11,6 +11,7 @@ from headrace.plan.buffer_sizes import SOURCE_SLOTS
 from headrace.plan.experts import ROUNDS_IN_MEMORY, ExpertPlan
 from headrace.plan.ledger import Ledger
 from headrace.plan.schedules.caches import Caches
+from headrace.plan.schedules.pages import PagedWeights
 from headrace.terms.costs import CALLS_OF_EXPERT
 from headrace.terms.layout import Plane
 from headrace.terms.program import Lane, Pool, Verb, buffer
@@ -40,7 +41,16 @@ class ExpertRounds:
         return self._plan.figures.num_experts[unit] > 0
 
     def block(
-        self, unit: int, weights: Sequence[int], *, seats: int, flops: float, num_bytes: int, calls: int, caches: Caches
+        self,
+        unit: int,
+        weights: Sequence[int],
+        *,
+        seats: int,
+        flops: float,
+        num_bytes: int,
+        calls: int,
+        caches: Caches,
+        pages: PagedWeights,
     ) -> None:
         """Emit a block whose other weights lie in `weights`; `flops`, `num_bytes` and `calls` are those of
         one seat in the block.
@@ -51,22 +61,33 @@ class ExpertRounds:
         of_experts = min(flops, per_token * self._tokens / seats)
         each = plan.touched(unit, max(1, self._tokens // seats))  # experts that a seat has tokens for
         looped = round(CALLS_OF_EXPERT * each)
+        wanted = plan.touched(unit, self._tokens)
+        rounds = self._rounds(unit, wanted)
+        # What is read ahead comes while seats go to their routers, as far as there are places.
+        ready: list[int] = []
+        early = min(rounds, ROUNDS_IN_MEMORY) if self._ahead else 0
+
+        def bring() -> None:
+            ready.append(self._bring(unit, len(ready), experts if self._ahead else wanted, rounds))
+
+        pages.first_of_all(unit, [bring] * early)
         for seat in range(seats):
             common = {"flops": flops - of_experts, "num_bytes": num_bytes, "calls": max(0, calls - looped)}
             writes = (CHOICES, *caches.bring(unit, seat))
             op(Verb.FORWARD, Lane.COMPUTE, weights, writes, unit=unit, micro=seat, **common)  # type: ignore[arg-type]
             caches.keep(unit, seat)
+            pages.between(seats - seat)
+        pages.settle()
         if not self._ahead:
             op(Verb.ROUTE, Lane.ROUTER, (CHOICES,), (ROUTED,), unit=unit)
-        wanted = plan.touched(unit, self._tokens)
-        rounds = self._rounds(unit, wanted)
         multiplied = seats * each
         for number in range(rounds):
-            ready = self._bring(unit, number, experts if self._ahead else wanted, rounds)
+            if number == len(ready):
+                bring()
             op(
                 Verb.FORWARD,
                 Lane.COMPUTE,
-                (*weights, ready),
+                (*weights, ready[number]),
                 unit=unit,
                 part=number,
                 num_bytes=int(multiplied / rounds * self._expert_bytes),

@@ -3,13 +3,16 @@
 All seats pass through a block before the next block's weights are needed (FlexGen's zig-zag, Sheng et al. 2023, section 4.2, is
 the same order), whether a seat decodes one token or comes in with its whole prompt. Between two passes each seat's own code
 runs; meanwhile the first blocks of the next pass are fetched.
+
+Invariant: between two small copies that seats of one block wait for, at most one page of weights is in a link's queue.
 """
 
 from headrace.plan.generation import GenerationPlan
 from headrace.plan.ledger import Snapshot
 from headrace.plan.schedules.caches import Caches
 from headrace.plan.schedules.experts import ExpertRounds
-from headrace.plan.schedules.weights import RESIDENT, Weights
+from headrace.plan.schedules.pages import PagedWeights
+from headrace.plan.schedules.weights import RESIDENT
 from headrace.terms.costs import PassCosts
 from headrace.terms.program import Lane, Program, Verb
 
@@ -38,7 +41,7 @@ def build_pass(
     return schedule.ledger.finish()
 
 
-class _Pass(Weights):
+class _Pass(PagedWeights):
     """Emits operations in order."""
 
     def __init__(self, plan: GenerationPlan, before: Snapshot, costs: PassCosts) -> None:
@@ -54,13 +57,14 @@ class _Pass(Weights):
             self.position = block - 1
             for ahead in range(block, block + plan.prefetch + 1):
                 self.acquire((ahead - 1) % self.blocks + 1)
+            self.settle(block)
             # Attention copies keys and values, and reads the copy: they cross compute's memory three times.
             weights = (self.acquired.pop(block)[1],)
             num_bytes = plan.block_bytes(block, self.rows) + 3 * caches.held_bytes(block)
             flops, calls = self.block_flops[block - 1], self.calls[block - 1]
             if self.experts is not None and self.experts.has(block):
                 self.experts.block(
-                    block, weights, seats=num_seats, flops=flops, num_bytes=num_bytes, calls=calls, caches=caches
+                    block, weights, seats=num_seats, flops=flops, num_bytes=num_bytes, calls=calls, caches=caches, pages=self
                 )
                 continue
             for seat in range(num_seats):
@@ -76,6 +80,8 @@ class _Pass(Weights):
                     calls=calls,
                 )
                 caches.keep(block, seat)
+                self.between(num_seats - seat)
+        self.settle()
         reads, last = tuple(RESIDENT + end for end in plan.ends), plan.ends[-1]
         for seat in range(num_seats):
             flops, num_bytes = plan.costs.head_flops, plan.multiplied_bytes(plan.head_bytes, plan.rows)

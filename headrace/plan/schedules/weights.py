@@ -4,7 +4,8 @@ them.
 A schedule says what it does with a block by `acquire` and `release`, and when it will want the block again by `uses_until`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from headrace.plan.buffer_sizes import SOURCE_SLOTS
@@ -162,9 +163,16 @@ class Weights:
         if block in self.made:
             self.make(block, host, slot)
         else:
-            num_bytes = self.stored_bytes[block]
-            self.ledger.op(Verb.UPLOAD, Lane.HOST_TO_DEVICE, (host,), (slot,), unit=block, num_bytes=num_bytes)
+            self.send(block, (host,), (slot,), self.stored_bytes[block])
         return slot
+
+    def send(
+        self, block: int, reads: Sequence[int], writes: Sequence[int], num_bytes: int, then: Callable[[], int] | None = None
+    ) -> None:
+        """Copy a block's weights, or what they are made of, to the device; and `then` emit what is done with them there."""
+        self.ledger.op(Verb.UPLOAD, Lane.HOST_TO_DEVICE, reads, writes, unit=block, num_bytes=num_bytes)
+        if then is not None:
+            then()
 
     def make(self, block: int, host: int, slot: int) -> None:
         """Make a slot of what is stored and what is trained; on a separate device, of what is sent there for it."""
@@ -172,15 +180,15 @@ class Weights:
         sources: tuple[int, ...] = (host, TRAINED + block) if figures.is_completed else (host,)
         made_bytes = plan.planes.weight.num_bytes(figures.num_elements)
         read_bytes = self.stored_bytes[block] + (plan.completing_bytes(block) if figures.is_completed else 0)
+        made: dict[str, Any] = {"unit": block, "num_bytes": max(made_bytes + read_bytes, figures.making_like)}
         if self.separate:
             sent = (SOURCES + self.source_turn,)
             self.source_turn = (self.source_turn + 1) % SOURCE_SLOTS
             # Weights that are not coded need no buffer on the way: they are read into the slot, and completed there.
             there = sent if figures.stored_bytes is not None else (slot, *sent)
-            op(Verb.UPLOAD, Lane.HOST_TO_DEVICE, sources, there, unit=block, num_bytes=read_bytes)
-            sources = sent
-        num_bytes = max(made_bytes + read_bytes, figures.making_like)
-        op(Verb.MAKE, Lane.MAKE, sources, (slot,), unit=block, num_bytes=num_bytes)
+            self.send(block, sources, there, read_bytes, partial(op, Verb.MAKE, Lane.MAKE, sent, (slot,), **made))
+        else:
+            op(Verb.MAKE, Lane.MAKE, sources, (slot,), **made)
 
     def forget(self, block: int) -> None:
         """Note that compute's copy of `block`'s weights is no longer the newest."""
