@@ -49,11 +49,11 @@ class GenerationPlan:
     """Every choice of a generation. Units as in `Plan`; prologue and epilogue stay where compute reads them.
 
     A *seat* is a micro-batch of `rows` rows; `seats` of them go through the blocks together. `host_slots` blocks are in host
-    memory. One block less than there are slots need not be read again in the next pass, whichever blocks these are, because the
-    order of use is known. `costs` are those of one seat. With `experts` these come by themselves, and `units` are without them.
-    With `kept_copies` caches stay where compute is, with so many copies of each row: for beams, or drafts that may be taken
-    back.
-    Products of blocks with up to `packed_rows` rows are computed with packed weights, which stay in memory beside decoded ones.
+    memory; what comes does so `prefetch` blocks ahead, on a separate device in pages (`page_bytes`). Where that is one block,
+    one block less than there are slots need not be read again in the next pass, because the order of use is known. `costs` are
+    those of one seat. With `experts` these come by themselves, and `units` are without them. With `kept_copies` caches stay
+    where compute is, with so many copies of each row: for beams, or drafts that may be taken back. Products of blocks with up
+    to `packed_rows` rows are computed with packed weights, which stay in memory beside decoded ones.
     `uncoded` is what coded weights would take in the compute dtype, by a plan of their own, where anybody asked.
     """
 
@@ -231,6 +231,15 @@ class GenerationPlan:
         sizes = f"{format_bytes(read)} for {format_bytes(dense)} in {self.compute_dtype}"
         return f"{', '.join(sorted(kinds))}: {sizes}, decoded {where}"
 
+    def _explain_pages(self) -> str:
+        """Return in what pieces blocks cross the link; nothing where all stay, or come in one piece."""
+        page, whole = self.largest(self.page_bytes), self.largest(self.sent_bytes)
+        return (
+            f"; the others come in pages of {format_bytes(page)}"
+            if self.device_slots < self.num_blocks and page < whole
+            else ""
+        )
+
     def _explain_prompts(self) -> list[str]:
         costs = self.costs
         if costs.first_passes == 1:
@@ -242,7 +251,11 @@ class GenerationPlan:
         cached = min(self.host_slots, self.num_blocks)
         lines = [
             f"weights  {self.compute_dtype}, {self.num_blocks} blocks, {cached} of them in host memory"
-            + (f", {min(self.device_slots, self.num_blocks)} on the device" if self.separate_device else ""),
+            + (
+                f", {min(self.device_slots, self.num_blocks)} on the device{self._explain_pages()}"
+                if self.separate_device
+                else ""
+            ),
         ]
         if self.experts is not None:
             lines.append(f"experts  {self.experts.describe(self.seats * self.rows)}")

@@ -76,7 +76,7 @@ class ExpertRounds:
             writes = (CHOICES, *caches.bring(unit, seat))
             op(Verb.FORWARD, Lane.COMPUTE, weights, writes, unit=unit, micro=seat, **common)  # type: ignore[arg-type]
             caches.keep(unit, seat)
-            pages.between(seats - seat)
+            pages.between()
         pages.settle()
         if not self._ahead:
             op(Verb.ROUTE, Lane.ROUTER, (CHOICES,), (ROUTED,), unit=unit)

@@ -4,7 +4,8 @@ All seats pass through a block before the next block's weights are needed (FlexG
 the same order), whether a seat decodes one token or comes in with its whole prompt. Between two passes each seat's own code
 runs; meanwhile the first blocks of the next pass are fetched.
 
-Invariant: between two small copies that seats of one block wait for, at most one page of weights is in a link's queue.
+Invariant: a copy that a seat waits for and that could go waits behind at most one page of weights, in the simulator as in a
+link's queue, where weights come one block ahead or all caches are elsewhere.
 """
 
 from headrace.plan.generation import GenerationPlan
@@ -80,7 +81,7 @@ class _Pass(PagedWeights):
                     calls=calls,
                 )
                 caches.keep(block, seat)
-                self.between(num_seats - seat)
+                self.between()
         self.settle()
         reads, last = tuple(RESIDENT + end for end in plan.ends), plan.ends[-1]
         for seat in range(num_seats):

@@ -2,7 +2,7 @@
 
 The order is CGOPipe's (MoE-Lightning, Cao et al. 2025, arXiv 2411.11217, section 4.1): a block's weights cross the link in as
 many pages as there are micro-batches, one while each of them is computed in an earlier block. What a micro-batch waits for
-(its keys and values) takes its turn in between, so it never waits behind more than one page. The queue is the program's.
+(its keys and values) takes its turn in between, behind one page at most. The queue is the program's, and so the same each time.
 
 Blocks that stay in memory from pass to pass are spread evenly among the others, so that links and drives have something to
 bring all the time: while those that stay are computed, the next of the others comes.
@@ -11,6 +11,7 @@ bring all the time: while those that stay are computed, the next of the others c
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from headrace.plan.generation import GenerationPlan
 from headrace.plan.ledger import Snapshot
@@ -34,32 +35,31 @@ class PagedWeights(Weights):
         self._page_bytes, self._is_first = plan.page_bytes, not before.known
         self._pages: deque[_Page] = deque()
 
-    def send(
+    def upload(
         self, block: int, reads: Sequence[int], writes: Sequence[int], num_bytes: int, then: Callable[[], int] | None = None
     ) -> None:
-        """See `Weights.send`: pages wait for their turn."""
+        """See `Weights.upload`: pages wait for their turn."""
         page, op = self._page_bytes(block), self.ledger.op
-        if num_bytes <= page:
-            self._pages.append(_Page(block, lambda: super(PagedWeights, self).send(block, reads, writes, num_bytes, then)))
-            return
+        count = max(1, -(-num_bytes // page))
 
         def emit(number: int) -> None:
             size = min(page, num_bytes - number * page)
-            pieces = [each | number + 1 << PIECE_SHIFT for each in writes]
-            op(Verb.UPLOAD, Lane.HOST_TO_DEVICE, reads, pieces, unit=block, chunk=number, num_bytes=size)
-            if then is not None and (number + 1) * page >= num_bytes:
+            pieces, chunk = writes, -1
+            if count > 1:
+                pieces, chunk = [each | number + 1 << PIECE_SHIFT for each in writes], number
+            op(Verb.UPLOAD, Lane.HOST_TO_DEVICE, reads, pieces, unit=block, chunk=chunk, num_bytes=size)
+            if then is not None and number == count - 1:
                 then()
 
-        self._pages += [_Page(block, lambda number=number: emit(number)) for number in range(-(-num_bytes // page))]
+        self._pages += [_Page(block, partial(emit, number)) for number in range(count)]
 
     def first_of_all(self, block: int, emits: Sequence[Callable[[], object]]) -> None:
         """Let something else of `block` have the next turns."""
         self._pages.extendleft(_Page(block, emit) for emit in reversed(emits))
 
-    def between(self, turns: int) -> None:
-        """Emit a page where one may go; more if there are far more than `turns`, this one included, until compute goes on."""
-        waiting = len(self._pages)
-        for _ in range(-(-waiting // turns) if waiting > 2 * turns else min(1, waiting)):
+    def between(self) -> None:
+        """Emit a page, if one waits."""
+        if self._pages:
             self._pages.popleft().emit()
 
     def settle(self, block: int = NONE) -> None:
@@ -72,7 +72,9 @@ class PagedWeights(Weights):
         found = super().victim(slots)
         if not self._is_first or found not in self.contents:
             return found
-        going = [slot for slot in slots if self.contents[slot] not in self.acquired and self._goes(self.contents[slot], len(slots))]
+        going = [
+            slot for slot in slots if self.contents[slot] not in self.acquired and self._goes(self.contents[slot], len(slots))
+        ]
         return max(going, key=lambda slot: (self.uses_until(self.contents[slot]), -slot), default=found)
 
     def _goes(self, block: int, slots: int) -> bool:

@@ -163,10 +163,10 @@ class Weights:
         if block in self.made:
             self.make(block, host, slot)
         else:
-            self.send(block, (host,), (slot,), self.stored_bytes[block])
+            self.upload(block, (host,), (slot,), self.stored_bytes[block])
         return slot
 
-    def send(
+    def upload(
         self, block: int, reads: Sequence[int], writes: Sequence[int], num_bytes: int, then: Callable[[], int] | None = None
     ) -> None:
         """Copy a block's weights, or what they are made of, to the device; and `then` emit what is done with them there."""
@@ -186,7 +186,7 @@ class Weights:
             self.source_turn = (self.source_turn + 1) % SOURCE_SLOTS
             # Weights that are not coded need no buffer on the way: they are read into the slot, and completed there.
             there = sent if figures.stored_bytes is not None else (slot, *sent)
-            self.send(block, sources, there, read_bytes, partial(op, Verb.MAKE, Lane.MAKE, sent, (slot,), **made))
+            self.upload(block, sources, there, read_bytes, partial(op, Verb.MAKE, Lane.MAKE, sent, (slot,), **made))
         else:
             op(Verb.MAKE, Lane.MAKE, sources, (slot,), **made)
 
