@@ -33,6 +33,7 @@ from headrace.terms.budget import Budget
 from headrace.terms.errors import ConfigError
 from headrace.terms.eval_options import EvalOptions
 from headrace.terms.generate_options import GenerateOptions
+from headrace.terms.sizes import PAGE_BYTES
 
 ROWS = (tuple(range(7, 16)), tuple(range(40, 49)))
 SETTINGS = {
@@ -45,7 +46,7 @@ SETTINGS = {
 }
 # Not all blocks are kept in either tier, so that each is read and decoded again.
 ROUTED, KEPT = {"ahead_share": 1.0}, {"ahead_share": 0.0, "in_round": 2, "cached": 5}
-SMALL = {"host_slots": 2, "device_slots": 2, "prefetch": 1}
+SMALL = {"host_slots": 2, "device_slots": 2, "prefetch": 1, "seats": 3}
 
 
 def generated(
@@ -91,7 +92,9 @@ def cached_bytes(plan: GenerationPlan) -> int:
 
 
 @pytest.mark.parametrize(("dtype", "device"), [("float32", None), ("bfloat16", None), ("float32", "64MiB")])
-def test_int4(dtype: str, device: str | None, dense_int4: Any, tmp_path: Path) -> None:
+def test_int4(dtype: str, device: str | None, dense_int4: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device, what a block is decoded from comes in as many pages as there may be seats."""
+    monkeypatch.setattr("headrace.plan.generation.LEAST_PAGE_BYTES", PAGE_BYTES)
     coded = dense_int4[0] / "out"
     check_against_stock(coded, decompress(coded, tmp_path / "plain"), dtype, device)
 
