@@ -33,7 +33,15 @@ from launch import environment, machine_facts, require_disk, scratch_directory
 NEW_TOKENS, PROMPT_TOKENS, VOCABULARY = 8, 32, 8000
 BATCHES = (1, 8, 16)
 TIMES_ROWS = 8  # of the way "drive"
-AIMS = {("drive", 8): 3.0, ("cold", 1): 2.2, ("cold", 8): 1.8, ("cold", 16): 1.6, ("warm", 1): 1.0, ("warm", 8): 1.0, ("warm", 16): 1.0}
+AIMS = {
+    ("drive", 8): 3.0,
+    ("cold", 1): 2.2,
+    ("cold", 8): 1.8,
+    ("cold", 16): 1.6,
+    ("warm", 1): 1.0,
+    ("warm", 8): 1.0,
+    ("warm", 16): 1.0,
+}
 MIB = 2**20
 Row = dict[str, Any]
 # One run: a way and a batch -> what it took.
