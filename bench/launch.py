@@ -105,7 +105,8 @@ class Watched:
         return max((size for clock, size in self.samples if start <= clock <= stop), default=0)
 
 
-def _anonymous_bytes(pid: int) -> int:
+def anonymous_bytes(pid: int) -> int:
+    """Return what a process has of memory that is no file's; 0 once it has ended."""
     with contextlib.suppress(OSError):
         lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
         return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("RssAnon:", "RssShmem:")))
@@ -120,7 +121,7 @@ def watch(process: subprocess.Popen, scratch: Path, timeout_seconds: float) -> W
     try:
         while process.poll() is None:
             clock = time.monotonic()
-            watched.samples.append((clock, _anonymous_bytes(process.pid)))
+            watched.samples.append((clock, anonymous_bytes(process.pid)))
             if clock >= next_disk:
                 next_disk = clock + DISK_SAMPLE_SECONDS
                 watched.disk_peak_bytes = max(watched.disk_peak_bytes, used_bytes(scratch))

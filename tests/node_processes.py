@@ -22,19 +22,24 @@ STEPS, SILENCE_SECONDS = 10, 3.0
 
 def write_model(folder: Path, **more: Any) -> None:
     """Write a tiny model with a tokenizer, and data; `more` is of the model's configuration."""
+    torch.manual_seed(3)
+    shape = {"vocab_size": 384, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4}
+    config = LlamaConfig(**shape | more, tie_word_embeddings=False)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder / "model")
+    write_texts(folder)
+
+
+def write_texts(folder: Path, samples: int = 64) -> None:
+    """Write data, and a tokenizer of 300 tokens into the model's directory."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<eos>"], initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator(["water flows to the turbine"], trainer)
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>")
-    torch.manual_seed(3)
-    shape = {"vocab_size": 384, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4}
-    config = LlamaConfig(**shape | more, tie_word_embeddings=False)
-    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder / "model")
     fast.save_pretrained(folder / "model")
-    samples = [{"text": f"the {number} th drop of water falls " * 4} for number in range(64)]
-    (folder / "data.jsonl").write_text("\n".join(map(json.dumps, samples)) + "\n")
+    texts = [{"text": f"the {number} th drop of water falls " * 4} for number in range(samples)]
+    (folder / "data.jsonl").write_text("\n".join(map(json.dumps, texts)) + "\n")
 
 
 def node(folder: str, output: str, port: int, workers: int, more: dict[str, Any]) -> None:

@@ -141,7 +141,8 @@ def plan_model(
 def report_of(plan: Plan, ceilings: Ceilings | None, *, model: str, num_steps: int) -> PlanReport:
     """Return the report of a plan that a run already has: the same figures as `plan_model` gives for it.
 
-    `ceilings` is the machine for which the plan was made, None for a nominal one; `model` is a name for people.
+    `ceilings` is the machine for which the plan was made, None for a nominal one; `model` is a name for people. A node's plan
+    has no times: these depend on its workers.
     """
     machine = ceilings or nominal_machine_of(plan)
     report = PlanReport(
@@ -155,6 +156,8 @@ def report_of(plan: Plan, ceilings: Ceilings | None, *, model: str, num_steps: i
         measured=ceilings is not None,
         allowed_bytes=plan.results.allowed_bytes,
     )
+    if plan.serves:
+        return replace(report, plan=plan)
     return _with_times(report, plan, machine, forecast(plan, machine), num_steps)
 
 

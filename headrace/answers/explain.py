@@ -94,7 +94,8 @@ def explain_outcome(outcome: Outcome) -> str:
         lines.append(row.name.ljust(_ROW) + "".join(text.rjust(_COLUMN) for text in (planned, measured, ratio)))
     skipped = f", {outcome.skipped_steps} of them skipped" if outcome.skipped_steps else ""
     lines.append(_line("steps", f"{outcome.steps}{skipped}; times are the median, bytes the mean of those after the first"))
-    if not outcome.on_measured_machine:
+    times_planned = any(row.unit == "seconds" and row.planned is not None for row in outcome.rows)
+    if times_planned and not outcome.on_measured_machine:
         lines.append(_line("machine", outcome.machine + _NOMINAL))
     return "\n".join(lines)
 

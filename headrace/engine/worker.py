@@ -39,7 +39,7 @@ from headrace.plan.schedules.train import build_program
 from headrace.plan.serving import grouping_of
 from headrace.store import StateStore
 from headrace.terms.cuts import pieces_of
-from headrace.terms.errors import ConfigError, HeadraceError, ModelError, PlanInfeasible
+from headrace.terms.errors import ConfigError, HeadraceError, ModelError, PlanInfeasible, StorageError
 from headrace.terms.events import Planned, Sink, StepResult
 from headrace.terms.grouping import Grouping
 from headrace.terms.options import Options
@@ -60,6 +60,12 @@ def refuse_other_options(asked: Mapping[str, Any], found: Mapping[str, Any]) -> 
     others = [f"{key} {value!r} here, {found[key]!r} at the node" for key, value in asked.items() if value != found[key]]
     if others:
         raise ConfigError(f"node: its run is another one: {'; '.join(others)}; correct the file, or leave it out")
+
+
+def _remove_scratch(store: StateStore) -> None:
+    """Remove a worker's scratch files. A directory for temporary files may be cleared meanwhile: nothing in it is missed."""
+    with contextlib.suppress(StorageError):
+        store.remove()
 
 
 class Worker:
@@ -179,7 +185,7 @@ class Worker:
             sink=self._sink,
             allow_tmpfs=not own.budget.ssd,
         )
-        self._closers.callback(store.remove)
+        self._closers.callback(_remove_scratch, store)
         return store
 
     def _make_steps(self) -> Steps:

@@ -27,9 +27,11 @@ class Results:
     notes: tuple[str, ...] = ()
 
     def explain_peaks(self) -> list[str]:
-        """Return the peaks in one line for each tier."""
+        """Return the peaks in one line for each tier of which anything is used."""
         lines = []
         for tier, rows in self.peak_bytes.items():
+            if not sum(rows.values()):
+                continue
             allowed = self.allowed_bytes.get(tier)
             of = f" of {format_bytes(allowed)}" if allowed else ""
             parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in rows.items() if size)

@@ -149,7 +149,7 @@ def _begin(run: _Run, on_failure: Callable[[], None] | None = None) -> Finished:
 
 def _drive(run: _Run, engine: RunningEngine, reporters: Reporters, account: "Account | None") -> Finished:
     """Take the steps that are left, then finish. The caller closes the engine and the reporters, in this order. `account`
-    reports on the plan, which has already been shown.
+    reports on the plan, which has already been shown; a node's, which has no forecast, is made at the end.
     """
     if account is not None:
         account.keep_plan()
@@ -157,8 +157,9 @@ def _drive(run: _Run, engine: RunningEngine, reporters: Reporters, account: "Acc
         metrics = _files(run, reporters, engine.step_index)
 
     def tell_after() -> None:
-        if account is not None:
-            account.tell_after(run.display, metrics.records, host_peak_bytes=run.meter.peak_bytes())
+        told = _account(run, engine.plan) if engine.plan is not None and engine.plan.serves else account
+        if told is not None:
+            told.tell_after(run.display, metrics.records, host_peak_bytes=run.meter.peak_bytes())
 
     started, taken = time.monotonic(), list[float]()
     with StopRequest() as stop:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import headrace
 from headrace.files.scratch import remove_tree, scratch
+from headrace.machine.meter import MemoryMeter
 from headrace.net import Address, Listener, Member
 from headrace.net.proof import nonce
 from headrace.runs.loop import Finished, resume, train
@@ -22,6 +23,7 @@ from headrace.runs.run_directory import RunDirectory
 from headrace.store import leftovers_of, remove_leftover
 from headrace.terms.errors import ConfigError, HeadraceError, PeerLost, RunDirectoryError, StepFailed, StorageError
 from headrace.terms.options import NodeOptions, Options
+from headrace.terms.sizes import format_bytes
 
 if TYPE_CHECKING:
     from headrace.engine.crowd import Crowd
@@ -124,21 +126,22 @@ def work(
     """
     display = display or NoDisplay()
     steps, seen, told, peer = 0, time.monotonic(), "", nonce()
-    while True:
-        try:
-            steps += _work_once(address, own, name, display, secret, asked or {}, peer)
-            display.say(f"done: {steps} steps were taken here")
-            return steps
-        except _Parted as parted:
-            steps, words, met = steps + parted.steps, str(parted), parted.met
-        if met:
-            seen = time.monotonic()
-        if time.monotonic() - seen > wait_seconds:
-            raise PeerLost(f"{words}; waited {wait_seconds:g} s: start the node, or give --wait more")
-        if words != told:
-            display.say(f"{words}; waiting for it")
-            told = words
-        time.sleep(_RETRY_SECONDS)
+    with MemoryMeter() as meter:
+        while True:
+            try:
+                steps += _work_once(address, own, name, display, secret, asked or {}, peer)
+                display.say(f"done: {steps} steps were taken here, with {format_bytes(meter.peak_bytes())} of host memory at most")
+                return steps
+            except _Parted as parted:
+                steps, words, met = steps + parted.steps, str(parted), parted.met
+            if met:
+                seen = time.monotonic()
+            if time.monotonic() - seen > wait_seconds:
+                raise PeerLost(f"{words}; waited {wait_seconds:g} s: start the node, or give --wait more")
+            if words != told:
+                display.say(f"{words}; waiting for it")
+                told = words
+            time.sleep(_RETRY_SECONDS)
 
 
 class _Parted(Exception):
@@ -171,6 +174,7 @@ def _work_once(
         raise _Parted(str(lost), steps=0, met=False) from None
     met = True
     try:
+        display.say(f"node {address}: joined; waiting to be given work")
         generation = member.enter()
         if generation is None:
             return 0
@@ -180,6 +184,9 @@ def _work_once(
             scratch(own.budget.ssd[0] if own.budget.ssd else Path(tempfile.gettempdir()), _SCRATCH, _discard) as folder,
             Worker(generation, own, folder, lambda event: None, asked) as worker,
         ):
+            plan = worker.plan
+            display.say(f"worker   {generation.rank} of {generation.num_workers}; micro-batches of {plan.micro_batch_sequences} rows")
+            display.say("\n".join(plan.results.explain_peaks()))
             reporter = display.progress(worker.total_steps)
             worker.listen(reporter)
             try:

@@ -1,5 +1,7 @@
 """What a node knows of its workers: what their lanes did, how fast each is, and what they find the loss of rows to be."""
 
+import shutil
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -92,6 +94,21 @@ def test_micro_batches_of_a_tree_are_dealt_by_speed(
     assert all(torch.equal(found[name], weights[name]) for name in weights)
 
 
+def test_a_worker_whose_scratch_folder_was_cleared_ends_well(
+    model_dir: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As /tmp is cleared of what is old, or by somebody tidy: nothing in it was durable."""
+    (scratch := tmp_path / "scratch").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
+    with crew(1) as made:
+        options = node_options(tmp_path / "node", [batch_of(4, LENGTH, 0)])
+        with NodeEngine.open(model_dir("llama"), options, seams=Seams(workers=made.crowd)) as engine:
+            engine.step(batch_of(4, LENGTH, 0))
+            assert (cleared := list(scratch.glob("headrace-worker-*")))
+            for folder in cleared:
+                shutil.rmtree(folder)
+
+
 def test_each_worker_tells_what_its_lanes_did(model_dir: Callable[..., Path], tmp_path: Path) -> None:
     told, batches = list[Event](), [batch_of(4, LENGTH, seed) for seed in range(2)]
     with crew(2) as made:
@@ -107,6 +124,31 @@ def test_each_worker_tells_what_its_lanes_did(model_dir: Callable[..., Path], tm
         assert all(begin <= op.start_seconds <= op.stop_seconds <= time.perf_counter() for op in mine), "on the node's clock"
         assert [op.unit for op in sorted(mine, key=lambda op: op.start_seconds) if op.verb == "forward"] == [1, 2, 3, 4]
     assert {split_lane(op.lane)[0] for op in ops} == {0, 1, 2}
+
+
+def test_a_block_is_updated_at_the_node_while_a_worker_computes_the_one_below(
+    model_dir: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the trace of a run: backward of a block takes a quarter of a second, and the update of the one above lies inside."""
+    told, batch = list[Event](), batch_of(4, LENGTH, 1)
+
+    def slow_backward(state: StepState, op: Op) -> None:
+        compute.backward(state, op)
+        time.sleep(0.25)
+
+    monkeypatch.setitem(HANDLERS, Verb.BACKWARD, slow_backward)
+    with crew(1) as made:
+        options = node_options(tmp_path / "node", [batch])
+        with NodeEngine.open(model_dir("llama"), options, seams=Seams(workers=made.crowd), sink=told.append) as engine:
+            engine.step(batch)
+            engine.flush()
+    ops = [event for event in told if isinstance(event, OpDone)]
+    computed = {op.unit: op for op in ops if op.lane == lane_of_worker(1, Lane.COMPUTE) and op.verb == "backward"}
+    for block in (2, 3, 4):
+        updates, below = [op for op in ops if op.lane == Lane.UPDATE and op.unit == block], computed[block - 1]
+        assert updates
+        assert all(computed[block].stop_seconds <= op.stop_seconds for op in updates), "it has the whole gradient"
+        assert min(op.start_seconds for op in updates) < below.stop_seconds, f"block {block} waits for the one below"
 
 
 def test_what_is_told_of_a_step_is_bounded() -> None:
