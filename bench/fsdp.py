@@ -1,6 +1,6 @@
 """A node and two workers beside plain FSDP2 with CPU offload, on the same slow network: tokens per second, bytes, losses.
 
-    python bench/fsdp.py --scratch DISK [--megabits 200] [--flops 2.4e9] [--steps 6] [--rounds 3] [--out fsdp.json]     # as root
+    python bench/fsdp.py --scratch DISK [--megabits 200] [--flops 2.4e9] [--steps 6] [--rounds 3] [--out fsdp.json]   # root
 
 Model, rows, optimizer, cables and device double are those of `slow_link.py`. FSDP2 is `fully_shard` of each block and of the
 model over two machines without a node, gloo, `CPUOffloadPolicy`, float32 masters, computing and summing gradients in bfloat16,
@@ -24,16 +24,15 @@ import numpy as np
 import slow_link
 import torch
 from node_processes import write_model
-from slow_link import LENGTH, RUN, SECRET, TOKENS, WARM_UP, WORKERS, Double
+from slow_link import LENGTH, RUN, SECRET, TOKENS, WARM_UP, WORKERS
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "namespaces"))
-from network import Network, why_not  # noqa: E402
+from network import Network, why_not
 
-from headrace.plan.rates import Rates  # noqa: E402
-from headrace.runs.open_data import tensors_of  # noqa: E402
-from headrace.runs.prepare import open_stream  # noqa: E402
-from headrace.runs.run_directory import RunDirectory  # noqa: E402
-from headrace.terms.program import Lane  # noqa: E402
+from headrace.plan.rates import Rates
+from headrace.runs.open_data import tensors_of
+from headrace.runs.prepare import open_stream
+from headrace.runs.run_directory import RunDirectory
 
 KINDS = ("headrace", "fsdp", "fsdp, blocks recomputed")
 
@@ -180,10 +179,10 @@ def run_fsdp(folder: Path, given: argparse.Namespace, recompute: bool) -> dict[s
                 raise SystemExit((folder / f"fsdp-{rank}.log").read_text(encoding="utf-8"))
         moved = [network.moved(rank) for rank in range(WORKERS)]
     found = [json.loads((folder / f"rank-{rank}.json").read_text(encoding="utf-8")) for rank in range(WORKERS)]
-    blocks = slow_link.SHAPE["num_hidden_layers"]
+    took, blocks = declared(given.flops), slow_link.SHAPE["num_hidden_layers"]
     return {
         "step": step_seconds(found[0]["begins"]),
-        "compute": sum(declared(given.flops)[name] * times for name, times in (("block", blocks * (4 if recompute else 3)), ("head", 3))),
+        "compute": took["block"] * blocks * (4 if recompute else 3) + took["head"] * 3,
         "update": statistics.median(found[0]["updates"][WARM_UP:]),
         "late": max(each["late"] for each in found) / given.steps,
         "losses": [sum(each) for each in zip(*(each["losses"] for each in found), strict=True)],
@@ -228,19 +227,27 @@ def main() -> None:
         shutil.rmtree(folder, ignore_errors=True)
     show(found, given)
     if given.out:
-        given.out.write_text(json.dumps({"options": vars(given), "rounds": found}, indent=1, default=str) + "\n", encoding="utf-8")
+        record = {"options": vars(given), "rounds": found}
+        given.out.write_text(json.dumps(record, indent=1, default=str) + "\n", encoding="utf-8")
 
 
 def show(found: dict[str, list[dict[str, Any]]], given: argparse.Namespace) -> None:
-    """Print a row for each kind: medians, and the largest difference of a loss from Headrace's."""
-    print("the device is a double: it computes, and then sleeps to the declared rate")
-    print("| kind | s a step | tokens/s | MB sent, received a step, each machine | largest difference of a loss |\n|---|---|---|---|---|")
+    """Print a row for each kind: medians of rounds, and the largest difference of a loss from Headrace's first round."""
+    print(f"the device is a double: it computes, and then sleeps to the declared rate; load {os.getloadavg()[0]:.0f}")
+    print(
+        "| kind | s a step | of it compute | tokens/s | MB sent, received a step by each machine | largest difference of a loss |"
+    )
+    print("|---|---|---|---|---|---|")
     ours = found[KINDS[0]][0]["losses"]
     for kind, rounds in found.items():
-        seconds = statistics.median(each["step"] for each in rounds)
-        moved = "; ".join(f"{sent / given.steps / 1e6:.1f}, {came / given.steps / 1e6:.1f}" for sent, came in rounds[0]["moved"])
+        seconds, compute = (statistics.median(each[name] for each in rounds) for name in ("step", "compute"))
+        moved = "; ".join(
+            f"{sent / given.steps / 1e6:.1f}, {came / given.steps / 1e6:.1f}" for sent, came in rounds[0]["moved"]
+        )
         off = max(abs(loss - own) for each in rounds for loss, own in zip(each["losses"], ours, strict=True))
-        print(f"| {kind} | {seconds:.3f} | {TOKENS / seconds:.2f} | {moved} | {off:.5f} |")
+        print(f"| {kind} | {seconds:.3f} | {compute:.3f} | {TOKENS / seconds:.2f} | {moved} | {off:.5f} |")
+    late, update = (max(each[name] for kind in KINDS[1:] for each in found[kind]) for name in ("late", "update"))
+    print(f"FSDP2's layers were late by {late:.3f} s a step at most, its optimizer took {update:.3f} s at most")
 
 
 if __name__ == "__main__":

@@ -23,9 +23,9 @@ from launch import GIB, anonymous_bytes, environment, machine_facts, make_model,
 from shapes import SHAPES
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from node_processes import write_texts  # noqa: E402
+from node_processes import write_texts
 
-from headrace.terms.sizes import parse_bytes  # noqa: E402
+from headrace.terms.sizes import parse_bytes
 
 SAMPLE_SECONDS, MAPS_SECONDS = 0.02, 0.5
 BYTES_PER_PARAMETER = 20  # model, two slots of weights and moments, the finished model

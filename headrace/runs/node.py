@@ -130,7 +130,9 @@ def work(
         while True:
             try:
                 steps += _work_once(address, own, name, display, secret, asked or {}, peer)
-                display.say(f"done: {steps} steps were taken here, with {format_bytes(meter.peak_bytes())} of host memory at most")
+                display.say(
+                    f"done: {steps} steps were taken here, with {format_bytes(meter.peak_bytes())} of host memory at most"
+                )
                 return steps
             except _Parted as parted:
                 steps, words, met = steps + parted.steps, str(parted), parted.met
@@ -185,8 +187,10 @@ def _work_once(
             Worker(generation, own, folder, lambda event: None, asked) as worker,
         ):
             plan = worker.plan
-            display.say(f"worker   {generation.rank} of {generation.num_workers}; micro-batches of {plan.micro_batch_sequences} rows")
-            display.say("\n".join(plan.results.explain_peaks()))
+            which = f"worker   {generation.rank} of {generation.num_workers}"
+            display.say(
+                "\n".join([f"{which}; micro-batches of {plan.micro_batch_sequences} rows", *plan.results.explain_peaks()])
+            )
             reporter = display.progress(worker.total_steps)
             worker.listen(reporter)
             try:

@@ -104,7 +104,8 @@ def test_a_worker_whose_scratch_folder_was_cleared_ends_well(
         options = node_options(tmp_path / "node", [batch_of(4, LENGTH, 0)])
         with NodeEngine.open(model_dir("llama"), options, seams=Seams(workers=made.crowd)) as engine:
             engine.step(batch_of(4, LENGTH, 0))
-            assert (cleared := list(scratch.glob("headrace-worker-*")))
+            cleared = list(scratch.glob("headrace-worker-*"))
+            assert cleared
             for folder in cleared:
                 shutil.rmtree(folder)
 
