@@ -234,9 +234,7 @@ def main() -> None:
 def show(found: dict[str, list[dict[str, Any]]], given: argparse.Namespace) -> None:
     """Print a row for each kind: medians of rounds, and the largest difference of a loss from Headrace's first round."""
     print(f"the device is a double: it computes, and then sleeps to the declared rate; load {os.getloadavg()[0]:.0f}")
-    print(
-        "| kind | s a step | of it compute | tokens/s | MB sent, received a step by each machine | largest difference of a loss |"
-    )
+    print("| kind | s a step | of it compute | tokens/s | MB sent, received a step by each machine | largest loss difference |")
     print("|---|---|---|---|---|---|")
     ours = found[KINDS[0]][0]["losses"]
     for kind, rounds in found.items():

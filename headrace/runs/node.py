@@ -54,7 +54,7 @@ def serve(
     display = display or NoDisplay()
     config = replace(config, measure=False)  # most of the time is spent by workers and links
     secret = read_secret(config.secret)
-    listener = Listener(Address.of(config.listen), version=headrace.__version__, secret=secret, silence_seconds=silence_seconds)
+    listener = _listener(config, secret, silence_seconds)
     try:
         listening(listener.address)
         from headrace.engine.crowd import Crowd  # late, because it imports the model library: workers may come meanwhile
@@ -75,7 +75,7 @@ def _run(config: NodeOptions, crowd: "Crowd", display: Display) -> Finished:
     engines = node_engines(crowd)
     first = not directory.config.exists()
     if not first:
-        _refuse_another(directory, config)
+        refuse_another(directory, config)
     while True:
         try:
             if first:
@@ -92,17 +92,49 @@ def _run(config: NodeOptions, crowd: "Crowd", display: Display) -> Finished:
         engines, first = node_engines(crowd, verify=False), False
 
 
-def _refuse_another(directory: RunDirectory, config: NodeOptions) -> None:
-    """Refuse to take another run for this one.
+def refuse_another(directory: RunDirectory, config: NodeOptions) -> None:
+    """Refuse to take another run for this one, or to go on with it under options that would be ignored.
 
     Raises:
-        RunDirectoryError: `output` holds a run of another model or other data, or one without a node.
+        RunDirectoryError: `output` holds a run of another model or other data, one without a node, or one that began with other
+            options.
     """
     found = directory.read_config()
     if not isinstance(found, NodeOptions):
         raise RunDirectoryError(f"output: {directory.path} holds a run without a node; name another directory with --output")
     if found.model != config.model.absolute():
         raise RunDirectoryError(f"output: {directory.path} holds a run of {found.model}; name another directory with --output")
+    keys = [key for key in (*Options.fixed_keys(), "max_steps") if key != "machine"]
+    pairs: list[tuple[str, Any, Any]] = [(key, getattr(config, key), getattr(found, key)) for key in keys]
+    here, there = ([str(Path(path).absolute()) for path in each.data] for each in (config, found))
+    pairs.append(("data", here, there))
+    others = [f"{key} {now} here, {then} there" for key, now, then in pairs if now is not None and now != then]
+    if others:
+        raise RunDirectoryError(
+            f"output: {directory.path} holds a run that began otherwise: {'; '.join(others)}; go on with it by `headrace "
+            f"resume {directory.path}`, or name another directory with --output"
+        )
+
+
+def _listener(config: NodeOptions, secret: bytes | None, silence_seconds: float) -> Listener:
+    """Return what listens; where the address is taken, the node of the same run may be what has it.
+
+    Raises:
+        ConfigError: the address cannot be used.
+        RunDirectoryError: a process works on the run.
+    """
+    try:
+        return Listener(Address.of(config.listen), version=headrace.__version__, secret=secret, silence_seconds=silence_seconds)
+    except ConfigError as error:
+        from headrace.runs.prepare import default_output
+        from headrace.store import lock_holder
+
+        folder = Path(config.output or default_output(config)).absolute()
+        if (holder := lock_holder(folder)) is None:
+            raise
+        raise RunDirectoryError(
+            f"{folder}: in use by process {holder or 'unknown'}; wait for it or stop it, a run has one process"
+        ) from error
 
 
 def work(

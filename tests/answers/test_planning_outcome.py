@@ -56,6 +56,16 @@ def test_the_first_step_counts_for_peaks_only(report: PlanReport) -> None:
     assert found["ssd_bytes_written_per_step"]["planned"] == report.forecast.ssd_bytes_written_per_step
 
 
+def test_a_node_has_peaks_beside_its_plan_and_no_forecast(report: PlanReport) -> None:
+    assert report.plan is not None
+    node = report_of(replace(report.plan, serves=True), None, model="small", num_steps=1)
+    outcome = outcome_of(node, [record(1.0)])
+    found = outcome.to_json()["planned_and_measured"]
+    assert found["host_peak_bytes"]["ratio"] == 700 / report.plan.peak("host")
+    assert (found["step_seconds"]["planned"], found["step_seconds"]["measured"]) == (None, 1.0)
+    assert "nominal" not in explain_outcome(outcome), "no time was planned for any machine"
+
+
 def test_the_hosts_peak_is_that_of_the_whole_process(report: PlanReport) -> None:
     records = [record(1.0, peak_bytes={"host": 700, "device": 300})]
     for whole, expected in ((600, 700), (800, 800)):

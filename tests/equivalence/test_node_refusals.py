@@ -1,5 +1,7 @@
 """What a node does not do yet is refused by name, before workers are waited for."""
 
+import os
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,9 +12,12 @@ from plain import LENGTH, ROWS, batch_of
 
 import headrace
 from headrace.engine.trainer import Engine
-from headrace.runs.node import asked_of
+from headrace.runs.node import asked_of, refuse_another, serve
+from headrace.runs.run_directory import RunDirectory
+from headrace.store import RunLock
 from headrace.terms.errors import ConfigError, PlanInfeasible, RunDirectoryError
 from headrace.terms.events import Event, Notice
+from headrace.terms.options import NodeOptions
 
 
 @pytest.mark.parametrize(
@@ -64,6 +69,35 @@ def test_a_worker_s_file_must_be_of_the_node_s_run(model_dir: Callable[..., Path
             with pytest.raises(ConfigError, match=words):
                 node_run(path, tmp_path / "other", batches, made)
             made.listener.close()
+
+
+def test_a_run_is_not_gone_on_with_under_other_options(tmp_path: Path) -> None:
+    """What a changed file asks for would be ignored otherwise; what belongs to this process may change."""
+    values = {"model": tmp_path / "model", "data": ["d"], "output": tmp_path / "run", "max_steps": 3, "seed": 1}
+    RunDirectory(tmp_path / "run").write_config(NodeOptions.of(values | {"data": [str(Path("d").absolute())]}))
+    own = {"listen": "127.0.0.1:0", "workers": 2, "ssd": ["elsewhere"]}
+    for more, words in (
+        ({"learning_rate": 2e-4, "max_steps": 4}, "learning_rate 0.0002 here, 1e-05 there; max_steps 4 here, 3 there; go on"),
+        ({"data": ["other"]}, "holds a run that began otherwise: data"),
+        ({"model": tmp_path / "other"}, "holds a run of .*model; name another"),
+    ):
+        with pytest.raises(RunDirectoryError, match=words):
+            serve(NodeOptions.of(values | own | more))
+    refuse_another(RunDirectory(tmp_path / "run"), NodeOptions.of(values | own))
+
+
+def test_a_node_that_listens_already_is_named_by_its_run(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        config = NodeOptions.of({"model": "m", "data": ["d"], "output": tmp_path, "listen": f"127.0.0.1:{port}"})
+        with pytest.raises(ConfigError, match="name a free port"):
+            serve(config)
+        lock = RunLock(tmp_path)
+        try:
+            with pytest.raises(RunDirectoryError, match=f"in use by process {os.getpid()}"):
+                serve(config)
+        finally:
+            lock.release()
 
 
 def test_a_tree_of_other_gradients_is_refused() -> None:
