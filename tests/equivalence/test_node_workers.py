@@ -2,14 +2,17 @@
 
 import shutil
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from crew import crew, node_options, weights_of
+from numpy.typing import NDArray
 from plain import LENGTH, ROWS, SPLIT, batch_of
 from short_run import short_run
 from tiers import sampled
@@ -108,6 +111,42 @@ def test_a_worker_whose_scratch_folder_was_cleared_ends_well(
             assert cleared
             for folder in cleared:
                 shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize(
+    "policy", sampled([{"max_grad_norm": None}, {"max_grad_norm": 0.5}], [{"max_grad_norm": None}]), ids=str
+)
+def test_a_gradient_of_one_worker_that_is_not_finite_skips_the_step_for_all(
+    policy: dict[str, Any], model_dir: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is changed, and the run goes on as if that step had not been."""
+    path, (first, second) = model_dir("llama", "bfloat16"), [batch_of(4, LENGTH, seed) for seed in range(2)]
+    push, poisoned = NodeSite.push, threading.Event()
+
+    def push_poisoned(site: NodeSite, unit: int, gradient: NDArray[Any]) -> None:
+        if poisoned.is_set() and (site.rank, unit) == (2, 2):
+            gradient[5] = np.nan
+        push(site, unit, gradient)
+
+    monkeypatch.setattr(NodeSite, "push", push_poisoned)
+    ends = []
+    for name, batches in (("disturbed", (first, second, second)), ("as if", (first, second))):
+        with crew(2) as made:
+            options = node_options(tmp_path / name, [first], **policy)
+            with NodeEngine.open(path, options, seams=Seams(workers=made.crowd)) as engine:
+                results = []
+                for number, batch in enumerate(batches):
+                    if (name, number) == ("disturbed", 1):
+                        poisoned.set()
+                    results.append(engine.step(batch))
+                    poisoned.clear()
+                engine.save_pretrained(out := tmp_path / f"{name}-out")
+        assert [result.skipped is not None for result in results] == [
+            name == "disturbed" and each == 1 for each in range(len(batches))
+        ]
+        assert results[-1].loss == results[1].loss, "a skipped step changes no worker's weights"
+        ends.append(weights_of(out))
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[1])
 
 
 def test_each_worker_tells_what_its_lanes_did(model_dir: Callable[..., Path], tmp_path: Path) -> None:

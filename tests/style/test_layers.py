@@ -103,6 +103,23 @@ def test_what_needs_no_torch_imports_none() -> None:
     assert found == []
 
 
+# Who knows of peers: those that form generations, and the site that pulls from a node and pushes to it.
+KNOWS_PEERS = {"engine/crowd.py", "engine/worker.py", "update/sites/node.py"}
+
+
+def test_only_one_room_knows_the_library_of_peers_and_few_know_that_room() -> None:
+    """What computes, updates and plans sees a site, and nothing of how bytes travel to it."""
+    found, peers = set(), set()
+    for path in FILES:
+        if package_of(path) == "net":
+            continue
+        names = {name for _, name in imports(path)}
+        found |= {name_of(path) for name in names if name.startswith("torch.distributed")}
+        peers |= {name_of(path) for name in names if name.startswith("headrace.net")}
+    assert found == set()
+    assert {each for each in peers if each.split("/")[0] not in ("cli", "runs")} == KNOWS_PEERS
+
+
 def test_every_module_says_what_it_is_for() -> None:
     assert [name_of(path) for path in FILES if not (ast.get_docstring(TREES[path]) or "").strip()] == []
 
