@@ -128,6 +128,38 @@ def test_what_is_not_refused_runs_and_goes_on_where_it_was_cut_short(model_dir: 
             assert torch.equal(other[name], want), (row, name)
 
 
+@pytest.mark.deep
+@pytest.mark.timeout(3000)
+def test_what_goes_behind_a_node_gives_the_bits_of_one_machine_with_two_workers(
+    model_dir: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Every rule and type, with gradients added as a tree; runs differ in the other axes, too."""
+    path, axes = model_dir("llama"), choices() | MORE
+    rows = [row for row in rows_of_pairs() if row["place"] == AT_NODE]
+    assert {row["rule"] for row in rows} == set(axes["rule"])
+    for number, row in enumerate(rows):
+        options: dict[str, Any] = {"gradient_sum": "tree"}
+        for name in choices():
+            options |= axes[name][row[name]]
+        del options[AT_NODE]
+        batches, folder, plans = batches_of(row), tmp_path / str(number), list[Plan]()
+        folder.mkdir()
+        sequences = batches[0]["input_ids"].shape[0]
+        split = SPLIT | {"micro_batch_sequences": 1, "num_micro_batches": sequences}
+
+        def keep(engine: Engine, plans: list[Plan] = plans) -> None:
+            plans.append(engine.plan)
+
+        losses, weights = short_run(
+            path, folder / "local", batches, adjust=split, inspect=keep, **{"learning_rate": 1e-3, **options}
+        )
+        with crew(2) as made:
+            again, found = node_run(path, folder / "node", batches, made, plan=plans[0], **options)
+        assert again == pytest.approx(losses, rel=1e-6), row
+        for name, want in weights.items():
+            assert torch.equal(found[name], want), (row, name)
+
+
 def cut_short(
     path: Path, run: Path, batches: list[dict[str, torch.Tensor]], common: dict[str, Any]
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
