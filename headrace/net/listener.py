@@ -137,8 +137,10 @@ class Listener:
             self._look()
 
     def _is_anybody_left(self) -> bool:
+        # Who lives shows it within this: two heartbeats.
+        most = min(self.silence_seconds, max(ACCEPT_SECONDS, 2 * self.silence_seconds / BEATS))
         with self._lock:
-            return any(time.monotonic() - each.beat_seconds <= self.silence_seconds for each in self._peers.values())
+            return any(time.monotonic() - each.beat_seconds <= most for each in self._peers.values())
 
     def close(self) -> None:
         """End the generation, and stop listening."""
