@@ -53,8 +53,11 @@ class Machines:
         return wait_until(lambda: path if path.exists() else None)
 
     def wait_for_step(self, step: int) -> None:
+        wait_until(lambda: (self.steps_done() >= step) or None)
+
+    def steps_done(self) -> int:
         metrics = self.output / "metrics.jsonl"
-        wait_until(lambda: (metrics.exists() and len(metrics.read_text().splitlines()) >= step) or None)
+        return len(metrics.read_text().splitlines()) if metrics.exists() else 0
 
     def finish(self, seconds: float = 100.0) -> bytes:
         self.node.join(seconds)
