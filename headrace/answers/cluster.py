@@ -187,6 +187,8 @@ class _Plans:
         )
         question = Question.of(options, allowance, tokens_per_step=tokens, sequence_length=self._length)
         question = replace(question, workload=replace(question.workload, clip=False))
+        if cluster.network.workers > 1:  # gradients are rounded after they are added, not before
+            question = replace(question, gradient_dtype="float32")
         forms = tuple(replace(form, is_far=True) for form in self._forms)
         return question.problem(forms, self._costs, self._rule)
 

@@ -249,7 +249,6 @@ def coarse_node(node: Plan, worker: Plan, most_operations: int = 2 * SEARCH_OPER
         units=units,
         num_blocks=worker.num_blocks,
         tied=worker.tied,
-        gradient_dtype=worker.gradient_dtype,
         host_slots=max(2, min(len(units), round(node.host_slots * share))),
         chunk_elements=chunk_elements,
         # No more of the larger buffers than are needed to read, update and write at once.
@@ -263,7 +262,9 @@ def _steps(worker: Plan, node: Plan) -> list[tuple[Program, Program]]:
     """Return consecutive steps of both, until the worker's and the node's programs repeat."""
     steps: list[tuple[Program, Program]] = []
     before = Snapshot()
-    programs = programs_of(worker, durable=True)
+    # A copy on its way up counts as it comes to the node; between workers, and on a worker's host-device link, it is wider.
+    narrower = worker.gradient_bytes_per_element // node.gradient_bytes_per_element
+    programs = [_with_pushes(program, narrower) for program in programs_of(worker, durable=True)]
     known: dict[tuple[int, Snapshot], tuple[Program, Snapshot]] = {}
     for number in range(_MOST_PROGRAMS):
         program = programs[min(number, len(programs) - 1)]
@@ -276,6 +277,12 @@ def _steps(worker: Plan, node: Plan) -> list[tuple[Program, Program]]:
             break
         before = after
     return [*steps, steps[-1], steps[-1]]
+
+
+def _with_pushes(program: Program, narrower: int) -> Program:
+    """Return the program with so much fewer bytes in each push."""
+    ops = (replace(op, bytes=op.bytes // narrower) if op.verb is Verb.PUSH else op for op in program.ops)
+    return program if narrower == 1 else Program(tuple(ops))
 
 
 def _phases(timeline: JointTimeline, network: Network) -> tuple[Phase, Phase]:

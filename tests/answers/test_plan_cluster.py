@@ -12,9 +12,11 @@ from transformers import GPT2Config, LlamaConfig
 
 from headrace.answers.cluster import plan_cluster
 from headrace.answers.cluster_report import ClusterReport, explain_cluster
+from headrace.plan.cluster import NODE, WORKER
 from headrace.plan.machine_profiles import load_bare_profile
 from headrace.terms.errors import ConfigError
 from headrace.terms.options import PlanOptions
+from headrace.terms.program import Verb
 from headrace.terms.summing import partial_sums
 
 STEP: dict[str, Any] = {"tokens_per_step": 16 * 512, "sequence_length": 512, "max_grad_norm": 0}
@@ -73,6 +75,18 @@ def test_bytes_are_those_of_the_exchange(found: ClusterReport):
     exchanged = 2 * 0.75 * copy  # between workers gradients are float32
     assert values["worker_bytes_received_per_step"] == pytest.approx(pulled + exchanged, rel=0.01)
     assert values["worker_bytes_sent_per_step"] == pytest.approx(0.75 * pulled + exchanged + 0.25 * copy, rel=0.01)
+
+
+@pytest.mark.parametrize(("workers", "copies"), [(1, 1), (4, 2)])
+def test_gradients_of_several_workers_leave_the_device_in_float32(model: Path, workers: int, copies: int):
+    """They are rounded after they are added; the node receives them rounded."""
+    forecast = report(model, workers=workers, tokens_per_step=workers * 2048).forecast
+    assert forecast is not None
+    drained, received = (
+        sum(each.op.bytes for each in forecast.timeline.of_rank(rank) if each.op.verb is verb)
+        for rank, verb in ((WORKER, Verb.DRAIN), (NODE, Verb.RECEIVE))
+    )
+    assert drained == copies * received > 0
 
 
 def test_a_worker_holds_no_more_of_a_deeper_model(tmp_path: Path):
