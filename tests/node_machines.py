@@ -59,15 +59,16 @@ class Machines:
         metrics = self.output / "metrics.jsonl"
         return len(metrics.read_text().splitlines()) if metrics.exists() else 0
 
-    def finish(self, seconds: float = 100.0) -> bytes:
+    def finish(self, seconds: float = 240.0) -> bytes:
         self.node.join(seconds)
         assert self.node.exitcode == 0
         for process in self.workers:
-            process.join(30)
+            process.join(100)
         return (self.output / "final" / "model.safetensors").read_bytes()
 
 
-def wait_until(what: Any, seconds: float = 60.0) -> Any:
+def wait_until(what: Any, seconds: float = 240.0) -> Any:
+    """Return what `what` finds; the limit ends a standstill, and is far above what a busy machine takes."""
     end = time.monotonic() + seconds
     while (found := what()) is None:
         assert time.monotonic() < end, "it takes too long"
