@@ -1,5 +1,5 @@
-"""A worker is lost before any operation of its step: the others are told, whoever waits for whom, the node goes on from the last
-committed step when another worker has come, and ends with the weights of a run that nobody disturbed.
+"""A worker is lost before any operation of its step: the others are told, whoever waits for whom; the node goes on from the
+last committed step when another worker has come, and ends with the weights of a run that nobody disturbed.
 """
 
 from collections.abc import Callable
