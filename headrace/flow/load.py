@@ -1,6 +1,6 @@
 """A model goes into the store and out again, unit by unit: it never exists whole in memory."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,10 @@ from headrace.terms.families import BASIS, REST, STATES, TRAINED, WEIGHTS, Famil
 from headrace.terms.forms import Form
 from headrace.terms.layout import Plane, UnitLayout, rest_of_master
 from headrace.update.site import Site
-from headrace.update.tensors import States, join, update_tensors
+from headrace.update.tensors import join, split
+
+# Elements whose master is joined or split at once, by operations that take four times its bytes.
+_MERGED_ELEMENTS = 1 << 20
 
 
 def import_model(weights: WeightMap, store: StateStore, maker: Maker, record: Mapping[str, Any], site: Site | None) -> None:
@@ -193,17 +196,26 @@ def read_completing(store: StateStore, unit: int, memory: Bytes) -> torch.Tensor
 
 
 def merge(maker: Maker, unit: int, weights: torch.Tensor, rest: torch.Tensor | None, trained: torch.Tensor) -> None:
-    """Merge `weights` (compute dtype), and the `rest` of their fp32 master, with what is `trained`, in place."""
+    """Merge `weights` (compute dtype), and the `rest` of their fp32 master, with what is `trained`, in place.
 
-    def merged(master: torch.Tensor, states: Sequence[torch.Tensor]) -> tuple[torch.Tensor, States]:
-        maker.complete(unit, master, trained)
-        return master, ()
-
-    planes = () if rest is None else (rest,)
-    new, rests = update_tensors(weights, planes, merged)
-    weights.copy_(new)
-    for plane, value in zip(planes, rests, strict=True):
-        plane.copy_(value)
+    It allocates a master of bfloat16 weights, 4 bytes for each, and what `Maker.complete` does; all else is done in pieces.
+    """
+    if rest is None:
+        maker.complete(unit, weights, trained)
+        return
+    is_split = weights.dtype == torch.bfloat16
+    master = torch.empty(weights.numel(), device=weights.device) if is_split else rest
+    pieces = [slice(start, start + _MERGED_ELEMENTS) for start in range(0, weights.numel(), _MERGED_ELEMENTS)]
+    for piece in pieces if is_split else ():
+        master[piece] = join(weights[piece], rest[piece])
+    maker.complete(unit, master, trained)
+    for piece in pieces:
+        if is_split:
+            high, low = split(master[piece])
+            weights[piece].copy_(high.view(weights.dtype))
+            rest[piece].copy_(low)
+        else:
+            weights[piece].copy_(master[piece])
 
 
 def _largest_chunk_bytes(unit: Unit) -> int:
