@@ -26,16 +26,16 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def undisturbed(place: Path) -> Any:
-    """Return the weights of a run that nobody disturbed, by policy and number of workers."""
-    known: dict[tuple[str, int], bytes] = {}
+    """Return the weights of a run that nobody disturbed, by policy, number of workers, and steps."""
+    known: dict[tuple[str, int, int], bytes] = {}
 
-    def weights(policy: str, workers: int) -> bytes:
-        if (policy, workers) not in known:
-            machines = Machines(place, f"whole-{policy}-{workers}", workers, policy)
+    def weights(policy: str, workers: int, steps: int = node_processes.STEPS) -> bytes:
+        if (policy, workers, steps) not in known:
+            machines = Machines(place, f"whole-{policy}-{workers}-{steps}", workers, policy, max_steps=steps)
             machines.hire(workers)
-            known[policy, workers] = machines.finish()
+            known[policy, workers, steps] = machines.finish()
             assert all(process.exitcode == 0 for process in machines.workers), "workers end well"
-        return known[policy, workers]
+        return known[policy, workers, steps]
 
     return weights
 
@@ -65,7 +65,8 @@ def test_workers_and_the_node_are_killed(policy: str, workers: int, place: Path,
 
 @pytest.mark.deep
 def test_a_worker_that_is_stopped_is_replaced_and_may_come_back(place: Path, undisturbed: Any) -> None:
-    machines = Machines(place, "stopped", 1, "deferred")
+    steps = 60  # so many that a busy machine stops it before the last one
+    machines = Machines(place, "stopped", 1, "deferred", max_steps=steps)
     machines.hire()
     machines.wait_for_step(2)
     os.kill(machines.workers[0].pid or 0, signal.SIGSTOP)
@@ -73,7 +74,7 @@ def test_a_worker_that_is_stopped_is_replaced_and_may_come_back(place: Path, und
     # One step may have been under way, whose end was told already: the one after it is the other worker's.
     machines.wait_for_step(machines.steps_done() + 2)
     os.kill(machines.workers[0].pid or 0, signal.SIGCONT)
-    assert machines.finish() == undisturbed("deferred", 1)
+    assert machines.finish() == undisturbed("deferred", 1, steps)
     assert machines.workers[0].exitcode == 0
     said = machines.said_by(1).read_text()
     assert "it went on without this worker, which shows no sign of life for 3 s; waiting for it" in said
