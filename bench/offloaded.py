@@ -303,7 +303,7 @@ def flexgen_program(shape: Shape, policy: Policy, tokens: int, seen: float, deco
             flops = shape.flops(rows * tokens) + (attention if on_gpu else 0.0)
             op("compute", Verb.FORWARD, Lane.COMPUTE, bytes=touched, flops=flops)
             if not on_gpu:
-                op("host", Verb.UPDATE, Lane.UPDATE, bytes=read_back)
+                op("host", Verb.ATTEND, Lane.ATTENTION, bytes=read_back)
             op("out", Verb.CACHE_OUT, Lane.DEVICE_TO_HOST, bytes=hidden + entry * tokens)
             if policy.caches_on_drive:
                 op("write", Verb.CACHE_WRITE, Lane.SSD_WRITE, bytes=entry * tokens * policy.caches_on_drive)
@@ -326,7 +326,7 @@ def lightning_program(shape: Shape, policy: Policy, seen: float) -> Program:
         emit.op(("pre", number, seat), Verb.FORWARD, Lane.COMPUTE, before, flops=flops, bytes=_HALF * shape.attention, **place)
         emit.op(("off", number, seat), Verb.CACHE_OUT, Lane.DEVICE_TO_HOST, [("pre", number, seat)], bytes=queries, **place)
         kept = 2 * _HALF * rows * seen * shape.kv_width
-        emit.op(("host", number, seat), Verb.UPDATE, Lane.UPDATE, [("off", number, seat)], bytes=kept, **place)
+        emit.op(("host", number, seat), Verb.ATTEND, Lane.ATTENTION, [("off", number, seat)], bytes=kept, **place)
 
     for number in range(_LAYERS):
         following = (number + 1) % _LAYERS
@@ -391,7 +391,7 @@ _STEP_SECONDS = 0.0124
 def flexgen_machine() -> Ceilings:
     """Return the T4 with FlexGen on it."""
     link = {f"{way}_bytes_per_second": _LINK for way in ("host_to_device", "device_to_host")}
-    return replace(load_bare_profile("t4"), update_bytes_per_second=_ATTENDED, both_ways_bytes_per_second=2 * _LINK, **link)
+    return replace(load_bare_profile("t4"), attended_bytes_per_second=_ATTENDED, both_ways_bytes_per_second=2 * _LINK, **link)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -418,7 +418,7 @@ def points() -> tuple[Point, ...]:
     mixtral: dict[str, Any] = {"shape": MIXTRAL, "prompt": 418, "new": 128, "ceilings": slow}
     chosen = replace(best_policy(MIXTRAL, T4, 418, 128).policy, weights_on_gpu=0.0)
     coded = "compute: it decodes four bits slower than its kernels' bytes say"
-    lightning = replace(flexgen_machine(), update_bytes_per_second=T4.host / 2)
+    lightning = replace(flexgen_machine(), attended_bytes_per_second=T4.host / 2)
     return (
         Point(
             system="FlexGen",

@@ -20,7 +20,13 @@ from headrace.machine.protocol import Machine
 from headrace.model import Chain
 from headrace.model.bank_check import why_no_banks
 from headrace.model.banks import find_experts
-from headrace.model.generation_check import check_generation, ready_to_generate, why_not_chunked, why_not_tiered
+from headrace.model.generation_check import (
+    check_generation,
+    ready_to_generate,
+    why_not_attended,
+    why_not_chunked,
+    why_not_tiered,
+)
 from headrace.model.generation_costs import generation_costs
 from headrace.model.stored_experts import expert_layout, without
 from headrace.plan.experts import ExpertFigures
@@ -30,9 +36,9 @@ from headrace.plan.generation_search import GenerationQuestion, make_generation_
 from headrace.terms.budget import Budget, default_bytes
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.costs import GenerationCosts
-from headrace.terms.errors import PlanInfeasible
+from headrace.terms.errors import ConfigError, PlanInfeasible
 from headrace.terms.forms import UnitFigures, home_of
-from headrace.terms.generate_options import GenerateOptions
+from headrace.terms.generate_options import AUTO, ON_DEVICE, ON_HOST, GenerateOptions
 from headrace.terms.layout import UnitLayout
 from headrace.terms.optimizer import Optimizer
 from headrace.terms.sizes import format_bytes, format_seconds
@@ -46,7 +52,7 @@ class GenerationPlanner:
 
     `machine` may be a `Place` for one that is not here. `costs` gives those of a seat, by rows and tokens; up to `most_rows`
     are tried if `rows` is None. `experts` may come by themselves. With `has_drives` caches may lie on the machine's drives,
-    though no directory is named. `packed`: see `GenerationQuestion`.
+    though no directory is named. `packed`: see `GenerationQuestion`. `attention`: as the option.
     """
 
     def __init__(
@@ -67,7 +73,9 @@ class GenerationPlanner:
         has_drives: bool = False,
         chunks: Sequence[int] = PREFILL_CHUNKS,
         packed: bool | None = False,
+        attention: str = AUTO,
     ) -> None:
+        self._attention = attention
         self._experts, self._chunks, self._packed = experts, tuple(chunks), packed
         self._chain, self._figures, self._machine, self._budget = chain, tuple(figures), machine, budget
         self._cores, self._ceilings, self._rows, self._seats, self._notes = cores, ceilings, rows, seats, notes
@@ -89,15 +97,16 @@ class GenerationPlanner:
         rows: int | None = None,
         prefill_chunk: int | None = None,
         packed: bool | None = None,
+        attention: str | None = None,
     ) -> GenerationPlan:
         """Return the plan for so many prompts of up to `prompt_length` tokens, with up to `new_tokens` for each.
 
         With `kept_copies` each row has so many caches, which stay where compute is; with 0 it has one, which may lie elsewhere.
-        `rows`, `prefill_chunk` and `packed` are fixed where they are given.
+        `rows`, `prefill_chunk`, `packed` and `attention` are fixed where they are given.
 
         Raises:
             PlanInfeasible: a budget is too small.
-            ConfigError: a budget is more than there is.
+            ConfigError: a budget is more than there is, or attention cannot be computed on the host, as asked.
             StorageError: an SSD directory cannot be written to.
         """
         reason = ""
@@ -109,6 +118,8 @@ class GenerationPlanner:
         allowance = self._allowance(lambda: costs_of(1))
         if (self._has_drives or allowance.device_bytes is not None) and any(costs_of(1).tiered) and not kept_copies:
             reason = why_not_tiered(self._chain.config)
+        notes: list[str] = []
+        places = self._places_of_attention(attention or self._attention, allowance, costs_of(1), kept_copies, reason, notes)
         chunks = [] if kept_copies else [chunk for chunk in self._chunks if 2 * chunk <= prompt_length]
         unchunked = why_not_chunked(self._chain.config) if chunks else ""
         question = GenerationQuestion(
@@ -130,14 +141,48 @@ class GenerationPlanner:
             kept_copies=kept_copies,
             prefill_chunks=(0, *([] if unchunked else chunks)) if prefill_chunk is None else (prefill_chunk,),
             packed=self._packed if packed is None else packed,
+            attention=places,
         )
         plan = make_generation_plan(question)
-        notes = [f"caches of this architecture stay in memory: {reason}"] if reason else []
+        notes += [f"caches of this architecture stay in memory: {reason}"] if reason else []
         if unchunked:
             notes.append(f"prompts of this architecture are not taken in chunks: {unchunked}")
         if kept_copies and self._has_drives:
             notes.append("beams and drafts exchange rows and take tokens back: caches stay in memory")
         return plan.with_notes((*self._notes, *self._chain.notes, *notes))
+
+    def _places_of_attention(
+        self,
+        asked: str,
+        allowance: Allowance,
+        costs: GenerationCosts,
+        kept_copies: int,
+        not_tiered: str,
+        notes: list[str],
+    ) -> tuple[bool, ...]:
+        """Return which of attending on the host and on the device are tried; add to `notes` why the host is not.
+
+        Without being asked the host attends beside a GPU alone: on one processor nothing is gained by it that bits are worth.
+        """
+        separate, on_gpu = allowance.device_bytes is not None, allowance.device_overhead_bytes > 0
+        if asked == ON_DEVICE or (asked == AUTO and not (on_gpu and costs.attends and not kept_copies)):
+            return (False,)
+        if kept_copies:
+            why = "beams, several answers a row and drafts keep their caches where compute is"
+        elif not (separate or self._has_drives):
+            why = "there is no device, so caches lie where compute is; give --device-memory or --ssd DIR"
+        elif not_tiered or not any(costs.tiered):
+            why = not_tiered or "this architecture has no caches that may lie elsewhere"
+        else:
+            why = why_not_attended(self._chain.config) or (
+                "" if costs.attends else "not all of its attention can be asked there"
+            )
+        if not why:
+            return (False, True) if asked == AUTO else (True,)
+        if asked == ON_HOST:
+            raise ConfigError(f"attention: host asked for, and it cannot be computed there: {why}")
+        notes.append(f"attention of this architecture is not computed on the host: {why}")
+        return (False,)
 
     def _allowance(self, warm_up: Callable[[], object]) -> Allowance:
         ssd_bytes = default_ssd_bytes(self._ceilings, self._budget.ssd) if self._has_drives else None
@@ -211,6 +256,7 @@ def plan_generation(
             experts=units[1],
             has_drives=not here and ceilings is not None and bool(ceilings.drives),
             packed=options.packed_products if here else False,  # another machine's instructions are not known
+            attention=options.attention,
         )
         return planner.plan(prompts, prompt_length, new_tokens)
 

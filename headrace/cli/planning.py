@@ -130,6 +130,8 @@ def ceilings_text(ceilings: Ceilings) -> str:
         ("update", ceilings.update_bytes_per_second),
         ("update, one core", ceilings.update_bytes_per_second_per_core),
     ]
+    if ceilings.attended_bytes_per_second is not None:
+        rates.append(("keys and values", ceilings.attended_bytes_per_second))
     if ceilings.row_product_bytes_per_second is not None:
         rates.append(("weights for a row", ceilings.row_product_bytes_per_second))
     if ceilings.device_memory_bytes_per_second is not None:

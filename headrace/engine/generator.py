@@ -35,6 +35,7 @@ from headrace.terms.budget import Budget
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.errors import ConfigError, PlanInfeasible, StepFailed
 from headrace.terms.events import Event, GenerationPass, Sink
+from headrace.terms.generate_options import AUTO
 from headrace.terms.program import Lane, Program
 
 
@@ -99,7 +100,7 @@ class Generator:
         self._interpreter: Interpreter | None = None
         self._cache_file: CacheFile | None = None
         self._pass: Pass | None = None
-        self._programs: dict[tuple[int, tuple[bool, int] | None, Snapshot], tuple[Program, Snapshot]] = {}
+        self._programs: dict[tuple[int, tuple[bool, int] | None, tuple[bool, ...], Snapshot], tuple[Program, Snapshot]] = {}
         self._left, self._number = Snapshot(), 0
         keep_freed_memory(False)
 
@@ -118,6 +119,7 @@ class Generator:
         opened: Callable[[Path, Budget, str | None, Sink | None], GenerationModel] | None = None,
         copy_weights: bool | None = None,
         packed_products: bool | None = None,
+        attention: str = AUTO,
     ) -> "Generator":
         """Return the generator of a model directory; none of its weights is read yet.
 
@@ -125,6 +127,7 @@ class Generator:
         planned where they are not given. `opened` opens the model in another way than as a directory. `copy_weights`: whether
         weights are copied to the budget's SSD directories, striped, and kept there; None: where that pays.
         `packed_products`: whether few rows are multiplied with packed four-bit weights; None: where that is faster.
+        `attention`: where attention of new tokens is computed: device, host, or auto, which plans it.
 
         Raises:
             InputError: the model cannot be read, or its architecture cannot generate block by block.
@@ -143,6 +146,7 @@ class Generator:
             notes=found.notes,
             experts=found.source.by_experts.expert_figures if found.source.by_experts else None,
             packed=packed_products,
+            attention=attention,
         )
         return cls(found, planner, interpreter, sink, Copying(budget.ssd, copy_weights, sink or _silent))
 
@@ -170,16 +174,11 @@ class Generator:
         prompt_length: int,
         new_tokens: int,
         kept_copies: int = 0,
-        *,
-        rows: int | None = None,
-        prefill_chunk: int | None = None,
-        packed: bool | None = None,
+        **fixed: Any,
     ) -> GenerationPlan:
-        """Return the plan for so many prompts, without making anything. Raises as `prepare` does."""
+        """Return the plan for so many prompts, without making anything; `fixed` as for a planner. Raises as `prepare` does."""
         self.model.check_positions(prompt_length, new_tokens)
-        return self._planner.plan(
-            prompts, prompt_length, new_tokens, kept_copies, rows=rows, prefill_chunk=prefill_chunk, packed=packed
-        )
+        return self._planner.plan(prompts, prompt_length, new_tokens, kept_copies, **fixed)
 
     def prepare_at_least(
         self, prompts: int, prompt_length: int, new_tokens: int, tokens: int, kept_copies: int = 0
@@ -307,11 +306,12 @@ class Generator:
         tokens = sum(seat.hidden.shape[0] * seat.hidden.shape[1] for seat in seats if seat.hidden is not None)
         if experts is not None:
             experts.begin_pass(tokens)
-        key = (len(seats), None if experts is None else experts.pass_key(tokens), self._left)
+        attends = tuple(cache is not None and cache.attends for cache in caches)
+        key = (len(seats), None if experts is None else experts.pass_key(tokens), attends, self._left)
         if key not in self._programs:
             if len(self._programs) == _MOST_PROGRAMS:
                 del self._programs[next(iter(self._programs))]
-            self._programs[key] = build_pass(self.plan, len(seats), self._left, tokens=tokens)
+            self._programs[key] = build_pass(self.plan, len(seats), self._left, tokens=tokens, attends=attends)
         program, self._left = self._programs[key]
         start, read = time.perf_counter(), self.model.source.bytes_read
         try:

@@ -54,7 +54,7 @@ class GenerationBuffers:
             for name, group in self._groups.items()
             if name.startswith(CACHE_GROUPS) and group[0] == "host"
         }
-        self.caches = CacheBuffers(plan, host, self._take_compute("cache_on_device"))
+        self.caches = CacheBuffers(plan, host, self._take_compute("cache_on_device"), self._take_compute("cache_carried"))
         self.residents: dict[int, torch.Tensor] = {}
         flat, start = self._take_compute("resident_weights")[0], 0
         for unit in plan.resident_units:
@@ -184,18 +184,52 @@ def _make(state: Pass, op: Op) -> None:
         state.source.pack(unit, stored, into, state.packed)
 
 
+def _query(state: Pass, op: Op) -> None:
+    seat, chain, cache = state.seats[op.micro], state.chain, _cache(state, op)
+    assert cache is not None, "the host attends to what a seat has there"
+
+    def run() -> None:
+        assert seat.hidden is not None, "a seat of a pass is parked"
+        seat.hidden = chain.block(op.unit - 1, seat.hidden, seat.calls[op.unit - 1]).hidden
+
+    chain.bind(op.unit, state.buffers.computed(op.unit, op), None, as_loaded=True)
+    try:
+        cache.query(op, chain.runner.blocks[op.unit - 1], run)
+    finally:
+        chain.release(op.unit)
+
+
+def _query_out(state: Pass, op: Op) -> None:
+    if (cache := _cache(state, op)) is not None:
+        cache.query_out(op, state.machine)
+
+
+def _attend(state: Pass, op: Op) -> None:
+    if (cache := _cache(state, op)) is not None:
+        cache.attend(op)
+
+
+def _result_in(state: Pass, op: Op) -> None:
+    if (cache := _cache(state, op)) is not None:
+        cache.result_in(op, state.machine)
+
+
 def _forward(state: Pass, op: Op) -> None:
     seat, chain, cache = state.seats[op.micro], state.chain, _cache(state, op)
     assert seat.hidden is not None, "a seat of a pass is parked"
+    block = chain.runner.blocks[op.unit - 1]
     chain.bind(op.unit, state.buffers.computed(op.unit, op), None, as_loaded=True)
     if state.experts is not None and state.experts.has(op.unit):
         assert isinstance(seat, Seat), "it can wait within a block"
-        with cache.lent(op) if cache is not None else nullcontext():  # attention comes before experts
+        with cache.lent(op, block) if cache is not None else nullcontext():  # attention comes before experts
             state.experts.enter(op.unit, seat)
         return
     try:
+        if cache is not None and cache.is_within(op.unit):
+            cache.leave(op.unit)
+            return
         packed = PackedProducts(state.packed) if state.packed is not None else nullcontext()
-        with packed, cache.lent(op) if cache is not None else nullcontext():
+        with packed, cache.lent(op, block) if cache is not None else nullcontext():
             seat.hidden = chain.block(op.unit - 1, seat.hidden, seat.calls[op.unit - 1]).hidden
     finally:
         chain.release(op.unit)
@@ -248,6 +282,10 @@ HANDLERS: Mapping[Verb, Callable[[Any, Op], None]] = {
     Verb.MAKE: _make,
     Verb.FORWARD: _forward,
     Verb.ROUTE: _route,
+    Verb.QUERY: _query,
+    Verb.QUERY_OUT: _query_out,
+    Verb.ATTEND: _attend,
+    Verb.RESULT_IN: _result_in,
     Verb.CACHE_READ: _cache_read,
     Verb.CACHE_IN: _cache_in,
     Verb.CACHE_OUT: _cache_out,

@@ -16,15 +16,17 @@ _Loop = TypeVar("_Loop", bound=Callable[..., Any])
 JIT_OPTIONS = {"nogil": True, "error_model": "numpy"}
 
 
-def compiled(loop: _Loop) -> _Loop:
+def compiled(loop: _Loop, **more: Any) -> _Loop:
     """Compile `loop` at its first call, to run without the GIL; keep the machine code on disk where that is possible.
 
-    Numba notices a change only of the file that a loop stands in: what it calls must stand there too.
+    Numba notices a change only of the file that a loop stands in: what it calls must stand there too. `more` are further
+    options of numba.
     """
+    options = {**JIT_OPTIONS, **more}
     try:
-        machine_code: _Loop = njit(cache=True, **JIT_OPTIONS)(loop)
+        machine_code: _Loop = njit(cache=True, **options)(loop)
     except RuntimeError:  # no directory to write to
-        machine_code = njit(**JIT_OPTIONS)(loop)
+        machine_code = njit(**options)(loop)
     return machine_code
 
 

@@ -21,6 +21,7 @@ import torch
 from headrace.machine.host_memory import keep_freed_memory, return_pieces
 from headrace.machine.protocol import Machine
 from headrace.measure.compute_loads import BlockLoad, fresh_pages_share
+from headrace.measure.decoding import attended_rate
 from headrace.measure.drives import Drive, DriveLoad
 from headrace.measure.loads import Figures, Load, rates_together, seconds_of
 from headrace.measure.memory_loads import CopyLoad, DrainLoad, StreamLoad, UpdateBuffers, UpdateLoad
@@ -162,6 +163,8 @@ class _Brief:
             "device_to_host_bytes_per_second": rates[Lane.DEVICE_TO_HOST],
             "both_ways_bytes_per_second": both_ways(self._found, Lane.HOST_TO_DEVICE, Lane.DEVICE_TO_HOST),
             "host_memory_bytes_per_second": max(rates["stream"], update),
+            # Plans without a GPU do not ask for it.
+            "attended_bytes_per_second": attended_rate() if self._gpu and self._has_time(self._turn_seconds) else None,
             "update_bytes_per_second": update,
             "update_bytes_per_second_per_core": rates["update 1"],
             "drives": figures,

@@ -14,11 +14,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from headrace.machine.protocol import Machine
 from headrace.measure.compute_loads import BLOCKS, chain_of
 from headrace.model.generation_check import ready_to_generate, seat_taps
+from headrace.model.host_attention import attended
 from headrace.model.seats import Seat
 
 _HIDDEN, _PROMPT, _PASSES = 64, 8, 14
 # Weights that no cache holds, and how often they are multiplied.
 _OUTPUTS, _INPUTS, _PRODUCTS = 8192, 4096, 9
+# Rows, heads of keys, query heads to each, tokens, width of a head: 16 MiB of keys and values.
+_ATTENDED = (8, 8, 4, 512, 128)
 
 
 class _Counted(TorchDispatchMode):
@@ -89,3 +92,18 @@ def row_product_rate(machine: Machine) -> float | None:
         torch.nn.functional.linear(row, weights)
         seconds.append(time.perf_counter() - start)
     return weights.nbytes / median(seconds)
+
+
+def attended_rate() -> float:
+    """Return the bytes of keys and values per second through which all cores go as the host attends: numbers of bfloat16, heads
+    of 128, four query heads to one of keys.
+    """
+    rows, heads, group, tokens, width = _ATTENDED
+    numbers = torch.full((tokens, 2 * rows * heads * width), 0.01, dtype=torch.bfloat16)
+    keys, values = (part.view(tokens, rows, heads, width).permute(1, 2, 0, 3) for part in numbers.chunk(2, dim=1))
+    query, seconds = torch.full((rows, heads * group, 1, width), 0.1), list[float]()
+    for _ in range(_PRODUCTS + 1):
+        start = time.perf_counter()
+        attended(query, numbers.view(torch.uint8).view(-1), keys, values)
+        seconds.append(time.perf_counter() - start)
+    return numbers.nbytes / median(seconds[1:])  # the first one may compile the loop

@@ -20,7 +20,7 @@ from headrace.machine.host_memory import keep_freed_memory
 from headrace.machine.limits import available_memory_bytes
 from headrace.measure.code_rates import decoded_per_second
 from headrace.measure.compute_loads import AttentionLoad, BlockLoad, HeadLoad, fitted_rates, fresh_pages_share
-from headrace.measure.decoding import decoding_seconds, row_product_rate
+from headrace.measure.decoding import attended_rate, decoding_seconds, row_product_rate
 from headrace.measure.drives import Drive, DriveLoad
 from headrace.measure.loads import Figures, Load, in_order, interleaved, rates_together, seconds_of
 from headrace.measure.memory_loads import CopyLoad, DrainLoad, StreamLoad, UpdateBuffers, UpdateLoad
@@ -267,6 +267,7 @@ class _Bench:
             "drives": [drive_figures(found, index, drive) for index, drive in enumerate(self._drives)],
             "slowdowns": slowdowns(found, self._pairs()),
             "sources": self._sources(),
+            "attended_bytes_per_second": attended_rate(),
             "row_product_bytes_per_second": row_product_rate(self._machine),
             "decoded_per_second": self._decoded,
             "widened_dtypes": [dtype for dtype in COMPUTE_DTYPES if not self._machine.multiplies(dtype)],

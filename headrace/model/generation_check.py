@@ -4,13 +4,15 @@ Invariant: no architecture is used whose tiny instance gave other bits than tran
 """
 
 import contextlib
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, cast
 
 import torch
+from torch import nn
 
 from headrace.model.find_blocks import check_architecture
+from headrace.model.host_attention import attending_here
 from headrace.model.probe import tiny_runner
 from headrace.model.runner import Runner
 from headrace.model.seats import Seat, SeatTaps
@@ -45,6 +47,16 @@ def why_not_tiered(config: Any) -> str:
     The check is the one above, but keys and values leave memory between two uses of a block, and come back as bytes.
     """
     return _generation_check(cast(Hashable, type(config)), architecture_key(config), tiered=True)
+
+
+def why_not_attended(config: Any) -> str:
+    """Return why attention of this architecture is not computed on the host; "" if it may be.
+
+    On a tiny instance the host must give the bits of its own `generate` where it calls the same function; by its own loop,
+    which rounds otherwise, about the same logits.
+    """
+    same: tuple[Any, ...] = (cast(Hashable, type(config)), architecture_key(config), True)
+    return _generation_check(*same, attended="same") or _generation_check(*same, attended="loop")
 
 
 @lru_cache(maxsize=64)
@@ -86,7 +98,7 @@ def seat_taps(runner: Runner, context: Any) -> SeatTaps:
 
 
 @lru_cache(maxsize=64)
-def _generation_check(config_class: type, key: str, tiered: bool = False) -> str:
+def _generation_check(config_class: type, key: str, tiered: bool = False, attended: str = "") -> str:
     runner = tiny_runner(config_class, key)
     ready_to_generate(runner.model)
     for way in _WAYS:
@@ -97,15 +109,16 @@ def _generation_check(config_class: type, key: str, tiered: bool = False) -> str
         except Exception as error:  # the architecture's own code
             return f"its own generate raises {in_one_line(error)}"
         try:
-            found = _block_by_block(runner, way, tiered)
+            found = _block_by_block(runner, way, tiered, attended)
         except Exception as error:
             return f"its code raises {in_one_line(error)} there and not in its own generate"
         for own, ours in zip(expected, found, strict=True):
             if not torch.equal(own.sequences, ours.sequences):
                 return "tokens differ from those of its own generate"
             for one, other in zip(own.logits, ours.logits, strict=True):
-                if not torch.equal(one, other):
-                    return f"logits differ from those of its own generate by {float((one - other).abs().max()):.2g}"
+                differs = float((one - other).abs().max())
+                if differs > _CHUNKS_DIFFER if attended == "loop" else not torch.equal(one, other):
+                    return f"logits differ from those of its own generate by {differs:.2g}"
     return ""
 
 
@@ -133,7 +146,7 @@ def _alone(model: Any, rows: Mapping[str, torch.Tensor], way: Mapping[str, Any],
         return model.generate(**rows, **_settings(way))
 
 
-def _block_by_block(runner: Runner, way: Mapping[str, Any], tiered: bool) -> list[Any]:
+def _block_by_block(runner: Runner, way: Mapping[str, Any], tiered: bool, attended: str) -> list[Any]:
     def run(rows: Mapping[str, torch.Tensor]) -> Any:
         return lambda: runner.model.generate(**rows, **_settings(way))
 
@@ -142,7 +155,7 @@ def _block_by_block(runner: Runner, way: Mapping[str, Any], tiered: bool) -> lis
         try:
             for seat in seats:
                 seat.turn()
-            caches = {seat: _BytesAlone(seat) for seat in seats} if tiered else {}
+            caches = {seat: _BytesAlone(seat, runner.blocks, attended) for seat in seats} if tiered else {}
             while live := [seat for seat in seats if not seat.done]:
                 for index in range(len(runner.blocks)):
                     for seat in live:
@@ -158,9 +171,13 @@ def _block_by_block(runner: Runner, way: Mapping[str, Any], tiered: bool) -> lis
 
 
 class _BytesAlone:
-    """The caches of a seat's blocks as bytes; only those of the block that is run are in memory."""
+    """The caches of a seat's blocks as bytes; only those of the block that is run are in memory.
 
-    def __init__(self, seat: Seat) -> None:
+    `attended`: how new tokens are attended to there, by the "same" function as ever or by the "loop" of the host; "": as ever.
+    """
+
+    def __init__(self, seat: Seat, blocks: Sequence[nn.Module], attended: str) -> None:
+        self._blocks, self._attended = blocks, attended
         self._layers = tier_layers(seat.calls, range(len(seat.calls)))
         self._kept = dict.fromkeys(self._layers, b"")
 
@@ -173,6 +190,10 @@ class _BytesAlone:
         past = bytearray(self._kept[block])
         if past:
             memory[: len(past)] = torch.frombuffer(past, dtype=torch.uint8)
-        with layer.lent(memory):
+        if self._attended and past:
+            use = attending_here(self._blocks[block], layer, memory, loop=self._attended == "loop")
+        else:
+            use = layer.lent(memory)
+        with use:
             yield
         self._kept[block] = memory[: layer.num_bytes].numpy().tobytes()

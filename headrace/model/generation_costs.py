@@ -17,6 +17,7 @@ from headrace.model.banks import chosen_among, find_experts
 from headrace.model.call_tensors import call_bytes, tensors_of
 from headrace.model.chain import Chain
 from headrace.model.cost_meter import CostMeter
+from headrace.model.host_attention import Noting, named, using
 from headrace.model.runner import left_as_found
 from headrace.model.taps import BlockCall, Taps
 from headrace.model.tiered_cache import can_be_tiered
@@ -161,14 +162,16 @@ def _pass(chain: Chain, cache: Any, rows: int, tokens: int, seen: int) -> PassCo
 
 def block_costs(chain: Chain, cache: Any, hidden: torch.Tensor, calls: Sequence[BlockCall]) -> tuple[PassCosts, torch.Tensor]:
     """Return the costs of running all blocks on `hidden`, called as `calls` say, and the final hidden states (zeros)."""
-    flops, called, workspace, known = [], [], 0, dict[object, tuple[CostMeter, torch.Tensor]]()
+    flops, called, workspace, noted = [], [], 0, list[Noting]()
+    known: dict[object, tuple[CostMeter, torch.Tensor, Noting]] = {}
     for index, call in enumerate(calls):
         kind = _kind(chain, cache, index, call)
         if kind not in known:
             known[kind] = _block(chain, index, hidden, call)
         else:
             _fill_alike(cache, index, next(i for i in range(index) if _kind(chain, cache, i, calls[i]) == kind))
-        meter, hidden = known[kind]
+        meter, hidden, noting = known[kind]
+        noted.append(noting)
         flops.append(meter.flops)
         called.append(meter.calls)
         workspace = max(workspace, meter.peak_bytes)
@@ -178,19 +181,21 @@ def block_costs(chain: Chain, cache: Any, hidden: torch.Tensor, calls: Sequence[
         call_bytes=call_bytes(tuple(calls), 1),
         hidden_bytes=hidden.nbytes,
         calls=tuple(called),
+        query_bytes=tuple(noting.query_bytes for noting in noted),
+        result_bytes=tuple(noting.result_bytes for noting in noted),
     ), hidden
 
 
-def _block(chain: Chain, index: int, hidden: torch.Tensor, call: BlockCall) -> tuple[CostMeter, torch.Tensor]:
+def _block(chain: Chain, index: int, hidden: torch.Tensor, call: BlockCall) -> tuple[CostMeter, torch.Tensor, Noting]:
     flat = torch.zeros(chain.layouts[index + 1].num_elements, dtype=chain.dtype, device=chain.device)
     chain.bind(index + 1, flat, None, as_loaded=True)
     try:
         meter = CostMeter(chain.wide_products, (flat, hidden, *tensors_of((call,))))
-        with meter:
+        with named(chain.runner.blocks[index]), using(noting := Noting()), meter:
             out = chain.block(index, hidden, call).hidden
     finally:
         chain.release(index + 1)
-    return meter, torch.zeros_like(out)
+    return meter, torch.zeros_like(out), noting
 
 
 def _kind(chain: Chain, cache: Any, index: int, call: BlockCall) -> object:

@@ -5,6 +5,9 @@ by `TieredLayer`. Before a block is run its layer is *lent* memory that holds th
 rows of one token, then of the next. So new tokens lie behind old ones, and only the new ones have to be brought back.
 Attention is given copies in the layout that `DynamicLayer` gets by its own concatenation, so it computes the same bits.
 
+Or attention of a new token is computed where the past lies (`model.host_attention`): then nothing is copied, and what the block
+gets for keys and values are stand-ins.
+
 Windows, states of recurrent blocks and other kinds of layers stay transformers' own, in memory.
 """
 
@@ -12,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from transformers import Cache
@@ -44,6 +47,13 @@ class _Form:
         return keys.permute(1, 2, 0, 3), values.permute(1, 2, 0, 3)
 
 
+class Elsewhere(Protocol):
+    """Computes attention of a new token where the past lies, which is not where the block is run."""
+
+    def take(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Take the new token's keys and values; return what stands for those of all tokens."""
+
+
 class TieredLayer(DynamicLayer):  # type: ignore[misc]
     """A layer without tensors of its own. `length` is how many tokens it has, `before` how many it had before the last use."""
 
@@ -52,6 +62,7 @@ class TieredLayer(DynamicLayer):  # type: ignore[misc]
         self.length = self.before = 0
         self._form: _Form | None = None
         self._lent: torch.Tensor | None = None
+        self._elsewhere: Elsewhere | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -72,28 +83,52 @@ class TieredLayer(DynamicLayer):  # type: ignore[misc]
         finally:
             self._lent = None
 
+    @contextmanager
+    def attended(self, elsewhere: Elsewhere) -> Iterator[None]:
+        """While entered, `elsewhere` takes what is new."""
+        self._elsewhere = elsewhere
+        try:
+            yield
+        finally:
+            self._elsewhere = None
+
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Take keys and values (rows, heads, new tokens, dimension) and return those of all tokens.
 
         Raises:
             ModelError: there is no room for them.
         """
+        if self._elsewhere is not None:
+            return self._elsewhere.take(key_states, value_states)
         assert self._lent is not None, "a block is run with its cache at hand"
+        self.append(self._lent, key_states, value_states)
+        return tuple(each.clone(memory_format=torch.contiguous_format) for each in self.views(self._lent))
+
+    def append(self, memory: torch.Tensor, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Put new keys and values (rows, heads, new tokens, dimension) behind the others in `memory`.
+
+        Raises:
+            ModelError: there is no room for them.
+        """
         if self._form is None:
             rows, heads, _, width = key_states.shape
             value_rows, value_heads, _, value_width = value_states.shape
             self._form = _Form(key_states.dtype, (rows, heads, width), (value_rows, value_heads, value_width))
             self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
-        past, self.length = self.length, self.length + key_states.shape[-2]
-        if self.num_bytes > self._lent.numel():
+        self.before, self.length = self.length, self.length + key_states.shape[-2]
+        if self.num_bytes > memory.numel():
             raise ModelError(
                 f"generation: {self.length} tokens of a block's keys and values take {self.num_bytes} bytes, "
-                f"{self._lent.numel()} are planned; a row grew longer than was asked for"
+                f"{memory.numel()} are planned; a row grew longer than was asked for"
             )
-        keys, values = self._form.views(self._lent, self.length)
-        keys[:, :, past:] = key_states
-        values[:, :, past:] = value_states
-        return tuple(each.clone(memory_format=torch.contiguous_format) for each in (keys, values))
+        keys, values = self.views(memory)
+        keys[:, :, self.before :] = key_states
+        values[:, :, self.before :] = value_states
+
+    def views(self, memory: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return its keys and values (rows, heads, tokens, dimension) in `memory`, without copying them."""
+        assert self._form is not None, "it has tokens"
+        return self._form.views(memory, self.length)
 
     def get_seq_length(self) -> int:
         """Return how many tokens it has."""

@@ -4,10 +4,11 @@ Keys and values of a block that live elsewhere are read ahead for each seat befo
 tokens go back. Full pages lie on the drives; a page that is not full yet waits in host memory.
 """
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from headrace.terms.costs import GenerationCosts
+from headrace.terms.costs import CARRIED_ALIGNMENT, GenerationCosts
 from headrace.terms.sizes import MIB, PAGE_BYTES, round_up
 
 COMPUTE, HOST, SSD = "compute", "host", "ssd"
@@ -15,17 +16,23 @@ COMPUTE, HOST, SSD = "compute", "host", "ssd"
 CACHE_GROUPS = "cache_"
 # How many of one seat's caches of one block are on their way at once: one is used, the others come and go.
 SLOT_CHOICES = (4, 2)
+_MASK_BYTES = 4  # of a number of a mask
+_PARTS, _SINK_BYTES = 5, 4096  # queries, keys, values, a mask, and a number for each head
 # The number of ways to divide blocks among homes that are tried: between two homes, and among three.
 _MOST_STEPS, _MOST_STEPS_OF_TWO = 8, 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CachePlan:
-    """`homes` are by block; (): all are where compute is. `slots` of one seat's cache of one block are on their way at once."""
+    """`homes` are by block; (): all are where compute is. `slots` of one seat's cache of one block are on their way at once.
+
+    `attends`: where caches live elsewhere the host attends for new tokens, so that these caches do not come to the device.
+    """
 
     homes: tuple[str, ...] = ()
     slots: int = 0
     page_bytes: int = MIB
+    attends: bool = False
 
     def home(self, block: int) -> str:
         """Return the home of block `block` (from 1)."""
@@ -56,6 +63,18 @@ def tail_bytes(caches: CachePlan, costs: GenerationCosts, new_tokens: int, block
     return min(caches.page_bytes, round_up(whole_bytes(costs, new_tokens, block), PAGE_BYTES))
 
 
+def query_out_bytes(costs: GenerationCosts, block: int, tokens: int) -> int:
+    """Return what goes down for the host to attend: queries, new keys and values, and a mask over `tokens` tokens."""
+    mask = costs.rows * tokens * _MASK_BYTES
+    return costs.next.query_bytes[block - 1] + costs.cache_token_bytes[block - 1] + mask
+
+
+def carried_bytes(costs: GenerationCosts, new_tokens: int, block: int) -> int:
+    """Return the bytes of a seat's buffer for what goes down and comes back."""
+    down = query_out_bytes(costs, block, costs.prompt_length + new_tokens) + _PARTS * CARRIED_ALIGNMENT + _SINK_BYTES
+    return max(down, costs.next.result_bytes[block - 1])
+
+
 def cache_buffers(
     caches: CachePlan, costs: GenerationCosts, new_tokens: int, seats: int, *, separate_device: bool
 ) -> dict[str, tuple[str, int, int]]:
@@ -72,12 +91,27 @@ def cache_buffers(
         "cache_kept": ("host", seats, kept),
         "cache_on_device": ("device", caches.slots if separate_device else 0, slot),
     }
+    if caches.attends and separate_device:
+        carried = round_up(max(carried_bytes(costs, new_tokens, block) for block in moving), PAGE_BYTES)
+        groups |= {"cache_carried": ("device", seats, carried), "cache_carried_host": ("host", seats, carried)}
     return {name: group for name, group in groups.items() if group[1] * group[2]}
 
 
-def cache_choices(tiered: tuple[bool, ...], *, separate_device: bool, has_drives: bool, num_blocks: int) -> Iterator[CachePlan]:
-    """Yield the placements of caches to try; those that keep most of them where compute is come first."""
-    yield CachePlan()
+def cache_choices(
+    tiered: tuple[bool, ...],
+    *,
+    separate_device: bool,
+    has_drives: bool,
+    num_blocks: int,
+    attention: Sequence[bool] = (False,),
+) -> Iterator[CachePlan]:
+    """Yield the placements of caches to try; those that keep most of them where compute is come first.
+
+    `attention`: which of attending on the host (true) and not are tried. Where the host attends, all caches that can live
+    elsewhere do, so that the same blocks attend there, with the same bits, whatever else is planned.
+    """
+    if False in attention:
+        yield CachePlan()
     movable = [block for block, may in enumerate(tiered) if may]
     if not movable or not (separate_device or has_drives):
         return
@@ -95,8 +129,9 @@ def cache_choices(tiered: tuple[bool, ...], *, separate_device: bool, has_drives
                 homes[block] = HOST
             for block in _spread(spread, on_drives):
                 homes[block] = SSD
-            for slots in SLOT_CHOICES:
-                yield CachePlan(homes=tuple(homes), slots=slots)
+            for slots, attends in itertools.product(SLOT_CHOICES, attention):
+                if not attends or away == len(movable):
+                    yield CachePlan(homes=tuple(homes), slots=slots, attends=attends)
 
 
 def _spread(blocks: list[int], count: int) -> list[int]:

@@ -267,6 +267,8 @@ class GenerationPlan:
             elsewhere = ((HOST, "in host memory"), (SSD, "on the drives"))
             places = [f"{len(self.caches.blocks(home))} {words}" for home, words in elsewhere if self.caches.blocks(home)]
             lines.append(f"caches   of {self.num_blocks} blocks: {', '.join(places)}, the rest where compute is")
+        if self.caches.attends:
+            lines.append("attention of new tokens on the host, where caches are read in place")
         for tier, rows in self.results.peak_bytes.items():
             allowed = self.results.allowed_bytes.get(tier)
             of = f" of {format_bytes(allowed)}" if allowed else ""

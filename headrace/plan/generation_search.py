@@ -37,9 +37,11 @@ _NO_PACKED = (
     "with symmetric four-bit weights computed in bfloat16 on a processor with AVX2; give more --host-memory, or leave it out"
 )
 # The number of placements whose passes are simulated.
-_MOST_SIMULATED = 24
+_MOST_SIMULATED, _MOST_ATTENDING = 24, 8
 # It is smaller where passes have many operations: so many pairs of a block and a seat.
 _MOST_OPERATIONS = 20_000
+# A seat's block has so many times the operations where the host attends.
+_ATTENDING_OPERATIONS = 3
 # Of so many, the fastest, it is tried whether weights should come further ahead.
 _MOST_AHEAD = 3
 
@@ -52,7 +54,7 @@ class GenerationQuestion:
     one. `experts` are those of mixtures that may come by themselves. With `has_drives` keys and values may lie on the drives.
     `kept_copies` is as in the plan, and counted in `costs_of`. `prefill_chunks` are tried, 0 for whole prompts: `costs_of` is
     given rows, and a chunk that is not 0. `packed`: whether few rows are multiplied with packed weights; None: where that is
-    faster.
+    faster. `attention`: which of attending on the host (true) and where blocks are computed are tried.
     """
 
     units: tuple[UnitFigures, ...]
@@ -73,6 +75,7 @@ class GenerationQuestion:
     kept_copies: int = 0
     prefill_chunks: tuple[int, ...] = (0,)
     packed: bool | None = False
+    attention: tuple[bool, ...] = (False,)
 
     @property
     def machine(self) -> Ceilings:
@@ -98,15 +101,25 @@ def make_generation_plan(question: GenerationQuestion) -> GenerationPlan:
         raise _infeasible(question)
     rates = Rates(question.machine, question.compute_dtype, question.allowance.cores, None)
     fitting.sort(key=lambda plan: _rough_seconds(plan, rates))
-    timed, operations = [], 0
-    for index, plan in enumerate(fitting[:_MOST_SIMULATED]):
+    # The places of attention are tried apart, so that no plan is slower because both may be chosen.
+    groups = [[plan for plan in fitting if plan.caches.attends is attends] for attends in (False, True)]
+    numbers = (_MOST_SIMULATED, _MOST_ATTENDING)
+    found = [_fastest(group[:most], rates) for group, most in zip(groups, numbers, strict=True) if group]
+    return with_forecast(min(found, key=lambda timed: timed[0])[1], question.machine)
+
+
+def _fastest(plans: Sequence[GenerationPlan], rates: Rates) -> tuple[float, GenerationPlan]:
+    """Return the fastest of `plans`, or of what brings weights further ahead than the best of them, and its seconds."""
+    timed, operations = list[tuple[float, int, GenerationPlan]](), 0
+    for index, plan in enumerate(plans):
         timed.append((seconds_of_all_tokens(plan, rates), index, plan))
-        operations += plan.num_blocks * plan.seats
+        operations += plan.num_blocks * plan.seats * (_ATTENDING_OPERATIONS if plan.caches.attends else 1)
         if operations > _MOST_OPERATIONS:
             break
     best = [plan for *_, plan in sorted(timed)[:_MOST_AHEAD]]
-    ahead = [(seconds_of_all_tokens(plan, rates), index, plan) for index, plan in enumerate(_further_ahead(best), len(timed))]
-    return with_forecast(min(timed + ahead)[2], question.machine)
+    timed += [(seconds_of_all_tokens(plan, rates), index, plan) for index, plan in enumerate(_further_ahead(best), len(timed))]
+    seconds, _, plan = min(timed)
+    return seconds, plan
 
 
 def _further_ahead(plans: Sequence[GenerationPlan]) -> Iterator[GenerationPlan]:
@@ -174,6 +187,7 @@ def _placements(question: GenerationQuestion) -> Iterator[GenerationPlan]:
                 separate_device=question.separate_device,
                 has_drives=question.has_drives,
                 num_blocks=question.num_blocks,
+                attention=question.attention if costs.attends else (False,),
             )
             for prefetch, caches in itertools.product((2, 1), homes):
                 least = GenerationPlan(
@@ -194,7 +208,7 @@ def _placements(question: GenerationQuestion) -> Iterator[GenerationPlan]:
                     costs=costs,
                     caches=caches,
                 )
-                for way in ways_of_experts(least, question.experts, rates):
+                for way in ways_of_experts(least, None if caches.attends else question.experts, rates):
                     for plan in _filled(way, question.allowance):
                         if not question.packed:
                             yield plan
@@ -282,7 +296,8 @@ def with_peaks(plan: GenerationPlan, allowance: Allowance) -> GenerationPlan:
     rows["host"]["seats"] = threads * _SEAT_BYTES
     rows["host"]["libraries"] = _SMALL_BYTES
     rounds = plan.experts.all_rounds if plan.experts is not None else 0
-    rows["host"]["program"] = 4 * (plan.num_blocks * (2 * plan.seats + 3) + 4 * rounds) * _OPERATION_BYTES
+    each = 2 * (_ATTENDING_OPERATIONS if plan.caches.attends else 1)
+    rows["host"]["program"] = 4 * (plan.num_blocks * (each * plan.seats + 3) + 4 * rounds) * _OPERATION_BYTES
     if on_cpu:
         rows["host"]["freed blocks"] = _SMALL_BYTES + min(compute["workspace"] // 2, KEPT_FREE_BYTES)
     else:
@@ -354,19 +369,18 @@ def _rough_seconds(plan: GenerationPlan, rates: Rates) -> float:
     # Keys and values of new tokens go to the drives, and to the host, spread over all tokens.
     new = {block: plan.seats * whole_bytes(plan.costs, plan.new_tokens, block) / plan.new_tokens for block in blocks}
     read += sum(new[block] for block in plan.caches.blocks(SSD)) / rates.bytes_per_second[Lane.SSD_WRITE]
-    if plan.separate_device:
-        sent += (
-            sum(caches[block] for block in blocks if plan.caches.home(block) != COMPUTE)
-            / (rates.bytes_per_second[Lane.HOST_TO_DEVICE])
-        )
+    away = sum(caches[block] for block in blocks if plan.caches.home(block) != COMPUTE)
+    attending = away / rates.bytes_per_second[Lane.ATTENTION] if plan.caches.attends and plan.separate_device else 0.0
+    if plan.separate_device and not attending:
+        sent += away / rates.bytes_per_second[Lane.HOST_TO_DEVICE]
     touched = (
         sum(plan.block_bytes(block, plan.rows) for block in blocks)
         + plan.multiplied_bytes(plan.head_bytes, plan.rows)
-        + 3 * sum(caches.values()) / plan.seats
+        + 3 * (sum(caches.values()) - (away if attending else 0)) / plan.seats
     )
     flops = sum(plan.costs.next.flops) + plan.costs.head_flops
     computing = plan.seats * rates.compute_seconds(flops, touched, sum(plan.costs.next.calls))
-    return _rounds(plan) * (max(read, sent, computing) + rough_expert_seconds(plan, rates))
+    return _rounds(plan) * (max(read, sent, computing, attending) + rough_expert_seconds(plan, rates))
 
 
 def _infeasible(question: GenerationQuestion) -> PlanInfeasible:

@@ -14,6 +14,9 @@ from headrace.terms.program import Lane, Op, Verb, sharing_lanes
 # multiplies matrices, it says that this is the GPU's work.
 _HOST_CORE_FLOPS_PER_SECOND = 50e9
 
+# Where the CPU computes, these take turns.
+_ON_CORES = frozenset({Lane.COMPUTE, Lane.ATTENTION})
+
 
 class Rates:
     """Work and speeds of operations under given ceilings."""
@@ -100,4 +103,7 @@ class Rates:
     def _in_turn(self, lane: Lane) -> Mapping[str, float]:
         """Return the share that a lane keeps beside those with which it shares a thing that has no figure."""
         share = lane.row.shares
-        return {} if share is None or share.rate else {other: 0.5 for other in self.shares[share] if other is not lane}
+        others = {lane, *(() if share is None or share.rate else self.shares[share])}
+        if not self.ceilings.has_device and lane in _ON_CORES:
+            others |= _ON_CORES
+        return dict.fromkeys(others - {lane}, 0.5)

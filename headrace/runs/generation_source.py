@@ -62,5 +62,6 @@ def open_generator(place: Path, options: GenerateOptions, ceilings: Ceilings | N
         sink=sink,
         copy_weights=options.copy_weights,
         packed_products=options.packed_products,
+        attention=options.attention,
         opened=partial(open_model, adapter=None if options.adapter is None else Path(options.adapter)),
     )

@@ -32,7 +32,7 @@ from headrace.runs.generating import answers_of
 from headrace.runs.open_data import open_tokenizer
 from headrace.terms.errors import ConfigError, DataError, DiskFull, RunDirectoryError, StepFailed, StorageError
 from headrace.terms.events import Notice, Sink
-from headrace.terms.generate_options import GenerateOptions
+from headrace.terms.generate_options import ON_DEVICE, ON_HOST, GenerateOptions
 from headrace.terms.sizes import format_seconds
 
 # Options that decide the bits: a job with another value for one of these is another job.
@@ -127,7 +127,7 @@ def _plan(
     generator: Generator, lines: Sequence[PromptLine], options: GenerateOptions, begun: Mapping[str, Any] | None
 ) -> GenerationPlan:
     """Return a plan whose micro-batches take no longer than may be lost, if there is one. Of a job that was `begun` it has the
-    rows, the chunks of prompts, and packed weights or none.
+    rows, the chunks of prompts, packed weights or none, and the place of attention.
     """
     longest = max(len(line.ids) for line in lines)
     new = max(_new_tokens(line, generator, options) for line in lines)
@@ -136,7 +136,7 @@ def _plan(
     if begun is not None:
         least = max(map(len, begun["micro_batches"]))
         fixed = {"rows": least, "prefill_chunk": begun.get("prefill_chunk", 0)}
-        fixed["packed"] = begun.get("packed_rows", 0) > 0
+        fixed["packed"], fixed["attention"] = begun.get("packed_rows", 0) > 0, begun.get("attention", ON_DEVICE)
     plan = generator.plan_only(prompts, longest, new, copies, **fixed)
     while _micro_batch_seconds(plan) > options.most_lost and prompts > least:
         prompts = max(least, plan.rows * plan.seats // 2)
@@ -193,6 +193,7 @@ def _job(
         seeds = [options.seed + place if own[batch[0]] is None else own[batch[0]] for place, batch in enumerate(members)]
         found = {"fixed": fixed, "here": here, "micro_batches": members, "seeds": seeds}
         found["prefill_chunk"], found["packed_rows"] = plan.costs.prefill_chunk, plan.packed_rows
+        found["attention"] = ON_HOST if plan.caches.attends else ON_DEVICE
         with _writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
             write_whole(path, json.dumps(found) + "\n")

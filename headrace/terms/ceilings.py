@@ -22,11 +22,12 @@ from headrace.terms.figures import (
     rates_of,
     refuse_excess,
     refuse_unknown,
+    slowdowns_of,
     texts_of,
     whole,
 )
 from headrace.terms.layout import COMPUTE_DTYPES
-from headrace.terms.program import Lane, Part
+from headrace.terms.program import Part
 from headrace.terms.sizes import MIB
 
 # The name of a machine that nobody measured.
@@ -45,6 +46,8 @@ _MOST_CPU_SECONDS_PER_GIGABYTE = 1000.0
 # Pieces are cut at multiples of this: direct input and output requires it.
 _PIECE_UNIT_BYTES = 4096
 _NETWORK_BYTES_PER_SECOND = 1.25e9  # 10 Gbit/s
+# Keys and values of bfloat16 that a core goes through as it attends, four query heads to one of keys (docs/log/host-attention).
+_ATTENDED_BYTES_PER_SECOND_PER_CORE = 2.4e9
 # Below the data sheets of all GPUs with 4 GiB or more that were made since 2020 (192 GB/s: RTX 3050 laptop; from memory).
 _LEAST_DEVICE_MEMORY_BYTES_PER_SECOND = 150e9
 
@@ -145,6 +148,7 @@ class Ceilings:
     `fresh_pages_share` is the share of its matrix rate that a CPU keeps where freed memory goes back to the kernel at once.
     `device_memory_bytes_per_second` is the bandwidth of the device's own memory; None where nobody measured it.
     `row_product_bytes_per_second` is how fast a CPU's product of one bfloat16 row goes through weights; None: as memory does.
+    `attended_bytes_per_second` is how fast all cores go through keys and values in attention; None where nobody measured it.
     `widened_dtypes` are those whose products a CPU computes in float32, because it has no instructions for them.
     `decoded_per_second` has weights that one core decodes in a second, by kind of code; `terms.coding` has those of another.
     `has_device` is false where the CPU computes; the link's figures are then those of copies inside host memory.
@@ -166,6 +170,7 @@ class Ceilings:
     drives: tuple[Drive, ...]
     device_memory_bytes_per_second: float | None = None
     row_product_bytes_per_second: float | None = None
+    attended_bytes_per_second: float | None = None
     network_bytes_per_second: float = _NETWORK_BYTES_PER_SECOND  # each way
     fresh_pages_share: float = 1.0
     attention_share: float = 1.0
@@ -242,6 +247,12 @@ class Ceilings:
         """Rate at which weights are made of what is stored and trained: the memory bandwidth of the device that computes."""
         return self.device_update_bytes_per_second if self.has_device else self.host_memory_bytes_per_second
 
+    @property
+    def attention_bytes_per_second(self) -> float:
+        """Rate at which the host attends; without a figure, that of an ordinary server's cores, within what updates attain."""
+        assumed = min(self.cores * _ATTENDED_BYTES_PER_SECOND_PER_CORE, self.update_bytes_per_second)
+        return self.attended_bytes_per_second or assumed
+
     def making_like(self, decodes: Decodes) -> int:
         """Return the bytes that are moved, at the rate of making weights, while a device, or a core, decodes them."""
         rates = None if self.has_device else {**DECODED_PER_SECOND, **self.decoded_per_second}
@@ -249,7 +260,8 @@ class Ceilings:
 
     def with_twice(self, part: Part) -> "Ceilings":
         """Return the machine with `part` doubled; a figure that nobody measured becomes twice what is assumed for it."""
-        known = replace(self, device_memory_bytes_per_second=self.device_update_bytes_per_second)
+        memory, attended = self.device_update_bytes_per_second, self.attention_bytes_per_second
+        known = replace(self, device_memory_bytes_per_second=memory, attended_bytes_per_second=attended)
         return replace(self, **{name: _twice(getattr(known, name)) for name in part.figures})
 
     def matrix_flops_per_second(self, compute_dtype: str) -> float:
@@ -302,7 +314,7 @@ class Ceilings:
             decoded_per_second=rates_of(
                 figures, "decoded_per_second", DECODED_PER_SECOND, where=name, most=_MOST_FLOPS_PER_SECOND
             ),
-            slowdowns=_slowdowns(figures, where=name),
+            slowdowns=slowdowns_of(figures, where=name),
             sources=texts_of(figures, "sources", where=name),
             **rates,
             **{
@@ -332,7 +344,7 @@ _RATES = (
     "update_bytes_per_second_per_core",
 )
 _SHARES = ("attention_share", "fresh_pages_share")
-_MAYBE_RATES = ("device_memory_bytes_per_second", "row_product_bytes_per_second")
+_MAYBE_RATES = ("device_memory_bytes_per_second", "row_product_bytes_per_second", "attended_bytes_per_second")
 _OVERHEADS = (
     "hidden_seconds",
     "logit_seconds",
@@ -384,16 +396,3 @@ def _drives(figures: Mapping[str, Any], *, where: str) -> tuple[Drive, ...]:
     if not isinstance(drives, list | tuple) or not drives:
         raise ConfigError(f"{where}: drives is {drives!r}; write a list with one object per SSD directory")
     return tuple(Drive.from_json(drive, where=f"{where}: drives[{index}]") for index, drive in enumerate(drives))
-
-
-def _slowdowns(figures: Mapping[str, Any], *, where: str) -> dict[str, dict[str, float]]:
-    where = f"{where}: slowdowns"
-    lanes = {str(lane) for lane in Lane}
-    slowdowns = {}
-    table = mapping_of(figures.get("slowdowns", {}), where=where)
-    refuse_unknown(table, lanes, where=where)
-    for lane in table:
-        others = mapping_of(table[lane], where=f"{where}[{lane}]")
-        refuse_unknown(others, lanes - {lane}, where=f"{where}[{lane}]")
-        slowdowns[lane] = {other: figure(others, other, where=f"{where}[{lane}]", most=1.0) for other in others}
-    return slowdowns

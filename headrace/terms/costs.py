@@ -6,6 +6,8 @@ from dataclasses import dataclass
 FEW_ROWS = 3
 # Operators that the eager loop over experts calls for each (counted in transformers 5.23, Mixtral and Qwen3).
 CALLS_OF_EXPERT = 23
+# Where each tensor begins that goes down for the host to attend.
+CARRIED_ALIGNMENT = 64
 # The name of fused attention among a block's operators, whichever kernel does it.
 ATTENTION = "attention"
 
@@ -68,7 +70,8 @@ class ModelCosts:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassCosts:
     """One pass of a seat through the model. `flops`, and `calls` of operators, are by block; `workspace_bytes` is the peak of
-    live tensors of a block.
+    live tensors of a block. `query_bytes` are by block those of attention's queries, `result_bytes` those of what it makes of
+    them; 0 where attention is not computed by way of transformers' interface.
     """
 
     flops: tuple[float, ...]
@@ -76,6 +79,8 @@ class PassCosts:
     call_bytes: int  # masks, positions and rotary tables, kept through the pass
     hidden_bytes: int  # of the hidden states between two blocks
     calls: tuple[int, ...] = ()
+    query_bytes: tuple[int, ...] = ()
+    result_bytes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +116,12 @@ class GenerationCosts:
     def first_passes(self) -> int:
         """Passes that a whole prompt takes."""
         return -(-self.prompt_length // self.first_tokens)
+
+    @property
+    def attends(self) -> bool:
+        """Whether the host could attend for each block whose cache may lie elsewhere."""
+        asked = self.next.query_bytes
+        return any(self.tiered) and bool(asked) and all(size for size, may in zip(asked, self.tiered, strict=True) if may)
 
     def all_cache_bytes(self, new_tokens: int) -> int:
         """Return the bytes of a seat's cache after `new_tokens` tokens."""

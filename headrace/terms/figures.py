@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from headrace.terms.errors import ConfigError
+from headrace.terms.program import Lane
 
 # Two rates measured together may exceed the sum of the two measured alone by noise, not by more.
 _NOISE = 1.1
@@ -118,3 +119,21 @@ def amount(figures: Mapping[str, Any], name: str, *, where: str, most: float, un
     if not 0 <= value <= most:
         raise ConfigError(f"{where}: {name} is {value!r}; it must be between 0 and {most:.3g}{unit}")
     return float(value)
+
+
+def slowdowns_of(figures: Mapping[str, Any], *, where: str) -> dict[str, dict[str, float]]:
+    """Return the share of its rate that each lane keeps beside others, by their names.
+
+    Raises:
+        ConfigError: a lane is unknown, or a share is none.
+    """
+    where = f"{where}: slowdowns"
+    lanes = {str(lane) for lane in Lane}
+    slowdowns = {}
+    table = mapping_of(figures.get("slowdowns", {}), where=where)
+    refuse_unknown(table, lanes, where=where)
+    for lane in table:
+        others = mapping_of(table[lane], where=f"{where}[{lane}]")
+        refuse_unknown(others, lanes - {lane}, where=f"{where}[{lane}]")
+        slowdowns[lane] = {other: figure(others, other, where=f"{where}[{lane}]", most=1.0) for other in others}
+    return slowdowns

@@ -9,10 +9,12 @@ from headrace.terms.budget import Budget
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.declared import Declared, option, option_as
 from headrace.terms.errors import ConfigError
-from headrace.terms.option_kinds import Duration, Flag, Listed, Number, Place, Text, Whole
+from headrace.terms.option_kinds import Duration, Flag, Listed, Number, OneOf, Place, Text, Whole
 from headrace.terms.options import Options
 
 _MOST_SEED = (1 << 63) - 1
+# Where attention of new tokens is computed.
+AUTO, ON_DEVICE, ON_HOST = "auto", "device", "host"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +108,14 @@ class GenerateOptions(Declared):
         row="multiply few rows (8; 32 where products are widened) with four-bit weights that stay packed in memory beside "
         "decoded ones; bits are others than those of decoded weights",
         words="where tokens come faster by it",
+    )
+    attention: str = option(
+        AUTO,
+        OneOf((AUTO, ON_DEVICE, ON_HOST)),
+        "Where attention of new tokens is computed: auto, device or host.",
+        row="where attention of new tokens is computed: on the `device`, or on the `host`, which then holds all keys and "
+        "values that may lie there; `auto` plans what is faster, with a GPU",
+        plan=True,
     )
     compute_dtype: str | None = option_as(
         Options, "compute_dtype", default=None, row="", words="that of most weights", optional=True, plan=True

@@ -64,7 +64,12 @@ _LINK_PART = Part(
 _HOST_PART = Part(
     "CPU cores and host memory bandwidth",
     "CPU cores and host memory twice as fast",
-    ("update_bytes_per_second", "update_bytes_per_second_per_core", "host_memory_bytes_per_second"),
+    (
+        "update_bytes_per_second",
+        "update_bytes_per_second_per_core",
+        "host_memory_bytes_per_second",
+        "attended_bytes_per_second",
+    ),
 )
 _NETWORK_PART = Part("network", "a network twice as fast", ("network_bytes_per_second",))
 
@@ -167,6 +172,17 @@ class Lane(StrEnum):
             stream=0,
         ),
     )
+    ATTENTION = (
+        "attention",
+        LaneRow(
+            heading="Attention on the host",
+            words="attention on the host",
+            rate="attention_bytes_per_second",
+            overhead="transfer_seconds",
+            part=_HOST_PART,
+            on_bus=True,
+        ),
+    )
     # Until tokens have chosen their experts nobody knows which to read.
     ROUTER = "router", LaneRow(heading="Routers", words="waiting for routers", overhead="transfer_seconds")
     NIC_DOWN = (
@@ -244,6 +260,10 @@ class Verb(StrEnum):
     CACHE_IN = "cache-in"  # the same: host -> device
     CACHE_OUT = "cache-out"  # those of its new tokens: device -> host
     CACHE_WRITE = "cache-write"  # pages of them that are full: host -> ssd
+    QUERY = "query"  # block up to its attention, one micro-batch of new tokens that the host attends for
+    QUERY_OUT = "query-out"  # their queries, keys and values: device -> host
+    ATTEND = "attend"  # attention where a seat's keys and values lie, in host memory
+    RESULT_IN = "result-in"  # what it makes: host -> device
     TURN = "turn"  # a seat's own code between two passes: head, sampling, stopping, embedding, masks
     BACKWARD = "backward"  # block, one micro-batch: recompute (or replay) and gradients
     PROLOGUE_BACKWARD = "prologue-backward"
@@ -304,6 +324,8 @@ class Pool(IntEnum):
     EXPERTS = 30  # a few experts of a block in host memory
     DEVICE_EXPERTS = 31  # and where compute reads them
     EXPERT_SOURCES = 32  # what these are made of, on the device
+    CARRIED = 33  # by micro-batch: queries on the device, and what attention made of them on the host
+    HOST_CARRIED = 34  # and in host memory
 
 
 PASSING = Pool.NORM

@@ -131,6 +131,8 @@ def test_what_is_bought_for_a_lane_is_known_of_its_row(radio: Lane) -> None:
                 assert after == {dtype: 2 * rate for dtype, rate in before.items()}
             elif name == "device_memory_bytes_per_second":
                 assert after == 2 * known.device_update_bytes_per_second
+            elif name == "attended_bytes_per_second":
+                assert after == 2 * known.attention_bytes_per_second
             else:
                 assert after == 2 * before
         same = {each.name for each in fields(known)} - set(part.figures)

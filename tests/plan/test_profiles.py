@@ -35,6 +35,7 @@ def test_every_figure_of_a_packaged_profile_has_its_source(name: str):
         "operator_seconds",
         "turn_seconds",
         "row_product_bytes_per_second",
+        "attended_bytes_per_second",
         "widened_dtypes",
         "decoded_per_second",
         "network_bytes_per_second",  # no part of these machines

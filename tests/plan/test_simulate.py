@@ -26,6 +26,7 @@ VERBS = {
     Lane.DEVICE_TO_HOST: Verb.DRAIN,
     Lane.UPDATE: Verb.UPDATE,
     Lane.DEVICE_UPDATE: Verb.UPDATE,
+    Lane.ATTENTION: Verb.ATTEND,
     Lane.ROUTER: Verb.ROUTE,
     Lane.COMMIT: Verb.COMMIT,
 }

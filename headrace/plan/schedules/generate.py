@@ -8,6 +8,9 @@ Invariant: a copy that a seat waits for and that could go waits behind at most o
 link's queue, where weights come one block ahead or all caches are elsewhere.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 from headrace.plan.generation import GenerationPlan
 from headrace.plan.ledger import Snapshot
 from headrace.plan.schedules.caches import Caches
@@ -15,16 +18,24 @@ from headrace.plan.schedules.experts import ExpertRounds
 from headrace.plan.schedules.pages import PagedWeights
 from headrace.plan.schedules.weights import RESIDENT
 from headrace.terms.costs import PassCosts
-from headrace.terms.program import Lane, Program, Verb
+from headrace.terms.program import Lane, Pool, Program, Verb, buffer
+
+_CARRIED = buffer(Pool.CARRIED)
 
 
 def build_pass(
-    plan: GenerationPlan, num_seats: int, before: Snapshot, *, first: bool = False, tokens: int | None = None
+    plan: GenerationPlan,
+    num_seats: int,
+    before: Snapshot,
+    *,
+    first: bool = False,
+    tokens: int | None = None,
+    attends: Sequence[bool] = (),
 ) -> tuple[Program, Snapshot]:
     """Return the program of one pass of `num_seats` seats, and what it leaves behind. `first`: a pass over prompts, not tokens.
 
     A seat is the `micro` of its operations. `tokens` are those of the pass; None: it is a forecast, with as many experts as are
-    likely.
+    likely. `attends` says for which seats the host attends, () of a forecast.
     """
     schedule = _Pass(plan, before, plan.costs.first if first else plan.costs.next)
     schedule.rows = plan.rows * (plan.costs.first_tokens if first else 1)
@@ -38,7 +49,7 @@ def build_pass(
             tokens=tokens or likely,
             expected=tokens is None,
         )
-    schedule.run(num_seats, Caches(plan, schedule.ledger, num_seats, first=first))
+    schedule.run(num_seats, Caches(plan, schedule.ledger, num_seats, first=first, attends=attends))
     return schedule.ledger.finish()
 
 
@@ -59,16 +70,29 @@ class _Pass(PagedWeights):
             for ahead in range(block, block + plan.prefetch + 1):
                 self.acquire((ahead - 1) % self.blocks + 1)
             self.settle(block)
-            # Attention copies keys and values, and reads the copy: they cross compute's memory three times.
+            # Attention copies keys and values, and reads the copy: they cross compute's memory three times. On the host it
+            # reads them in place.
             weights = (self.acquired.pop(block)[1],)
-            num_bytes = plan.block_bytes(block, self.rows) + 3 * caches.held_bytes(block)
+            weight_bytes = plan.block_bytes(block, self.rows)
             flops, calls = self.block_flops[block - 1], self.calls[block - 1]
             if self.experts is not None and self.experts.has(block):
+                touched = weight_bytes + 3 * caches.held_bytes(block)
                 self.experts.block(
-                    block, weights, seats=num_seats, flops=flops, num_bytes=num_bytes, calls=calls, caches=caches, pages=self
+                    block, weights, seats=num_seats, flops=flops, num_bytes=touched, calls=calls, caches=caches, pages=self
                 )
                 continue
+            waiting: list[int] = []
             for seat in range(num_seats):
+                if plan.separate_device and caches.attends(block, seat):
+                    # What lies before attention is a quarter of a dense block's weights at most.
+                    before: dict[str, Any] = {"num_bytes": weight_bytes // 4, "flops": flops / 4, "calls": calls // 4}
+                    op(Verb.QUERY, Lane.COMPUTE, weights, (_CARRIED + seat,), unit=block, micro=seat, **before)
+                    caches.attend(block, seat, _CARRIED + seat)
+                    self.between()  # a page comes while the host attends
+                    caches.result(block, seat, _CARRIED + seat)
+                    waiting.append(seat)
+                    continue
+                in_place = caches.attends(block, seat)
                 op(
                     Verb.FORWARD,
                     Lane.COMPUTE,
@@ -76,12 +100,20 @@ class _Pass(PagedWeights):
                     caches.bring(block, seat),
                     unit=block,
                     micro=seat,
-                    num_bytes=num_bytes,
+                    num_bytes=weight_bytes + (1 if in_place else 3) * caches.held_bytes(block),
                     flops=flops,
                     calls=calls,
                 )
                 caches.keep(block, seat)
                 self.between()
+            # While the host attends for one seat, compute does what lies before attention for the next ones.
+            for seat in waiting:
+                rest: dict[str, Any] = {
+                    "num_bytes": weight_bytes - weight_bytes // 4,
+                    "flops": flops - flops / 4,
+                    "calls": calls - calls // 4,
+                }
+                op(Verb.FORWARD, Lane.COMPUTE, (*weights, _CARRIED + seat), unit=block, micro=seat, **rest)
         self.settle()
         reads, last = tuple(RESIDENT + end for end in plan.ends), plan.ends[-1]
         for seat in range(num_seats):
