@@ -37,7 +37,7 @@ _NO_PACKED = (
     "with symmetric four-bit weights computed in bfloat16 on a processor with AVX2; give more --host-memory, or leave it out"
 )
 # The number of placements whose passes are simulated.
-_MOST_SIMULATED, _MOST_ATTENDING = 24, 8
+_MOST_SIMULATED = 24
 # It is smaller where passes have many operations: so many pairs of a block and a seat.
 _MOST_OPERATIONS = 20_000
 # A seat's block has so many times the operations where the host attends.
@@ -103,8 +103,7 @@ def make_generation_plan(question: GenerationQuestion) -> GenerationPlan:
     fitting.sort(key=lambda plan: _rough_seconds(plan, rates))
     # The places of attention are tried apart, so that no plan is slower because both may be chosen.
     groups = [[plan for plan in fitting if plan.caches.attends is attends] for attends in (False, True)]
-    numbers = (_MOST_SIMULATED, _MOST_ATTENDING)
-    found = [_fastest(group[:most], rates) for group, most in zip(groups, numbers, strict=True) if group]
+    found = [_fastest(group[:_MOST_SIMULATED], rates) for group in groups if group]
     return with_forecast(min(found, key=lambda timed: timed[0])[1], question.machine)
 
 
@@ -118,8 +117,7 @@ def _fastest(plans: Sequence[GenerationPlan], rates: Rates) -> tuple[float, Gene
             break
     best = [plan for *_, plan in sorted(timed)[:_MOST_AHEAD]]
     timed += [(seconds_of_all_tokens(plan, rates), index, plan) for index, plan in enumerate(_further_ahead(best), len(timed))]
-    seconds, _, plan = min(timed)
-    return seconds, plan
+    return min(timed)[0], min(timed)[2]
 
 
 def _further_ahead(plans: Sequence[GenerationPlan]) -> Iterator[GenerationPlan]:
