@@ -160,6 +160,7 @@ def speed_of(lane: Lane, busy: set[Lane], ceilings: Ceilings) -> float:
         Lane.HOST_TO_DEVICE: ceilings.host_to_device_bytes_per_second,
         Lane.DEVICE_TO_HOST: ceilings.device_to_host_bytes_per_second,
         Lane.UPDATE: ceilings.update_bytes_per_second,
+        Lane.ATTENTION: ceilings.attention_bytes_per_second,
         Lane.NIC_DOWN: ceilings.network_bytes_per_second,
         Lane.NIC_UP: ceilings.network_bytes_per_second,
     }
