@@ -63,14 +63,25 @@ def refusal(capsys: pytest.CaptureFixture[str], *words: object) -> str:
     return captured.err
 
 
+@pytest.fixture
+def something(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model `m` and data `d.jsonl` where the command runs: without them, nothing else is looked at."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "config.json").write_text("{}")
+    (tmp_path / "d.jsonl").touch()
+
+
 class TestRefusals:
+    @pytest.mark.usefixtures("something")
     def test_an_unknown_key_names_the_nearest(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (tmp_path / "run.yaml").write_text("model: m\ndata: d\nlearning_rat: 1e-4\n")
         assert "'learning_rate'" in refusal(capsys, "train", tmp_path / "run.yaml")
-        assert "'learning_rate'" in refusal(capsys, "train", "m", "d", "lr=1e-4")
+        assert "'learning_rate'" in refusal(capsys, "train", "m", "d.jsonl", "lr=1e-4")
 
+    @pytest.mark.usefixtures("something")
     def test_sixteen_is_no_size(self, capsys: pytest.CaptureFixture[str]) -> None:
-        assert "'sixteen' is not a size" in refusal(capsys, "train", "m", "d", "--host-memory", "sixteen")
+        assert "'sixteen' is not a size" in refusal(capsys, "train", "m", "d.jsonl", "--host-memory", "sixteen")
 
     @pytest.mark.parametrize("words", [("train", "model-only"), ("train", "nowhere", "d.jsonl"), ("resume", "nowhere")])
     def test_missing_places(
@@ -80,10 +91,11 @@ class TestRefusals:
         assert words[1] in refusal(capsys, *words)
         assert list(tmp_path.iterdir()) == []
 
+    @pytest.mark.usefixtures("something")
     def test_a_run_directory_in_use_is_left_alone(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (tmp_path / "run").mkdir()
         (tmp_path / "run" / "precious").write_text("x")
-        assert "--output" in refusal(capsys, "train", "m", "d", "--output", tmp_path / "run")
+        assert "--output" in refusal(capsys, "train", "m", "d.jsonl", "--output", tmp_path / "run")
         assert (tmp_path / "run" / "precious").read_text() == "x"
 
     def test_export_never_overwrites(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -105,6 +117,7 @@ class TestRefusals:
         ],
     )
     @pytest.mark.parametrize("reason", [errno.ENAMETOOLONG, errno.EACCES])
+    @pytest.mark.usefixtures("something")
     def test_a_place_that_the_system_does_not_look_at(
         self,
         words: tuple[str, ...],
@@ -120,7 +133,6 @@ class TestRefusals:
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
             return really(path, *arguments, **options)
 
-        monkeypatch.chdir(tmp_path)
         monkeypatch.setattr(os, "stat", stat)
         assert run(*(word.replace("PLACE", str(place)) for word in words)) == 2
         said = capsys.readouterr().err.splitlines()  # `bench` says before what it is about to do
