@@ -333,7 +333,7 @@ class _ModelPlans:
             return ()
         variants = [*self._weights_in_host_memory(question, plan), *self._smaller_states(question, plan)]
         for words, options, other in (*subspaces(question), *adapters(question), *other_rules(question)):
-            with suppress(PlanInfeasible):
+            with suppress(PlanInfeasible, ConfigError):  # some ways cannot train this model
                 variants.append((words, options, self.quick_plan(other)))
         made = (self.alternative(*variant, most_operations=_MOST_OPERATIONS) for variant in variants)
         return tuple(each for each in made if each.step_seconds < _WORTH_IT * found.step_seconds)

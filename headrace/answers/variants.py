@@ -62,7 +62,7 @@ def _first_that_fits(candidates: Iterable[Candidate], plan: PlanOf, out_of_time:
             return
         try:
             yield change, options, plan(question)
-        except PlanInfeasible:
+        except (PlanInfeasible, ConfigError):  # some ways cannot train this model
             continue
         return
 

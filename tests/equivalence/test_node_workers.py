@@ -21,7 +21,7 @@ from headrace.engine import lane_diary
 from headrace.engine.node import NodeEngine
 from headrace.engine.seams import Seams
 from headrace.engine.trainer import Engine
-from headrace.flow import compute
+from headrace.flow import compute, update
 from headrace.flow.step import HANDLERS
 from headrace.flow.step_state import StepState
 from headrace.plan.plan import Plan
@@ -31,6 +31,7 @@ from headrace.terms.events import Event, OpDone
 from headrace.terms.program import Lane, Op, Verb, lane_of_worker, split_lane
 from headrace.update.sites.node import NodeSite
 
+NUM_BLOCKS = 4
 CLIPPED: dict[str, Any] = {"max_grad_norm": 0.5, "compute_dtype": "float32"}
 
 
@@ -169,26 +170,29 @@ def test_each_worker_tells_what_its_lanes_did(model_dir: Callable[..., Path], tm
 def test_a_block_is_updated_at_the_node_while_a_worker_computes_the_one_below(
     model_dir: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From the trace of a run: backward of a block takes a quarter of a second, and the update of the one above lies inside."""
-    told, batch = list[Event](), batch_of(4, LENGTH, 1)
+    """A worker ends backward of a block only once the node has updated the one above: a node that waits for the whole gradient
+    would wait for ever.
+    """
+    updated, batch = [threading.Event() for _ in range(8)], batch_of(4, LENGTH, 1)
 
-    def slow_backward(state: StepState, op: Op) -> None:
+    def noted_update(state: StepState, op: Op) -> None:
+        update.update(state, op)
+        updated[op.unit].set()
+
+    def waiting_backward(state: StepState, op: Op) -> None:
         compute.backward(state, op)
-        time.sleep(0.25)
+        if op.unit < NUM_BLOCKS:
+            assert updated[op.unit + 1].wait(60), f"block {op.unit + 1} waits for the one below"
 
-    monkeypatch.setitem(HANDLERS, Verb.BACKWARD, slow_backward)
+    monkeypatch.setitem(HANDLERS, Verb.UPDATE, noted_update)
+    monkeypatch.setitem(HANDLERS, Verb.BACKWARD, waiting_backward)
     with crew(1) as made:
         options = node_options(tmp_path / "node", [batch])
-        with NodeEngine.open(model_dir("llama"), options, seams=Seams(workers=made.crowd), sink=told.append) as engine:
+        with NodeEngine.open(model_dir("llama"), options, seams=Seams(workers=made.crowd)) as engine:
+            assert engine.plan.num_blocks == NUM_BLOCKS
             engine.step(batch)
             engine.flush()
-    ops = [event for event in told if isinstance(event, OpDone)]
-    computed = {op.unit: op for op in ops if op.lane == lane_of_worker(1, Lane.COMPUTE) and op.verb == "backward"}
-    for block in (2, 3, 4):
-        updates, below = [op for op in ops if op.lane == Lane.UPDATE and op.unit == block], computed[block - 1]
-        assert updates
-        assert all(computed[block].stop_seconds <= op.stop_seconds for op in updates), "it has the whole gradient"
-        assert min(op.start_seconds for op in updates) < below.stop_seconds, f"block {block} waits for the one below"
+    assert all(each.is_set() for each in updated[1 : NUM_BLOCKS + 1])
 
 
 def test_what_is_told_of_a_step_is_bounded() -> None:
