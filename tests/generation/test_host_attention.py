@@ -112,7 +112,7 @@ def generated(
         return sorted(generator.run(micro_batches(whole, 48)), key=lambda done: done.batch.number)
 
 
-SUPPORTED = ("llama", "qwen3", "mistral", "gemma3", "mixtral", "qwen3-moe", "gpt2")
+SUPPORTED = ("llama", "qwen3", "gemma3", "mixtral", "qwen3-moe", "gpt2")
 CASES = [(name, place, way) for name in SUPPORTED for place in PLACES for way in WAYS]
 FEW = [("llama", "host", "greedy"), ("qwen3", "drives", "sampled"), ("gemma3", "all", "greedy")]
 
@@ -121,7 +121,8 @@ FEW = [("llama", "host", "greedy"), ("qwen3", "drives", "sampled"), ("gemma3", "
 def test_in_float32_the_bits_are_those_of_generate(
     name: str, place: str, way: str, directory_of: Callable[..., Path], stock: Callable[..., Any], tmp_path: Path
 ) -> None:
-    asked, directory, lanes = {**COMMON, **WAYS[way]}, directory_of(name), list[Lane]()
+    # An end is named, as a model's own configuration may have one that is no token of the text.
+    asked, directory, lanes = {**COMMON, **WAYS[way], "eos_token_id": 2}, directory_of(name), list[Lane]()
     for each in generated(directory, tmp_path, "float32", place, asked, seen=lanes):
         expected = stock(directory, "float32", each.batch.rows, each.batch.seed, asked)
         assert torch.equal(each.raw.sequences, expected.sequences)
