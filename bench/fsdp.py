@@ -27,7 +27,7 @@ from node_processes import write_model
 from slow_link import LENGTH, RUN, SECRET, TOKENS, WARM_UP, WORKERS
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "namespaces"))
-from network import Network, why_not
+from network import Network
 
 from headrace.plan.rates import Rates
 from headrace.runs.open_data import tensors_of
@@ -201,19 +201,11 @@ def declared(flops: float) -> dict[str, float]:
 
 def main() -> None:
     """Print a table, and write it as JSON where asked."""
-    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("--scratch", type=Path, required=True)
-    arguments.add_argument("--megabits", type=float, default=200.0)
-    arguments.add_argument("--flops", type=float, default=2.4e9, help="declared FLOP/s of each worker's device")
-    arguments.add_argument("--steps", type=int, default=6)
+    arguments = slow_link.cable_options(__doc__)
     arguments.add_argument("--rounds", type=int, default=3)
-    arguments.add_argument("--out", type=Path)
-    given = arguments.parse_args()
-    if (words := why_not()) is not None:
-        print(f"fsdp: {words}; run it as root on a machine that makes them", file=sys.stderr)
-        raise SystemExit(2)
+    given = slow_link.read_options(arguments)
     folder = given.scratch / "headrace-fsdp"
-    folder.mkdir()
+    folder.mkdir(parents=True)
     found: dict[str, list[dict[str, Any]]] = {kind: [] for kind in KINDS}
     try:
         write_model(folder, **slow_link.SHAPE)

@@ -7,7 +7,7 @@ source, 4 rows of 128 a step. Of each way three rates are tried with one seed, a
 projectors that are not fitted in closed form have the rate of those that are. `--model` is SmolLM2-135M-Instruct as `make
 demo` keeps it: it is tuned on what the library says of itself, 4 rows of 128 a step, one seed, with one rate for each way.
 All is float32, clipped to a norm of 1, with cosine rates after 10 steps of warm-up. Every way but one runs in Headrace's
-engine; GaLore is galore-torch in plain PyTorch, where `--peers` names a folder that it is installed in. Each run is a
+engine; GaLore is galore-torch in plain PyTorch, where `--peers` names a folder that it and bitsandbytes, which it imports, are installed in. Each run is a
 process of its own and adds a line to `DIR/losses.jsonl`; the same command goes on after an interruption, and draws what
 there is.
 """
@@ -23,6 +23,7 @@ import sys
 import sysconfig
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -323,6 +324,8 @@ def in_child(run: Run, scratch: Path) -> Run:
             with os.fdopen(writer, "w", encoding="utf-8") as file:
                 json.dump(one(run, scratch), file)
             code = 0
+        except BaseException:
+            traceback.print_exc()  # what ends a child is said, though it leaves without Python's own end
         finally:
             os._exit(code)
     os.close(writer)
@@ -472,7 +475,7 @@ def main() -> None:
     arguments.add_argument("--model", type=Path, help="SmolLM2; without it the small model alone is tuned")
     arguments.add_argument("--only", choices=("small", "real"))
     arguments.add_argument("--steps", type=int, default=150)
-    arguments.add_argument("--peers", type=Path, help="a folder that galore-torch is installed in")
+    arguments.add_argument("--peers", type=Path, help="a folder that galore-torch and bitsandbytes are installed in")
     given = arguments.parse_args()
     torch.set_num_threads(1)
     for size, make in ((SMALL, make_small), (REAL, lambda folder: make_real(folder, given.model))):

@@ -166,22 +166,33 @@ def figures(
     }
 
 
-def main() -> None:
-    """Print a table, and write it as JSON where asked."""
-    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def cable_options(description: str | None) -> argparse.ArgumentParser:
+    """Return the options of a bench on slow cables."""
+    arguments = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--scratch", type=Path, required=True)
     arguments.add_argument("--megabits", type=float, default=200.0)
     arguments.add_argument("--flops", type=float, default=2.4e9, help="declared FLOP/s of each worker's device")
     arguments.add_argument("--steps", type=int, default=6)
     arguments.add_argument("--out", type=Path)
+    return arguments
+
+
+def read_options(arguments: argparse.ArgumentParser) -> argparse.Namespace:
+    """Return the options that were given; end where no network can be made."""
     given = arguments.parse_args()
     if (words := why_not()) is not None:
-        print(f"slow_link: {words}; run it as root on a machine that makes them", file=sys.stderr)
-        raise SystemExit(2)
+        arguments.error(f"{words}; run it as root on a machine that makes them")
+    return given
+
+
+def main() -> None:
+    """Print a table, and write it as JSON where asked."""
+    arguments = cable_options(__doc__)
+    given = read_options(arguments)
     if given.steps < WARM_UP + 2:
         arguments.error(f"--steps: {given.steps} of which {WARM_UP} warm up and the last one has no end; give {WARM_UP + 2}")
     folder = given.scratch / "headrace-slow-link"
-    folder.mkdir()
+    folder.mkdir(parents=True)
     try:
         node_processes.write_model(folder, **SHAPE)
         (folder / "secret").write_bytes(SECRET)

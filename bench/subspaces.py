@@ -70,13 +70,15 @@ def planned_bytes(way: str, layouts: list[tuple[UnitLayout, UnitLayout]]) -> int
     return {"dense": 12 * (matrices + plain), "refit": 12 * (core + plain)}.get(way, 4 * matrices + 8 * core + 12 * plain)
 
 
-def measured(model: Path, scratch: Path, way: str, dimension: int, period: int, host_memory: str) -> dict[str, Any]:
+def measured(model: Path, scratch: Path, way: str, dimension: int, given: argparse.Namespace) -> dict[str, Any]:
     """Return what one way writes and takes a step."""
+    period = given.period
     lsp = f"lsp:dimension={dimension},check={period},alpha=0,rewrite={way}"
     options = headrace.Options(
         output=scratch / way,
         gradient="dense" if way == "dense" else lsp,
-        host_memory=host_memory,
+        host_memory=given.host_memory,
+        max_grad_norm=given.max_grad_norm,
         tokens_per_step=ROWS * LENGTH,
         sequence_length=LENGTH,
         learning_rate=1e-4,
@@ -123,6 +125,7 @@ def main() -> None:
     arguments.add_argument("--period", type=int, default=12)
     arguments.add_argument("--model", type=Path, help="a model to train in place of a random one of that shape")
     arguments.add_argument("--host-memory", default="4GiB")
+    arguments.add_argument("--max-grad-norm", type=float, default=1.0, help="0 for none: then no gradient waits on a drive")
     arguments.add_argument("--ways", default=",".join(WAYS), help="which of them, in order")
     arguments.add_argument("--out", type=Path)
     options = arguments.parse_args()
@@ -134,7 +137,7 @@ def main() -> None:
             made_model(model, options.hidden, options.layers)
         hidden = json.loads((model / "config.json").read_text(encoding="utf-8"))["hidden_size"]
         for way in options.ways.split(","):
-            found.append(measured(model, scratch, way, hidden // 4, options.period, options.host_memory))
+            found.append(measured(model, scratch, way, hidden // 4, options))
             shutil.rmtree(scratch / way)
             row = found[-1]
             share = row["written_bytes"] / found[0]["written_bytes"]

@@ -15,11 +15,9 @@ from headrace.store import StateStore
 from headrace.terms.families import BASIS, REST, STATES, TRAINED, WEIGHTS, Family, Unit
 from headrace.terms.forms import Form
 from headrace.terms.layout import Plane, UnitLayout, rest_of_master
+from headrace.terms.sizes import MERGED_ELEMENTS
 from headrace.update.site import Site
 from headrace.update.tensors import join, split
-
-# Elements whose master is joined or split at once, by operations that take four times its bytes.
-_MERGED_ELEMENTS = 1 << 20
 
 
 def import_model(weights: WeightMap, store: StateStore, maker: Maker, record: Mapping[str, Any], site: Site | None) -> None:
@@ -205,7 +203,7 @@ def merge(maker: Maker, unit: int, weights: torch.Tensor, rest: torch.Tensor | N
         return
     is_split = weights.dtype == torch.bfloat16
     master = torch.empty(weights.numel(), device=weights.device) if is_split else rest
-    pieces = [slice(start, start + _MERGED_ELEMENTS) for start in range(0, weights.numel(), _MERGED_ELEMENTS)]
+    pieces = [slice(start, start + MERGED_ELEMENTS) for start in range(0, weights.numel(), MERGED_ELEMENTS)]
     for piece in pieces if is_split else ():
         master[piece] = join(weights[piece], rest[piece])
     maker.complete(unit, master, trained)

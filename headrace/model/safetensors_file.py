@@ -37,6 +37,8 @@ INTEGER_DTYPES: dict[str, np.dtype[Any]] = {
     "BOOL": np.dtype(np.bool_),
 }
 ROW_DTYPES = WEIGHT_DTYPES | INTEGER_DTYPES
+# The page cache keeps files in folios, which are at most as large as a huge page.
+_LARGEST_FOLIO_BYTES = 2 * MIB
 _LARGEST_HEADER_BYTES = 100 * MIB  # the limit of the safetensors library
 PIECE_BYTES = 4 * MIB
 
@@ -124,7 +126,7 @@ def read_rows(tensor: StoredTensor, piece_bytes: int = PIECE_BYTES) -> Iterator[
     row_bytes = math.prod(shape[1:]) * dtype.itemsize
     rows_per_piece = max(1, min(shape[0], piece_bytes // max(1, row_bytes)))
     buffer = np.empty((rows_per_piece, *shape[1:]), dtype)
-    descriptor = os.open(tensor.path, os.O_RDONLY)
+    descriptor = _open_without_read_ahead(tensor.path)
     try:
         for start in range(0, shape[0], rows_per_piece):
             stop = min(start + rows_per_piece, shape[0])
@@ -141,7 +143,7 @@ def read_bytes(tensor: StoredTensor, piece_bytes: int = PIECE_BYTES) -> Iterator
         yield from (np.ascontiguousarray(rows).reshape(-1).view(np.uint8) for _, _, rows in tensor.coded.read_rows(piece_bytes))
         return
     buffer = np.empty(min(piece_bytes, max(1, tensor.num_bytes)), np.uint8)
-    descriptor = os.open(tensor.path, os.O_RDONLY)
+    descriptor = _open_without_read_ahead(tensor.path)
     try:
         for start in range(0, tensor.num_bytes, piece_bytes):
             piece = buffer[: min(piece_bytes, tensor.num_bytes - start)]
@@ -149,6 +151,14 @@ def read_bytes(tensor: StoredTensor, piece_bytes: int = PIECE_BYTES) -> Iterator
             yield piece
     finally:
         os.close(descriptor)
+
+
+def _open_without_read_ahead(path: Path) -> int:
+    """Open a file whose pages the kernel reads as they are asked for: what it reads ahead of a tensor would stay in its cache."""
+    descriptor = os.open(path, os.O_RDONLY)
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+    return descriptor
 
 
 def _read_into(descriptor: int, tensor: StoredTensor, offset: int, out: np.ndarray) -> None:
@@ -163,4 +173,7 @@ def _read_into(descriptor: int, tensor: StoredTensor, offset: int, out: np.ndarr
             )
         done += count
     if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(descriptor, offset, len(view), os.POSIX_FADV_DONTNEED)
+        # A folio leaves the cache if it lies in the range as a whole: those across a border go with the later of two pieces.
+        start = max(0, offset - _LARGEST_FOLIO_BYTES)
+        stop = offset + len(view) + _LARGEST_FOLIO_BYTES
+        os.posix_fadvise(descriptor, start, stop - start, os.POSIX_FADV_DONTNEED)

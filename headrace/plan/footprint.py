@@ -12,7 +12,7 @@ from headrace.plan.plan import Plan
 from headrace.plan.schedules.train import RECALLED_AHEAD
 from headrace.terms.costs import ATTENTION, ModelCosts
 from headrace.terms.layout import rest_of_master
-from headrace.terms.sizes import KEPT_FREE_BYTES, MAPPED_BYTES, MIB, round_up
+from headrace.terms.sizes import KEPT_FREE_BYTES, MAPPED_BYTES, MERGED_ELEMENTS, MIB, round_up
 
 # Measured (docs/log/unplanned-memory): oneDNN keeps 0.7 to 1 MiB of code for each shape of a bfloat16 product. Lanes and
 # programs leave 3 MiB, and freed tensors that are too small to go back to the kernel up to 11 MiB.
@@ -32,7 +32,7 @@ _MOST_PRODUCTS = 340
 # The most by which the interpreter's memory differs between equal processes; 1.8 MB were measured (docs/log/process-memory).
 _RUNTIME_SPREAD = 4 * MIB
 # Names of rows of the host tier that are no buffers of a step.
-_RUNTIME, _IMPORT = "runtime", "import and export"
+_RUNTIME, _MERGE, _IMPORT = "runtime", "merging between steps", "import and export"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +77,10 @@ def with_footprint(plan: Plan, costs: ModelCosts, allowance: Allowance) -> Plan:
         rows["host"]["freed blocks"] = _kept_free_bytes(plan, compute)
     if plan.separate_device and allowance.device_overhead_bytes:
         rows["device"]["libraries"] = _library_bytes(plan, compute, allowance.device_overhead_bytes)
+    if merging := merging_bytes(plan):
+        # What compute takes is free between two steps, where it lies in the same memory.
+        free = 0 if plan.separate_device else compute["activations"] + compute["workspace"]
+        rows["host"][_MERGE] = max(0, merging - free)
     if allowance.import_workspace_bytes is not None:
         # Before the first step and after the last, memory serves that a step's buffers take: only the excess counts.
         imported = allowance.runtime_bytes + _SMALL_BYTES + import_bytes(plan) + allowance.import_workspace_bytes
@@ -143,7 +147,25 @@ def _settling_bytes(plan: Plan, unit: int) -> int:
     figures = plan.units[unit]
     if not figures.basis_elements:
         return 0
-    return 4 * figures.num_elements + plan.basis_bytes(unit) + 2 * plan.state_bytes(unit) + figures.making_bytes
+    rest, elements = rest_of_master(plan.planes.states), figures.num_elements
+    is_split = rest is not None and rest.bytes_per_element < 4  # `flow.load.merge` joins the master in memory of its own
+    master = 4 * elements + 16 * min(elements, MERGED_ELEMENTS) if is_split else 0
+    making = max(0, figures.making_bytes - 4 * elements)  # without the gradient that a step sums for new bases
+    return master + plan.basis_bytes(unit) + 2 * plan.state_bytes(unit) + making
+
+
+def merging_bytes(plan: Plan) -> int:
+    """Return the most bytes that `flow.settle` takes between two steps: all of one unit, besides the buffers of a step."""
+    rest = rest_of_master(plan.planes.states)
+    stored = plan.planes.weight.bytes_per_element + (rest.bytes_per_element if rest else 0)
+    return max(
+        (
+            stored * figures.num_elements + plan.completing_bytes(unit) + _settling_bytes(plan, unit)
+            for unit, figures in enumerate(plan.units)
+            if figures.basis_elements
+        ),
+        default=0,
+    )
 
 
 def planned_runtime_bytes(measured: int) -> int:

@@ -16,6 +16,8 @@ MAPPED_BYTES = 2 << 20
 KEPT_FREE_BYTES = 64 << 20
 # Where freed memory is kept, blocks larger than this go back all the same: glibc takes no larger ones from its heap.
 LARGEST_HEAP_BLOCK_BYTES = 32 << 20
+# Elements of a master that are joined or split at once, by operations that take four times its bytes, where units are merged.
+MERGED_ELEMENTS = 1 << 20
 # A size above this is a slip, and what is counted from it would not fit into the 64-bit numbers of the system.
 _MOST_BYTES = 1 << 62
 # The same limit for steps, rows and tokens.

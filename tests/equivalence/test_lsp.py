@@ -1,6 +1,8 @@
 """LSP-Offload through the engine: against plain AdamW, against a loop in float64, wherever planes live, and cut short."""
 
+import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,8 @@ import torch
 from plain import LENGTH, ROWS, SPLIT, batch_of, train
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
 import headrace
@@ -18,6 +22,8 @@ from headrace.engine import subject
 from headrace.engine.seams import Seams
 from headrace.engine.trainer import Engine
 from headrace.flow import settle as settling
+from headrace.machine.host_memory import huge_page_buffer
+from headrace.plan.footprint import merging_bytes
 from headrace.store import StateStore
 from headrace.terms.errors import ConfigError, RunDirectoryError
 from headrace.update.projectors import Projector
@@ -388,3 +394,69 @@ def test_a_run_goes_on_with_the_dimension_that_its_plan_chose(
             assert engine.step_index == 1
         with pytest.raises(RunDirectoryError, match="wire: the run was begun with"):
             Engine.resume(run, seams=Seams(LspWire(Lsp(dimension=48))))
+
+
+class Live(TorchDispatchMode):
+    """Counts the bytes that are alive of buffers that `buffer` gave, and of tensors that were made inside, but for views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self._buffers: dict[int, int] = {}
+        self._known: set[int] = set()
+
+    def _add(self, owner: Any, num_bytes: int, forget: Callable[[], Any]) -> None:
+        self.live += num_bytes
+        self.peak = max(self.peak, self.live)
+
+        def freed() -> None:
+            self.live -= num_bytes
+            forget()
+
+        weakref.finalize(owner, freed)
+
+    def buffer(self, num_bytes: int) -> np.ndarray:
+        found = huge_page_buffer(num_bytes)
+        begin = found.ctypes.data
+        self._buffers[begin] = num_bytes
+        self._add(found.base, num_bytes, lambda: self._buffers.pop(begin))
+        return found
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {each.untyped_storage()._cdata for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)}
+        out = func(*args, **(kwargs or {}))
+        for each in tree_leaves(out):
+            if not isinstance(each, Tensor):
+                continue
+            storage = each.untyped_storage()
+            at, key = storage.data_ptr(), storage._cdata
+            if key in given or key in self._known or any(b <= at < b + size for b, size in self._buffers.items()):
+                continue
+            self._known.add(key)
+            self._add(storage, storage.nbytes(), partial(self._known.discard, key))
+        return out
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_merge_between_steps_takes_no_more_than_is_planned(
+    dtype: str, model_dir: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Live] = []
+    settle = settling.settle
+
+    def counted(*given: Any, **more: Any) -> None:
+        with Live() as live:
+            monkeypatch.setattr(settling, "huge_page_buffer", live.buffer)
+            settle(*given, **more)
+        seen.append(live)
+
+    monkeypatch.setattr(subject, "settle", counted)
+    options = {"compute_dtype": dtype, "gradient": "lsp:dimension=32,check=2,alpha=0,rewrite=step", "learning_rate": LR}
+    with opened(model_dir("llama"), tmp_path / "run", **options) as engine:
+        for step in range(3):
+            engine.step(batch_of(ROWS, LENGTH, step))
+        assert engine.plan is not None
+        assert "merging between steps" in engine.plan.results.peak_bytes["host"]
+        planned = merging_bytes(engine.plan)
+    assert len(seen) == 3
+    assert planned // 2 < max(live.peak for live in seen) <= planned
