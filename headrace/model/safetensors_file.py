@@ -154,7 +154,7 @@ def read_bytes(tensor: StoredTensor, piece_bytes: int = PIECE_BYTES) -> Iterator
 
 
 def _open_without_read_ahead(path: Path) -> int:
-    """Open a file whose pages the kernel reads as they are asked for: what it reads ahead of a tensor would stay in its cache."""
+    """Open a file without reading ahead: what the kernel reads beyond a tensor would stay in its cache."""
     descriptor = os.open(path, os.O_RDONLY)
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
