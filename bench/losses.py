@@ -6,10 +6,10 @@ A Llama of bytes with 3.3 million parameters is trained here on the docstrings o
 source, 4 rows of 128 a step. Of each way three rates are tried with one seed, and two more seeds run with the best;
 projectors that are not fitted in closed form have the rate of those that are. `--model` is SmolLM2-135M-Instruct as `make
 demo` keeps it: it is tuned on what the library says of itself, 4 rows of 128 a step, one seed, with one rate for each way.
-All is float32, clipped to a norm of 1, with cosine rates after 10 steps of warm-up. Every way but one runs in Headrace's
-engine; GaLore is galore-torch in plain PyTorch, where `--peers` names a folder that it and bitsandbytes, which it imports, are installed in. Each run is a
-process of its own and adds a line to `DIR/losses.jsonl`; the same command goes on after an interruption, and draws what
-there is.
+All is float32, clipped to a norm of 1, with cosine rates after 10 steps of warm-up. Every way but one runs in
+Headrace's engine; GaLore is galore-torch in plain PyTorch, where `--peers` names a folder that it and bitsandbytes,
+which it imports, are installed in. Each run is a process of its own and adds a line to `DIR/losses.jsonl`; the same
+command goes on after an interruption, and draws what there is.
 """
 
 import argparse
