@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from small_plans import small_plan
 
 from headrace.flow.execute import _Completion
+from headrace.plan.buffer_sizes import buffer_groups
 from headrace.plan.footprint import MOST_PROGRAMS, program_bytes
 from headrace.plan.ledger import Snapshot
 from headrace.plan.plan import Plan
@@ -238,6 +239,31 @@ def test_each_operation_finds_what_it_needs_and_conflicts_are_ordered(plan: Plan
                             f"step {step}: {op.label} is not ordered after operation {other}; both touch {key}"
                         )
                 accesses[key].append((number, writes, part))
+
+
+# Rings of buffers: what an operation names there is taken for its content, and that is followed above.
+RINGS = {
+    Pool.HOST_WEIGHTS: "host_weights",
+    Pool.DEVICE_WEIGHTS: "device_weights",
+    Pool.STATES: "states",
+    Pool.DEVICE_STATES: "device_states",
+    Pool.GRADIENT: "gradients",
+    Pool.ACCUMULATOR: "accumulator",
+    Pool.STASH: "stash",
+}
+
+
+@settings(max_examples=60, deadline=None)
+@given(plans(), st.integers(1, 3))
+def test_no_operation_takes_a_slot_beyond_its_ring(plan: Plan, num_micro: int) -> None:
+    groups = buffer_groups(plan)
+    for program in programs_of(plan, STEPS, num_micro):
+        for op in program.ops:
+            for pool, name in RINGS.items():
+                if pool is Pool.GRADIENT and op.slot(pool) >= plan.gradient_slots:
+                    assert op.slot(pool) == plan.gradient_slot_of[op.unit], op.label
+                elif op.slot(pool) >= 0:
+                    assert op.slot(pool) < groups[name].count, f"{op.label}: {pool.name} has {groups[name].count}"
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
