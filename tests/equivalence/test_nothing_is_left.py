@@ -114,6 +114,11 @@ def test_one_units_gradients_are_alive_at_a_time_and_no_parameter_keeps_one(
     assert not +alive
 
 
+def step_and_flush(engine: Engine) -> None:
+    engine.step(batch_of(ROWS, LENGTH, 1))
+    engine.flush()
+
+
 @pytest.mark.parametrize("nth", [0, 7])
 def test_a_step_that_fails_gives_its_buffers_back_and_is_taken_again(
     nth: int, model_dir: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -139,8 +144,7 @@ def test_a_step_that_fails_gives_its_buffers_back_and_is_taken_again(
         engine.flush()
         monkeypatch.setattr(StateStore, "write", failing)
         with pytest.raises(HeadraceError, match="the drive is gone"):
-            engine.step(batch_of(ROWS, LENGTH, 1))
-            engine.flush()
+            step_and_flush(engine)
     monkeypatch.setattr(StateStore, "write", write)
     del engine
     gc.collect()
