@@ -12,8 +12,16 @@ from typing import Annotated, Any
 import typer
 
 import headrace
+from headrace.cli.configuration import config_of
 from headrace.cli.environment import set_process_defaults
-from headrace.cli.first_look import look_at_configuration, look_at_data, look_at_model, look_at_place, look_at_words
+from headrace.cli.first_look import (
+    look_at_choices,
+    look_at_configuration,
+    look_at_data,
+    look_at_model,
+    look_at_place,
+    look_at_words,
+)
 from headrace.cli.option_parameters import with_options
 from headrace.cli.plain_errors import INTERRUPTED, REFUSED, leave, plain_usage_errors, plainly
 from headrace.cli.reporting import report
@@ -76,12 +84,16 @@ def train(
 ) -> None:
     """Fine-tune a model. Every option can also stand in the YAML file, or be given as key=value (with _ for -)."""
     look_at_words(() if node is not None else words or ())
-    from headrace.cli.runs import run_config, start, work_for
-
     if node is not None:
+        from headrace.cli.runs import work_for
+
         work_for(node, words or (), given, wait_seconds=wait, secret=secret)
     elif words:
-        start(run_config(words, given))
+        config = config_of(words, given, RunOptions)
+        look_at_choices(config)
+        from headrace.cli.runs import start
+
+        start(config)
     else:
         leave("Missing argument 'RUN.YAML | MODEL DATA...', or --node HOST:PORT; see `headrace train --help`", REFUSED)
 
@@ -97,9 +109,11 @@ def node(
 ) -> None:
     """Own a run whose model workers compute (`headrace train --node`), or go on with it where it was begun."""
     look_at_words(words)
-    from headrace.cli.runs import config_of, serve_run
+    config = config_of(words, given, NodeOptions)
+    look_at_choices(config, at_node=True)
+    from headrace.cli.runs import serve_run
 
-    serve_run(config_of(words, given, NodeOptions))
+    serve_run(config)
 
 
 @app.command()
@@ -264,6 +278,8 @@ def plan(
     # A search makes millions of small objects and no cycles: looking for cycles would take a seventh of the time.
     gc.set_threshold(100_000, 50, 100)
     look_at_configuration(model)
+    options = PlanOptions.of(given)
+    look_at_choices(options, at_node=options.workers is not None)
     from headrace.cli.planning import make_report, report_text
     from headrace.cli.screen import show
 
@@ -277,7 +293,7 @@ def plan(
 
         show(compression_report(model, compress, given, as_json=as_json))
         return
-    report = make_report(model, PlanOptions.of(given), data or ())
+    report = make_report(model, options, data or ())
     if as_json:
         typer.echo(report_text(report, as_json=True))
     else:

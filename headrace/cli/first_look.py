@@ -1,4 +1,5 @@
-"""Places that do not exist are refused before torch and transformers are imported, which takes seconds.
+"""Places that do not exist and choices that cannot be are refused before transformers is imported, which takes seconds; places
+even before torch.
 
 Invariant: nothing is refused here that would be accepted later, and the words are the same: all is looked at again.
 """
@@ -8,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from headrace.terms.errors import ModelError
+from headrace.terms.options import Options
 
 _CHANGE = re.compile(r"^[A-Za-z_-]+=")
 
@@ -62,6 +64,17 @@ def look_at_place(place: str | Path) -> None:
 
     if reason := why_unreachable(Path(place)):
         raise ModelError(f"model: {place}: {reason}")
+
+
+def look_at_choices(options: Options, *, at_node: bool = False) -> None:
+    """Look at what a run combines: this needs torch, but not transformers.
+
+    Raises:
+        ConfigError: there is no such rule, gradient or adapter, or two choices exclude one another.
+    """
+    from headrace.update.combinations import refuse_combination
+
+    refuse_combination(options, at_node=at_node)
 
 
 def look_at_data(paths: Sequence[str | Path]) -> None:

@@ -12,27 +12,23 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from rich.console import Console
 
-from headrace.cli.environment import cache_directory, machine_profile_path
-from headrace.cli.first_look import split_words
 from headrace.cli.plain_errors import INTERRUPTED, leave, leave_failed_step, places_plainly
 from headrace.cli.screen import show
 from headrace.cli.streams import StdoutLost
 from headrace.files.durable import appearing
+from headrace.files.yaml_options import read_yaml
 from headrace.report import LineProgress, LiveProgress, Reporter
 from headrace.runs import Interrupted, RunDirectory, RunOptions, resume, train
 from headrace.runs.prepare import default_output
 from headrace.runs.protocols import RunningEngine, StateKind
-from headrace.runs.yaml_options import parse_changes, read_yaml
 from headrace.terms.errors import ConfigError, ExportFailed, RunDirectoryError, StepFailed
 from headrace.terms.options import NodeOptions, Options
 from headrace.terms.provenance import PROVENANCE_NAME
 from headrace.terms.sizes import format_bytes
-
-_Config = TypeVar("_Config", bound=RunOptions)
 
 
 class Terminal:
@@ -49,33 +45,6 @@ class Terminal:
         # line.
         live = sys.stdout.isatty() and not console.is_dumb_terminal
         return LiveProgress(console, total_steps) if live else LineProgress(sys.stdout, total_steps)
-
-
-def run_config(words: Sequence[str], options: Mapping[str, Any]) -> RunOptions:
-    """Return the configuration of a run: see `config_of`."""
-    return config_of(words, options, RunOptions)
-
-
-def config_of(words: Sequence[str], options: Mapping[str, Any], kind: type[_Config]) -> _Config:
-    """Return the configuration, of class `kind`, of `RUN.YAML | MODEL DATA...`, `key=value` words and options.
-
-    Raises:
-        ConfigError: the words are neither, or see `RunOptions.of`.
-    """
-    places, changed = split_words(words)
-    changes = parse_changes(changed)
-    values: dict[str, Any] = {"cache": cache_directory()}
-    if machine_profile_path().exists():
-        values["machine"] = str(machine_profile_path())
-    source = "options"
-    if len(places) == 1 and Path(places[0]).suffix in (".yaml", ".yml"):
-        source = places[0]
-        values |= read_yaml(Path(source))
-    elif len(places) >= 2:
-        values |= {"model": places[0], "data": places[1:]}
-    elif len(places) == 1:
-        raise ConfigError(f"found only {places[0]!r}; give a RUN.YAML, or a MODEL directory and one or more DATA files")
-    return kind.of(values | changes | dict(options), source=source)
 
 
 def start(config: RunOptions) -> None:

@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 from headrace.flow.make import Maker
 from headrace.machine.host_memory import Bytes, huge_page_buffer
 from headrace.model import WeightMap, import_unit
-from headrace.model.adapters import Adapters, part
+from headrace.model.adapters import Adapters
 from headrace.store import StateStore
 from headrace.terms.families import BASIS, REST, STATES, TRAINED, WEIGHTS, Family, Unit
 from headrace.terms.forms import Form
-from headrace.terms.layout import Plane, UnitLayout, rest_of_master
+from headrace.terms.layout import Plane, UnitLayout, part, rest_of_master
 from headrace.terms.sizes import MERGED_ELEMENTS
 from headrace.update.site import Site
 from headrace.update.tensors import join, split

@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from headrace.model.adapters import DOWN, Adapters, is_linear, is_target, part
+from headrace.model.adapters import DOWN, Adapters, is_linear, is_target
 from headrace.model.chain import Chain
 from headrace.model.export import appearing_model, copy_files
 from headrace.model.matching import WeightMap
@@ -23,6 +23,7 @@ from headrace.model.shard_writer import ShardWriter, shard_file_bytes
 from headrace.model.text_part import names_in_whole
 from headrace.terms.adapter import Dora, Lora
 from headrace.terms.errors import ConfigError, ModelError
+from headrace.terms.layout import part
 from headrace.terms.provenance import COMPRESSION_NOTE_NAME
 
 CONFIG_NAME, WEIGHTS_NAME = "adapter_config.json", "adapter_model"

@@ -20,7 +20,7 @@ from transformers.pytorch_utils import Conv1D
 from headrace.model.binding import GradientSink, hand_over
 from headrace.terms.adapter import Lora
 from headrace.terms.errors import ConfigError, StepFailed
-from headrace.terms.layout import ParameterSpec, UnitLayout, lay_out
+from headrace.terms.layout import UnitLayout, lay_out, part
 
 # Elements of a matrix that are computed in float32 at once.
 _PIECE_ELEMENTS = 1 << 20
@@ -200,11 +200,6 @@ class Adapters:
         matrix = _as_product(product, module.weight)  # type: ignore[arg-type]
         pieces = (matrix[rows].to(down.dtype) + self.settings.scale * (up[rows] @ down) for rows in _pieces(product))
         return torch.cat([torch.linalg.vector_norm(piece, dim=1) for piece in pieces])
-
-
-def part(flat: Tensor, spec: ParameterSpec) -> Tensor:
-    """Return a parameter's elements of a flat tensor."""
-    return flat[spec.offset : spec.offset + spec.num_elements]
 
 
 def merging_bytes(products: Sequence[Product]) -> int:

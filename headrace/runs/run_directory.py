@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from headrace.files.durable import write_new, write_whole
+from headrace.files.yaml_options import from_yaml, to_yaml
 from headrace.plan.given import PLAN_NAME
-from headrace.runs.yaml_options import from_yaml, to_yaml
 from headrace.terms.errors import DiskFull, HeadraceError, InputError, RunDirectoryError, StorageError
 from headrace.terms.options import RunOptions
 

@@ -6,6 +6,7 @@ A *unit* is what is fetched, drained, updated and committed as one: the prologue
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol, Self, TypeVar
 
 from headrace.terms.errors import ConfigError
 from headrace.terms.sizes import PAGE_BYTES, round_up
@@ -121,6 +122,20 @@ class ParameterSpec:
     offset: int
     num_elements: int
     group: int
+
+
+class _Sliced(Protocol):
+    """A flat array or tensor."""
+
+    def __getitem__(self, elements: slice, /) -> Self: ...
+
+
+_Flat = TypeVar("_Flat", bound=_Sliced)
+
+
+def part(flat: _Flat, spec: ParameterSpec) -> _Flat:
+    """Return a parameter's elements of a plane of its unit, an array or a tensor, as a view."""
+    return flat[spec.offset : spec.offset + spec.num_elements]
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,12 +23,13 @@ from safetensors.torch import load_file, save_file
 from transformers import T5Config
 
 from headrace.cli import main
-from headrace.cli.runs import run_config
+from headrace.cli.configuration import config_of
 from headrace.files import describe_directory
 from headrace.store import StateStore, read_manifest
 from headrace.store.manifest import MANIFEST_NAME, RECORD_NAMES
 from headrace.store.places import place_units
 from headrace.store.record import unpack_record
+from headrace.terms.options import RunOptions
 
 
 class TestModel:
@@ -252,7 +253,7 @@ class TestOptions:
         ("size", "num_bytes"), [("16G", 16 << 30), ("16GiB", 16 << 30), ("16gib", 16 << 30), ("16gb", 16 * 10**9)]
     )
     def test_units_that_are_understood(self, size: str, num_bytes: int) -> None:
-        assert run_config(["m", "d"], {"host_memory": size}).host_memory == num_bytes
+        assert config_of(["m", "d"], {"host_memory": size}, RunOptions).host_memory == num_bytes
 
     @pytest.mark.parametrize(
         "option",

@@ -22,12 +22,13 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from headrace.cli import main, runs
+from headrace.cli.configuration import config_of
 from headrace.cli.environment import SPIN_COUNT, cache_directory, set_process_defaults
 from headrace.cli.machine_sheet import machine_sheet, sheet_text
 from headrace.cli.plain_errors import plainly
-from headrace.cli.runs import run_config
 from headrace.cli.samples import marked
 from headrace.terms.errors import ConfigError, DiskFull, StepFailed
+from headrace.terms.options import RunOptions
 
 
 @pytest.fixture(autouse=True)
@@ -268,21 +269,21 @@ class TestWords:
     def test_options_win_over_words_over_the_file(self, tmp_path: Path) -> None:
         path = tmp_path / "run.yaml"
         path.write_text("model: m\ndata: d\nseed: 1\nepochs: 2\nmax_steps: 3\n")
-        config = run_config([str(path), "epochs=4", "max-steps=5"], {"max_steps": 6})
+        config = config_of([str(path), "epochs=4", "max-steps=5"], {"max_steps": 6}, RunOptions)
         assert (config.seed, config.epochs, config.max_steps) == (1, 4, 6)
         assert config.cache == cache_directory()
 
     def test_model_and_several_data_files(self) -> None:
-        config = run_config(["m", "a.jsonl", "b.jsonl", "ssd=[/x, /y]"], {})
+        config = config_of(["m", "a.jsonl", "b.jsonl", "ssd=[/x, /y]"], {}, RunOptions)
         assert (config.model, config.data, config.ssd) == (Path("m"), ("a.jsonl", "b.jsonl"), (Path("/x"), Path("/y")))
 
     def test_a_lone_word_is_refused(self) -> None:
         with pytest.raises(ConfigError, match=r"RUN\.YAML"):
-            run_config(["m"], {})
+            config_of(["m"], {}, RunOptions)
 
     def test_every_key_can_be_a_word(self) -> None:
         words = ["model=m", "data=[a, b]", "shuffle=false", "adam_betas=[0.8, 0.9]", "adam_epsilon=1e-6", "interpreter=plain"]
-        config = run_config([*words, "parameter_groups=[{pattern: norm}]", "cache=/c"], {})
+        config = config_of([*words, "parameter_groups=[{pattern: norm}]", "cache=/c"], {}, RunOptions)
         assert (config.data, config.shuffle, config.optimizer) == (("a", "b"), False, "adamw:beta1=0.8,beta2=0.9,eps=1e-06")
         assert (config.parameter_groups[0].pattern, config.cache) == ("norm", Path("/c"))
 

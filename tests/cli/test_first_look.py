@@ -66,3 +66,24 @@ def test_the_same_words_are_said_later(
         assert exit.value.code == 2
         said.append(capsys.readouterr().err)
     assert said[0] == said[1]
+
+
+CHOICES = {
+    "--optimizer foo": "not one of adamw",
+    "--gradient lsp --adapter lora": "give one of them",
+    "--gradient lsp --optimizer adafactor": "use adamw",
+}
+
+
+@pytest.mark.parametrize("choices", CHOICES)
+@pytest.mark.parametrize("command", ["train", "plan"])
+def test_choices_that_cannot_be_are_refused_before_transformers_is_imported(command: str, choices: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "y.jsonl").write_text('{"text": "a"}\n')
+    data = [str(tmp_path / "y.jsonl")] if command == "train" else []
+    program = PROGRAM.replace("torch", "transformers")
+    words = [sys.executable, "-c", program, command, str(tmp_path), *data, *choices.split()]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    error, imported = done.stderr.splitlines()
+    assert (done.returncode, imported) == (2, "transformers: False")
+    assert CHOICES[choices] in error

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headrace.files.yaml_options import from_yaml, parse_changes, to_yaml
 from headrace.runs import RunOptions
-from headrace.runs.yaml_options import from_yaml, parse_changes, to_yaml
 from headrace.terms.errors import ConfigError
 from headrace.update import optimizer_of
 

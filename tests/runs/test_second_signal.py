@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 from training_fakes import FakeHost, write_data, write_model
 
+from headrace.files.yaml_options import to_yaml
 from headrace.runs import RunOptions, resume, train
-from headrace.runs.yaml_options import to_yaml
 
 PROGRAM = """
 import os, pathlib, signal, sys
 from training_fakes import FakeHost
 from headrace.runs import train
-from headrace.runs.yaml_options import from_yaml
+from headrace.files.yaml_options import from_yaml
 
 def twice():
     os.kill(os.getpid(), signal.SIGINT)

@@ -32,6 +32,6 @@ def test_the_engine_needs_none_of_what_the_command_line_needs() -> None:
 
 def test_the_command_line_does_need_them() -> None:
     """Or the test above could not fail."""
-    done = run("import headrace.runs.yaml_options")
+    done = run("import headrace.files.yaml_options")
     assert done.returncode != 0
     assert "is not for the engine" in done.stderr

@@ -6,11 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from headrace.terms.layout import lay_out
+from headrace.terms.layout import lay_out, part
 from headrace.update.projectors import relative_error
 from headrace.update.wire import Gradients, Moment, Proposal
 from headrace.update.wires import Lsp, LspWire
-from headrace.update.wires.lsp import part
 
 ROWS, COLUMNS, CHECK = 24, 32, 4
 LAYOUT = lay_out("block", [("w", (ROWS, COLUMNS), (1.0, 0.0)), ("norm", (8,), (1.0, 0.0))])

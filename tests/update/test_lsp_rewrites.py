@@ -8,10 +8,9 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.terms.layout import lay_out
+from headrace.terms.layout import lay_out, part
 from headrace.update.wires import Lsp, LspWire
 from headrace.update.wires.factors import Factors
-from headrace.update.wires.lsp import part
 
 ROWS, COLUMNS = 24, 32
 

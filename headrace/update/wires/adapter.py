@@ -1,16 +1,22 @@
-"""Adapters: only small matrices beside frozen ones are trained (`model/adapters.py` says what they compute)."""
+"""Adapters: only small matrices beside frozen ones are trained (`model/adapters.py` says what they compute).
+
+The model's code is imported once a chain is there: choices that exclude one another are refused before transformers is loaded.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from headrace.model import Chain
-from headrace.model.adapters import Adapters, merging_bytes, part
-from headrace.model.binding import GradientSink
 from headrace.terms.adapter import Lora
-from headrace.terms.layout import UnitLayout
+from headrace.terms.layout import UnitLayout, part
 from headrace.update.wires.dense import DenseWire
+
+if TYPE_CHECKING:
+    from headrace.model import Chain
+    from headrace.model.adapters import Adapters
+    from headrace.model.binding import GradientSink
 
 
 @dataclass(frozen=True)
@@ -19,24 +25,26 @@ class AdapterWire(DenseWire):
 
     settings: Lora
     seed: int = 0
-    adapters: Adapters | None = None
+    adapters: "Adapters | None" = None
 
     @property
     def name(self) -> str:  # type: ignore[override]
         """The kind and its settings: a run goes on with those that it began with."""
         return self.settings.text
 
-    def of(self, chain: Chain) -> "AdapterWire":
+    def of(self, chain: "Chain") -> "AdapterWire":
         """Return the wire of the adapters of a chain's blocks.
 
         Raises:
             ConfigError: no block has a module that was asked for, or a rank is above the sides of its matrix.
         """
+        from headrace.model.adapters import Adapters
+
         adapters = Adapters.of(chain.model, chain.layouts, chain.num_blocks, self.settings, self.seed)
         return AdapterWire(self.settings, self.seed, adapters)
 
     @property
-    def known(self) -> Adapters:
+    def known(self) -> "Adapters":
         """The adapters, once the chain is known."""
         assert self.adapters is not None, "the adapters of a chain are known"
         return self.adapters
@@ -45,7 +53,7 @@ class AdapterWire(DenseWire):
         """Return where the adapters of a unit lie; nothing else is trained."""
         return self.known.layouts.get(unit)
 
-    def bind(self, unit: int, trained: UnitLayout, weights: Tensor, sink: GradientSink | None) -> None:
+    def bind(self, unit: int, trained: UnitLayout, weights: Tensor, sink: "GradientSink | None") -> None:
         """Let the block compute with its adapters; see `Adapters.bind`."""
         self.known.bind(unit, trained, weights, sink)
 
@@ -67,6 +75,8 @@ class AdapterWire(DenseWire):
         """Return the bytes of a block's adapters where compute reads them, if that is elsewhere; or the bytes for merging."""
         found = {own.name: unit for unit, own in self.known.layouts.items()}
         unit = found[layout.name]
+        from headrace.model.adapters import merging_bytes
+
         return max(4 * self.known.layouts[unit].num_elements, merging_bytes(self.known.products[unit]))
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from headrace.terms.declared import option
 from headrace.terms.errors import ConfigError
 from headrace.terms.gradient import GradientWay
-from headrace.terms.layout import ParameterSpec, Plane, UnitLayout, lay_out
+from headrace.terms.layout import ParameterSpec, Plane, UnitLayout, lay_out, part
 from headrace.terms.option_kinds import Number, OneOf, Whole
 from headrace.update.projectors import PROJECTORS, Kind, relative_error
 from headrace.update.wire import Caught, Gradients, Moment, Proposal
@@ -360,8 +360,3 @@ def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
     if one is None or other is None:
         return other if one is None else one
     return one.add_(other)
-
-
-def part(flat: Tensor, spec: ParameterSpec) -> Tensor:
-    """Return a parameter's elements of a flat tensor."""
-    return flat[spec.offset : spec.offset + spec.num_elements]

@@ -2,9 +2,8 @@
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from headrace.model import Chain
 from headrace.terms.adapter import adapter_of
 from headrace.terms.errors import ConfigError
 from headrace.terms.gradient import GradientWay
@@ -14,6 +13,9 @@ from headrace.update.wire import Wire
 from headrace.update.wires.adapter import AdapterWire
 from headrace.update.wires.dense import Dense, DenseWire
 from headrace.update.wires.lsp import Lsp, LspWire
+
+if TYPE_CHECKING:
+    from headrace.model import Chain
 
 WIRES: Mapping[type[GradientWay], Callable[[Any], Wire]] = {Dense: lambda settings: DenseWire(), Lsp: LspWire}
 
@@ -54,7 +56,7 @@ def wire_of(options: Options, begun: str | None = None) -> Wire:
     return WIRES[type(way)](way)
 
 
-def wire_on(wire: Wire, chain: Chain) -> Wire:
+def wire_on(wire: Wire, chain: "Chain") -> Wire:
     """Return `wire` for the units of `chain`: a wire of adapters has to know their modules.
 
     Raises:
