@@ -12,7 +12,6 @@ from typing import Annotated, Any
 import typer
 
 import headrace
-from headrace.cli.configuration import config_of
 from headrace.cli.environment import set_process_defaults
 from headrace.cli.first_look import (
     look_at_choices,
@@ -89,6 +88,8 @@ def train(
 
         work_for(node, words or (), given, wait_seconds=wait, secret=secret)
     elif words:
+        from headrace.cli.configuration import config_of
+
         config = config_of(words, given, RunOptions)
         look_at_choices(config)
         from headrace.cli.runs import start
@@ -109,6 +110,8 @@ def node(
 ) -> None:
     """Own a run whose model workers compute (`headrace train --node`), or go on with it where it was begun."""
     look_at_words(words)
+    from headrace.cli.configuration import config_of
+
     config = config_of(words, given, NodeOptions)
     look_at_choices(config, at_node=True)
     from headrace.cli.runs import serve_run
