@@ -4,7 +4,7 @@ Invariant: stock peft loads what is written here, and gives the logits that the 
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from headrace.model.adapters import DOWN, Adapters, is_linear, is_target
+from headrace.model.adapters import DOWN, Adapters, Stack, is_linear, is_target, stacks_of
 from headrace.model.chain import Chain
 from headrace.model.export import appearing_model, copy_files
 from headrace.model.matching import WeightMap
@@ -36,7 +36,6 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "modules_to_save": (None, []),
     "rank_pattern": (None, {}),
     "alpha_pattern": (None, {}),
-    "target_parameters": (None, []),
     "trainable_token_indices": (None, []),
     "use_rslora": (None, False),
     "lora_bias": (None, False),
@@ -60,14 +59,16 @@ def write_adapters(
         RunDirectoryError, ExportFailed: as `appearing_model`.
     """
     names = _names_in_files(chain, weights)
-    shapes = {_key(names, name): shape for name, shape in _shapes(adapters).items()}
+    stacks = [each.name for found in adapters.products.values() for each in found if isinstance(each, Stack)]
+    keys = _keys(chain, names, stacks)
+    shapes = {keys[name]: shape for name, shape in _shapes(adapters).items()}
     with appearing_model(out, adapter_file_bytes(adapters)) as partial:
         writer = ShardWriter(partial, [[_stored(key, shape) for key, shape in shapes.items()]], WEIGHTS_NAME)
         try:
             for unit, layout in adapters.layouts.items():
                 flat = read(unit)
                 for spec in layout.parameters:
-                    writer.write(_key(names, spec.name), [part(flat, spec).numpy()])
+                    writer.write(keys[spec.name], [part(flat, spec).numpy()])
             writer.finish()
         finally:
             writer.close()
@@ -116,8 +117,11 @@ def read_adapters(directory: Path, chain: Chain, weights: WeightMap) -> StoredAd
     Raises:
         ModelError: there are none, they are of another kind, or of another model; the message says which tensor.
     """
-    settings = _settings(directory, _read_config(directory))
-    names = {_key(_names_in_files(chain, weights), own): own for own in _possible(chain)}
+    config = _read_config(directory)
+    settings, known = _settings(directory, config), _names_in_files(chain, weights)
+    asked = config.get("target_parameters") or ()
+    stacks = [name for name in _stacks(chain) if asked and is_target(known.get(name, name), tuple(asked))]
+    names = {key: own for own, key in _keys(chain, known, stacks).items()}
     try:
         with safe_open(directory / f"{WEIGHTS_NAME}.safetensors", framework="pt") as file:
             shapes = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
@@ -189,11 +193,12 @@ def _settings(directory: Path, config: Mapping[str, Any]) -> Lora:
 
 def _config(adapters: Adapters, chain: Chain, weights: WeightMap, names: Mapping[str, str]) -> dict[str, Any]:
     settings, stored = adapters.settings, weights.stored_model
-    modules = {names[each.name] for found in adapters.products.values() for each in found}
+    every = [each for found in adapters.products.values() for each in found]
+    modules = {names[each.name] for each in every if not isinstance(each, Stack)}
+    experts = sorted({names[each.name] for each in every if isinstance(each, Stack)})
     ends = sorted({name.rpartition(".")[2] for name in modules})
     # Named by the ends of names where these match the same modules everywhere in the model.
     alike = {name for name, module in stored.named_modules() if is_linear(module) and is_target(name, ends)} == modules
-    products = next(iter(adapters.products.values()))
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -202,38 +207,46 @@ def _config(adapters: Adapters, chain: Chain, weights: WeightMap, names: Mapping
         "lora_alpha": settings.scale * settings.rank,
         "lora_dropout": settings.dropout,
         "target_modules": ends if alike else sorted(modules),
+        "target_parameters": experts or None,
         "use_dora": settings.has_magnitudes,
         "bias": "none",
-        "fan_in_fan_out": any(each.transposed for each in products),
+        "fan_in_fan_out": any(each.transposed for each in every if not isinstance(each, Stack)),
         "init_lora_weights": True,
         "inference_mode": True,
     }
 
 
 def _names_in_files(chain: Chain, weights: WeightMap) -> Mapping[str, str]:
-    """Return the names that linear modules have in the stored model, by their names here."""
+    """Return the names that linear modules and packed experts have in the stored model, by their names here."""
     stored = weights.stored_model
     own = [name for name, module in chain.model.named_modules() if is_linear(module)]
     if stored is chain.model:
-        return {name: name for name in own}
+        return {name: name for name in (*own, *_stacks(chain))}
     inside = {ours: name for name, ours in names_in_whole(chain.model, stored).items()}
     known = {name: inside.get(f"{name}.weight") for name in own}
-    return {name: whole.removesuffix(".weight") for name, whole in known.items() if whole is not None}
+    found = {name: whole.removesuffix(".weight") for name, whole in known.items() if whole is not None}
+    return found | {name: inside[name] for name in _stacks(chain) if name in inside}
 
 
-def _possible(chain: Chain) -> list[str]:
-    names = [name for name, module in chain.model.named_modules() if is_linear(module)]
-    return [f"{name}.{end}" for name in names for end in _ENDS]
+def _stacks(chain: Chain) -> list[str]:
+    return [each.name for layout in chain.layouts for each in stacks_of(chain.model, layout)]
 
 
 _ENDS = ("lora_A.weight", "lora_B.weight", "lora_magnitude_vector")
 
 
-def _key(names: Mapping[str, str], name: str) -> str:
-    """Return how the file calls a tensor of an adapter."""
-    end = next(end for end in _ENDS if name.endswith(end))
-    module = name.removesuffix(f".{end}")
-    return f"{_PREFIX}{names.get(module, module)}.{end}"
+def _keys(chain: Chain, names: Mapping[str, str], stacks: Sequence[str]) -> dict[str, str]:
+    """Return how the file calls the tensors that adapters may have, by their names here; of packed experts those of `stacks`.
+
+    peft wraps a module once for each parameter that is adapted, in their order: the last one is outermost.
+    """
+    modules = [name for name, module in chain.model.named_modules() if is_linear(module)]
+    places = {name: names.get(name, name) for name in modules}
+    for number, name in enumerate(stacks):
+        owner = name.rpartition(".")[0]
+        within = sum(other.rpartition(".")[0] == owner for other in stacks[number + 1 :])
+        places[name] = names.get(name, name).rpartition(".")[0] + ".base_layer" * within
+    return {f"{name}.{end}": f"{_PREFIX}{place}.{end}" for name, place in places.items() for end in _ENDS}
 
 
 def _shapes(adapters: Adapters) -> dict[str, tuple[int, ...]]:

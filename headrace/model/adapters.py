@@ -1,7 +1,8 @@
 """Adapters beside the frozen matrices of blocks, and of a head that is named: LoRA (Hu et al. 2022) and DoRA (Liu et al. 2024).
 
-Each adapted module keeps its own code; a hook adds to what it returns. Matrices of adapters are float32 and compute in float32,
-which is peft's default for a base in 16 bits. They are bound unit by unit, as weights are (`binding`).
+Each adapted module keeps its own code; a hook adds to what it returns. Packed experts, which are no modules, compute with the
+sum of their matrices and what the adapter learned, as peft's `target_parameters` do. Matrices of adapters are float32 and
+compute in float32, which is peft's default for a base in 16 bits. They are bound unit by unit, as weights are (`binding`).
 
 Invariant: what a block computes with adapters bound is what peft's layers compute around the same modules.
 """
@@ -50,6 +51,26 @@ class Product:
         return shapes | ({MAGNITUDE: (self.rows,)} if settings.has_magnitudes else {})
 
 
+@dataclass(frozen=True, slots=True)
+class Stack(Product):
+    """A parameter of packed experts, one matrix for each of `experts`; `name` is its own."""
+
+    experts: int
+
+    @property
+    def parameter(self) -> str:
+        """The name of its matrices."""
+        return self.name
+
+    def shapes(self, settings: Lora) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of its adapter's tensors: A has the rows of one expert after another, B mixes their columns."""
+        return {DOWN: (self.experts * settings.rank, self.columns), UP: (self.rows, settings.rank * self.experts)}
+
+    def factors(self, down: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+        """Return A as (experts, rank, columns) and B as (experts, rows, rank), views as peft takes them."""
+        return down.view(self.experts, -1, self.columns), up.view(self.rows, -1, self.experts).permute(2, 0, 1)
+
+
 def is_linear(module: nn.Module) -> bool:
     """Return whether a module does nothing but multiply with a matrix, and add a bias where it has one."""
     return isinstance(module, Conv1D) or (isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward)
@@ -63,6 +84,17 @@ def products_of(model: nn.Module, layout: UnitLayout) -> Iterator[Product]:
             rows, columns = module.weight.shape
             transposed = isinstance(module, Conv1D)
             yield Product(name, *((columns, rows) if transposed else (rows, columns)), transposed)
+
+
+def stacks_of(model: nn.Module, layout: UnitLayout) -> Iterator[Stack]:
+    """Yield the parameters of packed experts of the unit laid out by `layout`."""
+    modules = dict(model.named_modules())
+    for spec in layout.parameters:
+        # transformers marks classes of packed experts so, by which way their matrices lie.
+        transposed = getattr(modules.get(spec.name.rpartition(".")[0]), "is_transposed", None)
+        if len(spec.shape) == 3 and isinstance(transposed, bool):
+            experts, rows, columns = spec.shape
+            yield Stack(spec.name, *((columns, rows) if transposed else (rows, columns)), transposed, experts)
 
 
 def is_target(name: str, targets: Sequence[str]) -> bool:
@@ -97,12 +129,22 @@ class Adapters:
         # Without targets a head has none, as with peft's `all-linear`.
         units = range(1, len(layouts) if settings.targets else num_blocks + 1)
         known = {unit: tuple(products_of(model, layouts[unit])) for unit in units}
-        packed = [spec.name for layout in layouts for spec in layout.parameters if len(spec.shape) == 3]
-        _check_targets(model, [each.name for found in known.values() for each in found], packed, settings.targets)
+        stacks = {unit: tuple(stacks_of(model, layouts[unit])) for unit in units}
+        names, packed = ([each.name for found in kinds.values() for each in found] for kinds in (known, stacks))
+        # As in peft a word that names linear modules means these alone, though experts may end with it, too.
+        of_stacks = [word for word in settings.targets if not any(is_target(name, (word,)) for name in names)]
+        _check_targets(model, names, packed, settings.targets)
+        if asked := [name for name in packed if of_stacks and _is_stack_of(name, of_stacks)]:
+            _refuse_of_stacks(asked[0], settings)
         products = {
             unit: chosen
             for unit, found in known.items()
-            if (chosen := tuple(each for each in found if is_target(each.name, settings.targets)))
+            if (
+                chosen := (
+                    *(each for each in found if is_target(each.name, settings.targets)),
+                    *(each for each in stacks[unit] if of_stacks and _is_stack_of(each.name, of_stacks)),
+                )
+            )
         }
         for each in (each for found in products.values() for each in found):
             if settings.rank > min(each.rows, each.columns):
@@ -116,10 +158,14 @@ class Adapters:
 
     def install(self, model: nn.Module) -> Callable[[], None]:
         """Let the modules of `model` add what their adapters compute; return the function that undoes it."""
-        modules = dict(model.named_modules())
-        hooks = [
-            modules[each.name].register_forward_hook(self._hook(each)) for found in self.products.values() for each in found
-        ]
+        modules, hooks = dict(model.named_modules()), []
+        for each in (each for found in self.products.values() for each in found):
+            if isinstance(each, Stack):
+                before, after = self._hooks_of_stack(each)
+                owner = modules[each.name.rpartition(".")[0]]
+                hooks += [owner.register_forward_pre_hook(before), owner.register_forward_hook(after, always_call=True)]
+            else:
+                hooks.append(modules[each.name].register_forward_hook(self._hook(each)))
 
         def undo() -> None:
             for hook in hooks:
@@ -163,14 +209,41 @@ class Adapters:
         adapters, whose `tensors` are given by name. The result is made in float32, and rounded once.
         """
         for each in self.products[unit]:
-            matrix = _as_product(each, weights[each.parameter])
             down, up = (tensors[f"{each.name}.{end}"] for end in (DOWN, UP))
+            if isinstance(each, Stack):
+                for own, one, other in zip(weights[each.parameter], *each.factors(down, up), strict=True):
+                    _add_product(each, _as_product(each, own), one, other, self.settings.scale)
+                continue
+            matrix = _as_product(each, weights[each.parameter])
             magnitude = tensors.get(f"{each.name}.{MAGNITUDE}")
             for rows in _pieces(each):
                 whole = matrix[rows].float() + self.settings.scale * (up[rows] @ down)
                 if magnitude is not None:
                     whole *= (magnitude[rows] / torch.linalg.vector_norm(whole, dim=1))[:, None]
                 matrix[rows] = whole.to(matrix.dtype)
+
+    def _hooks_of_stack(self, stack: Stack) -> tuple[Callable[..., None], Callable[..., None]]:
+        """Return what puts the sum of experts' matrices and their adapters in the place of a parameter, and takes it out."""
+        name, kept = stack.name.rpartition(".")[2], []
+
+        def before(module: nn.Module, args: tuple[Any, ...]) -> None:
+            down, up = (self._bound.get(f"{stack.name}.{end}") for end in (DOWN, UP))
+            if down is None or up is None:
+                raise StepFailed(f"{stack.name}: runs while its adapter is not bound; bind it with its unit")
+            own = module._parameters[name]
+            assert own is not None, "experts have their matrices"
+            left, right = reversed(stack.factors(down, up))
+            if stack.transposed:
+                left, right = right.mT, left.mT
+            kept.append(own)
+            both = torch.baddbmm(own.detach(), left.to(own.dtype), right.to(own.dtype), alpha=self.settings.scale)
+            module._parameters[name] = both  # type: ignore[assignment]
+
+        def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            if kept:
+                module._parameters[name] = kept.pop()
+
+        return before, after
 
     def _hook(self, product: Product) -> Callable[[nn.Module, tuple[Any, ...], Any], Any]:
         settings, names = self.settings, {end: f"{product.name}.{end}" for end in product.shapes(self.settings)}
@@ -202,6 +275,38 @@ class Adapters:
         return torch.cat([torch.linalg.vector_norm(piece, dim=1) for piece in pieces])
 
 
+def _add_product(product: Product, matrix: Tensor, down: Tensor, up: Tensor, scale: float) -> None:
+    """Add `scale` times B A to a matrix, made in float32 and rounded once."""
+    for rows in _pieces(product):
+        matrix[rows] = (matrix[rows].float() + scale * (up[rows] @ down)).to(matrix.dtype)
+
+
+def refuse_stacks(adapters: Adapters) -> None:
+    """Refuse adapters of packed experts where experts are read one at a time.
+
+    Raises:
+        ConfigError: there are such.
+    """
+    for each in (each for found in adapters.products.values() for each in found):
+        if isinstance(each, Stack):
+            raise ConfigError(
+                f"adapter: {each.name}: packed experts have adapters; merge them first: `headrace export RUN OUT --merge`"
+            )
+
+
+def _refuse_of_stacks(name: str, settings: Lora) -> None:
+    """Refuse what cannot be computed of a sum of matrices: peft refuses it, too."""
+    if settings.has_magnitudes:
+        raise ConfigError(f"adapter: dora: {name} are packed experts, which get adapters of lora; give lora")
+    if settings.dropout:
+        raise ConfigError(f"adapter: dropout: {name} are packed experts, whose adapters have no dropout; leave it out")
+
+
+def _is_stack_of(name: str, targets: Sequence[str]) -> bool:
+    """Return whether packed experts are one of `targets`, by their own name or their module's."""
+    return is_target(name, targets) or is_target(name.rpartition(".")[0], targets)
+
+
 def merging_bytes(products: Sequence[Product]) -> int:
     """Return the bytes that `merge` allocates at once: two pieces of rows in float32."""
     return max((8 * max(_PIECE_ELEMENTS, each.columns) for each in products), default=0)
@@ -230,19 +335,21 @@ def _lay_out(layout: UnitLayout, products: Sequence[Product], settings: Lora) ->
 
 
 def _check_targets(model: nn.Module, names: Sequence[str], packed: Sequence[str], targets: Sequence[str]) -> None:
-    """Refuse targets that are none of `names`; `packed` are parameters that stack the matrices of experts."""
+    """Refuse targets that are none of `names` nor of `packed`, which are parameters that stack the matrices of experts."""
     for target in targets:
-        if any(is_target(name, (target,)) for name in names):
+        if any(is_target(name, (target,)) for name in names) or any(_is_stack_of(name, (target,)) for name in packed):
             continue
-        if any(is_target(name, (target,)) or is_target(name.rpartition(".")[0], (target,)) for name in packed):
-            why = "are packed experts, which get no adapters; --gradient lsp trains them"
-        elif any(is_target(name, (target,)) and is_linear(module) for name, module in model.named_modules()):
+        if any(is_target(name, (target,)) and is_linear(module) for name, module in model.named_modules()):
             why = "shares its matrix with the embedding; heads that are tied get no adapters, --gradient lsp trains them"
         elif any(is_target(name, (target,)) for name, _ in model.named_modules()):
             why = "is no linear module of a block or a head; --gradient lsp trains it"
         else:
             why = "is none"
         known = sorted({name.rpartition(".")[2] for name in names})
-        raise ConfigError(f"adapter: target_modules: {target!r} {why}; linear modules are {', '.join(known) or 'not there'}")
-    if not names:
+        experts = sorted({".".join(name.split(".")[-2:]) for name in packed})
+        also = f"; packed experts are {', '.join(experts)}" if experts else ""
+        raise ConfigError(
+            f"adapter: target_modules: {target!r} {why}; linear modules are {', '.join(known) or 'not there'}{also}"
+        )
+    if not names and not targets:
         raise ConfigError(f"adapter: {type(model).__name__} has no linear modules in its blocks that could be adapted")

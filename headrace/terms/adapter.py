@@ -26,7 +26,7 @@ class Lora(GradientWay):
     target_modules: str | None = option(
         None,
         Text(),
-        row="modules of blocks, or an untied head, that get adapters, by the ends of their names as in peft: `q_proj+v_proj`",
+        row="modules of blocks, packed experts, an untied head that get adapters, by the ends of names: `q_proj+experts`",
         words="all linear ones of blocks",
     )
 

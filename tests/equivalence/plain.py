@@ -35,6 +35,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "residual_in_fp32": True,
     },
     "mixtral-aux": {"model_type": "mixtral", **SHAPE, "num_local_experts": 4, "output_router_logits": True},
+    "gpt-oss": {"model_type": "gpt_oss", **SHAPE, "head_dim": 16, "num_local_experts": 4, "sliding_window": 16},
     "gemma3": {"model_type": "gemma3_text", **SHAPE, "head_dim": 16, "sliding_window": 16, "tie_word_embeddings": True},
     "deepseek": {
         "model_type": "deepseek_v3",
