@@ -200,18 +200,24 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.parametrize(
+    ("name", "modules"),
+    [("llama", ("q_proj", "down_proj", "lm_head")), pytest.param("mixtral-aux", ("q_proj", "experts"), marks=pytest.mark.deep)],
+)
 @pytest.mark.parametrize("placement", PLACEMENTS)
-def test_placement_changes_nothing(placement: str, model_dir: Callable[..., Path], tmp_path: Path) -> None:
+def test_placement_changes_nothing(
+    placement: str, name: str, modules: tuple[str, ...], model_dir: Callable[..., Path], tmp_path: Path
+) -> None:
     """Dropout, some modules, 16 bits: adapters end with the same bits wherever weights, states and gradients live."""
-    path, options = model_dir("llama", "bfloat16"), dict(PLACEMENTS[placement])
-    adapter = "lora:rank=4,dropout=0.1,target_modules=q_proj+down_proj+lm_head"
+    path, options = model_dir(name, "bfloat16"), dict(PLACEMENTS[placement])
+    adapter = f"lora:rank=4,target_modules={'+'.join(modules)}" + ("" if "experts" in modules else ",dropout=0.1")
     more: dict[str, Any] = {"compute_dtype": "bfloat16", "max_grad_norm": 0.5}
     losses, tensors = trained(path, tmp_path / "base", adapter, adjust=SPLIT, **more)
-    assert {name.split(".")[-3] for name in tensors} == {"q_proj", "down_proj", "lm_head"}
+    assert all(any(f".{module}." in key for key in tensors) for module in modules)
     again, others = trained(path, tmp_path / "other", adapter, **more | options | {"adjust": SPLIT | options["adjust"]})
     assert again == losses
-    for name, want in tensors.items():
-        assert torch.equal(others[name], want), f"{name} differs"
+    for key, want in tensors.items():
+        assert torch.equal(others[key], want), f"{key} differs"
 
 
 def where_weights_lie(seen: list[list[Durability]]) -> Callable[[Engine], None]:
@@ -325,18 +331,23 @@ def test_a_run_goes_on_with_its_adapters(model_dir: Callable[..., Path], tmp_pat
 
 
 @pytest.mark.deep  # tests/compress has codes that are published
-def test_upon_coded_weights_gradients_are_those_upon_decoded_ones(model_dir: Callable[..., Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "adapter"), [("llama", "lora:rank=4"), ("mixtral-aux", "lora:rank=4,target_modules=q_proj+experts")]
+)
+def test_upon_coded_weights_gradients_are_those_upon_decoded_ones(
+    name: str, adapter: str, model_dir: Callable[..., Path], tmp_path: Path
+) -> None:
     """Forward, recompute and gradients of inputs read the coded plane: bit for bit as with the weights that it stands for."""
-    path = model_dir("llama", "bfloat16")
+    path = model_dir(name, "bfloat16")
     with Engine.open(path, headrace.Options(output=tmp_path / "code"), seams=Seams(FrozenWire(), GroupedCodec())) as engine:
         engine.save_pretrained(tmp_path / "decoded")
     more: dict[str, Any] = {"compute_dtype": "bfloat16", "adjust": SPLIT}
-    losses, tensors = trained(tmp_path / "decoded", tmp_path / "plain", "lora:rank=4", **more)
-    seams = Seams(AdapterWire(adapter_of("lora:rank=4")), GroupedCodec())
+    losses, tensors = trained(tmp_path / "decoded", tmp_path / "plain", adapter, **more)
+    seams = Seams(AdapterWire(adapter_of(adapter)), GroupedCodec())
     again, others = trained(path, tmp_path / "coded", "lora:rank=4", seams=seams, **more)
     assert again == losses
-    for name, want in tensors.items():
-        assert torch.equal(others[name], want), f"{name} differs"
+    for key, want in tensors.items():
+        assert torch.equal(others[key], want), f"{key} differs"
 
 
 @pytest.mark.parametrize(
