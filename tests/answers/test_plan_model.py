@@ -272,6 +272,7 @@ def test_what_cannot_be_is_refused(small: Path, rig: Ceilings, options: dict[str
         plan_model(small, Options(machine=rig, **options), here=False)
 
 
+@pytest.mark.deep
 def test_a_little_less_memory_costs_a_little_speed(tmp_path: Path) -> None:
     """Between large buffers and the smallest chunks a step took a quarter to a third longer at once: states were read ahead by
     three small chunks, however many more there was room for.
