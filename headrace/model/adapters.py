@@ -210,17 +210,16 @@ class Adapters:
         """
         for each in self.products[unit]:
             down, up = (tensors[f"{each.name}.{end}"] for end in (DOWN, UP))
-            if isinstance(each, Stack):
-                for own, one, other in zip(weights[each.parameter], *each.factors(down, up), strict=True):
-                    _add_product(each, _as_product(each, own), one, other, self.settings.scale)
-                continue
-            matrix = _as_product(each, weights[each.parameter])
             magnitude = tensors.get(f"{each.name}.{MAGNITUDE}")
-            for rows in _pieces(each):
-                whole = matrix[rows].float() + self.settings.scale * (up[rows] @ down)
-                if magnitude is not None:
-                    whole *= (magnitude[rows] / torch.linalg.vector_norm(whole, dim=1))[:, None]
-                matrix[rows] = whole.to(matrix.dtype)
+            matrices = weights[each.parameter]
+            every = zip(matrices, *each.factors(down, up), strict=True) if isinstance(each, Stack) else [(matrices, down, up)]
+            for own, down_of_it, up_of_it in every:
+                matrix = _as_product(each, own)
+                for rows in _pieces(each):
+                    whole = matrix[rows].float() + self.settings.scale * (up_of_it[rows] @ down_of_it)
+                    if magnitude is not None:
+                        whole *= (magnitude[rows] / torch.linalg.vector_norm(whole, dim=1))[:, None]
+                    matrix[rows] = whole.to(matrix.dtype)
 
     def _hooks_of_stack(self, stack: Stack) -> tuple[Callable[..., None], Callable[..., None]]:
         """Return what puts the sum of experts' matrices and their adapters in the place of a parameter, and takes it out."""
@@ -273,12 +272,6 @@ class Adapters:
         matrix = _as_product(product, module.weight)  # type: ignore[arg-type]
         pieces = (matrix[rows].to(down.dtype) + self.settings.scale * (up[rows] @ down) for rows in _pieces(product))
         return torch.cat([torch.linalg.vector_norm(piece, dim=1) for piece in pieces])
-
-
-def _add_product(product: Product, matrix: Tensor, down: Tensor, up: Tensor, scale: float) -> None:
-    """Add `scale` times B A to a matrix, made in float32 and rounded once."""
-    for rows in _pieces(product):
-        matrix[rows] = (matrix[rows].float() + scale * (up[rows] @ down)).to(matrix.dtype)
 
 
 def refuse_stacks(adapters: Adapters) -> None:

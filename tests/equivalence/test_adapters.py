@@ -150,6 +150,34 @@ def test_packed_experts_have_adapters_of_their_own(name: str, model_dir: Callabl
         torch.testing.assert_close(found[key], want, rtol=1e-3, atol=1e-4, msg=lambda text, key=key: f"{key}: {text}")
 
 
+def merged_like_adapted(path: Path, folder: Path, adapter: str) -> tuple[Any, torch.Tensor]:
+    """Train into `folder`, and check that the merged model has the logits of the adapted one, and so has stock peft where it is
+    installed; return the merged model and the tokens.
+    """
+    seen: list[torch.Tensor] = []
+    ids = batch_of(2, LENGTH, 99)["input_ids"]
+    trained(
+        path,
+        folder / "run",
+        adapter,
+        export=folder / "adapter",
+        inspect=lambda engine: seen.append(engine.next_logits({"input_ids": ids})),
+    )
+    merge_adapters(path, folder / "adapter", folder / "merged", {})
+    model = AutoModelForCausalLM.from_pretrained(folder / "merged", dtype=torch.float32).eval()
+    base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids).logits[:, -1], seen[0], rtol=1e-4, atol=1e-5)
+        assert not torch.allclose(base(ids).logits[:, -1], seen[0], atol=1e-3)
+    if importlib.util.find_spec("peft") is not None:
+        from peft import PeftModel
+
+        adapted = PeftModel.from_pretrained(base, folder / "adapter").eval()
+        with torch.no_grad():
+            torch.testing.assert_close(adapted(ids).logits[:, -1], seen[0], rtol=1e-4, atol=1e-5)
+    return model, ids
+
+
 @pytest.mark.parametrize(
     ("name", "modules"),
     [
@@ -162,29 +190,9 @@ def test_merged_experts_give_the_logits_of_adapted_ones(
     name: str, modules: str, model_dir: Callable[..., Path], tmp_path: Path
 ) -> None:
     """And stock peft, where it is installed, over the same files."""
-    path, seen = model_dir(name), list[torch.Tensor]()
-    ids = batch_of(2, LENGTH, 99)["input_ids"]
-    trained(
-        path,
-        tmp_path / "run",
-        f"lora:rank=4,alpha=8,target_modules={modules}",
-        export=tmp_path / "adapter",
-        inspect=lambda engine: seen.append(engine.next_logits({"input_ids": ids})),
-    )
-    merge_adapters(path, tmp_path / "adapter", tmp_path / "merged", {})
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32).eval()
-    base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    with torch.no_grad():
-        torch.testing.assert_close(model(ids).logits[:, -1], seen[0], rtol=1e-4, atol=1e-5)
-        assert not torch.allclose(base(ids).logits[:, -1], seen[0], atol=1e-3)
+    merged_like_adapted(model_dir(name), tmp_path, f"lora:rank=4,alpha=8,target_modules={modules}")
     with pytest.raises(ConfigError, match="packed experts have adapters; merge them first"):
         Generator.open(tmp_path / "run", Budget(host="2GiB"), compute_dtype="float32", opened=GenerationModel.of_store)
-    if importlib.util.find_spec("peft") is not None:
-        from peft import PeftModel
-
-        adapted = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
-        with torch.no_grad():
-            torch.testing.assert_close(adapted(ids).logits[:, -1], seen[0], rtol=1e-4, atol=1e-5)
 
 
 PLACEMENTS: dict[str, dict[str, Any]] = {
@@ -274,21 +282,8 @@ def test_a_merged_model_gives_the_logits_of_the_adapted_one(name: str, model_dir
     """Conv1D, whose matrices lie the other way, too; and stock peft, where it is installed, over the same files."""
     path = model_dir(name)
     adapter = "dora:rank=4,alpha=8,target_modules=q_proj+up_proj+lm_head" if name == "llama" else "lora:rank=4,alpha=8"
-    seen: list[torch.Tensor] = []
-    ids = batch_of(2, LENGTH, 99)["input_ids"]
-    trained(
-        path,
-        tmp_path / "run",
-        adapter,
-        export=tmp_path / "adapter",
-        inspect=lambda engine: seen.append(engine.next_logits({"input_ids": ids})),
-    )
-    merge_adapters(path, tmp_path / "adapter", tmp_path / "merged", {})
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32).eval()
-    base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    model, ids = merged_like_adapted(path, tmp_path, adapter)
     with torch.no_grad():
-        torch.testing.assert_close(model(ids).logits[:, -1], seen[0], rtol=1e-4, atol=1e-5)
-        assert not torch.allclose(base(ids).logits[:, -1], seen[0], atol=1e-3)
         want = model.generate(ids, max_new_tokens=6, do_sample=False)[:, LENGTH:].tolist()
     # The directory of adapters names its model; the run is unfinished; a directory and adapters are given.
     given = partial(open_model, adapter=tmp_path / "adapter")
@@ -301,12 +296,6 @@ def test_a_merged_model_gives_the_logits_of_the_adapted_one(name: str, model_dir
         with Generator.open(place, Budget(host="2GiB"), compute_dtype="float32", opened=opened) as generator:
             found = dict(generator.generate(ids.tolist(), max_new_tokens=6, do_sample=False, eos_token_id=[]))
         assert [list(found[row]) for row in range(2)] == want, place.name
-    if importlib.util.find_spec("peft") is not None:
-        from peft import PeftModel
-
-        adapted = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
-        with torch.no_grad():
-            torch.testing.assert_close(adapted(ids).logits[:, -1], seen[0], rtol=1e-4, atol=1e-5)
 
 
 def test_a_run_goes_on_with_its_adapters(model_dir: Callable[..., Path], tmp_path: Path) -> None:
