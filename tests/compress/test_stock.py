@@ -1,4 +1,4 @@
-"""What is written loads in stock transformers with compressed-tensors, where that is installed, as it decodes here."""
+"""What is written loads in stock transformers with compressed-tensors, as it decodes here."""
 
 from pathlib import Path
 from typing import Any
@@ -8,8 +8,6 @@ import torch
 from compressing import run, write_model
 from test_compression import decoded
 from transformers import AutoModelForCausalLM
-
-pytest.importorskip("compressed_tensors", reason="the package that reads this format elsewhere")
 
 
 @pytest.mark.parametrize("kind", ["llama", "mixtral", "qwen3_moe", "uneven"])

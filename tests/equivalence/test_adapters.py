@@ -1,6 +1,5 @@
 """Adapters beside a frozen base that is streamed: what plain PyTorch trains, wherever things live, in peft's own files."""
 
-import importlib.util
 import os
 import re
 import shutil
@@ -151,8 +150,8 @@ def test_packed_experts_have_adapters_of_their_own(name: str, model_dir: Callabl
 
 
 def merged_like_adapted(path: Path, folder: Path, adapter: str) -> tuple[Any, torch.Tensor]:
-    """Train into `folder`, and check that the merged model has the logits of the adapted one, and so has stock peft where it is
-    installed; return the merged model and the tokens.
+    """Train into `folder`, and check that the merged model has the logits of the adapted one, and so has stock peft; return the
+    merged model and the tokens.
     """
     seen: list[torch.Tensor] = []
     ids = batch_of(2, LENGTH, 99)["input_ids"]
@@ -169,12 +168,11 @@ def merged_like_adapted(path: Path, folder: Path, adapter: str) -> tuple[Any, to
     with torch.no_grad():
         torch.testing.assert_close(model(ids).logits[:, -1], seen[0], rtol=1e-4, atol=1e-5)
         assert not torch.allclose(base(ids).logits[:, -1], seen[0], atol=1e-3)
-    if importlib.util.find_spec("peft") is not None:
-        from peft import PeftModel
+    from peft import PeftModel  # takes two seconds to import
 
-        adapted = PeftModel.from_pretrained(base, folder / "adapter").eval()
-        with torch.no_grad():
-            torch.testing.assert_close(adapted(ids).logits[:, -1], seen[0], rtol=1e-4, atol=1e-5)
+    adapted = PeftModel.from_pretrained(base, folder / "adapter").eval()
+    with torch.no_grad():
+        torch.testing.assert_close(adapted(ids).logits[:, -1], seen[0], rtol=1e-4, atol=1e-5)
     return model, ids
 
 
@@ -189,7 +187,7 @@ def merged_like_adapted(path: Path, folder: Path, adapter: str) -> tuple[Any, to
 def test_merged_experts_give_the_logits_of_adapted_ones(
     name: str, modules: str, model_dir: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """And stock peft, where it is installed, over the same files."""
+    """And stock peft over the same files."""
     merged_like_adapted(model_dir(name), tmp_path, f"lora:rank=4,alpha=8,target_modules={modules}")
     with pytest.raises(ConfigError, match="packed experts have adapters; merge them first"):
         Generator.open(tmp_path / "run", Budget(host="2GiB"), compute_dtype="float32", opened=GenerationModel.of_store)
@@ -279,7 +277,7 @@ def test_a_base_that_changed_since_the_run_began_is_refused(model_dir: Callable[
 
 @pytest.mark.parametrize("name", ["llama", "gpt2-dropout"])
 def test_a_merged_model_gives_the_logits_of_the_adapted_one(name: str, model_dir: Callable[..., Path], tmp_path: Path) -> None:
-    """Conv1D, whose matrices lie the other way, too; and stock peft, where it is installed, over the same files."""
+    """Conv1D, whose matrices lie the other way, too; and stock peft over the same files."""
     path = model_dir(name)
     adapter = "dora:rank=4,alpha=8,target_modules=q_proj+up_proj+lm_head" if name == "llama" else "lora:rank=4,alpha=8"
     model, ids = merged_like_adapted(path, tmp_path, adapter)
