@@ -20,7 +20,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import MixtralConfig, MixtralForCausalLM, PreTrainedTokenizerFast
 
 import headrace
-from headrace.engine.generator import Generator, MicroBatch
+from headrace.engine.generator import Generator
+from headrace.engine.micro_batches import MicroBatch
 from headrace.plan.experts import ExpertPlan
 from headrace.runs.compression import compress
 from headrace.terms.budget import Budget

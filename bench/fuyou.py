@@ -19,8 +19,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace.plan.simulate import simulate
-from headrace.terms.ceilings import Ceilings, Drive
-from headrace.terms.program import Lane, Op, Program, Verb
+from headrace.terms.ceilings import Ceilings
+from headrace.terms.drives import Drive
+from headrace.terms.lanes import Lane
+from headrace.terms.program import Op, Program, Verb
 
 # What the released system gets out of the GPU, counting 6 operations per parameter and token: 96 % of the card's 165.2.
 COMPUTE_FLOPS_PER_SECOND = 158e12

@@ -22,7 +22,8 @@ from headrace.plan.joint import JointTimeline, simulate_joint
 from headrace.plan.links import Link, Network, Pattern
 from headrace.plan.machine_profiles import load_bare_profile, load_profile
 from headrace.plan.rates import Rates
-from headrace.terms.program import Lane, Op, Program, Verb
+from headrace.terms.lanes import Lane
+from headrace.terms.program import Op, Program, Verb
 
 LINK_BYTES_PER_SECOND = 12.5e9
 DRIVE_BYTES_PER_SECOND = 26e9  # in each direction, at equal parts of both

@@ -15,7 +15,8 @@ from typing import Any
 from headrace.plan.plan import Plan
 from headrace.report.lanes import union_seconds
 from headrace.terms.events import OpDone
-from headrace.terms.program import Lane, Verb
+from headrace.terms.lanes import Lane
+from headrace.terms.program import Verb
 
 Span = tuple[float, float]
 _SSD = (Lane.SSD_READ, Lane.SSD_WRITE, Lane.COMMIT)  # a commit writes the states that live in memory

@@ -23,7 +23,8 @@ from headrace.plan.machine_profiles import load_bare_profile
 from headrace.plan.roofline import roofline_seconds
 from headrace.plan.simulate import Timeline, simulate
 from headrace.terms.ceilings import Ceilings
-from headrace.terms.program import Lane, Op, Program, Verb
+from headrace.terms.lanes import Lane
+from headrace.terms.program import Op, Program, Verb
 from headrace.terms.sizes import GIB
 
 TOLERANCE = 0.25

@@ -38,7 +38,8 @@ def busy_share(spans: Sequence[tuple[float, float]], start: float, stop: float) 
 
 def passes_of(generator: Any, prompt: list[int], events: list[Any]) -> dict[str, float]:
     """Return the median seconds of a pass, turn included, and how busy reads and compute were, after the first passes."""
-    from headrace.terms.program import Lane, Verb
+    from headrace.terms.lanes import Lane
+    from headrace.terms.program import Verb
 
     events.clear()
     asked = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -69,7 +70,7 @@ def main() -> None:
     from headrace.machine.host_memory import huge_page_buffer
     from headrace.terms.errors import PlanInfeasible
     from headrace.terms.events import OpDone
-    from headrace.terms.program import Lane
+    from headrace.terms.lanes import Lane
 
     events: list[Any] = []
 

@@ -30,7 +30,7 @@ from launch import (
 from shapes import SHAPES
 from worker import refuse
 
-from headrace.terms.program import Lane
+from headrace.terms.lanes import Lane
 
 Row = dict[str, Any]
 MODEL_BYTES, STATE_BYTES = 2, 24  # per parameter: the checkpoint, and two slots of twelve bytes

@@ -28,7 +28,8 @@ from headrace.plan.plan import Plan
 from headrace.report.lanes import summarise
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.events import Event, OpDone
-from headrace.terms.program import Lane, Verb
+from headrace.terms.lanes import Lane
+from headrace.terms.program import Verb
 
 
 def main() -> None:

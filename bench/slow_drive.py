@@ -28,9 +28,10 @@ import headrace
 from headrace.codec import nearest
 from headrace.codec.targets import Int4Target, Target
 from headrace.codec.ternary_target import TernaryTarget, is_table
-from headrace.engine.generator import Generator, MicroBatch
+from headrace.engine.generator import Generator
+from headrace.engine.micro_batches import MicroBatch
 from headrace.files import extents
-from headrace.plan.generation_search import with_forecast
+from headrace.plan.generation_seconds import with_forecast
 from headrace.plan.search import nominal_machine
 from headrace.terms.budget import Budget
 from headrace.terms.events import GenerationPass

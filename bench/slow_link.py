@@ -41,8 +41,10 @@ from headrace.plan.machine_profiles import load_bare_profile  # noqa: E402
 from headrace.plan.rates import Rates  # noqa: E402
 from headrace.runs.node import serve, work  # noqa: E402
 from headrace.terms.ceilings import Ceilings  # noqa: E402
-from headrace.terms.options import NodeOptions, Options, PlanOptions  # noqa: E402
-from headrace.terms.program import Lane, Op, lane_of_worker  # noqa: E402
+from headrace.terms.lanes import Lane, lane_of_worker  # noqa: E402
+from headrace.terms.options import Options, PlanOptions  # noqa: E402
+from headrace.terms.program import Op  # noqa: E402
+from headrace.terms.run_options import NodeOptions  # noqa: E402
 
 WORKERS, LENGTH, TOKENS, WARM_UP = 2, 64, 256, 2
 SHAPE = {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 10, "num_attention_heads": 6}

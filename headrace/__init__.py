@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from headrace.terms.budget import Budget
 from headrace.terms.generate_options import GenerateOptions
 from headrace.terms.optimizer import ParameterGroup
-from headrace.terms.options import Options, RunOptions
+from headrace.terms.options import Options
+from headrace.terms.run_options import RunOptions
 
 if TYPE_CHECKING:
     from headrace.cli.environment import set_process_defaults

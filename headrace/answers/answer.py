@@ -12,17 +12,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from headrace.answers.allowances import default_device_bytes, default_device_overhead_bytes, default_host_bytes
 from headrace.answers.model_config import check_positions, open_coded, position_limit, read_parts
+from headrace.answers.place import multiplies, place_of
 from headrace.answers.plan_report import Alternative, PlanReport
-from headrace.answers.question import Place, Question, runtime_bytes
+from headrace.answers.question import Question
 from headrace.answers.variants import Variant, adapters, nearest_variants, other_rules, smaller_states, subspaces
 from headrace.files import Beside, default_ssd_bytes, file_systems
-from headrace.machine.cpu import CpuMachine
-from headrace.machine.host_memory import anonymous_bytes
-from headrace.machine.limits import machine_memory_bytes
 from headrace.model import Chain, Checkpoint, Profiles, check_whole, export_bytes, import_workspace_bytes, note_on, self_check
 from headrace.plan.endurance import endurance
 from headrace.plan.footprint import with_footprint
@@ -35,10 +30,10 @@ from headrace.terms.ceilings import Ceilings
 from headrace.terms.costs import ModelCosts
 from headrace.terms.errors import ConfigError, ModelError, PlanInfeasible
 from headrace.terms.forms import Form
+from headrace.terms.lanes import Lane, Part
 from headrace.terms.layout import realigned
 from headrace.terms.options import DEFAULT_ROWS_PER_STEP, DEFAULT_SEQUENCE_LENGTH, Options
 from headrace.terms.plain_figures import plain_figure
-from headrace.terms.program import Lane, Part
 from headrace.terms.sizes import GIB, MIB, format_bytes, round_up
 from headrace.update import optimizer_of, rule_of
 from headrace.update.forms import forms_under, notes_on
@@ -54,8 +49,6 @@ DEFAULT_STEPS = 1000
 _COARSE_OPERATIONS = 1000
 # They are finer for times that stand beside the plan's own.
 _MOST_OPERATIONS = 2000
-# For another machine the interpreter and libraries are taken to need what was measured here, not what this process has now.
-RUNTIME_ELSEWHERE_BYTES = 300 * MIB
 # A variant of a plan that fits is worth a line if it takes less than this share of the plan's time.
 _WORTH_IT = 0.99
 # Steps between two commits in the variant with few commits.
@@ -192,30 +185,6 @@ def _finished(model: str | Path, options: Options, chain: Chain) -> Beside:
     except ModelError:
         num_bytes = chain.num_parameters * getattr(chain.config.dtype, "itemsize", _WEIGHT_BYTES)
     return Beside("the finished model", Path(options.output or "runs") / "final", num_bytes)
-
-
-def place_of(ceilings: Ceilings | None, *, here: bool) -> Place:
-    """Return this machine, or the one with these ceilings."""
-    this = here or ceilings is None
-    most = {"host": machine_memory_bytes()} if ceilings is None or here else {"host": ceilings.host_memory_bytes}
-    if ceilings is not None and ceilings.has_device:
-        most["device"] = ceilings.device_memory_bytes
-    return Place(
-        name="this machine" if ceilings is None else ceilings.name,
-        host_bytes=default_host_bytes(ceilings, here=here),
-        device_bytes=default_device_bytes(ceilings, here=here),
-        device_overhead_bytes=default_device_overhead_bytes(ceilings, here=here),
-        runtime_bytes=runtime_bytes(anonymous_bytes()) if this else RUNTIME_ELSEWHERE_BYTES,
-        cores=torch.get_num_threads() if ceilings is None or here else ceilings.cores,
-        most_bytes=most,
-    )
-
-
-def multiplies(compute_dtype: str, ceilings: Ceilings | None, *, here: bool) -> bool:
-    """Return whether the CPU that computes has instructions for products of `compute_dtype`: this one's, or the profile's."""
-    if here or ceilings is None:
-        return CpuMachine().multiplies(compute_dtype)
-    return compute_dtype not in ceilings.widened_dtypes
 
 
 class _ModelPlans:

@@ -9,9 +9,10 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from headrace.answers.answer import DEFAULT_STEPS, RUNTIME_ELSEWHERE_BYTES, lengths_of, multiplies, place_of
+from headrace.answers.answer import DEFAULT_STEPS, lengths_of
 from headrace.answers.cluster_report import ClusterReport, Purchase
 from headrace.answers.model_config import read_parts
+from headrace.answers.place import RUNTIME_ELSEWHERE_BYTES, multiplies, place_of
 from headrace.answers.question import Question
 from headrace.files import default_ssd_bytes, file_systems
 from headrace.model import Chain, Profiles, check_whole, self_check

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headrace.answers.answer import place_of
 from headrace.answers.model_config import read_parts
+from headrace.answers.place import place_of
 from headrace.model import Chain
 from headrace.plan.machine_profiles import load_profile
 from headrace.plan.search import nominal_machine

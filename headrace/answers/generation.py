@@ -9,10 +9,9 @@ from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 
-from headrace.answers.answer import multiplies, place_of
 from headrace.answers.coded_generation import Units, units_if_compressed, units_of_files
 from headrace.answers.model_config import open_coded, read_parts
-from headrace.answers.question import Place, runtime_bytes
+from headrace.answers.place import Place, multiplies, place_of, runtime_bytes
 from headrace.files import default_ssd_bytes, on_drives_of
 from headrace.machine.host_memory import anonymous_bytes
 from headrace.machine.limits import default_host_bytes, machine_memory_bytes

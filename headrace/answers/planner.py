@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from headrace.answers.question import Place, Question, runtime_bytes
+from headrace.answers.place import Place, runtime_bytes
+from headrace.answers.question import Question
 from headrace.files import Beside, default_ssd_bytes
 from headrace.machine.host_memory import anonymous_bytes, return_pieces
 from headrace.machine.limits import default_host_bytes, machine_memory_bytes

@@ -7,80 +7,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
-
-from headrace.plan.footprint import Allowance, planned_runtime_bytes
+from headrace.plan.footprint import Allowance
 from headrace.plan.placement import Problem, Workload
-from headrace.terms.budget import Budget
 from headrace.terms.costs import ModelCosts
-from headrace.terms.errors import ConfigError
 from headrace.terms.forms import Form
 from headrace.terms.grouping import Grouping
 from headrace.terms.optimizer import Optimizer
 from headrace.terms.options import Options
 from headrace.terms.rule_figures import RuleFigures
-from headrace.terms.sizes import MIB, format_bytes
 from headrace.update import optimizer_of
 from headrace.update.wire import Wire
 from headrace.update.wires import DenseWire, wire_of
-
-# Bytes of host memory for the interpreter and libraries in a run that tokenises its data and compiles its kernels itself: 339
-# MiB were measured, 303 where both were cached (docs/log/process-memory); a build of torch for CUDA takes 140 MiB more.
-_RUNTIME_BYTES, _CUDA_BUILD_BYTES = 352 * MIB, 140 * MIB
-# Variants are offered at most this share of a machine's memory: the rest is the system's, and a card is never empty.
-_OFFERED_PERCENT = 90
-
-
-def runtime_bytes(measured: int) -> int:
-    """Return the bytes to plan for the interpreter and its libraries: a figure that covers every run, or, where a program has
-    already loaded more than that, what it has: `measured`.
-    """
-    stated = _RUNTIME_BYTES + (_CUDA_BUILD_BYTES if torch.version.cuda else 0)
-    return max(stated, planned_runtime_bytes(measured))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """Where a run would be: what it may use when nobody says, and what there is at all (`most_bytes`, by tier, if known)."""
-
-    name: str
-    host_bytes: int
-    device_bytes: int | None
-    device_overhead_bytes: int
-    runtime_bytes: int
-    cores: int
-    most_bytes: dict[str, int]
-
-    def allowance(
-        self, budget: Budget, *, ssd_bytes: int | None, import_workspace_bytes: int | None, chunk_elements: int | None = None
-    ) -> Allowance:
-        """Return what a run may use on this machine.
-
-        Raises:
-            ConfigError: a budget is larger than the tier.
-        """
-        for tier, given in (("host", budget.host_bytes), ("device", budget.device_bytes)):
-            most = self.most_bytes.get(tier)
-            if given is not None and most is not None and given > most:
-                raise ConfigError(
-                    f"{tier} memory: {format_bytes(given)} given, {self.name} has {format_bytes(most)}; give less, or leave "
-                    f"{tier}_memory out"
-                )
-        return Allowance(
-            host_bytes=self.host_bytes if budget.host_bytes is None else budget.host_bytes,
-            device_bytes=self.device_bytes if budget.device_bytes is None else budget.device_bytes,
-            runtime_bytes=self.runtime_bytes,
-            cores=self.cores,
-            chunk_elements=chunk_elements,
-            device_overhead_bytes=self.device_overhead_bytes,
-            import_workspace_bytes=import_workspace_bytes,
-            ssd_bytes=ssd_bytes,
-        )
-
-    @property
-    def offered_bytes(self) -> dict[str, int]:
-        """The most bytes that a variant may ask for, by tier."""
-        return {tier: most * _OFFERED_PERCENT // 100 for tier, most in self.most_bytes.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from typing import Any
 from headrace.answers.question import Question
 from headrace.plan.plan import Plan
 from headrace.terms.adapter import Lora
-from headrace.terms.ceilings import MOST_BYTES
+from headrace.terms.drives import MOST_BYTES
 from headrace.terms.errors import ConfigError, PlanInfeasible
 from headrace.terms.optimizer import ALL, Optimizer
 from headrace.terms.sizes import GIB, MIB, format_bytes, round_up

@@ -28,7 +28,8 @@ from headrace.cli.streams import guarded_streams
 from headrace.terms.compress_options import CompressOptions
 from headrace.terms.eval_options import EvalOptions
 from headrace.terms.generate_options import GenerateOptions
-from headrace.terms.options import NodeOptions, PlanOptions, RunOptions
+from headrace.terms.options import PlanOptions
+from headrace.terms.run_options import NodeOptions, RunOptions
 
 app = typer.Typer(
     name="headrace",

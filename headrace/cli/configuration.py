@@ -8,7 +8,7 @@ from headrace.cli.environment import cache_directory, machine_profile_path
 from headrace.cli.first_look import split_words
 from headrace.files.yaml_options import parse_changes, read_yaml
 from headrace.terms.errors import ConfigError
-from headrace.terms.options import RunOptions
+from headrace.terms.run_options import RunOptions
 
 _Config = TypeVar("_Config", bound=RunOptions)
 

@@ -1,6 +1,6 @@
 """The options of commands, from their declarations: a command with `**given` takes them all.
 
-Invariant: this module knows no option itself; names, types and help come from `terms/options.py`.
+Invariant: this module knows no option itself; names, types and help come from the classes of options in `terms/`.
 """
 
 import functools

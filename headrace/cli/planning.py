@@ -19,12 +19,14 @@ from headrace.answers.plan_report import PlanReport
 from headrace.cli.environment import cache_directory, machine_profile_path
 from headrace.measure.kept import Wanted, alone, find_kept
 from headrace.plan.machine_profiles import load_profile
-from headrace.terms.ceilings import Ceilings, Drive
+from headrace.terms.ceilings import Ceilings
+from headrace.terms.drives import Drive
 from headrace.terms.errors import ConfigError, StorageError
 from headrace.terms.events import Event, Notice
 from headrace.terms.generate_options import GenerateOptions
-from headrace.terms.options import Options, PlanOptions, RunOptions
+from headrace.terms.options import Options, PlanOptions
 from headrace.terms.plain_figures import plain_figure
+from headrace.terms.run_options import RunOptions
 from headrace.terms.sizes import format_bytes, format_seconds
 
 # The longest wait for another process that measures: most take less.

@@ -26,8 +26,9 @@ from headrace.runs import Interrupted, RunDirectory, RunOptions, resume, train
 from headrace.runs.prepare import default_output
 from headrace.runs.protocols import RunningEngine, StateKind
 from headrace.terms.errors import ConfigError, ExportFailed, RunDirectoryError, StepFailed
-from headrace.terms.options import NodeOptions, Options
+from headrace.terms.options import Options
 from headrace.terms.provenance import PROVENANCE_NAME
+from headrace.terms.run_options import NodeOptions
 from headrace.terms.sizes import format_bytes
 
 

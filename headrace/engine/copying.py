@@ -11,7 +11,8 @@ from pathlib import Path
 from headrace.files import measured_reading, measured_stripes, on_drives_of
 from headrace.flow.sources import ShardSource, WeightSource
 from headrace.plan.generation import GenerationPlan
-from headrace.store.weight_copy import WeightCopy, WeightFiles
+from headrace.store.copied_files import WeightFiles
+from headrace.store.weight_copy import WeightCopy
 from headrace.terms.events import Notice, Sink
 from headrace.terms.sizes import MIB, format_bytes, format_seconds
 

@@ -7,17 +7,18 @@ A seat whose answers are complete makes way for the next micro-batch, which come
 import contextlib
 import copy
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from headrace.answers.generation import GenerationPlanner
 from headrace.engine.copying import Copying
 from headrace.engine.generation_model import GenerationModel
+from headrace.engine.micro_batches import Generated, MicroBatch, Together, kept_copies
 from headrace.engine.padded_rows import padded, until_end
 from headrace.flow.caches import CacheFile, SeatCache
 from headrace.flow.execute import Interpreter, OverlappedInterpreter, PlainInterpreter
@@ -36,49 +37,14 @@ from headrace.terms.ceilings import Ceilings
 from headrace.terms.errors import ConfigError, PlanInfeasible, StepFailed
 from headrace.terms.events import Event, GenerationPass, Sink
 from headrace.terms.generate_options import AUTO
-from headrace.terms.program import Lane, Program
-
-
-class Together(Protocol):
-    """Rows that go through the model together."""
-
-    @property
-    def rows(self) -> Sized:
-        """The rows."""
-
+from headrace.terms.lanes import Lane
+from headrace.terms.program import Program
 
 _Item = TypeVar("_Item", bound=Together)
 _Seated = TypeVar("_Seated", bound=Seated)
 
 # At most so many programs are kept: the steady state repeats a few.
 _MOST_PROGRAMS = 16
-
-
-@dataclass(frozen=True, slots=True)
-class MicroBatch:
-    """Rows of token ids that are generated together; `settings` are arguments of transformers' `generate`.
-
-    `number` belongs to the caller. Random numbers begin at `seed`, as after `torch.manual_seed(seed)`.
-    """
-
-    number: int
-    rows: tuple[tuple[int, ...], ...]
-    seed: int
-    settings: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def length(self) -> int:
-        """Tokens of the longest row."""
-        return max(map(len, self.rows))
-
-
-@dataclass(frozen=True, slots=True)
-class Generated:
-    """The result of a micro-batch: per row the new tokens, without padding; `raw` is what `generate` returned."""
-
-    batch: MicroBatch
-    tokens: tuple[tuple[int, ...], ...]
-    raw: Any
 
 
 class Generator:
@@ -382,14 +348,6 @@ class Generator:
             self._cache_file.close()
             self._cache_file = None
         self._interpreter = self._pass = None
-
-
-def kept_copies(settings: Mapping[str, Any]) -> int:
-    """Return how many caches per row stay where compute is, because rows are exchanged or tokens taken back; else 0."""
-    config = settings["generation_config"]
-    copies = max(config.num_beams or 1, config.num_return_sequences or 1)
-    taken_back = settings.get("assistant_model") is not None or bool(config.prompt_lookup_num_tokens)
-    return copies if copies > 1 or taken_back else 0
 
 
 def _silent(event: Event) -> None:

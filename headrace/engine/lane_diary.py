@@ -11,7 +11,8 @@ from dataclasses import replace
 from typing import Any
 
 from headrace.terms.events import Event, OpDone, Sink
-from headrace.terms.program import Lane, label_of, lane_of_worker
+from headrace.terms.lanes import Lane, lane_of_worker
+from headrace.terms.program import label_of
 
 # What is told of a step at most, some 20 KB; of more operations, neighbours on a lane are told as one.
 MOST_ROWS = 400

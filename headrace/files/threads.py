@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from headrace.files.block_file import BLOCK_BYTES, BlockFile, Bytes
-from headrace.terms.ceilings import InFlight
+from headrace.terms.drives import InFlight
 from headrace.terms.errors import DeviceStalled, StorageError
 from headrace.terms.events import Notice, Sink
 from headrace.terms.sizes import format_seconds

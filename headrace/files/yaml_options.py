@@ -12,7 +12,7 @@ import yaml
 
 from headrace.terms.errors import ConfigError
 from headrace.terms.option_kinds import shown
-from headrace.terms.options import NodeOptions, RunOptions
+from headrace.terms.run_options import NodeOptions, RunOptions
 
 
 def from_yaml(path: Path, changes: Mapping[str, Any] | None = None) -> RunOptions:

@@ -14,7 +14,8 @@ from queue import SimpleQueue
 from headrace.machine.protocol import DeviceEvent, Machine
 from headrace.terms.errors import StepFailed
 from headrace.terms.events import OpDone, Sink
-from headrace.terms.program import Lane, Op, Program
+from headrace.terms.lanes import Lane
+from headrace.terms.program import Op, Program
 
 Perform = Callable[[Op], None]
 

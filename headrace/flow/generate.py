@@ -23,7 +23,8 @@ from headrace.model.packed import PackedBlocks, PackedProducts
 from headrace.model.seats import Seat, Seated
 from headrace.plan.caches import CACHE_GROUPS
 from headrace.plan.generation import GenerationPlan, generation_buffers
-from headrace.terms.program import Lane, Op, Pool, Program, Verb
+from headrace.terms.lanes import Lane
+from headrace.terms.program import Op, Pool, Program, Verb
 from headrace.terms.sizes import PAGE_BYTES, round_up
 
 

@@ -12,7 +12,8 @@ import torch
 from headrace.flow.step_state import HOLE, Package, StepState
 from headrace.machine.host_memory import Bytes
 from headrace.plan.buffer_sizes import TENSOR_ALIGNMENT_BYTES, stash_offset, stash_slot_bytes
-from headrace.terms.program import Lane, Op, Pool
+from headrace.terms.lanes import Lane
+from headrace.terms.program import Op, Pool
 from headrace.terms.sizes import round_up
 
 

@@ -20,7 +20,8 @@ from contextlib import nullcontext
 from headrace.flow import commit, compute, drain, fetch, serve, stash, update
 from headrace.flow.execute import Interpreter, Run
 from headrace.flow.step_state import StepState
-from headrace.terms.program import Lane, Op, Program, Verb
+from headrace.terms.lanes import Lane
+from headrace.terms.program import Op, Program, Verb
 
 HANDLERS: dict[Verb, Callable[[StepState, Op], None]] = {
     Verb.PROLOGUE: compute.prologue,

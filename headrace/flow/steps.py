@@ -21,7 +21,8 @@ from headrace.plan.schedules.forward import build_forward
 from headrace.plan.schedules.train import build_program, build_tail, redo
 from headrace.terms.events import Notice
 from headrace.terms.families import BASIS, STATES, TRAINED, WEIGHTS
-from headrace.terms.program import Lane, Program
+from headrace.terms.lanes import Lane
+from headrace.terms.program import Program
 from headrace.update import HitRate
 
 

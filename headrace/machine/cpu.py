@@ -14,7 +14,7 @@ import torch
 from headrace.machine.host_memory import Bytes, huge_page_buffer
 from headrace.machine.limits import available_memory_bytes
 from headrace.machine.protocol import DeviceEvent
-from headrace.terms.program import Lane
+from headrace.terms.lanes import Lane
 
 # What processors call their instructions for products of 16-bit numbers: x86 (AVX-512, AMX), and ARM.
 _PRODUCT_FLAGS = {

@@ -14,7 +14,7 @@ import torch
 from headrace.machine.host_memory import Bytes, huge_page_buffer
 from headrace.machine.protocol import DeviceEvent
 from headrace.terms.errors import InputError
-from headrace.terms.program import Lane
+from headrace.terms.lanes import Lane
 from headrace.terms.sizes import MIB, format_bytes
 
 # Workspaces of cuBLAS (32 MiB for each of the two threads that compute: this one and autograd's) and the allocator's segments.

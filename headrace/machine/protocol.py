@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 
 from headrace.machine.host_memory import Bytes
-from headrace.terms.program import Lane
+from headrace.terms.lanes import Lane
 
 
 class DeviceEvent(Protocol):

@@ -20,7 +20,7 @@ from headrace.files import BLOCK_BYTES, DirectFile, DirectoryFacts, ThreadEngine
 from headrace.files.scratch import remove_dead, scratch
 from headrace.machine.host_memory import huge_page_buffer
 from headrace.measure.loads import rates_together, seconds_of
-from headrace.terms.ceilings import InFlight
+from headrace.terms.drives import InFlight
 from headrace.terms.errors import DiskFull, StorageError
 from headrace.terms.sizes import MIB, format_bytes
 

@@ -28,8 +28,8 @@ from headrace.measure.results import both_ways, drive_figures, slowdowns, title
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.errors import ConfigError
 from headrace.terms.events import Notice, Sink
+from headrace.terms.lanes import Lane
 from headrace.terms.layout import COMPUTE_DTYPES, UNIT_ALIGNMENT
-from headrace.terms.program import Lane
 from headrace.terms.sizes import MIB
 
 _ROUNDS = 3

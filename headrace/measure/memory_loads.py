@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 
 from headrace.machine.host_memory import huge_page_buffer
 from headrace.machine.protocol import Machine
+from headrace.terms.lanes import Lane
 from headrace.terms.layout import GroupRange
 from headrace.terms.options import Options
-from headrace.terms.program import Lane
 from headrace.update import StepScalars, Updater, optimizer_of, rule_of, square_sum
 
 # The default rule: plans know other rules by their rate relative to its.

@@ -11,7 +11,7 @@ import torch
 from headrace.machine.protocol import Machine
 from headrace.measure.drives import Drive
 from headrace.measure.loads import Figures
-from headrace.terms.program import Lane
+from headrace.terms.lanes import Lane
 
 # A lane that keeps more than this share of its own rate counts as undisturbed: repeats differ by as much.
 _UNDISTURBED = 0.97

@@ -6,29 +6,21 @@ anything is allocated. What a library allocates inside one operator is not seen.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any
 
 import torch
 import transformers
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
-from torch.overrides import TorchFunctionMode
 
-from headrace.model.call_tensors import call_bytes, tensors_of
 from headrace.model.chain import Chain
-from headrace.model.chain_values import MicroBatch, PrologueResult
-from headrace.model.chunk_peaks import peaks_of_chunks
-from headrace.model.cost_meter import AttentionOfGpus, CostMeter
+from headrace.model.cost_meter import AttentionOfGpus
 from headrace.model.runner import left_as_found
+from headrace.model.shape_costs import costs_on_shapes
 from headrace.model.skip import skippable
-from headrace.model.taps import BlockCall, Handed
 from headrace.terms.costs import ATTENTION, BlockCosts, ModelCosts
 from headrace.terms.errors import HeadraceError, ModelError, in_one_line
-
-# Chunk sizes (positions) for which the epilogue is tried: its peak is the larger of a growing part and a constant one.
-_LOSS_CHUNKS = (16, 64, 128, 256, 512, 1024, 2048)
 
 
 def profile(
@@ -62,7 +54,7 @@ def profile(
             attention if for_gpu else nullcontext(),
         ):
             on_gpu = for_gpu or chain.device.type == "cuda"
-            costs = _profile(chain, sequences, length, other, on_gpu=on_gpu, huge_pages=huge_pages)
+            costs = costs_on_shapes(chain, sequences, length, other, on_gpu=on_gpu, huge_pages=huge_pages)
     except HeadraceError:
         raise
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
@@ -153,242 +145,3 @@ def _by_samples(costs: ModelCosts) -> ModelCosts:
 def _not_replayable(block: BlockCosts, bytes_per_element: int) -> BlockCosts:
     gradients_bytes = block.num_elements * bytes_per_element
     return replace(block, operators=(), backward_workspace_bytes=block.backward_workspace_bytes + gradients_bytes)
-
-
-def _profile(
-    chain: Chain, sequences: int, length: int, other: ModelCosts | None, *, on_gpu: bool, huge_pages: bool | None
-) -> ModelCosts:
-    """Measure what a profile has. Weights, hidden states and calls have rows of their own in a plan, and are no workspace.
-
-    On a CPU they are counted all the same: what libraries make of an operator's inputs (repacked weights) and what the C
-    library keeps were measured as shares of a workspace that includes them (docs/log/unplanned-memory).
-    """
-
-    def meter(*besides: torch.Tensor) -> CostMeter:
-        return CostMeter(chain.wide_products, besides if on_gpu else (), huge_pages=huge_pages)
-
-    ids = torch.zeros((sequences, length), dtype=torch.int64, device=chain.device)
-    # Rows of models that cannot pack are padded; a fake mask has no values, so it cannot show that it hides nothing. Rows that
-    # are run sample by sample may be padded, too; where they are not, they take less.
-    kept_apart = chain.packs(length) and not chain.runs_by_samples(length)
-    batch = MicroBatch(ids, ids, None if kept_apart else torch.ones_like(ids))
-    if kept_apart and chain.packs_by_masks:
-        batch = replace(batch, position_ids=torch.arange(length, device=chain.device).expand(sequences, length).contiguous())
-    flats = {
-        unit: torch.zeros(chain.layouts[unit].num_elements, dtype=chain.dtype, device=chain.device)
-        for unit in _residents(chain)
-    }
-    for unit, flat in flats.items():
-        chain.bind(unit, flat, None)
-    try:
-        with torch.no_grad(), meter(*flats.values()) as prologue:
-            result = prologue_on_shapes(chain, batch)
-        chain.release(0)
-        chain.bind(0, flats[0], None if chain.adapters else lambda parameter, gradient: None)
-        with meter(*flats.values()) as prologue_backward:
-            again = prologue_on_shapes(chain, batch)
-            if again.hidden.requires_grad:
-                again.hidden.backward(torch.zeros_like(again.hidden))  # type: ignore[no-untyped-call]
-        blocks, final = _profile_blocks(chain, result.hidden, result.calls, meter)
-        # One chunk at least as large as the micro-batch is enough: larger ones would give the same.
-        chunks = [tokens for index, tokens in enumerate(_LOSS_CHUNKS) if not index or _LOSS_CHUNKS[index - 1] < ids.numel()]
-        known = dict(other.epilogue_workspace_bytes) if other else {}
-        tried: dict[int, CostMeter] = {}
-
-        def loss(tokens: int) -> CostMeter:
-            return tried.setdefault(tokens, _profile_loss(chain, final, ids, tokens, meter))
-
-        losses = peaks_of_chunks([tokens for tokens in chunks if tokens not in known], loss)
-    finally:
-        for unit in flats:
-            chain.release(unit)
-    epilogue = chain.layouts[-1] if chain.has_epilogue_unit else None
-    return ModelCosts(
-        name=type(chain.model).__name__,
-        compute_dtype=chain.compute_dtype,
-        sequences=sequences,
-        length=length,
-        # All residual streams count, where a token has several.
-        hidden_size_bytes=result.hidden[0, 0].numel() * max(result.hidden.element_size(), final.element_size()),
-        prologue_elements=chain.layouts[0].num_elements,
-        prologue_parameters=chain.layouts[0].num_parameters,
-        epilogue_elements=epilogue.num_elements if epilogue else 0,
-        epilogue_parameters=epilogue.num_parameters if epilogue else 0,
-        tied=chain.tied,
-        blocks=blocks,
-        prologue_workspace_bytes=prologue.peak_bytes,
-        prologue_backward_workspace_bytes=prologue_backward.peak_bytes,
-        epilogue_workspace_bytes=tuple((tokens, known.get(tokens) or losses[tokens]) for tokens in chunks),
-        epilogue_flops_per_token=other.epilogue_flops_per_token if other else tried[chunks[0]].flops / chunks[0] / 3,
-        call_bytes=call_bytes(result.calls, sequences if chain.packs(length) else 1),
-        wide_products=chain.wide_products,
-        by_samples=chain.runs_by_samples(length),
-    )
-
-
-def prologue_on_shapes(chain: Chain, batch: MicroBatch) -> PrologueResult:
-    """Run the prologue, also where its code looks at values, if they only decide the numbers in the tables that it makes.
-
-    Rotary tables that grow with the longest position are an example. Both answers are tried, and must call blocks alike.
-    """
-    try:
-        return chain.prologue(batch)
-    except DataDependentOutputException:
-        results = []
-        for answer in (True, False):
-            with _Answer(answer):
-                results.append(chain.prologue(batch))
-        if _outline(results[0].calls) != _outline(results[1].calls):
-            raise
-        return results[0]
-
-
-class _Answer(TorchFunctionMode):
-    """Answers whoever asks whether a tensor is true with `answer`."""
-
-    def __init__(self, answer: bool) -> None:
-        super().__init__()
-        self._answer = answer
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        return self._answer if func is torch.Tensor.__bool__ else func(*args, **(kwargs or {}))
-
-
-def _outline(value: Any) -> Any:
-    """Return the structure of a value without its numbers."""
-    if isinstance(value, torch.Tensor):
-        return (value.shape, value.dtype)
-    if isinstance(value, BlockCall):
-        return (_outline(value.args), _outline(value.kwargs))
-    if isinstance(value, Handed):
-        return Handed
-    if isinstance(value, dict):
-        return {name: _outline(inner) for name, inner in value.items()}
-    if isinstance(value, tuple | list):
-        return [_outline(inner) for inner in value]
-    return value
-
-
-def _residents(chain: Chain) -> tuple[int, ...]:
-    return (0, chain.num_blocks + 1) if chain.has_epilogue_unit else (0,)
-
-
-def _profile_blocks(
-    chain: Chain, hidden: torch.Tensor, calls: tuple[Any, ...], meter: Callable[..., CostMeter]
-) -> tuple[tuple[BlockCosts, ...], torch.Tensor]:
-    """Return the costs of each block and the final hidden states: some models begin in bfloat16 and go on in float32."""
-    known: dict[object, tuple[BlockCosts, torch.Tensor, tuple[Any, ...]]] = {}
-    costs = []
-    for index in range(chain.num_blocks):
-        layout = chain.layouts[index + 1]
-        call = calls[index]
-        shapes = tuple((parameter.name.split(".")[-2:], parameter.shape) for parameter in layout.parameters)
-        values = [*call.args, *(call.kwargs[name] for name in sorted(call.kwargs))]
-        # Blocks of one shape that get the same objects cost the same; two kinds of masks make two kinds of blocks.
-        key = (
-            str(shapes),
-            _adapted_shapes(chain, index + 1),
-            hidden.dtype,
-            tuple(_identity(value) for value in values),
-            tuple(hand is not None for hand in call.hands),
-        )
-        if key not in known:
-            left = _profile_block(chain, index, hidden, call, meter)
-            known[key] = (*left, tuple(hand.value if hand else None for hand in call.hands))
-        block, hidden, handed = known[key]
-        for hand, value in zip(call.hands, handed, strict=True):
-            if hand is not None:
-                hand.value = value
-        costs.append(block)
-    return tuple(costs), hidden
-
-
-def _identity(value: Any) -> object:
-    if isinstance(value, Handed):
-        return ("handed", str(_outline(value.value)))
-    return value if isinstance(value, bool | int | str) else id(value)
-
-
-def _profile_block(
-    chain: Chain, index: int, hidden: torch.Tensor, call: Any, meter: Callable[..., CostMeter]
-) -> tuple[BlockCosts, torch.Tensor]:
-    layout = chain.layouts[index + 1]
-    flat = torch.zeros(layout.num_elements, dtype=chain.dtype, device=chain.device)
-    chain.bind(index + 1, flat, None)
-    beside = _bind_adapters(chain, index + 1, learns=False)
-    given = (hand.value for hand in call.gets if isinstance(hand.value, torch.Tensor))
-    existing = (flat, *beside, hidden, *tensors_of((call,)), *given)
-    with torch.no_grad(), meter(*existing) as forward:
-        left = chain.block(index, hidden, call).hidden
-    after = torch.zeros_like(left)  # a storage of its own: a view would keep the larger one alive
-    del left
-    chain.release(index + 1)
-    chain.bind(index + 1, flat, None if chain.adapters else lambda parameter, gradient: None)
-    existing = (*existing, *_bind_adapters(chain, index + 1, learns=True))
-    try:
-        leaf = hidden.detach().requires_grad_()
-        with meter(*existing) as backward:
-            out = chain.block(index, leaf, call)
-            recomputed = [operator.name for operator in backward.operators]
-            out.hidden.backward(torch.zeros_like(out.hidden))  # type: ignore[no-untyped-call]
-            del out
-    finally:
-        chain.release(index + 1)
-        if chain.adapters is not None:
-            chain.adapters.release(index + 1)
-    # Where values decide how many operators run, ordinals mean nothing.
-    operators = [] if forward.by_values else forward.operators
-    if operators and [operator.name for operator in operators] != recomputed:
-        # With a graph it takes another path, as attention with a trained bias does: ordinals differ there.
-        operators = [replace(operator, must_run=True) for operator in operators]
-    costs = BlockCosts(
-        num_elements=layout.num_elements,
-        num_parameters=layout.num_parameters,
-        forward_flops=forward.flops,
-        forward_workspace_bytes=forward.peak_bytes,
-        backward_workspace_bytes=backward.peak_bytes,
-        operators=tuple(operators),
-        attention_flops=sum(operator.flops for operator in forward.operators if operator.name == ATTENTION),
-    )
-    return costs, after
-
-
-def _adapted_shapes(chain: Chain, unit: int) -> str:
-    layout = chain.adapters.layouts.get(unit) if chain.adapters is not None else None
-    return str([(spec.name.split(".")[-3:], spec.shape) for spec in layout.parameters] if layout else None)
-
-
-def _bind_adapters(chain: Chain, unit: int, *, learns: bool) -> tuple[torch.Tensor, ...]:
-    """Bind the adapters of a unit, if it has some, to zeros; return these tensors."""
-    if chain.adapters is None or unit not in chain.adapters.layouts:
-        return ()
-    layout = chain.adapters.layouts[unit]
-    flat = torch.zeros(layout.num_elements, dtype=torch.float32, device=chain.device)
-    chain.adapters.bind(unit, layout, flat, (lambda parameter, gradient: None) if learns else None)
-    return (flat,)
-
-
-def _profile_loss(
-    chain: Chain, hidden: torch.Tensor, ids: torch.Tensor, tokens: int, meter: Callable[..., CostMeter]
-) -> CostMeter:
-    """Run the epilogue on a chunk of `tokens` positions of one row, with gradients."""
-    part = hidden.new_zeros((1, tokens, *hidden.shape[2:])).requires_grad_()
-    some = ids.new_zeros((1, tokens))
-    flats = []
-    for unit in _residents(chain):
-        flat = torch.zeros(chain.layouts[unit].num_elements, dtype=chain.dtype, device=chain.device)
-        flats.append(flat)
-        chain.release(unit)
-        chain.bind(unit, flat, None if chain.adapters else lambda parameter, gradient: None)
-        flats += _bind_adapters(chain, unit, learns=True)
-    used = meter(*flats)
-    try:
-        with used:
-            chain.loss_sum(some, part, some).backward()  # type: ignore[no-untyped-call]
-    finally:
-        if chain.adapters is not None:
-            for unit in _residents(chain):
-                chain.adapters.release(unit)
-    return used

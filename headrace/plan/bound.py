@@ -9,7 +9,7 @@ Invariant: the result follows from the arguments alone; no schedule of these lan
 
 from collections.abc import Callable, Mapping
 
-from headrace.terms.program import Lane
+from headrace.terms.lanes import Lane
 
 Speeds = Callable[[tuple[Lane, ...]], Mapping[Lane, float]]
 

@@ -22,8 +22,9 @@ from headrace.plan.rates import Rates
 from headrace.plan.schedules.serve import build_serving, turns_of
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.forms import SSD
+from headrace.terms.lanes import Lane
 from headrace.terms.layout import UNIT_ALIGNMENT
-from headrace.terms.program import Lane, Program, Verb
+from headrace.terms.program import Program, Verb
 from headrace.terms.sizes import round_up
 
 _Span = tuple[float, float, float]  # start, stop, bytes per second

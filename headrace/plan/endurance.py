@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from headrace.terms.ceilings import Drive, striped_shares
+from headrace.terms.drives import Drive, striped_shares
 from headrace.terms.plain_figures import plain_figure
 from headrace.terms.sizes import format_seconds
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from headrace.plan.experts import ExpertFigures, ExpertPlan, experts_in_round
 from headrace.plan.generation import GenerationPlan
 from headrace.plan.rates import Rates
-from headrace.terms.program import Lane
+from headrace.terms.lanes import Lane
 
 # Above this share nearly all experts are wanted, whatever the formula says leaving out the rest would save.
 _MOST_SHARE = 0.9

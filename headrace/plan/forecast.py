@@ -23,7 +23,8 @@ from headrace.plan.schedules.train import build_program, build_tail, redo
 from headrace.plan.simulate import Timeline, simulate, step_seconds_of
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.costs import ATTENTION
-from headrace.terms.program import Lane, Program
+from headrace.terms.lanes import Lane
+from headrace.terms.program import Program
 from headrace.terms.rule_figures import RuleFigures
 
 # Operations for a search that compares many plans: coarse, and equally so for all of them.

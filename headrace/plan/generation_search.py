@@ -7,31 +7,24 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from headrace.plan.caches import CACHE_GROUPS, COMPUTE, SSD, cache_choices, drive_bytes, whole_bytes
-from headrace.plan.endurance import endurance
-from headrace.plan.expert_search import rough_expert_seconds, ways_of_experts, with_cached_experts
+from headrace.plan.caches import cache_choices
+from headrace.plan.expert_search import ways_of_experts, with_cached_experts
 from headrace.plan.experts import ExpertFigures
 from headrace.plan.footprint import Allowance
-from headrace.plan.generation import LEAST_PACKED_PASSES, GenerationPlan, PassForecast, generation_buffers
-from headrace.plan.ledger import Snapshot
+from headrace.plan.generation import LEAST_PACKED_PASSES, GenerationPlan
+from headrace.plan.generation_peaks import ATTENDING_OPERATIONS, fits_budgets, with_peaks
+from headrace.plan.generation_seconds import rough_seconds, rounds_of, seconds_of_all_tokens, with_forecast
 from headrace.plan.rates import Rates
-from headrace.plan.results import Results
-from headrace.plan.schedules.generate import build_pass
 from headrace.plan.search import nominal_machine
-from headrace.plan.simulate import simulate, step_seconds_of
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.costs import GenerationCosts
 from headrace.terms.errors import ConfigError, PlanInfeasible
 from headrace.terms.forms import UnitFigures
-from headrace.terms.program import Lane, Program
-from headrace.terms.sizes import KEPT_FREE_BYTES, MIB, format_bytes
+from headrace.terms.sizes import format_bytes
 
 # Each seat is a thread with its own threads of the library that multiplies, as many as compute has.
 MOST_SEATS = 64
 MOST_ROWS = 4096
-_SEAT_BYTES = MIB // 2
-_SMALL_BYTES = 16 * MIB
-_OPERATION_BYTES = 1200
 _NO_PACKED = (
     "packed_products: asked for, but no plan with them fits: each block would have to stay in host memory, decoded and packed, "
     "with symmetric four-bit weights computed in bfloat16 on a processor with AVX2; give more --host-memory, or leave it out"
@@ -40,8 +33,6 @@ _NO_PACKED = (
 _MOST_SIMULATED = 24
 # It is smaller where passes have many operations: so many pairs of a block and a seat.
 _MOST_OPERATIONS = 20_000
-# A seat's block has so many times the operations where the host attends.
-_ATTENDING_OPERATIONS = 3
 # Of so many, the fastest, it is tried whether weights should come further ahead.
 _MOST_AHEAD = 3
 
@@ -94,13 +85,13 @@ def make_generation_plan(question: GenerationQuestion) -> GenerationPlan:
         ConfigError: packed products are asked for, and there is no plan with them.
     """
     question = _decoding_on(question, question.machine)
-    fitting = [plan for plan in _placements(question) if _fits(plan)]
+    fitting = [plan for plan in _placements(question) if fits_budgets(plan)]
     if not fitting and question.packed:
         raise ConfigError(_NO_PACKED)
     if not fitting:
         raise _infeasible(question)
     rates = Rates(question.machine, question.compute_dtype, question.allowance.cores, None)
-    fitting.sort(key=lambda plan: _rough_seconds(plan, rates))
+    fitting.sort(key=lambda plan: rough_seconds(plan, rates))
     # The places of attention are tried apart, so that no plan is slower because both may be chosen.
     groups = [[plan for plan in fitting if plan.caches.attends is attends] for attends in (False, True)]
     found = [_fastest(group[:_MOST_SIMULATED], rates) for group in groups if group]
@@ -112,7 +103,7 @@ def _fastest(plans: Sequence[GenerationPlan], rates: Rates) -> tuple[float, Gene
     timed, operations = list[tuple[float, int, GenerationPlan]](), 0
     for index, plan in enumerate(plans):
         timed.append((seconds_of_all_tokens(plan, rates), index, plan))
-        operations += plan.num_blocks * plan.seats * (_ATTENDING_OPERATIONS if plan.caches.attends else 1)
+        operations += plan.num_blocks * plan.seats * (ATTENDING_OPERATIONS if plan.caches.attends else 1)
         if operations > _MOST_OPERATIONS:
             break
     best = [plan for *_, plan in sorted(timed)[:_MOST_AHEAD]]
@@ -146,31 +137,6 @@ def _decoding_on(question: GenerationQuestion, machine: Ceilings) -> GenerationQ
         like = machine.making_like(experts.decodes)
         experts = replace(experts, units=figured(experts.units), making_like=like)
     return replace(question, units=figured(question.units), experts=experts)
-
-
-def with_forecast(plan: GenerationPlan, ceilings: Ceilings) -> GenerationPlan:
-    """Return `plan` with the forecast of a pass on a machine."""
-    timeline = simulate(_passes(plan), ceilings, compute_dtype=plan.compute_dtype, compute_threads=plan.compute_threads)
-    rates = Rates(ceilings, plan.compute_dtype, plan.compute_threads, None)
-    first = plan.costs.first_passes * step_seconds_of(_passes(plan, first=True), rates)
-    # What stays in memory is read once, in the first pass of all.
-    cold_program, _ = build_pass(plan, plan.seats, Snapshot(), first=True)
-    cold = max(
-        first, step_seconds_of([cold_program] * 3, rates) + (plan.costs.first_passes - 1) * first / plan.costs.first_passes
-    )
-    whole = _rounds(plan) * (first + (plan.new_tokens - 1) * timeline.step_seconds) + cold - first
-    read = sum(timed.op.bytes for timed in timeline.step_ops() if timed.op.lane is Lane.SSD_READ)
-    found = PassForecast(
-        pass_seconds=timeline.step_seconds,
-        first_pass_seconds=cold,
-        tokens_per_second=plan.prompts * plan.new_tokens / whole,
-        limiting=timeline.bottleneck.row.words,
-        read_bytes=read,
-        written_bytes=(written := _written_bytes(plan)),
-        wear=_wear(written, ceilings),
-        machine=ceilings.called,
-    )
-    return replace(plan, forecast=found)
 
 
 def _placements(question: GenerationQuestion) -> Iterator[GenerationPlan]:
@@ -215,7 +181,7 @@ def _placements(question: GenerationQuestion) -> Iterator[GenerationPlan]:
 
 def _packed(plan: GenerationPlan, question: GenerationQuestion) -> Iterator[GenerationPlan]:
     """Yield `plan` with packed weights, if it can have them, and they are asked for or have passes enough to pay."""
-    pays = _rounds(plan) * (plan.new_tokens - 1) >= LEAST_PACKED_PASSES
+    pays = rounds_of(plan) * (plan.new_tokens - 1) >= LEAST_PACKED_PASSES
     packed = plan.with_packed() if question.packed or (question.packed is None and pays) else None
     if packed is not None and (question.packed or plan.rows <= packed.packed_rows):
         yield with_peaks(packed, question.allowance)
@@ -232,7 +198,7 @@ def _choices(most: int, given: int | None, limit: int) -> Sequence[int]:
 def _filled(plan: GenerationPlan, allowance: Allowance) -> Iterator[GenerationPlan]:
     """Yield `plan` with more slots, as many as the budgets hold: first for blocks as compute reads them, or first as stored."""
     plan = with_peaks(plan, allowance)
-    if not _fits(plan):
+    if not fits_budgets(plan):
         yield plan
         return
     orders: list[tuple[str, ...]] = [("host_slots",)]
@@ -253,132 +219,6 @@ def _filled(plan: GenerationPlan, allowance: Allowance) -> Iterator[GenerationPl
         if filled.experts is not None and allowance.host_bytes is not None:
             filled = with_peaks(with_cached_experts(filled, allowance.host_bytes), allowance)
         yield filled
-
-
-def with_peaks(plan: GenerationPlan, allowance: Allowance) -> GenerationPlan:
-    """Return `plan` with its peak bytes per tier and purpose filled in."""
-    costs, threads = plan.costs, plan.seats
-    rows: dict[str, dict[str, int]] = {"host": {"runtime": allowance.runtime_bytes}}
-    if plan.separate_device:
-        rows = {"device": {}, **rows}
-    for name, (tier, count, size) in generation_buffers(plan).items():
-        purpose = "cache" if name.startswith(CACHE_GROUPS) else "weights"
-        rows[tier][purpose] = rows[tier].get(purpose, 0) + count * size
-    compute = rows["device" if plan.separate_device else "host"]
-    stays = [block for block in range(1, plan.num_blocks + 1) if plan.caches.home(block) == COMPUTE]
-    kept = sum(whole_bytes(costs, plan.new_tokens, block) for block in stays)
-    compute["cache"] = compute.get("cache", 0) + plan.seats * kept
-    passing = max(costs.first.call_bytes + 2 * costs.first.hidden_bytes, costs.next.call_bytes + 2 * costs.next.hidden_bytes)
-    compute["activations"] = plan.seats * passing
-    # A block's cache is copied when it grows, and both exist for a moment. A cache that is lent memory exists once.
-    last = (
-        whole_bytes(costs, plan.new_tokens, block) * (2 if plan.caches.home(block) == COMPUTE else 1)
-        for block in range(1, plan.num_blocks + 1)
-    )
-    before = costs.first.call_bytes + 3 * costs.first.hidden_bytes
-    compute["workspace"] = max(costs.first.workspace_bytes, costs.next.workspace_bytes + max(last), costs.head_bytes, before)
-    making = max(unit.making_bytes for unit in plan.units)
-    if plan.experts is not None:
-        making = max(making, plan.experts.figures.making_bytes)
-        compute["waiting for experts"] = plan.seats * plan.experts.waiting_bytes(
-            plan.rows * costs.first_tokens, costs.first.hidden_bytes
-        )
-    if making:
-        compute["decoding"] = making
-    if plan.packed_rows:
-        blocks = plan.units[1 : plan.num_blocks + 1]
-        compute["packed"] = sum(unit.packed_bytes for unit in blocks) + max(unit.packing_bytes for unit in blocks)
-    if plan.adapter_bytes:
-        compute["adapters"] = plan.adapter_bytes
-    on_cpu = not allowance.device_overhead_bytes
-    rows["host"]["seats"] = threads * _SEAT_BYTES
-    rows["host"]["libraries"] = _SMALL_BYTES
-    rounds = plan.experts.all_rounds if plan.experts is not None else 0
-    each = 2 * (_ATTENDING_OPERATIONS if plan.caches.attends else 1)
-    rows["host"]["program"] = 4 * (plan.num_blocks * (each * plan.seats + 3) + 4 * rounds) * _OPERATION_BYTES
-    if on_cpu:
-        rows["host"]["freed blocks"] = _SMALL_BYTES + min(compute["workspace"] // 2, KEPT_FREE_BYTES)
-    else:
-        rows["device"]["libraries"] = allowance.device_overhead_bytes + sum(
-            compute[name] // 4 for name in ("cache", "activations", "workspace")
-        )
-    allowed = {"host": allowance.host_bytes}
-    if plan.separate_device and allowance.device_bytes is not None:
-        allowed["device"] = allowance.device_bytes
-    if on_drives := sum(drive_bytes(plan.caches, costs, plan.new_tokens, block) for block in plan.caches.blocks(SSD)):
-        rows["ssd"] = {"cache": plan.seats * on_drives}
-        if allowance.ssd_bytes is not None:
-            allowed["ssd"] = allowance.ssd_bytes
-    return replace(plan, results=Results(peak_bytes=rows, allowed_bytes=allowed, notes=plan.results.notes))
-
-
-def _fits(plan: GenerationPlan) -> bool:
-    return all(plan.peak(tier) <= allowed for tier, allowed in plan.results.allowed_bytes.items())
-
-
-def _passes(plan: GenerationPlan, *, first: bool = False) -> list[Program]:
-    """Return a cold pass and enough passes after it to see the steady state."""
-    programs, before = [], Snapshot()
-    for number in range(3):
-        program, before = build_pass(plan, plan.seats, before, first=first and number == 2)
-        programs.append(program)
-    return programs
-
-
-def _rounds(plan: GenerationPlan) -> int:
-    return -(-plan.prompts // (plan.rows * plan.seats))
-
-
-def seconds_of_all_tokens(plan: GenerationPlan, rates: Rates) -> float:
-    """Return the seconds that the passes of all tokens of all prompts take, batch after batch, per token."""
-    first, following = step_seconds_of(_passes(plan, first=True), rates), step_seconds_of(_passes(plan), rates)
-    return _rounds(plan) * (plan.costs.first_passes * first + (plan.new_tokens - 1) * following) / plan.new_tokens
-
-
-def _written_bytes(plan: GenerationPlan) -> int:
-    """Return the bytes of caches that are written to the drives for all prompts."""
-    blocks = plan.caches.blocks(SSD)
-    return _rounds(plan) * plan.seats * sum(drive_bytes(plan.caches, plan.costs, plan.new_tokens, block) for block in blocks)
-
-
-def _wear(written_bytes: int, ceilings: Ceilings) -> str:
-    if not (written_bytes and ceilings.drives):
-        return ""
-    found = endurance(ceilings.drives, written_bytes, num_steps=1, step_seconds=0.0)
-    return f", {found.share_of_rating:.2g} of the rated endurance of SSD {found.drive}"
-
-
-def _rough_seconds(plan: GenerationPlan, rates: Rates) -> float:
-    """Return the seconds per token of all passes, by the lane that alone takes longest."""
-    blocks = range(1, plan.num_blocks + 1)
-    held = max(plan.host_slots, plan.device_slots if plan.makes_slots or plan.separate_device else 0)
-    missing = (plan.num_blocks - held + 1) / plan.num_blocks if held < plan.num_blocks else 0.0
-    read = missing * sum(plan.stored_bytes(unit) for unit in blocks) / rates.bytes_per_second[Lane.SSD_READ]
-    sent = 0.0
-    if plan.separate_device:
-        part = max(0, plan.num_blocks - plan.device_slots + 1) / plan.num_blocks
-        sent = part * sum(plan.stored_bytes(unit) for unit in blocks) / rates.bytes_per_second[Lane.HOST_TO_DEVICE]
-    if plan.makes_slots:
-        left = (plan.num_blocks - plan.device_slots + 1) / plan.num_blocks if plan.device_slots < plan.num_blocks else 0.0
-        made = sum(max(plan.slot_bytes(unit) + plan.stored_bytes(unit), plan.units[unit].making_like) for unit in blocks)
-        sent = max(sent, left * made / rates.bytes_per_second[Lane.MAKE])
-    caches = {block: plan.seats * whole_bytes(plan.costs, plan.new_tokens // 2, block) for block in blocks}
-    read += sum(caches[block] for block in plan.caches.blocks(SSD)) / rates.bytes_per_second[Lane.SSD_READ]
-    # Keys and values of new tokens go to the drives, and to the host, spread over all tokens.
-    new = {block: plan.seats * whole_bytes(plan.costs, plan.new_tokens, block) / plan.new_tokens for block in blocks}
-    read += sum(new[block] for block in plan.caches.blocks(SSD)) / rates.bytes_per_second[Lane.SSD_WRITE]
-    away = sum(caches[block] for block in blocks if plan.caches.home(block) != COMPUTE)
-    attending = away / rates.bytes_per_second[Lane.ATTENTION] if plan.caches.attends and plan.separate_device else 0.0
-    if plan.separate_device and not attending:
-        sent += away / rates.bytes_per_second[Lane.HOST_TO_DEVICE]
-    touched = (
-        sum(plan.block_bytes(block, plan.rows) for block in blocks)
-        + plan.multiplied_bytes(plan.head_bytes, plan.rows)
-        + 3 * (sum(caches.values()) - (away if attending else 0)) / plan.seats
-    )
-    flops = sum(plan.costs.next.flops) + plan.costs.head_flops
-    computing = plan.seats * rates.compute_seconds(flops, touched, sum(plan.costs.next.calls))
-    return _rounds(plan) * (max(read, sent, computing, attending) + rough_expert_seconds(plan, rates))
 
 
 def _infeasible(question: GenerationQuestion) -> PlanInfeasible:

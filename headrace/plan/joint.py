@@ -20,7 +20,8 @@ from headrace.plan.links import Network
 from headrace.plan.rates import Rates
 from headrace.plan.simulate import Timed
 from headrace.terms.errors import StepFailed
-from headrace.terms.program import Lane, Op, Program, Verb
+from headrace.terms.lanes import Lane
+from headrace.terms.program import Op, Program, Verb
 
 # What workers do, and what the node does at the other end, in one meeting.
 _PULLS, _PUSHES = (Verb.PULL, Verb.SEND), (Verb.PUSH, Verb.RECEIVE)

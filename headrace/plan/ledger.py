@@ -19,7 +19,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from headrace.terms.program import PASSING, PIECE_SHIFT, WHOLE_MASK, Lane, Op, Program, Verb, buffer
+from headrace.terms.lanes import Lane
+from headrace.terms.program import PASSING, PIECE_SHIFT, WHOLE_MASK, Op, Program, Verb, buffer
 
 Refs = tuple[int, ...]
 

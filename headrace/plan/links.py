@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from headrace.terms.program import Lane
+from headrace.terms.lanes import Lane
 
 
 class Pattern(StrEnum):

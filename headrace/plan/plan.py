@@ -10,6 +10,7 @@ from typing import Any
 
 from headrace.plan import words
 from headrace.plan.results import Results
+from headrace.plan.stored import PLAN_FORMAT, stored_fields
 from headrace.terms.cuts import (
     chunk_borders,
     is_uneven,
@@ -25,8 +26,6 @@ from headrace.terms.layout import PlaneSet
 from headrace.terms.rule_figures import RuleFigures
 from headrace.terms.summing import SEQUENTIAL
 
-# In format 2 results are a value of their own. Plans of format 1 did not name their format.
-PLAN_FORMAT = 2
 # Staging buffers on the device for chunks that are updated there: while one is updated, another comes or goes.
 DEVICE_STATE_SLOTS = 2
 # Update policies under which no gradient is held until the norm is known.
@@ -363,22 +362,7 @@ class Plan:
         Raises:
             ConfigError: it has another format.
         """
-        known = dict(values)
-        found = known.pop("format", 1)
-        if found != PLAN_FORMAT:
-            raise ConfigError(
-                f"plan: format {found!r}, this version reads format {PLAN_FORMAT}; use the version of headrace that wrote it, "
-                "or begin a new run"
-            )
-        known["units"] = tuple(map(UnitFigures.from_json, known["units"]))
-        known["rule"] = RuleFigures.from_json(known["rule"])
-        known["own_rule"] = RuleFigures.from_json(known["own_rule"]) if known.get("own_rule") else None
-        for name in ("resident_states", "late_units", "stash_tiers", "kept_bytes"):
-            known[name] = tuple(known[name])
-        known["results"] = Results.from_json(known["results"])
-        for name in ("kept", "skipped", "operators"):
-            known[name] = tuple(tuple(items) for items in known[name])
-        return cls(**known)
+        return cls(**stored_fields(values))
 
     def explain_update(self) -> str:
         """Return when updates run, and where."""

@@ -8,7 +8,8 @@ from functools import cache
 
 from headrace.plan.roofline import roofline_seconds
 from headrace.terms.ceilings import Ceilings
-from headrace.terms.program import Lane, Op, Verb, sharing_lanes
+from headrace.terms.lanes import Lane, sharing_lanes
+from headrace.terms.program import Op, Verb
 
 # Float32 products of a core beside a GPU, which no profile has: half of what eight lanes at 3 GHz do. Where an update
 # multiplies matrices, it says that this is the GPU's work.

@@ -30,7 +30,7 @@ from headrace.plan.policy import (
 )
 from headrace.terms.ceilings import NOMINAL, Ceilings
 from headrace.terms.errors import PlanInfeasible
-from headrace.terms.program import Lane
+from headrace.terms.lanes import Lane
 from headrace.terms.sizes import MIB, format_bytes, round_up
 
 # Amounts of kept outputs that are tried, as shares of all; half steps are tried around the best one.

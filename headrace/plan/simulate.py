@@ -21,7 +21,8 @@ from dataclasses import dataclass, field
 from headrace.plan.clock import Clock, admit_until_settled, settled_period
 from headrace.plan.rates import Rates
 from headrace.terms.ceilings import Ceilings
-from headrace.terms.program import Lane, Op, Program, sharing_words
+from headrace.terms.lanes import Lane, sharing_words
+from headrace.terms.program import Op, Program
 
 # A lane that is busy for less than this share of the step does not limit it by itself.
 _SATURATED = 0.85

@@ -19,7 +19,8 @@ from typing import Any, TextIO
 from headrace.report.metrics import Record, read_metrics
 from headrace.terms.errors import RunDirectoryError
 from headrace.terms.events import Event, OpDone
-from headrace.terms.program import Lane, label_of
+from headrace.terms.lanes import Lane
+from headrace.terms.program import label_of
 
 LANES_NAME = "lanes.jsonl"
 TIMELINE_NAME = "timeline.json"

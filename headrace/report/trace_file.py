@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from headrace.terms.events import Committed, Event, OpDone
-from headrace.terms.program import Lane, lane_named
+from headrace.terms.lanes import Lane, lane_named
 
 PROCESS_ID = 1
 _MOST_THREADS_OF_A_LANE = 100  # only for the order of thread numbers

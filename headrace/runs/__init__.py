@@ -5,7 +5,7 @@ from headrace.runs.open_data import open_tokens
 from headrace.runs.protocols import Display, Engines, RunningEngine
 from headrace.runs.run_directory import RunDirectory
 from headrace.runs.signals import Interrupted
-from headrace.terms.options import RunOptions
+from headrace.terms.run_options import RunOptions
 
 __all__ = [
     "Display",

@@ -23,7 +23,7 @@ from headrace.runs.protocols import Display
 from headrace.runs.run_directory import RunDirectory
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.errors import ConfigError, ModelError
-from headrace.terms.options import RunOptions
+from headrace.terms.run_options import RunOptions
 from headrace.terms.sizes import format_bytes, format_seconds
 
 # The forecast is corrected if steps are longer or shorter by more than this factor, and at least so many seconds are left.

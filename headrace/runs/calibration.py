@@ -17,7 +17,7 @@ from headrace.model import IGNORED, Chain, MicroBatch
 from headrace.runs.open_data import open_tokenizer, open_tokens, tensors_of, with_lengths
 from headrace.terms.compress_options import CompressOptions
 from headrace.terms.errors import DataError
-from headrace.terms.options import RunOptions
+from headrace.terms.run_options import RunOptions
 
 _MICRO_BATCH_TOKENS = 4096
 # At most one row in so many is held out.

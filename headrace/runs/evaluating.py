@@ -25,8 +25,8 @@ from headrace.terms.ceilings import Ceilings
 from headrace.terms.errors import ConfigError
 from headrace.terms.eval_options import EvalOptions
 from headrace.terms.events import Sink
-from headrace.terms.options import RunOptions
 from headrace.terms.plain_figures import plain_figure
+from headrace.terms.run_options import RunOptions
 from headrace.terms.sizes import format_bytes, format_seconds
 
 

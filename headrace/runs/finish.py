@@ -12,8 +12,8 @@ from headrace.report.metrics import Record
 from headrace.runs.protocols import RunningEngine
 from headrace.runs.run_directory import RunDirectory
 from headrace.terms.errors import ExportFailed
-from headrace.terms.options import RunOptions
 from headrace.terms.provenance import PROVENANCE_NAME
+from headrace.terms.run_options import RunOptions
 
 # Options that are places on somebody's machine: useless to a reader of the card, and private.
 _NOT_ON_CARD = {"model", "data", "output", "ssd", "cache", "keep_state", "report_to", "interpreter"}

@@ -23,7 +23,8 @@ import torch
 
 from headrace.data.prompt_lines import PromptLine, read_line
 from headrace.data.prompts import Prompts
-from headrace.engine.generator import Generated, Generator, MicroBatch, kept_copies
+from headrace.engine.generator import Generator
+from headrace.engine.micro_batches import Generated, MicroBatch, kept_copies
 from headrace.files.durable import write_whole
 from headrace.machine.cpu import processor_name
 from headrace.plan.compose import composed

@@ -29,7 +29,7 @@ from headrace.runs.signals import Interrupted, StopRequest
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.errors import HeadraceError, RunDirectoryError, StorageError
 from headrace.terms.events import Committed, Event, Notice, OpDone, Planned, Sink, StepResult
-from headrace.terms.options import RunOptions
+from headrace.terms.run_options import RunOptions
 from headrace.terms.sizes import format_seconds
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from headrace.plan.search import nominal_machine_of
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.errors import HeadraceError
 from headrace.terms.events import Notice, Sink
-from headrace.terms.options import RunOptions
+from headrace.terms.run_options import RunOptions
 from headrace.terms.sizes import format_seconds
 
 if TYPE_CHECKING:

@@ -22,7 +22,8 @@ from headrace.runs.protocols import Display, NoDisplay
 from headrace.runs.run_directory import RunDirectory
 from headrace.store import leftovers_of, remove_leftover
 from headrace.terms.errors import ConfigError, HeadraceError, PeerLost, RunDirectoryError, StepFailed, StorageError
-from headrace.terms.options import NodeOptions, Options
+from headrace.terms.options import Options
+from headrace.terms.run_options import NodeOptions
 from headrace.terms.sizes import format_bytes
 
 if TYPE_CHECKING:

@@ -16,7 +16,8 @@ from headrace.data import Batch, BatchStream, DataSpec, TokenSet, load_tokens
 from headrace.files.model_directory import refuse_no_model
 from headrace.plan.given import load_plan
 from headrace.terms.errors import ConfigError, ModelError
-from headrace.terms.options import DEFAULT_ROWS_PER_STEP, DEFAULT_SEQUENCE_LENGTH, RunOptions
+from headrace.terms.options import DEFAULT_ROWS_PER_STEP, DEFAULT_SEQUENCE_LENGTH
+from headrace.terms.run_options import RunOptions
 
 
 def read_model_config(model: Path) -> dict[str, Any]:

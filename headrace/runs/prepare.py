@@ -15,7 +15,7 @@ from headrace.runs.run_directory import RunDirectory
 from headrace.store.run_folders import check_directories
 from headrace.terms.errors import ConfigError
 from headrace.terms.events import Event
-from headrace.terms.options import NodeOptions, RunOptions
+from headrace.terms.run_options import NodeOptions, RunOptions
 from headrace.update.combinations import refuse_combination
 
 _NAME_BYTES = 143  # the longest name in an encrypted home directory; elsewhere 255 bytes are allowed

@@ -26,7 +26,7 @@ from headrace.files.durable import write_new, write_whole
 from headrace.files.yaml_options import from_yaml, to_yaml
 from headrace.plan.given import PLAN_NAME
 from headrace.terms.errors import DiskFull, HeadraceError, InputError, RunDirectoryError, StorageError
-from headrace.terms.options import RunOptions
+from headrace.terms.run_options import RunOptions
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,6 @@ Safe to call from several threads: reads never wait for a commit; writes do. Inv
 opening the run again yields the state of the last commit, bit for bit.
 """
 
-import contextlib
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -20,8 +19,9 @@ from headrace.store.places import FamilyPlace
 from headrace.store.record import CommitRecord, pack_record
 from headrace.store.run_folders import OpenFile, open_direct
 from headrace.store.slots import VIRGIN, GroupSlots
+from headrace.store.transfers import Transfers, settle
 from headrace.store.verify import Progress, verify_groups
-from headrace.terms.ceilings import InFlight
+from headrace.terms.drives import InFlight
 from headrace.terms.errors import StorageError
 from headrace.terms.events import Notice, Sink
 from headrace.terms.families import Durability, Unit
@@ -45,8 +45,7 @@ class StateStore:
             place: GroupSlots(place.label, place.num_chunks, version, once=place.durability is Durability.ONCE)
             for place, version in zip(places, versions, strict=True)
         }
-        self._writes: dict[tuple[FamilyPlace, int], Ticket] = {}
-        self._reads: dict[FamilyPlace, list[tuple[int, Sequence[int], Ticket]]] = {place: [] for place in places}
+        self._transfers = Transfers(places)
         self._checksum_seconds = 0.0
         # Writers, commit and abandon exclude one another; `_table` guards the tables for as long as a look-up takes. Nobody
         # waits for a transfer while holding `_table`, nor a writer while holding `_writing`: others would wait along.
@@ -210,7 +209,7 @@ class StateStore:
             groups = tuple(slots.newest(sequence) for slots in self._slots.values())
             newest = CommitRecord(run_id=self.manifest.run_id, sequence=sequence, payload=dict(record), groups=groups)
             content = pack_record(newest)
-            for ticket in self._writes.values():
+            for ticket in self._transfers.writes.values():
                 ticket.wait()
             self._sync_data()
             self._record_in_doubt = True
@@ -218,7 +217,7 @@ class StateStore:
             with self._table:
                 for slots, version in zip(self._slots.values(), groups, strict=True):
                     slots.commit(version)
-                self._writes.clear()
+                self._transfers.writes.clear()
                 self._newest = newest
             self._record_in_doubt = False
 
@@ -230,8 +229,8 @@ class StateStore:
             StorageError: a commit failed before, and its record cannot be erased.
         """
         with self._writing:
-            for ticket in self._writes.values():
-                _settle(ticket)
+            for ticket in self._transfers.writes.values():
+                settle(ticket)
             if self._record_in_doubt:
                 # The record may be whole on the drive: a later opening would choose it, after its slots were overwritten.
                 self._parts.records.erase(self.committed_version + 1)
@@ -240,7 +239,7 @@ class StateStore:
             with self._table:
                 for slots in self._slots.values():
                     slots.abandon()
-                self._writes.clear()
+                self._transfers.writes.clear()
 
     def verify(self, progress: Progress | None = None) -> None:
         """Read everything of the committed version and compare checksums. Writes wait meanwhile.
@@ -275,7 +274,7 @@ class StateStore:
         """Finish transfers under way, close the files and free the lock. Does not commit. A second call does nothing."""
         if not self._closed:
             self._closed = True
-            self._settle_all()
+            self._transfers.settle_all()
             self._lent.close()
             self._parts.close()
 
@@ -287,7 +286,7 @@ class StateStore:
         """
         if not self._closed:
             self._closed = True
-            self._settle_all()
+            self._transfers.settle_all()
             self._lent.close()
             self._parts.remove()
 
@@ -311,13 +310,12 @@ class StateStore:
                 slot = slots.slot_to_read(chunks)
                 if slot == VIRGIN or not chunks:
                     break
-                writes = [self._writes[place, chunk] for chunk in chunks] if slot != slots.committed.slot else []
+                writes = [self._transfers.writes[place, chunk] for chunk in chunks] if slot != slots.committed.slot else []
                 if all(write.done for write in writes):
                     for write in writes:
                         write.wait()  # raises if it failed
                     ticket = self._parts.volume.read(place.offset(slot, chunks[0]), into)
-                    under_way = [entry for entry in self._reads[place] if not entry[2].done]
-                    self._reads[place] = [*under_way, (slot, chunks, ticket)]
+                    self._transfers.note_read(place, slot, chunks, ticket)
                     return ticket
             for write in writes:
                 write.wait()
@@ -338,21 +336,15 @@ class StateStore:
                     )
                 with self._table:
                     slots = self._slots[place]
-                    in_the_way = self._in_the_way(place, slots.slot_to_write, chunk)
+                    in_the_way = self._transfers.in_the_way(place, slots.slot_to_write, chunk)
                     if not in_the_way:
                         ticket = self._parts.volume.write(place.offset(slots.slot_to_write, chunk), data)
                         slots.note_write(chunk, value)
-                        self._writes[place, chunk] = ticket
+                        self._transfers.writes[place, chunk] = ticket
                         self._checksum_seconds += checksum_seconds
                         return ticket
             for transfer in in_the_way:
-                _settle(transfer)
-
-    def _in_the_way(self, place: FamilyPlace, slot: int, chunk: int) -> list[Ticket]:
-        """Return the transfers under way where `chunk` is to be written."""
-        reads = [read for read_slot, chunks, read in self._reads[place] if read_slot == slot and chunk in chunks]
-        earlier = self._writes.get((place, chunk))
-        return [ticket for ticket in (earlier, *reads) if ticket is not None and not ticket.done]
+                settle(transfer)
 
     def _sync_data(self) -> None:
         try:
@@ -366,21 +358,6 @@ class StateStore:
         if offset < 0 or offset + buffer.size > self._scratch_bytes:
             raise StorageError(f"scratch bytes {offset} to {offset + buffer.size} asked, the region has {self._scratch_bytes}")
         return self._parts.places.durable_bytes + offset
-
-    def _settle_all(self) -> None:
-        reads = [ticket for entries in self._reads.values() for _, _, ticket in entries]
-        for ticket in [*self._writes.values(), *reads]:
-            with contextlib.suppress(StorageError):
-                ticket.wait()
-
-
-def _settle(ticket: Ticket) -> None:
-    """Wait until `ticket` is done, failed or not; raise only if it is not."""
-    try:
-        ticket.wait()
-    except StorageError:
-        if not ticket.done:
-            raise
 
 
 def _check_size(place: FamilyPlace, buffer: Bytes, expected_bytes: int) -> None:

@@ -17,94 +17,28 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from headrace.files import BLOCK_BYTES, Bytes, DirectFile, Extent, ExtentReader, ThreadEngine, Ticket, Volume
+from headrace.files import BLOCK_BYTES, Bytes, DirectFile, ExtentReader, ThreadEngine, Ticket, Volume
 from headrace.files.durable import sync, write_whole
 from headrace.machine.host_memory import huge_page_buffer
 from headrace.store.checksum import checksum
+from headrace.store.copied_files import CopyReader, WeightFiles
 from headrace.store.lock import LOCK_NAME, RunLock, lock_holder
 from headrace.store.run_folders import check_directories
-from headrace.terms.ceilings import InFlight
+from headrace.terms.drives import InFlight
 from headrace.terms.errors import CorruptData, RunDirectoryError, StorageError
 from headrace.terms.events import Notice, Sink
-from headrace.terms.sizes import MIB, format_bytes, format_seconds, round_up
+from headrace.terms.sizes import MIB, format_bytes, format_seconds
 
 PREFIX = "headrace-weights-"
 _RECORD, _DATA, _SUMS, _VERIFIED = "copy.json", "data", "sums", "verified"
 _FORMAT = 1
-_SAMPLES, _SAMPLE_BYTES = 16, 16 << 10
 # After so many pieces drives are asked to have them for good, and their sums are written down: what a kill costs at most.
 _PIECES_TOGETHER = 16
-
-
-@dataclass(frozen=True, slots=True)
-class WeightFiles:
-    """Files to copy, as `paths` call them; `starts` is where each begins in the copy, the last entry the copy's size."""
-
-    paths: tuple[Path, ...]
-    starts: tuple[int, ...]
-
-    @classmethod
-    def of(cls, paths: Sequence[Path]) -> "WeightFiles":
-        """Look at the files."""
-        ordered = sorted(paths, key=lambda path: str(path.resolve()))
-        sizes = [round_up(path.stat().st_size, BLOCK_BYTES) for path in ordered]
-        return cls(tuple(ordered), tuple(accumulate(sizes, initial=0)))
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all files, each rounded up to whole blocks."""
-        return self.starts[-1]
-
-    def digest(self) -> str:
-        """Return what the files are told by."""
-        found = hashlib.sha256()
-        for path in self.paths:
-            status = path.stat()
-            found.update(json.dumps([str(path.resolve()), status.st_size, status.st_mtime_ns]).encode())
-            with path.open("rb") as file:
-                for number in range(_SAMPLES):  # times may have been set alike, as archives do
-                    file.seek(number * max(0, status.st_size - _SAMPLE_BYTES) // (_SAMPLES - 1))
-                    found.update(file.read(_SAMPLE_BYTES))
-        return found.hexdigest()
-
-    def extents(self, start: int, stop: int) -> tuple[Extent, ...]:
-        """Return where bytes `[start, stop)` of the copy lie in the files."""
-        found = []
-        for path, begin, end in zip(self.paths, self.starts, self.starts[1:], strict=False):
-            first, last = max(start, begin), min(stop, end)
-            if first < last:
-                found.append(Extent(path, first - begin, last - first, first - start))
-        return tuple(found)
-
-
-class CopyReader:
-    """Reads extents of the files from their copy, as an `ExtentReader` reads them from the files."""
-
-    def __init__(self, files: WeightFiles, volume: Volume, engine: ThreadEngine) -> None:
-        self._starts = dict(zip(files.paths, files.starts, strict=False))
-        self._volume, self._engine = volume, engine
-
-    @property
-    def bytes_read(self) -> int:
-        """Bytes read so far."""
-        return self._engine.bytes_read
-
-    def read(self, extents: Sequence[Extent], into: Bytes) -> Ticket:
-        """Start reading `extents` to their places in `into`."""
-        found = [(self._starts[each.path] + each.offset, into[each.at : each.at + each.num_bytes]) for each in extents]
-        return self._volume.read_parts(found)
-
-    def close(self) -> None:
-        """End the threads and close the copy's files."""
-        self._engine.close()
-        self._volume.close()
 
 
 class WeightCopy:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from headrace.terms.declared import Declared, option, option_as
 from headrace.terms.option_kinds import Flag, Listed, Number, OneOf, Place, Text, Whole
-from headrace.terms.options import RunOptions
+from headrace.terms.run_options import RunOptions
 
 CODES = ("int4", "ternary")
 

@@ -1,6 +1,6 @@
 """How an option is declared: once, as a field of a frozen dataclass, with all that anybody needs to know of it.
 
-To add an option, add one field to a class of `terms/options.py`:
+To add an option, add one field to a class of options (`terms/method_options.py` and its neighbours):
 
     momentum: float = option(0.9, Number(0, 1), "How much of the last update stays.")
 

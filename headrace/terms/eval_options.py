@@ -9,7 +9,7 @@ from headrace.terms.declared import Declared, option, option_as
 from headrace.terms.errors import ConfigError
 from headrace.terms.generate_options import NO_PLACE, GenerateOptions
 from headrace.terms.option_kinds import Listed, Text
-from headrace.terms.options import RunOptions
+from headrace.terms.run_options import RunOptions
 
 
 @dataclass(frozen=True, kw_only=True)

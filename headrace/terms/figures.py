@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from headrace.terms.errors import ConfigError
-from headrace.terms.program import Lane
+from headrace.terms.lanes import Lane
 
 # Two rates measured together may exceed the sum of the two measured alone by noise, not by more.
 _NOISE = 1.1

@@ -1,4 +1,4 @@
-"""The options of generation, each declared once, as those of training are (`terms/options.py`)."""
+"""The options of generation, each declared once, as those of training are."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -13,8 +13,8 @@ from headrace.cli.app import app
 from headrace.measure.kept import Wanted, keep
 from headrace.plan.machine_profiles import load_profile
 from headrace.terms.ceilings import Ceilings
-from headrace.terms.options import DTYPE_NAMES
-from headrace.update.rules.moments import OTHER_NAMES
+from headrace.terms.method_options import DTYPE_NAMES
+from headrace.update.rules.moment_planes import OTHER_NAMES
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 import torch
 from planned_models import llama_small, saved
 
-from headrace.answers import allowances, answer
+from headrace.answers import place
 from headrace.answers.answer import plan_model
 from headrace.answers.plan_report import PlanReport
 from headrace.machine import cpu, limits
@@ -27,7 +27,7 @@ def small_and_old(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(cpu, "processor_flags", lambda: frozenset({"avx2"}))
     patch.setattr(torch, "get_num_threads", lambda: 1)
     patch.setattr(limits, "available_memory_bytes", lambda *root: 200 * MIB)
-    patch.setattr(answer, "anonymous_bytes", lambda: 60 * MIB)
+    patch.setattr(place, "anonymous_bytes", lambda: 60 * MIB)
     patch.setattr(cost_meter, "_allocates_huge_pages", lambda: False)
 
 
@@ -36,10 +36,9 @@ def large_and_new(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(cpu, "processor_flags", lambda: frozenset({"avx512_bf16", "avx512_fp16"}))
     patch.setattr(torch, "get_num_threads", lambda: 96)
     patch.setattr(limits, "available_memory_bytes", lambda *root: 900 * GIB)
-    patch.setattr(answer, "anonymous_bytes", lambda: 3 * GIB)
+    patch.setattr(place, "anonymous_bytes", lambda: 3 * GIB)
     patch.setattr(cost_meter, "_allocates_huge_pages", lambda: True)
-    for module in (answer, allowances):
-        patch.setattr(module, "torch", _TorchWithGpu)
+    patch.setattr(place, "torch", _TorchWithGpu)
 
 
 class _TorchWithGpu:

@@ -10,7 +10,7 @@ import pytest
 from planned_models import gpt3_175b, llama_70b, llama_small, saved
 from tiny_wholes import make_whole
 
-from headrace.answers import answer
+from headrace.answers import answer, place
 from headrace.answers.answer import plan_model
 from headrace.answers.explain import explain
 from headrace.answers.plan_report import PlanReport
@@ -19,10 +19,11 @@ from headrace.plan.machine_profiles import load_profile
 from headrace.plan.placement import Problem
 from headrace.plan.plan import Plan
 from headrace.plan.search import make_plan, nominal_machine
-from headrace.terms.ceilings import MOST_BYTES, Ceilings
+from headrace.terms.ceilings import Ceilings
+from headrace.terms.drives import MOST_BYTES
 from headrace.terms.errors import ConfigError, InputError, ModelError, StorageError
+from headrace.terms.lanes import Lane
 from headrace.terms.options import Options
-from headrace.terms.program import Lane
 from headrace.terms.sizes import GIB
 
 
@@ -125,7 +126,7 @@ def test_without_a_profile_the_machine_is_called_nominal(small: Path, tmp_path: 
 
 def test_without_a_profile_the_plan_is_the_one_that_a_run_makes(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine has no figures of drives either then, and does not write to them for speed."""
-    monkeypatch.setattr(answer, "anonymous_bytes", lambda: 300 << 20)  # this process grows from plan to plan
+    monkeypatch.setattr(place, "anonymous_bytes", lambda: 300 << 20)  # this process grows from plan to plan
     problems = []
 
     def recorded(problem: Problem, ceilings: Ceilings | None, seconds_of: StepSeconds) -> Plan:
@@ -170,7 +171,7 @@ def test_too_little_ssd_space_is_found_here_and_not_in_the_run(small: Path, rig:
 def test_where_space_is_short_a_plan_that_writes_less_is_found(
     small: Path, rig: Ceilings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(answer, "anonymous_bytes", lambda: 300 << 20)  # this process grows from plan to plan
+    monkeypatch.setattr(place, "anonymous_bytes", lambda: 300 << 20)  # this process grows from plan to plan
     asked: dict[str, Any] = {"tokens_per_step": 8192, "sequence_length": 1024}
     how: dict[str, Any] = {"here": False, "variants_seconds": 0.0}
     least = plan_model(small, Options(host_memory="1MiB", machine=rig, **asked), **how).needed_bytes["host"]
@@ -208,7 +209,7 @@ def test_where_space_is_short_smaller_moments_are_offered_as_they_would_be_plann
 def test_where_the_ssds_limit_a_plan_it_says_what_would_spare_them(
     small: Path, rig: Ceilings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(answer, "anonymous_bytes", lambda: 300 << 20)  # this process grows from plan to plan
+    monkeypatch.setattr(place, "anonymous_bytes", lambda: 300 << 20)  # this process grows from plan to plan
     slow = replace(
         rig.drives[0], read_bytes_per_second=2e8, write_bytes_per_second=2e8, mixed_bytes_per_second=2e8, capacity_bytes=1 << 40
     )
@@ -348,7 +349,7 @@ def test_a_plan_has_the_drives_of_its_directories(
     small: Path, rig: Ceilings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of four drives in the profile a run with one directory has one, and two directories on one drive are no faster."""
-    monkeypatch.setattr(answer, "anonymous_bytes", lambda: 300 << 20)  # this process grows from plan to plan
+    monkeypatch.setattr(place, "anonymous_bytes", lambda: 300 << 20)  # this process grows from plan to plan
     directories = [tmp_path / name for name in ("one", "two")]
     for directory in directories:
         directory.mkdir()

@@ -9,8 +9,8 @@ from transformers import LlamaConfig
 
 from headrace.answers.answer import plan_model
 from headrace.answers.plan_report import PlanReport
+from headrace.terms.lanes import Lane
 from headrace.terms.options import Options
-from headrace.terms.program import Lane
 
 SEVEN = {
     "hidden_size": 4096,

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from headrace.answers import allowances
-from headrace.answers.allowances import default_device_bytes, default_device_overhead_bytes, default_host_bytes
+from headrace.answers import place
+from headrace.answers.place import default_device_bytes, default_device_overhead_bytes, default_host_bytes
 from headrace.machine import cuda, limits
 from headrace.machine.limits import available_memory_bytes
 from headrace.plan.machine_profiles import load_profile
@@ -22,7 +22,7 @@ def test_here_it_is_what_is_available() -> None:
 
 
 def test_under_wsl_no_more_than_can_be_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(allowances.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(place.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(limits, "available_memory_bytes", lambda root: 1000)
     monkeypatch.setattr(limits, "pinnable_memory_bytes", lambda root: 500)
     assert default_host_bytes(None, here=True) == 500

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from planned_models import llama_small, saved
 
-from headrace.answers import question
+from headrace.answers import place
 from headrace.answers.answer import plan_model
-from headrace.answers.question import runtime_bytes
+from headrace.answers.place import runtime_bytes
 from headrace.machine.limits import machine_memory_bytes
 from headrace.plan.machine_profiles import load_profile
 from headrace.terms.errors import ConfigError
@@ -35,7 +35,7 @@ def test_what_a_process_did_before_does_not_count() -> None:
 def test_a_build_for_gpus_takes_more(monkeypatch: pytest.MonkeyPatch) -> None:
     builds = []
     for version in (None, "12.8"):
-        monkeypatch.setattr(question.torch.version, "cuda", version)
+        monkeypatch.setattr(place.torch.version, "cuda", version)
         builds.append(runtime_bytes(0))
     assert builds[1] == builds[0] + 140 * MIB
 

@@ -4,7 +4,7 @@ import pytest
 from luwu import POINTS, SHAPES, Point, closed_form_seconds, simulate_luwu
 
 from headrace.plan.cluster import NODE, WORKER
-from headrace.terms.program import Lane
+from headrace.terms.lanes import Lane
 
 
 def test_the_headline_is_its_closed_form_to_the_digit():

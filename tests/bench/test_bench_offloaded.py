@@ -25,7 +25,8 @@ from offloaded import (
 )
 
 from headrace.plan.simulate import simulate
-from headrace.terms.program import Lane, Program, Verb
+from headrace.terms.lanes import Lane
+from headrace.terms.program import Program, Verb
 from headrace.terms.sizes import GIB
 
 

@@ -17,7 +17,8 @@ from headrace.files import DirectFile, ThreadEngine, Volume
 from headrace.machine.host_memory import huge_page_buffer
 from headrace.plan.plan import Results
 from headrace.terms.events import OpDone
-from headrace.terms.program import Lane, Verb
+from headrace.terms.lanes import Lane
+from headrace.terms.program import Verb
 
 PAGE = 4096
 

@@ -22,7 +22,8 @@ from hypothesis import strategies as st
 
 from headrace.plan.simulate import simulate
 from headrace.terms.ceilings import Ceilings
-from headrace.terms.program import Lane, Verb
+from headrace.terms.lanes import Lane
+from headrace.terms.program import Verb
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,8 @@ import slow_link
 
 from headrace.plan.links import Link, Network
 from headrace.plan.roofline import roofline_seconds
-from headrace.terms.program import Lane, Op, Verb
+from headrace.terms.lanes import Lane
+from headrace.terms.program import Op, Verb
 
 
 def test_the_double_takes_as_long_as_declared_and_only_where_it_computes(monkeypatch: pytest.MonkeyPatch):

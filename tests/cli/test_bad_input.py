@@ -29,7 +29,7 @@ from headrace.store import StateStore, read_manifest
 from headrace.store.manifest import MANIFEST_NAME, RECORD_NAMES
 from headrace.store.places import place_units
 from headrace.store.record import unpack_record
-from headrace.terms.options import RunOptions
+from headrace.terms.run_options import RunOptions
 
 
 class TestModel:

@@ -20,8 +20,9 @@ from transformers import AutoModelForCausalLM
 
 from headrace.answers.generation import plan_generation
 from headrace.cli import main
-from headrace.engine.generator import Generated, Generator, MicroBatch
+from headrace.engine.generator import Generator
 from headrace.engine.merging import merge_adapters
+from headrace.engine.micro_batches import Generated, MicroBatch
 from headrace.machine.cpu import CpuMachine
 from headrace.model.products import WideProducts
 from headrace.plan.generation import GenerationPlan, generation_buffers

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.answers.answer import multiplies
+from headrace.answers.place import multiplies
 from headrace.codec.published import PackQuantized
-from headrace.engine.generator import Generator, MicroBatch
+from headrace.engine.generator import Generator
+from headrace.engine.micro_batches import MicroBatch
 from headrace.model import packed
 from headrace.model.packed import PackedMatrix
 from headrace.plan.generation import GenerationPlan

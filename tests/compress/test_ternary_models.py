@@ -18,7 +18,8 @@ from test_compression import tensors_of
 import headrace
 from headrace.codec.ternary_target import TernaryTarget
 from headrace.engine import Engine, Seams
-from headrace.engine.generator import Generator, MicroBatch
+from headrace.engine.generator import Generator
+from headrace.engine.micro_batches import MicroBatch
 from headrace.runs import compression
 from headrace.runs.decompression import decompress
 from headrace.terms.budget import Budget

@@ -17,7 +17,7 @@ from headrace.plan.plan import Plan
 from headrace.store import read_manifest
 from headrace.terms.errors import InputError
 from headrace.update.rules.adamw import adamw_planes
-from headrace.update.rules.moments import MOMENTS
+from headrace.update.rules.moment_planes import MOMENTS
 
 ROWS, LENGTH, STEPS = 4, 24, 3
 # Weight decay on matrices only: two groups, whose border must not cut a block of the moments.

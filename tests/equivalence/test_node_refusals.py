@@ -17,7 +17,7 @@ from headrace.runs.run_directory import RunDirectory
 from headrace.store import RunLock
 from headrace.terms.errors import ConfigError, PlanInfeasible, RunDirectoryError
 from headrace.terms.events import Event, Notice
-from headrace.terms.options import NodeOptions
+from headrace.terms.run_options import NodeOptions
 
 
 @pytest.mark.parametrize(

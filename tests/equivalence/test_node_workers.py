@@ -28,7 +28,8 @@ from headrace.plan.plan import Plan
 from headrace.report.pages.views import lane_heading, lane_place
 from headrace.terms.errors import ConfigError
 from headrace.terms.events import Event, OpDone
-from headrace.terms.program import Lane, Op, Verb, lane_of_worker, split_lane
+from headrace.terms.lanes import Lane, lane_of_worker, split_lane
+from headrace.terms.program import Op, Verb
 from headrace.update.sites.node import NodeSite
 
 NUM_BLOCKS = 4

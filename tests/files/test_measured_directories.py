@@ -18,7 +18,7 @@ from headrace.files import (
     measured_weights,
 )
 from headrace.plan.machine_profiles import load_profile
-from headrace.terms.ceilings import striped_shares
+from headrace.terms.drives import striped_shares
 from headrace.terms.errors import DiskFull, StorageError
 from headrace.terms.sizes import MIB
 

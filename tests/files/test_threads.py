@@ -8,7 +8,7 @@ import pytest
 
 from headrace.files import BLOCK_BYTES, Bytes, ThreadEngine
 from headrace.machine.host_memory import huge_page_buffer
-from headrace.terms.ceilings import InFlight
+from headrace.terms.drives import InFlight
 from headrace.terms.errors import DeviceStalled, StorageError
 from headrace.terms.events import Event, Notice
 from headrace.testing import Fault, FaultKind, FaultyFile, MemoryFile

@@ -14,7 +14,8 @@ import pytest
 from headrace.flow.execute import Interpreter, OverlappedInterpreter, PlainInterpreter
 from headrace.machine.cpu import CpuMachine
 from headrace.terms.events import OpDone
-from headrace.terms.program import Lane, Op, Program, Verb
+from headrace.terms.lanes import Lane
+from headrace.terms.program import Op, Program, Verb
 
 DEVICE_LANES = (Lane.COMPUTE, Lane.HOST_TO_DEVICE, Lane.DEVICE_TO_HOST, Lane.DEVICE_UPDATE)
 WORK_SECONDS = 0.01

@@ -13,7 +13,8 @@ from headrace.flow.execute import Interpreter, OverlappedInterpreter, PlainInter
 from headrace.machine.cpu import CpuMachine
 from headrace.terms.errors import StepFailed
 from headrace.terms.events import OpDone
-from headrace.terms.program import Lane, Op, Program, Verb
+from headrace.terms.lanes import Lane
+from headrace.terms.program import Op, Program, Verb
 
 LANES = list(Lane)
 

@@ -20,7 +20,8 @@ from test_banks import with_banks
 from test_generation_search import question
 from tiers import sampled
 
-from headrace.engine.generator import Generated, Generator, MicroBatch
+from headrace.engine.generator import Generator
+from headrace.engine.micro_batches import Generated, MicroBatch
 from headrace.files import DirectFile
 from headrace.machine.cpu import CpuMachine
 from headrace.model.products import WideProducts
@@ -30,7 +31,8 @@ from headrace.plan.ledger import Snapshot
 from headrace.plan.schedules.generate import build_pass
 from headrace.terms.budget import Budget
 from headrace.terms.errors import DiskFull
-from headrace.terms.program import Lane, Pool
+from headrace.terms.lanes import Lane
+from headrace.terms.program import Pool
 from headrace.terms.sizes import PAGE_BYTES
 from headrace.testing.faulty_file import Fault, FaultKind, FaultyFile
 

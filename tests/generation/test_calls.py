@@ -18,8 +18,9 @@ from headrace.plan.machine_profiles import load_profile
 from headrace.plan.rates import Rates
 from headrace.plan.search import nominal_machine
 from headrace.terms.costs import CALLS_OF_EXPERT
+from headrace.terms.lanes import Lane
 from headrace.terms.optimizer import Optimizer
-from headrace.terms.program import Lane, Op, Verb
+from headrace.terms.program import Op, Verb
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32,

@@ -15,7 +15,8 @@ from tiers import sampled
 from tiny_architectures import CONFIGS, make_config
 
 from headrace.answers.generation import GenerationPlanner
-from headrace.engine.generator import Generator, MicroBatch
+from headrace.engine.generator import Generator
+from headrace.engine.micro_batches import MicroBatch
 from headrace.model.generation_check import why_not_chunked
 from headrace.plan.caches import CachePlan
 from headrace.plan.generation import GenerationPlan

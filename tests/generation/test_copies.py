@@ -19,10 +19,11 @@ from headrace.engine.copying import why_no_copy
 from headrace.engine.generator import Generator
 from headrace.files import Bandwidth, Extent, Volume
 from headrace.machine.host_memory import huge_page_buffer
-from headrace.plan.generation_search import with_peaks
+from headrace.plan.generation_peaks import with_peaks
 from headrace.plan.machine_profiles import load_profile
 from headrace.runs.evaluating import evaluate
-from headrace.store.weight_copy import PREFIX, WeightCopy, WeightFiles
+from headrace.store.copied_files import WeightFiles
+from headrace.store.weight_copy import PREFIX, WeightCopy
 from headrace.terms.budget import Budget
 from headrace.terms.errors import ConfigError, CorruptData, DiskFull, RunDirectoryError, StorageError
 from headrace.terms.eval_options import EvalOptions

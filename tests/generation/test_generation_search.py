@@ -16,7 +16,9 @@ from headrace.plan.caches import CachePlan
 from headrace.plan.experts import ExpertFigures
 from headrace.plan.footprint import Allowance
 from headrace.plan.generation import GenerationPlan
-from headrace.plan.generation_search import GenerationQuestion, make_generation_plan, seconds_of_all_tokens, with_peaks
+from headrace.plan.generation_peaks import with_peaks
+from headrace.plan.generation_search import GenerationQuestion, make_generation_plan
+from headrace.plan.generation_seconds import seconds_of_all_tokens
 from headrace.plan.ledger import Snapshot
 from headrace.plan.machine_profiles import load_profile
 from headrace.plan.rates import Rates
@@ -26,7 +28,7 @@ from headrace.terms.costs import GenerationCosts, PassCosts
 from headrace.terms.errors import PlanInfeasible
 from headrace.terms.forms import DEVICE, SSD, UnitFigures
 from headrace.terms.generate_options import GenerateOptions
-from headrace.terms.program import Lane
+from headrace.terms.lanes import Lane
 from headrace.terms.sizes import MIB
 
 BLOCKS, ELEMENTS = 4, 8 << 20

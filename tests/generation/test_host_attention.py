@@ -15,12 +15,14 @@ from test_generation_search import costs_of, fits, question, seconds
 from tiers import sampled
 
 from headrace.cli.generating import say
-from headrace.engine.generator import Generated, Generator
+from headrace.engine.generator import Generator
+from headrace.engine.micro_batches import Generated
 from headrace.flow.caches import SeatCache
 from headrace.model.host_attention import attended
 from headrace.plan.caches import HOST, CachePlan
 from headrace.plan.generation import GenerationPlan
-from headrace.plan.generation_search import GenerationQuestion, make_generation_plan, with_peaks
+from headrace.plan.generation_peaks import with_peaks
+from headrace.plan.generation_search import GenerationQuestion, make_generation_plan
 from headrace.plan.ledger import Snapshot
 from headrace.plan.rates import Rates
 from headrace.plan.roofline import attainable, stays_where_data_lie
@@ -30,7 +32,8 @@ from headrace.runs.jobs import JobProgress, run_job
 from headrace.terms.budget import Budget
 from headrace.terms.errors import ConfigError
 from headrace.terms.generate_options import GenerateOptions
-from headrace.terms.program import Lane, Verb
+from headrace.terms.lanes import Lane
+from headrace.terms.program import Verb
 from headrace.terms.sizes import MIB, PAGE_BYTES
 
 TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 2e-6, torch.float16: 2e-6}

@@ -29,7 +29,8 @@ from headrace.terms.budget import Budget
 from headrace.terms.costs import GenerationCosts, PassCosts
 from headrace.terms.events import OpDone
 from headrace.terms.forms import DEVICE, SSD, UnitFigures
-from headrace.terms.program import Lane, Program, Verb
+from headrace.terms.lanes import Lane
+from headrace.terms.program import Program, Verb
 from headrace.terms.sizes import MIB, PAGE_BYTES
 
 ELEMENTS = 16 << 20

@@ -8,7 +8,7 @@ import torch
 
 from headrace.machine.cuda import CudaMachine
 from headrace.terms.errors import InputError
-from headrace.terms.program import Lane
+from headrace.terms.lanes import Lane
 from headrace.terms.sizes import GIB, MIB
 
 pytestmark = pytest.mark.gpu

@@ -22,7 +22,7 @@ LENGTH = 128
 def test_another_sizes_epilogue_is_this_ones(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kind, values = CONFIGS[name]
     chain = Chain.from_config(CONFIG_MAPPING[kind](**values), "bfloat16", Optimizer())
-    module = sys.modules["headrace.model.cost_profile"]
+    module = sys.modules["headrace.model.shape_costs"]
     profile_loss, chunks = module._profile_loss, []  # type: ignore[attr-defined]
 
     def counted(*arguments: Any) -> Any:
@@ -53,7 +53,7 @@ def test_chunks_that_are_not_run_have_the_peaks_of_those_that_are(
         chain.multiply_wide()
     length = 2048 if chain.packs(2048) else LENGTH
     found = profile(chain, 2, length, huge_pages=True)
-    module = sys.modules["headrace.model.cost_profile"]
+    module = sys.modules["headrace.model.shape_costs"]
 
     def each(chunks: list[int], run: Any) -> dict[int, int]:
         return {tokens: run(tokens).peak_bytes for tokens in chunks}

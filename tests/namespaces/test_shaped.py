@@ -11,7 +11,7 @@ from network import Network
 from test_bytes import PEER, heard
 
 from headrace.plan import links
-from headrace.terms.program import Lane
+from headrace.terms.lanes import Lane
 
 MEGABITS, ELEMENTS = 50.0, 32 << 20
 UNIT_BYTES = 2 * ELEMENTS  # 64 MiB of bfloat16

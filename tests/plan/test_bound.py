@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.plan.bound import least_seconds
-from headrace.terms.program import Lane
+from headrace.terms.lanes import Lane
 
 FOUR = (Lane.COMPUTE, Lane.SSD_READ, Lane.SSD_WRITE, Lane.UPDATE)
 

@@ -15,7 +15,8 @@ from headrace.plan.links import Pattern
 from headrace.plan.plan import Plan
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.forms import SSD, UnitFigures, home_of
-from headrace.terms.program import Lane, Verb
+from headrace.terms.lanes import Lane
+from headrace.terms.program import Verb
 
 BLOCKS, ELEMENTS = 24, 1 << 20
 WEIGHTS = 2 * ELEMENTS  # bytes of a block

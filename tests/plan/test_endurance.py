@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.plan.endurance import endurance
-from headrace.terms.ceilings import Drive
+from headrace.terms.drives import Drive
 
 
 def drive(mixed: float = 6e9, rated: float | None = 1e15, capacity: int = 10**12, write: float = 3e9) -> Drive:

@@ -18,7 +18,7 @@ from headrace.plan.schedules.train import build_program
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.errors import ConfigError
 from headrace.terms.forms import UnitFigures, home_of
-from headrace.terms.program import Lane
+from headrace.terms.lanes import Lane
 
 
 def large_plan(num_blocks: int = 96, micro: int = 32, elements: int = 900_000_000 // 2048 * 2048, **changes: Any) -> Plan:

@@ -12,7 +12,8 @@ from headrace.plan.links import Link, Network
 from headrace.plan.rates import Rates
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.errors import StepFailed
-from headrace.terms.program import Lane, Op, Program, Verb
+from headrace.terms.lanes import Lane
+from headrace.terms.program import Op, Program, Verb
 
 GB = 10**9
 WORKER_LANES = (Lane.COMPUTE, Lane.HOST_TO_DEVICE, Lane.DEVICE_TO_HOST)

@@ -17,7 +17,8 @@ from headrace.report.pages.views import measured_view, planned_view
 from headrace.report.trace_file import TraceFile
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.events import OpDone
-from headrace.terms.program import Lane, LaneRow, Op, Part, Program, Share, Verb, lane_named
+from headrace.terms.lanes import Lane, LaneRow, Part, Share, lane_named
+from headrace.terms.program import Op, Program, Verb
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from headrace.plan.ledger import Known, Ledger, Snapshot
 from headrace.plan.plan import Plan
 from headrace.plan.schedules.train import build_program, redo
-from headrace.terms.program import PIECE_SHIFT, Lane, Pool, Verb, buffer
+from headrace.terms.lanes import Lane
+from headrace.terms.program import PIECE_SHIFT, Pool, Verb, buffer
 
 A, B = buffer(Pool.HOST_WEIGHTS, 0), buffer(Pool.HOST_WEIGHTS, 1)
 PIECE = 1 << PIECE_SHIFT

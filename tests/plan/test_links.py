@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.plan.links import Crossing, Link, Network, Pattern
-from headrace.terms.program import Lane
+from headrace.terms.lanes import Lane
 
 DOWN, UP = Lane.NIC_DOWN, Lane.NIC_UP
 RATE = 12.5e9

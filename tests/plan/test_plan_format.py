@@ -11,8 +11,9 @@ from small_plans import small_plan
 
 from headrace.plan.buffer_sizes import buffer_groups, device_update_temporary_bytes, host_update_temporary_bytes
 from headrace.plan.given import load_plan
-from headrace.plan.plan import PLAN_FORMAT, Plan
+from headrace.plan.plan import Plan
 from headrace.plan.speculation import Speculation
+from headrace.plan.stored import PLAN_FORMAT
 from headrace.terms.cuts import Cuts
 from headrace.terms.errors import ConfigError
 from headrace.terms.rule_figures import Grain

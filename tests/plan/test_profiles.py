@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from headrace.plan.machine_profiles import load_bare_profile, load_profile, profile_names
-from headrace.terms.ceilings import Ceilings, Drive
+from headrace.terms.ceilings import Ceilings
+from headrace.terms.drives import Drive
 from headrace.terms.errors import ConfigError
 
 PROMISED = [

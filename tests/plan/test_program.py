@@ -18,7 +18,8 @@ from headrace.plan.footprint import MOST_PROGRAMS, program_bytes
 from headrace.plan.ledger import Snapshot
 from headrace.plan.plan import Plan
 from headrace.plan.schedules.train import RECALLED_AHEAD, build_program, build_tail
-from headrace.terms.program import Lane, Op, Pool, Program, Verb
+from headrace.terms.lanes import Lane
+from headrace.terms.program import Op, Pool, Program, Verb
 
 STEPS = 4  # of the drawn programs, before the tail
 IN_ORDER_LANES = {Lane.COMPUTE, Lane.UPDATE, Lane.DEVICE_UPDATE, Lane.COMMIT, Lane.HOST_TO_DEVICE, Lane.DEVICE_TO_HOST}

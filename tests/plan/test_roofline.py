@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from headrace.plan.machine_profiles import load_profile
 from headrace.plan.rates import Rates
 from headrace.plan.roofline import attainable, intensity, roofline_seconds, stays_where_data_lie
-from headrace.terms.program import Lane, Op, Verb
+from headrace.terms.lanes import Lane
+from headrace.terms.program import Op, Verb
 
 positive = st.floats(1e3, 1e15)
 

@@ -16,8 +16,9 @@ from headrace.plan.forecast import StepSeconds, forecast
 from headrace.plan.placement import THRIFTS, Choice, Problem, Workload, filled, fits, placements_of, plan_of, replay_order
 from headrace.plan.plan import Plan
 from headrace.plan.search import make_plan, nominal_ceilings
-from headrace.terms.ceilings import Ceilings, Drive
+from headrace.terms.ceilings import Ceilings
 from headrace.terms.costs import BlockCosts, ModelCosts, OperatorCosts
+from headrace.terms.drives import Drive
 from headrace.terms.errors import InputError, PlanInfeasible
 from headrace.terms.forms import in_place_forms
 from headrace.terms.layout import lay_out

@@ -13,7 +13,8 @@ from machines import machine
 from headrace.plan.simulate import Timed, Timeline, simulate
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.errors import ConfigError, StepFailed
-from headrace.terms.program import Lane, Op, Program, Verb
+from headrace.terms.lanes import Lane
+from headrace.terms.program import Op, Program, Verb
 
 VERBS = {
     Lane.COMPUTE: Verb.FORWARD,

@@ -18,7 +18,8 @@ from headrace.plan.schedules.train import build_program
 from headrace.plan.simulate import simulate
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.forms import UnitFigures, home_of
-from headrace.terms.program import Lane, Program
+from headrace.terms.lanes import Lane
+from headrace.terms.program import Program
 
 RATES = ("compute", "read", "write", "inward", "outward", "update", "device")
 

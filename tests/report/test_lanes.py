@@ -16,7 +16,8 @@ from headrace.report.lanes import LanesFile, read_recording, summarise, union_se
 from headrace.report.metrics import Record, read_metrics
 from headrace.terms.errors import RunDirectoryError
 from headrace.terms.events import Notice, OpDone
-from headrace.terms.program import Lane, Op, Verb
+from headrace.terms.lanes import Lane
+from headrace.terms.program import Op, Verb
 
 
 def op(step: int, verb: Verb, lane: Lane, start: float, stop: float, **changes: int) -> OpDone:

@@ -12,7 +12,7 @@ from headrace.terms.errors import ConfigError, StorageError
 from headrace.terms.families import trained_unit
 from headrace.terms.layout import COMPUTE_DTYPES, Plane, PlaneSet, UnitLayout
 from headrace.update.rules.adamw import adamw_planes
-from headrace.update.rules.moments import MOMENTS
+from headrace.update.rules.moment_planes import MOMENTS
 
 
 def write_all(slots: GroupSlots, checksum: int = 1) -> None:

@@ -5,6 +5,7 @@ Each test names all that break its rule. Run: pytest tests/style
 
 import ast
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,7 +31,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 RANK = {package: rank for rank, packages in enumerate(LAYERS) for package in packages}
 WITHOUT_TORCH = ("files", "plan", "store", "terms")
 AT_HAND = {"headrace", *sys.stdlib_module_names}  # all that `terms` may import
-MOST_LINES_OF_A_FILE = 400
+WARNED_LINES_OF_A_FILE, MOST_LINES_OF_A_FILE = 300, 400
 # Known to be longer. A number here may shrink, and no line may be added without a reason beside it.
 LONGER = {
     "engine/trainer.py": 520,  # the one place where all parts meet
@@ -165,9 +166,11 @@ def test_package_fronts_only_export() -> None:
 
 
 def test_files_and_functions_stay_readable() -> None:
-    found = []
+    found, long = [], []
     for path, tree in TREES.items():
         lines = path.read_text(encoding="utf-8").count("\n")
+        if lines > WARNED_LINES_OF_A_FILE:
+            long.append(f"{name_of(path)} {lines}")
         if lines > LONGER.get(name_of(path), MOST_LINES_OF_A_FILE):
             found.append(f"{name_of(path)}: {lines} lines")
         for node in ast.walk(tree):
@@ -175,6 +178,8 @@ def test_files_and_functions_stay_readable() -> None:
                 length = node.end_lineno - node.body[0].lineno + 1
                 if length > MOST_LINES_OF_A_FUNCTION:
                     found.append(f"{name_of(path)}: {node.name}: {length} lines")
+    if long:
+        warnings.warn(f"{len(long)} files have over {WARNED_LINES_OF_A_FILE} lines: {', '.join(long)}", stacklevel=1)
     assert found == []
 
 

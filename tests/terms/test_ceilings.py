@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.terms.ceilings import Ceilings, Drive, InFlight, striped_shares
+from headrace.terms.ceilings import Ceilings
+from headrace.terms.drives import Drive, InFlight, striped_shares
 from headrace.terms.errors import ConfigError
 
 

@@ -21,7 +21,8 @@ from headrace.terms.declared import Declaration, option
 from headrace.terms.errors import ConfigError
 from headrace.terms.optimizer import ParameterGroup, Schedule
 from headrace.terms.option_kinds import Number
-from headrace.terms.options import NodeOptions, Options, PlanOptions, RunOptions
+from headrace.terms.options import Options, PlanOptions
+from headrace.terms.run_options import NodeOptions, RunOptions
 from headrace.update.rules.adamw import AdamW
 from headrace.update.rules.table import RULES, optimizer_of
 from headrace.update.wires import WIRES

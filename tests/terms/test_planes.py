@@ -7,7 +7,7 @@ import pytest
 from headrace.terms.errors import ConfigError
 from headrace.terms.layout import COMPUTE_DTYPES, UNIT_ALIGNMENT, lay_out, realigned
 from headrace.update.rules.adamw import adamw_planes
-from headrace.update.rules.moments import MOMENTS
+from headrace.update.rules.moment_planes import MOMENTS
 
 # Sizes that are multiples of nothing, in two groups.
 PARAMETERS = [

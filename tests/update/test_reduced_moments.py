@@ -26,7 +26,8 @@ from headrace.testing.rule_contract import StorageMeter
 from headrace.update import GRADIENT_DTYPES, DeviceUpdater, Updater
 from headrace.update.rule import noise_key
 from headrace.update.rules.adamw import adamw_planes
-from headrace.update.rules.moments import MOMENT_BLOCK_ELEMENTS, MOMENT_CODES, MOMENTS
+from headrace.update.rules.moment_planes import MOMENT_BLOCK_ELEMENTS, MOMENTS
+from headrace.update.rules.moments import MOMENT_CODES
 from headrace.update.tensors import Noise
 
 REDUCED = MOMENTS[1:]

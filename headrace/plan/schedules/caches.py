@@ -6,7 +6,8 @@ from typing import Any
 from headrace.plan.caches import COMPUTE, SSD, query_out_bytes, whole_bytes
 from headrace.plan.generation import GenerationPlan
 from headrace.plan.ledger import Ledger
-from headrace.terms.program import PIECE_SHIFT, Lane, Pool, Verb, buffer
+from headrace.terms.lanes import Lane
+from headrace.terms.program import PIECE_SHIFT, Pool, Verb, buffer
 
 _HOME, _ON_HOST, _ON_DEVICE = buffer(Pool.CACHE), buffer(Pool.CACHE_HOST), buffer(Pool.CACHE_DEVICE)
 _HOST_CARRIED = buffer(Pool.HOST_CARRIED)

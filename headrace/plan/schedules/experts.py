@@ -13,8 +13,9 @@ from headrace.plan.ledger import Ledger
 from headrace.plan.schedules.caches import Caches
 from headrace.plan.schedules.pages import PagedWeights
 from headrace.terms.costs import CALLS_OF_EXPERT
+from headrace.terms.lanes import Lane
 from headrace.terms.layout import Plane
-from headrace.terms.program import Lane, Pool, Verb, buffer
+from headrace.terms.program import Pool, Verb, buffer
 
 # The most rounds of a block in a forecast: as many bytes, in larger pieces.
 _FORECAST_ROUNDS = 6

@@ -6,7 +6,8 @@ Weights come as for a training step, and the next program, of either kind, finds
 from headrace.plan.ledger import Snapshot
 from headrace.plan.plan import Plan
 from headrace.plan.schedules.weights import RESIDENT, Weights
-from headrace.terms.program import Lane, Program, Verb
+from headrace.terms.lanes import Lane
+from headrace.terms.program import Program, Verb
 
 
 def build_forward(plan: Plan, num_micro_batches: int, before: Snapshot) -> tuple[Program, Snapshot]:

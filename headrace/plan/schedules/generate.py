@@ -18,7 +18,8 @@ from headrace.plan.schedules.experts import ExpertRounds
 from headrace.plan.schedules.pages import PagedWeights
 from headrace.plan.schedules.weights import RESIDENT
 from headrace.terms.costs import PassCosts
-from headrace.terms.program import Lane, Pool, Program, Verb, buffer
+from headrace.terms.lanes import Lane
+from headrace.terms.program import Pool, Program, Verb, buffer
 
 _CARRIED = buffer(Pool.CARRIED)
 

@@ -16,7 +16,8 @@ from functools import partial
 from headrace.plan.generation import GenerationPlan
 from headrace.plan.ledger import Snapshot
 from headrace.plan.schedules.weights import NONE, Weights
-from headrace.terms.program import PIECE_SHIFT, Lane, Verb
+from headrace.terms.lanes import Lane
+from headrace.terms.program import PIECE_SHIFT, Verb
 
 
 @dataclass(frozen=True, slots=True)

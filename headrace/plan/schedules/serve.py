@@ -14,7 +14,8 @@ from headrace.plan.ledger import Snapshot
 from headrace.plan.plan import Plan
 from headrace.plan.schedules.updates import NORM, PIECE, Updates
 from headrace.plan.schedules.weights import VERDICT
-from headrace.terms.program import Lane, Program, Verb
+from headrace.terms.lanes import Lane
+from headrace.terms.program import Program, Verb
 
 # So many units' weights are read before it is their turn to be sent: reading states for updates must not delay them.
 READ_AHEAD = 4

@@ -13,7 +13,8 @@ from headrace.plan.ledger import Known, Snapshot
 from headrace.plan.plan import Plan
 from headrace.plan.schedules.updates import FREE_SLOTS, NORM, PIECE, Updates, held_at
 from headrace.plan.schedules.weights import FAR, NONE, RESIDENT, TRAINED, VERDICT
-from headrace.terms.program import Lane, Pool, Program, Verb, buffer
+from headrace.terms.lanes import Lane
+from headrace.terms.program import Pool, Program, Verb, buffer
 
 # So many block inputs are brought back ahead of their use, if there are buffers for them.
 RECALLED_AHEAD = 2

@@ -12,7 +12,8 @@ from headrace.plan.ledger import Snapshot
 from headrace.plan.plan import Plan
 from headrace.plan.schedules.weights import RESIDENT, SSD_WEIGHTS, STAGING, TRAINED, VERDICT, Weights
 from headrace.terms.cuts import is_uneven
-from headrace.terms.program import PIECE_SHIFT, Lane, Pool, Verb, buffer
+from headrace.terms.lanes import Lane
+from headrace.terms.program import PIECE_SHIFT, Pool, Verb, buffer
 
 PIECE = 1 << PIECE_SHIFT
 GRADIENT, HELD, FREE_SLOTS, NORM = buffer(Pool.GRADIENT), buffer(Pool.HELD), buffer(Pool.FREE_SLOTS), buffer(Pool.NORM)

@@ -12,8 +12,9 @@ from headrace.plan.buffer_sizes import SOURCE_SLOTS
 from headrace.plan.ledger import Ledger, Snapshot
 from headrace.plan.results import Results
 from headrace.terms.forms import UnitFigures
+from headrace.terms.lanes import Lane
 from headrace.terms.layout import PlaneSet
-from headrace.terms.program import Lane, Pool, Verb, buffer
+from headrace.terms.program import Pool, Verb, buffer
 
 HOST, COMPUTED = buffer(Pool.HOST_WEIGHTS), buffer(Pool.DEVICE_WEIGHTS)
 RESIDENT, TRAINED, SOURCES = buffer(Pool.RESIDENT_WEIGHTS), buffer(Pool.TRAINED), buffer(Pool.SOURCES)

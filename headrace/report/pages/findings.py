@@ -19,7 +19,7 @@ from headrace.report.pages.run_files import RunFiles
 from headrace.report.pages.views import StepView, measured_view, planned_view
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.errors import HeadraceError
-from headrace.terms.program import Lane, lane_named
+from headrace.terms.lanes import Lane, lane_named
 
 _RECENT_STEPS = 20
 

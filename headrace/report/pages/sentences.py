@@ -7,8 +7,8 @@ from headrace.report.pages.findings import Findings, together_share
 from headrace.report.pages.markup import decimal_bytes
 from headrace.report.pages.run_files import RunFiles
 from headrace.terms.ceilings import Ceilings
+from headrace.terms.lanes import Lane, Share, lane_named, sharing_lanes, sharing_words
 from headrace.terms.plain_figures import plain_figure
-from headrace.terms.program import Lane, Share, lane_named, sharing_lanes, sharing_words
 from headrace.terms.sizes import format_seconds
 
 # As in the planner: a lane that is busy for less does not limit the step by itself.

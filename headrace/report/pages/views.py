@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from headrace.plan.simulate import Timeline
 from headrace.report.lanes import Recording
-from headrace.terms.program import Lane, lane_named, split_lane
+from headrace.terms.lanes import Lane, lane_named, split_lane
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

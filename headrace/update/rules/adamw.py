@@ -20,7 +20,8 @@ from headrace.terms.option_kinds import Number, OneOf
 from headrace.terms.rule_figures import RuleFigures
 from headrace.update.loops import inlined
 from headrace.update.rule import ElementRule, StepScalars
-from headrace.update.rules.moments import MOMENT_CODES, MOMENT_PLANES, MOMENTS, OTHER_NAMES
+from headrace.update.rules.moment_planes import MOMENT_PLANES, MOMENTS, OTHER_NAMES
+from headrace.update.rules.moments import MOMENT_CODES
 from headrace.update.tensors import States, root_of
 
 # By kind of moments: the most bytes per element alive at once on a device beside the planes, and the rate of a core relative to

@@ -32,7 +32,8 @@ from headrace.terms.rule_figures import RuleFigures
 from headrace.update.kernels import widened
 from headrace.update.loops import digest_of, inlined
 from headrace.update.rule import ElementRule, StepScalars, Summing, noise_key
-from headrace.update.rules.moments import rounded_at_random, tensor_rounded_at_random
+from headrace.update.rules.moment_tensors import tensor_rounded_at_random
+from headrace.update.rules.moments import rounded_at_random
 from headrace.update.tensors import Noise, States
 
 # Bytes per element that torch's kernels read and write on a device, and the most that they allocate at once. Tests count both.

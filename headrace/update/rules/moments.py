@@ -1,4 +1,4 @@
-"""Moments of 16 and 8 bits: how the two states of Adam-like rules are kept in fewer bits, in compiled loops and on tensors.
+"""Moments of 16 and 8 bits: how the two states of Adam-like rules are kept in fewer bits, here in compiled loops.
 
 The update is exact; only what is kept until the next step is rounded, at random and without bias in `m` and `v`. Rounding to
 nearest would lose every change below half a place: with `beta2 = 0.999` a second moment falls by at most a thousandth per step,
@@ -9,51 +9,33 @@ densest near zero: a moment of a hundredth of its block's largest keeps an error
 would round it to zero or one. Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization", have the blocks, and use a
 table of codes to the same end; roots need no table.
 
-Invariant: a rounding depends on the element's place in the model, the update and (with 8 bits) its block alone: `_noise`. Both
-forms give the same bits.
+Invariant: a rounding depends on the element's place in the model, the update and (with 8 bits) its block alone: `_noise`. On
+tensors (`moment_tensors.py`) they are the same bits.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 from numba.extending import intrinsic
-from torch import Tensor
 
 from headrace.machine.jit import full_width
-from headrace.terms.layout import Plane
 from headrace.update.kernels import as_float, not_nan, widened
 from headrace.update.loops import TILE_ELEMENTS, StateCode, inlined
-from headrace.update.tensors import Noise, root_of, rounded_bits
-
-# Parameters that share one scale where moments have 8 bits (Dettmers et al. 2022, section 2: small blocks contain outliers).
-MOMENT_BLOCK_ELEMENTS = TILE_ELEMENTS
-# The planes by kind of moments. int8 has codes, and for each block the unit in which its codes count.
-MOMENT_PLANES = {
-    "float32": (Plane("m", "float32", 4), Plane("v", "float32", 4)),
-    "bfloat16": (Plane("m", "uint16", 2), Plane("v", "uint16", 2)),
-    "int8": (
-        Plane("m", "int8", 1),
-        Plane("v", "uint8", 1),
-        Plane("m_unit", "float32", 4, MOMENT_BLOCK_ELEMENTS),
-        Plane("v_unit", "float32", 4, MOMENT_BLOCK_ELEMENTS),
-    ),
-}
-# How moments may be kept; the first is the default, and the only one that is exact. `OTHER_NAMES` are what people call them
-# besides.
-MOMENTS = tuple(MOMENT_PLANES)
-OTHER_NAMES = {"bf16": "bfloat16", "fp32": "float32", "8bit": "int8", "uint8": "int8"}
-# The largest codes of 8-bit moments: a first moment has a sign and 7 bits, the root of a second moment has 8 bits.
-LARGEST_M, LARGEST_V = 127, 255
-# Shift and factor of each round of the hash for random rounding, and the shift after the last round: see `_noise`.
-NOISE_ROUNDS = ((16, 0x7FEB352D), (15, 0x846CA68B))
-NOISE_LAST_SHIFT = 16
-# A block whose first moments are all smaller than this is kept as zero: its unit would have no inverse in fp32. AdamW's steps
-# for such moments vanish beside any epsilon in use.
-SMALLEST_M = 2.0**-100
+from headrace.update.rules.moment_planes import (
+    LARGEST_M,
+    LARGEST_V,
+    NOISE_LAST_SHIFT,
+    NOISE_ROUNDS,
+    SMALLEST_M,
+)
+from headrace.update.rules.moment_tensors import (
+    decode_tensors_bfloat16,
+    decode_tensors_int8,
+    encode_tensors_bfloat16,
+    encode_tensors_int8,
+)
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -263,113 +245,9 @@ def _encode_int8(tiles: Any, planes: Any, start: Any, stop: Any, first: Any, key
         v[i] = _unsigned_code(np.float32(1) if code == 0 and root > 0 else code)
 
 
-def _decode_tensors_bfloat16(planes: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    return tuple((bits.view(torch.int16).to(torch.int32) << 16).view(torch.float32) for bits in planes)
-
-
-def _encode_tensors_bfloat16(states: Sequence[Tensor], noise: Noise) -> tuple[Tensor, ...]:
-    """Return bfloat16 bits (int16): 16 random bits are added below the last place, then cut off. NaN becomes the quiet NaN."""
-    bits = _random_bits(noise, states[0])
-    return tuple(_to_bfloat16(state, half) for state, half in zip(states, (_upper(bits), _lower(bits)), strict=True))
-
-
-def tensor_rounded_at_random(values: Tensor, noise: Noise) -> Tensor:
-    """Return bfloat16 bits (int16) of fp32 values: `rounded_at_random` of each."""
-    return _to_bfloat16(values, _lower(_random_bits(noise, values)))
-
-
-def _decode_tensors_int8(planes: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    m, v, *units = planes
-    m_unit, v_unit = (_by_block(unit, m.numel()) for unit in units)
-    code = m.to(torch.float32)
-    root = v.to(torch.float32)
-    root = (root * root) * v_unit
-    return (code * code.abs()) * m_unit, root * root
-
-
-def _encode_tensors_int8(states: Sequence[Tensor], noise: Noise) -> tuple[Tensor, ...]:
-    m, root = states[0], root_of(states[1])
-    bits, n = _random_bits(noise, m), m.numel()
-    largest_m, largest_root = _largest_of_blocks(m), _largest_of_blocks(root)
-    m_unit = (largest_m * _fp32(1 / LARGEST_M**2)).masked_fill(largest_m < SMALLEST_M, 0.0)
-    v_unit = largest_root * _fp32(1 / LARGEST_V**2)
-    broken = ~(largest_m.isfinite() & largest_root.isfinite())
-    m_inverse, v_inverse = (
-        # A tensor of ones, because torch turns the division of a number by a tensor into a product with the inverse.
-        _by_block((torch.ones_like(unit) / unit).masked_fill((unit == 0) | broken, 0.0), n)
-        for unit in (m_unit, v_unit)
-    )
-    zero = _by_block(broken, n)
-    value = (m.abs() * m_inverse).masked_fill(zero, 0.0)
-    low = root_of(value).floor().clamp_max(LARGEST_M - 1)
-    below, above = low * low, (low + 1) * (low + 1)
-    up = _as_fraction(_upper(bits)) * (above - below) < value - below
-    code = low + up
-    m_code = torch.where(m > 0, code, -code).to(torch.int8)
-    value = (root * v_inverse).masked_fill(zero, 0.0)
-    low = root_of(value).floor().clamp_max(LARGEST_V - 1)
-    below, above = low * low, (low + 1) * (low + 1)
-    up = _as_fraction(_lower(bits)) * ((above - below) * (above + below)) < (value - below) * (value + below)
-    v_code = torch.maximum(low + up, (value > 0).to(torch.float32)).to(torch.uint8)
-    return m_code, v_code, *(unit.masked_fill(broken, float("nan")) for unit in (m_unit, v_unit))
-
-
-def _largest_of_blocks(values: Tensor) -> Tensor:
-    """Return the largest magnitude of each block, NaN where the block has one."""
-    padded = torch.nn.functional.pad(values.abs(), (0, -values.numel() % MOMENT_BLOCK_ELEMENTS))
-    return padded.view(-1, MOMENT_BLOCK_ELEMENTS).amax(dim=1)
-
-
-def _by_block(units: Tensor, num_elements: int) -> Tensor:
-    """Return for each element its block's number."""
-    return units.repeat_interleave(MOMENT_BLOCK_ELEMENTS)[:num_elements]
-
-
-def _fp32(value: float) -> float:
-    """Return `value` rounded to fp32 once."""
-    return float(torch.tensor(value, dtype=torch.float32))
-
-
-def _random_bits(noise: Noise, like: Tensor) -> Tensor:
-    """Return 32 random bits for each element as int32, as `_noise` does: products wrap around in both."""
-    value = torch.arange(like.numel(), dtype=torch.int32, device=like.device) + _signed(noise.first_element)
-    value ^= _signed(noise.key)
-    for shift, factor in NOISE_ROUNDS:
-        value ^= _shifted(value, shift)
-        value *= _signed(factor)
-    return value ^ _shifted(value, NOISE_LAST_SHIFT)
-
-
-def _signed(word: int) -> int:
-    """Return the int32 that has the lower 32 bits of `word`."""
-    return (word + (1 << 31)) % (1 << 32) - (1 << 31)
-
-
-def _shifted(bits: Tensor, places: int) -> Tensor:
-    """Return int32 `bits` shifted to the right, filled up with zeros."""
-    return (bits >> places) & ((1 << (32 - places)) - 1)
-
-
-def _upper(bits: Tensor) -> Tensor:
-    return _shifted(bits, 16)
-
-
-def _lower(bits: Tensor) -> Tensor:
-    return bits & 0xFFFF
-
-
-def _as_fraction(half: Tensor) -> Tensor:
-    """Return 16 random bits as a number inside (0, 1)."""
-    return (half.to(torch.float32) + 0.5) * 2.0**-16
-
-
-def _to_bfloat16(values: Tensor, half: Tensor) -> Tensor:
-    return ((rounded_bits(values) + half) >> 16).to(torch.int16)
-
-
 # By the names of `MOMENTS`; None for moments that are kept without a code.
 MOMENT_CODES: dict[str, StateCode | None] = {
     "float32": None,
-    "bfloat16": StateCode(_scratch, _decode_bfloat16, _encode_bfloat16, _decode_tensors_bfloat16, _encode_tensors_bfloat16),
-    "int8": StateCode(_scratch, _decode_int8, _encode_int8, _decode_tensors_int8, _encode_tensors_int8),
+    "bfloat16": StateCode(_scratch, _decode_bfloat16, _encode_bfloat16, decode_tensors_bfloat16, encode_tensors_bfloat16),
+    "int8": StateCode(_scratch, _decode_int8, _encode_int8, decode_tensors_int8, encode_tensors_int8),
 }

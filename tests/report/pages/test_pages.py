@@ -25,7 +25,8 @@ from headrace.report.pages.sentences import bottleneck_words, endurance_words, i
 from headrace.report.pages.step_charts import thin
 from headrace.report.pages.views import Bar, in_rows, joined, lane_heading
 from headrace.terms.errors import RunDirectoryError
-from headrace.terms.program import Lane, Verb
+from headrace.terms.lanes import Lane
+from headrace.terms.program import Verb
 
 EVERY_FILE = ("metrics.jsonl", "lanes.jsonl", "timeline.json", "plan.json", "machine.json", "config.yaml")
 SECTIONS = ("bottleneck", "timeline", "rates", "memory", "steps", "endurance")

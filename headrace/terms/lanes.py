@@ -1,0 +1,240 @@
+"""The lanes: a machine's resources, each with its name, rate and overhead, and what it shares with others.
+
+To add a lane, add a row to `Lane`.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Something that lanes share. `rate` names the figure of a profile (`Ceilings`) that says how fast they are together.
+
+    Without a figure, lanes do no more together than one after the other: each keeps half of its speed beside another, unless a
+    profile's `slowdowns` say otherwise.
+    """
+
+    name: str
+    rate: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What people buy to make lanes faster: `twice` says twice of it in words, `figures` are the fields of a profile it
+    doubles.
+    """
+
+    name: str
+    twice: str
+    figures: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaneRow:
+    """What is known of a lane. `heading` names it on a page, `words` within a sentence.
+
+    `rate` and `overhead` name figures of a profile: bytes per second, and seconds that each operation takes besides. `on_bus`:
+    what it moves crosses the host's memory bus. `part`: what would make it faster. `stream` is the priority of the lane's own
+    stream on a device that has streams, None where its work is the host's. `threads` is how many it has; with one, the end
+    of an operation means that all before it have ended.
+    """
+
+    heading: str
+    words: str
+    rate: str | None = None
+    overhead: str | None = None
+    shares: Share | None = None
+    part: Part | None = None
+    on_bus: bool = False
+    stream: int | None = None
+    threads: int = 1
+
+
+_DEVICE = Share("device")
+_DRIVES = Share("drives", "ssd_mixed_bytes_per_second")
+_LINK = Share("link", "both_ways_bytes_per_second")
+_COMPUTE_PART = Part("compute", "compute twice as fast", ("flops_per_second", "device_memory_bytes_per_second"))
+_DRIVES_PART = Part("SSDs", "twice as many SSDs", ("drives",))
+_LINK_PART = Part(
+    "host-device link",
+    "a host-device link twice as fast",
+    ("host_to_device_bytes_per_second", "device_to_host_bytes_per_second", "both_ways_bytes_per_second"),
+)
+_HOST_PART = Part(
+    "CPU cores and host memory bandwidth",
+    "CPU cores and host memory twice as fast",
+    (
+        "update_bytes_per_second",
+        "update_bytes_per_second_per_core",
+        "host_memory_bytes_per_second",
+        "attended_bytes_per_second",
+    ),
+)
+_NETWORK_PART = Part("network", "a network twice as fast", ("network_bytes_per_second",))
+
+
+class Lane(StrEnum):
+    """A resource that works through its operations in program order. This is the table of lanes: to add one, add a row."""
+
+    row: LaneRow
+
+    def __new__(cls, name: str, row: LaneRow) -> "Lane":
+        """Make the lane `name`."""
+        lane = str.__new__(cls, name)
+        lane._value_, lane.row = name, row
+        return lane
+
+    COMPUTE = (
+        "compute",
+        LaneRow(heading="Compute", words="compute", overhead="launch_seconds", shares=_DEVICE, part=_COMPUTE_PART, stream=0),
+    )
+    SSD_READ = (
+        "ssd-read",
+        LaneRow(
+            heading="SSD reads",
+            words="SSD reads",
+            rate="ssd_read_bytes_per_second",
+            overhead="transfer_seconds",
+            shares=_DRIVES,
+            part=_DRIVES_PART,
+            on_bus=True,
+            threads=2,
+        ),
+    )
+    SSD_WRITE = (
+        "ssd-write",
+        LaneRow(
+            heading="SSD writes",
+            words="SSD writes",
+            rate="ssd_write_bytes_per_second",
+            overhead="transfer_seconds",
+            shares=_DRIVES,
+            part=_DRIVES_PART,
+            on_bus=True,
+            threads=3,
+        ),
+    )
+    # Copies get priority over compute: a copy that waits makes compute wait later.
+    HOST_TO_DEVICE = (
+        "host-to-device",
+        LaneRow(
+            heading="Host → device",
+            words="host-to-device copies",
+            rate="host_to_device_bytes_per_second",
+            overhead="transfer_seconds",
+            shares=_LINK,
+            part=_LINK_PART,
+            on_bus=True,
+            stream=-1,
+        ),
+    )
+    DEVICE_TO_HOST = (
+        "device-to-host",
+        LaneRow(
+            heading="Device → host",
+            words="device-to-host copies",
+            rate="device_to_host_bytes_per_second",
+            overhead="transfer_seconds",
+            shares=_LINK,
+            part=_LINK_PART,
+            on_bus=True,
+            stream=-1,
+        ),
+    )
+    UPDATE = (
+        "update",
+        LaneRow(
+            heading="Update", words="the CPU's update kernel", rate="update_bytes_per_second", part=_HOST_PART, on_bus=True
+        ),
+    )
+    DEVICE_UPDATE = (
+        "device-update",
+        LaneRow(
+            heading="Update on device",
+            words="updates on the device",
+            rate="device_update_bytes_per_second",
+            overhead="launch_seconds",
+            shares=_DEVICE,
+            part=_COMPUTE_PART,
+            stream=0,
+        ),
+    )
+    MAKE = (
+        "make",
+        LaneRow(
+            heading="Make weights",
+            words="making weights",
+            rate="make_bytes_per_second",
+            overhead="launch_seconds",
+            shares=_DEVICE,
+            part=_COMPUTE_PART,
+            stream=0,
+        ),
+    )
+    ATTENTION = (
+        "attention",
+        LaneRow(
+            heading="Attention on the host",
+            words="attention on the host",
+            rate="attention_bytes_per_second",
+            overhead="transfer_seconds",
+            part=_HOST_PART,
+            on_bus=True,
+        ),
+    )
+    # Until tokens have chosen their experts nobody knows which to read.
+    ROUTER = "router", LaneRow(heading="Routers", words="waiting for routers", overhead="transfer_seconds")
+    NIC_DOWN = (
+        "nic-down",
+        LaneRow(
+            heading="Network in",
+            words="what comes by the network",
+            rate="network_bytes_per_second",
+            part=_NETWORK_PART,
+            on_bus=True,
+        ),
+    )
+    NIC_UP = (
+        "nic-up",
+        LaneRow(
+            heading="Network out",
+            words="what goes by the network",
+            rate="network_bytes_per_second",
+            part=_NETWORK_PART,
+            on_bus=True,
+        ),
+    )
+    COMMIT = "commit", LaneRow(heading="Commit", words="commits", overhead="commit_seconds")
+
+
+def sharing_lanes() -> dict[Share, tuple[Lane, ...]]:
+    """Return the lanes of each thing that lanes share, in the table's order."""
+    things = dict.fromkeys(lane.row.shares for lane in Lane)
+    return {thing: tuple(lane for lane in Lane if lane.row.shares == thing) for thing in things if thing is not None}
+
+
+def sharing_words(share: Share, lanes: tuple[Lane, ...]) -> str:
+    """Return what `lanes`, which share something, are called together within a sentence."""
+    directions = [lanes[0].row.words, *(lane.row.words.split()[-1] for lane in lanes[1:])]
+    return f"{' and '.join(directions)}, which share the {share.name}"
+
+
+_WORKER = "worker "
+
+
+def lane_of_worker(rank: int, lane: str) -> str:
+    """Return what a node calls a lane of the worker of that rank."""
+    return f"{_WORKER}{rank}: {lane}"
+
+
+def split_lane(name: str) -> tuple[int, str]:
+    """Return the rank of the worker whose lane has that name, 0 for one of this process, and the lane's name there."""
+    who, colon, lane = name.partition(": ")
+    rank = who.removeprefix(_WORKER)
+    return (int(rank), lane) if colon and who.startswith(_WORKER) and rank.isdecimal() else (0, name)
+
+
+def lane_named(name: str) -> Lane | None:
+    """Return the lane `name`, None if the table has none: what a program of another version wrote may name others."""
+    return next((lane for lane in Lane if lane == name), None)
