@@ -28,7 +28,7 @@ from fuyou import (
 from transformers import GPT2Config
 
 from headrace.model import Chain, Profiles
-from headrace.plan.footprint import Allowance
+from headrace.plan.allowance import Allowance
 from headrace.plan.forecast import forecast
 from headrace.plan.placement import Problem, Workload
 from headrace.plan.search import make_plan

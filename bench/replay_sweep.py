@@ -28,7 +28,7 @@ from headrace.engine.trainer import Engine
 from headrace.machine.meter import MemoryMeter
 from headrace.measure.machine import measure_machine
 from headrace.model import Profiles
-from headrace.plan.footprint import Allowance
+from headrace.plan.allowance import Allowance
 from headrace.plan.forecast import forecast
 from headrace.plan.placement import Choice, Problem, Workload, filled, fits, plan_of, replay_order
 from headrace.plan.plan import Plan

@@ -32,7 +32,7 @@ from headrace.engine.generator import Generator
 from headrace.engine.micro_batches import MicroBatch
 from headrace.files import extents
 from headrace.plan.generation_seconds import with_forecast
-from headrace.plan.search import nominal_machine
+from headrace.plan.nominal import nominal_machine
 from headrace.terms.budget import Budget
 from headrace.terms.events import GenerationPass
 from headrace.testing import ThrottledFile

@@ -16,9 +16,10 @@ from headrace.answers.place import RUNTIME_ELSEWHERE_BYTES, multiplies, place_of
 from headrace.answers.question import Question
 from headrace.files import default_ssd_bytes, file_systems
 from headrace.model import Chain, Profiles, check_whole, self_check
+from headrace.plan.allowance import Allowance
 from headrace.plan.cluster import Cluster, ClusterForecast, forecast_cluster
 from headrace.plan.endurance import endurance
-from headrace.plan.footprint import Allowance, with_footprint
+from headrace.plan.footprint import with_footprint
 from headrace.plan.machine_profiles import load_bare_profile
 from headrace.plan.placement import Problem, fits
 from headrace.plan.plan import Plan

@@ -16,7 +16,7 @@ from headrace.answers.model_config import read_parts
 from headrace.answers.place import place_of
 from headrace.model import Chain
 from headrace.plan.machine_profiles import load_profile
-from headrace.plan.search import nominal_machine
+from headrace.plan.nominal import nominal_machine
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.errors import ConfigError
 from headrace.terms.layout import ParameterSpec

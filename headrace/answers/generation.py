@@ -28,8 +28,8 @@ from headrace.model.generation_check import (
 )
 from headrace.model.generation_costs import generation_costs
 from headrace.model.stored_experts import expert_layout, without
+from headrace.plan.allowance import Allowance
 from headrace.plan.experts import ExpertFigures
-from headrace.plan.footprint import Allowance
 from headrace.plan.generation import GenerationPlan
 from headrace.plan.generation_search import GenerationQuestion, make_generation_plan
 from headrace.terms.budget import Budget, default_bytes

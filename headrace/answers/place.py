@@ -12,7 +12,7 @@ from headrace.machine.cuda import GPU_OVERHEAD_BYTES
 from headrace.machine.host_memory import anonymous_bytes
 from headrace.machine.limits import default_host_bytes as host_bytes_here
 from headrace.machine.limits import machine_memory_bytes
-from headrace.plan.footprint import Allowance, planned_runtime_bytes
+from headrace.plan.allowance import Allowance, planned_runtime_bytes
 from headrace.terms.budget import Budget, default_bytes
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.errors import ConfigError

@@ -16,7 +16,8 @@ from headrace.machine.host_memory import anonymous_bytes, return_pieces
 from headrace.machine.limits import default_host_bytes, machine_memory_bytes
 from headrace.machine.protocol import Machine
 from headrace.model import Chain, Profiles, WeightMap, import_workspace_bytes
-from headrace.plan.footprint import Allowance, with_runtime
+from headrace.plan.allowance import Allowance
+from headrace.plan.footprint import with_runtime
 from headrace.plan.given import adopted
 from headrace.plan.placement import Problem
 from headrace.plan.plan import Plan

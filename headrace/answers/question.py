@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from headrace.plan.footprint import Allowance
+from headrace.plan.allowance import Allowance
 from headrace.plan.placement import Problem, Workload
 from headrace.terms.costs import ModelCosts
 from headrace.terms.forms import Form

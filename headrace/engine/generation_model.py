@@ -13,7 +13,7 @@ from transformers import GenerationConfig
 
 from headrace.answers.model_config import position_limit
 from headrace.engine.seams import Seams, forms_of, seams_of
-from headrace.flow.load import AdapterReader
+from headrace.flow.completing import AdapterReader
 from headrace.flow.make import Maker
 from headrace.flow.sources import ShardSource, StoreSource, WeightSource
 from headrace.machine.here import this_machine

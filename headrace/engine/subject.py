@@ -15,7 +15,8 @@ from headrace.engine.lent_base import LentBase, check_lent
 from headrace.engine.seams import Seams, forms_of
 from headrace.files import Beside, file_systems, measured_weights
 from headrace.flow.buffers import GRADIENT_VIEWS
-from headrace.flow.load import AdapterReader, UnitReader, import_model
+from headrace.flow.completing import AdapterReader
+from headrace.flow.load import UnitReader, import_model
 from headrace.flow.make import Maker
 from headrace.flow.settle import PROPOSED, changed, settle
 from headrace.flow.step_state import Verdict

@@ -19,7 +19,8 @@ from headrace.engine.lane_diary import LaneDiary
 from headrace.engine.seams import Seams, forms_of
 from headrace.engine.subject import prepare_chain
 from headrace.files import measured_weights
-from headrace.flow.buffers import TORCH_DTYPES, Buffers
+from headrace.flow.arena import TORCH_DTYPES
+from headrace.flow.buffers import Buffers
 from headrace.flow.execute import interpreter_of
 from headrace.flow.make import Maker
 from headrace.flow.step_batch import StepBatch, step_batch

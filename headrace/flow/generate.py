@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from headrace.flow.buffers import TORCH_DTYPES, DeviceArena
+from headrace.flow.arena import TORCH_DTYPES, DeviceArena
 from headrace.flow.caches import CacheBuffers, SeatCache
 from headrace.flow.execute import Interpreter, Run
 from headrace.flow.experts import ExpertFlow

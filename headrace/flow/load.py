@@ -7,14 +7,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from headrace.flow.completing import completing_bytes, read_completing
 from headrace.flow.make import Maker
 from headrace.machine.host_memory import Bytes, huge_page_buffer
 from headrace.model import WeightMap, import_unit
-from headrace.model.adapters import Adapters
 from headrace.store import StateStore
-from headrace.terms.families import BASIS, REST, STATES, TRAINED, WEIGHTS, Family, Unit
+from headrace.terms.families import REST, STATES, TRAINED, WEIGHTS, Family, Unit
 from headrace.terms.forms import Form
-from headrace.terms.layout import Plane, UnitLayout, part, rest_of_master
+from headrace.terms.layout import Plane, rest_of_master
 from headrace.terms.sizes import MERGED_ELEMENTS
 from headrace.update.site import Site
 from headrace.update.tensors import join, split
@@ -158,39 +158,6 @@ class UnitReader:
         self._store.read(unit, WEIGHTS, stored).wait()
         trained = read_completing(self._store, unit, self._trained) if described.family(TRAINED) is not None else None
         self._maker.make(unit, torch.from_numpy(stored) if form.code else None, trained, into)
-
-
-class AdapterReader:
-    """Gives the newest tensors of a unit's adapters, flat in the layout of `adapters`; the store has them as `trained` says."""
-
-    def __init__(self, store: StateStore, trained: Mapping[int, UnitLayout], adapters: Adapters) -> None:
-        self._store, self._trained, self._adapters = store, trained, adapters
-        units = [store.manifest.units[unit] for unit in trained]
-        self._memory = huge_page_buffer(max(map(completing_bytes, units)))
-
-    def __call__(self, unit: int) -> torch.Tensor:
-        """Return the tensors of a unit, float32."""
-        layout = self._adapters.layouts[unit]
-        own = {spec.name: spec for spec in self._trained[unit].parameters}
-        found, flat = read_completing(self._store, unit, self._memory), torch.zeros(layout.num_elements)
-        for spec in layout.parameters:
-            part(flat, spec).copy_(part(found, own[spec.name]))
-        return flat
-
-
-def completing_bytes(unit: Unit) -> int:
-    """Return the bytes that complete a unit's frozen weights: what is trained, and its basis."""
-    return sum(family.num_bytes for name in (TRAINED, BASIS) if (family := unit.family(name)) is not None)
-
-
-def read_completing(store: StateStore, unit: int, memory: Bytes) -> torch.Tensor:
-    """Read what completes a unit's frozen weights into `memory`; return it as float32."""
-    start = 0
-    for name in (TRAINED, BASIS):
-        if (family := store.manifest.units[unit].family(name)) is not None:
-            store.read(unit, name, memory[start : start + family.num_bytes]).wait()
-            start += family.num_bytes
-    return torch.from_numpy(memory[:start]).view(torch.float32)
 
 
 def merge(maker: Maker, unit: int, weights: torch.Tensor, rest: torch.Tensor | None, trained: torch.Tensor) -> None:

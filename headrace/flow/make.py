@@ -3,6 +3,7 @@ export by the same code, so that all three see the same bits.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -11,7 +12,9 @@ from headrace.machine.host_memory import Bytes
 from headrace.terms.coding import PLAIN, CodedMatrix
 from headrace.terms.forms import Form
 from headrace.terms.layout import Plane, planes_with
-from headrace.update.wire import Wire
+
+if TYPE_CHECKING:  # a generation makes weights without what trains them
+    from headrace.update.wire import Wire
 
 
 class Maker:
@@ -22,7 +25,7 @@ class Maker:
     def __init__(
         self,
         forms: Sequence[Form],
-        wire: Wire,
+        wire: "Wire",
         compute_dtype: str,
         codecs: Mapping[str, Codec] | None = None,
         readers: Mapping[tuple[int, int], Callable[[], Parts]] | None = None,

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from headrace.flow.load import completing_bytes, merge, read_completing, write_family
+from headrace.flow.completing import completing_bytes, read_completing
+from headrace.flow.load import merge, write_family
 from headrace.flow.make import Maker
 from headrace.flow.step_state import Verdict
 from headrace.machine.host_memory import Bytes, huge_page_buffer

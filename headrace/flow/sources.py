@@ -10,8 +10,8 @@ from typing import Protocol
 import torch
 
 from headrace.files import ExtentReader, Reader
+from headrace.flow.completing import read_completing
 from headrace.flow.expert_source import ExpertSource, expert_figures
-from headrace.flow.load import read_completing
 from headrace.flow.make import Maker
 from headrace.machine.host_memory import Bytes
 from headrace.model import Chain, WeightMap, import_unit

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from headrace.plan.plan import Plan
+from headrace.plan.slots import SOURCE_SLOTS
 from headrace.terms.cuts import HOST_ITEM_ELEMENTS, largest_item_elements
 from headrace.terms.layout import PlaneSet
 from headrace.terms.rule_figures import Grain
@@ -14,8 +15,6 @@ PAGE_BYTES = 4096
 # Elements that an update on the device works on at once (tests count): its temporaries grow with them.
 DEVICE_UPDATE_PIECE_ELEMENTS = 1 << 20
 TENSOR_ALIGNMENT_BYTES = 64
-# Buffers on the device for what weights are made of: while one slot is made, the sources of the next one arrive.
-SOURCE_SLOTS = 2
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ Where T tokens choose k of E experts each, E (1 - (1 - k/E)^T) experts are wante
 
 from dataclasses import dataclass
 
-from headrace.plan.buffer_sizes import SOURCE_SLOTS
+from headrace.plan.slots import SOURCE_SLOTS
 from headrace.terms.coding import Decodes
 from headrace.terms.costs import touched
 from headrace.terms.forms import UnitFigures

@@ -4,15 +4,15 @@ interpreter.
 The planner's promise rests on this module: measured peak <= planned peak, which is tested in real processes.
 """
 
-from dataclasses import dataclass
 from itertools import pairwise
 
+from headrace.plan.allowance import RUNTIME_SPREAD, Allowance
 from headrace.plan.buffer_sizes import buffer_groups, device_update_temporary_bytes, host_update_temporary_bytes, scratch_bytes
 from headrace.plan.plan import Plan
 from headrace.plan.schedules.train import RECALLED_AHEAD
 from headrace.terms.costs import ATTENTION, ModelCosts
 from headrace.terms.layout import rest_of_master
-from headrace.terms.sizes import KEPT_FREE_BYTES, MAPPED_BYTES, MERGED_ELEMENTS, MIB, round_up
+from headrace.terms.sizes import KEPT_FREE_BYTES, MAPPED_BYTES, MERGED_ELEMENTS, MIB
 
 # Measured (docs/log/unplanned-memory): oneDNN keeps 0.7 to 1 MiB of code for each shape of a bfloat16 product. Lanes and
 # programs leave 3 MiB, and freed tensors that are too small to go back to the kernel up to 11 MiB.
@@ -29,29 +29,8 @@ _OPERATIONS_OF_A_CHUNK, _OPERATIONS_OF_A_BLOCK, _OPERATION_BYTES, _COMPLETION_BY
 MOST_PROGRAMS = 3
 # oneDNN keeps at most 1024 pieces of code, three for each product.
 _MOST_PRODUCTS = 340
-# The most by which the interpreter's memory differs between equal processes; 1.8 MB were measured (docs/log/process-memory).
-_RUNTIME_SPREAD = 4 * MIB
 # Names of rows of the host tier that are no buffers of a step.
 _RUNTIME, _MERGE, _IMPORT = "runtime", "merging between steps", "import and export"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Allowance:
-    """What a run may use. The interpreter and its libraries already take `runtime_bytes` of host memory.
-
-    `ssd_bytes` may be written to the SSDs; None where the space is not known, so that whoever makes the files checks it.
-    `import_workspace_bytes` are taken, besides a unit's planes, while the model's tensors are read into them and while they are
-    written at the end; None where neither is done.
-    """
-
-    host_bytes: int
-    device_bytes: int | None
-    runtime_bytes: int
-    cores: int
-    chunk_elements: int | None = None  # None, unless an existing store fixes it
-    device_overhead_bytes: int = 0  # taken on the device by libraries and the allocator, besides tensors
-    import_workspace_bytes: int | None = None
-    ssd_bytes: int | None = None
 
 
 def with_footprint(plan: Plan, costs: ModelCosts, allowance: Allowance) -> Plan:
@@ -168,13 +147,6 @@ def merging_bytes(plan: Plan) -> int:
     )
 
 
-def planned_runtime_bytes(measured: int) -> int:
-    """Return the bytes to plan for the interpreter and its libraries, of which this process has `measured`. They are rounded,
-    because another process for the same command differs by one or two mebibytes, and should get the same plan where it can.
-    """
-    return round_up(measured + _RUNTIME_SPREAD, _RUNTIME_SPREAD)
-
-
 def with_runtime(plan: Plan, runtime_bytes: int) -> Plan:
     """Return the plan of a run that goes on in another process, whose interpreter takes `runtime_bytes`. Everything else stays,
     because another placement would be another order of sums, and the model is still to be exported.
@@ -189,7 +161,7 @@ def runtime_row(plan: Plan, runtime_bytes: int) -> int:
     It suffices: `planned_runtime_bytes` adds a whole spread, so this process stays below a row that is smaller by one spread.
     """
     row = plan.results.peak_bytes["host"].get(_RUNTIME, 0)
-    return row if abs(runtime_bytes - row) <= _RUNTIME_SPREAD else runtime_bytes
+    return row if abs(runtime_bytes - row) <= RUNTIME_SPREAD else runtime_bytes
 
 
 def program_bytes(plan: Plan) -> int:

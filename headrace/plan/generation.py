@@ -10,6 +10,7 @@ from typing import Any
 from headrace.plan.caches import HOST, SSD, CachePlan, cache_buffers
 from headrace.plan.experts import ExpertPlan, expert_buffers
 from headrace.plan.results import Results
+from headrace.plan.slots import SOURCE_SLOTS
 from headrace.terms.costs import FEW_ROWS, GenerationCosts
 from headrace.terms.forms import DEVICE, UnitFigures
 from headrace.terms.layout import PlaneSet, planes_with
@@ -26,8 +27,6 @@ PACKED_ROWS, PACKED_ROWS_IF_WIDENED = 8, 32
 LEAST_PACKED_PASSES = 13
 # A smaller copy takes nearly as long: a link of 25 GB/s is busy for 40 microseconds, and each copy takes a dozen besides.
 LEAST_PAGE_BYTES = MIB
-# Buffers on the device for what weights are made of: while one slot is made, the sources of the next one arrive.
-SOURCE_SLOTS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
+from headrace.plan.allowance import Allowance
 from headrace.plan.caches import CACHE_GROUPS, COMPUTE, SSD, drive_bytes, whole_bytes
-from headrace.plan.footprint import Allowance
 from headrace.plan.generation import GenerationPlan, generation_buffers
 from headrace.plan.results import Results
 from headrace.terms.sizes import KEPT_FREE_BYTES, MIB

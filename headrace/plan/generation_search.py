@@ -7,15 +7,15 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from headrace.plan.allowance import Allowance
 from headrace.plan.caches import cache_choices
 from headrace.plan.expert_search import ways_of_experts, with_cached_experts
 from headrace.plan.experts import ExpertFigures
-from headrace.plan.footprint import Allowance
 from headrace.plan.generation import LEAST_PACKED_PASSES, GenerationPlan
 from headrace.plan.generation_peaks import ATTENDING_OPERATIONS, fits_budgets, with_peaks
 from headrace.plan.generation_seconds import rough_seconds, rounds_of, seconds_of_all_tokens, with_forecast
+from headrace.plan.nominal import nominal_machine
 from headrace.plan.rates import Rates
-from headrace.plan.search import nominal_machine
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.costs import GenerationCosts
 from headrace.terms.errors import ConfigError, PlanInfeasible

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
+from headrace.plan.allowance import Allowance
 from headrace.plan.buffer_sizes import buffer_groups
-from headrace.plan.footprint import Allowance, with_footprint
+from headrace.plan.footprint import with_footprint
 from headrace.plan.plan import AT_ONCE, Plan
 from headrace.plan.results import Results
 from headrace.terms.costs import ATTENTION, ModelCosts, OperatorCosts

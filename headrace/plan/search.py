@@ -16,6 +16,7 @@ from typing import TypeVar
 
 from headrace.plan.footprint import with_footprint
 from headrace.plan.forecast import SEARCH_OPERATIONS, StepSeconds
+from headrace.plan.nominal import nominal_machine
 from headrace.plan.placement import THRIFTS, Choice, Problem, excess_bytes, filled, fits, placements_of, plan_of
 from headrace.plan.plan import Plan
 from headrace.plan.policy import (
@@ -28,7 +29,7 @@ from headrace.plan.policy import (
     with_threads,
     with_two_accumulators,
 )
-from headrace.terms.ceilings import NOMINAL, Ceilings
+from headrace.terms.ceilings import Ceilings
 from headrace.terms.errors import PlanInfeasible
 from headrace.terms.lanes import Lane
 from headrace.terms.sizes import MIB, format_bytes, round_up
@@ -264,47 +265,6 @@ def nominal_machine_of(plan: Plan) -> Ceilings:
     """Return the nominal machine for the times of an existing plan."""
     allowed = plan.results.allowed_bytes
     return nominal_machine(plan.compute_threads, host_bytes=allowed["host"], device_bytes=allowed.get("device"))
-
-
-def nominal_machine(cores: int, *, host_bytes: int, device_bytes: int | None) -> Ceilings:
-    """Return a machine of this size with modest figures in the usual proportions to one another.
-
-    Only ratios matter to the choice. `headrace bench machine` measures the real ones.
-    """
-    gpu = device_bytes is not None
-    rate = 60e12 if gpu else 0.3e12 * cores
-    return Ceilings.from_json(
-        {
-            "name": NOMINAL,
-            "has_device": gpu,
-            "device_memory_bytes": device_bytes or 0,
-            "host_memory_bytes": host_bytes,
-            "cores": cores,
-            "flops_per_second": {"bfloat16": rate, "float16": rate, "float32": rate / 4},
-            "host_to_device_bytes_per_second": 12e9,
-            "device_to_host_bytes_per_second": 12e9,
-            "both_ways_bytes_per_second": 20e9,
-            "host_memory_bytes_per_second": 30e9,
-            "update_bytes_per_second": 25e9,
-            "update_bytes_per_second_per_core": 20e9,
-            "drives": [
-                {
-                    "read_bytes_per_second": 3e9,
-                    "write_bytes_per_second": 2.5e9,
-                    "mixed_bytes_per_second": 4e9,
-                    "capacity_bytes": 1 << 40,
-                }
-            ],
-            "fresh_pages_share": 1.0 if gpu else 0.8,
-            "launch_seconds": 1e-4,
-            "operator_seconds": 1e-5,
-            "turn_seconds": 2e-3,
-            "transfer_seconds": 1e-4,
-            "commit_seconds": 5e-3,
-            "slowdowns": {},
-            "sources": {},
-        }
-    )
 
 
 def infeasible(plan: Plan) -> PlanInfeasible:

@@ -14,7 +14,7 @@ from headrace.answers.plan_report import PlanReport
 from headrace.machine import cpu, limits
 from headrace.model import cost_meter
 from headrace.plan.machine_profiles import load_profile
-from headrace.plan.search import nominal_machine
+from headrace.plan.nominal import nominal_machine
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.options import Options
 from headrace.terms.sizes import GIB, MIB

@@ -17,8 +17,8 @@ from headrace import Options
 from headrace.answers.answer import plan_model
 from headrace.engine.trainer import Engine
 from headrace.plan.given import load_plan
+from headrace.plan.nominal import nominal_machine
 from headrace.plan.plan import Plan
-from headrace.plan.search import nominal_machine
 from headrace.terms.errors import ConfigError, PlanInfeasible
 
 ROWS, LENGTH = 6, 32

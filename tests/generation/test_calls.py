@@ -15,8 +15,8 @@ from headrace.model import Chain
 from headrace.model.generation_check import ready_to_generate
 from headrace.model.generation_costs import generation_costs
 from headrace.plan.machine_profiles import load_profile
+from headrace.plan.nominal import nominal_machine
 from headrace.plan.rates import Rates
-from headrace.plan.search import nominal_machine
 from headrace.terms.costs import CALLS_OF_EXPERT
 from headrace.terms.lanes import Lane
 from headrace.terms.optimizer import Optimizer

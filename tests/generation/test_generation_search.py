@@ -12,18 +12,18 @@ from transformers import Qwen3MoeConfig
 
 from headrace.answers.generation import plan_generation
 from headrace.cli import main
+from headrace.plan.allowance import Allowance
 from headrace.plan.caches import CachePlan
 from headrace.plan.experts import ExpertFigures
-from headrace.plan.footprint import Allowance
 from headrace.plan.generation import GenerationPlan
 from headrace.plan.generation_peaks import with_peaks
 from headrace.plan.generation_search import GenerationQuestion, make_generation_plan
 from headrace.plan.generation_seconds import seconds_of_all_tokens
 from headrace.plan.ledger import Snapshot
 from headrace.plan.machine_profiles import load_profile
+from headrace.plan.nominal import nominal_machine
 from headrace.plan.rates import Rates
 from headrace.plan.schedules.generate import build_pass
-from headrace.plan.search import nominal_machine
 from headrace.terms.costs import GenerationCosts, PassCosts
 from headrace.terms.errors import PlanInfeasible
 from headrace.terms.forms import DEVICE, SSD, UnitFigures

@@ -22,8 +22,8 @@ from headrace.plan.caches import HOST, CachePlan
 from headrace.plan.experts import ExpertFigures, ExpertPlan
 from headrace.plan.generation import GenerationPlan
 from headrace.plan.ledger import Snapshot
+from headrace.plan.nominal import nominal_machine
 from headrace.plan.schedules.generate import build_pass
-from headrace.plan.search import nominal_machine
 from headrace.plan.simulate import Timed, Timeline, simulate
 from headrace.terms.budget import Budget
 from headrace.terms.costs import GenerationCosts, PassCosts

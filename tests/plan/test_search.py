@@ -11,7 +11,8 @@ from tiers import sampled
 
 from headrace.plan import forecast as forecasts
 from headrace.plan import policy, search
-from headrace.plan.footprint import Allowance, with_footprint, with_runtime
+from headrace.plan.allowance import Allowance
+from headrace.plan.footprint import with_footprint, with_runtime
 from headrace.plan.forecast import StepSeconds, forecast
 from headrace.plan.placement import THRIFTS, Choice, Problem, Workload, filled, fits, placements_of, plan_of, replay_order
 from headrace.plan.plan import Plan

@@ -18,7 +18,7 @@ from headrace.measure import brief
 from headrace.measure.kept import Wanted, keep
 from headrace.plan.forecast import forecast
 from headrace.plan.machine_profiles import load_profile
-from headrace.plan.search import nominal_machine
+from headrace.plan.nominal import nominal_machine
 from headrace.report.pages import read_run
 from headrace.runs import RunOptions, measuring, resume, train
 from headrace.runs.measuring import MachineOfRun

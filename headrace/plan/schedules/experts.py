@@ -7,11 +7,11 @@ for memory alone, and reading goes on into the next block.
 
 from collections.abc import Sequence
 
-from headrace.plan.buffer_sizes import SOURCE_SLOTS
 from headrace.plan.experts import ROUNDS_IN_MEMORY, ExpertPlan
 from headrace.plan.ledger import Ledger
 from headrace.plan.schedules.caches import Caches
 from headrace.plan.schedules.pages import PagedWeights
+from headrace.plan.slots import SOURCE_SLOTS
 from headrace.terms.costs import CALLS_OF_EXPERT
 from headrace.terms.lanes import Lane
 from headrace.terms.layout import Plane

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
-from headrace.plan.buffer_sizes import SOURCE_SLOTS
 from headrace.plan.ledger import Ledger, Snapshot
 from headrace.plan.results import Results
+from headrace.plan.slots import SOURCE_SLOTS
 from headrace.terms.forms import UnitFigures
 from headrace.terms.lanes import Lane
 from headrace.terms.layout import PlaneSet
