@@ -189,7 +189,7 @@ def _measured_machine(options: Options) -> Ceilings | None:
 
 def _of_one_epoch(model: Path, data: Sequence[Path], options: PlanOptions) -> PlanOptions:
     """Return the options with tokens per step, sequence length and the steps of one pass over the data, as in training."""
-    from headrace.runs.open_data import with_lengths  # late: it brings the data libraries
+    from headrace.data.open_data import with_lengths  # late: it brings the data libraries
     from headrace.runs.prepare import open_stream
 
     if not model.is_dir():

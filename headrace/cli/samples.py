@@ -13,8 +13,8 @@ from rich.text import Text
 
 from headrace.cli.environment import cache_directory
 from headrace.data import DataSpec, Segment, TokenSet, length_histogram, render_samples, summarize
+from headrace.data.open_data import open_tokenizer, with_lengths
 from headrace.runs import RunDirectory, RunOptions, open_tokens
-from headrace.runs.open_data import open_tokenizer, with_lengths
 from headrace.terms.errors import ConfigError
 
 _BAR_WIDTH = 40

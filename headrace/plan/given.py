@@ -14,11 +14,10 @@ from typing import Any
 from headrace.plan.footprint import runtime_row, with_footprint
 from headrace.plan.placement import Problem, operators_of
 from headrace.plan.plan import Plan
+from headrace.plan.results import PLAN_NAME
 from headrace.terms.errors import ConfigError, PlanInfeasible
+from headrace.terms.run_options import RunOptions
 from headrace.terms.sizes import format_bytes
-
-# Where a run directory has its plan.
-PLAN_NAME = "plan.json"
 
 
 def load_plan(path: Path) -> Plan:
@@ -47,6 +46,22 @@ def load_plan(path: Path) -> Plan:
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(f"plan {file}: no plan of this version of headrace ({error}); {advice}") from error
     return plan
+
+
+def with_lengths_of_plan(config: RunOptions) -> RunOptions:
+    """Return `config`; if a plan is given, lengths that are not are the plan's.
+
+    Raises:
+        ConfigError: `plan` names no plan.
+    """
+    if not config.plan:
+        return config
+    plan = load_plan(Path(config.plan))
+    return replace(
+        config,
+        tokens_per_step=config.tokens_per_step or plan.tokens_per_step,
+        sequence_length=config.sequence_length or plan.sequence_length,
+    )
 
 
 def adopted(plan: Plan, problem: Problem) -> Plan:

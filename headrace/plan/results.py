@@ -6,6 +6,9 @@ from typing import Any
 from headrace.plan.speculation import Speculation
 from headrace.terms.sizes import format_bytes
 
+# Where a run directory has its plan.
+PLAN_NAME = "plan.json"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Results:

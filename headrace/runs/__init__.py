@@ -1,10 +1,10 @@
 """A whole training run: options, run directory, loop, signals, the finished model."""
 
+from headrace.data.open_data import open_tokens
 from headrace.runs.loop import Finished, resume, train
-from headrace.runs.open_data import open_tokens
 from headrace.runs.protocols import Display, Engines, RunningEngine
-from headrace.runs.run_directory import RunDirectory
 from headrace.runs.signals import Interrupted
+from headrace.store.run_directory import RunDirectory
 from headrace.terms.run_options import RunOptions
 
 __all__ = [

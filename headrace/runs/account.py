@@ -14,13 +14,13 @@ from headrace.answers.answer import report_of
 from headrace.answers.explain import explain, explain_outcome
 from headrace.answers.outcome import outcome_of
 from headrace.answers.plan_report import PlanReport
+from headrace.data.open_data import read_model_config
 from headrace.files import file_systems
 from headrace.plan.machine_profiles import load_profile
 from headrace.plan.plan import Plan
 from headrace.report.metrics import Record
-from headrace.runs.open_data import read_model_config
 from headrace.runs.protocols import Display
-from headrace.runs.run_directory import RunDirectory
+from headrace.store.run_directory import RunDirectory
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.errors import ConfigError, ModelError
 from headrace.terms.run_options import RunOptions

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from headrace.data import BatchStream
+from headrace.data.open_data import open_tokenizer, open_tokens, tensors_of, with_lengths
 from headrace.engine.quantiser import Rows
 from headrace.model import IGNORED, Chain, MicroBatch
-from headrace.runs.open_data import open_tokenizer, open_tokens, tensors_of, with_lengths
 from headrace.terms.compress_options import CompressOptions
 from headrace.terms.errors import DataError
 from headrace.terms.run_options import RunOptions

@@ -15,9 +15,9 @@ from headrace.machine.protocol import Machine
 from headrace.model import Chain, Checkpoint
 from headrace.plan.plan import Plan
 from headrace.runs.protocols import Engines, StateKind
-from headrace.runs.run_directory import RunDirectory
 from headrace.store import RunLock, read_manifest, remove_uncommitted, remove_unmade
 from headrace.store.manifest import MANIFEST_NAME, RECORD_NAMES
+from headrace.store.run_directory import RunDirectory
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.errors import RunDirectoryError
 from headrace.terms.events import Sink

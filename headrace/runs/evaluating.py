@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from headrace.data import BatchStream
+from headrace.data.open_data import open_tokenizer, open_tokens, tensors_of, with_lengths
 from headrace.engine.copying import Copying
 from headrace.engine.evaluator import Evaluator
 from headrace.engine.generation_model import GenerationModel
@@ -20,7 +21,6 @@ from headrace.flow.step_batch import filled_up
 from headrace.model import self_check
 from headrace.plan.generation import GenerationPlan
 from headrace.runs.generation_source import open_model
-from headrace.runs.open_data import open_tokenizer, open_tokens, tensors_of, with_lengths
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.errors import ConfigError
 from headrace.terms.eval_options import EvalOptions

@@ -10,7 +10,7 @@ from pathlib import Path
 from headrace.report import CardFacts, model_card
 from headrace.report.metrics import Record
 from headrace.runs.protocols import RunningEngine
-from headrace.runs.run_directory import RunDirectory
+from headrace.store.run_directory import RunDirectory
 from headrace.terms.errors import ExportFailed
 from headrace.terms.provenance import PROVENANCE_NAME
 from headrace.terms.run_options import RunOptions

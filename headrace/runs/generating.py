@@ -7,11 +7,11 @@ from typing import Any
 
 from transformers import AutoModelForCausalLM, TextStreamer
 
+from headrace.data.open_data import open_tokenizer
 from headrace.data.prompts import Messages, Prompts, answer_of
 from headrace.engine.generation_model import end_tokens
 from headrace.engine.generator import Generator
 from headrace.engine.micro_batches import Generated, MicroBatch, kept_copies
-from headrace.runs.open_data import open_tokenizer
 from headrace.terms.errors import ModelError, in_one_line
 from headrace.terms.events import Sink
 from headrace.terms.generate_options import GenerateOptions

@@ -9,8 +9,8 @@ from headrace.engine.generation_model import GenerationModel
 from headrace.engine.generator import Generator
 from headrace.model.adapter_files import is_adapter_directory, read_adapters
 from headrace.model.generation_check import check_generation
-from headrace.runs.run_directory import RunDirectory
 from headrace.store.manifest import MANIFEST_NAME
+from headrace.store.run_directory import RunDirectory
 from headrace.terms.budget import Budget
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.errors import ConfigError, RunDirectoryError

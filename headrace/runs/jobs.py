@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from headrace.data.open_data import open_tokenizer
 from headrace.data.prompt_lines import PromptLine, read_line
 from headrace.data.prompts import Prompts
 from headrace.engine.generator import Generator
@@ -30,7 +31,6 @@ from headrace.machine.cpu import processor_name
 from headrace.plan.compose import composed
 from headrace.plan.generation import GenerationPlan
 from headrace.runs.generating import answers_of
-from headrace.runs.open_data import open_tokenizer
 from headrace.terms.errors import ConfigError, DataError, DiskFull, RunDirectoryError, StepFailed, StorageError
 from headrace.terms.events import Notice, Sink
 from headrace.terms.generate_options import ON_DEVICE, ON_HOST, GenerateOptions

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headrace.data import BatchStream
+from headrace.data.open_data import tensors_of
 from headrace.machine.host_memory import anonymous_bytes
 from headrace.machine.meter import MemoryMeter
 from headrace.plan.plan import Plan
@@ -21,11 +22,10 @@ from headrace.report import LanesFile, MetricsFile, Reporters, TensorBoard, Trac
 from headrace.report.metrics import read_metrics
 from headrace.runs.finish import write_final
 from headrace.runs.measuring import MachineOfRun
-from headrace.runs.open_data import tensors_of
 from headrace.runs.prepare import check, open_stream, prepare
 from headrace.runs.protocols import Display, Engines, NoDisplay, RunningEngine, StateKind
-from headrace.runs.run_directory import RunDirectory
 from headrace.runs.signals import Interrupted, StopRequest
+from headrace.store.run_directory import RunDirectory
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.errors import HeadraceError, RunDirectoryError, StorageError
 from headrace.terms.events import Committed, Event, Notice, OpDone, Planned, Sink, StepResult

@@ -19,8 +19,8 @@ from headrace.net import Address, Listener, Member
 from headrace.net.proof import nonce
 from headrace.runs.loop import Finished, resume, train
 from headrace.runs.protocols import Display, NoDisplay
-from headrace.runs.run_directory import RunDirectory
 from headrace.store import leftovers_of, remove_leftover
+from headrace.store.run_directory import RunDirectory
 from headrace.terms.errors import ConfigError, HeadraceError, PeerLost, RunDirectoryError, StepFailed, StorageError
 from headrace.terms.options import Options
 from headrace.terms.run_options import NodeOptions

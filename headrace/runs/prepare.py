@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from headrace.data import BatchStream
-from headrace.runs.open_data import open_tokenizer, open_tokens, total_steps, with_lengths
+from headrace.data.open_data import open_tokenizer, open_tokens, total_steps, with_lengths
+from headrace.plan.given import with_lengths_of_plan
 from headrace.runs.protocols import Engines
-from headrace.runs.run_directory import RunDirectory
+from headrace.store.run_directory import RunDirectory
 from headrace.store.run_folders import check_directories
 from headrace.terms.errors import ConfigError
 from headrace.terms.events import Event
@@ -31,7 +32,7 @@ def check(config: RunOptions) -> tuple[RunOptions, RunDirectory]:
     directory = RunDirectory(Path(config.output or default_output(config)).absolute())
     directory.check_new()
     refuse_combination(config, at_node=isinstance(config, NodeOptions))
-    config = with_lengths(config)
+    config = with_lengths(with_lengths_of_plan(config))
     if ssd := config.budget.ssd:
         # The engine checks again, with the space that it needs; but nobody should tokenise for an hour to hear about a misspelt
         # path.

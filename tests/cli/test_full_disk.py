@@ -24,8 +24,8 @@ from headrace.cli import main
 from headrace.model import Checkpoint, export_bytes
 from headrace.report import read_metrics
 from headrace.runs import loop
-from headrace.runs.run_directory import RunDirectory
 from headrace.store.manifest import MANIFEST_NAME, RECORD_NAMES
+from headrace.store.run_directory import RunDirectory
 from headrace.terms.errors import StorageError
 from headrace.terms.sizes import format_bytes
 

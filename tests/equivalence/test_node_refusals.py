@@ -13,8 +13,8 @@ from plain import LENGTH, ROWS, batch_of
 import headrace
 from headrace.engine.trainer import Engine
 from headrace.runs.node import asked_of, refuse_another, serve
-from headrace.runs.run_directory import RunDirectory
 from headrace.store import RunLock
+from headrace.store.run_directory import RunDirectory
 from headrace.terms.errors import ConfigError, PlanInfeasible, RunDirectoryError
 from headrace.terms.events import Event, Notice
 from headrace.terms.run_options import NodeOptions

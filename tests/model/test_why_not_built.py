@@ -14,8 +14,8 @@ from tiny_sizes import SIZES
 from transformers import CONFIG_MAPPING
 
 from headrace.answers.model_config import read_parts
+from headrace.data.open_data import read_model_config
 from headrace.model import Checkpoint, build_skeleton, self_check
-from headrace.runs.open_data import read_model_config
 from headrace.terms.errors import ModelError
 
 LFS = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'46' * 32}\nsize 7\n"

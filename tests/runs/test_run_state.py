@@ -13,9 +13,9 @@ import pytest
 from headrace.files.durable import write_new
 from headrace.runs.engines import discard, state_of
 from headrace.runs.protocols import StateKind
-from headrace.runs.run_directory import RunDirectory
 from headrace.store import StateStore, leftovers_of, remove_leftover
 from headrace.store.manifest import withdraw_manifest
+from headrace.store.run_directory import RunDirectory
 from headrace.terms.errors import RunDirectoryError
 from headrace.terms.events import Event
 from headrace.terms.families import trained_unit

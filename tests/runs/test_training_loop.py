@@ -19,13 +19,14 @@ from transformers import TrainerState
 from headrace.answers.answer import report_of
 from headrace.answers.explain import explain
 from headrace.answers.plan_report import PlanReport
+from headrace.data import open_data
 from headrace.files import DirectFile
 from headrace.files.yaml_options import from_yaml
 from headrace.machine.meter import MemoryMeter
 from headrace.plan.machine_profiles import load_profile
 from headrace.plan.plan import Plan
 from headrace.report import read_metrics
-from headrace.runs import Interrupted, RunOptions, open_data, resume, train
+from headrace.runs import Interrupted, RunOptions, resume, train
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.errors import (
     ConfigError,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import headrace.report.pages
 from headrace.files.durable import write_whole
-from headrace.plan.given import PLAN_NAME
+from headrace.plan.results import PLAN_NAME
 from headrace.report.lanes import LANES_NAME, TIMELINE_NAME
 from headrace.report.pages.findings import Findings, find
 from headrace.report.pages.gauges import measured_peaks, memory_bars, rate_gauges

@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 
 import yaml
 
-from headrace.plan.given import PLAN_NAME
 from headrace.plan.plan import Plan
+from headrace.plan.results import PLAN_NAME
 from headrace.report.lanes import LANES_NAME, TIMELINE_NAME, Recording, read_recording
 from headrace.report.metrics import Record, read_metrics
 from headrace.terms.ceilings import Ceilings

@@ -14,7 +14,6 @@ from transformers import AutoTokenizer
 
 from headrace.data import Batch, BatchStream, DataSpec, TokenSet, load_tokens
 from headrace.files.model_directory import refuse_no_model
-from headrace.plan.given import load_plan
 from headrace.terms.errors import ConfigError, ModelError
 from headrace.terms.options import DEFAULT_ROWS_PER_STEP, DEFAULT_SEQUENCE_LENGTH
 from headrace.terms.run_options import RunOptions
@@ -57,16 +56,14 @@ def open_tokenizer(model: Path) -> Any:
 
 
 def with_lengths(config: RunOptions) -> RunOptions:
-    """Return `config` with `sequence_length` and `tokens_per_step` decided; if a plan is given, they are the plan's.
+    """Return `config` with `sequence_length` and `tokens_per_step` decided.
 
     Raises:
-        ConfigError: `sequence_length` is more than the model has positions, or `plan` names no plan.
+        ConfigError: `sequence_length` is more than the model has positions.
     """
     model_config = read_model_config(config.model)
     positions = model_config.get("max_position_embeddings") or model_config.get("n_positions")
-    plan = load_plan(Path(config.plan)) if config.plan else None
-    tokens = config.tokens_per_step or (plan.tokens_per_step if plan else None)
-    length = config.sequence_length or (plan.sequence_length if plan else None)
+    tokens, length = config.tokens_per_step, config.sequence_length
     if length is None:
         length = min(DEFAULT_SEQUENCE_LENGTH, positions or DEFAULT_SEQUENCE_LENGTH, tokens or DEFAULT_SEQUENCE_LENGTH)
     elif positions and length > positions:

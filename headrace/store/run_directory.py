@@ -24,7 +24,7 @@ from typing import Any
 
 from headrace.files.durable import write_new, write_whole
 from headrace.files.yaml_options import from_yaml, to_yaml
-from headrace.plan.given import PLAN_NAME
+from headrace.plan.results import PLAN_NAME
 from headrace.terms.errors import DiskFull, HeadraceError, InputError, RunDirectoryError, StorageError
 from headrace.terms.run_options import RunOptions
 
