@@ -10,7 +10,7 @@ STAMP := $(VENV)/installed
 # One thread for each test process: with WORKERS of them, more would only wait for one another.
 TEST_ENV := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false
 
-.PHONY: help venv demo demo-node test deep test-oldest test-gpu test-net bench-gpu check format soak bench bench-promise clean
+.PHONY: help venv demo demo-node test deep test-oldest test-gpu test-net bench-gpu check format soak bench bench-promise house clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ -/'
@@ -87,6 +87,9 @@ bench: $(STAMP)  ## what this machine can do, and Headrace beside its peers; SCR
 bench-promise: $(STAMP)  ## planned against measured, and the distance to the limit, of 17 runs (an hour or more); SCRATCH=directory
 	@mkdir -p bench-results
 	$(BIN)/python bench/promise.py --scratch $(or $(SCRATCH),bench-results) --output bench-results/promise
+
+house: $(STAMP)  ## the package in figures; RANGE=A..B: what these commits added and removed
+	@$(BIN)/python bench/house.py $(if $(RANGE),--range $(RANGE))
 
 clean:  ## remove the environment and what runs left in this tree
 	rm -rf $(VENV) .venv-oldest demo-run bench-results .tests-tmp .pytest_cache .mypy_cache .ruff_cache .hypothesis

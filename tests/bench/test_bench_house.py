@@ -1,8 +1,10 @@
 """Only lines that hold code are counted. Run: pytest tests/bench/test_bench_house.py"""
 
+import ast
+import subprocess
 from pathlib import Path
 
-from house import code_lines, measured
+from house import changes, code_lines, duplicate_places, knots, measured, shapes
 
 TEXT = '''"""A module.
 
@@ -27,13 +29,53 @@ def test_blank_lines_comments_and_docstrings_are_no_code() -> None:
     assert sorted(code_lines(TEXT)) == [7, 8, 11, 13, 14, 15, 16]
 
 
-def test_folders_imports_and_the_longest_are_named(tmp_path: Path) -> None:
-    for name, text in {"one/a.py": TEXT, "two/b.py": "from headrace.one.a import VALUE\n", "__init__.py": ""}.items():
-        path = tmp_path / "headrace" / name
+def tree(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        path = root / "headrace" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    house = measured(tmp_path)
+    return root
+
+
+def test_folders_imports_and_the_longest_are_named(tmp_path: Path) -> None:
+    house = measured(tree(tmp_path, {"one/a.py": TEXT, "two/b.py": "from headrace.one.a import VALUE\n", "__init__.py": ""}))
     assert (house.lines["one"], house.lines["two"], house.lines.total()) == (7, 1, 8)
-    assert house.longest_file == (7, "one/a.py")
-    assert house.longest_function == (5, "one/a.py: double")
+    assert house.functions == {"one/a.py: double": 6}
+    assert house.parameters == {"one/a.py: double": 1}
     assert house.imports == {("two", "one")}
+    assert (house.comments, house.large, house.knots) == (2, {}, ([], []))
+
+
+def test_circles_of_imports_are_knots_and_what_hangs_on_them_is_none() -> None:
+    texts = {
+        "headrace.a": "from headrace.b import x",
+        "headrace.b": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from headrace.a import y",
+        "headrace.c": "import headrace.a",
+    }
+    trees = {name: ast.parse(text) for name, text in texts.items()}
+    assert knots(trees, for_types=False) == []
+    assert knots(trees, for_types=True) == ["headrace.a", "headrace.b"]
+
+
+def test_lines_of_one_shape_in_two_files_are_a_duplicate_and_few_lines_are_none() -> None:
+    body = "\n".join(f"    first_{number} = compute(second, number={number})" for number in range(6))
+    other = body.replace("first", "third").replace("compute", "make")
+    assert duplicate_places({"a": shapes(f"def f():\n{body}"), "b": shapes(f"def g():\n{other}")}) == 1
+    short = "\n".join(body.splitlines()[:4])
+    assert duplicate_places({"a": shapes(f"def f():\n{short}"), "b": shapes(f"def f():\n{short}")}) == 0
+
+
+def test_a_range_adds_up_commits_and_a_file_that_only_moves_counts_for_nothing(tmp_path: Path) -> None:
+    def git(*words: str) -> None:
+        who = ("-c", "user.name=a", "-c", "user.email=a@b")
+        subprocess.run(["git", "-C", str(tmp_path), *who, *words], check=True, capture_output=True)
+
+    git("init", "-q")
+    for number, files in enumerate(({"a.py": TEXT}, {"a.py": TEXT + "MORE = 1\n"}, {"a.py": TEXT})):
+        git("add", str(tree(tmp_path, files)))
+        git("commit", "-q", "-m", str(number))
+    (tmp_path / "headrace" / "room").mkdir()
+    git("mv", str(tmp_path / "headrace" / "a.py"), str(tmp_path / "headrace" / "room" / "b.py"))
+    git("commit", "-q", "-m", "moved")
+    added, removed = changes(tmp_path, "HEAD~3..HEAD")
+    assert (added.total(), removed.total()) == (1, 1)
