@@ -44,7 +44,7 @@ CORPUS = (
 
 
 @cache
-def _backend() -> str:
+def byte_backend() -> str:
     backend = Backend(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -59,7 +59,7 @@ def _backend() -> str:
 
 
 def make_tokenizer(template: str | None = None, *, eos: bool = True) -> PreTrainedTokenizerFast:
-    return _with_marks(Backend.from_str(_backend()), template, eos=eos)
+    return _with_marks(Backend.from_str(byte_backend()), template, eos=eos)
 
 
 def _with_marks(backend: Backend, template: str | None, *, eos: bool = True) -> PreTrainedTokenizerFast:
@@ -71,7 +71,7 @@ def _with_marks(backend: Backend, template: str | None, *, eos: bool = True) -> 
 
 def merging_tokenizer(template: str | None = None, *, trim_offsets: bool = False) -> PreTrainedTokenizerFast:
     """In which white space merges, as in most vocabularies; `trim_offsets`: tokens do not count blanks at their ends."""
-    values = json.loads(_backend())
+    values = json.loads(byte_backend())
     for merged in ("ĊĊ", "ĠĠ"):
         values["model"]["vocab"][merged] = max(values["model"]["vocab"].values()) + 1
         values["model"]["merges"].append([merged[0], merged[1]])
