@@ -12,14 +12,9 @@ from itertools import compress
 from typing import Any
 
 from headrace.data.bounded import Tokens, tokenize
-from headrace.data.chat import (
-    Messages,
-    Template,
-    checked_messages,
-    encode_chat,
-    encode_chat_completion,
-    encode_contents,
-)
+from headrace.data.chat import encode_chat, encode_contents
+from headrace.data.chat_template import Template
+from headrace.data.messages import Messages, read_messages
 from headrace.data.values import IGNORED, Encoded, Kind, Row, Tokenizer, Unmarked
 from headrace.terms.errors import DataError, ModelError
 
@@ -100,20 +95,23 @@ def _encoder(
 def _spoken(kind: Kind, row: Row) -> Messages:
     """Return a row as a conversation: a text is what the user says, a completion is the answer to its prompt."""
     if kind is Kind.CHAT:
-        return checked_messages(row, "messages")
+        return read_messages(row.place, row.values["messages"], "messages").messages
     if kind is Kind.TEXT:
         return [{"role": "user", "content": _string(row, "text")}]
     messages: Messages = []
     for column, role in (("prompt", "user"), ("completion", "assistant")):
         is_chat = isinstance(row.values[column], list)
-        messages += checked_messages(row, column) if is_chat else [{"role": role, "content": _string(row, column)}]
+        read = read_messages(row.place, row.values[column], column).messages if is_chat else None
+        messages += read or [{"role": role, "content": _string(row, column)}]
     return messages
 
 
 def _encode_texts(rows: list[Row], *, tokenizer: Tokenizer, most_tokens: int) -> list[Encoded]:
     eos = _eos(tokenizer)
     made = tokenize([_string(row, "text") for row in rows], tokenizer, most_tokens)
-    return [_trained_from(0, tokens.ids, tokens.beyond, eos) for tokens in made]
+    return [
+        _noting_bos(row, _trained_from(0, each.ids, each.beyond, eos), tokenizer) for row, each in zip(rows, made, strict=True)
+    ]
 
 
 def _encode_completions(rows: list[Row], *, tokenizer: Tokenizer, most_tokens: int) -> list[Encoded | Unmarked]:
@@ -124,7 +122,7 @@ def _encode_completions(rows: list[Row], *, tokenizer: Tokenizer, most_tokens: i
         return list(strings)
     template = Template.of(tokenizer)
     return [
-        encode_chat_completion(row, template, most_tokens) if chat else next(strings)
+        encode_chat(row, template, most_tokens, ("prompt", "completion")) if chat else next(strings)
         for row, chat in zip(rows, chats, strict=True)
     ]
 
@@ -140,7 +138,8 @@ def _encode_string_pairs(rows: list[Row], tokenizer: Tokenizer, most_tokens: int
         [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)], tokenizer, most_tokens
     )
     apart = tokenize(completions, tokenizer, most_tokens, add_special_tokens=False)
-    return [_encode_pair(*parts, eos=eos) for parts in zip(starts, together, apart, strict=True)]
+    encoded = (_encode_pair(*parts, eos=eos) for parts in zip(starts, together, apart, strict=True))
+    return [_noting_bos(row, each, tokenizer) for row, each in zip(rows, encoded, strict=True)]
 
 
 def _encode_pair(prompt: Tokens, whole: Tokens, completion: Tokens, *, eos: int) -> Encoded:
@@ -156,6 +155,16 @@ def _trained_from(start: int, ids: list[int], beyond: int, eos: int) -> Encoded:
     """Return `ids`, trained from `start` on, followed by the end-of-sequence token if the text ends there."""
     ended = ids if beyond else [*_without_last(ids, eos), eos]
     return Encoded(ended, [False] * start + [True] * (len(ended) - start), beyond)
+
+
+def _noting_bos(row: Row, sample: Encoded, tokenizer: Tokenizer) -> Encoded:
+    """Return `sample` as it is, with a remark if its text brings the mark that the tokenizer adds."""
+    bos = tokenizer.bos_token_id
+    if bos is None or sample.ids[:2] != [bos, bos]:
+        return sample
+    mark = tokenizer.decode([bos])
+    words = f"the text begins with {mark}, and the tokenizer puts another before it; take it out of the text"
+    return replace(sample, remarks=((row.place, words),))
 
 
 def _encode_tokens(row: Row) -> Encoded:

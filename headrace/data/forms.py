@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from headrace.data.messages import MEDIA_COLUMNS
 from headrace.data.values import Row
 from headrace.terms.errors import DataError
 
@@ -49,7 +50,11 @@ def _message(row: Row, index: int, turn: Mapping[str, Any]) -> Mapping[str, Any]
             f"{row.place}: conversations[{index}] must have a value, and say in from who speaks ({', '.join(_ROLES)}), found "
             f"{str(turn)[:80]!r}. Correct the sample"
         )
-    return {"role": role, "content": turn["value"]}
+    return {
+        **{name: value for name, value in turn.items() if name not in ("from", "value")},
+        "role": role,
+        "content": turn["value"],
+    }
 
 
 def _alpaca(row: Row) -> Row:
@@ -70,7 +75,8 @@ def _alpaca(row: Row) -> Row:
 def _with_messages(row: Row, turns: list[Mapping[str, Any]]) -> Row:
     system = row.values.get("system")
     first: list[Mapping[str, Any]] = [{"role": "system", "content": system}] if system else []
-    return replace(row, values={"messages": first + turns, "tools": row.values.get("tools")})
+    beside = {name: row.values[name] for name in ("tools", *MEDIA_COLUMNS) if name in row.values}
+    return replace(row, values={**beside, "messages": first + turns})
 
 
 FORMS = (

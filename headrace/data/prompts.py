@@ -5,15 +5,18 @@ Invariant: a prompt is tokenised as in transformers' own examples: the template 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
+from headrace.data.chat_template import Template
+from headrace.data.messages import read_messages
 from headrace.terms.errors import DataError, ModelError
 
 Messages = Sequence[Mapping[str, Any]]
 STOP, LENGTH = "stop", "length"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Prompts:
     """Makes token ids of prompts with a tokenizer. `raw`: text is taken as it is; `system` opens conversations without one."""
 
@@ -41,7 +44,7 @@ class Prompts:
 
         Raises:
             ModelError: the tokenizer has no chat template.
-            DataError: the template refuses the conversation.
+            DataError: the template refuses the conversation, or a message has a picture, a sound or a video.
         """
         if not self.tokenizer.chat_template:
             raise ModelError(
@@ -51,11 +54,13 @@ class Prompts:
         whole = list(messages)
         if self.system is not None and not (whole and whole[0].get("role") == "system"):
             whole.insert(0, {"role": "system", "content": self.system})
-        try:
-            text = self.tokenizer.apply_chat_template(whole, tokenize=False, add_generation_prompt=True)
-        except Exception as error:  # templates are programs of the model's author
-            raise DataError(f"the chat template refuses this conversation ({error}); correct its messages") from error
+        read = read_messages("the prompt", whole, "messages").messages
+        text = self._template.render(self._template.given(read), prompt=True)
         return _some(list(self.tokenizer([text], add_special_tokens=False)["input_ids"][0]))
+
+    @cached_property
+    def _template(self) -> Template:
+        return Template.of(self.tokenizer)
 
 
 def answer_of(tokenizer: Any, tokens: Sequence[int], ends: frozenset[int], stops: Sequence[str]) -> tuple[str, str]:

@@ -19,7 +19,7 @@ from pathlib import Path
 from headrace.data.encode import encode_rows
 from headrace.data.sources import Source, find_sources, read_rows
 from headrace.data.tokens import FORMAT_VERSION, NothingTrained, TokenSet, write_tokens
-from headrace.data.values import DataSpec, Encoded, Row, Tokenizer, Unmarked
+from headrace.data.values import DataSpec, Encoded, Remark, Row, Tokenizer, Unmarked
 from headrace.terms.errors import ConfigError, DataError, DiskFull, HeadraceError
 from headrace.terms.sizes import format_bytes
 
@@ -157,6 +157,8 @@ class _Samples:
                 if isinstance(sample, Unmarked):
                     self._num_unmarked += 1
                     self._first_unmarked = self._first_unmarked or sample
+                else:
+                    self._note(sample.remarks)
                 # A template that suits none of the first samples suits none at all: that is reported before hours of
                 # tokenising.
                 if self._num_unmarked == self._count >= _TRIED_SAMPLES:
@@ -174,17 +176,21 @@ class _Samples:
 
     def _noted(self, rows: Iterator[Row]) -> Iterator[Row]:
         for row in rows:
-            for words in row.remarks:
-                first, count = self._seen.get(words, (row.place, 0))
-                self._seen[words] = (first, count + 1)
+            self._note((row.place, words) for words in row.remarks)
             yield row
+
+    def _note(self, remarks: Iterable[Remark]) -> None:
+        for place, words in remarks:
+            first, count = self._seen.get(words, (place, 0))
+            self._seen[words] = (first, count + 1)
 
     def _unmarked(self) -> str:
         first = self._first_unmarked
         assert first is not None
         return (
-            f"{self._num_unmarked} of {self._count} samples ({self._num_unmarked / self._count:.1%}) are left out, because "
-            f"nobody can tell which of their tokens are the assistant's; the first is {first.place}: {first.reason}"
+            f"{self._num_unmarked} of {self._count} samples ({self._num_unmarked / self._count:.1%}) are left out, because the "
+            "chat template refuses them or nobody can tell which of their tokens are the assistant's; the first is "
+            f"{first.place}: {first.reason}"
         )
 
     def _too_many(self) -> str:

@@ -25,6 +25,7 @@ class Tokenizer(Protocol):
     """What this package uses of a Hugging Face tokenizer, fast or slow."""
 
     chat_template: Any
+    bos_token_id: int | None
     eos_token_id: int | None
     pad_token_id: int | None
     is_fast: bool
@@ -80,6 +81,10 @@ class Row:
     unread: float = 0.0
 
 
+Remark = tuple[str, str]
+"""The place of a sample, and a sentence about it that is no error."""
+
+
 @dataclass(frozen=True, slots=True)
 class Encoded:
     """The token ids of a row, and for each whether it is a target. `beyond` estimates how many more were not made."""
@@ -87,11 +92,12 @@ class Encoded:
     ids: list[int]
     trained: list[bool]
     beyond: int = 0
+    remarks: tuple[Remark, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Unmarked:
-    """A row for which it cannot be told which tokens are the assistant's, and the reason."""
+    """A row that is left out, and the reason: the chat template refuses it, or it cannot be told what the assistant says."""
 
     place: str
     reason: str

@@ -1,4 +1,4 @@
-"""Conversations in which each message has words of its own (`w3a w3b` are of message 3), so that a test can tell whose is trained."""
+"""Conversations in which each message has words of its own: `w3a w3b` are of message 3, so a test can tell whose is trained."""
 
 from typing import Any
 

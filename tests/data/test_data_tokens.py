@@ -257,8 +257,12 @@ def test_long_samples_are_cut_and_counted_and_those_left_without_target_dropped(
     assert info.kinds == {"input_ids": 5}
 
 
-# Renders a conversation that ends oddly unlike its beginning.
-ODD = "{% if 'odd' in messages[-1].content %}odd {% endif %}" + PLAIN
+# Renders a conversation that ends oddly unlike its beginning, and without headers.
+ODD = (
+    "{% if 'odd' in messages[-1].content %}{% for m in messages %}{{ m.content }};{% endfor %}{% else %}"
+    + PLAIN
+    + "{% endif %}"
+)
 
 
 def conversations(path, *, odd, total):
@@ -274,9 +278,9 @@ def test_a_few_conversations_whose_turns_cannot_be_found_are_left_out_counted_an
         assert (made.info.samples, made.info.unmarked_samples, made.info.dropped_samples) == (18, 2, 0)
         assert made.info.kinds == {"messages": 20}
         assert made.notices == (
-            "2 of 20 samples (10.0%) are left out, because nobody can tell which of their tokens are the assistant's; the "
-            f"first is {tmp_path}/data.jsonl, line 1: the chat template renders what is before message 1 unlike the whole "
-            "conversation",
+            "2 of 20 samples (10.0%) are left out, because the chat template refuses them or nobody can tell which of their "
+            f"tokens are the assistant's; the first is {tmp_path}/data.jsonl, line 1: the chat template renders what is before "
+            "message 1 unlike the whole conversation",
         )
 
 

@@ -1,0 +1,234 @@
+"""A tokenizer's chat template: what it renders, and which forms of contents and arguments it takes, found by trying it.
+
+Invariant: templates are programs of the model's author. What they do is found by rendering, once, and never by their names.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import takewhile
+from typing import Any
+
+from headrace.data.messages import Message, Messages
+from headrace.data.values import Tokenizer
+from headrace.terms.errors import DataError, ModelError
+
+Stretch = tuple[int, int]
+"""Characters of a text: from the first one up to, and without, the second."""
+
+_GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+# Words of conversations that are only rendered to see what the template does.
+_ASKED, _SAID = "headrace asks", "headrace answers"
+_KEY, _VALUE = "headracekey", "headracevalue"
+_TOOL = {
+    "type": "function",
+    "function": {"name": "headrace", "description": "tries", "parameters": {"type": "object", "properties": {}}},
+}
+
+
+class TemplateRefusal(DataError):
+    """The template does not render a conversation."""
+
+
+@dataclass(frozen=True)
+class Template:
+    """The chat template of `tokenizer`. Conversations may bring `tools` along, which their rendering uses."""
+
+    tokenizer: Tokenizer
+    has_tags: bool
+    _takes: dict[tuple[str, str], bool] = field(default_factory=dict, repr=False, compare=False)
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> "Template":
+        """Return the template of `tokenizer`.
+
+        Raises:
+            ModelError: there is none.
+        """
+        template = tokenizer.chat_template
+        if not template:
+            raise ModelError(
+                "the samples are conversations, but the tokenizer has no chat template; use the tokenizer of an instruct "
+                "model, add a chat_template.jinja to its directory, or give the data as text or prompt + completion strings"
+            )
+        # The tokenizer chooses among several named templates by whether there are tools: tags only count if all of them have
+        # tags.
+        return cls(tokenizer, all(_GENERATION_TAG.search(text) for text in _texts(template)))
+
+    @property
+    def texts(self) -> list[str]:
+        """The template itself, or several."""
+        return _texts(self.tokenizer.chat_template)
+
+    def render(self, messages: Messages, tools: Any = None, *, prompt: bool = False) -> str:
+        """Return the text of `messages`; with `prompt`, the opening of an assistant turn follows them.
+
+        Raises:
+            TemplateRefusal: the template raises.
+        """
+        if not messages:  # which the tokenizer's own method does not take
+            return self._render(messages, tools, add_generation_prompt=prompt)[0]
+        with _refusals():
+            return str(self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=prompt))
+
+    def render_tagged(self, messages: Messages, tools: Any = None) -> tuple[str, list[Stretch]]:
+        """Return the text of `messages` and the stretches that the template's tags mark.
+
+        Raises:
+            TemplateRefusal: the template raises.
+        """
+        # The tokenizer would give a mask, but it tokenises the whole text for it, and loses turns whose first blank is in no
+        # token.
+        return self._render(messages, tools, return_assistant_tokens_mask=True)
+
+    def try_render(self, messages: Messages, tools: Any = None, *, prompt: bool = False) -> str | None:
+        """Return the text of `messages`, or None where the template refuses them."""
+        try:
+            return self.render(messages, tools, prompt=prompt)
+        except TemplateRefusal:
+            return None
+
+    def given(self, messages: Sequence[Message]) -> Messages:
+        """Return `messages` in the forms that the template takes: contents as text or parts, arguments as objects or text."""
+        return [self._given(message) for message in messages]
+
+    @cached_property
+    def header(self) -> str | None:
+        """What opens a turn of the assistant: "" if nothing but white space does, None if it cannot be told.
+
+        The generation prompt may go further (into a thought), and so may a turn: what both begin with is the header.
+        """
+        found = (self._header_after(first) for first in ([], [{"role": "system", "content": _SAID}]))
+        return next((header for header in found if header is not None), None)
+
+    def _header_after(self, first: Messages) -> str | None:
+        asked = [*first, {"role": "user", "content": _ASKED}]
+        turn = [*asked, {"role": "assistant", "content": _SAID}]
+        before, prompt = self.try_render(asked), self.try_render(asked, prompt=True)
+        whole = self.try_render([*turn, {"role": "user", "content": _ASKED}]) or self.try_render(turn)
+        if before is None or prompt is None or whole is None or not (prompt.startswith(before) and whole.startswith(before)):
+            return None
+        opened, asks = whole[len(before) :].partition(_SAID)[0], prompt[len(before) :]
+        same = takewhile(lambda pair: pair[0] == pair[1], zip(asks, opened, strict=False))
+        header = "".join(each for each, _ in same) if asks else opened
+        return header if header.strip() else ""
+
+    @cached_property
+    def answer_end(self) -> str:
+        """What follows the words of the last turn; "" if it cannot be told."""
+        whole = self.try_render([{"role": "user", "content": _ASKED}, {"role": "assistant", "content": _SAID}]) or ""
+        return whole.partition(_SAID)[2]
+
+    @cached_property
+    def tags_leave_end_out(self) -> bool:
+        """Whether the template ends a turn with a mark that its tags do not enclose."""
+        try:
+            text, found = self.render_tagged([{"role": "user", "content": _ASKED}, {"role": "assistant", "content": _SAID}])
+        except TemplateRefusal:
+            return False
+        place = text.find(_SAID) + len(_SAID)
+        return bool(text[place:].strip()) and place in [end for _, end in found]
+
+    def _given(self, message: Message) -> Message:
+        content, role = message.get("content"), str(message["role"])
+        given = dict(message)
+        if isinstance(content, list) and not self._takes_content(role, "parts"):
+            given["content"] = "".join(_text_of(message, part) for part in content)
+        if isinstance(content, str) and not self._takes_content(role, "text") and self._takes_content(role, "parts"):
+            given["content"] = [{"type": "text", "text": content}]
+        calls = message.get("tool_calls")
+        if isinstance(calls, list):
+            given["tool_calls"] = [self._given_call(call) for call in calls]
+        return given
+
+    def _given_call(self, call: Any) -> Any:
+        if not isinstance(call, dict):
+            return call
+        if isinstance(call.get("function"), dict):
+            return {**call, "function": self._given_call(call["function"])}
+        arguments = call.get("arguments")
+        if isinstance(arguments, str) and not self._takes_arguments("text") and self._takes_arguments("object"):
+            return {**call, "arguments": _object_in(arguments)}
+        if isinstance(arguments, dict) and not self._takes_arguments("object") and self._takes_arguments("text"):
+            return {**call, "arguments": json.dumps(arguments, ensure_ascii=False)}
+        return call
+
+    def _takes_content(self, role: str, form: str) -> bool:
+        """Return whether a content of `role` in this form, text or parts, is printed as its words."""
+        if (role, form) not in self._takes:
+            words = [_KEY, _VALUE]
+            content = " ".join(words) if form == "text" else [{"type": "text", "text": word} for word in words]
+            message, asked = {"role": role, "content": content}, {"role": "user", "content": _ASKED}
+            told = [{"type": "text", "text": _ASKED}]
+            tries = {
+                "system": ([message, asked], [message, {"role": "user", "content": told}]),
+                "user": ([message],),
+                "assistant": ([asked, message], [{"role": "user", "content": told}, message]),
+                "tool": ([asked, _calling({}), {**message, "tool_call_id": "headrace1"}],),
+            }
+            texts = [self.try_render(each, [_TOOL] if role == "tool" else None) for each in tries.get(role, ([message],))]
+            text = next((each for each in texts if each is not None), "")
+            repeated = any(f"{q}text{q}: {q}{_KEY}{q}" in text for q in "'\"")
+            self._takes[role, form] = all(word in text for word in words) and not repeated
+        return self._takes[role, form]
+
+    def _takes_arguments(self, form: str) -> bool:
+        """Return whether arguments of calls in this form, text or object, are printed as JSON or taken apart."""
+        if ("arguments", form) not in self._takes:
+            arguments = {_KEY: _VALUE}
+            written = json.dumps(arguments)
+            text = self.try_render(
+                [{"role": "user", "content": _ASKED}, _calling(written if form == "text" else arguments)], [_TOOL]
+            )
+            shown = text is not None and (written in text if form == "text" else _KEY in text and _VALUE in text)
+            self._takes["arguments", form] = shown and f"'{_KEY}'" not in (text or "")
+        return self._takes["arguments", form]
+
+    def _render(self, messages: Messages, tools: Any, **options: Any) -> tuple[str, list[Stretch]]:
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        with _refusals():
+            texts, stretches = render_jinja_template(
+                conversations=[messages],
+                tools=tools,
+                chat_template=self.tokenizer.get_chat_template(None, tools),
+                **options,
+                **self.tokenizer.special_tokens_map,
+            )
+        return texts[0], stretches[0] if stretches else []
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    try:
+        yield
+    # Templates raise what Jinja, or their own `raise_exception`, raises.
+    except Exception as error:
+        raise TemplateRefusal(f"the chat template refuses this conversation ({error})") from error
+
+
+def _texts(template: Any) -> list[str]:
+    return list(template.values()) if isinstance(template, Mapping) else [template]
+
+
+def _text_of(message: Message, part: Mapping[str, Any]) -> str:
+    if "text" not in part:
+        raise TemplateRefusal(f"the chat template takes no part of type {part.get('type')!r} from {message['role']}")
+    return str(part["text"])
+
+
+def _calling(arguments: Any) -> Message:
+    call = {"id": "headrace1", "type": "function", "function": {"name": "headrace", "arguments": arguments}}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
+def _object_in(arguments: str) -> Any:
+    """Return the object that a text has as JSON; what is none stays text."""
+    try:
+        found = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+    return found if isinstance(found, dict) else arguments
