@@ -101,7 +101,8 @@ class Template:
 
         The generation prompt may go further (into a thought), and so may a turn: what both begin with is the header.
         """
-        found = (self._header_after(first) for first in ([], [{"role": "system", "content": _SAID}]))
+        beginnings: list[Messages] = [[], [{"role": "system", "content": _SAID}]]
+        found = (self._header_after(first) for first in beginnings)
         return next((header for header in found if header is not None), None)
 
     def _header_after(self, first: Messages) -> str | None:
@@ -163,7 +164,7 @@ class Template:
             content = " ".join(words) if form == "text" else [{"type": "text", "text": word} for word in words]
             message, asked = {"role": role, "content": content}, {"role": "user", "content": _ASKED}
             told = [{"type": "text", "text": _ASKED}]
-            tries = {
+            tries: dict[str, tuple[Messages, ...]] = {
                 "system": ([message, asked], [message, {"role": "user", "content": told}]),
                 "user": ([message],),
                 "assistant": ([asked, message], [{"role": "user", "content": told}, message]),

@@ -67,6 +67,8 @@ class Rendered:
                 if index == len(self.messages) - 1
                 else self.template.try_render(self.messages[: index + 1], self.tools)
             )
+            if closed is not None and not own and self.text.startswith(closed):
+                high = min(high, len(closed))
             begin = self._begin(index, own, low, high)
             end = self._end(index, begin, own, high, closed)
             yield self._checked(index, begin, end)
@@ -84,23 +86,16 @@ class Rendered:
             self.remarks.append(_NO_END)
         if any(not any(begin <= w.place < end for begin, end in self.marked) for w in self.words if w.message in trained):
             self.remarks.append(_SAYS_LESS)
-        header = self.template.header
-        found = []
         for number, (start, end) in enumerate(self.marked):
             inside = [words for words in self.words if start <= words.place < end]
             stop = min([end, *(words.begin for words in inside)])
-            begin = max(
-                start, self.text.rfind(header, start, stop) + len(header) if header and header in self.text[start:stop] else 0
-            )
-            if begin > start and _HEADERS not in self.remarks:
-                self.remarks.append(_HEADERS)
-            owner = spoken[number] if len(spoken) == len(self.marked) else next((words.message for words in inside), None)
-            found.append((owner, begin, end))
-        yield from self._of_trained(found, trained, len(spoken))
-
-    def _of_trained(self, found: list[tuple[int | None, int, int]], trained: list[int], num_spoken: int) -> Iterator[Stretch]:
-        for owner, begin, end in found:
-            if owner is None and len(trained) < num_spoken:
+            begin, header = start, self.template.header
+            if header and self._has_header(start, stop):
+                begin = self.text.rfind(header, start, stop) + len(header)
+                self.remarks.extend([] if _HEADERS in self.remarks else [_HEADERS])
+            in_order = spoken[number] if len(spoken) == len(self.marked) else None
+            owner = next((words.message for words in inside if words.message in spoken), in_order)
+            if owner is None and (inside or len(trained) < len(spoken)):
                 raise Unmarkable("by the tags of the chat template, it cannot be told which turn a stretch belongs to")
             if owner is None:
                 yield begin, end
@@ -151,14 +146,13 @@ class Rendered:
 
     def _is_open(self, begin: int, own: list[Words], *, is_first: bool) -> bool:
         """Return whether no header stands between `begin` and the words of the turn."""
-        header = self.template.header
+        header = self.template.header or ""
         if not own:
-            return bool(not header or not self.text.startswith(header, begin)) and not (is_first and begin == 0)
-        lead = self.text[begin : own[0].begin]
-        if own[0].begin < begin or (header and header in lead):
+            return not (header and self.text.startswith(header, begin)) and not (is_first and begin == 0)
+        if own[0].begin < begin or self._has_header(begin, own[0].begin):
             return False
         # Without a header before the first turn of all, a system message of the template could stand there.
-        return bool(header or not is_first or not lead.strip())
+        return bool(header or not is_first or not self.text[begin : own[0].begin].strip())
 
     def _end(self, index: int, begin: int, own: list[Words], high: int, closed: str | None) -> int:
         """Return where the turn that begins at `begin` ends, behind its words and before character `high`.
@@ -174,7 +168,7 @@ class Rendered:
         tail = self.template.answer_end if closed is None else closed[begin:]
         place, mark = max(((tail.rfind(each), each) for each in specials), default=(-1, ""))
         found = self.text.find(mark, after, high) if place >= 0 else -1
-        if found >= 0:
+        if found >= 0 and not self._has_header(after, found):
             return found + len(mark)
         if own and closed is not None:
             _, last, tail = closed.rpartition(self.text[own[-1].begin : own[-1].end] or " ")
@@ -194,8 +188,13 @@ class Rendered:
                 raise Unmarkable(f"by the chat template, words of message {words.message} stand in the turn of message {index}")
             if whole and words.message == index and not begin <= words.begin <= words.end <= end:
                 raise Unmarkable(f"the chat template prints words of message {index} outside its turn")
-        header = self.template.header
-        first = min((words.begin for words in self.words if words.message == index and begin <= words.begin), default=begin)
-        if header and header in self.text[begin:first]:
-            raise Unmarkable(f"the header of message {index} stands in its turn")
+        own = [words for words in self.words if words.message == index and begin <= words.place < end]
+        if self._has_header(begin, min((words.begin for words in own), default=begin)) or self._has_header(
+            max((words.end for words in own), default=begin), end
+        ):
+            raise Unmarkable(f"the chat template prints a header in the turn of message {index}")
         return begin, end
+
+    def _has_header(self, begin: int, end: int) -> bool:
+        """Return whether a turn of the assistant begins between two characters."""
+        return bool(self.template.header) and str(self.template.header) in self.text[begin:end]
