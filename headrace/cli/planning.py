@@ -189,8 +189,7 @@ def _measured_machine(options: Options) -> Ceilings | None:
 
 def _of_one_epoch(model: Path, data: Sequence[Path], options: PlanOptions) -> PlanOptions:
     """Return the options with tokens per step, sequence length and the steps of one pass over the data, as in training."""
-    from headrace.data.open_data import with_lengths  # late: it brings the data libraries
-    from headrace.runs.prepare import open_stream
+    from headrace.data.open_data import open_stream, with_lengths  # late: it brings the data libraries
 
     if not model.is_dir():
         raise ConfigError(f"data: the steps of a pass need the model's tokenizer, and {model} is no model directory")

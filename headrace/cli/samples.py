@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from headrace.cli.environment import cache_directory
-from headrace.data import DataSpec, Segment, TokenSet, length_histogram, render_samples, summarize
+from headrace.data import DataSpec, Segment, TokenSet, length_histogram, render_samples, summarize, trained_stretches
 from headrace.data.open_data import open_tokenizer, with_lengths
 from headrace.runs import RunDirectory, RunOptions, open_tokens
 from headrace.terms.errors import ConfigError
@@ -34,7 +34,9 @@ def show_samples(source: str, *, model: Path | None, count: int, sequence_length
     tokens, spec = open_tokens(config, tokenizer)
     samples = render_samples(tokens, tokenizer, count)
     if as_json:
-        print(json.dumps(_values(tokens, spec, samples), ensure_ascii=False, indent=2))
+        trained = [trained_stretches(tokens, tokenizer, index) for index in range(len(samples))]
+        stretches = [[dataclasses.asdict(each) for each in sample] for sample in trained]
+        print(json.dumps(_values(tokens, spec, samples) | {"stretches": stretches}, ensure_ascii=False, indent=2))
         return
     console = Console(highlight=False)
     for number, segments in enumerate(samples, start=1):
@@ -63,7 +65,7 @@ def totals(tokens: TokenSet, spec: DataSpec) -> str:
         f"samples   {summary.samples} ({', '.join(f'{number} {kind}' for kind, number in summary.kinds.items())})",
         f"tokens    {summary.tokens}, {summary.trained_tokens} of them trained ({share:.0%})",
         f"dropped   {summary.dropped_samples} samples without a trained token",
-        f"unmarked  {summary.unmarked_samples} samples whose assistant's turns cannot be found, left out",
+        f"unmarked  {summary.unmarked_samples} samples left out: refused by the chat template, or turns not found",
         f"cut       {summary.cut_tokens} tokens of {summary.cut_samples} samples beyond {spec.sequence_length}",
         f"rows      {summary.rows} of {spec.sequence_length} tokens, {summary.efficiency:.1%} filled",
         f"steps     {summary.steps_per_epoch:.1f} in an epoch, of {spec.tokens_per_step} tokens each",

@@ -1,9 +1,9 @@
 """Data sets become tokens, then packed and masked batches; the position in them is part of a run's state."""
 
 from headrace.data.packing import EpochRows, packed_rows, single_rows
-from headrace.data.show import LengthBin, Segment, Summary, length_histogram, render_samples, summarize
+from headrace.data.show import LengthBin, Segment, Summary, length_histogram, render_samples, summarize, trained_stretches
 from headrace.data.stream import BatchStream
-from headrace.data.tokenize import load_tokens, tokenizer_fingerprint
+from headrace.data.tokenize import earlier_tokens, load_tokens, tokenizer_fingerprint
 from headrace.data.tokens import TokenInfo, TokenSet, TokenWriter, write_tokens
 from headrace.data.values import IGNORED, Batch, DataSpec, Kind, Row, Sample, Tokenizer
 
@@ -23,6 +23,7 @@ __all__ = [
     "TokenSet",
     "TokenWriter",
     "Tokenizer",
+    "earlier_tokens",
     "length_histogram",
     "load_tokens",
     "packed_rows",
@@ -30,5 +31,6 @@ __all__ = [
     "single_rows",
     "summarize",
     "tokenizer_fingerprint",
+    "trained_stretches",
     "write_tokens",
 ]

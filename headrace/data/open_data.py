@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
-from headrace.data import Batch, BatchStream, DataSpec, TokenSet, load_tokens
+from headrace.data import Batch, BatchStream, DataSpec, TokenSet, earlier_tokens, load_tokens
 from headrace.files.model_directory import refuse_no_model
-from headrace.terms.errors import ConfigError, ModelError
+from headrace.terms.errors import ConfigError, DataError, ModelError
 from headrace.terms.options import DEFAULT_ROWS_PER_STEP, DEFAULT_SEQUENCE_LENGTH
 from headrace.terms.run_options import RunOptions
 
@@ -83,9 +83,32 @@ def open_tokens(config: RunOptions, tokenizer: Any, *, contents: bool = False) -
         DataError: see `headrace.data.load_tokens`.
         ModelError: the tokenizer makes ids for which the model has no embedding.
     """
+    spec = _spec(config, contents=contents)
+    return _fitting(load_tokens(spec, tokenizer, config.cache), config), spec
+
+
+def open_stream(config: RunOptions, *, resumed: bool = False) -> BatchStream:
+    """Return the stream of a decided configuration, at its first row. A `resumed` run may have begun with tokens that were made
+    by earlier rules: it goes on with them if they are still in the cache.
+
+    Raises:
+        InputError: see `open_tokens`.
+    """
+    tokenizer, spec = open_tokenizer(config.model), _spec(config)
+    earlier = [_fitting(each, config) for each in earlier_tokens(spec, tokenizer, config.cache)] if resumed else []
+    try:
+        tokens, _ = open_tokens(config, tokenizer)
+    except DataError:
+        if not earlier:
+            raise
+        tokens = earlier[0]  # today's rules refuse what the run began with
+    return BatchStream(tokens, spec, earlier)
+
+
+def _spec(config: RunOptions, *, contents: bool = False) -> DataSpec:
     if config.sequence_length is None or config.tokens_per_step is None:
         raise ConfigError("sequence_length and tokens_per_step are undecided; call with_lengths(config) first")
-    spec = DataSpec(
+    return DataSpec(
         paths=config.data,
         sequence_length=config.sequence_length,
         tokens_per_step=config.tokens_per_step,
@@ -94,7 +117,10 @@ def open_tokens(config: RunOptions, tokenizer: Any, *, contents: bool = False) -
         shuffle=config.shuffle,
         contents=contents,
     )
-    tokens = load_tokens(spec, tokenizer, config.cache)
+
+
+def _fitting(tokens: TokenSet, config: RunOptions) -> TokenSet:
+    """Return `tokens` for the model's vocabulary."""
     vocabulary, largest = read_model_config(config.model).get("vocab_size"), tokens.info.largest_id
     if isinstance(vocabulary, int) and largest >= vocabulary:
         raise ModelError(
@@ -105,7 +131,7 @@ def open_tokens(config: RunOptions, tokenizer: Any, *, contents: bool = False) -
         # A token that was added for padding, for which the model was never made larger. Padding is not trained, and trained
         # tokens do not see it, so any token will do.
         tokens = replace(tokens, info=replace(tokens.info, pad_id=0))
-    return tokens, spec
+    return tokens
 
 
 def total_steps(config: RunOptions, stream: BatchStream) -> int:

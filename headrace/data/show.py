@@ -21,7 +21,8 @@ class Summary:
     """Totals of a data set. `efficiency` is the share of the positions of an epoch's `rows` that hold a token.
 
     `kinds` counts the samples that were read, by their columns. `dropped_samples` had nothing to train on, `cut_tokens` were
-    beyond the sequence length. In `unmarked_samples` the assistant's turns cannot be found.
+    beyond the sequence length. `unmarked_samples` were left out: the chat template
+    refuses them, or the assistant's turns cannot be found.
     """
 
     samples: int
@@ -50,6 +51,22 @@ class LengthBin:
 def render_samples(tokens: TokenSet, tokenizer: Tokenizer, count: int, *, start: int = 0) -> list[list[Segment]]:
     """Return the text of `count` samples from `start` on as segments. Special tokens are spelled out."""
     return [_segments(tokens, tokenizer, index) for index in range(start, min(start + count, len(tokens)))]
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """A stretch of a sample that is trained: its text, and its tokens from `begin` up to, and without, `end`."""
+
+    text: str
+    begin: int
+    end: int
+
+
+def trained_stretches(tokens: TokenSet, tokenizer: Tokenizer, index: int) -> list[Trained]:
+    """Return the stretches of sample `index` that are trained, in order."""
+    texts = (text for text, trained in _segments(tokens, tokenizer, index) if trained)
+    edges = np.flatnonzero(np.diff(tokens.sample(index).trained, prepend=False, append=False)).tolist()
+    return [Trained(text, begin, end) for text, begin, end in zip(texts, edges[::2], edges[1::2], strict=True)]
 
 
 def summarize(tokens: TokenSet, spec: DataSpec) -> Summary:

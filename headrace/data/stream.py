@@ -3,14 +3,14 @@
 The invariant: after `restore(state)` come the batches that followed when `state()` was taken, bit for bit, or `restore` raises.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headrace.data.packing import EpochRows, packed_rows, single_rows
-from headrace.data.tokens import TokenSet
+from headrace.data.tokens import EARLIER_FORMATS, FORMAT_VERSION, TokenSet
 from headrace.data.values import IGNORED, Batch, DataSpec
 from headrace.terms.errors import DataError
 
@@ -20,13 +20,12 @@ _COUNTERS = ("steps", "tokens", "trained_tokens")
 class BatchStream:
     """Batches of `spec.rows_per_step` rows each, epoch after epoch; a step that an epoch cannot fill goes on in the next.
 
-    Cost: an epoch's rows are laid out when its first batch is asked for, about a second for a million samples when packed.
     Cost: an epoch's rows are laid out when its first batch is asked for; packed, that takes about a second for a million
     samples.
     """
 
-    def __init__(self, tokens: TokenSet, spec: DataSpec) -> None:
-        """Start at the first row of epoch 0.
+    def __init__(self, tokens: TokenSet, spec: DataSpec, earlier: Sequence[TokenSet] = ()) -> None:
+        """Start at the first row of epoch 0. `earlier` are token sets that a run may have begun with.
 
         Raises:
             DataError: no samples, or samples longer than a row.
@@ -40,6 +39,7 @@ class BatchStream:
                 f"{tokens.info.sequence_length}. Tokenise them again for {spec.sequence_length}"
             )
         self._tokens = tokens
+        self._earlier = earlier
         self._spec = spec
         self._epoch = 0
         self._row_index = 0
@@ -85,6 +85,7 @@ class BatchStream:
         """Return the stream's position, as a value that JSON can hold."""
         return {
             **self._identity(),
+            "rules": self._tokens.info.version,
             "epoch": self._epoch,
             "row_index": self._row_index,
             "row_checksum": self._rows.checksum,
@@ -94,12 +95,30 @@ class BatchStream:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go to the position where `state` was taken. Cost: the layout of one epoch; no batch is made again.
 
-        `tokens_per_step` may differ from that time: the next rows are the same.
+        `tokens_per_step` may differ from that time: the next rows are the same. If the run began with one of the earlier token
+        sets, it goes on with that.
 
         Raises:
             DataError: samples, sequence length, seed or order differ from that time, or `state` is no position of a stream. The
                 stream then stays where it was.
         """
+        begun, kept = state.get("samples_digest"), self._tokens
+        self._tokens = next((each for each in (kept, *self._earlier) if each.info.digest == begun), kept)
+        try:
+            self._restore(state)
+        except DataError:
+            self._tokens = kept
+            raise
+        if self._tokens is not kept:
+            self._rows_of_first_epoch = len(self._lay_out(0))
+
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        begun = state.get("samples_digest")
+        if begun not in (None, self._tokens.info.digest) and state.get("rules", EARLIER_FORMATS[-1]) != FORMAT_VERSION:
+            raise DataError(
+                "cannot continue the data where the run stopped: earlier rules of what is trained made its tokens "
+                "(docs/data.md), and the cache no longer has them; start a new run, or go on with the version of then"
+            )
         for name, value in self._identity().items():
             if name not in state or state[name] != value:
                 raise DataError(
@@ -118,6 +137,11 @@ class BatchStream:
                 "not lie in the order that this version makes (another NumPy?); use the versions that the run began with"
             )
         self._epoch, self._row_index, self._rows, self._counters = epoch, row_index, rows, counters
+
+    @property
+    def by_earlier_rules(self) -> bool:
+        """Whether the tokens were made by earlier rules, with which the run began."""
+        return self._tokens.info.version != FORMAT_VERSION
 
     def _identity(self) -> dict[str, Any]:
         spec = self._spec

@@ -18,13 +18,12 @@ from pathlib import Path
 
 from headrace.data.encode import encode_rows
 from headrace.data.sources import Source, find_sources, read_rows
-from headrace.data.tokens import FORMAT_VERSION, NothingTrained, TokenSet, write_tokens
+from headrace.data.tokens import EARLIER_FORMATS, FORMAT_VERSION, NothingTrained, TokenSet, write_tokens
 from headrace.data.values import DataSpec, Encoded, Remark, Row, Tokenizer, Unmarked
 from headrace.terms.errors import ConfigError, DataError, DiskFull, HeadraceError
 from headrace.terms.sizes import format_bytes
 
-# At most this share of conversations may be left out because their turns cannot be found; more are a fault of the chat
-# template.
+# At most this share of conversations may be left out; more are a fault of the chat template, or of all data.
 _MOST_UNMARKED_SHARE = 0.1
 _TRIED_SAMPLES = 512
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
@@ -50,9 +49,20 @@ def load_tokens(spec: DataSpec, tokenizer: Tokenizer, cache_dir: Path) -> TokenS
         return _load(spec, tokenizer, cache_dir)
 
 
+def earlier_tokens(spec: DataSpec, tokenizer: Tokenizer, cache_dir: Path) -> list[TokenSet]:
+    """Return the token sets of the same data below `cache_dir` that were made by earlier rules; none is made."""
+    with _usable(cache_dir):
+        if not cache_dir.is_dir():
+            return []
+        sources = find_sources(spec.paths, cache_dir, spec.sequence_length)
+        keys = (_key(sources, tokenizer, spec, cache_dir, version) for version in EARLIER_FORMATS)
+        found = (_whole(cache_dir / f"tokens-{key}") for key in keys)
+        return [each for each in found if isinstance(each, TokenSet)]
+
+
 def _load(spec: DataSpec, tokenizer: Tokenizer, cache_dir: Path) -> TokenSet:
     sources = find_sources(spec.paths, cache_dir, spec.sequence_length)
-    directory = cache_dir / f"tokens-{_key(sources, tokenizer, spec, cache_dir)}"
+    directory = cache_dir / f"tokens-{_key(sources, tokenizer, spec, cache_dir, FORMAT_VERSION)}"
     if isinstance(made := _whole(directory), TokenSet):
         return made
     with _locked(directory.with_suffix(".lock")):
@@ -129,9 +139,9 @@ def _system_number(error: Exception) -> int | None:
     return int(found[1]) if found else None
 
 
-def _key(sources: Iterable[Source], tokenizer: Tokenizer, spec: DataSpec, cache_dir: Path) -> str:
+def _key(sources: Iterable[Source], tokenizer: Tokenizer, spec: DataSpec, cache_dir: Path, version: int) -> str:
     parts = [
-        f"{FORMAT_VERSION} {spec.sequence_length}{' contents' if spec.contents else ''}",
+        f"{version} {spec.sequence_length}{' contents' if spec.contents else ''}",
         tokenizer_fingerprint(tokenizer, cache_dir),
         *(source.fingerprint for source in sources),
     ]

@@ -35,7 +35,10 @@ from headrace.files.durable import sync
 from headrace.terms.errors import DataError, DiskFull
 from headrace.terms.sizes import format_bytes
 
-FORMAT_VERSION = 3  # 2: padding of given token ids is left out; 3: checksums
+# 2: padding of given token ids is left out; 3: checksums; 4: what of a conversation is trained is compared as text.
+FORMAT_VERSION = 4
+# Whose files have the same form: a run that began with such tokens goes on with them.
+EARLIER_FORMATS = (3,)
 _FLUSH_TOKENS = 1 << 20
 _FILES = ("tokens", "trained", "offsets")
 _CHECKSUMS = "checksums"
@@ -50,8 +53,8 @@ class TokenInfo:
     """What tokenising made, and what it left out.
 
     `cut_tokens` were beyond `sequence_length`, in `cut_samples` samples (an estimate for texts so long that only their
-    beginnings were tokenised). `dropped_samples` had no trained token (left). In `unmarked_samples` it cannot be told which
-    tokens are the assistant's. `kinds` counts the samples that were read, by their columns. `remarks` are sentences for people.
+    beginnings were tokenised). `dropped_samples` had no trained token (left). `unmarked_samples` were left out: the chat
+    template refuses them, or nobody can tell which tokens are the assistant's. `kinds` counts the samples that were read, by their columns. `remarks` are sentences for people.
     `digest` is of the arrays: equal digests mean equal samples in equal order. `largest_id` is the largest token id.
     """
 
@@ -68,7 +71,7 @@ class TokenInfo:
     digest: str
     largest_id: int
     remarks: list[str]
-    version: int = FORMAT_VERSION
+    version: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +132,7 @@ def _read_info(path: Path, checksums: bytes) -> TokenInfo:
     if not isinstance(record, dict) or record["checksum"] != _checksum(record["info"], checksums):
         raise ValueError(f"{path.name} or {_CHECKSUMS} is damaged")
     info = TokenInfo(**record["info"])
-    if info.version != FORMAT_VERSION:
+    if info.version not in (FORMAT_VERSION, *EARLIER_FORMATS):
         raise ValueError(f"it has format {info.version}, this version reads {FORMAT_VERSION}")
     return info
 
@@ -199,6 +202,7 @@ class TokenWriter:
             digest=self._digest.hexdigest(),
             largest_id=self._largest_id,
             remarks=remarks,
+            version=FORMAT_VERSION,
             **(asdict(self._count) | {"kinds": dict(self._count.kinds)}),
         )
         for file in self._files.values():

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headrace.data import BatchStream
-from headrace.data.open_data import tensors_of
+from headrace.data.open_data import open_stream, tensors_of
 from headrace.machine.host_memory import anonymous_bytes
 from headrace.machine.meter import MemoryMeter
 from headrace.plan.plan import Plan
@@ -22,7 +22,7 @@ from headrace.report import LanesFile, MetricsFile, Reporters, TensorBoard, Trac
 from headrace.report.metrics import read_metrics
 from headrace.runs.finish import write_final
 from headrace.runs.measuring import MachineOfRun
-from headrace.runs.prepare import check, open_stream, prepare
+from headrace.runs.prepare import check, prepare
 from headrace.runs.protocols import Display, Engines, NoDisplay, RunningEngine, StateKind
 from headrace.runs.signals import Interrupted, StopRequest
 from headrace.store.run_directory import RunDirectory
@@ -100,7 +100,7 @@ def _resume(directory: RunDirectory, display: Display | None, engines: Engines, 
             f"{directory.path}: the run had taken {done} steps, but its state is gone (by headrace clean --unfinished, say); "
             "begin another run"
         )
-    run = _run(config, directory, open_stream(config), display, engines, meter)
+    run = _run(config, directory, open_stream(config, resumed=True), display, engines, meter)
     if kind is not StateKind.COMMITTED:
         engines.discard(directory.path)  # killed while the model was imported: there is nothing to resume
         return _begin(run)
@@ -114,6 +114,10 @@ def _resume(directory: RunDirectory, display: Display | None, engines: Engines, 
         engine = stack.enter_context(engines.resume(directory.path, sink=_for_people(reporters, tell)))
         if engine.position is not None:
             run.stream.restore(engine.position["data"])
+            if run.stream.by_earlier_rules:
+                run.display.say(
+                    "note: goes on with the tokens that the run began with; earlier rules chose what of them is trained"
+                )
         account = _account(run, engine.plan) if engine.plan is not None and not engine.plan.serves else None
         words = f": {account.in_short(steps_left=run.total_steps - engine.step_index)}" if account else ""
         run.display.say(f"resuming {directory.path} after step {engine.step_index} of {run.total_steps}{words}")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.data import BatchStream
-from headrace.data.open_data import open_tokenizer, open_tokens, total_steps, with_lengths
+from headrace.data.open_data import open_stream, total_steps, with_lengths
 from headrace.plan.given import with_lengths_of_plan
 from headrace.runs.protocols import Engines
 from headrace.store.run_directory import RunDirectory
@@ -57,12 +57,6 @@ def prepare(config: RunOptions, directory: RunDirectory, engines: Engines) -> tu
     config = replace(config, packing=packing, output=directory.path, **_absolute_paths(config))
     stream = open_stream(config)
     return replace(config, max_steps=total_steps(config, stream)), stream
-
-
-def open_stream(config: RunOptions) -> BatchStream:
-    """Return the stream of a decided configuration, at its first row."""
-    tokens, spec = open_tokens(config, open_tokenizer(config.model))
-    return BatchStream(tokens, spec)
 
 
 def default_output(config: RunOptions) -> Path:

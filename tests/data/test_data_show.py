@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_tokenizers import TAGGED, make_tokenizer, numbered_tokens
 
-from headrace.data import DataSpec, LengthBin, length_histogram, load_tokens, render_samples, summarize
+from headrace.data import DataSpec, LengthBin, length_histogram, load_tokens, render_samples, summarize, trained_stretches
 
 
 @pytest.fixture
@@ -28,6 +28,14 @@ def test_segments_tell_trained_text_from_the_rest(chat):
     assert render_samples(tokens, tokenizer, 2) == [expected, expected]
     assert len(render_samples(tokens, tokenizer, 9)) == 3
     assert len(render_samples(tokens, tokenizer, 9, start=2)) == 1
+
+
+def test_stretches_are_the_trained_segments_with_their_tokens(chat):
+    tokens, tokenizer, _ = chat
+    (stretch,) = trained_stretches(tokens, tokenizer, 1)
+    assert stretch.text == "ü four [b]<|end|>"
+    assert tokenizer.decode(tokens.sample(1).input_ids[stretch.begin : stretch.end]) == stretch.text
+    assert tokens.sample(1).trained.nonzero()[0].tolist() == list(range(stretch.begin, stretch.end))
 
 
 def test_the_summary_adds_up(chat):

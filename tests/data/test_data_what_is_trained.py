@@ -140,10 +140,15 @@ def _is_cut(template, name, old):
 
 
 LETTERS = st.text("ab <|>\n</think>", max_size=6)
-MARKED = st.sampled_from(
-    ["<|im_end|>", "<|end|>", "<|eot_id|>", "<|im_start|>assistant\n", "<start_of_turn>model\n"]
-    + ["</think>", "[/INST]", "<｜Assistant｜>", "<|start|>assistant", "<|user|>"]
-)
+ROLE_MARKS = [
+    "<|im_start|>assistant\n",
+    "<start_of_turn>model\n",
+    "<｜Assistant｜>",
+    "<|start|>assistant",
+    "<|user|>",
+    "[/INST]",
+]
+MARKED = st.sampled_from(["<|im_end|>", "<|end|>", "<|eot_id|>", "</think>", *ROLE_MARKS])
 
 
 @st.composite

@@ -6,6 +6,7 @@ Run: pytest tests/runs
 import errno
 import json
 import os
+import shutil
 import signal
 from dataclasses import replace
 from functools import partial
@@ -19,7 +20,7 @@ from transformers import TrainerState
 from headrace.answers.answer import report_of
 from headrace.answers.explain import explain
 from headrace.answers.plan_report import PlanReport
-from headrace.data import open_data
+from headrace.data import open_data, stream, tokenize, tokens
 from headrace.files import DirectFile
 from headrace.files.yaml_options import from_yaml
 from headrace.machine.meter import MemoryMeter
@@ -383,6 +384,51 @@ class TestResume:
         with pytest.raises(RunDirectoryError, match="had taken 3 steps, but its state is gone"):
             resume(options["output"], engines=FakeHost().engines())
         assert (options["output"] / "metrics.jsonl").read_text() == before
+
+    def begun_by_earlier_rules(self, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, at: int | None = 3) -> None:
+        """Begin a run whose tokens the rules of format 3 made: here, they train everything, backwards."""
+        encode_rows = tokenize.encode_rows
+
+        def backwards(*given: Any, **options: Any) -> Any:
+            return (
+                replace(each, ids=each.ids[::-1], trained=[True] * len(each.ids)) for each in encode_rows(*given, **options)
+            )
+
+        row = {"prompt": "the quick", "completion": " fox jumps over the lazy dog"}
+        Path(options["data"]).write_text((json.dumps(row) + "\n") * 40)
+        with monkeypatch.context() as patch:
+            for module in (tokenize, tokens, stream):
+                patch.setattr(module, "FORMAT_VERSION", 3)
+            patch.setattr(tokenize, "encode_rows", backwards)
+            if at is None:
+                train(RunOptions.of(options), engines=FakeHost().engines())
+                return
+            with pytest.raises(StepFailed):
+                train(RunOptions.of(options), engines=FakeHost(script={at: broken}).engines())
+
+    def test_a_run_goes_on_with_the_tokens_that_earlier_rules_made(
+        self, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        self.begun_by_earlier_rules(options | {"output": options["output"] / "whole"}, monkeypatch, at=None)
+        whole = (options["output"] / "whole" / "final" / "weights").read_text()
+        options["output"] /= "broken"
+        self.begun_by_earlier_rules(options, monkeypatch)
+        screen = Screen()
+        done = resume(options["output"], display=screen, engines=FakeHost().engines())
+        assert (done.final / "weights").read_text() == whole
+        assert any("goes on with the tokens that the run began with" in each for each in screen.said)
+        options["output"] = options["output"].parent / "new"
+        train(RunOptions.of(options), display=screen, engines=FakeHost().engines())
+        assert (options["output"] / "final" / "weights").read_text() != whole
+
+    def test_a_run_whose_tokens_of_earlier_rules_are_gone_is_refused_in_one_line(
+        self, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        self.begun_by_earlier_rules(options, monkeypatch)
+        for kept in Path(options["cache"]).glob("tokens-*"):
+            shutil.rmtree(kept, ignore_errors=True)
+        with pytest.raises(DataError, match=r"^[^\n]*earlier rules of what is trained made its tokens[^\n]*$"):
+            resume(options["output"], engines=FakeHost().engines())
 
     def test_changed_data_is_refused(self, options: dict[str, Any]) -> None:
         with pytest.raises(StepFailed):
