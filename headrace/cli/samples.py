@@ -43,7 +43,7 @@ def show_samples(source: str, *, model: Path | None, count: int, sequence_length
         console.print(Text(f"sample {number} of {len(tokens)}", style="bold"))
         console.print(marked(segments, colour=console.is_terminal), soft_wrap=True)
         console.print()
-    console.print(Text("\n".join([*(f"note: {notice}" for notice in tokens.notices), totals(tokens, spec)])))
+    console.print(Text("\n".join([*(f"note: {notice}" for notice in tokens.notices), totals(tokens, spec)])), soft_wrap=True)
 
 
 def marked(segments: list[Segment], *, colour: bool) -> Text:

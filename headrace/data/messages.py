@@ -52,6 +52,7 @@ def read_messages(place: str, found: Any, column: str) -> Conversation:
                 f"{place}: {column}[{index}] must be an object with a string role and a content, found {str(message)[:80]!r}"
             )
         where = f"{place}: {column}[{index}]"
+        refuse_media(where, fields)
         flag = _flag(where, fields)
         if flag is False:
             untrained.add(index)
@@ -88,16 +89,14 @@ def _part(where: str, part: Any) -> Any:
 
 
 def refuse_media(place: str, values: Mapping[str, Any]) -> None:
-    """Refuse pictures, sounds and videos that stand beside the messages of a row.
+    """Refuse pictures, sounds and videos that stand beside the messages of a row, or beside the content of one.
 
     Raises:
         DataError: there are some.
     """
     for column in MEDIA_COLUMNS:
         if values.get(column):
-            raise DataError(
-                f"{place}: the column {column!r} is not empty; only text is read. Take the column or the sample out"
-            )
+            raise DataError(f"{place}: {column!r} is not empty; only text is read. Take it out, or leave the sample out")
 
 
 def _flag(where: str, fields: Message) -> bool | None:

@@ -392,6 +392,9 @@ class TestData:
         values = json.loads(capsys.readouterr().out)
         assert values["summary"]["samples"] == 1
         assert "".join(segment["text"] for segment in values["samples"][0]) == "water [bold] flows<eos>"
+        (stretch,) = values["stretches"][0]
+        # Nothing predicts the first token.
+        assert (stretch["text"], stretch["begin"]) == (" [bold] flows<eos>", 1)
 
     def test_a_malformed_line_is_named(self, tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (tmp_path / "d.jsonl").write_text('{"text": "good"}\n{"text": \n')

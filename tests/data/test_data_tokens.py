@@ -294,6 +294,22 @@ def test_what_is_no_error_is_said_with_its_first_place_and_number(tmp_path, spec
     )
 
 
+def test_what_the_template_refuses_is_left_out_and_what_is_odd_is_said_with_its_place(tmp_path, spec):
+    strict = "{% if messages[0].content == 'no' %}{{ raise_exception('never no') }}{% endif %}" + PLAIN
+    conversations(tmp_path / "data.jsonl", odd=0, total=20)
+    lines = (tmp_path / "data.jsonl").read_text().splitlines(keepends=True)
+    lines[3], lines[7] = (
+        lines[3].replace("two?", "no"),
+        lines[7].replace('"role": "assistant"', '"role": "assistant", "mood": 1'),
+    )
+    (tmp_path / "data.jsonl").write_text("".join(lines))
+    made = load_tokens(spec, make_tokenizer(strict), tmp_path / "cache")
+    assert (made.info.samples, made.info.unmarked_samples) == (19, 1)
+    left_out, odd = made.notices
+    assert f"{tmp_path}/data.jsonl, line 4: the chat template refuses this conversation (never no); its roles are" in left_out
+    assert odd == f"{tmp_path}/data.jsonl, line 8: messages have 'mood', which the chat template does not read"
+
+
 def test_too_many_conversations_whose_turns_cannot_be_found_are_an_error_with_their_share(tmp_path, spec, monkeypatch):
     conversations(tmp_path / "data.jsonl", odd=3, total=20)
     expected = (

@@ -243,8 +243,10 @@ def test_pictures_sounds_and_videos_are_refused_by_name(template, kind):
     messages = [said("user", [part, {"type": "text", "text": "what?"}]), said("assistant", "a cat")]
     with pytest.raises(DataError, match=rf"messages\[0\] has a part .*{kind or 'image'}.*only text is read"):
         encoded(template, {"messages": messages})
-    with pytest.raises(DataError, match="the column 'images' is not empty"):
+    with pytest.raises(DataError, match="line 1: 'images' is not empty"):
         encoded(template, {"messages": turns("ua"), "images": ["x.png"]})
+    with pytest.raises(DataError, match=r"messages\[0\]: 'images' is not empty"):
+        encoded(template, {"messages": [said("user", "what?", images=["x.png"]), said("assistant", "a cat")]})
     assert isinstance(encoded(template, {"messages": turns("ua"), "images": []}), Encoded)
 
 
