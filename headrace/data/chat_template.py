@@ -118,10 +118,10 @@ class Template:
         return header if header.strip() else ""
 
     @cached_property
-    def answer_end(self) -> str:
-        """What follows the words of the last turn; "" if it cannot be told."""
+    def answer_end(self) -> str | None:
+        """What follows the words of the last turn; None if it cannot be told."""
         whole = self.try_render([{"role": "user", "content": _ASKED}, {"role": "assistant", "content": _SAID}]) or ""
-        return whole.partition(_SAID)[2]
+        return whole.partition(_SAID)[2] if _SAID in whole else None
 
     @cached_property
     def tags_leave_end_out(self) -> bool:

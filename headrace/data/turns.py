@@ -20,6 +20,7 @@ _NO_END = (
     "by its {% generation %} tags, the chat template trains no mark that ends a turn, so the model does not learn to end; put "
     "{% endgeneration %} behind that mark"
 )
+_HAS_NO_END = "the chat template prints no mark at the end of the last turn, so the model may not learn to end"
 _SAYS_LESS = "by its {% generation %} tags, the chat template does not train all that the assistant says"
 _HEADERS = "the {% generation %} tags of the chat template enclose the headers of turns; these are not trained"
 
@@ -60,6 +61,8 @@ class Rendered:
         Raises:
             Unmarkable: it cannot be told where.
         """
+        if self.template.answer_end is not None and not self.template.answer_end.strip():
+            self.remarks.append(_HAS_NO_END)
         for index in trained:
             own, low, high = self._own(index)
             closed = (
@@ -165,17 +168,18 @@ class Rendered:
         if closed is not None and self.text.startswith(closed) and len(closed) >= after:
             return len(closed)
         specials = [mark for mark in self.template.tokenizer.all_special_tokens if mark]
-        tail = self.template.answer_end if closed is None else closed[begin:]
+        tail = self.template.answer_end or "" if closed is None else closed[begin:]
         place, mark = max(((tail.rfind(each), each) for each in specials), default=(-1, ""))
         found = self.text.find(mark, after, high) if place >= 0 else -1
-        if found >= 0 and not self._has_header(after, found):
+        if found >= 0 and tail[:place].endswith(self.text[after:found]):  # else it is the mark of another turn
             return found + len(mark)
         if own and closed is not None:
             _, last, tail = closed.rpartition(self.text[own[-1].begin : own[-1].end] or " ")
             if last.strip() and self.text.startswith(tail, after):
                 return after + len(tail)
         nexts = [(place, each) for each in specials if (place := self.text.find(each, after, high)) >= 0]
-        if not nexts or not own or self.messages[index].get("tool_calls"):
+        ends_so = (self.template.answer_end or "").strip().startswith(tuple(specials))
+        if not nexts or not own or not ends_so or self.messages[index].get("tool_calls"):
             raise Unmarkable(f"the chat template renders message {index} unlike the whole conversation, and no mark ends it")
         found, mark = min(nexts)
         return found + len(mark)

@@ -229,6 +229,30 @@ SMOLLM3 = (
     "{{- '<|im_start|>assistant\\n' + ('' if ns.mode == '/think' else '<think>\\n\\n</think>\\n') }}{%- endif %}"
 )
 
+# The whole conversation ends with a mark of its own.
+PHI3 = (
+    "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}"
+)
+# Headers that are words; no mark but the end of a turn.
+VICUNA = (
+    "{% for m in messages %}{% if m.role == 'system' %}{{ m.content + ' ' }}{% elif m.role == 'user' %}"
+    "{{ 'USER: ' + m.content + ' ' }}{% elif m.role == 'assistant' %}{{ 'ASSISTANT: ' + m.content + eos_token }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"
+)
+# For models with pictures: takes nothing but lists of parts.
+PARTS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% for part in m.content %}{% if part.type == 'image' %}<image>"
+    "{% elif part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# Turns of one role in a row become one.
+MERGING = (
+    "{% for m in messages %}{% if loop.first or loop.previtem.role != m.role %}{{ '<|im_start|>' + m.role + '\n' }}{% endif %}"
+    "{{ m.content }}{% if loop.last or loop.nextitem.role != m.role %}{{ '<|im_end|>\n' }}{% else %}{{ '\n' }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
 TEMPLATES = {
     "chatml": CHATML,
     "chatml-bare": CHATML_BARE,
@@ -242,6 +266,10 @@ TEMPLATES = {
     "gpt-oss": GPT_OSS,
     "glm": GLM,
     "smollm3": SMOLLM3,
+    "phi3": PHI3,
+    "vicuna": VICUNA,
+    "parts": PARTS,
+    "merging": MERGING,
     "plain": PLAIN,
     "tagged": TAGGED,
     "thinking": THINKING,

@@ -22,7 +22,7 @@ from headrace.terms.errors import DataError
 # What may never be trained: headers of whomever, BOS, and system messages that templates bring along.
 HEADERS = re.compile(
     r"<\|im_start\|>|start_header_id|start_of_turn|(?<!<\|end\|>)<\|start\|>|\[/?INST\]|<｜(User|Assistant)｜>|<\|(user|system|"
-    r"assistant|observation)\|>|HelperBot|<\|bos\|>|TOOL_RESULTS|AVAILABLE_TOOLS|outputs?▁|tool_response"
+    r"assistant|observation)\|>|HelperBot|USER:|ASSISTANT|<\|bos\|>|TOOL_RESULTS|AVAILABLE_TOOLS|outputs?▁|tool_response"
 )
 WORDS = re.compile(r"w(\d+)([a-z])")
 
@@ -100,6 +100,10 @@ EXPECTED_LEFT_OUT = {
     "mistral": _FIRST | _ROWS,  # refused
     "qwen3.5": {"first-alone"},  # refused: no question
     "deepseek-r1": {"call-null"},
+    "phi3": _TOOLS | {"empty", "empty-first", "blank"},
+    "vicuna": {"call-null"},
+    "parts": {"call-null"},
+    "merging": _ROWS,  # which of the words are whose is known, but not where one turn ends
     "gpt-oss": {"empty", "empty-first", "blank"},  # nothing said, and another mark at the end than if it were the last turn
 }
 
@@ -134,7 +138,7 @@ def _ids(template, name):
 def _is_cut(template, name, old):
     """Whether a turn ended before the assistant's own words that look like marks did."""
     decode = tokenizer_of(TEMPLATES[template]).decode
-    said_last = [message["content"].strip() for message in CONVERSATIONS[name] if message["role"] == "assistant"]
+    said_last = [(message["content"] or "").strip() for message in CONVERSATIONS[name] if message["role"] == "assistant"]
     trained = [decode(_ids(template, name)[begin:end]) for begin, end in old]
     return any(words not in "".join(trained) for words in said_last)
 
