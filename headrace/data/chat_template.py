@@ -118,6 +118,12 @@ class Template:
         return header if header.strip() else ""
 
     @cached_property
+    def marks(self) -> list[str]:
+        """All special tokens of the tokenizer, also those without a role of their own."""
+        added = [str(token) for token in self.tokenizer.added_tokens_decoder.values() if token.special]
+        return [mark for mark in dict.fromkeys([*self.tokenizer.all_special_tokens, *added]) if mark]
+
+    @cached_property
     def answer_end(self) -> str | None:
         """What follows the words of the last turn; None if it cannot be told."""
         whole = self.try_render([{"role": "user", "content": _ASKED}, {"role": "assistant", "content": _SAID}]) or ""

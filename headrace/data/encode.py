@@ -14,7 +14,7 @@ from typing import Any
 from headrace.data.bounded import Tokens, tokenize
 from headrace.data.chat import encode_chat, encode_contents
 from headrace.data.chat_template import Template
-from headrace.data.messages import Messages, read_messages
+from headrace.data.messages import Messages, read_messages, refuse_media
 from headrace.data.values import IGNORED, Encoded, Kind, Row, Tokenizer, Unmarked
 from headrace.terms.errors import DataError, ModelError
 
@@ -95,6 +95,7 @@ def _encoder(
 def _spoken(kind: Kind, row: Row) -> Messages:
     """Return a row as a conversation: a text is what the user says, a completion is the answer to its prompt."""
     if kind is Kind.CHAT:
+        refuse_media(row.place, row.values)
         return read_messages(row.place, row.values["messages"], "messages").messages
     if kind is Kind.TEXT:
         return [{"role": "user", "content": _string(row, "text")}]

@@ -167,12 +167,13 @@ class Rendered:
         after = max([begin, *(words.end for words in own)])
         if closed is not None and self.text.startswith(closed) and len(closed) >= after:
             return len(closed)
-        specials = [mark for mark in self.template.tokenizer.all_special_tokens if mark]
         tail = self.template.answer_end or "" if closed is None else closed[begin:]
-        place, mark = max(((tail.rfind(each), each) for each in specials), default=(-1, ""))
-        found = self.text.find(mark, after, high) if place >= 0 else -1
-        if found >= 0 and tail[:place].endswith(self.text[after:found]):  # else it is the mark of another turn
-            return found + len(mark)
+        specials = self.template.marks
+        for marks in (self.template.tokenizer.all_special_tokens, specials):
+            place, mark = max(((tail.rfind(each), each) for each in marks if each), default=(-1, ""))
+            found = self.text.find(mark, after, high) if place >= 0 else -1
+            if found >= 0 and tail[:place].endswith(self.text[after:found]):  # else it is the mark of another turn
+                return found + len(mark)
         if own and closed is not None:
             _, last, tail = closed.rpartition(self.text[own[-1].begin : own[-1].end] or " ")
             if last.strip() and self.text.startswith(tail, after):

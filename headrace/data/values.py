@@ -35,6 +35,10 @@ class Tokenizer(Protocol):
         """Return the texts that stand for special marks."""
 
     @property
+    def added_tokens_decoder(self) -> Mapping[int, Any]:
+        """Return the tokens beside the vocabulary proper, special marks among them."""
+
+    @property
     def special_tokens_map(self) -> Mapping[str, Any]:
         """Return the special marks by their roles, as chat templates ask for them."""
 

@@ -6,6 +6,7 @@
 from functools import cache
 
 from made_tokenizers import PLAIN, TAGGED, THINKING, byte_backend
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
@@ -316,14 +317,17 @@ MARKS = (
 
 
 @cache
-def tokenizer_of(template: str) -> PreTrainedTokenizerFast:
-    """Return a byte-level tokenizer with BOS, EOS and all marks, and `template`."""
+def tokenizer_of(template: str, *, named: bool = True) -> PreTrainedTokenizerFast:
+    """Return a byte-level tokenizer with BOS, EOS and all marks, and `template`. `named`: it lists the marks by a role."""
+    backend = Backend.from_str(byte_backend())
+    if not named:
+        backend.add_special_tokens([AddedToken(mark, special=True) for mark in MARKS])
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Backend.from_str(byte_backend()),
+        tokenizer_object=backend,
         bos_token="<|bos|>",
         eos_token="<|eos|>",
         pad_token="<|pad|>",
-        additional_special_tokens=list(MARKS),
+        additional_special_tokens=list(MARKS) if named else [],
     )
     tokenizer.chat_template = template
     return tokenizer

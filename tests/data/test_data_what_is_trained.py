@@ -4,6 +4,7 @@ The reference knows nothing of templates but the words and headers: each message
 whose words are trained can be read off the trained text.
 """
 
+import copy
 import json
 import re
 from itertools import groupby
@@ -14,6 +15,7 @@ from chat_templates import TEMPLATES, tokenizer_of
 from conversations import CONVERSATIONS, TOOL, call, row_of, said, turns
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import processors
 
 from headrace.data.encode import encode_rows
 from headrace.data.values import Encoded, Kind, Row, Unmarked
@@ -310,6 +312,19 @@ def test_tags_around_a_whole_conversation_leave_the_sample_out():
     assert "words of message 0 stand in the turn of message 1" in made.reason
 
 
+@pytest.mark.parametrize("template", ["gpt-oss", "phi3", "qwen3", "llama3", "deepseek"])
+def test_marks_that_have_no_role_of_their_own_end_turns_too(template):
+    """As `<|end|>` of gpt-oss, whose tokenizer names `<|return|>` alone."""
+    tokenizer = tokenizer_of(TEMPLATES[template], named=False)
+    assert "<|end|>" not in tokenizer.all_special_tokens
+    for name in ("two", "three", "system", "row", "call", "call-more", "reasoning", "marks"):
+        (made,) = encode_rows(Kind.CHAT, [Row("1", row_of(name))], tokenizer, 10_000)
+        expected = encoded(template, row_of(name))
+        assert isinstance(made, Unmarked) == isinstance(expected, Unmarked)
+        if isinstance(made, Encoded):
+            assert [tokenizer.decode(made.ids[a:b]) for a, b in runs(made.trained)] == texts_of(template, expected), name
+
+
 def test_a_turn_of_which_nothing_is_trained_does_not_lend_its_end_to_another():
     """The last turn of gpt-oss ends otherwise than earlier ones: its mark must not be taken for that of a turn before."""
     messages = [*turns("ua"), said("user", ""), said("assistant", "", weight=0)]
@@ -335,12 +350,23 @@ def test_a_beginning_that_the_template_refuses_does_not_matter():
     assert isinstance(made, Unmarked | Encoded)
 
 
-def test_a_text_that_brings_its_own_bos_is_named():
-    tokenizer = tokenizer_of(None)
-    tokenizer.add_bos_token = True
-    text = {"text": "<|bos|>the fox"}
-    (made,) = encode_rows(Kind.TEXT, [Row("1", text)], tokenizer, 1000)
-    ids = tokenizer(text["text"])["input_ids"]
-    assert made.ids[: len(ids)] == ids
-    if ids[:2] == [tokenizer.bos_token_id] * 2:
-        assert "the tokenizer puts another before it" in made.remarks[0][1]
+@pytest.mark.parametrize(
+    ("kind", "row"),
+    [(Kind.TEXT, {"text": "<|bos|>the fox"}), (Kind.COMPLETION, {"prompt": "<|bos|>the", "completion": " fox"})],
+)
+def test_a_text_that_brings_its_own_bos_keeps_both_as_in_transformers_and_is_named(kind, row):
+    tokenizer = copy.deepcopy(tokenizer_of(TEMPLATES["plain"]))
+    bos = ("<|bos|>", tokenizer.bos_token_id)
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(single="<|bos|> $A", special_tokens=[bos])
+    (made,) = encode_rows(kind, [Row("1", row)], tokenizer, 1000)
+    ids = tokenizer("".join(row.values()))["input_ids"]
+    assert ids[:2] == [tokenizer.bos_token_id] * 2, "the case this test is about"
+    assert made.ids == [*ids, tokenizer.eos_token_id]
+    ((place, words),) = made.remarks
+    assert (place, words) == (
+        "1",
+        "the text begins with <|bos|>, and the tokenizer puts another before it; take it out of the text",
+    )
+    without = {name: text.removeprefix("<|bos|>") for name, text in row.items()}
+    (made,) = encode_rows(kind, [Row("1", without)], tokenizer, 1000)
+    assert made.remarks == ()
