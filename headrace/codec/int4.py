@@ -10,7 +10,6 @@ from torch import Tensor
 
 _CODES_IN_A_WORD = 8
 _BITS = 4
-_ZERO = 8
 
 
 def pack(codes: Tensor) -> Tensor:
@@ -25,10 +24,3 @@ def unpack(words: Tensor, columns: int) -> Tensor:
     """Return the codes (rows, columns), uint8, that `words` (rows, words) int32 hold."""
     packed = words.contiguous().view(torch.uint8)
     return torch.stack([packed & 0xF, packed >> _BITS], dim=-1).view(words.shape[0], -1)[:, :columns]
-
-
-def decode(words: Tensor, scales: Tensor, columns: int) -> Tensor:
-    """Return the weights (rows, columns), in the dtype of `scales` (rows, groups)."""
-    signed = (unpack(words, columns).to(torch.int8) - _ZERO).to(scales.dtype)
-    group = -(-columns // scales.shape[1])
-    return signed * scales.repeat_interleave(group, dim=1)[:, :columns]

@@ -23,8 +23,7 @@ _PIECE_WORDS = 1 << 12
 _WORD_BYTES = 2048
 _TABLE_BYTES = 1 << 20
 _WEIGHTS_OF_A_WORD = 2 * MOST_PAIRS
-_CHUNK, _PRODUCT_CHUNK, _INT4_BLOCK = 64, 32, 128
-MOST_TOKENS = 4
+_CHUNK, _INT4_BLOCK = 64, 128
 _SOUND = (1 << 31) - 1
 
 Kernels = Any
@@ -61,25 +60,6 @@ def words_to_dense(kernels: Kernels, dictionary: Dictionary, parts: Parts, into:
     codes = parts["codes"].numel()
     kernels.words_to_dense[len(rows),](*arguments, into, damaged, codes, rows.start, into.shape[1], chunk=_CHUNK)
     _refuse_damaged(int(damaged), parts, into.shape[1])
-
-
-def words_times_vectors(kernels: Kernels, dictionary: Dictionary, parts: Parts, inputs: Tensor) -> Tensor:
-    """Return `inputs` (1 to 4, columns) times the transposed matrix of a `WordsCodec`'s parts, float32, by a kernel.
-
-    Raises:
-        ModelError: a row's words do not make it.
-    """
-    tokens, columns = inputs.shape
-    padded = 1 << (tokens - 1).bit_length()
-    inputs = torch.nn.functional.pad(inputs, (0, 0, 0, padded - tokens)).contiguous()
-    rows = len(parts["levels"])
-    out = torch.empty(padded, rows, device=inputs.device)
-    damaged = torch.full((1,), _SOUND, dtype=torch.int32, device=inputs.device)
-    arguments = _word_arguments(dictionary, parts, inputs.device)
-    sizes = parts["codes"].numel(), rows, columns
-    kernels.words_times_vectors[rows,](*arguments, inputs, out, damaged, *sizes, tokens=padded, chunk=_PRODUCT_CHUNK)
-    _refuse_damaged(int(damaged), parts, columns)
-    return out[:tokens]
 
 
 def int4_to_bfloat16(kernels: Kernels, words: Tensor, scales: Tensor, zeros: Tensor | None, into: Tensor, rows: range) -> None:

@@ -33,8 +33,6 @@ from headrace.terms.coding import Part
 from headrace.terms.errors import ModelError
 
 TRITS = 5
-# Bytes of a row besides its words: where they begin, and two bfloat16 values.
-ROW_BYTES = 8
 _BITS: dict[int, Any] = {2: np.uint16, 4: np.uint32}
 
 

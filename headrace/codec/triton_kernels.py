@@ -46,45 +46,6 @@ def words_to_dense(codes, row_offsets, table, levels, out, damaged, num_words, f
 
 
 @triton.jit
-def words_times_vectors(
-    codes, row_offsets, table, levels, inputs, out, damaged, num_words, rows, columns, tokens: tl.constexpr, chunk: tl.constexpr
-):
-    """Fill column `program` of `out` (tokens, rows) float32 with a row times each of `inputs` (tokens, columns).
-
-    As `words_to_dense`; `tokens` is a power of two. Sums are float32: first for each lane, then over the lanes at the end.
-    """
-    row = tl.program_id(0)
-    begin, end = tl.load(row_offsets + row), tl.load(row_offsets + row + 1)
-    sound = (begin >= 0) & (end >= begin) & (end <= num_words)
-    end = tl.where(sound, end, begin)
-    low = tl.load(levels + 2 * row.to(tl.int64)).to(tl.float32)
-    high = tl.load(levels + 2 * row.to(tl.int64) + 1).to(tl.float32)
-    lane = tl.arange(0, 32)[None, :]
-    shift = 4 + 2 * (lane % 14)
-    token = tl.arange(0, tokens)[:, None, None]
-    sums = tl.zeros((tokens, chunk, 32), tl.float32)
-    at, word = begin * 0, begin
-    while word < end:
-        index = word + tl.arange(0, chunk)
-        code = tl.load(codes + index, mask=index < end, other=0).to(tl.int32) & 0xFFFF
-        half = tl.load(table + 2 * code, mask=index < end, other=0)
-        other_half = tl.load(table + 2 * code + 1, mask=index < end, other=0)
-        length = 2 * (half & 15)
-        column = (at + tl.cumsum(length, 0) - length)[:, None] + lane
-        symbol = (tl.where(lane < 14, half[:, None], other_half[:, None]) >> shift) & 3
-        value = tl.where(symbol == 1, low, tl.where(symbol == 2, high, 0.0))
-        # Most weights are zero, and the inputs that they would be multiplied by are not read.
-        wanted = (lane < length[:, None]) & (column < columns) & (symbol > 0)
-        sums += tl.load(inputs + token * columns + column[None], mask=wanted[None], other=0.0).to(tl.float32) * value[None]
-        at += tl.sum(length, 0)
-        word += chunk
-    total = tl.sum(tl.sum(sums, 2), 1)
-    tl.store(out + tl.arange(0, tokens) * rows + row, total)
-    if (not sound) | ((at != columns) & (at != columns + columns % 2)):
-        tl.atomic_min(damaged, row)
-
-
-@triton.jit
 def int4_to_bfloat16(
     words, scales, zeros, out, first, columns, words_of_row, groups, has_zeros: tl.constexpr, block: tl.constexpr
 ):

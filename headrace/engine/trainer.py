@@ -187,7 +187,7 @@ class Engine:
         """
         store = StateStore.open(Path(run_directory), sink=sink or (lambda event: None))
         try:
-            recorded = store.record.get("options", store.record.get("settings"))  # its name in versions up to 0.1
+            recorded = store.record.get("options")
             if not isinstance(recorded, dict):
                 raise RunDirectoryError(f"{run_directory}: its newest record holds no options; it cannot be resumed")
             options = Options.from_record(recorded)

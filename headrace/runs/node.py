@@ -194,9 +194,7 @@ def asked_of(values: Mapping[str, Any], source: str) -> dict[str, Any]:
         ConfigError: as for `NodeOptions.of`.
     """
     found, compared = NodeOptions.of(values, source=source).to_json(), set(Options.fixed_keys()) - WORKERS_OWN
-    aliases = {each.key for each in Options.declarations() if each.alias}
-    keys = {"optimizer" if key in aliases else key for key in values}
-    return {key: found[key] for key in sorted(keys & compared)}
+    return {key: found[key] for key in sorted(values.keys() & compared)}
 
 
 def _work_once(

@@ -123,10 +123,6 @@ class GenerationCosts:
         asked = self.next.query_bytes
         return any(self.tiered) and bool(asked) and all(size for size, may in zip(asked, self.tiered, strict=True) if may)
 
-    def all_cache_bytes(self, new_tokens: int) -> int:
-        """Return the bytes of a seat's cache after `new_tokens` tokens."""
-        return sum(self.cache_bytes) + new_tokens * sum(self.cache_token_bytes)
-
 
 def touched(experts: int, choices: int, tokens: int) -> float:
     """Return how many of `experts` are expected to be wanted where each of `tokens` tokens chooses `choices` of them."""

@@ -29,7 +29,6 @@ class Declaration:
 
     `default` is None where the program chooses, and `default_words` say what it chooses; `required`: there is no default at
     all. `flag` is its name on the command line, None where it is a key of the file only; `plan`: `headrace plan` has it too.
-    `alias`: this is an older name; `alias` says the same by another option, with its default. It is read, and never written.
     """
 
     key: str
@@ -43,7 +42,6 @@ class Declaration:
     on_command_line: bool
     plan: bool
     fixed: bool
-    alias: str
 
     @property
     def flag(self) -> str | None:
@@ -55,14 +53,11 @@ class Declaration:
         """The line of README's table."""
         begins = self.help[:1] if self.help[1:2].isupper() else self.help[:1].lower()  # "GPU memory" keeps its capitals
         meaning = self.row or begins + self.help[1:].rstrip(".")
-        meaning = f"an older name, for `{self.alias}`" if self.alias else meaning
         return f"| `{self.key}` | {self.default_words} | {meaning} |"
 
     @property
     def command_help(self) -> str:
         """What `--help` says."""
-        if self.alias:
-            return f"An older name, for {self.alias}."
         plain = self.default_words.replace("`", "")
         return f"{self.help} Default: {plain}." if plain != "-" else self.help
 
@@ -83,14 +78,12 @@ def option(
     cli: bool = True,
     plan: bool = False,
     fixed: bool = True,
-    alias: str = "",
 ) -> Any:
     """Return the dataclass field of an option.
 
     `help` is for the command line, `row` for README where that says more; `words` say the default where the value does not.
     `optional`: None may be given although it is not the default. `cli=False`: a key only. `plan`: also an option of
-    `headrace plan`. `fixed=False`: it may change when the run goes on. `alias`: see `Declaration`; the class that has both
-    options reads it, and its value is None from then on.
+    `headrace plan`. `fixed=False`: it may change when the run goes on.
     """
     metadata = {
         _KEY: {
@@ -101,8 +94,7 @@ def option(
             "optional": optional or default is None,
             "on_command_line": cli,
             "plan": plan,
-            "fixed": fixed and not alias,
-            "alias": alias,
+            "fixed": fixed,
         }
     }
     if factory is not None:
@@ -164,7 +156,7 @@ class Declared:
 
     def to_json(self) -> dict[str, Any]:
         """Return all options as plain JSON values, which `of` reads back to equal ones."""
-        return {each.key: _plain(getattr(self, each.key)) for each in self.declarations() if not each.alias}
+        return {each.key: _plain(getattr(self, each.key)) for each in self.declarations()}
 
 
 def _declarations(cls: type[Declared]) -> Iterator[Declaration]:
@@ -177,7 +169,7 @@ def _declarations(cls: type[Declared]) -> Iterator[Declaration]:
             key=each.name,
             default=default,
             required=required,
-            default_words="-" if required or values["alias"] else _words_of(default) if words is None else words,
+            default_words="-" if required else _words_of(default) if words is None else words,
             **values,
         )
 
@@ -204,6 +196,10 @@ def _plain(value: Any) -> Any:
 
 # Names that other trainers have for an option. difflib alone would not find these.
 _ELSEWHERE = {
+    "adam_beta1": "optimizer",
+    "adam_beta2": "optimizer",
+    "adam_betas": "optimizer",
+    "adam_epsilon": "optimizer",
     "batch_size": "tokens_per_step",
     "cutoff_len": "sequence_length",
     "dataset": "data",
@@ -214,8 +210,10 @@ _ELSEWHERE = {
     "max_length": "sequence_length",
     "max_seq_length": "sequence_length",
     "model_name_or_path": "model",
+    "moments": "optimizer",
     "num_epochs": "epochs",
     "num_train_epochs": "epochs",
+    "optim": "optimizer",
     "output_dir": "output",
     "per_device_train_batch_size": "tokens_per_step",
     "precision": "compute_dtype",

@@ -7,7 +7,7 @@ A frozen unit has weights alone; a rule without states needs no second family.
 Invariant: the chunks of a family cover its elements in order, without gap or overlap.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -136,12 +136,6 @@ def trained_unit(layout: UnitLayout, planes: PlaneSet, chunk_elements: int, cuts
     if planes.states:
         families.append(cut(STATES, layout, planes.states, chunk_elements, Durability.TWO_SLOTS, cuts))
     return Unit(layout.name, tuple(families))
-
-
-def frozen_unit(layout: UnitLayout, weight: Plane | Sequence[Plane], chunk_elements: int) -> Unit:
-    """Return a unit that is only read: no states, and weights that are written once."""
-    planes = (weight,) if isinstance(weight, Plane) else tuple(weight)
-    return Unit(layout.name, (cut(WEIGHTS, layout, planes, chunk_elements, Durability.ONCE),))
 
 
 def cut(

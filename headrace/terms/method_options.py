@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from headrace.terms.declared import Declared, option
 from headrace.terms.optimizer import ALL, MATRICES, ParameterGroup, Schedule
@@ -54,9 +53,6 @@ class MethodOptions(Declared):
     weight_decay: float = option(
         0.0, Number(), "Not applied to norms and biases.", row="of the optimizer; norms and biases are not decayed"
     )
-    adam_betas: Any = option(None, Listed(Number(), 2, 2), alias="optimizer: adamw:beta1=0.9,beta2=0.95", cli=False)
-    adam_epsilon: Any = option(None, Number(), alias="optimizer: adamw:eps=1e-08", cli=False)
-    moments: Any = option(None, Text(), alias="optimizer: adamw:moments=float32", plan=True)
     parameter_groups: tuple[ParameterGroup, ...] = option(
         (),
         Listed(Record(ParameterGroup)),

@@ -18,7 +18,6 @@ from headrace.terms.declared import option
 from headrace.terms.errors import ConfigError
 from headrace.terms.method_options import MethodOptions
 from headrace.terms.named import named_text, parse_named
-from headrace.terms.older_names import read_older_names
 from headrace.terms.optimizer import Schedule
 from headrace.terms.option_kinds import Either, Flag, OneOf, Place, Rate, Text, Whole
 
@@ -106,8 +105,8 @@ class Options(MethodOptions, BudgetOptions):  # fields of the last base come fir
             object.__setattr__(self, "adapter", adapter_of(self.adapter).text)
             object.__setattr__(self, "gradient_dtype", self.gradient_dtype or "float32")  # gradients of adapters are small
         refuse_contradictions(self)
-        read_older_names(self)
-        object.__setattr__(self, "gradient", named_text(*parse_named("gradient", self.gradient)))
+        for key in ("optimizer", "gradient"):
+            object.__setattr__(self, key, named_text(*parse_named(key, getattr(self, key))))
 
     @property
     def budget(self) -> Budget:
@@ -131,24 +130,8 @@ class Options(MethodOptions, BudgetOptions):  # fields of the last base come fir
 
     @staticmethod
     def from_record(values: Mapping[str, Any]) -> "Options":
-        """Return the options of which `to_record`, or a version up to 0.1 with rule and schedule as objects, made `values`."""
-        known = dict(values)
-        if "model_dir" in known:
-            del known["model_dir"]
-            rule, schedule = known.pop("optimizer"), known.pop("schedule")
-            known |= {
-                "device_memory": known.pop("device_bytes"),
-                "host_memory": known.pop("host_bytes"),
-                "learning_rate": rule["lr"],
-                "adam_betas": rule["betas"],
-                "adam_epsilon": rule["eps"],
-                "weight_decay": rule["weight_decay"],
-                "parameter_groups": rule["groups"],
-                "lr_schedule": schedule["kind"],
-                "warmup_steps": schedule["warmup_steps"],
-                "max_steps": schedule["total_steps"] or None,
-            }
-        return Options.of(known, source="the run's record")
+        """Return the options of which `to_record` made `values`."""
+        return Options.of(values, source="the run's record")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -47,9 +47,9 @@ def test_json_has_what_scripts_ask_for(model: Path) -> None:
     assert values["fits"]
 
 
-def test_moments_are_an_option(model: Path) -> None:
-    words = ("plan", model, "--machine", "rtx3090-1ssd", "--tokens-per-step", 1024, "--json", "--moments")
-    values = [json.loads(run(*words, moments).stdout) for moments in ("float32", "bfloat16", "int8")]
+def test_moments_are_a_setting_of_the_rule(model: Path) -> None:
+    words = ("plan", model, "--machine", "rtx3090-1ssd", "--tokens-per-step", 1024, "--json", "--optimizer")
+    values = [json.loads(run(*words, f"adamw:moments={moments}").stdout) for moments in ("float32", "bfloat16", "int8")]
     assert [found["plan"]["rule"]["name"] for found in values] == [
         "AdamW",
         "AdamW with bfloat16 moments",
@@ -57,7 +57,7 @@ def test_moments_are_an_option(model: Path) -> None:
     ]
     written = [found["ssd_bytes_written_per_step"] / found["parameters"] for found in values]
     assert written[0] > 12 > written[1] > 8 > written[2] > 6
-    refused = run(*words[:-2], "--moments", "int4")
+    refused = run(*words[:-2], "--optimizer", "adamw:moments=int4")
     assert refused.exit_code == 2
     assert "moments: expected float32, bfloat16 or int8, found 'int4'" in refused.stderr
 
@@ -70,9 +70,9 @@ def test_what_train_calls_dtypes_plan_does_too(short: str, model: Path) -> None:
 
 @pytest.mark.parametrize("short", sampled(OTHER_NAMES, ("bf16",)))
 def test_what_train_calls_moments_plan_does_too(short: str, model: Path) -> None:
-    words = ("plan", model, "--machine", "rtx3090-1ssd", "--tokens-per-step", 1024, "--json", "--moments")
+    words = ("plan", model, "--machine", "rtx3090-1ssd", "--tokens-per-step", 1024, "--json", "--optimizer")
     name = OTHER_NAMES[short]
-    assert json.loads(run(*words, short).stdout)["plan"]["rule"]["name"] == (
+    assert json.loads(run(*words, f"adamw:moments={short}").stdout)["plan"]["rule"]["name"] == (
         "AdamW" if name == "float32" else f"AdamW with {name} moments"
     )
 

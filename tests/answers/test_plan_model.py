@@ -191,7 +191,7 @@ def test_where_space_is_short_a_plan_that_writes_less_is_found(
 def test_where_space_is_short_smaller_moments_are_offered_as_they_would_be_planned(small: Path, rig: Ceilings) -> None:
     asked: dict[str, Any] = {"tokens_per_step": 1024}
     whole = plan_model(small, Options(machine=rig, **asked), here=False)
-    reduced = plan_model(small, Options(machine=rig, moments="int8", **asked), here=False)
+    reduced = plan_model(small, Options(machine=rig, optimizer="adamw8bit", **asked), here=False)
     assert reduced.needed_bytes["ssd"] < 0.6 * whole.needed_bytes["ssd"]
     capacity = int((reduced.needed_bytes["ssd"] + whole.needed_bytes["ssd"]) / 2 / 0.9)
     rig = replace(rig, drives=(replace(rig.drives[0], capacity_bytes=capacity),))
@@ -265,7 +265,7 @@ def test_the_largest_models_are_answered_in_time(tmp_path: Path, rig: Ceilings, 
         ({"tokens_per_step": 32 * 10**400, "sequence_length": 32}, "tokens_per_step: expected a whole number from 1 to 4611"),
         ({"tokens_per_step": 4, "sequence_length": 1}, "sequence_length: expected a whole number from 2 to .*, found 1"),
         ({"compute_dtype": "int8"}, "int8"),
-        ({"moments": "int4"}, "moments: expected float32, bfloat16 or int8, found 'int4'"),
+        ({"optimizer": "adamw:moments=int4"}, "moments: expected float32, bfloat16 or int8, found 'int4'"),
         ({"device_memory": "1TiB"}, "rtx4090-4ssd has"),
     ],
 )

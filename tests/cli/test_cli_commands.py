@@ -282,9 +282,9 @@ class TestWords:
             config_of(["m"], {}, RunOptions)
 
     def test_every_key_can_be_a_word(self) -> None:
-        words = ["model=m", "data=[a, b]", "shuffle=false", "adam_betas=[0.8, 0.9]", "adam_epsilon=1e-6", "interpreter=plain"]
+        words = ["model=m", "data=[a, b]", "shuffle=false", "optimizer=adamw:eps=1e-6", "interpreter=plain"]
         config = config_of([*words, "parameter_groups=[{pattern: norm}]", "cache=/c"], {}, RunOptions)
-        assert (config.data, config.shuffle, config.optimizer) == (("a", "b"), False, "adamw:beta1=0.8,beta2=0.9,eps=1e-06")
+        assert (config.data, config.shuffle, config.optimizer) == (("a", "b"), False, "adamw:eps=1e-06")
         assert (config.parameter_groups[0].pattern, config.cache) == ("norm", Path("/c"))
 
     def test_the_help_of_train_says_how_often_is_committed(self, capsys: pytest.CaptureFixture[str]) -> None:

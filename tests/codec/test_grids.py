@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.codec import Int4Grid, TernaryGrid, nearest
-from headrace.codec.int4 import decode, pack, unpack
+from headrace.codec.int4 import pack, unpack
+from headrace.codec.published import PackQuantized
 
 
 def test_rows_without_one_sign_have_their_zeros_as_zeros() -> None:
@@ -61,4 +62,6 @@ def test_what_is_stored_decodes_to_what_was_rounded_to() -> None:
     weights = torch.randn(1, 12, 64, generator=torch.Generator().manual_seed(1)) * 0.02
     found = nearest(weights, Int4Grid(group=32))
     scales = found.sides[0, :, :, 0].to(torch.bfloat16)
-    assert torch.equal(decode(pack(found.codes[0]), scales, 64).float(), found.values[0])
+    into = torch.empty(12, 64, dtype=torch.bfloat16)
+    PackQuantized(32, "bfloat16").decode({"weight_packed": pack(found.codes[0]), "weight_scale": scales}, into, range(12))
+    assert torch.equal(into.float(), found.values[0])

@@ -103,7 +103,7 @@ def test_what_headrace_plan_says_can_be_run(path: Path, tmp_path: Path) -> None:
         ({}, {"sequence_length": LENGTH // 2}, "sequence_length 32 in the plan, 16 here"),
         ({"update_policy": "immediate", "late_units": ()}, {"max_grad_norm": 1.0}, "clipping no in the plan, yes here"),
         ({}, {"compute_dtype": "float32"}, "compute_dtype bfloat16 in the plan, float32 here"),
-        ({}, {"moments": "int8"}, "rule AdamW in the plan, AdamW with int8 moments here"),
+        ({}, {"optimizer": "adamw8bit"}, "rule AdamW in the plan, AdamW with int8 moments here"),
         ({"checkpoint_every": 7}, {"checkpoint_every": 3}, "checkpoint_every 7 in the plan, 3 here"),
     ],
 )

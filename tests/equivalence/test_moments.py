@@ -21,11 +21,13 @@ from headrace.update.rules.moment_planes import MOMENTS
 
 ROWS, LENGTH, STEPS = 4, 24, 3
 # Weight decay on matrices only: two groups, whose border must not cut a block of the moments.
-RULE = {"learning_rate": 1e-3, "weight_decay": 0.1, "adam_betas": (0.9, 0.999)}
+RULE = {"learning_rate": 1e-3, "weight_decay": 0.1}
 BATCHES = 4
 
 
-def opened(path: Path, run_directory: Path, adjust: dict[str, Any] | None = None, **options: Any) -> Engine:
+def opened(
+    path: Path, run_directory: Path, adjust: dict[str, Any] | None = None, *, moments: str = "int8", **options: Any
+) -> Engine:
     def adjust_plan(plan: Plan) -> Plan:
         changes = {name: value(plan) if callable(value) else value for name, value in (adjust or {}).items()}
         return dataclasses.replace(plan, **changes)
@@ -33,7 +35,7 @@ def opened(path: Path, run_directory: Path, adjust: dict[str, Any] | None = None
     given: dict[str, Any] = {
         "host_memory": "4GiB",
         "max_grad_norm": 0.5,
-        "moments": "int8",
+        "optimizer": f"adamw:beta2=0.999,moments={moments}",
         "tokens_per_step": ROWS * LENGTH,
         "sequence_length": LENGTH,
     }

@@ -13,7 +13,7 @@ from store_world import CHUNK, LAYOUTS, PLANES, filled, make_store, open_store
 from headrace.files import Bytes
 from headrace.store import StateStore, place_units, read_manifest
 from headrace.terms.errors import ConfigError, CorruptData, StorageError
-from headrace.terms.families import STATES, WEIGHTS, Durability, Family, Unit, frozen_unit, trained_unit
+from headrace.terms.families import STATES, WEIGHTS, Durability, Family, Unit, cut, trained_unit
 from headrace.terms.layout import Plane, UnitLayout, lay_out
 
 SUBSPACE = lay_out("block 0", [("compressed", (32, 64), (1.0, 0.0))])
@@ -31,7 +31,7 @@ PAGES = Family(
     durability=Durability.SCRATCH,
 )
 HELD = dataclasses.replace(PAGES, name="held", durability=Durability.MEMORY)
-FROZEN = frozen_unit(LAYOUTS[0], PLANES.weight, CHUNK)
+FROZEN = Unit(LAYOUTS[0].name, (cut(WEIGHTS, LAYOUTS[0], (PLANES.weight,), CHUNK, Durability.ONCE),))
 STATELESS = trained_unit(LAYOUTS[1], dataclasses.replace(PLANES, states=()), CHUNK)
 RICH = Unit("block 1", (*trained_unit(LAYOUTS[1], PLANES, CHUNK).families, PROJECTOR, PAGES, HELD))
 UNITS = (FROZEN, STATELESS, RICH)

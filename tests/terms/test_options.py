@@ -19,7 +19,7 @@ from headrace.plan.machine_profiles import load_profile
 from headrace.terms.adapter import ADAPTERS
 from headrace.terms.declared import Declaration, option
 from headrace.terms.errors import ConfigError
-from headrace.terms.optimizer import ParameterGroup, Schedule
+from headrace.terms.optimizer import ParameterGroup
 from headrace.terms.option_kinds import Number
 from headrace.terms.options import Options, PlanOptions
 from headrace.terms.run_options import NodeOptions, RunOptions
@@ -113,43 +113,6 @@ def test_the_record_has_all_that_a_run_goes_on_with() -> None:
     assert {key: getattr(found, key) for key in record} == {key: getattr(options, key) for key in record}
     assert optimizer_of(found) == AdamW(lr=2e-5, groups=groups)
     assert not {"output", "ssd", "plan", "model", "data"} & record.keys()
-
-
-def test_records_of_version_0_1_are_read() -> None:
-    """As `Settings.to_json` wrote them until November 2026; runs from before there was a choice of moments name none."""
-    record = {
-        "model_dir": "/models/llama",
-        "device_bytes": None,
-        "host_bytes": 4 << 30,
-        "optimizer": {
-            "lr": 1e-3,
-            "betas": [0.9, 0.99],
-            "eps": 1e-7,
-            "weight_decay": 0.1,
-            "groups": [{"pattern": "embed", "weight_decay": None, "learning_rate_scale": 0.1}],
-        },
-        "schedule": {"kind": "linear", "warmup_steps": 3, "total_steps": 40},
-        "max_grad_norm": None,
-        "compute_dtype": "bfloat16",
-        "tokens_per_step": 64,
-        "sequence_length": 32,
-        "seed": 5,
-        "checkpoint_every": 2,
-        "interpreter": "plain",
-        "gradient_dtype": "float32",
-        "machine": load_profile("rtx4090-1ssd").to_json(),
-        "compile_blocks": False,
-        "liger": False,
-    }
-    found = Options.from_record(record)
-    groups = (ParameterGroup(pattern="embed", learning_rate_scale=0.1),)
-    assert optimizer_of(found) == AdamW(lr=1e-3, beta1=0.9, beta2=0.99, eps=1e-7, weight_decay=0.1, groups=groups)
-    assert found.schedule == Schedule("linear", 3, 40)
-    assert (found.budget.device_bytes, found.budget.host_bytes, found.max_grad_norm) == (None, 4 << 30, None)
-    assert (found.tokens_per_step, found.sequence_length, found.seed, found.checkpoint_every) == (64, 32, 5, 2)
-    assert (found.interpreter, found.gradient_dtype) == ("plain", "float32")
-    assert found.machine == load_profile("rtx4090-1ssd")
-    assert optimizer_of(Options.from_record(record | {"moments": "int8"})) == replace(optimizer_of(found), moments="int8")
 
 
 @pytest.mark.parametrize(
