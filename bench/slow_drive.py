@@ -14,7 +14,7 @@ import json
 import shutil
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -26,18 +26,20 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import headrace
 from headrace.codec import nearest
-from headrace.codec.targets import Int4Target, Target
-from headrace.codec.ternary_target import TernaryTarget, is_table
+from headrace.codec.table import CODES
+from headrace.codec.targets import Target
+from headrace.codec.ternary_target import is_table
 from headrace.engine.generator import Generator
 from headrace.engine.micro_batches import MicroBatch
 from headrace.files import extents
+from headrace.plan.decoding import making_like
 from headrace.plan.generation_seconds import with_forecast
 from headrace.plan.nominal import nominal_machine
 from headrace.terms.budget import Budget
 from headrace.terms.events import GenerationPass
 from headrace.testing import ThrottledFile
 
-TARGETS: Mapping[str, Target | None] = {"bfloat16": None, "int4": Int4Target(), "ternary": TernaryTarget()}
+TARGETS: dict[str, Target | None] = {"bfloat16": None} | {code.name: code.target(128) for code in CODES.values() if code.target}
 _FIRST = "model.layers.0."
 
 
@@ -88,7 +90,7 @@ def passes_of(directory: Path, tokens: int, rate: float) -> dict[str, Any]:
         plan = replace(generator.plan_only(1, 8, tokens), host_slots=3, device_slots=3, prefetch=2)
         machine = nominal_machine(plan.compute_threads, host_bytes=1 << 34, device_bytes=None)
         drive = replace(machine.drives[0], read_bytes_per_second=rate, mixed_bytes_per_second=rate)
-        units = tuple(replace(unit, making_like=machine.making_like(unit.decodes)) for unit in plan.units)
+        units = tuple(replace(unit, making_like=making_like(unit.decodes, machine)) for unit in plan.units)
         planned = with_forecast(replace(plan, units=units), replace(machine, drives=(drive,))).forecast
         assert planned is not None
         generator.use(plan)

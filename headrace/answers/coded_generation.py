@@ -6,9 +6,8 @@ Invariant: of a directory they are what a run reads, by the same code (`flow.sou
 from collections.abc import Sequence
 from dataclasses import replace
 
-from headrace.answers.compression import check_code, coded_bytes, coded_shapes
-from headrace.codec.published import PackQuantized
-from headrace.codec.ternary import TritsCodec
+from headrace.answers.compression import coded_shapes
+from headrace.codec.table import Code, code_to_write
 from headrace.flow.sources import ShardSource
 from headrace.model import Chain, Checkpoint
 from headrace.plan.experts import ExpertFigures
@@ -19,7 +18,6 @@ from headrace.terms.layout import ParameterSpec, UnitLayout
 from headrace.terms.sizes import PAGE_BYTES, round_up
 
 Units = tuple[tuple[UnitFigures, ...], ExpertFigures | None, tuple[str, ...]]
-_KINDS = {"int4": "pack", "ternary": "ternary"}
 
 
 def units_of_files(chain: Chain, checkpoint: Checkpoint, *, on_cpu: bool) -> Units:
@@ -37,14 +35,14 @@ def units_of_files(chain: Chain, checkpoint: Checkpoint, *, on_cpu: bool) -> Uni
 
 
 def units_if_compressed(
-    chain: Chain, code: str, units: Sequence[UnitFigures], experts: ExpertFigures | None, *, on_cpu: bool
+    chain: Chain, name: str, units: Sequence[UnitFigures], experts: ExpertFigures | None, *, on_cpu: bool
 ) -> Units:
-    """Return the units of a model, and its experts, as `headrace compress --to CODE` would make them of these.
+    """Return the units of a model, and its experts, as `headrace compress --to NAME` would make them of these.
 
     Raises:
         ConfigError: no such code.
     """
-    check_code(code)
+    code = code_to_write("compress", name)
     shapes = [
         coded_shapes(layout.parameters, code) if _is_block(chain, unit) else [] for unit, layout in enumerate(chain.layouts)
     ]
@@ -59,10 +57,10 @@ def units_if_compressed(
     apart = replace(
         experts,
         units=commons,
-        stored_bytes=round_up(round(sum(coded_bytes(code, *shape) for shape in each)), PAGE_BYTES),
+        stored_bytes=round_up(round(sum(code.matrix_bytes(*shape) for shape in each)), PAGE_BYTES),
         is_made=True,
         making_bytes=max(_Coded(chain, code, on_cpu).making_bytes(*shape) for shape in each),
-        decodes=((_KINDS[code], sum(rows * columns for rows, columns in each)),),
+        decodes=((code.kind, sum(rows * columns for rows, columns in each)),),
     )
     return made, apart, ()
 
@@ -74,7 +72,7 @@ def _is_block(chain: Chain, unit: int) -> bool:
 class _Coded:
     """Makes coded figures of plain ones."""
 
-    def __init__(self, chain: Chain, code: str, on_cpu: bool) -> None:
+    def __init__(self, chain: Chain, code: Code, on_cpu: bool) -> None:
         self._chain, self._code, self._on_cpu = chain, code, on_cpu
 
     def of(self, figures: UnitFigures, coded: Sequence[ParameterSpec], layout: UnitLayout) -> UnitFigures:
@@ -86,15 +84,14 @@ class _Coded:
         plain = (figures.num_elements - weights) * self._chain.dtype.itemsize
         return replace(
             figures,
-            stored_bytes=round_up(round(plain + sum(coded_bytes(self._code, *shape) for shape in shapes)), PAGE_BYTES),
+            stored_bytes=round_up(round(plain + sum(self._code.matrix_bytes(*shape) for shape in shapes)), PAGE_BYTES),
             making_bytes=max(self.making_bytes(*(spec.shape[-2:])) for spec in coded),
-            decodes=((_KINDS[self._code], weights),),
+            decodes=((self._code.kind, weights),),
         )
 
     def making_bytes(self, rows: int, columns: int) -> int:
         """Return what decoding a matrix allocates for a moment."""
-        codec = PackQuantized(0) if self._code == "int4" else TritsCodec()
-        return codec.decoding_bytes(rows, columns, on_host=self._on_cpu)
+        return self._code.codec().decoding_bytes(rows, columns, on_host=self._on_cpu)
 
 
 def _silent(event: Event) -> None:

@@ -3,7 +3,7 @@
 Every term is a count (bytes, operations, launches) over a rate of the machine's profile, and stands by itself in the answer. No
 two of them are taken to overlap: their sum is the time of a machine that does one thing at a time. The size of ternary weights
 follows from the share of zeros, which nobody knows before: that of QMoE's largest model is assumed, and beside it stands the
-size with four zeros in five (modern mixtures have 0.76 to 0.84).
+size with four zeros in five (modern mixtures have 0.76 to 0.84). The table of codes (`codec/table.py`) has these figures.
 """
 
 import math
@@ -14,20 +14,15 @@ from typing import Any
 
 from headrace.answers.model_config import read_parts
 from headrace.answers.place import place_of
+from headrace.codec.table import Code, code_to_write
 from headrace.model import Chain
 from headrace.plan.machine_profiles import load_profile
 from headrace.plan.nominal import nominal_machine
 from headrace.terms.ceilings import Ceilings
-from headrace.terms.errors import ConfigError
 from headrace.terms.layout import ParameterSpec
 from headrace.terms.sizes import format_bytes, format_seconds
 from headrace.update.rules.adamw import AdamW
 
-# Bits per weight in words of the dictionary for that share of zeros, without the bytes of each row (tests/codec has them).
-_BITS_OF_ZEROS = {0.76: 1.107, 0.80: 1.010, 0.84: 0.891, 0.885: 0.736, 0.93: 0.619}
-ASSUMED_ZEROS, MODERN_ZEROS = 0.885, 0.80
-_ROW_BITS = 64
-_INT4_GROUP, _SCALE_BITS = 128, 16
 # Operations of a Cholesky factor, the inverse, and the inverse's factor, relative to the cube of the inputs.
 _CHOLESKY = 4 / 3
 # GPTQ's own operations reach this share of the float32 rate of large products (an assumption; QMoE's batches of 16 experts).
@@ -90,22 +85,12 @@ class CompressionReport:
         yield f"{'':<10}{'result in all':<34}{format_bytes(self.total_bytes):>12}"
         yield f"{'':<10}{self.bits_per_parameter:.3f} bits a parameter, {ratio:.1f} times smaller than 16 bits"
         if self.modern_bytes is not None:
-            size = format_bytes(self.modern_bytes)
-            yield f"{'':<10}where {MODERN_ZEROS:.0%} of the weights become zero, and not {ASSUMED_ZEROS:.1%}: {size}"
+            code, size = code_to_write("compress", self.code), format_bytes(self.modern_bytes)
+            yield f"{'':<10}where {code.otherwise} of the weights become zero, and not {code.assumed}: {size}"
         yield ""
         for label, seconds in self.seconds.items():
             yield f"{'time':<10}{label:<34}{format_seconds(seconds):>12}"
         yield f"{'':<10}{'one after the other':<34}{format_seconds(self.total_seconds):>12}"
-
-
-def check_code(code: str) -> None:
-    """Refuse a code that nothing is compressed to.
-
-    Raises:
-        ConfigError: it is none.
-    """
-    if code not in ("int4", "ternary"):
-        raise ConfigError(f"compress: {code!r} is not one of int4, ternary")
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,19 +108,18 @@ class _Matrix:
 
 
 def plan_compression(
-    model: str | Path, code: str, machine: str | Ceilings | None, *, tokens: int | None = None
+    model: str | Path, name: str, machine: str | Ceilings | None, *, tokens: int | None = None
 ) -> CompressionReport:
-    """Return what compressing `model` (a directory, a config.json, or a name on the Hub) to `code` takes on a machine,
-    None for a nominal one of this size.
+    """Return what compressing `model` (a directory, a config.json, or a name on the Hub) to the code `name` takes on a
+    machine, None for a nominal one of this size.
 
-    `code` is "int4" (all matrices of blocks) or "ternary" (only those of experts, where there are any). `tokens` is the number
-    of calibration tokens; by default each matrix sees as many tokens as it has inputs.
+    `tokens` is the number of calibration tokens; by default each matrix sees as many tokens as it has inputs.
 
     Raises:
         ConfigError: there is no such code or machine.
         ModelError: there is no configuration, or its architecture cannot be run block by block.
     """
-    check_code(code)
+    code = code_to_write("compress", name)
     ceilings = load_profile(machine) if isinstance(machine, str) else machine
     if ceilings is None:
         here = place_of(None, here=True)
@@ -147,22 +131,22 @@ def plan_compression(
     num_coded = sum(matrix.weights for matrix in coded)
     rest = chain.num_parameters - num_coded
     tokens = tokens or math.ceil(max(matrix.inputs / matrix.share for matrix in coded))
-    sizes = [
-        sum(coded_bytes(code, each.count * each.outputs, each.inputs, zeros) for each in coded)
-        for zeros in (ASSUMED_ZEROS, MODERN_ZEROS)
-    ]
+    size, other = (
+        round(sum(code.matrix_bytes(each.count * each.outputs, each.inputs, otherwise=otherwise) for each in coded))
+        for otherwise in (False, True)
+    )
     hidden = _BYTES * tokens * config.get_text_config().hidden_size
     largest = max(_BYTES * layout.num_elements for layout in chain.layouts[1 : chain.num_blocks + 1])
-    result = {f"{code} matrices": round(sizes[0]), "what stays in 16 bits": _BYTES * rest}
+    result = {f"{name} matrices": size, "what stays in 16 bits": _BYTES * rest}
     return CompressionReport(
         model=type(chain.model).__name__,
-        code=code,
+        code=name,
         machine=ceilings.called,
         parameters=chain.num_parameters,
         coded_parameters=num_coded,
         tokens=tokens,
         result_bytes=result,
-        modern_bytes=round(sizes[1]) + _BYTES * rest if code == "ternary" else None,
+        modern_bytes=other + _BYTES * rest if code.other_bits is not None else None,
         seconds=_seconds(ceilings, coded, chain.num_parameters, tokens, hidden, sum(result.values()), blocks=len(blocks)),
         memory_bytes={
             "the largest block in 16 bits": largest,
@@ -172,8 +156,8 @@ def plan_compression(
     )
 
 
-def coded_shapes(parameters: Sequence[ParameterSpec], code: str) -> list[ParameterSpec]:
-    """Return the parameters of a block that are coded: stacks of experts alone, for ternary, where there are stacks.
+def coded_shapes(parameters: Sequence[ParameterSpec], code: Code) -> list[ParameterSpec]:
+    """Return the parameters of a block that are coded: stacks of experts alone, where the code is for these.
 
     Matrices of few rows, and those that choose among experts, stay.
     """
@@ -182,17 +166,11 @@ def coded_shapes(parameters: Sequence[ParameterSpec], code: str) -> list[Paramet
     plain = [
         spec for spec in parameters if len(spec.shape) == 2 and spec.shape[0] not in counts and spec.shape[0] >= _LEAST_ROWS
     ]
-    return stacks if code == "ternary" and stacks else stacks + plain
+    return stacks if code.experts_alone and stacks else stacks + plain
 
 
-def coded_bytes(code: str, rows: int, columns: int, zeros: float = ASSUMED_ZEROS) -> float:
-    """Return the bytes of a matrix under a code."""
-    bits = 4 + _SCALE_BITS / _INT4_GROUP if code == "int4" else _BITS_OF_ZEROS[zeros] + _ROW_BITS / columns
-    return rows * columns * bits / 8
-
-
-def _matrices(parameters: Any, config: Any, code: str) -> list[_Matrix]:
-    """Return the matrices of a block that are coded; for ternary only stacks of experts, if there are any."""
+def _matrices(parameters: Any, config: Any, code: Code) -> list[_Matrix]:
+    """Return the matrices of a block that are coded."""
     text = config.get_text_config()
     chosen = float(getattr(text, "num_experts_per_tok", 0) or getattr(text, "top_k", 0) or 1)
     found = coded_shapes(parameters, code)

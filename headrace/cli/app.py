@@ -6,6 +6,7 @@ Invariant: nothing heavy is imported before a command runs, so that `headrace --
 import gc
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,7 +26,9 @@ from headrace.cli.option_parameters import with_options
 from headrace.cli.plain_errors import INTERRUPTED, REFUSED, leave, plain_usage_errors, plainly
 from headrace.cli.reporting import report
 from headrace.cli.streams import guarded_streams
+from headrace.codec.table import written_codes
 from headrace.terms.compress_options import CompressOptions
+from headrace.terms.declared import Declaration
 from headrace.terms.eval_options import EvalOptions
 from headrace.terms.generate_options import GenerateOptions
 from headrace.terms.options import PlanOptions
@@ -41,6 +44,7 @@ app = typer.Typer(
 bench_app = typer.Typer(help="Measure.", no_args_is_help=True)
 app.add_typer(bench_app, name="bench")
 
+WRITTEN = " or ".join(code.name for code in written_codes())
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
 
 
@@ -54,6 +58,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if code == INTERRUPTED:  # without a command, Typer swallows the exception
         leave("interrupted", INTERRUPTED)
     raise SystemExit(code or 0)
+
+
+def _listing_codes(option: Declaration) -> Declaration:
+    return replace(option, help=f"Code for the weights: {WRITTEN}.") if option.key == "to" else option
 
 
 def _version(wanted: bool) -> None:
@@ -176,7 +184,7 @@ def export(
 
 @app.command()
 @plainly
-@with_options(each for each in CompressOptions.declarations() if each.key not in ("model", "output"))
+@with_options(_listing_codes(each) for each in CompressOptions.declarations() if each.key not in ("model", "output"))
 def compress(
     model: Annotated[Path, typer.Argument(metavar="MODEL", help="Model directory.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to write; must not exist.")],
@@ -272,7 +280,7 @@ def plan(
     new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer, with --generate.")] = 128,
     batch: Annotated[int, typer.Option(min=1, help="Prompts, with --generate.")] = 1,
     compress: Annotated[
-        str | None, typer.Option(help="Plan compressing it to int4 or ternary; with --generate, what would come of it.")
+        str | None, typer.Option(help=f"Plan compressing it to {WRITTEN}; with --generate, what would come of it.")
     ] = None,
     *,
     as_json: Json = False,

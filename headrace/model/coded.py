@@ -17,6 +17,7 @@ import torch
 from headrace.codec import Codec, Parts
 from headrace.codec.dictionary import Dictionary
 from headrace.codec.published import Fp8Blocks, Mxfp4, Nf4, PackQuantized
+from headrace.codec.table import CODES
 from headrace.codec.ternary import TritsCodec, WordsCodec
 from headrace.codec.ternary_target import DIGEST, FORMAT, METHOD, TABLE, is_table
 from headrace.model.safetensors_file import StoredTensor, read_bytes
@@ -38,7 +39,6 @@ TORCH_NAMES = {
     "U8": "uint8",
     "U16": "uint16",
 }
-_READ = "compressed-tensors pack-quantized in 4 bits, FP8 with block scales, MXFP4, bitsandbytes NF4, and Headrace's ternary"
 _PACK, _NF4 = "pack-quantized", ".quant_state.bitsandbytes__nf4"
 _MXFP4_GROUP = 32
 
@@ -102,15 +102,20 @@ def decoded_tensors(directory: Path, config: Any, tensors: Tensors) -> dict[str,
     dtype = "F16" if named == "float16" else "BF16"
     reader = _READERS.get(method)
     if reader is None:
-        raise ModelError(f"{directory}: its weights are coded by {method}, which is not read; read are {_READ}")
+        raise ModelError(f"{directory}: its weights are coded by {method}, which is not read; read are {_read()}")
     try:
         found, used = reader(described, tensors, dtype)
     except _Refusal as error:
-        raise ModelError(f"{directory}: its weights are coded by {method}, and {error}; read are {_READ}") from error
+        raise ModelError(f"{directory}: its weights are coded by {method}, and {error}; read are {_read()}") from error
     for key, source in found.items():
         _check(directory, key, source)
     made = {key: _weight(key, source) for key, source in found.items()}
     return {key: tensor for key, tensor in tensors.items() if key not in used} | made
+
+
+def _read() -> str:
+    *most, last = dict.fromkeys(code.files for code in CODES.values())
+    return f"{', '.join(most)} and {last}"
 
 
 class _Refusal(Exception):

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from headrace.plan.allowance import Allowance
 from headrace.plan.caches import cache_choices
+from headrace.plan.decoding import making_like
 from headrace.plan.expert_search import ways_of_experts, with_cached_experts
 from headrace.plan.experts import ExpertFigures
 from headrace.plan.generation import LEAST_PACKED_PASSES, GenerationPlan
@@ -130,11 +131,11 @@ def _decoding_on(question: GenerationQuestion, machine: Ceilings) -> GenerationQ
     """Return the question with what decoding takes on a machine."""
 
     def figured(units: Sequence[UnitFigures]) -> tuple[UnitFigures, ...]:
-        return tuple(replace(unit, making_like=machine.making_like(unit.decodes)) for unit in units)
+        return tuple(replace(unit, making_like=making_like(unit.decodes, machine)) for unit in units)
 
     experts = question.experts
     if experts is not None:
-        like = machine.making_like(experts.decodes)
+        like = making_like(experts.decodes, machine)
         experts = replace(experts, units=figured(experts.units), making_like=like)
     return replace(question, units=figured(question.units), experts=experts)
 

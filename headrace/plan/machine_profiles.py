@@ -13,8 +13,10 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
+from headrace.codec.table import CODES
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.errors import ConfigError
+from headrace.terms.figures import refuse_unknown
 
 # The numbers of SSDs that are listed; any number up to the limit is understood.
 DRIVE_COUNTS = (1, 4, 12)
@@ -73,7 +75,10 @@ def _load_file(path: Path) -> Ceilings:
             f"machine profile {path}: cannot be read ({error.strerror}); "
             f"make one with 'headrace bench machine' or use a name: {', '.join(profile_names())}"
         ) from error
-    return Ceilings.from_json(_parse(content, where=str(path)))
+    ceilings = Ceilings.from_json(_parse(content, where=str(path)))
+    kinds = {code.kind for code in CODES.values()}
+    refuse_unknown(ceilings.decoded_per_second, kinds, where=f"{ceilings.name}: decoded_per_second")
+    return ceilings
 
 
 def _parse(content: bytes, *, where: str) -> Any:

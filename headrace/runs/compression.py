@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from headrace.codec.targets import Int4Target, Target
-from headrace.codec.ternary_target import TernaryTarget
+from headrace.codec.table import code_to_write
+from headrace.codec.targets import Target
 from headrace.engine.coded_files import CodedFiles, quantisation_config
 from headrace.engine.quantiser import Quantiser
 from headrace.engine.rounding import ParameterReport
@@ -59,6 +59,7 @@ def compress(options: CompressOptions, *, say: Callable[[str], None] = lambda te
         InputError: model, data or an option cannot be used, or held-out loss rises by more than `most_loss`; nothing is left.
         StorageError: a disk is full, or fails; the same command goes on once the cause is removed.
     """
+    target_of(options)  # refused before anything is read
     output = Path(os.path.realpath(options.output))
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise RunDirectoryError(f"{options.output}: exists already; name a directory that does not, nothing was written")
@@ -110,12 +111,14 @@ def refuse_coded(model: Path) -> None:
 
 
 def target_of(options: CompressOptions) -> Target:
-    """Return the code that `options` ask for.
+    """Return what writes the code that `options` ask for.
 
     Raises:
-        ConfigError: options contradict one another.
+        ConfigError: there is no such code, or it is only read.
     """
-    return TernaryTarget() if options.to == "ternary" else Int4Target(options.group_size)
+    target = code_to_write("to", options.to).target
+    assert target is not None, "it is written"
+    return target(options.group_size)
 
 
 class _Run:

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from headrace.terms.coding import DECODED_PER_SECOND, Decodes, moved_meanwhile
 from headrace.terms.drives import MOST_BYTES, Drive, InFlight, drives_of, striped_shares
 from headrace.terms.errors import ConfigError
 from headrace.terms.figures import (
@@ -60,7 +59,7 @@ class Ceilings:
     `row_product_bytes_per_second` is how fast a CPU's product of one bfloat16 row goes through weights; None: as memory does.
     `attended_bytes_per_second` is how fast all cores go through keys and values in attention; None where nobody measured it.
     `widened_dtypes` are those whose products a CPU computes in float32, because it has no instructions for them.
-    `decoded_per_second` has weights that one core decodes in a second, by kind of code; `terms.coding` has those of another.
+    `decoded_per_second` has weights that one core decodes in a second, by kind of code; `codec.table` has those of others.
     `has_device` is false where the CPU computes; the link's figures are then those of copies inside host memory.
     `sources` says of each figure where it comes from.
     """
@@ -163,11 +162,6 @@ class Ceilings:
         assumed = min(self.cores * _ATTENDED_BYTES_PER_SECOND_PER_CORE, self.update_bytes_per_second)
         return self.attended_bytes_per_second or assumed
 
-    def making_like(self, decodes: Decodes) -> int:
-        """Return the bytes that are moved, at the rate of making weights, while a device, or a core, decodes them."""
-        rates = None if self.has_device else {**DECODED_PER_SECOND, **self.decoded_per_second}
-        return moved_meanwhile(decodes, rates, self.make_bytes_per_second)
-
     def with_twice(self, part: Part) -> "Ceilings":
         """Return the machine with `part` doubled; a figure that nobody measured becomes twice what is assumed for it."""
         memory, attended = self.device_update_bytes_per_second, self.attention_bytes_per_second
@@ -221,9 +215,7 @@ class Ceilings:
             flops_per_second=_flops(figures, where=name),
             drives=drives_of(figures, where=name),
             widened_dtypes=names_of(figures, "widened_dtypes", COMPUTE_DTYPES, where=name),
-            decoded_per_second=rates_of(
-                figures, "decoded_per_second", DECODED_PER_SECOND, where=name, most=_MOST_FLOPS_PER_SECOND
-            ),
+            decoded_per_second=rates_of(figures, "decoded_per_second", None, where=name, most=_MOST_FLOPS_PER_SECOND),
             slowdowns=slowdowns_of(figures, where=name),
             sources=texts_of(figures, "sources", where=name),
             **rates,

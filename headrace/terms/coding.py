@@ -5,20 +5,13 @@ All parts of a unit lie back to back, each from a border of 64 bytes, on the dri
 only the dense slot that is decoded from them. What no code takes (vectors, say) lies between them as compute reads it.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 
 from headrace.terms.layout import Plane
 from headrace.terms.sizes import PAGE_BYTES, round_up
 
-# By kind of code: weights that a core of a host decodes to bfloat16 in a second (docs/log/decoding-rates), and bytes of its
-# memory that a device moves for a weight where torch's operators decode it (each of them reads and writes; assumed). Triton's
-# kernels move no more than they read and write. A code that is not in the tables is taken for one like FP8.
-DECODED_PER_SECOND = {"pack": 3.0e9, "ternary": 3.0e9, "trits": 1.2e9, "fp8": 2.6e8, "mxfp4": 8e7, "nf4": 4e7}
-DEVICE_BYTES_PER_WEIGHT = {"pack": 0.0, "ternary": 0.0, "trits": 48.0, "fp8": 48.0, "mxfp4": 96.0, "nf4": 144.0}
-ANOTHER_KIND = "fp8"
-_OF_ANOTHER = DEVICE_BYTES_PER_WEIGHT[ANOTHER_KIND]
 # Each part begins at a multiple of so many bytes: a cache line, which is enough for any dtype.
 PART_ALIGNMENT = 64
 # The name of the one part of a matrix that is not coded.
@@ -78,14 +71,6 @@ def decodes_of(matrices: Iterable[tuple[str | None, int]]) -> Decodes:
             kind = name.partition(":")[0].partition("-")[0]
             found[kind] = found.get(kind, 0) + weights
     return tuple(found.items())
-
-
-def moved_meanwhile(decodes: Decodes, per_second: Mapping[str, float] | None, bytes_per_second: float) -> int:
-    """Return the bytes that are moved while weights are decoded: by a core at these rates by kind, or (None) by a device."""
-    if per_second is None:
-        return round(sum(weights * DEVICE_BYTES_PER_WEIGHT.get(kind, _OF_ANOTHER) for kind, weights in decodes))
-    slow = per_second[ANOTHER_KIND]
-    return round(bytes_per_second * sum(weights / per_second.get(kind, slow) for kind, weights in decodes))
 
 
 def as_matrix(shape: tuple[int, ...]) -> tuple[int, int]:

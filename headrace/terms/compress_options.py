@@ -4,10 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.terms.declared import Declared, option, option_as
-from headrace.terms.option_kinds import Flag, Listed, Number, OneOf, Place, Text, Whole
+from headrace.terms.option_kinds import Flag, Listed, Number, Place, Text, Whole
 from headrace.terms.run_options import RunOptions
-
-CODES = ("int4", "ternary")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,9 +15,9 @@ class CompressOptions(Declared):
     model: Path = option(kind=Place(), help="Model directory.", row="model directory", cli=False)
     output: Path = option(kind=Place(), help="Directory to write; must not exist.", row="directory to write", cli=False)
     to: str = option(
-        kind=OneOf(CODES),
-        help="int4 or ternary.",
-        row="`int4` (compressed-tensors, `pack-quantized`), or `ternary` (QMoE: three values a row; with `experts_only`)",
+        kind=Text(),
+        help="Code for the weights, such as int4.",
+        row="code for the weights, such as `int4`: one that [codes](docs/codes.md) has as written",
     )
     data: tuple[str, ...] = option(
         kind=Listed(Text(), 1),
@@ -37,8 +35,9 @@ class CompressOptions(Declared):
     group_size: int = option(
         128,
         Whole(8, 1 << 16),
-        "Columns that share a scale, of int4.",
-        row="columns that share a scale (`int4`); a matrix whose width it does not divide gets half as many, down to 32",
+        "Columns that share a scale, where a code has such scales.",
+        row="columns that share a scale, where a code has such scales; a matrix whose width it does not divide gets half as "
+        "many, down to 32",
     )
     sequence_length: int | None = option_as(RunOptions, "sequence_length")
     calibration_rows: int = option(128, Whole(), "Rows that calibrate.")

@@ -67,15 +67,18 @@ def optional_whole(figures: Mapping[str, Any], name: str, *, where: str, most: f
     return value
 
 
-def rates_of(figures: Mapping[str, Any], name: str, known: Iterable[str], *, where: str, most: float) -> dict[str, float]:
-    """Return the rates by name in `figures[name]`, none where it is absent.
+def rates_of(
+    figures: Mapping[str, Any], name: str, known: Iterable[str] | None, *, where: str, most: float
+) -> dict[str, float]:
+    """Return the rates by name in `figures[name]`, none where it is absent. `known` are the names that may be there, None: any.
 
     Raises:
         ConfigError: it is no object, a name is not `known`, or a rate absurd.
     """
     where = f"{where}: {name}"
     rates = mapping_of(figures.get(name, {}), where=where)
-    refuse_unknown(rates, set(known), where=where)
+    if known is not None:
+        refuse_unknown(rates, set(known), where=where)
     return {each: figure(rates, each, where=where, most=most) for each in rates}
 
 

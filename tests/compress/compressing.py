@@ -4,6 +4,7 @@ import json
 import os
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,8 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from headrace.codec.table import CODES
 from headrace.codec.ternary_target import TernaryTarget
-from headrace.runs import compression
 from headrace.runs.compression import Compressed, compress
 from headrace.terms.compress_options import CompressOptions
 
@@ -78,11 +79,17 @@ def run(model: Path, folder: Path, **more: Any) -> Compressed:
     return compress(options(model, folder, **more))
 
 
+def write_words(patch: pytest.MonkeyPatch) -> None:
+    """Let ternary weights be words wherever these are shorter than trits."""
+    row = replace(CODES["ternary"], target=lambda group: TernaryTarget(least_gain_bytes=1))
+    patch.setitem(CODES, "ternary", row)
+
+
 def run_to_words(model: Path, folder: Path, stop: Callable[[], Any] = lambda: None) -> None:
     """Compress experts to ternary weights, in words wherever these are shorter than trits: tables are in the files, too."""
     folder.mkdir(exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compression, "TernaryTarget", lambda: TernaryTarget(least_gain_bytes=1))
+        write_words(patch)
         stop()
         run(model, folder, to="ternary", experts_only=True)
 

@@ -11,16 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from compressing import run
+from compressing import run, write_words
 from safetensors.torch import load_file, save_file
 from test_compression import tensors_of
 
 import headrace
-from headrace.codec.ternary_target import TernaryTarget
 from headrace.engine import Engine, Seams
 from headrace.engine.generator import Generator
 from headrace.engine.micro_batches import MicroBatch
-from headrace.runs import compression
 from headrace.runs.decompression import decompress
 from headrace.terms.budget import Budget
 from headrace.terms.errors import ModelError, StepFailed
@@ -32,7 +30,7 @@ def ternary(request: Any, mixture: Path, tmp_path_factory: pytest.TempPathFactor
     folder = tmp_path_factory.mktemp("ternary")
     with pytest.MonkeyPatch.context() as patch:
         if request.param.startswith("words"):
-            patch.setattr(compression, "TernaryTarget", lambda: TernaryTarget(least_gain_bytes=1))
+            write_words(patch)
         yield folder, run(mixture, folder, to="ternary", experts_only=True)
 
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from headrace.codec.table import CODES
 from headrace.machine.cpu import CpuMachine
 from headrace.measure.code_rates import decoded_per_second
 from headrace.measure.compute_loads import AttentionLoad, BlockLoad, HeadLoad, fitted_rates
@@ -19,7 +20,6 @@ from headrace.measure.machine import measure_machine
 from headrace.measure.memory_loads import DrainLoad, StreamLoad, UpdateBuffers, UpdateLoad
 from headrace.model import profile
 from headrace.terms.ceilings import Ceilings
-from headrace.terms.coding import DECODED_PER_SECOND
 from headrace.terms.drives import InFlight
 from headrace.terms.errors import ConfigError, StorageError
 from headrace.terms.events import Event, Notice
@@ -275,7 +275,7 @@ def test_a_load_keeps_as_much_under_way_as_the_setting_asks_for(tmp_path: Path) 
 
 def test_each_kind_of_code_has_a_rate() -> None:
     found = decoded_per_second()
-    assert found.keys() == DECODED_PER_SECOND.keys()
+    assert found.keys() == {code.kind for code in CODES.values()}
     assert all(1e5 < rate < 1e12 for rate in found.values())
 
 

@@ -147,11 +147,16 @@ def test_what_is_hidden_is_seen() -> None:
 
 
 def more_than_exports(tree: ast.Module) -> bool:
-    """Say whether a package's front does anything besides importing what it exports."""
+    """Say whether a package's front does anything besides importing what it exports, or loading it when it is asked for."""
     imported: list[str] = []
     exported: list[str] = []
+    lazy = any(isinstance(node, ast.FunctionDef) and node.name == "__getattr__" for node in tree.body)
     for node in tree.body[1:]:  # after the docstring
-        if isinstance(node, ast.ImportFrom):
+        if lazy and isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            imported += [alias.name for each in node.body if isinstance(each, ast.ImportFrom) for alias in each.names]
+        elif lazy and (isinstance(node, ast.FunctionDef) or getattr(node, "module", None) in ("importlib", "typing")):
+            continue
+        elif isinstance(node, ast.ImportFrom):
             imported += [alias.asname or alias.name for alias in node.names]
         elif isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == ["__all__"]:
             exported = ast.literal_eval(node.value)

@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace.codec.codec import Parts
-from headrace.codec.gptq import nearest
 from headrace.codec.grids import Int4Grid
 from headrace.codec.int4 import pack, unpack
 from headrace.codec.on_device import int4_to_bfloat16, triton_kernels
+from headrace.codec.rounding import nearest
 from headrace.codec.row_pieces import piece_bytes, pieces, refuse_no_numbers
 from headrace.machine.jit import compiled
 from headrace.terms.coding import Part

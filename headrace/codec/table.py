@@ -1,0 +1,206 @@
+"""The table of codes for weights: what each is called and is, what writes it, and how fast it is decoded.
+
+To add a code, add a row (docs/extending.md, "A code for weights"). Whatever lists, chooses, plans or measures a code reads this
+table. Invariant: a name is what its row says or is refused; nothing is taken for another code. Neither torch nor a codec is
+imported before it is asked for.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from headrace.terms.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from headrace.codec.codec import Codec
+    from headrace.codec.targets import Target
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Code:
+    """A code. `kind` is the first word of its codecs' names, by which weights that are to be decoded are counted.
+
+    `words` say what it is, `files` how files with it are called. A matrix takes `bits` for each weight and `row_bits` for each
+    row; where that depends on the weights, `bits` is for what `assumed` says, and `other_bits` for what `otherwise` says.
+    `needs_data`: weights are rounded for the inputs of real data. `experts_alone`: plans take it for experts alone, where a
+    model has stacks of them. `target` makes what writes it, from the columns of a group; None: it is only read. `codec` is the
+    one by which plans reckon, `measured` the one whose decoding is measured (None: the same), on the matrix `sample`
+    (rows, columns). Where nobody measured, a core decodes `decoded_per_second` weights to bfloat16 (docs/log/decoding-rates),
+    and a device moves `device_bytes_per_weight` of its memory for each: none where Triton's kernels decode.
+    """
+
+    name: str
+    kind: str
+    words: str
+    files: str
+    bits: float
+    row_bits: int = 0
+    assumed: str = ""
+    otherwise: str = ""
+    other_bits: float | None = None
+    needs_data: bool = False
+    lossless: bool = False
+    experts_alone: bool = False
+    target: "Callable[[int], Target] | None" = None
+    codec: "Callable[[], Codec]"
+    measured: "Callable[[], Codec] | None" = None
+    sample: "Callable[[int, int], Tensor] | None" = None
+    decoded_per_second: float
+    device_bytes_per_weight: float
+
+    @property
+    def is_written(self) -> bool:
+        """Whether models are compressed to it."""
+        return self.target is not None
+
+    def matrix_bytes(self, rows: int, columns: int, *, otherwise: bool = False) -> float:
+        """Return the bytes of a matrix, as `assumed` or `otherwise`."""
+        bits = self.other_bits if otherwise and self.other_bits is not None else self.bits
+        return rows * columns * (bits + self.row_bits / columns) / 8
+
+
+def written_codes() -> tuple[Code, ...]:
+    """Return the codes that models are compressed to."""
+    return tuple(code for code in CODES.values() if code.is_written)
+
+
+def code_to_write(option: str, name: str) -> Code:
+    """Return the code of that name, which `option` asks for.
+
+    Raises:
+        ConfigError: there is none, or it is only read.
+    """
+    code = CODES.get(name)
+    if code is not None and code.is_written:
+        return code
+    names = " or ".join(each.name for each in written_codes())
+    found = f"{name}, which is only read" if code is not None else repr(name)
+    raise ConfigError(f"{option}: expected {names}, found {found}")
+
+
+def code_of_kind(kind: str) -> Code:
+    """Return the code of a kind; one that is not in the table, such as a program's own, is taken to be like FP8."""
+    return next((code for code in CODES.values() if code.kind == kind), CODES["fp8"])
+
+
+def _late(module: str, name: str, *given: int) -> Callable[..., Any]:
+    """Return what makes `name` of a module of this package, which is imported then."""
+    return lambda *more: getattr(import_module(f"headrace.codec.{module}"), name)(*given, *more)
+
+
+def _words() -> "Codec":
+    from headrace.codec.dictionary import Dictionary
+    from headrace.codec.ternary import WordsCodec
+
+    return WordsCodec(Dictionary.build())
+
+
+def _mostly_zeros(rows: int, columns: int) -> "Tensor":
+    import torch
+
+    from headrace.codec.dictionary import QMOE_ZEROS
+
+    share = torch.rand(rows, columns, generator=torch.Generator().manual_seed(0))
+    zeros = QMOE_ZEROS / 1000
+    return torch.where(share < zeros, 0.0, torch.where(share < (1 + zeros) / 2, -1.0, 1.0))
+
+
+_ROWS = (
+    Code(
+        name="int4",
+        kind="pack",
+        words="four bits, and a scale for each group of columns",
+        files="compressed-tensors pack-quantized in 4 bits",
+        bits=4 + 16 / 128,
+        needs_data=True,
+        target=_late("targets", "Int4Target"),
+        codec=_late("published", "PackQuantized", 128),
+        decoded_per_second=3.0e9,
+        device_bytes_per_weight=0.0,
+    ),
+    Code(
+        name="ternary",
+        kind="ternary",
+        words="three values a row, in words of 16 bits from a dictionary (QMoE)",
+        files="Headrace's ternary",
+        bits=0.736,  # in words of the dictionary for that share of zeros (tests/codec); offsets and levels of a row besides
+        row_bits=64,
+        assumed="88.5%",
+        otherwise="80%",
+        other_bits=1.010,
+        needs_data=True,
+        experts_alone=True,
+        target=lambda group: _late("ternary_target", "TernaryTarget")(),
+        codec=_late("ternary", "TritsCodec"),
+        measured=_words,
+        sample=_mostly_zeros,
+        decoded_per_second=3.0e9,
+        device_bytes_per_weight=0.0,
+    ),
+    Code(
+        name="trits",
+        kind="trits",
+        words="three values a row, five weights in a byte: where `ternary` finds words no smaller",
+        files="Headrace's ternary",
+        bits=1.6,
+        row_bits=32,
+        needs_data=True,
+        codec=_late("ternary", "TritsCodec"),
+        sample=_mostly_zeros,
+        decoded_per_second=1.2e9,
+        device_bytes_per_weight=48.0,
+    ),
+    Code(
+        name="fp8",
+        kind="fp8",
+        words="floats of 8 bits, and a scale for each block",
+        files="FP8 with block scales",
+        bits=8 + 32 / 128**2,
+        codec=_late("published", "Fp8Blocks"),
+        decoded_per_second=2.6e8,
+        device_bytes_per_weight=48.0,
+    ),
+    Code(
+        name="mxfp4",
+        kind="mxfp4",
+        words="floats of 4 bits, and an exponent for 32 of them",
+        files="MXFP4",
+        bits=4 + 8 / 32,
+        codec=_late("published", "Mxfp4", 64),
+        decoded_per_second=8e7,
+        device_bytes_per_weight=96.0,
+    ),
+    Code(
+        name="nf4",
+        kind="nf4",
+        words="sixteen levels of a normal distribution, and a scale for 64 weights",
+        files="bitsandbytes NF4",
+        bits=4 + 8 / 64 + 32 / (64 * 256),  # scales have a scale of their own
+        codec=_late("published", "Nf4"),
+        decoded_per_second=4e7,
+        device_bytes_per_weight=144.0,
+    ),
+)
+CODES: dict[str, Code] = {code.name: code for code in _ROWS}
+
+
+def codes_page() -> str:
+    """Return docs/codes.md."""
+    lines = [
+        "# Codes for weights",
+        "",
+        "`headrace compress --to NAME` and `headrace plan --compress NAME` take those that are written. All are read.",
+        "This page is generated (`headrace/codec/table.py`).",
+        "",
+        "| name | what a weight is | files | bits | loses | needs data | |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for code in CODES.values():
+        bits = f"{code.bits:.4g}" + (f"; {code.other_bits:.4g} with {code.otherwise} of zeros" if code.other_bits else "")
+        words = ["nothing" if code.lossless else "precision", "yes" if code.needs_data else "no"]
+        words.append("written and read" if code.is_written else "read")
+        lines.append(f"| `{code.name}` | {code.words} | {code.files} | {bits} | {' | '.join(words)} |")
+    return "\n".join([*lines, ""])

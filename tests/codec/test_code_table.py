@@ -1,0 +1,62 @@
+"""The table of codes: each row is true of its codec, a name is what its row says, and the page lists all."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.codec.table import CODES, code_of_kind, code_to_write, codes_page, written_codes
+from headrace.terms.coding import decodes_of
+from headrace.terms.errors import ConfigError
+
+PAGE = Path(__file__).parents[2] / "docs" / "codes.md"
+
+
+@pytest.mark.parametrize("name", CODES)
+def test_a_row_is_true_of_its_codec(name: str) -> None:
+    """Its kind is that by which its codecs' weights are counted, and a large matrix takes the bits that it says."""
+    row, rows, columns = CODES[name], 128, 4096
+    assert row.name == name
+    codec = (row.measured or row.codec)()
+    assert decodes_of([(codec.name, 5)]) == ((row.kind, 5),)
+    weights = row.sample(rows, columns) if row.sample else torch.randn(rows, columns)
+    codec = codec if name != "mxfp4" else type(codec)(rows)  # type: ignore[call-arg]  # it is for stacks of that many rows
+    parts = codec.encode(weights)
+    assert sum(part.nbytes for part in parts.values()) == pytest.approx(row.matrix_bytes(rows, columns), rel=0.03)
+    into = torch.empty(rows, columns, dtype=torch.bfloat16)
+    codec.decode(parts, into, range(rows))
+    assert torch.equal(into.float(), weights.bfloat16().float()) or not row.lossless
+
+
+@given(st.text().filter(lambda name: name not in CODES))
+def test_an_unknown_name_is_refused_with_those_that_are_there(name: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        code_to_write("to", name)
+    assert str(caught.value) == f"to: expected int4 or ternary, found {name!r}"
+
+
+@pytest.mark.parametrize("name", [code.name for code in CODES.values() if not code.is_written])
+def test_what_is_only_read_is_not_written(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"to: expected int4 or ternary, found {name}, which is only read"):
+        code_to_write("to", name)
+
+
+def test_a_name_is_its_own_code() -> None:
+    assert [code_to_write("to", code.name) for code in written_codes()] == list(written_codes())
+    targets = [code.target(64) for code in written_codes() if code.target]
+    assert [target.name for target in targets] == [code.name for code in written_codes()]
+    assert code_of_kind("pack") is CODES["int4"]
+    assert code_of_kind("a program's own") is CODES["fp8"]
+
+
+def test_the_page_lists_the_table() -> None:
+    assert PAGE.read_text(encoding="utf-8") == codes_page()
+
+
+def test_the_table_is_read_without_torch() -> None:
+    program = "import sys, headrace.codec.table; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 0
