@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from short_run import short_run
 from transformers import AutoModelForCausalLM
 
@@ -54,6 +55,26 @@ MODELS: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 1,
     },
 }
+
+
+# Two placements as far from one another as any, of a model some of whose units have families of their own.
+FAR_PLACEMENTS: dict[str, dict[str, Any]] = {
+    "SSD, plain": {
+        "adjust": {"chunk_elements": 2048, "resident_states": (), "host_slots": 2, "prefetch": 1, "device_slots": 2},
+        "interpreter": "plain",
+    },
+    "a device, states in memory, late": {
+        "adjust": {"update_policy": "deferred", "late_units": lambda plan: plan.trained_units, "host_slots": 4}
+        | {"resident_states": lambda plan: plan.trained_units},
+        "device_memory": "1GiB",
+    },
+}
+
+
+def exported(engine: Any, out: Path) -> dict[str, torch.Tensor]:
+    """Return the weights that an engine exports."""
+    engine.save_pretrained(out)
+    return load_file(out / "model.safetensors")
 
 
 def everything(plan: Any) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from plain import LENGTH, ROWS, SPLIT, batch_of, train
+from plain import FAR_PLACEMENTS, LENGTH, ROWS, SPLIT, batch_of, train
 from safetensors.torch import load_file
 from torch import nn
 from torch.nn.utils import parametrize
@@ -94,16 +94,7 @@ def test_a_trained_family_of_its_own_is_what_plain_pytorch_trains(
         torch.testing.assert_close(weights[name], want, rtol=2e-4, atol=2e-5, msg=lambda text, name=name: f"{name}: {text}")
 
 
-PLACEMENTS: dict[str, dict[str, Any]] = {
-    "SSD, plain": {
-        "adjust": {"chunk_elements": 2048, "resident_states": (), "host_slots": 2, "prefetch": 1, "device_slots": 2},
-        "interpreter": "plain",
-    },
-    "a device, states in memory, late": {
-        "adjust": {"update_policy": "deferred", "late_units": lambda plan: plan.trained_units, "host_slots": 4}
-        | {"resident_states": lambda plan: plan.trained_units},
-        "device_memory": "1GiB",
-    },
+PLACEMENTS = FAR_PLACEMENTS | {
     "a device, some late": {"adjust": {"late_units": (0, 2), "device_update_every": 2}, "device_memory": "1GiB"},
 }
 

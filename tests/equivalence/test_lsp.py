@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from plain import LENGTH, ROWS, SPLIT, batch_of, train
+from plain import FAR_PLACEMENTS, LENGTH, ROWS, SPLIT, batch_of, exported, train
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -203,17 +203,6 @@ def test_a_loop_of_its_own_in_float64_gives_the_same(rewrite: str, model_dir: Ca
 # -- placements, cuts -------------------------------------------------------------------------------------------------------
 
 EVERY_TWO = "lsp:dimension=32,nonzeros=4,check=2,alpha=0.1"
-PLACEMENTS: dict[str, dict[str, Any]] = {
-    "SSD, plain": {
-        "adjust": {"chunk_elements": 2048, "resident_states": (), "host_slots": 2, "prefetch": 1, "device_slots": 2},
-        "interpreter": "plain",
-    },
-    "a device, states in memory, late": {
-        "adjust": {"update_policy": "deferred", "late_units": lambda plan: plan.trained_units, "host_slots": 4}
-        | {"resident_states": lambda plan: plan.trained_units},
-        "device_memory": "1GiB",
-    },
-}
 
 
 @pytest.mark.parametrize(
@@ -227,7 +216,7 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
     ],
 )
 def test_placement_changes_nothing(model: str, placement: str, model_dir: Callable[..., Path], tmp_path: Path) -> None:
-    path, options = model_dir(model, "bfloat16"), dict(PLACEMENTS[placement])
+    path, options = model_dir(model, "bfloat16"), dict(FAR_PLACEMENTS[placement])
     common: dict[str, Any] = {"gradient": EVERY_TWO, "steps": 4, "learning_rate": LR}
     losses, weights = train(path, tmp_path / "base", adjust=SPLIT, **common)
     again, other = train(path, tmp_path / "other", adjust=SPLIT | options.pop("adjust"), **common, **options)
@@ -250,11 +239,6 @@ def split(plan: Any) -> Any:
     from dataclasses import replace
 
     return replace(plan, **SPLIT)
-
-
-def exported(engine: Engine, out: Path) -> dict[str, Tensor]:
-    engine.save_pretrained(out)
-    return load_file(out / "model.safetensors")
 
 
 # Where a step is cut: before its check's settling, in the middle of a unit of it, before its commit, and right after that.

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from plain import batch_of
-from safetensors.torch import load_file
+from plain import batch_of, exported
 from tiers import sampled
 
 import headrace
@@ -44,11 +43,6 @@ def opened(
 
 def steps(engine: Engine, start: int, stop: int) -> list[float]:
     return [engine.step(batch_of(ROWS, LENGTH, seed % BATCHES)).loss for seed in range(start, stop)]
-
-
-def exported(engine: Engine, out: Path) -> dict[str, torch.Tensor]:
-    engine.save_pretrained(out)
-    return load_file(out / "model.safetensors")
 
 
 def check_same(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], what: str) -> None:

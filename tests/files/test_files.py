@@ -8,19 +8,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from drawn_bytes import random_bytes
 
-from headrace.files import BLOCK_BYTES, BlockFile, Bytes, DirectFile
+from headrace.files import BLOCK_BYTES, BlockFile, DirectFile
 from headrace.machine.host_memory import huge_page_buffer
 from headrace.terms.errors import DiskFull, ShortTransfer, StorageError
 from headrace.testing import Fault, FaultKind, FaultyFile, MemoryFile, ThrottledFile
 
 SIZE = 16 * BLOCK_BYTES
-
-
-def random_bytes(num_bytes: int, seed: int = 0) -> Bytes:
-    buffer = huge_page_buffer(num_bytes)
-    buffer[:] = np.random.default_rng(seed).integers(0, 256, num_bytes, dtype=np.uint8)
-    return buffer
 
 
 def refuse_direct(monkeypatch: pytest.MonkeyPatch) -> None:

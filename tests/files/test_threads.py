@@ -5,6 +5,7 @@ import time
 
 import numpy as np
 import pytest
+from drawn_bytes import random_bytes
 
 from headrace.files import BLOCK_BYTES, Bytes, ThreadEngine
 from headrace.machine.host_memory import huge_page_buffer
@@ -14,12 +15,6 @@ from headrace.terms.events import Event, Notice
 from headrace.testing import Fault, FaultKind, FaultyFile, MemoryFile
 
 SIZE = 64 * BLOCK_BYTES
-
-
-def random_bytes(num_bytes: int, seed: int = 0) -> Bytes:
-    buffer = huge_page_buffer(num_bytes)
-    buffer[:] = np.random.default_rng(seed).integers(0, 256, num_bytes, dtype=np.uint8)
-    return buffer
 
 
 class GatedFile(MemoryFile):

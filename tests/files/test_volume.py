@@ -4,10 +4,11 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from drawn_bytes import random_bytes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.files import BLOCK_BYTES, Bytes, ThreadEngine, Volume, striping_weights
+from headrace.files import BLOCK_BYTES, ThreadEngine, Volume, striping_weights
 from headrace.files.volume import Striping
 from headrace.machine.host_memory import huge_page_buffer
 from headrace.terms.errors import StorageError
@@ -18,12 +19,6 @@ from headrace.testing import MemoryFile
 def engine() -> Iterator[ThreadEngine]:
     with ThreadEngine(2, 2, piece_bytes=2 * BLOCK_BYTES) as made:
         yield made
-
-
-def random_bytes(num_bytes: int, seed: int = 0) -> Bytes:
-    buffer = huge_page_buffer(num_bytes)
-    buffer[:] = np.random.default_rng(seed).integers(0, 256, num_bytes, dtype=np.uint8)
-    return buffer
 
 
 def make_volume(weights: list[int], capacity_blocks: int, stripe_blocks: int, engine: ThreadEngine) -> Volume:

@@ -232,20 +232,6 @@ def in_background(call: threading.Thread) -> bool:
     return call.is_alive()
 
 
-def test_a_read_waits_for_the_write_of_what_it_asks_for(tmp_path: Path) -> None:
-    store, gate, held = slow_store(tmp_path)
-    held.add("write")
-    for chunk in range(3):
-        store.write(1, WEIGHTS, chunk, filled(4096, weight_value(1, 1, chunk)))
-    found: list[Bytes] = []
-    reader = threading.Thread(target=lambda: found.append(read_weights(store, 1)))
-    assert in_background(reader)
-    gate.set()
-    reader.join(20)
-    assert np.array_equal(found[0], expected_weights(1, 1))
-    store.close()
-
-
 def test_a_write_waits_for_reads_of_the_place_it_goes_to(tmp_path: Path) -> None:
     store, gate, held = slow_store(tmp_path)
     write_step(store, 1)
@@ -262,7 +248,7 @@ def test_a_write_waits_for_reads_of_the_place_it_goes_to(tmp_path: Path) -> None
     store.close()
 
 
-def test_a_read_that_waits_for_its_writes_keeps_nobody_else_waiting(tmp_path: Path) -> None:
+def test_a_read_waits_for_the_write_of_what_it_asks_for_and_keeps_nobody_else_waiting(tmp_path: Path) -> None:
     store, gate, held = slow_store(tmp_path)
     write_step(store, 1, units=(0,))
     store.commit({"step": 1})
