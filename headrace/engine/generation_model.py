@@ -12,13 +12,14 @@ import torch
 from transformers import GenerationConfig
 
 from headrace.answers.model_config import position_limit
+from headrace.engine.open_model import Check, OpenModel, Purpose, open_model
 from headrace.engine.seams import Seams, forms_of, seams_of
 from headrace.flow.completing import AdapterReader
 from headrace.flow.make import Maker
 from headrace.flow.sources import ShardSource, StoreSource, WeightSource
 from headrace.machine.here import this_machine
 from headrace.machine.protocol import Machine
-from headrace.model import Chain, Checkpoint, WeightMap, check_whole, load_buffers, match_weights
+from headrace.model import Chain, WeightMap
 from headrace.model.adapter_files import StoredAdapters, is_adapter_directory, named_base, read_adapters
 from headrace.model.adapters import refuse_stacks
 from headrace.model.generation_check import check_generation, ready_to_generate
@@ -27,7 +28,6 @@ from headrace.terms.budget import Budget
 from headrace.terms.errors import ConfigError, ModelError, RunDirectoryError, in_one_line
 from headrace.terms.events import Event, Sink
 from headrace.terms.families import TRAINED
-from headrace.terms.optimizer import Optimizer
 from headrace.terms.options import Options
 from headrace.update import optimizer_of, rule_of
 from headrace.update.stored_codes import stored_codes
@@ -59,7 +59,7 @@ class GenerationModel:
         budget: Budget,
         compute_dtype: str | None,
         sink: Sink | None,
-        check: Callable[[Any], None] = check_generation,
+        check: Check = check_generation,
         *,
         adapters: Callable[[Chain, WeightMap], StoredAdapters] | None = None,
     ) -> "GenerationModel":
@@ -72,15 +72,15 @@ class GenerationModel:
         if adapters is None and is_adapter_directory(directory):
             own = directory
             adapters, directory = partial(read_adapters, own), named_base(own)
-        checkpoint, chain, machine = open_chain(directory, budget, compute_dtype, check)
-        weights = chain.attach(checkpoint)
+        opened = open_to_generate(directory, budget, compute_dtype, check)
+        chain, weights, machine = opened.chain, opened.weights, opened.machine
         with contextlib.ExitStack() as closers:
             stored = adapters(chain, weights) if adapters is not None else None
             if stored is not None:
                 refuse_stacks(stored.adapters)
                 closers.enter_context(chain.adapted(stored.adapters))
             source = ShardSource(chain, weights, sink or _silent, on_cpu=not machine.separate_device, adapters=stored)
-            found = cls.of(directory, chain, source, machine, (*checkpoint.notes, *source.notes))
+            found = cls.of(directory, chain, source, machine, (*opened.checkpoint.notes, *source.notes))
             found.closers = closers.pop_all()
         return found
 
@@ -91,7 +91,7 @@ class GenerationModel:
         budget: Budget,
         compute_dtype: str | None,
         sink: Sink | None,
-        check: Callable[[Any], None] = check_generation,
+        check: Check = check_generation,
     ) -> "GenerationModel":
         """Open the last commit of a run; its store is only read. `check` tries the architecture.
 
@@ -110,9 +110,8 @@ class GenerationModel:
             if isinstance(seams.wire, AdapterWire):
                 with store:
                     return cls._of_adapters(store, directory, options, seams.wire, budget, sink, check)
-            checkpoint, chain, machine = open_chain(directory, budget, own, check)
-            weights = match_weights(checkpoint, chain.model)
-            load_buffers(weights)
+            opened = open_to_generate(directory, budget, own, check, leave_out_blocks=options.leave_out_blocks)
+            chain, weights, machine = opened.chain, opened.weights, opened.machine
             if {spec.name for layout in chain.layouts for spec in layout.parameters} != {
                 spec.name for layout in store.manifest.layouts for spec in layout.parameters
             }:
@@ -135,7 +134,7 @@ class GenerationModel:
         wire: AdapterWire,
         budget: Budget,
         sink: Sink | None,
-        check: Callable[[Any], None],
+        check: Check,
     ) -> "GenerationModel":
         """Open the model directory of a run of adapters, with the adapters of its last commit."""
 
@@ -212,26 +211,18 @@ class GenerationModel:
         self.closers.close()
 
 
-def open_chain(
-    directory: Path, budget: Budget, compute_dtype: str | None, check: Callable[[Any], None] = check_generation
-) -> tuple[Checkpoint, Chain, Machine]:
-    """Return a model directory's checkpoint, its chain ready to generate, and the machine that computes it.
-
-    `check` tries the architecture of a configuration.
+def open_to_generate(
+    directory: Path, budget: Budget, compute_dtype: str | None, check: Check, *, leave_out_blocks: bool = False
+) -> OpenModel:
+    """Return the model of a directory, ready to generate. `check` tries the architecture of a configuration.
 
     Raises:
         ModelError: it cannot be read, or its architecture cannot generate block by block.
     """
-    checkpoint = Checkpoint.open(directory, decode=True)
-    check(checkpoint.config)
-    check_whole(checkpoint.config, checkpoint.whole)
-    chain = Chain.from_config(checkpoint.config, compute_dtype or checkpoint.main_dtype, Optimizer())
-    ready_to_generate(chain.model)
-    machine = this_machine(budget.device_bytes)
-    chain.move_buffers(machine.device)
-    if not machine.multiplies(chain.compute_dtype):
-        chain.multiply_wide()
-    return checkpoint, chain, machine
+    purpose = Purpose(compute_dtype=compute_dtype, check=check, leave_out_blocks=leave_out_blocks)
+    opened = open_model(directory, this_machine(budget.device_bytes), purpose)
+    ready_to_generate(opened.chain.model)
+    return opened
 
 
 def _seams_of(store: StateStore, options: Options, run_directory: Path) -> Seams:

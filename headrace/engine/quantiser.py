@@ -19,16 +19,16 @@ import torch
 from headrace.codec.targets import Target
 from headrace.engine.block_weights import BlockByExperts, BlockWeights, WholeBlock
 from headrace.engine.hidden_rows import HiddenRows
+from headrace.engine.open_model import Purpose, open_model
 from headrace.engine.rounding import BlockCode, BlockRounder, Coded, catch_groups, choose
 from headrace.machine.here import this_machine
-from headrace.model import IGNORED, Chain, Checkpoint, MicroBatch, check_whole, import_unit, self_check, shift_labels
+from headrace.model import IGNORED, MicroBatch, import_unit, shift_labels
 from headrace.model.bank_check import why_no_banks
 from headrace.model.banks import find_experts
 from headrace.model.caught import CatchInputs, Matrix
 from headrace.model.stored_experts import expert_layout, without
 from headrace.terms.errors import ModelError
 from headrace.terms.layout import UnitLayout, planes_with
-from headrace.terms.optimizer import Optimizer
 from headrace.terms.sizes import MIB
 
 # Experts with many tokens are given at most so many times the mean (QMoE, section 3.2).
@@ -80,16 +80,9 @@ class Quantiser:
         compensate: bool = True,
         by_experts: bool | None = None,
     ) -> None:
-        self.checkpoint = Checkpoint.open(directory)
-        config = self.checkpoint.config
-        self_check(config)
-        check_whole(config, self.checkpoint.whole)
-        self.chain = Chain.from_config(config, compute_dtype, Optimizer())
-        self.weights = self.chain.attach(self.checkpoint)
         self.machine = this_machine(None)
-        self.chain.move_buffers(self.machine.device)
-        if not self.machine.multiplies(compute_dtype):
-            self.chain.multiply_wide()
+        opened = open_model(directory, self.machine, Purpose(compute_dtype=compute_dtype, reads_codes=False))
+        self.checkpoint, self.chain, self.weights = opened.checkpoint, opened.chain, opened.weights
         self.chain.run_experts_one_by_one()
         self._target, self._experts_only, self._compensate = target, experts_only, compensate
         self._plane = planes_with(compute_dtype, ()).weight

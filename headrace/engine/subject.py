@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from headrace.engine.lent_base import LentBase, check_lent
+from headrace.engine.open_model import Purpose, open_model
 from headrace.engine.seams import Seams, forms_of
 from headrace.files import Beside, file_systems, measured_weights
 from headrace.flow.buffers import GRADIENT_VIEWS
@@ -23,7 +24,7 @@ from headrace.flow.step_state import Verdict
 from headrace.machine.cpu import CpuMachine
 from headrace.machine.here import this_machine
 from headrace.machine.protocol import Machine
-from headrace.model import Chain, Checkpoint, Exporter, check_whole, export_bytes, self_check
+from headrace.model import Exporter, export_bytes
 from headrace.model.adapter_files import adapter_file_bytes, write_adapters
 from headrace.plan.buffer_sizes import scratch_bytes
 from headrace.plan.plan import Plan
@@ -43,21 +44,6 @@ from headrace.update.wires import AdapterWire, wire_on
 
 # Elements of a chunk in a state that is made before there is a plan.
 _CHUNK_ELEMENTS = 4 << 20
-
-
-def prepare_chain(chain: Chain, machine: Machine, options: Options) -> None:
-    """Let `chain` run on `machine`, in the way that `options` ask for.
-
-    Raises:
-        ConfigError: it cannot run that way here.
-    """
-    chain.move_buffers(machine.device)
-    if options.compile_blocks:
-        chain.compile_blocks()
-    elif not machine.multiplies(options.compute_dtype):
-        chain.multiply_wide()
-    if options.liger:
-        chain.use_liger()
 
 
 class Subject:
@@ -87,21 +73,22 @@ class Subject:
     ) -> None:
         self.directory = directory
         self._gradient_dtype = options.gradient_dtype or options.compute_dtype
-        self.checkpoint = Checkpoint.open(directory, decode=True)
-        config = self.checkpoint.config
-        self_check(config)
-        check_whole(config, self.checkpoint.whole)
         self.optimizer = optimizer_of(options)
         rule = rule_of(self.optimizer, options.compute_dtype)
         self.rule: RuleFigures = rule.figures
-        self.chain = Chain.from_config(config, options.compute_dtype, self.optimizer, self.rule.parameter_alignment)
-        self.weights = self.chain.attach(self.checkpoint, leave_out_blocks=options.leave_out_blocks)
-        self.machine: Machine
-        if seams.workers is not None:
-            self.machine = CpuMachine()  # workers compute
-        else:
-            self.machine = this_machine(options.budget.device_bytes)
-            prepare_chain(self.chain, self.machine, options)
+        computes = seams.workers is None
+        self.machine: Machine = this_machine(options.budget.device_bytes) if computes else CpuMachine()
+        purpose = Purpose(
+            compute_dtype=options.compute_dtype,
+            optimizer=self.optimizer,
+            parameter_alignment=self.rule.parameter_alignment,
+            leave_out_blocks=options.leave_out_blocks,
+            computes=computes,
+            compile_blocks=options.compile_blocks,
+            liger=options.liger,
+        )
+        opened = open_model(directory, self.machine, purpose)
+        self.checkpoint, self.chain, self.weights = opened.checkpoint, opened.chain, opened.weights
         self.seams = seams = replace(seams, wire=wire_on(seams.wire, self.chain))
         self._closers = ExitStack()
         self.lent = LentBase({})

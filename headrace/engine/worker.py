@@ -16,8 +16,8 @@ import torch
 from headrace.answers.planner import RunPlanner
 from headrace.engine.crowd import Setup, digest_of
 from headrace.engine.lane_diary import LaneDiary
+from headrace.engine.open_model import run_on
 from headrace.engine.seams import Seams, forms_of
-from headrace.engine.subject import prepare_chain
 from headrace.files import measured_weights
 from headrace.flow.arena import TORCH_DTYPES
 from headrace.flow.buffers import Buffers
@@ -115,7 +115,7 @@ class Worker:
             raise ModelError("the model has other parameters here than at the node; install the node's version of transformers")
         set_buffers(self.chain.model, setup.buffers)
         self.machine = this_machine(options.budget.device_bytes)
-        prepare_chain(self.chain, self.machine, options)
+        run_on(self.machine, self.chain, compile_blocks=options.compile_blocks, liger=options.liger)
         self._seams, self._site = Seams(site=site), site
         self._forms = forms_of(self.chain, self._seams, rule.figures, optimizer)
         self._cores = torch.get_num_threads()
