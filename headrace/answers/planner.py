@@ -6,6 +6,7 @@ Invariant: neither states nor a step's buffers are made or touched: a plan that 
 import contextlib
 import gc
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -35,41 +36,47 @@ from headrace.terms.sizes import format_bytes
 from headrace.update.forms import notes_on
 
 
-class RunPlanner:
-    """Plans the steps of `chain` on `machine`, as `options` ask.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedModel:
+    """A model that is planned for, on the machine that computes it.
 
     `forms` are those of the chain's units; `weights` are the checkpoint's, which the import reads (None: nothing is imported).
-    `warm_up` loads and compiles what a run will have loaded, so that this process can be measured. `given` is a plan to use
-    instead of searching; `search` makes one otherwise (None: the planner's); `adjust` may change each plan that is made. Set
-    `grouping` to have sums taken in certain groups.
+    `warm_up` loads and compiles what a run will have loaded, so that this process can be measured.
     """
 
-    def __init__(
-        self,
-        options: Options,
-        chain: Chain,
-        machine: Machine,
-        weights: WeightMap | None,
-        *,
-        forms: Sequence[Form],
-        rule: RuleFigures,
-        own_rule: RuleFigures | None,
-        cores: int,
-        warm_up: Callable[[], None],
-        given: Plan | None,
-        adjust: Callable[[Plan], Plan] | None,
-        search: Callable[[Problem, Ceilings | None], Plan] | None = None,
-    ) -> None:
-        self._options, self._chain, self._machine, self._weights = options, chain, machine, weights
-        self._forms, self._own_rule = tuple(forms), own_rule
-        self._rule, self._cores, self._warm_up, self._adjust = rule, cores, warm_up, adjust
-        self._search = search
+    chain: Chain
+    machine: Machine
+    weights: WeightMap | None
+    forms: tuple[Form, ...]
+    rule: RuleFigures
+    own_rule: RuleFigures | None
+    cores: int
+    warm_up: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WaysToPlan:
+    """How plans are made: `given` is one to use instead of searching; `search` makes one otherwise (None: the planner's);
+    `adjust` may change each that is made.
+    """
+
+    given: Plan | None = None
+    search: Callable[[Problem, Ceilings | None], Plan] | None = None
+    adjust: Callable[[Plan], Plan] | None = None
+
+
+class RunPlanner:
+    """Plans the steps of `model`, as `options` ask. Set `grouping` to have sums taken in certain groups."""
+
+    def __init__(self, options: Options, model: PlannedModel, ways: WaysToPlan) -> None:
+        self._options, self._model, self._chain, self._machine = options, model, model.chain, model.machine
+        self._forms, self._ways, given = model.forms, ways, ways.given
         # Of a given plan of another kind (a node's for a machine alone, or the reverse) only the groups of sums are taken.
-        other_kind = given is not None and (search is not None or given.serves)
+        other_kind = given is not None and (ways.search is not None or given.serves)
         self._given = None if other_kind else given
         self.grouping: Grouping | None = grouping_of(given) if given and other_kind else None
         self._ceilings = options.machine if isinstance(options.machine, Ceilings) else None
-        self._profiles = Profiles(chain)
+        self._profiles = Profiles(model.chain)
         self._runtime_bytes: int | None = None
 
     def use(self, ceilings: Ceilings) -> None:
@@ -106,12 +113,12 @@ class RunPlanner:
             ConfigError: the lengths do not divide, or the given plan is for another run.
         """
         problem = self._problem(tokens_per_step, sequence_length, state, beside)
-        plan = adopted(self._given, problem) if self._given else (self._search or make_plan)(problem, self._ceilings)
+        plan = adopted(self._given, problem) if self._given else (self._ways.search or make_plan)(problem, self._ceilings)
         gc.collect()
         return_pieces()  # gives back the memory of the search, which is in no plan
         notes = (*plan.results.notes, *self._chain.notes, *notes_on(self._forms))
         plan = plan.with_results(notes=tuple(dict.fromkeys(notes)))
-        return self._adjust(plan) if self._adjust else plan
+        return self._ways.adjust(plan) if self._ways.adjust else plan
 
     def _problem(
         self, tokens_per_step: int, sequence_length: int, state: Manifest | Sequence[Path], beside: Beside | None
@@ -124,7 +131,7 @@ class RunPlanner:
             sequence_length=sequence_length,
             grouping=self.grouping,
         )
-        return question.problem(self._forms, costs_of, self._rule, self._own_rule)
+        return question.problem(self._forms, costs_of, self._model.rule, self._model.own_rule)
 
     def plan_here(self, plan: Plan, tell: Callable[[str], None]) -> Plan:
         """Return an earlier process's plan with the memory that libraries take in this one. An excess is reported, not refused:
@@ -148,13 +155,15 @@ class RunPlanner:
             device_bytes=device_bytes,
             device_overhead_bytes=self._machine.device_overhead_bytes,
             runtime_bytes=self._runtime(profile_model),
-            cores=self._cores,
+            cores=self._model.cores,
             most_bytes={"host": machine_memory_bytes()},
         )
         return place.allowance(
             self._options.budget,
             ssd_bytes=self._ssd_bytes(state, beside),
-            import_workspace_bytes=import_workspace_bytes(self._chain.layouts, self._weights) if self._weights else None,
+            import_workspace_bytes=import_workspace_bytes(self._chain.layouts, self._model.weights)
+            if self._model.weights
+            else None,
             chunk_elements=stored.chunk_elements if stored else None,
         )
 
@@ -178,7 +187,7 @@ class RunPlanner:
         """
         if self._runtime_bytes is None:
             profile_model()
-            self._warm_up()
+            self._model.warm_up()
             gc.collect()
             self._runtime_bytes = runtime_bytes(anonymous_bytes())
         return self._runtime_bytes

@@ -6,8 +6,6 @@ workers in the place of the model's computing. Import, store, updates, commits, 
 
 from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -31,9 +29,9 @@ class NodeEngine(Engine):
 
     _search = staticmethod(serving_plan)
 
-    def __init__(self, model: Path, options: Options, *arguments: Any, **more: Any) -> None:
+    @classmethod
+    def _check(cls, options: Options) -> None:
         refuse_combination(options, at_node=True)
-        super().__init__(model, options, *arguments, **more)
 
     def _ready(self, sequences: int, length: int) -> Steps:
         plan = self.plan

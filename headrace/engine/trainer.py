@@ -1,45 +1,31 @@
-"""The engine: builds the parts, owns them, and offers steps, resume and export. The only place where parts meet."""
+"""The engine: steps with the parts of a run that `beginning` put together, and offers flush, evaluation and export."""
 
-import contextlib
 import json
 import math
-import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import torch
 
-from headrace.answers.planner import RunPlanner
-from headrace.engine.lent_base import as_begun, lie_together
-from headrace.engine.seams import Seams, seams_of
-from headrace.engine.subject import Subject, tune
-from headrace.files import Beside, file_systems
-from headrace.flow.buffers import Buffers
+from headrace.answers.planner import WaysToPlan
+from headrace.engine.beginning import Measure, Run, begin, first_record, resume
+from headrace.engine.seams import Seams
 from headrace.flow.execute import interpreter_of
 from headrace.flow.settle import proposed_in
 from headrace.flow.step_batch import StepBatch, check_apart, checked_batch, filled_up, step_batch
-from headrace.flow.step_state import Parts, StepState, Verdict
+from headrace.flow.step_state import StepState, Verdict
 from headrace.flow.steps import Schedule, Steps
 from headrace.flow.traffic import Traffic
-from headrace.flow.update import device_updater
 from headrace.machine.host_memory import HeapGuard, keep_freed_memory
 from headrace.machine.meter import MemoryMeter
-from headrace.machine.protocol import Machine
-from headrace.plan.buffer_sizes import scratch_bytes
 from headrace.plan.given import load_plan
-from headrace.plan.machine_profiles import load_profile
 from headrace.plan.placement import Problem
 from headrace.plan.plan import Plan
-from headrace.store import StateStore, make_run_directory
 from headrace.terms.ceilings import Ceilings
-from headrace.terms.cuts import pieces_of
-from headrace.terms.errors import RunDirectoryError
-from headrace.terms.events import Evaluation, Event, Notice, Planned, Sink, StepResult
+from headrace.terms.events import Evaluation, Event, Sink, StepResult
 from headrace.terms.options import Options
 from headrace.terms.provenance import PROVENANCE_NAME
 from headrace.update import HitRate, LossScale
@@ -55,57 +41,20 @@ class Engine:
     _search: Callable[[Problem, Ceilings | None], Plan] | None = None
     _schedule = Schedule()
 
-    def __init__(
-        self,
-        model: Path,
-        options: Options,
-        store_of: Callable[["Engine"], StateStore],
-        sink: Sink | None,
-        adjust_plan: Callable[[Plan], Plan] | None = None,
-        given_plan: Plan | None = None,
-        seams: Seams | None = None,
-        lends: Callable[[Sequence[Path]], bool] = lambda files: False,
-    ) -> None:
-        self.options = options
-        self._user_sink = sink
-        self._closers = contextlib.ExitStack()
-        keep_freed_memory(False)
-        try:
-            self._heap: HeapGuard | None = None
-            self._subject = subject = Subject(model, options, seams or seams_of(options), lends)
-            self._closers.callback(subject.close)
-            self.chain, self.machine = subject.chain, subject.machine
-            self._planner = RunPlanner(
-                options,
-                self.chain,
-                self.machine,
-                subject.weights,
-                forms=subject.forms,
-                rule=subject.rule,
-                own_rule=subject.own_rule,
-                cores=subject.cores,
-                warm_up=subject.warm_up,
-                given=given_plan,
-                adjust=adjust_plan,
-                search=self._search,
-            )
-            self.plan: Plan | None = None  # a resumed run has its plan in the record
-            self.store = store_of(self)
-            self._closers.callback(self.store.close)
-            subject.check_layouts(self.store)
-            subject.settle(self.store)
-            self._read_record()
-            self._meter = MemoryMeter()
-            self._closers.callback(self._meter.close)
-            self._steps: Steps | None = None
-            self._hits = HitRate()
-            self._traffic = Traffic(self.store)  # what an import or a verification moved before this belongs to no step
-            self._closed = False
-        except BaseException:
-            self._closers.close()
-            raise
-
-    # -- opening ----------------------------------------------------------------------------------------------------
+    def __init__(self, run: Run) -> None:
+        """Step with the parts of `run`, and close them at the end. `open` and `resume` make them."""
+        self._run = run
+        self.options, self.plan, self.store = run.options, run.plan, run.store
+        self._subject, self._planner, self._emit, self._closers = run.subject, run.planner, run.sink, run.closers
+        self.chain, self.machine = run.subject.chain, run.subject.machine
+        self._heap: HeapGuard | None = None
+        self._read_record()
+        self._meter = MemoryMeter()
+        self._closers.callback(self._meter.close)
+        self._steps: Steps | None = None
+        self._hits = HitRate()
+        self._traffic = Traffic(self.store)  # what an import or a verification moved before this belongs to no step
+        self._closed = False
 
     @classmethod
     def open(
@@ -117,9 +66,9 @@ class Engine:
         plan: Plan | None = None,
         adjust_plan: Callable[[Plan], Plan] | None = None,
         final: Path | None = None,
-        measure: Callable[[Plan, Machine], Ceilings | None] | None = None,
+        measure: Measure | None = None,
         seams: Seams | None = None,
-    ) -> "Engine":
+    ) -> Self:
         """Import a Hugging Face model directory into a new store and return the engine that trains it.
 
         `options` say everything else (`headrace.Options`); events go to `sink`. The run directory `output` holds the run's
@@ -137,34 +86,11 @@ class Engine:
             PlanInfeasible: the budget is too small; the message says what would help.
         """
         options = options or Options()
-        ssd = options.budget.ssd
+        cls._check(options)
         if plan is None and options.plan is not None:
             plan = load_plan(Path(options.plan))
-        machine = load_profile(options.machine) if isinstance(options.machine, str) else options.machine
-        if machine is not None:
-            options = replace(options, machine=machine.of_directories(file_systems(ssd) or (0,)))
-        _ = options.schedule  # refuses a schedule without an end
-        temporary = tempfile.TemporaryDirectory(prefix="headrace-") if options.output is None else None
-        directory = Path(temporary.name if options.output is None and temporary else options.output or "")
-        try:
-            engine = cls(
-                Path(model).resolve(),
-                options,
-                lambda engine: engine._import(directory, ssd, final, measure if machine is None else None),
-                sink,
-                adjust_plan,
-                plan,
-                seams,
-                lambda files: lie_together(files, ssd or (directory,)),
-            )
-        except BaseException:
-            if temporary is not None:
-                temporary.cleanup()
-            raise
-        if temporary is not None:
-            engine._closers.callback(temporary.cleanup)
-            engine._closers.callback(engine.store.remove)
-        return engine
+        ways = WaysToPlan(given=plan, search=cls._search, adjust=adjust_plan)
+        return cls(begin(Path(model).resolve(), options, sink or _unheard, ways, final=final, measure=measure, seams=seams))
 
     @classmethod
     def resume(
@@ -175,7 +101,7 @@ class Engine:
         verify: bool = True,
         check: Callable[[Options], None] = lambda options: None,
         seams: Seams | None = None,
-    ) -> "Engine":
+    ) -> Self:
         """Return the engine of an existing run, at its last committed step. `verify` reads and checks the whole state first.
 
         `check` is called before that with the options of the run, and may refuse it. `seams` must be those with which it was
@@ -185,55 +111,17 @@ class Engine:
             RunDirectoryError: there is no run, it has another format version, another process uses it, or it has other seams.
             CorruptData: a state record does not have the checksum it was written with (unit, file, offset, both checksums).
         """
-        store = StateStore.open(Path(run_directory), sink=sink or (lambda event: None))
-        try:
-            recorded = store.record.get("options")
-            if not isinstance(recorded, dict):
-                raise RunDirectoryError(f"{run_directory}: its newest record holds no options; it cannot be resumed")
-            options = Options.from_record(recorded)
-            check(options)
-            seams = seams or seams_of(options, store.manifest.identity.get("wire"))
-            seams.check(store)
-            tune(store, options)
-            if verify:
-                store.verify()
-            model, lends = Path(str(store.manifest.identity["model"])), partial(as_begun, store.manifest.identity)
-            return cls(model, options, lambda own: own._subject.use_lent(store, own._emit), sink, seams=seams, lends=lends)
-        except BaseException:
-            store.close()
-            raise
 
-    def _import(
-        self,
-        directory: Path,
-        ssd: tuple[Path, ...],
-        final: Path | None,
-        measure: Callable[[Plan, Machine], Ceilings | None] | None,
-    ) -> StateStore:
-        """Return a new store with the model in it, after planning for it. If it fails, nothing is left behind."""
-        directories, options = ssd or (directory,), self.options
-        beside = Beside("the finished model", final, self._subject.finished_bytes) if final else None
-        if options.tokens_per_step is not None:
-            step = options.tokens_per_step, options.sequence_length or options.tokens_per_step
-            self._subject.choose_wire(lambda forms: self._planner.suits(forms, *step, state=directories, beside=beside))
-            self.plan = self._planner.plan(*step, state=directories, beside=beside)
-            if measure is not None and (found := measure(self.plan, self.machine)) is not None:
-                self._planner.use(found := found.of_directories(file_systems(directories)))
-                self.plan = self._planner.plan(*step, state=directories, beside=beside)
-                self.options = options = replace(options, machine=found)
-        with contextlib.ExitStack() as undo:
-            make_run_directory(directory, undo)
-            store = self._subject.create_store(directory, directories, beside, self.plan, self._emit)
-            undo.callback(store.remove)
-            tune(store, options)
-            if self.plan is not None:
-                self._emit(Planned(plan=self.plan))
-            if warning := options.schedule.warning:
-                self._emit(Notice(text=warning))
-            self._emit(Notice(text=self._subject.importing, level="info"))
-            self._subject.import_into(store, self._record(None))
-            undo.pop_all()
-        return store
+        def checked(options: Options) -> None:
+            cls._check(options)
+            check(options)
+
+        ways = WaysToPlan(search=cls._search)
+        return cls(resume(Path(run_directory), sink or _unheard, ways, verify=verify, check=checked, seams=seams))
+
+    @classmethod
+    def _check(cls, options: Options) -> None:
+        """Refuse options that this kind of engine does not have."""
 
     def _read_record(self) -> None:
         record = self.store.record
@@ -244,10 +132,6 @@ class Engine:
             site.go_back(self.num_steps)
         scale = record.get("loss_scale")
         self._loss_scale = LossScale.from_json(scale) if scale else None
-        if record.get("plan") and self.plan is None:
-            self.plan = self._planner.plan_here(Plan.from_json(record["plan"]), lambda text: self._emit(Notice(text=text)))
-
-    # -- planning ---------------------------------------------------------------------------------------------------
 
     def _ready(self, sequences: int, length: int) -> Steps:
         """Return what runs a batch of this shape, with a larger plan than before if the batch needs one."""
@@ -273,33 +157,13 @@ class Engine:
         return rows * plan.sequence_length // length
 
     def _build_steps(self, plan: Plan) -> Steps:
-        self.store.grow_scratch(scratch_bytes(plan))
-        subject = self._subject
-        subject.use_threads(plan)
-        workspace = plan.results.peak_bytes["host"].get("workspace", 0)
-        keep = plan.freed_memory == "kept"
         if not plan.separate_device:
-            self._heap = HeapGuard(plan.peak("host"), workspace, keep=keep)
+            workspace = plan.results.peak_bytes["host"].get("workspace", 0)
+            self._heap = HeapGuard(plan.peak("host"), workspace, keep=plan.freed_memory == "kept")
             self._meter.tell(self._heap.look)
-        parts = Parts(
-            plan=plan,
-            chain=self.chain,
-            machine=self.machine,
-            buffers=Buffers(plan, self.machine),
-            store=self.store,
-            updater=subject.updater,
-            own_updater=subject.own_updater,
-            forms=subject.forms,
-            wire=subject.seams.wire,
-            site=subject.seams.site,
-            maker=subject.maker,
-            seed=self.options.seed,
-            sink=self._emit,
-            pieces=[pieces_of(form.trained, plan.rule) if form.trained else () for form in subject.forms],
-            device_updater=device_updater(plan, self.machine, subject.updater.rule),
-            workers=subject.seams.workers,
-        )
-        return Steps(parts, interpreter_of(self.options.interpreter, self.machine, self._user_sink), self._hits, self._schedule)
+        parts = self._run.parts(plan)
+        heard = None if self._emit is _unheard else self._emit
+        return Steps(parts, interpreter_of(self.options.interpreter, self.machine, heard), self._hits, self._schedule)
 
     def _drop_buffers(self) -> None:
         if self._steps is not None:
@@ -308,8 +172,6 @@ class Engine:
         self._steps = None
         self.machine.release_host_buffers()
         keep_freed_memory(False)
-
-    # -- stepping ---------------------------------------------------------------------------------------------------
 
     def step(self, batch: Mapping[str, torch.Tensor], *, position: Any = None) -> StepResult:
         """Run one optimizer step over a whole batch and return its loss, gradient norm, tokens and seconds.
@@ -392,17 +254,16 @@ class Engine:
             record=lambda verdict: self._record(verdict, position),
         )
 
-    def _record(self, verdict: Verdict | None, position: Any = None) -> dict[str, Any]:
-        """Return the payload of a commit: the position of the run after the step of `verdict` (None: after the import)."""
-        scale = self._after(verdict) if verdict else None
+    def _record(self, verdict: Verdict, position: Any) -> dict[str, Any]:
+        """Return the payload of a commit: the position of the run after the step of `verdict`."""
+        scale = self._after(verdict)
         return {
-            "options": self.options.to_record(),
-            "plan": self.plan.to_json() if self.plan else None,
-            "num_steps": verdict.step + 1 if verdict else 0,
-            "updates": verdict.updates_after if verdict else (0,) * len(self.chain.layouts),
+            **first_record(self.options, self.plan, self._subject),
+            "num_steps": verdict.step + 1,
+            "updates": verdict.updates_after,
             "position": position,
             "loss_scale": scale.to_json() if scale else None,
-            **(proposed_in(verdict) if verdict and not verdict.skipped else {}),
+            **({} if verdict.skipped else proposed_in(verdict)),
         }
 
     @staticmethod
@@ -461,8 +322,6 @@ class Engine:
         self._traffic.moved()  # belongs to no step
         return data, state
 
-    # -- results ----------------------------------------------------------------------------------------------------
-
     @property
     def step_index(self) -> int:
         """Number of steps done."""
@@ -485,8 +344,6 @@ class Engine:
         self._drop_buffers()  # the plan has no room for these and an export's buffers at once
         self._subject.export(self.store, Path(out_dir), {PROVENANCE_NAME: json.dumps(self.provenance) + "\n"})
         self._traffic.moved()  # what an export reads belongs to no step
-
-    # -- ends -------------------------------------------------------------------------------------------------------
 
     def remove_state(self) -> None:
         """Close the engine and delete its files on the SSDs. Exported models stay."""
@@ -515,6 +372,6 @@ class Engine:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    def _emit(self, event: Event) -> None:
-        if self._user_sink is not None:
-            self._user_sink(event)
+
+def _unheard(event: Event) -> None:
+    """The sink of an engine that was given none."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from headrace.answers.planner import RunPlanner
+from headrace.answers.planner import PlannedModel, RunPlanner, WaysToPlan
 from headrace.engine.crowd import Setup, digest_of
 from headrace.engine.lane_diary import LaneDiary
 from headrace.engine.open_model import run_on
@@ -122,19 +122,18 @@ class Worker:
         self._closers.callback(torch.set_num_threads, self._cores)
         self._updater = Updater(rule, 1)
         self._closers.callback(self._updater.close)
-        self._planner = RunPlanner(
-            options,
-            self.chain,
-            self.machine,
-            None,
+        planned = PlannedModel(
+            chain=self.chain,
+            machine=self.machine,
+            weights=None,
             forms=self._forms,
             rule=rule.figures,
             own_rule=None,
             cores=self._cores,
             warm_up=self._warm_up,
-            given=None,
-            adjust=lambda plan: replace(plan, checkpoint_every=1),
         )
+        ways = WaysToPlan(adjust=lambda plan: replace(plan, checkpoint_every=1))
+        self._planner = RunPlanner(options, planned, ways)
         self.plan = self._agree(setup)
         self._sink(Planned(plan=self.plan))
         self.store = self._scratch(folder, own)

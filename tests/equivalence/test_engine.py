@@ -681,7 +681,7 @@ def test_several_directories_of_one_drive_beside_another_drive(
     told: list[InFlight] = []
     monkeypatch.setattr(StateStore, "keep_in_flight", lambda store, setting: told.append(setting))
     for module in (
-        "headrace.engine.trainer",
+        "headrace.engine.beginning",
         "headrace.engine.subject",
         "headrace.files.directory_facts",
         "headrace.files.space",

@@ -38,7 +38,7 @@ def supply(monkeypatch: pytest.MonkeyPatch) -> PowerSupply:
             return super().open(*arguments, open_file=supply.open_file, **more)
 
     monkeypatch.setattr("headrace.engine.subject.StateStore", Store)
-    monkeypatch.setattr("headrace.engine.trainer.StateStore", Store)
+    monkeypatch.setattr("headrace.engine.beginning.StateStore", Store)
     return supply
 
 

@@ -1,0 +1,216 @@
+"""How a run begins, and how it is resumed: the parts that an engine steps with.
+
+Invariant: a run that cannot begin leaves nothing behind; a resumed one has the options and the plan of its last commit.
+"""
+
+import contextlib
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from headrace.answers.planner import PlannedModel, RunPlanner, WaysToPlan
+from headrace.engine.lent_base import as_begun, lie_together
+from headrace.engine.seams import Seams, seams_of
+from headrace.engine.subject import Subject, tune
+from headrace.files import Beside, file_systems
+from headrace.flow.buffers import Buffers
+from headrace.flow.step_state import Parts
+from headrace.flow.update import device_updater
+from headrace.machine.host_memory import keep_freed_memory
+from headrace.machine.protocol import Machine
+from headrace.plan.buffer_sizes import scratch_bytes
+from headrace.plan.machine_profiles import load_profile
+from headrace.plan.plan import Plan
+from headrace.store import StateStore, make_run_directory
+from headrace.terms.ceilings import Ceilings
+from headrace.terms.cuts import pieces_of
+from headrace.terms.errors import RunDirectoryError
+from headrace.terms.events import Notice, Planned, Sink
+from headrace.terms.options import Options
+
+Measure = Callable[[Plan, Machine], Ceilings | None]
+
+
+@dataclass
+class Run:
+    """A run that is open: what an engine steps with. `close` it after the last step; `plan` is None where none was made yet."""
+
+    options: Options
+    subject: Subject
+    planner: RunPlanner
+    store: StateStore
+    plan: Plan | None
+    sink: Sink
+    closers: contextlib.ExitStack
+
+    def settle(self) -> None:
+        """Compare the model with the state, and put into use what the newest commit leaves to be merged.
+
+        Raises:
+            RunDirectoryError: the state is of another model, or the files that it reads have changed.
+        """
+        self.subject.check_layouts(self.store)
+        self.subject.settle(self.store)
+
+    def parts(self, plan: Plan) -> Parts:
+        """Return what steps of `plan` work with; its buffers are made here."""
+        subject = self.subject
+        self.store.grow_scratch(scratch_bytes(plan))
+        subject.use_threads(plan)
+        return Parts(
+            plan=plan,
+            chain=subject.chain,
+            machine=subject.machine,
+            buffers=Buffers(plan, subject.machine),
+            store=self.store,
+            updater=subject.updater,
+            own_updater=subject.own_updater,
+            forms=subject.forms,
+            wire=subject.seams.wire,
+            site=subject.seams.site,
+            maker=subject.maker,
+            seed=self.options.seed,
+            sink=self.sink,
+            pieces=[pieces_of(form.trained, plan.rule) if form.trained else () for form in subject.forms],
+            device_updater=device_updater(plan, subject.machine, subject.updater.rule),
+            workers=subject.seams.workers,
+        )
+
+
+def begin(
+    model: Path,
+    options: Options,
+    sink: Sink,
+    ways: WaysToPlan,
+    *,
+    final: Path | None = None,
+    measure: Measure | None = None,
+    seams: Seams | None = None,
+) -> Run:
+    """Import the model directory `model` into a new store; see `Engine.open`.
+
+    Raises:
+        InputError: the model, a directory or an option cannot be used; nothing has been allocated or written.
+        DiskFull: there is no space for the state, or for `final`; nothing has been written.
+        PlanInfeasible: the budget is too small; the message says what would help.
+    """
+    ssd = options.budget.ssd
+    machine = load_profile(options.machine) if isinstance(options.machine, str) else options.machine
+    if machine is not None:
+        options = replace(options, machine=machine.of_directories(file_systems(ssd) or (0,)))
+    _ = options.schedule  # refuses a schedule without an end
+    with contextlib.ExitStack() as closers:
+        if options.output is None:
+            directory = Path(closers.enter_context(tempfile.TemporaryDirectory(prefix="headrace-")))
+        else:
+            directory = Path(options.output)
+        directories = ssd or (directory,)
+        subject = _subject(closers, model, options, seams, lambda files: lie_together(files, directories))
+        planner = RunPlanner(options, _planned(subject), ways)
+        beside = Beside("the finished model", final, subject.finished_bytes) if final else None
+        plan = None
+        if options.tokens_per_step is not None:
+            step = options.tokens_per_step, options.sequence_length or options.tokens_per_step
+            subject.choose_wire(lambda forms: planner.suits(forms, *step, state=directories, beside=beside))
+            plan = planner.plan(*step, state=directories, beside=beside)
+            if measure is not None and machine is None and (found := measure(plan, subject.machine)) is not None:
+                planner.use(found := found.of_directories(file_systems(directories)))
+                plan = planner.plan(*step, state=directories, beside=beside)
+                options = replace(options, machine=found)
+        with contextlib.ExitStack() as undo:
+            make_run_directory(directory, undo)
+            store = subject.create_store(directory, directories, beside, plan, sink)
+            undo.callback(store.remove)
+            tune(store, options)
+            if plan is not None:
+                sink(Planned(plan=plan))
+            if warning := options.schedule.warning:
+                sink(Notice(text=warning))
+            sink(Notice(text=subject.importing, level="info"))
+            subject.import_into(store, first_record(options, plan, subject))
+            undo.pop_all()
+        closers.callback(store.close)
+        if options.output is None:
+            closers.callback(store.remove)
+        run = Run(options, subject, planner, store, plan, sink, closers)
+        run.settle()
+        run.closers = closers.pop_all()
+        return run
+
+
+def resume(
+    run_directory: Path,
+    sink: Sink,
+    ways: WaysToPlan,
+    *,
+    verify: bool,
+    check: Callable[[Options], None],
+    seams: Seams | None,
+) -> Run:
+    """Return an existing run at its last committed step; see `Engine.resume`.
+
+    Raises:
+        RunDirectoryError: there is no run, it has another format version, another process uses it, or it has other seams.
+        CorruptData: a state record does not have the checksum it was written with.
+    """
+    with contextlib.ExitStack() as closers:
+        store = StateStore.open(run_directory, sink=sink)
+        closers.callback(store.close)
+        recorded = store.record.get("options")
+        if not isinstance(recorded, dict):
+            raise RunDirectoryError(f"{run_directory}: its newest record holds no options; it cannot be resumed")
+        options = Options.from_record(recorded)
+        check(options)
+        seams = seams or seams_of(options, store.manifest.identity.get("wire"))
+        seams.check(store)
+        tune(store, options)
+        if verify:
+            store.verify()
+        model = Path(str(store.manifest.identity["model"]))
+        subject = _subject(closers, model, options, seams, partial(as_begun, store.manifest.identity))
+        planner = RunPlanner(options, _planned(subject), ways)
+        subject.use_lent(store, sink)
+        plan = None
+        if found := store.record.get("plan"):
+            plan = planner.plan_here(Plan.from_json(found), lambda text: sink(Notice(text=text)))
+        run = Run(options, subject, planner, store, plan, sink, closers)
+        run.settle()
+        run.closers = closers.pop_all()
+        return run
+
+
+def first_record(options: Options, plan: Plan | None, subject: Subject) -> dict[str, Any]:
+    """Return what the first commit says: the model is imported, no step is done."""
+    return {
+        "options": options.to_record(),
+        "plan": plan.to_json() if plan else None,
+        "num_steps": 0,
+        "updates": (0,) * len(subject.chain.layouts),
+        "position": None,
+        "loss_scale": None,
+    }
+
+
+def _subject(
+    closers: contextlib.ExitStack, model: Path, options: Options, seams: Seams | None, lends: Callable[[Sequence[Path]], bool]
+) -> Subject:
+    keep_freed_memory(False)
+    subject = Subject(model, options, seams or seams_of(options), lends)
+    closers.callback(subject.close)
+    return subject
+
+
+def _planned(subject: Subject) -> PlannedModel:
+    return PlannedModel(
+        chain=subject.chain,
+        machine=subject.machine,
+        weights=subject.weights,
+        forms=subject.forms,
+        rule=subject.rule,
+        own_rule=subject.own_rule,
+        cores=subject.cores,
+        warm_up=subject.warm_up,
+    )
