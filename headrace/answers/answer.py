@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.answers.model_config import check_positions, open_coded, position_limit, read_parts
-from headrace.answers.place import multiplies, place_of
+from headrace.answers.place import Place, multiplies
 from headrace.answers.plan_report import Alternative, PlanReport
 from headrace.answers.question import Question
 from headrace.answers.variants import Variant, adapters, nearest_variants, other_rules, smaller_states, subspaces
@@ -90,7 +90,7 @@ def plan_model(
     stored = stored_codes(chain, chain.attach(checkpoint), rule.planes) if checkpoint else StoredCodes()
     if ceilings is not None and budget.ssd:
         ceilings = ceilings.of_directories(file_systems(budget.ssd))
-    place = place_of(ceilings, here=here)
+    place = Place.of(ceilings, here=here)
     allowance = place.allowance(
         budget,
         ssd_bytes=default_ssd_bytes(ceilings, budget.ssd, beside=_finished(model, options, chain) if here else None),

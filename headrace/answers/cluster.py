@@ -12,7 +12,7 @@ from pathlib import Path
 from headrace.answers.answer import DEFAULT_STEPS, lengths_of
 from headrace.answers.cluster_report import ClusterReport, Purchase
 from headrace.answers.model_config import read_parts
-from headrace.answers.place import RUNTIME_ELSEWHERE_BYTES, multiplies, place_of
+from headrace.answers.place import RUNTIME_ELSEWHERE_BYTES, Place, multiplies
 from headrace.answers.question import Question
 from headrace.files import default_ssd_bytes, file_systems
 from headrace.model import Chain, Profiles, check_whole, self_check
@@ -180,7 +180,7 @@ class _Plans:
         worker, ssd = cluster.worker, options.budget.ssd
         drives = worker.of_directories(file_systems(ssd)) if ssd else worker
         named = isinstance(options.machine, str) and not options.machine.endswith("ssd")
-        place = place_of(worker, here=self._here)
+        place = Place.of(worker, here=self._here)
         allowance = place.allowance(
             options.budget,
             # Without an SSD of its own, a worker's block inputs stay in memory.

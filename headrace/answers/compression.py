@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.answers.model_config import read_parts
-from headrace.answers.place import place_of
+from headrace.answers.place import Place
 from headrace.codec.table import Code, code_to_write
 from headrace.model import Chain
 from headrace.plan.machine_profiles import load_profile
@@ -122,7 +122,7 @@ def plan_compression(
     code = code_to_write("compress", name)
     ceilings = load_profile(machine) if isinstance(machine, str) else machine
     if ceilings is None:
-        here = place_of(None, here=True)
+        here = Place.of(None, here=True)
         ceilings = nominal_machine(here.cores, host_bytes=here.host_bytes, device_bytes=None)
     config, _ = read_parts(model)
     chain = Chain.from_config(config, "bfloat16", AdamW())

@@ -5,16 +5,17 @@ Invariant: what `headrace plan --generate` answers is what `headrace generate` r
 
 import gc
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 
-from headrace.answers.coded_generation import Units, units_if_compressed, units_of_files
+import torch
+
+from headrace.answers.coded_generation import units_if_compressed, units_of_files
 from headrace.answers.model_config import open_coded, read_parts
-from headrace.answers.place import Place, multiplies, place_of, runtime_bytes
+from headrace.answers.place import Place, multiplies, runtime_bytes
 from headrace.files import default_ssd_bytes, on_drives_of
 from headrace.machine.host_memory import anonymous_bytes
-from headrace.machine.limits import default_host_bytes, machine_memory_bytes
 from headrace.machine.protocol import Machine
 from headrace.model import Chain
 from headrace.model.bank_check import why_no_banks
@@ -32,7 +33,7 @@ from headrace.plan.allowance import Allowance
 from headrace.plan.experts import ExpertFigures
 from headrace.plan.generation import GenerationPlan
 from headrace.plan.generation_search import GenerationQuestion, make_generation_plan
-from headrace.terms.budget import Budget, default_bytes
+from headrace.plan.machine_profiles import load_profile
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.costs import GenerationCosts
 from headrace.terms.errors import ConfigError, PlanInfeasible
@@ -46,40 +47,43 @@ from headrace.terms.sizes import format_bytes, format_seconds
 PREFILL_CHUNKS = (512, 2048, 8192)
 
 
-class GenerationPlanner:
-    """Plans generations of `chain`, which is ready for them, with units of these `figures`, within `budget`, on `machine`.
+@dataclass(frozen=True, slots=True)
+class GenerationUnits:
+    """Units as passes read them, experts that may come by themselves, and what there is to say of them."""
 
-    `machine` may be a `Place` for one that is not here. `costs` gives those of a seat, by rows and tokens; up to `most_rows`
-    are tried if `rows` is None. `experts` may come by themselves. With `has_drives` caches may lie on the machine's drives,
-    though no directory is named. `packed`: see `GenerationQuestion`. `attention`: as the option.
+    figures: tuple[UnitFigures, ...]
+    experts: ExpertFigures | None = None
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Passes:
+    """What passes do: `costs` gives those of a seat, by rows and tokens; up to `most_rows` are tried if no rows are asked for;
+    prompts may be taken in `chunks`.
     """
+
+    costs: Callable[..., GenerationCosts] = generation_costs
+    most_rows: int | None = None
+    chunks: tuple[int, ...] = PREFILL_CHUNKS
+
+
+class GenerationPlanner:
+    """Plans generations of `chain`, which is ready for them, under `options`, on `machine`, or in a `Place` elsewhere."""
 
     def __init__(
         self,
         chain: Chain,
-        figures: Sequence[UnitFigures],
+        units: GenerationUnits,
         machine: Machine | Place,
-        budget: Budget,
-        *,
-        cores: int,
-        ceilings: Ceilings | None,
-        rows: int | None = None,
-        seats: int | None = None,
-        notes: tuple[str, ...] = (),
-        costs: Callable[..., GenerationCosts] = generation_costs,
-        most_rows: int | None = None,
-        experts: ExpertFigures | None = None,
-        has_drives: bool = False,
-        chunks: Sequence[int] = PREFILL_CHUNKS,
-        packed: bool | None = False,
-        attention: str = AUTO,
+        options: GenerateOptions,
+        passes: Passes | None = None,
     ) -> None:
-        self._attention = attention
-        self._experts, self._chunks, self._packed = experts, tuple(chunks), packed
-        self._chain, self._figures, self._machine, self._budget = chain, tuple(figures), machine, budget
-        self._cores, self._ceilings, self._rows, self._seats, self._notes = cores, ceilings, rows, seats, notes
-        self._costs, self._most_rows = cache(partial(costs, chain)), most_rows
-        self._has_drives = bool(budget.ssd) or has_drives
+        passes = passes or Passes()
+        self._chain, self._units, self._machine, self._options = chain, units, machine, options
+        self._ceilings = load_profile(options.machine) if isinstance(options.machine, str) else options.machine
+        self._budget, self._chunks, self._most_rows = options.budget, passes.chunks, passes.most_rows
+        self._costs = cache(partial(passes.costs, chain))
+        self._has_drives = bool(self._budget.ssd) or (isinstance(machine, Place) and machine.has_drives)
 
     @property
     def directories(self) -> tuple[Path, ...]:
@@ -118,11 +122,13 @@ class GenerationPlanner:
         if (self._has_drives or allowance.device_bytes is not None) and any(costs_of(1).tiered) and not kept_copies:
             reason = why_not_tiered(self._chain.config)
         notes: list[str] = []
-        places = self._places_of_attention(attention or self._attention, allowance, costs_of(1), kept_copies, reason, notes)
+        places = self._places_of_attention(
+            attention or self._options.attention, allowance, costs_of(1), kept_copies, reason, notes
+        )
         chunks = [] if kept_copies else [chunk for chunk in self._chunks if 2 * chunk <= prompt_length]
         unchunked = why_not_chunked(self._chain.config) if chunks else ""
         question = GenerationQuestion(
-            units=self._figures,
+            units=self._units.figures,
             num_blocks=self._chain.num_blocks,
             compute_dtype=self._chain.compute_dtype,
             separate_device=allowance.device_bytes is not None,
@@ -132,14 +138,14 @@ class GenerationPlanner:
             new_tokens=new_tokens,
             allowance=allowance,
             ceilings=self._ceilings,
-            rows=self._rows or rows,
-            seats=self._seats,
+            rows=self._options.rows or rows,
+            seats=self._options.seats,
             most_rows=self._most_rows,
-            experts=self._experts,
+            experts=self._units.experts,
             has_drives=self._has_drives,
             kept_copies=kept_copies,
             prefill_chunks=(0, *([] if unchunked else chunks)) if prefill_chunk is None else (prefill_chunk,),
-            packed=self._packed if packed is None else packed,
+            packed=self._options.packed_products if packed is None else packed,
             attention=places,
         )
         plan = make_generation_plan(question)
@@ -148,7 +154,7 @@ class GenerationPlanner:
             notes.append(f"prompts of this architecture are not taken in chunks: {unchunked}")
         if kept_copies and self._has_drives:
             notes.append("beams and drafts exchange rows and take tokens back: caches stay in memory")
-        return plan.with_notes((*self._notes, *self._chain.notes, *notes))
+        return plan.with_notes((*self._units.notes, *self._chain.notes, *notes))
 
     def _places_of_attention(
         self,
@@ -187,18 +193,9 @@ class GenerationPlanner:
         ssd_bytes = default_ssd_bytes(self._ceilings, self._budget.ssd) if self._has_drives else None
         if isinstance(self._machine, Place):
             return self._machine.allowance(self._budget, ssd_bytes=ssd_bytes, import_workspace_bytes=None)
-        separate = self._machine.separate_device
         warm_up()
         gc.collect()
-        place = Place(
-            name="this machine",
-            host_bytes=default_host_bytes(pins=self._machine.device.type == "cuda"),
-            device_bytes=default_bytes("device", self._machine.device_memory_bytes()[0]) if separate else None,
-            device_overhead_bytes=self._machine.device_overhead_bytes,
-            runtime_bytes=runtime_bytes(anonymous_bytes()),
-            cores=self._cores,
-            most_bytes={"host": machine_memory_bytes()},
-        )
+        place = Place.here(self._machine, runtime_bytes(anonymous_bytes()), torch.get_num_threads())
         return place.allowance(self._budget, ssd_bytes=ssd_bytes, import_workspace_bytes=None)
 
 
@@ -235,35 +232,23 @@ def plan_generation(
     ).removeprefix("torch.")
     chain = Chain.from_config(config, dtype, Optimizer())
     ready_to_generate(chain.model)
-    place = place_of(ceilings, here=here)
+    place = Place.of(ceilings, here=here)
     has_device = place.device_bytes is not None or options.device_memory is not None
     if not has_device and not multiplies(dtype, ceilings, here=here):
         chain.multiply_wide()
-    plain: Units = _frozen(chain.layouts, chain.num_blocks), _experts_of(chain), ()
+    plain = GenerationUnits(_frozen(chain.layouts, chain.num_blocks), _experts_of(chain))
+    options = replace(options, machine=ceilings)
+    if not here:  # another machine's instructions are not known
+        options = replace(options, packed_products=False)
 
-    def planned(units: Units) -> GenerationPlan:
-        planner = GenerationPlanner(
-            chain,
-            units[0],
-            place,
-            options.budget,
-            cores=place.cores,
-            ceilings=ceilings,
-            rows=options.rows,
-            seats=options.seats,
-            notes=units[2],
-            experts=units[1],
-            has_drives=not here and ceilings is not None and bool(ceilings.drives),
-            packed=options.packed_products if here else False,  # another machine's instructions are not known
-            attention=options.attention,
-        )
-        return planner.plan(prompts, prompt_length, new_tokens)
+    def planned(units: GenerationUnits) -> GenerationPlan:
+        return GenerationPlanner(chain, units, place, options).plan(prompts, prompt_length, new_tokens)
 
-    coded: Units | None = None
+    coded: GenerationUnits | None = None
     if compress is not None:
-        coded = units_if_compressed(chain, compress, *plain[:2], on_cpu=not has_device)
+        coded = GenerationUnits(*units_if_compressed(chain, compress, plain.figures, plain.experts, on_cpu=not has_device))
     elif checkpoint is not None:
-        coded = units_of_files(chain, checkpoint, on_cpu=not has_device)
+        coded = GenerationUnits(*units_of_files(chain, checkpoint, on_cpu=not has_device))
     plan = planned(coded or plain)
     if coded is not None:
         try:

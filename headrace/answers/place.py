@@ -12,6 +12,7 @@ from headrace.machine.cuda import GPU_OVERHEAD_BYTES
 from headrace.machine.host_memory import anonymous_bytes
 from headrace.machine.limits import default_host_bytes as host_bytes_here
 from headrace.machine.limits import machine_memory_bytes
+from headrace.machine.protocol import Machine
 from headrace.plan.allowance import Allowance, planned_runtime_bytes
 from headrace.terms.budget import Budget, default_bytes
 from headrace.terms.ceilings import Ceilings
@@ -68,6 +69,39 @@ class Place:
     runtime_bytes: int
     cores: int
     most_bytes: dict[str, int]
+    has_drives: bool = False  # of a machine elsewhere, whose directories nobody can name
+
+    @classmethod
+    def here(cls, machine: Machine, runtime_bytes: int, cores: int) -> "Place":
+        """Return this machine, which computes on `machine`, in a process whose libraries take `runtime_bytes`."""
+        separate = machine.separate_device
+        return cls(
+            name="this machine",
+            host_bytes=host_bytes_here(pins=machine.device.type == "cuda"),
+            device_bytes=default_bytes("device", machine.device_memory_bytes()[0]) if separate else None,
+            device_overhead_bytes=machine.device_overhead_bytes,
+            runtime_bytes=runtime_bytes,
+            cores=cores,
+            most_bytes={"host": machine_memory_bytes()},
+        )
+
+    @classmethod
+    def of(cls, ceilings: Ceilings | None, *, here: bool) -> "Place":
+        """Return this machine, or the one with these ceilings."""
+        this = here or ceilings is None
+        most = {"host": machine_memory_bytes()} if ceilings is None or here else {"host": ceilings.host_memory_bytes}
+        if ceilings is not None and ceilings.has_device:
+            most["device"] = ceilings.device_memory_bytes
+        return cls(
+            name="this machine" if ceilings is None else ceilings.name,
+            host_bytes=default_host_bytes(ceilings, here=here),
+            device_bytes=default_device_bytes(ceilings, here=here),
+            device_overhead_bytes=default_device_overhead_bytes(ceilings, here=here),
+            runtime_bytes=runtime_bytes(anonymous_bytes()) if this else RUNTIME_ELSEWHERE_BYTES,
+            cores=torch.get_num_threads() if ceilings is None or here else ceilings.cores,
+            most_bytes=most,
+            has_drives=not here and ceilings is not None and bool(ceilings.drives),
+        )
 
     def allowance(
         self, budget: Budget, *, ssd_bytes: int | None, import_workspace_bytes: int | None, chunk_elements: int | None = None
@@ -99,23 +133,6 @@ class Place:
     def offered_bytes(self) -> dict[str, int]:
         """The most bytes that a variant may ask for, by tier."""
         return {tier: most * _OFFERED_PERCENT // 100 for tier, most in self.most_bytes.items()}
-
-
-def place_of(ceilings: Ceilings | None, *, here: bool) -> Place:
-    """Return this machine, or the one with these ceilings."""
-    this = here or ceilings is None
-    most = {"host": machine_memory_bytes()} if ceilings is None or here else {"host": ceilings.host_memory_bytes}
-    if ceilings is not None and ceilings.has_device:
-        most["device"] = ceilings.device_memory_bytes
-    return Place(
-        name="this machine" if ceilings is None else ceilings.name,
-        host_bytes=default_host_bytes(ceilings, here=here),
-        device_bytes=default_device_bytes(ceilings, here=here),
-        device_overhead_bytes=default_device_overhead_bytes(ceilings, here=here),
-        runtime_bytes=runtime_bytes(anonymous_bytes()) if this else RUNTIME_ELSEWHERE_BYTES,
-        cores=torch.get_num_threads() if ceilings is None or here else ceilings.cores,
-        most_bytes=most,
-    )
 
 
 def multiplies(compute_dtype: str, ceilings: Ceilings | None, *, here: bool) -> bool:

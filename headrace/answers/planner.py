@@ -14,7 +14,6 @@ from headrace.answers.place import Place, runtime_bytes
 from headrace.answers.question import Question
 from headrace.files import Beside, default_ssd_bytes
 from headrace.machine.host_memory import anonymous_bytes, return_pieces
-from headrace.machine.limits import default_host_bytes, machine_memory_bytes
 from headrace.machine.protocol import Machine
 from headrace.model import Chain, Profiles, WeightMap, import_workspace_bytes
 from headrace.plan.allowance import Allowance
@@ -25,7 +24,6 @@ from headrace.plan.plan import Plan
 from headrace.plan.search import holds_states, make_plan
 from headrace.plan.serving import grouping_of
 from headrace.store import Manifest
-from headrace.terms.budget import default_bytes
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.errors import ConfigError, StorageError
 from headrace.terms.forms import Form
@@ -146,24 +144,12 @@ class RunPlanner:
     def _allowance(
         self, profile_model: Callable[[], object], state: Manifest | Sequence[Path], beside: Beside | None
     ) -> Allowance:
-        stored = state if isinstance(state, Manifest) else None
-        separate = self._machine.separate_device
-        device_bytes = default_bytes("device", self._machine.device_memory_bytes()[0]) if separate else None
-        place = Place(
-            name="this machine",
-            host_bytes=default_host_bytes(pins=self._machine.device.type == "cuda"),
-            device_bytes=device_bytes,
-            device_overhead_bytes=self._machine.device_overhead_bytes,
-            runtime_bytes=self._runtime(profile_model),
-            cores=self._model.cores,
-            most_bytes={"host": machine_memory_bytes()},
-        )
+        stored, weights = state if isinstance(state, Manifest) else None, self._model.weights
+        place = Place.here(self._machine, self._runtime(profile_model), self._model.cores)
         return place.allowance(
             self._options.budget,
             ssd_bytes=self._ssd_bytes(state, beside),
-            import_workspace_bytes=import_workspace_bytes(self._chain.layouts, self._model.weights)
-            if self._model.weights
-            else None,
+            import_workspace_bytes=import_workspace_bytes(self._chain.layouts, weights) if weights else None,
             chunk_elements=stored.chunk_elements if stored else None,
         )
 

@@ -4,12 +4,12 @@ Invariant: what is scored, and how it is cut, follows from the rows and the plan
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 
 import torch
 
-from headrace.answers.generation import GenerationPlanner
+from headrace.answers.generation import GenerationPlanner, GenerationUnits, Passes
 from headrace.engine.copying import Copying
 from headrace.engine.generation_model import GenerationModel
 from headrace.engine.generator import Generator
@@ -17,9 +17,8 @@ from headrace.flow.step_batch import check_apart, checked_batch
 from headrace.model import IGNORED, MicroBatch, shift_labels
 from headrace.model.scoring import ScoringSeat, scoring_costs
 from headrace.plan.generation import GenerationPlan
-from headrace.terms.budget import Budget
-from headrace.terms.ceilings import Ceilings
 from headrace.terms.events import Sink
+from headrace.terms.generate_options import GenerateOptions
 
 # The most tokens of a micro-batch: more make products no faster, and only take memory.
 _MOST_TOKENS = 4096
@@ -48,34 +47,20 @@ class Evaluator:
     def __init__(
         self,
         model: GenerationModel,
-        budget: Budget,
+        options: GenerateOptions,
         length: int,
         *,
-        machine: Ceilings | None = None,
-        rows: int | None = None,
-        seats: int | None = None,
         interpreter: str = "overlapped",
         sink: Sink | None = None,
         copying: Copying | None = None,
     ) -> None:
-        """Score rows of up to `length` tokens with `model`, which is closed with it. `rows`, `seats`: as for a `Generator`;
+        """Score rows of up to `length` tokens with `model`, which is closed with it. `options` are as for a `Generator`;
         `copying` says whether its weights are copied first.
         """
         self.model, self.length = model, length
-        self._planner = GenerationPlanner(
-            model.chain,
-            model.source.figures,
-            model.machine,
-            budget,
-            cores=torch.get_num_threads(),
-            ceilings=machine,
-            rows=rows,
-            seats=seats,
-            notes=model.notes,
-            costs=scoring_costs,
-            most_rows=max(1, _MOST_TOKENS // length),
-            chunks=(),
-        )
+        units = GenerationUnits(tuple(model.source.figures), notes=model.notes)
+        passes = Passes(costs=scoring_costs, most_rows=max(1, _MOST_TOKENS // length), chunks=())
+        self._planner = GenerationPlanner(model.chain, units, model.machine, replace(options, packed_products=False), passes)
         self._generator = Generator(model, self._planner, interpreter, sink, copying)
 
     def prepare(self, rows: int) -> GenerationPlan:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from headrace.answers.generation import GenerationPlanner
+from headrace.answers.generation import GenerationPlanner, GenerationUnits
 from headrace.engine.copying import Copying
 from headrace.engine.generation_model import GenerationModel
 from headrace.engine.micro_batches import Generated, MicroBatch, Together, kept_copies
@@ -33,10 +33,9 @@ from headrace.plan.generation import GenerationPlan
 from headrace.plan.ledger import Snapshot
 from headrace.plan.schedules.generate import build_pass
 from headrace.terms.budget import Budget
-from headrace.terms.ceilings import Ceilings
 from headrace.terms.errors import ConfigError, PlanInfeasible, StepFailed
 from headrace.terms.events import Event, GenerationPass, Sink
-from headrace.terms.generate_options import AUTO
+from headrace.terms.generate_options import GenerateOptions
 from headrace.terms.lanes import Lane
 from headrace.terms.program import Program
 
@@ -76,45 +75,31 @@ class Generator:
         model: str | Path,
         budget: Budget | None = None,
         *,
-        compute_dtype: str | None = None,
-        machine: Ceilings | None = None,
-        rows: int | None = None,
-        seats: int | None = None,
+        options: GenerateOptions | None = None,
         interpreter: str = "overlapped",
         sink: Sink | None = None,
         opened: Callable[[Path, Budget, str | None, Sink | None], GenerationModel] | None = None,
-        copy_weights: bool | None = None,
-        packed_products: bool | None = None,
-        attention: str = AUTO,
+        **changes: Any,
     ) -> "Generator":
         """Return the generator of a model directory; none of its weights is read yet.
 
-        `compute_dtype`: by default that of most weights. `machine` is what plans are made for; `rows` of a seat and `seats` are
-        planned where they are not given. `opened` opens the model in another way than as a directory. `copy_weights`: whether
-        weights are copied to the budget's SSD directories, striped, and kept there; None: where that pays.
-        `packed_products`: whether few rows are multiplied with packed four-bit weights; None: where that is faster.
-        `attention`: where attention of new tokens is computed: device, host, or auto, which plans it.
+        `options` are those of `headrace generate` (what they say of prompts and sampling is not used here); `budget` and
+        `changes` (`rows=4`, `compute_dtype="float32"`) win over them. `opened` opens the model in another way than as a
+        directory.
 
         Raises:
-            InputError: the model cannot be read, or its architecture cannot generate block by block.
+            InputError: the model cannot be read, its architecture cannot generate block by block.
         """
-        budget = budget or Budget()
-        found = (opened or GenerationModel.of_directory)(Path(model), budget, compute_dtype, sink)
-        planner = GenerationPlanner(
-            found.chain,
-            found.source.figures,
-            found.machine,
-            budget,
-            cores=torch.get_num_threads(),
-            ceilings=machine,
-            rows=rows,
-            seats=seats,
-            notes=found.notes,
-            experts=found.source.by_experts.expert_figures if found.source.by_experts else None,
-            packed=packed_products,
-            attention=attention,
-        )
-        return cls(found, planner, interpreter, sink, Copying(budget.ssd, copy_weights, sink or _silent))
+        if budget is not None:
+            changes |= {"host_memory": budget.host_bytes, "device_memory": budget.device_bytes, "ssd": budget.ssd}
+        options = replace(options or GenerateOptions(), **changes)
+        found = (opened or GenerationModel.of_directory)(Path(model), options.budget, options.compute_dtype, sink)
+        source = found.source
+        experts = source.by_experts.expert_figures if source.by_experts else None
+        units = GenerationUnits(tuple(source.figures), experts, found.notes)
+        planner = GenerationPlanner(found.chain, units, found.machine, options)
+        copying = Copying(options.budget.ssd, options.copy_weights, sink or _silent)
+        return cls(found, planner, interpreter, sink, copying)
 
     def prepare(self, prompts: int, prompt_length: int, new_tokens: int, kept_copies: int = 0) -> GenerationPlan:
         """Return the plan for so many prompts, after making its buffers; an earlier plan whose buffers suffice is kept.

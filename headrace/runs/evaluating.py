@@ -25,6 +25,7 @@ from headrace.terms.ceilings import Ceilings
 from headrace.terms.errors import ConfigError
 from headrace.terms.eval_options import EvalOptions
 from headrace.terms.events import Sink
+from headrace.terms.generate_options import GenerateOptions
 from headrace.terms.plain_figures import plain_figure
 from headrace.terms.run_options import RunOptions
 from headrace.terms.sizes import format_bytes, format_seconds
@@ -111,16 +112,14 @@ def evaluate(
         data = _Rows(model, options)
         length = data.longest
         copying = Copying(options.ssd, options.copy_weights, sink or (lambda event: None))
-        evaluator = Evaluator(
-            model,
-            options.budget,
-            length,
-            machine=ceilings,
+        asked = GenerateOptions(
+            host_memory=options.host_memory,
+            device_memory=options.device_memory,
             rows=options.rows,
             seats=options.seats,
-            sink=sink,
-            copying=copying,
+            machine=ceilings,
         )
+        evaluator = Evaluator(model, asked, length, sink=sink, copying=copying)
     except BaseException:
         model.close()
         raise

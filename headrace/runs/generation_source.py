@@ -1,6 +1,7 @@
 """Whose weights a generation uses: a model directory's, a finished run's, or those that an unfinished run has committed."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -52,16 +53,5 @@ def open_model(
 
 def open_generator(place: Path, options: GenerateOptions, ceilings: Ceilings | None, sink: Sink | None) -> Generator:
     """Return the generator of the model at `place`. See `open_model`."""
-    return Generator.open(
-        place,
-        options.budget,
-        compute_dtype=options.compute_dtype,
-        machine=ceilings,
-        rows=options.rows,
-        seats=options.seats,
-        sink=sink,
-        copy_weights=options.copy_weights,
-        packed_products=options.packed_products,
-        attention=options.attention,
-        opened=partial(open_model, adapter=None if options.adapter is None else Path(options.adapter)),
-    )
+    opened = partial(open_model, adapter=None if options.adapter is None else Path(options.adapter))
+    return Generator.open(place, options=replace(options, machine=ceilings), sink=sink, opened=opened)
