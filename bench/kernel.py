@@ -36,6 +36,7 @@ from headrace.update import (
     square_sum,
 )
 from headrace.update.kernels import joined, lower_half, upper_half, widened
+from headrace.update.rule import Chunk
 from headrace.update.rules.adamw import AdamW, AdamWRule
 
 RULE = AdamW(beta1=0.9, beta2=0.95, eps=1e-8)
@@ -160,13 +161,13 @@ def contestants(
         updaters.append(updater)
 
         def update(updater=updater, weight=weight, states=states) -> None:
-            updater.update_range(weight, states, gradient, STEP, groups, 0, num_elements)
+            updater.update_range(Chunk(weight, states, gradient), STEP, groups)
 
         calls[f"headrace {compute_dtype}"] = (update, num_bytes)
         if compute_dtype == "bfloat16":
 
             def update_and_sum(updater=updater, weight=weight, states=states) -> None:
-                updater.update_range(weight, states, gradient, STEP, groups, 0, num_elements, take_checksums=True)
+                updater.update_range(Chunk(weight, states, gradient), STEP, groups, take_checksums=True)
 
             def update_then_sum(update=update, arrays=(weight, *states)) -> None:
                 update()

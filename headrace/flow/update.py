@@ -20,7 +20,7 @@ from headrace.plan.plan import Plan
 from headrace.terms.cuts import HOST_ITEM_ELEMENTS
 from headrace.terms.families import BASIS, NEXT_BASIS, STATES, TRAINED, WEIGHTS
 from headrace.terms.program import Op, Pool
-from headrace.update import DeviceUpdater, UpdateRule
+from headrace.update import Chunk, DeviceUpdater, UpdateRule
 
 
 def device_updater(plan: Plan, machine: Machine, rule: UpdateRule) -> DeviceUpdater | None:
@@ -62,15 +62,11 @@ def update(state: StepState, op: Op) -> None:
     plan, buffers = state.plan, state.parts.buffers
     start, stop = plan.chunk(op.unit, op.chunk)
     weights = _weights(state, op).view(plan.planes_of(op.unit).weight.dtype)
+    gradient = buffers.gradient(op.unit, op.slot(Pool.GRADIENT))[start:stop]
     checksums = state.updater_of(op.unit).update_range(
-        weights,
-        _state_planes(state, op),
-        buffers.gradient(op.unit, op.slot(Pool.GRADIENT))[start:stop],
+        Chunk(weights, _state_planes(state, op), gradient, op.unit, start),
         verdict.scalars_of(op.unit),
         state.parts.pieces[op.unit],
-        start,
-        stop,
-        op.unit,
         take_checksums=True,
     )
     if checksums is not None:
@@ -149,19 +145,15 @@ def _update_on_device(state: StepState, op: Op) -> None:
     parts, plan = state.parts, state.plan
     assert parts.device_updater is not None, "a program for updates on the device comes with a plan that has them"
     assert plan.rule.device_traffic_bytes is not None, "the rule has a figure for it"
-    start, stop = plan.chunk(op.unit, op.chunk)
+    start, _ = plan.chunk(op.unit, op.chunk)
     states, weights, gradient = _on_device(state, op)
     places = zip(plan.planes.states, plan.state_places(op.unit, op.chunk), strict=True)
     planes = tuple(states[place].view(getattr(torch, plane.dtype)) for plane, place in places)
+    of_dtype, of_gradient = weights.view(parts.buffers.dtype), gradient.view(parts.buffers.gradient_dtype)
     parts.device_updater.update_range(
-        weights.view(parts.buffers.dtype),
-        planes,
-        gradient.view(parts.buffers.gradient_dtype),
+        Chunk(of_dtype, planes, of_gradient, op.unit, start),
         state.verdict_of(op).scalars_of(op.unit),
         parts.pieces[op.unit],
-        start,
-        stop,
-        op.unit,
     )
 
 

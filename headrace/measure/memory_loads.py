@@ -17,6 +17,7 @@ from headrace.terms.lanes import Lane
 from headrace.terms.layout import GroupRange
 from headrace.terms.options import Options
 from headrace.update import StepScalars, Updater, optimizer_of, rule_of, square_sum
+from headrace.update.rule import Chunk
 
 # The default rule: plans know other rules by their rate relative to its.
 _RULE = rule_of(optimizer_of(Options()), "bfloat16")
@@ -73,7 +74,7 @@ class UpdateLoad:
         """Update all parameters once, as a step does; returns all bytes that cross the memory bus, as plans count them."""
         buffers, size = self._buffers, self._buffers.weight.size
         arrays = buffers.weight, buffers.states, buffers.gradient
-        self._updater.update_range(*arrays, self._scalars, self._groups, 0, size, take_checksums=True)
+        self._updater.update_range(Chunk(*arrays), self._scalars, self._groups, take_checksums=True)
         return float(2 * _RULE.planes.num_bytes(size) + size * buffers.gradient.itemsize)
 
     def close(self) -> None:

@@ -32,6 +32,7 @@ from headrace.update import (
     UpdateRule,
     rule_of,
 )
+from headrace.update.rule import Chunk
 from headrace.update.tensors import as_tensor, join, split
 
 LEARNING_RATE, WEIGHT_DECAY = 1e-3, 0.1
@@ -87,9 +88,9 @@ class RuleContract:
                     weight, states = on_tensors(planes)
                     groups = (GroupRange(0, 4352, 1.0, 0.0), GroupRange(4352, 10_240, 0.5, 0.1))
                     device = DeviceUpdater(rule, piece_elements=999)
-                    device.update_range(weight, states, as_tensor(gradient, bfloat16=True), STEP, groups, 0, 10_240, 5)
+                    device.update_range(Chunk(weight, states, as_tensor(gradient, bfloat16=True), 5), STEP, groups)
                     with Updater(rule, 1) as updater:
-                        updater.update_range(*planes, gradient, STEP, groups, 0, 10_240, 5)
+                        updater.update_range(Chunk(*planes, gradient, 5), STEP, groups)
                     check_same(planes, (as_array(weight), tuple(map(as_array, states))), f"{rule.figures.name}, {dtype}")
 
     def test_neither_cuts_nor_threads_change_a_bit(self) -> None:
@@ -100,14 +101,14 @@ class RuleContract:
             for group in GROUPS:
                 part = _part(rule, expected, group.start, group.stop)
                 scalars = (group.weight_decay, group.learning_rate_scale)
-                rule.apply(*part, gradient[group.start : group.stop], STEP, *scalars, 4, group.start)
+                rule.apply(Chunk(*part, gradient[group.start : group.stop], 4, group.start), STEP, *scalars)
             for threads, chunk_elements in ((1, UNIT_ALIGNMENT), (3, NUM_ELEMENTS), (2, 37 * UNIT_ALIGNMENT)):
                 planes = self.planes(rule, NUM_ELEMENTS)
                 with Updater(rule, threads) as updater:
                     for start in reversed(range(0, NUM_ELEMENTS, chunk_elements)):
                         stop = min(start + chunk_elements, NUM_ELEMENTS)
                         part = _part(rule, planes, start, stop)
-                        updater.update_range(*part, gradient[start:stop], STEP, GROUPS, start, stop, 4)
+                        updater.update_range(Chunk(*part, gradient[start:stop], 4, start), STEP, GROUPS)
                 check_same(planes, expected, f"{rule.figures.name}, {threads} threads, chunks of {chunk_elements}")
 
     def test_checksums_on_the_way_are_those_of_what_is_left_and_change_no_bit(self) -> None:
@@ -116,8 +117,8 @@ class RuleContract:
         for rule in self._rules():
             planes, expected = self.planes(rule, NUM_ELEMENTS), self.planes(rule, NUM_ELEMENTS)
             with Updater(rule, 2) as updater:
-                found = updater.update_range(*planes, gradient, STEP, GROUPS, 0, NUM_ELEMENTS, take_checksums=True)
-                updater.update_range(*expected, gradient, STEP, GROUPS, 0, NUM_ELEMENTS)
+                found = updater.update_range(Chunk(*planes, gradient), STEP, GROUPS, take_checksums=True)
+                updater.update_range(Chunk(*expected, gradient), STEP, GROUPS)
             check_same(planes, expected, rule.figures.name)
             content = np.zeros(rule.planes.state_bytes(NUM_ELEMENTS), np.uint8)
             for (_, place), state in zip(rule.planes.split_states(NUM_ELEMENTS), planes[1], strict=True):
@@ -137,7 +138,7 @@ class RuleContract:
             parameter.grad = torch.from_numpy(gradient.copy())
             reference.step()
             step = StepScalars(learning_rate=LEARNING_RATE, update=update)
-            rule.apply(weight, states, gradient, step, WEIGHT_DECAY, 1.0)
+            rule.apply(Chunk(weight, states, gradient), step, WEIGHT_DECAY, 1.0)
         np.testing.assert_allclose(weight, parameter.detach().numpy(), rtol=0, atol=self.tolerance)
         assert np.abs(weight - master).max() > 1e-3, "nothing moved"
 
@@ -149,7 +150,7 @@ class RuleContract:
             states = (*rest, *_zeros(rule, 2048)[len(rest) :])
             for update in range(1, 20):
                 step = StepScalars(learning_rate=LEARNING_RATE, update=update)
-                rule.apply(weight, states, gradient_of(2048, "float32", seed=update), step, WEIGHT_DECAY, 1.0)
+                rule.apply(Chunk(weight, states, gradient_of(2048, "float32", seed=update)), step, WEIGHT_DECAY, 1.0)
             masters.append(_joined(weight, states, rule.planes.compute_dtype))
         assert all(np.array_equal(masters[0], other) for other in masters[1:])
 
@@ -165,7 +166,7 @@ class RuleContract:
                         rule = rule_of(self.optimizer, rule.planes.compute_dtype)
                     gradient = gradient_of(UNIT_ALIGNMENT, "uint16", seed=update)
                     step = StepScalars(learning_rate=LEARNING_RATE, update=update)
-                    rule.apply(*planes, gradient, step, WEIGHT_DECAY, 1.0, 2)
+                    rule.apply(Chunk(*planes, gradient, 2), step, WEIGHT_DECAY, 1.0)
                 runs.append(planes)
             check_same(runs[0], runs[1], rule.figures.name)
 
@@ -185,13 +186,13 @@ class RuleContract:
                 gradient = as_tensor(gradient_of(4096, dtype), bfloat16=True)
                 updater = DeviceUpdater(rule, piece_elements=1024)
                 with StorageMeter([weight, *states, gradient]) as storage:
-                    updater.update_range(weight, states, gradient, STEP, (GroupRange(0, 4096, 1.0, 0.1),), 0, 4096)
+                    updater.update_range(Chunk(weight, states, gradient), STEP, (GroupRange(0, 4096, 1.0, 0.1),))
                 assert storage.peak_bytes <= updater.temporary_bytes, f"{name}: {storage.peak_bytes / 1024} per element"
                 assert storage.live_bytes == 0
             if figures.device_traffic_bytes is not None:
                 with TrafficMeter() as traffic:  # type: ignore[no-untyped-call]
                     rule.apply_to_tensors(
-                        weight, states, as_tensor(gradient_of(4096, "float16"), bfloat16=True), STEP, 0.1, 1.0
+                        Chunk(weight, states, as_tensor(gradient_of(4096, "float16"), bfloat16=True)), STEP, 0.1, 1.0
                     )
                 assert traffic.num_bytes == 4096 * figures.device_traffic_bytes, f"{name}: {traffic.num_bytes / 4096}"
 
@@ -310,7 +311,7 @@ def _part(rule: UpdateRule, planes: Planes, start: int, stop: int) -> Planes:
 
 def _refused(rule: UpdateRule, weight: Any, states: Any, gradient: Any, first_element: int = 0) -> None:
     try:
-        rule.apply(weight, states, gradient, STEP, 0.1, 1.0, 0, first_element)
+        rule.apply(Chunk(weight, states, gradient, 0, first_element), STEP, 0.1, 1.0)
     except ConfigError:
         return
     raise AssertionError(f"{rule.figures.name}: what does not fit was not refused")

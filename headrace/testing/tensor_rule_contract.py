@@ -31,6 +31,7 @@ from headrace.terms.layout import COMPUTE_DTYPES, ItemRange, Plane, UnitLayout, 
 from headrace.terms.optimizer import Optimizer
 from headrace.testing.rule_contract import Planes, StorageMeter, TrafficMeter, gradient_of, on_tensors
 from headrace.update import DeviceUpdater, StepScalars, Updater, rule_of
+from headrace.update.rule import Chunk
 from headrace.update.tensor_rule import TensorRule, items_rule
 from headrace.update.tensors import as_tensor
 
@@ -86,7 +87,7 @@ class TensorRuleContract:
             gradient[_padding(layout)] = 0
             host, device, begun = copied(whole), on_tensors(whole), copied(whole)
             with Updater(rule, 1) as updater:
-                updater.update_range(*whole, gradient, STEP, pieces, 0, layout.num_elements)
+                updater.update_range(Chunk(*whole, gradient), STEP, pieces)
             assert not np.array_equal(whole[0], begun[0]), name
             assert not whole[0][_padding(layout)].any(), f"{name}: padding has moved"
             borders = chunk_borders(layout.num_elements, least_chunk_elements(cuts), cuts)
@@ -96,11 +97,13 @@ class TensorRuleContract:
                     part = slice(start, stop)
                     places = [state_part(plane, cuts, part) for plane in rule.planes.states]
                     states = tuple(state[place] for state, place in zip(host[1], places, strict=True))
-                    updater.update_range(host[0][part], states, gradient[part], STEP, pieces, start, stop, take_checksums=True)
+                    updater.update_range(
+                        Chunk(host[0][part], states, gradient[part], 0, start), STEP, pieces, take_checksums=True
+                    )
                     there = tuple(state[place] for state, place in zip(device[1], places, strict=True))
                     small = DeviceUpdater(rule, piece_elements=999)
                     small.update_range(
-                        device[0][part], there, as_tensor(gradient, bfloat16=True)[part], STEP, pieces, start, stop
+                        Chunk(device[0][part], there, as_tensor(gradient, bfloat16=True)[part], 0, start), STEP, pieces
                     )
             check_same_bits(whole, host, name)
             check_same_bits(whole, device, f"{name}, on a device")
@@ -142,9 +145,7 @@ class TensorRuleContract:
                 weight, states = on_tensors(planes)
                 with StorageMeter([weight, *states, as_tensor(gradient, bfloat16=True)]) as storage, TrafficMeter() as traffic:  # type: ignore[no-untyped-call]
                     device = DeviceUpdater(rule, piece_elements=1024)
-                    device.update_range(
-                        weight, states, as_tensor(gradient, bfloat16=True), STEP, pieces, 0, layout.num_elements
-                    )
+                    device.update_range(Chunk(weight, states, as_tensor(gradient, bfloat16=True)), STEP, pieces)
                 found = storage.peak_bytes / max(1024, largest)
                 assert found <= figures.temporary_bytes, f"{name}, {dtype}: {found} bytes per element"
                 if figures.device_traffic_bytes is not None:
@@ -152,7 +153,7 @@ class TensorRuleContract:
                     assert 0.9 < ratio < 1.1, f"{name}, {dtype}: {ratio} of the traffic that is declared"
                 arrays = copied(planes)
                 with Updater(rule, 1) as updater, StorageMeter([]) as storage:
-                    updater.update_range(*arrays, gradient, STEP, pieces, 0, layout.num_elements)
+                    updater.update_range(Chunk(*arrays, gradient), STEP, pieces)
                 # Tensors over the arrays are counted, too, but they are no temporaries.
                 over = sum(array.nbytes for array in (arrays[0], *arrays[1], gradient))
                 assert storage.peak_bytes - over <= max(HOST_ITEM_ELEMENTS, largest) * figures.temporary_bytes, name

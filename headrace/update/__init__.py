@@ -5,6 +5,7 @@ from headrace.update.norm import BLOCK_ELEMENTS, add_block_sums, block_square_su
 from headrace.update.rule import (
     GRADIENT_DTYPES,
     Checksums,
+    Chunk,
     ElementRule,
     StepScalars,
     Summing,
@@ -19,6 +20,7 @@ __all__ = [
     "BLOCK_ELEMENTS",
     "GRADIENT_DTYPES",
     "Checksums",
+    "Chunk",
     "DeviceUpdater",
     "ElementRule",
     "HitRate",

@@ -12,7 +12,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -24,6 +24,8 @@ from headrace.terms.layout import GroupRange, PlaneSet
 from headrace.terms.rule_figures import RuleFigures
 from headrace.update.loops import StateCode, coded_loop, plain_loop, summed_loop
 from headrace.update.tensors import Noise, States, update_tensors
+
+_Array = TypeVar("_Array")
 
 # NumPy types of a gradient; uint16 stands for the bits of bfloat16.
 GRADIENT_DTYPES = ("uint16", "float32", "float16")
@@ -127,6 +129,19 @@ def refuse_cut_blocks(planes: PlaneSet, starts: Iterable[int]) -> None:
             )
 
 
+@dataclass(frozen=True, slots=True)
+class Chunk(Generic[_Array]):
+    """What an update works on: `weight` and `states` are changed in place by `gradient`. All are flat; element 0 is element
+    `first_element` of `unit`, which a rule that rounds at random needs.
+    """
+
+    weight: _Array
+    states: tuple[_Array, ...]
+    gradient: _Array
+    unit: int = 0
+    first_element: int = 0
+
+
 class UpdateRule(Protocol):
     """Changes weights and states by one gradient, in blocks of `planes.block_elements`: no block depends on another.
 
@@ -151,22 +166,17 @@ class UpdateRule(Protocol):
 
     def apply(
         self,
-        weight: NDArray[Any],
-        states: tuple[NDArray[Any], ...],
-        gradient: NDArray[Any],
+        chunk: Chunk[NDArray[Any]],
         step: StepScalars,
         weight_decay: float,
         learning_rate_scale: float,
-        unit: int = 0,
-        first_element: int = 0,
         summing: Summing | None = None,
     ) -> None:
-        """Update `weight` and `states` in place; with `summing`, add checksums of the result. Runs in one thread, without the
-        GIL.
+        """Update a chunk in place; with `summing`, add checksums of the result. Runs in one thread, without the GIL.
 
-        Shapes: `(n,)`, of a state plane `(planes.states[i].num_values(n),)`; contiguous, not overlapping. `weight` has the type
-        of `planes.weight`, `states` those of `planes.states` in order; `gradient` is uint16 (bfloat16 bits), float32 or
-        float16. The arrays begin at element `first_element` of `unit`, which a rule that rounds at random needs.
+        Shapes: `(n,)`, of a state plane `(planes.states[i].num_values(n),)`; contiguous, not overlapping. The weight has the
+        type of `planes.weight`, states those of `planes.states` in order; the gradient is uint16 (bfloat16 bits), float32 or
+        float16.
 
         Raises:
             ConfigError: an array of another type or length, or a range that cuts a block; nothing has been changed then.
@@ -174,15 +184,7 @@ class UpdateRule(Protocol):
         ...
 
     def apply_to_tensors(
-        self,
-        weight: Tensor,
-        states: tuple[Tensor, ...],
-        gradient: Tensor,
-        step: StepScalars,
-        weight_decay: float,
-        learning_rate_scale: float,
-        unit: int = 0,
-        first_element: int = 0,
+        self, chunk: Chunk[Tensor], step: StepScalars, weight_decay: float, learning_rate_scale: float
     ) -> None:
         """Update tensors in place, on their device and its current stream: the same as `apply`, with the same bits.
 
@@ -241,19 +243,16 @@ class ElementRule(ABC):
 
     def apply(
         self,
-        weight: NDArray[Any],
-        states: tuple[NDArray[Any], ...],
-        gradient: NDArray[Any],
+        chunk: Chunk[NDArray[Any]],
         step: StepScalars,
         weight_decay: float,
         learning_rate_scale: float,
-        unit: int = 0,
-        first_element: int = 0,
         summing: Summing | None = None,
     ) -> None:
-        """Update `weight` and `states` in place: see `UpdateRule.apply`."""
+        """Update a chunk in place: see `UpdateRule.apply`."""
+        weight, states, gradient = chunk.weight, chunk.states, chunk.gradient
         self._check(weight, states, gradient)
-        refuse_cut_blocks(self._planes, (first_element,))
+        refuse_cut_blocks(self._planes, (chunk.first_element,))
         scalars = np.array(self.scalars(step, weight_decay, learning_rate_scale), np.float32)
         planes, gradient, kind = (_integers(weight), *states), _tagged(gradient), (type(self).element, scalars.size)
         if summing is not None:
@@ -262,31 +261,24 @@ class ElementRule(ABC):
         elif self._code is None:
             plain_loop(*kind)(gradient, scalars, *planes)
         else:
-            key = np.uint32(noise_key(step.update, unit))
-            coded_loop(*kind, self._code)(gradient, scalars, first_element, key, *planes)
+            key = np.uint32(noise_key(step.update, chunk.unit))
+            coded_loop(*kind, self._code)(gradient, scalars, chunk.first_element, key, *planes)
 
     @torch.no_grad()
     def apply_to_tensors(
-        self,
-        weight: Tensor,
-        states: tuple[Tensor, ...],
-        gradient: Tensor,
-        step: StepScalars,
-        weight_decay: float,
-        learning_rate_scale: float,
-        unit: int = 0,
-        first_element: int = 0,
+        self, chunk: Chunk[Tensor], step: StepScalars, weight_decay: float, learning_rate_scale: float
     ) -> None:
         """Update tensors in place: see `UpdateRule.apply_to_tensors`."""
+        weight, states, gradient = chunk.weight, chunk.states, chunk.gradient
         self._check_tensors(weight, states, gradient)
-        refuse_cut_blocks(self._planes, (first_element,))
+        refuse_cut_blocks(self._planes, (chunk.first_element,))
         scalars = np.array(self.scalars(step, weight_decay, learning_rate_scale), np.float32).tolist()
 
         def update(p: Tensor, own: Sequence[Tensor]) -> tuple[Tensor, States]:
             if self._code is None:
                 return self.on_tensors(p, gradient, own, scalars)
             p, new = self.on_tensors(p, gradient, self._code.decode_tensors(own), scalars)
-            return p, self._code.encode_tensors(new, Noise(noise_key(step.update, unit), first_element))
+            return p, self._code.encode_tensors(new, Noise(noise_key(step.update, chunk.unit), chunk.first_element))
 
         new_weight, new_states = update_tensors(weight, states, update)
         weight.copy_(new_weight)

@@ -24,6 +24,7 @@ from update_planes import (
 
 from headrace.terms.errors import ConfigError
 from headrace.update import GRADIENT_DTYPES, StepScalars
+from headrace.update.rule import Chunk
 from headrace.update.rules.adamw import AdamW, AdamWRule
 from headrace.update.tensors import join
 
@@ -44,8 +45,8 @@ rules = st.builds(
 def check_against_reference(planes, gradient, rule, step, weight_decay, learning_rate_scale):
     tensors = as_tensor(planes[0].copy(), bfloat16=True), tuple(as_tensor(state.copy()) for state in planes[1])
     scalars = (step, weight_decay, learning_rate_scale)
-    rule.apply_to_tensors(*tensors, as_tensor(gradient, bfloat16=True), *scalars)
-    rule.apply(*planes, gradient, *scalars)
+    rule.apply_to_tensors(Chunk(*tensors, as_tensor(gradient, bfloat16=True)), *scalars)
+    rule.apply(Chunk(*planes, gradient), *scalars)
     assert same_planes(planes, (as_array(tensors[0]), tuple(as_array(state) for state in tensors[1])))
 
 
@@ -91,8 +92,8 @@ def test_split_and_half_planes_follow_the_fp32_planes(compute_dtype):
     for update in range(1, 30):
         step = dataclasses.replace(STEP, update=update)
         gradient = gradient_of(4096, update, "float32")
-        adamw("float32").apply(*single, gradient, step, 0.1, 1.0)
-        adamw(compute_dtype).apply(*other, gradient, step, 0.1, 1.0)
+        adamw("float32").apply(Chunk(*single, gradient), step, 0.1, 1.0)
+        adamw(compute_dtype).apply(Chunk(*other, gradient), step, 0.1, 1.0)
     master = other[1][0]
     if compute_dtype == "bfloat16":
         master = join(as_tensor(other[0], bfloat16=True), as_tensor(master)).numpy()
@@ -124,7 +125,7 @@ def test_follows_torch_adamw(beta1, weight_decay):
             parameter.grad = torch.from_numpy(gradient).to(dtype)
             optimizer.step()
         step = StepScalars(learning_rate=1e-3, update=update)
-        adamw("float32", beta1=beta1).apply(*planes, gradient, step, weight_decay, 1.0)
+        adamw("float32", beta1=beta1).apply(Chunk(*planes, gradient), step, weight_decay, 1.0)
     single, double = (runs[dtype][0].detach().double().numpy() for dtype in (torch.float32, torch.float64))
     moved = np.abs(double - master).max()
     # A step rounds the weight once, by 2^-25 of it at most on average: 300 steps at random stay within 2e-6 of weights near 4.
@@ -142,7 +143,7 @@ def test_one_step_is_within_three_roundings_of_torch():
     optimizer.state[parameter] = {"step": torch.tensor(2.0), "exp_avg": m, "exp_avg_sq": v}
     parameter.grad = torch.from_numpy(gradient * np.float32(0.5))
     optimizer.step()
-    adamw("float32").apply(*planes, gradient, STEP, 0.1, 1.0)
+    adamw("float32").apply(Chunk(*planes, gradient), STEP, 0.1, 1.0)
     np.testing.assert_array_max_ulp(planes[1][1], v.numpy(), 3)
     # m and the weight are differences: their error is relative to the larger operand, and the update is about 1e-3.
     np.testing.assert_allclose(planes[1][0], m.numpy(), rtol=3e-7, atol=1e-8)
@@ -152,8 +153,8 @@ def test_one_step_is_within_three_roundings_of_torch():
 def test_learning_rate_scale_multiplies_rate_and_decay():
     scaled, plain = ordinary(4096, 2, "bfloat16"), ordinary(4096, 2, "bfloat16")
     gradient = gradient_of(4096, 2, "uint16")
-    adamw("bfloat16").apply(*scaled, gradient, STEP, 0.1, 0.25)
-    adamw("bfloat16").apply(*plain, gradient, dataclasses.replace(STEP, learning_rate=STEP.learning_rate / 4), 0.1, 1.0)
+    adamw("bfloat16").apply(Chunk(*scaled, gradient), STEP, 0.1, 0.25)
+    adamw("bfloat16").apply(Chunk(*plain, gradient), dataclasses.replace(STEP, learning_rate=STEP.learning_rate / 4), 0.1, 1.0)
     assert same_planes(scaled, plain)
 
 
@@ -163,7 +164,7 @@ def test_beta1_zero_keeps_no_memory():
     planes[1][0][:] = 1e30
     gradient = gradient_of(64, 2, "float32")
     rule = adamw("float32", beta1=0.0)
-    rule.apply(*planes, gradient, dataclasses.replace(STEP, gradient_scale=1.0), 0.0, 1.0)
+    rule.apply(Chunk(*planes, gradient), dataclasses.replace(STEP, gradient_scale=1.0), 0.0, 1.0)
     assert same_bits(planes[1][0], gradient)
 
 
@@ -171,7 +172,7 @@ def test_beta1_zero_keeps_no_memory():
 def test_nan_stays_nan_in_the_weight_that_compute_sees(bits):
     hi, (lo, m, v) = planes_of(np.ones(8, np.float32), np.zeros(8, np.float32), np.zeros(8, np.float32), "bfloat16")
     gradient = np.full(8, bits, np.uint32).view(np.float32)
-    adamw("bfloat16").apply(hi, (lo, m, v), gradient, STEP, 0.0, 1.0)
+    adamw("bfloat16").apply(Chunk(hi, (lo, m, v), gradient), STEP, 0.0, 1.0)
     assert (hi == 0x7FC0).all()
     assert (lo == 0).all()
 
@@ -182,7 +183,7 @@ def test_gradient_types_agree_where_they_can():
     forms = ((values.view(np.uint32) >> 16).astype(np.uint16), values.astype(np.float16), values)
     results = [ordinary(256, 4, "bfloat16") for _ in forms]
     for planes, gradient in zip(results, forms, strict=True):
-        adamw("bfloat16").apply(*planes, gradient, STEP, 0.1, 1.0)
+        adamw("bfloat16").apply(Chunk(*planes, gradient), STEP, 0.1, 1.0)
     assert same_planes(results[0], results[1])
     assert same_planes(results[0], results[2])
 
@@ -202,7 +203,7 @@ def test_arrays_that_do_not_fit_are_refused_untouched(name):
         "dtype": (weight, states, gradient.astype(np.float64)),
     }[name]
     with pytest.raises(ConfigError, match=r"update: .*(found|planes)"):
-        adamw("bfloat16").apply(*broken, STEP, 0.1, 1.0)
+        adamw("bfloat16").apply(Chunk(*broken), STEP, 0.1, 1.0)
     assert same_planes((weight, states), before)
 
 

@@ -15,6 +15,7 @@ from headrace.terms.errors import ConfigError
 from headrace.terms.layout import UNIT_ALIGNMENT, GroupRange
 from headrace.update import GRADIENT_DTYPES, Summing, Updater
 from headrace.update.loops import SUMMED_ELEMENTS
+from headrace.update.rule import Chunk
 from headrace.update.rules.adamw import adamw_planes
 
 sum_words = compiled(add_words)  # as a loop of its own
@@ -39,8 +40,8 @@ def test_they_are_those_of_the_bytes_that_are_left(compute_dtype, gradient_dtype
     (weight, states), expected = ordinary(size, 3, compute_dtype), ordinary(size, 3, compute_dtype)
     rule = adamw(compute_dtype)
     with Updater(rule, threads) as updater:
-        found = updater.update_range(weight, states, gradient, STEP, groups, 0, size, take_checksums=True)
-        assert updater.update_range(*expected, gradient, STEP, groups, 0, size) is None
+        found = updater.update_range(Chunk(weight, states, gradient), STEP, groups, take_checksums=True)
+        assert updater.update_range(Chunk(*expected, gradient), STEP, groups) is None
     assert same_planes((weight, states), expected)
     weights, content = as_written(rule.planes, weight, states)
     assert found == (checksum_reference(weights), checksum_reference(content))
@@ -61,7 +62,7 @@ def test_any_size_and_any_groups(pages, borders, compute_dtype, seed):
     rule = adamw(compute_dtype)
     with Updater(rule, 2) as updater:
         found = updater.update_range(
-            weight, states, gradient_of(size, seed, "uint16"), STEP, groups, 0, size, take_checksums=True
+            Chunk(weight, states, gradient_of(size, seed, "uint16")), STEP, groups, take_checksums=True
         )
     weights, content = as_written(rule.planes, weight, states)
     assert found == (checksum_reference(weights), checksum_reference(content))
@@ -75,16 +76,16 @@ def test_moments_of_fewer_bits_leave_them_to_the_store(moments):
     rule = adamw("bfloat16", moments)
     gradient, groups = np.zeros(size, np.uint16), (GroupRange(0, size, 1.0, 0.0),)
     with Updater(rule, 1) as updater:
-        assert updater.update_range(weight, states, gradient, STEP, groups, 0, size, take_checksums=True) is None
+        assert updater.update_range(Chunk(weight, states, gradient), STEP, groups, take_checksums=True) is None
     with pytest.raises(ConfigError, match="no checksums are taken along where states"):
-        rule.apply(weight, states, gradient, STEP, 0.0, 1.0, 0, 0, Summing(np.zeros(6, np.int64), np.zeros(2, np.uint64)))
+        rule.apply(Chunk(weight, states, gradient), STEP, 0.0, 1.0, Summing(np.zeros(6, np.int64), np.zeros(2, np.uint64)))
 
 
 def test_half_words_are_refused():
     weight, states = ordinary(2, 0, "bfloat16")
     summing = Summing(np.zeros(4, np.int64), np.zeros(2, np.uint64))
     with pytest.raises(ConfigError, match="whole words of 8 bytes, found 2 elements"):
-        adamw("bfloat16").apply(weight, states, np.zeros(2, np.uint16), STEP, 0.0, 1.0, 0, 0, summing)
+        adamw("bfloat16").apply(Chunk(weight, states, np.zeros(2, np.uint16)), STEP, 0.0, 1.0, summing)
 
 
 @given(values=st.lists(st.integers(0, 2**64 - 1), max_size=70), cut=st.integers(0, 70))

@@ -8,6 +8,7 @@ from headrace.terms.errors import ConfigError
 from headrace.terms.layout import GroupRange
 from headrace.testing.rule_contract import StorageMeter, TrafficMeter
 from headrace.update import GRADIENT_DTYPES, DeviceUpdater, Updater
+from headrace.update.rule import Chunk
 
 NUM_ELEMENTS = 10_000
 GROUPS = (GroupRange(0, 4128, 1.0, 0.0), GroupRange(4128, NUM_ELEMENTS, 0.5, 0.1))
@@ -21,9 +22,9 @@ def check_equals_cpu(compute_dtype, gradient_dtype, make, device):
     planes, gradient = make(NUM_ELEMENTS, 0, compute_dtype), gradient_of(NUM_ELEMENTS, 0, gradient_dtype, any_bits=make is wild)
     weight, states = on_device(planes, device)
     tensor = as_tensor(gradient, bfloat16=True).to(device)
-    DeviceUpdater(adamw(compute_dtype), piece_elements=999).update_range(weight, states, tensor, STEP, GROUPS, 0, NUM_ELEMENTS)
+    DeviceUpdater(adamw(compute_dtype), piece_elements=999).update_range(Chunk(weight, states, tensor), STEP, GROUPS)
     with Updater(adamw(compute_dtype), 2) as updater:
-        updater.update_range(*planes, gradient, STEP, GROUPS, 0, NUM_ELEMENTS)
+        updater.update_range(Chunk(*planes, gradient), STEP, GROUPS)
     assert same_planes(planes, (as_array(weight.cpu()), tuple(as_array(state.cpu()) for state in states)))
 
 
@@ -49,8 +50,8 @@ def test_weights_as_bits(bits_dtype):
     gradient = as_tensor(gradient_of(4096, 1, "uint16"), bfloat16=True)
     groups = (GroupRange(0, 4096, 1.0, 0.1),)
     updater = DeviceUpdater(adamw("bfloat16"))
-    updater.update_range(*first, gradient, STEP, groups, 0, 4096)
-    updater.update_range(second[0].view(bits_dtype), second[1], gradient, STEP, groups, 0, 4096)
+    updater.update_range(Chunk(*first, gradient), STEP, groups)
+    updater.update_range(Chunk(second[0].view(bits_dtype), second[1], gradient), STEP, groups)
     assert torch.equal(first[0].view(torch.int16), second[0].view(torch.int16))
 
 
@@ -59,10 +60,10 @@ def test_a_range_in_the_middle_of_a_unit():
     gradient = as_tensor(gradient_of(4096, 1, "float32"))
     groups = (GroupRange(0, 2000, 1.0, 0.1), GroupRange(2000, 4096, 1.0, 0.0))
     updater = DeviceUpdater(adamw("bfloat16"), piece_elements=500)
-    updater.update_range(*whole, gradient, STEP, groups, 0, 4096)
+    updater.update_range(Chunk(*whole, gradient), STEP, groups)
     for start, stop in ((0, 1024), (1024, 4096)):
         states = tuple(state[start:stop] for state in part[1])
-        updater.update_range(part[0][start:stop], states, gradient[start:stop], STEP, groups, start, stop)
+        updater.update_range(Chunk(part[0][start:stop], states, gradient[start:stop], 0, start), STEP, groups)
     assert torch.equal(whole[0].view(torch.int16), part[0].view(torch.int16))
     assert all(torch.equal(a, b) for a, b in zip(whole[1], part[1], strict=True))
 
@@ -74,7 +75,7 @@ def test_temporaries_stay_below_what_is_promised(compute_dtype, gradient_dtype):
     gradient = as_tensor(gradient_of(NUM_ELEMENTS, 0, gradient_dtype), bfloat16=True)
     updater = DeviceUpdater(adamw(compute_dtype), piece_elements=1024)
     with StorageMeter([weight, *states, gradient]) as meter:
-        updater.update_range(weight, states, gradient, STEP, GROUPS, 0, NUM_ELEMENTS)
+        updater.update_range(Chunk(weight, states, gradient), STEP, GROUPS)
     assert 16 * 1024 <= meter.peak_bytes <= updater.temporary_bytes
     assert meter.live_bytes == 0
 
@@ -85,7 +86,7 @@ def test_the_plan_counts_what_an_update_on_the_device_takes(compute_dtype):
     gradient = as_tensor(gradient_of(4096, 0, "float16"))
     updater = DeviceUpdater(adamw(compute_dtype), piece_elements=4096)
     with TrafficMeter() as meter:
-        updater.update_range(weight, states, gradient, STEP, (GroupRange(0, 4096, 1.0, 0.1),), 0, 4096)
+        updater.update_range(Chunk(weight, states, gradient), STEP, (GroupRange(0, 4096, 1.0, 0.1),))
     assert meter.num_bytes == 4096 * updater.rule.figures.device_traffic_bytes
     assert updater.temporary_bytes == 4096 * updater.rule.figures.temporary_bytes
 
@@ -103,7 +104,7 @@ def test_tensors_that_do_not_fit_are_refused():
         (weight, states, gradient.to("meta")),
     ):
         with pytest.raises(ConfigError, match=r"update: .*found"):
-            updater.update_range(*broken, STEP, groups, 0, 64)
+            updater.update_range(Chunk(*broken), STEP, groups)
     with pytest.raises(ConfigError, match="is not one of"):
         DeviceUpdater(adamw("int4"))
     with pytest.raises(ConfigError, match="positive number, found 0"):

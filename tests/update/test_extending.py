@@ -15,6 +15,7 @@ from headrace.terms.layout import lay_out
 from headrace.terms.options import Options
 from headrace.testing.rule_contract import LEARNING_RATE, WEIGHT_DECAY, RuleContract
 from headrace.update import DeviceUpdater, StepScalars, Updater, optimizer_of, rule_of
+from headrace.update.rule import Chunk
 from headrace.update.rules import table
 
 PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
@@ -75,8 +76,8 @@ def test_the_rule_of_whole_matrices_is_one(example: dict[str, Any], monkeypatch:
     drawn = torch.randn(2, layout.num_elements, generator=torch.Generator().manual_seed(1))
     (host, gradient), device = drawn.clone(), drawn[0].clone()
     with Updater(rule, 2) as updater:
-        updater.update_range(host.numpy(), (), gradient.numpy(), step, pieces, 0, layout.num_elements)
-    DeviceUpdater(rule).update_range(device, (), gradient, step, pieces, 0, layout.num_elements)
+        updater.update_range(Chunk(host.numpy(), (), gradient.numpy()), step, pieces)
+    DeviceUpdater(rule).update_range(Chunk(device, (), gradient), step, pieces)
     assert torch.equal(host, device)
     for each in layout.parameters:
         place = slice(each.offset, each.offset + each.num_elements)

@@ -17,6 +17,7 @@ from headrace.terms.layout import ItemRange, Plane, lay_out
 from headrace.terms.optimizer import Optimizer
 from headrace.testing.tensor_rule_contract import PARAMETERS, TensorRuleContract
 from headrace.update import StepScalars, Updater, rule_of
+from headrace.update.rule import Chunk
 from headrace.update.rules.adafactor import Adafactor
 from headrace.update.rules.adalomo import AdaLomo
 from headrace.update.tensor_rule import TensorRule, items_rule
@@ -82,7 +83,7 @@ def test_it_follows_its_reference(optimizer: Optimizer) -> None:
                     one.grad = torch.from_numpy(its * np.float32(0.5)).view(one.shape)
             reference.step()
             step = StepScalars(learning_rate=RATE, update=update, gradient_scale=0.5)
-            updater.update_range(weight, (sides,), gradient, step, pieces, 0, layout.num_elements)
+            updater.update_range(Chunk(weight, (sides,), gradient), step, pieces)
     for spec in layout.parameters:
         expected = torch.stack(tuple(parameters[spec.name])).detach().numpy().reshape(-1)
         found = weight[spec.offset : spec.offset + spec.num_elements]

@@ -12,6 +12,7 @@ from headrace.terms.forms import SSD, Form, merged
 from headrace.terms.layout import ItemRange, Plane, lay_out
 from headrace.testing.tensor_rule_contract import PARAMETERS, TensorRuleContract
 from headrace.update import StepScalars, Updater, rule_of
+from headrace.update.rule import Chunk
 from headrace.update.rules.muon import Muon, orthogonal
 from headrace.update.tensor_rule import items_rule
 
@@ -64,7 +65,7 @@ def test_it_follows_torch(nesterov: bool) -> None:
                 for each in steps:
                     each.step()
                 step = StepScalars(learning_rate=RATE, update=update, gradient_scale=0.5)
-                updater.update_range(weight, tuple(states), gradient, step, pieces, 0, layout.num_elements)
+                updater.update_range(Chunk(weight, tuple(states), gradient), step, pieces)
         for spec in layout.parameters:
             expected = torch.stack(tuple(parameters[spec.name])).detach().numpy().reshape(-1)
             found = weight[spec.offset : spec.offset + spec.num_elements]

@@ -24,7 +24,7 @@ from headrace.terms.errors import ConfigError
 from headrace.terms.layout import UNIT_ALIGNMENT, GroupRange, chunk_ranges
 from headrace.testing.rule_contract import StorageMeter
 from headrace.update import GRADIENT_DTYPES, DeviceUpdater, Updater
-from headrace.update.rule import noise_key
+from headrace.update.rule import Chunk, noise_key
 from headrace.update.rules.adamw import adamw_planes
 from headrace.update.rules.moment_planes import MOMENT_BLOCK_ELEMENTS, MOMENTS
 from headrace.update.rules.moments import MOMENT_CODES
@@ -83,8 +83,8 @@ def test_bits_of_the_reference(moments, compute_dtype, gradient_dtype, make):
         gradient = gradient_of(num_elements, update, gradient_dtype, any_bits=make is wild)
         gradient[::97] = 0
         step = dataclasses.replace(STEP, update=update)
-        rule.apply(*planes, gradient, step, 0.1, 0.5, unit, first)
-        rule.apply_to_tensors(*tensors, as_tensor(gradient, bfloat16=True), step, 0.1, 0.5, unit, first)
+        rule.apply(Chunk(*planes, gradient, unit, first), step, 0.1, 0.5)
+        rule.apply_to_tensors(Chunk(*tensors, as_tensor(gradient, bfloat16=True), unit, first), step, 0.1, 0.5)
         assert same_planes(planes, (as_array(tensors[0]), tuple(as_array(state) for state in tensors[1])))
 
 
@@ -94,8 +94,8 @@ def test_the_update_itself_is_exact(moments):
     weight, (lo, *kept) = reduced(4096, 2, "bfloat16", moments)
     exact = weight.copy(), (lo.copy(), *decoded(kept))
     gradient = gradient_of(4096, 2, "uint16")
-    adamw("bfloat16").apply(*exact, gradient, STEP, 0.1, 1.0)
-    adamw("bfloat16", moments).apply(weight, (lo, *kept), gradient, STEP, 0.1, 1.0)
+    adamw("bfloat16").apply(Chunk(*exact, gradient), STEP, 0.1, 1.0)
+    adamw("bfloat16", moments).apply(Chunk(weight, (lo, *kept), gradient), STEP, 0.1, 1.0)
     assert same_bits(weight, exact[0])
     assert same_bits(lo, exact[1][0])
 
@@ -109,13 +109,13 @@ def test_threads_and_chunks_do_not_change_a_bit(moments, threads):
         part = slice(group.start, group.stop)
         states = parts_of(expected[1], planes, group.start, group.stop)
         scalars = (group.weight_decay, group.learning_rate_scale)
-        adamw("bfloat16", moments).apply(expected[0][part], states, gradient[part], STEP, *scalars, 4, group.start)
+        adamw("bfloat16", moments).apply(Chunk(expected[0][part], states, gradient[part], 4, group.start), STEP, *scalars)
     with Updater(adamw("bfloat16", moments), threads) as updater:
         for chunk_elements in (NUM_ELEMENTS, 37 * UNIT_ALIGNMENT, UNIT_ALIGNMENT):
             weight, states = reduced(NUM_ELEMENTS, 0, "bfloat16", moments)
             for start, stop in chunk_ranges(NUM_ELEMENTS, chunk_elements):
                 parts = parts_of(states, planes, start, stop)
-                updater.update_range(weight[start:stop], parts, gradient[start:stop], STEP, GROUPS, start, stop, 4)
+                updater.update_range(Chunk(weight[start:stop], parts, gradient[start:stop], 4, start), STEP, GROUPS)
             assert same_planes((weight, states), expected)
 
 
@@ -131,10 +131,10 @@ def check_device(moments, compute_dtype, device):
     tensor = as_tensor(gradient, bfloat16=True).to(device)
     updater = DeviceUpdater(adamw(compute_dtype, moments), piece_elements=999)
     with StorageMeter([weight, *states, tensor]) as meter:
-        updater.update_range(weight, states, tensor, STEP, groups, 0, num_elements, 2)
+        updater.update_range(Chunk(weight, states, tensor, 2), STEP, groups)
     assert meter.peak_bytes <= updater.temporary_bytes
     with Updater(adamw(compute_dtype, moments), 2) as cpu:
-        cpu.update_range(*planes, gradient, STEP, groups, 0, num_elements, 2)
+        cpu.update_range(Chunk(*planes, gradient, 2), STEP, groups)
     assert same_planes(planes, (as_array(weight.cpu()), tuple(as_array(state.cpu()) for state in states)))
 
 
@@ -162,7 +162,7 @@ def test_what_was_never_touched_stays_all_zero_bytes(moments):
     gradient = gradient_of(4096, 0, "float32")
     gradient[1024:2048] = 0
     assert all((moment == 0).all() for moment in decoded(states))
-    adamw("float32", moments).apply(weight, states, gradient, STEP, 0.0, 1.0)
+    adamw("float32", moments).apply(Chunk(weight, states, gradient), STEP, 0.0, 1.0)
     for part in parts_of(states, adamw_planes("float32", moments), 1024, 2048):
         assert not part.view(np.uint8).any()
     assert all(part.view(np.uint8).any() for part in parts_of(states, adamw_planes("float32", moments), 0, 1024))
@@ -202,7 +202,7 @@ def test_second_moments_fall_although_a_step_changes_less_than_a_place(moments):
     rule = adamw("float32", moments, beta2=0.999)
     for update in range(1, 694):
         step = dataclasses.replace(STEP, learning_rate=0.0, update=update, gradient_scale=1.0)
-        rule.apply(weight, states, gradient, step, 0.0, 1.0)
+        rule.apply(Chunk(weight, states, gradient), step, 0.0, 1.0)
     fell = (decoded(states)[1] / before)[np.arange(2048) % 256 != 0]
     assert fell.mean() == pytest.approx(0.5, rel=0.03)
     assert 0.05 < fell.min() <= fell.max() < 1.0
@@ -310,12 +310,12 @@ def test_ranges_and_groups_that_cut_a_block_are_refused_untouched():
     before = copied(planes)
     groups = (GroupRange(0, 160, 1.0, 0.0), GroupRange(160, 1024, 1.0, 0.1))
     with Updater(adamw("float32", "int8"), 1) as updater, pytest.raises(ConfigError, match="begins at element 160"):
-        updater.update_range(*planes, gradient, STEP, groups, 0, 1024)
+        updater.update_range(Chunk(*planes, gradient), STEP, groups)
     with pytest.raises(ConfigError, match="blocks of 256 elements"):
-        adamw("float32", "int8").apply(*planes, gradient, STEP, 0.0, 1.0, 0, 32)
+        adamw("float32", "int8").apply(Chunk(*planes, gradient, 0, 32), STEP, 0.0, 1.0)
     tensors = on_device_planes(planes, "cpu")
     with pytest.raises(ConfigError, match="begins at element 160"):
-        DeviceUpdater(adamw("float32", "int8")).update_range(*tensors, as_tensor(gradient), STEP, groups, 0, 1024)
+        DeviceUpdater(adamw("float32", "int8")).update_range(Chunk(*tensors, as_tensor(gradient)), STEP, groups)
     assert same_planes(planes, before)
     assert MOMENT_BLOCK_ELEMENTS == 256
 

@@ -15,6 +15,7 @@ from headrace.terms.errors import ConfigError
 from headrace.terms.optimizer import Optimizer
 from headrace.testing.rule_contract import LEARNING_RATE, WEIGHT_DECAY, Planes, RuleContract
 from headrace.update import StepScalars, UpdateRule, rule_of
+from headrace.update.rule import Chunk
 from headrace.update.rules.adamw import AdamW
 from headrace.update.rules.lion import Lion
 from headrace.update.rules.lomo import Lomo
@@ -105,24 +106,24 @@ def test_weights_without_a_master_are_rounded_without_bias(weight: float, gradie
     hi = torch.full((count,), weight).bfloat16()
     exact = hi[0].double() * (1 - 1e-3 * 0.1) - 1e-3 * gradient
     found = hi.clone()
-    rule.apply_to_tensors(found, (), torch.full((count,), gradient), step, 0.1, 1.0, unit)
+    rule.apply_to_tensors(Chunk(found, (), torch.full((count,), gradient), unit), step, 0.1, 1.0)
     place = 2.0 ** (torch.log2(exact.abs()).floor().item() - 7)
     assert (found.double() - exact).abs().max() < place * 1.001
     # Rounding up or down at most doubles the place where the result is a power of two: four deviations of the mean.
     assert abs(found.double().mean() - exact) < 4 * place / count**0.5
     other = hi.clone()
-    rule.apply_to_tensors(other, (), torch.full((count,), gradient), replace(step, update=update + 1), 0.1, 1.0, unit)
+    rule.apply_to_tensors(Chunk(other, (), torch.full((count,), gradient), unit), replace(step, update=update + 1), 0.1, 1.0)
     assert len(found.unique()) == 1 or not torch.equal(other, found)
 
 
 def test_a_weight_that_bfloat16_has_stays_and_rounding_to_the_nearest_would_lose_small_steps() -> None:
     rule, weights = rule_of(Lomo(master="none"), "bfloat16"), torch.linspace(-3, 3, 4097).bfloat16()
     found, gradient, step = weights.clone(), torch.ones(4097), StepScalars(learning_rate=0.0, update=3)
-    rule.apply_to_tensors(found, (), gradient, step, 0.1, 1.0, 2)
+    rule.apply_to_tensors(Chunk(found, (), gradient, 2), step, 0.1, 1.0)
     assert torch.equal(found.view(torch.int16), weights.view(torch.int16))
     ones = torch.ones(1 << 14).bfloat16()
     assert torch.equal((ones.float() + 1e-4).bfloat16(), ones)
-    rule.apply_to_tensors(ones, (), -torch.ones(1 << 14), replace(step, learning_rate=1e-4), 0.0, 1.0, 2)
+    rule.apply_to_tensors(Chunk(ones, (), -torch.ones(1 << 14), 2), replace(step, learning_rate=1e-4), 0.0, 1.0)
     assert 1.0 < float(ones.double().mean()) < 1.0002
 
 
@@ -136,7 +137,7 @@ def test_lomo_without_decay_is_sgd() -> None:
         gradient = rng.standard_normal(2048, np.float32)
         parameter.grad = torch.from_numpy(gradient.copy())
         reference.step()
-        rule.apply(weight, (), gradient, StepScalars(learning_rate=0.125, update=update), 0.0, 1.0)
+        rule.apply(Chunk(weight, (), gradient), StepScalars(learning_rate=0.125, update=update), 0.0, 1.0)
     assert np.array_equal(weight, parameter.detach().numpy())
 
 
@@ -146,7 +147,7 @@ def test_the_first_step_of_sgd_is_the_gradient_and_the_next_has_momentum() -> No
     weight, buffer = np.full(4, 1.0, np.float32), np.zeros(4, np.float32)
     gradient = np.full(4, 2.0, np.float32)
     for update, expected_buffer, expected in ((1, 2.5, 0.375), (2, 3.4375, -0.484375)):
-        rule.apply(weight, (buffer,), gradient, StepScalars(learning_rate=0.25, update=update), 0.5, 1.0)
+        rule.apply(Chunk(weight, (buffer,), gradient), StepScalars(learning_rate=0.25, update=update), 0.5, 1.0)
         assert (buffer[0], weight[0]) == (expected_buffer, expected)
 
 

@@ -16,6 +16,7 @@ from headrace.testing.item_rules import MatrixScaled, RowScaled, ScaledRule, reg
 from headrace.testing.rule_contract import gradient_of, on_tensors
 from headrace.testing.tensor_rule_contract import PARAMETERS, STEP, TensorRuleContract, check_same_bits
 from headrace.update import DeviceUpdater, Updater
+from headrace.update.rule import Chunk
 from headrace.update.rules.sgd import SGD, sgd_rule
 from headrace.update.rules.table import RULES
 from headrace.update.tensor_rule import TensorRule, tree_sum
@@ -43,11 +44,9 @@ class TestRowScaled(TensorRuleContract):
             weight, states = on_tensors(planes)
             there = weight.cuda(), tuple(state.cuda() for state in states)
             pieces = pieces_of(layout, rule.figures)
-            DeviceUpdater(rule).update_range(
-                *there, as_tensor(gradient, bfloat16=True).cuda(), STEP, pieces, 0, layout.num_elements
-            )
+            DeviceUpdater(rule).update_range(Chunk(*there, as_tensor(gradient, bfloat16=True).cuda()), STEP, pieces)
             with Updater(rule, 2) as updater:
-                updater.update_range(*planes, gradient, STEP, pieces, 0, layout.num_elements)
+                updater.update_range(Chunk(*planes, gradient), STEP, pieces)
             check_same_bits(planes, there, name)
 
 
@@ -82,7 +81,7 @@ def test_it_is_what_the_formula_says(optimizer: RowScaled) -> None:
     weight, buffer, gradient = np.random.default_rng(1).standard_normal((3, layout.num_elements), np.float32)
     p, m, g = (array.astype(np.float64) for array in (weight, buffer, gradient * 0.5))
     with Updater(rule, 2) as updater:
-        updater.update_range(weight, (buffer,), gradient, STEP, pieces_of(layout, rule.figures), 0, layout.num_elements)
+        updater.update_range(Chunk(weight, (buffer,), gradient), STEP, pieces_of(layout, rule.figures))
     for each in layout.parameters:
         place, (shape, (scale, decay)) = slice(each.offset, each.offset + each.num_elements), known[each.name]
         theirs = g[place].reshape(shape)
@@ -112,7 +111,7 @@ def test_what_does_not_go_together_is_refused() -> None:
         rule.apply_to_items(weight, (state,), weight.clone(), STEP, items)
     arrays = np.zeros(UNIT_ALIGNMENT, np.float32), (np.zeros(UNIT_ALIGNMENT, np.float32),)
     with Updater(sgd_rule(SGD(), "float32"), 1) as updater, pytest.raises(ConfigError, match="updates elements alone"):
-        updater.update_range(*arrays, arrays[0].copy(), STEP, [items], 0, UNIT_ALIGNMENT)
+        updater.update_range(Chunk(*arrays, arrays[0].copy()), STEP, [items])
     for figures, alone in (
         (replace(rule.figures, grain=Grain.ELEMENT), sgd_rule(SGD(), "float32")),
         (rule.figures, sgd_rule(SGD(momentum=0.0), "float32")),

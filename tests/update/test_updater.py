@@ -12,6 +12,7 @@ from update_planes import COMPUTE_DTYPES, STEP, adamw, copied, gradient_of, ordi
 from headrace.terms.errors import ConfigError
 from headrace.terms.layout import UNIT_ALIGNMENT, GroupRange, chunk_ranges
 from headrace.update import GRADIENT_DTYPES, Updater, group_pieces
+from headrace.update.rule import Chunk
 from headrace.update.rules.adamw import adamw_planes
 
 # Long enough for shares of more than one thread; the borders of the groups lie on no multiple of anything but 32.
@@ -25,7 +26,9 @@ def expected_planes(compute_dtype, gradient):
     for group in GROUPS:
         part = slice(group.start, group.stop)
         states = tuple(state[part] for state in planes[1])
-        adamw(compute_dtype).apply(planes[0][part], states, gradient[part], STEP, group.weight_decay, group.learning_rate_scale)
+        adamw(compute_dtype).apply(
+            Chunk(planes[0][part], states, gradient[part]), STEP, group.weight_decay, group.learning_rate_scale
+        )
     return planes
 
 
@@ -40,7 +43,7 @@ def test_threads_and_chunks_do_not_change_a_bit(compute_dtype, threads):
             for start, stop in chunk_ranges(NUM_ELEMENTS, chunk_elements):
                 part = slice(start, stop)
                 parts = tuple(state[part] for state in states)
-                updater.update_range(weight[part], parts, gradient[part], STEP, GROUPS, start, stop)
+                updater.update_range(Chunk(weight[part], parts, gradient[part], 0, start), STEP, GROUPS)
             assert same_planes((weight, states), expected)
 
 
@@ -52,10 +55,10 @@ def test_any_cut_and_any_groups(cuts, borders):
     gradient = gradient_of(4096, 1, "float32")
     whole, pieces = ordinary(4096, 1, "bfloat16"), ordinary(4096, 1, "bfloat16")
     with Updater(adamw("bfloat16"), 2) as updater:
-        updater.update_range(*whole, gradient, STEP, groups, 0, 4096)
+        updater.update_range(Chunk(*whole, gradient), STEP, groups)
         for start, stop in zip([0, *sorted(cuts)], [*sorted(cuts), 4096], strict=True):
             parts = tuple(state[start:stop] for state in pieces[1])
-            updater.update_range(pieces[0][start:stop], parts, gradient[start:stop], STEP, groups[::-1], start, stop)
+            updater.update_range(Chunk(pieces[0][start:stop], parts, gradient[start:stop], 0, start), STEP, groups[::-1])
     assert same_planes(whole, pieces)
 
 
@@ -68,7 +71,7 @@ def test_calls_from_several_threads_share_the_workers():
         def update(start, stop):
             part = slice(start, stop)
             parts = tuple(state[part] for state in states)
-            updater.update_range(weight[part], parts, gradient[part], STEP, GROUPS, start, stop)
+            updater.update_range(Chunk(weight[part], parts, gradient[part], 0, start), STEP, GROUPS)
 
         callers = [threading.Thread(target=update, args=chunk) for chunk in chunk_ranges(NUM_ELEMENTS, 20 * UNIT_ALIGNMENT)]
         for caller in callers:
@@ -90,7 +93,8 @@ class RecordingRule:
         self.calls = []
         self.active = 0
 
-    def apply(self, weight, states, gradient, step, weight_decay, learning_rate_scale, unit=0, first_element=0, summing=None):
+    def apply(self, chunk, step, weight_decay, learning_rate_scale, summing=None):
+        weight = chunk.weight
         with self.lock:
             self.active += 1
             self.calls.append((int(weight[0]), int(weight[-1]) + 1, threading.current_thread().name, weight_decay))
@@ -105,7 +109,7 @@ class RecordingRule:
 def run_recorded(rule, threads):
     numbers = np.arange(NUM_ELEMENTS, dtype=np.float32)
     with Updater(rule, threads) as updater:
-        updater.update_range(numbers, (numbers, numbers), numbers, STEP, GROUPS, 0, NUM_ELEMENTS)
+        updater.update_range(Chunk(numbers, (numbers, numbers), numbers), STEP, GROUPS)
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -132,8 +136,8 @@ def test_an_error_in_one_share_comes_out_after_all_threads_have_stopped():
 @pytest.mark.parametrize("dtype", GRADIENT_DTYPES)
 def test_warm_up_compiles_the_gradient_type_of_the_run_and_no_other(dtype):
     class Counting(RecordingRule):
-        def apply(self, weight, states, gradient, *rest):
-            self.calls.append(gradient.dtype.name)
+        def apply(self, chunk, *rest):
+            self.calls.append(chunk.gradient.dtype.name)
 
     rule = Counting()
     with Updater(rule, 1) as updater:
@@ -157,7 +161,7 @@ def test_groups_that_leave_gaps_or_overlap_are_refused_untouched(groups):
     planes, gradient = ordinary(128, 0, "float32"), gradient_of(128, 0, "float32")
     before = copied(planes)
     with Updater(adamw("float32"), 1) as updater, pytest.raises(ConfigError, match="without gap or overlap"):
-        updater.update_range(*planes, gradient, STEP, groups, 0, 128)
+        updater.update_range(Chunk(*planes, gradient), STEP, groups)
     assert same_planes(planes, before)
 
 
@@ -171,10 +175,10 @@ def test_wrong_lengths_and_thread_counts_are_refused():
     planes, gradient = ordinary(128, 0, "float32"), gradient_of(128, 0, "float32")
     groups = (GroupRange(0, 256, 1.0, 0.0),)
     with Updater(adamw("float32"), 1) as updater:
-        with pytest.raises(ConfigError, match=r"weight must have shape \(256,\), found \(128,\)"):
-            updater.update_range(*planes, gradient, STEP, groups, 0, 256)
+        with pytest.raises(ConfigError, match=r"gradient must have shape \(128,\), found \(64,\)"):
+            updater.update_range(Chunk(*planes, gradient[:64]), STEP, groups)
         with pytest.raises(ConfigError, match="state 1"):
-            updater.update_range(planes[0], (planes[1][0], planes[1][1][:9]), gradient, STEP, groups, 0, 128)
+            updater.update_range(Chunk(planes[0], (planes[1][0], planes[1][1][:9]), gradient), STEP, groups)
     with pytest.raises(ConfigError, match="expected at least 1, found 0"):
         Updater(adamw("float32"), 0)
 
@@ -183,7 +187,7 @@ def test_close_ends_the_threads_and_may_be_repeated():
     updater = Updater(RecordingRule(), 2)
     before = set(threading.enumerate())
     numbers = np.zeros(NUM_ELEMENTS, np.float32)
-    updater.update_range(numbers, (numbers, numbers), numbers, STEP, GROUPS, 0, NUM_ELEMENTS)
+    updater.update_range(Chunk(numbers, (numbers, numbers), numbers), STEP, GROUPS)
     started = set(threading.enumerate()) - before
     assert started
     updater.close()

@@ -31,7 +31,7 @@ from headrace.terms.option_kinds import OneOf
 from headrace.terms.rule_figures import RuleFigures
 from headrace.update.kernels import widened
 from headrace.update.loops import digest_of, inlined
-from headrace.update.rule import ElementRule, StepScalars, Summing, noise_key
+from headrace.update.rule import Chunk, ElementRule, StepScalars, Summing, noise_key
 from headrace.update.rules.moment_tensors import tensor_rounded_at_random
 from headrace.update.rules.moments import rounded_at_random
 from headrace.update.tensors import Noise, States
@@ -136,41 +136,32 @@ class RoundedLomoRule(LomoRule):
 
     def apply(
         self,
-        weight: NDArray[Any],
-        states: tuple[NDArray[Any], ...],
-        gradient: NDArray[Any],
+        chunk: Chunk[NDArray[Any]],
         step: StepScalars,
         weight_decay: float,
         learning_rate_scale: float,
-        unit: int = 0,
-        first_element: int = 0,
         summing: Summing | None = None,
     ) -> None:
-        """Update `weight` in place: see `UpdateRule.apply`."""
-        self._check(weight, states, gradient)
+        """Update a chunk in place: see `UpdateRule.apply`."""
+        weight, gradient = chunk.weight, chunk.gradient
+        self._check(weight, chunk.states, gradient)
         if summing is not None:
             self._check_sums((weight,))
         scalars = np.array(self.scalars(step, weight_decay, learning_rate_scale), np.float32)
         of_gradient = gradient.view("int16") if gradient.dtype.name == "float16" else gradient
-        _rounding_loop()(of_gradient, scalars, first_element, np.uint32(noise_key(step.update, unit)), weight)
+        key = np.uint32(noise_key(step.update, chunk.unit))
+        _rounding_loop()(of_gradient, scalars, chunk.first_element, key, weight)
 
     @torch.no_grad()
     def apply_to_tensors(
-        self,
-        weight: Tensor,
-        states: tuple[Tensor, ...],
-        gradient: Tensor,
-        step: StepScalars,
-        weight_decay: float,
-        learning_rate_scale: float,
-        unit: int = 0,
-        first_element: int = 0,
+        self, chunk: Chunk[Tensor], step: StepScalars, weight_decay: float, learning_rate_scale: float
     ) -> None:
-        """Update `weight` in place: see `UpdateRule.apply_to_tensors`."""
-        self._check_tensors(weight, states, gradient)
+        """Update a chunk in place: see `UpdateRule.apply_to_tensors`."""
+        weight, gradient = chunk.weight, chunk.gradient
+        self._check_tensors(weight, chunk.states, gradient)
         scalars = np.array(self.scalars(step, weight_decay, learning_rate_scale), np.float32).tolist()
         p, _ = self.on_tensors(weight.view(torch.bfloat16).to(torch.float32), gradient, (), scalars)
-        noise = Noise(noise_key(step.update, unit), first_element)
+        noise = Noise(noise_key(step.update, chunk.unit), chunk.first_element)
         weight.copy_(tensor_rounded_at_random(p, noise).view(weight.dtype))
 
 

@@ -14,7 +14,7 @@ from headrace.terms.cuts import lengths_of, parts_of
 from headrace.terms.errors import ConfigError
 from headrace.terms.layout import GroupRange, ItemRange, Padding
 from headrace.terms.sizes import round_up
-from headrace.update.rule import StepScalars, UpdateRule, group_pieces, refuse_cut_blocks
+from headrace.update.rule import Chunk, StepScalars, UpdateRule, group_pieces, refuse_cut_blocks
 from headrace.update.tensor_rule import item_shares, items_rule
 
 
@@ -41,24 +41,21 @@ class DeviceUpdater:
 
     def update_range(
         self,
-        weight: Tensor,
-        states: tuple[Tensor, ...],
-        gradient: Tensor,
+        chunk: Chunk[Tensor],
         step: StepScalars,
         groups: Sequence[GroupRange],
-        start: int,
-        stop: int,
-        unit: int = 0,
     ) -> None:
-        """Update elements `[start, stop)` of `unit` in place: the same as `Updater.update_range`, on tensors.
+        """Update a chunk of a unit in place: the same as `Updater.update_range`, on tensors.
 
-        Shapes: as there; index 0 is the unit's element `start`. Types: see `UpdateRule.apply_to_tensors`.
+        Shapes: as there. Types: see `UpdateRule.apply_to_tensors`.
 
         Raises:
             ConfigError: tensors of another type or length, groups that do not cover the range, or a cut block of the planes;
                 nothing is changed then.
         """
-        planes = self.rule.planes
+        weight, states, gradient = chunk.weight, chunk.states, chunk.gradient
+        planes, start = self.rule.planes, chunk.first_element
+        stop = start + weight.numel()
         pieces = group_pieces(groups, start, stop)
         lengths = (stop - start, stop - start, *lengths_of(planes.states, pieces, start))
         for tensor, length in zip((weight, gradient, *states), lengths, strict=False):
@@ -77,7 +74,8 @@ class DeviceUpdater:
                 items_rule(self.rule).apply_to_items(weight[part], parts, gradient[part], step, share)
             else:
                 scalars = (share.weight_decay, share.learning_rate_scale)
-                self.rule.apply_to_tensors(weight[part], parts, gradient[part], step, *scalars, unit, share.start)
+                of_share = Chunk(weight[part], parts, gradient[part], chunk.unit, share.start)
+                self.rule.apply_to_tensors(of_share, step, *scalars)
 
     def _shares(self, pieces: Sequence[GroupRange]) -> Iterator[GroupRange]:
         for piece in pieces:

@@ -20,7 +20,7 @@ from headrace.terms.errors import ConfigError
 from headrace.terms.layout import UNIT_ALIGNMENT, GroupRange, ItemRange, Padding, PlaneSet
 from headrace.terms.sizes import round_up
 from headrace.update.norm import square_sum
-from headrace.update.rule import Checksums, StepScalars, Summing, UpdateRule, group_pieces, refuse_cut_blocks
+from headrace.update.rule import Checksums, Chunk, StepScalars, Summing, UpdateRule, group_pieces, refuse_cut_blocks
 from headrace.update.tensor_rule import TensorRule, item_shares, items_rule
 from headrace.update.tensors import as_tensor
 
@@ -65,36 +65,31 @@ class Updater:
         gradient = np.zeros(UNIT_ALIGNMENT, gradient_dtype)
         summing = _Sums(planes, UNIT_ALIGNMENT).of_share(0) if self.rule.sums else None
         if not (isinstance(self.rule, TensorRule) and self.rule.figures.takes_vectors):
-            self.rule.apply(weight, states, gradient, StepScalars(learning_rate=0.0, update=1), 0.0, 1.0, 0, 0, summing)
+            self.rule.apply(Chunk(weight, states, gradient), StepScalars(learning_rate=0.0, update=1), 0.0, 1.0, summing)
         square_sum(gradient)
 
     def update_range(
         self,
-        weight: NDArray[Any],
-        states: tuple[NDArray[Any], ...],
-        gradient: NDArray[Any],
+        chunk: Chunk[NDArray[Any]],
         step: StepScalars,
         groups: Sequence[GroupRange],
-        start: int,
-        stop: int,
-        unit: int = 0,
         *,
         take_checksums: bool = False,
     ) -> Checksums | None:
-        """Update elements `[start, stop)` of `unit` in place; the same bits for any `threads` and any cut of the unit.
+        """Update a chunk of a unit in place; the same bits for any `threads` and any cut of the unit.
 
         With `take_checksums`, return the checksums of the new weights and of the new states, laid out as in
         `PlaneSet.split_states`; None if the rule takes none.
 
-        Shapes: all arrays are `(stop - start,)`, a state plane has its numbers for so many elements; index 0 is the unit's
-            element
-        `start`. Types: see `UpdateRule.apply`.
+        Shapes: all arrays are `(n,)`, a state plane has its numbers for so many elements. Types: see `UpdateRule.apply`.
 
         Raises:
             ConfigError: arrays of another length, groups that do not cover the range, or a range or group that cuts a block of
                 the planes; nothing has been changed then.
         """
-        planes, num_elements = self.rule.planes, stop - start
+        weight, states, gradient = chunk.weight, chunk.states, chunk.gradient
+        planes, num_elements, start = self.rule.planes, weight.size, chunk.first_element
+        stop = start + num_elements
         pieces = group_pieces(groups, start, stop)
         lengths = lengths_of(planes.states, pieces, start)
         named = [(f"state {i}", s, length) for i, (s, length) in enumerate(zip(states, lengths, strict=False))]
@@ -123,7 +118,8 @@ class Updater:
                     continue
                 scalars = (share.weight_decay, share.learning_rate_scale)
                 summing = sums.of_share(part.start) if sums is not None else None
-                self.rule.apply(weight[part], parts, gradient[part], step, *scalars, unit, share.start, summing)
+                of_share = Chunk(weight[part], parts, gradient[part], chunk.unit, share.start)
+                self.rule.apply(of_share, step, *scalars, summing)
 
         futures = [self._pool.submit(work) for _ in range(min(self.threads, len(shares)) - 1)]
         try:
