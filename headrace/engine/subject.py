@@ -28,7 +28,7 @@ from headrace.model import Exporter, export_bytes
 from headrace.model.adapter_files import adapter_file_bytes, write_adapters
 from headrace.plan.buffer_sizes import scratch_bytes
 from headrace.plan.plan import Plan
-from headrace.store import StateStore
+from headrace.store import StateStore, StoreRequest
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.cuts import least_chunk_elements
 from headrace.terms.errors import RunDirectoryError
@@ -158,17 +158,15 @@ class Subject:
         own_planes = self.own_rule.planes if self.own_rule else planes
         usual = max(min(_CHUNK_ELEMENTS, largest_unit), *(least_chunk_elements(form.cuts) for form in self.forms))
         chunk_elements = plan.chunk_elements if plan else usual
-        store = StateStore.create(
-            directory,
-            ssd,
-            [form.families(planes, own_planes, chunk_elements) for form in self.forms],
+        request = StoreRequest(
+            directories=ssd,
+            units=[form.families(planes, own_planes, chunk_elements) for form in self.forms],
             scratch_bytes=scratch_bytes(plan) if plan else 0,
             weights=measured_weights(ssd),
             identity={"model": str(self.directory), **self.seams.names, **self.lent.identity},
-            sink=sink,
             beside=beside,
         )
-        return self.use_lent(store, sink)
+        return self.use_lent(StateStore.create(directory, request, sink=sink), sink)
 
     @property
     def importing(self) -> str:

@@ -38,7 +38,7 @@ from headrace.plan.schedules.forward import build_forward
 from headrace.plan.schedules.serve import turns_of
 from headrace.plan.schedules.train import build_program
 from headrace.plan.serving import grouping_of
-from headrace.store import StateStore
+from headrace.store import StateStore, StoreRequest
 from headrace.terms.cuts import pieces_of
 from headrace.terms.errors import ConfigError, HeadraceError, ModelError, PlanInfeasible, StorageError
 from headrace.terms.events import Planned, Sink, StepResult
@@ -175,16 +175,15 @@ class Worker:
         """Return a store without states, for scratch space."""
         directories = own.budget.ssd or (folder,)
         rule = self._updater.rule
-        store = StateStore.create(
-            folder,
-            directories,
-            [form.families(rule.planes, rule.planes, self.plan.chunk_elements) for form in self._forms],
+        request = StoreRequest(
+            directories=directories,
+            units=[form.families(rule.planes, rule.planes, self.plan.chunk_elements) for form in self._forms],
             scratch_bytes=scratch_bytes(self.plan),
             weights=measured_weights(directories),
             identity={"worker": True},
-            sink=self._sink,
             allow_tmpfs=not own.budget.ssd,
         )
+        store = StateStore.create(folder, request, sink=self._sink)
         self._closers.callback(_remove_scratch, store)
         return store
 

@@ -1,6 +1,6 @@
 """Where each plane of each unit lives on SSD: slots, commits, checksums, scratch."""
 
-from headrace.store.assembly import lost_commits, make_run_directory
+from headrace.store.assembly import StoreRequest, lost_commits, make_run_directory
 from headrace.store.checksum import checksum, checksum_reference
 from headrace.store.leftovers import (
     Leftover,
@@ -26,6 +26,7 @@ __all__ = [
     "Progress",
     "RunLock",
     "StateStore",
+    "StoreRequest",
     "checksum",
     "checksum_reference",
     "find_leftovers",

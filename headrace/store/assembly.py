@@ -6,7 +6,7 @@ Invariant: whatever fails, nothing new is left on the drives and the locks are f
 import contextlib
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ from headrace.store.run_folders import (
 from headrace.terms.errors import ConfigError, RunDirectoryError
 from headrace.terms.events import Sink
 from headrace.terms.families import Unit
-from headrace.terms.sizes import format_bytes
+from headrace.terms.sizes import MIB, format_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,18 +88,20 @@ class StoreParts:
         self.records.close()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class StoreRequest:
-    """What is asked of a new store."""
+    """What is asked of a new store: the slots of each family of `units`, and scratch, striped over `directories` by `weights`
+    (None: evenly). `identity` is kept as given (JSON). There must be space, too, for what will be written `beside` the state.
+    """
 
     directories: Sequence[Path]
     units: Sequence[Unit]
     scratch_bytes: int
-    stripe_bytes: int
-    weights: Sequence[int] | None
-    identity: Mapping[str, Any]
-    beside: Beside | None
-    allow_tmpfs: bool
+    weights: Sequence[int] | None = None
+    identity: Mapping[str, Any] = field(default_factory=dict)
+    beside: Beside | None = None
+    allow_tmpfs: bool = False
+    stripe_bytes: int = 8 * MIB
 
 
 def create_parts(

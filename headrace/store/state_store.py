@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from headrace.files import Beside, Bytes, DoneTicket, ThreadEngine, Ticket
+from headrace.files import Bytes, DoneTicket, ThreadEngine, Ticket
 from headrace.store.assembly import StoreParts, StoreRequest, create_parts, open_parts
 from headrace.store.checksum import checksum
 from headrace.store.lent import LentFiles, NothingLent
@@ -24,8 +24,7 @@ from headrace.store.verify import Progress, verify_groups
 from headrace.terms.drives import InFlight
 from headrace.terms.errors import StorageError
 from headrace.terms.events import Notice, Sink
-from headrace.terms.families import Durability, Unit
-from headrace.terms.sizes import MIB
+from headrace.terms.families import Durability
 
 
 class StateStore:
@@ -60,39 +59,21 @@ class StateStore:
     def create(
         cls,
         run_directory: Path,
-        directories: Sequence[Path],
-        units: Sequence[Unit],
+        request: StoreRequest,
         *,
-        scratch_bytes: int,
         sink: Sink,
-        weights: Sequence[int] | None = None,
-        identity: Mapping[str, Any] | None = None,
-        beside: Beside | None = None,
-        allow_tmpfs: bool = False,
-        stripe_bytes: int = 8 * MIB,
         open_file: OpenFile = open_direct,
         engine: ThreadEngine | None = None,
     ) -> Self:
-        """Reserve space for the slots of every family and for scratch, striped over `directories` by `weights` (equal if None).
+        """Reserve space for the slots of every family and for scratch, striped over the directories of `request`.
 
-        `identity` is kept as given (JSON). There must be space too for what will be written `beside` the state. `open_file` and
-        `engine` replace the files and the threads; an engine given is not closed with the store.
+        `open_file` and `engine` replace the files and the threads; an engine given is not closed with the store.
 
         Raises:
             ConfigError, DiskFull: a directory or a size will not do; nothing was made.
             RunDirectoryError: the run directory holds a run already, or is in use.
             StorageError: a file could not be made; what had been is removed again.
         """
-        request = StoreRequest(
-            directories=directories,
-            units=units,
-            scratch_bytes=scratch_bytes,
-            stripe_bytes=stripe_bytes,
-            weights=weights,
-            identity=identity or {},
-            beside=beside,
-            allow_tmpfs=allow_tmpfs,
-        )
         return cls(create_parts(Path(run_directory), request, open_file=open_file, engine=engine, sink=sink), None)
 
     @classmethod

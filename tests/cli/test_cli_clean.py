@@ -11,7 +11,7 @@ import pytest
 from bad_worlds import World, check_refusal, listing
 
 from headrace.cli import cleaning, main
-from headrace.store import Leftover, StateStore
+from headrace.store import Leftover, StateStore, StoreRequest
 from headrace.store.manifest import RECORD_NAMES, withdraw_manifest
 from headrace.terms.errors import ConfigError
 from headrace.terms.families import trained_unit
@@ -131,7 +131,7 @@ def two_ssds(folder: Path, capsys: pytest.CaptureFixture[str]) -> World:
     for ssd in ssds:
         ssd.mkdir()
     units = [trained_unit(layout, adamw_planes("bfloat16"), 2048) for layout in layouts]
-    StateStore.create(folder / "run", ssds, units, scratch_bytes=4096, sink=lambda event: None).close()
+    StateStore.create(folder / "run", StoreRequest(ssds, units, 4096), sink=lambda event: None).close()
     return World(folder, capsys)
 
 

@@ -13,7 +13,7 @@ import pytest
 from headrace.files.durable import write_new
 from headrace.runs.engines import discard, state_of
 from headrace.runs.protocols import StateKind
-from headrace.store import StateStore, leftovers_of, remove_leftover
+from headrace.store import StateStore, StoreRequest, leftovers_of, remove_leftover
 from headrace.store.manifest import withdraw_manifest
 from headrace.store.run_directory import RunDirectory
 from headrace.terms.errors import RunDirectoryError
@@ -31,15 +31,8 @@ def ignore(event: Event) -> None:
 def create(run: Path, ssd: Path) -> StateStore:
     ssd.mkdir(exist_ok=True)
     layouts = (lay_out("prologue", [("embed.weight", (40, 32), (1.0, 0.1))]),)
-    return StateStore.create(
-        run,
-        [ssd],
-        [trained_unit(layout, adamw_planes("bfloat16"), 2048) for layout in layouts],
-        scratch_bytes=0,
-        identity={},
-        sink=ignore,
-        allow_tmpfs=True,
-    )
+    units = [trained_unit(layout, adamw_planes("bfloat16"), 2048) for layout in layouts]
+    return StateStore.create(run, StoreRequest([ssd], units, 0, allow_tmpfs=True), sink=ignore)
 
 
 def test_only_a_commit_makes_a_run_committed(tmp_path: Path) -> None:

@@ -12,10 +12,10 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from headrace.files.scratch import scratch
-from headrace.store import StateStore
+from headrace.store import StateStore, StoreRequest
 drives = [Path(word) for word in sys.argv[2:]]
 with scratch(drives[0], sys.argv[1]) as folder:
-    StateStore.create(folder, drives, [], scratch_bytes=1 << 20, sink=lambda event: None, allow_tmpfs=True)
+    StateStore.create(folder, StoreRequest(drives, [], 1 << 20, allow_tmpfs=True), sink=lambda event: None)
     os.kill(os.getpid(), signal.SIGKILL)
 """
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from headrace.files import Bytes, ThreadEngine
 from headrace.machine.host_memory import huge_page_buffer
-from headrace.store import StateStore
+from headrace.store import StateStore, StoreRequest
 from headrace.terms.events import Event
 from headrace.terms.families import STATES, WEIGHTS, trained_unit
 from headrace.terms.layout import UnitLayout, chunk_ranges, lay_out
@@ -40,17 +40,17 @@ def filled(num_bytes: int, value: int) -> Bytes:
 def make_store(folder: Path, **changes: Any) -> StateStore:
     for name in ("ssd0", "ssd1"):
         (folder / name).mkdir(exist_ok=True)
-    arguments: dict[str, Any] = {
+    asked: dict[str, Any] = {
+        "directories": [folder / "ssd0", folder / "ssd1"],
+        "units": UNITS,
         "scratch_bytes": 16 * 4096,
         "weights": [2, 1],
         "stripe_bytes": 4096,
         "identity": {"model": "tiny"},
-        "sink": ignore,
         "allow_tmpfs": True,
     }
-    directories = changes.pop("directories", [folder / "ssd0", folder / "ssd1"])
-    units = changes.pop("units", UNITS)
-    return StateStore.create(folder / "run", directories, units, **{**arguments, **changes})
+    asked |= {key: changes.pop(key) for key in [*changes] if key in asked or key == "beside"}
+    return StateStore.create(folder / "run", StoreRequest(**asked), **{"sink": ignore, **changes})
 
 
 def open_store(folder: Path, **changes: Any) -> StateStore:
