@@ -121,7 +121,9 @@ def plan_model(
         found = nearest_variants(question, error, planner.quick_plan, lambda: time.monotonic() > deadline)
         variants = tuple(planner.alternative(*variant) for variant in found)
         return replace(report, reason=str(error), needed_bytes={error.tier: error.needed_bytes}, alternatives=variants)
-    more = (*([] if whole is None else [note_on(whole)]), *notes_on(planner.forms(question)))
+    wire = wire_on(question.wire, chain)
+    of_adapters = wire.known.notes if isinstance(wire, AdapterWire) else ()
+    more = (*([] if whole is None else [note_on(whole)]), *of_adapters, *notes_on(planner.forms(question)))
     plan = plan.with_results(notes=(*plan.results.notes, *more))
     report = _with_times(report, plan, planner.ceilings, planner.forecast(plan), options.max_steps or DEFAULT_STEPS)
     alternatives = (

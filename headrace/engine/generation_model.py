@@ -20,8 +20,8 @@ from headrace.flow.sources import ShardSource, StoreSource, WeightSource
 from headrace.machine.here import this_machine
 from headrace.machine.protocol import Machine
 from headrace.model import Chain, WeightMap
-from headrace.model.adapter_files import StoredAdapters, is_adapter_directory, named_base, read_adapters
-from headrace.model.adapters import refuse_stacks
+from headrace.model.adapter_files import is_adapter_directory, named_base
+from headrace.model.adapter_reading import StoredAdapters, read_adapters
 from headrace.model.generation_check import check_generation, ready_to_generate
 from headrace.store import StateStore
 from headrace.terms.budget import Budget
@@ -77,7 +77,6 @@ class GenerationModel:
         with contextlib.ExitStack() as closers:
             stored = adapters(chain, weights) if adapters is not None else None
             if stored is not None:
-                refuse_stacks(stored.adapters)
                 closers.enter_context(chain.adapted(stored.adapters))
             source = ShardSource(chain, weights, sink or _silent, on_cpu=not machine.separate_device, adapters=stored)
             found = cls.of(directory, chain, source, machine, (*opened.checkpoint.notes, *source.notes))

@@ -11,7 +11,7 @@ import torch
 
 from headrace.machine.host_memory import huge_page_buffer
 from headrace.model import Chain, Checkpoint, Exporter, import_unit
-from headrace.model.adapter_files import StoredAdapters, read_adapters
+from headrace.model.adapter_reading import StoredAdapters, read_adapters
 from headrace.model.matching import WeightMap
 from headrace.terms.layout import UnitLayout, part
 from headrace.terms.optimizer import Optimizer

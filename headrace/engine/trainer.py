@@ -332,6 +332,11 @@ class Engine:
         """Which weights the newest ones are: the run, and the number of its steps."""
         return {"run_id": self.store.manifest.run_id, "steps": self.num_steps}
 
+    @property
+    def export_notes(self) -> tuple[str, ...]:
+        """What a reader of the exported files should know."""
+        return self._subject.chain.adapters.notes if self._subject.chain.adapters is not None else ()
+
     def save_pretrained(self, out_dir: str | Path) -> None:
         """Write the newest weights as an ordinary Hugging Face directory, in constant memory; a run of adapters writes them in
         peft's files (`engine.merging` merges them).

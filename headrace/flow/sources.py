@@ -15,7 +15,7 @@ from headrace.flow.expert_source import ExpertSource, expert_figures
 from headrace.flow.make import Maker
 from headrace.machine.host_memory import Bytes
 from headrace.model import Chain, WeightMap, import_unit
-from headrace.model.adapter_files import StoredAdapters
+from headrace.model.adapter_reading import StoredAdapters
 from headrace.model.bank_check import why_no_banks
 from headrace.model.banks import find_experts
 from headrace.model.in_place import StoredUnit, paths_of, stored_units

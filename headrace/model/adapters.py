@@ -16,8 +16,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
 
+from headrace.model.adapter_targets import DOWN, MAGNITUDE, UP, Product, Stack, chosen_products, is_taken_for_experts
 from headrace.model.binding import GradientSink, hand_over
 from headrace.terms.adapter import Lora
 from headrace.terms.errors import ConfigError, StepFailed
@@ -25,81 +25,6 @@ from headrace.terms.layout import UnitLayout, lay_out, part
 
 # Elements of a matrix that are computed in float32 at once.
 _PIECE_ELEMENTS = 1 << 20
-DOWN, UP, MAGNITUDE = "lora_A.weight", "lora_B.weight", "lora_magnitude_vector"
-
-
-@dataclass(frozen=True, slots=True)
-class Product:
-    """A module of a block that multiplies with one matrix: `rows` outputs from `columns` inputs.
-
-    `transposed`: the matrix lies with a row for each input, as in transformers' Conv1D.
-    """
-
-    name: str
-    rows: int
-    columns: int
-    transposed: bool
-
-    @property
-    def parameter(self) -> str:
-        """The name of its matrix."""
-        return f"{self.name}.weight"
-
-    def shapes(self, settings: Lora) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of its adapter's tensors, by the ends of their names."""
-        shapes: dict[str, tuple[int, ...]] = {DOWN: (settings.rank, self.columns), UP: (self.rows, settings.rank)}
-        return shapes | ({MAGNITUDE: (self.rows,)} if settings.has_magnitudes else {})
-
-
-@dataclass(frozen=True, slots=True)
-class Stack(Product):
-    """A parameter of packed experts, one matrix for each of `experts`; `name` is its own."""
-
-    experts: int
-
-    @property
-    def parameter(self) -> str:
-        """The name of its matrices."""
-        return self.name
-
-    def shapes(self, settings: Lora) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of its adapter's tensors: A has the rows of one expert after another, B mixes their columns."""
-        return {DOWN: (self.experts * settings.rank, self.columns), UP: (self.rows, settings.rank * self.experts)}
-
-    def factors(self, down: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-        """Return A as (experts, rank, columns) and B as (experts, rows, rank), views as peft takes them."""
-        return down.view(self.experts, -1, self.columns), up.view(self.rows, -1, self.experts).permute(2, 0, 1)
-
-
-def is_linear(module: nn.Module) -> bool:
-    """Return whether a module does nothing but multiply with a matrix, and add a bias where it has one."""
-    return isinstance(module, Conv1D) or (isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward)
-
-
-def products_of(model: nn.Module, layout: UnitLayout) -> Iterator[Product]:
-    """Yield the modules of the unit laid out by `layout` that could have an adapter."""
-    known = {spec.name for spec in layout.parameters}
-    for name, module in model.named_modules():
-        if f"{name}.weight" in known and is_linear(module):
-            rows, columns = module.weight.shape
-            transposed = isinstance(module, Conv1D)
-            yield Product(name, *((columns, rows) if transposed else (rows, columns)), transposed)
-
-
-def stacks_of(model: nn.Module, layout: UnitLayout) -> Iterator[Stack]:
-    """Yield the parameters of packed experts of the unit laid out by `layout`."""
-    modules = dict(model.named_modules())
-    for spec in layout.parameters:
-        # transformers marks classes of packed experts so, by which way their matrices lie.
-        transposed = getattr(modules.get(spec.name.rpartition(".")[0]), "is_transposed", None)
-        if len(spec.shape) == 3 and isinstance(transposed, bool):
-            experts, rows, columns = spec.shape
-            yield Stack(spec.name, *((columns, rows) if transposed else (rows, columns)), transposed, experts)
-
-
-def is_target(name: str, targets: Sequence[str]) -> bool:
-    """Return whether a module is one of `targets`, by its whole name or the end of it, as in peft; () stands for all."""
-    return not targets or any(name == target or name.endswith(f".{target}") for target in targets)
 
 
 @dataclass(frozen=True)
@@ -111,50 +36,52 @@ class Adapters:
         seed: what their first numbers are drawn from.
         products: the modules that are adapted, by unit.
         layouts: where the tensors of a unit's adapters lie, by unit; they are called `MODULE.lora_A.weight` and so on.
+        notes: what a person should know about which modules have none, and whether peft reads all.
     """
 
     settings: Lora
     seed: int
     products: Mapping[int, tuple[Product, ...]]
     layouts: Mapping[int, UnitLayout]
+    notes: tuple[str, ...] = ()
     _bound: dict[str, nn.Parameter] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, model: nn.Module, layouts: Sequence[UnitLayout], num_blocks: int, settings: Lora, seed: int = 0) -> "Adapters":
-        """Return the adapters that `settings` ask for, of a model whose units are laid out so.
+    def of(
+        cls,
+        model: nn.Module,
+        layouts: Sequence[UnitLayout],
+        num_blocks: int,
+        settings: Lora,
+        seed: int = 0,
+        stored_type: str = "",
+    ) -> "Adapters":
+        """Return the adapters that `settings` ask for, of a model whose units are laid out so; its files have `stored_type`.
 
         Raises:
             ConfigError: a target that is no linear module of a block or a head, or a rank above a side of its matrix.
         """
-        # Without targets a head has none, as with peft's `all-linear`.
-        units = range(1, len(layouts) if settings.targets else num_blocks + 1)
-        known = {unit: tuple(products_of(model, layouts[unit])) for unit in units}
-        stacks = {unit: tuple(stacks_of(model, layouts[unit])) for unit in units}
-        names, packed = ([each.name for found in kinds.values() for each in found] for kinds in (known, stacks))
-        # As in peft a word that names linear modules means these alone, though experts may end with it, too.
-        of_stacks = [word for word in settings.targets if not any(is_target(name, (word,)) for name in names)]
-        _check_targets(model, names, packed, settings.targets)
-        if asked := [name for name in packed if of_stacks and _is_stack_of(name, of_stacks)]:
-            _refuse_of_stacks(asked[0], settings)
-        products = {
-            unit: chosen
-            for unit, found in known.items()
-            if (
-                chosen := (
-                    *(each for each in found if is_target(each.name, settings.targets)),
-                    *(each for each in stacks[unit] if of_stacks and _is_stack_of(each.name, of_stacks)),
-                )
-            )
-        }
-        for each in (each for found in products.values() for each in found):
-            if settings.rank > min(each.rows, each.columns):
-                raise ConfigError(
-                    f"adapter: rank {settings.rank} is more than {each.name} has: it is {each.rows} x {each.columns}; "
-                    f"give at most {min(each.rows, each.columns)}, or leave it out of target_modules"
-                )
-        return cls(
-            settings, seed, products, {unit: _lay_out(layouts[unit], found, settings) for unit, found in products.items()}
-        )
+        chosen, notes = chosen_products(model, layouts, num_blocks, settings)
+        return cls.over(layouts, settings, chosen, seed, (*notes, *_notes_on_files(chosen, settings, stored_type)))
+
+    @classmethod
+    def over(
+        cls,
+        layouts: Sequence[UnitLayout],
+        settings: Lora,
+        products: Mapping[int, Sequence[Product]],
+        seed: int = 0,
+        notes: tuple[str, ...] = (),
+    ) -> "Adapters":
+        """Return the adapters of `products`, which have their ranks, by unit.
+
+        Raises:
+            ConfigError: packed experts are to have what is computed of single matrices alone.
+        """
+        for each in (each for found in products.values() for each in found if isinstance(each, Stack)):
+            _refuse_of_stack(each.name, settings)
+        placed = {unit: _lay_out(layouts[unit], found, settings) for unit, found in products.items()}
+        return cls(settings, seed, {unit: tuple(found) for unit, found in products.items()}, placed, notes)
 
     def install(self, model: nn.Module) -> Callable[[], None]:
         """Let the modules of `model` add what their adapters compute; return the function that undoes it."""
@@ -212,11 +139,13 @@ class Adapters:
             down, up = (tensors[f"{each.name}.{end}"] for end in (DOWN, UP))
             magnitude = tensors.get(f"{each.name}.{MAGNITUDE}")
             matrices = weights[each.parameter]
-            every = zip(matrices, *each.factors(down, up), strict=True) if isinstance(each, Stack) else [(matrices, down, up)]
+            every = [(matrices, down, up)]
+            if isinstance(each, Stack):
+                every = list(zip(each.matrices(matrices), *each.factors(down, up), strict=True))
             for own, down_of_it, up_of_it in every:
                 matrix = _as_product(each, own)
                 for rows in _pieces(each):
-                    whole = matrix[rows].float() + self.settings.scale * (up_of_it[rows] @ down_of_it)
+                    whole = matrix[rows].float() + each.scale * (up_of_it[rows] @ down_of_it)
                     if magnitude is not None:
                         whole *= (magnitude[rows] / torch.linalg.vector_norm(whole, dim=1))[:, None]
                     matrix[rows] = whole.to(matrix.dtype)
@@ -235,7 +164,10 @@ class Adapters:
             if stack.transposed:
                 left, right = right.mT, left.mT
             kept.append(own)
-            both = torch.baddbmm(own.detach(), left.to(own.dtype), right.to(own.dtype), alpha=self.settings.scale)
+            if stack.experts == 1:  # peft rounds the product of a single matrix, and the factors of several
+                both = own.detach() + (stack.scale * (left @ right)).view_as(own).to(own.dtype)
+            else:
+                both = torch.baddbmm(own.detach(), left.to(own.dtype), right.to(own.dtype), alpha=stack.scale)
             module._parameters[name] = both  # type: ignore[assignment]
 
         def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -255,7 +187,7 @@ class Adapters:
             inputs = args[0].to(down.dtype)
             if settings.dropout and module.training:
                 inputs = F.dropout(inputs, settings.dropout)
-            learned = F.linear(F.linear(inputs, down), up) * settings.scale
+            learned = F.linear(F.linear(inputs, down), up) * product.scale
             if magnitude is not None:
                 norms = self._norms(product, module, down, up)
                 scale = magnitude / norms
@@ -270,34 +202,28 @@ class Adapters:
     def _norms(self, product: Product, module: nn.Module, down: Tensor, up: Tensor) -> Tensor:
         """Return the lengths of the rows of `W + s B A`, of which no gradient is taken (section 4.3 of the paper)."""
         matrix = _as_product(product, module.weight)  # type: ignore[arg-type]
-        pieces = (matrix[rows].to(down.dtype) + self.settings.scale * (up[rows] @ down) for rows in _pieces(product))
+        pieces = (matrix[rows].to(down.dtype) + product.scale * (up[rows] @ down) for rows in _pieces(product))
         return torch.cat([torch.linalg.vector_norm(piece, dim=1) for piece in pieces])
 
 
-def refuse_stacks(adapters: Adapters) -> None:
-    """Refuse adapters of packed experts where experts are read one at a time.
+def _notes_on_files(products: Mapping[int, Sequence[Product]], settings: Lora, stored_type: str) -> tuple[str, ...]:
+    """Return a note on adapters that stock peft passes over when it reads the files."""
+    every = [each for found in products.values() for each in found]
+    ends = sorted({each.name.rpartition(".")[2] for each in every if is_taken_for_experts(each, stored_type)})
+    if not (ends and settings.has_magnitudes):
+        return ()
+    return (
+        f"peft does not read dora of {', '.join(ends)} in {stored_type}: it takes these names for packed experts; train lora, "
+        f"or exclude_modules={'+'.join(ends)}, or merge the finished run (`headrace export RUN OUT --merge`)",
+    )
 
-    Raises:
-        ConfigError: there are such.
-    """
-    for each in (each for found in adapters.products.values() for each in found):
-        if isinstance(each, Stack):
-            raise ConfigError(
-                f"adapter: {each.name}: packed experts have adapters; merge them first: `headrace export RUN OUT --merge`"
-            )
 
-
-def _refuse_of_stacks(name: str, settings: Lora) -> None:
+def _refuse_of_stack(name: str, settings: Lora) -> None:
     """Refuse what cannot be computed of a sum of matrices: peft refuses it, too."""
     if settings.has_magnitudes:
         raise ConfigError(f"adapter: dora: {name} are packed experts, which get adapters of lora; give lora")
     if settings.dropout:
         raise ConfigError(f"adapter: dropout: {name} are packed experts, whose adapters have no dropout; leave it out")
-
-
-def _is_stack_of(name: str, targets: Sequence[str]) -> bool:
-    """Return whether packed experts are one of `targets`, by their own name or their module's."""
-    return is_target(name, targets) or is_target(name.rpartition(".")[0], targets)
 
 
 def merging_bytes(products: Sequence[Product]) -> int:
@@ -325,24 +251,3 @@ def _lay_out(layout: UnitLayout, products: Sequence[Product], settings: Lora) ->
         for end, shape in each.shapes(settings).items()
     ]
     return lay_out(layout.name, parameters)
-
-
-def _check_targets(model: nn.Module, names: Sequence[str], packed: Sequence[str], targets: Sequence[str]) -> None:
-    """Refuse targets that are none of `names` nor of `packed`, which are parameters that stack the matrices of experts."""
-    for target in targets:
-        if any(is_target(name, (target,)) for name in names) or any(_is_stack_of(name, (target,)) for name in packed):
-            continue
-        if any(is_target(name, (target,)) and is_linear(module) for name, module in model.named_modules()):
-            why = "shares its matrix with the embedding; heads that are tied get no adapters, --gradient lsp trains them"
-        elif any(is_target(name, (target,)) for name, _ in model.named_modules()):
-            why = "is no linear module of a block or a head; --gradient lsp trains it"
-        else:
-            why = "is none"
-        known = sorted({name.rpartition(".")[2] for name in names})
-        experts = sorted({".".join(name.split(".")[-2:]) for name in packed})
-        also = f"; packed experts are {', '.join(experts)}" if experts else ""
-        raise ConfigError(
-            f"adapter: target_modules: {target!r} {why}; linear modules are {', '.join(known) or 'not there'}{also}"
-        )
-    if not names and not targets:
-        raise ConfigError(f"adapter: {type(model).__name__} has no linear modules in its blocks that could be adapted")

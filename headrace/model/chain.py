@@ -112,6 +112,12 @@ class Chain:
         return int(self.model.get_input_embeddings().weight.shape[0])
 
     @property
+    def stored_type(self) -> str:
+        """The type, as transformers calls it, of the model in the files, of which this one may be a part."""
+        model = self.model if self._attached is None else self._attached.stored_model
+        return str(model.config.model_type)
+
+    @property
     def num_parameters(self) -> int:
         """Parameters of the model, tied ones counted once, without padding."""
         return sum(layout.num_parameters for layout in self.layouts)
@@ -188,15 +194,16 @@ class Chain:
     @contextlib.contextmanager
     def adapted(self, adapters: Adapters | None) -> Iterator[None]:
         """Have blocks compute with `adapters` in this context; None stands for none."""
-        before = self.adapters, self.has_dropout
+        before = self.adapters, self.has_dropout, self.notes
         undo = adapters.install(self.model) if adapters is not None else lambda: None
         self.adapters = adapters
+        self.notes += adapters.notes if adapters is not None else ()
         self.has_dropout |= adapters is not None and adapters.settings.dropout > 0
         try:
             yield
         finally:
             undo()
-            self.adapters, self.has_dropout = before
+            self.adapters, self.has_dropout, self.notes = before
 
     @property
     def replayable(self) -> bool:

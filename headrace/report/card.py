@@ -14,7 +14,7 @@ from headrace.terms.optimizer import ALL
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CardFacts:
-    """What a card needs: names for people (no paths), versions, the resolved options, and the step records."""
+    """What a card needs: names for people (no paths), versions, the resolved options, the step records; notes on the files."""
 
     name: str
     base_model: str
@@ -22,6 +22,7 @@ class CardFacts:
     versions: Mapping[str, str]
     options: Mapping[str, Any]
     records: Sequence[Record]
+    notes: Sequence[str] = ()
 
 
 def model_card(facts: CardFacts) -> str:
@@ -38,6 +39,7 @@ def model_card(facts: CardFacts) -> str:
         f"Fine-tuned from `{facts.base_model}` on {data} with Headrace: {_trained(facts.options)}, with an fp32 master, by "
         f"the rule `{facts.options['optimizer']}`.",
         "",
+        *(f"Note: {note}.\n" for note in facts.notes),
         *_results(facts.records),
         "## Training options",
         "",
@@ -55,6 +57,8 @@ def model_card(facts: CardFacts) -> str:
 
 def _trained(options: Mapping[str, Any]) -> str:
     """Return what was trained, in words."""
+    if options.get("adapter"):
+        return f"adapters (`{options['adapter']}`) beside frozen weights"
     what = "every parameter" if options["train"] == ALL else "the matrices of blocks"
     return what if options["gradient"] == "dense" else f"{what}, in what `{options['gradient']}` keeps of gradients"
 

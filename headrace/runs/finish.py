@@ -43,6 +43,7 @@ def write_final(engine: RunningEngine, run: RunDirectory, config: RunOptions, re
         versions=installed_versions(),
         options={key: value for key, value in config.to_json().items() if key not in _NOT_ON_CARD},
         records=records,
+        notes=engine.export_notes,
     )
     with run.writing():
         (run.final / "README.md").write_text(model_card(facts), encoding="utf-8")

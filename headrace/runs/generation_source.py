@@ -8,7 +8,8 @@ from typing import Any
 
 from headrace.engine.generation_model import GenerationModel
 from headrace.engine.generator import Generator
-from headrace.model.adapter_files import is_adapter_directory, read_adapters
+from headrace.model.adapter_files import is_adapter_directory
+from headrace.model.adapter_reading import read_adapters
 from headrace.model.generation_check import check_generation
 from headrace.store.manifest import MANIFEST_NAME
 from headrace.store.run_directory import RunDirectory

@@ -36,6 +36,10 @@ class RunningEngine(Protocol):
     def provenance(self) -> dict[str, Any]:
         """Which weights the newest ones are, as JSON values: the run, and its number of steps. Exports have it in a file."""
 
+    @property
+    def export_notes(self) -> tuple[str, ...]:
+        """What a reader of the exported files should know."""
+
     def step(self, batch: Mapping[str, torch.Tensor], *, position: Any = None) -> StepResult:
         """Take one optimizer step."""
 

@@ -10,6 +10,9 @@ from headrace.terms.gradient import GradientWay
 from headrace.terms.named import read_named
 from headrace.terms.option_kinds import Number, Text, Whole
 
+# What peft, too, calls all linear modules of the blocks.
+ALL_LINEAR = "all-linear"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Lora(GradientWay):
@@ -26,16 +29,19 @@ class Lora(GradientWay):
     target_modules: str | None = option(
         None,
         Text(),
-        row="modules of blocks, packed experts, an untied head that get adapters, by the ends of names: `q_proj+experts`",
+        row="modules of blocks, packed experts, an untied head that get adapters, by the ends of names: `q_proj+experts`; or "
+        "`all-linear`",
         words="all linear ones of blocks",
+    )
+    exclude_modules: str | None = option(
+        None, Text(), row="modules that get none although they are targets, by the ends of names: `k_proj+layers.0.mlp.up_proj`"
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.target_modules is not None and not self.targets:
-            raise ConfigError(
-                f"target_modules: {self.target_modules!r} names no module; join names with + (q_proj+v_proj), or leave it out"
-            )
+        for key in ("target_modules", "exclude_modules"):
+            if (given := getattr(self, key)) is not None and not _words(given):
+                raise ConfigError(f"{key}: {given!r} names no module; join names with + (q_proj+v_proj), or leave it out")
 
     @property
     def scale(self) -> float:
@@ -45,7 +51,16 @@ class Lora(GradientWay):
     @property
     def targets(self) -> tuple[str, ...]:
         """The names given in `target_modules`; () for all linear modules."""
-        return tuple(word.strip() for word in self.target_modules.split("+") if word.strip()) if self.target_modules else ()
+        return () if (self.target_modules or "").lower() == ALL_LINEAR else _words(self.target_modules)
+
+    @property
+    def excluded(self) -> tuple[str, ...]:
+        """The names given in `exclude_modules`."""
+        return _words(self.exclude_modules)
+
+
+def _words(text: str | None) -> tuple[str, ...]:
+    return tuple(word.strip() for word in (text or "").split("+") if word.strip())
 
 
 @dataclass(frozen=True, kw_only=True)

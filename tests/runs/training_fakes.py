@@ -123,6 +123,8 @@ class FakeEngine:
     def position(self) -> Any:
         return self.state["position"]
 
+    export_notes: tuple[str, ...] = ()
+
     @property
     def provenance(self) -> dict[str, Any]:
         return {"run_id": str(self.directory), "steps": self.step_index}

@@ -40,7 +40,7 @@ class AdapterWire(DenseWire):
         """
         from headrace.model.adapters import Adapters
 
-        adapters = Adapters.of(chain.model, chain.layouts, chain.num_blocks, self.settings, self.seed)
+        adapters = Adapters.of(chain.model, chain.layouts, chain.num_blocks, self.settings, self.seed, chain.stored_type)
         return AdapterWire(self.settings, self.seed, adapters)
 
     @property

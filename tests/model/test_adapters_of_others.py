@@ -1,0 +1,337 @@
+"""Adapters that stock peft wrote: computed as stock peft computes them when it loads the files, or refused by name."""
+
+import dataclasses
+import json
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiers import sampled
+from tiny_architectures import CONFIGS, make_config, make_plain
+from transformers import AutoModelForCausalLM
+
+from headrace.engine.merging import merge_adapters
+from headrace.model import Chain, Checkpoint
+from headrace.model.adapter_config import COMPUTED, IRRELEVANT, KEEPS_WEIGHTS, REFUSED, AdapterConfig
+from headrace.model.adapter_reading import read_adapters
+from headrace.terms.errors import ModelError
+from headrace.terms.optimizer import Optimizer
+
+IDS = torch.randint(2, 160, (2, 12), generator=torch.Generator().manual_seed(4))
+_MADE: dict[str, Path] = {}
+
+
+@pytest.fixture(scope="module")
+def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return a function that makes (once) the directory of a tiny model."""
+
+    def make(name: str) -> Path:
+        if name not in _MADE:
+            _MADE[name] = tmp_path_factory.mktemp("models") / name
+            make_plain(make_config(CONFIGS[name])).eval().save_pretrained(_MADE[name])
+        return _MADE[name]
+
+    yield make
+    _MADE.clear()
+
+
+def stock(path: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+
+def written_by_peft(path: Path, out: Path, **settings: Any) -> Path:
+    """Write the files of an adapter with random numbers, by stock peft."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = get_peft_model(stock(path), LoraConfig(**{"r": 4, "lora_alpha": 6, "task_type": "CAUSAL_LM", **settings}))
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "lora_" in name:
+                    parameter.add_(torch.randn_like(parameter) * 0.1)
+        model.save_pretrained(out)
+    return out
+
+
+def logits_of_peft(path: Path, adapter: Path) -> torch.Tensor:
+    from peft import PeftModel
+
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        return PeftModel.from_pretrained(stock(path), adapter).eval()(IDS).logits
+
+
+def our_logits(path: Path, adapter: Path) -> torch.Tensor:
+    """The stock model with what we read of the adapter."""
+    checkpoint = Checkpoint.open(path)
+    chain = Chain.from_config(checkpoint.config, "float32", Optimizer())
+    stored = read_adapters(adapter, chain, chain.attach(checkpoint))
+    stored.bind(torch.device("cpu"))
+    model = stock(path)
+    stored.adapters.install(model)
+    with torch.no_grad():
+        return model(IDS).logits
+
+
+def changed(adapter: Path, **changes: Any) -> Path:
+    """Change what the configuration of an adapter says."""
+    place = adapter / "adapter_config.json"
+    place.write_text(json.dumps(json.loads(place.read_text()) | changes))
+    return adapter
+
+
+def check(path: Path, adapter: Path) -> None:
+    want = logits_of_peft(path, adapter)
+    with torch.no_grad():
+        assert (stock(path)(IDS).logits - want).abs().max() > 1e-3, "the adapter does something"
+    torch.testing.assert_close(our_logits(path, adapter), want, rtol=1e-4, atol=1e-5)
+
+
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "of two modules": ("llama", {"target_modules": ["q_proj", "v_proj"]}),
+    "scaled by the root of the rank": ("llama", {"use_rslora": True, "target_modules": "all-linear"}),
+    "with ranks and scales of some": (
+        "llama",
+        {
+            "target_modules": ["q_proj", "up_proj"],
+            "rank_pattern": {"layers.0.self_attn.q_proj": 2, r"model\.layers\.[12]\.mlp\.up_proj": 8},
+            "alpha_pattern": {"up_proj": 3, "q_proj": 5},
+        },
+    ),
+    "with ranks, by their root": ("llama", {"target_modules": ["q_proj"], "rank_pattern": {"q_proj": 3}, "use_rslora": True}),
+    "by an expression": ("llama", {"target_modules": r".*\.layers\.[02]\..*(q|down)_proj"}),
+    "without some": ("llama", {"target_modules": "all-linear", "exclude_modules": ["k_proj", "layers.1.mlp.up_proj"]}),
+    "without some by an expression": (
+        "llama",
+        {"target_modules": ["q_proj", "up_proj"], "exclude_modules": r".*layers\.1\..*"},
+    ),
+    "of one layer": ("llama", {"target_modules": ["q_proj"], "layers_to_transform": 1}),
+    "of layers in a list": ("gpt2", {"target_modules": ["c_attn"], "layers_to_transform": [0, 2], "layers_pattern": "h"}),
+    "with lengths of rows": ("llama", {"target_modules": ["q_proj", "down_proj"], "use_dora": True, "use_rslora": True}),
+    "of a head": ("llama", {"target_modules": ["q_proj", "lm_head"]}),
+    "whose matrices lie the other way": ("gpt2", {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True}),
+    "of a parameter of a linear module": ("llama", {"target_modules": [], "target_parameters": ["up_proj.weight"]}),
+    "of packed experts": (
+        "mixtral",
+        {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj", "down_proj"]},
+    ),
+    "of a router": ("mixtral", {"target_modules": [], "target_parameters": ["gate.weight", "experts.down_proj"]}),
+    "of names before transformers 5": ("qwen3-moe", {"target_modules": ["gate_proj", "up_proj", "down_proj", "gate"]}),
+    "of all linear modules of a mixture": ("qwen3-moe", {"target_modules": "all-linear"}),
+    "of experts that lie the other way": ("gpt-oss", {"target_modules": [], "target_parameters": ["experts.gate_up_proj"]}),
+    **{
+        f"begun by {first}": ("llama", {"target_modules": ["q_proj"], "init_lora_weights": first})
+        for first in KEEPS_WEIGHTS
+        if first is not None and first != "lora_ga"
+    },
+}
+QUICK = [name for name in VARIANTS if not name.startswith("begun by") and "expression" not in name]
+
+
+@pytest.mark.parametrize("variant", sampled(VARIANTS, QUICK))
+def test_an_adapter_of_peft_computes_what_peft_computes(variant: str, model_of: Callable[[str], Path], tmp_path: Path) -> None:
+    name, settings = VARIANTS[variant]
+    check(model_of(name), written_by_peft(model_of(name), tmp_path / "adapter", **settings))
+
+
+@pytest.mark.parametrize("variant", sampled(VARIANTS, ["of packed experts", "of names before transformers 5"]))
+def test_and_the_merged_model_too(variant: str, model_of: Callable[[str], Path], tmp_path: Path) -> None:
+    name, settings = VARIANTS[variant]
+    path = model_of(name)
+    adapter = written_by_peft(path, tmp_path / "adapter", **settings)
+    merge_adapters(path, adapter, tmp_path / "merged", {})
+    with torch.no_grad():
+        merged = stock(tmp_path / "merged")(IDS).logits
+    torch.testing.assert_close(merged, logits_of_peft(path, adapter), rtol=1e-4, atol=1e-5)
+
+
+def by_expert(path: Path, out: Path, names: Mapping[str, tuple[int, int]], place: str, **settings: Any) -> Path:
+    """Write an adapter as peft did before transformers 5: one LoRA for each expert's Linear."""
+    torch.manual_seed(3)
+    tensors = {}
+    for layer in range(3):
+        for expert in range(4):
+            for name, (rows, columns) in names.items():
+                stem = f"base_model.model.model.layers.{layer}.{place}.{expert}.{name}"
+                tensors[f"{stem}.lora_A.weight"] = torch.randn(4, columns) * 0.2
+                tensors[f"{stem}.lora_B.weight"] = torch.randn(rows, 4) * 0.2
+    out.mkdir()
+    save_file(tensors, out / "adapter_model.safetensors", metadata={"format": "pt"})
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 6, "target_modules": [*names]}
+    (out / "adapter_config.json").write_text(json.dumps(config | settings))
+    return out
+
+
+QWEN = {"gate_proj": (24, 32), "up_proj": (24, 32), "down_proj": (32, 24)}
+MIXTRAL = {"w1": (48, 32), "w3": (48, 32), "w2": (32, 48)}
+
+
+@pytest.mark.parametrize(
+    ("name", "shapes", "place", "settings"),
+    [
+        ("qwen3-moe", QWEN, "mlp.experts", {}),
+        ("mixtral", MIXTRAL, "block_sparse_moe.experts", {}),
+        ("qwen3-moe", QWEN, "mlp.experts", {"target_modules": r".*experts.*\.(gate|up|down)_proj"}),
+        ("qwen3-moe", {"down_proj": QWEN["down_proj"]}, "mlp.experts", {"use_rslora": True}),
+    ],
+    ids=["qwen3-moe", "mixtral", "by an expression", "by the root of the rank"],
+)
+def test_one_adapter_for_each_experts_linear_is_read_as_peft_converts_it(
+    name: str, shapes: Any, place: str, settings: dict[str, Any], model_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    check(model_of(name), by_expert(model_of(name), tmp_path / "adapter", shapes, place, **settings))
+
+
+def test_experts_that_lack_an_adapter_are_refused(model_of: Callable[[str], Path], tmp_path: Path) -> None:
+    adapter = by_expert(model_of("qwen3-moe"), tmp_path / "adapter", QWEN, "mlp.experts")
+    file = adapter / "adapter_model.safetensors"
+    save_file({key: tensor for key, tensor in load_file(file).items() if ".experts.2.up" not in key}, file)
+    with pytest.raises(ModelError, match=r"experts\.0\.up_proj: 3 of 4 experts have adapters"):
+        our_logits(model_of("qwen3-moe"), adapter)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"use_rslora": True}, {"alpha_pattern": {"up_proj": 3}}, {"rank_pattern": {"2.up_proj": 2}}]
+)
+def test_experts_of_other_scales_are_refused(settings: dict[str, Any], model_of: Callable[[str], Path], tmp_path: Path) -> None:
+    adapter = by_expert(model_of("qwen3-moe"), tmp_path / "adapter", QWEN, "mlp.experts", **settings)
+    with pytest.raises(ModelError, match="ranks or scales differ"):
+        our_logits(model_of("qwen3-moe"), adapter)
+
+
+def test_a_copy_of_the_head_is_passed_over_and_another_head_refused(model_of: Callable[[str], Path], tmp_path: Path) -> None:
+    path, adapter = model_of("llama"), tmp_path / "adapter"
+    written_by_peft(path, adapter, target_modules=["q_proj", "lm_head"])
+    file = adapter / "adapter_model.safetensors"
+    tensors = load_file(file)
+    key = "base_model.model.lm_head.base_layer.weight"
+    assert key in tensors, "peft saves it"
+    check(path, adapter)
+    save_file(tensors | {key: tensors[key] * 1.01}, file)
+    with pytest.raises(ModelError, match=r"lm_head\.base_layer\.weight: this adapter brings other weights for lm_head\.weight"):
+        our_logits(path, adapter)
+
+
+def test_each_key_of_the_installed_peft_is_known() -> None:
+    """One that is new in peft is to be computed, found irrelevant, or refused: the tables say which."""
+    from peft import LoraConfig
+
+    keys = {field.name for field in dataclasses.fields(LoraConfig)}
+    tables = (COMPUTED, IRRELEVANT.keys(), REFUSED.keys())
+    assert keys == set().union(*tables)
+    assert sum(map(len, tables)) == len(keys), "each is in one table"
+
+
+def test_keys_at_the_defaults_of_peft_pass(tmp_path: Path) -> None:
+    from peft import LoraConfig
+
+    LoraConfig().save_pretrained(tmp_path)
+    assert AdapterConfig.read(tmp_path).settings.rank == 8
+    for value in (None, False, "", [], {}):
+        changed(tmp_path, some_key_of_a_later_peft=value)
+        AdapterConfig.read(tmp_path)
+
+
+ACTING: dict[str, Any] = {
+    "bias": "lora_only",
+    "modules_to_save": ["lm_head"],
+    "megatron_config": {"a": 1},
+    "trainable_token_indices": [3],
+    "velora_config": {"num_groups": 8},
+    "alora_invocation_tokens": [4, 5],
+    "use_qalora": True,
+    "monteclora_config": {"num_samples": 2},
+    "layer_replication": [[0, 2], [1, 3]],
+    "lora_bias": True,
+    "use_bdlora": {"nblocks": 2},
+    "arrow_config": {"top_k": 2},
+    "kasa_config": {"beta": 0.1},
+    "ensure_weight_tying": True,
+}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [*ACTING.items(), ("bias", "all"), ("key_of_a_later_peft", 1), ("key_of_a_later_peft", True), ("a", 0)]
+)
+def test_what_is_not_computed_is_refused_by_name(key: str, value: Any, tmp_path: Path) -> None:
+    from peft import LoraConfig
+
+    assert ACTING.keys() == REFUSED.keys()
+    LoraConfig(target_modules=["q_proj"]).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=rf"adapter_config\.json: {key} "):
+        AdapterConfig.read(changed(tmp_path, **{key: value}))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"r": 0},
+        {"r": "8"},
+        {"lora_alpha": None},
+        {"use_rslora": "yes"},
+        {"rank_pattern": {"q_proj": 0}},
+        {"alpha_pattern": {"(": 2}},
+        {"target_modules": "("},
+        {"target_modules": 3},
+        {"exclude_modules": [1]},
+        {"target_modules": "q_proj", "layers_to_transform": [1]},
+        {"target_parameters": "experts"},
+        {"init_lora_weights": "what"},
+        {"init_lora_weights": "loftq", "loftq_config": {"loftq_bits": 4, "loftq_iter": 1}},
+        {"init_lora_weights": "corda"},
+        {"init_lora_weights": 1},
+        {"peft_type": "IA3"},
+    ],
+)
+def test_impossible_values_are_refused(settings: dict[str, Any], tmp_path: Path) -> None:
+    from peft import LoraConfig
+
+    LoraConfig(target_modules=["q_proj"]).save_pretrained(tmp_path)
+    with pytest.raises(ModelError):
+        AdapterConfig.read(changed(tmp_path, **settings))
+
+
+@pytest.mark.parametrize("first", [True, False, "gaussian", "eva", "olora", "pissa", "pissa_niter_4", "orthogonal", "mica"])
+def test_first_numbers_after_which_peft_changes_the_model_are_refused(
+    first: Any, model_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Loading such an adapter changes the weights beside it; those that do not are computed."""
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=first)
+    base = stock(model_of("llama"))
+    before = base.model.layers[0].self_attn.q_proj.weight.clone()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        adapted = get_peft_model(base, config)
+    keeps = torch.equal(adapted.base_model.model.model.layers[0].self_attn.q_proj.base_layer.weight, before)
+    config.save_pretrained(tmp_path)
+    if keeps:
+        AdapterConfig.read(tmp_path)
+    else:
+        with pytest.raises(ModelError, match=r"init_lora_weights .* changes the model's weights, too"):
+            AdapterConfig.read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"target_modules": ["v_proj"]}, {"exclude_modules": ["q_proj"]}, {"layers_to_transform": [0]}, {"target_modules": []}],
+)
+def test_tensors_that_peft_passes_over_are_refused(
+    changes: dict[str, Any], model_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    adapter = written_by_peft(model_of("llama"), tmp_path / "adapter", target_modules=["q_proj"])
+    with pytest.raises(ModelError, match=r"adapter_config\.json does not choose model\.layers\.\d\.self_attn\.q_proj"):
+        our_logits(model_of("llama"), changed(adapter, **changes))
+
+
+def test_modules_that_peft_fills_at_random_are_refused(model_of: Callable[[str], Path], tmp_path: Path) -> None:
+    adapter = written_by_peft(model_of("llama"), tmp_path / "adapter", target_modules=["q_proj"], init_lora_weights=False)
+    with pytest.raises(ModelError, match=r"v_proj has no tensors, and init_lora_weights makes some at random"):
+        our_logits(model_of("llama"), changed(adapter, target_modules=["q_proj", "v_proj"]))
