@@ -273,8 +273,9 @@ def adaptable_of(model: nn.Module, layout: UnitLayout) -> Iterator[Product]:
     known = {each.parameter for each in found}
     yield from found
     for spec in layout.parameters:
-        if len(spec.shape) == 2 and spec.name not in known:
-            yield Stack(spec.name, *spec.shape, transposed=False)
+        if len(spec.shape) in (2, 3) and spec.name not in known:
+            experts = spec.shape[0] if len(spec.shape) == 3 else 1
+            yield Stack(spec.name, *spec.shape[-2:], transposed=False, experts=experts)
 
 
 def _units(chain: Chain) -> Iterator[tuple[int, UnitLayout]]:

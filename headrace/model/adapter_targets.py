@@ -104,8 +104,8 @@ def stacks_of(model: nn.Module, layout: UnitLayout) -> Iterator[Stack]:
 
 
 def is_target(name: str, targets: Sequence[str]) -> bool:
-    """Return whether a module is one of `targets`, by its whole name or the end of it, as in peft; () stands for all."""
-    return not targets or any(name == target or name.endswith(f".{target}") for target in targets)
+    """Return whether a module is one of `targets`, by its whole name or the end of it, as in peft."""
+    return any(name == target or name.endswith(f".{target}") for target in targets)
 
 
 def is_stack_target(name: str, targets: Sequence[str]) -> bool:
@@ -121,7 +121,7 @@ def chosen_products(
     Raises:
         ConfigError: a target that is no linear module of a block or a head, or a rank above a side of its matrix.
     """
-    # Without targets a head has none, as with peft's `all-linear`.
+    # A head has none that is not named, as with peft's `all-linear`.
     units = range(1, len(layouts) if settings.targets else num_blocks + 1)
     known = {unit: tuple(products_of(model, layouts[unit])) for unit in units}
     stacks = {unit: tuple(stacks_of(model, layouts[unit])) for unit in units}
@@ -132,12 +132,14 @@ def chosen_products(
     _check_excluded(names, packed, settings.excluded)
     scale, narrow, chosen = settings.scale, list[Product](), dict[int, tuple[Product, ...]]()
     for unit in units:
-        wanted = [each for each in known[unit] if is_target(each.name, settings.targets)]
-        wanted += [each for each in stacks[unit] if of_stacks and is_stack_target(each.name, of_stacks)]
+        everything = settings.all_linear and unit <= num_blocks
+        wanted = [each for each in known[unit] if everything or is_target(each.name, settings.targets)]
+        wanted += [each for each in stacks[unit] if is_stack_target(each.name, of_stacks)]
         wanted = [each for each in wanted if not _is_one_of(each, settings.excluded)]
         too_narrow = [each for each in wanted if settings.rank > min(each.rows, each.columns)]
-        if too_narrow and settings.targets:
-            _refuse_rank(settings.rank, too_narrow[0])
+        for each in too_narrow:
+            if _is_one_of(each, settings.targets):
+                _refuse_rank(settings.rank, each)
         narrow += too_narrow
         if found := tuple(replace(each, rank=settings.rank, scale=scale) for each in wanted if each not in too_narrow):
             chosen[unit] = found
@@ -150,7 +152,7 @@ def chosen_products(
 
 def _is_one_of(product: Product, words: Sequence[str]) -> bool:
     matches = is_stack_target if isinstance(product, Stack) else is_target
-    return bool(words) and matches(product.name, words)
+    return matches(product.name, words)
 
 
 def _refuse_rank(rank: int, each: Product) -> None:
@@ -196,8 +198,14 @@ def _check_targets(model: nn.Module, names: Sequence[str], packed: Sequence[str]
         raise ConfigError(f"adapter: {type(model).__name__} has no linear modules in its blocks that could be adapted")
 
 
+def is_refused_by_peft(product: Product, model_type: str) -> bool:
+    """Return whether stock peft loads no adapter of a module, in a model of `model_type`: of what leaves a Mamba's states."""
+    of_states = model_type in ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
+    return of_states and is_target(product.name, ("out_proj",))
+
+
 def is_taken_for_experts(product: Product, model_type: str) -> bool:
     """Return whether stock peft takes the name of a linear module for that of packed experts, in a model of `model_type`."""
     kinds = {"mixtral": "mixtral", **getattr(conversion_mapping, "_MODEL_TO_CONVERSION_PATTERN", {})}
     names = _NAMES_OF_EXPERTS.get(kinds.get(model_type, ""), ())
-    return not isinstance(product, Stack) and is_target(product.name, names) and bool(names)
+    return not isinstance(product, Stack) and is_target(product.name, names)

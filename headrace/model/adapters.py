@@ -17,7 +17,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from headrace.model.adapter_targets import DOWN, MAGNITUDE, UP, Product, Stack, chosen_products, is_taken_for_experts
+from headrace.model.adapter_targets import (
+    DOWN,
+    MAGNITUDE,
+    UP,
+    Product,
+    Stack,
+    chosen_products,
+    is_refused_by_peft,
+    is_taken_for_experts,
+)
 from headrace.model.binding import GradientSink, hand_over
 from headrace.terms.adapter import Lora
 from headrace.terms.errors import ConfigError, StepFailed
@@ -207,14 +216,20 @@ class Adapters:
 
 
 def _notes_on_files(products: Mapping[int, Sequence[Product]], settings: Lora, stored_type: str) -> tuple[str, ...]:
-    """Return a note on adapters that stock peft passes over when it reads the files."""
+    """Return a note on adapters that stock peft does not load."""
     every = [each for found in products.values() for each in found]
-    ends = sorted({each.name.rpartition(".")[2] for each in every if is_taken_for_experts(each, stored_type)})
-    if not (ends and settings.has_magnitudes):
+    dora = settings.has_magnitudes
+    unread = [
+        each for each in every if is_refused_by_peft(each, stored_type) or (dora and is_taken_for_experts(each, stored_type))
+    ]
+    ends = sorted({each.name.rpartition(".")[2] for each in unread})
+    if not ends:
         return ()
+    lora = "" if any(is_refused_by_peft(each, stored_type) for each in unread) else "train lora, or "
     return (
-        f"peft does not read dora of {', '.join(ends)} in {stored_type}: it takes these names for packed experts; train lora, "
-        f"or exclude_modules={'+'.join(ends)}, or merge the finished run (`headrace export RUN OUT --merge`)",
+        f"peft does not load {settings.name} of {', '.join(ends)} in {stored_type}: {lora}give "
+        f"exclude_modules={'+'.join(ends)}, or merge the finished run (`headrace export RUN OUT --merge`); Headrace itself "
+        "reads these adapters",
     )
 
 

@@ -201,7 +201,9 @@ def _block(chain: Chain, index: int, hidden: torch.Tensor, call: BlockCall) -> t
 def _kind(chain: Chain, cache: Any, index: int, call: BlockCall) -> object:
     """Return a key that is equal for blocks that cost the same."""
     layout = chain.layouts[index + 1]
-    shapes = tuple((parameter.name.split(".")[-2:], parameter.shape) for parameter in layout.parameters)
+    beside = chain.adapters.layouts.get(index + 1) if chain.adapters is not None else None
+    parameters = (*layout.parameters, *(beside.parameters if beside is not None else ()))
+    shapes = tuple((parameter.name.split(".")[-2:], parameter.shape) for parameter in parameters)
     values = [*call.args, *(call.kwargs[name] for name in sorted(call.kwargs))]
     layer = type(cache.layers[index]).__name__ if index < len(cache.layers) else ""
     return str(shapes), layer, tuple(value if isinstance(value, bool | int | str) else id(value) for value in values)

@@ -50,8 +50,13 @@ class Lora(GradientWay):
 
     @property
     def targets(self) -> tuple[str, ...]:
-        """The names given in `target_modules`; () for all linear modules."""
-        return () if (self.target_modules or "").lower() == ALL_LINEAR else _words(self.target_modules)
+        """The names given in `target_modules` beside `all-linear`."""
+        return tuple(word for word in _words(self.target_modules) if word.lower() != ALL_LINEAR)
+
+    @property
+    def all_linear(self) -> bool:
+        """Whether all linear modules of the blocks are targets, whatever is named."""
+        return self.target_modules is None or len(self.targets) < len(_words(self.target_modules))
 
     @property
     def excluded(self) -> tuple[str, ...]:
