@@ -4,7 +4,7 @@ Invariant: what the described parts decode to, by the published definition of th
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -79,6 +79,14 @@ class Int4Target:
             "kv_cache_scheme": None,
             "config_groups": described,
         }
+
+
+def with_one_group(target: Target, widths: Sequence[int]) -> Target:
+    """Return a target whose groups have one size in all matrices of these `widths` that it codes."""
+    if not isinstance(target, Int4Target):
+        return target
+    grids = [target.grid(width, torch.bfloat16) for width in widths]
+    return replace(target, group_size=min((grid.group or 0 for grid in grids if grid is not None), default=target.group_size))
 
 
 _NO_ACTIVATIONS: dict[str, Any] = {"input_activations": None, "output_activations": None}

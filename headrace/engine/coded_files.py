@@ -7,6 +7,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,12 @@ _DIGEST_BYTES = 16
 class CodedFiles:
     """Writes the files of a compressed model into `folder`, in any order; `finish` adds what makes them a model directory."""
 
-    def __init__(self, folder: Path, weights: WeightMap, chain: Chain) -> None:
+    def __init__(self, folder: Path, weights: WeightMap, chain: Chain, *, stacks: bool = False) -> None:
+        """`stacks`: whether experts that are not coded are written as one stack, under the name that it has in the model:
+        transformers drops single ones where others may be coded.
+        """
         self.folder, self._weights = folder, weights
+        self._stacks = _stacks_of(weights) if stacks else {}
         self._blocks = chain.num_blocks
         of_blocks = [[key for _, key in stored_keys(weights, layout)] for layout in chain.layouts[1 : chain.num_blocks + 1]]
         inside = {key for keys in of_blocks for key in keys}
@@ -58,7 +63,11 @@ class CodedFiles:
         tensors = self._weights.checkpoint.tensors
         order: list[tuple[StoredTensor, torch.Tensor | None]] = []
         for key in self._keys[unit]:
-            if key in parts:
+            stack = None if key in parts else self._stacks.get(key)
+            if stack is not None:
+                if key == stack.keys[0]:
+                    order.append((stack.described(tensors), None))
+            elif key in parts:
                 stem = key.removesuffix("weight")
                 names = {name: f"{name}.{unit}" if is_table(name) else stem + name for name in parts[key]}
                 known = {stored.key for stored, _ in order}  # a table is written once, however many matrices need it
@@ -67,10 +76,15 @@ class CodedFiles:
                 ]
             else:
                 order.append((tensors[key], None))
+        stacked = {each.name: each for each in self._stacks.values()}
         writer = ShardWriter(beside, [[stored for stored, _ in order]] if order else [])
         try:
             for stored, tensor in order:
-                writer.write(stored.key, read_bytes(stored) if tensor is None else [_bytes_of(tensor)])
+                if tensor is not None:
+                    writer.write(stored.key, [_bytes_of(tensor)])
+                else:
+                    several = stacked[stored.key].keys if stored.key in stacked else (stored.key,)
+                    writer.write(stored.key, (piece for key in several for piece in read_bytes(tensors[key])))
             writer.finish()
         finally:
             writer.close()
@@ -98,6 +112,35 @@ class CodedFiles:
             write_whole(self.folder / name, note)
 
 
+@dataclass(frozen=True, slots=True)
+class _Stack:
+    """A parameter of packed experts whose tensors are stored one by one: its `name` in the model, and their `keys` in order."""
+
+    name: str
+    keys: tuple[str, ...]
+    shape: tuple[int, ...]
+
+    def described(self, tensors: Mapping[str, StoredTensor]) -> StoredTensor:
+        """Return the tensor that holds all of them."""
+        parts = [tensors[key] for key in self.keys]
+        return StoredTensor(self.name, Path(), 0, sum(part.num_bytes for part in parts), parts[0].dtype, self.shape)
+
+
+def _stacks_of(weights: WeightMap) -> dict[str, _Stack]:
+    """Return the stacks that could be written, by each of their keys."""
+    model, stored = weights.model, weights.stored_model
+    names = {name: name for name in model.state_dict()} if stored is model else names_in_whole(model, stored)
+    shapes, found = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}, dict[str, _Stack]()
+    for name, own in names.items():
+        pieces = weights.pieces.get(own, ())
+        if len(pieces) < 2 or len({weights.checkpoint.tensors[piece.key].dtype for piece in pieces}) > 1:
+            continue
+        ordered = sorted(pieces, key=lambda piece: (piece.index[0], piece.index[1].start))  # type: ignore[union-attr]
+        stack = _Stack(name, tuple(piece.key for piece in ordered), shapes[own])
+        found |= {piece.key: stack for piece in pieces}
+    return found
+
+
 def digest_of(path: Path) -> str:
     """Return the digest of a file: BLAKE2b of 128 bits, hexadecimal."""
     digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
@@ -107,8 +150,13 @@ def digest_of(path: Path) -> str:
     return digest.hexdigest()
 
 
-def quantisation_config(weights: WeightMap, target: Target, groups: Mapping[str, int]) -> dict[str, Any]:
-    """Return what `config.json` says about coded parameters; `groups` has the columns of a group by parameter."""
+def quantisation_config(
+    weights: WeightMap, target: Target, groups: Mapping[str, int], *, decodes_at_load: bool = False
+) -> dict[str, Any]:
+    """Return what `config.json` says about coded parameters; `groups` has the columns of a group by parameter.
+
+    `decodes_at_load`: whether transformers decodes matrices while it reads the files, not in its first forward pass.
+    """
     model, stored = weights.model, weights.stored_model
     names = {name: name for name in model.state_dict()} if stored is model else names_in_whole(model, stored)
     coded = {
@@ -119,7 +167,7 @@ def quantisation_config(weights: WeightMap, target: Target, groups: Mapping[str,
     left = {name for name in linear if name not in coded} | set(_left_in_files(weights, groups))
     if experts:  # all of them have one size
         coded["re:.*experts.*"] = min(experts)
-    return target.describe(coded, sorted(left))
+    return target.describe(coded, sorted(left)) | ({"dequantize": True} if decodes_at_load else {})
 
 
 def _left_in_files(weights: WeightMap, groups: Mapping[str, int]) -> Sequence[str]:

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from headrace.codec.targets import Target
+from headrace.codec.targets import Target, with_one_group
 from headrace.engine.block_weights import BlockByExperts, BlockWeights, WholeBlock
 from headrace.engine.hidden_rows import HiddenRows
 from headrace.engine.open_model import Purpose, open_model
@@ -26,6 +26,7 @@ from headrace.model import IGNORED, MicroBatch, import_unit, shift_labels
 from headrace.model.bank_check import why_no_banks
 from headrace.model.banks import find_experts
 from headrace.model.caught import CatchInputs, Matrix
+from headrace.model.stock_loading import reads_weights_at_load
 from headrace.model.stored_experts import expert_layout, without
 from headrace.terms.errors import ModelError
 from headrace.terms.layout import UnitLayout, planes_with
@@ -62,6 +63,7 @@ class Quantiser:
 
     Attributes:
         checkpoint, chain, weights: the model as it is stored, as units, and where each of their parameters is stored.
+        decodes_at_load: whether stock transformers has to decode matrices while it reads the files.
 
     Raises:
         ModelError: the model cannot be run block by block.
@@ -84,6 +86,10 @@ class Quantiser:
         opened = open_model(directory, self.machine, Purpose(compute_dtype=compute_dtype, reads_codes=False))
         self.checkpoint, self.chain, self.weights = opened.checkpoint, opened.chain, opened.weights
         self.chain.run_experts_one_by_one()
+        self.decodes_at_load = reads_weights_at_load(config)
+        if self.decodes_at_load:  # transformers then decodes all matrices but those of experts with one size of groups
+            matrices = [spec for layout in self.chain.layouts[1:] for spec in layout.parameters if len(spec.shape) == 2]
+            target = with_one_group(target, [spec.shape[-1] for spec in matrices])
         self._target, self._experts_only, self._compensate = target, experts_only, compensate
         self._plane = planes_with(compute_dtype, ()).weight
         self._passes = [_Pass(each, False) for each in rows] + [_Pass(each, True) for each in rows if each.held_out]

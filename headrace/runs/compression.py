@@ -24,6 +24,7 @@ from headrace.files.model_directory import refuse_no_model
 from headrace.machine.limits import default_host_bytes
 from headrace.model import Chain, Checkpoint
 from headrace.model.export import export_bytes
+from headrace.model.stock_loading import replaced_for_codes
 from headrace.runs.calibration import CalibrationData, open_calibration
 from headrace.store.lock import RunLock
 from headrace.terms.compress_options import CompressOptions
@@ -34,6 +35,8 @@ from headrace.terms.sizes import format_bytes, format_seconds
 
 _RECORD = "record.json"
 _UNFINISHED = ".unfinished"
+# Changes with the bytes that a compression writes, so that none goes on with what an older version began.
+_FORM = 2
 # Options that may change when the same command goes on.
 _FREE = {"output", "cache", "most_loss", "host_memory"}
 
@@ -68,7 +71,8 @@ def compress(options: CompressOptions, *, say: Callable[[str], None] = lambda te
     chain = Chain.from_config(checkpoint.config, "float32", Optimizer())
     data = open_calibration(options, chain, say)
     options = replace(options, sequence_length=data.sequence_length)
-    identity = {"model": _digest_of_model(checkpoint), "data": data.digest, **_fixed(options)}
+    _refuse_replaced(options, chain)
+    identity = {"model": _digest_of_model(checkpoint), "data": data.digest, "form": _FORM, **_fixed(options)}
     work = output.with_name(output.name + _UNFINISHED)
     work_is_new = not work.exists()
     if work_is_new:
@@ -88,6 +92,16 @@ def compress(options: CompressOptions, *, say: Callable[[str], None] = lambda te
         if done:
             shutil.rmtree(work, ignore_errors=True)
     return result
+
+
+def _refuse_replaced(options: CompressOptions, chain: Chain) -> None:
+    """Refuse a model whose files stock transformers could not load."""
+    replaced = replaced_for_codes(chain.model) if isinstance(target_of(options), Int4Target) else None
+    if replaced:
+        raise ModelError(
+            f"{options.model}: its experts ({replaced}) lie in one stack that int4 does not code, and transformers loads coded "
+            "models of this kind in another form alone; give another model"
+        )
 
 
 def refuse_coded(model: Path) -> None:
@@ -145,7 +159,9 @@ class _Run:
             host_bytes=host_bytes,
             experts_only=options.experts_only,
         )
-        self.files = CodedFiles(work / "model", self.quantiser.weights, self.quantiser.chain)
+        of_transformers = isinstance(self.target, Int4Target)
+        self.decodes_at_load = of_transformers and self.quantiser.decodes_at_load
+        self.files = CodedFiles(work / "model", self.quantiser.weights, self.quantiser.chain, stacks=of_transformers)
 
     def finish(self, output: Path) -> Compressed:
         """Do the remaining blocks, and everything after them."""
@@ -230,7 +246,7 @@ class _Run:
             "matrices": [asdict(report) for report in result.reports],
             "left": dict(result.left),
         }
-        config = quantisation_config(self.quantiser.weights, self.target, groups)
+        config = quantisation_config(self.quantiser.weights, self.target, groups, decodes_at_load=self.decodes_at_load)
         self.files.finish({"quantization_config": config}, {COMPRESSION_NOTE_NAME: json.dumps(note, indent=1) + "\n"})
 
     def _read_record(self, identity: Mapping[str, Any]) -> dict[str, Any]:
