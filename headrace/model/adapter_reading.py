@@ -3,6 +3,7 @@
 Invariant: what is read computes what stock peft computes with the same files; what peft would pass over is refused by name.
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,6 +13,14 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    rename_source_key,
+)
 
 from headrace.model.adapter_config import AdapterConfig
 from headrace.model.adapter_targets import DOWN, MAGNITUDE, UP, Product, Stack, products_of, stacks_of
@@ -103,41 +112,56 @@ class _Places:
         )
         self._config = config
         self._own_names = {ours: name.removesuffix(".weight") for name, ours in self.stored.items()}
-        adaptable = {own.parameter: (unit, own) for unit, layout in _units(chain) for own in adaptable_of(model, layout)}
+        mapping = get_model_conversion_mapping(whole)
+        self._renamings = [rule for rule in mapping if isinstance(rule, WeightRenaming)]
+        self._converters = [rule for rule in mapping if isinstance(rule, WeightConverter)]
+        self._rules = {pattern: rule for rule in self._converters for pattern in rule.source_patterns}
+        self._prefix, self._state = whole.base_model_prefix, whole.state_dict()
+        self._adaptable = {own.parameter: (unit, own) for unit, layout in _units(chain) for own in adaptable_of(model, layout)}
         self._by_name: dict[str, _Place] = {}
         self._modules: dict[str, _Place] = {}
         for name, ours in self.stored.items():
-            if ours in adaptable and name.endswith(".weight"):
-                unit, product = adaptable[ours]
-                self._modules[name.removesuffix(".weight")] = _Place(name.removesuffix(".weight"), unit, product)
-        self._by_parameter(whole, adaptable)
-        for ours, pieces in weights.pieces.items():
-            for piece in pieces if ours in adaptable else ():
-                unit, product = adaptable[ours]
-                stem = piece.key.removesuffix(".weight")
-                if piece.index == () or not product.transposed:
-                    self._modules.setdefault(stem, _Place(stem, unit, product, piece.index))
+            if ours in self._adaptable and name.endswith(".weight"):
+                self._modules[name.removesuffix(".weight")] = _Place(name.removesuffix(".weight"), *self._adaptable[ours])
+        self._by_parameter(whole)
 
-    def _by_parameter(self, whole: nn.Module, adaptable: Mapping[str, tuple[int, Product]]) -> None:
+    def _by_parameter(self, whole: nn.Module) -> None:
         """Name what `target_parameters` chooses: peft wraps a module once for each, in their order, the last one outermost."""
         for owner, module in whole.named_modules():
             names = [f"{owner}.{name}" for name, _ in module.named_parameters(recurse=False)]
             chosen = [name for name in names if self._config.targets_parameter(name)]
             for number, name in enumerate(chosen, start=1):
-                if (known := adaptable.get(self.stored.get(name, ""))) is not None:
+                if (known := self._adaptable.get(self.stored.get(name, ""))) is not None:
                     self._by_name[owner + ".base_layer" * (len(chosen) - number)] = _Place(name, *known)
 
     def of(self, stem: str) -> _Place | None:
         """Return what the adapter of `stem` belongs to, if the configuration chooses it."""
         if (place := self._by_name.get(stem)) is not None:
             return place
-        if (place := self._modules.get(stem)) is None or not self._targets(stem, place):
-            return None
-        return place
+        place = self._place(stem)
+        return place if place is not None and self._targets(stem, place) else None
 
     def untargeted(self, stem: str) -> bool:
         """Return whether `stem` could have an adapter, and the configuration does not choose it."""
-        return stem in self._modules
+        return self._place(stem) is not None
+
+    def _place(self, stem: str) -> _Place | None:
+        """Return what is called `stem`, now or in older versions of transformers: its own rules for weights say it."""
+        if (place := self._modules.get(stem)) is not None:
+            return place
+        key = f"{stem}.weight"
+        name, pattern = rename_source_key(key, self._renamings, self._converters, self._prefix, self._state)
+        if pattern is None:
+            return self._modules.get(name.removesuffix(".weight"))
+        rule, (unit, product) = self._rules[pattern], self._adaptable.get(self.stored.get(name, ""), (0, None))
+        kinds = [type(operation) for operation in rule.operations]
+        expert = re.search(pattern.replace("*", r"(\d+)"), rename_source_key(key, self._renamings, [])[0])
+        if kinds not in ([MergeModulelist], [MergeModulelist, Concatenate]) or expert is None or not expert.groups():
+            return None
+        if not isinstance(product, Stack) or product.transposed or int(expert[1]) >= product.experts:
+            return None
+        height, which = product.rows // len(rule.source_patterns), rule.source_patterns.index(pattern)
+        return _Place(stem, unit, product, (int(expert[1]), slice(which * height, (which + 1) * height)))
 
     def lacking(self, found: set[str]) -> str | None:
         """Return a linear module that is chosen, and is not among the `found`."""
@@ -191,7 +215,7 @@ class _Found:
         return StoredAdapters(adapters, flats)
 
     def _read(self, key: str, shape: Sequence[int]) -> Tensor:
-        found = self._file.get_tensor(key)
+        found: Tensor = self._file.get_tensor(key)
         if tuple(found.shape) != tuple(shape):
             raise ModelError(
                 f"{self._directory}: {key}: found shape {tuple(found.shape)}, {self._model} with this adapter_config.json has "
@@ -274,8 +298,9 @@ def adaptable_of(model: nn.Module, layout: UnitLayout) -> Iterator[Product]:
     yield from found
     for spec in layout.parameters:
         if len(spec.shape) in (2, 3) and spec.name not in known:
+            rows, columns = spec.shape[-2:]
             experts = spec.shape[0] if len(spec.shape) == 3 else 1
-            yield Stack(spec.name, *spec.shape[-2:], transposed=False, experts=experts)
+            yield Stack(spec.name, rows, columns, transposed=False, experts=experts)
 
 
 def _units(chain: Chain) -> Iterator[tuple[int, UnitLayout]]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -186,6 +187,28 @@ def test_one_adapter_for_each_experts_linear_is_read_as_peft_converts_it(
     name: str, shapes: Any, place: str, settings: dict[str, Any], model_of: Callable[[str], Path], tmp_path: Path
 ) -> None:
     check(model_of(name), by_expert(model_of(name), tmp_path / "adapter", shapes, place, **settings))
+
+
+def test_dense_parts_that_peft_drops_are_computed(tmp_path: Path) -> None:
+    """peft takes gate_proj for experts alone, and drops that of a dense block; the adapter was trained with it."""
+    path, adapter = tmp_path / "model", tmp_path / "adapter"
+    make_plain(make_config(CONFIGS["qwen3-moe-routed"])).eval().save_pretrained(path)
+    by_expert(path, adapter, QWEN, "mlp.experts")
+    file = adapter / "adapter_model.safetensors"
+    tensors = {key: tensor for key, tensor in load_file(file).items() if ".layers.1." not in key}
+    for name, (rows, columns) in {"gate_proj": (48, 32), "up_proj": (48, 32), "down_proj": (32, 48)}.items():
+        stem = f"base_model.model.model.layers.1.mlp.{name}"
+        tensors |= {f"{stem}.lora_A.weight": torch.randn(4, columns), f"{stem}.lora_B.weight": torch.randn(rows, 4) * 0.1}
+    save_file(tensors, file)
+    weights = load_file(path / "model.safetensors")
+    for key in [key for key in tensors if key.endswith("lora_A.weight")]:
+        stem = key.removesuffix(".lora_A.weight")
+        weights[f"{stem.removeprefix('base_model.model.')}.weight"] += 6 / 4 * tensors[f"{stem}.lora_B.weight"] @ tensors[key]
+    shutil.copytree(path, tmp_path / "summed")
+    save_file(weights, tmp_path / "summed" / "model.safetensors", metadata={"format": "pt"})
+    with torch.no_grad():
+        want = stock(tmp_path / "summed")(IDS).logits
+    torch.testing.assert_close(our_logits(path, adapter), want, rtol=1e-4, atol=1e-5)
 
 
 def test_experts_that_lack_an_adapter_are_refused(model_of: Callable[[str], Path], tmp_path: Path) -> None:
