@@ -128,6 +128,11 @@ class Subject:
             if suits(self.forms):
                 return
 
+    @property
+    def export_notes(self) -> tuple[str, ...]:
+        """What a reader of the exported files should know."""
+        return self.chain.adapters.notes if self.chain.adapters is not None else ()
+
     def warm_up(self) -> None:
         """Compile and load what updates will use."""
         dtype = GRADIENT_VIEWS[self._gradient_dtype].name

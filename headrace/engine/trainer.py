@@ -52,7 +52,7 @@ class Engine:
         self._meter = MemoryMeter()
         self._closers.callback(self._meter.close)
         self._steps: Steps | None = None
-        self._hits = HitRate()
+        self._hits, self.export_notes = HitRate(), run.subject.export_notes
         self._traffic = Traffic(self.store)  # what an import or a verification moved before this belongs to no step
         self._closed = False
 
@@ -331,11 +331,6 @@ class Engine:
     def provenance(self) -> dict[str, Any]:
         """Which weights the newest ones are: the run, and the number of its steps."""
         return {"run_id": self.store.manifest.run_id, "steps": self.num_steps}
-
-    @property
-    def export_notes(self) -> tuple[str, ...]:
-        """What a reader of the exported files should know."""
-        return self._subject.chain.adapters.notes if self._subject.chain.adapters is not None else ()
 
     def save_pretrained(self, out_dir: str | Path) -> None:
         """Write the newest weights as an ordinary Hugging Face directory, in constant memory; a run of adapters writes them in

@@ -34,7 +34,10 @@ class Lora(GradientWay):
         words="all linear ones of blocks",
     )
     exclude_modules: str | None = option(
-        None, Text(), row="modules that get none although they are targets, by the ends of names: `k_proj+layers.0.mlp.up_proj`"
+        None,
+        Text(),
+        row="modules that get none although they are targets, by the ends of names: `k_proj+layers.0.mlp.up_proj`",
+        words="none",
     )
 
     def __post_init__(self) -> None:
