@@ -3,8 +3,7 @@
 Invariant: what is read computes what stock peft computes with the same files; what peft would pass over is refused by name.
 """
 
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,25 +11,18 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    Concatenate,
-    MergeModulelist,
-    WeightConverter,
-    WeightRenaming,
-    rename_source_key,
-)
+from torch import Tensor
 
 from headrace.model.adapter_config import AdapterConfig
-from headrace.model.adapter_targets import DOWN, MAGNITUDE, UP, Product, Stack, products_of, stacks_of
+from headrace.model.adapter_places import Place, Places
+from headrace.model.adapter_targets import DOWN, MAGNITUDE, UP, Product, Stack
 from headrace.model.adapters import Adapters
+from headrace.model.binding import parameter_aliases
 from headrace.model.chain import Chain
-from headrace.model.matching import Index, WeightMap
+from headrace.model.matching import WeightMap
 from headrace.model.safetensors_file import StoredTensor, read_rows
-from headrace.model.text_part import names_in_whole
 from headrace.terms.errors import ConfigError, ModelError
-from headrace.terms.layout import UnitLayout, part
+from headrace.terms.layout import part
 
 PREFIX, WEIGHTS_NAME = "base_model.model.", "adapter_model"
 _ENDS = (DOWN, UP, MAGNITUDE)
@@ -49,16 +41,6 @@ class StoredAdapters:
             self.adapters.bind(unit, layout, self.flats[unit].to(device), None)
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """What a module or parameter that is called `name` in a file belongs to: `product` of `unit`, or `index` of it."""
-
-    name: str
-    unit: int
-    product: Product
-    index: Index = ()
-
-
 def read_adapters(directory: Path, chain: Chain, weights: WeightMap) -> StoredAdapters:
     """Read the adapters in `directory` for the model of `chain`.
 
@@ -66,7 +48,7 @@ def read_adapters(directory: Path, chain: Chain, weights: WeightMap) -> StoredAd
         ModelError: there are none, they are of another kind, or of another model; the message says which tensor.
     """
     config = AdapterConfig.read(directory)
-    places = _Places(chain, weights, config)
+    places = Places(chain, weights, config)
     try:
         with safe_open(directory / f"{WEIGHTS_NAME}.safetensors", framework="pt") as file:
             found = _Found(directory, type(chain.model).__name__, file)
@@ -79,11 +61,16 @@ def read_adapters(directory: Path, chain: Chain, weights: WeightMap) -> StoredAd
                         f"{directory}: {key}: adapter_config.json does not choose {stem} (target_modules, exclude_modules, "
                         "layers_to_transform, target_parameters), and peft passes over it; correct one of them"
                     )
+                elif end in _ENDS and chain.tied and stem == places.head:
+                    raise ModelError(
+                        f"{directory}: {key}: {stem} shares its matrix with the embedding; heads that are tied get no adapters "
+                        "here: merge the adapter with peft"
+                    )
                 else:
                     _check_copy(directory, key, places.stored.get(stem), weights, file)
             if config.starts_at_random and (lacking := places.lacking(found.names)):
                 raise ModelError(f"{directory}: {lacking} has no tensors, and init_lora_weights makes some at random")
-            return found.read(chain, config)
+            return found.read(chain, places, config)
     except (OSError, SafetensorError) as error:
         raise ModelError(f"{directory}: {WEIGHTS_NAME}.safetensors cannot be read: {error}") from error
     except ConfigError as error:
@@ -99,109 +86,32 @@ def _split(key: str) -> tuple[str, str]:
     return stem.replace(".base_layer.", "."), ""
 
 
-class _Places:
-    """The names that files may have for what of a model can have adapters, those of older versions of transformers, too."""
-
-    def __init__(self, chain: Chain, weights: WeightMap, config: AdapterConfig) -> None:
-        model, whole = chain.model, weights.stored_model
-        # The names of parameters here, by those in the stored model.
-        self.stored = {name: name for name in model.state_dict()} if whole is model else dict(names_in_whole(model, whole))
-        head = whole.get_output_embeddings()
-        self._head = (
-            next((name for name, module in whole.named_modules() if module is head), None) if head is not None else None
-        )
-        self._config = config
-        self._own_names = {ours: name.removesuffix(".weight") for name, ours in self.stored.items()}
-        mapping = get_model_conversion_mapping(whole)
-        self._renamings = [rule for rule in mapping if isinstance(rule, WeightRenaming)]
-        self._converters = [rule for rule in mapping if isinstance(rule, WeightConverter)]
-        self._rules = {pattern: rule for rule in self._converters for pattern in rule.source_patterns}
-        self._prefix, self._state = whole.base_model_prefix, whole.state_dict()
-        self._adaptable = {own.parameter: (unit, own) for unit, layout in _units(chain) for own in adaptable_of(model, layout)}
-        self._by_name: dict[str, _Place] = {}
-        self._modules: dict[str, _Place] = {}
-        for name, ours in self.stored.items():
-            if ours in self._adaptable and name.endswith(".weight"):
-                self._modules[name.removesuffix(".weight")] = _Place(name.removesuffix(".weight"), *self._adaptable[ours])
-        self._by_parameter(whole)
-
-    def _by_parameter(self, whole: nn.Module) -> None:
-        """Name what `target_parameters` chooses: peft wraps a module once for each, in their order, the last one outermost."""
-        for owner, module in whole.named_modules():
-            names = [f"{owner}.{name}" for name, _ in module.named_parameters(recurse=False)]
-            chosen = [name for name in names if self._config.targets_parameter(name)]
-            for number, name in enumerate(chosen, start=1):
-                if (known := self._adaptable.get(self.stored.get(name, ""))) is not None:
-                    self._by_name[owner + ".base_layer" * (len(chosen) - number)] = _Place(name, *known)
-
-    def of(self, stem: str) -> _Place | None:
-        """Return what the adapter of `stem` belongs to, if the configuration chooses it."""
-        if (place := self._by_name.get(stem)) is not None:
-            return place
-        place = self._place(stem)
-        return place if place is not None and self._targets(stem, place) else None
-
-    def untargeted(self, stem: str) -> bool:
-        """Return whether `stem` could have an adapter, and the configuration does not choose it."""
-        return self._place(stem) is not None
-
-    def _place(self, stem: str) -> _Place | None:
-        """Return what is called `stem`, now or in older versions of transformers: its own rules for weights say it."""
-        if (place := self._modules.get(stem)) is not None:
-            return place
-        key = f"{stem}.weight"
-        name, pattern = rename_source_key(key, self._renamings, self._converters, self._prefix, self._state)
-        if pattern is None:
-            return self._modules.get(name.removesuffix(".weight"))
-        rule, (unit, product) = self._rules[pattern], self._adaptable.get(self.stored.get(name, ""), (0, None))
-        kinds = [type(operation) for operation in rule.operations]
-        expert = re.search(pattern.replace("*", r"(\d+)"), rename_source_key(key, self._renamings, [])[0])
-        if kinds not in ([MergeModulelist], [MergeModulelist, Concatenate]) or expert is None or not expert.groups():
-            return None
-        if not isinstance(product, Stack) or product.transposed or int(expert[1]) >= product.experts:
-            return None
-        height, which = product.rows // len(rule.source_patterns), rule.source_patterns.index(pattern)
-        return _Place(stem, unit, product, (int(expert[1]), slice(which * height, (which + 1) * height)))
-
-    def lacking(self, found: set[str]) -> str | None:
-        """Return a linear module that is chosen, and is not among the `found`."""
-        linear = [place.product.name for stem, place in self._modules.items() if self._chosen_linear(stem, place)]
-        return next((name for name in linear if name not in found), None)
-
-    def _chosen_linear(self, stem: str, place: _Place) -> bool:
-        return not isinstance(place.product, Stack) and self._targets(stem, place)
-
-    def _targets(self, stem: str, place: _Place) -> bool:
-        return any(self._config.targets(name, self._head) for name in {stem, self._own_names[place.product.parameter]})
-
-
 class _Found:
     """Tensors of a file by what they belong to."""
 
     def __init__(self, directory: Path, model: str, file: Any) -> None:
         self._directory, self._model, self._file = directory, model, file
-        self._keys: dict[tuple[int, str], dict[str, tuple[_Place, dict[str, str]]]] = {}
+        self._keys: dict[tuple[int, str], dict[str, tuple[Place, dict[str, str]]]] = {}
 
     @property
     def names(self) -> set[str]:
         """The names here of what has tensors."""
         return {name for _, name in self._keys}
 
-    def add(self, place: _Place, end: str, key: str) -> None:
+    def add(self, place: Place, end: str, key: str) -> None:
         """Note that the tensor `key` is one of the adapter of `place`."""
         of_product = self._keys.setdefault((place.unit, place.product.name), {})
         of_product.setdefault(place.name, (place, {}))[1][end] = key
 
-    def read(self, chain: Chain, config: AdapterConfig) -> StoredAdapters:
+    def read(self, chain: Chain, places: Places, config: AdapterConfig) -> StoredAdapters:
         """Return the adapters with their tensors."""
         if not self._keys:
             raise ModelError(f"{self._directory}: it has no tensors for the blocks of {self._model}; give another model")
-        order = {(unit, own.name): own for unit, layout in _units(chain) for own in adaptable_of(chain.model, layout)}
         products: dict[int, list[Product]] = {}
         parts: dict[str, list[_Part]] = {}
-        for (unit, name), product in order.items():
-            if (unit, name) in self._keys:
-                parts[name] = found = _parts_of(self._directory, product, self._keys[unit, name].values(), config)
+        for unit, product in places.adaptable.values():
+            if (keys := self._keys.get((unit, product.name))) is not None:
+                parts[product.name] = found = _parts_of(self._directory, product, keys.values(), config)
                 ranked = replace(product, rank=sum(each.rank for each in found), scale=found[0].scale)
                 products.setdefault(unit, []).append(ranked)
         adapters = Adapters.over(chain.layouts, config.settings, products)
@@ -254,7 +164,7 @@ class _Part:
 
 
 def _parts_of(
-    directory: Path, product: Product, found: Sequence[tuple[_Place, dict[str, str]]] | Any, config: AdapterConfig
+    directory: Path, product: Product, found: Sequence[tuple[Place, dict[str, str]]] | Any, config: AdapterConfig
 ) -> list[_Part]:
     """Return the adapters of a product as parts of one: peft makes one of those of gate_proj and up_proj of each expert."""
     pieces = list(found)
@@ -291,23 +201,6 @@ def _parts_of(
     return parts
 
 
-def adaptable_of(model: nn.Module, layout: UnitLayout) -> Iterator[Product]:
-    """Yield what of a unit adapters of others may be of: linear modules, packed experts, matrices of other modules."""
-    found = [*products_of(model, layout), *stacks_of(model, layout)]
-    known = {each.parameter for each in found}
-    yield from found
-    for spec in layout.parameters:
-        if len(spec.shape) in (2, 3) and spec.name not in known:
-            rows, columns = spec.shape[-2:]
-            experts = spec.shape[0] if len(spec.shape) == 3 else 1
-            yield Stack(spec.name, rows, columns, transposed=False, experts=experts)
-
-
-def _units(chain: Chain) -> Iterator[tuple[int, UnitLayout]]:
-    """Yield blocks and the head: what is before the blocks has no adapters."""
-    return ((unit, layout) for unit, layout in enumerate(chain.layouts) if unit)
-
-
 def _floats_of(stored: StoredTensor, rows: np.ndarray) -> Tensor:
     """Return rows of a stored tensor, given as its bits, in float32."""
     return (
@@ -321,7 +214,8 @@ def _check_copy(directory: Path, key: str, parameter: str | None, weights: Weigh
     Raises:
         ModelError: `key` is no such copy, or is another one.
     """
-    pieces = [piece for piece in weights.pieces.get(parameter or "", ()) if piece.index == ()]
+    first = parameter_aliases(weights.model).get(parameter or "", "")  # a tied head is stored as the embedding
+    pieces = [piece for piece in weights.pieces.get(first, ()) if piece.index == ()]
     if not pieces:
         model = type(weights.model).__name__
         raise ModelError(

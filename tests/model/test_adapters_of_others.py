@@ -5,6 +5,7 @@ import json
 import shutil
 import warnings
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,17 @@ from tiers import sampled
 from tiny_architectures import CONFIGS, make_config, make_plain
 from transformers import AutoModelForCausalLM
 
+from headrace.engine.generator import Generator
 from headrace.engine.merging import merge_adapters
 from headrace.model import Chain, Checkpoint
 from headrace.model.adapter_config import COMPUTED, IRRELEVANT, KEEPS_WEIGHTS, REFUSED, AdapterConfig
 from headrace.model.adapter_reading import read_adapters
+from headrace.model.adapters import Adapters
+from headrace.model.generation_check import ready_to_generate
+from headrace.model.generation_costs import generation_costs
+from headrace.runs.generation_source import open_model
+from headrace.terms.adapter import adapter_of
+from headrace.terms.budget import Budget
 from headrace.terms.errors import ModelError
 from headrace.terms.optimizer import Optimizer
 
@@ -150,6 +158,43 @@ def test_and_the_merged_model_too(variant: str, model_of: Callable[[str], Path],
     with torch.no_grad():
         merged = stock(tmp_path / "merged")(IDS).logits
     torch.testing.assert_close(merged, logits_of_peft(path, adapter), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("variant", ["of names before transformers 5", "with ranks and scales of some"])
+def test_answers_are_those_of_peft(variant: str, model_of: Callable[[str], Path], tmp_path: Path) -> None:
+    """Packed experts are then read with their whole blocks, and the plan counts their sums."""
+    from peft import PeftModel
+
+    name, settings = VARIANTS[variant]
+    path = model_of(name)
+    adapter = written_by_peft(path, tmp_path / "adapter", **settings)
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        stocks = PeftModel.from_pretrained(stock(path), adapter).eval()
+        want = stocks.generate(input_ids=IDS, max_new_tokens=6, do_sample=False, pad_token_id=0, eos_token_id=None)
+    given = partial(open_model, adapter=adapter)
+    with Generator.open(path, Budget(host="2GiB"), compute_dtype="float32", opened=given) as generator:
+        found = dict(generator.generate(IDS.tolist(), max_new_tokens=6, do_sample=False, eos_token_id=[]))
+    assert [list(found[row]) for row in range(2)] == want[:, IDS.shape[1] :].tolist()
+
+
+def test_plans_of_generations_count_what_adapters_add() -> None:
+    """The sum of experts' matrices and their adapters, of a block that has such, too, where another has none."""
+    kind, values = CONFIGS["mixtral"]
+    config = make_config((kind, {**values, "hidden_size": 64, "intermediate_size": 128}))
+    workspace = []
+    for adapter in ("q_proj", "layers.2.mlp.experts.down_proj", "experts"):
+        chain = Chain.from_config(config, "float32", Optimizer())
+        ready_to_generate(chain.model)
+        settings = adapter_of(f"lora:rank=4,target_modules={adapter}")
+        adapters = Adapters.of(chain.model, chain.layouts, chain.num_blocks, settings)
+        with chain.adapted(adapters):
+            for unit, layout in adapters.layouts.items():
+                adapters.bind(unit, layout, torch.zeros(layout.num_elements), None)
+            workspace.append(generation_costs(chain, 1, 8).next.workspace_bytes)
+    matrix = 4 * 4 * 64 * 128
+    assert workspace[1] >= workspace[0] + matrix
+    assert workspace[2] >= workspace[0] + 3 * matrix
 
 
 def by_expert(path: Path, out: Path, names: Mapping[str, tuple[int, int]], place: str, **settings: Any) -> Path:
@@ -352,6 +397,12 @@ def test_tensors_that_peft_passes_over_are_refused(
     adapter = written_by_peft(model_of("llama"), tmp_path / "adapter", target_modules=["q_proj"])
     with pytest.raises(ModelError, match=r"adapter_config\.json does not choose model\.layers\.\d\.self_attn\.q_proj"):
         our_logits(model_of("llama"), changed(adapter, **changes))
+
+
+def test_a_head_that_is_tied_is_refused_in_its_own_words(model_of: Callable[[str], Path], tmp_path: Path) -> None:
+    adapter = written_by_peft(model_of("llama-tied"), tmp_path / "adapter", target_modules=["q_proj", "lm_head"])
+    with pytest.raises(ModelError, match="lm_head shares its matrix with the embedding"):
+        our_logits(model_of("llama-tied"), adapter)
 
 
 def test_modules_that_peft_fills_at_random_are_refused(model_of: Callable[[str], Path], tmp_path: Path) -> None:
