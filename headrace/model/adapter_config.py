@@ -101,13 +101,18 @@ class AdapterConfig:
         found = read_adapter_json(directory)
         _check_keys(directory, found)
         try:
-            return cls._of(found)
+            return cls.of(found)
         except (ConfigError, KeyError, TypeError, ValueError, re.error) as error:
             said = f"{error} is missing" if isinstance(error, KeyError) else error
             raise ModelError(f"{directory}: {CONFIG_NAME}: {said}") from error
 
     @classmethod
-    def _of(cls, found: Mapping[str, Any]) -> "AdapterConfig":
+    def of(cls, found: Mapping[str, Any]) -> "AdapterConfig":
+        """Return what the values of the keys mean.
+
+        Raises:
+            ConfigError, KeyError, ValueError, re.error: a value is missing, or impossible.
+        """
         layers = found.get("layers_to_transform")
         modules, excluded = (_names(found, key, regex=True) for key in ("target_modules", "exclude_modules"))
         if isinstance(modules, str) and (

@@ -48,7 +48,7 @@ def write_adapters(
     out: Path, adapters: Adapters, chain: Chain, weights: WeightMap, read: Callable[[int], Tensor], notes: Mapping[str, str]
 ) -> None:
     """Write a directory of adapters, which appears whole or not at all; `read` gives a unit's tensors, flat, in the layout
-    that `adapters` has. `notes` are texts by the names of the files that get them.
+    that `adapters` has. `notes` are texts by the names of the files that get them. A README has the adapters' own.
 
     Raises:
         RunDirectoryError, ExportFailed: as `appearing_model`.
@@ -70,7 +70,8 @@ def write_adapters(
         copy_files(weights.checkpoint.directory, partial, without=_NOT_COPIED)
         config = _config(adapters, weights, names)
         (partial / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        for name, text in notes.items():
+        readme = {"README.md": "".join(f"Note: {note}.\n\n" for note in adapters.notes)} if adapters.notes else {}
+        for name, text in (readme | dict(notes)).items():
             (partial / name).write_text(text, encoding="utf-8")
 
 

@@ -350,6 +350,11 @@ def test_upon_coded_weights_gradients_are_those_upon_decoded_ones(
         ("lora:dropout=0.1,target_modules=experts", "experts.gate_up_proj are packed experts, whose adapters have no dropout"),
         ("lora:rank=65", "rank 65 is more than model.layers.0.self_attn.q_proj has: it is 64 x 64"),
         ("lora:target_modules=q_proj+w1", "'w1' is none; linear modules are down_proj, gate_proj, k_proj"),
+        ("lora:exclude_modules=q_proj+w1", "exclude_modules: 'w1' is no module that could be adapted; there are down_proj"),
+        (
+            "lora:target_modules=q_proj,exclude_modules=self_attn.q_proj",
+            "exclude_modules leaves no module that could be adapted",
+        ),
         ("lora:target_modules=+", "'+' names no module; join names with +"),
         ("lora:target_modules=lm_head", "'lm_head' shares its matrix with the embedding; heads that are tied get no adapters"),
         (

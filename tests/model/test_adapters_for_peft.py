@@ -176,6 +176,7 @@ def test_what_peft_loads_in_no_form_is_said(name: str, adapter: str, words: str,
     """And we read it ourselves."""
     written = Written(name, adapter, tmp_path)
     assert any(f"peft does not load {adapter[:4]} of {words}" in note for note in written.adapters.notes)
+    assert words in (written.adapter / "README.md").read_text()
     with pytest.raises(ValueError, match=r"PEFT|lora"):
         written.peft()
     again = read_adapters(written.adapter, written.chain, written.weights)

@@ -11,6 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import settings as tried
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from tiers import sampled
 from tiny_architectures import CONFIGS, make_config, make_plain
@@ -145,15 +148,15 @@ QUICK = [name for name in VARIANTS if not name.startswith("begun by") and "expre
 
 @pytest.mark.parametrize("variant", sampled(VARIANTS, QUICK))
 def test_an_adapter_of_peft_computes_what_peft_computes(variant: str, model_of: Callable[[str], Path], tmp_path: Path) -> None:
-    name, settings = VARIANTS[variant]
-    check(model_of(name), written_by_peft(model_of(name), tmp_path / "adapter", **settings))
+    name, values = VARIANTS[variant]
+    check(model_of(name), written_by_peft(model_of(name), tmp_path / "adapter", **values))
 
 
 @pytest.mark.parametrize("variant", sampled(VARIANTS, ["of packed experts", "of names before transformers 5"]))
 def test_and_the_merged_model_too(variant: str, model_of: Callable[[str], Path], tmp_path: Path) -> None:
-    name, settings = VARIANTS[variant]
+    name, values = VARIANTS[variant]
     path = model_of(name)
-    adapter = written_by_peft(path, tmp_path / "adapter", **settings)
+    adapter = written_by_peft(path, tmp_path / "adapter", **values)
     merge_adapters(path, adapter, tmp_path / "merged", {})
     with torch.no_grad():
         merged = stock(tmp_path / "merged")(IDS).logits
@@ -165,9 +168,9 @@ def test_answers_are_those_of_peft(variant: str, model_of: Callable[[str], Path]
     """Packed experts are then read with their whole blocks, and the plan counts their sums."""
     from peft import PeftModel
 
-    name, settings = VARIANTS[variant]
+    name, values = VARIANTS[variant]
     path = model_of(name)
-    adapter = written_by_peft(path, tmp_path / "adapter", **settings)
+    adapter = written_by_peft(path, tmp_path / "adapter", **values)
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         stocks = PeftModel.from_pretrained(stock(path), adapter).eval()
@@ -304,6 +307,41 @@ def test_keys_at_the_defaults_of_peft_pass(tmp_path: Path) -> None:
     for value in (None, False, "", [], {}):
         changed(tmp_path, some_key_of_a_later_peft=value)
         AdapterConfig.read(tmp_path)
+
+
+_WORDS = ["q_proj", "up_proj", "self_attn.q_proj", "layers.1.mlp.up_proj", "model.layers.0.self_attn.q_proj", "proj", "experts"]
+_EXPRESSIONS = [r".*q_proj", r"model\.layers\.[01]\..*", r".*\.(up|q)_proj", "q_proj", r".*layers\.1\..*"]
+_NAMES = [
+    *(
+        f"model.layers.{layer}.{end}"
+        for layer in (0, 1, 11)
+        for end in ("self_attn.q_proj", "mlp.up_proj", "experts.1.up_proj")
+    ),
+    *("h.0.q_proj", "transformer.h.1.mlp.up_proj", "model.blocks.1.layers.0.q_proj", "q_proj", "mtp.up_proj"),
+]
+
+
+@given(
+    targets=st.one_of(st.lists(st.sampled_from(_WORDS), min_size=1), st.sampled_from(_EXPRESSIONS)),
+    excluded=st.one_of(st.none(), st.lists(st.sampled_from(_WORDS)), st.sampled_from(_EXPRESSIONS)),
+    layers=st.one_of(st.none(), st.integers(0, 1), st.lists(st.sampled_from([0, 1, 11]))),
+    lists=st.one_of(st.none(), st.sampled_from(["layers", "h", "blocks"]), st.lists(st.sampled_from(["h", "layers"]))),
+    ranks=st.dictionaries(st.sampled_from([*_WORDS, *_EXPRESSIONS]), st.integers(1, 9), max_size=3),
+)
+@tried(max_examples=200)
+def test_names_are_matched_as_peft_matches_them(targets: Any, excluded: Any, layers: Any, lists: Any, ranks: Any) -> None:
+    from peft import LoraConfig
+    from peft.tuners.tuners_utils import check_target_module_exists
+    from peft.utils.other import get_pattern_key
+
+    layers = None if isinstance(targets, str) else layers
+    lists = lists if layers is not None else None
+    chosen = {"target_modules": targets, "exclude_modules": excluded, "layers_to_transform": layers, "layers_pattern": lists}
+    theirs = LoraConfig(**chosen, rank_pattern=ranks)
+    ours = AdapterConfig.of({"r": 4, "lora_alpha": 8, "rank_pattern": ranks, **chosen})
+    for name in _NAMES:
+        assert ours.targets(name, "lm_head") == bool(check_target_module_exists(theirs, name)), name
+        assert ours.rank(name) == ranks.get(get_pattern_key(ranks, name), 4), name
 
 
 ACTING: dict[str, Any] = {
