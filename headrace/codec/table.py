@@ -26,7 +26,8 @@ class Code:
     `words` say what it is, `files` how files with it are called. A matrix takes `bits` for each weight and `row_bits` for each
     row; where that depends on the weights, `bits` is for what `assumed` says, and `other_bits` for what `otherwise` says.
     `needs_data`: weights are rounded for the inputs of real data. `experts_alone`: plans take it for experts alone, where a
-    model has stacks of them. `target` makes what writes it, from the columns of a group; None: it is only read. `codec` is the
+    model has stacks of them. `stock_loads`: transformers loads files with it. `target` makes what writes it, from the columns
+    of a group; None: it is only read. `codec` is the
     one by which plans reckon, `measured` the one whose decoding is measured (None: the same), on the matrix `sample`
     (rows, columns). Where nobody measured, a core decodes `decoded_per_second` weights to bfloat16 (docs/log/decoding-rates),
     and a device moves `device_bytes_per_weight` of its memory for each: none where Triton's kernels decode.
@@ -44,6 +45,7 @@ class Code:
     needs_data: bool = False
     lossless: bool = False
     experts_alone: bool = False
+    stock_loads: bool = False
     target: "Callable[[int], Target] | None" = None
     codec: "Callable[[], Codec]"
     measured: "Callable[[], Codec] | None" = None
@@ -116,6 +118,7 @@ _ROWS = (
         files="compressed-tensors pack-quantized in 4 bits",
         bits=4 + 16 / 128,
         needs_data=True,
+        stock_loads=True,
         target=_late("targets", "Int4Target"),
         codec=_late("published", "PackQuantized", 128),
         decoded_per_second=3.0e9,

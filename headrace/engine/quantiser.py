@@ -86,7 +86,7 @@ class Quantiser:
         opened = open_model(directory, self.machine, Purpose(compute_dtype=compute_dtype, reads_codes=False))
         self.checkpoint, self.chain, self.weights = opened.checkpoint, opened.chain, opened.weights
         self.chain.run_experts_one_by_one()
-        self.decodes_at_load = reads_weights_at_load(config)
+        self.decodes_at_load = reads_weights_at_load(self.checkpoint.config)
         if self.decodes_at_load:  # transformers then decodes all matrices but those of experts with one size of groups
             matrices = [spec for layout in self.chain.layouts[1:] for spec in layout.parameters if len(spec.shape) == 2]
             target = with_one_group(target, [spec.shape[-1] for spec in matrices])

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from headrace.codec.table import code_to_write
+from headrace.codec.table import CODES, code_to_write
 from headrace.codec.targets import Target
 from headrace.engine.coded_files import CodedFiles, quantisation_config
 from headrace.engine.quantiser import Quantiser
@@ -96,7 +96,7 @@ def compress(options: CompressOptions, *, say: Callable[[str], None] = lambda te
 
 def _refuse_replaced(options: CompressOptions, chain: Chain) -> None:
     """Refuse a model whose files stock transformers could not load."""
-    replaced = replaced_for_codes(chain.model) if isinstance(target_of(options), Int4Target) else None
+    replaced = replaced_for_codes(chain.model) if CODES[options.to].stock_loads else None
     if replaced:
         raise ModelError(
             f"{options.model}: its experts ({replaced}) lie in one stack that int4 does not code, and transformers loads coded "
@@ -159,7 +159,7 @@ class _Run:
             host_bytes=host_bytes,
             experts_only=options.experts_only,
         )
-        of_transformers = isinstance(self.target, Int4Target)
+        of_transformers = CODES[options.to].stock_loads
         self.decodes_at_load = of_transformers and self.quantiser.decodes_at_load
         self.files = CodedFiles(work / "model", self.quantiser.weights, self.quantiser.chain, stacks=of_transformers)
 
