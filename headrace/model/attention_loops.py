@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from headrace.machine.jit import compiled, full_width
+from headrace.machine import jit
+from headrace.machine.jit import full_width
 
 # What the bits of keys and values encode.
 FLOAT32, BFLOAT16, FLOAT16 = range(3)
@@ -19,7 +20,7 @@ FLOAT32, BFLOAT16, FLOAT16 = range(3)
 _PIECE = 64
 
 
-@partial(compiled, inline="always")
+@partial(jit.compiled, inline="always")
 def _widen(line: Any, kind: Any, bits: Any, numbers: Any) -> None:
     """Fill `bits` with those of the float32 numbers for which `line` stands; `numbers` are the same memory."""
     if kind == BFLOAT16:
@@ -38,7 +39,7 @@ def _widen(line: Any, kind: Any, bits: Any, numbers: Any) -> None:
             bits[i] |= (np.uint32(line[i]) & np.uint32(0x8000)) << np.uint32(16)
 
 
-@partial(compiled, fastmath={"reassoc", "contract", "nsz", "arcp", "nnan"})
+@partial(jit.compiled, fastmath={"reassoc", "contract", "nsz", "arcp", "nnan"})
 def attend(query: Any, table: Any, values_at: Any, kind: Any, mask: Any, sinks: Any, out: Any, first: Any, last: Any) -> Any:
     """Fill `out` for the pairs of a row and a head of keys from number `first` up to `last`.
 

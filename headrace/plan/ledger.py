@@ -17,7 +17,7 @@ A reference to an operation is its index, or `~index` (negative) for one of the 
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict, Unpack
 
 from headrace.terms.lanes import Lane
 from headrace.terms.program import PASSING, PIECE_SHIFT, WHOLE_MASK, Op, Program, Verb, buffer
@@ -43,6 +43,18 @@ class Snapshot:
     """What a program leaves to the next one, by buffer. A buffer without an entry is empty and idle; by default all are."""
 
     known: tuple[Known, ...] = ()
+
+
+class What(TypedDict, total=False):
+    """What an operation works on, and how much it computes: fields of `Op`."""
+
+    unit: int
+    part: int
+    micro: int
+    chunk: int
+    flops: float
+    late: bool
+    calls: int
 
 
 class _Uses:
@@ -142,16 +154,13 @@ class Ledger:
         renews: Sequence[int] = (),
         after: Sequence[int] = (),
         *,
-        unit: int = -1,
-        part: int = -1,
-        micro: int = -1,
-        chunk: int = -1,
         num_bytes: int = 0,
-        flops: float = 0.0,
-        late: bool = False,
-        calls: int = 0,
+        **what: Unpack[What],
     ) -> int:
-        """Append an operation and return its index. It also waits for `after`; say why, where that is given."""
+        """Append an operation and return its index. It also waits for `after`; say why, where that is given.
+
+        `num_bytes` cross the lane; `what` it works on is as in `Op`.
+        """
         index, all_uses, in_order = len(self._ops), self._uses, lane in self._in_order
         waits, touched = list(after), []
         for each in reads:
@@ -185,7 +194,7 @@ class Ledger:
         here, there = self._split(waits)
         buffers = tuple(touched)
         buffers = self._shared.setdefault(buffers, buffers)
-        self._ops.append(Op(index, verb, lane, unit, part, micro, chunk, num_bytes, flops, late, buffers, here, there, calls))
+        self._ops.append(Op(index, verb, lane, bytes=num_bytes, buffers=buffers, after=here, after_previous=there, **what))
         return index
 
     def _split(self, waits: list[int]) -> tuple[Refs, Refs]:
