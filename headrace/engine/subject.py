@@ -34,6 +34,7 @@ from headrace.terms.cuts import least_chunk_elements
 from headrace.terms.errors import RunDirectoryError
 from headrace.terms.events import Sink
 from headrace.terms.forms import Form
+from headrace.terms.layout import FROZEN, SCALE, UnitLayout
 from headrace.terms.options import Options
 from headrace.terms.rule_figures import RuleFigures
 from headrace.terms.sizes import format_bytes
@@ -42,6 +43,8 @@ from headrace.update.stored_codes import stored_codes
 from headrace.update.wire import SubspaceWire, Wire
 from headrace.update.wires import AdapterWire, wire_on
 
+# Kinds of parameters, in words.
+_KINDS = {"": "an ordinary weight", SCALE: "a norm", FROZEN: "a frozen one"}
 # Elements of a chunk in a state that is made before there is a plan.
 _CHUNK_ELEMENTS = 4 << 20
 
@@ -233,7 +236,8 @@ class Subject:
             RunDirectoryError: the store was laid out for other parameters, or the files that it reads have changed.
         """
         check_lent(store.manifest.identity)
-        if tuple(store.manifest.layouts) != tuple(self.chain.layouts):
+        if store.manifest.layouts != tuple(self.chain.layouts):
+            _refuse_other_kinds(store.manifest.layouts, self.chain.layouts)
             raise RunDirectoryError(
                 f"{self.directory}: its parameters are not those that this run's state was laid out for "
                 f"({len(store.manifest.layouts)} units in the run, {len(self.chain.layouts)} in the model); "
@@ -250,6 +254,20 @@ class Subject:
         self.updater.close()
         if self.own_updater is not None:
             self.own_updater.close()
+
+
+def _refuse_other_kinds(begun: Sequence[UnitLayout], layouts: Sequence[UnitLayout]) -> None:
+    """Raise `RunDirectoryError` if a run goes on with the parameters that it began with, but would train one otherwise."""
+    then, now = (
+        {spec.name: (spec.shape, spec.kind) for unit in units for spec in unit.parameters} for units in (begun, layouts)
+    )
+    for name, (shape, kind) in then.items():
+        found = now.get(name, (shape, kind))
+        if found[0] == shape and found[1] != kind:
+            raise RunDirectoryError(
+                f"this run began under a version that took {name} for {_KINDS[kind]}; this one takes it for {_KINDS[found[1]]} "
+                "and would train it otherwise: resume it with that version, or begin another run"
+            )
 
 
 def tune(store: StateStore, options: Options) -> None:

@@ -265,4 +265,5 @@ def _lay_out(layout: UnitLayout, products: Sequence[Product], settings: Lora) ->
         for each in products
         for end, shape in each.shapes(settings).items()
     ]
-    return lay_out(layout.name, parameters)
+    kinds = {f"{each.name}.{end}": layout.kinds.get(each.parameter, "") for each in products for end in each.shapes(settings)}
+    return lay_out(layout.name, parameters, kinds=kinds)

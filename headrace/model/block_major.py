@@ -5,7 +5,7 @@ Invariant: all micro-batches pass a block before the next is touched, as in a st
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -76,6 +76,19 @@ def _aside_gradients(
     gradients = iter(torch.autograd.grad(loss, flat))
     rows = [mask.numel() for mask in masks]
     return [[tuple(torch.split(next(gradients), rows)) for _ in block] for block in joined], float(loss.detach())
+
+
+def plain_loss(runner: Runner, samples: Sequence[MicroBatch]) -> torch.Tensor:
+    """Return the model's own loss of the samples, rows of one length, as one batch."""
+    wanted = {"output_router_logits": True} if runner.collects_asides else {}
+    loss: torch.Tensor = runner.model(
+        input_ids=torch.cat([sample.input_ids for sample in samples]),
+        attention_mask=torch.cat([cast(torch.Tensor, sample.attention_mask) for sample in samples]),
+        labels=torch.cat([sample.labels for sample in samples]),
+        use_cache=False,
+        **wanted,
+    ).loss
+    return loss
 
 
 def compare_gradients(runner: Runner, run_blocks: RunBlock, samples: Sequence[MicroBatch]) -> str:

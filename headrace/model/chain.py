@@ -334,14 +334,15 @@ def _lay_out_units(
     refuse_shared_between_blocks(model, blocks_name)
     num_blocks = len(model.get_submodule(blocks_name))  # type: ignore[arg-type]
     units: list[list[tuple[str, tuple[int, ...], tuple[float, float]]]] = [[] for _ in range(num_blocks + 2)]
+    kinds = traits.kinds.of(model, blocks_name)
     for name, parameter in model.named_parameters():
-        entry = (name, tuple(parameter.shape), optimizer.group_of(name, parameter.dim()))
-        unit = block_of(name, blocks_name)
-        if unit is None:
-            unit = num_blocks if name in traits.epilogue_names else -1
-        units[unit + 1].append(entry)
+        entry = (name, tuple(parameter.shape), optimizer.group_of(name, parameter.dim(), kinds.get(name, "")))
+        block = block_of(name, blocks_name)
+        if block is None:
+            block = num_blocks if name in traits.epilogue_names else -1
+        units[block + 1].append(entry)
     names = ["prologue", *(f"block.{index}" for index in range(num_blocks)), "epilogue"]
-    laid_out = [lay_out(name, parameters, parameter_alignment) for name, parameters in zip(names, units, strict=True)]
+    laid_out = [lay_out(name, unit, parameter_alignment, kinds) for name, unit in zip(names, units, strict=True)]
     return tuple(laid_out if units[-1] else laid_out[:-1])
 
 

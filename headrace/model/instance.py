@@ -36,9 +36,9 @@ def tiny_model(config_class: type, key: str) -> Any:
     return model.float().train()
 
 
-def tiny_samples(model: Any) -> list[MicroBatch]:
-    """Return two samples of unequal length for a tiny instance."""
-    generator = torch.Generator().manual_seed(1)
+def tiny_samples(model: Any, seed: int = 1) -> list[MicroBatch]:
+    """Return two samples of unequal length for a tiny instance; others for another `seed`."""
+    generator = torch.Generator().manual_seed(seed)
     high = model.get_input_embeddings().weight.shape[0]
     ids = [torch.randint(2, high, (1, length), generator=generator) for length in LENGTHS]
     return [MicroBatch(sample, sample, torch.ones_like(sample)) for sample in ids]

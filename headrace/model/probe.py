@@ -7,23 +7,27 @@ or refused with the reason.
 import copy
 import inspect
 import json
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, cast
 
 import torch
 from torch import nn
 
-from headrace.model.block_major import RELATIVE_TOLERANCE, block_major_backward, differing_gradient, take_gradients
+from headrace.model.block_major import RELATIVE_TOLERANCE, block_major_backward, differing_gradient, plain_loss, take_gradients
 from headrace.model.chain_values import IGNORED, MicroBatch, shift_labels
 from headrace.model.find_blocks import check_architecture, find_blocks, refuse_shared_between_blocks
 from headrace.model.instance import LENGTHS, tiny_model, tiny_samples
+from headrace.model.kinds import NO_KINDS, Kinds, find_kinds
 from headrace.model.runner import Runner, parameter_names
 from headrace.model.skeleton import build_skeleton
 from headrace.model.thresholds import architecture_key, key_without, tiny_of
 from headrace.terms.errors import HeadraceError, ModelError, in_one_line
+
+# Pairs of samples on which it is tried which parameters have a gradient.
+_INPUTS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +39,7 @@ class Traits:
     apart by masks that the model does not make from positions itself. With `runs_by_samples` longer rows hold several samples,
     too, but blocks run on each by itself. `has_aside_loss`: as configured, the model adds an auxiliary loss of router logits.
     `passed_over` are names of the parameters of blocks that do not use what other blocks hand them besides hidden states.
+    `kinds` are those of parameters that shapes do not tell.
     """
 
     blocks_name: str
@@ -46,6 +51,7 @@ class Traits:
     runs_by_samples: bool = False
     has_aside_loss: bool = False
     passed_over: frozenset[frozenset[str]] = frozenset()
+    kinds: Kinds = NO_KINDS
 
     @property
     def samples_from(self) -> int | None:
@@ -66,8 +72,9 @@ def probe(config: Any) -> Traits:
             limit, reason = _shorter_rows(config)
             traits = replace(traits, packing_limit=limit, packing_reason=reason or traits.packing_reason)
         unmet = tiny_of(config).unmet
-        if unmet:
-            traits = replace(traits, runs_by_samples=False)
+        if unmet:  # what longer rows would reach is not known either
+            kinds = replace(traits.kinds, unreached=frozenset())
+            traits = replace(traits, runs_by_samples=False, kinds=kinds)
         if unmet and (traits.packing_limit is None or min(unmet.values()) < traits.packing_limit):
             reason = f"no trial has rows of as many tokens as {_named(unmet)}"
             traits = replace(traits, packing_limit=int(min(unmet.values())), packing_reason=reason)
@@ -231,7 +238,14 @@ def _probe(config_class: type, key: str) -> Traits:
         runs_by_samples=alone,
         has_aside_loss=runner.collects_asides,
         passed_over=_passed_over(runner),
+        kinds=_kinds(runner),
     )
+
+
+def _kinds(runner: Runner) -> Kinds:
+    samples = [sample for seed in range(1, 1 + _INPUTS) for sample in tiny_samples(runner.model, seed)]
+    losses = (partial(plain_loss, runner, [sample]) for sample in samples)
+    return find_kinds(runner.model, find_blocks(runner.model).name, losses)
 
 
 def _epilogue_names(runner: Runner) -> set[str]:
@@ -329,26 +343,13 @@ def _self_check(config_class: type, key: str) -> str:
     _check_hidden_states(runner)
     model = runner.model
     samples = [_filled_up(sample) for sample in tiny_samples(model)]
-    expected_loss = _plain_loss(runner, samples)
+    expected_loss = plain_loss(runner, samples)
     expected_loss.backward()  # type: ignore[no-untyped-call]
     expected = take_gradients(model)
     loss, expected_value = block_major_backward(runner, samples), float(expected_loss.detach())
     if abs(loss - expected_value) > RELATIVE_TOLERANCE * abs(expected_value):
         return f"loss {loss:.6f} block by block, {expected_value:.6f} plainly"
     return differing_gradient(model, expected)
-
-
-def _plain_loss(runner: Runner, samples: Sequence[MicroBatch]) -> torch.Tensor:
-    """Return the model's own loss of the samples, rows of one length, as one batch."""
-    wanted = {"output_router_logits": True} if runner.collects_asides else {}
-    loss: torch.Tensor = runner.model(
-        input_ids=torch.cat([sample.input_ids for sample in samples]),
-        attention_mask=torch.cat([cast(torch.Tensor, sample.attention_mask) for sample in samples]),
-        labels=torch.cat([sample.labels for sample in samples]),
-        use_cache=False,
-        **wanted,
-    ).loss
-    return loss
 
 
 def _filled_up(sample: MicroBatch) -> MicroBatch:

@@ -16,7 +16,7 @@ from headrace.files.durable import sync, write_whole
 from headrace.terms.cuts import Cuts
 from headrace.terms.errors import ConfigError, DiskFull, RunDirectoryError, StorageError
 from headrace.terms.families import Durability, Family, Unit
-from headrace.terms.layout import GroupRange, ParameterSpec, Plane, UnitLayout
+from headrace.terms.layout import SCALE, GroupRange, ParameterSpec, Plane, UnitLayout
 
 MANIFEST_FORMAT = 2
 MANIFEST_NAME = "state.json"
@@ -199,7 +199,13 @@ def _parse_units(fields: dict[str, Any]) -> tuple[Unit, ...]:
     return tuple(Unit(unit["name"], tuple(map(family, unit["families"]))) for unit in fields["units"])
 
 
+def _parse_parameter(fields: dict[str, Any]) -> ParameterSpec:
+    # Before kinds were recorded, names decided: what had "norm" in its name was taken for one.
+    named = SCALE if len(fields["shape"]) > 1 and "norm" in fields["name"].lower() else ""
+    return ParameterSpec(**{"kind": named, **fields, "shape": tuple(fields["shape"])})
+
+
 def _parse_layout(fields: dict[str, Any]) -> UnitLayout:
-    parameters = tuple(ParameterSpec(**{**spec, "shape": tuple(spec["shape"])}) for spec in fields["parameters"])
+    parameters = tuple(map(_parse_parameter, fields["parameters"]))
     groups = tuple(GroupRange(**group) for group in fields["groups"])
     return UnitLayout(fields["name"], parameters, groups, fields["num_elements"])

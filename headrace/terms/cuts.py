@@ -51,14 +51,17 @@ class Cuts(NamedTuple):
 def item_shape(parameter: ParameterSpec, rule: RuleFigures, unit: str = "block") -> tuple[int, int] | None:
     """Return rows and columns of the items of a parameter of `unit` under `rule`, None if its elements are updated alone.
 
-    Those are parameters with fewer than two dimensions, and matrices of one row or column, unless `rule.takes_vectors`; and
-    those that `rule.elementwise` matches. Of more than two dimensions the last two are a matrix.
+    Those are parameters with fewer than two dimensions, and matrices of one row or column, unless `rule.takes_vectors`; those
+    that `rule.elementwise` matches; and what is no matrix under a rule of `only_matrices`. Of more than two dimensions the last
+    two are a matrix.
     """
     if rule.grain is Grain.ELEMENT:
         return None
     if len(parameter.shape) < 2:
         return (1, parameter.num_elements) if rule.takes_vectors else None
     if rule.elementwise and re.search(rule.elementwise, f"{unit}/{parameter.name}"):
+        return None
+    if rule.only_matrices and not parameter.is_matrix:
         return None
     rows, columns = parameter.shape[-2:]
     if rule.grain is Grain.MATRIX and min(rows, columns) == 1 and not rule.takes_vectors:

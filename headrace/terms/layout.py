@@ -4,8 +4,9 @@ A *unit* is what is fetched, drained, updated and committed as one: the prologue
 (docs/architecture.md). All its parameters lie in one flat range of `num_elements` elements, the same range in every plane.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Protocol, Self, TypeVar
 
 from headrace.terms.errors import ConfigError
@@ -113,15 +114,37 @@ def planes_with(compute_dtype: str, states: tuple[Plane, ...]) -> PlaneSet:
     return PlaneSet(compute_dtype, weight, rest + states)
 
 
+# Kinds of parameters that their shapes do not tell: a weight that its module only multiplies element by element, as norms do;
+# and one that no input reaches, or that the model itself keeps as it is.
+SCALE, FROZEN = "scale", "frozen"
+
+
+def is_matrix(name: str, num_dimensions: int, kind: str = "") -> bool:
+    """Return whether a parameter is a matrix, or a stack of them: no vector, norm or bias, and nothing that is frozen.
+
+    `kind` is `SCALE`, `FROZEN`, or "" where its shape and its own name tell all.
+    """
+    return num_dimensions >= 2 and not name.endswith("bias") and not kind
+
+
 @dataclass(frozen=True, slots=True)
 class ParameterSpec:
-    """One parameter inside a unit: its place is elements `[offset, offset + num_elements)` of each plane."""
+    """One parameter inside a unit: its place is elements `[offset, offset + num_elements)` of each plane.
+
+    `kind` is as in `is_matrix`.
+    """
 
     name: str
     shape: tuple[int, ...]
     offset: int
     num_elements: int
     group: int
+    kind: str = ""
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether it is a matrix, or a stack of them."""
+        return is_matrix(self.name, len(self.shape), self.kind)
 
 
 class _Sliced(Protocol):
@@ -180,15 +203,22 @@ class UnitLayout:
         """Number of parameters without padding."""
         return sum(parameter.num_elements for parameter in self.parameters)
 
+    @property
+    def kinds(self) -> dict[str, str]:
+        """The kinds of those parameters whose shapes do not tell them."""
+        return {parameter.name: parameter.kind for parameter in self.parameters if parameter.kind}
+
 
 def lay_out(
     name: str,
     parameters: list[tuple[str, tuple[int, ...], tuple[float, float]]],
     parameter_alignment: int = PARAMETER_ALIGNMENT,
+    kinds: Mapping[str, str] = MappingProxyType({}),
 ) -> UnitLayout:
     """Place `(name, shape, (learning_rate_scale, weight_decay))` so that each group is one contiguous range.
 
     Groups come in order of first appearance, parameters in the order given, each at a multiple of `parameter_alignment`.
+    `kinds` are those that shapes do not tell.
     """
     keys = list(dict.fromkeys(key for _, _, key in parameters))
     placed: list[ParameterSpec] = []
@@ -201,7 +231,8 @@ def lay_out(
                 num_elements = 1
                 for extent in shape:
                     num_elements *= extent
-                placed.append(ParameterSpec(parameter_name, tuple(shape), offset, num_elements, index))
+                kind = kinds.get(parameter_name, "")
+                placed.append(ParameterSpec(parameter_name, tuple(shape), offset, num_elements, index, kind))
                 offset += round_up(num_elements, parameter_alignment)
         if index == len(keys) - 1:
             offset = round_up(offset, UNIT_ALIGNMENT)
@@ -213,7 +244,7 @@ def realigned(layout: UnitLayout, parameter_alignment: int) -> UnitLayout:
     """Return the same parameters, in the same order and groups, laid out with another alignment."""
     keys = [(group.learning_rate_scale, group.weight_decay) for group in layout.groups]
     parameters = [(parameter.name, parameter.shape, keys[parameter.group]) for parameter in layout.parameters]
-    return lay_out(layout.name, parameters, parameter_alignment)
+    return lay_out(layout.name, parameters, parameter_alignment, layout.kinds)
 
 
 def chunk_ranges(num_elements: int, chunk_elements: int) -> list[tuple[int, int]]:

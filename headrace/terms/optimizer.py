@@ -10,6 +10,7 @@ from typing import ClassVar
 
 from headrace.terms.declared import Declaration, option
 from headrace.terms.errors import ConfigError
+from headrace.terms.layout import FROZEN, is_matrix
 from headrace.terms.named import Named
 from headrace.terms.option_kinds import Listed, Number, OneOf, Record
 
@@ -39,7 +40,8 @@ class ParameterGroup:
 class Optimizer(Named):
     """What every rule of updates is told. A rule's own settings are further fields of a subclass, declared as options are.
 
-    Norms and biases (parameters with fewer than two dimensions, and those named `*norm*` or `*bias`) are not decayed.
+    Norms and biases are not decayed: parameters with fewer than two dimensions, weights that only multiply element by element,
+    and those named `*bias`. What no input reaches, or what the model itself keeps as it is, is frozen.
     `groups` are tried in order, the first match wins; a group's `weight_decay=None` stands for the one given here. Nothing that
     `train` leaves as it is gets updated.
     """
@@ -60,19 +62,19 @@ class Optimizer(Named):
         common = {each.name for each in fields(Optimizer)}
         return tuple(each for each in cls.declarations() if each.key not in common)
 
-    def group_of(self, name: str, num_dimensions: int) -> tuple[float, float]:
-        """Return `(learning_rate_scale, weight_decay)` of the parameter called `name`."""
-        decay = self.weight_decay if is_matrix(name, num_dimensions) else 0.0
-        if not self.trains(name, num_dimensions, is_block=True):
+    def group_of(self, name: str, num_dimensions: int, kind: str = "") -> tuple[float, float]:
+        """Return `(learning_rate_scale, weight_decay)` of the parameter called `name`; `kind` is as in `is_matrix`."""
+        decay = self.weight_decay if is_matrix(name, num_dimensions, kind) else 0.0
+        if not self.trains(name, num_dimensions, kind, is_block=True):
             return LEFT
         for group in self.groups:
             if re.search(group.pattern, name):
                 return group.learning_rate_scale, decay if group.weight_decay is None else group.weight_decay
         return 1.0, decay
 
-    def trains(self, name: str, num_dimensions: int, *, is_block: bool) -> bool:
+    def trains(self, name: str, num_dimensions: int, kind: str = "", *, is_block: bool) -> bool:
         """Return whether the parameter called `name`, of a block or of what is around them, is trained."""
-        return self.train == ALL or (is_block and is_matrix(name, num_dimensions))
+        return kind != FROZEN and (self.train == ALL or (is_block and is_matrix(name, num_dimensions, kind)))
 
     def smaller(self) -> "tuple[str, Optimizer] | None":
         """Return the same rule with smaller states: what changes, in words, and the rule; None if there is none."""
@@ -81,11 +83,6 @@ class Optimizer(Named):
 
 # The learning-rate scale and decay of parameters that stay as they are beside others of their unit: an update changes nothing.
 LEFT = (0.0, 0.0)
-
-
-def is_matrix(name: str, num_dimensions: int) -> bool:
-    """Return whether a parameter is a matrix, or a stack of them: no vector, norm or bias."""
-    return num_dimensions >= 2 and not name.endswith("bias") and "norm" not in name.lower()
 
 
 @dataclass(frozen=True, slots=True)

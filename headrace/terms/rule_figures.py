@@ -27,6 +27,7 @@ class RuleFigures:
         elementwise: a pattern of parameters, such as embeddings, that are updated element by element whatever the grain. It is
             searched in UNIT/NAME: `block.3/model.layers.3.mlp.up.weight`. Parameters with fewer than two dimensions are, too,
             unless `takes_vectors`.
+        only_matrices: whether what is no matrix though its shape has two dimensions is updated element by element, too.
         takes_vectors: whether parameters with fewer than two dimensions are items of one row each; then no element is alone.
         flops_per_element: floating-point operations of one element's update, but for products of matrices.
         gram_products: how often an update multiplies a matrix by its Gram matrix, and that by itself (`item_flops`).
@@ -44,6 +45,7 @@ class RuleFigures:
     planes: PlaneSet
     grain: Grain = Grain.ELEMENT
     elementwise: str = ""
+    only_matrices: bool = False
     takes_vectors: bool = False
     flops_per_element: float
     gram_products: int = 0

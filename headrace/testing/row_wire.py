@@ -34,7 +34,8 @@ class RowWire:
         if unit in self._frozen:
             return None
         groups = [(group.learning_rate_scale, group.weight_decay) for group in layout.groups]
-        return lay_out(layout.name, [(spec.name, spec.shape[:1], groups[spec.group]) for spec in layout.parameters])
+        rows = [(spec.name, spec.shape[:1], groups[spec.group]) for spec in layout.parameters]
+        return lay_out(layout.name, rows, kinds=layout.kinds)
 
     @contextmanager
     def catch(self, unit: int, layout: UnitLayout, weights: Tensor, gradients: Gradients) -> Iterator[Caught]:

@@ -32,9 +32,9 @@ def forms_under(
     """Return the forms of units laid out by `layouts` under a wire and a rule; the rule says how parameters are aligned and
     cut.
 
-    `optimizer` says which parameters stay as they are (None: only the wire decides): a unit that has only such parameters is
-    frozen. `codec` codes the blocks that are not trained in place, except those that are coded already: `stored` says where
-    their parts lie, and `codecs` decode them. `on_host`: the host computes, and decodes.
+    `optimizer` says which parameters stay as they are (None: only those that are frozen anyway): a unit that has only such
+    parameters is frozen. `codec` codes the blocks that are not trained in place, except those that are coded already: `stored`
+    says where their parts lie, and `codecs` decode them. `on_host`: the host computes, and decodes.
 
     Raises:
         ConfigError: nothing is trained, or a coded unit would be trained in place.
@@ -84,10 +84,9 @@ def forms_under(
 
 def _left(layout: UnitLayout, optimizer: Optimizer | None, *, is_block: bool) -> frozenset[str]:
     """Return the names of a unit's parameters that stay as they are."""
-    if optimizer is None:
-        return frozenset()
-    shapes = {spec.name: len(spec.shape) for spec in layout.parameters}
-    return frozenset(name for name, dimensions in shapes.items() if not optimizer.trains(name, dimensions, is_block=is_block))
+    trains = (optimizer or Optimizer()).trains
+    left = (spec for spec in layout.parameters if not trains(spec.name, len(spec.shape), spec.kind, is_block=is_block))
+    return frozenset(spec.name for spec in left)
 
 
 def _without(trained: UnitLayout | None, layout: UnitLayout, left: frozenset[str]) -> UnitLayout | None:
@@ -98,7 +97,7 @@ def _without(trained: UnitLayout | None, layout: UnitLayout, left: frozenset[str
         return None if len(left) == len(layout.parameters) else layout
     keys = [(group.learning_rate_scale, group.weight_decay) for group in trained.groups]
     kept = [(spec.name, spec.shape, keys[spec.group]) for spec in trained.parameters if spec.name not in left]
-    return lay_out(trained.name, kept) if kept else None
+    return lay_out(trained.name, kept, kinds=trained.kinds) if kept else None
 
 
 def notes_on(forms: Sequence[Form]) -> tuple[str, ...]:

@@ -115,6 +115,13 @@ def packed(padded: dict[str, torch.Tensor], lengths: Sequence[int], rows: Sequen
     return batch
 
 
+def is_decayed(model: torch.nn.Module, name: str) -> bool:
+    """Return whether a parameter is a matrix: what the class of its own module says, whatever the path to it."""
+    owner, _, own = name.rpartition(".")
+    module = model.get_submodule(owner)
+    return model.get_parameter(name).dim() >= 2 and not own.endswith("bias") and "norm" not in type(module).__name__.lower()
+
+
 class PlainTrainer:
     """Stock transformers and `torch.optim.AdamW` in float32, everything in memory."""
 
@@ -123,8 +130,8 @@ class PlainTrainer:
     ) -> None:
         self.model = kind.from_pretrained(path, dtype=torch.float32).train()
         self.model.config.use_cache = False
-        decayed = [p for n, p in self.model.named_parameters() if p.dim() >= 2 and "norm" not in n.lower()]
-        rest = [p for n, p in self.model.named_parameters() if not (p.dim() >= 2 and "norm" not in n.lower())]
+        decayed = [p for n, p in self.model.named_parameters() if is_decayed(self.model, n)]
+        rest = [p for n, p in self.model.named_parameters() if not is_decayed(self.model, n)]
         groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": rest, "weight_decay": 0.0}]
         self.optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), eps=1e-8)
         self.max_grad_norm = max_grad_norm

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from headrace.terms.cuts import cuts_of, num_values, pieces_of, product_flops
 from headrace.terms.forms import SSD, Form, merged
-from headrace.terms.layout import ItemRange, Plane, lay_out
+from headrace.terms.layout import SCALE, ItemRange, Plane, lay_out
 from headrace.testing.tensor_rule_contract import PARAMETERS, TensorRuleContract
 from headrace.update import StepScalars, Updater, rule_of
 from headrace.update.rule import Chunk
@@ -102,7 +102,7 @@ def test_what_it_keeps_and_multiplies() -> None:
     rule = items_rule(rule_of(Muon(), "bfloat16"))
     given = [("up", (300, 200), (1.0, 0.1)), ("experts", (3, 40, 48), (1.0, 0.1)), ("filter", (96, 1, 4), (1.0, 0.1))]
     given += [("q_norm.weight", (8, 64), (1.0, 0.0)), ("bias", (77,), (1.0, 0.0))]
-    layout = lay_out("block.1", given, rule.figures.parameter_alignment)
+    layout = lay_out("block.1", given, rule.figures.parameter_alignment, {"q_norm.weight": SCALE})
     cuts, (_, m, v) = cuts_of(layout, rule.figures), rule.planes.states
     assert num_values(m, 0, layout.num_elements, cuts) == layout.num_elements
     # Each of the three lies on a page of 2048 elements, and what pads it is as if it were of it.

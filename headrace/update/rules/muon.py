@@ -38,8 +38,8 @@ _A, _B, _C = 3.4445, -4.7750, 2.0315
 _STEPS = 5
 _LEAST_NORM = 1e-7
 _STEP_SIZE = 0.2  # the root-mean-square of AdamW's steps
-# Parameters of units that are no blocks, and what `terms.optimizer.is_matrix` takes for no matrix.
-_ELEMENTWISE = r"^(prologue|epilogue)/|(?i:norm)|bias$"
+# Parameters of units that are no blocks.
+_ELEMENTWISE = r"^(prologue|epilogue)/"
 # Per element: what torch's kernels read and write for matrices that are half as long again as wide, with products of float32
 # numbers (of bfloat16 numbers: about two thirds), and the most that is allocated at once, by AdamW: Muon takes 26. Tests count.
 _DEVICE_TRAFFIC_BYTES = {"bfloat16": 614, "float32": 516, "float16": 528}
@@ -95,6 +95,7 @@ class MuonRule(TensorRule):
             planes=alone.planes,
             grain=Grain.MATRIX,
             elementwise=_ELEMENTWISE,
+            only_matrices=True,
             flops_per_element=_FLOPS_PER_ELEMENT,
             gram_products=_STEPS,
             core_rate=_CORE_RATE,

@@ -118,7 +118,7 @@ class LspWire:
             parameters.append((spec.name, each.shape if each else spec.shape, key))
             if each:
                 parameters.append((each.factor_name, (1,), key))
-        return lay_out(layout.name, parameters)
+        return lay_out(layout.name, parameters, kinds=layout.kinds)
 
     def basis(self, unit: int, layout: UnitLayout, trained: UnitLayout) -> UnitLayout:
         """Return where projectors lie: for each matrix and side its values, then its positions where they are kept."""

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from headrace.terms.layout import PARAMETER_ALIGNMENT, UnitLayout
-from headrace.terms.optimizer import is_matrix
 from headrace.terms.sizes import round_up
 from headrace.update.projectors import Kind, Pair, Projector
 from headrace.update.projectors.projector import Sides, both
@@ -145,7 +144,7 @@ def subspaces(layout: UnitLayout, dimension: int | None, nonzeros: int, kind: Ki
     found: list[Subspace] = []
     offset = 0
     for spec in layout.parameters:
-        if not is_matrix(spec.name, len(spec.shape)):
+        if not spec.is_matrix:
             continue
         rows, columns = spec.shape[-2:]
         own = Sides(kind.dimension(rows, dimension), kind.dimension(columns, dimension))
