@@ -75,6 +75,7 @@ class Subject:
         lends: Callable[[Sequence[Path]], bool] = lambda files: False,
     ) -> None:
         self.directory = directory
+        self._sequence_length = options.sequence_length if options.tokens_per_step else None
         self._gradient_dtype = options.gradient_dtype or options.compute_dtype
         self.optimizer = optimizer_of(options)
         rule = rule_of(self.optimizer, options.compute_dtype)
@@ -171,7 +172,7 @@ class Subject:
             units=[form.families(planes, own_planes, chunk_elements) for form in self.forms],
             scratch_bytes=scratch_bytes(plan) if plan else 0,
             weights=measured_weights(ssd),
-            identity={"model": str(self.directory), **self.seams.names, **self.lent.identity},
+            identity={"model": str(self.directory), **self.seams.names, **self.lent.identity, **self._groups},
             beside=beside,
         )
         return self.use_lent(StateStore.create(directory, request, sink=sink), sink)
@@ -184,6 +185,13 @@ class Subject:
             return text
         units = f"{len(self.lent.units)} of {len(self.forms)} units"
         return f"{text}; those of {units} are read where they lie, in {self.directory}: leave its files as they are"
+
+    @property
+    def _groups(self) -> dict[str, str]:
+        """How samples of packed rows are grouped, where that decides numbers."""
+        length = self._sequence_length
+        exactly = self.chain.runner.by_exact_lengths and (length is None or self.chain.groups_exactly(length))
+        return {"groups": "exact"} if exactly else {}
 
     def import_into(self, store: StateStore, record: Mapping[str, Any]) -> None:
         """Read the model's weights into a new store, and commit `record`."""
@@ -236,6 +244,11 @@ class Subject:
             RunDirectoryError: the store was laid out for other parameters, or the files that it reads have changed.
         """
         check_lent(store.manifest.identity)
+        if self._groups and store.manifest.identity.get("groups") != self._groups["groups"]:
+            raise RunDirectoryError(
+                "this run began under a version that padded samples of about one length together, which changes what this "
+                "model computes; this version groups them by exact length: resume it with that version, or begin another run"
+            )
         if store.manifest.layouts != tuple(self.chain.layouts):
             _refuse_other_kinds(store.manifest.layouts, self.chain.layouts)
             raise RunDirectoryError(

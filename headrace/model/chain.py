@@ -77,6 +77,7 @@ class Chain:
             collect_asides=traits.has_aside_loss,
             packs_by_masks=traits.packs_by_masks,
             samples_from=traits.samples_from,
+            by_exact_lengths=traits.by_exact_lengths,
             passed_over=traits.passed_over,
         )
         self.collects_asides = self.runner.collects_asides
@@ -133,6 +134,10 @@ class Chain:
         lengths of the samples.
         """
         return self.runner.runs_by_samples(length)
+
+    def groups_exactly(self, length: int) -> bool:
+        """Return whether rows of `length` tokens are run in groups of samples of exactly one length."""
+        return self.runner.by_exact_lengths and self.runs_by_samples(length)
 
     @property
     def packs_by_masks(self) -> bool:

@@ -26,6 +26,8 @@ from headrace.model.skeleton import build_skeleton
 from headrace.model.thresholds import architecture_key, key_without, tiny_of
 from headrace.terms.errors import HeadraceError, ModelError, in_one_line
 
+# What rounding alone changes of results in groups: at most 1e-6 was measured on 40 architectures in float32.
+_ROUNDING = 1e-5
 # Pairs of samples on which it is tried which parameters have a gradient.
 _INPUTS = 4
 
@@ -37,7 +39,8 @@ class Traits:
     `blocks_name` is the dotted name of the list of blocks. Samples can be packed into rows of fewer than `packing_limit` tokens
     (None: of any number, 0: not at all); `packing_reason` says why not into longer ones. With `packs_by_masks` samples are kept
     apart by masks that the model does not make from positions itself. With `runs_by_samples` longer rows hold several samples,
-    too, but blocks run on each by itself. `has_aside_loss`: as configured, the model adds an auxiliary loss of router logits.
+    too, but blocks run on each by itself; `by_exact_lengths` say that none may be padded to the length of another one.
+    `has_aside_loss`: as configured, the model adds an auxiliary loss of router logits.
     `passed_over` are names of the parameters of blocks that do not use what other blocks hand them besides hidden states.
     `kinds` are those of parameters that shapes do not tell.
     """
@@ -49,6 +52,7 @@ class Traits:
     packing_reason: str
     packs_by_masks: bool = False
     runs_by_samples: bool = False
+    by_exact_lengths: bool = False
     has_aside_loss: bool = False
     passed_over: frozenset[frozenset[str]] = frozenset()
     kinds: Kinds = NO_KINDS
@@ -227,6 +231,7 @@ def _probe(config_class: type, key: str) -> Traits:
         runner.packs_by_masks = False
     runner.samples_from = 0
     alone = not _check_packing(runner)
+    exactly = alone and _padding_decides(runner)
     runner.samples_from = None
     return Traits(
         find_blocks(runner.model).name,
@@ -236,6 +241,7 @@ def _probe(config_class: type, key: str) -> Traits:
         packing_reason="" if by_masks else reason,
         packs_by_masks=by_masks,
         runs_by_samples=alone,
+        by_exact_lengths=exactly,
         has_aside_loss=runner.collects_asides,
         passed_over=_passed_over(runner),
         kinds=_kinds(runner),
@@ -319,6 +325,17 @@ def _check_causal(runner: Runner) -> None:
             f"{type(runner.model).__name__}: the last token changes earlier positions by {difference:.2g}; "
             "only causal (left-to-right) models can be fine-tuned; set is_decoder if the configuration has it"
         )
+
+
+def _padding_decides(runner: Runner) -> bool:
+    """Return whether samples give other results where they are padded to the length of another one in their group."""
+    one, other = (sample.input_ids for sample in tiny_samples(runner.model))
+    rows = [[one, other], [other, other.flip(1), other[:, : LENGTHS[0] - LENGTHS[1]]]]
+    positions = torch.stack([torch.cat([torch.arange(ids.shape[1]) for ids in row]) for row in rows])
+    ids = torch.cat([torch.cat(row, dim=1) for row in rows])
+    grouped = _run_blocks(runner, MicroBatch(ids, ids, None, positions))
+    alone = torch.cat([torch.cat([_run_blocks(runner, MicroBatch(ids, ids)) for ids in row], dim=1) for row in rows])
+    return float((grouped - alone).abs().max()) > _ROUNDING * float(alone.abs().max())
 
 
 def _check_packing(runner: Runner) -> str:

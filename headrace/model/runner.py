@@ -49,10 +49,10 @@ class Runner:
 
     `tuple_length` says what a block returns (see `Taps`). With `collect_asides` the router logits of each block are caught.
     With `packs_by_masks` rows of several samples get masks that keep these apart, for models that make none from positions.
-    Rows of `samples_from` tokens or more are run sample by sample if they hold several (None: never), samples of about one
-    length together: for layers that carry a state along the row. `passed_over` are sets of parameter names: blocks with such
-    parameters do not use what others hand them. `run_block` may be replaced by another way to run a block that computes the
-    same, and `run_sample` by one for rows of any length.
+    Rows of `samples_from` tokens or more are run sample by sample if they hold several (None: never): for layers that carry a
+    state along the row. Samples of about one length run together, with `by_exact_lengths` those of exactly one. `passed_over`
+    are sets of parameter names: blocks with such parameters do not use what others hand them. `run_block` may be replaced by
+    another way to run a block that computes the same, and `run_sample` by one for rows of any length.
     """
 
     def __init__(
@@ -64,6 +64,7 @@ class Runner:
         collect_asides: bool = False,
         packs_by_masks: bool = False,
         samples_from: int | None = None,
+        by_exact_lengths: bool = False,
         passed_over: Collection[frozenset[str]] = (),
     ) -> None:
         self.model = model
@@ -71,6 +72,7 @@ class Runner:
         self.tuple_length = tuple_length
         self.packs_by_masks = packs_by_masks
         self.samples_from = samples_from
+        self.by_exact_lengths = by_exact_lengths
         self.collects_asides = collect_asides
         self.run_block: RunBlock = run_block
         self.run_sample: RunBlock | None = None
@@ -87,7 +89,7 @@ class Runner:
         inputs: dict[str, Any] = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
         if batch.position_ids is not None:
             if batch.attention_mask is None and self.runs_by_samples(batch.position_ids.shape[1]):
-                groups = groups_of(batch.position_ids)
+                groups = groups_of(batch.position_ids, exact=self.by_exact_lengths)
                 if groups:
                     return self._prologue_by_samples(batch, groups)
             inputs["position_ids"] = batch.position_ids

@@ -1,7 +1,8 @@
 """Samples of packed rows, put together into groups that are run as rows of their own.
 
 Samples of about one length share a group and are padded on the right: models are causal, so later positions change nothing
-before them. Invariants: each position of the micro-batch is in one group, once; and no group takes more than the whole would.
+before them. Where a model computes by the length of its rows all the same, only samples of exactly one length share a group.
+Invariants: each position of the micro-batch is in one group, once; and no group takes more than the whole would.
 """
 
 from collections.abc import Sequence
@@ -43,8 +44,10 @@ class SampleGroup:
         into.index_copy_(0, self.places_kept, rows.flatten(0, 1)[self.kept])
 
 
-def groups_of(position_ids: torch.Tensor) -> list[SampleGroup]:
+def groups_of(position_ids: torch.Tensor, *, exact: bool = False) -> list[SampleGroup]:
     """Return the groups of rows (b, T) whose positions begin again at each sample; empty if every row is one sample.
+
+    `exact`: samples share a group only if they have one length.
 
     It waits for the device, where the positions are.
     """
@@ -56,15 +59,15 @@ def groups_of(position_ids: torch.Tensor) -> list[SampleGroup]:
             samples.append((row * length + start, stop - start))
     if len(samples) == rows:
         return []
-    return [_group(group, position_ids.device) for group in _grouped(samples, rows, length)]
+    return [_group(group, position_ids.device) for group in _grouped(samples, rows, length, exact)]
 
 
-def _grouped(samples: Sequence[tuple[int, int]], rows: int, length: int) -> list[list[tuple[int, int]]]:
+def _grouped(samples: Sequence[tuple[int, int]], rows: int, length: int, exact: bool) -> list[list[tuple[int, int]]]:
     """Put samples, (first place, tokens), into groups, the longest first."""
     groups: list[list[tuple[int, int]]] = []
     for sample in sorted(samples, key=lambda sample: (-sample[1], sample[0])):
         longest = groups[-1][0][1] if groups else 0
-        alike = longest <= _SHORT_TOKENS or sample[1] >= _SHORTEST_PART * longest
+        alike = sample[1] == longest if exact else longest <= _SHORT_TOKENS or sample[1] >= _SHORTEST_PART * longest
         taken = max(longest, min(length, _CHUNK_TOKENS)) * (len(groups[-1]) + 1) if groups else 0
         if groups and alike and taken <= rows * length:
             groups[-1].append(sample)

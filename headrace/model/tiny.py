@@ -67,6 +67,8 @@ _STATE_SPACE_HEADS = (
     ("num_heads", "head_dim", "expand"),
 )
 _KEY_VALUE_HEADS = re.compile(r"(num_key_value_heads|kv_n_heads|num_kv_heads|num_global_key_value_heads|n_head_kv)")
+# The length beyond which rotary tables of the type `dynamic` grow with the row.
+_TABLE_LENGTH = "max_position_embeddings"
 # The number of last layers that attend to keys and values of earlier ones.
 _SHARING = "num_kv_shared_layers"
 _SPECIAL_TOKEN = re.compile(r"(pad|bos|eos|sep|decoder_start|image|audio|video)_token_(id|index)")
@@ -169,6 +171,8 @@ def shrink_values(
     for key in ("rope_parameters", "rope_scaling"):
         if key in small:
             small[key] = _shrink_rope(small[key], sizes, rotated, scaled=scaled_rope)
+    if scaled_rope and _table_grows(values):
+        small[_TABLE_LENGTH] = int(chosen.get(_TABLE_LENGTH, min(values[_TABLE_LENGTH], MET[0])))
     try:
         return config_class(**small)
     except Exception as error:  # whatever the configuration class's validation raises
@@ -208,8 +212,19 @@ def counted_in_tokens(values: Mapping[str, Any]) -> dict[str, float]:
     return {
         key: value
         for key, value in values.items()
-        if _COUNTED_IN_TOKENS.fullmatch(key) and isinstance(value, int) and value > MET[1]
+        if (_COUNTED_IN_TOKENS.fullmatch(key) or (key == _TABLE_LENGTH and _table_grows(values)))
+        and isinstance(value, int)
+        and value > MET[1]
     }
+
+
+def _table_grows(values: Mapping[str, Any]) -> bool:
+    """Return whether rotary tables are made anew for rows longer than `_TABLE_LENGTH`."""
+    ropes = [values.get(key) or {} for key in ("rope_parameters", "rope_scaling")]
+    kinds = [
+        part.get("rope_type", part.get("type")) for rope in ropes for part in (rope, *rope.values()) if isinstance(part, dict)
+    ]
+    return "dynamic" in kinds and isinstance(values.get(_TABLE_LENGTH), int)
 
 
 def _is_open(key: str) -> bool:
