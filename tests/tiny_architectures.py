@@ -32,6 +32,15 @@ _DEEPSEEK = {
     "v_head_dim": 16,
     "first_k_dense_replace": 1,
 }
+_LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "long_factor": [2.0, 3.0, 4.0, 5.0],
+    "short_factor": [1.0] * 4,
+    "original_max_position_embeddings": 64,
+}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24}
+_MAMBA = {"num_hidden_layers": 3, "hidden_size": 32, "vocab_size": 160, "state_size": 8}
 _STATE_SPACE = {"num_hidden_layers": 3, "hidden_size": 32, "vocab_size": 160, "chunk_size": 8, "n_groups": 2}
 
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -108,6 +117,75 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "moe_shared_expert_intermediate_size": 24,
         },
     ),
+    "mamba": ("mamba", _MAMBA),
+    "falcon-mamba": ("falcon_mamba", _MAMBA),
+    "jamba": (
+        "jamba",
+        {
+            **SIZES,
+            "num_hidden_layers": 4,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "mamba_d_state": 8,
+            "use_mamba_kernels": False,
+        },
+    ),
+    "recurrent-gemma": ("recurrent_gemma", {**SIZES, "num_key_value_heads": 1, "lru_width": 32, "attention_window_size": 8}),
+    "lfm2": ("lfm2", {**SIZES, "layer_types": ["conv", "full_attention", "conv"], "block_auto_adjust_ff_dim": False}),
+    "qwen3-next": (
+        "qwen3_next",
+        {
+            **_HEAD,
+            **_EXPERTS,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+        },
+    ),
+    "minimax": ("minimax", {**_MIXTRAL, "head_dim": 16, "block_size": 8}),
+    "longrope": (
+        "phi3",
+        {**SIZES, "pad_token_id": 0, "original_max_position_embeddings": 64, "rope_parameters": _LONG_ROPE},
+    ),
+    "dynamic-rope": (
+        "llama",
+        {
+            **SIZES,
+            "max_position_embeddings": 64,
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
+        },
+    ),
+    "llama4": (
+        "llama4_text",
+        {
+            **_HEAD,
+            "num_hidden_layers": 4,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 1,
+            "intermediate_size_mlp": 48,
+            "attention_chunk_size": 8,
+        },
+    ),
+    "qwen2-moe": ("qwen2_moe", {**SIZES, **_EXPERTS}),
+    "deepseek-v2": ("deepseek_v2", {**_DEEPSEEK, "n_shared_experts": 1, "topk_method": "greedy", "head_dim": 8}),
+    "dots1": (
+        "dots1",
+        {
+            **_HEAD,
+            "moe_intermediate_size": 24,
+            "n_routed_experts": 4,
+            "n_group": 2,
+            "topk_group": 1,
+            "num_experts_per_tok": 2,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+        },
+    ),
+    "cohere-qk-norm": ("cohere", {**SIZES, "use_qk_norm": True}),
 }
 DROPOUT_GPT2 = ("gpt2", _GPT2)
 

@@ -14,13 +14,15 @@ from torch import nn
 from headrace.model.find_blocks import check_architecture
 from headrace.model.host_attention import attending_here
 from headrace.model.probe import tiny_runner
-from headrace.model.runner import Runner
+from headrace.model.runner import Runner, left_as_found
 from headrace.model.seats import Seat, SeatTaps
 from headrace.model.thresholds import architecture_key
 from headrace.model.tiered_cache import tier_layers
 from headrace.terms.errors import ModelError, in_one_line
 
 _NEW_TOKENS = 4
+# Tokens of the prompts and how many of them are padding; the long one exceeds all counts of tokens before it is whole.
+_LENGTHS, _LONG = ((11, 4), (9, 2)), (14, 4)
 # Large enough for the keys and values of a tiny instance's block.
 _LENT_BYTES = 1 << 20
 _SEEDS = (3, 4)
@@ -63,7 +65,7 @@ def why_not_attended(config: Any) -> str:
 def _chunk_check(config_class: type, key: str) -> str:
     runner = tiny_runner(config_class, key)
     ready_to_generate(runner.model)
-    rows = _micro_batches(runner)[0]
+    rows = _micro_batches(runner, [_LONG])[0]
     whole = _alone(runner.model, rows, _WAYS[0], 0)
     try:
         chunked = _alone(runner.model, rows, {**_WAYS[0], "prefill_chunk_size": 4}, 0)
@@ -122,12 +124,12 @@ def _generation_check(config_class: type, key: str, tiered: bool = False, attend
     return ""
 
 
-def _micro_batches(runner: Runner) -> list[dict[str, torch.Tensor]]:
-    """Return two micro-batches of two rows each, the second row padded on its left."""
+def _micro_batches(runner: Runner, lengths: Sequence[tuple[int, int]] = _LENGTHS) -> list[dict[str, torch.Tensor]]:
+    """Return micro-batches of two rows each, the second row padded on its left: `lengths` and paddings."""
     generator = torch.Generator().manual_seed(2)
     high = runner.model.get_input_embeddings().weight.shape[0]
     batches = []
-    for length, padding in ((11, 4), (9, 2)):
+    for length, padding in lengths:
         ids = torch.randint(3, high, (2, length), generator=generator)
         mask = torch.ones_like(ids)
         ids[1, :padding], mask[1, :padding] = 0, 0
@@ -141,7 +143,8 @@ def _settings(way: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _alone(model: Any, rows: Mapping[str, torch.Tensor], way: Mapping[str, Any], seed: int) -> Any:
-    with torch.random.fork_rng(devices=[]):
+    """Return what a fresh model generates by itself: rotary tables that grow stay large until a short row comes."""
+    with torch.random.fork_rng(devices=[]), left_as_found(model.modules()):
         torch.manual_seed(seed)
         return model.generate(**rows, **_settings(way))
 

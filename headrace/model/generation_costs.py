@@ -18,8 +18,9 @@ from headrace.model.call_tensors import call_bytes, tensors_of
 from headrace.model.chain import Chain
 from headrace.model.cost_meter import CostMeter
 from headrace.model.host_attention import Noting, named, using
+from headrace.model.on_shapes import either_answer
 from headrace.model.runner import left_as_found
-from headrace.model.taps import BlockCall, Taps
+from headrace.model.taps import BlockCall, Kept, Taps
 from headrace.model.tiered_cache import can_be_tiered
 from headrace.terms.costs import CALLS_OF_EXPERT, GenerationCosts, PassCosts, touched
 from headrace.terms.errors import HeadraceError, ModelError, in_one_line
@@ -154,8 +155,13 @@ def _pass(chain: Chain, cache: Any, rows: int, tokens: int, seen: int) -> PassCo
     accepted = chain.model.forward.__code__.co_varnames
     if "position_ids" in accepted:
         inputs["position_ids"] = positions
-    with Taps(runner.blocks, runner.tuple_length) as taps:
-        chain.model(**inputs)
+
+    def before_blocks() -> Taps:
+        with left_as_found(runner.outside), Taps(runner.blocks, runner.tuple_length) as taps:
+            chain.model(**inputs)
+        return taps
+
+    taps = either_answer(before_blocks, lambda taps: taps.calls)
     assert taps.hidden is not None, "the first block is called"
     return block_costs(chain, cache, taps.hidden, taps.wanted_calls(runner.takes))[0]
 
@@ -169,7 +175,7 @@ def block_costs(chain: Chain, cache: Any, hidden: torch.Tensor, calls: Sequence[
         if kind not in known:
             known[kind] = _block(chain, index, hidden, call)
         else:
-            _fill_alike(cache, index, next(i for i in range(index) if _kind(chain, cache, i, calls[i]) == kind))
+            _fill_alike(chain, cache, index, next(i for i in range(index) if _kind(chain, cache, i, calls[i]) == kind))
         meter, hidden, noting = known[kind]
         noted.append(noting)
         flops.append(meter.flops)
@@ -209,15 +215,20 @@ def _kind(chain: Chain, cache: Any, index: int, call: BlockCall) -> object:
     return str(shapes), layer, tuple(value if isinstance(value, bool | int | str) else id(value) for value in values)
 
 
-def _fill_alike(cache: Any, index: int, other: int) -> None:
-    """Put into the cache of block `index`, which was not run, what block `other` left in its own."""
+def _fill_alike(chain: Chain, cache: Any, index: int, other: int) -> None:
+    """Put into the cache of block `index`, which was not run, and into its modules, what block `other` left in its own."""
+    own, theirs = (Kept.places(chain.runner.blocks[block]) for block in (index, other))
+    for (module, name), (like, _) in zip(own, theirs, strict=False):
+        setattr(module, name, getattr(like, name, None))
     if index < len(cache.layers) and other < len(cache.layers):
         cache.layers[index].__dict__.update(cache.layers[other].__dict__)
 
 
 def _bytes_by_block(chain: Chain, cache: Any) -> list[int]:
     layers = [sum(tensor.nbytes for tensor in tensors_within(vars(layer))) for layer in cache.layers]
-    return [layers[index] if index < len(layers) else 0 for index in range(chain.num_blocks)]
+    layers += [0] * (chain.num_blocks - len(layers))
+    places = [[getattr(module, name) for module, name in Kept.places(block)] for block in chain.runner.blocks]
+    return [own + sum(each.nbytes for each in tensors_within(kept)) for own, kept in zip(layers, places, strict=False)]
 
 
 def tensors_within(value: Any) -> list[torch.Tensor]:

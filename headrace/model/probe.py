@@ -21,7 +21,7 @@ from headrace.model.chain_values import IGNORED, MicroBatch, shift_labels
 from headrace.model.find_blocks import check_architecture, find_blocks, refuse_shared_between_blocks
 from headrace.model.instance import LENGTHS, tiny_model, tiny_samples
 from headrace.model.kinds import NO_KINDS, Kinds, find_kinds
-from headrace.model.runner import Runner, parameter_names
+from headrace.model.runner import Runner, left_as_found, parameter_names
 from headrace.model.skeleton import build_skeleton
 from headrace.model.thresholds import architecture_key, key_without, tiny_of
 from headrace.terms.errors import HeadraceError, ModelError, in_one_line
@@ -190,7 +190,7 @@ def tiny_runner(config_class: type, key: str) -> Runner:
         lambda module, args, out: seen.append(len(out) if isinstance(out, tuple) else None)
     )
     try:
-        with torch.no_grad():
+        with torch.no_grad(), left_as_found(model.modules()):
             model(input_ids=tiny_samples(model)[0].input_ids, use_cache=False, **_without_asides(model))
     except Exception as error:  # the architecture's own code, on sizes that it may not like
         raise ModelError(

@@ -5,7 +5,7 @@ computed, by the model's own code, and everything that carries a gradient out of
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -167,7 +167,8 @@ class Runner:
         asides: list[torch.Tensor] = []
         self._asides = asides
         try:
-            out = run(self.blocks[index], hidden, *call.arguments())
+            with call.kept.at_hand() if call.kept is not None else nullcontext():
+                out = run(self.blocks[index], hidden, *call.arguments())
         finally:
             self._asides = None
         for handed, value in zip(call.hands, out[1:] if isinstance(out, tuple) else (), strict=False):

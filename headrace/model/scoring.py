@@ -14,6 +14,7 @@ from headrace.model.chain import Chain
 from headrace.model.chain_values import IGNORED, MicroBatch, shift_labels
 from headrace.model.cost_meter import CostMeter
 from headrace.model.generation_costs import block_costs, ends_bound, experts_at_once
+from headrace.model.on_shapes import either_answer
 from headrace.model.runner import left_as_found
 from headrace.model.shape_costs import prologue_on_shapes
 from headrace.model.taps import BlockCall
@@ -87,7 +88,7 @@ def scoring_costs(chain: Chain, rows: int, length: int) -> GenerationCosts:
     ):
         ids = torch.zeros((rows, length), dtype=torch.int64, device=chain.device)
         positions = torch.arange(length, device=chain.device).expand(rows, length)
-        start = prologue_on_shapes(chain, MicroBatch(ids, ids, None, positions))
+        start = either_answer(lambda: chain.prologue(MicroBatch(ids, ids, None, positions)), lambda start: start.calls)
         passed, hidden = block_costs(chain, DynamicCache(), start.hidden, start.calls)
         chunk = min(length, chunk_positions(chain, rows))
         meter = CostMeter(chain.wide_products, (hidden,))

@@ -8,7 +8,7 @@ last one parks the thread until the hidden states after all blocks are there. So
 Work between two stops of the seat's own code can be run in its thread, too (`work`), so that it can stop in the middle: within
 a block, at an expert that is not there.
 
-Invariant: no seat sees what another leaves in the model's modules outside the blocks (rotary tables that grew) or in torch's
+Invariant: no seat sees what another leaves in the model's modules (rotary tables that grew, recurrent states) or in torch's
 random numbers.
 """
 
@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from headrace.model.parking import ParkedThread
-from headrace.model.taps import BlockCall, Handed, wanted_calls
+from headrace.model.taps import BlockCall, Handed, Kept, wanted_calls
 from headrace.terms.errors import ModelError
 
 
@@ -67,6 +67,7 @@ class SeatTaps:
         self.blocks, self.outside, self.context, self.takes = tuple(blocks), tuple(outside), context, tuple(takes)
         self._tuple_length = tuple_length
         self._own = _Own()
+        self._places = [Kept.places(block) for block in self.blocks]
 
     def __enter__(self) -> "SeatTaps":
         for index, block in enumerate(self.blocks):
@@ -76,6 +77,10 @@ class SeatTaps:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         for block in self.blocks:
             block.__dict__.pop("forward", None)
+
+    def kept(self) -> list[Kept | None]:
+        """Return what blocks keep for a seat that is new."""
+        return [Kept(places) if places else None for places in self._places]
 
     def sit(self, seat: "Seat | None") -> None:
         """Note that this thread belongs to `seat`; None: for now it runs blocks itself."""
@@ -90,7 +95,7 @@ class SeatTaps:
                 return own(self.blocks[index], *args, **kwargs)
             hidden, *rest = args if args else (kwargs.pop("hidden_states"),)
             hands = tuple(Handed() for _ in range(1, self._tuple_length or 1))
-            hidden = seat.note(index, hidden, BlockCall(tuple(rest), kwargs, hands=hands))
+            hidden = seat.note(index, hidden, BlockCall(tuple(rest), kwargs, hands=hands, kept=seat.kept[index]))
             return hidden if self._tuple_length is None else (hidden, *hands)
 
         return forward
@@ -103,6 +108,7 @@ class Seat:
         calls: what each block is called with, while it is parked.
         hidden: the hidden states (rows, tokens, hidden) that go through the blocks; whoever runs the blocks replaces them.
         result: what `run` returned, once it is `done`.
+        kept: what each block's modules keep for it from one pass to the next, None where they keep nothing.
     """
 
     def __init__(self, taps: SeatTaps, run: Callable[[], Any], seed: int) -> None:
@@ -110,6 +116,7 @@ class Seat:
         self.hidden: torch.Tensor | None = None
         self.result: Any = None
         self.done = False
+        self.kept = taps.kept()
         self._taps, self._run = taps, run
         self._work: Callable[[], None] | None = None
         self._random = _first_random_state(seed)

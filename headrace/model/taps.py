@@ -4,7 +4,8 @@ With taps in place the model's own code runs only what lies before and after its
 restored on exit, whatever happens inside.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any
@@ -27,6 +28,42 @@ class Handed:
         self.value: Any = self
 
 
+class Kept:
+    """What modules keep in attributes from one call of a block to the next, for one of several callers: recurrent states."""
+
+    def __init__(self, places: Sequence[tuple[nn.Module, str]]) -> None:
+        self._places = places
+        self._values = self._found()
+
+    @staticmethod
+    def places(block: nn.Module) -> list[tuple[nn.Module, str]]:
+        """Return the attributes of a block's modules in which tensors may be kept."""
+        return [
+            (module, name)
+            for module in block.modules()
+            for name, value in vars(module).items()
+            if not name.startswith("_") and (value is None or isinstance(value, torch.Tensor))
+        ]
+
+    @contextmanager
+    def at_hand(self) -> Iterator[None]:
+        """While entered, the modules have what they keep for this caller; afterwards what they had before."""
+        before = self._found()
+        self._put(self._values)
+        try:
+            yield
+        finally:
+            self._values = self._found()
+            self._put(before)
+
+    def _found(self) -> list[Any]:
+        return [getattr(module, name) for module, name in self._places]
+
+    def _put(self, values: Sequence[Any]) -> None:
+        for (module, name), value in zip(self._places, values, strict=True):
+            setattr(module, name, value)
+
+
 @dataclass(frozen=True, slots=True)
 class BlockCall:
     """What the model passes to a block besides the hidden states: masks, rotary tables, positions.
@@ -34,13 +71,14 @@ class BlockCall:
     The tensors are the model's own objects, shared by all blocks that get the same one. With `samples` a block is called for
     each group of samples by itself, with what the model passes for these alone. What other blocks hand on is among the
     arguments as `Handed`; `hands` says where a block puts the further values that it returns, None for a value that nobody
-    takes.
+    takes. `kept` is what the block's modules keep from this caller's last call, where they keep anything.
     """
 
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
     samples: tuple[tuple[SampleGroup, "BlockCall"], ...] = ()
     hands: tuple[Handed | None, ...] = ()
+    kept: "Kept | None" = None
 
     @property
     def gets(self) -> tuple[Handed, ...]:

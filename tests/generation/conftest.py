@@ -41,8 +41,12 @@ def stock() -> Iterator[Callable[..., torch.Tensor]]:
     """Return a function that generates with `from_pretrained` and `generate`, experts one by one as seats have them."""
     models: dict[tuple[Path, str], Any] = {}
 
-    def generate(directory: Path, dtype: str, rows: Prompts, seed: int, settings: Mapping[str, Any]) -> Any:
+    def generate(
+        directory: Path, dtype: str, rows: Prompts, seed: int, settings: Mapping[str, Any], *, fresh: bool = False
+    ) -> Any:
         key = (directory, dtype)
+        if fresh:  # some keep in their modules what ran before
+            models.pop(key, None)
         if key not in models:
             models[key] = AutoModelForCausalLM.from_pretrained(
                 directory, dtype=DTYPES[dtype], experts_implementation="eager"

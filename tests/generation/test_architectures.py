@@ -7,6 +7,8 @@ from tiny_architectures import CONFIGS, make_config
 from headrace.model.generation_check import check_generation
 
 
-@pytest.mark.parametrize("name", sampled(CONFIGS, ("llama-tied", "gemma3", "qwen3-moe", "granite-hybrid")))
+@pytest.mark.parametrize(
+    "name", sampled(CONFIGS, ("llama-tied", "gemma3", "qwen3-moe", "granite-hybrid", "recurrent-gemma", "dynamic-rope"))
+)
 def test_an_architecture_generates_as_its_own_loop_does(name: str) -> None:
     check_generation(make_config(CONFIGS[name]))

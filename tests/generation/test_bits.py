@@ -94,6 +94,15 @@ def test_a_seat_that_comes_in_late_and_one_that_ends_early_change_nothing(
     check(done, lambda each: stock(directory, "float32", each.batch.rows, each.batch.seed, settings), logits=True)
 
 
+def test_what_modules_keep_between_passes_is_each_seats_own(
+    directory_of: Callable[..., Path], stock: Callable[..., Any]
+) -> None:
+    """Recurrent states of a block, which stock `generate` keeps for the next micro-batch, too."""
+    settings, directory = {**COMMON, **WAYS["sampled"]}, directory_of("recurrent-gemma")
+    done = generated(directory, "float32", "two slots", settings)
+    check(done, lambda each: stock(directory, "float32", each.batch.rows, each.batch.seed, settings, fresh=True), logits=True)
+
+
 def _multiplies() -> bool:
     from headrace.machine.cpu import CpuMachine
 

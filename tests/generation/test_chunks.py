@@ -60,6 +60,8 @@ def test_chunks_give_the_bits_of_transformers_own(
 def test_architectures_whose_code_takes_no_chunks_are_found() -> None:
     assert why_not_chunked(make_config(CONFIGS["llama"])) == ""
     assert "cache" in why_not_chunked(make_config(CONFIGS["mamba2"]))
+    for name in ("longrope", "dynamic-rope"):  # tables follow from how much of the prompt is seen
+        assert "logits then differ" in why_not_chunked(make_config(CONFIGS[name]))
 
 
 def planned(directory: Path, host: int | str, *, chunks: tuple[int, ...] = (16, 64, 256), **fixed: int) -> GenerationPlan:
