@@ -74,7 +74,15 @@ _SHARING = "num_kv_shared_layers"
 _SPECIAL_TOKEN = re.compile(r"(pad|bos|eos|sep|decoder_start|image|audio|video)_token_(id|index)")
 _LAYERS_BY_INDEX = re.compile(r"\w*(layers|layer_ids|layer_idxs?|attn_idxs|indices)")
 _RANDOM = re.compile(r"(\w*_)?(dropout|pdrop|jitter_noise)(_prob|_rate)?")
-_DROPPED = ("qk_head_dim", "transformers_version", "dtype", "torch_dtype", "_name_or_path", "architectures")
+DROPPED = ("qk_head_dim", "transformers_version", "dtype", "torch_dtype", "_name_or_path", "architectures")
+
+
+@dataclass(frozen=True, slots=True)
+class Layers:
+    """The layers that a tiny instance keeps: indices from 0, ascending. `first` is what lists of layers call the first one."""
+
+    kept: tuple[int, ...]
+    first: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +91,7 @@ class _Sizes:
     `chosen` values of keys that have no rule here.
     """
 
-    layers: list[int]
+    layers: "Layers"
     heads: int | None
     chosen: Mapping[str, float]
 
@@ -112,7 +120,8 @@ class _Sizes:
 
     def _of_list(self, key: str, value: list[Any]) -> list[Any]:
         if _LAYERS_BY_INDEX.fullmatch(key) and _ascends(value):
-            return [place for place, index in enumerate(self.layers) if index in value]
+            first = self.layers.first
+            return [place + first for place, index in enumerate(self.layers.kept) if index + first in value]
         return [self.of(key, inner) for inner in value]
 
     def _known(self, key: str, value: int) -> int | None:
@@ -122,43 +131,46 @@ class _Sizes:
             if re.fullmatch(pattern, key):
                 if _COUNTED_IN_TOKENS.fullmatch(key) and key in self.chosen:
                     return int(self.chosen[key])
-                return len(self.layers) if size is None else _smaller(key, value, size)
+                return len(self.layers.kept) if size is None else _smaller(key, value, size)
         return None
 
 
 def shrink_values(
     config_class: type,
     values: dict[str, Any],
+    layers: Layers,
     chosen: Mapping[str, float] = MappingProxyType({}),
     *,
     scaled_rope: bool = True,
 ) -> Any:
-    """Return a tiny configuration without dropout, from a configuration's class and values.
+    """Return a tiny configuration without dropout, from a configuration's class and values, with some of its `layers`.
 
     `chosen` are values for keys of `open_keys`, and for those counted in tokens; without `scaled_rope` rotary tables are plain.
 
     Raises:
         ModelError: the architecture does not accept the shrunk sizes.
     """
-    small = {key: value for key, value in values.items() if key not in _DROPPED}
-    sizes = _Sizes(_choose_layers(values), _num_heads(values), chosen)
+    small = {key: value for key, value in values.items() if key not in DROPPED}
+    sizes = _Sizes(layers, _num_heads(values), chosen)
     for key, value in values.items():
         if key in small:
-            small[key] = sizes.of(key, _pick(value, sizes.layers) if _is_per_layer(values, key) else value)
+            small[key] = sizes.of(key, [value[index] for index in layers.kept] if _is_per_layer(values, key) else value)
     own = _own_settings(values)
     if own:
         small["per_layer_config"] = {
             place: {key: _shrink_own(key, value, values, sizes.inside(own[index])) for key, value in own[index].items()}
-            for place, index in enumerate(sizes.layers)
+            for place, index in enumerate(layers.kept)
             if index in own
         }
     if values.get(_SHARING):
-        small[_SHARING] = sum(index >= _layer_count(values) - values[_SHARING] for index in sizes.layers)
+        small[_SHARING] = sum(index >= _layer_count(values) - values[_SHARING] for index in layers.kept)
     for count, width, expand in _STATE_SPACE_HEADS:
         if all(isinstance(values.get(key), int) for key in (count, width, expand)):
             small[count] = values[expand] * _HIDDEN // _HEAD_DIM  # number times width of heads is the expanded width
-    if "qk_rope_head_dim" in values:
+    if "qk_rope_head_dim" in values and "qk_nope_head_dim" in values:
         small.pop("head_dim", None)  # the architecture derives it
+        if any(_is_whole_head({**values, **settings}) for settings in own.values()):
+            small["head_dim"] = _HEAD_DIM + _HEAD_DIM // 2
         if values.get("head_dim") == values["qk_rope_head_dim"]:
             small["head_dim"] = _HEAD_DIM // 2  # rotary tables are made for it, and not all architectures derive it
     if isinstance(values.get("mamba_d_ssm"), int):
@@ -177,6 +189,11 @@ def shrink_values(
         return config_class(**small)
     except Exception as error:  # whatever the configuration class's validation raises
         raise ModelError(f"{config_class.__name__}: cannot make a tiny instance for checking: {in_one_line(error)}") from error
+
+
+def _is_whole_head(values: Mapping[str, Any]) -> bool:
+    """Return whether the width of a layer's heads is that of their parts with and without rotation."""
+    return bool(values.get("head_dim") == values["qk_nope_head_dim"] + values["qk_rope_head_dim"])
 
 
 def _num_heads(values: Mapping[str, Any]) -> int | None:
@@ -202,7 +219,7 @@ def open_keys(values: Mapping[str, Any]) -> dict[str, float]:
             found[key] = min(value, found.get(key, math.inf))
 
     for key, value in values.items():
-        if key not in _DROPPED and key not in ("id2label", "label2id", "per_layer_config"):
+        if key not in DROPPED and key not in ("id2label", "label2id", "per_layer_config"):
             look(key, value)
     return found
 
@@ -260,12 +277,12 @@ def _own_settings(values: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
     return {int(index): settings for index, settings in (values.get("per_layer_config") or {}).items()}
 
 
-def _pick(value: list[Any], layers: list[int]) -> list[Any]:
-    return [value[index] for index in layers]
+def choose_layers(values: Mapping[str, Any], first: int = 0) -> Layers:
+    """Return a few layers, at least two, that show every kind of layer in per-layer settings; `first` is as in `Layers`.
 
-
-def _choose_layers(values: Mapping[str, Any]) -> list[int]:
-    """Return indices of a few layers, at least two, in order, that show every kind of layer in per-layer settings."""
+    Raises:
+        ModelError: the configuration names no number of layers.
+    """
     count = _layer_count(values)
     lists = [values[key] for key in values if _is_per_layer(values, key)]
     own = _own_settings(values)
@@ -280,14 +297,14 @@ def _choose_layers(values: Mapping[str, Any]) -> list[int]:
         kind = (
             [entries[index] for entries in lists],
             own.get(index),
-            [index in indices for indices in named],
+            [index + first in indices for indices in named],
             index >= sharing,
         )
         kinds.setdefault(repr(kind), index)
     chosen = sorted(kinds.values())[:_MAX_LAYERS]
     wanted = min(count, max(2, len(chosen), 2 * (values.get("decoder_sparse_step") or 1)), _MAX_LAYERS)
     chosen += [index for index in range(count) if index not in chosen][: wanted - len(chosen)]
-    return sorted(chosen)
+    return Layers(tuple(sorted(chosen)), first)
 
 
 def _shrink_own(key: str, value: Any, values: Mapping[str, Any], sizes: _Sizes) -> Any:
