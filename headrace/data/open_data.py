@@ -18,6 +18,8 @@ from headrace.terms.errors import ConfigError, DataError, ModelError
 from headrace.terms.options import DEFAULT_ROWS_PER_STEP, DEFAULT_SEQUENCE_LENGTH
 from headrace.terms.run_options import RunOptions
 
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+
 
 def read_model_config(model: Path) -> dict[str, Any]:
     """Return `config.json` of the model directory.
@@ -38,17 +40,52 @@ def read_model_config(model: Path) -> dict[str, Any]:
     return found
 
 
+class _NoTokenizer(ModelError, AttributeError):
+    """Data that needs a tokenizer, and a model without one."""
+
+
+class MissingTokenizer:
+    """Stands for the tokenizer of a model that has none: enough for samples that are token ids already."""
+
+    pad_token_id = 0
+
+    def __init__(self, reason: str) -> None:
+        self._reason = reason
+
+    def __getattr__(self, name: str) -> Any:
+        raise _NoTokenizer(self._reason)
+
+    def save_pretrained(self, folder: str) -> tuple[str, ...]:
+        """Write nothing."""
+        return ()
+
+
+def tokenizer_for_data(model: Path) -> Any:
+    """Return the tokenizer of the model directory; if there is none, something that refuses whatever is no token ids.
+
+    Raises:
+        ModelError: it cannot be read.
+    """
+    return open_tokenizer(model) if _has_tokenizer(model) else MissingTokenizer(_missing(model))
+
+
+def _has_tokenizer(model: Path) -> bool:
+    return any((model / name).exists() for name in _TOKENIZER_FILES)
+
+
+def _missing(model: Path) -> str:
+    names = ", ".join(_TOKENIZER_FILES)
+    return f"{model}: the tokenizer is missing (none of {names}); copy the tokenizer files of the model there"
+
+
 def open_tokenizer(model: Path) -> Any:
     """Return the tokenizer of the model directory.
 
     Raises:
         ModelError: there is none, or it cannot be read.
     """
-    names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
-    if not any((model / name).exists() for name in names):
-        raise ModelError(
-            f"{model}: the tokenizer is missing (none of {', '.join(names)}); copy the tokenizer files of the model there"
-        )
+    if not _has_tokenizer(model):
+        raise ModelError(_missing(model))
     try:
         return AutoTokenizer.from_pretrained(str(model), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises whatever its parsers raise
@@ -94,7 +131,7 @@ def open_stream(config: RunOptions, *, resumed: bool = False) -> BatchStream:
     Raises:
         InputError: see `open_tokens`.
     """
-    tokenizer, spec = open_tokenizer(config.model), _spec(config)
+    tokenizer, spec = tokenizer_for_data(config.model), _spec(config)
     earlier = [_fitting(each, config) for each in earlier_tokens(spec, tokenizer, config.cache)] if resumed else []
     try:
         tokens, _ = open_tokens(config, tokenizer)

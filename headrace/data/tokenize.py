@@ -68,7 +68,8 @@ def _load(spec: DataSpec, tokenizer: Tokenizer, cache_dir: Path) -> TokenSet:
     with _locked(directory.with_suffix(".lock")):
         if isinstance(made := _whole(directory), TokenSet):
             return made  # the process that held the lock made it
-        pad_id = next((token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id) if token is not None), 0)
+        marks = (getattr(tokenizer, name) for name in ("pad_token_id", "eos_token_id"))
+        pad_id = next((token for token in marks if token is not None), 0)
         samples = _Samples(sources, tokenizer, spec)
         try:
             write_tokens(directory, samples, sequence_length=spec.sequence_length, pad_id=pad_id, remarks=samples.remarks)

@@ -32,6 +32,11 @@ def check_architecture(config: Any) -> None:
     name = f"{type(config).__name__} (model_type {getattr(config, 'model_type', None)!r})"
     if getattr(config, "is_encoder_decoder", False):
         raise ModelError(f"{name} is an encoder-decoder model; only decoder-only causal language models can be fine-tuned")
+    if any(getattr(config, key, None) is not None for key in ("decoder_layers", "num_decoder_layers")):
+        raise ModelError(
+            f"{name} describes the decoder of an encoder-decoder model, which was made to attend to what an encoder returns; "
+            "such a decoder cannot be used alone: take a model that has a decoder only, such as Llama or Qwen"
+        )
     text = text_config(config)
     for key in ("num_hidden_layers", "hidden_size", "vocab_size"):
         if isinstance(size := getattr(text, key, None), int) and size < 1:

@@ -16,7 +16,6 @@ from headrace.model.cost_meter import CostMeter
 from headrace.model.generation_costs import block_costs, ends_bound, experts_at_once
 from headrace.model.on_shapes import either_answer
 from headrace.model.runner import left_as_found
-from headrace.model.shape_costs import prologue_on_shapes
 from headrace.model.taps import BlockCall
 from headrace.terms.costs import GenerationCosts
 from headrace.terms.sizes import MIB

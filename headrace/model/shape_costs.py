@@ -1,19 +1,18 @@
 """A model's parts run on fake tensors: prologue, blocks and loss, each with the peak of live bytes and its operations."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import DataDependentOutputException
-from torch.overrides import TorchFunctionMode
 
 from headrace.model.call_tensors import call_bytes, tensors_of
 from headrace.model.chain import Chain
-from headrace.model.chain_values import MicroBatch, PrologueResult
+from headrace.model.chain_values import MicroBatch
 from headrace.model.chunk_peaks import peaks_of_chunks
 from headrace.model.cost_meter import CostMeter
-from headrace.model.taps import BlockCall, Handed
+from headrace.model.on_shapes import either_answer, outline
+from headrace.model.taps import Handed
 from headrace.terms.costs import ATTENTION, BlockCosts, ModelCosts
 
 # Chunk sizes (positions) for which the epilogue is tried: its peak is the larger of a growing part and a constant one.
@@ -47,11 +46,11 @@ def costs_on_shapes(
         chain.bind(unit, flat, None)
     try:
         with torch.no_grad(), meter(*flats.values()) as prologue:
-            result = prologue_on_shapes(chain, batch)
+            result = either_answer(lambda: chain.prologue(batch), lambda start: start.calls)
         chain.release(0)
         chain.bind(0, flats[0], None if chain.adapters else lambda parameter, gradient: None)
         with meter(*flats.values()) as prologue_backward:
-            again = prologue_on_shapes(chain, batch)
+            again = either_answer(lambda: chain.prologue(batch), lambda start: start.calls)
             if again.hidden.requires_grad:
                 again.hidden.backward(torch.zeros_like(again.hidden))  # type: ignore[no-untyped-call]
         blocks, final = _profile_blocks(chain, result.hidden, result.calls, meter)
@@ -91,51 +90,6 @@ def costs_on_shapes(
     )
 
 
-def prologue_on_shapes(chain: Chain, batch: MicroBatch) -> PrologueResult:
-    """Run the prologue, also where its code looks at values, if they only decide the numbers in the tables that it makes.
-
-    Rotary tables that grow with the longest position are an example. Both answers are tried, and must call blocks alike.
-    """
-    try:
-        return chain.prologue(batch)
-    except DataDependentOutputException:
-        results = []
-        for answer in (True, False):
-            with _Answer(answer):
-                results.append(chain.prologue(batch))
-        if _outline(results[0].calls) != _outline(results[1].calls):
-            raise
-        return results[0]
-
-
-class _Answer(TorchFunctionMode):
-    """Answers whoever asks whether a tensor is true with `answer`."""
-
-    def __init__(self, answer: bool) -> None:
-        super().__init__()
-        self._answer = answer
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        return self._answer if func is torch.Tensor.__bool__ else func(*args, **(kwargs or {}))
-
-
-def _outline(value: Any) -> Any:
-    """Return the structure of a value without its numbers."""
-    if isinstance(value, torch.Tensor):
-        return (value.shape, value.dtype)
-    if isinstance(value, BlockCall):
-        return (_outline(value.args), _outline(value.kwargs))
-    if isinstance(value, Handed):
-        return Handed
-    if isinstance(value, dict):
-        return {name: _outline(inner) for name, inner in value.items()}
-    if isinstance(value, tuple | list):
-        return [_outline(inner) for inner in value]
-    return value
-
-
 def _residents(chain: Chain) -> tuple[int, ...]:
     return (0, chain.num_blocks + 1) if chain.has_epilogue_unit else (0,)
 
@@ -172,7 +126,7 @@ def _profile_blocks(
 
 def _identity(value: Any) -> object:
     if isinstance(value, Handed):
-        return ("handed", str(_outline(value.value)))
+        return ("handed", str(outline(value.value)))
     return value if isinstance(value, bool | int | str) else id(value)
 
 
@@ -239,8 +193,21 @@ def _profile_loss(
     chain: Chain, hidden: torch.Tensor, ids: torch.Tensor, tokens: int, meter: Callable[..., CostMeter]
 ) -> CostMeter:
     """Run the epilogue on a chunk of `tokens` positions of one row, with gradients."""
-    part = hidden.new_zeros((1, tokens, *hidden.shape[2:])).requires_grad_()
-    some = ids.new_zeros((1, tokens))
+    try:
+        return _profile_chunk(chain, hidden, ids, (1, tokens), meter)
+    except RuntimeError:
+        length = ids.shape[1]
+        if tokens <= length:
+            raise
+        # A table of positions may end before so many tokens; no step has rows longer than those here.
+        return _profile_chunk(chain, hidden, ids, (-(-tokens // length), length), meter)
+
+
+def _profile_chunk(
+    chain: Chain, hidden: torch.Tensor, ids: torch.Tensor, shape: tuple[int, int], meter: Callable[..., CostMeter]
+) -> CostMeter:
+    part = hidden.new_zeros((*shape, *hidden.shape[2:])).requires_grad_()
+    some = ids.new_zeros(shape)
     flats = []
     for unit in _residents(chain):
         flat = torch.zeros(chain.layouts[unit].num_elements, dtype=chain.dtype, device=chain.device)

@@ -84,7 +84,7 @@ class _Full:
     layers: Layers
 
     def shrunk(self, chosen: Mapping[str, float], *, scaled_rope: bool = True) -> Any:
-        return shrink_values(self.config_class, self.values, self.layers, chosen, scaled_rope=scaled_rope)
+        return shrink_values(self.config_class, self.values, chosen, scaled_rope=scaled_rope, layers=self.layers)
 
 
 def _json(config: Any) -> str:
@@ -135,7 +135,7 @@ def _layers(config_class: type, values: dict[str, Any]) -> Layers:
         for kept in (by_lists, several, range(1 + max(several)) if max(several) < _MOST_LAYERS else by_lists):
             layers = Layers(tuple(kept), first)
             with contextlib.suppress(Exception):  # the configuration's own rules
-                if {*_block_kinds(shrink_values(config_class, values, layers))} >= {*wanted}:
+                if {*_block_kinds(shrink_values(config_class, values, layers=layers))} >= {*wanted}:
                     return layers
     return usual
 

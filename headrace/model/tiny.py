@@ -138,12 +138,13 @@ class _Sizes:
 def shrink_values(
     config_class: type,
     values: dict[str, Any],
-    layers: Layers,
     chosen: Mapping[str, float] = MappingProxyType({}),
     *,
     scaled_rope: bool = True,
+    layers: Layers | None = None,
 ) -> Any:
-    """Return a tiny configuration without dropout, from a configuration's class and values, with some of its `layers`.
+    """Return a tiny configuration without dropout, from a configuration's class and values, with some of its `layers`: those of
+    `choose_layers` if None are given.
 
     `chosen` are values for keys of `open_keys`, and for those counted in tokens; without `scaled_rope` rotary tables are plain.
 
@@ -151,6 +152,7 @@ def shrink_values(
         ModelError: the architecture does not accept the shrunk sizes.
     """
     small = {key: value for key, value in values.items() if key not in DROPPED}
+    layers = layers or choose_layers(values)
     sizes = _Sizes(layers, _num_heads(values), chosen)
     for key, value in values.items():
         if key in small:

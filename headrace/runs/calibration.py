@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from headrace.data import BatchStream
-from headrace.data.open_data import open_tokenizer, open_tokens, tensors_of, with_lengths
+from headrace.data.open_data import open_tokens, tensors_of, tokenizer_for_data, with_lengths
 from headrace.engine.quantiser import Rows
 from headrace.model import IGNORED, Chain, MicroBatch
 from headrace.terms.compress_options import CompressOptions
@@ -49,7 +49,7 @@ def open_calibration(options: CompressOptions, chain: Chain, say: Callable[[str]
     config = with_lengths(config)
     length = config.sequence_length or 0
     config = replace(config, tokens_per_step=length, packing=chain.packs(length))
-    tokenizer = open_tokenizer(options.model)
+    tokenizer = tokenizer_for_data(options.model)
     templated = bool(getattr(tokenizer, "chat_template", None))
     tokens, spec = open_tokens(config, tokenizer, contents=templated)
     stream = BatchStream(tokens, spec)

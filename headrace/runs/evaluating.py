@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from headrace.data import BatchStream
-from headrace.data.open_data import open_tokenizer, open_tokens, tensors_of, with_lengths
+from headrace.data.open_data import open_tokens, tensors_of, tokenizer_for_data, with_lengths
 from headrace.engine.copying import Copying
 from headrace.engine.evaluator import Evaluator
 from headrace.engine.generation_model import GenerationModel
@@ -173,7 +173,7 @@ class _Rows:
             raise ConfigError(f"packing: the model does not keep samples of one row apart: {model.chain.packing_reason}")
         packing = packs if options.packing is None else options.packing
         config = replace(config, tokens_per_step=length, packing=packing, shuffle=False)
-        tokens, spec = open_tokens(config, open_tokenizer(model.directory))
+        tokens, spec = open_tokens(config, tokenizer_for_data(model.directory))
         self._stream = BatchStream(tokens, spec)
         self.notices = self._stream.notices
         self.count, self.samples, self.tokens = round(self._stream.steps_per_epoch), len(tokens), 0

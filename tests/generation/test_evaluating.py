@@ -13,7 +13,7 @@ import headrace
 from headrace.cli import main
 from headrace.engine.merging import merge_adapters
 from headrace.runs.evaluating import evaluate
-from headrace.terms.errors import ConfigError, DataError
+from headrace.terms.errors import ConfigError, DataError, ModelError
 from headrace.terms.eval_options import EvalOptions
 
 CHATS = [[("user", "w" * (1 + each)), ("assistant", "water" * (1 + each % 3))] for each in range(7)]
@@ -149,3 +149,23 @@ def test_the_page_has_every_option_once() -> None:
     page = (Path(__file__).parents[2] / "docs/evaluation.md").read_text(encoding="utf-8")
     rows = [line for line in page.splitlines() if line.startswith("| `")]
     assert rows == [each.readme_row for each in EvalOptions.declarations()]
+
+
+def test_token_ids_need_no_tokenizer(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither to be evaluated nor to calibrate a compression; text is refused, and the tokenizer named."""
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for path in model.iterdir():
+        if path.suffix == ".safetensors" or path.name in ("config.json", "model.safetensors.index.json"):
+            (bare / path.name).symlink_to(path)
+    rows = [[1 + (7 * row + 3 * place) % 250 for place in range(20 + row % 20)] for row in range(60)]
+    data = write(tmp_path / "ids.jsonl", [{"input_ids": row} for row in rows])
+    loss, tokens = own_loss(bare, [(row, [True] * len(row)) for row in rows])
+    found = evaluate(bare, options(data, tmp_path / "cache"))
+    assert (found.loss, found.tokens) == (pytest.approx(loss, rel=1e-6), tokens)
+    with pytest.raises(ModelError, match="the tokenizer is missing"):
+        evaluate(bare, options(texts(tmp_path / "texts.jsonl"), tmp_path / "cache"))
+    asked = ["compress", str(bare), str(tmp_path / "out"), "--to", "int4", "--data", data, "--sequence-length", "64"]
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    main([*asked, "--host-memory", "4GiB"])
+    assert (tmp_path / "out" / "config.json").exists()

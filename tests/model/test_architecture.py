@@ -26,6 +26,19 @@ def test_encoder_decoder_is_refused() -> None:
         Chain.from_config(CONFIG_MAPPING["t5"](), "float32", Optimizer())
 
 
+HALVES = (
+    *("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "marian", "mbart"),
+    *("mvp", "pegasus", "plbart", "prophetnet", "trocr", "whisper"),
+)
+
+
+@pytest.mark.parametrize("kind", HALVES)
+def test_a_decoder_without_its_encoder_is_refused_in_words_that_help(kind: str) -> None:
+    config = CONFIG_MAPPING[kind](is_encoder_decoder=False, is_decoder=True)
+    with pytest.raises(ModelError, match=r"the decoder of an encoder-decoder model.*cannot be used alone: take a model"):
+        self_check(config)
+
+
 def test_bidirectional_is_refused() -> None:
     with pytest.raises(ModelError, match="causal"):
         Chain.from_config(CONFIG_MAPPING["bert"](), "float32", Optimizer())
