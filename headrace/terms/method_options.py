@@ -51,7 +51,10 @@ class MethodOptions(Declared):
     )
     learning_rate: float = option(1e-5, Number(), "Of the optimizer, after the warm-up.")
     weight_decay: float = option(
-        0.0, Number(), "Not applied to norms and biases.", row="of the optimizer; norms and biases are not decayed"
+        0.0,
+        Number(),
+        "Not applied to norms and biases.",
+        row="of the optimizer; norms and biases are not decayed, nor what has no gradient whatever the input (indexers)",
     )
     parameter_groups: tuple[ParameterGroup, ...] = option(
         (),
