@@ -6,8 +6,8 @@ Invariant: of a directory they are what a run reads, by the same code (`flow.sou
 from collections.abc import Sequence
 from dataclasses import replace
 
-from headrace.answers.compression import coded_shapes
 from headrace.codec.table import Code, code_to_write
+from headrace.codec.units import coded_shapes
 from headrace.flow.sources import ShardSource
 from headrace.model import Chain, Checkpoint
 from headrace.plan.experts import ExpertFigures

@@ -7,7 +7,7 @@ size with four zeros in five (modern mixtures have 0.76 to 0.84). The table of c
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,13 +15,13 @@ from typing import Any
 from headrace.answers.model_config import read_parts
 from headrace.answers.place import Place
 from headrace.codec.table import Code, code_to_write
+from headrace.codec.units import coded_shapes
 from headrace.model import Chain
 from headrace.plan.machine_profiles import load_profile
 from headrace.plan.nominal import nominal_machine
 from headrace.terms.ceilings import Ceilings
-from headrace.terms.layout import ParameterSpec
+from headrace.terms.optimizer import Optimizer
 from headrace.terms.sizes import format_bytes, format_seconds
-from headrace.update.rules.adamw import AdamW
 
 # Operations of a Cholesky factor, the inverse, and the inverse's factor, relative to the cube of the inputs.
 _CHOLESKY = 4 / 3
@@ -31,7 +31,6 @@ _EXPERTS_AT_ONCE, _KERNELS_OF_A_COLUMN, _KERNEL_SECONDS = 16, 6, 1e-5
 # So many weights per second and core become words (docs/log/ternary).
 _ENCODED_PER_SECOND = 1e8
 _BYTES = 2
-_LEAST_ROWS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +124,7 @@ def plan_compression(
         here = Place.of(None, here=True)
         ceilings = nominal_machine(here.cores, host_bytes=here.host_bytes, device_bytes=None)
     config, _ = read_parts(model)
-    chain = Chain.from_config(config, "bfloat16", AdamW())
+    chain = Chain.from_config(config, "bfloat16", Optimizer())
     blocks = [_matrices(layout.parameters, config, code) for layout in chain.layouts[1 : chain.num_blocks + 1]]
     coded = [matrix for block in blocks for matrix in block]
     num_coded = sum(matrix.weights for matrix in coded)
@@ -154,19 +153,6 @@ def plan_compression(
             "hidden states, in tiers": hidden,
         },
     )
-
-
-def coded_shapes(parameters: Sequence[ParameterSpec], code: Code) -> list[ParameterSpec]:
-    """Return the parameters of a block that are coded: stacks of experts alone, where the code is for these.
-
-    Matrices of few rows, and those that choose among experts, stay.
-    """
-    stacks = [spec for spec in parameters if len(spec.shape) == 3]
-    counts = {spec.shape[0] for spec in stacks}
-    plain = [
-        spec for spec in parameters if len(spec.shape) == 2 and spec.shape[0] not in counts and spec.shape[0] >= _LEAST_ROWS
-    ]
-    return stacks if code.experts_alone and stacks else stacks + plain
 
 
 def _matrices(parameters: Any, config: Any, code: Code) -> list[_Matrix]:

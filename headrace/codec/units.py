@@ -1,10 +1,14 @@
 """A unit under a code: which of its parameters the code takes, and where the parts of all lie."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from headrace.codec.codec import Codec
+from headrace.codec.table import Code
 from headrace.terms.coding import PLAIN, CodedUnit, Part, as_matrix, lay_out_parts
-from headrace.terms.layout import PlaneSet, UnitLayout
+from headrace.terms.layout import ParameterSpec, PlaneSet, UnitLayout
+
+# Matrices with fewer rows stay as they are.
+_LEAST_ROWS = 8
 
 
 def coded_unit(layout: UnitLayout, codec: Codec, planes: PlaneSet) -> CodedUnit:
@@ -28,3 +32,16 @@ def decoding_bytes(code: CodedUnit, codecs: Mapping[str, Codec], *, on_host: boo
     """Return the most bytes that decoding a unit, one matrix after the other, allocates at once."""
     coded = ((codecs[each.codec], each) for each in code.matrices if each.codec)
     return max((codec.decoding_bytes(each.rows, each.columns, on_host=on_host) for codec, each in coded), default=0)
+
+
+def coded_shapes(parameters: Sequence[ParameterSpec], code: Code) -> list[ParameterSpec]:
+    """Return the parameters of a block that are coded: stacks of experts alone, where the code is for these.
+
+    Matrices of few rows, and those that choose among experts, stay.
+    """
+    stacks = [spec for spec in parameters if len(spec.shape) == 3]
+    counts = {spec.shape[0] for spec in stacks}
+    plain = [
+        spec for spec in parameters if len(spec.shape) == 2 and spec.shape[0] not in counts and spec.shape[0] >= _LEAST_ROWS
+    ]
+    return stacks if code.experts_alone and stacks else stacks + plain
