@@ -20,10 +20,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import MixtralConfig, MixtralForCausalLM, PreTrainedTokenizerFast
 
 import headrace
-from headrace.engine.generator import Generator
-from headrace.engine.micro_batches import MicroBatch
-from headrace.plan.experts import ExpertPlan
-from headrace.runs.compression import compress
+from headrace.compress.run import compress
+from headrace.generate.expert_plan import ExpertPlan
+from headrace.generate.generator import Generator
+from headrace.generate.micro_batches import MicroBatch
 from headrace.terms.budget import Budget
 from headrace.terms.compress_options import CompressOptions
 

@@ -78,7 +78,7 @@ def work(options: argparse.Namespace) -> None:
     import torch
 
     from headrace import Budget
-    from headrace.engine.generator import Generator
+    from headrace.generate.generator import Generator
     from headrace.plan.machine_profiles import load_profile
     from headrace.terms.errors import PlanInfeasible
     from headrace.terms.events import GenerationPass

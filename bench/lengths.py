@@ -54,7 +54,7 @@ def main() -> None:
     import torch
 
     from headrace import Budget
-    from headrace.engine.generator import Generator
+    from headrace.generate.generator import Generator
     from headrace.terms.errors import PlanInfeasible
 
     count = options.prompts

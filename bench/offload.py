@@ -124,7 +124,7 @@ def accelerate_runs(model_directory: Path, scratch: Path) -> Run:
 def our_runs(model_directory: Path, scratch: Path) -> Run:
     """Return how we run a batch, with the plan's own rows and seats."""
     from headrace import Budget
-    from headrace.engine.generator import Generator
+    from headrace.generate.generator import Generator
     from headrace.terms.errors import PlanInfeasible
     from headrace.terms.events import GenerationPass
 

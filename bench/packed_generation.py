@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from headrace.engine.generator import Generator
+from headrace.generate.generator import Generator
 from headrace.terms.budget import Budget
 from headrace.terms.events import GenerationPass
 

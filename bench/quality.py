@@ -21,8 +21,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedTokenizerFast
 
 from headrace.codec import Grid, Int4Grid, TernaryGrid, nearest
-from headrace.runs.compression import Compressed, compress
-from headrace.runs.decompression import decompress
+from headrace.compress.decompression import decompress
+from headrace.compress.run import Compressed, compress
 from headrace.terms.compress_options import CompressOptions
 
 LENGTH, BATCH, GROUP = 128, 16, 64

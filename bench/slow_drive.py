@@ -29,11 +29,11 @@ from headrace.codec import nearest
 from headrace.codec.table import CODES
 from headrace.codec.targets import Target
 from headrace.codec.ternary_target import is_table
-from headrace.engine.generator import Generator
-from headrace.engine.micro_batches import MicroBatch
 from headrace.files import extents
+from headrace.generate.generator import Generator
+from headrace.generate.micro_batches import MicroBatch
+from headrace.generate.seconds import with_forecast
 from headrace.plan.decoding import making_like
-from headrace.plan.generation_seconds import with_forecast
 from headrace.plan.nominal import nominal_machine
 from headrace.terms.budget import Budget
 from headrace.terms.events import GenerationPass

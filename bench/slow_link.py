@@ -32,7 +32,7 @@ sys.path[:0] = [str(TESTS), str(TESTS / "namespaces")]
 import node_processes  # noqa: E402
 from network import Network, why_not  # noqa: E402
 
-from headrace.answers.cluster import plan_cluster  # noqa: E402
+from headrace.ask.cluster import plan_cluster  # noqa: E402
 from headrace.flow import step as flow  # noqa: E402
 from headrace.flow.step_state import StepState  # noqa: E402
 from headrace.net import Address  # noqa: E402

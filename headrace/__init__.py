@@ -14,8 +14,8 @@ from headrace.terms.run_options import RunOptions
 
 if TYPE_CHECKING:
     from headrace.cli.environment import set_process_defaults
-    from headrace.engine.generator import Generator
     from headrace.engine.trainer import Engine
+    from headrace.generate.generator import Generator
 
 __all__ = [
     "Budget",
@@ -36,7 +36,7 @@ def __getattr__(name: str) -> Any:
 
         return Engine
     if name == "Generator":
-        from headrace.engine.generator import Generator
+        from headrace.generate.generator import Generator
 
         return Generator
     if name == "set_process_defaults":

@@ -15,7 +15,7 @@ from headrace.terms.compress_options import CompressOptions
 
 def decompress_model(model: Path, out: Path) -> None:
     """Write the decoded weights of `model` to `out`."""
-    from headrace.runs.decompression import decompress
+    from headrace.compress.decompression import decompress
 
     decompress(model, out)
     show(f"wrote {out}")
@@ -25,7 +25,7 @@ def compress_model(model: Path, out: Path, options: Mapping[str, Any]) -> None:
     """Compress `model` into `out`; a stop signal ends the process with 130."""
     wanted = CompressOptions.of({"cache": cache_directory(), **options, "model": model, "output": out})
 
-    from headrace.runs.compression import compress, result_table  # late, because it imports the model library
+    from headrace.compress.run import compress, result_table  # late, because it imports the model library
 
     try:
         show(result_table(compress(wanted, say=show)))

@@ -20,7 +20,7 @@ def evaluate_model(model: str, given: Mapping[str, Any], *, as_json: bool) -> No
         InputError, PlanInfeasible, StorageError: see the functions that it calls.
     """
     options = EvalOptions.of({"cache": cache_directory(), **given})
-    from headrace.runs.evaluating import Scoring, evaluate  # late: it brings torch
+    from headrace.generate.evaluating import Scoring, evaluate  # late: it brings torch
 
     shown = 0
 

@@ -33,8 +33,8 @@ def generate(model: str, options: GenerateOptions) -> None:
     if options.prompt is None and not talks:
         raise ConfigError("prompt: none was given; give --prompt TEXT, --prompt - for standard input, or --input and --output")
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
-    from headrace.runs.generating import Talk  # late: it brings torch
-    from headrace.runs.generation_source import open_generator
+    from headrace.generate.answering import Talk  # late: it brings torch
+    from headrace.generate.whose_weights import open_generator
 
     try:
         with Talk(open_generator(Path(model), options, ceilings_of(options.machine), say), options, say) as talk:
@@ -50,8 +50,8 @@ def generate(model: str, options: GenerateOptions) -> None:
 
 def _answer_file(model: str, options: GenerateOptions) -> None:
     """Answer a file; the exit code is 1 if a line could not be answered."""
-    from headrace.runs.generation_source import open_generator  # late: it brings torch
-    from headrace.runs.jobs import JobProgress, run_job
+    from headrace.generate.jobs import JobProgress, run_job
+    from headrace.generate.whose_weights import open_generator  # late: it brings torch
 
     def progress(found: JobProgress) -> None:
         speed = found.tokens / found.seconds if found.seconds else 0.0

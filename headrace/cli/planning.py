@@ -11,11 +11,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from headrace.answers.answer import plan_model
-from headrace.answers.cluster import plan_cluster
-from headrace.answers.cluster_report import ClusterReport, explain_cluster
-from headrace.answers.explain import explain
-from headrace.answers.plan_report import PlanReport
+from headrace.ask.answer import plan_model
+from headrace.ask.cluster import plan_cluster
+from headrace.ask.cluster_report import ClusterReport, explain_cluster
+from headrace.ask.explain import explain
+from headrace.ask.plan_report import PlanReport
 from headrace.cli.environment import cache_directory, machine_profile_path
 from headrace.measure.kept import Wanted, alone, find_kept
 from headrace.plan.machine_profiles import load_profile
@@ -66,7 +66,7 @@ def generation_report(
     Raises:
         InputError, PlanInfeasible: see `plan_generation`.
     """
-    from headrace.answers.generation import plan_generation  # late: plans of training do without it
+    from headrace.generate.planner import plan_generation  # late: plans of training do without it
 
     known = frozenset(GenerateOptions.keys())
     options = GenerateOptions.of({key: value for key, value in given.items() if key in known})
@@ -86,7 +86,7 @@ def compression_report(model: str, code: str, given: Mapping[str, Any], *, as_js
     Raises:
         InputError: model, code or machine cannot be used.
     """
-    from headrace.answers.compression import plan_compression  # late: plans of training do without it
+    from headrace.compress.planner import plan_compression  # late: plans of training do without it
 
     options = PlanOptions.of(given)
     machine = options.machine or _measured_machine(replace(options, ssd=options.ssd or (Path.cwd(),)))

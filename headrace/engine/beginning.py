@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from headrace.answers.planner import PlannedModel, RunPlanner, WaysToPlan
+from headrace.ask.planner import PlannedModel, RunPlanner, WaysToPlan
 from headrace.engine.lent_base import as_begun, lie_together
 from headrace.engine.seams import Seams, seams_of
 from headrace.engine.subject import Subject, tune

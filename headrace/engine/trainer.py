@@ -10,7 +10,7 @@ from typing import Any, Self
 
 import torch
 
-from headrace.answers.planner import WaysToPlan
+from headrace.ask.planner import WaysToPlan
 from headrace.engine.beginning import Measure, Run, begin, first_record, resume
 from headrace.engine.seams import Seams
 from headrace.flow.execute import interpreter_of

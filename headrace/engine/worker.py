@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from headrace.answers.planner import PlannedModel, RunPlanner, WaysToPlan
+from headrace.ask.planner import PlannedModel, RunPlanner, WaysToPlan
 from headrace.engine.crowd import Setup, digest_of
 from headrace.engine.lane_diary import LaneDiary
 from headrace.engine.open_model import run_on

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from headrace.answers.answer import report_of
-from headrace.answers.explain import explain, explain_outcome
-from headrace.answers.outcome import outcome_of
-from headrace.answers.plan_report import PlanReport
+from headrace.ask.answer import report_of
+from headrace.ask.explain import explain, explain_outcome
+from headrace.ask.outcome import outcome_of
+from headrace.ask.plan_report import PlanReport
 from headrace.data.open_data import read_model_config
 from headrace.files import file_systems
 from headrace.plan.machine_profiles import load_profile

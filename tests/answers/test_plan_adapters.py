@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig
 
-from headrace.answers.answer import plan_model
-from headrace.answers.plan_report import PlanReport
+from headrace.ask.answer import plan_model
+from headrace.ask.plan_report import PlanReport
 from headrace.terms.options import Options
 
 SHAPE = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 4, "num_attention_heads": 8, "vocab_size": 4096}

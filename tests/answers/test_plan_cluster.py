@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from transformers import GPT2Config, LlamaConfig
 
-from headrace.answers.cluster import plan_cluster
-from headrace.answers.cluster_report import ClusterReport, explain_cluster
+from headrace.ask.cluster import plan_cluster
+from headrace.ask.cluster_report import ClusterReport, explain_cluster
 from headrace.plan.cluster import NODE, WORKER
 from headrace.plan.machine_profiles import load_bare_profile
 from headrace.terms.errors import ConfigError

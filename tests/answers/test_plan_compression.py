@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from headrace.answers.compression import CompressionReport, plan_compression
 from headrace.cli.app import app
+from headrace.compress.planner import CompressionReport, plan_compression
 from headrace.terms.errors import ConfigError
 
 C2048 = {

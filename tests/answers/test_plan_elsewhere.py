@@ -8,9 +8,9 @@ import pytest
 import torch
 from planned_models import llama_small, saved
 
-from headrace.answers import place
-from headrace.answers.answer import plan_model
-from headrace.answers.plan_report import PlanReport
+from headrace.ask import place
+from headrace.ask.answer import plan_model
+from headrace.ask.plan_report import PlanReport
 from headrace.machine import cpu, limits
 from headrace.model import cost_meter
 from headrace.plan.machine_profiles import load_profile

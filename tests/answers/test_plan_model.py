@@ -10,10 +10,10 @@ import pytest
 from planned_models import gpt3_175b, llama_70b, llama_small, saved
 from tiny_wholes import make_whole
 
-from headrace.answers import answer, place
-from headrace.answers.answer import plan_model
-from headrace.answers.explain import explain
-from headrace.answers.plan_report import PlanReport
+from headrace.ask import answer, place
+from headrace.ask.answer import plan_model
+from headrace.ask.explain import explain
+from headrace.ask.plan_report import PlanReport
 from headrace.plan.forecast import StepSeconds, forecast
 from headrace.plan.machine_profiles import load_profile
 from headrace.plan.nominal import nominal_machine

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig
 
-from headrace.answers.answer import plan_model
-from headrace.answers.plan_report import PlanReport
+from headrace.ask.answer import plan_model
+from headrace.ask.plan_report import PlanReport
 from headrace.terms.lanes import Lane
 from headrace.terms.options import Options
 

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from headrace.answers import place
-from headrace.answers.place import default_device_bytes, default_device_overhead_bytes, default_host_bytes
+from headrace.ask import place
+from headrace.ask.place import default_device_bytes, default_device_overhead_bytes, default_host_bytes
 from headrace.machine import cuda, limits
 from headrace.machine.limits import available_memory_bytes
 from headrace.plan.machine_profiles import load_profile

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from planned_models import gpt3_175b, llama_small, saved
 
-from headrace.answers.model_config import check_positions, position_limit, read_parts
+from headrace.ask.model_config import check_positions, position_limit, read_parts
 from headrace.terms.errors import ConfigError, ModelError
 
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from planned_models import llama_small, saved
 
-from headrace.answers.answer import plan_model, report_of
-from headrace.answers.explain import explain, explain_outcome
-from headrace.answers.outcome import outcome_of
-from headrace.answers.plan_report import PlanReport
+from headrace.ask.answer import plan_model, report_of
+from headrace.ask.explain import explain, explain_outcome
+from headrace.ask.outcome import outcome_of
+from headrace.ask.plan_report import PlanReport
 from headrace.plan.machine_profiles import load_profile
 from headrace.terms.options import Options
 from headrace.update import rule_of

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from planned_models import llama_small, saved
 
-from headrace.answers import place
-from headrace.answers.answer import plan_model
-from headrace.answers.place import runtime_bytes
+from headrace.ask import place
+from headrace.ask.answer import plan_model
+from headrace.ask.place import runtime_bytes
 from headrace.machine.limits import machine_memory_bytes
 from headrace.plan.machine_profiles import load_profile
 from headrace.terms.errors import ConfigError

@@ -15,7 +15,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedTokeniz
 
 from headrace.codec.table import CODES
 from headrace.codec.ternary_target import TernaryTarget
-from headrace.runs.compression import Compressed, compress
+from headrace.compress.run import Compressed, compress
 from headrace.terms.compress_options import CompressOptions
 
 SIZES = {

@@ -6,7 +6,7 @@ import pytest
 import torch
 from compressing import run, write_model
 
-from headrace.runs.compression import Compressed
+from headrace.compress.run import Compressed
 
 
 @pytest.fixture(scope="session")

@@ -7,8 +7,8 @@ import pytest
 from compressing import run
 from tiers import sampled
 
-from headrace.engine.quantiser import Quantiser
-from headrace.runs import compression
+from headrace.compress import run as compression
+from headrace.compress.quantiser import Quantiser
 
 
 @pytest.mark.parametrize("to", sampled(["ternary", "int4"], ["ternary"]))

@@ -15,7 +15,7 @@ from test_compression import decoded, tensors_of
 from tiers import sampled
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config
 
-from headrace.runs.decompression import decompress
+from headrace.compress.decompression import decompress
 from headrace.terms.errors import ModelError, RunDirectoryError
 
 

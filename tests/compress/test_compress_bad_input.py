@@ -10,7 +10,7 @@ import torch
 from compressing import options, run
 from safetensors.torch import load_file, save_file
 
-from headrace.runs.compression import compress
+from headrace.compress.run import compress
 from headrace.terms.compress_options import CompressOptions
 from headrace.terms.errors import ConfigError, DataError, HeadraceError, ModelError, RunDirectoryError
 

@@ -10,12 +10,12 @@ import pytest
 from compressing import files_of, options, run, run_to_words
 from tiers import sampled
 
-from headrace.runs.compression import compress
+from headrace.compress.run import compress
 from headrace.terms.errors import RunDirectoryError
 
 # Children are forked from a server that has imported everything.
 PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["compressing", "headrace.runs.compression", "transformers.models.llama.modeling_llama"])
+PROCESSES.set_forkserver_preload(["compressing", "headrace.compress.run", "transformers.models.llama.modeling_llama"])
 
 MOMENTS = {f"call {calls}": calls for calls in (5, 60, 20, 35, 50, 75, 90, 105, 120)}
 

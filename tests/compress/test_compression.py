@@ -17,10 +17,10 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headrace.codec import Int4Grid, gptq, nearest
-from headrace.engine.coded_files import digest_of
+from headrace.compress.calibration import CalibrationData, open_calibration
+from headrace.compress.coded_files import digest_of
+from headrace.compress.run import Compressed, result_table
 from headrace.model import Chain, Checkpoint
-from headrace.runs.calibration import CalibrationData, open_calibration
-from headrace.runs.compression import Compressed, result_table
 from headrace.terms.optimizer import Optimizer
 from headrace.terms.provenance import COMPRESSION_NOTE_NAME
 
@@ -214,7 +214,7 @@ def test_texts_go_through_the_chat_template_of_which_only_first_tokens_count(den
 def test_memory_for_few_sums_changes_no_byte(mixture: Path, mixture_int4: tuple[Path, Compressed], tmp_path: Path) -> None:
     from compressing import files_of, run
 
-    import headrace.engine.quantiser as quantiser
+    import headrace.compress.quantiser as quantiser
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(quantiser, "MIB", 1 << 6)  # at least 4 kB instead of 64 MiB: a matrix at a time

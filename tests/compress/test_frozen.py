@@ -17,9 +17,9 @@ from tiers import sampled
 from transformers import AutoModelForCausalLM
 
 import headrace
-from headrace.answers.answer import plan_model
+from headrace.ask.answer import plan_model
+from headrace.compress.decompression import decompress
 from headrace.engine import Engine, Seams
-from headrace.runs.decompression import decompress
 from headrace.runs.engines import why_not_packed
 from headrace.terms.errors import ConfigError
 from headrace.terms.events import OpDone

@@ -18,18 +18,18 @@ from compressing import run, write_data
 from tiers import sampled
 from transformers import AutoModelForCausalLM
 
-from headrace.answers.generation import plan_generation
 from headrace.cli import main
-from headrace.engine.generator import Generator
+from headrace.compress.decompression import decompress
 from headrace.engine.merging import merge_adapters
-from headrace.engine.micro_batches import Generated, MicroBatch
+from headrace.generate.evaluating import evaluate
+from headrace.generate.generator import Generator
+from headrace.generate.jobs import JobProgress, run_job
+from headrace.generate.micro_batches import Generated, MicroBatch
+from headrace.generate.plan import GenerationPlan, generation_buffers
+from headrace.generate.planner import plan_generation
+from headrace.generate.whose_weights import open_generator
 from headrace.machine.cpu import CpuMachine
 from headrace.model.products import WideProducts
-from headrace.plan.generation import GenerationPlan, generation_buffers
-from headrace.runs.decompression import decompress
-from headrace.runs.evaluating import evaluate
-from headrace.runs.generation_source import open_generator
-from headrace.runs.jobs import JobProgress, run_job
 from headrace.terms.budget import Budget
 from headrace.terms.errors import ConfigError
 from headrace.terms.eval_options import EvalOptions
@@ -95,7 +95,7 @@ def cached_bytes(plan: GenerationPlan) -> int:
 @pytest.mark.parametrize(("dtype", "device"), [("float32", None), ("bfloat16", None), ("float32", "64MiB")])
 def test_int4(dtype: str, device: str | None, dense_int4: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a device, what a block is decoded from comes in as many pages as there may be seats."""
-    monkeypatch.setattr("headrace.plan.generation.LEAST_PAGE_BYTES", PAGE_BYTES)
+    monkeypatch.setattr("headrace.generate.plan.LEAST_PAGE_BYTES", PAGE_BYTES)
     coded = dense_int4[0] / "out"
     check_against_stock(coded, decompress(coded, tmp_path / "plain"), dtype, device)
 

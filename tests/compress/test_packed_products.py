@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.answers.place import multiplies
+from headrace.ask.place import multiplies
 from headrace.codec.published import PackQuantized
-from headrace.engine.generator import Generator
-from headrace.engine.micro_batches import MicroBatch
+from headrace.generate.generator import Generator
+from headrace.generate.jobs import JobProgress, run_job
+from headrace.generate.micro_batches import MicroBatch
+from headrace.generate.plan import GenerationPlan
+from headrace.generate.whose_weights import open_generator
 from headrace.model import packed
 from headrace.model.packed import PackedMatrix
-from headrace.plan.generation import GenerationPlan
-from headrace.runs.generation_source import open_generator
-from headrace.runs.jobs import JobProgress, run_job
 from headrace.terms.budget import Budget
 from headrace.terms.errors import ConfigError
 from headrace.terms.generate_options import GenerateOptions

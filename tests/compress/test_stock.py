@@ -11,8 +11,8 @@ from tiers import sampled
 from tiny_architectures import CONFIGS
 from transformers import AutoModelForCausalLM
 
+from headrace.compress.decompression import decompress
 from headrace.model.safetensors_file import read_header
-from headrace.runs.decompression import decompress
 from headrace.terms.errors import ModelError
 
 

@@ -16,10 +16,10 @@ from safetensors.torch import load_file, save_file
 from test_compression import tensors_of
 
 import headrace
+from headrace.compress.decompression import decompress
 from headrace.engine import Engine, Seams
-from headrace.engine.generator import Generator
-from headrace.engine.micro_batches import MicroBatch
-from headrace.runs.decompression import decompress
+from headrace.generate.generator import Generator
+from headrace.generate.micro_batches import MicroBatch
 from headrace.terms.budget import Budget
 from headrace.terms.errors import ModelError, StepFailed
 from headrace.testing import RowWire

@@ -11,13 +11,13 @@ import torch
 from compressing import options, run, write_data
 from safetensors.torch import load_file
 
-from headrace.answers.compression import plan_compression
-from headrace.answers.generation import plan_generation
 from headrace.cli.app import main
 from headrace.codec.table import CODES
 from headrace.codec.targets import Int4Target
+from headrace.compress.planner import plan_compression
+from headrace.compress.run import compress
+from headrace.generate.planner import plan_generation
 from headrace.plan.machine_profiles import load_profile
-from headrace.runs.compression import compress
 from headrace.terms.errors import ConfigError
 from headrace.terms.generate_options import GenerateOptions
 

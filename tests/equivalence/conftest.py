@@ -11,7 +11,7 @@ from plain import MODELS
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
-import headrace.answers.planner
+import headrace.ask.planner
 from headrace.plan.search import make_plan
 from headrace.terms.sizes import GIB
 
@@ -36,7 +36,7 @@ def planned_once() -> Iterator[None]:
         return plans[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(headrace.answers.planner, "make_plan", plan_once)
+        patch.setattr(headrace.ask.planner, "make_plan", plan_once)
         yield
 
 

@@ -17,12 +17,12 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 import headrace
-from headrace.engine.generation_model import GenerationModel
-from headrace.engine.generator import Generator
 from headrace.engine.merging import merge_adapters
 from headrace.engine.seams import Seams
 from headrace.engine.trainer import Engine
-from headrace.runs.generation_source import open_model
+from headrace.generate.generator import Generator
+from headrace.generate.opened import GenerationModel
+from headrace.generate.whose_weights import open_model
 from headrace.terms.adapter import adapter_of
 from headrace.terms.budget import Budget
 from headrace.terms.errors import ConfigError, InputError, ModelError, RunDirectoryError

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
 import headrace
-from headrace.answers import planner as planner_module
+from headrace.ask import planner as planner_module
 from headrace.engine import subject
 from headrace.engine.seams import Seams
 from headrace.engine.trainer import Engine

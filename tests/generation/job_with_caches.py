@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from headrace.cli.generating import say
-from headrace.flow.caches import CacheFile
-from headrace.plan.caches import SSD, CachePlan
-from headrace.plan.generation import GenerationPlan
-from headrace.plan.generation_search import GenerationQuestion, make_generation_plan
-from headrace.runs.generation_source import open_generator
-from headrace.runs.jobs import run_job
+from headrace.generate.cache_plan import SSD, CachePlan
+from headrace.generate.jobs import run_job
+from headrace.generate.plan import GenerationPlan
+from headrace.generate.search import GenerationQuestion, make_generation_plan
+from headrace.generate.seat_caches import CacheFile
+from headrace.generate.whose_weights import open_generator
 from headrace.terms.generate_options import GenerateOptions
 from headrace.terms.sizes import PAGE_BYTES
 
@@ -27,7 +27,7 @@ def in_tiers(patch: pytest.MonkeyPatch) -> None:
         plan = make_generation_plan(question)
         return replace(plan, caches=CachePlan(homes=(SSD,) * plan.num_blocks, slots=2, page_bytes=PAGE_BYTES))
 
-    patch.setattr("headrace.answers.generation.make_generation_plan", on_drives)
+    patch.setattr("headrace.generate.planner.make_generation_plan", on_drives)
 
 
 def job(model: Path, folder: Path, ssd: Path | None) -> int:

@@ -14,8 +14,8 @@ from tiers import sampled
 from tiny_architectures import CONFIGS, make_config, make_plain
 from transformers import AutoModelForCausalLM
 
-from headrace.engine.generator import Generator
-from headrace.engine.micro_batches import Generated, MicroBatch
+from headrace.generate.generator import Generator
+from headrace.generate.micro_batches import Generated, MicroBatch
 from headrace.terms.budget import Budget
 
 # By name: slots for what every token reads, experts that stay, when all are read ahead, a separate device, interpreter.

@@ -10,8 +10,8 @@ import torch
 from some_prompts import prompts
 from tiers import pairwise, sampled
 
-from headrace.engine.generator import Generator
-from headrace.engine.micro_batches import Generated, MicroBatch
+from headrace.generate.generator import Generator
+from headrace.generate.micro_batches import Generated, MicroBatch
 from headrace.model.products import WideProducts
 from headrace.terms.budget import Budget
 

@@ -20,15 +20,15 @@ from test_banks import with_banks
 from test_generation_search import question
 from tiers import sampled
 
-from headrace.engine.generator import Generator
-from headrace.engine.micro_batches import Generated, MicroBatch
 from headrace.files import DirectFile
+from headrace.generate.cache_plan import HOST, SSD, CachePlan
+from headrace.generate.generator import Generator
+from headrace.generate.micro_batches import Generated, MicroBatch
+from headrace.generate.schedule import build_pass
+from headrace.generate.search import make_generation_plan
 from headrace.machine.cpu import CpuMachine
 from headrace.model.products import WideProducts
-from headrace.plan.caches import HOST, SSD, CachePlan
-from headrace.plan.generation_search import make_generation_plan
 from headrace.plan.ledger import Snapshot
-from headrace.plan.schedules.generate import build_pass
 from headrace.terms.budget import Budget
 from headrace.terms.errors import DiskFull
 from headrace.terms.lanes import Lane
@@ -153,7 +153,7 @@ def test_a_drive_that_is_full_loses_nothing(model: Path, tmp_path: Path, monkeyp
 
     in_tiers(monkeypatch)
     with monkeypatch.context() as patch:
-        patch.setattr("headrace.flow.caches.DirectFile.nameless", failing)
+        patch.setattr("headrace.generate.seat_caches.DirectFile.nameless", failing)
         with pytest.raises(DiskFull, match=r"keys and values.*what is done is kept"):
             job(model, tmp_path / "full", tmp_path)
     assert not (tmp_path / "full/out.jsonl").exists()

@@ -5,7 +5,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.plan.compose import composed
+from headrace.generate.compose import composed
 
 PROMPTS = st.lists(st.tuples(st.integers(1, 40), st.integers(0, 2)), min_size=1, max_size=40)
 

@@ -14,14 +14,14 @@ import pytest
 from some_prompts import prompts
 from tiers import sampled
 
-from headrace.answers.generation import plan_generation
-from headrace.engine.copying import why_no_copy
-from headrace.engine.generator import Generator
 from headrace.files import Bandwidth, Extent, Volume
+from headrace.generate.copying import why_no_copy
+from headrace.generate.evaluating import evaluate
+from headrace.generate.generator import Generator
+from headrace.generate.peaks import with_peaks
+from headrace.generate.planner import plan_generation
 from headrace.machine.host_memory import huge_page_buffer
-from headrace.plan.generation_peaks import with_peaks
 from headrace.plan.machine_profiles import load_profile
-from headrace.runs.evaluating import evaluate
 from headrace.store.copied_files import WeightFiles
 from headrace.store.weight_copy import PREFIX, WeightCopy
 from headrace.terms.budget import Budget
@@ -287,12 +287,12 @@ def test_a_copy_is_made_where_it_pays(
     directory = directory_of("llama")
     paths = sorted(directory.glob("*.safetensors"))
     assert "have them already" in why_no_copy(paths, drives)
-    monkeypatch.setattr("headrace.engine.copying.on_drives_of", lambda paths, directories: False)
+    monkeypatch.setattr("headrace.generate.copying.on_drives_of", lambda paths, directories: False)
     monkeypatch.setattr("headrace.files.directory_facts.measure_directory", lambda path, size: Bandwidth(2e9, 1e9, 1e9))
-    monkeypatch.setattr("headrace.engine.copying.measured_reading", lambda paths: 1e9)
+    monkeypatch.setattr("headrace.generate.copying.measured_reading", lambda paths: 1e9)
     # Three directories of one drive of 2 GB/s.
     assert why_no_copy(paths, drives) == ""
-    monkeypatch.setattr("headrace.engine.copying.measured_reading", lambda paths: 1.9e9)
+    monkeypatch.setattr("headrace.generate.copying.measured_reading", lambda paths: 1.9e9)
     assert "would be read at" in why_no_copy(paths, drives)
 
 
@@ -312,7 +312,7 @@ def test_a_plan_says_what_a_copy_takes(directory_of: Callable[..., Path], drives
         return plan_generation(model, options, None if here else machine, here=here, **sizes).explain()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("headrace.plan.generation_search._filled", lambda plan, allowance: iter([with_peaks(plan, allowance)]))
+        patch.setattr("headrace.generate.search._filled", lambda plan, allowance: iter([with_peaks(plan, allowance)]))
         assert "copied to 4 drives, striped once" in notes(model, options, here=False)
         ssd = GenerateOptions.of({"host_memory": "4GiB", "ssd": drives})
         assert "have them already" in notes(str(directory_of("gemma3")), ssd, here=True)

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 import headrace
 from headrace.cli import main
 from headrace.engine.merging import merge_adapters
-from headrace.runs.evaluating import evaluate
+from headrace.generate.evaluating import evaluate
 from headrace.terms.errors import ConfigError, DataError, ModelError
 from headrace.terms.eval_options import EvalOptions
 

@@ -9,7 +9,7 @@ import torch
 from saved_models import save
 from tiers import sampled
 
-from headrace.flow.sources import ShardSource
+from headrace.generate.sources import ShardSource
 from headrace.machine.host_memory import huge_page_buffer
 from headrace.model import Chain, Checkpoint, import_unit
 from headrace.terms.optimizer import Optimizer

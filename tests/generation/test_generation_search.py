@@ -10,20 +10,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import Qwen3MoeConfig
 
-from headrace.answers.generation import plan_generation
 from headrace.cli import main
+from headrace.generate.cache_plan import CachePlan
+from headrace.generate.expert_plan import ExpertFigures
+from headrace.generate.peaks import with_peaks
+from headrace.generate.plan import GenerationPlan
+from headrace.generate.planner import plan_generation
+from headrace.generate.schedule import build_pass
+from headrace.generate.search import GenerationQuestion, make_generation_plan
+from headrace.generate.seconds import seconds_of_all_tokens
 from headrace.plan.allowance import Allowance
-from headrace.plan.caches import CachePlan
-from headrace.plan.experts import ExpertFigures
-from headrace.plan.generation import GenerationPlan
-from headrace.plan.generation_peaks import with_peaks
-from headrace.plan.generation_search import GenerationQuestion, make_generation_plan
-from headrace.plan.generation_seconds import seconds_of_all_tokens
 from headrace.plan.ledger import Snapshot
 from headrace.plan.machine_profiles import load_profile
 from headrace.plan.nominal import nominal_machine
 from headrace.plan.rates import Rates
-from headrace.plan.schedules.generate import build_pass
 from headrace.terms.costs import GenerationCosts, PassCosts
 from headrace.terms.errors import PlanInfeasible
 from headrace.terms.forms import DEVICE, SSD, UnitFigures

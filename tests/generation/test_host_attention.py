@@ -15,19 +15,19 @@ from test_generation_search import costs_of, fits, question, seconds
 from tiers import sampled
 
 from headrace.cli.generating import say
-from headrace.engine.generator import Generator
-from headrace.engine.micro_batches import Generated
-from headrace.flow.caches import SeatCache
+from headrace.generate.cache_plan import HOST, CachePlan
+from headrace.generate.generator import Generator
+from headrace.generate.jobs import JobProgress, run_job
+from headrace.generate.micro_batches import Generated
+from headrace.generate.peaks import with_peaks
+from headrace.generate.plan import GenerationPlan
+from headrace.generate.schedule import build_pass
+from headrace.generate.search import GenerationQuestion, make_generation_plan
+from headrace.generate.seat_caches import SeatCache
+from headrace.generate.whose_weights import open_generator
 from headrace.model.host_attention import attended
-from headrace.plan.caches import HOST, CachePlan
-from headrace.plan.generation import GenerationPlan
-from headrace.plan.generation_peaks import with_peaks
-from headrace.plan.generation_search import GenerationQuestion, make_generation_plan
 from headrace.plan.ledger import Snapshot
 from headrace.plan.rates import Rates
-from headrace.plan.schedules.generate import build_pass
-from headrace.runs.generation_source import open_generator
-from headrace.runs.jobs import JobProgress, run_job
 from headrace.terms.budget import Budget
 from headrace.terms.errors import ConfigError
 from headrace.terms.generate_options import GenerateOptions

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from headrace.cli.generating import say
-from headrace.engine.generator import Generator
-from headrace.runs.generation_source import open_generator
-from headrace.runs.jobs import JobProgress, run_job
+from headrace.generate.generator import Generator
+from headrace.generate.jobs import JobProgress, run_job
+from headrace.generate.whose_weights import open_generator
 from headrace.terms.errors import DataError, RunDirectoryError, StorageError
 from headrace.terms.generate_options import GenerateOptions
 
@@ -143,7 +143,7 @@ def test_a_file_that_cannot_be_used_is_refused(model: Path, tmp_path: Path, monk
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("headrace.runs.jobs.os.fsync", full)
+        patch.setattr("headrace.generate.jobs.os.fsync", full)
         with pytest.raises(StorageError, match="free some space"):
             answer(model, options)
     (tmp_path / "out.jsonl").write_text("something")

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import headrace
-from headrace.engine.generation_model import GenerationModel
-from headrace.engine.generator import Generator
 from headrace.engine.seams import Seams
-from headrace.runs.generation_source import open_model
+from headrace.generate.generator import Generator
+from headrace.generate.opened import GenerationModel
+from headrace.generate.whose_weights import open_model
 from headrace.terms.budget import Budget
 from headrace.terms.errors import ConfigError, RunDirectoryError
 from headrace.testing import RowWire

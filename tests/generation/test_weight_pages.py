@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 from test_banks import with_banks
 from test_caches import COMMON, NEW, WAYS, micro_batches
 
-from headrace.engine.generator import Generator
-from headrace.plan.caches import HOST, CachePlan
-from headrace.plan.experts import ExpertFigures, ExpertPlan
-from headrace.plan.generation import GenerationPlan
+from headrace.generate.cache_plan import HOST, CachePlan
+from headrace.generate.expert_plan import ExpertFigures, ExpertPlan
+from headrace.generate.generator import Generator
+from headrace.generate.plan import GenerationPlan
+from headrace.generate.schedule import build_pass
 from headrace.plan.ledger import Snapshot
 from headrace.plan.nominal import nominal_machine
-from headrace.plan.schedules.generate import build_pass
 from headrace.plan.simulate import Timed, Timeline, simulate
 from headrace.terms.budget import Budget
 from headrace.terms.costs import GenerationCosts, PassCosts
@@ -176,7 +176,7 @@ def test_the_engine_sends_pages_in_the_plans_order_with_the_bits_of_generate(
     name: str, directory_of: Callable[..., Path], stock: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The diary of the link is the program's queue, on a processor that plays a device."""
-    monkeypatch.setattr("headrace.plan.generation.LEAST_PAGE_BYTES", PAGE_BYTES)
+    monkeypatch.setattr("headrace.generate.plan.LEAST_PAGE_BYTES", PAGE_BYTES)
     asked, directory, diary = {**COMMON, **WAYS["sampled"]}, directory_of(name), list[OpDone]()
 
     def note(event: Any) -> None:

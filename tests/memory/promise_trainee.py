@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import headrace
-import headrace.answers.planner
+import headrace.ask.planner
 from headrace.engine.trainer import Engine
 from headrace.machine.host_memory import anonymous_bytes
 from headrace.terms.errors import PlanInfeasible
@@ -50,7 +50,7 @@ def open_engine(case: dict[str, Any]) -> tuple[Engine, int]:
 
 def litter() -> None:
     """Make each search for a plan leave 128 MiB in objects that refer to one another."""
-    search = headrace.answers.planner.make_plan
+    search = headrace.ask.planner.make_plan
 
     def littering(*arguments: Any) -> Any:
         before, cycle = anonymous_bytes(), []
@@ -58,7 +58,7 @@ def litter() -> None:
             cycle += [[cycle] for _ in range(10_000)]
         return search(*arguments)
 
-    headrace.answers.planner.make_plan = littering
+    headrace.ask.planner.make_plan = littering
 
 
 def main() -> None:

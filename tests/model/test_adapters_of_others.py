@@ -19,15 +19,15 @@ from tiers import sampled
 from tiny_architectures import CONFIGS, make_config, make_plain
 from transformers import AutoModelForCausalLM
 
-from headrace.engine.generator import Generator
 from headrace.engine.merging import merge_adapters
+from headrace.generate.generator import Generator
+from headrace.generate.whose_weights import open_model
 from headrace.model import Chain, Checkpoint
 from headrace.model.adapter_config import COMPUTED, IRRELEVANT, KEEPS_WEIGHTS, REFUSED, AdapterConfig
 from headrace.model.adapter_reading import read_adapters
 from headrace.model.adapters import Adapters
 from headrace.model.generation_check import ready_to_generate
 from headrace.model.generation_costs import generation_costs
-from headrace.runs.generation_source import open_model
 from headrace.terms.adapter import adapter_of
 from headrace.terms.budget import Budget
 from headrace.terms.errors import ModelError

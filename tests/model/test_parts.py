@@ -15,7 +15,7 @@ from tiers import sampled
 from tiny_wholes import DIFFERING, REFUSED, WHOLES, WITH_PICTURES_ONLY, make_whole
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from headrace.answers.model_config import read_parts
+from headrace.ask.model_config import read_parts
 from headrace.model import Checkpoint, Exporter, build_skeleton, check_whole, self_check, text_part
 from headrace.model.text_part import names_in_whole
 from headrace.terms.errors import ModelError

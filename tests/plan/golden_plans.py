@@ -24,11 +24,11 @@ from safetensors.torch import save_file  # noqa: E402
 from shapes import SHAPES  # noqa: E402
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM  # noqa: E402
 
-from headrace.answers.answer import plan_model  # noqa: E402
-from headrace.answers.cluster import plan_cluster  # noqa: E402
-from headrace.answers.compression import plan_compression  # noqa: E402
-from headrace.answers.generation import plan_generation  # noqa: E402
+from headrace.ask.answer import plan_model  # noqa: E402
+from headrace.ask.cluster import plan_cluster  # noqa: E402
 from headrace.codec.published import PackQuantized  # noqa: E402
+from headrace.compress.planner import plan_compression  # noqa: E402
+from headrace.generate.planner import plan_generation  # noqa: E402
 from headrace.plan.machine_profiles import load_profile  # noqa: E402
 from headrace.terms.generate_options import GenerateOptions  # noqa: E402
 from headrace.terms.options import Options, PlanOptions  # noqa: E402

@@ -17,9 +17,9 @@ import pytest
 from training_fakes import FakeHost, Screen, fake_plan, run_options, write_data, write_model
 from transformers import TrainerState
 
-from headrace.answers.answer import report_of
-from headrace.answers.explain import explain
-from headrace.answers.plan_report import PlanReport
+from headrace.ask.answer import report_of
+from headrace.ask.explain import explain
+from headrace.ask.plan_report import PlanReport
 from headrace.data import open_data, stream, tokenize, tokens
 from headrace.files import DirectFile
 from headrace.files.yaml_options import from_yaml

@@ -1,0 +1,125 @@
+"""After a run: planned figures beside measured ones, row by row.
+
+Invariant: every tier of the plan has its row; a figure that was not measured is null, and never taken from the plan.
+"""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from headrace.ask.plan_report import PlanReport
+from headrace.report.metrics import Record, steady_ssd_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutcomeRow:
+    """One quantity. `key` is its name for scripts, `name` for people; `unit` is `bytes`, `seconds` or `tokens/s`."""
+
+    key: str
+    name: str
+    unit: str
+    planned: float | None
+    measured: float | None
+
+    @property
+    def ratio(self) -> float | None:
+        """Measured over planned; None where either is missing, or nothing was planned."""
+        return self.measured / self.planned if self.planned and self.measured is not None else None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the row as plain JSON values."""
+        return {"unit": self.unit, "planned": self.planned, "measured": self.measured, "ratio": self.ratio}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """The rows of a run of `steps` steps. `on_measured_machine` is false if times were planned for a nominal machine."""
+
+    rows: tuple[OutcomeRow, ...]
+    steps: int
+    skipped_steps: int
+    machine: str
+    on_measured_machine: bool
+
+    def to_json(self) -> dict[str, Any]:
+        """Return one object of plain JSON values."""
+        return {
+            "steps": self.steps,
+            "skipped_steps": self.skipped_steps,
+            "machine": self.machine,
+            "measured_machine": self.on_measured_machine,
+            "planned_and_measured": {row.key: row.to_json() for row in self.rows},
+        }
+
+
+def outcome_of(report: PlanReport, records: Sequence[Record], *, host_peak_bytes: int = 0) -> Outcome:
+    """Return what `records`, the lines of `metrics.jsonl`, say about the plan in `report`.
+
+    `host_peak_bytes` is the peak of this process's whole life: data are tokenised before the steps, and the model is written
+    after them.
+
+    Times are the median of the steps after the first (there kernels compile and caches fill), bytes are the mean of these
+    steps, because a commit may come with every few steps only; peaks are the greatest of all steps and of the process.
+    """
+    plan, forecast = report.plan, report.forecast
+    steady = records[1:] or records
+    peaks = {
+        tier: [record["peak_bytes"][tier] for record in records if tier in record["peak_bytes"]]
+        for tier in (plan.results.peak_bytes if plan else ())
+    }
+    if host_peak_bytes and "host" in peaks:
+        # A device tier inside host memory does not count as the host's; if no record has one, its peak was not measured.
+        apart = plan.peak("device") if plan and plan.separate_device and not peaks["device"] else 0
+        peaks["host"].append(host_peak_bytes - apart)
+    rows = [
+        OutcomeRow(
+            key=f"{tier}_peak_bytes",
+            name=f"peak, {tier}",
+            unit="bytes",
+            planned=planned,
+            measured=max(peaks[tier], default=None),
+        )
+        for tier, planned in ({tier: plan.peak(tier) for tier in plan.results.peak_bytes} if plan else {}).items()
+    ]
+    rows += [
+        OutcomeRow(
+            key="step_seconds",
+            name="step",
+            unit="seconds",
+            planned=forecast.step_seconds if forecast else None,
+            measured=_median(steady, "seconds"),
+        ),
+        OutcomeRow(
+            key="tokens_per_second",
+            name="tokens/s",
+            unit="tokens/s",
+            planned=forecast.tokens_per_second if forecast else None,
+            measured=_median(steady, "tokens_per_second"),
+        ),
+    ]
+    traffic = (
+        ("bytes_read", "ssd_bytes_read_per_step", "ssd read/step"),
+        ("bytes_written", "ssd_bytes_written_per_step", "ssd written/step"),
+    )
+    for recorded, key, name in traffic:
+        rows.append(
+            OutcomeRow(
+                key=key,
+                name=name,
+                unit="bytes",
+                planned=getattr(forecast, key) if forecast else None,
+                measured=steady_ssd_bytes(records, recorded),
+            )
+        )
+    return Outcome(
+        rows=tuple(rows),
+        steps=len(records),
+        skipped_steps=sum("skipped" in record for record in records),
+        machine=report.machine,
+        on_measured_machine=report.measured,
+    )
+
+
+def _median(records: Sequence[Record], name: str) -> float | None:
+    return statistics.median(record[name] for record in records) if records else None

@@ -1,0 +1,179 @@
+"""The engine's plans: what the model takes in this process, what may be used here, and the search that follows.
+
+Invariant: neither states nor a step's buffers are made or touched: a plan that is refused leaves everything as it was.
+"""
+
+import contextlib
+import gc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from headrace.ask.place import Place, runtime_bytes
+from headrace.ask.question import Question
+from headrace.files import Beside, default_ssd_bytes
+from headrace.machine.host_memory import anonymous_bytes, return_pieces
+from headrace.machine.protocol import Machine
+from headrace.model import Chain, Profiles, WeightMap, import_workspace_bytes
+from headrace.plan.allowance import Allowance
+from headrace.plan.footprint import with_runtime
+from headrace.plan.given import adopted
+from headrace.plan.placement import Problem
+from headrace.plan.plan import Plan
+from headrace.plan.search import holds_states, make_plan
+from headrace.plan.serving import grouping_of
+from headrace.store import Manifest
+from headrace.terms.ceilings import Ceilings
+from headrace.terms.errors import ConfigError, StorageError
+from headrace.terms.forms import Form
+from headrace.terms.grouping import Grouping
+from headrace.terms.options import Options
+from headrace.terms.rule_figures import RuleFigures
+from headrace.terms.sizes import format_bytes
+from headrace.update.forms import notes_on
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedModel:
+    """A model that is planned for, on the machine that computes it.
+
+    `forms` are those of the chain's units; `weights` are the checkpoint's, which the import reads (None: nothing is imported).
+    `warm_up` loads and compiles what a run will have loaded, so that this process can be measured.
+    """
+
+    chain: Chain
+    machine: Machine
+    weights: WeightMap | None
+    forms: tuple[Form, ...]
+    rule: RuleFigures
+    own_rule: RuleFigures | None
+    cores: int
+    warm_up: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WaysToPlan:
+    """How plans are made: `given` is one to use instead of searching; `search` makes one otherwise (None: the planner's);
+    `adjust` may change each that is made.
+    """
+
+    given: Plan | None = None
+    search: Callable[[Problem, Ceilings | None], Plan] | None = None
+    adjust: Callable[[Plan], Plan] | None = None
+
+
+class RunPlanner:
+    """Plans the steps of `model`, as `options` ask. Set `grouping` to have sums taken in certain groups."""
+
+    def __init__(self, options: Options, model: PlannedModel, ways: WaysToPlan) -> None:
+        self._options, self._model, self._chain, self._machine = options, model, model.chain, model.machine
+        self._forms, self._ways, given = model.forms, ways, ways.given
+        # Of a given plan of another kind (a node's for a machine alone, or the reverse) only the groups of sums are taken.
+        other_kind = given is not None and (ways.search is not None or given.serves)
+        self._given = None if other_kind else given
+        self.grouping: Grouping | None = grouping_of(given) if given and other_kind else None
+        self._ceilings = options.machine if isinstance(options.machine, Ceilings) else None
+        self._profiles = Profiles(model.chain)
+        self._runtime_bytes: int | None = None
+
+    def use(self, ceilings: Ceilings) -> None:
+        """Plan for this machine from now on."""
+        self._ceilings = ceilings
+
+    def suits(
+        self,
+        forms: Sequence[Form],
+        tokens_per_step: int,
+        sequence_length: int,
+        *,
+        state: Sequence[Path],
+        beside: Beside | None = None,
+    ) -> bool:
+        """Plan for units of these forms from now on. Return whether host memory holds the states of what is trained beside
+        frozen weights, or, if a plan is given, whether it is for such units. The other arguments are as for `plan`.
+
+        Raises:
+            ConfigError: the lengths do not divide.
+        """
+        self._forms = tuple(forms)
+        problem = self._problem(tokens_per_step, sequence_length, state, beside)
+        return self._given.units == problem.units if self._given else holds_states(problem)
+
+    def plan(
+        self, tokens_per_step: int, sequence_length: int, *, state: Manifest | Sequence[Path], beside: Beside | None = None
+    ) -> Plan:
+        """Return the plan for a step of so many tokens. `state` is the run's state, or the directories in which it will be
+        made; `beside` is what else will be written there.
+
+        Raises:
+            PlanInfeasible: a budget is too small.
+            ConfigError: the lengths do not divide, or the given plan is for another run.
+        """
+        problem = self._problem(tokens_per_step, sequence_length, state, beside)
+        plan = adopted(self._given, problem) if self._given else (self._ways.search or make_plan)(problem, self._ceilings)
+        gc.collect()
+        return_pieces()  # gives back the memory of the search, which is in no plan
+        notes = (*plan.results.notes, *self._chain.notes, *notes_on(self._forms))
+        plan = plan.with_results(notes=tuple(dict.fromkeys(notes)))
+        return self._ways.adjust(plan) if self._ways.adjust else plan
+
+    def _problem(
+        self, tokens_per_step: int, sequence_length: int, state: Manifest | Sequence[Path], beside: Beside | None
+    ) -> Problem:
+        costs_of = partial(self._profiles.of, length=sequence_length)
+        question = Question.of(
+            self._options,
+            self._allowance(lambda: costs_of(1), state, beside),
+            tokens_per_step=tokens_per_step,
+            sequence_length=sequence_length,
+            grouping=self.grouping,
+        )
+        return question.problem(self._forms, costs_of, self._model.rule, self._model.own_rule)
+
+    def plan_here(self, plan: Plan, tell: Callable[[str], None]) -> Plan:
+        """Return an earlier process's plan with the memory that libraries take in this one. An excess is reported, not refused:
+        the run can have no other budget, and loses nothing if it is ended from outside.
+        """
+        plan = with_runtime(plan, self._runtime(lambda: self._profiles.of(1, plan.sequence_length)))
+        if plan.peak("host") > plan.results.allowed_bytes["host"]:
+            needed, allowed = format_bytes(plan.peak("host")), format_bytes(plan.results.allowed_bytes["host"])
+            tell(f"host memory: {needed} needed, {allowed} allowed: libraries take more than when the run began")
+        return plan
+
+    def _allowance(
+        self, profile_model: Callable[[], object], state: Manifest | Sequence[Path], beside: Beside | None
+    ) -> Allowance:
+        stored, weights = state if isinstance(state, Manifest) else None, self._model.weights
+        place = Place.here(self._machine, self._runtime(profile_model), self._model.cores)
+        return place.allowance(
+            self._options.budget,
+            ssd_bytes=self._ssd_bytes(state, beside),
+            import_workspace_bytes=import_workspace_bytes(self._chain.layouts, weights) if weights else None,
+            chunk_elements=stored.chunk_elements if stored else None,
+        )
+
+    def _ssd_bytes(self, state: Manifest | Sequence[Path], beside: Beside | None) -> int | None:
+        """Return how many bytes may be written; None if a directory cannot be used, which whoever makes the files reports."""
+        if isinstance(state, Manifest):
+            directories, held = state.directories, sum(path.stat().st_size for path in state.data_paths())
+        else:
+            directories, held = tuple(state), 0
+        if not directories:
+            return 0
+        # A directory that does not exist yet will lie in one that does.
+        there = [next((path for path in (each, *each.parents) if path.exists()), each) for each in directories]
+        with contextlib.suppress(StorageError, ConfigError):
+            return default_ssd_bytes(self._ceilings, there, held_bytes=held, beside=beside)
+        return None
+
+    def _runtime(self, profile_model: Callable[[], object]) -> int:
+        """Return the bytes to plan for the interpreter and its libraries. They are measured once, after everything has been
+        loaded.
+        """
+        if self._runtime_bytes is None:
+            profile_model()
+            self._model.warm_up()
+            gc.collect()
+            self._runtime_bytes = runtime_bytes(anonymous_bytes())
+        return self._runtime_bytes

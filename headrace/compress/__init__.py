@@ -1,0 +1,1 @@
+"""A model gets smaller weights, one block in memory at a time."""

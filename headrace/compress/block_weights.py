@@ -1,0 +1,205 @@
+"""The weights of a block that is being compressed, in two forms: as they came, and rounded.
+
+Either both forms of the whole block are in memory. Or, of a mixture's block that is too large for that, both forms of what
+every token reads, and one expert at a time: as it came, it is read from the model's files; rounded, from a file beside the
+hidden states.
+Invariant: rows get the same bits either way.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from headrace.compress.expert_rows import through_experts
+from headrace.compress.rounding import Rounding, stored_matrix
+from headrace.model import Chain, WeightMap
+from headrace.model.banks import Banks, BlockExperts
+from headrace.model.binding import Binding
+from headrace.model.caught import Matrix, Place, matrices_of
+from headrace.model.stored_experts import without
+from headrace.terms.layout import UnitLayout
+
+Load = Callable[[UnitLayout], torch.Tensor]
+Context = Callable[[int], AbstractContextManager[Any]]
+
+
+class BlockWeights(Protocol):
+    """A block's weights. `rounded` takes the rounded values, by parameter; `places` has the block's matrices by place."""
+
+    rounded: Mapping[str, Rounding]
+    places: Mapping[Place, Matrix]
+
+    def use(self, *, rounded: bool) -> None:
+        """Bind the weights as they came, or rounded."""
+
+    def run(
+        self,
+        items: Sequence[int],
+        run: Callable[[int], torch.Tensor],
+        context: Context,
+        take: Callable[[int, torch.Tensor], None],
+        wanted: frozenset[int] | None = None,
+    ) -> None:
+        """Run the block on `items`, each within its `context`, and give `take` each item's result.
+
+        If only some experts are `wanted`, the results are meaningless.
+        """
+
+    def close(self) -> None:
+        """Release the weights."""
+
+
+class WholeBlock:
+    """A whole block, twice in memory."""
+
+    def __init__(self, chain: Chain, unit: int, load: Load) -> None:
+        self._chain, self._unit, layout = chain, unit, chain.layouts[unit]
+        self._came = load(layout)
+        self._rounded = self._came.clone()
+        self.rounded: Mapping[str, Rounding] = _views(layout, self._rounded)
+        self.places: Mapping[Place, Matrix] = {}
+
+    def use(self, *, rounded: bool) -> None:
+        """See `BlockWeights`."""
+        self._chain.bind(self._unit, self._rounded if rounded else self._came, None)
+        specs = self._chain.layouts[self._unit].parameters
+        self.places = matrices_of({spec.name: self._chain.model.get_parameter(spec.name) for spec in specs})
+
+    def run(
+        self,
+        items: Sequence[int],
+        run: Callable[[int], torch.Tensor],
+        context: Context,
+        take: Callable[[int, torch.Tensor], None],
+        wanted: frozenset[int] | None = None,
+    ) -> None:
+        """See `BlockWeights`."""
+        for item in items:
+            with context(item):
+                out = run(item)
+            take(item, out)
+
+    def close(self) -> None:
+        """See `BlockWeights`."""
+        self._chain.release(self._unit)
+
+
+class BlockByExperts:
+    """What every token reads of a block, twice in memory, and one of its `experts`; rounded experts lie in `file`."""
+
+    def __init__(self, chain: Chain, weights: WeightMap, unit: int, experts: BlockExperts, load: Load, file: Path) -> None:
+        self._chain, self._weights, self._experts, self._file = chain, weights, experts, file
+        names = frozenset(experts.names.values())
+        layout = without(chain.layouts[unit], names)
+        self._came = load(layout)
+        self._common = self._came.clone()
+        self._binding = Binding(chain.model, [layout], chain.dtype)
+        self._specs = {spec.name: spec for spec in chain.layouts[unit].parameters if spec.name in names}
+        self._banks = Banks([experts], chain.dtype, chain.device)
+        self._banks.install()
+        self._slots = {
+            name: torch.empty(spec.shape[1:], dtype=chain.dtype, device=chain.device) for name, spec in self._specs.items()
+        }
+        self._nothing = {name: torch.zeros_like(slot) for name, slot in self._slots.items()}
+        self._is_rounded = False
+        self._kept = {
+            name: _Kept(file.with_name(f"{file.name}-{place}"), experts.num_experts, slot)
+            for place, (name, slot) in enumerate(self._slots.items())
+        }
+        self.rounded: Mapping[str, Rounding] = {**_views(layout, self._common), **self._kept}
+        self._layout = layout
+        self._known: dict[Place, Matrix] = {}
+        self.places: Mapping[Place, Matrix] = {}
+
+    def use(self, *, rounded: bool) -> None:
+        """See `BlockWeights`."""
+        self._is_rounded = rounded
+        self._binding.bind(0, self._common if rounded else self._came, None)
+        parameters = {spec.name: self._chain.model.get_parameter(spec.name) for spec in self._layout.parameters}
+        self.places = self._known = matrices_of(parameters)
+
+    def run(
+        self,
+        items: Sequence[int],
+        run: Callable[[int], torch.Tensor],
+        context: Context,
+        take: Callable[[int, torch.Tensor], None],
+        wanted: frozenset[int] | None = None,
+    ) -> None:
+        """See `BlockWeights`. Experts that are not wanted are not read: any numbers stand for them."""
+
+        @contextlib.contextmanager
+        def own(item: int) -> Iterator[None]:
+            with self._chain.arithmetic(), context(item):
+                yield
+
+        def load(expert: int) -> Mapping[str, torch.Tensor]:
+            return self._load(expert, wanted is None or expert in wanted)
+
+        through_experts(self._banks, self._experts, items, run, own, load, take)
+
+    def close(self) -> None:
+        """See `BlockWeights`."""
+        self._banks.remove()
+        self._binding.release(0)
+        for kept in self._kept.values():
+            kept.close()
+
+    def _load(self, expert: int, wanted: bool) -> Mapping[str, torch.Tensor]:
+        if not wanted:
+            return {attribute: self._nothing[name] for attribute, name in self._experts.names.items()}
+        for name, slot in self._slots.items():
+            kept = self._kept[name]
+            if self._is_rounded and expert in kept.written:
+                slot.copy_(kept[expert])
+            else:
+                pieces = self._weights.pieces[name]
+                slot.copy_(stored_matrix(self._weights, pieces, (slot.shape[-2], slot.shape[-1]), expert))
+            place = slot.data_ptr(), (slot.shape[-2], slot.shape[-1])
+            self._known[place] = Matrix(name, expert, place[1])
+        return {attribute: self._slots[name] for attribute, name in self._experts.names.items()}
+
+
+class _Kept:
+    """Rounded experts in a file: written and read one at a time."""
+
+    def __init__(self, path: Path, experts: int, like: torch.Tensor) -> None:
+        self.device, self.written = like.device, set[int]()
+        self._path, self._like = path, like
+        whole = np.int16 if like.dtype.itemsize == 2 else np.int32
+        self._map = np.memmap(path, whole, "w+", shape=(experts, like.numel()))
+
+    def __getitem__(self, expert: int) -> torch.Tensor:
+        return torch.from_numpy(self._map[expert]).view(self._like.dtype).view(self._like.shape)
+
+    def put(self, expert: int | None, values: torch.Tensor) -> None:
+        """Keep the rounded weights of an expert."""
+        assert expert is not None, "one of a stack"
+        self[expert].copy_(values)
+        self.written.add(expert)
+
+    def close(self) -> None:
+        self._map = np.empty((0, 0), np.int16)  # type: ignore[assignment]
+        self._path.unlink(missing_ok=True)
+
+
+class _View:
+    """A parameter in memory."""
+
+    def __init__(self, place: torch.Tensor) -> None:
+        self.device, self._place = place.device, place
+
+    def put(self, expert: int | None, values: torch.Tensor) -> None:
+        """Put the rounded values of a matrix in its place."""
+        (self._place if expert is None else self._place[expert]).copy_(values)
+
+
+def _views(layout: UnitLayout, flat: torch.Tensor) -> dict[str, Rounding]:
+    return {
+        spec.name: _View(flat[spec.offset : spec.offset + spec.num_elements].view(spec.shape)) for spec in layout.parameters
+    }

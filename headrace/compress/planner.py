@@ -1,0 +1,196 @@
+"""`headrace plan MODEL --compress`: what a compressed model will take, and how long making it, before a byte of it is read.
+
+Every term is a count (bytes, operations, launches) over a rate of the machine's profile, and stands by itself in the answer. No
+two of them are taken to overlap: their sum is the time of a machine that does one thing at a time. The size of ternary weights
+follows from the share of zeros, which nobody knows before: that of QMoE's largest model is assumed, and beside it stands the
+size with four zeros in five (modern mixtures have 0.76 to 0.84). The table of codes (`codec/table.py`) has these figures.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headrace.ask.model_config import read_parts
+from headrace.ask.place import Place
+from headrace.codec.table import Code, code_to_write
+from headrace.codec.units import coded_shapes
+from headrace.model import Chain
+from headrace.plan.machine_profiles import load_profile
+from headrace.plan.nominal import nominal_machine
+from headrace.terms.ceilings import Ceilings
+from headrace.terms.optimizer import Optimizer
+from headrace.terms.sizes import format_bytes, format_seconds
+
+# Operations of a Cholesky factor, the inverse, and the inverse's factor, relative to the cube of the inputs.
+_CHOLESKY = 4 / 3
+# GPTQ's own operations reach this share of the float32 rate of large products (an assumption; QMoE's batches of 16 experts).
+_GPTQ_SHARE = 0.2
+_EXPERTS_AT_ONCE, _KERNELS_OF_A_COLUMN, _KERNEL_SECONDS = 16, 6, 1e-5
+# So many weights per second and core become words (docs/log/ternary).
+_ENCODED_PER_SECOND = 1e8
+_BYTES = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompressionReport:
+    """What compressing takes: parameters, bytes by part of the result, seconds by term, and bytes that must fit."""
+
+    model: str
+    code: str
+    machine: str
+    parameters: int
+    coded_parameters: int
+    tokens: int
+    result_bytes: dict[str, int]
+    modern_bytes: int | None
+    seconds: dict[str, float]
+    memory_bytes: dict[str, int]
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of the result."""
+        return sum(self.result_bytes.values())
+
+    @property
+    def bits_per_parameter(self) -> float:
+        """Bits of the result for each parameter of the model."""
+        return 8 * self.total_bytes / self.parameters
+
+    @property
+    def total_seconds(self) -> float:
+        """Seconds of all terms, one after the other."""
+        return sum(self.seconds.values())
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        sums = {name: getattr(self, name) for name in ("total_bytes", "bits_per_parameter", "total_seconds")}
+        return {name: getattr(self, name) for name in self.__slots__} | sums
+
+    def explain(self) -> str:
+        """Return lines for people."""
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        yield f"model     {self.model}, {self.parameters / 1e9:.4g} billion parameters, {self.coded_parameters / 1e9:.4g} coded"
+        yield f"machine   {self.machine}"
+        yield f"data      {self.tokens} calibration tokens: as many reach each matrix as it has inputs"
+        yield ""
+        for title, values in (("result", self.result_bytes), ("memory", self.memory_bytes)):
+            for label, value in values.items():
+                yield f"{title:<10}{label:<34}{format_bytes(value):>12}"
+        ratio = _BYTES * self.parameters / self.total_bytes
+        yield f"{'':<10}{'result in all':<34}{format_bytes(self.total_bytes):>12}"
+        yield f"{'':<10}{self.bits_per_parameter:.3f} bits a parameter, {ratio:.1f} times smaller than 16 bits"
+        if self.modern_bytes is not None:
+            code, size = code_to_write("compress", self.code), format_bytes(self.modern_bytes)
+            yield f"{'':<10}where {code.otherwise} of the weights become zero, and not {code.assumed}: {size}"
+        yield ""
+        for label, seconds in self.seconds.items():
+            yield f"{'time':<10}{label:<34}{format_seconds(seconds):>12}"
+        yield f"{'':<10}{'one after the other':<34}{format_seconds(self.total_seconds):>12}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Matrix:
+    """`count` matrices of (outputs, inputs), each used by a `share` of all tokens."""
+
+    count: int
+    outputs: int
+    inputs: int
+    share: float
+
+    @property
+    def weights(self) -> int:
+        return self.count * self.outputs * self.inputs
+
+
+def plan_compression(
+    model: str | Path, name: str, machine: str | Ceilings | None, *, tokens: int | None = None
+) -> CompressionReport:
+    """Return what compressing `model` (a directory, a config.json, or a name on the Hub) to the code `name` takes on a
+    machine, None for a nominal one of this size.
+
+    `tokens` is the number of calibration tokens; by default each matrix sees as many tokens as it has inputs.
+
+    Raises:
+        ConfigError: there is no such code or machine.
+        ModelError: there is no configuration, or its architecture cannot be run block by block.
+    """
+    code = code_to_write("compress", name)
+    ceilings = load_profile(machine) if isinstance(machine, str) else machine
+    if ceilings is None:
+        here = Place.of(None, here=True)
+        ceilings = nominal_machine(here.cores, host_bytes=here.host_bytes, device_bytes=None)
+    config, _ = read_parts(model)
+    chain = Chain.from_config(config, "bfloat16", Optimizer())
+    blocks = [_matrices(layout.parameters, config, code) for layout in chain.layouts[1 : chain.num_blocks + 1]]
+    coded = [matrix for block in blocks for matrix in block]
+    num_coded = sum(matrix.weights for matrix in coded)
+    rest = chain.num_parameters - num_coded
+    tokens = tokens or math.ceil(max(matrix.inputs / matrix.share for matrix in coded))
+    size, other = (
+        round(sum(code.matrix_bytes(each.count * each.outputs, each.inputs, otherwise=otherwise) for each in coded))
+        for otherwise in (False, True)
+    )
+    hidden = _BYTES * tokens * config.get_text_config().hidden_size
+    largest = max(_BYTES * layout.num_elements for layout in chain.layouts[1 : chain.num_blocks + 1])
+    result = {f"{name} matrices": size, "what stays in 16 bits": _BYTES * rest}
+    return CompressionReport(
+        model=type(chain.model).__name__,
+        code=name,
+        machine=ceilings.called,
+        parameters=chain.num_parameters,
+        coded_parameters=num_coded,
+        tokens=tokens,
+        result_bytes=result,
+        modern_bytes=other + _BYTES * rest if code.other_bits is not None else None,
+        seconds=_seconds(ceilings, coded, chain.num_parameters, tokens, hidden, sum(result.values()), blocks=len(blocks)),
+        memory_bytes={
+            "the largest block in 16 bits": largest,
+            "sums of inputs of 16 experts": max(4 * min(_EXPERTS_AT_ONCE, each.count) * each.inputs**2 for each in coded),
+            "hidden states, in tiers": hidden,
+        },
+    )
+
+
+def _matrices(parameters: Any, config: Any, code: Code) -> list[_Matrix]:
+    """Return the matrices of a block that are coded."""
+    text = config.get_text_config()
+    chosen = float(getattr(text, "num_experts_per_tok", 0) or getattr(text, "top_k", 0) or 1)
+    found = coded_shapes(parameters, code)
+    stacks = [spec.shape for spec in found if len(spec.shape) == 3]
+    plain = [spec.shape for spec in found if len(spec.shape) == 2]
+    return [
+        *(_Matrix(count, rows, columns, min(1.0, chosen / count)) for count, rows, columns in stacks),
+        *(_Matrix(1, rows, columns, 1.0) for rows, columns in plain),
+    ]
+
+
+def _seconds(
+    ceilings: Ceilings, coded: list[_Matrix], parameters: int, tokens: int, hidden: int, written: int, *, blocks: int
+) -> dict[str, float]:
+    """Return the seconds of each term."""
+    products = ceilings.flops_per_second["bfloat16"]
+    single = ceilings.flops_per_second["float32"]
+    read = sum(drive.read_bytes_per_second for drive in ceilings.drives)
+    write = sum(drive.write_bytes_per_second for drive in ceilings.drives)
+    others = parameters - sum(matrix.weights for matrix in coded)
+    passed = others + sum(matrix.weights * matrix.share for matrix in coded)
+    sums = sum(2.0 * tokens * each.share * each.count * each.inputs**2 for each in coded)
+    rounding = sum(each.count * (_CHOLESKY * each.inputs**3 + 2.0 * each.outputs * each.inputs**2) for each in coded)
+    columns = sum(math.ceil(each.count / _EXPERTS_AT_ONCE) * each.inputs for each in coded)
+    found = {
+        "weights read": _BYTES * parameters / read,
+        "weights to the device": _BYTES * parameters / ceilings.host_to_device_bytes_per_second if ceilings.has_device else 0.0,
+        "hidden states read and written": 2.0 * blocks * hidden * (1 / read + 1 / write),
+        "passes, before and after": 2 * 2.0 * tokens * passed / products,
+        "sums of inputs": sums / single,
+        "GPTQ's factors and corrections": rounding / (single * _GPTQ_SHARE),
+        "errors of products, for the report": sum(3.0 * each.weights * each.inputs for each in coded) / single,
+        "GPTQ's launches, column by column": columns * _KERNELS_OF_A_COLUMN * _KERNEL_SECONDS if ceilings.has_device else 0.0,
+        "encoding on the host's cores": sum(each.weights for each in coded) / (_ENCODED_PER_SECOND * ceilings.cores),
+        "result written": written / write,
+    }
+    return {label: seconds for label, seconds in found.items() if seconds}

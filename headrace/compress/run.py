@@ -1,0 +1,350 @@
+"""Compressing a model, as a user sees it: options and data go in, a model directory comes out, and a killed run goes on.
+
+Work lies in `OUT.unfinished` until all of it is done. A block is done when the record says so; the same command goes on after
+the last one. Invariant: OUT appears whole or not at all, and a run that was killed ends with the bytes of one that was not.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from headrace.codec.table import CODES, code_to_write
+from headrace.codec.targets import Target
+from headrace.compress.calibration import CalibrationData, open_calibration
+from headrace.compress.coded_files import CodedFiles, quantisation_config
+from headrace.compress.quantiser import Quantiser
+from headrace.compress.rounding import ParameterReport
+from headrace.files.durable import write_whole
+from headrace.files.model_directory import refuse_no_model
+from headrace.machine.limits import default_host_bytes
+from headrace.model import Chain, Checkpoint
+from headrace.model.export import export_bytes
+from headrace.model.stock_loading import replaced_for_codes
+from headrace.store.lock import RunLock
+from headrace.terms.compress_options import CompressOptions
+from headrace.terms.errors import ConfigError, DiskFull, ModelError, RunDirectoryError
+from headrace.terms.optimizer import Optimizer
+from headrace.terms.provenance import COMPRESSION_NOTE_NAME
+from headrace.terms.sizes import format_bytes, format_seconds
+
+_RECORD = "record.json"
+_UNFINISHED = ".unfinished"
+# Changes with the bytes that a compression writes, so that none goes on with what an older version began.
+_FORM = 2
+# Options that may change when the same command goes on.
+_FREE = {"output", "cache", "most_loss", "host_memory"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compressed:
+    """A finished compression. Losses are means over the `tokens` of held-out rows, in nats; bytes are of all weights."""
+
+    output: Path
+    reports: tuple[ParameterReport, ...]
+    left: Mapping[str, str]
+    bytes_before: int
+    bytes_after: int
+    loss_before: float
+    loss_after: float
+    tokens: int
+
+
+def compress(options: CompressOptions, *, say: Callable[[str], None] = lambda text: None) -> Compressed:
+    """Compress `options.model` into `options.output`, or go on where it stopped. `say` gets lines for people.
+
+    Raises:
+        InputError: model, data or an option cannot be used, or held-out loss rises by more than `most_loss`; nothing is left.
+        StorageError: a disk is full, or fails; the same command goes on once the cause is removed.
+    """
+    target_of(options)  # refused before anything is read
+    output = Path(os.path.realpath(options.output))
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise RunDirectoryError(f"{options.output}: exists already; name a directory that does not, nothing was written")
+    refuse_coded(options.model)
+    checkpoint = Checkpoint.open(options.model)
+    chain = Chain.from_config(checkpoint.config, "float32", Optimizer())
+    data = open_calibration(options, chain, say)
+    options = replace(options, sequence_length=data.sequence_length)
+    _refuse_replaced(options, chain)
+    identity = {"model": _digest_of_model(checkpoint), "data": data.digest, "form": _FORM, **_fixed(options)}
+    work = output.with_name(output.name + _UNFINISHED)
+    work_is_new = not work.exists()
+    if work_is_new:
+        _check_space(work, checkpoint, data, chain)
+    work.mkdir(parents=True, exist_ok=True)
+    lock = RunLock(work)
+    done = False
+    try:
+        run = _Run(options, work, identity, data, say)
+        result = run.finish(output)
+        done = True
+    except (ConfigError, ModelError):
+        done = True  # the model or the data cannot be used, now or later
+        raise
+    finally:
+        lock.release()
+        if done:
+            shutil.rmtree(work, ignore_errors=True)
+    return result
+
+
+def _refuse_replaced(options: CompressOptions, chain: Chain) -> None:
+    """Refuse a model whose files stock transformers could not load."""
+    replaced = replaced_for_codes(chain.model) if CODES[options.to].stock_loads else None
+    if replaced:
+        raise ModelError(
+            f"{options.model}: its experts ({replaced}) lie in one stack that int4 does not code, and transformers loads coded "
+            "models of this kind in another form alone; give another model"
+        )
+
+
+def refuse_coded(model: Path) -> None:
+    """Refuse a model that is already coded.
+
+    Raises:
+        ModelError: it is coded, or the directory has no readable configuration.
+    """
+    refuse_no_model(model)
+    try:
+        config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    except ValueError:
+        return  # whoever reads it next reports the error
+    found = config.get("quantization_config") if isinstance(config, dict) else None
+    if found is not None:
+        method = found.get("quant_method") if isinstance(found, dict) else found
+        raise ModelError(
+            f"{model}: is coded already ({method}), and rounding twice would only lose more; give the model in 16 or 32 bits, "
+            "or make one of it with `headrace decompress`"
+        )
+
+
+def target_of(options: CompressOptions) -> Target:
+    """Return what writes the code that `options` ask for.
+
+    Raises:
+        ConfigError: there is no such code, or it is only read.
+    """
+    target = code_to_write("to", options.to).target
+    assert target is not None, "it is written"
+    return target(options.group_size)
+
+
+class _Run:
+    """One process's part of a compression: it opens what exists, and does the rest."""
+
+    def __init__(
+        self,
+        options: CompressOptions,
+        work: Path,
+        identity: Mapping[str, Any],
+        data: CalibrationData,
+        say: Callable[[str], None],
+    ) -> None:
+        self.options, self.work, self.say = options, work, say
+        self.record = self._read_record(identity)
+        host_bytes = self.record.setdefault("host_bytes", options.host_memory or default_host_bytes(pins=False))
+        self.target = target_of(options)
+        self.quantiser = Quantiser(
+            options.model,
+            self.target,
+            data.rows,
+            work,
+            compute_dtype=options.compute_dtype,
+            host_bytes=host_bytes,
+            experts_only=options.experts_only,
+        )
+        of_transformers = CODES[options.to].stock_loads
+        self.decodes_at_load = of_transformers and self.quantiser.decodes_at_load
+        self.files = CodedFiles(work / "model", self.quantiser.weights, self.quantiser.chain, stacks=of_transformers)
+
+    def finish(self, output: Path) -> Compressed:
+        """Do the remaining blocks, and everything after them."""
+        try:
+            self._blocks()
+            result = self._result(output)
+            self._refuse_loss(result)
+            self._directory(result)
+        finally:
+            self.quantiser.close()
+        if output.exists():
+            output.rmdir()  # it is empty
+        (self.work / "model").replace(output)
+        return result
+
+    def _blocks(self) -> None:
+        blocks: list[dict[str, Any]] = self.record["blocks"]
+        total = self.quantiser.num_blocks
+        if blocks:
+            self.say(f"going on after block {len(blocks)} of {total}")
+        self.quantiser.prepare(blocks_done=len(blocks))
+        if "rest" not in self.record:
+            self.record["rest"] = self.files.write(0, {})
+            self._commit()
+        began, before = time.perf_counter(), len(blocks)
+        for block in range(before, total):
+            start = time.perf_counter()
+            code, left = self.quantiser.advance(block)
+            digest = self.files.write(block + 1, code.parts)
+            reports = [asdict(report) for report in code.reports]
+            blocks.append({"digest": digest, "reports": reports, "groups": code.groups, "left": left})
+            self._commit()
+            now = time.perf_counter()
+            rest = (now - began) / (block + 1 - before) * (total - block - 1)
+            self.say(_block_line(block, total, code.reports, now - start, rest))
+
+    def _result(self, output: Path) -> Compressed:
+        before, after, tokens = self.quantiser.losses()
+        self._check_coded()
+        sizes = [(self.work / "model" / self.files.name(unit)).stat().st_size for unit in range(self.quantiser.num_blocks + 1)]
+        return Compressed(
+            output=output,
+            reports=tuple(_report_of(each) for block in self.record["blocks"] for each in block["reports"]),
+            left={name: reason for block in self.record["blocks"] for name, reason in block["left"].items()},
+            bytes_before=self.quantiser.checkpoint.num_bytes,
+            bytes_after=sum(sizes),
+            loss_before=before,
+            loss_after=after,
+            tokens=tokens,
+        )
+
+    def _check_coded(self) -> None:
+        if not any(block["reports"] for block in self.record["blocks"]):
+            reasons = {reason for block in self.record["blocks"] for reason in block["left"].values()}
+            raise ModelError(
+                f"{self.options.model}: none of its matrices can be coded as {self.options.to} ({'; '.join(sorted(reasons))}); "
+                "nothing was written"
+            )
+
+    def _refuse_loss(self, result: Compressed) -> None:
+        most = self.options.most_loss
+        rise = result.loss_after - result.loss_before
+        if most is not None and not rise <= most:
+            raise ConfigError(
+                f"most_loss: held-out loss rose by {rise:.4f} from {result.loss_before:.4f} (over {result.tokens} tokens), "
+                f"allowed is {most:g}; nothing was written: give more calibration data, --experts-only, or another code"
+            )
+
+    def _directory(self, result: Compressed) -> None:
+        groups = {name: size for block in self.record["blocks"] for name, size in block["groups"].items()}
+        digests = {self.files.name(0): self.record["rest"]} | {
+            self.files.name(unit + 1): block["digest"] for unit, block in enumerate(self.record["blocks"])
+        }
+        note = {
+            "code": self.options.to,
+            "digests": digests,
+            "loss_before": result.loss_before,
+            "loss_after": result.loss_after,
+            "held_out_tokens": result.tokens,
+            "bytes_before": result.bytes_before,
+            "bytes_after": result.bytes_after,
+            "matrices": [asdict(report) for report in result.reports],
+            "left": dict(result.left),
+        }
+        config = quantisation_config(self.quantiser.weights, self.target, groups, decodes_at_load=self.decodes_at_load)
+        self.files.finish({"quantization_config": config}, {COMPRESSION_NOTE_NAME: json.dumps(note, indent=1) + "\n"})
+
+    def _read_record(self, identity: Mapping[str, Any]) -> dict[str, Any]:
+        path = self.work / _RECORD
+        if not path.exists():
+            return {"identity": dict(identity), "blocks": []}
+        try:
+            record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            begun = record["identity"]
+        except (ValueError, KeyError) as error:
+            raise RunDirectoryError(f"{path}: is damaged ({error!r}); remove {self.work} and begin again") from error
+        for name, value in identity.items():
+            if begun.get(name) != value:
+                raise RunDirectoryError(
+                    f"{self.work}: was begun with {name} {begun.get(name)}, asked for is {value}; ask for the same again to "
+                    "go on, or remove the directory to begin anew"
+                )
+        return record
+
+    def _commit(self) -> None:
+        write_whole(self.work / _RECORD, json.dumps(self.record) + "\n")
+
+
+def _fixed(options: CompressOptions) -> dict[str, Any]:
+    return {key: value for key, value in options.to_json().items() if key not in _FREE | {"model", "data"}}
+
+
+def _digest_of_model(checkpoint: Checkpoint) -> str:
+    """Return a digest of the names, places and times of the weights, which changes if they change between two commands."""
+    paths = {tensor.path for tensor in checkpoint.tensors.values()}
+    times = sorted((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in paths)
+    return hashlib.blake2b(repr(times).encode(), digest_size=16).hexdigest()
+
+
+def _check_space(work: Path, checkpoint: Checkpoint, data: CalibrationData, chain: Chain) -> None:
+    """Refuse to begin without space for the result and the hidden states, as if nothing became smaller."""
+    tokens = sum(each.counts.numel() * (2 if each.held_out else 1) for each in data.rows)
+    needed = export_bytes(checkpoint) + 2 * tokens * chain.hidden_size * 4
+    there = next(path for path in work.parents if path.exists())
+    free = shutil.disk_usage(there).free
+    if needed > free:
+        raise DiskFull(
+            f"{work}: compressing needs up to {format_bytes(needed)} there, free are {format_bytes(free)}; free some space, or "
+            "name another directory"
+        )
+
+
+def _report_of(values: Mapping[str, Any]) -> ParameterReport:
+    read: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
+    return ParameterReport(**read)
+
+
+def _block_line(block: int, total: int, reports: Sequence[ParameterReport], seconds: float, rest_seconds: float) -> str:
+    """Return the line about a block: for each parameter the error of its products, and that of plain rounding."""
+    words = [f"{_short(report.name)} {report.error:.2g} ({report.rounding_error:.2g})" for report in reports]
+    plain = sum(len(report.plain) + len(report.failed) for report in reports)
+    words += [f"{plain} rounded plainly"] if plain else []
+    left = f", {format_seconds(rest_seconds)} left" if block + 1 < total else ""
+    return f"block {block + 1} of {total}, {format_seconds(seconds)}{left}: {', '.join(words) or 'nothing to code'}"
+
+
+def _short(name: str) -> str:
+    return name.removesuffix(".weight").rpartition(".")[2]
+
+
+def result_table(result: Compressed) -> str:
+    """Return the table at the end: sizes, ratio, losses, errors by kind of matrix, and what was left or rounded plainly."""
+    rise = result.loss_after - result.loss_before
+    lines = [
+        f"wrote {result.output}",
+        f"  size           {format_bytes(result.bytes_before)} -> {format_bytes(result.bytes_after)}  "
+        f"({result.bytes_before / result.bytes_after:.2f}x)",
+        f"  held-out loss  {result.loss_before:.4f} -> {result.loss_after:.4f}  ({rise:+.4f}, {result.tokens} tokens)",
+    ]
+    kinds: dict[str, list[ParameterReport]] = {}
+    for report in result.reports:
+        kinds.setdefault(_short(report.name), []).append(report)
+    width = max(map(len, kinds), default=0)
+    for kind, reports in kinds.items():
+        error, rounding, zeros = (
+            sum(getattr(report, name) for report in reports) / len(reports) for name in ("error", "rounding_error", "zeros")
+        )
+        lines.append(f"  {kind:{width}}  error {error:.4f}, rounding {rounding:.4f}, zeros {zeros:.2f}  ({len(reports)} times)")
+    for report in result.reports:
+        if report.plain:
+            lines.append(f"  {report.name}: experts without tokens, rounded plainly: {_listed(report.plain)}")
+        if report.failed:
+            lines.append(f"  {report.name}: without a factor, rounded plainly: {_listed(report.failed)}")
+        if report.unsorted:
+            lines.append(f"  {report.name}: padding, template and special tokens could not be told apart, and count")
+    for reason in dict.fromkeys(result.left.values()):
+        names = [name for name, other in result.left.items() if other == reason]
+        lines.append(f"  left as they are ({reason}): {_listed(names)}")
+    return "\n".join(lines)
+
+
+def _listed(names: Sequence[Any]) -> str:
+    return f"{', '.join(map(str, names[:6]))}{f' and {len(names) - 6} more' if len(names) > 6 else ''}"
+
+
+__all__ = ["Compressed", "compress", "result_table"]

@@ -1,0 +1,1 @@
+"""A model answers: its weights are read where they lie, and as many stay in memory as the budget holds."""

@@ -1,0 +1,108 @@
+"""Measures the loss of rows with a model of any size, in passes of a generation's engine whose seats score and do not answer.
+
+Invariant: what is scored, and how it is cut, follows from the rows and the plan; weights are only read.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from types import TracebackType
+
+import torch
+
+from headrace.flow.step_batch import check_apart, checked_batch
+from headrace.generate.copying import Copying
+from headrace.generate.generator import Generator
+from headrace.generate.opened import GenerationModel
+from headrace.generate.plan import GenerationPlan
+from headrace.generate.planner import GenerationPlanner, GenerationUnits, Passes
+from headrace.model import IGNORED, MicroBatch, shift_labels
+from headrace.model.scoring import ScoringSeat, scoring_costs
+from headrace.terms.events import Sink
+from headrace.terms.generate_options import GenerateOptions
+
+# The most tokens of a micro-batch: more make products no faster, and only take memory.
+_MOST_TOKENS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class LabelledRows:
+    """Rows that are scored together; `batch` has tensors (rows, length) as `Engine.step` takes them."""
+
+    batch: Mapping[str, torch.Tensor]
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """The rows' token ids."""
+        return self.batch["input_ids"]
+
+    @property
+    def scored_tokens(self) -> int:
+        """Tokens that have a label and at least one token before them."""
+        return int((shift_labels(self.batch["labels"]) != IGNORED).sum())
+
+
+class Evaluator:
+    """Scores with one model. Use as a context manager, or `close` it."""
+
+    def __init__(
+        self,
+        model: GenerationModel,
+        options: GenerateOptions,
+        length: int,
+        *,
+        interpreter: str = "overlapped",
+        sink: Sink | None = None,
+        copying: Copying | None = None,
+    ) -> None:
+        """Score rows of up to `length` tokens with `model`, which is closed with it. `options` are as for a `Generator`;
+        `copying` says whether its weights are copied first.
+        """
+        self.model, self.length = model, length
+        units = GenerationUnits(tuple(model.source.figures), notes=model.notes)
+        passes = Passes(costs=scoring_costs, most_rows=max(1, _MOST_TOKENS // length), chunks=())
+        self._planner = GenerationPlanner(model.chain, units, model.machine, replace(options, packed_products=False), passes)
+        self._generator = Generator(model, self._planner, interpreter, sink, copying)
+
+    def prepare(self, rows: int) -> GenerationPlan:
+        """Return the plan for so many rows, after making its buffers.
+
+        Raises:
+            PlanInfeasible: a budget is too small; nothing has been allocated.
+        """
+        plan = self._planner.plan(rows, self.length, 1)
+        self._generator.use(plan)
+        return plan
+
+    def losses(self, batches: Iterable[Mapping[str, torch.Tensor]]) -> Iterator[tuple[LabelledRows, float]]:
+        """Yield the rows of batches that are scored, with the sum of their tokens' losses in nats; at most as many as planned.
+
+        Raises:
+            DataError: `Engine.step` would not accept a batch.
+            StepFailed: a lane failed.
+        """
+
+        def checked(batch: Mapping[str, torch.Tensor]) -> LabelledRows:
+            found = checked_batch(batch, self.model.chain.vocabulary)
+            check_apart(found, self.model.chain)
+            return LabelledRows(found)
+
+        def sit(item: LabelledRows) -> ScoringSeat:
+            return ScoringSeat(self.model.chain, MicroBatch(**item.batch))
+
+        for rows, seat in self._generator.through(map(checked, batches), sit):
+            yield rows, seat.loss_sum
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of weights read so far."""
+        return self.model.source.bytes_read
+
+    def close(self) -> None:
+        """Free buffers and close the model's files."""
+        self._generator.close()
+
+    def __enter__(self) -> "Evaluator":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()

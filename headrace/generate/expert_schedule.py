@@ -1,0 +1,124 @@
+"""A block of a generation whose experts come by themselves: all seats go to their routers, then experts come in rounds.
+
+In a round a few experts come, and all seats that have tokens for them go on until they want others: so an expert is read once
+for all seats. Routed experts are read once the routers of all seats have run (lane `router`); experts that are read ahead wait
+for memory alone, and reading goes on into the next block.
+"""
+
+from collections.abc import Sequence
+
+from headrace.generate.cache_schedule import Caches
+from headrace.generate.expert_plan import ROUNDS_IN_MEMORY, ExpertPlan
+from headrace.generate.page_schedule import PagedWeights
+from headrace.plan.ledger import Ledger
+from headrace.plan.slots import SOURCE_SLOTS
+from headrace.terms.costs import CALLS_OF_EXPERT
+from headrace.terms.lanes import Lane
+from headrace.terms.layout import Plane
+from headrace.terms.program import Pool, Verb, buffer
+
+# The most rounds of a block in a forecast: as many bytes, in larger pieces.
+_FORECAST_ROUNDS = 6
+
+CHOICES, ROUTED = buffer(Pool.CHOICES), buffer(Pool.ROUTED)
+EXPERTS, COMPUTED, SOURCES = buffer(Pool.EXPERTS), buffer(Pool.DEVICE_EXPERTS), buffer(Pool.EXPERT_SOURCES)
+
+
+class ExpertRounds:
+    """Emits the operations of blocks with experts into `ledger`.
+
+    `tokens` are those of a pass. `expected`: the rounds are those that are likely, for a forecast, and not all that may be.
+    """
+
+    def __init__(self, plan: ExpertPlan, ledger: Ledger, weight: Plane, *, separate: bool, tokens: int, expected: bool) -> None:
+        self._plan, self._ledger, self._separate = plan, ledger, separate
+        self._tokens, self._expected = tokens, expected
+        self._ahead = plan.is_ahead(tokens)
+        self._expert_bytes = weight.num_bytes(plan.figures.elements)
+        self._turn = 0
+
+    def has(self, unit: int) -> bool:
+        """Return whether a unit has experts."""
+        return self._plan.figures.num_experts[unit] > 0
+
+    def block(
+        self,
+        unit: int,
+        weights: Sequence[int],
+        *,
+        seats: int,
+        flops: float,
+        num_bytes: int,
+        calls: int,
+        caches: Caches,
+        pages: PagedWeights,
+    ) -> None:
+        """Emit a block whose other weights lie in `weights`; `flops`, `num_bytes` and `calls` are those of
+        one seat in the block.
+        """
+        plan, op = self._plan, self._ledger.op
+        experts = plan.figures.num_experts[unit]
+        per_token = 2.0 * plan.figures.num_parameters * min(plan.choices, experts)
+        of_experts = min(flops, per_token * self._tokens / seats)
+        each = plan.touched(unit, max(1, self._tokens // seats))  # experts that a seat has tokens for
+        looped = round(CALLS_OF_EXPERT * each)
+        wanted = plan.touched(unit, self._tokens)
+        rounds = self._rounds(unit, wanted)
+        # What is read ahead comes while seats go to their routers, as far as there are places.
+        ready: list[int] = []
+        early = min(rounds, ROUNDS_IN_MEMORY) if self._ahead else 0
+
+        def bring() -> None:
+            ready.append(self._bring(unit, len(ready), experts if self._ahead else wanted, rounds))
+
+        pages.first_of_all(unit, [bring] * early)
+        for seat in range(seats):
+            common = {"flops": flops - of_experts, "num_bytes": num_bytes, "calls": max(0, calls - looped)}
+            writes = (CHOICES, *caches.bring(unit, seat))
+            op(Verb.FORWARD, Lane.COMPUTE, weights, writes, unit=unit, micro=seat, **common)  # type: ignore[arg-type]
+            caches.keep(unit, seat)
+            pages.between()
+        pages.settle()
+        if not self._ahead:
+            op(Verb.ROUTE, Lane.ROUTER, (CHOICES,), (ROUTED,), unit=unit)
+        multiplied = seats * each
+        for number in range(rounds):
+            if number == len(ready):
+                bring()
+            op(
+                Verb.FORWARD,
+                Lane.COMPUTE,
+                (*weights, ready[number]),
+                unit=unit,
+                part=number,
+                num_bytes=int(multiplied / rounds * self._expert_bytes),
+                flops=of_experts * seats / rounds,
+                calls=round(seats * looped / rounds),
+            )
+        op(Verb.FORWARD, Lane.COMPUTE, weights, unit=unit, part=rounds)
+
+    def _rounds(self, unit: int, wanted: float) -> int:
+        plan = self._plan
+        if self._expected:
+            return min(_FORECAST_ROUNDS, max(1, plan.rounds(unit, plan.figures.num_experts[unit] if self._ahead else wanted)))
+        return plan.rounds(unit, plan.figures.num_experts[unit]) if self._ahead else plan.most_rounds(unit, self._tokens)
+
+    def _bring(self, unit: int, number: int, experts: float, rounds: int) -> int:
+        """Bring the experts of a round to where compute reads them; return the buffer."""
+        plan, op, made = self._plan, self._ledger.op, self._plan.figures.is_made
+        slot = self._turn % ROUNDS_IN_MEMORY
+        host = EXPERTS + slot
+        stored = int(experts / rounds * plan.figures.stored_bytes)
+        missing = int(stored * (1 - plan.cached_share))
+        reads = () if self._ahead else (ROUTED,)
+        op(Verb.FETCH, Lane.SSD_READ, reads, (host,), unit=unit, part=number, num_bytes=missing)
+        source = host
+        if self._separate:
+            source = SOURCES + self._turn % SOURCE_SLOTS if made else COMPUTED + slot
+            op(Verb.UPLOAD, Lane.HOST_TO_DEVICE, (host,), (source,), unit=unit, part=number, num_bytes=stored)
+        if made:
+            num_bytes = int(experts / rounds * plan.figures.moved_bytes(self._expert_bytes))
+            op(Verb.MAKE, Lane.MAKE, (source,), (COMPUTED + slot,), unit=unit, part=number, num_bytes=num_bytes)
+            source = COMPUTED + slot
+        self._turn += 1
+        return source

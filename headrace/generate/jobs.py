@@ -1,0 +1,285 @@
+"""A file of prompts as a job that can be killed at any time: each finished micro-batch is kept, and none is done twice.
+
+    answers.jsonl.job/job.json      what fixes the bits: the input's digest, options, micro-batches, seeds, threads
+    answers.jsonl.job/done.jsonl    one line for each micro-batch that is done, durable before the next one is counted
+    answers.jsonl                   the answers, in the order of the input, when all are there; then the folder is removed
+
+Invariant: the output follows from `job.json` alone: an interrupted job gives the same bytes.
+"""
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headrace.data.open_data import open_tokenizer
+from headrace.data.prompt_lines import PromptLine, read_line
+from headrace.data.prompts import Prompts
+from headrace.files.durable import write_whole
+from headrace.generate.answering import answers_of
+from headrace.generate.compose import composed
+from headrace.generate.generator import Generator
+from headrace.generate.micro_batches import Generated, MicroBatch, kept_copies
+from headrace.generate.plan import GenerationPlan
+from headrace.machine.cpu import processor_name
+from headrace.terms.errors import ConfigError, DataError, DiskFull, RunDirectoryError, StepFailed, StorageError
+from headrace.terms.events import Notice, Sink
+from headrace.terms.generate_options import ON_DEVICE, ON_HOST, GenerateOptions
+from headrace.terms.sizes import format_seconds
+
+# Options that decide the bits: a job with another value for one of these is another job.
+_FIXED = ("max_new_tokens", "temperature", "top_p", "top_k", "seed", "stop", "system", "raw", "compute_dtype", "rows")
+
+
+@dataclass(frozen=True, slots=True)
+class JobProgress:
+    """The progress of a job."""
+
+    done: int
+    of: int
+    tokens: int
+    seconds: float
+    padding: float  # share of the prompts' positions that are padding
+
+
+def run_job(
+    generator: Generator,
+    options: GenerateOptions,
+    *,
+    sink: Sink,
+    tell_plan: Callable[[GenerationPlan], None],
+    progress: Callable[[JobProgress], None],
+) -> int:
+    """Answer the lines of `options.input` into `options.output`; return how many of them could not be answered.
+
+    Raises:
+        InputError: the input cannot be read or is empty; the output exists; or a job with other options is under way there.
+        StorageError: something cannot be written; what is done is kept.
+    """
+    source, output = Path(str(options.input)), Path(str(options.output))
+    folder = output.with_name(output.name + ".job")
+    if output.exists():
+        raise RunDirectoryError(f"output: {output} exists; name a file that does not, or remove it")
+    tokenizer = open_tokenizer(generator.model.directory)
+    lines, digest = _read(source, Prompts(tokenizer, options.raw, options.system))
+    lines = [_fitting(line, generator, options) for line in lines]
+    answered = [line for line in lines if not line.error]
+    answers: dict[int, dict[str, Any]] = {line.number: line.refused(line.error) for line in lines if line.error}
+    if answered:
+        plan = _plan(generator, answered, options, _begun(folder))
+        job = _job(folder, digest, options, answered, plan, sink)
+        tell_plan(plan)
+        sink(Notice(text=_most_lost(plan), level="info"))
+        by_number = {line.number: line for line in answered}
+        for number, found in _done(folder).items():
+            answers |= {line: by_number[line].answered(each) for line, each in zip(job[number][0], found, strict=True)}
+        _run(generator, tokenizer, options, job, by_number, answers, folder, progress)
+    with _writing(output):
+        write_whole(output, "".join(json.dumps(answers[line.number], ensure_ascii=False) + "\n" for line in lines))
+        shutil.rmtree(folder, ignore_errors=True)
+    return len(lines) - len(answered)
+
+
+def _read(source: Path, prompts: Prompts) -> tuple[list[PromptLine], str]:
+    try:
+        content = source.read_bytes()
+    except OSError as error:
+        raise DataError(f"input: {source}: cannot be read ({error.strerror}); name a JSONL file of prompts") from error
+    try:
+        texts = content.decode("utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        raise DataError(f"input: {source}: no UTF-8 at byte {error.start}; convert the file") from error
+    lines = [read_line(number, text, prompts) for number, text in enumerate(texts, start=1) if text.strip()]
+    if not lines:
+        raise DataError(f"input: {source} is empty; give a line with prompt or messages for each answer")
+    return lines, hashlib.sha256(content).hexdigest()
+
+
+def _fitting(line: PromptLine, generator: Generator, options: GenerateOptions) -> PromptLine:
+    """Return the line, with an error if the model has too few positions for it, or transformers refuses its settings."""
+    if line.error:
+        return line
+    try:
+        _settings(line, generator, options, len(line.ids))
+    except ConfigError as error:
+        return PromptLine(line.number, line.values, error=f"line {line.number}: {error}")
+    return line
+
+
+def _settings(line: PromptLine, generator: Generator, options: GenerateOptions, longest: int) -> dict[str, Any]:
+    own = {key: value for key, value in line.settings.items() if key != "seed"}
+    return generator.model.settings(longest, None, {**options.settings, **own})
+
+
+def _new_tokens(line: PromptLine, generator: Generator, options: GenerateOptions) -> int:
+    return int(_settings(line, generator, options, len(line.ids))["generation_config"].max_new_tokens)
+
+
+def _plan(
+    generator: Generator, lines: Sequence[PromptLine], options: GenerateOptions, begun: Mapping[str, Any] | None
+) -> GenerationPlan:
+    """Return a plan whose micro-batches take no longer than may be lost, if there is one. Of a job that was `begun` it has the
+    rows, the chunks of prompts, packed weights or none, and the place of attention.
+    """
+    longest = max(len(line.ids) for line in lines)
+    new = max(_new_tokens(line, generator, options) for line in lines)
+    copies = max(kept_copies(_settings(line, generator, options, len(line.ids))) for line in lines)
+    prompts, least, fixed = len(lines), 1, dict[str, Any]()
+    if begun is not None:
+        least = max(map(len, begun["micro_batches"]))
+        fixed = {"rows": least, "prefill_chunk": begun.get("prefill_chunk", 0)}
+        fixed["packed"], fixed["attention"] = begun.get("packed_rows", 0) > 0, begun.get("attention", ON_DEVICE)
+    plan = generator.plan_only(prompts, longest, new, copies, **fixed)
+    while _micro_batch_seconds(plan) > options.most_lost and prompts > least:
+        prompts = max(least, plan.rows * plan.seats // 2)
+        plan = generator.plan_only(prompts, longest, new, copies, **fixed)
+    generator.use(plan)
+    return plan
+
+
+def _micro_batch_seconds(plan: GenerationPlan) -> float:
+    assert plan.forecast is not None, "plans are made with one"
+    return plan.forecast.first_pass_seconds + (plan.new_tokens - 1) * plan.forecast.pass_seconds
+
+
+def _most_lost(plan: GenerationPlan) -> str:
+    return f"a kill costs at most the answers under way: about {format_seconds(_micro_batch_seconds(plan))} of work"
+
+
+def _begun(folder: Path) -> dict[str, Any] | None:
+    """Return what a job that was begun has written down."""
+    path = folder / "job.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+
+Job = dict[int, tuple[tuple[int, ...], int]]  # micro-batch -> its lines, its seed
+
+
+def _job(
+    folder: Path,
+    digest: str,
+    options: GenerateOptions,
+    lines: Sequence[PromptLine],
+    plan: GenerationPlan,
+    sink: Sink,
+) -> Job:
+    """Return the micro-batches: those of a job that was begun, or new ones, which are written down first."""
+    values = options.to_json()
+    fixed = {"input": digest, "options": {key: values[key] for key in _FIXED}}
+    here = {"threads": torch.get_num_threads(), "processor": processor_name()}
+    path = folder / "job.json"
+    if (found := _begun(folder)) is not None:
+        if found["fixed"] != fixed:
+            raise RunDirectoryError(
+                f"{folder} holds an unfinished job of another input or other options; finish it with those, or remove it"
+            )
+        if found["here"] != here:
+            sink(
+                Notice(text=f"{folder}: the job was begun with {found['here']}, here are {here}: bits may differ from here on")
+            )
+    else:
+        kinds = [json.dumps(line.settings, sort_keys=True) for line in lines]
+        batches = composed([len(line.ids) for line in lines], kinds, plan.rows)
+        members = [[lines[index].number for index in batch] for batch in batches]
+        own = {line.number: line.settings.get("seed") for line in lines}
+        seeds = [options.seed + place if own[batch[0]] is None else own[batch[0]] for place, batch in enumerate(members)]
+        found = {"fixed": fixed, "here": here, "micro_batches": members, "seeds": seeds}
+        found["prefill_chunk"], found["packed_rows"] = plan.costs.prefill_chunk, plan.packed_rows
+        found["attention"] = ON_HOST if plan.caches.attends else ON_DEVICE
+        with _writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            write_whole(path, json.dumps(found) + "\n")
+    pairs = zip(found["micro_batches"], found["seeds"], strict=True)
+    return {number: (tuple(batch), seed) for number, (batch, seed) in enumerate(pairs)}
+
+
+def _done(folder: Path) -> dict[int, list[dict[str, Any]]]:
+    """Return the answers of finished micro-batches; an incomplete last line, left by a kill, is cut off."""
+    path = folder / "done.jsonl"
+    if not path.exists():
+        return {}
+    content = path.read_bytes()
+    whole = content[: content.rfind(b"\n") + 1]
+    if len(whole) < len(content):
+        os.truncate(path, len(whole))
+    lines = (json.loads(line) for line in whole.decode("utf-8").splitlines())
+    return {line["micro_batch"]: line["answers"] for line in lines}
+
+
+def _run(
+    generator: Generator,
+    tokenizer: Any,
+    options: GenerateOptions,
+    job: Job,
+    lines: Mapping[int, PromptLine],
+    answers: dict[int, dict[str, Any]],
+    folder: Path,
+    progress: Callable[[JobProgress], None],
+) -> None:
+    """Generate what has not been generated yet."""
+    left = {number: batch for number, batch in job.items() if batch[0][0] not in answers}
+    start, tokens = time.monotonic(), 0
+    places = sum(len(batch) * max(len(lines[line].ids) for line in batch) for batch, _ in job.values())
+    padding = 1 - sum(len(line.ids) for line in lines.values()) / places
+    with _writing(folder), (folder / "done.jsonl").open("ab") as file:
+        for done in generator.run(_micro_batches(generator, tokenizer, options, left, lines)):
+            number = done.batch.number
+            found = list(_found(tokenizer, done, number))
+            file.write(json.dumps({"micro_batch": number, "answers": found}, ensure_ascii=False).encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+            answers |= {line: lines[line].answered(each) for line, each in zip(job[number][0], found, strict=True)}
+            tokens += sum(each["completion_tokens"] for each in found)
+            progress(JobProgress(sum(line in answers for line in lines), len(lines), tokens, time.monotonic() - start, padding))
+
+
+def _micro_batches(
+    generator: Generator, tokenizer: Any, options: GenerateOptions, left: Job, lines: Mapping[int, PromptLine]
+) -> Iterator[MicroBatch]:
+    for number, (members, seed) in left.items():
+        rows = tuple(lines[line].ids for line in members)
+        settings = _settings(lines[members[0]], generator, options, max(map(len, rows)))
+        if settings["generation_config"].stop_strings:
+            settings["tokenizer"] = tokenizer
+        yield MicroBatch(number, rows, seed, settings)
+
+
+def _found(tokenizer: Any, done: Generated, number: int) -> Iterator[dict[str, Any]]:
+    for answer in answers_of(tokenizer, done):
+        yield {
+            "completion": answer.text,
+            "finish_reason": answer.finish_reason,
+            "prompt_tokens": answer.prompt_tokens,
+            "completion_tokens": answer.completion_tokens,
+            "micro_batch": number,
+            "seed": done.batch.seed,
+        }
+
+
+@contextmanager
+def _writing(place: Path) -> Iterator[None]:
+    """Report in one line that something cannot be written, and that what is done is kept."""
+    try:
+        yield
+    except StorageError:
+        raise
+    except StepFailed as error:
+        if isinstance(cause := error.__cause__, StorageError):
+            raise type(cause)(f"{cause}; give the same command again later: what is done is kept") from error
+        raise
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        advice = "free some space" if full else "remove the cause"
+        raise (DiskFull if full else StorageError)(
+            f"{place}: cannot be written ({error.strerror or error}); {advice}, then give the same command again: what is done "
+            "is kept"
+        ) from error

@@ -1,0 +1,274 @@
+"""What a generation needs: a model, where its weights come from, and the settings of its `generate`."""
+
+import contextlib
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+
+from headrace.ask.model_config import position_limit
+from headrace.engine.open_model import Check, OpenModel, Purpose, open_model
+from headrace.engine.seams import Seams, forms_of, seams_of
+from headrace.flow.completing import AdapterReader
+from headrace.flow.make import Maker
+from headrace.generate.sources import ShardSource, StoreSource, WeightSource
+from headrace.machine.here import this_machine
+from headrace.machine.protocol import Machine
+from headrace.model import Chain, WeightMap
+from headrace.model.adapter_files import is_adapter_directory, named_base
+from headrace.model.adapter_reading import StoredAdapters, read_adapters
+from headrace.model.generation_check import check_generation, ready_to_generate
+from headrace.store import StateStore
+from headrace.terms.budget import Budget
+from headrace.terms.errors import ConfigError, ModelError, RunDirectoryError, in_one_line
+from headrace.terms.events import Event, Sink
+from headrace.terms.families import TRAINED
+from headrace.terms.options import Options
+from headrace.update import optimizer_of, rule_of
+from headrace.update.stored_codes import stored_codes
+from headrace.update.wires import AdapterWire
+
+# New tokens of an answer where neither the model nor the user says how many.
+_NEW_TOKENS = 512
+
+
+@dataclass
+class GenerationModel:
+    """A model that is ready to generate. `source` has its weights; `directory` has its configuration and tokenizer.
+
+    `generation_config` is what the model's directory says, or transformers' own.
+    """
+
+    directory: Path
+    chain: Chain
+    source: WeightSource
+    machine: Machine
+    generation_config: Any
+    notes: tuple[str, ...] = ()
+    closers: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+
+    @classmethod
+    def of_directory(
+        cls,
+        directory: Path,
+        budget: Budget,
+        compute_dtype: str | None,
+        sink: Sink | None,
+        check: Check = check_generation,
+        *,
+        adapters: Callable[[Chain, WeightMap], StoredAdapters] | None = None,
+    ) -> "GenerationModel":
+        """Open a model directory, whose weights stay where they are. `check` tries its architecture; `adapters` gives what is
+        computed beside its blocks. If it is a directory of adapters, open these and the model that it names.
+
+        Raises:
+            ModelError: it cannot be read, its architecture cannot generate block by block, or adapters belong to another model.
+        """
+        if adapters is None and is_adapter_directory(directory):
+            own = directory
+            adapters, directory = partial(read_adapters, own), named_base(own)
+        opened = open_to_generate(directory, budget, compute_dtype, check)
+        chain, weights, machine = opened.chain, opened.weights, opened.machine
+        with contextlib.ExitStack() as closers:
+            stored = adapters(chain, weights) if adapters is not None else None
+            if stored is not None:
+                closers.enter_context(chain.adapted(stored.adapters))
+            source = ShardSource(chain, weights, sink or _silent, on_cpu=not machine.separate_device, adapters=stored)
+            found = cls.of(directory, chain, source, machine, (*opened.checkpoint.notes, *source.notes))
+            found.closers = closers.pop_all()
+        return found
+
+    @classmethod
+    def of_store(
+        cls,
+        run_directory: Path,
+        budget: Budget,
+        compute_dtype: str | None,
+        sink: Sink | None,
+        check: Check = check_generation,
+    ) -> "GenerationModel":
+        """Open the last commit of a run; its store is only read. `check` tries the architecture.
+
+        Raises:
+            RunDirectoryError: the run is in progress, has no commit, or was begun with seams that no option names.
+            ModelError: the model with which it began is gone.
+            ConfigError: the run computes in another dtype than is asked for.
+        """
+        store = StateStore.open(run_directory, sink=sink or _silent)
+        try:
+            options = Options.from_record(store.record.get("options", {}))
+            seams, own = _seams_of(store, options, run_directory), options.compute_dtype
+            if compute_dtype not in (None, own):
+                raise ConfigError(f"compute_dtype: {compute_dtype} asked for, the run computes in {own}; leave it out")
+            directory = Path(str(store.manifest.identity["model"]))
+            if isinstance(seams.wire, AdapterWire):
+                with store:
+                    return cls._of_adapters(store, directory, options, seams.wire, budget, sink, check)
+            opened = open_to_generate(directory, budget, own, check, leave_out_blocks=options.leave_out_blocks)
+            chain, weights, machine = opened.chain, opened.weights, opened.machine
+            if {spec.name for layout in chain.layouts for spec in layout.parameters} != {
+                spec.name for layout in store.manifest.layouts for spec in layout.parameters
+            }:
+                raise RunDirectoryError(f"{run_directory}: {directory} now holds another model; put the run's back there")
+            chain.lay_out(store.manifest.layouts)
+            source = StoreSource(store, _maker(chain, options, seams, weights))
+            steps = store.record.get("num_steps")
+            notes = (f"the run is unfinished: weights are those after step {steps}",)
+            return cls.of(directory, chain, source, machine, notes)
+        except BaseException:
+            store.close()
+            raise
+
+    @classmethod
+    def _of_adapters(
+        cls,
+        store: StateStore,
+        directory: Path,
+        options: Options,
+        wire: AdapterWire,
+        budget: Budget,
+        sink: Sink | None,
+        check: Check,
+    ) -> "GenerationModel":
+        """Open the model directory of a run of adapters, with the adapters of its last commit."""
+
+        def newest(chain: Chain, weights: WeightMap) -> StoredAdapters:
+            trained = {
+                index: family.layout
+                for index, unit in enumerate(store.manifest.units)
+                if (family := unit.family(TRAINED)) is not None
+            }
+            adapters = wire.of(chain).known
+            read = AdapterReader(store, trained, adapters)
+            return StoredAdapters(adapters, {unit: read(unit) for unit in adapters.layouts})
+
+        found = cls.of_directory(directory, budget, options.compute_dtype, sink, check, adapters=newest)
+        found.notes += (f"the run is unfinished: adapters are those after step {store.record.get('num_steps')}",)
+        return found
+
+    @classmethod
+    def of(
+        cls, directory: Path, chain: Chain, source: WeightSource, machine: Machine, notes: tuple[str, ...]
+    ) -> "GenerationModel":
+        """Return the model of a chain, laid out like `source`."""
+        chain.lay_out(source.layouts)
+        config = read_generation_config(directory, chain.model)
+        chain.model.generation_config = config
+        return cls(directory, chain, source, machine, config, notes)
+
+    def settings(self, longest: int, config: Any, changes: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments of `generate` for prompts of up to `longest` tokens: a configuration, and the others.
+
+        Raises:
+            ConfigError: transformers refuses a setting, a token that ends texts is not the model's, or it has too few
+                positions.
+        """
+        own = copy.deepcopy(config if config is not None else self.generation_config)
+        try:
+            rest = own.update(**{"use_cache": True, **changes})
+        except Exception as error:  # whatever transformers raises for impossible values
+            raise ConfigError(f"generation: {in_one_line(error)}") from error
+        vocabulary = self.chain.vocabulary
+        for token in sorted(end_tokens(own)):
+            if not 0 <= token < vocabulary:
+                raise ConfigError(
+                    f"generation: eos_token_id {token} is no token of the model, which has {vocabulary}; correct "
+                    "generation_config.json, or name the token that ends a text"
+                )
+        if own.pad_token_id is None:
+            own.pad_token_id = min(end_tokens(own), default=0)
+        if own.max_new_tokens is None:
+            limit = position_limit(self.chain.config)
+            own.max_new_tokens = min(_NEW_TOKENS, limit - longest) if limit else _NEW_TOKENS
+        own.max_length = None
+        self.check_positions(longest, own.max_new_tokens)
+        return {"generation_config": own, **rest}
+
+    def check_positions(self, prompt_length: int, new_tokens: int) -> None:
+        """Refuse more tokens than the model has positions.
+
+        Raises:
+            ConfigError: there are fewer positions.
+        """
+        limit = position_limit(self.chain.config)
+        if limit and prompt_length + max(1, new_tokens) > limit:
+            raise ConfigError(
+                f"prompt: {prompt_length} tokens and {max(1, new_tokens)} new ones are more than the {limit} positions of the "
+                f"model; shorten the prompt, or give --max-new-tokens {max(0, limit - prompt_length)}"
+                if prompt_length < limit
+                else f"prompt: {prompt_length} tokens are as many as the model has positions ({limit}), or more; shorten it"
+            )
+
+    def close(self) -> None:
+        """Close the weights."""
+        self.source.close()
+        self.closers.close()
+
+
+def open_to_generate(
+    directory: Path, budget: Budget, compute_dtype: str | None, check: Check, *, leave_out_blocks: bool = False
+) -> OpenModel:
+    """Return the model of a directory, ready to generate. `check` tries the architecture of a configuration.
+
+    Raises:
+        ModelError: it cannot be read, or its architecture cannot generate block by block.
+    """
+    purpose = Purpose(compute_dtype=compute_dtype, check=check, leave_out_blocks=leave_out_blocks)
+    opened = open_model(directory, this_machine(budget.device_bytes), purpose)
+    ready_to_generate(opened.chain.model)
+    return opened
+
+
+def _seams_of(store: StateStore, options: Options, run_directory: Path) -> Seams:
+    """Return the seams with which a run was begun, if its options mean the same."""
+    identity = store.manifest.identity
+    seams = seams_of(options, identity.get("wire"))
+    for name in ("wire", "codec", "site"):
+        if (found := identity.get(name)) not in (None, seams.names[name]):
+            raise RunDirectoryError(
+                f"{run_directory}: it was begun by a program with a {name} of its own ({found}), which no option names; have "
+                "that program write the model (`Engine.save_pretrained`), and generate with what it wrote"
+            )
+    return seams
+
+
+def _maker(chain: Chain, options: Options, seams: Seams, weights: WeightMap) -> Maker:
+    """Return the maker of the weights of a run's units, as for a step, an evaluation and an export."""
+    optimizer = optimizer_of(options)
+    rule = rule_of(optimizer, chain.compute_dtype).figures
+    stored = stored_codes(chain, weights, rule.planes)
+    forms = forms_of(chain, seams, rule, optimizer, stored)
+    return Maker(forms, seams.wire, chain.compute_dtype, {**seams.codecs, **stored.codecs}, stored.readers)
+
+
+def read_generation_config(directory: Path, model: Any) -> Any:
+    """Return the generation configuration in a model directory, or the one that transformers derives from the model's own.
+
+    Raises:
+        ModelError: the file exists, and cannot be read.
+    """
+    if not (directory / "generation_config.json").exists():
+        return copy.deepcopy(model.generation_config)
+    try:
+        return GenerationConfig.from_pretrained(directory, local_files_only=True)
+    except Exception as error:  # whatever transformers raises for what a file may hold
+        raise ModelError(
+            f"{directory / 'generation_config.json'}: transformers does not accept it: {in_one_line(error)}"
+        ) from error
+
+
+def end_tokens(config: Any) -> frozenset[int]:
+    """Return the tokens that end a text under a generation configuration."""
+    ends = config.eos_token_id
+    if isinstance(ends, torch.Tensor):
+        ends = ends.tolist()
+    return frozenset() if ends is None else frozenset(ends) if isinstance(ends, list | tuple) else frozenset({int(ends)})
+
+
+def _silent(event: Event) -> None:
+    """The sink of a model that was given none."""

@@ -1,0 +1,77 @@
+"""The peak bytes of a generation's plan, for each tier and purpose, and whether they are within the budgets."""
+
+from dataclasses import replace
+
+from headrace.generate.cache_plan import CACHE_GROUPS, COMPUTE, SSD, drive_bytes, whole_bytes
+from headrace.generate.plan import GenerationPlan, generation_buffers
+from headrace.plan.allowance import Allowance
+from headrace.plan.results import Results
+from headrace.terms.sizes import KEPT_FREE_BYTES, MIB
+
+_SEAT_BYTES = MIB // 2
+_SMALL_BYTES = 16 * MIB
+_OPERATION_BYTES = 1200
+# A seat's block has so many times the operations where the host attends.
+ATTENDING_OPERATIONS = 3
+
+
+def with_peaks(plan: GenerationPlan, allowance: Allowance) -> GenerationPlan:
+    """Return `plan` with its peak bytes per tier and purpose filled in."""
+    costs, threads = plan.costs, plan.seats
+    rows: dict[str, dict[str, int]] = {"host": {"runtime": allowance.runtime_bytes}}
+    if plan.separate_device:
+        rows = {"device": {}, **rows}
+    for name, (tier, count, size) in generation_buffers(plan).items():
+        purpose = "cache" if name.startswith(CACHE_GROUPS) else "weights"
+        rows[tier][purpose] = rows[tier].get(purpose, 0) + count * size
+    compute = rows["device" if plan.separate_device else "host"]
+    stays = [block for block in range(1, plan.num_blocks + 1) if plan.caches.home(block) == COMPUTE]
+    kept = sum(whole_bytes(costs, plan.new_tokens, block) for block in stays)
+    compute["cache"] = compute.get("cache", 0) + plan.seats * kept
+    passing = max(costs.first.call_bytes + 2 * costs.first.hidden_bytes, costs.next.call_bytes + 2 * costs.next.hidden_bytes)
+    compute["activations"] = plan.seats * passing
+    # A block's cache is copied when it grows, and both exist for a moment. A cache that is lent memory exists once.
+    last = (
+        whole_bytes(costs, plan.new_tokens, block) * (2 if plan.caches.home(block) == COMPUTE else 1)
+        for block in range(1, plan.num_blocks + 1)
+    )
+    before = costs.first.call_bytes + 3 * costs.first.hidden_bytes
+    compute["workspace"] = max(costs.first.workspace_bytes, costs.next.workspace_bytes + max(last), costs.head_bytes, before)
+    making = max(unit.making_bytes for unit in plan.units)
+    if plan.experts is not None:
+        making = max(making, plan.experts.figures.making_bytes)
+        compute["waiting for experts"] = plan.seats * plan.experts.waiting_bytes(
+            plan.rows * costs.first_tokens, costs.first.hidden_bytes
+        )
+    if making:
+        compute["decoding"] = making
+    if plan.packed_rows:
+        blocks = plan.units[1 : plan.num_blocks + 1]
+        compute["packed"] = sum(unit.packed_bytes for unit in blocks) + max(unit.packing_bytes for unit in blocks)
+    if plan.adapter_bytes:
+        compute["adapters"] = plan.adapter_bytes
+    on_cpu = not allowance.device_overhead_bytes
+    rows["host"]["seats"] = threads * _SEAT_BYTES
+    rows["host"]["libraries"] = _SMALL_BYTES
+    rounds = plan.experts.all_rounds if plan.experts is not None else 0
+    each = 2 * (ATTENDING_OPERATIONS if plan.caches.attends else 1)
+    rows["host"]["program"] = 4 * (plan.num_blocks * (each * plan.seats + 3) + 4 * rounds) * _OPERATION_BYTES
+    if on_cpu:
+        rows["host"]["freed blocks"] = _SMALL_BYTES + min(compute["workspace"] // 2, KEPT_FREE_BYTES)
+    else:
+        rows["device"]["libraries"] = allowance.device_overhead_bytes + sum(
+            compute[name] // 4 for name in ("cache", "activations", "workspace")
+        )
+    allowed = {"host": allowance.host_bytes}
+    if plan.separate_device and allowance.device_bytes is not None:
+        allowed["device"] = allowance.device_bytes
+    if on_drives := sum(drive_bytes(plan.caches, costs, plan.new_tokens, block) for block in plan.caches.blocks(SSD)):
+        rows["ssd"] = {"cache": plan.seats * on_drives}
+        if allowance.ssd_bytes is not None:
+            allowed["ssd"] = allowance.ssd_bytes
+    return replace(plan, results=Results(peak_bytes=rows, allowed_bytes=allowed, notes=plan.results.notes))
+
+
+def fits_budgets(plan: GenerationPlan) -> bool:
+    """Return whether the peak of every tier is within what is allowed."""
+    return all(plan.peak(tier) <= allowed for tier, allowed in plan.results.allowed_bytes.items())

@@ -1,0 +1,301 @@
+"""The plan of a generation: what lives where, how many rows go through the model together, and what a pass takes.
+
+Invariant: memory is the sum of the buffers below and of what compute makes, and stays within the budgets.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from headrace.generate.cache_plan import HOST, SSD, CachePlan, cache_buffers
+from headrace.generate.expert_plan import ExpertPlan, expert_buffers
+from headrace.plan.results import Results
+from headrace.plan.slots import SOURCE_SLOTS
+from headrace.terms.costs import FEW_ROWS, GenerationCosts
+from headrace.terms.forms import DEVICE, UnitFigures
+from headrace.terms.layout import PlaneSet, planes_with
+from headrace.terms.plain_figures import plain_figure
+from headrace.terms.sizes import MIB, PAGE_BYTES, format_bytes, format_seconds, round_up
+
+# A core without bfloat16 products reads 9 GB/s of weights for few rows, and widens 2.5 GB/s for more; plain reading is 30 GB/s.
+_FEW_ROWS_TIMES, _WIDENED_TIMES = 3.3, 12.0
+# A core multiplies with packed weights while it could read three times their bytes (docs/log/packed-generation.md).
+_PACKED_TIMES = 3.0
+# Up to so many rows products with packed weights are faster than with decoded ones; more where these are widened.
+PACKED_ROWS, PACKED_ROWS_IF_WIDENED = 8, 32
+# Packing takes as long as is saved in so many passes of one row.
+LEAST_PACKED_PASSES = 13
+# A smaller copy takes nearly as long: a link of 25 GB/s is busy for 40 microseconds, and each copy takes a dozen besides.
+LEAST_PAGE_BYTES = MIB
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassForecast:
+    """What a pass, and a whole batch, will take. `limiting` names the lane for which a pass waits, in words."""
+
+    pass_seconds: float
+    first_pass_seconds: float
+    tokens_per_second: float
+    limiting: str
+    read_bytes: int  # of a pass, from the drives
+    written_bytes: int = 0  # for all prompts, to the drives
+    wear: str = ""  # that as a share of their endurance, in words
+    machine: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationPlan:
+    """Every choice of a generation. Units as in `Plan`; prologue and epilogue stay where compute reads them.
+
+    A *seat* is a micro-batch of `rows` rows; `seats` of them go through the blocks together. `host_slots` blocks are in host
+    memory; what comes does so `prefetch` blocks ahead, on a separate device in pages (`page_bytes`). Where that is one block,
+    one block less than there are slots need not be read again in the next pass, because the order of use is known. `costs` are
+    those of one seat. With `experts` these come by themselves, and `units` are without them. With `kept_copies` caches stay
+    where compute is, with so many copies of each row: for beams, or drafts that may be taken back. Products of blocks with up
+    to `packed_rows` rows are computed with packed weights, which stay in memory beside decoded ones.
+    `uncoded` is what coded weights would take in the compute dtype, by a plan of their own, where anybody asked.
+    """
+
+    compute_dtype: str
+    separate_device: bool
+    units: tuple[UnitFigures, ...]
+    num_blocks: int
+    rows: int
+    seats: int
+    prompts: int
+    prompt_length: int
+    new_tokens: int
+    kept_copies: int = 0
+    host_slots: int
+    device_slots: int
+    prefetch: int
+    compute_threads: int
+    costs: GenerationCosts
+    experts: ExpertPlan | None = None
+    packed_rows: int = 0
+    caches: CachePlan = field(default_factory=CachePlan)
+    results: Results = field(default_factory=Results)
+    forecast: PassForecast | None = None
+    uncoded: PassForecast | None = None
+
+    @property
+    def planes(self) -> PlaneSet:
+        """The weights' plane."""
+        return planes_with(self.compute_dtype, ())
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """The units around the blocks."""
+        return (0, self.num_blocks + 1) if len(self.units) == self.num_blocks + 2 else (0,)
+
+    @property
+    def resident_units(self) -> tuple[int, ...]:
+        """The units whose weights stay where compute reads them."""
+        return tuple(index for index, unit in enumerate(self.units) if unit.home == DEVICE)
+
+    @property
+    def far_units(self) -> tuple[int, ...]:
+        """(): nothing lives at another site."""
+        return ()
+
+    @property
+    def makes_slots(self) -> bool:
+        """Whether a block's slot is made of what is read, and not just read."""
+        return any(unit.is_made for unit in self.units[1 : self.num_blocks + 1])
+
+    def slot_bytes(self, unit: int) -> int:
+        """Return the bytes of a unit as compute reads it."""
+        return self.planes.weight.num_bytes(self.units[unit].num_elements)
+
+    def multiplied_bytes(self, num_bytes: int, rows: int) -> int:
+        """Return the bytes of memory whose reading takes as long as multiplying weights of `num_bytes` by `rows` rows."""
+        if not self.costs.widens:
+            return num_bytes
+        times = _FEW_ROWS_TIMES if rows <= FEW_ROWS else _WIDENED_TIMES
+        return round(num_bytes * max(1.0, times / self.compute_threads))
+
+    def block_bytes(self, block: int, rows: int) -> int:
+        """Return the bytes of memory whose reading takes as long as multiplying a block's weights by `rows` rows."""
+        figures, dense = self.units[block], self.slot_bytes(block)
+        if rows > self.packed_rows or not figures.packed_bytes:
+            return self.multiplied_bytes(dense, rows)
+        rest = max(0, dense - self.planes.weight.num_bytes(sum(weights for _, weights in figures.decodes)))
+        return self.multiplied_bytes(rest, rows) + round(figures.packed_bytes * max(1.0, _PACKED_TIMES / self.compute_threads))
+
+    def with_packed(self) -> "GenerationPlan | None":
+        """Return the plan with packed weights; None unless each block stays in the slot where it is decoded, on the host."""
+        blocks = self.units[1 : self.num_blocks + 1]
+        stays = self.device_slots >= self.num_blocks and not self.separate_device and self.experts is None
+        if not stays or not any(unit.packed_bytes for unit in blocks):
+            return None
+        return replace(self, packed_rows=PACKED_ROWS_IF_WIDENED if self.costs.widens else PACKED_ROWS)
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of the head's weights, which may be those of the embedding."""
+        return self.planes.weight.num_bytes(round(self.costs.head_flops / 2 / self.costs.rows))
+
+    def stored_bytes(self, unit: int) -> int:
+        """Return the bytes of a unit that are read."""
+        return self.units[unit].stored_bytes or self.slot_bytes(unit)
+
+    def completing_bytes(self, unit: int) -> int:
+        """Return the bytes of what completes a unit's frozen weights: what was trained, and its basis."""
+        figures = self.units[unit]
+        return 4 * (figures.update_elements + figures.basis_elements) if figures.is_completed else 0
+
+    @property
+    def adapter_bytes(self) -> int:
+        """Bytes of trained families that compute reads beside weights: all of them stay where compute is."""
+        return sum(4 * unit.update_elements for unit in self.units if unit.is_beside)
+
+    def source_bytes(self, unit: int) -> int:
+        """Return the bytes from which a slot on a separate device is made."""
+        figures = self.units[unit]
+        completing = self.completing_bytes(unit) if figures.is_completed else 0
+        return (figures.stored_bytes or 0) + completing if figures.is_made else 0
+
+    def sent_bytes(self, unit: int) -> int:
+        """Return the bytes that cross the link for a unit's weights: these, or what they are made of."""
+        return self.stored_bytes(unit) + (self.completing_bytes(unit) if self.units[unit].is_completed else 0)
+
+    def page_bytes(self, unit: int) -> int:
+        """Return the bytes of a page in which a block's weights cross the link: there are as many as seats, unless small."""
+        return max(LEAST_PAGE_BYTES, round_up(-(-self.sent_bytes(unit) // self.seats), PAGE_BYTES))
+
+    def largest(self, of: Any) -> int:
+        """Return the most that `of(unit)` is for any block."""
+        return max(int(of(unit)) for unit in range(1, self.num_blocks + 1))
+
+    def peak(self, tier: str) -> int:
+        """Planned peak bytes of a tier."""
+        return sum(self.results.peak_bytes.get(tier, {}).values())
+
+    def with_notes(self, notes: Sequence[str]) -> "GenerationPlan":
+        """Return the plan with these notes besides its own, each once."""
+        return replace(self, results=replace(self.results, notes=tuple(dict.fromkeys((*self.results.notes, *notes)))))
+
+    def holds(self, prompts: int, prompt_length: int, new_tokens: int, kept_copies: int = 0) -> bool:
+        """Return whether its buffers suffice for another batch, whose rows have no more tokens."""
+        return (
+            prompt_length <= self.prompt_length
+            and prompt_length + new_tokens <= self.prompt_length + self.new_tokens
+            and prompts <= self.prompts
+            and kept_copies <= max(self.kept_copies, 0 if self.caches.moves else 1)
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the plan as plain JSON values."""
+        return asdict(self)
+
+    def explain(self) -> str:
+        """Return the plan in words, one line for each thing."""
+        seats = f"{self.seats} seat{'s' if self.seats > 1 else ''} of {self.rows} row{'s' if self.rows > 1 else ''}"
+        lines = [
+            f"generate {self.prompts} prompt{'s' if self.prompts > 1 else ''} of up to {self.prompt_length} tokens, up to "
+            f"{self.new_tokens} new ones each; {seats} together",
+            *self._explain_prompts(),
+            *self.explain_memory(),
+        ]
+        if self.forecast is not None:
+            found = self.forecast
+            lines.append(
+                f"speed    {plain_figure(found.tokens_per_second)} tokens/s on {found.machine}: "
+                f"{format_seconds(found.pass_seconds)} a token of each row, {format_seconds(found.first_pass_seconds)} before "
+                f"the first; limited by {found.limiting}; {format_bytes(found.read_bytes)} read for each pass"
+            )
+            if self.uncoded is not None:
+                plain = self.uncoded.tokens_per_second
+                times = found.tokens_per_second / plain
+                how = f"{times:.2f} times as fast as" if times >= 1 else "slower than"
+                lines.append(f"code     {how} plain {self.compute_dtype}, which would give {plain_figure(plain)} tokens/s")
+            if found.written_bytes:
+                lines.append(f"drives   {format_bytes(found.written_bytes)} written for all prompts{found.wear}")
+        lines += [f"note     {note}" for note in self.results.notes]
+        return "\n".join(lines)
+
+    def _explain_codes(self) -> str:
+        """Return what is read of coded weights, what for, and where it is decoded; nothing where none are coded."""
+        blocks, figures = range(1, self.num_blocks + 1), self.experts.figures if self.experts is not None else None
+        every = [*(unit.decodes for unit in self.units), figures.decodes if figures is not None else ()]
+        kinds = {kind for decodes in every for kind, _ in decodes}
+        if not kinds:
+            return ""
+        read, dense = sum(map(self.stored_bytes, blocks)), sum(map(self.slot_bytes, blocks))
+        if figures is not None:
+            count = sum(figures.num_experts)
+            read += count * figures.stored_bytes
+            dense += count * self.planes.weight.num_bytes(figures.elements)
+        where = "on the device, after they have crossed the link" if self.separate_device else "on a core of the host"
+        sizes = f"{format_bytes(read)} for {format_bytes(dense)} in {self.compute_dtype}"
+        return f"{', '.join(sorted(kinds))}: {sizes}, decoded {where}"
+
+    def _explain_pages(self) -> str:
+        """Return in what pieces blocks cross the link; nothing where all stay, or come in one piece."""
+        page, whole = self.largest(self.page_bytes), self.largest(self.sent_bytes)
+        return (
+            f"; the others come in pages of {format_bytes(page)}"
+            if self.device_slots < self.num_blocks and page < whole
+            else ""
+        )
+
+    def _explain_prompts(self) -> list[str]:
+        costs = self.costs
+        if costs.first_passes == 1:
+            return []
+        return [f"prompts  in chunks of {costs.first_tokens} tokens, {costs.first_passes} passes before the first new token"]
+
+    def explain_memory(self) -> list[str]:
+        """Return the memory by purpose, in words, one line for each tier."""
+        cached = min(self.host_slots, self.num_blocks)
+        lines = [
+            f"weights  {self.compute_dtype}, {self.num_blocks} blocks, {cached} of them in host memory"
+            + (
+                f", {min(self.device_slots, self.num_blocks)} on the device{self._explain_pages()}"
+                if self.separate_device
+                else ""
+            ),
+        ]
+        if self.experts is not None:
+            lines.append(f"experts  {self.experts.describe(self.seats * self.rows)}")
+        if codes := self._explain_codes():
+            lines.append(f"codes    {codes}")
+        if self.packed_rows:
+            lines.append(f"products of up to {self.packed_rows} rows with four-bit weights, packed once beside decoded ones")
+        if self.caches.moves:
+            elsewhere = ((HOST, "in host memory"), (SSD, "on the drives"))
+            places = [f"{len(self.caches.blocks(home))} {words}" for home, words in elsewhere if self.caches.blocks(home)]
+            lines.append(f"caches   of {self.num_blocks} blocks: {', '.join(places)}, the rest where compute is")
+        if self.caches.attends:
+            lines.append("attention of new tokens on the host, where caches are read in place")
+        for tier, rows in self.results.peak_bytes.items():
+            allowed = self.results.allowed_bytes.get(tier)
+            of = f" of {format_bytes(allowed)}" if allowed else ""
+            parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in rows.items() if size)
+            lines.append(f"{tier:<8} {format_bytes(self.peak(tier))}{of}: {parts}")
+        return lines
+
+
+def generation_buffers(plan: GenerationPlan) -> dict[str, tuple[str, int, int]]:
+    """Return by name the tier, number and bytes of each group of buffers; the engine takes these and no others."""
+    compute = "device" if plan.separate_device else "host"
+    residents = sum(round_up(plan.slot_bytes(unit), PAGE_BYTES) for unit in plan.resident_units)
+    groups = {
+        "host_weights": ("host", plan.host_slots, plan.largest(plan.stored_bytes)),
+        "resident_weights": (compute, 1, residents),
+    }
+    if plan.separate_device or plan.makes_slots:
+        groups["device_weights"] = (compute, plan.device_slots, plan.largest(plan.slot_bytes))
+    if plan.separate_device and (sources := plan.largest(plan.source_bytes)):
+        groups["sources"] = ("device", SOURCE_SLOTS, round_up(sources, PAGE_BYTES))
+    if plan.experts is not None:
+        groups |= expert_buffers(plan.experts, plan.planes.weight, separate=plan.separate_device)
+    trained = sum(round_up(plan.completing_bytes(unit), PAGE_BYTES) for unit in range(len(plan.units)))
+    if trained:
+        groups["trained"] = ("host", 1, trained)
+    # Resident units come through host memory, once: through the blocks' slots, if these are large enough.
+    coming = max(plan.stored_bytes(unit) for unit in plan.resident_units)
+    staged = plan.separate_device or any(plan.units[unit].is_made for unit in plan.resident_units)
+    groups["staging"] = ("host", 1, max(0, coming - plan.host_slots * groups["host_weights"][2]) if staged else 0)
+    caches = cache_buffers(plan.caches, plan.costs, plan.new_tokens, plan.seats, separate_device=plan.separate_device)
+    return {name: group for name, group in (groups | caches).items() if group[1] * group[2]}

@@ -1,0 +1,319 @@
+"""The question of a generation's plan, here or on another machine: one builder for all, as `question.py` is for steps.
+
+Invariant: what `headrace plan --generate` answers is what `headrace generate` runs.
+"""
+
+import gc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from pathlib import Path
+
+import torch
+
+from headrace.ask.model_config import open_coded, read_parts
+from headrace.ask.place import Place, multiplies, runtime_bytes
+from headrace.files import default_ssd_bytes, on_drives_of
+from headrace.generate.coded import units_if_compressed, units_of_files
+from headrace.generate.expert_plan import ExpertFigures
+from headrace.generate.plan import GenerationPlan
+from headrace.generate.search import GenerationQuestion, make_generation_plan
+from headrace.machine.host_memory import anonymous_bytes
+from headrace.machine.protocol import Machine
+from headrace.model import Chain
+from headrace.model.bank_check import why_no_banks
+from headrace.model.banks import find_experts
+from headrace.model.generation_check import (
+    check_generation,
+    ready_to_generate,
+    why_not_attended,
+    why_not_chunked,
+    why_not_tiered,
+)
+from headrace.model.generation_costs import generation_costs
+from headrace.model.stored_experts import expert_layout, without
+from headrace.plan.allowance import Allowance
+from headrace.plan.machine_profiles import load_profile
+from headrace.terms.ceilings import Ceilings
+from headrace.terms.costs import GenerationCosts
+from headrace.terms.errors import ConfigError, PlanInfeasible
+from headrace.terms.forms import UnitFigures, home_of
+from headrace.terms.generate_options import AUTO, ON_DEVICE, ON_HOST, GenerateOptions
+from headrace.terms.layout import UnitLayout
+from headrace.terms.optimizer import Optimizer
+from headrace.terms.sizes import format_bytes, format_seconds
+
+# Tokens of a prompt that may go through the model together. Small chunks compute at lower rates, and read weights more often.
+PREFILL_CHUNKS = (512, 2048, 8192)
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationUnits:
+    """Units as passes read them, experts that may come by themselves, and what there is to say of them."""
+
+    figures: tuple[UnitFigures, ...]
+    experts: ExpertFigures | None = None
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Passes:
+    """What passes do: `costs` gives those of a seat, by rows and tokens; up to `most_rows` are tried if no rows are asked for;
+    prompts may be taken in `chunks`.
+    """
+
+    costs: Callable[..., GenerationCosts] = generation_costs
+    most_rows: int | None = None
+    chunks: tuple[int, ...] = PREFILL_CHUNKS
+
+
+class GenerationPlanner:
+    """Plans generations of `chain`, which is ready for them, under `options`, on `machine`, or in a `Place` elsewhere."""
+
+    def __init__(
+        self,
+        chain: Chain,
+        units: GenerationUnits,
+        machine: Machine | Place,
+        options: GenerateOptions,
+        passes: Passes | None = None,
+    ) -> None:
+        passes = passes or Passes()
+        self._chain, self._units, self._machine, self._options = chain, units, machine, options
+        self._ceilings = load_profile(options.machine) if isinstance(options.machine, str) else options.machine
+        self._budget, self._chunks, self._most_rows = options.budget, passes.chunks, passes.most_rows
+        self._costs = cache(partial(passes.costs, chain))
+        self._has_drives = bool(self._budget.ssd) or (isinstance(machine, Place) and machine.has_drives)
+
+    @property
+    def directories(self) -> tuple[Path, ...]:
+        """The directories where caches may lie."""
+        return self._budget.ssd
+
+    def plan(
+        self,
+        prompts: int,
+        prompt_length: int,
+        new_tokens: int,
+        kept_copies: int = 0,
+        *,
+        rows: int | None = None,
+        prefill_chunk: int | None = None,
+        packed: bool | None = None,
+        attention: str | None = None,
+    ) -> GenerationPlan:
+        """Return the plan for so many prompts of up to `prompt_length` tokens, with up to `new_tokens` for each.
+
+        With `kept_copies` each row has so many caches, which stay where compute is; with 0 it has one, which may lie elsewhere.
+        `rows`, `prefill_chunk`, `packed` and `attention` are fixed where they are given.
+
+        Raises:
+            PlanInfeasible: a budget is too small.
+            ConfigError: a budget is more than there is, or attention cannot be computed on the host, as asked.
+            StorageError: an SSD directory cannot be written to.
+        """
+        reason = ""
+
+        def costs_of(rows: int, *chunk: int) -> GenerationCosts:
+            found: GenerationCosts = self._costs(rows * max(1, kept_copies), prompt_length, *chunk)
+            return replace(found, tiered=()) if reason else found
+
+        allowance = self._allowance(lambda: costs_of(1))
+        if (self._has_drives or allowance.device_bytes is not None) and any(costs_of(1).tiered) and not kept_copies:
+            reason = why_not_tiered(self._chain.config)
+        notes: list[str] = []
+        places = self._places_of_attention(
+            attention or self._options.attention, allowance, costs_of(1), kept_copies, reason, notes
+        )
+        chunks = [] if kept_copies else [chunk for chunk in self._chunks if 2 * chunk <= prompt_length]
+        unchunked = why_not_chunked(self._chain.config) if chunks else ""
+        question = GenerationQuestion(
+            units=self._units.figures,
+            num_blocks=self._chain.num_blocks,
+            compute_dtype=self._chain.compute_dtype,
+            separate_device=allowance.device_bytes is not None,
+            costs_of=costs_of,
+            prompts=prompts,
+            prompt_length=prompt_length,
+            new_tokens=new_tokens,
+            allowance=allowance,
+            ceilings=self._ceilings,
+            rows=self._options.rows or rows,
+            seats=self._options.seats,
+            most_rows=self._most_rows,
+            experts=self._units.experts,
+            has_drives=self._has_drives,
+            kept_copies=kept_copies,
+            prefill_chunks=(0, *([] if unchunked else chunks)) if prefill_chunk is None else (prefill_chunk,),
+            packed=self._options.packed_products if packed is None else packed,
+            attention=places,
+        )
+        plan = make_generation_plan(question)
+        notes += [f"caches of this architecture stay in memory: {reason}"] if reason else []
+        if unchunked:
+            notes.append(f"prompts of this architecture are not taken in chunks: {unchunked}")
+        if kept_copies and self._has_drives:
+            notes.append("beams and drafts exchange rows and take tokens back: caches stay in memory")
+        return plan.with_notes((*self._units.notes, *self._chain.notes, *notes))
+
+    def _places_of_attention(
+        self,
+        asked: str,
+        allowance: Allowance,
+        costs: GenerationCosts,
+        kept_copies: int,
+        not_tiered: str,
+        notes: list[str],
+    ) -> tuple[bool, ...]:
+        """Return which of attending on the host and on the device are tried; add to `notes` why the host is not.
+
+        Without being asked the host attends beside a GPU alone: on one processor nothing is gained by it that bits are worth.
+        """
+        separate, on_gpu = allowance.device_bytes is not None, allowance.device_overhead_bytes > 0
+        if asked == ON_DEVICE or (asked == AUTO and not (on_gpu and costs.attends and not kept_copies)):
+            return (False,)
+        if kept_copies:
+            why = "beams, several answers a row and drafts keep their caches where compute is"
+        elif not (separate or self._has_drives):
+            why = "there is no device, so caches lie where compute is; give --device-memory or --ssd DIR"
+        elif not_tiered or not any(costs.tiered):
+            why = not_tiered or "this architecture has no caches that may lie elsewhere"
+        else:
+            why = why_not_attended(self._chain.config) or (
+                "" if costs.attends else "not all of its attention can be asked there"
+            )
+        if not why:
+            return (False, True) if asked == AUTO else (True,)
+        if asked == ON_HOST:
+            raise ConfigError(f"attention: host asked for, and it cannot be computed there: {why}")
+        notes.append(f"attention of this architecture is not computed on the host: {why}")
+        return (False,)
+
+    def _allowance(self, warm_up: Callable[[], object]) -> Allowance:
+        ssd_bytes = default_ssd_bytes(self._ceilings, self._budget.ssd) if self._has_drives else None
+        if isinstance(self._machine, Place):
+            return self._machine.allowance(self._budget, ssd_bytes=ssd_bytes, import_workspace_bytes=None)
+        warm_up()
+        gc.collect()
+        place = Place.here(self._machine, runtime_bytes(anonymous_bytes()), torch.get_num_threads())
+        return place.allowance(self._budget, ssd_bytes=ssd_bytes, import_workspace_bytes=None)
+
+
+def plan_generation(
+    model: str,
+    options: GenerateOptions,
+    ceilings: Ceilings | None,
+    *,
+    here: bool,
+    prompts: int,
+    prompt_length: int,
+    new_tokens: int,
+    compress: str | None = None,
+) -> GenerationPlan:
+    """Return the plan for generating with `model` (a directory, a config.json, or OWNER/NAME on the Hub): no weight is needed.
+
+    Of a directory whose weights are coded the headers of its files are read; with `compress` the plan is for what compressing
+    the model to that code would make. Either says what a plan for the weights in the compute dtype would take, too.
+
+    `ceilings` is the machine, None for a nominal one of this size; `here` says that it is this machine.
+
+    Raises:
+        InputError: the model, its architecture or a number cannot be used.
+        PlanInfeasible: a budget is too small.
+    """
+    config, _ = read_parts(model)
+    checkpoint = None
+    if getattr(config, "quantization_config", None) is not None:
+        checkpoint = open_coded(model, compress)
+        config = checkpoint.config
+    check_generation(config)
+    dtype = options.compute_dtype or (
+        checkpoint.main_dtype if checkpoint else str(getattr(config, "dtype", None) or "bfloat16")
+    ).removeprefix("torch.")
+    chain = Chain.from_config(config, dtype, Optimizer())
+    ready_to_generate(chain.model)
+    place = Place.of(ceilings, here=here)
+    has_device = place.device_bytes is not None or options.device_memory is not None
+    if not has_device and not multiplies(dtype, ceilings, here=here):
+        chain.multiply_wide()
+    plain = GenerationUnits(_frozen(chain.layouts, chain.num_blocks), _experts_of(chain))
+    options = replace(options, machine=ceilings)
+    if not here:  # another machine's instructions are not known
+        options = replace(options, packed_products=False)
+
+    def planned(units: GenerationUnits) -> GenerationPlan:
+        return GenerationPlanner(chain, units, place, options).plan(prompts, prompt_length, new_tokens)
+
+    coded: GenerationUnits | None = None
+    if compress is not None:
+        coded = GenerationUnits(*units_if_compressed(chain, compress, plain.figures, plain.experts, on_cpu=not has_device))
+    elif checkpoint is not None:
+        coded = GenerationUnits(*units_of_files(chain, checkpoint, on_cpu=not has_device))
+    plan = planned(coded or plain)
+    if coded is not None:
+        try:
+            plan = replace(plan, uncoded=planned(plain).forecast)
+        except PlanInfeasible:
+            plan = plan.with_notes((f"in plain {dtype} it would not fit",))
+    return plan.with_notes(_of_copying(plan, options, ceilings, Path(model), here=here))
+
+
+def _of_copying(
+    plan: GenerationPlan, options: GenerateOptions, ceilings: Ceilings | None, model: Path, *, here: bool
+) -> tuple[str, ...]:
+    """Return what there is to say of a copy of the weights on the drives, where passes read weights."""
+    drives = () if here or ceilings is None else ceilings.drives
+    directories = options.budget.ssd
+    if plan.forecast is None or not plan.forecast.read_bytes or not (directories or len(drives) > 1):
+        return ()
+    files = sorted(model.glob("*.safetensors")) if model.is_dir() else []
+    if here and files and options.copy_weights is None and on_drives_of(files, directories):
+        return ("weights are read where they lie: the drives that were named have them already",)
+    num_bytes = sum(map(plan.stored_bytes, range(len(plan.units))))
+    where = _drives(len(directories) or len(drives)) + (", if these read faster," if here and not options.copy_weights else "")
+    found = f"weights are copied to {where} once: {format_bytes(num_bytes)}"
+    if ceilings is None:
+        return (found,)
+    seconds = num_bytes / ceilings.ssd_write_bytes_per_second + num_bytes / ceilings.ssd_read_bytes_per_second
+    return (f"{found}, about {format_seconds(seconds)}",)
+
+
+def _drives(count: int) -> str:
+    return f"{count} drives, striped" if count > 1 else "a drive"
+
+
+def _frozen(layouts: Sequence[UnitLayout], num_blocks: int) -> tuple[UnitFigures, ...]:
+    """Return the figures of units that are only read."""
+    return tuple(
+        UnitFigures(
+            name=layout.name,
+            num_elements=layout.num_elements,
+            num_parameters=layout.num_parameters,
+            home=home_of(index, num_blocks),
+            trained_elements=0,
+        )
+        for index, layout in enumerate(layouts)
+    )
+
+
+def _experts_of(chain: Chain) -> ExpertFigures | None:
+    """Return the figures of a model's experts, if each lies in the files as it is computed; None where it has no experts."""
+    blocks = find_experts(chain.model, chain.runner.blocks)
+    if not any(blocks) or why_no_banks(chain.config):
+        return None
+    layouts, own = list(chain.layouts), []
+    for unit, block in enumerate(blocks, start=1):
+        if block is not None:
+            names = frozenset(block.names.values())
+            own.append(expert_layout(layouts[unit], names, 0))
+            layouts[unit] = without(layouts[unit], names)
+    counts = [0, *(block.num_experts if block else 0 for block in blocks)]
+    return ExpertFigures(
+        units=_frozen(layouts, chain.num_blocks),
+        num_experts=tuple(counts + [0] * (len(layouts) - len(counts))),
+        elements=max(layout.num_elements for layout in own),
+        stored_bytes=max(layout.num_elements for layout in own) * chain.dtype.itemsize,
+        is_made=False,
+        making_bytes=0,
+        num_parameters=max(layout.num_parameters for layout in own),
+    )

@@ -1,0 +1,106 @@
+"""The seconds that a generation's plan takes, simulated pass by pass or roughly by its longest lane, and what it writes."""
+
+from dataclasses import replace
+
+from headrace.generate.cache_plan import COMPUTE, SSD, drive_bytes, whole_bytes
+from headrace.generate.expert_search import rough_expert_seconds
+from headrace.generate.plan import GenerationPlan, PassForecast
+from headrace.generate.schedule import build_pass
+from headrace.plan.endurance import endurance
+from headrace.plan.ledger import Snapshot
+from headrace.plan.rates import Rates
+from headrace.plan.simulate import simulate, step_seconds_of
+from headrace.terms.ceilings import Ceilings
+from headrace.terms.lanes import Lane
+from headrace.terms.program import Program
+
+
+def with_forecast(plan: GenerationPlan, ceilings: Ceilings) -> GenerationPlan:
+    """Return `plan` with the forecast of a pass on a machine."""
+    timeline = simulate(passes_of(plan), ceilings, compute_dtype=plan.compute_dtype, compute_threads=plan.compute_threads)
+    rates = Rates(ceilings, plan.compute_dtype, plan.compute_threads, None)
+    first = plan.costs.first_passes * step_seconds_of(passes_of(plan, first=True), rates)
+    # What stays in memory is read once, in the first pass of all.
+    cold_program, _ = build_pass(plan, plan.seats, Snapshot(), first=True)
+    cold = max(
+        first, step_seconds_of([cold_program] * 3, rates) + (plan.costs.first_passes - 1) * first / plan.costs.first_passes
+    )
+    whole = rounds_of(plan) * (first + (plan.new_tokens - 1) * timeline.step_seconds) + cold - first
+    read = sum(timed.op.bytes for timed in timeline.step_ops() if timed.op.lane is Lane.SSD_READ)
+    found = PassForecast(
+        pass_seconds=timeline.step_seconds,
+        first_pass_seconds=cold,
+        tokens_per_second=plan.prompts * plan.new_tokens / whole,
+        limiting=timeline.bottleneck.row.words,
+        read_bytes=read,
+        written_bytes=(written := _written_bytes(plan)),
+        wear=_wear(written, ceilings),
+        machine=ceilings.called,
+    )
+    return replace(plan, forecast=found)
+
+
+def passes_of(plan: GenerationPlan, *, first: bool = False) -> list[Program]:
+    """Return a cold pass and enough passes after it to see the steady state."""
+    programs, before = [], Snapshot()
+    for number in range(3):
+        program, before = build_pass(plan, plan.seats, before, first=first and number == 2)
+        programs.append(program)
+    return programs
+
+
+def rounds_of(plan: GenerationPlan) -> int:
+    """Return how often the seats are filled until all prompts are answered."""
+    return -(-plan.prompts // (plan.rows * plan.seats))
+
+
+def seconds_of_all_tokens(plan: GenerationPlan, rates: Rates) -> float:
+    """Return the seconds that the passes of all tokens of all prompts take, batch after batch, per token."""
+    first, following = step_seconds_of(passes_of(plan, first=True), rates), step_seconds_of(passes_of(plan), rates)
+    return rounds_of(plan) * (plan.costs.first_passes * first + (plan.new_tokens - 1) * following) / plan.new_tokens
+
+
+def _written_bytes(plan: GenerationPlan) -> int:
+    """Return the bytes of caches that are written to the drives for all prompts."""
+    blocks = plan.caches.blocks(SSD)
+    return rounds_of(plan) * plan.seats * sum(drive_bytes(plan.caches, plan.costs, plan.new_tokens, block) for block in blocks)
+
+
+def _wear(written_bytes: int, ceilings: Ceilings) -> str:
+    if not (written_bytes and ceilings.drives):
+        return ""
+    found = endurance(ceilings.drives, written_bytes, num_steps=1, step_seconds=0.0)
+    return f", {found.share_of_rating:.2g} of the rated endurance of SSD {found.drive}"
+
+
+def rough_seconds(plan: GenerationPlan, rates: Rates) -> float:
+    """Return the seconds per token of all passes, by the lane that alone takes longest."""
+    blocks = range(1, plan.num_blocks + 1)
+    held = max(plan.host_slots, plan.device_slots if plan.makes_slots or plan.separate_device else 0)
+    missing = (plan.num_blocks - held + 1) / plan.num_blocks if held < plan.num_blocks else 0.0
+    read = missing * sum(plan.stored_bytes(unit) for unit in blocks) / rates.bytes_per_second[Lane.SSD_READ]
+    sent = 0.0
+    if plan.separate_device:
+        part = max(0, plan.num_blocks - plan.device_slots + 1) / plan.num_blocks
+        sent = part * sum(plan.stored_bytes(unit) for unit in blocks) / rates.bytes_per_second[Lane.HOST_TO_DEVICE]
+    if plan.makes_slots:
+        left = (plan.num_blocks - plan.device_slots + 1) / plan.num_blocks if plan.device_slots < plan.num_blocks else 0.0
+        made = sum(max(plan.slot_bytes(unit) + plan.stored_bytes(unit), plan.units[unit].making_like) for unit in blocks)
+        sent = max(sent, left * made / rates.bytes_per_second[Lane.MAKE])
+    caches = {block: plan.seats * whole_bytes(plan.costs, plan.new_tokens // 2, block) for block in blocks}
+    read += sum(caches[block] for block in plan.caches.blocks(SSD)) / rates.bytes_per_second[Lane.SSD_READ]
+    # Keys and values of new tokens go to the drives, and to the host, spread over all tokens.
+    new = {block: plan.seats * whole_bytes(plan.costs, plan.new_tokens, block) / plan.new_tokens for block in blocks}
+    read += sum(new[block] for block in plan.caches.blocks(SSD)) / rates.bytes_per_second[Lane.SSD_WRITE]
+    away = sum(caches[block] for block in blocks if plan.caches.home(block) != COMPUTE)
+    attending = away / rates.bytes_per_second[Lane.ATTENTION] if plan.caches.attends and plan.separate_device else 0.0
+    if plan.separate_device and not attending:
+        sent += away / rates.bytes_per_second[Lane.HOST_TO_DEVICE]
+    touched = (
+        sum(plan.block_bytes(block, plan.rows) for block in blocks)
+        + plan.multiplied_bytes(plan.head_bytes, plan.rows)
+        + 3 * (sum(caches.values()) - (away if attending else 0)) / plan.seats
+    )
+    flops = sum(plan.costs.next.flops) + plan.costs.head_flops
+    computing = plan.seats * rates.compute_seconds(flops, touched, sum(plan.costs.next.calls))
+    return rounds_of(plan) * (max(read, sent, computing, attending) + rough_expert_seconds(plan, rates))

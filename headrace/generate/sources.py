@@ -1,0 +1,215 @@
+"""Where the weights of a generation come from: a model's own files, or a store. Both keep one contract.
+
+The seam is `make`: there a unit's bytes as they were read become the slot that compute reads.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+
+from headrace.files import ExtentReader, Reader
+from headrace.flow.completing import read_completing
+from headrace.flow.make import Maker
+from headrace.generate.expert_source import ExpertSource, expert_figures
+from headrace.machine.host_memory import Bytes
+from headrace.model import Chain, WeightMap, import_unit
+from headrace.model.adapter_reading import StoredAdapters
+from headrace.model.bank_check import why_no_banks
+from headrace.model.banks import find_experts
+from headrace.model.in_place import StoredUnit, paths_of, stored_units
+from headrace.model.packed import PackedBlocks, packed_bytes
+from headrace.model.stored_experts import NotStoredSingly, stored_experts
+from headrace.store import StateStore
+from headrace.terms.events import Sink
+from headrace.terms.families import WEIGHTS
+from headrace.terms.forms import UnitFigures, home_of
+from headrace.terms.layout import UnitLayout, planes_with
+from headrace.terms.sizes import format_bytes
+
+
+class WeightSource(Protocol):
+    """Weights by unit. While it is open, nothing that it reads may change."""
+
+    layouts: tuple[UnitLayout, ...]
+    figures: tuple[UnitFigures, ...]
+    trained: dict[int, Bytes]  # by unit: what a run has trained beside frozen weights, in host memory
+    by_experts: ExpertSource | None  # the same weights with experts that come one at a time; None where they cannot
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes read so far."""
+
+    def read(self, unit: int, into: Bytes) -> None:
+        """Fill `into` with a unit's bytes as they are stored."""
+
+    def read_trained(self, memory: Mapping[int, Bytes]) -> None:
+        """Read trained families into `memory`, which has room for each unit's, and have them as `trained`."""
+
+    def make(self, unit: int, stored: torch.Tensor | None, trained: torch.Tensor | None, into: torch.Tensor) -> None:
+        """Make a unit's flat slot `into`. See `Maker.make`."""
+
+    def pack(self, unit: int, stored: torch.Tensor, into: torch.Tensor, blocks: PackedBlocks) -> None:
+        """Add to `blocks` the packed matrices of a unit whose slot `into` was made of `stored`, and stays."""
+
+    def close(self) -> None:
+        """Close the files."""
+
+
+class ShardSource:
+    """The weights in a model's own safetensors files, and adapters beside them. `chain` is laid out like the files from here
+    on.
+
+    `paths` are the files that are read, except for what is made whole.
+    """
+
+    def __init__(
+        self, chain: Chain, weights: WeightMap, sink: Sink, *, on_cpu: bool, adapters: StoredAdapters | None = None
+    ) -> None:
+        self._weights = weights
+        self._units = stored_units(chain.layouts, weights, chain.dtype, on_cpu=on_cpu)
+        self._plane = planes_with(chain.compute_dtype, ()).weight
+        self.paths = paths_of(self._units)
+        self._reader: Reader = ExtentReader(self.paths, sink=sink)
+        self.layouts = tuple(unit.layout for unit in self._units)
+        self.figures = tuple(_figures_of(index, unit, chain, on_cpu) for index, unit in enumerate(self._units))
+        self.trained: dict[int, Bytes] = {}
+        self.by_experts, self.why_whole = self._by_experts(chain, on_cpu=on_cpu)
+        if adapters is not None:
+            adapters.bind(chain.device)
+            elements = {unit: layout.num_elements for unit, layout in adapters.adapters.layouts.items()}
+            self.figures = tuple(
+                replace(each, trained_elements=elements[unit], is_beside=True) if unit in elements else each
+                for unit, each in enumerate(self.figures)
+            )
+            if self.by_experts is not None:
+                self.by_experts, self.why_whole = None, "blocks have adapters"
+
+    def _by_experts(self, chain: Chain, *, on_cpu: bool) -> tuple[ExpertSource | None, str]:
+        """Return the same weights with single experts, or why experts come with their blocks."""
+        blocks = find_experts(chain.model, chain.runner.blocks)
+        if not any(blocks):
+            return None, ""
+        if reason := why_no_banks(chain.config):
+            return None, reason
+        try:
+            stored = stored_experts(self._units, blocks, self._weights, chain.dtype, on_cpu=on_cpu)
+        except NotStoredSingly as error:
+            return None, str(error)
+        figures = tuple(_figures_of(index, unit, chain, on_cpu) for index, unit in enumerate(stored.commons))
+        of_experts = expert_figures(stored, figures, chain.dtype, on_cpu=on_cpu)
+        return ExpertSource(stored, figures, blocks, self._reader, self._weights, self._plane, of_experts), ""
+
+    def read_by(self, reader: Reader) -> None:
+        """Read by another reader of the same files from now on; it is closed with the source."""
+        self._reader.close()
+        self._reader = reader
+        if self.by_experts is not None:
+            self.by_experts.reader = reader
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of extents read so far, by the present reader."""
+        return self._reader.bytes_read
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a person should know about how weights are read."""
+        whole = sum(not unit.extents for unit in self._units)
+        coded = [number for number, unit in enumerate(self._units) if unit.decodings]
+        notes = [f"experts come with their whole block: {self.why_whole}"] if self.why_whole else []
+        if whole:
+            notes.append(
+                f"{whole} of {len(self._units)} units are stored otherwise than they are computed, and made for each pass"
+            )
+        if coded:
+            read = sum(self._units[unit].num_bytes for unit in coded)
+            dense = sum(self._units[unit].layout.num_elements for unit in coded) * self._plane.bytes_per_element
+            notes.append(
+                f"weights of {len(coded)} of {len(self._units)} units stay coded, as in the files: {format_bytes(read)} for "
+                f"{format_bytes(dense)}; each block is decoded when it runs"
+            )
+        return tuple(notes)
+
+    def read(self, unit: int, into: Bytes) -> None:
+        """See `WeightSource.read`."""
+        stored = self._units[unit]
+        if stored.extents:
+            self._reader.read(stored.extents, into).wait()
+        else:
+            import_unit(self._weights, stored.layout, into.view(self._plane.dtype), None)
+
+    def read_trained(self, memory: Mapping[int, Bytes]) -> None:
+        """See `WeightSource.read_trained`: a file has no trained families, so nothing is done."""
+
+    def make(self, unit: int, stored: torch.Tensor | None, trained: torch.Tensor | None, into: torch.Tensor) -> None:
+        """See `WeightSource.make`."""
+        assert stored is not None, "a unit of a file is made of what was read"
+        self._units[unit].put(stored, into)
+
+    def pack(self, unit: int, stored: torch.Tensor, into: torch.Tensor, blocks: PackedBlocks) -> None:
+        """See `WeightSource.pack`."""
+        blocks.add(self._units[unit], stored, into)
+
+    def close(self) -> None:
+        """Close the files."""
+        self._reader.close()
+
+
+class StoreSource:
+    """The weights of the last commit in a run's store. `maker` makes slots from several families."""
+
+    def __init__(self, store: StateStore, maker: Maker) -> None:
+        self._store, self._maker = store, maker
+        self.layouts = tuple(store.manifest.layouts)
+        self.figures = tuple(_read_only(form.figures) for form in maker.forms)
+        self.trained: dict[int, Bytes] = {}
+        self.by_experts: ExpertSource | None = None
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes that the store has read so far."""
+        return self._store.bytes_read
+
+    def read(self, unit: int, into: Bytes) -> None:
+        """See `WeightSource.read`."""
+        self._store.read(unit, WEIGHTS, into).wait()
+
+    def read_trained(self, memory: Mapping[int, Bytes]) -> None:
+        """See `WeightSource.read_trained`."""
+        for unit, into in memory.items():
+            read_completing(self._store, unit, into)
+        self.trained = dict(memory)
+
+    def make(self, unit: int, stored: torch.Tensor | None, trained: torch.Tensor | None, into: torch.Tensor) -> None:
+        """See `WeightSource.make`."""
+        self._maker.make(unit, stored, trained, into)
+
+    def pack(self, unit: int, stored: torch.Tensor, into: torch.Tensor, blocks: PackedBlocks) -> None:
+        """See `WeightSource.pack`: units of a run have no packed bytes in their figures, so nothing is done."""
+
+    def close(self) -> None:
+        """Close the store."""
+        self._store.close()
+
+
+def _read_only(figures: UnitFigures) -> UnitFigures:
+    """Return the figures of a unit that nothing updates: weights that were trained in place are only read."""
+    return replace(figures, trained_elements=0, cuts=()) if figures.in_place else figures
+
+
+def _figures_of(index: int, unit: StoredUnit, chain: Chain, on_cpu: bool) -> UnitFigures:
+    packed, packing = packed_bytes(unit, chain.dtype) if on_cpu else (0, 0)
+    return UnitFigures(
+        name=unit.layout.name,
+        num_elements=unit.layout.num_elements,
+        num_parameters=unit.layout.num_parameters,
+        home=home_of(index, chain.num_blocks),
+        trained_elements=0,
+        stored_bytes=unit.num_bytes if unit.is_made else None,
+        making_bytes=unit.making_bytes(chain.dtype, on_host=on_cpu),
+        decodes=unit.decodes,
+        packed_bytes=packed,
+        packing_bytes=packing,
+    )

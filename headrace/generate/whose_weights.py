@@ -1,0 +1,58 @@
+"""Whose weights a generation uses: a model directory's, a finished run's, or those that an unfinished run has committed."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from headrace.generate.generator import Generator
+from headrace.generate.opened import GenerationModel
+from headrace.model.adapter_files import is_adapter_directory
+from headrace.model.adapter_reading import read_adapters
+from headrace.model.generation_check import check_generation
+from headrace.store.manifest import MANIFEST_NAME
+from headrace.store.run_directory import RunDirectory
+from headrace.terms.budget import Budget
+from headrace.terms.ceilings import Ceilings
+from headrace.terms.errors import ConfigError, RunDirectoryError
+from headrace.terms.events import Sink
+from headrace.terms.generate_options import GenerateOptions
+
+
+def open_model(
+    place: Path,
+    budget: Budget,
+    compute_dtype: str | None,
+    sink: Sink | None,
+    check: Callable[[Any], None] = check_generation,
+    *,
+    adapter: Path | None = None,
+) -> GenerationModel:
+    """Return the model of a directory, or of a run: its finished model, or else its last commit; with an `adapter`, the
+    directory's model and the adapter beside it.
+
+    Raises:
+        InputError: the place is neither, or cannot be used; or the run is in progress, or has committed nothing.
+    """
+    run = RunDirectory(place)
+    if adapter is not None:
+        if run.config.exists():
+            place = run.final
+        if is_adapter_directory(place):
+            raise ConfigError(f"adapter: {place} is an adapter itself; give the model directory that both are of")
+        beside = partial(read_adapters, adapter)
+        return GenerationModel.of_directory(place, budget, compute_dtype, sink, check, adapters=beside)
+    if not run.config.exists():
+        return GenerationModel.of_directory(place, budget, compute_dtype, sink, check)
+    if run.final.is_dir():
+        return GenerationModel.of_directory(run.final, budget, compute_dtype, sink, check)
+    if (place / MANIFEST_NAME).exists():
+        return GenerationModel.of_store(place, budget, compute_dtype, sink, check)
+    raise RunDirectoryError(f"{place}: the run has committed nothing yet; `headrace resume {place}` goes on with it")
+
+
+def open_generator(place: Path, options: GenerateOptions, ceilings: Ceilings | None, sink: Sink | None) -> Generator:
+    """Return the generator of the model at `place`. See `open_model`."""
+    opened = partial(open_model, adapter=None if options.adapter is None else Path(options.adapter))
+    return Generator.open(place, options=replace(options, machine=ceilings), sink=sink, opened=opened)
