@@ -1,17 +1,30 @@
-"""The one opener: a model directory becomes a chain that runs here, for a run, a generation, an evaluation or a compression.
+"""The one opener: a model directory becomes a chain that runs here, for a run, a generation, an evaluation or a compression;
+and a run's last commit becomes weights to read.
 
 Invariant: whatever for, its architecture is tried, its parts and its files are compared, and products are computed alike.
+Nothing of training is imported before a run directory is opened.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from headrace.flow.completing import AdapterReader
+from headrace.flow.make import Maker
 from headrace.machine.protocol import Machine
 from headrace.model import Chain, Checkpoint, WeightMap, check_whole, self_check
-from headrace.terms.layout import PARAMETER_ALIGNMENT
+from headrace.model.adapter_reading import StoredAdapters
+from headrace.store import StateStore
+from headrace.terms.errors import ConfigError, RunDirectoryError
+from headrace.terms.events import Sink
+from headrace.terms.families import TRAINED
+from headrace.terms.layout import PARAMETER_ALIGNMENT, UnitLayout
 from headrace.terms.optimizer import Optimizer
+from headrace.terms.options import Options
+
+if TYPE_CHECKING:
+    from headrace.engine.seams import Seams
 
 Check = Callable[[Any], None]
 """Tries the architecture of a configuration; raises ModelError where its blocks cannot be run one by one."""
@@ -79,3 +92,88 @@ def run_on(machine: Machine, chain: Chain, *, compile_blocks: bool = False, lige
         chain.multiply_wide()
     if liger:
         chain.use_liger()
+
+
+@dataclass(frozen=True, slots=True)
+class OpenRun:
+    """The last commit of a run; `store` is only read. Whoever has it closes the store.
+
+    `directory` is the model with which the run began. `adapters` reads those of a run of adapters; None for any other run.
+    """
+
+    store: StateStore
+    directory: Path
+    options: Options
+    seams: "Seams"
+    adapters: Callable[[Chain, WeightMap], StoredAdapters] | None
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that are committed."""
+        return int(self.store.record["num_steps"])
+
+    def maker(self, opened: OpenModel) -> Maker:
+        """Lay `opened` out as the run's state is; return the maker of its weights, as for a step and an export.
+
+        Raises:
+            RunDirectoryError: the directory holds another model than the run began with.
+        """
+        from headrace.engine.seams import forms_of
+        from headrace.update import optimizer_of, rule_of
+        from headrace.update.stored_codes import stored_codes
+
+        chain, stored_layouts = opened.chain, self.store.manifest.layouts
+        if _parameter_names(chain.layouts) != _parameter_names(stored_layouts):
+            raise RunDirectoryError(
+                f"{self.directory}: it now holds another model than the run began with; put that back there"
+            )
+        chain.lay_out(stored_layouts)
+        optimizer = optimizer_of(self.options)
+        rule = rule_of(optimizer, chain.compute_dtype).figures
+        stored = stored_codes(chain, opened.weights, rule.planes)
+        forms = forms_of(chain, self.seams, rule, optimizer, stored)
+        codecs = {**self.seams.codecs, **stored.codecs}
+        return Maker(forms, self.seams.wire, chain.compute_dtype, codecs, stored.readers)
+
+
+def open_run(run_directory: Path, compute_dtype: str | None, sink: Sink) -> OpenRun:
+    """Return the last commit of a run. What updates is loaded for it: weights may have to be made of what is trained.
+
+    Raises:
+        RunDirectoryError: the run is in progress, has no commit, or was begun with seams that no option names.
+        ConfigError: the run computes in another dtype than is asked for.
+    """
+    from headrace.engine.seams import seams_of
+    from headrace.update.wires import AdapterWire
+
+    store = StateStore.open(run_directory, sink=sink)
+    try:
+        identity, options = store.manifest.identity, Options.from_record(store.record.get("options", {}))
+        seams, own = seams_of(options, identity.get("wire")), options.compute_dtype
+        for name in ("wire", "codec", "site"):
+            if (found := identity.get(name)) not in (None, seams.names[name]):
+                raise RunDirectoryError(
+                    f"{run_directory}: it was begun by a program with a {name} of its own ({found}), which no option names; "
+                    "have that program write the model (`Engine.save_pretrained`), and generate with what it wrote"
+                )
+        if compute_dtype not in (None, own):
+            raise ConfigError(f"compute_dtype: {compute_dtype} asked for, the run computes in {own}; leave it out")
+        wire = seams.wire
+
+        def newest(chain: Chain, weights: WeightMap) -> StoredAdapters:
+            units = enumerate(store.manifest.units)
+            trained = {index: family.layout for index, unit in units if (family := unit.family(TRAINED)) is not None}
+            assert isinstance(wire, AdapterWire), "asked of runs of adapters alone"
+            adapters = wire.of(chain).known
+            read = AdapterReader(store, trained, adapters)
+            return StoredAdapters(adapters, {unit: read(unit) for unit in adapters.layouts})
+
+        adapters = newest if isinstance(wire, AdapterWire) else None
+        return OpenRun(store, Path(str(identity["model"])), options, seams, adapters)
+    except BaseException:
+        store.close()
+        raise
+
+
+def _parameter_names(layouts: Sequence[UnitLayout]) -> set[str]:
+    return {spec.name for layout in layouts for spec in layout.parameters}

@@ -12,10 +12,7 @@ import torch
 from transformers import GenerationConfig
 
 from headrace.ask.model_config import position_limit
-from headrace.engine.open_model import Check, OpenModel, Purpose, open_model
-from headrace.engine.seams import Seams, forms_of, seams_of
-from headrace.flow.completing import AdapterReader
-from headrace.flow.make import Maker
+from headrace.engine.open_model import Check, OpenModel, Purpose, open_model, open_run
 from headrace.generate.sources import ShardSource, StoreSource, WeightSource
 from headrace.machine.here import this_machine
 from headrace.machine.protocol import Machine
@@ -23,15 +20,9 @@ from headrace.model import Chain, WeightMap
 from headrace.model.adapter_files import is_adapter_directory, named_base
 from headrace.model.adapter_reading import StoredAdapters, read_adapters
 from headrace.model.generation_check import check_generation, ready_to_generate
-from headrace.store import StateStore
 from headrace.terms.budget import Budget
-from headrace.terms.errors import ConfigError, ModelError, RunDirectoryError, in_one_line
+from headrace.terms.errors import ConfigError, ModelError, in_one_line
 from headrace.terms.events import Event, Sink
-from headrace.terms.families import TRAINED
-from headrace.terms.options import Options
-from headrace.update import optimizer_of, rule_of
-from headrace.update.stored_codes import stored_codes
-from headrace.update.wires import AdapterWire
 
 # New tokens of an answer where neither the model nor the user says how many.
 _NEW_TOKENS = 512
@@ -99,57 +90,23 @@ class GenerationModel:
             ModelError: the model with which it began is gone.
             ConfigError: the run computes in another dtype than is asked for.
         """
-        store = StateStore.open(run_directory, sink=sink or _silent)
+        run = open_run(run_directory, compute_dtype, sink or _silent)
         try:
-            options = Options.from_record(store.record.get("options", {}))
-            seams, own = _seams_of(store, options, run_directory), options.compute_dtype
-            if compute_dtype not in (None, own):
-                raise ConfigError(f"compute_dtype: {compute_dtype} asked for, the run computes in {own}; leave it out")
-            directory = Path(str(store.manifest.identity["model"]))
-            if isinstance(seams.wire, AdapterWire):
-                with store:
-                    return cls._of_adapters(store, directory, options, seams.wire, budget, sink, check)
-            opened = open_to_generate(directory, budget, own, check, leave_out_blocks=options.leave_out_blocks)
-            chain, weights, machine = opened.chain, opened.weights, opened.machine
-            if {spec.name for layout in chain.layouts for spec in layout.parameters} != {
-                spec.name for layout in store.manifest.layouts for spec in layout.parameters
-            }:
-                raise RunDirectoryError(f"{run_directory}: {directory} now holds another model; put the run's back there")
-            chain.lay_out(store.manifest.layouts)
-            source = StoreSource(store, _maker(chain, options, seams, weights))
-            steps = store.record.get("num_steps")
-            notes = (f"the run is unfinished: weights are those after step {steps}",)
-            return cls.of(directory, chain, source, machine, notes)
+            if run.adapters is not None:
+                with run.store:
+                    dtype = run.options.compute_dtype
+                    found = cls.of_directory(run.directory, budget, dtype, sink, check, adapters=run.adapters)
+                    found.notes += (f"the run is unfinished: adapters are those after step {run.num_steps}",)
+                    return found
+            options = run.options
+            leave_out = options.leave_out_blocks
+            opened = open_to_generate(run.directory, budget, options.compute_dtype, check, leave_out_blocks=leave_out)
+            source = StoreSource(run.store, run.maker(opened))
+            notes = (f"the run is unfinished: weights are those after step {run.num_steps}",)
+            return cls.of(run.directory, opened.chain, source, opened.machine, notes)
         except BaseException:
-            store.close()
+            run.store.close()
             raise
-
-    @classmethod
-    def _of_adapters(
-        cls,
-        store: StateStore,
-        directory: Path,
-        options: Options,
-        wire: AdapterWire,
-        budget: Budget,
-        sink: Sink | None,
-        check: Check,
-    ) -> "GenerationModel":
-        """Open the model directory of a run of adapters, with the adapters of its last commit."""
-
-        def newest(chain: Chain, weights: WeightMap) -> StoredAdapters:
-            trained = {
-                index: family.layout
-                for index, unit in enumerate(store.manifest.units)
-                if (family := unit.family(TRAINED)) is not None
-            }
-            adapters = wire.of(chain).known
-            read = AdapterReader(store, trained, adapters)
-            return StoredAdapters(adapters, {unit: read(unit) for unit in adapters.layouts})
-
-        found = cls.of_directory(directory, budget, options.compute_dtype, sink, check, adapters=newest)
-        found.notes += (f"the run is unfinished: adapters are those after step {store.record.get('num_steps')}",)
-        return found
 
     @classmethod
     def of(
@@ -222,28 +179,6 @@ def open_to_generate(
     opened = open_model(directory, this_machine(budget.device_bytes), purpose)
     ready_to_generate(opened.chain.model)
     return opened
-
-
-def _seams_of(store: StateStore, options: Options, run_directory: Path) -> Seams:
-    """Return the seams with which a run was begun, if its options mean the same."""
-    identity = store.manifest.identity
-    seams = seams_of(options, identity.get("wire"))
-    for name in ("wire", "codec", "site"):
-        if (found := identity.get(name)) not in (None, seams.names[name]):
-            raise RunDirectoryError(
-                f"{run_directory}: it was begun by a program with a {name} of its own ({found}), which no option names; have "
-                "that program write the model (`Engine.save_pretrained`), and generate with what it wrote"
-            )
-    return seams
-
-
-def _maker(chain: Chain, options: Options, seams: Seams, weights: WeightMap) -> Maker:
-    """Return the maker of the weights of a run's units, as for a step, an evaluation and an export."""
-    optimizer = optimizer_of(options)
-    rule = rule_of(optimizer, chain.compute_dtype).figures
-    stored = stored_codes(chain, weights, rule.planes)
-    forms = forms_of(chain, seams, rule, optimizer, stored)
-    return Maker(forms, seams.wire, chain.compute_dtype, {**seams.codecs, **stored.codecs}, stored.readers)
 
 
 def read_generation_config(directory: Path, model: Any) -> Any:

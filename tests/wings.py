@@ -1,0 +1,16 @@
+"""Which modules are training's own: what generates and what compresses loads none of them."""
+
+OPENER = "headrace.engine.open_model"
+# Training's own: its engine, its planner, its plans and schedules, its verbs, and what updates.
+TRAINING = (
+    *("engine", "runs", "update"),
+    *(f"ask.{name}" for name in ("planner", "question", "answer", "variants", "cluster", "explain", "outcome")),
+    *(f"plan.{name}" for name in ("plan", "search", "placement", "policy", "footprint", "forecast", "given", "serving")),
+    *(f"plan.schedules.{name}" for name in ("train", "updates", "forward", "serve")),
+    *(f"flow.{name}" for name in ("step", "steps", "step_state", "load", "settle", "compute", "drain")),
+)
+
+
+def of_training(module: str) -> bool:
+    names = tuple(f"headrace.{name}" for name in TRAINING)
+    return module not in (OPENER, "headrace.engine") and any(module == name or module.startswith(f"{name}.") for name in names)
