@@ -2,6 +2,7 @@
 
 # ruff: noqa: E402  # settings come before torch, as on the command line
 from headrace.cli.environment import set_process_defaults
+from headrace.plan.words import explain_plan
 
 set_process_defaults()
 
@@ -187,7 +188,7 @@ def observations(
                 lane: {"busy_seconds": use.busy_seconds, "alone_seconds": use.alone_seconds} for lane, use in lanes.items()
             },
             "explanation": found.explanation,
-            "plan": plan.explain(),
+            "plan": explain_plan(plan),
         },
         "steps": len(counted),
         "lanes": summarise(window, begin, end),

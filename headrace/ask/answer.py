@@ -36,7 +36,7 @@ from headrace.terms.options import DEFAULT_ROWS_PER_STEP, DEFAULT_SEQUENCE_LENGT
 from headrace.terms.plain_figures import plain_figure
 from headrace.terms.sizes import GIB, MIB, format_bytes, round_up
 from headrace.update import optimizer_of, rule_of
-from headrace.update.forms import forms_under, notes_on
+from headrace.update.forms import Coding, forms_under, notes_on
 from headrace.update.stored_codes import StoredCodes, stored_codes
 from headrace.update.wire import SubspaceWire, Wire
 from headrace.update.wires import AdapterWire, wire_on
@@ -244,10 +244,9 @@ class _ModelPlans:
         """Return the forms of the model's units."""
         rule = rule_of(question.optimizer, self._chain.compute_dtype).figures
         layouts = [realigned(layout, rule.parameter_alignment) for layout in self._chain.layouts]
-        wire, stored = wire_on(question.wire, self._chain), self._stored
-        on_host = not question.allowance.device_overhead_bytes
-        args = layouts, self._chain.num_blocks, wire, rule, question.optimizer
-        return forms_under(*args, stored=stored.units, codecs=stored.codecs, on_host=on_host)
+        wire = wire_on(question.wire, self._chain)
+        coding = Coding(stored=self._stored, on_host=not question.allowance.device_overhead_bytes)
+        return forms_under(layouts, self._chain.num_blocks, wire, rule, question.optimizer, coding)
 
     def _costs(self, wire: Wire, sequences: int, length: int) -> ModelCosts:
         """Return what micro-batches cost; if `wire` is one of adapters, blocks compute with them."""

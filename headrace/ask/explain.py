@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from headrace.ask.outcome import Outcome
 from headrace.ask.plan_report import PlanReport
 from headrace.plan.plan import Plan
+from headrace.plan.words import explain_plan
 from headrace.terms.plain_figures import plain_figure
 from headrace.terms.sizes import format_bytes, format_seconds
 
@@ -44,7 +45,7 @@ def _lines(report: PlanReport) -> Iterator[str]:
 def _choices(plan: Plan) -> Iterator[str]:
     """Yield the plan's own words, without those that the table already has."""
     told = {"model", "step", *plan.results.peak_bytes}
-    for line in plan.explain().splitlines():
+    for line in explain_plan(plan).splitlines():
         label, _, text = line.partition(" ")
         if label not in told:
             yield _line(label, text.strip())

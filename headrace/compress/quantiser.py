@@ -79,7 +79,6 @@ class Quantiser:
         compute_dtype: str,
         host_bytes: int,
         experts_only: bool = False,
-        compensate: bool = True,
         by_experts: bool | None = None,
     ) -> None:
         self.machine = this_machine(None)
@@ -90,7 +89,7 @@ class Quantiser:
         if self.decodes_at_load:  # transformers then decodes all matrices but those of experts with one size of groups
             matrices = [spec for layout in self.chain.layouts[1:] for spec in layout.parameters if len(spec.shape) == 2]
             target = with_one_group(target, [spec.shape[-1] for spec in matrices])
-        self._target, self._experts_only, self._compensate = target, experts_only, compensate
+        self._target, self._experts_only = target, experts_only
         self._plane = planes_with(compute_dtype, ()).weight
         self._passes = [_Pass(each, False) for each in rows] + [_Pass(each, True) for each in rows if each.held_out]
         self._files: list[HiddenRows] = []
@@ -230,7 +229,7 @@ class Quantiser:
         calibrating = [index for index, each in enumerate(self._passes) if not each.rows.held_out]
         seen = self._caught(block, calibrating[:1], read, weights, CatchInputs(weights.places, ())).seen
         coded, left = choose(self.weights, specs, seen, self._target, experts_only=self._experts_only)
-        rounder = BlockRounder(self.weights, weights.rounded, self._target, self._allowed_bytes, compensate=self._compensate)
+        rounder = BlockRounder(self.weights, weights.rounded, self._target, self._allowed_bytes)
         by_name = {parameter.spec.name: parameter for parameter in coded}
         most = self._most_tokens(coded, seen, calibrating)
         for group in catch_groups(coded, self._allowed_bytes):

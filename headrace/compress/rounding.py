@@ -156,12 +156,10 @@ class BlockRounder:
         parameters: Mapping[str, "Rounding"],
         target: Target,
         allowed_bytes: int,
-        *,
-        compensate: bool = True,
     ) -> None:
         self.code = BlockCode()
         self._weights, self._parameters, self._target = weights, parameters, target
-        self._allowed_bytes, self._compensate = allowed_bytes, compensate
+        self._allowed_bytes = allowed_bytes
         self._found: dict[str, list[tuple[int, int, float, float, int, bool, bool, bool]]] = {}
 
     def round(self, parameter: Coded, matrices: Sequence[Matrix], caught: Caught) -> None:
@@ -202,7 +200,7 @@ class BlockRounder:
             [stored_matrix(self._weights, parameter.pieces, parameter.shape, matrix.expert) for matrix in matrices]
         ).to(device)
         plainly = nearest(before, grid)
-        rounded = gptq(before, hessians, grid) if self._compensate else plainly
+        rounded = gptq(before, hessians, grid)
         values = rounded.values
         rounding, errors = product_errors(before, hessians, plainly.values, values)
         for index, matrix in enumerate(matrices):

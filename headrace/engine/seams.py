@@ -11,7 +11,7 @@ from headrace.terms.forms import Form
 from headrace.terms.optimizer import Optimizer
 from headrace.terms.options import Options
 from headrace.terms.rule_figures import RuleFigures
-from headrace.update.forms import forms_under
+from headrace.update.forms import Coding, forms_under
 from headrace.update.site import Site
 from headrace.update.stored_codes import StoredCodes
 from headrace.update.wire import Wire
@@ -76,9 +76,8 @@ def forms_of(
     """
     site = seams.site
     holds = site.holds if site is not None else lambda unit: False
-    stored = stored or StoredCodes()
-    args = chain.layouts, chain.num_blocks, seams.wire, rule, optimizer, seams.codec
-    return forms_under(*args, stored=stored.units, codecs=stored.codecs, is_far=holds, on_host=on_host)
+    coding = Coding(seams.codec, stored or StoredCodes(), on_host)
+    return forms_under(chain.layouts, chain.num_blocks, seams.wire, rule, optimizer, coding, holds)
 
 
 def seams_of(options: Options, begun: str | None = None) -> Seams:

@@ -7,23 +7,20 @@ Invariant: an expert is read once for all seats of a pass, and only if some seat
 """
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
+from headrace.generate.buffers import GenerationBuffers
 from headrace.generate.expert_cache import ExpertCache
 from headrace.generate.expert_plan import ExpertPlan
 from headrace.generate.expert_source import ExpertSource
 from headrace.machine.host_memory import Bytes
+from headrace.machine.protocol import Machine
 from headrace.model import Chain
 from headrace.model.banks import Banks
 from headrace.model.seats import Seat
 from headrace.terms.errors import StepFailed
 from headrace.terms.program import Op, Pool
-
-if TYPE_CHECKING:
-    from headrace.generate.verbs import GenerationBuffers
-    from headrace.machine.protocol import Machine
 
 
 class _Visit:
@@ -51,7 +48,7 @@ class ExpertFlow:
     """The experts of all blocks, in use from the time a plan's buffers exist until `close`."""
 
     def __init__(
-        self, plan: ExpertPlan, chain: Chain, source: ExpertSource, buffers: "GenerationBuffers", machine: "Machine"
+        self, plan: ExpertPlan, chain: Chain, source: ExpertSource, buffers: GenerationBuffers, machine: Machine
     ) -> None:
         self.plan, self._chain, self._source, self._buffers, self._machine = plan, chain, source, buffers, machine
         self.cache = ExpertCache(buffers.cached_experts)

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 from headrace.flow.execute import Interpreter, OverlappedInterpreter, PlainInterpreter
+from headrace.generate.buffers import GenerationBuffers
 from headrace.generate.compose import composed
 from headrace.generate.copying import Copying
 from headrace.generate.expert_flow import ExpertFlow
@@ -26,7 +27,7 @@ from headrace.generate.plan import GenerationPlan
 from headrace.generate.planner import GenerationPlanner, GenerationUnits
 from headrace.generate.schedule import build_pass
 from headrace.generate.seat_caches import CacheFile, SeatCache
-from headrace.generate.verbs import GenerationBuffers, Pass, load_residents, run_pass
+from headrace.generate.verbs import Pass, load_residents, run_pass
 from headrace.machine.host_memory import keep_freed_memory
 from headrace.model.generation_check import seat_taps
 from headrace.model.packed import PackedBlocks

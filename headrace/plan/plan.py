@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from headrace.plan import words
 from headrace.plan.results import Results
 from headrace.plan.stored import PLAN_FORMAT, stored_fields
 from headrace.terms.cuts import (
@@ -363,14 +362,6 @@ class Plan:
             ConfigError: it has another format.
         """
         return cls(**stored_fields(values))
-
-    def explain_update(self) -> str:
-        """Return when updates run, and where."""
-        return words.update_of(self)
-
-    def explain(self) -> str:
-        """Return the plan's choices in words, and its peaks in one line for each tier."""
-        return words.words_of(self)
 
 
 def spread(count: int, num_blocks: int) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ from headrace.plan.footprint import with_serving_footprint
 from headrace.plan.placement import THRIFTS, Problem, fits, state_buffers, with_resident_states
 from headrace.plan.plan import Plan
 from headrace.plan.search import infeasible
+from headrace.plan.words import explain_update
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.forms import SSD
 from headrace.terms.grouping import Grouping
@@ -58,7 +59,7 @@ def explain_serving(plan: Plan) -> str:
     lines = [
         f"node     {plan.num_parameters / 1e6:.3g} M parameters, {plan.num_blocks} blocks, {plan.rule.name}; workers compute "
         f"{plan.tokens_per_step} tokens a step in {plan.compute_dtype}",
-        f"update   {plan.explain_update()}; {plan.update_threads} threads",
+        f"update   {explain_update(plan)}; {plan.update_threads} threads",
         f"slots    {plan.host_slots} of {len(plan.units)} units in host memory; states of {len(plan.resident_states)}",
     ]
     return "\n".join([*lines, *plan.results.explain_peaks()])

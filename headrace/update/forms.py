@@ -1,10 +1,9 @@
 """The forms of a model's units. They follow from a run's wire, its codec, where far units live, and its rule."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 from headrace.codec import Codec, coded_unit, decoding_bytes
-from headrace.terms.coding import CodedUnit
 from headrace.terms.cuts import cuts_of
 from headrace.terms.errors import ConfigError
 from headrace.terms.forms import Form, home_of
@@ -12,8 +11,20 @@ from headrace.terms.layout import UnitLayout, lay_out, realigned
 from headrace.terms.optimizer import ALL, Optimizer
 from headrace.terms.plain_figures import plain_figure
 from headrace.terms.rule_figures import RuleFigures
+from headrace.update.stored_codes import StoredCodes
 from headrace.update.wire import BesideWire, SubspaceWire, Wire
 from headrace.update.wires.frozen import FrozenWire
+
+
+@dataclass(frozen=True, slots=True)
+class Coding:
+    """How weights are coded: `codec` codes the blocks that are not trained in place, except those that the model's files hold
+    coded already (`stored`). `on_host`: the host computes, and decodes.
+    """
+
+    codec: Codec | None = None
+    stored: StoredCodes = field(default_factory=StoredCodes)
+    on_host: bool = True
 
 
 def forms_under(
@@ -21,25 +32,20 @@ def forms_under(
     num_blocks: int,
     wire: Wire,
     rule: RuleFigures,
-    optimizer: Optimizer | None = None,
-    codec: Codec | None = None,
-    stored: Mapping[int, CodedUnit] = MappingProxyType({}),
-    codecs: Mapping[str, Codec] = MappingProxyType({}),
+    optimizer: Optimizer | None,
+    coding: Coding,
     is_far: Callable[[int], bool] = lambda unit: False,
-    *,
-    on_host: bool = True,
 ) -> tuple[Form, ...]:
     """Return the forms of units laid out by `layouts` under a wire and a rule; the rule says how parameters are aligned and
     cut.
 
     `optimizer` says which parameters stay as they are (None: only those that are frozen anyway): a unit that has only such
-    parameters is frozen. `codec` codes the blocks that are not trained in place, except those that are coded already: `stored`
-    says where their parts lie, and `codecs` decode them. `on_host`: the host computes, and decodes.
+    parameters is frozen.
 
     Raises:
         ConfigError: nothing is trained, or a coded unit would be trained in place.
     """
-    forms = []
+    codec, stored, codecs, forms = coding.codec, coding.stored.units, coding.stored.codecs, []
     for unit, layout in enumerate(layouts):
         is_block = 1 <= unit <= num_blocks
         left = _left(layout, optimizer, is_block=is_block)
@@ -56,7 +62,7 @@ def forms_under(
             )
         code = stored.get(unit) or (coded_unit(layout, coded, rule.planes) if coded else None)
         known = {**codecs, **({coded.name: coded} if coded else {})}
-        decoding = decoding_bytes(code, known, on_host=on_host) if code else 0
+        decoding = decoding_bytes(code, known, on_host=coding.on_host) if code else 0
         forms.append(
             Form(
                 layout=layout,

@@ -13,6 +13,7 @@ from tiers import sampled
 import headrace
 from headrace.engine.trainer import Engine
 from headrace.plan.plan import Plan
+from headrace.plan.words import explain_plan
 from headrace.store import read_manifest
 from headrace.terms.errors import InputError
 from headrace.update.rules.adamw import adamw_planes
@@ -105,7 +106,7 @@ def test_resumed_and_rolled_back_runs_end_with_the_same_bits(
         assert engine.options.optimizer == "adamw:beta2=0.999,moments=int8"
         assert engine.plan is not None
         assert engine.plan.rule.name == "AdamW with int8 moments"
-        assert "int8 moments" in engine.plan.explain()
+        assert "int8 moments" in explain_plan(engine.plan)
         got += steps(engine, 2, STEPS)
         check_same(exported(engine, tmp_path / "out"), weights, "resumed")
     assert got == losses

@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import headrace
 from headrace.engine.trainer import Engine
+from headrace.plan.words import explain_plan
 from headrace.terms.errors import PlanInfeasible
 from headrace.terms.sizes import GIB, MIB, format_bytes, round_up
 
@@ -48,7 +49,7 @@ def measured_and_planned(model: Path, run: Path, device_bytes: int, tokens_per_s
     ) as engine:
         assert engine.plan is not None
         planned = engine.plan.peak("device")
-        explained = engine.plan.explain()
+        explained = explain_plan(engine.plan)
         ids = torch.randint(3, 32000, (tokens_per_step // LENGTH, LENGTH), generator=torch.Generator().manual_seed(1))
         measured = max(engine.step({"input_ids": ids, "labels": ids}).peak_bytes["device"] for _ in range(3))
     assert measured <= planned, f"measured {format_bytes(measured)}, planned {format_bytes(planned)}\n{explained}"

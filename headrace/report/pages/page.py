@@ -9,6 +9,7 @@ from pathlib import Path
 import headrace.report.pages
 from headrace.files.durable import write_whole
 from headrace.plan.results import PLAN_NAME
+from headrace.plan.words import explain_plan
 from headrace.report.lanes import LANES_NAME, TIMELINE_NAME
 from headrace.report.pages.findings import Findings, find
 from headrace.report.pages.gauges import measured_peaks, memory_bars, rate_gauges
@@ -89,7 +90,7 @@ def _header(run: RunFiles, found: Findings) -> str:
     if run.ceilings is not None:
         lines.append(f"on {run.ceilings.name}")
     facts = element("p", escape(" · ".join(lines)), class_="facts") if lines else ""
-    summary = element("details", element("summary", "The plan"), element("pre", escape(plan.explain()))) if plan else ""
+    summary = element("details", element("summary", "The plan"), element("pre", escape(explain_plan(plan)))) if plan else ""
     return element("header", element("h1", escape(_name(run))), facts, _tiles(run, found), summary or _missing(run, PLAN_NAME))
 
 
