@@ -11,29 +11,35 @@ import torch
 
 from headrace.terms.errors import StorageError
 
+# A tensor's dtype is its place here, in a byte behind all tensors; 0 stands for one that was never written.
+_DTYPES = (None, torch.bfloat16, torch.float16, torch.float32)
+_MOST_BYTES = 4
+
 
 class HiddenRows:
-    """A file with a tensor of `dtype` for each of `shapes`. Close it after use."""
+    """A file with a tensor for each of `shapes`, in the dtype in which it was written: blocks decide what they hand on.
 
-    def __init__(self, path: Path, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> None:
-        self._path, self._shapes, self._dtype = path, [torch.Size(shape) for shape in shapes], dtype
-        sizes = [shape.numel() * dtype.itemsize for shape in self._shapes]
+    Each has room for float32; what is not written takes no space. Close it after use.
+    """
+
+    def __init__(self, path: Path, shapes: Sequence[tuple[int, ...]]) -> None:
+        self._path, self._shapes = path, [torch.Size(shape) for shape in shapes]
+        sizes = [shape.numel() * _MOST_BYTES for shape in self._shapes]
         self._starts = [sum(sizes[:index]) for index in range(len(sizes))]
+        self._marks = sum(sizes)
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-
-    @staticmethod
-    def num_bytes(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> int:
-        """Return the size of such a file."""
-        return sum(torch.Size(shape).numel() for shape in shapes) * dtype.itemsize
 
     def read(self, index: int) -> torch.Tensor:
         """Return tensor `index`.
 
         Raises:
-            StorageError: the file is shorter than what was written to it.
+            StorageError: it was not written, or the file is shorter than what was written to it.
         """
-        shape = self._shapes[index]
-        tensor = torch.empty(shape, dtype=self._dtype)
+        mark = os.pread(self._descriptor, 1, self._marks + index)
+        dtype = _DTYPES[mark[0]] if mark and mark[0] < len(_DTYPES) else None
+        if dtype is None:
+            raise StorageError(f"{self._path}: holds no rows {index}; remove the directory and begin again")
+        tensor = torch.empty(self._shapes[index], dtype=dtype)
         left = memoryview(tensor.view(-1).view(torch.uint8).numpy().data)
         offset = self._starts[index]
         while left:
@@ -45,12 +51,13 @@ class HiddenRows:
         return tensor
 
     def write(self, index: int, tensor: torch.Tensor) -> None:
-        """Write tensor `index`."""
+        """Write tensor `index`: bfloat16, float16 or float32."""
         left = memoryview(tensor.detach().contiguous().cpu().view(-1).view(torch.uint8).numpy().data)
         offset = self._starts[index]
         while left:
             count = os.pwrite(self._descriptor, left, offset)
             left, offset = left[count:], offset + count
+        os.pwrite(self._descriptor, bytes([_DTYPES.index(tensor.dtype)]), self._marks + index)
 
     def sync(self) -> None:
         """Make everything that was written survive a power cut."""
@@ -64,5 +71,5 @@ class HiddenRows:
 
     def _drop(self, index: int) -> None:
         if hasattr(os, "posix_fadvise"):
-            size = self._shapes[index].numel() * self._dtype.itemsize
+            size = self._shapes[index].numel() * _MOST_BYTES
             os.posix_fadvise(self._descriptor, self._starts[index], size, os.POSIX_FADV_DONTNEED)

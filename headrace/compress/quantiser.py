@@ -132,7 +132,7 @@ class Quantiser:
                 self._resident.append(self._load(self.chain.layouts[unit]))
                 self.chain.bind(unit, self._resident[-1], None)
             shapes = [self._first(each.rows.batch).shape for each in self._passes]
-            self._files = [HiddenRows(self._folder / f"hidden-{index}", shapes, self.chain.dtype) for index in range(2)]
+            self._files = [HiddenRows(self._folder / f"hidden-{index}", shapes) for index in range(2)]
             if not blocks_done:
                 for index, each in enumerate(self._passes):
                     self._files[0].write(index, self._first(each.rows.batch))

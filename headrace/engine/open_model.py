@@ -15,6 +15,7 @@ from headrace.flow.make import Maker
 from headrace.machine.protocol import Machine
 from headrace.model import Chain, Checkpoint, WeightMap, check_whole, self_check
 from headrace.model.adapter_reading import StoredAdapters
+from headrace.model.importing import check_copies
 from headrace.store import StateStore
 from headrace.terms.errors import ConfigError, RunDirectoryError
 from headrace.terms.events import Sink
@@ -74,6 +75,7 @@ def open_model(directory: Path, machine: Machine, purpose: Purpose) -> OpenModel
     dtype = purpose.compute_dtype or checkpoint.main_dtype
     chain = Chain.from_config(config, dtype, purpose.optimizer, purpose.parameter_alignment)
     weights = chain.attach(checkpoint, leave_out_blocks=purpose.leave_out_blocks)
+    check_copies(weights)
     if purpose.computes:
         run_on(machine, chain, compile_blocks=purpose.compile_blocks, liger=purpose.liger)
     return OpenModel(checkpoint, chain, weights, machine)

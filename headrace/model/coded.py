@@ -20,6 +20,7 @@ from headrace.codec.published import Fp8Blocks, Mxfp4, Nf4, PackQuantized
 from headrace.codec.table import CODES
 from headrace.codec.ternary import TritsCodec, WordsCodec
 from headrace.codec.ternary_target import DIGEST, FORMAT, METHOD, TABLE, is_table
+from headrace.model.coded_keys import refused_keys
 from headrace.model.safetensors_file import StoredTensor, read_bytes
 from headrace.terms.coding import as_matrix
 from headrace.terms.errors import ModelError
@@ -103,6 +104,11 @@ def decoded_tensors(directory: Path, config: Any, tensors: Tensors) -> dict[str,
     reader = _READERS.get(method)
     if reader is None:
         raise ModelError(f"{directory}: its weights are coded by {method}, which is not read; read are {_read()}")
+    if refused := refused_keys(method, described):
+        raise ModelError(
+            f"{directory}: quantization_config has {', '.join(refused)}, which would change results and is not computed here; "
+            "use a model without it, or decode it with the program that wrote it"
+        )
     try:
         found, used = reader(described, tensors, dtype)
     except _Refusal as error:

@@ -32,7 +32,7 @@ def import_unit(weights: WeightMap, layout: UnitLayout, weight_out: np.ndarray, 
     all zero.
 
     Raises:
-        ModelError: a stored value is NaN, infinite or out of range, or a tied parameter is stored twice with different values.
+        ModelError: a stored value is NaN, infinite or out of range.
     """
     for plane in (weight_out, master_out):
         if plane is not None and plane.shape != (layout.num_elements,):
@@ -43,8 +43,6 @@ def import_unit(weights: WeightMap, layout: UnitLayout, weight_out: np.ndarray, 
     for spec in layout.parameters:
         for piece in weights.pieces.get(spec.name, ()):
             _import_piece(weights, spec, piece, weight_out, master_out)
-        for piece in weights.copies.get(spec.name, ()):
-            _check_copy(weights, piece, weights.pieces[spec.name][0])
     for conversion in weights.conversions:
         if any(name in specs for name in conversion.parameters):
             _import_conversion(weights, conversion, specs, weight_out, master_out)
@@ -115,8 +113,18 @@ def _import_piece(
             raise ModelError(f"{stored.path}: {piece.key}: {error} in rows {start} to {stop}") from error
 
 
+def check_copies(weights: WeightMap) -> None:
+    """Refuse a tied parameter that is stored twice with different values: transformers would not tie it.
+
+    Raises:
+        ModelError: there is one.
+    """
+    for name, copies in weights.copies.items():
+        for copy in copies:
+            _check_copy(weights, copy, weights.pieces[name][0])
+
+
 def _check_copy(weights: WeightMap, copy: Piece, first: Piece) -> None:
-    """Refuse a tied parameter that is stored twice with different values: transformers would not tie it."""
     stored, other = (weights.checkpoint.tensors[piece.key] for piece in (copy, first))
     same = stored.dtype == other.dtype and all(
         np.array_equal(float32_of(one, stored.dtype), float32_of(two, stored.dtype))
