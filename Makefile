@@ -10,7 +10,7 @@ STAMP := $(VENV)/installed
 # One thread for each test process: with WORKERS of them, more would only wait for one another.
 TEST_ENV := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false
 
-.PHONY: help venv demo demo-node test deep test-oldest test-gpu test-net bench-gpu golden check format soak bench bench-promise house clean
+.PHONY: architectures help venv demo demo-node test deep test-oldest test-gpu test-net bench-gpu golden check format soak bench bench-promise house clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ -/'
@@ -37,6 +37,9 @@ test: $(STAMP)  ## all quick tests (minutes)
 
 deep: $(STAMP)  ## what `test` has a sample of, whole: all architectures, full products (most of an hour)
 	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) -m "deep and not soak and not net and not gpu" --timeout=1200 --durations=12 --durations-min=5
+
+architectures: $(STAMP)  ## each causal model of transformers: train, eval, generate, LoRA, int4, beside stock (a quarter of an hour); RENEW=1
+	$(TEST_ENV) PYTHONPATH=$(CURDIR) $(BIN)/python tests/architectures/table.py --workers $(WORKERS) $(if $(RENEW),--renew)
 
 test-oldest:  ## the same with the oldest versions that are allowed, in .venv-oldest (gigabytes: torch brings CUDA)
 	$(MAKE) test VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt
