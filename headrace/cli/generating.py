@@ -32,7 +32,10 @@ def generate(model: str, options: GenerateOptions) -> None:
     talks = sys.stdin.isatty() and sys.stdout.isatty()
     if options.prompt is None and not talks:
         raise ConfigError("prompt: none was given; give --prompt TEXT, --prompt - for standard input, or --input and --output")
-    prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
+    try:
+        prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"prompt: standard input is no {error.encoding} at byte {error.start}; convert it") from error
     from headrace.generate.answering import Talk  # late: it brings torch
     from headrace.generate.whose_weights import open_generator
 

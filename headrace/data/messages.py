@@ -3,6 +3,8 @@
 Invariant: no picture, sound or video goes on as if it were text, and no flag reaches a chat template.
 """
 
+import contextlib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -74,6 +76,22 @@ def plain(where: str, message: Message) -> Message:
     if not isinstance(content, list):
         return message
     return {**message, "content": [_part(where, part) for part in content]}
+
+
+def read_tools(place: str, found: Any) -> list[Any] | None:
+    """Return the tools of a conversation; None for none.
+
+    Raises:
+        DataError: not a list of objects, nor JSON text of one.
+    """
+    if isinstance(found, str) and found.strip():
+        with contextlib.suppress(ValueError, RecursionError):
+            found = json.loads(found)
+    if not found:
+        return None
+    if not isinstance(found, list) or not all(isinstance(tool, dict) for tool in found):
+        raise DataError(f"{place}: tools must be a list of objects, found {type(found).__name__} {str(found)[:60]!r}")
+    return found
 
 
 def _part(where: str, part: Any) -> Any:

@@ -43,6 +43,12 @@ class PromptLine:
     error: str = ""
 
     @property
+    def has_tools(self) -> bool:
+        """Whether tools stand beside its messages."""
+        body = self.values["body"] if self.is_batch else self.values
+        return bool(body.get("tools"))
+
+    @property
     def is_batch(self) -> bool:
         """Whether it is a line of a Batch file."""
         return "custom_id" in self.values and "body" in self.values
@@ -76,7 +82,7 @@ def read_line(number: int, text: str, prompts: Prompts) -> PromptLine:
     """Return line `number` (from 1) of a file of prompts."""
     try:
         values = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return PromptLine(number, {"line": number}, error=f"line {number}: not JSON ({error})")
     if not isinstance(values, dict):
         return PromptLine(number, {"line": number}, error=f"line {number}: expected an object, found {type(values).__name__}")
@@ -96,7 +102,7 @@ def _batch_body(values: Mapping[str, Any]) -> Mapping[str, Any]:
     url, body = values.get("url", _BATCH_URL), values["body"]
     if url != _BATCH_URL or not isinstance(body, dict):
         raise _Wrong(f"url is {url!r}; only {_BATCH_URL} with an object as body is answered")
-    known = {*_WITHOUT_EFFECT, *_RENAMED, *_SETTINGS}
+    known = {*_WITHOUT_EFFECT, *_RENAMED, *_SETTINGS, "tools"}
     for key, value in body.items():
         if key not in known and not _is_off(key, value):
             raise _Wrong(f"{key} is {value!r}, which is not supported; leave it out")
@@ -113,7 +119,7 @@ def _ids(body: Mapping[str, Any], prompts: Prompts) -> list[int]:
     if isinstance(messages, list) and prompt is None:
         if not messages or not all(isinstance(each, dict) and isinstance(each.get("role"), str) for each in messages):
             raise _Wrong("messages must be a list of objects with role and content")
-        return prompts.of_messages(messages)
+        return prompts.of_messages(messages, body.get("tools"))
     if isinstance(prompt, str) and messages is None:
         return prompts.of_text(prompt)
     raise _Wrong("expected prompt (a text) or messages (a list)")

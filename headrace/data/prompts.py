@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from headrace.data.chat_template import Template
-from headrace.data.messages import read_messages
+from headrace.data.messages import read_messages, read_tools
 from headrace.terms.errors import DataError, ModelError
 
 Messages = Sequence[Mapping[str, Any]]
@@ -37,14 +37,14 @@ class Prompts:
             raise ModelError(
                 "system: the tokenizer has no chat template, or prompts are taken raw; write the system message into the prompt"
             )
-        return _some(list(self.tokenizer([text])["input_ids"][0]))
+        return self._ids(text)
 
-    def of_messages(self, messages: Messages) -> list[int]:
-        """Return the ids of a conversation, with the opening of the assistant's turn.
+    def of_messages(self, messages: Messages, tools: Any = None) -> list[int]:
+        """Return the ids of a conversation, with the opening of the assistant's turn; the template renders `tools`.
 
         Raises:
             ModelError: the tokenizer has no chat template.
-            DataError: the template refuses the conversation, or a message has a picture, a sound or a video.
+            DataError: the template refuses the conversation, a message has a picture, a sound or a video, or tools are no list.
         """
         if not self.tokenizer.chat_template:
             raise ModelError(
@@ -55,8 +55,17 @@ class Prompts:
         if self.system is not None and not (whole and whole[0].get("role") == "system"):
             whole.insert(0, {"role": "system", "content": self.system})
         read = read_messages("the prompt", whole, "messages").messages
-        text = self._template.render(self._template.given(read), prompt=True)
-        return _some(list(self.tokenizer([text], add_special_tokens=False)["input_ids"][0]))
+        text = self._template.render(self._template.given(read), read_tools("the prompt", tools), prompt=True)
+        return self._ids(text, add_special_tokens=False)
+
+    def _ids(self, text: str, **options: Any) -> list[int]:
+        place = next((place for place, each in enumerate(text) if "\ud800" <= each <= "\udfff"), None)
+        if place is not None:
+            raise DataError(
+                f"the prompt has half a character ({text[place]!a} behind {text[:place][-20:]!r}), which no UTF-8 can write; "
+                "correct the text"
+            )
+        return _some(list(self.tokenizer([text], **options)["input_ids"][0]))
 
     @cached_property
     def _template(self) -> Template:

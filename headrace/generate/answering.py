@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from headrace.data.prompts import Messages, Prompts, answer_of
 from headrace.generate.generator import Generator
 from headrace.generate.micro_batches import Generated, MicroBatch, kept_copies
 from headrace.generate.opened import end_tokens
-from headrace.terms.errors import ModelError, in_one_line
+from headrace.terms.errors import ConfigError, ModelError, in_one_line
 from headrace.terms.events import Sink
 from headrace.terms.generate_options import GenerateOptions
 
@@ -62,7 +63,6 @@ class Talk:
         self.generator, self._options, self._sink = generator, options, sink
         self._tokenizer = open_tokenizer(generator.model.directory)
         self._prompts = Prompts(self._tokenizer, options.raw, options.system)
-        self._assistant = open_assistant(options.assistant) if options.assistant is not None else None
         self._count = 0
 
     def answer(self, prompt: str | Messages, write: Callable[[str], None], plan: Callable[[Any], None] | None = None) -> Answer:
@@ -76,19 +76,15 @@ class Talk:
         """
         ids = self._prompts.of_text(prompt) if isinstance(prompt, str) else self._prompts.of_messages(prompt)
         generator, options = self.generator, self._options
-        settings = generator.model.settings(len(ids), None, options.settings)
+        generator.model.check_tokens(ids)
+        settings = generator.model.settings(len(ids), None, self._changes)
         config = settings["generation_config"]
         before = generator.plan
         room = 0 if isinstance(prompt, str) else _LEAST_CONVERSATION
-        copies = max(kept_copies(settings), int(self._assistant is not None))
-        generator.prepare_at_least(1, len(ids), config.max_new_tokens, room, copies)
+        generator.prepare_at_least(1, len(ids), config.max_new_tokens, room, kept_copies(settings))
         if plan is not None and generator.plan is not before:
             plan(generator.plan)
         stops = list(config.stop_strings or ())
-        if stops:
-            settings["tokenizer"] = self._tokenizer
-        if self._assistant is not None:
-            settings["assistant_model"] = self._assistant
         printer = Printer(self._tokenizer, stops, write)
         streams = (config.num_beams or 1) == 1
         if streams:
@@ -100,6 +96,10 @@ class Talk:
         if not streams:
             write(answer.text)
         return answer
+
+    @cached_property
+    def _changes(self) -> dict[str, Any]:
+        return changes_of(self.generator, self._options, self._tokenizer)
 
     def __enter__(self) -> "Talk":
         return self
@@ -119,6 +119,25 @@ def answers_of(tokenizer: Any, done: Generated) -> Iterator[Answer]:
     """Yield the answers of a micro-batch's rows."""
     for row in range(len(done.tokens)):
         yield _answer(tokenizer, done, row)
+
+
+def changes_of(generator: Generator, options: GenerateOptions, tokenizer: Any) -> dict[str, Any]:
+    """Return the arguments of transformers' `generate` that `options` and the tokenizer give; the model's own are tried.
+
+    Raises:
+        InputError: a setting is refused, or the assistant cannot be loaded.
+    """
+    changes = {**options.settings, "tokenizer": tokenizer}
+    if options.assistant is not None:
+        changes["assistant_model"] = open_assistant(options.assistant)
+    model = generator.model
+    config, _ = model.checked(None, changes)
+    if config.num_return_sequences > 1:
+        raise ConfigError(
+            f"{model.directory / 'generation_config.json'}: num_return_sequences is {config.num_return_sequences}, but a "
+            "prompt is answered once here; take it out, or generate from Python"
+        )
+    return changes
 
 
 def open_assistant(directory: str | Path) -> Any:

@@ -9,6 +9,7 @@ import copy
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -30,6 +31,7 @@ from headrace.generate.seat_caches import CacheFile, SeatCache
 from headrace.generate.verbs import Pass, load_residents, run_pass
 from headrace.machine.host_memory import keep_freed_memory
 from headrace.model.generation_check import seat_taps
+from headrace.model.generation_keys import check_call, is_assisted, switched_off
 from headrace.model.packed import PackedBlocks
 from headrace.model.seats import Seat, Seated
 from headrace.plan.ledger import Snapshot
@@ -176,18 +178,37 @@ class Generator:
         """Yield `(index, new tokens)` for prompts of token ids, as they are completed.
 
         `generation_config` and `settings` are those of transformers' `generate`; without a configuration the model's counts.
-        Micro-batch k draws as after `torch.manual_seed(seed + k)`.
+        Each is computed as transformers computes it, or refused by name. With `num_return_sequences` each index comes so often,
+        in order. Micro-batch k draws as after `torch.manual_seed(seed + k)`.
+
+        Raises:
+            ConfigError: a setting is refused, or the model has fewer positions.
+            DataError: a prompt is empty, or has a token that the model has no embedding for.
         """
-        longest = max(map(len, prompts))
-        settings = self.model.settings(longest, generation_config, settings)
-        plan = self.prepare(len(prompts), longest, settings["generation_config"].max_new_tokens, kept_copies(settings))
-        batches = composed([len(prompt) for prompt in prompts], [0] * len(prompts), plan.rows)
-        jobs = [
-            MicroBatch(number, tuple(tuple(prompts[index]) for index in members), seed + number, settings)
-            for number, members in enumerate(batches)
-        ]
-        for done in self.run(jobs):
-            yield from zip(batches[done.batch.number], done.tokens, strict=True)
+        lengths = [len(prompt) for prompt in prompts]
+        for number, prompt in enumerate(prompts):
+            self.model.check_tokens(prompt, f"prompt {number}")
+        own = partial(self.model.settings, config=generation_config, changes=settings)
+        check_call(own(max(lengths, default=1)), len(prompts))
+        return self._generate(prompts, lengths, own, seed)
+
+    def _generate(
+        self, prompts: Sequence[Sequence[int]], lengths: Sequence[int], settings: Callable[[int], dict[str, Any]], seed: int
+    ) -> Iterator[tuple[int, tuple[int, ...]]]:
+        if not prompts:
+            return
+        whole = settings(max(lengths))
+        config = whole["generation_config"]
+        plan = self.prepare(len(prompts), max(lengths), config.max_new_tokens, kept_copies(whole))
+        batches = composed(lengths, [0] * len(prompts), 1 if is_assisted(whole) else plan.rows)
+
+        def batch(number: int, members: Sequence[int]) -> MicroBatch:
+            rows = tuple(tuple(prompts[index]) for index in members)
+            return MicroBatch(number, rows, seed + number, settings(max(map(len, rows))))
+
+        for done in self.run([batch(number, members) for number, members in enumerate(batches)]):
+            members = [index for index in batches[done.batch.number] for _ in range(config.num_return_sequences)]
+            yield from zip(members, done.tokens, strict=True)
 
     def run(self, batches: Iterable[MicroBatch]) -> Iterator[Generated]:
         """Yield micro-batches as they are completed; they enter in order, as many together as planned.
@@ -297,10 +318,12 @@ class Generator:
         return stack
 
     def _call(self, batch: MicroBatch) -> Callable[[], Any]:
+        check_call(batch.settings, len(batch.rows))
         ids, mask = padded(batch.rows, batch.settings["generation_config"].pad_token_id)
         device = self.model.machine.device
         inputs = {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
-        settings = {**batch.settings, "generation_config": self._in_chunks(batch)}
+        config = self._in_chunks(batch)
+        settings = {**batch.settings, **switched_off(config), "generation_config": config}
         return lambda: self.model.chain.model.generate(**inputs, **settings)
 
     def _in_chunks(self, batch: MicroBatch) -> Any:

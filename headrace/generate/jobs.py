@@ -25,13 +25,22 @@ from headrace.data.open_data import open_tokenizer
 from headrace.data.prompt_lines import PromptLine, read_line
 from headrace.data.prompts import Prompts
 from headrace.files.durable import write_whole
-from headrace.generate.answering import answers_of
+from headrace.generate.answering import answers_of, changes_of
 from headrace.generate.compose import composed
 from headrace.generate.generator import Generator
 from headrace.generate.micro_batches import Generated, MicroBatch, kept_copies
 from headrace.generate.plan import GenerationPlan
 from headrace.machine.cpu import processor_name
-from headrace.terms.errors import ConfigError, DataError, DiskFull, RunDirectoryError, StepFailed, StorageError
+from headrace.model.generation_keys import is_assisted
+from headrace.terms.errors import (
+    DataError,
+    DiskFull,
+    InputError,
+    RunDirectoryError,
+    StepFailed,
+    StorageError,
+    in_one_line,
+)
 from headrace.terms.events import Notice, Sink
 from headrace.terms.generate_options import ON_DEVICE, ON_HOST, GenerateOptions
 from headrace.terms.sizes import format_seconds
@@ -70,23 +79,35 @@ def run_job(
     if output.exists():
         raise RunDirectoryError(f"output: {output} exists; name a file that does not, or remove it")
     tokenizer = open_tokenizer(generator.model.directory)
+    changes = changes_of(generator, options, tokenizer)
     lines, digest = _read(source, Prompts(tokenizer, options.raw, options.system))
-    lines = [_fitting(line, generator, options) for line in lines]
+    lines = [_fitting(line, generator, changes) for line in lines]
     answered = [line for line in lines if not line.error]
     answers: dict[int, dict[str, Any]] = {line.number: line.refused(line.error) for line in lines if line.error}
     if answered:
-        plan = _plan(generator, answered, options, _begun(folder))
-        job = _job(folder, digest, options, answered, plan, sink)
+        begun = _begun(folder, answered)
+        plan = _plan(generator, answered, options, changes, begun)
+        job = _job(folder, digest, options, answered, plan, begun, sink)
         tell_plan(plan)
         sink(Notice(text=_most_lost(plan), level="info"))
         by_number = {line.number: line for line in answered}
         for number, found in _done(folder).items():
             answers |= {line: by_number[line].answered(each) for line, each in zip(job[number][0], found, strict=True)}
-        _run(generator, tokenizer, options, job, by_number, answers, folder, progress)
+        _run(generator, tokenizer, changes, job, by_number, answers, folder, progress)
     with _writing(output):
-        write_whole(output, "".join(json.dumps(answers[line.number], ensure_ascii=False) + "\n" for line in lines))
+        write_whole(output, "".join(_written(answers[line.number]) + "\n" for line in lines))
         shutil.rmtree(folder, ignore_errors=True)
     return len(lines) - len(answered)
+
+
+def _written(answer: Mapping[str, Any]) -> str:
+    """Return an answer as JSON; one with half a character, as its line had it, in escapes."""
+    found = json.dumps(answer, ensure_ascii=False)
+    try:
+        found.encode("utf-8")
+    except UnicodeEncodeError:
+        return json.dumps(answer)
+    return found
 
 
 def _read(source: Path, prompts: Prompts) -> tuple[list[PromptLine], str]:
@@ -95,7 +116,7 @@ def _read(source: Path, prompts: Prompts) -> tuple[list[PromptLine], str]:
     except OSError as error:
         raise DataError(f"input: {source}: cannot be read ({error.strerror}); name a JSONL file of prompts") from error
     try:
-        texts = content.decode("utf-8").split("\n")
+        texts = content.decode("utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
         raise DataError(f"input: {source}: no UTF-8 at byte {error.start}; convert the file") from error
     lines = [read_line(number, text, prompts) for number, text in enumerate(texts, start=1) if text.strip()]
@@ -104,36 +125,39 @@ def _read(source: Path, prompts: Prompts) -> tuple[list[PromptLine], str]:
     return lines, hashlib.sha256(content).hexdigest()
 
 
-def _fitting(line: PromptLine, generator: Generator, options: GenerateOptions) -> PromptLine:
-    """Return the line, with an error if the model has too few positions for it, or transformers refuses its settings."""
+def _fitting(line: PromptLine, generator: Generator, changes: Mapping[str, Any]) -> PromptLine:
+    """Return the line, with an error if the model has no embedding or too few positions for it, or its settings are refused."""
     if line.error:
         return line
     try:
-        _settings(line, generator, options, len(line.ids))
-    except ConfigError as error:
+        generator.model.check_tokens(line.ids)
+        _settings(line, generator, changes, len(line.ids))
+    except InputError as error:
         return PromptLine(line.number, line.values, error=f"line {line.number}: {error}")
     return line
 
 
-def _settings(line: PromptLine, generator: Generator, options: GenerateOptions, longest: int) -> dict[str, Any]:
+def _settings(line: PromptLine, generator: Generator, changes: Mapping[str, Any], longest: int) -> dict[str, Any]:
     own = {key: value for key, value in line.settings.items() if key != "seed"}
-    return generator.model.settings(longest, None, {**options.settings, **own})
-
-
-def _new_tokens(line: PromptLine, generator: Generator, options: GenerateOptions) -> int:
-    return int(_settings(line, generator, options, len(line.ids))["generation_config"].max_new_tokens)
+    return generator.model.settings(longest, None, {**changes, **own})
 
 
 def _plan(
-    generator: Generator, lines: Sequence[PromptLine], options: GenerateOptions, begun: Mapping[str, Any] | None
+    generator: Generator,
+    lines: Sequence[PromptLine],
+    options: GenerateOptions,
+    changes: Mapping[str, Any],
+    begun: Mapping[str, Any] | None,
 ) -> GenerationPlan:
     """Return a plan whose micro-batches take no longer than may be lost, if there is one. Of a job that was `begun` it has the
     rows, the chunks of prompts, packed weights or none, and the place of attention.
     """
     longest = max(len(line.ids) for line in lines)
-    new = max(_new_tokens(line, generator, options) for line in lines)
-    copies = max(kept_copies(_settings(line, generator, options, len(line.ids))) for line in lines)
-    prompts, least, fixed = len(lines), 1, dict[str, Any]()
+    settings = [_settings(line, generator, changes, len(line.ids)) for line in lines]
+    new = max(int(each["generation_config"].max_new_tokens) for each in settings)
+    copies = max(map(kept_copies, settings))
+    prompts, least = len(lines), 1
+    fixed: dict[str, Any] = {"rows": 1} if any(map(is_assisted, settings)) else {}
     if begun is not None:
         least = max(map(len, begun["micro_batches"]))
         fixed = {"rows": least, "prefill_chunk": begun.get("prefill_chunk", 0)}
@@ -155,10 +179,31 @@ def _most_lost(plan: GenerationPlan) -> str:
     return f"a kill costs at most the answers under way: about {format_seconds(_micro_batch_seconds(plan))} of work"
 
 
-def _begun(folder: Path) -> dict[str, Any] | None:
-    """Return what a job that was begun has written down."""
+def _begun(folder: Path, lines: Sequence[PromptLine]) -> dict[str, Any] | None:
+    """Return what a job that was begun has written down; `lines` are those that can be answered.
+
+    Raises:
+        RunDirectoryError: it cannot be read, or has other prompts, as an earlier version read them.
+    """
     path = folder / "job.json"
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+    if not path.exists():
+        return None
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        members = sorted(number for batch in found["micro_batches"] for number in batch)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise RunDirectoryError(f"{path}: cannot be read ({in_one_line(error)}); remove {folder} and begin again") from error
+    tools = any(line.has_tools for line in lines)
+    if members != [line.number for line in lines] or found.get("prompts", "" if tools else None) not in (None, _digest(lines)):
+        raise RunDirectoryError(
+            f"{folder} holds an unfinished job of other prompts: another model, or an earlier version, read them otherwise; "
+            "remove it and begin again"
+        )
+    return dict(found)
+
+
+def _digest(lines: Sequence[PromptLine]) -> str:
+    return hashlib.sha256(json.dumps([line.ids for line in lines]).encode()).hexdigest()
 
 
 Job = dict[int, tuple[tuple[int, ...], int]]  # micro-batch -> its lines, its seed
@@ -170,14 +215,16 @@ def _job(
     options: GenerateOptions,
     lines: Sequence[PromptLine],
     plan: GenerationPlan,
+    begun: Mapping[str, Any] | None,
     sink: Sink,
 ) -> Job:
     """Return the micro-batches: those of a job that was begun, or new ones, which are written down first."""
     values = options.to_json()
-    fixed = {"input": digest, "options": {key: values[key] for key in _FIXED}}
+    drafting = {key: values[key] for key in ("assistant", "prompt_lookup") if values[key] is not None}
+    fixed = {"input": digest, "options": {key: values[key] for key in _FIXED} | drafting}
     here = {"threads": torch.get_num_threads(), "processor": processor_name()}
     path = folder / "job.json"
-    if (found := _begun(folder)) is not None:
+    if (found := begun) is not None:
         if found["fixed"] != fixed:
             raise RunDirectoryError(
                 f"{folder} holds an unfinished job of another input or other options; finish it with those, or remove it"
@@ -192,7 +239,7 @@ def _job(
         members = [[lines[index].number for index in batch] for batch in batches]
         own = {line.number: line.settings.get("seed") for line in lines}
         seeds = [options.seed + place if own[batch[0]] is None else own[batch[0]] for place, batch in enumerate(members)]
-        found = {"fixed": fixed, "here": here, "micro_batches": members, "seeds": seeds}
+        found = {"fixed": fixed, "here": here, "micro_batches": members, "seeds": seeds, "prompts": _digest(lines)}
         found["prefill_chunk"], found["packed_rows"] = plan.costs.prefill_chunk, plan.packed_rows
         found["attention"] = ON_HOST if plan.caches.attends else ON_DEVICE
         with _writing(folder):
@@ -218,7 +265,7 @@ def _done(folder: Path) -> dict[int, list[dict[str, Any]]]:
 def _run(
     generator: Generator,
     tokenizer: Any,
-    options: GenerateOptions,
+    changes: Mapping[str, Any],
     job: Job,
     lines: Mapping[int, PromptLine],
     answers: dict[int, dict[str, Any]],
@@ -231,7 +278,7 @@ def _run(
     places = sum(len(batch) * max(len(lines[line].ids) for line in batch) for batch, _ in job.values())
     padding = 1 - sum(len(line.ids) for line in lines.values()) / places
     with _writing(folder), (folder / "done.jsonl").open("ab") as file:
-        for done in generator.run(_micro_batches(generator, tokenizer, options, left, lines)):
+        for done in generator.run(_micro_batches(generator, changes, left, lines)):
             number = done.batch.number
             found = list(_found(tokenizer, done, number))
             file.write(json.dumps({"micro_batch": number, "answers": found}, ensure_ascii=False).encode() + b"\n")
@@ -243,13 +290,11 @@ def _run(
 
 
 def _micro_batches(
-    generator: Generator, tokenizer: Any, options: GenerateOptions, left: Job, lines: Mapping[int, PromptLine]
+    generator: Generator, changes: Mapping[str, Any], left: Job, lines: Mapping[int, PromptLine]
 ) -> Iterator[MicroBatch]:
     for number, (members, seed) in left.items():
         rows = tuple(lines[line].ids for line in members)
-        settings = _settings(lines[members[0]], generator, options, max(map(len, rows)))
-        if settings["generation_config"].stop_strings:
-            settings["tokenizer"] = tokenizer
+        settings = _settings(lines[members[0]], generator, changes, max(map(len, rows)))
         yield MicroBatch(number, rows, seed, settings)
 
 

@@ -2,7 +2,8 @@
 
 import contextlib
 import copy
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -20,12 +21,14 @@ from headrace.model import Chain, WeightMap
 from headrace.model.adapter_files import is_adapter_directory, named_base
 from headrace.model.adapter_reading import StoredAdapters, read_adapters
 from headrace.model.generation_check import check_generation, ready_to_generate
+from headrace.model.generation_keys import SettingError, check_file, resolved, try_settings
 from headrace.terms.budget import Budget
-from headrace.terms.errors import ConfigError, ModelError, in_one_line
+from headrace.terms.errors import ConfigError, DataError, ModelError, in_one_line
 from headrace.terms.events import Event, Sink
 
 # New tokens of an answer where neither the model nor the user says how many.
 _NEW_TOKENS = 512
+_CONFIG = "generation_config.json"
 
 
 @dataclass
@@ -42,6 +45,7 @@ class GenerationModel:
     generation_config: Any
     notes: tuple[str, ...] = ()
     closers: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    _tried: str = ""
 
     @classmethod
     def of_directory(
@@ -115,36 +119,75 @@ class GenerationModel:
         """Return the model of a chain, laid out like `source`."""
         chain.lay_out(source.layouts)
         config = read_generation_config(directory, chain.model)
-        chain.model.generation_config = config
+        # Settings of a call are whole: transformers puts nothing into them.
+        chain.model.generation_config = GenerationConfig()
         return cls(directory, chain, source, machine, config, notes)
 
     def settings(self, longest: int, config: Any, changes: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments of `generate` for prompts of up to `longest` tokens: a configuration, and the others.
+        """Return the arguments of `generate` for prompts of up to `longest` tokens: a whole configuration, and the others.
 
         Raises:
-            ConfigError: transformers refuses a setting, a token that ends texts is not the model's, or it has too few
-                positions.
+            ConfigError: a setting is refused, a token that ends texts is not the model's, or it has too few positions.
         """
-        own = copy.deepcopy(config if config is not None else self.generation_config)
-        try:
-            rest = own.update(**{"use_cache": True, **changes})
-        except Exception as error:  # whatever transformers raises for impossible values
-            raise ConfigError(f"generation: {in_one_line(error)}") from error
-        vocabulary = self.chain.vocabulary
-        for token in sorted(end_tokens(own)):
-            if not 0 <= token < vocabulary:
-                raise ConfigError(
-                    f"generation: eos_token_id {token} is no token of the model, which has {vocabulary}; correct "
-                    "generation_config.json, or name the token that ends a text"
-                )
-        if own.pad_token_id is None:
-            own.pad_token_id = min(end_tokens(own), default=0)
+        own, rest = self.checked(config, changes)
         if own.max_new_tokens is None:
             limit = position_limit(self.chain.config)
             own.max_new_tokens = min(_NEW_TOKENS, limit - longest) if limit else _NEW_TOKENS
+            if own.max_length is not None:
+                own.max_new_tokens = own.max_length - longest
+                if own.max_new_tokens < 1:
+                    raise ConfigError(
+                        f"max_length: it is {own.max_length}, the prompt has {longest} tokens; give more, or max_new_tokens"
+                    )
         own.max_length = None
         self.check_positions(longest, own.max_new_tokens)
         return {"generation_config": own, **rest}
+
+    def checked(self, config: Any, changes: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Return a whole configuration and the other arguments of `generate`, whose values have been tried together.
+
+        Raises:
+            ConfigError: a setting is refused, or a token that ends texts is not the model's.
+        """
+        try:
+            own, rest = resolved(self.generation_config, config, changes)
+            self._check_ends(own)
+            key = repr((sorted(vars(own).items()), sorted((name, id(value)) for name, value in rest.items())))
+            if key != self._tried:
+                try_settings(self.chain.model, own, rest, self.chain.vocabulary)
+                self._tried = key
+        except SettingError as error:
+            if error.key in changes or (config is not None and getattr(config, error.key, None) is not None):
+                raise ConfigError(f"generation: {error}") from error
+            raise ConfigError(f"{self.directory / _CONFIG}: {error}") from error
+        if own.pad_token_id is None or not 0 <= own.pad_token_id < self.chain.vocabulary:
+            own.pad_token_id = min(end_tokens(own), default=0)  # no answer shows it
+        return own, rest
+
+    def check_tokens(self, tokens: Sequence[int], name: str = "the prompt") -> None:
+        """Refuse a prompt, called `name`, that the model cannot read.
+
+        Raises:
+            DataError: it has no tokens, or one that the model has no embedding for.
+        """
+        if not tokens:
+            raise DataError(f"{name} is empty: it has no tokens; give a text")
+        vocabulary = self.chain.vocabulary
+        wrong = next((token for token in tokens if not 0 <= token < vocabulary), None)
+        if wrong is not None:
+            raise DataError(
+                f"{name} has token {wrong}, but the model's embedding has {vocabulary} tokens; the tokenizer is another "
+                "model's, or has tokens added that the embedding lacks"
+            )
+
+    def _check_ends(self, config: Any) -> None:
+        vocabulary = self.chain.vocabulary
+        for token in sorted(end_tokens(config)):
+            if not 0 <= token < vocabulary:
+                raise SettingError(
+                    "eos_token_id",
+                    f"{token} is no token of the model, which has {vocabulary}; correct it, or name the token that ends a text",
+                )
 
     def check_positions(self, prompt_length: int, new_tokens: int) -> None:
         """Refuse more tokens than the model has positions.
@@ -187,14 +230,24 @@ def read_generation_config(directory: Path, model: Any) -> Any:
     Raises:
         ModelError: the file exists, and cannot be read.
     """
-    if not (directory / "generation_config.json").exists():
-        return copy.deepcopy(model.generation_config)
+    path = directory / _CONFIG
+    if not path.exists():
+        found = copy.deepcopy(model.generation_config)
+        for name in ("output_attentions", "output_hidden_states", "return_dict_in_generate"):
+            setattr(found, name, None)  # config.json asks training for these
+        return found
     try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(values, dict):
+            raise ModelError(f"{path}: expected an object, found {type(values).__name__}")
+        check_file(values)
         return GenerationConfig.from_pretrained(directory, local_files_only=True)
-    except Exception as error:  # whatever transformers raises for what a file may hold
-        raise ModelError(
-            f"{directory / 'generation_config.json'}: transformers does not accept it: {in_one_line(error)}"
-        ) from error
+    except ConfigError as error:
+        raise ModelError(f"{path}: {error}") from error
+    except ModelError:
+        raise
+    except Exception as error:  # whatever JSON and transformers raise for what a file may hold
+        raise ModelError(f"{path}: transformers does not accept it: {in_one_line(error)}") from error
 
 
 def end_tokens(config: Any) -> frozenset[int]:

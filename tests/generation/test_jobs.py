@@ -2,20 +2,27 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
 
 from headrace.cli.generating import say
+from headrace.data.prompt_lines import read_line
+from headrace.data.prompts import Prompts
 from headrace.generate.generator import Generator
 from headrace.generate.jobs import JobProgress, run_job
 from headrace.generate.whose_weights import open_generator
-from headrace.terms.errors import DataError, RunDirectoryError, StorageError
+from headrace.terms.errors import ConfigError, DataError, RunDirectoryError, StorageError
 from headrace.terms.generate_options import GenerateOptions
 
 FOUR = {"max_tokens": 4}
@@ -88,6 +95,111 @@ def test_each_line_is_answered_or_says_why_not(model: Path, tmp_path: Path) -> N
             assert out["finish_reason"] == ("length" if out["completion_tokens"] == line.get("max_new_tokens", 6) else "stop")
     assert found[0]["id"] == 7
     assert not (tmp_path / "out.jsonl.job").exists()
+
+
+HALF = "\\ud83d"
+TALK = '{"messages": [{"role": "user", "content": "x"}]'
+# Lines that have no answer; none of them keeps the others from theirs.
+UNANSWERED = {
+    "half a character": f'{{"prompt": "w {HALF}"}}',
+    "half, in messages": f'{{"messages": [{{"role": "user", "content": "{HALF}"}}]}}',
+    "half, in stop": f'{{"prompt": "w", "stop": ["{HALF}"]}}',
+    "half, in a Batch": f'{{"custom_id": "{HALF}", "body": {{"messages": [{{"role": "user", "content": "{HALF}"}}]}}}}',
+    "no JSON": '{"prompt": "w"',
+    "deep": "[" * 100000,
+    "many digits": '{"prompt": "w", "seed": ' + "9" * 5000 + "}",
+    "tools are no list": TALK + ', "tools": {"a": 1}}',
+    "tools are no objects": TALK + ', "tools": [1]}',
+    "a picture": '{"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]}',
+    "a token beyond the embedding": '{"prompt": "w <beyond>"}',
+}
+
+
+@pytest.fixture
+def beyond(model: Path, tmp_path: Path) -> Path:
+    """The model, with a tokenizer that knows one token too many, and a template that renders tools."""
+    place = tmp_path / "beyond"
+    shutil.copytree(model, place)
+    tokenizer = AutoTokenizer.from_pretrained(place)
+    tokenizer.add_tokens([f"<more {number}>" for number in range(80)] + ["<beyond>"], special_tokens=True)
+    tokenizer.chat_template = "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}" + tokenizer.chat_template
+    tokenizer.save_pretrained(place)
+    return place
+
+
+def test_no_line_ends_a_job(beyond: Path, tmp_path: Path) -> None:
+    texts = ['{"prompt": "one"}', *UNANSWERED.values(), '{"prompt": "two"}']
+    (tmp_path / "in.jsonl").write_bytes(b"\xef\xbb\xbf" + "\n".join(texts).encode())
+    assert answer(beyond, options_for(tmp_path)) == len(UNANSWERED)
+    found = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert ["completion" in line for line in found] == [True, *(False for _ in UNANSWERED), True]
+    for name, line in zip(UNANSWERED, found[1:-1], strict=True):
+        assert line["error"], name
+    assert "embedding" in found[-2]["error"]
+
+
+def test_tools_are_rendered(beyond: Path, tmp_path: Path) -> None:
+    tool = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
+    body = {"messages": [{"role": "user", "content": "x"}]}
+    write(tmp_path, [body, {**body, "tools": [tool]}, {**body, "tools": json.dumps([tool])}, {**body, "tools": []}])
+    with (tmp_path / "in.jsonl").open("a") as file:
+        file.write(json.dumps({"custom_id": "a", "body": {**body, "tools": [tool]}}) + "\n")
+    assert answer(beyond, options_for(tmp_path)) == 0
+    found = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text(encoding="utf-8").splitlines()]
+    counts = [line["prompt_tokens"] for line in found[:4]] + [found[4]["response"]["body"]["usage"]["prompt_tokens"]]
+    assert counts[0] == counts[3] < counts[1] == counts[2] == counts[4]
+
+
+@pytest.mark.parametrize(
+    ("key", "own"),
+    {
+        "temperature": {"do_sample": True, "temperature": 0.0},
+        "penalty_alpha": {"penalty_alpha": 0.6, "top_k": 4},
+        "num_return_sequences": {"num_return_sequences": 2, "do_sample": True},
+    }.items(),
+)
+def test_the_models_own_settings_are_refused_before_the_plan(
+    key: str, own: dict[str, Any], model: Path, tmp_path: Path
+) -> None:
+    place = tmp_path / "own"
+    shutil.copytree(model, place)
+    (place / "generation_config.json").write_text(json.dumps({"eos_token_id": 0, **own}))
+    write(tmp_path, [{"prompt": "w"}])
+    options = options_for(tmp_path, temperature=None)
+    with opened(place, options) as generator, pytest.raises(ConfigError, match=f"generation_config.json: {key}"):
+        run_job(generator, options, sink=say, tell_plan=pytest.fail, progress=pytest.fail)
+
+
+ANY = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(), max_size=3) | st.just("\ud83d"),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=2), inner, max_size=2),
+    max_leaves=5,
+)
+KEYS = ("role", "content", "tool_calls", "name", "type", "text", "function", "arguments", "weight")
+MESSAGES = st.lists(
+    st.dictionaries(st.sampled_from(KEYS), ANY | st.sampled_from(["user", "assistant", "text"]), max_size=4), max_size=2
+)
+LINE = st.dictionaries(
+    st.sampled_from(["prompt", "messages", "tools", "stop", "seed", "top_k", "temperature", "custom_id", "body", "url"]),
+    ANY | MESSAGES | st.fixed_dictionaries({"messages": MESSAGES}),
+    max_size=4,
+)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@given(line=LINE | ANY)
+def test_any_line_is_read_or_refused(line: Any, model: Path) -> None:
+    found = read_line(1, json.dumps(line), Prompts(_tokenizer(model)))
+    assert bool(found.ids) != bool(found.error)
+    json.dumps(found.refused("so") if found.error else found.answered(dict.fromkeys(ANSWER, 1)))
+
+
+ANSWER = ("completion", "finish_reason", "prompt_tokens", "completion_tokens", "micro_batch", "seed")
+
+
+@cache
+def _tokenizer(model: Path) -> Any:
+    return AutoTokenizer.from_pretrained(model)
 
 
 def test_a_killed_job_ends_with_the_bytes_of_an_unbroken_one(model: Path, tmp_path: Path) -> None:

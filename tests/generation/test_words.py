@@ -74,6 +74,8 @@ BAD = {
     "too long": (["--raw", "--prompt", "w" * 70], "positions"),
     "too many new": (["--raw", "--prompt", "w", "--max-new-tokens", "64"], "--max-new-tokens 63"),
     "empty": (["--raw", "--prompt", ""], "empty"),
+    "no UTF-8": (["--prompt", "w \udcff"], "half a character"),
+    "no UTF-8 to stop at": (["--prompt", "w", "--stop", "\udcff"], "stop"),
     "no memory": (["--prompt", "w", "--host-memory", "200MiB"], "--host-memory"),
     "empty stop": (["--prompt", "w", "--stop", ""], "stop"),
     "temperature": (["--prompt", "w", "--temperature", "-1"], "temperature"),
