@@ -147,16 +147,30 @@ def export_run(run_directory: Path, out: Path, *, merge: bool = False) -> None:
                 _merge_newest(engine, run, config.model, out.absolute())
             else:
                 engine.save_pretrained(out.absolute())
+            _ended(config, out)
     elif run.final.is_dir():
         with _repeatable(run):
             if merge:
                 _merge(config.model, run.final, out.absolute())
             else:
                 _copy_final(run.final, out.absolute())
+            _ended(config, out)
     elif (holder := lock_holder(run.path)) is not None:
         raise RunDirectoryError(f"{run.path}: process {holder} imports the model; export it once steps are committed")
     else:
         raise RunDirectoryError(f"{run.path}: the run was stopped before its first commit; `headrace resume` begins it again")
+
+
+def _ended(config: RunOptions, out: Path) -> None:
+    """Let answers of the exported model end where turns of its conversations do."""
+    from headrace.runs.turn_end import add_turn_end  # late: it brings the tokenizer
+
+    try:
+        note = add_turn_end(config, out.absolute())
+    except OSError as error:
+        raise ExportFailed(f"export to {out}: {_cause(error)}; remove it") from error
+    if note:
+        show(f"note: {note}")
 
 
 def _merge_newest(engine: RunningEngine, run: RunDirectory, model: Path, out: Path) -> None:

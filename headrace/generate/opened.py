@@ -57,16 +57,18 @@ class GenerationModel:
         check: Check = check_generation,
         *,
         adapters: Callable[[Chain, WeightMap], StoredAdapters] | None = None,
+        beside: Path | None = None,
     ) -> "GenerationModel":
         """Open a model directory, whose weights stay where they are. `check` tries its architecture; `adapters` gives what is
-        computed beside its blocks. If it is a directory of adapters, open these and the model that it names.
+        computed beside its blocks, and the directory `beside` may have a generation_config.json that counts. If it is a
+        directory of adapters, open these and the model that it names.
 
         Raises:
             ModelError: it cannot be read, its architecture cannot generate block by block, or adapters belong to another model.
         """
         if adapters is None and is_adapter_directory(directory):
-            own = directory
-            adapters, directory = partial(read_adapters, own), named_base(own)
+            beside = directory
+            adapters, directory = partial(read_adapters, beside), named_base(beside)
         opened = open_to_generate(directory, budget, compute_dtype, check)
         chain, weights, machine = opened.chain, opened.weights, opened.machine
         with contextlib.ExitStack() as closers:
@@ -76,6 +78,8 @@ class GenerationModel:
             source = ShardSource(chain, weights, sink or _silent, on_cpu=not machine.separate_device, adapters=stored)
             found = cls.of(directory, chain, source, machine, (*opened.checkpoint.notes, *source.notes))
             found.closers = closers.pop_all()
+            if beside is not None and (beside / _CONFIG).exists():
+                found.generation_config = read_generation_config(beside, chain.model)
         return found
 
     @classmethod

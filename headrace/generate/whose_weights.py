@@ -41,8 +41,8 @@ def open_model(
             place = run.final
         if is_adapter_directory(place):
             raise ConfigError(f"adapter: {place} is an adapter itself; give the model directory that both are of")
-        beside = partial(read_adapters, adapter)
-        return GenerationModel.of_directory(place, budget, compute_dtype, sink, check, adapters=beside)
+        found = partial(read_adapters, adapter)
+        return GenerationModel.of_directory(place, budget, compute_dtype, sink, check, adapters=found, beside=adapter)
     if not run.config.exists():
         return GenerationModel.of_directory(place, budget, compute_dtype, sink, check)
     if run.final.is_dir():

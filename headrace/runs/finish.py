@@ -10,6 +10,7 @@ from pathlib import Path
 from headrace.report import CardFacts, model_card
 from headrace.report.metrics import Record
 from headrace.runs.protocols import RunningEngine
+from headrace.runs.turn_end import add_turn_end
 from headrace.store.run_directory import RunDirectory
 from headrace.terms.errors import ExportFailed
 from headrace.terms.provenance import PROVENANCE_NAME
@@ -19,8 +20,8 @@ from headrace.terms.run_options import RunOptions
 _NOT_ON_CARD = {"model", "data", "output", "ssd", "cache", "keep_state", "report_to", "interpreter"}
 
 
-def write_final(engine: RunningEngine, run: RunDirectory, config: RunOptions, records: list[Record]) -> None:
-    """Export the model to `final/` with its card. The state may be removed then.
+def write_final(engine: RunningEngine, run: RunDirectory, config: RunOptions, records: list[Record]) -> str:
+    """Export the model to `final/` with its card; return a note about it, or "". The state may be removed then.
 
     Raises:
         ExportFailed: there is no space for the model, or it cannot be written; the state is as it was.
@@ -46,7 +47,9 @@ def write_final(engine: RunningEngine, run: RunDirectory, config: RunOptions, re
         notes=engine.export_notes,
     )
     with run.writing():
+        note = add_turn_end(config, run.final)
         (run.final / "README.md").write_text(model_card(facts), encoding="utf-8")
+    return note
 
 
 def _provenance(model: Path) -> object:

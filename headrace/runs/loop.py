@@ -189,11 +189,13 @@ def _drive(run: _Run, engine: RunningEngine, reporters: Reporters, account: "Acc
             raise _interrupted(run, engine.step_index, stop.received)
     steps = engine.step_index
     try:
-        write_final(engine, run.directory, run.config, metrics.records)
+        note = write_final(engine, run.directory, run.config, metrics.records)
     except HeadraceError:
         with suppress(StorageError):  # why the model could not be written comes first
             tell_after()
         raise
+    if note:
+        run.display.say(f"note: {note}")
     tell_after()  # now, because writing the model also takes memory
     if not run.config.keep_state:
         engine.remove_state()

@@ -1,0 +1,78 @@
+"""The end of a turn becomes a token that ends texts: a model that was tuned on conversations stops where its answers end.
+
+Chat templates end turns with marks that a base model's generation_config.json does not know. Where a run trained on
+conversations, the model that it leaves has that mark among `eos_token_id`; adapters have the file beside them.
+Invariant: nothing else in the file changes, and what names the mark already stays as it is.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from headrace.data.chat_template import Template
+from headrace.data.open_data import open_tokenizer, read_model_config
+from headrace.data.sources import find_sources, read_rows
+from headrace.data.values import Kind
+from headrace.files.durable import write_whole
+from headrace.terms.errors import InputError
+from headrace.terms.run_options import RunOptions
+
+_NAME = "generation_config.json"
+_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def add_turn_end(config: RunOptions, out: Path) -> str:
+    """Add the token that ends turns to `eos_token_id` of what the run `config` wrote to `out`: a model, or adapters.
+
+    Return a note, or "" where nothing changes.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    try:
+        if not _is_of_conversations(config):
+            return ""
+        tokenizer = open_tokenizer(config.model)
+        mark, token = turn_end(tokenizer)
+        values = _values(config.model, out)
+    except (InputError, OSError, ValueError) as error:
+        return f"whether turns end with a token that ends texts was not found out: {error}"
+    if token is None:
+        return f"turns end with {mark!r}, which is no single token: no answer ends there by itself; give it as --stop"
+    found = values.get("eos_token_id")
+    ends = found if isinstance(found, list) else [] if found is None else [found]
+    if token in ends:
+        return ""
+    values = {**values, "eos_token_id": [*ends, token] if ends else token}
+    write_whole(out / _NAME, json.dumps(values, indent=2) + "\n")
+    return f"turns end with {mark!r}: token {token} is added to eos_token_id in {_NAME}, so that answers end there"
+
+
+def turn_end(tokenizer: Any) -> tuple[str, int | None]:
+    """Return the mark with which the chat template ends a turn of the assistant, and its token; None if it is not one."""
+    template = Template.of(tokenizer)
+    end = (template.answer_end or "").strip()
+    mark = max((each for each in template.marks if end.startswith(each)), key=len, default=end)
+    ids = list(tokenizer([mark], add_special_tokens=False)["input_ids"][0]) if mark else []
+    return mark, int(ids[0]) if len(ids) == 1 else None
+
+
+def _is_of_conversations(config: RunOptions) -> bool:
+    for source in find_sources(config.data, config.cache):
+        kind, rows = read_rows(source)
+        if kind is Kind.CHAT or (kind is Kind.COMPLETION and isinstance(next(rows).values["completion"], list)):
+            return True
+    return False
+
+
+def _values(model: Path, out: Path) -> Mapping[str, Any]:
+    """Return what generation_config.json has; where there is none, what transformers takes from config.json."""
+    for path in (out / _NAME, model / _NAME):
+        if path.exists():
+            found = json.loads(path.read_text(encoding="utf-8"))
+            return found if isinstance(found, dict) else {}
+    config = read_model_config(model)
+    text = config.get("text_config") or {}
+    known = {key: config.get(key, text.get(key)) for key in _TOKENS}
+    return {key: value for key, value in known.items() if value is not None}
