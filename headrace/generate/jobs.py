@@ -85,7 +85,7 @@ def run_job(
     answered = [line for line in lines if not line.error]
     answers: dict[int, dict[str, Any]] = {line.number: line.refused(line.error) for line in lines if line.error}
     if answered:
-        begun = _begun(folder, answered)
+        begun = _begun(folder, answered, generator.model.generation_config.max_length is not None)
         plan = _plan(generator, answered, options, changes, begun)
         job = _job(folder, digest, options, answered, plan, begun, sink)
         tell_plan(plan)
@@ -179,8 +179,9 @@ def _most_lost(plan: GenerationPlan) -> str:
     return f"a kill costs at most the answers under way: about {format_seconds(_micro_batch_seconds(plan))} of work"
 
 
-def _begun(folder: Path, lines: Sequence[PromptLine]) -> dict[str, Any] | None:
-    """Return what a job that was begun has written down; `lines` are those that can be answered.
+def _begun(folder: Path, lines: Sequence[PromptLine], bounded: bool) -> dict[str, Any] | None:
+    """Return what a job that was begun has written down; `lines` are those that can be answered. `bounded`: the model has a
+    `max_length`, which earlier versions passed over, as they did `tools`.
 
     Raises:
         RunDirectoryError: it cannot be read, or has other prompts, as an earlier version read them.
@@ -193,8 +194,8 @@ def _begun(folder: Path, lines: Sequence[PromptLine]) -> dict[str, Any] | None:
         members = sorted(number for batch in found["micro_batches"] for number in batch)
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise RunDirectoryError(f"{path}: cannot be read ({in_one_line(error)}); remove {folder} and begin again") from error
-    tools = any(line.has_tools for line in lines)
-    if members != [line.number for line in lines] or found.get("prompts", "" if tools else None) not in (None, _digest(lines)):
+    otherwise = "" if bounded or any(line.has_tools for line in lines) else None
+    if members != [line.number for line in lines] or found.get("prompts", otherwise) not in (None, _digest(lines)):
         raise RunDirectoryError(
             f"{folder} holds an unfinished job of other prompts: another model, or an earlier version, read them otherwise; "
             "remove it and begin again"

@@ -220,6 +220,22 @@ def test_a_killed_job_ends_with_the_bytes_of_an_unbroken_one(model: Path, tmp_pa
     assert whole == killed
 
 
+def test_a_job_whose_prompts_were_read_otherwise_is_refused(model: Path, tmp_path: Path) -> None:
+    lines = [{"prompt": "a"}, {"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function"}]}]
+    write(tmp_path, lines)
+    with pytest.raises(Killed):
+        answer(model, options_for(tmp_path), most=1)
+    path = tmp_path / "out.jsonl.job/job.json"
+    whole = json.loads(path.read_text())
+    older = {key: value for key, value in whole.items() if key != "prompts"}
+    for changed in (older, {**whole, "prompts": "others"}, {**whole, "micro_batches": [[1]]}, {}, []):
+        path.write_text(json.dumps(changed))
+        with pytest.raises(RunDirectoryError, match="begin again"):
+            answer(model, options_for(tmp_path))
+    path.write_text(json.dumps(whole))
+    assert answer(model, options_for(tmp_path)) == 0
+
+
 @pytest.mark.deep
 def test_a_job_that_is_killed_for_good_goes_on(model: Path, tmp_path: Path) -> None:
     lines = [{"prompt": "water " * (1 + number % 3)} for number in range(12)]
