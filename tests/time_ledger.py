@@ -15,6 +15,7 @@ import pytest
 # Who needs more takes it from another room, or marks tests `deep`.
 MOST_PERCENT = {
     "answers": 16,
+    "architectures": 3,
     "bench": 6,
     "cli": 16,
     "codec": 4,

@@ -8,9 +8,9 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from headrace.engine.generation_model import GenerationModel
+from headrace.generate.opened import GenerationModel
+from headrace.generate.whose_weights import open_model
 from headrace.runs import train
-from headrace.runs.generation_source import open_model
 from headrace.runs.turn_end import add_turn_end, turn_end
 from headrace.terms.budget import Budget
 from headrace.terms.run_options import RunOptions
