@@ -5,7 +5,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, Self
 
 import torch
@@ -332,17 +332,17 @@ class Engine:
         """Which weights the newest ones are: the run, and the number of its steps."""
         return {"run_id": self.store.manifest.run_id, "steps": self.num_steps}
 
-    def save_pretrained(self, out_dir: str | Path) -> None:
+    def save_pretrained(self, out_dir: str | Path, notes: Mapping[str, str] = MappingProxyType({})) -> None:
         """Write the newest weights as an ordinary Hugging Face directory, in constant memory; a run of adapters writes them in
         peft's files (`engine.merging` merges them).
 
         Tensors have the names, layout and dtype of the checkpoint that was opened; tokenizer files come along. `headrace.json`
-        has the `provenance`. The buffers of steps are freed before; the next step makes them again, and reads what lives in
+        has the `provenance`; `notes` are the texts of further files, by name. The buffers of steps are freed before; the next step makes them again, and reads what lives in
         them.
         """
         self.flush()
         self._drop_buffers()  # the plan has no room for these and an export's buffers at once
-        self._subject.export(self.store, Path(out_dir), {PROVENANCE_NAME: json.dumps(self.provenance) + "\n"})
+        self._subject.export(self.store, Path(out_dir), {**notes, PROVENANCE_NAME: json.dumps(self.provenance) + "\n"})
         self._traffic.moved()  # what an export reads belongs to no step
 
     def remove_state(self) -> None:

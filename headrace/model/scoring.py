@@ -16,6 +16,7 @@ from headrace.model.cost_meter import CostMeter
 from headrace.model.generation_costs import block_costs, ends_bound, experts_at_once
 from headrace.model.on_shapes import either_answer
 from headrace.model.runner import left_as_found
+from headrace.model.shape_costs import batch_on_shapes
 from headrace.model.taps import BlockCall
 from headrace.terms.costs import GenerationCosts
 from headrace.terms.sizes import MIB
@@ -85,9 +86,9 @@ def scoring_costs(chain: Chain, rows: int, length: int) -> GenerationCosts:
         torch.no_grad(),
         ends_bound(chain),
     ):
-        ids = torch.zeros((rows, length), dtype=torch.int64, device=chain.device)
-        positions = torch.arange(length, device=chain.device).expand(rows, length)
-        start = either_answer(lambda: chain.prologue(MicroBatch(ids, ids, None, positions)), lambda start: start.calls)
+        batch = batch_on_shapes(chain, rows, length, positions=True)
+        ids = batch.input_ids
+        start = either_answer(lambda: chain.prologue(batch), lambda start: start.calls)
         passed, hidden = block_costs(chain, DynamicCache(), start.hidden, start.calls)
         chunk = min(length, chunk_positions(chain, rows))
         meter = CostMeter(chain.wide_products, (hidden,))

@@ -31,13 +31,8 @@ def costs_on_shapes(
     def meter(*besides: torch.Tensor) -> CostMeter:
         return CostMeter(chain.wide_products, besides if on_gpu else (), huge_pages=huge_pages)
 
-    ids = torch.zeros((sequences, length), dtype=torch.int64, device=chain.device)
-    # Rows of models that cannot pack are padded; a fake mask has no values, so it cannot show that it hides nothing. Rows that
-    # are run sample by sample may be padded, too; where they are not, they take less.
-    kept_apart = chain.packs(length) and not chain.runs_by_samples(length)
-    batch = MicroBatch(ids, ids, None if kept_apart else torch.ones_like(ids))
-    if kept_apart and chain.packs_by_masks:
-        batch = replace(batch, position_ids=torch.arange(length, device=chain.device).expand(sequences, length).contiguous())
+    batch = batch_on_shapes(chain, sequences, length, positions=chain.packs_by_masks)
+    ids = batch.input_ids
     flats = {
         unit: torch.zeros(chain.layouts[unit].num_elements, dtype=chain.dtype, device=chain.device)
         for unit in _residents(chain)
@@ -88,6 +83,19 @@ def costs_on_shapes(
         wide_products=chain.wide_products,
         by_samples=chain.runs_by_samples(length),
     )
+
+
+def batch_on_shapes(chain: Chain, sequences: int, length: int, *, positions: bool) -> MicroBatch:
+    """Return rows (sequences, length) as the chain gets them, without values. `positions`: packed rows bring theirs.
+
+    Rows of models that cannot pack are padded; a fake mask has no values, so it cannot show that it hides nothing. Rows that
+    are run sample by sample may be padded, too; where they are not, they take less. Positions would say where samples begin.
+    """
+    ids = torch.zeros((sequences, length), dtype=torch.int64, device=chain.device)
+    if not chain.packs(length) or chain.runs_by_samples(length):
+        return MicroBatch(ids, ids, torch.ones_like(ids))
+    places = torch.arange(length, device=chain.device).expand(sequences, length).contiguous() if positions else None
+    return MicroBatch(ids, ids, None, places)
 
 
 def _residents(chain: Chain) -> tuple[int, ...]:

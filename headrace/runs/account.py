@@ -78,15 +78,15 @@ class Account:
         if self._ceilings is not None:
             self._directory.write_machine(self._ceilings.to_json())
 
-    def tell_after(self, display: Display, records: Sequence[Record], *, host_peak_bytes: int) -> None:
-        """Show planned beside measured figures, and write `summary.json`; without a step there is nothing to show.
+    def sum_up(self, records: Sequence[Record], *, host_peak_bytes: int) -> str:
+        """Write planned beside measured figures into `summary.json`; return them in words, "" without a step.
         `host_peak_bytes` is the peak of the process's whole life.
         """
         if not records:
-            return
+            return ""
         outcome = outcome_of(self._report, records, host_peak_bytes=host_peak_bytes)
-        display.say(explain_outcome(outcome))
         self._directory.write_summary(outcome.to_json())
+        return explain_outcome(outcome)
 
 
 def _ceilings(config: RunOptions, directory: RunDirectory, systems: Sequence[int]) -> Ceilings | None:

@@ -1,6 +1,7 @@
 """The end of a run: the model becomes an ordinary Hugging Face directory, with a card.
 
 Invariant: the state is removed only after the model lies complete in `final/`; if that is interrupted, `resume` does it again.
+`final/` is the last that a run writes: whoever sees it has the card and the summary, too.
 """
 
 import json
@@ -10,12 +11,13 @@ from pathlib import Path
 from headrace.report import CardFacts, model_card
 from headrace.report.metrics import Record
 from headrace.runs.protocols import RunningEngine
-from headrace.runs.turn_end import add_turn_end
+from headrace.runs.turn_end import turn_end_file
 from headrace.store.run_directory import RunDirectory
 from headrace.terms.errors import ExportFailed
 from headrace.terms.provenance import PROVENANCE_NAME
 from headrace.terms.run_options import RunOptions
 
+_CARD_NAME = "README.md"
 # Options that are places on somebody's machine: useless to a reader of the card, and private.
 _NOT_ON_CARD = {"model", "data", "output", "ssd", "cache", "keep_state", "report_to", "interpreter"}
 
@@ -24,19 +26,8 @@ def write_final(engine: RunningEngine, run: RunDirectory, config: RunOptions, re
     """Export the model to `final/` with its card; return a note about it, or "". The state may be removed then.
 
     Raises:
-        ExportFailed: there is no space for the model, or it cannot be written; the state is as it was.
-        StorageError: the same holds for the card.
+        ExportFailed: there is no space for both, or they cannot be written; the state is as it was.
     """
-    try:
-        # The export appears complete or not at all, and says what it is: if it is there, it is done.
-        if _provenance(run.final) != engine.provenance:
-            _refuse_another(run.final)
-            engine.save_pretrained(run.final)
-    except ExportFailed as error:
-        raise ExportFailed(
-            f"{error}. All steps are committed and the run is intact: `headrace resume {run.path}` then writes the model, "
-            f"`headrace export {run.path} OUT` writes it elsewhere"
-        ) from error
     facts = CardFacts(
         name=run.path.name,
         base_model=config.model.name,
@@ -46,9 +37,20 @@ def write_final(engine: RunningEngine, run: RunDirectory, config: RunOptions, re
         records=records,
         notes=engine.export_notes,
     )
-    with run.writing():
-        note = add_turn_end(config, run.final)
-        (run.final / "README.md").write_text(model_card(facts), encoding="utf-8")
+    files, note = turn_end_file(config)
+    try:
+        # The export appears complete or not at all, and says what it is: if it is there, it is done.
+        if _provenance(run.final) != engine.provenance:
+            _refuse_another(run.final)
+            engine.save_pretrained(run.final, {**files, _CARD_NAME: model_card(facts)})
+        elif not (run.final / _CARD_NAME).exists():  # an export of version 0.1 could end without it
+            with run.writing():
+                (run.final / _CARD_NAME).write_text(model_card(facts), encoding="utf-8")
+    except ExportFailed as error:
+        raise ExportFailed(
+            f"{error}. All steps are committed and the run is intact: `headrace resume {run.path}` then writes the model, "
+            f"`headrace export {run.path} OUT` writes it elsewhere"
+        ) from error
     return note
 
 

@@ -27,7 +27,7 @@ from headrace.runs.protocols import Display, Engines, NoDisplay, RunningEngine, 
 from headrace.runs.signals import Interrupted, StopRequest
 from headrace.store.run_directory import RunDirectory
 from headrace.terms.ceilings import Ceilings
-from headrace.terms.errors import HeadraceError, RunDirectoryError, StorageError
+from headrace.terms.errors import RunDirectoryError, StorageError
 from headrace.terms.events import Committed, Event, Notice, OpDone, Planned, Sink, StepResult
 from headrace.terms.run_options import RunOptions
 from headrace.terms.sizes import format_seconds
@@ -160,10 +160,10 @@ def _drive(run: _Run, engine: RunningEngine, reporters: Reporters, account: "Acc
     with run.directory.writing():
         metrics = _files(run, reporters, engine.step_index)
 
-    def tell_after() -> None:
+    def summary() -> str:
+        """Write the figures of the whole run; return them in words."""
         told = _account(run, engine.plan) if engine.plan is not None and engine.plan.serves else account
-        if told is not None:
-            told.tell_after(run.display, metrics.records, host_peak_bytes=run.meter.peak_bytes())
+        return told.sum_up(metrics.records, host_peak_bytes=run.meter.peak_bytes()) if told is not None else ""
 
     started, taken = time.monotonic(), list[float]()
     with StopRequest() as stop:
@@ -185,22 +185,26 @@ def _drive(run: _Run, engine: RunningEngine, reporters: Reporters, account: "Acc
         if reporters.failure is not None:
             raise run.directory.unwritable(reporters.failure) from reporters.failure
         if stop.received is not None:
-            tell_after()
+            _say(run, summary())
             raise _interrupted(run, engine.step_index, stop.received)
     steps = engine.step_index
+    words = summary()  # before the model, which is the last that may fail
     try:
-        note = write_final(engine, run.directory, run.config, metrics.records)
-    except HeadraceError:
-        with suppress(StorageError):  # why the model could not be written comes first
-            tell_after()
-        raise
-    if note:
-        run.display.say(f"note: {note}")
-    tell_after()  # now, because writing the model also takes memory
+        if note := write_final(engine, run.directory, run.config, metrics.records):
+            run.display.say(f"note: {note}")
+        with suppress(StorageError):  # the figures before the model are there
+            words = summary()  # writing the model also takes memory
+    finally:
+        _say(run, words)
     if not run.config.keep_state:
         engine.remove_state()
     run.display.say(f"done: {steps} steps, {format_seconds(time.monotonic() - started)}; model in {run.directory.final}")
     return Finished(run_directory=run.directory.path, final=run.directory.final, steps=steps)
+
+
+def _say(run: _Run, words: str) -> None:
+    if words:
+        run.display.say(words)
 
 
 def _tell_serving(run: _Run, plan: Plan) -> None:

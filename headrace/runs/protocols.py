@@ -46,8 +46,8 @@ class RunningEngine(Protocol):
     def flush(self) -> None:
         """Finish and commit everything under way."""
 
-    def save_pretrained(self, out_dir: Path) -> None:
-        """Write an ordinary Hugging Face directory."""
+    def save_pretrained(self, out_dir: Path, notes: Mapping[str, str]) -> None:
+        """Write an ordinary Hugging Face directory, with `notes` as files; it appears whole or not at all."""
 
     def remove_state(self) -> None:
         """Delete the run's state from the SSD tier."""

@@ -30,23 +30,33 @@ def add_turn_end(config: RunOptions, out: Path) -> str:
     Raises:
         OSError: the file cannot be written.
     """
+    files, note = turn_end_file(config)
+    for name, text in files.items():
+        write_whole(out / name, text)
+    return note
+
+
+def turn_end_file(config: RunOptions) -> tuple[dict[str, str], str]:
+    """Return generation_config.json of what a run leaves, by its name, if the token that ends turns is new in it; and a note,
+    or "" where nothing changes.
+    """
     try:
         if not _is_of_conversations(config):
-            return ""
+            return {}, ""
         tokenizer = open_tokenizer(config.model)
         mark, token = turn_end(tokenizer)
-        values = _values(config.model, out)
+        values = _values(config.model)
     except (InputError, OSError, ValueError) as error:
-        return f"whether turns end with a token that ends texts was not found out: {error}"
+        return {}, f"whether turns end with a token that ends texts was not found out: {error}"
     if token is None:
-        return f"turns end with {mark!r}, which is no single token: no answer ends there by itself; give it as --stop"
+        return {}, f"turns end with {mark!r}, which is no single token: no answer ends there by itself; give it as --stop"
     found = values.get("eos_token_id")
     ends = found if isinstance(found, list) else [] if found is None else [found]
     if token in ends:
-        return ""
+        return {}, ""
     values = {**values, "eos_token_id": [*ends, token] if ends else token}
-    write_whole(out / _NAME, json.dumps(values, indent=2) + "\n")
-    return f"turns end with {mark!r}: token {token} is added to eos_token_id in {_NAME}, so that answers end there"
+    note = f"turns end with {mark!r}: token {token} is added to eos_token_id in {_NAME}, so that answers end there"
+    return {_NAME: json.dumps(values, indent=2) + "\n"}, note
 
 
 def turn_end(tokenizer: Any) -> tuple[str, int | None]:
@@ -66,12 +76,11 @@ def _is_of_conversations(config: RunOptions) -> bool:
     return False
 
 
-def _values(model: Path, out: Path) -> Mapping[str, Any]:
+def _values(model: Path) -> Mapping[str, Any]:
     """Return what generation_config.json has; where there is none, what transformers takes from config.json."""
-    for path in (out / _NAME, model / _NAME):
-        if path.exists():
-            found = json.loads(path.read_text(encoding="utf-8"))
-            return found if isinstance(found, dict) else {}
+    if (model / _NAME).exists():
+        found = json.loads((model / _NAME).read_text(encoding="utf-8"))
+        return found if isinstance(found, dict) else {}
     config = read_model_config(model)
     text = config.get("text_config") or {}
     known = {key: config.get(key, text.get(key)) for key in _TOKENS}

@@ -199,7 +199,8 @@ def test_no_space_for_the_card_at_the_end(
     world: World, unbroken: dict[str, bytes], fill: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fill("README.md")
-    assert "the last committed step is safe" in refused(world, *world.train_words())
+    assert "All steps are committed and the run is intact" in refused(world, *world.train_words())
+    assert not (world.run / "final").exists()
     monkeypatch.undo()
     assert exit_code("resume", world.run) == 0
     assert (world.run / "final" / "README.md").stat().st_size > 0

@@ -158,8 +158,10 @@ class FakeEngine:
     def flush(self) -> None:
         (self.directory / "fake.json").write_text(json.dumps(self.state))
 
-    def save_pretrained(self, out_dir: Path) -> None:
+    def save_pretrained(self, out_dir: Path, notes: Mapping[str, str]) -> None:
         Path(out_dir).mkdir(exist_ok=True)
+        for name, text in notes.items():
+            (Path(out_dir) / name).write_text(text)
         (Path(out_dir) / "weights").write_text(str(self.state["digest"]))
         (Path(out_dir) / "config.json").write_text("{}")
         (Path(out_dir) / "headrace.json").write_text(json.dumps(self.provenance))
