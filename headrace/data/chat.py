@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from headrace.data.bounded import Tokens, tokenize, tokens_between
 from headrace.data.chat_template import Stretch, Template, TemplateRefusal
-from headrace.data.messages import Messages, read_messages, refuse_media
+from headrace.data.messages import Messages, read_messages, read_tools, refuse_media
 from headrace.data.turns import Rendered, Unmarkable
 from headrace.data.values import Encoded, Row, Tokenizer, Unmarked
 from headrace.terms.errors import DataError
@@ -37,7 +37,7 @@ def encode_chat(row: Row, template: Template, most_tokens: int, columns: tuple[s
     trained = [index for index in spoken if index - first not in read[-1].untrained]
     try:
         tagged = template.has_tags and len(columns) == 1
-        rendered = Rendered.of(template, messages, row.values.get("tools") or None, tagged=tagged)
+        rendered = Rendered.of(template, messages, read_tools(row.place, row.values), tagged=tagged)
         found = rendered.tagged(trained) if tagged else rendered.turns(trained)
         rendered.remarks.extend(remark for each in read for remark in each.remarks)
         return _encode(row, rendered.text, found, template.tokenizer, most_tokens, rendered.remarks)
@@ -52,7 +52,7 @@ def encode_contents(row: Row, said: Messages, template: Template, most_tokens: i
     names, together with the texts, must be the rendering of the conversation itself.
     """
     try:
-        messages, tools = template.given(said), row.values.get("tools") or None
+        messages, tools = template.given(said), read_tools(row.place, row.values)
         places = [index for index, message in enumerate(messages) if isinstance(message.get("content"), str)]
         named = [
             dict(message, content=_NAME.format(index)) if index in places else message for index, message in enumerate(messages)

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from headrace.data.messages import MEDIA_COLUMNS
-from headrace.data.values import Row
+from headrace.data.messages import MEDIA_COLUMNS, read_json
+from headrace.data.values import Kind, Row
 from headrace.terms.errors import DataError
 
 _ROLES = {
@@ -21,6 +21,7 @@ _ROLES = {
     "system": "system",
     "tool": "tool",
     "observation": "tool",
+    "function_call": "assistant",
     "function_response": "tool",
 }
 
@@ -50,11 +51,21 @@ def _message(row: Row, index: int, turn: Mapping[str, Any]) -> Mapping[str, Any]
             f"{row.place}: conversations[{index}] must have a value, and say in from who speaks ({', '.join(_ROLES)}), found "
             f"{str(turn)[:80]!r}. Correct the sample"
         )
-    return {
-        **{name: value for name, value in turn.items() if name not in ("from", "value")},
-        "role": role,
-        "content": turn["value"],
-    }
+    others = {name: value for name, value in turn.items() if name not in ("from", "value")}
+    if turn["from"] == "function_call":  # LLaMA-Factory: the call, or several, as JSON
+        return {**others, "role": role, "content": "", "tool_calls": _calls(f"{row.place}: conversations[{index}]", turn["value"])}
+    return {**others, "role": role, "content": turn["value"]}
+
+
+def _calls(where: str, value: Any) -> list[Mapping[str, Any]]:
+    found = read_json(f"{where}, a function_call,", value)
+    calls = found if isinstance(found, list) else [found]
+    if not calls or not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
+        raise DataError(
+            f'{where}: a function_call must be {{"name": ..., "arguments": ...}} or a list of these, found {str(value)[:60]!r}. '
+            "Correct the sample"
+        )
+    return [{"type": "function", "function": {"arguments": {}, **call}} for call in calls]
 
 
 def _alpaca(row: Row) -> Row:
@@ -82,4 +93,13 @@ def _with_messages(row: Row, turns: list[Mapping[str, Any]]) -> Row:
 FORMS = (
     Form("ShareGPT", ("conversations",), _share_gpt),
     Form("Alpaca", ("instruction", "output"), _alpaca),
+)
+# Columns whose values are objects, or may be.
+CONVERSATIONS = frozenset({"messages", "prompt", "completion", "conversations", "tools"})
+# All columns that are looked at, whatever the form of a row.
+READ = frozenset(
+    {
+        *(column for form in (*Kind, *FORMS) for column in form.columns),
+        *("labels", "attention_mask", "position_ids", "seq_lengths", "tools", "input", "history", "system", *MEDIA_COLUMNS),
+    }
 )

@@ -66,6 +66,37 @@ def read_messages(place: str, found: Any, column: str) -> Conversation:
     return Conversation(messages, frozenset(untrained), tuple(dict.fromkeys(remarks)))
 
 
+def read_tools(place: str, values: Mapping[str, Any]) -> Any:
+    """Return the tools of a row, a list; None if it has none. They may be given as JSON text, whole or one by one.
+
+    Raises:
+        DataError: it is text, but not JSON, or not that of a list of objects.
+    """
+    found = values.get("tools")
+    if isinstance(found, str):
+        found = read_json(f"{place}: tools", found) if found.strip() else None
+        if found is not None and not isinstance(found, list):
+            raise DataError(f"{place}: tools must be a list of objects, found {str(found)[:60]!r}. Correct the sample")
+    if isinstance(found, list) and any(isinstance(tool, str) for tool in found):
+        found = [read_json(f"{place}: tools[{index}]", tool) for index, tool in enumerate(found)]
+        wrong = next((tool for tool in found if not isinstance(tool, dict)), None)
+        if wrong is not None:
+            raise DataError(f"{place}: tools must be a list of objects, found {str(wrong)[:60]!r}. Correct the sample")
+    return found or None
+
+
+def read_json(where: str, value: Any) -> Any:
+    """Return the value of JSON text; what is no text stays as it is.
+
+    Raises:
+        DataError: it is text, but not JSON.
+    """
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where} is not JSON ({str(error) or 'too deep'}), found {value[:60]!r}. Correct the sample") from error
+
+
 def plain(where: str, message: Message) -> Message:
     """Return `message` with its list of parts, if it has one, as objects `{"type": "text", "text": ...}`.
 

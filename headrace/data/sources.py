@@ -84,25 +84,27 @@ def read_rows(source: Source) -> tuple[Kind, Iterator[Row]]:
         raise DataError(f"{source.name}: holds no samples; expected at least one with the columns {ACCEPTED}")
     kind = next((kind for kind in Kind if _has(first, kind.columns)), None)
     if kind is not None:
-        return kind, map(partial(_noting_others, kind=kind), _checked(first, rows, kind.columns))
+        return kind, map(partial(_noting_others, used=kind.columns), _checked(first, rows, kind.columns))
     form = next((form for form in FORMS if _has(first, form.columns)), None)
     if form is None:
         raise DataError(
             f"{first.place}: nothing to train on in the columns {_names(first.values)}; accepted are {ACCEPTED}. "
             "Rename or add the columns, every sample needs them"
         )
-    return Kind.CHAT, map(partial(_renamed, form=form), _checked(first, rows, form.columns))
+    noted = map(partial(_noting_others, used=form.columns), _checked(first, rows, form.columns))
+    return Kind.CHAT, map(partial(_renamed, form=form), noted)
 
 
 def _has(row: Row, columns: Sequence[str]) -> bool:
     return all(row.values.get(column) is not None for column in columns)
 
 
-def _noting_others(row: Row, *, kind: Kind) -> Row:
-    others = [" + ".join(other.columns) for other in Kind if other is not kind and _has(row, other.columns)]
+def _noting_others(row: Row, *, used: tuple[str, ...]) -> Row:
+    others = [each.columns for each in (*Kind, *FORMS) if each.columns != used and _has(row, each.columns)]
     if not others:
         return row
-    return replace(row, remarks=(*row.remarks, f"{' + '.join(kind.columns)} is used, {' and '.join(others)} beside it is not"))
+    words = " and ".join(map(" + ".join, others))
+    return replace(row, remarks=(*row.remarks, f"{' + '.join(used)} is used, {words} beside it is not"))
 
 
 def _renamed(row: Row, *, form: Form) -> Row:

@@ -3,14 +3,19 @@
 Only this module imports either, and only when a table is read: importing `datasets` takes a second, which JSON need not pay.
 Local tables are read about a megabyte at a time, so that neither memory nor a copy on a drive depends on their size. `datasets`
 keeps the log level that it had.
+
+Invariants: a row has the values that it was made of. Tables unite the objects of all rows, so fields that are null go, at every
+depth of conversations. And a column that no form of data reads may hold whatever it likes: it is not converted.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from headrace.data.forms import CONVERSATIONS, READ
 from headrace.data.values import Row
 from headrace.terms.errors import DataError
 
@@ -30,7 +35,10 @@ def read_parquet(path: Path) -> Iterator[Row]:
         with parquet_file(path, buffer_size=_BATCH_BYTES, pre_buffer=False) as file:
             row_bytes = max(1, sum(file.metadata.row_group(i).total_byte_size for i in range(file.metadata.num_row_groups)))
             rows = max(1, min(_BATCH_ROWS, _BATCH_BYTES * file.metadata.num_rows // row_bytes))
-            yield from file.iter_batches(batch_size=rows, use_threads=False)
+            # No column at all would be read as no row: then all are read, and none is converted.
+            wanted = [name for name in file.schema_arrow.names if name in READ] or None
+            for batch in file.iter_batches(batch_size=rows, columns=wanted, use_threads=False):
+                yield batch, file.schema_arrow
 
     return _rows(path, "Parquet", batches)
 
@@ -52,25 +60,22 @@ def read_arrow(path: Path) -> Iterator[Row]:
                 source.seek(0)
                 whole = iter(pyarrow.ipc.open_stream(source))
             for batch in whole:
-                rows = max(1, min(_BATCH_ROWS, _BATCH_BYTES * batch.num_rows // max(1, batch.nbytes)))
-                yield from (batch.slice(start, rows) for start in range(0, batch.num_rows, rows))
+                yield from ((piece, batch.schema) for piece in _pieces(batch))
 
     return _rows(path, "Arrow", batches)
 
 
-def _rows(path: Path, form: str, batches: Callable[[], Iterator[Any]]) -> Iterator[Row]:
+def _rows(path: Path, form: str, batches: Callable[[], Iterator[tuple[Any, Any]]]) -> Iterator[Row]:
     if path.stat().st_size == 0:
         raise DataError(f"{path}: the file is empty; expected {form} with at least one row")
-    index = 0
-    decode: Callable[[Any], Any] | None = None
-    made = batches()
+    index, features, made = 0, None, batches()
     while True:
         try:
-            batch = next(made, None)
+            batch, schema = next(made, (None, None))
             if batch is None:
                 return
-            decode = decode or _decoder(batch.schema)
-            values = [decode(row) for row in batch.to_pylist()]
+            features = _features(schema) if features is None else features
+            values = _values(batch, schema.names, features)
         except Exception as error:
             raise DataError(
                 f"{path}: is not readable as {form}; write it again ({type(error).__name__}: {_first_line(error)})"
@@ -80,14 +85,65 @@ def _rows(path: Path, form: str, batches: Callable[[], Iterator[Any]]) -> Iterat
             index += 1
 
 
-def _decoder(schema: Any) -> Callable[[Any], Any]:
-    """Return the decoder of rows. `datasets` keeps objects of several shapes as text, and says so in the schema."""
-    if b"Json" not in (schema.metadata or {}).get(b"huggingface", b""):
-        return lambda row: row
-    datasets = _library("datasets", "objects kept as text")
+def _pieces(batch: Any) -> Iterator[Any]:
+    rows = max(1, min(_BATCH_ROWS, _BATCH_BYTES * batch.num_rows // max(1, batch.nbytes)))
+    return (batch.slice(start, rows) for start in range(0, batch.num_rows, rows))
 
-    decode: Callable[[Any], Any] = datasets.Features.from_arrow_schema(schema).decode_example
-    return decode
+
+@dataclass(frozen=True)
+class _NotConverted:
+    """Stands for a value of a column that is not read, or cannot be converted. An error shows it where it is asked for."""
+
+    why: str
+
+    def __repr__(self) -> str:
+        return self.why
+
+
+def _values(batch: Any, names: list[str], features: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the rows of a record batch, each with all `names`; of those that no form reads, nothing but the names."""
+    columns: dict[str, list[Any]] = {name: [_NotConverted("a column that is not read")] * batch.num_rows for name in names}
+    for name, column in zip(batch.schema.names, batch.columns, strict=True):
+        if name in READ:
+            columns[name] = _converted(name, column, features)
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+
+def _converted(name: str, column: Any, features: Mapping[str, Any]) -> list[Any]:
+    try:
+        values = column.to_pylist()
+        if name in features:
+            decode = _library("datasets", "objects kept as text").Features({name: features[name]}).decode_example
+            values = [decode({name: value})[name] for value in values]
+    except (ValueError, OverflowError, TypeError, LookupError, ImportError) as error:  # of another form's column, it may be
+        return [_NotConverted(f"a value that cannot be read ({type(error).__name__}: {_first_line(error)})")] * len(column)
+    return [_without_nulls(value, features.get(name)) for value in values] if name in CONVERSATIONS else values
+
+
+def _without_nulls(value: Any, feature: Any) -> Any:
+    """Return `value` without the fields that are null, which a table adds where other rows have them. What `datasets` stored as
+    JSON, says `feature`, has only fields of its own.
+    """
+    if type(feature).__name__ == "Json":
+        return value
+    if isinstance(value, dict):
+        inner = feature if isinstance(feature, Mapping) else {}
+        return {name: _without_nulls(each, inner.get(name)) for name, each in value.items() if each is not None}
+    if isinstance(value, list):
+        of = feature[0] if isinstance(feature, list) and feature else getattr(feature, "feature", None)
+        return [_without_nulls(each, of) for each in value]
+    return value
+
+
+def _features(schema: Any) -> Mapping[str, Any]:
+    """Return the features of columns in which `datasets` keeps objects of several shapes as JSON, as the schema says."""
+    if b"Json" not in (schema.metadata or {}).get(b"huggingface", b""):
+        return {}
+    return _with_json(_library("datasets", "objects kept as text").Features.from_arrow_schema(schema))
+
+
+def _with_json(features: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {name: feature for name, feature in features.items() if "Json(" in repr(feature)}
 
 
 def is_saved_dataset(path: Path) -> bool:
@@ -142,15 +198,20 @@ def _rows_of_data_set(name: str, load: Callable[[], Any], failure: str) -> Itera
     # Quiet around each step and not around the loop, because between two rows the caller's code runs under its own settings.
     try:
         with _quiet():
-            rows = iter(load())
+            loaded = load()
+            features, names = _with_json(loaded.features), loaded.column_names
+            wanted = [column for column in names if column in READ]
+            tables = iter((loaded.select_columns(wanted) if wanted else loaded).with_format("arrow").iter(_BATCH_ROWS))
         index = 0
         while True:
             with _quiet():
-                values = next(rows, None)
-            if values is None:
+                table = next(tables, None)
+            if table is None:
                 return
-            yield Row(f"{name}, row {index}", values)
-            index += 1
+            for piece in (piece for batch in table.to_batches() for piece in _pieces(batch)):
+                for values in _values(piece, names, features):
+                    yield Row(f"{name}, row {index}", values)
+                    index += 1
     except DataError:
         raise
     except Exception as error:

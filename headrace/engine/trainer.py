@@ -337,8 +337,8 @@ class Engine:
         peft's files (`engine.merging` merges them).
 
         Tensors have the names, layout and dtype of the checkpoint that was opened; tokenizer files come along. `headrace.json`
-        has the `provenance`; `notes` are the texts of further files, by name. The buffers of steps are freed before; the next step makes them again, and reads what lives in
-        them.
+        has the `provenance`; `notes` are the texts of further files, by name. The buffers of steps are freed before; the next
+        step makes them again, and reads what lives in them.
         """
         self.flush()
         self._drop_buffers()  # the plan has no room for these and an export's buffers at once

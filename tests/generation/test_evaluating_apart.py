@@ -1,4 +1,4 @@
-"""Architectures whose packed samples are run by themselves, or padded: their held-out loss is that of plain transformers, too."""
+"""Architectures whose packed samples run by themselves, or are padded: held-out loss is that of plain transformers."""
 
 from pathlib import Path
 from typing import Any
@@ -12,14 +12,14 @@ from transformers import PreTrainedTokenizerFast
 
 from headrace.generate.evaluating import evaluate
 
-_LONG = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 1}
+_LONG = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 2}
 _LINEAR = {f"linear_{name}": size for name, size in (("num_key_heads", 2), ("num_value_heads", 4), ("key_head_dim", 8))}
 APART: dict[str, tuple[str, dict[str, Any]]] = {
     "mamba2": CONFIGS["mamba2"],
     "lfm2": ("lfm2", {**SIZES, "layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 16}),
     "longrope": (
         "phi3",
-        {**SIZES, "pad_token_id": 0, "original_max_position_embeddings": 1}
+        {**SIZES, "pad_token_id": 0, "original_max_position_embeddings": 2}
         | {"rope_parameters": {**_LONG, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}},
     ),
     "qwen3_next": (
