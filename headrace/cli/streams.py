@@ -4,6 +4,7 @@ Invariant: a failure to write to stdout is an error of its own, never taken for 
 """
 
 import contextlib
+import io
 import os
 import sys
 from collections.abc import Iterator
@@ -34,6 +35,8 @@ def guarded_streams() -> Iterator[None]:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - as long as the process
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        _never_refuse_signs(stream)
     before = sys.stdout
     sys.stdout = guarded = _Guarded(before)
     try:
@@ -41,6 +44,13 @@ def guarded_streams() -> Iterator[None]:
         guarded.flush()
     finally:
         sys.stdout = before
+
+
+def _never_refuse_signs(stream: TextIO) -> None:
+    """Write signs that the stream's encoding does not have as backslash escapes, unless the user chose another way."""
+    utf8 = (stream.encoding or "").lower().replace("-", "") == "utf8"
+    if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", *(() if utf8 else ("surrogateescape",))):
+        stream.reconfigure(errors="backslashreplace")
 
 
 class _Guarded:

@@ -21,8 +21,10 @@ from headrace.generate.opened import GenerationModel
 from headrace.generate.plan import GenerationPlan
 from headrace.generate.whose_weights import open_model
 from headrace.model import self_check
+from headrace.model.adapter_files import is_adapter_directory
+from headrace.model.importing import refuse_not_finite
 from headrace.terms.ceilings import Ceilings
-from headrace.terms.errors import ConfigError
+from headrace.terms.errors import ConfigError, ModelError
 from headrace.terms.eval_options import EvalOptions
 from headrace.terms.events import Sink
 from headrace.terms.generate_options import GenerateOptions
@@ -103,7 +105,7 @@ def evaluate(
     `say` gets what a person should know, the plan included, before anything is computed.
 
     Raises:
-        InputError: model, data or an option cannot be used.
+        InputError: model, data or an option cannot be used; or the loss is no finite number, and which tensor is none.
         PlanInfeasible: it does not fit; nothing has been allocated.
     """
     adapter = None if options.adapter is None else Path(options.adapter)
@@ -129,6 +131,8 @@ def evaluate(
             say(line)
         started, total, tokens, done = time.perf_counter(), 0.0, 0, 0
         for rows, loss_sum in evaluator.losses(data.micro_batches(plan.rows)):
+            if not math.isfinite(loss_sum):
+                raise _no_number(model, place, adapter)
             total, tokens, done = total + loss_sum, tokens + rows.scored_tokens, done + len(rows.rows)
             progress(Scoring(done, data.count, total / max(1, tokens)))
         return Scored(
@@ -143,6 +147,19 @@ def evaluate(
             bytes_read=evaluator.bytes_read,
             adapter=None if adapter is None else str(adapter),
         )
+
+
+def _no_number(model: GenerationModel, *adapters: Path | None) -> ModelError:
+    """Return why the loss is none: a weight that is none, or a dtype that is too narrow."""
+    try:
+        for directory in (model.directory, *(each for each in adapters if each and is_adapter_directory(each))):
+            refuse_not_finite(directory)
+    except ModelError as error:
+        return error
+    return ModelError(
+        f"{model.directory}: the loss is no finite number in {model.chain.compute_dtype}, though all weights are; "
+        "use --compute-dtype float32"
+    )
 
 
 def explain_plan(plan: GenerationPlan) -> str:

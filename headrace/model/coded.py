@@ -6,7 +6,7 @@ are read. Invariant: a weight has all of its parts, in the shapes of its code, o
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -230,11 +230,16 @@ def _bitsandbytes(described: Mapping[str, Any], tensors: Tensors, dtype: str) ->
         missing = [name for name in names if f"{stem}.{name}" not in tensors]
         if missing or stem not in tensors:
             raise _Refusal(f"{stem}.{(*missing, 'weight')[0]} is missing")
-        stored = {"weight": tensors[stem]} | {name: tensors[f"{stem}.{name}"] for name in names}
+        stored = {"weight": _as_bytes(tensors[stem])} | {name: tensors[f"{stem}.{name}"] for name in names}
         given = {"nested_offset": torch.tensor([state["nested_offset"]], dtype=torch.float32)} if nested else {}
         found[stem] = CodedSource(codec, tuple(state["shape"]), own, stored, given)
         used |= {stem, key, *(f"{stem}.{name}" for name in names)}
     return found, used
+
+
+def _as_bytes(packed: StoredTensor) -> StoredTensor:
+    """Return a column of codes as the bytes that it is: `bnb_4bit_quant_storage` only names the dtype that FSDP sees."""
+    return replace(packed, dtype="U8", shape=(packed.num_bytes, 1)) if packed.shape[1:] == (1,) else packed
 
 
 def _ternary(described: Mapping[str, Any], tensors: Tensors, dtype: str) -> tuple[dict[str, CodedSource], set[str]]:

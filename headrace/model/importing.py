@@ -6,14 +6,16 @@ few dozen megabytes, whatever the model. Invariant: the planes hold the stored v
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from headrace.model.checkpoint import Checkpoint
 from headrace.model.encoding import float32_of, put
 from headrace.model.matching import Conversion, Piece, WeightMap, read_whole, run_conversion
-from headrace.model.safetensors_file import PIECE_BYTES, WEIGHT_DTYPES, read_rows
+from headrace.model.safetensors_file import PIECE_BYTES, WEIGHT_DTYPES, read_header, read_rows
 from headrace.terms.errors import ModelError
 from headrace.terms.layout import ParameterSpec, UnitLayout
 
@@ -90,6 +92,21 @@ def at_least_1d(view: np.ndarray) -> np.ndarray:
 def rows_per_piece(shape: tuple[int, ...]) -> int:
     """Return how many rows of a tensor are converted at a time, so that temporaries stay small."""
     return max(1, _ROWS_AT_A_TIME_ELEMENTS // max(1, math.prod(shape[1:])))
+
+
+def refuse_not_finite(directory: Path) -> None:
+    """Read all weights of a directory, coded or not, of a model or an adapter.
+
+    Raises:
+        ModelError: one is NaN or infinite; the message names its tensor.
+    """
+    adapters = directory / "adapter_model.safetensors"
+    found = read_header(adapters) if adapters.exists() else Checkpoint.open(directory, decode=True).tensors
+    for key, stored in found.items():
+        for start, stop, rows in read_rows(stored) if stored.dtype in WEIGHT_DTYPES else ():
+            wrong = int((~np.isfinite(float32_of(rows, stored.dtype))).sum())
+            if wrong:
+                raise ModelError(f"{stored.path}: {key}: NaN or infinity in {wrong} values of rows {start} to {stop}")
 
 
 def _clear_padding(layout: UnitLayout, plane: np.ndarray) -> None:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.terms.declared import Declared, option, option_as
-from headrace.terms.option_kinds import Flag, Listed, Number, Place, Text, Whole
+from headrace.terms.option_kinds import Flag, Listed, Number, Place, PlaceOrName, Text, Whole
 from headrace.terms.run_options import RunOptions
 
 
@@ -20,7 +20,7 @@ class CompressOptions(Declared):
         row="code for the weights, such as `int4`: one that [codes](docs/codes.md) has as written",
     )
     data: tuple[str, ...] = option(
-        kind=Listed(Text(), 1),
+        kind=Listed(PlaceOrName(), 1),
         help="Calibration data; may be given twice.",
         row="calibration data, as for training: inputs of matrices are taken from part of it, held-out loss from the rest",
     )

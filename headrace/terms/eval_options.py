@@ -8,7 +8,7 @@ from headrace.terms.ceilings import Ceilings
 from headrace.terms.declared import Declared, option, option_as
 from headrace.terms.errors import ConfigError
 from headrace.terms.generate_options import NO_PLACE, GenerateOptions
-from headrace.terms.option_kinds import Listed, Text
+from headrace.terms.option_kinds import Listed, PlaceOrName
 from headrace.terms.run_options import RunOptions
 
 
@@ -17,7 +17,7 @@ class EvalOptions(Declared):
     """What `headrace eval` works by. Sizes are bytes, lengths are tokens. None stands for "choose for me"."""
 
     data: tuple[str, ...] = option(
-        kind=Listed(Text(), 1),
+        kind=Listed(PlaceOrName(), 1),
         help="Data that was held out; may be given twice.",
         row="one or more files, as for training: samples are marked, cut and packed as there",
     )

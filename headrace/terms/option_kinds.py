@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from os.path import expanduser
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -157,7 +158,7 @@ class Rate(Kind):
 
 
 class Place(Kind):
-    """A file or a directory."""
+    """A file or a directory; `~` stands for the user's own."""
 
     cli: ClassVar[Any] = Path
 
@@ -165,7 +166,7 @@ class Place(Kind):
         """Return the path."""
         if not isinstance(value, str | Path):
             raise _wrong(key, "a path", value)
-        return Path(value)
+        return Path(expanduser(value))
 
 
 class Text(Kind):
@@ -176,6 +177,14 @@ class Text(Kind):
         if not isinstance(value, str | Path):
             raise _wrong(key, "a text", value)
         return str(value)
+
+
+class PlaceOrName(Text):
+    """A name that may be a path, too; `~` stands for the user's own directory."""
+
+    def read(self, value: Any, key: str) -> str:
+        """Return the text."""
+        return expanduser(super().read(value, key))
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from headrace.terms.errors import ConfigError
 from headrace.terms.method_options import MethodOptions
 from headrace.terms.named import named_text, parse_named
 from headrace.terms.optimizer import Schedule
-from headrace.terms.option_kinds import Either, Flag, OneOf, Place, Rate, Text, Whole
+from headrace.terms.option_kinds import Either, Flag, OneOf, Place, PlaceOrName, Rate, Text, Whole
 
 DEFAULT_SEQUENCE_LENGTH = 2048
 DEFAULT_ROWS_PER_STEP = 8
@@ -72,7 +72,7 @@ class Options(MethodOptions, BudgetOptions):  # fields of the last base come fir
     )
     machine: str | Ceilings | None = option(
         None,
-        Either(Ceilings, Text()),
+        Either(Ceilings, PlaceOrName()),
         "Machine profile: a name such as rtx4090-4ssd, or a file.",
         row="profile by which the plan is chosen: a name such as `rtx4090-4ssd`, or a file",
         words="what was measured, if anything",
@@ -158,7 +158,7 @@ class PlanOptions(Options):
     nodes: int = option(1, Whole(1, 1024), "Nodes, each with its part of every unit.", plan=True)
     node_machine: str | Ceilings = option(
         "luwu-node",
-        Either(Ceilings, Text()),
+        Either(Ceilings, PlaceOrName()),
         "Profile of a node: a name or a file.",
         row="profile of a node: a name, or a file; of its SSDs the first counts, `node_ssds` times",
         plan=True,

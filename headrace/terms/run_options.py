@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.terms.declared import option
-from headrace.terms.option_kinds import Flag, Listed, Number, OneOf, Place, Text, Whole
+from headrace.terms.option_kinds import Flag, Listed, Number, OneOf, Place, PlaceOrName, Text, Whole
 from headrace.terms.options import Options
 
 
@@ -17,7 +17,7 @@ class RunOptions(Options):
 
     model: Path = option(kind=Place(), help="Model directory.", row="model directory", cli=False)
     data: tuple[str, ...] = option(
-        kind=Listed(Text(), 1), help="Files or directories.", row="one or more files or directories", cli=False
+        kind=Listed(PlaceOrName(), 1), help="Files or directories.", row="one or more files or directories", cli=False
     )
     epochs: float | None = option(
         None, Number(0, 1e9, above=True), "Passes over the data.", row="length of the run in passes over the data", words="1"

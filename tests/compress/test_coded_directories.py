@@ -38,6 +38,20 @@ def test_published_codes_are_read(kind: str, tmp_path: Path) -> None:
         assert torch.equal(found[key], tensor), key
 
 
+@pytest.mark.parametrize("storage", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("kind", sampled(["nf4", "nf4 once"], ["nf4"]))
+def test_codes_of_nf4_may_be_stored_as_numbers_of_another_dtype(kind: str, storage: torch.dtype, tmp_path: Path) -> None:
+    """As FSDP-QLoRA wants them: the same bytes, four or eight codes to a number."""
+    coded, expected = write_coded(tmp_path, kind)
+    for file in coded.glob("*.safetensors"):
+        weights = load_file(file)
+        for key in [key for key in weights if f"{key}.quant_map" in weights]:
+            weights[key] = weights[key].flatten().view(storage)[:, None]
+        save_file(weights, file, {"format": "pt"})
+    found = tensors_of(decompress(coded, tmp_path / "plain"))
+    assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())
+
+
 @pytest.mark.parametrize("kind", ["mxfp4", "fp8", "fp8 experts"])
 def test_stock_transformers_decodes_to_the_same(kind: str, tmp_path: Path) -> None:
     coded, _ = write_coded(tmp_path, kind)

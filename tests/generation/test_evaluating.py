@@ -1,6 +1,7 @@
 """The loss of held-out data is that of plain transformers, sample by sample, with the marks of training."""
 
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -171,3 +172,26 @@ def test_token_ids_need_no_tokenizer(model: Path, tmp_path: Path, monkeypatch: p
         main([*asked, "--host-memory", "4GiB"])
     assert ended.value.code == 0
     assert (tmp_path / "out" / "config.json").exists()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("where", ["model.norm.weight", "model.layers.1.mlp.up_proj.weight", "model.embed_tokens.weight"])
+def test_a_weight_that_is_no_number_is_named(
+    where: str, value: float, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stock = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    with torch.no_grad():
+        stock.get_parameter(where).flatten()[3::7] = value
+    broken = tmp_path / "broken"
+    shutil.copytree(model, broken)
+    stock.save_pretrained(broken)
+    for old in broken.glob("model-0*"):
+        old.unlink()
+    (broken / "model.safetensors.index.json").unlink(missing_ok=True)
+    words = ("--data", texts(tmp_path / "a.jsonl"), "--host-memory", "4GiB", "--compute-dtype", "float32")
+    with pytest.raises(SystemExit) as left:
+        main(["eval", str(broken), *words, "--sequence-length", "48"])
+    assert left.value.code == 2
+    out = capsys.readouterr()
+    assert not out.out
+    assert f"{where}: NaN or infinity" in out.err.splitlines()[-1]
