@@ -217,12 +217,14 @@ def data(
     model: Annotated[Path | None, typer.Option(help="Model directory whose tokenizer reads FILE.")] = None,
     show: Annotated[int, typer.Option(min=0, help="Samples to print.")] = 3,
     sequence_length: Annotated[int | None, typer.Option(help="Tokens of one row.")] = None,
+    template_date: Annotated[str | None, typer.Option(help="The day for a chat template that asks: YYYY-MM-DD.")] = None,
     as_json: Json = False,
 ) -> None:
     """Show what will be trained on: real samples with the trained tokens marked, lengths, totals."""
     from headrace.cli.samples import show_samples
 
-    show_samples(source, model=model, count=show, sequence_length=sequence_length, as_json=as_json)
+    changes = {"sequence_length": sequence_length, "template_date": template_date}
+    show_samples(source, {key: value for key, value in changes.items() if value is not None}, model=model, count=show, as_json=as_json)
 
 
 @app.command()

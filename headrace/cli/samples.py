@@ -5,6 +5,7 @@ Invariant: the samples come from the token set that training would use.
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +23,14 @@ _BAR_WIDTH = 40
 _OPEN, _CLOSE = "\u27e6", "\u27e7"
 
 
-def show_samples(source: str, *, model: Path | None, count: int, sequence_length: int | None, as_json: bool) -> None:
-    """Print `count` samples, the lengths and the totals of a run's data or of a file.
+def show_samples(source: str, changes: Mapping[str, Any], *, model: Path | None, count: int, as_json: bool) -> None:
+    """Print `count` samples, the lengths and the totals of a run's data or of a file. `changes` are options by their keys.
 
     Raises:
         ConfigError: a file is given without a model, whose tokenizer is needed.
         InputError: the run, model or data cannot be used.
     """
-    config = with_lengths(_config(source, model, sequence_length))
+    config = with_lengths(_config(source, model, changes))
     tokenizer = open_tokenizer(config.model)
     tokens, spec = open_tokens(config, tokenizer)
     samples = render_samples(tokens, tokenizer, count)
@@ -79,17 +80,14 @@ def totals(tokens: TokenSet, spec: DataSpec) -> str:
     return "\n".join(lines)
 
 
-def _config(source: str, model: Path | None, sequence_length: int | None) -> RunOptions:
-    length = {} if sequence_length is None else {"sequence_length": sequence_length}
+def _config(source: str, model: Path | None, changes: Mapping[str, Any]) -> RunOptions:
     run = RunDirectory(Path(source))
     if run.config.exists():
-        config = run.read_config()
-        if not length:
-            return config
-        return dataclasses.replace(config, sequence_length=sequence_length, tokens_per_step=None)
+        lengths = {"tokens_per_step": None} if "sequence_length" in changes else {}
+        return dataclasses.replace(run.read_config(), **changes, **lengths)
     if model is None:
         raise ConfigError(f"{source}: no run, so the tokenizer is not known; name a model directory with --model")
-    return RunOptions.of({"model": model, "data": source, "cache": cache_directory()} | length)
+    return RunOptions.of({"model": model, "data": source, "cache": cache_directory()} | changes)
 
 
 def _values(tokens: TokenSet, spec: DataSpec, samples: list[list[Segment]]) -> dict[str, Any]:

@@ -43,6 +43,7 @@ def open_calibration(options: CompressOptions, chain: Chain, say: Callable[[str]
         model=options.model,
         data=options.data,
         sequence_length=options.sequence_length,
+        template_date=options.template_date,
         seed=options.seed % (1 << 63),
         cache=options.cache,
     )

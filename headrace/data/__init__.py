@@ -3,7 +3,7 @@
 from headrace.data.packing import EpochRows, packed_rows, single_rows
 from headrace.data.show import LengthBin, Segment, Summary, length_histogram, render_samples, summarize, trained_stretches
 from headrace.data.stream import BatchStream
-from headrace.data.tokenize import earlier_tokens, load_tokens, tokenizer_fingerprint
+from headrace.data.tokenize import asks_for_date, earlier_tokens, load_tokens, tokenizer_fingerprint
 from headrace.data.tokens import TokenInfo, TokenSet, TokenWriter, write_tokens
 from headrace.data.values import IGNORED, Batch, DataSpec, Kind, Row, Sample, Tokenizer
 
@@ -23,6 +23,7 @@ __all__ = [
     "TokenSet",
     "TokenWriter",
     "Tokenizer",
+    "asks_for_date",
     "earlier_tokens",
     "length_histogram",
     "load_tokens",

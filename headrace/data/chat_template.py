@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import datetime
 from functools import cached_property
 from itertools import takewhile
 from typing import Any
@@ -19,6 +20,8 @@ from headrace.terms.errors import DataError, ModelError
 Stretch = tuple[int, int]
 """Characters of a text: from the first one up to, and without, the second."""
 
+# What transformers offers to templates: a function of a format.
+_ASKS_TIME = "strftime_now"
 _GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 # Words of conversations that are only rendered to see what the template does.
 _ASKED, _SAID = "headrace asks", "headrace answers"
@@ -27,6 +30,11 @@ _TOOL = {
     "type": "function",
     "function": {"name": "headrace", "description": "tries", "parameters": {"type": "object", "properties": {}}},
 }
+
+
+def asks_for_time(tokenizer: Tokenizer) -> bool:
+    """Return whether a chat template of `tokenizer` asks for the time, so that it renders otherwise another day."""
+    return any(_ASKS_TIME in text for text in _texts(getattr(tokenizer, "chat_template", None) or ""))
 
 
 class TemplateRefusal(DataError):
@@ -39,11 +47,12 @@ class Template:
 
     tokenizer: Tokenizer
     has_tags: bool
+    day: str | None = None
     _takes: dict[tuple[str, str], bool] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer) -> "Template":
-        """Return the template of `tokenizer`.
+    def of(cls, tokenizer: Tokenizer, day: str | None = None) -> "Template":
+        """Return the template of `tokenizer`. If it asks for the time, that is the beginning of `day`, or now.
 
         Raises:
             ModelError: there is none.
@@ -56,7 +65,7 @@ class Template:
             )
         # The tokenizer chooses among several named templates by whether there are tools: tags only count if all of them have
         # tags.
-        return cls(tokenizer, all(_GENERATION_TAG.search(text) for text in _texts(template)))
+        return cls(tokenizer, all(_GENERATION_TAG.search(text) for text in _texts(template)), day)
 
     @property
     def texts(self) -> list[str]:
@@ -72,7 +81,9 @@ class Template:
         if not messages:  # which the tokenizer's own method does not take
             return self._render(messages, tools, add_generation_prompt=prompt)[0]
         with _refusals():
-            return str(self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=prompt))
+            dated = {} if self.day is None else {"chat_template": self._dated(tools)}
+            options = {"tools": tools, "add_generation_prompt": prompt, **dated}
+            return str(self.tokenizer.apply_chat_template(messages, tokenize=False, **options))
 
     def render_tagged(self, messages: Messages, tools: Any = None) -> tuple[str, list[Stretch]]:
         """Return the text of `messages` and the stretches that the template's tags mark.
@@ -139,6 +150,21 @@ class Template:
         place = text.find(_SAID) + len(_SAID)
         return bool(text[place:].strip()) and place in [end for _, end in found]
 
+    def _dated(self, tools: Any) -> str:
+        """Return the template's text, which asks a function of its own for the time where that is not now.
+
+        Variables cannot be functions, and transformers keeps compiled templates by their texts: so it has another name.
+        """
+        from transformers.utils.chat_template_utils import _compile_jinja_template
+
+        text = self.tokenizer.get_chat_template(None, tools)
+        if self.day is None or _ASKS_TIME not in text:
+            return text
+        name = f"headrace_{_ASKS_TIME}_{self.day.replace('-', '_')}"
+        dated = re.sub(rf"\b{_ASKS_TIME}\b", name, text)
+        _compile_jinja_template(dated).globals[name] = datetime.fromisoformat(self.day).strftime
+        return dated
+
     def _given(self, message: Message) -> Message:
         content, role = message.get("content"), str(message["role"])
         given = dict(message)
@@ -201,7 +227,7 @@ class Template:
             texts, stretches = render_jinja_template(
                 conversations=[messages],
                 tools=tools,
-                chat_template=self.tokenizer.get_chat_template(None, tools),
+                chat_template=self._dated(tools),
                 **options,
                 **self.tokenizer.special_tokens_map,
             )

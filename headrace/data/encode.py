@@ -24,17 +24,23 @@ _LARGEST_ID = 2**31 - 1
 
 
 def encode_rows(
-    kind: Kind, rows: Iterable[Row], tokenizer: Tokenizer, most_tokens: int, *, contents: bool = False
+    kind: Kind,
+    rows: Iterable[Row],
+    tokenizer: Tokenizer,
+    most_tokens: int,
+    *,
+    contents: bool = False,
+    day: str | None = None,
 ) -> Iterator[Encoded | Unmarked]:
     """Yield ids and mask of each row, in order: all of them, or at least the first `most_tokens`.
 
-    `contents`: see `DataSpec.contents`.
+    `contents`, `day`: see `contents` and `template_date` of `DataSpec`.
 
     Raises:
         DataError: a sample is not what its columns promise; the message has its place.
         ModelError: the tokenizer lacks an end-of-sequence token or a chat template that the samples need.
     """
-    encode = _encoder(kind, tokenizer, most_tokens, contents=contents)
+    encode = _encoder(kind, tokenizer, most_tokens, contents=contents, day=day)
     for chunk in _chunks(rows):
         for row, sample in zip(chunk, encode(chunk), strict=True):
             yield _with_unread(row, sample, most_tokens) if row.unread and isinstance(sample, Encoded) else sample
@@ -75,19 +81,19 @@ def _size(value: Any) -> int:
 
 
 def _encoder(
-    kind: Kind, tokenizer: Tokenizer, most_tokens: int, *, contents: bool
+    kind: Kind, tokenizer: Tokenizer, most_tokens: int, *, contents: bool, day: str | None
 ) -> Callable[[list[Row]], Iterable[Encoded | Unmarked]]:
     if contents and kind is not Kind.TOKENS:
-        template = Template.of(tokenizer)
+        template = Template.of(tokenizer, day)
         return lambda rows: (encode_contents(row, _spoken(kind, row), template, most_tokens) for row in rows)
     match kind:
         case Kind.TOKENS:
             return lambda rows: map(_encode_tokens, rows)
         case Kind.CHAT:
-            template = Template.of(tokenizer)
+            template = Template.of(tokenizer, day)
             return lambda rows: (encode_chat(row, template, most_tokens) for row in rows)
         case Kind.COMPLETION:
-            return partial(_encode_completions, tokenizer=tokenizer, most_tokens=most_tokens)
+            return partial(_encode_completions, tokenizer=tokenizer, most_tokens=most_tokens, day=day)
         case Kind.TEXT:
             return partial(_encode_texts, tokenizer=tokenizer, most_tokens=most_tokens)
 
@@ -115,13 +121,15 @@ def _encode_texts(rows: list[Row], *, tokenizer: Tokenizer, most_tokens: int) ->
     ]
 
 
-def _encode_completions(rows: list[Row], *, tokenizer: Tokenizer, most_tokens: int) -> list[Encoded | Unmarked]:
+def _encode_completions(
+    rows: list[Row], *, tokenizer: Tokenizer, most_tokens: int, day: str | None
+) -> list[Encoded | Unmarked]:
     chats = [isinstance(row.values["prompt"], list) and isinstance(row.values["completion"], list) for row in rows]
     pairs = [row for row, chat in zip(rows, chats, strict=True) if not chat]
     strings = iter(_encode_string_pairs(pairs, tokenizer, most_tokens))
     if not any(chats):
         return list(strings)
-    template = Template.of(tokenizer)
+    template = Template.of(tokenizer, day)
     return [
         encode_chat(row, template, most_tokens, ("prompt", "completion")) if chat else next(strings)
         for row, chat in zip(rows, chats, strict=True)

@@ -6,13 +6,14 @@ Invariant: everything that can be wrong with the user's data or tokenizer is fou
 import json
 import math
 from dataclasses import replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoTokenizer
 
-from headrace.data import Batch, BatchStream, DataSpec, TokenSet, earlier_tokens, load_tokens
+from headrace.data import Batch, BatchStream, DataSpec, TokenSet, asks_for_date, earlier_tokens, load_tokens
 from headrace.files.model_directory import refuse_no_model
 from headrace.terms.errors import ConfigError, DataError, ModelError
 from headrace.terms.options import DEFAULT_ROWS_PER_STEP, DEFAULT_SEQUENCE_LENGTH
@@ -120,8 +121,12 @@ def open_tokens(config: RunOptions, tokenizer: Any, *, contents: bool = False) -
         DataError: see `headrace.data.load_tokens`.
         ModelError: the tokenizer makes ids for which the model has no embedding.
     """
-    spec = _spec(config, contents=contents)
-    return _fitting(load_tokens(spec, tokenizer, config.cache), config), spec
+    spec = _spec(config, tokenizer, contents=contents)
+    tokens = _fitting(load_tokens(spec, tokenizer, config.cache), config)
+    if spec.template_date is None:
+        return tokens, spec
+    dated = f"the chat template asks for the date: it is {spec.template_date} (template_date)"
+    return replace(tokens, notices=(dated, *tokens.notices)), spec
 
 
 def open_stream(config: RunOptions, *, resumed: bool = False) -> BatchStream:
@@ -131,7 +136,9 @@ def open_stream(config: RunOptions, *, resumed: bool = False) -> BatchStream:
     Raises:
         InputError: see `open_tokens`.
     """
-    tokenizer, spec = tokenizer_for_data(config.model), _spec(config)
+    tokenizer = tokenizer_for_data(config.model)
+    spec = _spec(config, tokenizer)
+    config = replace(config, template_date=spec.template_date or config.template_date)  # one day, also around midnight
     earlier = [_fitting(each, config) for each in earlier_tokens(spec, tokenizer, config.cache)] if resumed else []
     try:
         tokens, _ = open_tokens(config, tokenizer)
@@ -142,10 +149,10 @@ def open_stream(config: RunOptions, *, resumed: bool = False) -> BatchStream:
     return BatchStream(tokens, spec, earlier)
 
 
-def _spec(config: RunOptions, *, contents: bool = False) -> DataSpec:
+def _spec(config: RunOptions, tokenizer: Any, *, contents: bool = False) -> DataSpec:
     if config.sequence_length is None or config.tokens_per_step is None:
         raise ConfigError("sequence_length and tokens_per_step are undecided; call with_lengths(config) first")
-    return DataSpec(
+    spec = DataSpec(
         paths=config.data,
         sequence_length=config.sequence_length,
         tokens_per_step=config.tokens_per_step,
@@ -154,6 +161,8 @@ def _spec(config: RunOptions, *, contents: bool = False) -> DataSpec:
         shuffle=config.shuffle,
         contents=contents,
     )
+    day = config.template_date or date.today().isoformat()
+    return replace(spec, template_date=day) if asks_for_date(spec, tokenizer, config.cache) else spec
 
 
 def _fitting(tokens: TokenSet, config: RunOptions) -> TokenSet:

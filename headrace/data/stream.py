@@ -55,6 +55,11 @@ class BatchStream:
         return (*self._tokens.notices, *wasted)
 
     @property
+    def template_date(self) -> str | None:
+        """The day that the chat template was told; None if it does not ask."""
+        return self._spec.template_date
+
+    @property
     def steps_per_epoch(self) -> float:
         """Steps of the first epoch. Later epochs are packed differently, and may differ by a few rows."""
         return self._rows_of_first_epoch / self._spec.rows_per_step

@@ -16,10 +16,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from headrace.data.chat_template import asks_for_time
 from headrace.data.encode import encode_rows
 from headrace.data.sources import Source, find_sources, read_rows
 from headrace.data.tokens import EARLIER_FORMATS, FORMAT_VERSION, NothingTrained, TokenSet, write_tokens
-from headrace.data.values import DataSpec, Encoded, Remark, Row, Tokenizer, Unmarked
+from headrace.data.values import DataSpec, Encoded, Kind, Remark, Row, Tokenizer, Unmarked
 from headrace.terms.errors import ConfigError, DataError, DiskFull, HeadraceError
 from headrace.terms.sizes import format_bytes
 
@@ -47,6 +48,18 @@ def load_tokens(spec: DataSpec, tokenizer: Tokenizer, cache_dir: Path) -> TokenS
     with _usable(cache_dir):
         cache_dir.mkdir(parents=True, exist_ok=True)
         return _load(spec, tokenizer, cache_dir)
+
+
+def asks_for_date(spec: DataSpec, tokenizer: Tokenizer, cache_dir: Path) -> bool:
+    """Return whether the samples of `spec.paths` depend on the day: conversations, by a chat template that asks for the time.
+
+    Raises:
+        As `load_tokens`, for the first sample of each file.
+    """
+    if not asks_for_time(tokenizer):
+        return False
+    kinds = (read_rows(source)[0] for source in find_sources(spec.paths, cache_dir, spec.sequence_length))
+    return any(kind in (Kind.CHAT, Kind.COMPLETION) or spec.contents for kind in kinds)
 
 
 def earlier_tokens(spec: DataSpec, tokenizer: Tokenizer, cache_dir: Path) -> list[TokenSet]:
@@ -142,7 +155,8 @@ def _system_number(error: Exception) -> int | None:
 
 def _key(sources: Iterable[Source], tokenizer: Tokenizer, spec: DataSpec, cache_dir: Path, version: int) -> str:
     parts = [
-        f"{version} {spec.sequence_length}{' contents' if spec.contents else ''}",
+        f"{version} {spec.sequence_length}{' contents' if spec.contents else ''}"
+        + (f" {spec.template_date}" if spec.template_date and version not in EARLIER_FORMATS else ""),
         tokenizer_fingerprint(tokenizer, cache_dir),
         *(source.fingerprint for source in sources),
     ]
@@ -154,7 +168,7 @@ class _Samples:
 
     def __init__(self, sources: Iterable[Source], tokenizer: Tokenizer, spec: DataSpec) -> None:
         self._sources, self._tokenizer = sources, tokenizer
-        self._most_tokens, self._contents = spec.sequence_length, spec.contents
+        self._spec = spec
         self._count = self._num_unmarked = 0
         self._first_unmarked: Unmarked | None = None
         self._seen: dict[str, tuple[str, int]] = {}  # by remark: where it was first made, and how often
@@ -163,7 +177,8 @@ class _Samples:
         for source in self._sources:
             kind, rows = read_rows(source)
             noted = self._noted(rows)
-            for sample in encode_rows(kind, noted, self._tokenizer, self._most_tokens, contents=self._contents):
+            length, day = self._spec.sequence_length, self._spec.template_date
+            for sample in encode_rows(kind, noted, self._tokenizer, length, contents=self._spec.contents, day=day):
                 self._count += 1
                 if isinstance(sample, Unmarked):
                     self._num_unmarked += 1

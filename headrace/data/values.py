@@ -122,7 +122,7 @@ class DataSpec:
     `paths` are files, directories or one Hub data set (`owner/name`). A step takes `tokens_per_step // sequence_length` rows.
     `packing` puts several samples into a row, which works only if the model honours `position_ids`. With `contents`, for
     calibration, everything goes through the chat template: texts are what the user says, and tokens count as trained wherever
-    anybody speaks.
+    anybody speaks. A chat template that asks for the time gets the beginning of `template_date` (YYYY-MM-DD; None: none asks).
     """
 
     paths: tuple[str, ...]
@@ -132,6 +132,7 @@ class DataSpec:
     packing: bool = True
     shuffle: bool = True
     contents: bool = False
+    template_date: str | None = None
 
     def __post_init__(self) -> None:
         if not self.paths:

@@ -181,7 +181,11 @@ class _Rows:
 
     def __init__(self, model: GenerationModel, options: EvalOptions) -> None:
         asked = RunOptions(
-            model=model.directory, data=options.data, sequence_length=options.sequence_length, cache=options.cache
+            model=model.directory,
+            data=options.data,
+            sequence_length=options.sequence_length,
+            template_date=options.template_date,
+            cache=options.cache,
         )
         config = with_lengths(asked)
         length = config.sequence_length or 0

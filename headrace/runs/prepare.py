@@ -56,7 +56,7 @@ def prepare(config: RunOptions, directory: RunDirectory, engines: Engines) -> tu
     packing = not reason and config.packing is not False
     config = replace(config, packing=packing, output=directory.path, **_absolute_paths(config))
     stream = open_stream(config)
-    return replace(config, max_steps=total_steps(config, stream)), stream
+    return replace(config, max_steps=total_steps(config, stream), template_date=stream.template_date), stream
 
 
 def default_output(config: RunOptions) -> Path:

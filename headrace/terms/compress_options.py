@@ -40,6 +40,9 @@ class CompressOptions(Declared):
         "many, down to 32",
     )
     sequence_length: int | None = option_as(RunOptions, "sequence_length")
+    template_date: str | None = option_as(
+        RunOptions, "template_date", row="the day, YYYY-MM-DD, that a chat template gets which asks for the date"
+    )
     calibration_rows: int = option(128, Whole(), "Rows that calibrate.")
     held_out_rows: int = option(
         32,

@@ -22,6 +22,9 @@ class EvalOptions(Declared):
         row="one or more files, as for training: samples are marked, cut and packed as there",
     )
     sequence_length: int | None = option_as(RunOptions, "sequence_length")
+    template_date: str | None = option_as(
+        RunOptions, "template_date", row="the day, YYYY-MM-DD, that a chat template gets which asks for the date"
+    )
     packing: bool | None = option_as(RunOptions, "packing")
     host_memory: str | int | None = option_as(GenerateOptions, "host_memory")
     device_memory: str | int | None = option_as(GenerateOptions, "device_memory")

@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from datetime import date
 from os.path import expanduser
 from pathlib import Path
 from typing import Any, ClassVar
@@ -155,6 +156,19 @@ class Rate(Kind):
             return float(parse_bytes(value, name=key))
         except ConfigError as error:
             raise _wrong(key, "a rate such as 100Gbit or 12.5GB (a second)", value) from error
+
+
+class Day(Kind):
+    """A day, as YYYY-MM-DD."""
+
+    def read(self, value: Any, key: str) -> str:
+        """Return the day."""
+        try:
+            if isinstance(value, date) or (isinstance(value, str) and len(value) == 10):  # YAML has days of its own
+                return date.fromisoformat(str(value)).isoformat()
+        except ValueError:
+            pass
+        raise _wrong(key, "a day as YYYY-MM-DD", value)
 
 
 class Place(Kind):

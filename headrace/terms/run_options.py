@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.terms.declared import option
-from headrace.terms.option_kinds import Flag, Listed, Number, OneOf, Place, PlaceOrName, Text, Whole
+from headrace.terms.option_kinds import Day, Flag, Listed, Number, OneOf, Place, PlaceOrName, Text, Whole
 from headrace.terms.options import Options
 
 
@@ -30,6 +30,13 @@ class RunOptions(Options):
         words="where the model can",
     )
     shuffle: bool = option(True, Flag(), "Another order of the data in each pass.", cli=False)
+    template_date: str | None = option(
+        None,
+        Day(),
+        "The day, YYYY-MM-DD, for a chat template that asks for it.",
+        row="the day, YYYY-MM-DD, that a chat template gets which asks for the date; a run keeps its own",
+        words="today",
+    )
     report_to: tuple[str, ...] = option(
         (),
         Listed(OneOf(("tensorboard", "trace"))),

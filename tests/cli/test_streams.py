@@ -18,6 +18,7 @@ from bad_worlds import World, check_refusal, listing
 
 from headrace.cli import main
 from headrace.cli.runs import Terminal
+from headrace.cli.streams import guarded_streams
 from headrace.report import LineProgress, LiveProgress
 
 FULL = "error: stdout: cannot be written (No space left on device)"
@@ -115,3 +116,28 @@ def test_a_reader_that_went_away_in_mid_run_is_said_to_be_stdout(world: World) -
     records = [json.loads(line) for line in (world.run / "metrics.jsonl").read_text().splitlines()]
     assert os.path.exists(world.run / "plan.json")
     assert records
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252", "shift_jis", "utf-8"])
+def test_signs_that_an_encoding_does_not_have_are_written_all_the_same(encoding: str) -> None:
+    signs = "ä 日本語 ⟦ \U0001f600 \ud800"
+    out, err = (io.TextIOWrapper(io.BytesIO(), encoding=encoding) for _ in range(2))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "stdout", out)
+        patch.setattr(sys, "stderr", err)
+        with guarded_streams():
+            print(signs)
+            print(signs, file=sys.stderr)
+            sys.stderr.flush()
+    for stream in (out, err):
+        stream.flush()
+        assert stream.buffer.getvalue() == f"{signs}\n".encode(encoding, "backslashreplace")
+
+
+def test_how_signs_are_replaced_is_the_users_choice() -> None:
+    out = io.TextIOWrapper(io.BytesIO(), encoding="ascii", errors="replace")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "stdout", out)
+        with guarded_streams():
+            print("ä")
+    assert out.buffer.getvalue() == b"?\n"
