@@ -224,7 +224,9 @@ def data(
     from headrace.cli.samples import show_samples
 
     changes = {"sequence_length": sequence_length, "template_date": template_date}
-    show_samples(source, {key: value for key, value in changes.items() if value is not None}, model=model, count=show, as_json=as_json)
+    show_samples(
+        source, {key: value for key, value in changes.items() if value is not None}, model=model, count=show, as_json=as_json
+    )
 
 
 @app.command()

@@ -83,11 +83,11 @@ def totals(tokens: TokenSet, spec: DataSpec) -> str:
 def _config(source: str, model: Path | None, changes: Mapping[str, Any]) -> RunOptions:
     run = RunDirectory(Path(source))
     if run.config.exists():
-        lengths = {"tokens_per_step": None} if "sequence_length" in changes else {}
+        lengths: dict[str, Any] = {"tokens_per_step": None} if "sequence_length" in changes else {}
         return dataclasses.replace(run.read_config(), **changes, **lengths)
     if model is None:
         raise ConfigError(f"{source}: no run, so the tokenizer is not known; name a model directory with --model")
-    return RunOptions.of({"model": model, "data": source, "cache": cache_directory()} | changes)
+    return RunOptions.of({"model": model, "data": source, "cache": cache_directory(), **changes})
 
 
 def _values(tokens: TokenSet, spec: DataSpec, samples: list[list[Segment]]) -> dict[str, Any]:

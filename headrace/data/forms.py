@@ -53,7 +53,12 @@ def _message(row: Row, index: int, turn: Mapping[str, Any]) -> Mapping[str, Any]
         )
     others = {name: value for name, value in turn.items() if name not in ("from", "value")}
     if turn["from"] == "function_call":  # LLaMA-Factory: the call, or several, as JSON
-        return {**others, "role": role, "content": "", "tool_calls": _calls(f"{row.place}: conversations[{index}]", turn["value"])}
+        return {
+            **others,
+            "role": role,
+            "content": "",
+            "tool_calls": _calls(f"{row.place}: conversations[{index}]", turn["value"]),
+        }
     return {**others, "role": role, "content": turn["value"]}
 
 
@@ -62,8 +67,8 @@ def _calls(where: str, value: Any) -> list[Mapping[str, Any]]:
     calls = found if isinstance(found, list) else [found]
     if not calls or not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
         raise DataError(
-            f'{where}: a function_call must be {{"name": ..., "arguments": ...}} or a list of these, found {str(value)[:60]!r}. '
-            "Correct the sample"
+            f'{where}: a function_call must be {{"name": ..., "arguments": ...}} or a list of these, found '
+            f"{str(value)[:60]!r}. Correct the sample"
         )
     return [{"type": "function", "function": {"arguments": {}, **call}} for call in calls]
 

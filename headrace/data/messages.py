@@ -94,7 +94,9 @@ def read_json(where: str, value: Any) -> Any:
     try:
         return json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{where} is not JSON ({str(error) or 'too deep'}), found {value[:60]!r}. Correct the sample") from error
+        raise DataError(
+            f"{where} is not JSON ({str(error) or 'too deep'}), found {value[:60]!r}. Correct the sample"
+        ) from error
 
 
 def plain(where: str, message: Message) -> Message:

@@ -9,8 +9,8 @@ depth of conversations. And a column that no form of data reads may hold whateve
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -68,12 +68,14 @@ def read_arrow(path: Path) -> Iterator[Row]:
 def _rows(path: Path, form: str, batches: Callable[[], Iterator[tuple[Any, Any]]]) -> Iterator[Row]:
     if path.stat().st_size == 0:
         raise DataError(f"{path}: the file is empty; expected {form} with at least one row")
-    index, features, made = 0, None, batches()
+    index, made = 0, batches()
+    features: Mapping[str, Any] | None = None
     while True:
         try:
-            batch, schema = next(made, (None, None))
-            if batch is None:
+            found = next(made, None)
+            if found is None:
                 return
+            batch, schema = found
             features = _features(schema) if features is None else features
             values = _values(batch, schema.names, features)
         except Exception as error:

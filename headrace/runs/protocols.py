@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, Protocol, Self
 
 import torch
@@ -46,7 +46,7 @@ class RunningEngine(Protocol):
     def flush(self) -> None:
         """Finish and commit everything under way."""
 
-    def save_pretrained(self, out_dir: Path, notes: Mapping[str, str]) -> None:
+    def save_pretrained(self, out_dir: Path, notes: Mapping[str, str] = MappingProxyType({})) -> None:
         """Write an ordinary Hugging Face directory, with `notes` as files; it appears whole or not at all."""
 
     def remove_state(self) -> None:

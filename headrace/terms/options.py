@@ -19,7 +19,7 @@ from headrace.terms.errors import ConfigError
 from headrace.terms.method_options import MethodOptions
 from headrace.terms.named import named_text, parse_named
 from headrace.terms.optimizer import Schedule
-from headrace.terms.option_kinds import Either, Flag, OneOf, Place, PlaceOrName, Rate, Text, Whole
+from headrace.terms.option_kinds import Either, Flag, OneOf, Place, PlaceOrName, Rate, Whole
 
 DEFAULT_SEQUENCE_LENGTH = 2048
 DEFAULT_ROWS_PER_STEP = 8

@@ -74,7 +74,9 @@ def test_a_run_keeps_its_day(template: str, model: Path, chats: Path, monkeypatc
     expected, state = text_of(stream, config), stream.state()
     monkeypatch.setattr(open_data, "date", Tomorrow)
     for cache in (begun.cache, begun.cache.with_name("lost")):
-        resumed = open_data.open_stream(options(model, chats, template, template_date=begun.template_date, cache=cache), resumed=True)
+        resumed = open_data.open_stream(
+            options(model, chats, template, template_date=begun.template_date, cache=cache), resumed=True
+        )
         assert text_of(resumed, begun) == expected
         resumed.restore(state)
     another = open_data.open_stream(config)
@@ -82,7 +84,9 @@ def test_a_run_keeps_its_day(template: str, model: Path, chats: Path, monkeypatc
     assert another.state()["samples_digest"] != state["samples_digest"]
 
 
-@pytest.mark.parametrize(("template", "rows"), [(PLAIN, CHATS), (DATED[0], [{"text": "some words"}] * 3)], ids=["chats", "text"])
+@pytest.mark.parametrize(
+    ("template", "rows"), [(PLAIN, CHATS), (DATED[0], [{"text": "some words"}] * 3)], ids=["chats", "text"]
+)
 def test_what_does_not_ask_does_not_depend_on_the_day(
     template: str, rows: list[dict[str, Any]], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

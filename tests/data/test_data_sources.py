@@ -47,7 +47,9 @@ def test_json_lines_and_arrays_and_tables_hold_the_same_rows(tmp_path, texts):
 
 
 def test_tables_of_any_form_hold_the_same_rows_whatever_the_pieces(tmp_path, monkeypatch):
-    rows = [{"input_ids": list(range(index % 7 + 1)), "labels": None, "tools": {"a": [index], "b": "ü"}} for index in range(300)]
+    rows = [
+        {"input_ids": list(range(index % 7 + 1)), "labels": None, "tools": {"a": [index], "b": "ü"}} for index in range(300)
+    ]
     table = pyarrow.Table.from_pylist(rows)
     pyarrow.parquet.write_table(table, tmp_path / "one.parquet")
     pyarrow.parquet.write_table(table, tmp_path / "many.parquet", row_group_size=70, compression="zstd")

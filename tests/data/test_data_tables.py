@@ -1,4 +1,4 @@
-"""A table holds the samples that were put into it: no field that a row never had, and no column that nobody reads in the way."""
+"""A table holds the samples that were put into it: no field that a row never had; and no column is in the way."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ from headrace.data.sources import find_sources, read_rows
 from headrace.terms.errors import DataError
 
 NAMES = st.sampled_from(["alpha", "beta", "city", "x"])
-WORDS = st.text("ab {}\"\\:nul", max_size=8)
+WORDS = st.text('ab {}"\\:nul', max_size=8)
 
 
 def objects(values: Any) -> Any:
@@ -26,7 +26,9 @@ def objects(values: Any) -> Any:
 
 
 ARGUMENTS = objects(WORDS)
-CALLS = st.lists(st.builds(lambda n, a: {"function": {"arguments": a, "name": n}, "type": "function"}, NAMES, ARGUMENTS), min_size=1)
+CALLS = st.lists(
+    st.builds(lambda n, a: {"function": {"arguments": a, "name": n}, "type": "function"}, NAMES, ARGUMENTS), min_size=1
+)
 SPEAKS = st.one_of(
     st.builds(lambda content: {"content": content, "role": "assistant"}, WORDS),
     st.builds(lambda content, calls: {"content": content, "role": "assistant", "tool_calls": calls}, WORDS, CALLS),
@@ -34,7 +36,8 @@ SPEAKS = st.one_of(
 )
 TOOL = st.builds(
     lambda name, properties, required: {
-        "function": {"name": name, "parameters": {"properties": properties, "type": "object", **required}}, "type": "function"
+        "function": {"name": name, "parameters": {"properties": properties, "type": "object", **required}},
+        "type": "function",
     },
     NAMES,
     objects(objects(WORDS)),
@@ -81,7 +84,10 @@ def tool(name: str, **properties: Any) -> dict[str, Any]:
 
 CHATS = [
     {"messages": call("weather", {"city": "Bonn"}), "tools": [tool("weather", city={"type": "string"})]},
-    {"messages": call("time", {"zone": "CET", "short": True}), "tools": [tool("time", zone={"type": "string", "enum": ["CET"]})]},
+    {
+        "messages": call("time", {"zone": "CET", "short": True}),
+        "tools": [tool("time", zone={"type": "string", "enum": ["CET"]})],
+    },
     {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "null: None"}], "tools": []},
 ]
 
@@ -161,7 +167,12 @@ def test_tools_that_are_no_json_are_refused_by_the_name_of_their_column(tools: A
 def test_function_calls_of_llama_factory_are_calls(text: bool, several: bool, tmp_path: Path) -> None:
     calls: Any = [{"name": "weather", "arguments": {"city": "Bonn"}}, {"name": "now"}]
     value = calls if several else calls[0]
-    turns = [("human", "go"), ("function_call", json.dumps(value) if text else value), ("observation", "rain"), ("gpt", "Rain.")]
+    turns = [
+        ("human", "go"),
+        ("function_call", json.dumps(value) if text else value),
+        ("observation", "rain"),
+        ("gpt", "Rain."),
+    ]
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps({"conversations": [{"from": who, "value": said} for who, said in turns], "tools": "[]"}) + "\n")
     (row,) = read(path)

@@ -34,7 +34,12 @@ def test_home_is_the_users_own_directory(
     cls: type[Declared], each: Declaration, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    for given, expected in (("~/a", f"{tmp_path}/a"), ("x~/a", "x~/a"), ("./~/a", "./~/a"), ("~nobody-here/a", "~nobody-here/a")):
+    for given, expected in (
+        ("~/a", f"{tmp_path}/a"),
+        ("x~/a", "x~/a"),
+        ("./~/a", "./~/a"),
+        ("~nobody-here/a", "~nobody-here/a"),
+    ):
         for value in (given, parse_changes([f"{each.key}={given}"])[each.key]):
             found: Any = each.read(value)
             found = found[0] if isinstance(found, tuple) else found
