@@ -37,7 +37,7 @@ def encode_chat(row: Row, template: Template, most_tokens: int, columns: tuple[s
     trained = [index for index in spoken if index - first not in read[-1].untrained]
     try:
         tagged = template.has_tags and len(columns) == 1
-        rendered = Rendered.of(template, messages, read_tools(row.place, row.values), tagged=tagged)
+        rendered = Rendered.of(template, messages, read_tools(row.place, row.values.get("tools")), tagged=tagged)
         found = rendered.tagged(trained) if tagged else rendered.turns(trained)
         rendered.remarks.extend(remark for each in read for remark in each.remarks)
         return _encode(row, rendered.text, found, template.tokenizer, most_tokens, rendered.remarks)
@@ -52,7 +52,7 @@ def encode_contents(row: Row, said: Messages, template: Template, most_tokens: i
     names, together with the texts, must be the rendering of the conversation itself.
     """
     try:
-        messages, tools = template.given(said), read_tools(row.place, row.values)
+        messages, tools = template.given(said), read_tools(row.place, row.values.get("tools"))
         places = [index for index, message in enumerate(messages) if isinstance(message.get("content"), str)]
         named = [
             dict(message, content=_NAME.format(index)) if index in places else message for index, message in enumerate(messages)

@@ -3,7 +3,6 @@
 Invariant: no picture, sound or video goes on as if it were text, and no flag reaches a chat template.
 """
 
-import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -66,23 +65,21 @@ def read_messages(place: str, found: Any, column: str) -> Conversation:
     return Conversation(messages, frozenset(untrained), tuple(dict.fromkeys(remarks)))
 
 
-def read_tools(place: str, values: Mapping[str, Any]) -> Any:
-    """Return the tools of a row, a list; None if it has none. They may be given as JSON text, whole or one by one.
+def read_tools(place: str, found: Any) -> list[Any] | None:
+    """Return the tools of a conversation; None for none. They may be given as JSON text, whole or one by one.
 
     Raises:
-        DataError: it is text, but not JSON, or not that of a list of objects.
+        DataError: not a list of objects, nor JSON text of one.
     """
-    found = values.get("tools")
     if isinstance(found, str):
         found = read_json(f"{place}: tools", found) if found.strip() else None
-        if found is not None and not isinstance(found, list):
-            raise DataError(f"{place}: tools must be a list of objects, found {str(found)[:60]!r}. Correct the sample")
-    if isinstance(found, list) and any(isinstance(tool, str) for tool in found):
+    if isinstance(found, list):
         found = [read_json(f"{place}: tools[{index}]", tool) for index, tool in enumerate(found)]
-        wrong = next((tool for tool in found if not isinstance(tool, dict)), None)
-        if wrong is not None:
-            raise DataError(f"{place}: tools must be a list of objects, found {str(wrong)[:60]!r}. Correct the sample")
-    return found or None
+    if not found:
+        return None
+    if not isinstance(found, list) or not all(isinstance(tool, dict) for tool in found):
+        raise DataError(f"{place}: tools must be a list of objects, found {str(found)[:60]!r}. Correct the sample")
+    return found
 
 
 def read_json(where: str, value: Any) -> Any:
@@ -109,22 +106,6 @@ def plain(where: str, message: Message) -> Message:
     if not isinstance(content, list):
         return message
     return {**message, "content": [_part(where, part) for part in content]}
-
-
-def read_tools(place: str, found: Any) -> list[Any] | None:
-    """Return the tools of a conversation; None for none.
-
-    Raises:
-        DataError: not a list of objects, nor JSON text of one.
-    """
-    if isinstance(found, str) and found.strip():
-        with contextlib.suppress(ValueError, RecursionError):
-            found = json.loads(found)
-    if not found:
-        return None
-    if not isinstance(found, list) or not all(isinstance(tool, dict) for tool in found):
-        raise DataError(f"{place}: tools must be a list of objects, found {type(found).__name__} {str(found)[:60]!r}")
-    return found
 
 
 def _part(where: str, part: Any) -> Any:

@@ -30,22 +30,22 @@ def add_turn_end(config: RunOptions, out: Path) -> str:
     Raises:
         OSError: the file cannot be written.
     """
-    files, note = turn_end_file(config)
+    files, note = turn_end_file(config, out)
     for name, text in files.items():
         write_whole(out / name, text)
     return note
 
 
-def turn_end_file(config: RunOptions) -> tuple[dict[str, str], str]:
-    """Return generation_config.json of what a run leaves, by its name, if the token that ends turns is new in it; and a note,
-    or "" where nothing changes.
+def turn_end_file(config: RunOptions, out: Path | None = None) -> tuple[dict[str, str], str]:
+    """Return generation_config.json of what a run leaves in `out` (None: of its model), by its name, if the token that ends
+    turns is new in it; and a note, or "" where nothing changes.
     """
     try:
         if not _is_of_conversations(config):
             return {}, ""
         tokenizer = open_tokenizer(config.model)
         mark, token = turn_end(tokenizer)
-        values = _values(config.model)
+        values = _values(config.model, *([out] if out else []))
     except (InputError, OSError, ValueError) as error:
         return {}, f"whether turns end with a token that ends texts was not found out: {error}"
     if token is None:
@@ -76,12 +76,13 @@ def _is_of_conversations(config: RunOptions) -> bool:
     return False
 
 
-def _values(model: Path) -> Mapping[str, Any]:
+def _values(*places: Path) -> Mapping[str, Any]:
     """Return what generation_config.json has; where there is none, what transformers takes from config.json."""
-    if (model / _NAME).exists():
-        found = json.loads((model / _NAME).read_text(encoding="utf-8"))
-        return found if isinstance(found, dict) else {}
-    config = read_model_config(model)
+    for path in (place / _NAME for place in reversed(places)):
+        if path.exists():
+            found = json.loads(path.read_text(encoding="utf-8"))
+            return found if isinstance(found, dict) else {}
+    config = read_model_config(places[0])
     text = config.get("text_config") or {}
     known = {key: config.get(key, text.get(key)) for key in _TOKENS}
     return {key: value for key, value in known.items() if value is not None}
