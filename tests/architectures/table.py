@@ -7,7 +7,6 @@ import argparse
 import json
 import sys
 import tempfile
-from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -47,9 +46,9 @@ def main() -> None:
     asked = parser.parse_args()
     table = json.loads(FILE.read_text(encoding="utf-8")) if FILE.exists() else {"outcomes": {}, "known": []}
     before, found = table["outcomes"], {}
-    with ProcessPoolExecutor(asked.workers, mp_context=get_context("spawn"), max_tasks_per_child=12) as pool:
-        kinds = [kind for kind in asked.kinds if not asked.missing or kind not in before]
-        for kind, row in pool.map(outcome, kinds):
+    kinds = [kind for kind in asked.kinds if not asked.missing or kind not in before]
+    with get_context("spawn").Pool(asked.workers, maxtasksperchild=8) as pool:
+        for kind, row in pool.imap_unordered(outcome, kinds):
             found[kind] = row
             if asked.renew:
                 write(table, found)
