@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
 import headrace.ask.planner
+from headrace.plan.placement import THRIFTS, filled, fits, placements_of, plan_of
 from headrace.plan.search import make_plan
 from headrace.terms.sizes import GIB
 
@@ -19,25 +20,47 @@ logging.set_verbosity_error()
 logging.disable_progress_bar()
 
 
-@pytest.fixture(scope="package", autouse=True)
-def planned_once() -> Iterator[None]:
-    """Plan each problem once: the same few are opened hundreds of times here."""
-    plans: dict[tuple[Any, ...], Any] = {}
+class Plans:
+    """Plans each problem once: the same few are opened hundreds of times here. Most tests are not about planning: they get the
+    first plan that fits.
+    """
 
-    def plan_once(problem: Any, ceilings: Any = None) -> Any:
+    def __init__(self) -> None:
+        self.searches = True
+        self._found: dict[tuple[Any, ...], Any] = {}
+
+    def __call__(self, problem: Any, ceilings: Any = None) -> Any:
         stated = {field.name: getattr(problem, field.name) for field in dataclasses.fields(problem)}
         # What is free changes from test to test; where it is more than these models could use, it does not matter.
         space = min(stated["allowance"].ssd_bytes or GIB, GIB)
         stated["allowance"] = dataclasses.replace(stated["allowance"], ssd_bytes=space)
         costs = stated.pop("costs_of")(1)
-        key = (repr(stated), repr(costs), repr(ceilings))
-        if key not in plans:
-            plans[key] = make_plan(problem, ceilings)
-        return plans[key]
+        key = (self.searches, repr(stated), repr(costs), repr(ceilings))
+        if key not in self._found:
+            first = None if self.searches else first_that_fits(problem)
+            self._found[key] = first or make_plan(problem, ceilings)
+        return self._found[key]
 
+
+def first_that_fits(problem: Any) -> Any:
+    """Return the first placement that fits under the usual policy, None if none does."""
+    choices = (choice for thrift in THRIFTS for choice in placements_of(problem, problem.policies[0], thrift))
+    plans = (plan_of(problem, choice) for choice in choices)
+    return next((filled(problem, plan) for plan in plans if fits(plan)), None)
+
+
+@pytest.fixture(scope="package")
+def plans() -> Iterator[Plans]:
+    made = Plans()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(headrace.ask.planner, "make_plan", plan_once)
-        yield
+        patch.setattr(headrace.ask.planner, "make_plan", made)
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def planned(plans: Plans, request: pytest.FixtureRequest) -> None:
+    """Search only for what is about planning (`searched`), and for all that is deep."""
+    plans.searches = any(request.node.get_closest_marker(name) for name in ("deep", "searched"))
 
 
 @pytest.fixture(scope="session")

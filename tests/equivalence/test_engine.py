@@ -565,6 +565,7 @@ def test_an_engine_plans_for_the_drives_that_it_has(model_dir: Callable[..., Pat
             assert len(engine.options.machine.drives) == 1
 
 
+@pytest.mark.searched
 def test_an_engine_plans_within_the_space_of_its_drives(
     model_dir: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
