@@ -10,10 +10,10 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import settings
+from kept_profiles import KeptProfiles
 from time_ledger import MOST_PERCENT, CpuClock, TimeLedger
 
 from headrace.files import describe_directory
@@ -55,24 +55,31 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-@pytest.fixture(scope="session", autouse=True)
-def profiled_once() -> Iterator[None]:
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """Leave what a module of tests has left (caches of libraries, plans, compiled loops) out of the collections of the next."""
+    yield
+    if nextitem is None or nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def profiles(request: pytest.FixtureRequest) -> Iterator[KeptProfiles | None]:
     """Profile each model once for each shape: the same few are planned hundreds of times."""
     costs = sys.modules.get("headrace.model.cost_profile")  # not there where no test that was collected imports it
     if costs is None:
-        yield
+        yield None
         return
-    profile, known = costs.profile, dict[tuple[Any, ...], Any]()
-
-    def profile_once(chain: Any, sequences: int, length: int, *, other: Any = None, **options: Any) -> Any:
-        ways = (chain.dtype, chain.compute_dtype, chain.device, chain.wide_products, chain.replayable, chain.packs(length))
-        libraries = (chain.config._attn_implementation, chain.config._experts_implementation)
-        key = (chain.config.to_json_string(), sequences, length, ways, libraries, chain.notes, tuple(chain.layouts))
-        key += (*sorted(options.items()), chain.adapters and (chain.adapters.settings, *chain.adapters.layouts.values()))
-        if key not in known:
-            known[key] = profile(chain, sequences, length, other=other, **options)
-        return known[key]
-
+    cache = getattr(request.config, "cache", None)  # pytest's own, which `make clean` removes and git ignores
+    kept = KeptProfiles(costs.profile, cache.mkdir("profiles") if cache else None)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(costs, "profile", profile_once)
-        yield
+        patch.setattr(costs, "profile", kept)
+        yield kept
+
+
+@pytest.fixture(autouse=True)
+def profiled_once(profiles: KeptProfiles | None, request: pytest.FixtureRequest) -> None:
+    """What a test exchanges may change costs: those are no later process's."""
+    if profiles is not None:
+        profiles.keeps = "monkeypatch" not in request.fixturenames
