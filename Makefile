@@ -10,7 +10,7 @@ STAMP := $(VENV)/installed
 # One thread for each test process: with WORKERS of them, more would only wait for one another.
 TEST_ENV := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false
 
-.PHONY: architectures help venv demo demo-node test deep test-oldest test-gpu test-net bench-gpu golden check format soak bench bench-promise house clean
+.PHONY: help venv demo demo-node quick test test-processes deep test-oldest test-gpu test-net bench-gpu golden check format soak bench bench-promise house clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ -/'
@@ -32,11 +32,31 @@ demo: $(STAMP)  ## fine-tune a real language model, kill it, resume it, ask it (
 demo-node: $(STAMP)  ## a node and two workers on this machine, one of which is killed: the same model (under two minutes)
 	$(BIN)/python demo/node_demo.py
 
-test: $(STAMP)  ## all quick tests (minutes)
-	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) -m "not deep and not soak and not net and not gpu" --time-ledger --durations=12 --durations-min=5
+# Everything but what has a target of its own; and of each room what takes few seconds of processors, for the inner loop.
+USUAL := not soak and not net and not gpu
+QUICK := tests/terms tests/files tests/net tests/machine tests/codec tests/data tests/report tests/runs tests/bench tests/demo \
+	$(addprefix tests/store/test_,record.py slots.py families.py checksum.py directories.py faults.py state.py) \
+	$(addprefix tests/update/test_,lsp_checks.py lsp_rewrites.py clip_and_scale.py split_master.py muon.py projectors.py updater.py kernels.py) \
+	$(addprefix tests/plan/test_,plan_format.py lane_table.py ledger.py bound.py links.py forecast.py program.py given.py) \
+	$(addprefix tests/model/test_,parking.py caught.py taps.py replay.py chain.py encoding.py bad_checkpoints.py architecture.py) \
+	$(addprefix tests/flow/test_,execute.py merge.py device_lanes.py expert_cache.py) tests/measure/test_kept.py \
+	$(addprefix tests/answers/test_,question.py planning_config.py planning_allowances.py planning_outcome.py) \
+	$(addprefix tests/compress/test_,third_code.py compress_bad_input.py) tests/memory/test_resumed_plan.py \
+	$(addprefix tests/generation/test_,calls.py compose.py extents.py architectures.py weight_pages.py jobs.py) \
+	$(addprefix tests/cli/test_,cli_clean.py cli_report.py cli_commands.py train_parts.py) \
+	$(addprefix tests/equivalence/test_,moments.py rerun.py update_counts.py damage_on_the_way.py node_refusals.py nothing_is_left.py)
+
+quick: $(STAMP)  ## some tests of each room, for the inner loop (under a minute)
+	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) -m "not deep and not process and $(USUAL)" $(QUICK)
+
+test: $(STAMP)  ## all usual tests (six minutes)
+	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) -m "not deep and not process and $(USUAL)" --time-ledger --durations=12 --durations-min=5
+
+test-processes: $(STAMP)  ## tests whose processes are killed or measured (under four minutes)
+	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) -m "process and not deep and $(USUAL)" --durations=12 --durations-min=5
 
 deep: $(STAMP)  ## what `test` has a sample of, whole: all architectures, full products (most of an hour)
-	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) -m "deep and not soak and not net and not gpu" --timeout=1200 --durations=12 --durations-min=5
+	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) -m "deep and $(USUAL)" --timeout=1200 --durations=12 --durations-min=5
 
 architectures: $(STAMP)  ## each causal model of transformers: train, eval, generate, LoRA, int4, beside stock (a quarter of an hour); RENEW=1
 	$(TEST_ENV) PYTHONPATH=$(CURDIR) $(BIN)/python tests/architectures/table.py --workers $(WORKERS) $(if $(RENEW),--renew)
@@ -81,7 +101,7 @@ format: $(STAMP)  ## format the code
 
 soak: $(STAMP)  ## long stress runs, and all properties on fresh examples (an hour)
 	$(TEST_ENV) $(BIN)/python -m pytest -m soak --timeout=7200
-	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) -m "not soak and not net and not gpu" --hypothesis-profile=fresh
+	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) -m "$(USUAL)" --hypothesis-profile=fresh
 
 # DEEPSPEED_PYTHON names an environment that has DeepSpeed (bench/README.md); without it only plain PyTorch is compared.
 bench: $(STAMP)  ## what this machine can do, and Headrace beside its peers; SCRATCH=directory on the disk to measure

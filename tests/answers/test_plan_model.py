@@ -1,12 +1,12 @@
 """`plan_model`: from a config.json and a machine to a report that adds up, explains itself, and offers what fits."""
 
 import json
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from cpu_work import loops_in
 from planned_models import gpt3_175b, llama_70b, llama_small, saved
 from tiny_wholes import make_whole
 
@@ -143,7 +143,7 @@ def test_without_a_profile_the_plan_is_the_one_that_a_run_makes(small: Path, mon
 
 
 def test_what_does_not_fit_comes_with_variants_that_do(small: Path, rig: Ceilings) -> None:
-    how: dict[str, Any] = {"here": False, "variants_seconds": 60.0}
+    how: dict[str, Any] = {"here": False, "variants_seconds": 250.0}
     asked = {"machine": rig, "tokens_per_step": 8192, "sequence_length": 1024}
     leanest = plan_model(small, Options(device_memory="1MiB", **asked), **how).needed_bytes["device"]
     device = leanest - (1 << 20)
@@ -244,9 +244,9 @@ def test_where_the_ssds_limit_a_plan_it_says_what_would_spare_them(
 )
 def test_the_largest_models_are_answered_in_time(tmp_path: Path, rig: Ceilings, config: Any, parameters: int) -> None:
     model = saved(tmp_path / "large", config)
-    started = time.process_time()
-    found = plan_model(model / "config.json", Options(host_memory="110GiB", machine=rig), here=False)
-    assert time.process_time() - started < 20  # below 10 on an idle core; shared ones take longer
+    options = Options(host_memory="110GiB", machine=rig)
+    loops, found = loops_in(lambda: plan_model(model / "config.json", options, here=False))
+    assert loops < 200  # some 60 to 100: tenths of a second of an idle core
     assert found.parameters == parameters
     assert found.tokens_per_step == 8 * 2048
     assert found.fits or found.alternatives

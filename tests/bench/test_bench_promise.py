@@ -161,7 +161,7 @@ def test_the_bare_loop_has_as_many_requests_under_way_as_the_run(tmp_path):
         """A file whose requests wait until as many as expected are under way; that ends only if there are."""
 
         def __init__(self, count):
-            self.barrier = threading.Barrier(count, timeout=10)
+            self.barrier = threading.Barrier(count, timeout=200)
 
         def read_into(self, offset, into):
             self.barrier.wait()

@@ -455,7 +455,7 @@ def test_from_a_shell(world: World, tmp_path_factory: pytest.TempPathFactory) ->
     world.shards()[1].unlink()
     before = listing(world.folder)
     command = [sys.executable, "-m", "headrace", *world.train_words()]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path_factory.mktemp("elsewhere"), timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path_factory.mktemp("elsewhere"), timeout=280)
     check_refusal(done.returncode, done.stderr)
     assert done.stdout == ""
     assert listing(world.folder) == before

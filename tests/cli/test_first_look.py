@@ -46,7 +46,7 @@ def words_of(name: str, folder: Path) -> list[str]:
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_not_there_is_refused_before_torch_is_imported(name: str, tmp_path: Path) -> None:
     command = [sys.executable, "-c", PROGRAM, *words_of(name, tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=tmp_path)
     error, torch = done.stderr.splitlines()
     assert (done.returncode, torch) == (2, "torch: False")
     assert str(tmp_path) in error
@@ -83,7 +83,7 @@ def test_choices_that_cannot_be_are_refused_before_transformers_is_imported(comm
     data = [str(tmp_path / "y.jsonl")] if command == "train" else []
     program = PROGRAM.replace("torch", "transformers")
     words = [sys.executable, "-c", program, command, str(tmp_path), *data, *choices.split()]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=280, cwd=tmp_path)
     error, imported = done.stderr.splitlines()
     assert (done.returncode, imported) == (2, "transformers: False")
     assert CHOICES[choices] in error

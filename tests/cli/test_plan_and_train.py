@@ -22,6 +22,7 @@ MIB = 1 << 20
 
 
 @pytest.mark.parametrize("runs", [("cold",), pytest.param(("cold", "warm"), marks=pytest.mark.deep)])
+@pytest.mark.process
 def test_what_libraries_take_is_one_figure(
     runs: tuple[str, ...], world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -81,6 +82,6 @@ def row(plan: dict[str, Any]) -> int:
 
 
 def headrace(*words: str) -> str:
-    done = subprocess.run([sys.executable, "-m", "headrace", *words], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([sys.executable, "-m", "headrace", *words], capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout

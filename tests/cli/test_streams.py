@@ -60,7 +60,7 @@ class TestAFullStdout:
 def headrace(*words: object, shell: str) -> subprocess.CompletedProcess[str]:
     """Run the command in a process of its own, with what a shell does to its streams."""
     command = ["sh", "-c", f'"$0" -m headrace "$@" {shell}', sys.executable, *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, timeout=280)
 
 
 @pytest.mark.parametrize(
@@ -101,6 +101,7 @@ def test_where_stderr_is_full_the_exit_code_stays() -> None:
     assert headrace("train", "model-only", shell="2>/dev/full").returncode == 2
 
 
+@pytest.mark.process
 def test_a_reader_that_went_away_in_mid_run_is_said_to_be_stdout(world: World) -> None:
     words = world.train_words(**{"max-steps": 5000})
     command = [sys.executable, "-m", "headrace", *words]

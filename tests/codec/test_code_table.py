@@ -59,4 +59,4 @@ def test_the_page_lists_the_table() -> None:
 
 def test_the_table_is_read_without_torch() -> None:
     program = "import sys, headrace.codec.table; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", program], timeout=280).returncode == 0

@@ -21,10 +21,11 @@ MOMENTS = {f"call {calls}": calls for calls in (5, 60, 20, 35, 50, 75, 90, 105, 
 
 
 @pytest.mark.parametrize("calls", sampled(MOMENTS, ("call 5", "call 60")))
+@pytest.mark.process
 def test_killed_and_begun_again(dense: Path, dense_int4: Any, tmp_path: Path, calls: str) -> None:
     process = PROCESSES.Process(target=compressing.run_and_be_killed, args=(dense, tmp_path, MOMENTS[calls]))
     process.start()
-    process.join(120)
+    process.join(250)
     assert process.exitcode == -signal.SIGKILL, "there are fewer calls than that"
     assert not (tmp_path / "out").exists()
     run(dense, tmp_path)
@@ -41,13 +42,14 @@ def undisturbed(mixture: Path, tmp_path_factory: pytest.TempPathFactory) -> dict
 
 
 @pytest.mark.parametrize("calls", sampled(MOMENTS, ("call 50",)))
+@pytest.mark.process
 def test_ternary_weights_killed_and_begun_again(
     mixture: Path, undisturbed: dict[str, bytes], tmp_path: Path, calls: str
 ) -> None:
     """In any block: which dictionary a matrix gets, and the table in its file, are no matter of the process."""
     process = PROCESSES.Process(target=compressing.run_and_be_killed, args=(mixture, tmp_path, MOMENTS[calls], "ternary"))
     process.start()
-    process.join(120)
+    process.join(250)
     assert process.exitcode == -signal.SIGKILL, "there are fewer calls than that"
     assert not (tmp_path / "out").exists()
     run_to_words(mixture, tmp_path)

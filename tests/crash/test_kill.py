@@ -17,6 +17,8 @@ import trainee
 from tiers import sampled
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+pytestmark = pytest.mark.process
+
 STEPS = 24
 # The last four: of units with a trained family of their own (speculative), of states in memory with few checkpoints, of
 # subspaces that change, and of adapters.
@@ -70,7 +72,7 @@ def start(
 
 
 def finish(process: BaseProcess) -> None:
-    process.join(120)
+    process.join(250)
     assert process.exitcode == 0
 
 
@@ -140,7 +142,7 @@ def test_killed_at_a_check_a_fit_a_merge_or_a_commit_subspaces_end_like_unbroken
 ) -> None:
     folder = tmp_path / "killed"
     process = start(model, folder, "lsp", steps=5, moment=MOMENTS[moment])
-    process.join(120)
+    process.join(250)
     assert process.exitcode == -signal.SIGKILL, "the moment never came"
     finish(start(model, folder, "lsp", steps=5))
     assert weights_of(folder) == unbroken_subspaces

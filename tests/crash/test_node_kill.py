@@ -16,6 +16,8 @@ from tiers import sampled
 
 from headrace.store.manifest import MANIFEST_NAME
 
+pytestmark = pytest.mark.process
+
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:

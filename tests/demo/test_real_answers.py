@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headrace.cli.environment import cache_directory
 
-pytestmark = [pytest.mark.deep, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.deep, pytest.mark.process, pytest.mark.timeout(3600)]
 QUESTION, NEW_TOKENS = "What does textwrap.dedent do in Python?", 16
 OPTIONS = ("--compute-dtype", "float32", "--host-memory", "6GiB")
 STEPS = ("--max-steps", "3", "--learning-rate", "1e-4", "--tokens-per-step", "64", "--sequence-length", "64", "--no-measure")

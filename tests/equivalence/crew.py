@@ -25,7 +25,7 @@ class Crew:
     Workers are threads: what one raises is raised by `join`.
     """
 
-    def __init__(self, num_workers: int = 1, silence_seconds: float = 20.0, **own: Any) -> None:
+    def __init__(self, num_workers: int = 1, silence_seconds: float = 60.0, **own: Any) -> None:
         self.listener = Listener(Address("127.0.0.1", 0), version=headrace.__version__, silence_seconds=silence_seconds)
         self.crowd = Crowd(self.listener, num_workers)
         self._own, self._threads, self.errors = {"host_memory": "4GiB"} | own, list[threading.Thread](), list[BaseException]()
@@ -54,7 +54,7 @@ class Crew:
         """Let the workers go, and see that they went well."""
         self.crowd.dismiss()
         for thread in self._threads:
-            thread.join(20)
+            thread.join(200)
         assert self.errors == []
         self.listener.close()
 

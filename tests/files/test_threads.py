@@ -37,7 +37,7 @@ class GatedFile(MemoryFile):
     def _pass(self, verb: str) -> None:
         self.inside.append(verb)
         self.arrived.release()
-        assert self.gate.wait(20)
+        assert self.gate.wait(200)
 
 
 def test_requests_in_pieces_arrive_whole_and_are_counted() -> None:
@@ -64,7 +64,7 @@ def test_reads_and_writes_run_at_once_and_several_of_each() -> None:
     with ThreadEngine(2, 3, piece_bytes=BLOCK_BYTES) as engine:
         tickets = [engine.read([(file, 0, huge_page_buffer(SIZE))]), engine.write([(file, 0, random_bytes(SIZE))])]
         for _ in range(5):
-            assert file.arrived.acquire(timeout=20)
+            assert file.arrived.acquire(timeout=200)
         assert (file.inside.count("read"), file.inside.count("write")) == (2, 3)
         assert not any(ticket.done for ticket in tickets)
         file.gate.set()
@@ -94,18 +94,28 @@ def test_any_exception_of_a_file_reaches_the_one_who_waits() -> None:
         engine.read([(Broken(SIZE), 0, huge_page_buffer(SIZE))]).wait()
 
 
-def test_a_stall_warns_then_raises_and_names_path_and_limit() -> None:
+class Clock:
+    """The time by which stalls are known: each look at it takes `step_seconds`, and files may let more pass."""
+
+    def __init__(self, step_seconds: float = 0.0) -> None:
+        self.seconds, self.step_seconds, self.thread_time = 0.0, step_seconds, time.thread_time
+
+    def monotonic(self) -> float:
+        self.seconds += self.step_seconds
+        return self.seconds
+
+
+def test_a_stall_warns_then_raises_and_names_path_and_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace.files.threads.time", Clock(0.01))
     file, events = GatedFile(SIZE), list[Event]()
     engine = ThreadEngine(1, 1, stall_warning_seconds=0.05, deadline_seconds=0.2, sink=events.append)
-    start = time.monotonic()
     ticket = engine.read([(file, BLOCK_BYTES, huge_page_buffer(BLOCK_BYTES))])
-    with pytest.raises(DeviceStalled, match=r"gated: read at offset 4096 did not finish: waited .* limit 0\.2 s"):
+    with pytest.raises(DeviceStalled, match=r"gated: read at offset 4096 did not finish: waited 0\.2\d* s, limit 0\.2 s"):
         ticket.wait()
-    assert 0.2 <= time.monotonic() - start < 5
     assert [type(event) for event in events] == [Notice]
     assert not ticket.done
     file.gate.set()
-    ticket.wait(20)  # late is not lost
+    ticket.wait(200)  # late is not lost
     engine.close()
 
 
@@ -116,17 +126,21 @@ def test_a_timeout_of_the_call_is_kept() -> None:
         with pytest.raises(DeviceStalled, match=r"limit 0\.05 s"):
             ticket.wait(0.05)
         file.gate.set()
-        ticket.wait(20)
+        ticket.wait(200)
 
 
-def test_a_long_queue_on_a_slow_drive_is_no_stall() -> None:
-    pieces = 30
-    script = [Fault(verb="read", call=call, kind=FaultKind.STALL, seconds=0.06) for call in range(pieces)]
-    file = FaultyFile(MemoryFile(SIZE), script)
+def test_a_long_queue_on_a_slow_drive_is_no_stall(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr("headrace.files.threads.time", clock)
+
+    class SlowFile(MemoryFile):
+        def read_into(self, offset: int, into: Bytes) -> None:
+            super().read_into(offset, into)
+            clock.seconds += 1.0
+
     with ThreadEngine(1, 1, piece_bytes=BLOCK_BYTES, deadline_seconds=1.5) as engine:
-        start = time.monotonic()
-        engine.read([(file, 0, huge_page_buffer(pieces * BLOCK_BYTES))]).wait()
-        assert time.monotonic() - start > 1.5
+        engine.read([(SlowFile(SIZE), 0, huge_page_buffer(SIZE))]).wait()
+    assert clock.seconds > 1.5
 
 
 def test_close_finishes_requests_ends_threads_and_refuses_more() -> None:
@@ -168,7 +182,7 @@ def test_as_many_are_in_flight_as_it_was_told_last(before: int, after: int) -> N
     file = GatedFile(SIZE)
     tickets = [engine.read([(file, 0, huge_page_buffer(SIZE))]), engine.write([(file, 0, random_bytes(SIZE))])]
     for _ in range(2 * after):
-        assert file.arrived.acquire(timeout=20)
+        assert file.arrived.acquire(timeout=200)
     assert not file.arrived.acquire(timeout=0.05)
     assert (file.inside.count("read"), file.inside.count("write")) == (after, after)
     file.gate.set()

@@ -31,7 +31,7 @@ class Mark:
         self.reached.set()
 
     def synchronize(self) -> None:
-        assert self.reached.wait(20), "a mark that is never reached"
+        assert self.reached.wait(200), "a mark that is never reached"
 
     def reached_seconds(self) -> float:
         assert self.reached.is_set(), "asked for the time of a mark that is not reached"

@@ -113,7 +113,7 @@ def test_an_interrupt_while_operations_are_queued_ends_in_time(nth: int, monkeyp
         interpreter.run(Program(tuple(ops)), lambda op: None, 0)
     ended = threading.Thread(target=interpreter.close, daemon=True)
     ended.start()
-    ended.join(10)
+    ended.join(200)
     assert not ended.is_alive()
     with pytest.raises(StepFailed):
         interpreter.wait()
@@ -121,7 +121,7 @@ def test_an_interrupt_while_operations_are_queued_ends_in_time(nth: int, monkeyp
 
 def test_lanes_work_at_the_same_time() -> None:
     interpreter = interpreters()[1]
-    meeting = threading.Barrier(3, timeout=10)
+    meeting = threading.Barrier(3, timeout=200)
     ops = [Op(index=index, verb=Verb.FETCH, lane=lane) for index, lane in enumerate((Lane.COMPUTE, Lane.SSD_READ, Lane.UPDATE))]
     interpreter.run(Program(tuple(ops)), lambda op: meeting.wait() and None, 0)
     interpreter.wait()

@@ -124,12 +124,13 @@ KILLS = [("write", 2), ("write", 13), ("write", 22), ("read", 3), ("read", 35), 
 
 @pytest.mark.timeout(280)
 @pytest.mark.parametrize(("kill", "number"), sampled(KILLS, [("write", 22)]))
+@pytest.mark.process
 def test_a_job_whose_caches_lie_on_a_drive_goes_on_after_a_kill(kill: str, number: int, model: Path, tmp_path: Path) -> None:
     write_prompts(tmp_path / "kept", tmp_path / "killed")
     assert job(model, tmp_path / "kept", None) == 0
     process = PROCESSES.Process(target=job_with_caches.main, args=(str(model), str(tmp_path / "killed"), kill, number))
     process.start()
-    process.join(120)
+    process.join(250)
     assert process.exitcode == -signal.SIGKILL, "the moment never came"
     assert {path.name for path in (tmp_path / "killed").iterdir()} <= {"in.jsonl", "out.jsonl.job"}  # the drive is free again
     with pytest.MonkeyPatch.context() as patch:

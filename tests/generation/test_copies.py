@@ -229,6 +229,7 @@ copy.make((1, 1, 1), lambda event: None)
 
 @pytest.mark.deep
 @pytest.mark.parametrize("pieces", [1, 20, 60, 120])
+@pytest.mark.process
 def test_a_copy_that_is_killed_for_good_goes_on(pieces: int, drives: list[Path], tmp_path: Path) -> None:
     path = tmp_path / "shard.safetensors"
     path.write_bytes(np.random.default_rng(1).bytes(1_000_001))

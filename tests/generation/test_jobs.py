@@ -237,6 +237,7 @@ def test_a_job_whose_prompts_were_read_otherwise_is_refused(model: Path, tmp_pat
 
 
 @pytest.mark.deep
+@pytest.mark.process
 def test_a_job_that_is_killed_for_good_goes_on(model: Path, tmp_path: Path) -> None:
     lines = [{"prompt": "water " * (1 + number % 3)} for number in range(12)]
     for name in ("whole", "killed"):

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.process
+
 # Eight tensors of 4 MiB, made and freed over and over; of two sizes, so that the heap's pieces must be joined to be used.
 WORK = """
 import json, resource, sys
@@ -119,7 +121,7 @@ print(json.dumps(found))
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="the C library is not glibc")
 def test_small_blocks_are_given_back_near_the_limit() -> None:
-    done = subprocess.run([sys.executable, "-c", SMALL_BLOCKS], capture_output=True, text=True, check=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", SMALL_BLOCKS], capture_output=True, text=True, check=True, timeout=280)
     found = json.loads(done.stdout)
     mib = 1 << 20
     assert found["left"] > 48 * mib
@@ -131,7 +133,7 @@ def test_small_blocks_are_given_back_near_the_limit() -> None:
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="the C library is not glibc")
 def test_freed_memory_is_kept_while_there_is_room() -> None:
-    done = subprocess.run([sys.executable, "-c", GUARDED], capture_output=True, text=True, check=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", GUARDED], capture_output=True, text=True, check=True, timeout=280)
     found = json.loads(done.stdout)
     mib = 1 << 20
     # 72 planned, less 32 that may be made between two looks, less 20 of another workspace.
@@ -147,7 +149,7 @@ def test_freed_memory_is_kept_while_there_is_room() -> None:
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="the C library is not glibc")
 def test_freed_tensors_are_kept_or_returned_as_told() -> None:
-    done = subprocess.run([sys.executable, "-c", WORK], capture_output=True, text=True, check=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", WORK], capture_output=True, text=True, check=True, timeout=280)
     found = json.loads(done.stdout)
     returned, kept = found["False"][0], found["True"][0]
     assert returned["told"]

@@ -176,7 +176,7 @@ class TestResourceLimits:
             f"resource.setrlimit(resource.RLIMIT_DATA, (used + {64 * MIB}, resource.RLIM_INFINITY))\n"
             "print(available_memory_bytes())"
         )
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=280)
         assert 0 < int(done.stdout) <= 64 * MIB
 
 

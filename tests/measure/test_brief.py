@@ -41,6 +41,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Ceilings, int, P
         return *process.submit(measured_at, folder).result(), folder
 
 
+@pytest.mark.process
 def test_it_has_the_figures_that_plans_ask_for(measured: tuple[Ceilings, int, Path]) -> None:
     ceilings, _, _ = measured
     assert Ceilings.from_json(ceilings.to_json()) == ceilings
@@ -50,6 +51,7 @@ def test_it_has_the_figures_that_plans_ask_for(measured: tuple[Ceilings, int, Pa
     assert ceilings.launch_seconds > 0
 
 
+@pytest.mark.process
 def test_it_stays_inside_its_room_and_leaves_no_file(measured: tuple[Ceilings, int, Path]) -> None:
     _, taken_bytes, folder = measured
     assert 8 * MIB < taken_bytes < LEAST_HOST_BYTES

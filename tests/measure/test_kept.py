@@ -90,6 +90,7 @@ def test_what_cannot_be_read_or_written_is_as_good_as_none(tmp_path: Path) -> No
     assert keep(tmp_path / "file", wanted("a"), machine_of(wanted("a"))) is None
 
 
+@pytest.mark.process
 def test_one_at_a_time_and_a_killed_process_is_no_hindrance() -> None:
     name = f"\0headrace test {os.getpid()}"
     with alone(0.0, name) as first, alone(0.05, name) as second:

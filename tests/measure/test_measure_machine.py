@@ -1,8 +1,9 @@
 """Rates are what they claim, together and alone; a quick look at this machine gives a profile that plans can use."""
 
 import statistics
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -25,16 +26,32 @@ from headrace.terms.errors import ConfigError, StorageError
 from headrace.terms.events import Event, Notice
 
 
-class Sleeper:
-    """Does `amount` in `seconds`, without a core."""
+class Clock(threading.local):
+    """A clock that stands still but for the work of its thread."""
 
-    def __init__(self, seconds: float, amount: float = 1.0) -> None:
-        self.seconds, self.amount, self.units = seconds, amount, 0
+    seconds = 0.0
+
+
+class Paced:
+    """Does `amount` in `seconds` of its thread's clock, after `until` returned."""
+
+    def __init__(self, clock: Clock, seconds: float, amount: float = 1.0, until: Callable[[], object] = lambda: None) -> None:
+        self.clock, self.seconds, self.amount, self.until, self.units = clock, seconds, amount, until, 0
+        self.done = threading.Semaphore(0)
 
     def unit(self) -> float:
+        self.until()
         self.units += 1
-        time.sleep(self.seconds)
+        self.clock.seconds += self.seconds
+        self.done.release()
         return self.amount
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(time, "perf_counter", lambda: made.seconds)
+    return made
 
 
 class Broken:
@@ -48,21 +65,21 @@ def test_a_time_that_is_none_or_never_ends_is_refused(seconds: float, tmp_path: 
         measure_machine([tmp_path], seconds_budget=seconds)
 
 
-def test_a_rate_is_amount_over_time() -> None:
-    assert rate_of(Sleeper(0.01, 5.0), 0.1) == pytest.approx(500, rel=0.3)
+@pytest.mark.parametrize("seconds", [1 / 64, 1 / 4, 3.0])
+def test_a_rate_is_amount_over_time(seconds: float, clock: Clock) -> None:
+    assert rate_of(Paced(clock, seconds, 5.0), 0.1) == 5.0 / seconds
 
 
-def test_the_quicker_load_goes_on_until_the_slower_is_done() -> None:
-    quick, slow = Sleeper(0.005), Sleeper(0.2)
-    rates = rates_together([quick, slow], 0.02)
-    assert quick.units >= 20  # it ran beside the slow one's whole unit
-    assert rates[0] == pytest.approx(200, rel=0.4)
-    assert rates[1] == pytest.approx(5, rel=0.3)
+def test_the_quicker_load_goes_on_until_the_slower_is_done(clock: Clock) -> None:
+    quick = Paced(clock, 1 / 256)
+    slow = Paced(clock, 1 / 4, until=lambda: [quick.done.acquire() for _ in range(64)])
+    assert rates_together([quick, slow], 1 / 64) == [256, 4]
+    assert quick.units >= 64, "it ran beside the slow one's whole unit"
 
 
-def test_an_error_ends_all_loads_and_is_raised() -> None:
+def test_an_error_ends_all_loads_and_is_raised(clock: Clock) -> None:
     with pytest.raises(OSError, match="no such drive"):
-        rates_together([Sleeper(0.001), Broken()], 60.0)
+        rates_together([Paced(clock, 0.0), Broken()], 60.0)
 
 
 def test_a_pair_follows_what_it_is_held_against() -> None:

@@ -10,6 +10,8 @@ from node_machines import Machines
 from headrace.report.metrics import read_metrics
 from headrace.terms.sizes import MIB
 
+pytestmark = pytest.mark.process
+
 SHAPE = {"hidden_size": 384, "intermediate_size": 1024, "num_attention_heads": 6}
 BLOCK_BYTES = 2 * (4 * 384 * 384 + 3 * 384 * 1024)
 

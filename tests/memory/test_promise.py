@@ -16,6 +16,8 @@ import torch
 from tiers import sampled
 from transformers import AutoModelForCausalLM, LlamaConfig, Mamba2Config, OPTConfig
 
+pytestmark = pytest.mark.process
+
 ROOT = Path(__file__).resolve().parents[2]
 MIB = 1 << 20
 

@@ -65,6 +65,7 @@ def killed_export(out: Path) -> None:
     assert subprocess.run([sys.executable, "-c", code, str(out)], check=False).returncode == -signal.SIGKILL
 
 
+@pytest.mark.process
 def test_what_a_killed_export_left_is_removed_by_the_next(tmp_path: Path, exporter: Callable[[Path], Exporter]) -> None:
     killed_export(tmp_path / "out")
     killed_export(tmp_path / "outer")

@@ -1,17 +1,57 @@
 """Several peers of one generation in threads of this process, over loopback."""
 
+import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
+
+import pytest
 
 from headrace.net import Address, Generation, Listener, Member
 
 VERSION = "test"
 
 
+class Clock:
+    """The time of those who watch over one another. It stands still but in `passing`, so that a busy machine loses nobody."""
+
+    def __init__(self) -> None:
+        self.seconds, self.sleep = 0.0, time.sleep
+
+    def monotonic(self) -> float:
+        return self.seconds
+
+    @contextmanager
+    def passing(self, seconds: float) -> Iterator[None]:
+        """Let `seconds` pass again and again, until this is left."""
+        over = threading.Event()
+
+        def pass_on() -> None:
+            while not over.wait(0.02):
+                self.seconds += seconds
+
+        thread = threading.Thread(target=pass_on, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The clock of `headrace.net.listener` and `headrace.net.member`."""
+    made = Clock()
+    for module in ("listener", "member"):
+        monkeypatch.setattr(f"headrace.net.{module}.time", made)
+    return made
+
+
 @contextmanager
-def listening(silence_seconds: float = 20.0, **more: Any) -> Iterator[Listener]:
+def listening(silence_seconds: float = 60.0, **more: Any) -> Iterator[Listener]:
     """Give a listener on loopback."""
     listener = Listener(Address("127.0.0.1", 0), version=VERSION, silence_seconds=silence_seconds, **more)
     try:
@@ -38,4 +78,4 @@ def joined(
 def at_once(*calls: Callable[[], Any]) -> list[Any]:
     """Return what the calls return, each made in a thread of its own."""
     with ThreadPoolExecutor(len(calls)) as pool:
-        return [each.result(30) for each in [pool.submit(call) for call in calls]]
+        return [each.result(200) for each in [pool.submit(call) for call in calls]]

@@ -479,7 +479,7 @@ class Slow:
         assert isinstance(event, OpDone | StepResult)
         if event.step == self.held:
             self.entered.set()
-            assert self.gate.wait(20)
+            assert self.gate.wait(200)
         self.seen.append(event.step)
 
     def close(self) -> None:
@@ -491,12 +491,12 @@ def test_a_lane_does_not_wait_for_what_a_reporter_does_for_another() -> None:
     slow = hub.add(Slow(held=0))
     other = threading.Thread(target=lambda: hub(ended(0)))
     other.start()
-    assert slow.entered.wait(20)
+    assert slow.entered.wait(200)
     hub(ended(1))  # would not return before the gate opens if it waited
     hub(ended(2))
     assert slow.seen == []
     slow.gate.set()
-    other.join(20)
+    other.join(200)
     assert slow.seen == [0, 1, 2]  # the thread that was at it passed on what was left to it, in order
     hub(step(3))
     assert slow.seen == [0, 1, 2, 3]
@@ -508,11 +508,11 @@ def test_a_result_is_written_when_the_call_returns_whoever_is_at_it() -> None:
     slow = hub.add(Slow(held=0))
     other = threading.Thread(target=lambda: hub(ended(0)))
     other.start()
-    assert slow.entered.wait(20)
+    assert slow.entered.wait(200)
     threading.Timer(0.05, slow.gate.set).start()
     hub(step(7))
     assert slow.seen == [0, 7]
-    other.join(20)
+    other.join(200)
 
 
 def test_no_operation_is_lost_between_threads() -> None:

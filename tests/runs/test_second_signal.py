@@ -14,6 +14,8 @@ from training_fakes import FakeHost, write_data, write_model
 from headrace.files.yaml_options import to_yaml
 from headrace.runs import RunOptions, resume, train
 
+pytestmark = pytest.mark.process
+
 PROGRAM = """
 import os, pathlib, signal, sys
 from training_fakes import FakeHost
@@ -48,7 +50,7 @@ def test_the_second_signal_kills_at_once(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(to_yaml(config))
     unbroken = train(RunOptions.of(vars(config) | {"output": tmp_path / "unbroken"}), engines=FakeHost().engines())
     command = [sys.executable, "-c", PROGRAM, str(tmp_path / "run.yaml")]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent, timeout=280)
     assert done.returncode == -signal.SIGTERM, done.stderr
     assert "still here" not in done.stdout
     resumed = resume(tmp_path / "run", engines=FakeHost().engines())

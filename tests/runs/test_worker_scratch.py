@@ -5,8 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from headrace.files.scratch import scratch
 from headrace.runs.node import _SCRATCH, _discard
+
+pytestmark = pytest.mark.process
 
 KILLED = """
 import os, signal, sys

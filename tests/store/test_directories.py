@@ -261,6 +261,7 @@ def test_a_second_store_is_refused_with_the_holder(tmp_path: Path) -> None:
     open_store(tmp_path).close()
 
 
+@pytest.mark.process
 def test_the_lock_goes_with_the_process(tmp_path: Path) -> None:
     code = (
         "import sys, time\nfrom pathlib import Path\nfrom headrace.store.lock import RunLock\n"

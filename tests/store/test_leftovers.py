@@ -123,6 +123,7 @@ def killed_creation(folder: Path) -> None:
     assert process.returncode == -signal.SIGKILL
 
 
+@pytest.mark.process
 def test_a_creation_that_was_killed_is_dead(tmp_path: Path) -> None:
     killed_creation(tmp_path)
     found = only(find_leftovers(ssds(tmp_path)))
@@ -132,6 +133,7 @@ def test_a_creation_that_was_killed_is_dead(tmp_path: Path) -> None:
     assert [*(tmp_path / "ssd0").iterdir(), *(tmp_path / "ssd1").iterdir()] == []
 
 
+@pytest.mark.process
 def test_the_next_creation_takes_the_place_of_one_that_was_killed(tmp_path: Path) -> None:
     killed_creation(tmp_path)
     (tmp_path / "other").mkdir()
@@ -140,6 +142,7 @@ def test_the_next_creation_takes_the_place_of_one_that_was_killed(tmp_path: Path
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["commit.0", "commit.1", "lock", "state.json"]
 
 
+@pytest.mark.process
 def test_a_killed_creation_where_a_moved_run_was_says_nothing_of_that(tmp_path: Path) -> None:
     committed(tmp_path)
     (tmp_path / "run").rename(tmp_path / "moved")
@@ -232,6 +235,7 @@ def test_a_copy_of_a_run_directory_is_refused_while_the_first_works(tmp_path: Pa
     assert owners(tmp_path) == {str((tmp_path / "run").resolve())}
 
 
+@pytest.mark.process
 def test_a_moved_run_is_held_by_its_process_and_free_once_that_is_killed(tmp_path: Path) -> None:
     committed(tmp_path)
     (tmp_path / "run").rename(tmp_path / "moved")

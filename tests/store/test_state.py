@@ -208,11 +208,11 @@ class SlowFile(MemoryFile):
         self.gate, self.held = gate, held
 
     def read_into(self, offset: int, into: Bytes) -> None:
-        assert "read" not in self.held or self.gate.wait(20)
+        assert "read" not in self.held or self.gate.wait(200)
         super().read_into(offset, into)
 
     def write_from(self, offset: int, data: Bytes) -> None:
-        assert "write" not in self.held or self.gate.wait(20)
+        assert "write" not in self.held or self.gate.wait(200)
         super().write_from(offset, data)
 
 
@@ -242,7 +242,7 @@ def test_a_write_waits_for_reads_of_the_place_it_goes_to(tmp_path: Path) -> None
     assert in_background(writer)
     gate.set()
     ticket.wait()
-    writer.join(20)
+    writer.join(200)
     assert np.array_equal(into, expected_weights(1, 1))
     assert holds_step(store, 2)
     store.close()
@@ -262,7 +262,7 @@ def test_a_read_waits_for_the_write_of_what_it_asks_for_and_keeps_nobody_else_wa
     assert not store.write(0, STATES, 0, filled(20480, 3)).done  # started at once, though held
     assert reader.is_alive()
     gate.set()
-    reader.join(20)
+    reader.join(200)
     assert np.array_equal(found[0], expected_weights(1, 1))
     store.close()
 
@@ -279,7 +279,7 @@ def test_a_write_that_waits_for_a_read_keeps_nobody_else_waiting(tmp_path: Path)
     assert writer.is_alive()
     gate.set()
     read.wait()
-    writer.join(20)
+    writer.join(200)
     assert np.array_equal(into, expected_weights(1, 1))
     store.close()
 
@@ -306,7 +306,7 @@ def test_reads_go_on_during_a_commit(tmp_path: Path) -> None:
     assert in_background(committer)
     assert np.array_equal(read_weights(store, 1), expected_weights(1, 1))
     gate.set()
-    committer.join(20)
+    committer.join(200)
     assert store.committed_version == 2
     store.close()
 

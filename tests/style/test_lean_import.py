@@ -22,7 +22,7 @@ sys.meta_path.insert(0, Refuse())
 
 
 def run(program: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", PROGRAM + program], capture_output=True, text=True, timeout=120)
+    return subprocess.run([sys.executable, "-c", PROGRAM + program], capture_output=True, text=True, timeout=280)
 
 
 def test_the_engine_needs_none_of_what_the_command_line_needs() -> None:

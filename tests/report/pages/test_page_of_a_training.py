@@ -157,7 +157,7 @@ def open_page(tmp_path_factory: pytest.TempPathFactory) -> Open:
     def dump(page: Path, *flags: str) -> str:
         profile = tmp_path_factory.mktemp("profile")
         command = [program, *FLAGS, f"--user-data-dir={profile}", *flags, "--dump-dom", page.as_uri()]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=True)
         return done.stdout
 
     return dump
