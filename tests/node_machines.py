@@ -1,6 +1,5 @@
 """A node and its workers as processes of this machine, for tests that kill them, or look at what they take."""
 
-import multiprocessing
 import os
 import signal
 import time
@@ -9,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import node_processes
+from forked import PROCESSES
 
-PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["node_processes", "headrace.runs.engines", "headrace.engine.worker"])
 # Micro-batches of two rows; clipping holds gradients until the norm is known, without it updates run behind backward.
 POLICIES: dict[str, dict[str, Any]] = {"deferred": {"max_grad_norm": 0.5}, "immediate": {"max_grad_norm": 0}}
 

@@ -1,13 +1,12 @@
 """`headrace plan --workers`: what workers and a node will do together, whether they fit, and what to buy next."""
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from forked import run_headrace
 from transformers import GPT2Config, LlamaConfig
 
 from headrace.ask.cluster import plan_cluster
@@ -184,7 +183,8 @@ def test_the_headline_on_the_rig_of_luwu(tmp_path: Path):
     speeds = []
     for ssds in ("12", "48"):
         words = ["plan", str(tmp_path), *command.split(), "--node-ssds", ssds, "--json"]
-        done = subprocess.run([sys.executable, "-m", "headrace", *words], check=True, capture_output=True, text=True)
+        done = run_headrace(*words)
+        assert done.returncode == 0, done.stderr
         speeds.append(json.loads(done.stdout)["tokens_per_second_per_worker"])
     assert speeds[0] >= 134
     assert speeds[1] >= speeds[0]

@@ -4,11 +4,10 @@ Run: pytest tests/cli/test_cli_report.py
 """
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from forked import run_headrace
 
 from headrace.cli import main
 from headrace.report import MetricsFile
@@ -71,8 +70,8 @@ def test_what_is_no_run_is_refused_in_one_line(options: list[str], tmp_path: Pat
 
 @pytest.mark.parametrize("option", ["--out", "--trace"])
 def test_what_goes_to_stdout_is_all_there_is_on_it(option: str, run_directory: Path) -> None:
-    command = [sys.executable, "-m", "headrace", "report", str(run_directory), option, "/dev/stdout"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = run_headrace("report", run_directory, option, "/dev/stdout")
+    assert done.returncode == 0, done.stderr
     assert "wrote" not in done.stdout
     assert "wrote /dev/stdout" in done.stderr
     assert done.stdout.rstrip().endswith("</html>" if option == "--out" else "]")

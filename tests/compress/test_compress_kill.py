@@ -1,6 +1,5 @@
 """A compression that is killed at any moment and begun again ends with the bytes of one that nobody disturbed."""
 
-import multiprocessing
 import signal
 from pathlib import Path
 from typing import Any
@@ -8,14 +7,11 @@ from typing import Any
 import compressing
 import pytest
 from compressing import files_of, options, run, run_to_words
+from forked import PROCESSES
 from tiers import sampled
 
 from headrace.compress.run import compress
 from headrace.terms.errors import RunDirectoryError
-
-# Children are forked from a server that has imported everything.
-PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["compressing", "headrace.compress.run", "transformers.models.llama.modeling_llama"])
 
 MOMENTS = {f"call {calls}": calls for calls in (5, 60, 20, 35, 50, 75, 90, 105, 120)}
 

@@ -2,7 +2,6 @@
 those of a run that nobody disturbed. Four kills in `make test`, three more in `make deep`, a hundred in `make soak`.
 """
 
-import multiprocessing
 import os
 import random
 import shutil
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import trainee
+from forked import PROCESSES
 from tiers import sampled
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -38,10 +38,6 @@ MOMENTS = {
     "within a commit": "headrace.store.record:RecordFiles.write:4:after",
     "after a commit": "headrace.store:StateStore.commit:4:after",
 }
-
-# Children are forked from a server that has imported everything, so that a hundred starts cost seconds, not many minutes.
-PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["trainee", "headrace.engine.trainer", "transformers.models.llama.modeling_llama"])
 
 
 @pytest.fixture(scope="module")

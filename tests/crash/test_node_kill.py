@@ -46,7 +46,8 @@ def undisturbed(place: Path) -> Any:
     ("policy", "workers"), sampled([("deferred", 1), ("immediate", 1), ("deferred", 2)], [("deferred", 1)])
 )
 def test_workers_and_the_node_are_killed(policy: str, workers: int, place: Path, undisturbed: Any) -> None:
-    machines, dice = Machines(place, f"killed-{policy}-{workers}", workers, policy), random.Random(7)
+    steps = 24  # so many that the last one that is killed has not ended before, however late the kill comes
+    machines, dice = Machines(place, f"killed-{policy}-{workers}", workers, policy, max_steps=steps), random.Random(7)
     machines.hire(workers + 1)  # a spare, too
     machines.wait_for_step(2)
     time.sleep(dice.random() * 0.1)
@@ -59,7 +60,7 @@ def test_workers_and_the_node_are_killed(policy: str, workers: int, place: Path,
     machines.wait_for_step(8)
     time.sleep(dice.random() * 0.1)
     kill(machines.workers[1])
-    assert machines.finish() == undisturbed(policy, workers)
+    assert machines.finish() == undisturbed(policy, workers, steps)
     left = [process.exitcode for process in machines.workers if process.exitcode != -signal.SIGKILL]
     assert left == [0] * workers, "spares end well, too"
     assert not list(machines.scratch.iterdir()), "what the killed left went with the next worker"

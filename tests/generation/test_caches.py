@@ -1,7 +1,6 @@
 """Keys and values in tiers: the bits of `generate`, whether they wait where compute is, in host memory or on drives."""
 
 import json
-import multiprocessing
 import signal
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -12,6 +11,7 @@ from typing import Any
 import job_with_caches
 import pytest
 import torch
+from forked import PROCESSES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from job_with_caches import in_tiers, job
@@ -36,8 +36,6 @@ from headrace.terms.program import Pool
 from headrace.terms.sizes import PAGE_BYTES
 from headrace.testing.faulty_file import Fault, FaultKind, FaultyFile
 
-PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["job_with_caches", "transformers.models.llama.modeling_llama"])
 NEW = 12
 COMMON = {
     "max_new_tokens": NEW,

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from time_ledger import MOST_PERCENT, CpuClock, TimeLedger, overspent
+from time_ledger import MOST_PERCENT, MOST_TOGETHER, CpuClock, TimeLedger, overspent
 
 TESTS = Path(__file__).parents[1]
 
@@ -11,7 +11,8 @@ TESTS = Path(__file__).parents[1]
 def test_every_folder_has_a_share() -> None:
     folders = {path.parent.relative_to(TESTS).parts[0] for path in TESTS.glob("*/**/test_*.py")}
     assert folders == MOST_PERCENT.keys()
-    assert 100 < sum(MOST_PERCENT.values()) < 250
+    assert 100 < sum(MOST_PERCENT.values()) <= MOST_TOGETHER
+    assert MOST_PERCENT["equivalence"] <= 25
 
 
 @pytest.mark.parametrize("speed", [0.01, 1, 50])
