@@ -13,6 +13,7 @@ import pytest
 import torch
 from plain import LENGTH, ROWS, SPLIT, batch_of, train
 from safetensors.torch import load_file
+from tiers import sampled
 from torch import nn
 from transformers import AutoModelForCausalLM
 
