@@ -10,7 +10,7 @@ STAMP := $(VENV)/installed
 # One thread for each test process: with WORKERS of them, more would only wait for one another.
 TEST_ENV := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false
 
-.PHONY: help venv demo demo-node quick test test-processes deep test-oldest test-gpu test-net bench-gpu golden check format soak bench bench-promise house clean
+.PHONY: architectures help venv demo demo-node quick test test-processes deep test-oldest test-gpu test-net bench-gpu golden check format soak bench bench-promise house clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ -/'
