@@ -156,6 +156,8 @@ class GenerationModel:
         try:
             own, rest = resolved(self.generation_config, config, changes)
             self._check_ends(own)
+            if own.pad_token_id is None or not 0 <= own.pad_token_id < self.chain.vocabulary:
+                own.pad_token_id = min(end_tokens(own), default=0)  # no answer shows it
             key = repr((sorted(vars(own).items()), sorted((name, id(value)) for name, value in rest.items())))
             if key != self._tried:
                 try_settings(self.chain.model, own, rest, self.chain.vocabulary)
@@ -164,8 +166,6 @@ class GenerationModel:
             if error.key in changes or (config is not None and getattr(config, error.key, None) is not None):
                 raise ConfigError(f"generation: {error}") from error
             raise ConfigError(f"{self.directory / _CONFIG}: {error}") from error
-        if own.pad_token_id is None or not 0 <= own.pad_token_id < self.chain.vocabulary:
-            own.pad_token_id = min(end_tokens(own), default=0)  # no answer shows it
         return own, rest
 
     def check_tokens(self, tokens: Sequence[int], name: str = "the prompt") -> None:

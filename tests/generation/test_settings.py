@@ -29,6 +29,7 @@ SAMPLED = {"do_sample": True, "max_new_tokens": 5, "eos_token_id": 2}
 COMPUTED: dict[str, dict[str, Any]] = {
     "top_k=None": {"top_k": None, "max_new_tokens": 5},
     "repetition_penalty=None": {"repetition_penalty": None, "do_sample": False, "max_new_tokens": 5},
+    "eos_token_id=[]": {"eos_token_id": [], "max_new_tokens": 5},
     "eos_token_id=None": {"eos_token_id": None, "max_new_tokens": 5},
     "do_sample=None": {"do_sample": None, "max_new_tokens": 5},
     "all off": {"top_k": None, "repetition_penalty": None, "eos_token_id": None, "max_new_tokens": 5},
