@@ -14,7 +14,8 @@ from typing import Any
 FILE = Path(__file__).with_name("outcomes.json")
 
 
-def outcome(kind: str) -> tuple[str, dict[str, str]]:
+def outcome(asked: tuple[str, tuple[str, ...]]) -> tuple[str, dict[str, str]]:
+    """Return a kind, and what comes out for it by way."""
     import torch
     from transformers.utils import logging
     from ways import outcomes_of
@@ -23,7 +24,7 @@ def outcome(kind: str) -> tuple[str, dict[str, str]]:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     with tempfile.TemporaryDirectory() as folder:
-        return kind, outcomes_of(kind, Path(folder))
+        return asked[0], outcomes_of(asked[0], Path(folder), asked[1])
 
 
 def write(table: dict[str, Any], found: dict[str, dict[str, str]]) -> None:
@@ -42,21 +43,23 @@ def main() -> None:
     parser.add_argument("kinds", nargs="*", default=sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
     parser.add_argument("--renew", action="store_true", help="write the table")
     parser.add_argument("--missing", action="store_true", help="only kinds without a row")
+    parser.add_argument("--way", action="append", help="only this way; may be given several times")
     parser.add_argument("--workers", type=int, default=2)
     asked = parser.parse_args()
     table = json.loads(FILE.read_text(encoding="utf-8")) if FILE.exists() else {"outcomes": {}, "known": []}
     before, found = table["outcomes"], {}
-    kinds = [kind for kind in asked.kinds if not asked.missing or kind not in before]
+    ways = tuple(asked.way or ("train", "eval", "generate", "lora", "int4"))
+    kinds = [(kind, ways) for kind in asked.kinds if not asked.missing or kind not in before]
     with get_context("spawn").Pool(asked.workers, maxtasksperchild=8) as pool:
         for kind, row in pool.imap_unordered(outcome, kinds):
-            found[kind] = row
+            found[kind] = before.get(kind, {}) | row
             if asked.renew:
                 write(table, found)
-            for way, words in row.items():
-                if words != before.get(kind, {}).get(way) or words.startswith("WRONG"):
-                    print(f"{kind} {way}: {words}", flush=True)
-    ways = [words.split(":")[0] for row in found.values() for words in row.values()]
-    print(", ".join(f"{ways.count(word)} {word}" for word in sorted(set(ways))))
+            for way, text in row.items():
+                if text != before.get(kind, {}).get(way) or text.startswith("WRONG"):
+                    print(f"{kind} {way}: {text}", flush=True)
+    words = [text.split(":")[0] for row in found.values() for text in row.values()]
+    print(", ".join(f"{words.count(word)} {word}" for word in sorted(set(words))))
     if not asked.renew and any(row != before.get(kind) for kind, row in found.items()):
         sys.exit(1)
 

@@ -6,7 +6,7 @@ A way returns "equal", "refused: WHY" or "WRONG: WHAT"; what stock transformers 
 import copy
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -189,18 +189,20 @@ def stock(compute: Callable[[], Any]) -> Any:
         raise StockFails(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}") from error
 
 
-def outcomes_of(kind: str, folder: Path) -> dict[str, str]:
+def outcomes_of(kind: str, folder: Path, ways: Collection[str] = tuple(WAYS)) -> dict[str, str]:
     """Return by way what comes out for a registered kind."""
     path = folder / "model"
     try:
         self_check(config_of(kind))
         model = saved_model(kind, path)
     except HeadraceError as error:
-        return dict.fromkeys(WAYS, f"refused: {_plain(str(error), folder)}")
+        return dict.fromkeys(ways, f"refused: {_plain(str(error), folder)}")
     except Exception as error:  # a traceback is a fault
-        return dict.fromkeys(WAYS, f"WRONG: {type(error).__name__}: {_plain(str(error), folder)}")
+        return dict.fromkeys(ways, f"WRONG: {type(error).__name__}: {_plain(str(error), folder)}")
     found = {}
     for name, way in WAYS.items():
+        if name not in ways:
+            continue
         (folder / name).mkdir()
         try:
             found[name] = way(model, path, folder / name)
