@@ -19,17 +19,20 @@ def report(
     out: Annotated[Path | None, typer.Option(help="HTML file to write. Default: RUN_DIR/report.html.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON; a page only with --out.")] = False,
     trace: Annotated[Path | None, typer.Option(help="Also write the last steps as a trace for ui.perfetto.dev.")] = None,
+    svg: Annotated[Path | None, typer.Option(help="Also write the lanes of the last step as an SVG picture.")] = None,
 ) -> None:
     """Write one HTML page about a run: a step's lanes, rates, memory, loss, what limits it, SSD wear. Opens without network."""
-    from headrace.report.pages import read_run, summary, write_report, write_trace
+    from headrace.report.pages import read_run, summary, write_picture, write_report, write_trace
 
     # If so, stdout is only for the figures, the page or the trace.
-    taken = as_json or _is_stdout(out) or _is_stdout(trace)
+    taken = as_json or _is_stdout(out) or _is_stdout(trace) or _is_stdout(svg)
     if out is not None or not as_json:
         page = write_report(run_directory, out)
         typer.echo(f"wrote {page}", err=taken)
     if trace is not None:
         typer.echo(f"wrote {write_trace(run_directory, trace)}", err=taken)
+    if svg is not None:
+        typer.echo(f"wrote {write_picture(run_directory, svg)}", err=taken)
     if as_json:
         import json
 

@@ -5,6 +5,7 @@ Run: pytest tests/cli/test_cli_report.py
 
 import json
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from forked import run_headrace
@@ -52,6 +53,16 @@ def test_out_and_trace_name_their_files(run_directory: Path, tmp_path: Path) -> 
     assert sum(entry["ph"] == "X" for entry in json.loads((tmp_path / "b.json").read_text())) == 2
 
 
+def test_a_picture_of_a_step_stands_alone(run_directory: Path, tmp_path: Path) -> None:
+    assert run("report", run_directory, "--svg", tmp_path / "step.svg") == 0
+    drawn = ElementTree.fromstring((tmp_path / "step.svg").read_text(encoding="utf-8"))
+    assert drawn.tag == "{http://www.w3.org/2000/svg}svg"
+    fills = [each.get("fill") for each in drawn]
+    assert "#ffffff" in fills, "on white, whatever is below"
+    assert all(each.get("class") is None for each in drawn), "colours that need a style sheet"
+    assert any("Compute" in (each.text or "") for each in drawn)
+
+
 def test_json_is_all_there_is_on_stdout(run_directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("report", run_directory, "--json") == 0
     assert json.loads(capsys.readouterr().out)["bottleneck"] == "compute"
@@ -68,10 +79,10 @@ def test_what_is_no_run_is_refused_in_one_line(options: list[str], tmp_path: Pat
     assert error.count("\n") == 1
 
 
-@pytest.mark.parametrize("option", ["--out", "--trace"])
+@pytest.mark.parametrize("option", ["--out", "--trace", "--svg"])
 def test_what_goes_to_stdout_is_all_there_is_on_it(option: str, run_directory: Path) -> None:
     done = run_headrace("report", run_directory, option, "/dev/stdout")
     assert done.returncode == 0, done.stderr
     assert "wrote" not in done.stdout
     assert "wrote /dev/stdout" in done.stderr
-    assert done.stdout.rstrip().endswith("</html>" if option == "--out" else "]")
+    assert done.stdout.rstrip().endswith({"--out": "</html>", "--trace": "]", "--svg": "</svg>"}[option])

@@ -84,6 +84,6 @@ def test_the_command_line_says_it_in_one_line(dense: Path, tmp_path: Path, capsy
     assert not list(tmp_path.iterdir())
 
 
-def test_the_readme_has_every_option() -> None:
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
-    assert "\n".join(each.readme_row for each in CompressOptions.declarations()) in readme
+def test_the_page_has_every_option() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "compress.md").read_text(encoding="utf-8")
+    assert "\n".join(each.docs_row for each in CompressOptions.declarations()) in page

@@ -36,7 +36,7 @@ FAMILY_WORDS = {
 _TRACK_HEIGHT = 16
 # Neighbours of one kind that are shorter than this share of the axis are drawn as one: finer than a pixel, even zoomed a few
 # times.
-_RESOLUTION = 1 / 6000
+RESOLUTION = 1 / 6000
 
 
 def lane_chart(measured: StepView | None, planned: StepView | None) -> str:
@@ -62,7 +62,7 @@ def _lane_row(lane: str, views: Iterable[tuple[str, StepView]], span: float) -> 
     tracks, shares = [], []
     for name, view in views:
         bars = view.lane(lane)
-        busy = _busy_share(bars, view.seconds)
+        busy = busy_share(bars, view.seconds)
         tracks.append(_track(name, bars, span))
         shares.append(element("span", f"{busy:.0%}", class_=f"share {name}", title=f"{name}: busy {busy:.1%} of the step"))
     return element(
@@ -75,7 +75,7 @@ def _lane_row(lane: str, views: Iterable[tuple[str, StepView]], span: float) -> 
 
 
 def _track(name: str, bars: tuple[Bar, ...], span: float) -> str:
-    placed = joined(in_rows(bars), span * _RESOLUTION)
+    placed = joined(in_rows(bars), span * RESOLUTION)
     rows = 1 + max((bar.row for bar in placed), default=0)
     height = _TRACK_HEIGHT / rows
     rectangles = [
@@ -84,7 +84,7 @@ def _track(name: str, bars: tuple[Bar, ...], span: float) -> str:
             element("title", escape(_words(bar))),
             x=bar.start_seconds * 1e3,
             y=bar.row * height,
-            width=max(bar.stop_seconds - bar.start_seconds, span * _RESOLUTION / 2) * 1e3,
+            width=max(bar.stop_seconds - bar.start_seconds, span * RESOLUTION / 2) * 1e3,
             height=height - (0.6 if rows > 1 else 0),
             class_=f"f-{FAMILY_OF.get(bar.verb, 'control')}",
         )
@@ -113,7 +113,8 @@ def _milliseconds(seconds: float) -> str:
     return f"{figure(seconds * 1e3)} ms" if seconds < 1 else f"{seconds:.4g} s"
 
 
-def _busy_share(bars: tuple[Bar, ...], seconds: float) -> float:
+def busy_share(bars: tuple[Bar, ...], seconds: float) -> float:
+    """Return the share of a step of `seconds` in which one of a lane's bars runs; the bars are in the order of their starts."""
     total = reached = 0.0
     for bar in bars:
         total += max(0.0, bar.stop_seconds - max(bar.start_seconds, reached))
@@ -166,13 +167,14 @@ def _end_mark(name: str, seconds: float, span: float) -> str:
 
 def _axis(span: float) -> str:
     labels = [
-        element("span", _axis_words(tick, span), style=f"left:{100 * tick / (span * 1e3):.4f}%")
+        element("span", axis_words(tick, span), style=f"left:{100 * tick / (span * 1e3):.4f}%")
         for tick in ticks(0, span * 1e3, 8)
     ]
     return element("div", *labels, class_="axis", id="lanes-axis")
 
 
-def _axis_words(milliseconds: float, span: float) -> str:
+def axis_words(milliseconds: float, span: float) -> str:
+    """Return what stands below a tick of an axis of `span` seconds."""
     return f"{figure(milliseconds / 1e3)} s" if span >= 2 else f"{figure(milliseconds)} ms"
 
 
